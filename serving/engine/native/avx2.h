@@ -22,6 +22,10 @@ inline Floats load_some(const float* from, Ints lanes) { return _mm256_maskload_
 inline void store_some(float* to, Ints lanes, Floats x) { _mm256_maskstore_ps(to, ::__m256i(lanes), x); }
 
 inline Floats fused(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
+// In assembly: gcc 12 would have the sum in the place of a factor, and then too few registers.
+inline __attribute__((always_inline)) void add_product(Floats& sum, Floats a, Floats b) {
+    asm("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
+}
 inline Floats rounded(Floats a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline Ints nearest(Floats a) { return Ints(_mm256_cvtps_epi32(a)); }
 inline Floats from_halves(Shorts a) { return _mm256_cvtph_ps(::__m128i(a)); }  // F16C

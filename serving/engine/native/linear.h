@@ -115,15 +115,28 @@ struct Linear {
 
     int lane() const { return kind == Kind::F32 ? 1 : kind == Kind::BF16 ? 2 : 4; }
     size_t panel_bytes() const { return kind == Kind::INT4 ? K / INT4_GROUP * INT4_GROUP_BYTES : size_t(K) / lane() * PANEL * 4; }
-    // Of a row of activations, prepared.
-    size_t row_bytes() const {
-        if (kind == Kind::INT4) return K + sizeof(float) * (K / INT4_GROUP);
-        return of_bytes(kind) && by_words() ? K * sizeof(int16_t) : size_t(K) / lane() * 4 * rows_of(kind);
-    }
+    size_t row_bytes() const;  // of a row of activations, prepared
     ~Linear() {
         if (owned) std::free(packed), std::free(scale), std::free(offset), std::free(bias), std::free(input);
     }
 };
+
+// How a linear is multiplied, by any number of rows: a product of bfloat16 rounds otherwise by tiles, and a processor that
+// goes back and forth within a step pays for it (5 % of one with a single row).
+inline TileUse tiles_for(const Linear& w) {
+    const bool whole = w.K / w.lane() * 4 % TILE_BYTES == 0;
+    const bool can = of_bytes(w.kind) || multiplies_bf16();
+    return whole && can ? tile_use().load(std::memory_order_relaxed) : TileUse::NONE;
+}
+
+// Whether rows of bfloat16 are floats, rounded so (narrow_tiles.h).
+inline bool by_floats(const Linear& w) { return NARROW && w.kind == Kind::BF16 && tiles_for(w) == TileUse::NONE; }
+
+inline size_t Linear::row_bytes() const {
+    if (kind == Kind::INT4) return K + sizeof(float) * (K / INT4_GROUP);
+    if (by_floats(*this)) return K * sizeof(float);
+    return of_bytes(kind) && by_words() ? K * sizeof(int16_t) : size_t(K) / lane() * 4 * rows_of(kind);
+}
 
 inline uint16_t to_bf16(float value) {
     uint32_t bits;
@@ -285,7 +298,7 @@ struct Rows {
 class Prepared {
   public:
     void room(int T, int widest) {
-        const size_t padded = size_t(round_up(T, 2 * TILE_ROWS)) * widest * 2;  // tiles read whole, if not all is used
+        const size_t padded = size_t(round_up(T, 2 * TILE_ROWS)) * widest * (NARROW ? 4 : 2);  // tiles read whole, if not all is used
         if (bytes.size() < padded) bytes.resize(padded);
         if (scales.size() < size_t(T)) scales.resize(T);
     }
@@ -298,6 +311,7 @@ class Prepared {
         }
         if (w.kind == Kind::INT8) scales[t] = quantize_row(row, w.K, bytes.data() + size_t(t) * w.K);
         if (w.kind == Kind::W8A16) scales[t] = quantize_row_twice(row, w.K, bytes.data() + size_t(t) * w.row_bytes());
+        if (by_floats(w)) return round_to_bf16(row, w.K, (float*)bytes.data() + size_t(t) * w.K);
         if (w.kind == Kind::BF16) to_bf16(row, w.K, (uint16_t*)bytes.data() + size_t(t) * w.K);
         if (w.kind == Kind::INT4) scales[t] = quantize_row_int4(w, row, bytes.data() + size_t(t) * w.row_bytes());
     }
@@ -344,9 +358,8 @@ __attribute__((always_inline)) inline void multiply_add(Sum<KIND>& sum, __m512i 
     else if constexpr (KIND == Kind::BF16) asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(x), "v"(w));
     else sum = _mm512_fmadd_ps(_mm512_castsi512_ps(x), _mm512_castsi512_ps(w), sum);
 #else
-    if constexpr (of_bytes(KIND)) add_byte_products<FAST>(sum, x, w);
-    else if constexpr (KIND == Kind::BF16) add_bf16_products(sum, x, w);
-    else sum = _mm512_fmadd_ps(_mm512_castsi512_ps(x), _mm512_castsi512_ps(w), sum);
+    static_assert(of_bytes(KIND));  // floats: narrow_tiles.h
+    add_byte_products<FAST>(sum, x, w);
 #endif
 }
 
@@ -626,14 +639,6 @@ inline void multiply_tiles(const Linear& w, Rows x, int T, float* y, Finish fini
         a /= EACH, count /= EACH;
         put_rows<KIND>(w, *sums, panel, count, x.scale ? x.scale + a : nullptr, y + size_t(a) * w.N, finish);
     });
-}
-
-// How a linear is multiplied, by any number of rows: a product of bfloat16 rounds otherwise by tiles, and a processor that
-// goes back and forth within a step pays for it (5 % of one with a single row).
-inline TileUse tiles_for(const Linear& w) {
-    const bool whole = w.K / w.lane() * 4 % TILE_BYTES == 0;
-    const bool can = of_bytes(w.kind) || multiplies_bf16();
-    return whole && can ? tile_use().load(std::memory_order_relaxed) : TileUse::NONE;
 }
 
 template <Kind KIND>

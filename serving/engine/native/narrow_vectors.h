@@ -353,13 +353,4 @@ MLT_INLINE Ints nibbles(Ints x) {
     return (UPPER ? Ints(Words(x) >> 4) : x) & 0x0f0f0f0f;
 }
 
-// Two bfloat16 of x by two of w: first the lower, then the upper.
-MLT_INLINE void add_bf16_products(__m512& sum, __m512i x, __m512i w) {
-    sum = each_part<__m512>([&](int i) {
-        const Floats lower = fused(Floats(x.part[i] << 16), Floats(w.part[i] << 16), sum.part[i]);
-        const int32_t upper = int32_t(0xffff0000);
-        return fused(Floats(x.part[i] & upper), Floats(w.part[i] & upper), lower);
-    });
-}
-
 }  // namespace mlt

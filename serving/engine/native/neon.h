@@ -33,6 +33,7 @@ inline void store_some(float* to, Ints lanes, Floats x) {
 inline Floats fused(Floats a, Floats b, Floats c) {
     return Floats(vfmaq_f32(float32x4_t(c), float32x4_t(a), float32x4_t(b)));
 }
+inline void add_product(Floats& sum, Floats a, Floats b) { sum = fused(a, b, sum); }
 inline Floats rounded(Floats a) { return Floats(vrndnq_f32(float32x4_t(a))); }
 inline Ints nearest(Floats a) { return Ints(vcvtnq_s32_f32(float32x4_t(a))); }
 inline Ints from_bytes(const uint8_t* a) {

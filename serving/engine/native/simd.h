@@ -168,6 +168,14 @@ inline void to_bf16(const float* from, int n, uint16_t* to) {
         _mm256_storeu_si256((__m256i*)(to + i), (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(from + i)));
 }
 
+// The same, as floats.
+inline void round_to_bf16(const float* from, int n, float* to) {
+    for (int i = 0; i < n; i += LANES) {
+        const __m512i bits = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(from + i)));
+        _mm512_storeu_ps(to + i, _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16)));
+    }
+}
+
 // Sum of a[i] * b[i]; n is a multiple of LANES.
 inline float dot(const float* a, const float* b, int n) {
     __m512 sum = _mm512_setzero_ps();

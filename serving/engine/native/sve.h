@@ -42,6 +42,7 @@ inline void store_some(float* to, Ints lanes, Floats x) { svst1_f32(active(lanes
 inline Floats fused(Floats a, Floats b, Floats c) {
     return Floats(SveFloats(svmla_f32_x(svptrue_b32(), SveFloats(c), SveFloats(a), SveFloats(b))));
 }
+inline void add_product(Floats& sum, Floats a, Floats b) { sum = fused(a, b, sum); }
 inline Floats rounded(Floats a) { return Floats(SveFloats(svrintn_f32_x(svptrue_b32(), SveFloats(a)))); }
 inline Ints nearest(Floats a) { return Ints(SveInts(svcvt_s32_f32_x(svptrue_b32(), SveFloats(rounded(a))))); }
 inline Ints from_bytes(const uint8_t* a) {

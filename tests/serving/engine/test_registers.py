@@ -31,7 +31,7 @@ KERNELS = {  # of a library a part of the name, and how many of them there are a
         "mlt::product<": 24,
     },
     "_native_avx2.so": {
-        "mlt::narrow_sums<(mlt::Kind)0": 6,
+        "mlt::narrow_sums<": 12,
         "mlt::word_sums<": 8,
         "mlt::wide_word_sums<": 4,
         "mlt::int4_sums<": 12,
