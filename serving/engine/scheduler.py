@@ -2,9 +2,10 @@
 
 Each step: decode first, one token of every sequence that has its prompt, then chunked prefill up to
 ``max_num_batched_tokens``. Sequences start in order of priority, fairly between tenants and in order of arrival within
-one (``fair_queue``), as far as slots and memory for their whole prompt allow. Prefills take turns with a share of the
-step each, so a long one delays the short ones after it by little. When memory runs out, the sequences that started last
-are preempted and start again later (their tokens are kept, only KV is recomputed).
+one (``fair_queue``), as far as slots and memory for their whole prompt allow. Of prompts that have started the one with
+least left goes first, so that they end one after the other rather than all of them late; the one that started first has
+a share of the step whatever comes after it. When memory runs out, the sequences that started last are preempted and
+start again later (their tokens are kept, only KV is recomputed).
 
 While provisioned sequences are there, a step is made of them alone in just that way. The others are best effort: they
 get the time that ``best_effort.BestEffortBudget`` allows beside it, in order of arrival, and give up slots and memory.
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -27,7 +28,7 @@ from .sequence import SHARED, Place, SequenceGroup, SequenceState, WaitReason
 from .speculation import ROWS, DraftedPlace, Speculation
 
 FORWARD = 32  # tokens that a grammar has decided, computed in a step beside one for every other sequence
-SHARES = 4  # prompts that share the prefill part of a step
+SHARES = 4  # one of so many, of the prefill part of a step, is for the prompt that started first
 MATCHES_PER_STEP = 16  # prompts compared with the prefix cache in one step: bounds the time a queue costs
 
 
@@ -73,6 +74,11 @@ class Run:
         return self.num_tokens if self.sequence.reads_prompt else self.num_drafted + self.samples
 
 
+def _shortest_first(sequence: SequenceState) -> tuple[bool, int, int]:
+    """Of prompts: by provisioned and priority, then by what is left of them."""
+    return (*sequence.arrival[:2], sequence.num_remaining)
+
+
 def _precedence(sequence: SequenceState) -> tuple[bool, int, int, int]:
     return sequence.precedence
 
@@ -102,7 +108,6 @@ class Scheduler:
         self.budget = BestEffortBudget()
         self._batch_invariant = batch_invariant  # runs end where pieces do (``batch_invariance``)
         self.speculation = speculation
-        self._turns: deque[SequenceState] = deque()  # running sequences with more than one token to compute
         self._searches: list[SequenceGroup] = []  # whose beams have begun to run
         self._num_started = 0  # groups
         self.prefix_hit_tokens = 0
@@ -189,19 +194,9 @@ class Scheduler:
         before = self.num_preemptions
         runs = self._decodes(provisioned)
         budget = self.max_num_batched_tokens - sum(run.num_tokens for run in runs)
-        # Prompts that wait for their first turn share with those that had one: at most half of the step while there are
-        # such, so that neither kind waits for the other to be done.
-        turns = [sequence for sequence in self._turns if sequence.provisioned == provisioned]
-        prefills = self._admit(budget // 2 if turns else budget, provisioned)
-        budget -= sum(run.num_tokens for run in prefills)
-        prefills += self._turn_by_turn(turns, budget)
-        budget = self.max_num_batched_tokens - sum(run.num_tokens for run in runs + prefills)
-        if budget > 0:
-            prefills = self._fill(prefills, budget)
+        prefills = self._prefills(budget, provisioned)
         if self.num_preemptions > before:  # a beam that started may have taken the memory of what was looked at
             runs, prefills = [[run for run in some if run.sequence.status == "running"] for some in (runs, prefills)]
-        for run in prefills:
-            self._turns.append(run.sequence)
         return runs + prefills
 
     def _decodes(self, provisioned: bool) -> list[Run]:
@@ -284,38 +279,43 @@ class Scheduler:
 
     def _leave(self, sequence: SequenceState) -> None:
         self.running.remove(sequence)
-        if sequence in self._turns:
-            self._turns.remove(sequence)
 
-    def _turn_by_turn(self, turns: list[SequenceState], budget: int) -> list[Run]:
-        """A share for each prefill; one that was served goes to the end of the turns (``_step`` puts it there)."""
-        share = max(budget // SHARES, 1)
-        runs: list[Run] = []
-        for sequence in turns:
-            if budget <= 0:
-                break
-            if sequence not in self._turns:  # it made room for a sequence that has just started
-                continue
-            self._turns.remove(sequence)
-            if sequence.decodes or not sequence.num_remaining:  # it has joined those that decode, or waits as a beam
-                continue
-            run = Run(sequence, sequence.num_computed, min(sequence.num_remaining, share, budget))
-            budget -= run.num_tokens
-            runs.append(run)
-        return runs
+    def _prefills(self, budget: int, provisioned: bool) -> list[Run]:
+        """Parts of prompts, ``budget`` tokens in all; those that start now have half of it at most while there are
+        others that need it."""
+        begun = [s for s in self.running if s.provisioned == provisioned and s.num_remaining and not s.decodes]
+        half, share = budget // 2 if begun else budget, max(budget // SHARES, 1)
+        started = self._admit(half, share, provisioned)
+        begun = [s for s in begun if s.status == "running"]  # it may have made room for one that started
+        parts = dict.fromkeys([*begun, *started], 0)
 
-    def _admit(self, budget: int, provisioned: bool) -> list[Run]:
-        share = max(self.max_num_batched_tokens // SHARES, 1)
-        runs: list[Run] = []
+        def give(sequence: SequenceState, most: int) -> int:
+            part = min(sequence.num_remaining - parts[sequence], most, budget - sum(parts.values()))
+            parts[sequence] += part
+            return part
+
+        if begun:
+            give(begun[0], share)
+        for sequence in sorted(parts, key=_shortest_first):
+            if sequence not in started:
+                give(sequence, budget)
+            else:
+                half -= give(sequence, half)
+        for sequence in started:
+            give(sequence, budget)
+        return [Run(sequence, sequence.num_computed, part) for sequence, part in parts.items() if part]
+
+    def _admit(self, budget: int, share: int, provisioned: bool) -> list[SequenceState]:
+        """Start as many as had ``budget`` tokens between them if none took more than a share."""
+        started: list[SequenceState] = []
         for sequence in self._candidates(provisioned):
             if budget <= 0:
                 break
             if not self._start(sequence):
                 break  # in their order: no later one may take the memory it waits for
-            run = Run(sequence, sequence.num_computed, min(sequence.num_remaining, share, budget))
-            budget -= run.num_tokens
-            runs.append(run)
-        return runs
+            budget -= min(sequence.num_remaining, share)
+            started.append(sequence)
+        return started
 
     def _candidates(self, provisioned: bool) -> Iterator[SequenceState]:
         """Waiting sequences that may start now, as far as it is worth looking in one step. Beams of searches that have
@@ -435,15 +435,6 @@ class Scheduler:
             fixed=None if sequence.group.beams is None else sequence.num_prompt,
         )
 
-    def _fill(self, runs: list[Run], budget: int) -> list[Run]:
-        """Give what is left of the step to those that can use it, first come first."""
-        filled = []
-        for run in runs:
-            more = min(budget, run.sequence.num_remaining - run.num_tokens)
-            budget -= more
-            filled.append(Run(run.sequence, run.start, run.num_tokens + more))
-        return filled
-
     def _best_effort(self, runs: list[Run]) -> list[Run]:
         """What else goes into a step of ``runs``: first come first, each as much as the time that is left allows.
 
@@ -466,8 +457,6 @@ class Scheduler:
             num_tokens = max(1, min(num_tokens, sequence.num_remaining))
             run = Run(sequence, sequence.num_computed, num_tokens)
             extra.append(run)
-            if sequence.num_remaining > num_tokens and sequence not in self._turns:
-                self._turns.append(sequence)
             budget -= num_tokens
             seconds -= self._price(run, provisioned)
         if self.num_preemptions > before:  # one of a search takes all of its beams along; they may have started anew

@@ -56,16 +56,31 @@ def test_a_long_prompt_does_not_starve_short_ones() -> None:
     assert compute(scheduler, cache) == {1: 1, 2: 1, 0: 62}
 
 
-def test_several_long_prompts_take_turns() -> None:
-    """Six long prompts that share a step by four all advance within two steps."""
+def test_prompts_end_one_after_the_other() -> None:
+    """Of six that are as long as each other the first is whole before the next one begins, while all of them start."""
     cache = make_cache(2000)
     scheduler = Scheduler(cache, max_num_seqs=6, max_num_batched_tokens=64)
-    sequences = [make(i, prompt_of(200, i)) for i in range(6)]
+    sequences = [make(i, prompt_of(96, i)) for i in range(6)]
     for sequence in sequences:
         scheduler.add(sequence)
-    for _ in range(2):
-        assert sum(compute(scheduler, cache).values()) == 64
-    assert min(s.num_computed for s in sequences) >= 16
+    assert compute(scheduler, cache) == {0: 64}
+    assert compute(scheduler, cache) == {0: 32, 1: 32}
+    assert [s.status for s in sequences] == ["running"] * 6
+    assert compute(scheduler, cache) == {0: 1, 1: 63}
+    assert compute(scheduler, cache) == {0: 1, 1: 1, 2: 62}
+
+
+def test_shorter_prompts_leave_the_first_one_its_share() -> None:
+    """A prompt that came first has a quarter of each step while shorter ones come, and those have three; such as start
+    have half at most while one that is shorter still has begun."""
+    cache = make_cache(4000)
+    scheduler = Scheduler(cache, max_num_seqs=40, max_num_batched_tokens=64)
+    scheduler.add(make(0, prompt_of(400, 0)))
+    assert compute(scheduler, cache) == {0: 64}
+    for i in range(1, 7):
+        scheduler.add(make(i, prompt_of(62, i), max_tokens=1))
+    assert compute(scheduler, cache) == {0: 32, 1: 32}
+    assert compute(scheduler, cache) == {0: 16, 1: 30, 2: 18}
 
 
 def test_priority_then_arrival() -> None:
@@ -174,7 +189,8 @@ def test_a_waiting_sequence_says_what_it_waits_for() -> None:
     prompt = prompt_of(100, 0)
     for id, tokens in enumerate([prompt, prompt, prompt_of(90, 1)]):
         scheduler.add(make(id, tokens))
-    assert set(compute(scheduler, cache)) == {0, 2}
+    compute(scheduler, cache)
+    assert {sequence.id for sequence in scheduler.running} == {0, 2}
     assert scheduler.waiting_for() == {"prefix": 1}
     scheduler.add(make(3, prompt_of(120, 2)))
     scheduler.add(make(4, prompt_of(5, 3)))
