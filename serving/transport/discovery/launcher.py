@@ -46,8 +46,8 @@ LOCK_TIMEOUT = 1.0  # seconds for a free engine lock: a process that asks whethe
 
 
 def engine_key(bundle: Bundle, settings: EngineSettings, core: str = ENGINE_CORE) -> str:
-    """16 hex digits of SHA-256: engines with the same weights, adapters, settings, code and user have the same key,
-    wherever the files lie."""
+    """16 hex digits of SHA-256: engines with the same weights, adapters, settings, code, environment and user have the
+    same key, wherever the files lie, and by whatever name the interpreter was called (``python``, ``python3.11``)."""
     described = msgspec.json.encode(
         (
             bundle.content_hash,
@@ -58,7 +58,8 @@ def engine_key(bundle: Bundle, settings: EngineSettings, core: str = ENGINE_CORE
             settings,
             core,
             [_version(name) for name in ("mlflow-llm", "torch", "transformers")],
-            sys.executable,
+            os.path.realpath(sys.prefix),
+            os.path.realpath(sys.executable),
             child.package_place(),
             os.getuid(),
         ),

@@ -6,8 +6,10 @@ import os
 import shutil
 import signal
 import stat
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from processes import gone
@@ -15,7 +17,9 @@ from transport_place import SETTINGS, by_sequence, completion, eventually, timel
 
 from mlflow_llm.serving.errors import EngineDied, PackagingError, Unavailable
 from mlflow_llm.serving.events import Failed, Finished
+from mlflow_llm.serving.settings import EngineSettings
 from mlflow_llm.serving.testing.instant_engine import InstantEngine
+from mlflow_llm.serving.transport.discovery.launcher import engine_key
 from mlflow_llm.serving.transport.discovery.state_directory import StateDirectory
 
 
@@ -198,6 +202,27 @@ def test_threads_share_a_client(place, make_bundle):
         got = list(pool.map(lambda p: timeless(engine.submit(completion(prompt=p))), prompts))
         assert got == [timeless(local.submit(completion(prompt=p))) for p in prompts]
     place.assert_clean()
+
+
+def test_an_interpreter_by_another_name_shares_the_engine(place, make_bundle, monkeypatch):
+    """``python`` and ``python3.11`` of one environment are one: as a notebook starts with one and a command with the
+    other. Another environment, or another interpreter, is not."""
+    bundle = make_bundle()
+    folder, prefix, real = Path(sys.executable).parent, sys.prefix, os.path.realpath(sys.executable)
+    keys = []
+    for executable, environment in (
+        (folder / "python", prefix),
+        (folder / f"python3.{sys.version_info.minor}", prefix),
+        (folder / "python", f"{prefix}-other"),
+        ("/bin/sh", prefix),
+    ):
+        assert os.path.realpath(executable) == real or executable == "/bin/sh"
+        monkeypatch.setattr(sys, "executable", str(executable))
+        monkeypatch.setattr(sys, "prefix", environment)
+        keys.append(engine_key(bundle, EngineSettings()))
+    monkeypatch.undo()
+    assert keys[0] == keys[1]
+    assert len(set(keys)) == 3
 
 
 def test_removed_directory(place, make_bundle):
