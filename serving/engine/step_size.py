@@ -23,6 +23,7 @@ from .runner import StepForward
 SECONDS = 0.2
 DEFAULT = 512
 LEAST, MOST = 64, 1024  # logits of a step's whole prompt, where they are asked for, are MOST x vocabulary floats
+UNIT = 32
 PROBE = 64  # tokens
 TRIES = 4  # of which the fastest counts: others may use the processors
 ENOUGH = 0.1  # seconds of tries, after which there is no further one
@@ -53,9 +54,9 @@ def step_size(
 
 
 def within(seconds: float) -> int:
-    """Tokens of prompts in a step, a power of two, where each takes ``seconds``."""
+    """Tokens of prompts in a step, a multiple of ``UNIT``, where each takes ``seconds``."""
     fitting = int(min(SECONDS / max(seconds, 1e-9), MOST))
-    return max(1 << max(fitting.bit_length() - 1, 0), LEAST)
+    return max(fitting // UNIT * UNIT, LEAST)
 
 
 def _fastest(run: Callable[[], Any], clock: Callable[[], float]) -> float:
