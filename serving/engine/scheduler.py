@@ -288,10 +288,13 @@ class Scheduler:
         started = self._admit(half, share, provisioned)
         begun = [s for s in begun if s.status == "running"]  # it may have made room for one that started
         parts = dict.fromkeys([*begun, *started], 0)
+        left = budget
 
         def give(sequence: SequenceState, most: int) -> int:
-            part = min(sequence.num_remaining - parts[sequence], most, budget - sum(parts.values()))
+            nonlocal left
+            part = min(sequence.num_remaining - parts[sequence], most, left)
             parts[sequence] += part
+            left -= part
             return part
 
         if begun:

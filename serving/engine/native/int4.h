@@ -7,7 +7,7 @@
 //   row      K activations in int8 | K / INT4_GROUP sums of them in float
 //
 // The products of a group are summed exactly, in integers, groups in their order in float32: a row's result is bitwise
-// the same alone and in any batch, as in linear.h, and on every processor.
+// the same alone and in any batch, as in linear.h.
 #pragma once
 
 #include "linear.h"
