@@ -14,7 +14,9 @@
 
 namespace mlt {
 
-constexpr int INT4_TILE = 6;  // rows at a time: 24 sums of 32 registers, or 12 of 16
+// Rows at a time: 24 sums of 32 registers, or 12 of 16. Where AVX2's products are FAST the sixth's were in memory.
+template <bool FAST>
+constexpr int INT4_TILE = FAST ? 5 : 6;
 
 inline uint8_t* int4_group(const Linear& w, int n, int k) {
     return (uint8_t*)w.packed + n / PANEL * w.panel_bytes() + size_t(k / INT4_GROUP) * INT4_GROUP_BYTES;
@@ -93,7 +95,7 @@ inline float quantize_row_int4(const Linear& w, const float* x, uint8_t* row) {
 
 // The sum of 16 columns from n on, as it goes to y.
 inline void put_int4(const Linear& w, __m512 sum, int n, float x_scale, float* y, bool add) {
-    put_value(w, rounded(_mm512_mul_ps(sum, _mm512_set1_ps(x_scale))), n, y, add);
+    put_value(w, _mm512_mul_ps(sum, _mm512_set1_ps(x_scale)), n, y, add);
 }
 
 #ifdef MLT_AVX512
@@ -175,6 +177,7 @@ __attribute__((noinline)) void int4_sums(std::index_sequence<M...> rows, const u
         Ints s0[] = {(void(M), Ints{})...}, s1[] = {(void(M), Ints{})...};
         Ints s2[] = {(void(M), Ints{})...}, s3[] = {(void(M), Ints{})...};
         const uint8_t* weights = group + n * 4;
+#pragma GCC unroll 1  // together with what follows the loop gcc would put some of the sums into memory
         for (const uint8_t* const next = x + INT4_GROUP; x < next; x += 8, weights += PANEL * 4) {
             if (fetches) __builtin_prefetch(weights + FETCH_AHEAD), __builtin_prefetch(weights + FETCH_AHEAD + 64);
             add_nibbles<FAST, false>(rows, s0, s1, weights, x, row), add_nibbles<FAST, true>(rows, s0, s1, weights, x, row);
@@ -190,7 +193,7 @@ __attribute__((noinline)) void int4_sums(std::index_sequence<M...> rows, const u
 }
 
 // Registers of columns at a time: as many as leave room for the sums of that many rows.
-constexpr int int4_registers(int rows) { return PARTS == 2 && FEW_REGISTERS && rows > 2 ? 2 : 4; }
+constexpr int int4_registers(int rows) { return FEW_REGISTERS && rows > 2 ? 2 : 4; }
 
 template <bool FAST, size_t... M>
 inline void int4_tile(std::index_sequence<M...> rows, const Linear& w, int panel, const uint8_t* x, size_t row,
@@ -208,7 +211,7 @@ inline void int4_tile(std::index_sequence<M...> rows, const Linear& w, int panel
 #endif
 
 // FAST as multiply_add() has it.
-template <bool FAST, int M = INT4_TILE>
+template <bool FAST, int M = INT4_TILE<FAST>>
 inline void int4_tile_of(int rows, const Linear& w, int panel, const uint8_t* x, size_t row, const float* x_scale, float* y,
                          bool add, bool fetches) {
     if constexpr (M > 1)
@@ -219,7 +222,7 @@ inline void int4_tile_of(int rows, const Linear& w, int panel, const uint8_t* x,
 template <bool FAST>
 inline void multiply_int4(const Linear& w, Rows x, int T, float* y, Finish finish, int first, int last) {
     const size_t row = w.row_bytes();
-    each_tile<INT4_TILE>(T, row, first, last, [&](int panel, int a, int count, bool begins) {
+    each_tile<INT4_TILE<FAST>>(T, row, first, last, [&](int panel, int a, int count, bool begins) {
         const uint8_t* rows = (const uint8_t*)x.values + a * row;
         float* out = y + size_t(a) * w.N;
         int4_tile_of<FAST>(count, w, panel, rows, row, x.scale + a, out, finish == Finish::ADD, begins);
@@ -228,7 +231,7 @@ inline void multiply_int4(const Linear& w, Rows x, int T, float* y, Finish finis
 }
 
 inline void multiply_int4(const Linear& w, Rows x, int T, float* y, Finish finish, int first, int last) {
-    if constexpr (CHOOSES_BYTE_PRODUCTS)
+    if constexpr (HAS_WORDS)  // elsewhere both are the same
         if (byte_products()) return multiply_int4<true>(w, x, T, y, finish, first, last);
     multiply_int4<false>(w, x, T, y, finish, first, last);
 }

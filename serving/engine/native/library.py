@@ -169,7 +169,7 @@ NEEDED = {
     "avx512+amx": "AVX-512 VNNI with AMX",
     "avx512": "AVX-512 VNNI",
     "avx-vnni": "AVX-VNNI",
-    "avx2": "AVX2",
+    "avx2": "AVX2 with FMA and F16C",
     "neon-i8mm": "i8mm",
     "neon": "NEON with dot products",
     "sve-i8mm": "SVE with i8mm, or this process a vector length of 256 bits",

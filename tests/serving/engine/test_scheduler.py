@@ -71,8 +71,8 @@ def test_prompts_end_one_after_the_other() -> None:
 
 
 def test_shorter_prompts_leave_the_first_one_its_share() -> None:
-    """A prompt that came first has a quarter of each step while shorter ones come, and those have three; such as start
-    have half at most while one that is shorter still has begun."""
+    """A prompt that came first has what those that start leave it, half of a step or more, and a quarter while shorter
+    ones have begun."""
     cache = make_cache(4000)
     scheduler = Scheduler(cache, max_num_seqs=40, max_num_batched_tokens=64)
     scheduler.add(make(0, prompt_of(400, 0)))
