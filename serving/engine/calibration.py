@@ -46,6 +46,16 @@ class GroupedWeight:
     zero: torch.Tensor
     inputs: torch.Tensor
 
+    def dense(self) -> torch.Tensor:
+        """[N, K] of float32."""
+        grouped = self.values.view(*self.scale.shape, -1).float() - self.zero[..., None].float()
+        return (grouped * self.scale[..., None].float()).flatten(1) * self.inputs
+
+    def parts(self) -> tuple[torch.Tensor, ...]:
+        """As they are stored (stored_weights.py): two values a byte, scales, zero points, factors."""
+        pairs = self.values.view(len(self.values), -1, 2)
+        return pairs[..., 0] | pairs[..., 1] << 4, self.scale, self.zero, self.inputs.clone()
+
 
 def own_text(model: Any) -> list[list[int]]:
     """What the model writes by itself, from its first token on: of the kind that it knows, in the languages that it
@@ -56,7 +66,8 @@ def own_text(model: Any) -> list[list[int]]:
     first = getattr(config, "bos_token_id", None)
     length = min(LENGTH, int(getattr(config, "max_position_embeddings", None) or LENGTH))
     begin = torch.randint(0, vocabulary, (SEQUENCES, 1), generator=generator)
-    tokens = begin if first is None else torch.cat([torch.full_like(begin, first), begin], -1)
+    known = first is not None and 0 <= first < vocabulary
+    tokens = torch.cat([torch.full_like(begin, first), begin], -1) if known else begin
     # transformers calls it "cache" since 5.24
     kept = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     cache: Any = None

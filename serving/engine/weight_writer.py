@@ -16,7 +16,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceCl
 
 from ..errors import PackagingError
 from ..settings import EngineSettings
-from . import calibration, experts, latent_attention, stored_weights
+from . import calibration, experts, latent_attention, sensitivity, stored_weights
 from .linear import groups_of, weight_of
 from .loader import POOLER, from_pretrained
 from .native.library import GROUP
@@ -24,6 +24,7 @@ from .quantization import can_quantize, quantize_rows
 from .stored_weights import FORMATS, PARTS, Quantization
 
 SHARD = "4GB"
+IN_EIGHT = 0.2  # of the weights that could be of four bits: those that bear them worst are of eight
 # The last part of a path: q_proj, qkv_proj, Wqkv, query_key_value, c_attn, kv_a_proj_with_mqa, q_b_proj
 ATTENDS = re.compile(r"(?:^|\.)(?:[^.]*qkv[^.]*|query[^.]*|key|value|c_attn|[qkv]|[qkv]{1,2}_[^.]*)$")
 NARROW = (torch.bfloat16, torch.float16)
@@ -41,7 +42,7 @@ class Written(Struct, frozen=True, kw_only=True):
     bytes_after: int
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def quantize_files(
     folder: Path, tasks: tuple[str, ...], quantization: Quantization, texts: Sequence[Sequence[int]] = ()
 ) -> Written:
@@ -51,7 +52,7 @@ def quantize_files(
     auto: Any = AutoModelForCausalLM
     if tasks == ("score",) or tasks == ("embeddings",):
         auto = AutoModelForSequenceClassification if tasks == ("score",) else AutoModel
-    model = from_pretrained(auto, str(folder), EngineSettings(), torch.float32).eval()
+    model = from_pretrained(auto, str(folder), EngineSettings(), torch.float32).eval().requires_grad_(False)
     body = getattr(model, model.base_model_prefix) if tasks == ("score",) else model
     prefix = next((f"{name}." for name, module in model.named_modules() if module is body and name), "")
     groups = [{f"{prefix}{path}": module for path, module in group.items()} for group in _linears(body)]
@@ -94,17 +95,28 @@ def quantize_files(
 def _in_four_bits(
     model: Any, groups: list[dict[str, nn.Module]], texts: Sequence[Sequence[int]]
 ) -> dict[str, torch.Tensor]:
-    """The tensors that linears are stored as, of groups that share an input."""
-    found: dict[str, torch.Tensor] = {}
+    """The tensors that linears are stored as, of groups that share an input; without those that bear it worst."""
+    texts = [*texts, *calibration.own_text(model)]
     modules = [list(group.values()) for group in groups]
-    named = {id(group): list(names) for group, names in zip(modules, groups, strict=True)}
-    for group, products, sizes in calibration.inputs_of(model, modules, [*texts, *calibration.own_text(model)]):
-        made = calibration.quantised([weight_of(module) for module in group], products, sizes)
-        for name, one in zip(named[id(group)], made, strict=True):
-            pairs = one.values.view(len(one.values), -1, 2)
-            parts = (pairs[..., 0] | pairs[..., 1] << 4, one.scale, one.zero, one.inputs.clone())
-            found |= {f"{name}.{part}": value for part, value in zip(PARTS, parts, strict=True)}
-    return found
+    names = {id(group): list(of) for group, of in zip(modules, groups, strict=True)}
+    linears = [one for group in modules for one in group]
+    found = sensitivity.squared_gradients(model, linears, texts)
+    gradients = None if found is None else {id(one): its for one, its in zip(linears, found, strict=True)}
+    made: list[dict[str, torch.Tensor]] = []
+    costs: list[float] = []
+    sizes: list[int] = []
+    for group, products, inputs in calibration.inputs_of(model, modules, texts):
+        weights = [weight_of(module) for module in group]
+        rounded = calibration.quantised(weights, products, inputs)
+        made.append({})
+        costs.append(0.0)
+        sizes.append(sum(weight.numel() for weight in weights))
+        for name, module, weight, one in zip(names[id(group)], group, weights, rounded, strict=True):
+            made[-1] |= {f"{name}.{part}": value for part, value in zip(PARTS, one.parts(), strict=True)}
+            if gradients is not None:
+                costs[-1] += sensitivity.cost_of(one.dense() - weight, products, gradients[id(module)])
+    eight = sensitivity.worst(costs, sizes, 0.0 if gradients is None else IN_EIGHT)
+    return {name: value for i, tensors in enumerate(made) if i not in eight for name, value in tensors.items()}
 
 
 def _bears_four_bits(group: dict[str, nn.Module]) -> bool:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from tiny_models import COMMON, make_model, prompt_of, request_of, save_bundle
 
 from mlflow_llm.serving.bundle import Bundle
-from mlflow_llm.serving.engine import calibration, stored_weights
+from mlflow_llm.serving.engine import calibration, sensitivity, stored_weights, weight_writer
 from mlflow_llm.serving.engine.core import EngineCore
 from mlflow_llm.serving.engine.native import library
 from mlflow_llm.serving.engine.native.weight import NativeWeight
@@ -69,7 +69,7 @@ def test_rounding_follows_the_activations() -> None:
     made = calibration.quantised(weights, products, sizes)
     plain = calibration.quantised(weights, torch.eye(64), torch.ones(64))
     for weight, chosen, other in zip(weights, made, plain, strict=True):
-        wrong = [float(((dense(one) - weight) @ x.t()).norm() / (weight @ x.t()).norm()) for one in (chosen, other)]
+        wrong = [float(((one.dense() - weight) @ x.t()).norm() / (weight @ x.t()).norm()) for one in (chosen, other)]
         assert wrong[0] < 0.8 * wrong[1] < 0.1
     assert torch.equal(made[0].inputs, made[1].inputs)
 
@@ -83,14 +83,9 @@ def test_sweeps_leave_less_error(monkeypatch: pytest.MonkeyPatch) -> None:
     for sweeps in (0, 1, 3):
         monkeypatch.setattr(calibration, "SWEEPS", sweeps)
         (made,) = calibration.quantised([weight], products, sizes)
-        wrong.append(float(((dense(made) - weight) @ x.t()).norm()))
+        wrong.append(float(((made.dense() - weight) @ x.t()).norm()))
     assert wrong[2] < wrong[1] < wrong[0]
     assert wrong[2] < 0.95 * wrong[0]
-
-
-def dense(one: calibration.GroupedWeight) -> torch.Tensor:
-    grouped = one.values.view(*one.scale.shape, -1).float() - one.zero[..., None].float()
-    return (grouped * one.scale[..., None].float()).flatten(1) * one.inputs
 
 
 @pytest.mark.parametrize(
@@ -100,9 +95,9 @@ def test_inputs_that_say_little(products: torch.Tensor) -> None:
     """Nothing, one thing only, or very large: weights are still rounded, to something near."""
     weight = torch.randn(20, 32, generator=torch.Generator().manual_seed(1))
     (made,) = calibration.quantised([weight], products, products.diagonal())
-    assert float((dense(made) - weight).norm() / weight.norm()) < 0.5
+    assert float((made.dense() - weight).norm() / weight.norm()) < 0.5
     (nothing,) = calibration.quantised([torch.zeros(20, 32)], products, products.diagonal())
-    assert not dense(nothing).any()
+    assert not nothing.dense().any()
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +150,9 @@ def test_what_is_stored(models: tuple[Bundle, Bundle], tmp_path: Path) -> None:
         "weight_zero": (torch.uint8, (48, 2)),
         "weight_inputs": (torch.float32, (64,)),
     }
-    assert found["model.layers.0.self_attn.o_proj.weight_packed"].dtype == torch.uint8
+    in_four = {name for name in found if name.endswith("weight_packed")}
+    assert {name.split(".")[2] for name in in_four} == {"0", "1"}
+    assert any(".o_proj." in name for name in in_four)
     for name in ("mlp.down_proj", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"):
         assert found[f"model.layers.0.{name}.weight"].dtype == torch.int8
     assert stored_weights.quantization_of(models[1].model_dir) == "int4"
@@ -163,6 +160,81 @@ def test_what_is_stored(models: tuple[Bundle, Bundle], tmp_path: Path) -> None:
     quantize_files(tmp_path / "again", ("completions",), "int4")
     first, second = (Path(folder) / "model.safetensors" for folder in (models[1].model_dir, tmp_path / "again"))
     assert first.read_bytes() == second.read_bytes()
+
+
+def quantised_tensors(model: tf.PreTrainedModel, folder: Path) -> dict[str, torch.Tensor]:
+    bundle = save_bundle(model, folder)
+    quantize_files(Path(bundle.model_dir), ("completions",), "int4")
+    return load_file(Path(bundle.model_dir) / "model.safetensors")
+
+
+def test_what_bears_four_bits_worst_has_eight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A share of the weights, siblings together: never those whose outputs change nothing."""
+    model = make_model(tf.LlamaConfig(**WIDE))
+    model.model.layers[0].mlp.down_proj.weight.data.zero_()
+    monkeypatch.setattr(weight_writer, "IN_EIGHT", 0.0)
+    all_four = quantised_tensors(model, tmp_path / "all")
+    could = {name for name in all_four if name.endswith("weight_packed")}
+    assert len(could) == 2 * 3  # gate, up and attention's output, by layers
+    monkeypatch.setattr(weight_writer, "IN_EIGHT", 0.5)
+    found = quantised_tensors(model, tmp_path / "half")
+    eight = {name for name in could if name not in found}
+    sizes = {name: all_four[name].numel() for name in could}
+    assert 0.2 < sum(sizes[name] for name in eight) / sum(sizes.values()) <= 0.5
+    assert not [name for name in eight if "layers.0.mlp." in name]
+    for name in eight:
+        assert found[name.replace("weight_packed", "weight")].dtype == torch.int8
+    gates = {name for name in eight if "gate_proj" in name}
+    assert {name.replace("up_proj", "gate_proj") for name in eight if "up_proj" in name} == gates
+    for name in could - eight:
+        assert torch.equal(found[name], all_four[name])
+
+
+def test_gradients_are_those_of_a_tokens_loss() -> None:
+    """By finite differences of a bias, on a text whose loss the first token's outputs alone make."""
+    model = make_model(tf.LlamaConfig(**WIDE, attention_bias=True)).double().requires_grad_(False)
+    linear = model.model.layers[0].self_attn.o_proj
+    (found,) = sensitivity.squared_gradients(model, [linear], [[5, 6]]) or [torch.zeros(0)]
+    for n in (0, 9, 63):
+        losses = []
+        for step in (0.01, -0.02):
+            linear.bias[n] += step
+            losses.append(float(model(torch.tensor([[5, 6]])).logits[0, 0].log_softmax(-1)[6]))
+        linear.bias[n] += 0.01
+        slope = (losses[0] - losses[1]) / 0.02
+        assert float(found[n]) == pytest.approx(slope**2 / 2, rel=0.01)  # of two tokens
+
+
+def test_what_costs_most_for_its_size_is_chosen() -> None:
+    costs, sizes = [6.0, 1.0, 5.0, 0.5], [60, 5, 25, 10]
+    assert sensitivity.worst(costs, sizes, 0.3) == {1, 2}
+    assert sensitivity.worst(costs, sizes, 0.4) == {1, 2, 3}  # what is too large leaves room for what follows
+    assert sensitivity.worst(costs, sizes, 1.0) == {0, 1, 2, 3}
+    assert sensitivity.worst(costs, sizes, 0.0) == set()
+    assert sensitivity.cost_of(torch.ones(2, 3), torch.eye(3), torch.tensor([1.0, 3.0])) == 6.0
+
+
+def test_a_first_token_that_is_none() -> None:
+    """A configuration may keep its family's own, beyond the vocabulary: a text then begins as if it named none."""
+    model = make_model(tf.LlamaConfig(**WIDE)).requires_grad_(False)
+    vocabulary = model.get_input_embeddings().num_embeddings
+    texts = []
+    for first in (None, vocabulary, 7):
+        model.config.bos_token_id = first
+        texts.append(calibration.own_text(model))
+    assert texts[0] == texts[1] != texts[2]
+    assert {text[0] for text in texts[2]} == {7}
+
+
+def test_a_model_without_gradients(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Has four bits everywhere, and the log says that nothing was chosen."""
+    forward = tf.LlamaForCausalLM.forward
+    monkeypatch.setattr(tf.LlamaForCausalLM, "forward", torch.no_grad()(forward))
+    found = quantised_tensors(make_model(tf.LlamaConfig(**WIDE)), tmp_path / "model")
+    assert sum(name.endswith("weight_packed") for name in found) == 2 * 3
+    assert "which linears bear four bits worst cannot be told" in caplog.text
 
 
 @pytest.mark.parametrize(
