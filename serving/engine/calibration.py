@@ -46,11 +46,6 @@ class GroupedWeight:
     zero: torch.Tensor
     inputs: torch.Tensor
 
-    def dense(self) -> torch.Tensor:
-        """[N, K] of float32."""
-        grouped = self.values.view(*self.scale.shape, -1).float() - self.zero[..., None].float()
-        return (grouped * self.scale[..., None].float()).flatten(1) * self.inputs
-
     def parts(self) -> tuple[torch.Tensor, ...]:
         """As they are stored (stored_weights.py): two values a byte, scales, zero points, factors."""
         pairs = self.values.view(len(self.values), -1, 2)

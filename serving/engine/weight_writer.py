@@ -21,7 +21,7 @@ from .linear import groups_of, weight_of
 from .loader import POOLER, from_pretrained
 from .native.library import GROUP
 from .quantization import can_quantize, quantize_rows
-from .stored_weights import FORMATS, PARTS, Quantization
+from .stored_weights import FORMATS, PARTS, Quantization, StoredLinear
 
 SHARD = "4GB"
 IN_EIGHT = 0.2  # of the weights that could be of four bits: those that bear them worst are of eight
@@ -112,9 +112,11 @@ def _in_four_bits(
         costs.append(0.0)
         sizes.append(sum(weight.numel() for weight in weights))
         for name, module, weight, one in zip(names[id(group)], group, weights, rounded, strict=True):
-            made[-1] |= {f"{name}.{part}": value for part, value in zip(PARTS, one.parts(), strict=True)}
+            parts = one.parts()
+            made[-1] |= {f"{name}.{part}": value for part, value in zip(PARTS, parts, strict=True)}
             if gradients is not None:
-                costs[-1] += sensitivity.cost_of(one.dense() - weight, products, gradients[id(module)])
+                error = StoredLinear(*parts).dense() - weight
+                costs[-1] += sensitivity.cost_of(error, products, gradients[id(module)])
     eight = sensitivity.worst(costs, sizes, 0.0 if gradients is None else IN_EIGHT)
     return {name: value for i, tensors in enumerate(made) if i not in eight for name, value in tensors.items()}
 
