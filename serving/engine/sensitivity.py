@@ -19,10 +19,8 @@ from torch import nn
 
 logger = logging.getLogger(__name__)
 
-PIECES, LENGTH = (
-    16,
-    128,
-)  # of texts that gradients are taken on, and tokens of a piece: activations of one are in memory
+PIECES = 16  # of texts that gradients are taken on
+LENGTH = 128  # tokens of a piece: the activations of one are in memory
 
 
 def squared_gradients(
