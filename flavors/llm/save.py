@@ -84,8 +84,8 @@ def save_model(
         tool_format: how the model writes tool calls: the name of a known format ("hermes"), a ``ToolFormat``, or a dict
             of its fields. None: what its chat templates and its tokenizer show.
         quantize: "int8" stores the model's linears as an engine with ``quantization="int8"`` would make them at each
-            start, to the bit, and not as they were (docs/quantize.md); "int4" in four bits, for decoders. None: weights
-            are stored as they are.
+            start, to the bit, and not as they were (docs/quantize.md); "int4" those in four bits that bear it, for
+            decoders. None: weights are stored as they are.
         calibration: texts like those that the model will see, by which weights of four bits are chosen,
             beside what it writes by itself; the first 16,384 tokens are taken. None: Python's own documentation.
         revision: branch, tag or commit of a hub id.

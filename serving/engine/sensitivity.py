@@ -23,11 +23,10 @@ PIECES = 16  # of texts that gradients are taken on
 LENGTH = 128  # tokens of a piece: the activations of one are in memory
 
 
-def squared_gradients(
-    model: Any, linears: Sequence[nn.Module], texts: Sequence[Sequence[int]]
-) -> list[torch.Tensor] | None:
-    """Of linears, the mean square [N] of the gradient of the loss of ``texts``, by their outputs and a token. None for
-    a model whose code has no gradients or not finite ones. Its parameters must need none."""
+def squared_gradients(model: Any, linears: Sequence[nn.Module], texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """Of linears, the mean square [N] of the gradient of the loss of ``texts``, by their outputs and a token; zeros of
+    one that the loss does not depend on, and of all where the model's code has no gradients or not finite ones, which
+    is logged. The model's parameters must need none."""
     pieces = [list(texts[i * len(texts) // PIECES][:LENGTH]) for i in range(PIECES)] if texts else []
     pieces = [piece for piece in pieces if len(piece) > 1]
     found = [torch.zeros(()) for _ in linears]
@@ -52,16 +51,15 @@ def squared_gradients(
                 tokens = torch.tensor([piece])
                 logits = model(input_ids=tokens, use_cache=False).logits[0, :-1]
                 F.cross_entropy(logits.float(), tokens[0, 1:], reduction="sum").backward()
+        if not all(bool(torch.isfinite(one).all()) for one in found):
+            raise RuntimeError("gradients are not finite")
     except RuntimeError as error:
         logger.warning("which linears bear four bits worst cannot be told (all have them): %s", error)
-        return None
+        return [torch.zeros(()) for _ in linears]
     finally:
         for one in hooks:
             one.remove()
     count = max(1, sum(map(len, pieces)))
-    if not all(bool(torch.isfinite(one).all()) for one in found):
-        logger.warning("which linears bear four bits worst cannot be told (all have them): gradients are not finite")
-        return None
     return [one / count for one in found]
 
 
@@ -71,11 +69,12 @@ def cost_of(error: torch.Tensor, products: torch.Tensor, gradients: torch.Tensor
 
 
 def worst(costs: Sequence[float], sizes: Sequence[int], share: float) -> set[int]:
-    """Numbers of those that cost most, weight for weight, and together have at most ``share`` of all weights."""
+    """Numbers of those that cost most, weight for weight, and together have at most ``share`` of all weights; none of
+    those that cost nothing."""
     room = share * sum(sizes)
     chosen: set[int] = set()
     for number in sorted(range(len(costs)), key=lambda i: costs[i] / sizes[i], reverse=True):
-        if sizes[number] <= room:
+        if costs[number] > 0 and sizes[number] <= room:
             chosen.add(number)
             room -= sizes[number]
     return chosen

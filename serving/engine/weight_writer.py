@@ -97,27 +97,22 @@ def _in_four_bits(
 ) -> dict[str, torch.Tensor]:
     """The tensors that linears are stored as, of groups that share an input; without those that bear it worst."""
     texts = [*texts, *calibration.own_text(model)]
-    modules = [list(group.values()) for group in groups]
-    names = {id(group): list(of) for group, of in zip(modules, groups, strict=True)}
-    linears = [one for group in modules for one in group]
-    found = sensitivity.squared_gradients(model, linears, texts)
-    gradients = None if found is None else {id(one): its for one, its in zip(linears, found, strict=True)}
+    names = {module: name for group in groups for name, module in group.items()}
+    gradients = dict(zip(names, sensitivity.squared_gradients(model, list(names), texts), strict=True))
     made: list[dict[str, torch.Tensor]] = []
     costs: list[float] = []
     sizes: list[int] = []
-    for group, products, inputs in calibration.inputs_of(model, modules, texts):
+    for group, products, inputs in calibration.inputs_of(model, [list(one.values()) for one in groups], texts):
         weights = [weight_of(module) for module in group]
         rounded = calibration.quantised(weights, products, inputs)
         made.append({})
         costs.append(0.0)
         sizes.append(sum(weight.numel() for weight in weights))
-        for name, module, weight, one in zip(names[id(group)], group, weights, rounded, strict=True):
+        for module, weight, one in zip(group, weights, rounded, strict=True):
             parts = one.parts()
-            made[-1] |= {f"{name}.{part}": value for part, value in zip(PARTS, parts, strict=True)}
-            if gradients is not None:
-                error = StoredLinear(*parts).dense() - weight
-                costs[-1] += sensitivity.cost_of(error, products, gradients[id(module)])
-    eight = sensitivity.worst(costs, sizes, 0.0 if gradients is None else IN_EIGHT)
+            made[-1] |= {f"{names[module]}.{part}": value for part, value in zip(PARTS, parts, strict=True)}
+            costs[-1] += sensitivity.cost_of(StoredLinear(*parts).dense() - weight, products, gradients[module])
+    eight = sensitivity.worst(costs, sizes, IN_EIGHT)
     return {name: value for i, tensors in enumerate(made) if i not in eight for name, value in tensors.items()}
 
 

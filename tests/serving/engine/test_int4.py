@@ -181,6 +181,7 @@ def test_what_bears_four_bits_worst_has_eight(tmp_path: Path, monkeypatch: pytes
     all_four = quantised_tensors(model, tmp_path / "all")
     could = {name for name in all_four if name.endswith("weight_packed")}
     assert len(could) == 2 * 3  # gate, up and attention's output, by layers
+    assert all_four["model.layers.0.self_attn.o_proj.weight_packed"].dtype == torch.uint8
     monkeypatch.setattr(weight_writer, "IN_EIGHT", 0.5)
     found = quantised_tensors(model, tmp_path / "half")
     eight = {name for name in could if name not in found}
@@ -199,7 +200,7 @@ def test_gradients_are_those_of_a_tokens_loss() -> None:
     """By finite differences of a bias, on a text whose loss the first token's outputs alone make."""
     model = make_model(tf.LlamaConfig(**WIDE, attention_bias=True)).double().requires_grad_(False)
     linear = model.model.layers[0].self_attn.o_proj
-    (found,) = sensitivity.squared_gradients(model, [linear], [[5, 6]]) or [torch.zeros(0)]
+    (found,) = sensitivity.squared_gradients(model, [linear], [[5, 6]])
     for n in (0, 9, 63):
         losses = []
         for step in (0.01, -0.02):
@@ -216,6 +217,7 @@ def test_what_costs_most_for_its_size_is_chosen() -> None:
     assert sensitivity.worst(costs, sizes, 0.4) == {1, 2, 3}  # what is too large leaves room for what follows
     assert sensitivity.worst(costs, sizes, 1.0) == {0, 1, 2, 3}
     assert sensitivity.worst(costs, sizes, 0.0) == set()
+    assert sensitivity.worst([0.0, 1.0], [1, 1], 1.0) == {1}
     assert sensitivity.cost_of(torch.ones(2, 3), torch.eye(3), torch.tensor([1.0, 3.0])) == 6.0
 
 
