@@ -1,8 +1,11 @@
 """An engine's process without what transformers imports and no engine uses: half of its imports' processor time.
 
 ``transformers.modeling_utils`` imports, whatever the model, torch's compiler for a few decorators, torch's distributed
-tensors with sympy for annotations, and scipy for losses of object detection. Here the compiler runs when it is first
-used, and the rest is not imported. For a process that is an engine's alone: a notebook's imports are its owner's.
+tensors with sympy for annotations, accelerate (and with it boto3, where that is installed) for models spread over
+devices, and scipy for losses of object detection. Here the compiler runs when it is first used, and the rest is not
+imported. Every import of transformers also reads the sources of all of its models, twice, for the names that they
+export: here what was found is kept (``export_cache``). For a process that is an engine's alone: a notebook's imports
+are its owner's.
 """
 
 from __future__ import annotations
@@ -16,7 +19,8 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from transformers import utils
+
+from . import export_cache
 
 COMPILER = "torch._dynamo"
 DECORATORS = ("allow_in_graph", "assume_constant_result")  # of functions that no engine compiles
@@ -44,6 +48,10 @@ def import_lean() -> None:
     the compiler is imported already."""
     if COMPILER in sys.modules:
         return
+    with export_cache.used():
+        from transformers import utils
+
+        importlib.import_module("transformers.models")
     compiler = _deferred(COMPILER)
     # torch asks for it around what it computes on the meta device, as every model that is loaded does once
     compiler.disable = _undecorated  # type: ignore[attr-defined]
@@ -52,6 +60,8 @@ def import_lean() -> None:
         place.is_torch_distributed_available = lambda: False
     with ExitStack() as stack:
         stack.enter_context(_replaced(utils, "is_scipy_available", lambda: False))  # by losses: a model may want it
+        for place in (utils, utils.import_utils):
+            stack.enter_context(_replaced(place, "is_accelerate_available", lambda *version: False))
         stack.enter_context(_replaced(torch.compiler, "disable", _undecorated))
         for name in DECORATORS:
             stack.enter_context(_replaced(compiler, name, _undecorated))

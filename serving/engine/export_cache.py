@@ -1,0 +1,121 @@
+"""What the models of transformers export, kept from one engine's start to the next.
+
+``import transformers`` finds the names of its models in their sources: it reads some 1,500 files, and
+``import transformers.models`` reads them again, a fifth of an engine's imports. What it found is kept in the user's
+cache by the names, sizes and times of these files, so a release that changes one of them is read anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import marshal
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from ..files import cache_dir, replace_file, stamp
+
+PACKAGE = "transformers"
+READER = "transformers.utils.import_utils"  # the module that reads the sources, by
+READ = "create_import_structure_from_path"  # this function: a file or directory -> names by file and requirement
+CACHE_PART = "exports"
+
+
+@contextlib.contextmanager
+def used() -> Iterator[None]:
+    """Where transformers is imported in this block for the first time, it takes what was kept. In every other case, and
+    where the cache cannot be read or written, it reads its sources."""
+    if PACKAGE in sys.modules:
+        yield
+        return
+    finder = Finder()
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+
+
+class Finder:
+    """Finds the module that reads the sources, and puts the cache before its function once it has run."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != READER:
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def run_then_cache(module: ModuleType) -> None:
+                run(module)
+                if callable(read := getattr(module, READ, None)):
+                    setattr(module, READ, functools.partial(kept, read, {}))
+
+            spec.loader.exec_module = run_then_cache  # type: ignore[method-assign]
+        return spec
+
+
+def kept(read: Callable[[Any], Any], found: dict[str, Any], place: str | os.PathLike[str]) -> Any:
+    """``read(place)`` for the directory of all models, from ``found``, the cache or the sources; others are read."""
+    folder = os.fspath(place)
+    if not os.path.isdir(folder):
+        folder = os.path.dirname(folder)
+    if os.path.basename(folder) != "models" or os.path.basename(os.path.dirname(folder)) != PACKAGE:
+        return read(place)
+    if folder not in found:
+        path = cache_dir(CACHE_PART) / f"{_fingerprint(folder)}.marshal"
+        structure = _load(path)
+        if structure is None:
+            structure = read(place)
+            _store(path, structure)
+        found[folder] = structure
+    return found[folder]
+
+
+def _fingerprint(folder: str) -> str:
+    """Of the names, sizes and times of all sources below ``folder``, of the function that reads them, and of this
+    interpreter, whose format marshal's is."""
+    reader = os.path.join(os.path.dirname(folder), "utils", "import_utils.py")
+    said = [sys.version, folder, *_stamps(folder)]
+    if (own := stamp(reader)) is not None:
+        said.append(repr(own))
+    return hashlib.sha256("\n".join(said).encode()).hexdigest()[:32]
+
+
+def _stamps(folder: str) -> Iterator[str]:
+    """Of each source below ``folder``, in one order."""
+    with os.scandir(folder) as entries:
+        for entry in sorted(entries, key=lambda entry: entry.name):
+            if entry.name.endswith(".py"):
+                found = entry.stat()
+                yield f"{entry.name} {found.st_size} {found.st_mtime_ns}"
+            elif entry.name != "__pycache__" and entry.is_dir():
+                yield entry.name
+                yield from _stamps(entry.path)
+
+
+def _load(path: Path) -> dict[Any, Any] | None:
+    """What ``path`` has, which this user alone may have written; None where there is nothing to use."""
+    try:
+        with open(path, "rb") as file:
+            found = os.fstat(file.fileno())
+            if found.st_uid != os.geteuid() or found.st_mode & 0o022:
+                return None
+            structure = marshal.load(file)
+    except (OSError, EOFError, ValueError, TypeError):
+        return None
+    return structure if isinstance(structure, dict) else None
+
+
+def _store(path: Path, structure: Any) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        replace_file(path, marshal.dumps(structure))
