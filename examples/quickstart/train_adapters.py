@@ -1,7 +1,7 @@
 """Train two small LoRA adapters over SmolLM2-135M-Instruct: one answers as a pirate, one in terse JSON.
 
-A real, short, seeded peft run: the examples are made from a few facts and templates below, rank 8, well under two
-minutes an adapter on two cores. Each is written in peft's layout, and its behaviour is checked on questions that
+A real, short, seeded peft run: the examples are made from a few facts and templates below, rank 8, about a
+minute an adapter on two cores. Each is written in peft's layout, and its behaviour is checked on questions that
 were not trained on; a run that did not learn its style fails instead of leaving a dull adapter behind.
 """
 
@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 SEED = 7
-STEPS = 40
+STEPS = 24  # the loss has flattened out by then
 BATCH_SIZE = 4
 LEARNING_RATE = 1e-3
 IGNORED = -100  # the label that the loss leaves out: only answers are learned, not prompts
