@@ -1,13 +1,21 @@
-"""The MLflow flavor ``llm``: log a language model with its tokenizer, adapters and template; load it anywhere."""
+"""The MLflow flavor ``llm``: log a language model with its tokenizer, adapters and template; load it anywhere.
+
+A name's module is imported when the name is first asked for: who reads a model from a directory, as a server does,
+needs neither MLflow nor what logs models.
+"""
 
 from __future__ import annotations
 
-from . import errors
-from .bundle_reader import load_bundle
-from .load import _load_pyfunc, as_responses_agent, close, closing, load_model
-from .names import FLAVOR_NAME
-from .requirements import get_default_conda_env, get_default_pip_requirements
-from .save import log_model, save_model
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from . import errors
+    from .bundle_loader import load_bundle
+    from .load import _load_pyfunc, as_responses_agent, close, closing, load_model
+    from .names import FLAVOR_NAME
+    from .requirements import get_default_conda_env, get_default_pip_requirements
+    from .save import log_model, save_model
 
 __all__ = [
     "FLAVOR_NAME",
@@ -23,3 +31,30 @@ __all__ = [
     "log_model",
     "save_model",
 ]
+
+MODULES = {
+    "FLAVOR_NAME": "names",
+    "_load_pyfunc": "load",
+    "as_responses_agent": "load",
+    "close": "load",
+    "closing": "load",
+    "errors": "errors",
+    "get_default_conda_env": "requirements",
+    "get_default_pip_requirements": "requirements",
+    "load_bundle": "bundle_loader",
+    "load_model": "load",
+    "log_model": "save",
+    "save_model": "save",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f".{MODULES[name]}", __name__)
+    found = globals()[name] = module if name == MODULES[name] else getattr(module, name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *MODULES})

@@ -1,40 +1,23 @@
-"""Read a saved model back: its ``Bundle``, checked against the manifest, and its configuration."""
+"""Read a saved model back: its ``Bundle``, checked against the manifest, and its configuration. Without MLflow, whose
+import takes seconds, where its files are on this machine."""
 
 from __future__ import annotations
 
 import hashlib
-import os
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import yaml  # type: ignore[import-untyped]
 
 from ...serving.bundle import Bundle
-from ...serving.errors import PackagingError, shown
+from ...serving.errors import PackagingError, reason, shown
 from . import manifest as manifests
 from . import model_config as configs
 from . import templates
 from .base_model import fetch_base
-from .errors import raises_mlflow
-from .fetch import local_root
 from .manifest import Manifest, Verify
-from .names import FLAVOR_NAME
-
-
-@raises_mlflow
-def load_bundle(model_uri: str | os.PathLike[str], verify: Verify | None = None) -> Bundle:
-    """The parts of a saved model as absolute paths, checked against its manifest.
-
-    Args:
-        model_uri: a local directory, or any URI that MLflow can download.
-        verify: "size" (the default) compares the list of files and their sizes; "full" hashes every byte.
-            None takes the environment variable MLFLOW_LLM_VERIFY.
-
-    Raises:
-        MlflowException: ``errors.ModelNotFound`` where there is no such model, ``errors.PackagingError`` where it is
-            damaged, was changed, is of a later format, or its base cannot be fetched.
-    """
-    return read_bundle(local_root(model_uri), verify=verify)
+from .names import FLAVOR_NAME, MLMODEL, MODEL_CONFIG, PYFUNC
 
 
 def read_bundle(root: Path, verify: Verify | None = None, *, weights: bool = True) -> Bundle:
@@ -86,18 +69,22 @@ def _names(adapters: dict[str, str]) -> str:
 
 
 def saved_config(root: Path) -> dict[str, Any]:
-    """The ``model_config`` in the MLmodel file; empty for a bundle that has none beside it."""
-    from mlflow.models import Model
-    from mlflow.models.model import MLMODEL_FILE_NAME
-    from mlflow.pyfunc import FLAVOR_NAME as PYFUNC
-    from mlflow.pyfunc import MODEL_CONFIG
+    """The ``model_config`` in the MLmodel file; empty for a bundle that has none beside it.
 
-    if not (root / MLMODEL_FILE_NAME).is_file():
+    Raises ``PackagingError``.
+    """
+    path = root / MLMODEL
+    if not path.is_file():
         return {}
-    flavors = Model.load(str(root)).flavors
-    if FLAVOR_NAME not in flavors:
-        raise PackagingError(f"this model was not saved by mlflow-llm; its flavors are {', '.join(sorted(flavors))}")
-    return dict(flavors.get(PYFUNC, {}).get(MODEL_CONFIG) or {})
+    try:
+        flavors = yaml.safe_load(path.read_text(encoding="utf-8"))["flavors"]
+        names = sorted(flavors)
+        config = dict((flavors.get(PYFUNC) or {}).get(MODEL_CONFIG) or {})
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError) as error:
+        raise PackagingError(f"{path} cannot be read: {reason(error)}") from None
+    if FLAVOR_NAME not in names:
+        raise PackagingError(f"this model was not saved by mlflow-llm; its flavors are {', '.join(names)}")
+    return config
 
 
 def _own_adapters(manifest: Manifest, root: Path) -> dict[str, str]:

@@ -16,7 +16,6 @@ from ...serving.errors import PackagingError
 from ...serving.files import CACHE_VARIABLE, cache_dir
 from .fetch import local_root
 from .hub import fetch_snapshot
-from .save import save_model
 from .unlogged_source import source_of
 
 CACHE_PART = "models"
@@ -64,6 +63,8 @@ def _check_owner(path: Path) -> None:
 
 def _save(source: Path, target: Path, uri: str) -> None:
     """Atomic: written whole or not at all; of several processes at once the first one's copy stays."""
+    from .save import save_model
+
     try:
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".unfinished-") as scratch:

@@ -20,7 +20,7 @@ from ...serving.dialects.fields import nearest
 from ...serving.errors import InvalidField, PackagingError, shown
 from ...serving.settings import EngineSettings
 from .generation_config import of_caller
-from .signature import request_fields
+from .request_fields import request_fields
 
 
 class ModelConfig(Struct, frozen=True, kw_only=True):

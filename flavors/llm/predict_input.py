@@ -23,7 +23,7 @@ import pandas as pd
 from ...serving.dialects.fields import nearest, unknown_field
 from ...serving.errors import InvalidField
 from ...serving.request import Task
-from .signature import request_fields
+from .request_fields import request_fields
 
 SIDES = ("query", "documents", "text_1", "text_2")  # of comparisons, which one column alone never is
 MAX_DEPTH = 128  # above what any field may have, so that a deep field is refused by its own name

@@ -23,8 +23,9 @@ from ...serving.tasks.reply_size import MAX_REPLY_BYTES
 from . import errors, scoring_server, signature_enforcement
 from .language_model import LanguageModel
 from .predict_input import requests_of
+from .request_fields import request_fields
 from .session import Session
-from .signature import ON_ERROR, request_fields
+from .signature import ON_ERROR
 from .signature_enforcement import Given
 
 logger = logging.getLogger(__name__)

@@ -30,7 +30,7 @@ from ...serving.tasks.cache_salt import CacheSalts
 from ...serving.tasks.endpoint import EndpointView, Profile
 from ...serving.tasks.prepare import Limits, prepare
 from ...serving.tasks.text import TextModel
-from .bundle_reader import load_bundle
+from .bundle_loader import load_bundle
 
 logger = logging.getLogger(__name__)
 

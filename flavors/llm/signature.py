@@ -16,10 +16,10 @@ from mlflow.models import ModelSignature
 from mlflow.types import ColSpec, DataType, ParamSchema, ParamSpec, Schema
 from mlflow.types.schema import AnyType, Array
 
-from ...serving.dialects import FIELDS, REFUSED_FIELDS
 from ...serving.dialects.fields import CONTENT
 from ...serving.dialects.tables import MLFLOW
 from ...serving.request import Task
+from .request_fields import request_fields
 
 ON_ERROR = "on_error"  # a parameter of predict itself, not a request field
 ROW_MARKER = "_one_request_per_row"
@@ -48,14 +48,6 @@ EXAMPLES: dict[Task, dict[str, Any]] = {
     "embeddings": {"input": ["The quick brown fox"]},
     "score": {"query": "What is a fox?", "documents": ["An animal.", "A colour."]},
 }
-
-
-def request_fields() -> tuple[str, ...]:
-    """Every field of a request of any task, and those that are refused by name.
-
-    A signature without the latter would have MLflow drop them instead of having them refused.
-    """
-    return tuple(dict.fromkeys([*(name for names in FIELDS.values() for name in names), *REFUSED_FIELDS]))
 
 
 def params_schema() -> ParamSchema:

@@ -151,9 +151,10 @@ def end_with_parent(lifeline: int = 0) -> None:
 
 
 def main(words: list[str]) -> int:
-    """Print what was found, or the error, as one line of JSON; the exit status."""
-    from mlflow.exceptions import MlflowException
+    """Print what was found, or the error, as one line of JSON; the exit status.
 
+    MLflow is imported for a model that is no directory of this machine, and for one that is not logged yet.
+    """
     from mlflow_llm.flavors.llm.bundle_reader import configured
 
     try:
@@ -167,12 +168,20 @@ def main(words: list[str]) -> int:
             bundle, config = configured(root, weights=weights)
             _check_defaults(config.request_defaults, bundle)
             found.append(ResolvedModel(bundle=bundle, config=config.to_dict(), uri=fixed))
-    except (MlflowException, PackagingError, OSError) as error:
+    except Exception as error:
+        if not isinstance(error, (PackagingError, OSError, *_errors_of_mlflow())):
+            raise
         missing = isinstance(error, ModelNotFound) or getattr(error, "error_code", "") == "RESOURCE_DOES_NOT_EXIST"
         print(json.dumps({"error": str(error)[:500], "missing": missing}))
         return 1
     print(json.dumps({"models": msgspec.to_builtins(found)}))
     return 0
+
+
+def _errors_of_mlflow() -> tuple[type[Exception], ...]:
+    """None where it was not imported: nothing of it can have been raised."""
+    module = sys.modules.get("mlflow.exceptions")
+    return () if module is None else (module.MlflowException,)
 
 
 def _root(uri: str, *, weights: bool) -> tuple[Path, str]:
@@ -184,7 +193,7 @@ def _root(uri: str, *, weights: bool) -> tuple[Path, str]:
     made = logged(uri)
     if made is not None:
         return made, uri
-    fixed = pinned(uri)
+    fixed = uri if os.path.isdir(uri) else pinned(uri)
     return local_root(fixed, weights=weights), fixed
 
 
