@@ -37,13 +37,14 @@ for name in imports:
     except Exception:  # made at run time, or not to be imported alone
         pass
 marks.append((time.perf_counter(), time.process_time()))
-from mlflow_llm.flavors.llm.bundle_reader import load_bundle
+from pathlib import Path
+from mlflow_llm.flavors.llm.bundle_reader import read_bundle
 from mlflow_llm.serving.engine.core import EngineCore
 from mlflow_llm.serving.events import Tokens
 from mlflow_llm.serving.request import Sampling, Sequence, ValidRequest
 from mlflow_llm.serving.settings import EngineSettings
 
-bundle = load_bundle(path)
+bundle = read_bundle(Path(path))
 core = EngineCore(bundle, EngineSettings(quantization=quantization, max_model_len=2048))
 marks.append((time.perf_counter(), time.process_time()))
 sampling = Sampling(max_tokens=4, temperature=0.0)

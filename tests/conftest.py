@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import gc
 import os
 import shutil
 import signal
@@ -69,6 +70,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[CACHE] = made = tempfile.TemporaryDirectory(prefix="mlx-", ignore_cleanup_errors=True)
         os.environ["MLFLOW_LLM_CACHE"] = made.name
     if not config.getoption("numprocesses", None):  # a process that runs tests itself
+        gc.disable()  # nothing of what it imports and collects is garbage: a seventh of that time
         import hypothesis
 
         # how long an example takes is the machine's business
@@ -110,6 +112,14 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     servers = TOGETHER.get(item.path.name)
     if servers is not None and (nextitem is None or TOGETHER.get(nextitem.path.name) != servers):
         SERVERS.close()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What is there now stays: a collection of garbage that walks through all of it takes a second, and tests ask for
+    many."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 MADE: dict[Any, list[Path]] = collections.defaultdict(list)  # directories by the fixture that asked for them
