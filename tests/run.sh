@@ -2,8 +2,8 @@
 # Everything that must hold, as CI runs it, on a machine with Python 3.11 or later and nothing else:
 #     bash tests/run.sh [--quick] [pytest arguments]
 # Checks the source, builds the wheel, and tests the installed wheel, never the source tree. 20 to 40 minutes on two
-# cores, which are busy throughout, and some five more the first time, for the environment; --quick: the parts that start
-# no server, about ten minutes.
+# cores, which are busy throughout, and some four more the first time, for environment, weights and adapters; --quick:
+# the parts that start no server, about ten minutes.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 root=$PWD
