@@ -71,13 +71,22 @@ def kept(read: Callable[[Any], Any], found: dict[str, Any], place: str | os.Path
     if os.path.basename(folder) != "models" or os.path.basename(os.path.dirname(folder)) != PACKAGE:
         return read(place)
     if folder not in found:
-        path = cache_dir(CACHE_PART) / f"{_fingerprint(folder)}.marshal"
-        structure = _load(path)
+        path = _path(folder)
+        structure = _load(path) if path is not None else None
         if structure is None:
             structure = read(place)
-            _store(path, structure)
+            if path is not None:
+                _store(path, structure)
         found[folder] = structure
     return found[folder]
+
+
+def _path(folder: str) -> Path | None:
+    """None where there is no cache: a user of a container may have no home directory."""
+    try:
+        return cache_dir(CACHE_PART) / f"{_fingerprint(folder)}.marshal"
+    except (OSError, RuntimeError):
+        return None
 
 
 def _fingerprint(folder: str) -> str:

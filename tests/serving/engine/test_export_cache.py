@@ -104,6 +104,18 @@ def test_without_a_place_to_write_it_works_the_same(models: Path, cache: Path) -
     assert ask(reader, models) == [{frozenset({"torch"}): {"llama.modeling_llama": {"LlamaModel", "1"}}}]
 
 
+def test_a_user_without_a_home_reads_the_sources(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that runs as a number."""
+    monkeypatch.delenv("MLFLOW_LLM_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
+    with pytest.raises(RuntimeError):
+        Path("~").expanduser()
+    reader = Reader()
+    assert ask(reader, models) == [{frozenset({"torch"}): {"llama.modeling_llama": {"LlamaModel", "1"}}}]
+
+
 def test_the_function_that_reads_sources_is_where_it_is_looked_for() -> None:
     """Where a release of transformers has moved it, every start reads all sources again, and nothing else says so."""
     assert callable(getattr(importlib.import_module(export_cache.READER), export_cache.READ, None))
