@@ -1,0 +1,50 @@
+"""What benchmarks and examples import of this package is there: no type checker reads them, and few run in tests."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = sorted(path for folder in ("benchmarks", "examples") for path in (ROOT / folder).rglob("*.py"))
+OURS = "mlflow_llm"
+
+
+def imports(source: str) -> Iterator[tuple[str, str]]:
+    """Modules and their names, those of programs in string constants among them."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").split(".")[0] == OURS:
+            yield from ((str(node.module), alias.name) for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from ((alias.name, "__name__") for alias in node.names if alias.name.split(".")[0] == OURS)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and OURS in node.value:
+            try:
+                yield from imports(node.value)
+            except (SyntaxError, ValueError):  # a text, not a program
+                continue
+
+
+def is_there(module: str, name: str) -> bool:
+    if hasattr(importlib.import_module(module), name):
+        return True
+    try:
+        return importlib.util.find_spec(f"{module}.{name}") is not None
+    except ModuleNotFoundError:  # the module is no package
+        return False
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_what_a_script_imports_is_there(script: Path) -> None:
+    assert [found for found in imports(script.read_text()) if not is_there(*found)] == []
+
+
+def test_programs_in_strings_are_read() -> None:
+    code = 'RUN = """from mlflow_llm.serving import nowhere; import mlflow_llm.serving.files"""\nSAID = "mlflow_llm: a name"'
+    found = list(imports(code))
+    assert found == [("mlflow_llm.serving", "nowhere"), ("mlflow_llm.serving.files", "__name__")]
+    assert [is_there(*each) for each in [*found, ("mlflow_llm.serving.files", "nothing")]] == [False, True, False]
