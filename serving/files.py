@@ -16,9 +16,15 @@ PLACE_VARIABLES = (CACHE_VARIABLE, STATE_VARIABLE)
 
 def cache_dir(part: str) -> Path:
     """Where ``part`` of the user's cache is: below ``$MLFLOW_LLM_CACHE``, else ``$XDG_CACHE_HOME/mlflow-llm``, else
-    ``~/.cache/mlflow-llm``. It need not be there."""
+    ``~/.cache/mlflow-llm``. It need not be there. Raises ``OSError`` for a user without a home directory, as in a
+    container that runs as a number."""
     given = os.environ.get(CACHE_VARIABLE)
-    user = xdg_dir("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+    try:
+        user = xdg_dir("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+    except RuntimeError:
+        if not given:
+            raise OSError(f"this user has no home directory; {CACHE_VARIABLE} names a cache") from None
+        user = Path()
     return (Path(given).absolute() if given else user / "mlflow-llm") / part
 
 
@@ -26,6 +32,11 @@ def xdg_dir(variable: str) -> Path | None:
     """What an XDG variable names; a relative path is to be ignored (XDG Base Directory Specification)."""
     path = Path(os.environ.get(variable) or ".")
     return path if path.is_absolute() else None
+
+
+def is_private(found: os.stat_result) -> bool:
+    """Whether a file or directory is this user's, and closed to all others."""
+    return found.st_uid == os.geteuid() and not found.st_mode & 0o077
 
 
 def replace_file(path: str | os.PathLike[str], data: bytes) -> None:

@@ -40,6 +40,6 @@ export PATH="$PWD/$venv/bin:$PATH"
 
 echo "== weights"
 python examples/quickstart/fetch_weights.py
-echo "== adapters (about a minute the first time)"
+echo "== adapters (about two minutes the first time)"
 python examples/quickstart/train_adapters.py
 python examples/quickstart/demo.py

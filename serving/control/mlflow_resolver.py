@@ -168,9 +168,7 @@ def main(words: list[str]) -> int:
             bundle, config = configured(root, weights=weights)
             _check_defaults(config.request_defaults, bundle)
             found.append(ResolvedModel(bundle=bundle, config=config.to_dict(), uri=fixed))
-    except Exception as error:
-        if not isinstance(error, (PackagingError, OSError, *_errors_of_mlflow())):
-            raise
+    except _expected() as error:
         missing = isinstance(error, ModelNotFound) or getattr(error, "error_code", "") == "RESOURCE_DOES_NOT_EXIST"
         print(json.dumps({"error": str(error)[:500], "missing": missing}))
         return 1
@@ -178,10 +176,10 @@ def main(words: list[str]) -> int:
     return 0
 
 
-def _errors_of_mlflow() -> tuple[type[Exception], ...]:
-    """None where it was not imported: nothing of it can have been raised."""
+def _expected() -> tuple[type[Exception], ...]:
+    """The errors that are answers; MLflow's where it was imported, and can have raised one."""
     module = sys.modules.get("mlflow.exceptions")
-    return () if module is None else (module.MlflowException,)
+    return (PackagingError, OSError) if module is None else (PackagingError, OSError, module.MlflowException)
 
 
 def _root(uri: str, *, weights: bool) -> tuple[Path, str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import logging
 import marshal
 import os
 import sys
@@ -19,7 +20,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ..files import cache_dir, replace_file, stamp
+from ..files import cache_dir, is_private, replace_file, stamp
+
+logger = logging.getLogger(__name__)
 
 PACKAGE = "transformers"
 READER = "transformers.utils.import_utils"  # the module that reads the sources, by
@@ -71,22 +74,19 @@ def kept(read: Callable[[Any], Any], found: dict[str, Any], place: str | os.Path
     if os.path.basename(folder) != "models" or os.path.basename(os.path.dirname(folder)) != PACKAGE:
         return read(place)
     if folder not in found:
-        path = _path(folder)
-        structure = _load(path) if path is not None else None
-        if structure is None:
-            structure = read(place)
-            if path is not None:
+        structure = None
+        try:
+            path = cache_dir(CACHE_PART) / f"{_fingerprint(folder)}.marshal"
+            structure = _load(path)
+            if structure is None:
+                structure = read(place)
                 _store(path, structure)
+        except (OSError, ValueError) as error:
+            logger.info("what transformers' models export is not kept, and read at every start: %s", error)
+            if structure is None:
+                structure = read(place)
         found[folder] = structure
     return found[folder]
-
-
-def _path(folder: str) -> Path | None:
-    """None where there is no cache: a user of a container may have no home directory."""
-    try:
-        return cache_dir(CACHE_PART) / f"{_fingerprint(folder)}.marshal"
-    except (OSError, RuntimeError):
-        return None
 
 
 def _fingerprint(folder: str) -> str:
@@ -115,16 +115,13 @@ def _load(path: Path) -> dict[Any, Any] | None:
     """What ``path`` has, which this user alone may have written; None where there is nothing to use."""
     try:
         with open(path, "rb") as file:
-            found = os.fstat(file.fileno())
-            if found.st_uid != os.geteuid() or found.st_mode & 0o022:
-                return None
-            structure = marshal.load(file)
-    except (OSError, EOFError, ValueError, TypeError):
+            structure = marshal.load(file) if is_private(os.fstat(file.fileno())) else None
+    except (FileNotFoundError, EOFError, ValueError, TypeError):
         return None
     return structure if isinstance(structure, dict) else None
 
 
 def _store(path: Path, structure: Any) -> None:
-    with contextlib.suppress(OSError, ValueError):
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        replace_file(path, marshal.dumps(structure))
+    """Raises ``OSError``."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    replace_file(path, marshal.dumps(structure))

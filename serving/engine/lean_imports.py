@@ -50,8 +50,6 @@ def import_lean() -> None:
         return
     with export_cache.used():
         from transformers import utils
-
-        importlib.import_module("transformers.models")
     compiler = _deferred(COMPILER)
     # torch asks for it around what it computes on the meta device, as every model that is loaded does once
     compiler.disable = _undecorated  # type: ignore[attr-defined]

@@ -30,7 +30,7 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from ..files import cache_dir
+from ..files import cache_dir, is_private
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ def _files(key: str) -> list[Path]:
 
 def _check(found: os.stat_result, kind: Any) -> None:
     """Raises ``ValueError`` for what users other than this one may change."""
-    if not kind(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+    if not kind(found.st_mode) or not is_private(found):
         raise ValueError("it is not private to this user")
 
 

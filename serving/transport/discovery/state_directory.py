@@ -34,7 +34,7 @@ from msgspec import Struct
 
 from ...errors import PackagingError, Unavailable
 from ...file_locks import FileLock, acquire, create_locked, is_held, try_acquire
-from ...files import replace_file, xdg_dir
+from ...files import is_private, replace_file, xdg_dir
 
 KEY_LENGTH = 16
 SOCKET = "socket"
@@ -97,7 +97,7 @@ def check_private(path: str, kind: Callable[[int], bool] = stat.S_ISDIR) -> None
         raise  # gone in the meantime: the caller tries again
     except OSError as error:
         raise Unavailable(f"{path}: {error.strerror}") from None
-    if not kind(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+    if not kind(found.st_mode) or not is_private(found):
         raise Unavailable(f"{path} is not private to this user; remove it or set XDG_RUNTIME_DIR")
 
 

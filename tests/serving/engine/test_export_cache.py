@@ -5,16 +5,14 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mlflow_llm.serving.engine import export_cache
+from mlflow_llm.serving.engine import export_cache, packed_cache_file
 
 Structure = dict[frozenset[str], dict[str, set[str]]]
-Kept = Callable[[], Structure]
 
 
 @pytest.fixture
@@ -114,6 +112,9 @@ def test_a_user_without_a_home_reads_the_sources(models: Path, monkeypatch: pyte
         Path("~").expanduser()
     reader = Reader()
     assert ask(reader, models) == [{frozenset({"torch"}): {"llama.modeling_llama": {"LlamaModel", "1"}}}]
+    assert packed_cache_file.open_packed("a model") is None
+    with pytest.raises(OSError, match="MLFLOW_LLM_CACHE"):
+        packed_cache_file.write_packed("a model", {}, {}, 1 << 20)
 
 
 def test_the_function_that_reads_sources_is_where_it_is_looked_for() -> None:
