@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import re
 import struct
 import threading
@@ -24,6 +25,8 @@ from ..errors import PackagingError, shown
 # transformers takes ``tie_weights`` from the class of all models while it loads one: what another thread builds then
 # has an output head of random numbers, and can leave all later models so.
 BUILDING = threading.RLock()
+# A process that is forked meanwhile would have the class without the method, and this lock held by nobody: it waits.
+os.register_at_fork(before=BUILDING.acquire, after_in_parent=BUILDING.release, after_in_child=BUILDING.release)
 MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 MAX_CONFIG_BYTES = 16 << 20
 MAX_MODULES = 500_000  # the largest open models have 100,000
