@@ -126,7 +126,7 @@ def alone(name: str, at_once: Server, paced: Server, args: argparse.Namespace) -
 
 def in_process(args: argparse.Namespace) -> None:
     """The engine in this process and on this thread: a line "SIZE FIRST" in, tokens/s of that burst out."""
-    from mlflow_llm.serving.cli.serve import endpoint_specs
+    from mlflow_llm.serving.cli.model_options import endpoint_specs
     from mlflow_llm.serving.engine.core import EngineCore
     from mlflow_llm.serving.events import Tokens
     from mlflow_llm.serving.request import Sampling, Sequence, ValidRequest

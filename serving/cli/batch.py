@@ -18,7 +18,7 @@ from .batch_backends import Backend, ModelBackend, Retry, RowAnswer, ServerBacke
 from .batch_journal import Journal
 from .batch_rows import Row, Rows
 from .http import url_options
-from .serve import engine_overrides
+from .model_options import engine_overrides
 
 FIRST_WAIT, LONGEST_WAIT = 0.5, 60.0  # seconds before a row is asked again
 INTERRUPTED = 130

@@ -145,7 +145,7 @@ def try_model(uri: str) -> Section:
     """Load the model in an engine process, as a server would. Raises ``PackagingError``, ``ServingError``."""
     from ..supervision.warm_up import generate_one
     from ..transport.client.client import connect
-    from .serve import endpoint_specs
+    from .model_options import endpoint_specs
 
     (spec,) = endpoint_specs({"doctor": uri}, {})
     started = time.monotonic()

@@ -24,7 +24,7 @@ class LocalModel:
     @contextlib.contextmanager
     def loaded(cls, uri: str, config: tuple[str, ...]) -> Iterator[LocalModel]:
         """The model at ``uri``, logged or not yet. Raises ``ClickException``; ``UsageError`` for ``config``."""
-        from .serve import engine_overrides, name_of
+        from .model_options import engine_overrides, name_of
 
         overrides = engine_overrides(config, here=True)
         click.echo(f"loading {uri}", err=True)

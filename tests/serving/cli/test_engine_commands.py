@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from mlflow_llm.serving.cli import cli
-from mlflow_llm.serving.cli.serve import engine_addresses
+from mlflow_llm.serving.cli.model_options import engine_addresses
 from mlflow_llm.serving.control.model_sources import config_of
 from mlflow_llm.serving.control.spec import EndpointSpec
 from mlflow_llm.serving.errors import PackagingError

@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 
 from mlflow_llm.flavors.llm import model_config
 from mlflow_llm.serving.cli import cli
-from mlflow_llm.serving.cli.serve import endpoint_specs
+from mlflow_llm.serving.cli.model_options import endpoint_specs
 from mlflow_llm.serving.control import mlflow_resolver
 from mlflow_llm.serving.control.mlflow_resolver import ResolvedModel
 from mlflow_llm.serving.control.model_sources import locate

@@ -11,7 +11,7 @@ import pytest
 from flask.testing import FlaskClient
 
 from mlflow_llm.serving.bundle import Bundle
-from mlflow_llm.serving.cli.serve import request_fields
+from mlflow_llm.serving.cli.model_options import request_fields
 from mlflow_llm.serving.control import model_sources as registry
 from mlflow_llm.serving.control.mlflow_resolver import ResolvedModel, _check_defaults
 from mlflow_llm.serving.dialects.defaults import defaults_of
