@@ -33,6 +33,7 @@ from transformers import AutoTokenizer
 from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.control.settings import ServerSettings
 from mlflow_llm.serving.control.spec import EndpointSpec, ServeSpec
+from mlflow_llm.serving.request import Task
 from mlflow_llm.serving.settings import EngineSettings
 
 CORE = "mlflow_llm.serving.testing.instant_core:InstantCore"
@@ -83,12 +84,12 @@ def instant_bundle(tokenizer: Path, context: int, step: float) -> Bundle:
     atexit.register(shutil.rmtree, root, ignore_errors=True)
     model = {"vocab_size": 32000, "max_model_len": context, "step_delay": step}
     (root / "instant.json").write_text(json.dumps(model))
-    tasks = ("chat", "completions", "embeddings")
+    tasks: tuple[Task, ...] = ("chat", "completions", "embeddings")
     return Bundle(content_hash=f"{context}-{step}", tasks=tasks, model_dir=str(root), tokenizer_dir=str(tokenizer))
 
 
 def real_bundle(model: Path) -> Bundle:
-    tasks = ("chat", "completions")
+    tasks: tuple[Task, ...] = ("chat", "completions")
     files = sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in model.glob("*.safetensors"))
     content_hash = hashlib.sha256(repr((str(model.absolute()), files)).encode()).hexdigest()
     return Bundle(content_hash=content_hash, tasks=tasks, model_dir=str(model), tokenizer_dir=str(model))

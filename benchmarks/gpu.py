@@ -20,7 +20,7 @@ import tempfile
 import time
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 SIZES: dict[str, dict[str, int]] = {  # Llama 3.2 1B and 3B, Llama 3.1 8B, and one for trying this out
     "tiny": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128,
@@ -92,14 +92,14 @@ def floor_seconds(
     return (linears + (hidden * config.vocab_size + kv) * itemsize) / speed
 
 
-def run_ours(args: argparse.Namespace, quantization: str = "none") -> dict[str, Any]:
+def run_ours(args: argparse.Namespace, quantization: Literal["none", "fp8"] = "none") -> dict[str, Any]:
     """Seconds a step of pure decoding, by number of sequences."""
     from mlflow_llm.serving.bundle import Bundle
     from mlflow_llm.serving.engine.core import EngineCore
     from mlflow_llm.serving.request import Sampling, Sequence, ValidRequest
     from mlflow_llm.serving.settings import EngineSettings
 
-    on_cpu = {"kv_block_size": 16, "kernels": "torch"} if args.device == "cpu" else {}
+    on_cpu: dict[str, Any] = {"kv_block_size": 16, "kernels": "torch"} if args.device == "cpu" else {}
     most = max(args.sequences)
     settings = EngineSettings(
         device=args.device,

@@ -81,6 +81,7 @@ class Neighbours:
         if chance.random() < 0.3:
             return request
         more: dict[str, Any] = {"grammar": chance.choice([WORDS, LINES]), "max_tokens": chance.randint(40, 160)}
+        assert request.sampling is not None
         sampling = msgspec.structs.replace(request.sampling, **more)
         return msgspec.structs.replace(request, sampling=sampling)
 
@@ -157,7 +158,7 @@ def main() -> None:
     neighbour = Neighbours(prompt, core.info.vocab_size, tuple(adapters))
     kernels = core.info.kernels
     core.close()
-    part, rows = max(args.count // 6, 1), []
+    part, rows = max(args.count // 6, 1), list[dict[str, Any]]()
     for name, at_once, more in (
         ("among many", 24, {}),
         ("chunks of 24", 12, {"max_num_batched_tokens": 24}),

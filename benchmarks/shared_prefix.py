@@ -93,7 +93,7 @@ def seconds_to_first(core: EngineCore, name: str, prompt: list[int]) -> float:
 
 def hits(bundle: Bundle, args: argparse.Namespace) -> str:
     """Medians of some pairs: a prompt of the length and END more, and the same with another end."""
-    common = {"packed_cache": 0, "speculation": "none", "kv_cache_memory": 2 << 30}
+    common: dict[str, Any] = {"packed_cache": 0, "speculation": "none", "kv_cache_memory": 2 << 30}
     core = EngineCore(bundle, EngineSettings(quantization=args.quantization, **common))
     draw = np.random.default_rng(1)
     misses, found = [], []

@@ -96,8 +96,8 @@ class Bench:
         return found
 
     def _prefills(self, requests: list[Any]) -> bool:
-        sequences = [one for request in requests for one in self.core._inflight.get(request.request_id).unfinished]
-        return any(sequence.num_generated < 2 for sequence in sequences)
+        inflight = [self.core._inflight.get(request.request_id) for request in requests]
+        return any(one.num_generated < 2 for request in inflight if request is not None for one in request.unfinished)
 
     def _step(self) -> list[Any]:
         if self.core.has_work():

@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 
 
 class Piece(NamedTuple):
-    """What a step gave a request: tokens, or text where an engine tells no more; ``count``: how many tokens that is."""
+    """What a step gave a request: tokens, or text where an engine tells no more; ``num_tokens``: how many that is."""
 
     id: str
     tokens: list[int]
     text: str
     over: bool
-    count: int | None = None
+    num_tokens: int | None = None
 
 
 class Engine:
@@ -81,7 +81,7 @@ def run(
             continue
         for piece in engine.step(max(0.0, min(due - now, 1.0))):
             answer = running[piece.id]
-            count = len(piece.tokens) or bool(piece.text) if piece.count is None else piece.count
+            count = len(piece.tokens) or bool(piece.text) if piece.num_tokens is None else piece.num_tokens
             if count:
                 answer["events"].append((round(clock() - start, 6), int(count)))
             answer["tokens"] += piece.tokens

@@ -13,6 +13,7 @@ import random
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,8 @@ def terse_json(answer: str, subject: str) -> str:
     return json.dumps({"answer": answer, "about": subject})
 
 
-STYLES = {
+# How answers are written, and whether one is written so.
+STYLES: dict[str, tuple[Callable[[str, str], str], Callable[[str], bool]]] = {
     "pirate": (pirate, lambda text: text.startswith("Arrr")),
     "json": (terse_json, lambda text: "answer" in json.loads(text)),
 }
@@ -113,11 +115,11 @@ def train(base_dir: Path, style: str) -> PeftModel:
     return model
 
 
-@torch.inference_mode()
 def answer(model: PeftModel, tokenizer: Any, question: str) -> str:
     messages = [{"role": "user", "content": question}]
     inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    output = model.generate(**inputs, max_new_tokens=48, do_sample=False, pad_token_id=tokenizer.eos_token_id)
+    with torch.inference_mode():
+        output = model.generate(**inputs, max_new_tokens=48, do_sample=False, pad_token_id=tokenizer.eos_token_id)
     text: str = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     return text.strip()
 

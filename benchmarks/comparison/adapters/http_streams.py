@@ -72,7 +72,8 @@ class HttpStreams(Engine):
     def step(self, wait: float) -> list[Piece]:
         pieces = []
         for key, _ in self._selector.select(wait):
-            connection, stream = key.fileobj, key.data
+            connection: Any = key.fileobj
+            stream: Stream = key.data
             data = connection.recv(1 << 16)
             for event in stream.take(data):
                 tokens, text = self._read(event)

@@ -16,7 +16,7 @@ from mlflow_llm.serving.settings import EngineSettings
 class Ours(Engine):
     def __init__(self, model: str, options: dict[str, Any]) -> None:
         bundle = Bundle(content_hash="compare", tasks=("completions",), model_dir=model, tokenizer_dir=model)
-        common = {"kv_cache_memory": 2 << 30, "packed_cache": 0, "speculation": "none"}
+        common: dict[str, Any] = {"kv_cache_memory": 2 << 30, "packed_cache": 0, "speculation": "none"}
         self._core = EngineCore(bundle, EngineSettings(**(common | options)))
         info = self._core.info
         require_native(info.kernels, info.kernels_reason)

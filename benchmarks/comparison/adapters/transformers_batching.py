@@ -32,7 +32,7 @@ class ContinuousBatching(Engine):
 
     def step(self, wait: float) -> list[Piece]:
         """Results hold all tokens so far."""
-        pieces = []
+        pieces: list[Piece] = []
         while result := self._manager.get_result(timeout=0.0 if pieces else wait):
             if result.error:
                 raise RuntimeError(result.error)
