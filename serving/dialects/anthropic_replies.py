@@ -39,12 +39,12 @@ def _head(request: ValidRequest) -> dict[str, Any]:
 
 
 def _end(request: ValidRequest, finish: str, stop: str | int | None, called: bool) -> dict[str, Any]:
-    """Why a reply ended. A text that was cut off ended so whatever stood in it; of a choice that was named, too, a call
-    is a reason of its own here."""
-    if finish in ("stop", "tool_calls") and called:
-        return {"stop_reason": "tool_use", "stop_sequence": None}
+    """Why a reply ended. A text that was cut off ended so whatever stood in it, a call in the middle of its arguments
+    as well; of a choice that was named, too, a call is a reason of its own here."""
     if finish == "stop" and isinstance(stop, str) and stop in request.stop:
         return {"stop_reason": "stop_sequence", "stop_sequence": stop}
+    if finish in ("stop", "tool_calls") and called:
+        return {"stop_reason": "tool_use", "stop_sequence": None}
     if finish == "length" and request.clipped:
         return {"stop_reason": "model_context_window_exceeded", "stop_sequence": None}
     return {"stop_reason": "end_turn" if finish == "tool_calls" else STOP_REASONS[finish], "stop_sequence": None}

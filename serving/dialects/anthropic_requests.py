@@ -41,6 +41,7 @@ from .anthropic_messages import chat_of, read_turns, text_of
 from .base import Headers
 from .tables import MAX_TOKENS
 from .text_readers import STOPS, stop_strings
+from .tool_fields import PARAMETERS, tool_parameters
 
 VERSION_HEADER = "anthropic-version"
 # The newest takes temperature, top_p and top_k away, which the hosted models have no more; these models have them, and
@@ -65,13 +66,13 @@ _REFUSED: Mapping[str, str] = {
 }
 
 
-@reader(type="object", required=["type"], properties={"type": {"const": "object"}})
+@reader(**PARAMETERS, required=["type"])
 def _input_schema(value: Any, path: str) -> dict[str, Any]:
     """The JSON schema of an object."""
     found = obj(value, path)
     if found.get("type") != "object":
         raise InvalidField(f"{path}.type", found.get("type"), '"object": a tool is called with an object')
-    return found
+    return tool_parameters(found, path, None) or {}
 
 
 _TOOL = record(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec import Struct
 
 from ..errors import InvalidField, RequestError
 
@@ -32,36 +34,95 @@ def read_object(body: bytes, read: Callable[[dict[str, Any]], T]) -> T:
     return read(found)
 
 
+class _KeyTwice(Exception):
+    pass
+
+
+class _Twice(Struct):
+    """Stands for an object that has the key twice."""
+
+    name: str
+    value: Any
+
+
 def _check_keys(body: bytes) -> None:
     """Raises ``InvalidField`` for a key that an object has twice: parsers differ in which of the two they take, and so
     would whoever looked at the request before us. The body is known to be JSON."""
     try:
         json.loads(body, object_pairs_hook=_each_once)
+    except _KeyTwice:
+        for path, value in _within(json.loads(body, object_pairs_hook=_marked)):
+            if isinstance(value, _Twice):
+                raise InvalidField(
+                    _joined(path, value.name), value.value, "one value: the key is there twice"
+                ) from None
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, or deeper than this parser goes
         raise RequestError(f"body: {str(error)[:120]}", param="body") from None
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> None:
-    if len(dict(pairs)) == len(pairs):
-        return
-    seen: set[str] = set()
+    """Of an object nothing is kept: most have no such key."""
+    if len(dict(pairs)) != len(pairs):
+        raise _KeyTwice
+
+
+def _marked(pairs: list[tuple[str, Any]]) -> Any:
+    found: dict[str, Any] = {}
     for name, value in pairs:
-        if name in seen:
-            raise InvalidField(name[:64], value, "one value: the key is there twice")
-        seen.add(name)
+        if name in found:
+            return _Twice(name, value)
+        found[name] = value
+    return found
+
+
+def _within(found: Any) -> Iterator[tuple[str, Any]]:
+    """All values in the order in which they stand, with their paths; lists and objects before what is in them."""
+    waiting = [("", found)]
+    while waiting:
+        path, value = waiting.pop()
+        yield path, value
+        if isinstance(value, dict):
+            waiting += reversed([(_joined(path, name), entry) for name, entry in value.items()])
+        elif isinstance(value, list):
+            waiting += reversed([(f"{path}[{place}]", entry) for place, entry in enumerate(value)])
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name[:64]}" if path else name[:64]
+
+
+def leniently(body: bytes) -> Any:
+    """What the standard library makes of a body that is no JSON for its values alone: NaN, half a surrogate pair, bytes
+    that are no UTF-8, a number beyond all bounds. None for what is no JSON otherwise, or long."""
+    if len(body) > MAX_REREAD:
+        return None
+    try:
+        return json.loads(body.decode(errors="surrogateescape"))
+    except (ValueError, RecursionError):
+        return None
 
 
 def _reread(body: bytes, read: Callable[[dict[str, Any]], object]) -> None:
-    """Raises ``InvalidField`` where a field's value is what is wrong: half a surrogate pair, bytes that are no UTF-8, a
-    number beyond all bounds. The standard library takes these for values, and ``read`` then refuses them by name."""
-    if len(body) > MAX_REREAD:
+    """Raises ``InvalidField`` where a field's value is what is wrong (``leniently``): ``read`` refuses it by name, or,
+    in a field that is free in what it holds, its place is looked for."""
+    found = leniently(body)
+    if not isinstance(found, dict):
         return
+    read(found)
+    for path, value in _within(found):
+        if isinstance(value, float) and not math.isfinite(value):
+            raise InvalidField(path, value, "a finite number")
+        names = list(value) if isinstance(value, dict) else [value] if isinstance(value, str) else []
+        if not all(map(_is_text, names)):
+            raise InvalidField(path, "half a surrogate pair, or bytes that are no UTF-8", "valid Unicode text")
+
+
+def _is_text(text: str) -> bool:
     try:
-        found = json.loads(body.decode(errors="surrogateescape"))
-    except (ValueError, RecursionError):
-        return
-    if isinstance(found, dict):
-        read(found)
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def json_bytes(value: Any) -> bytes:

@@ -106,10 +106,10 @@ class _Reading:
         size = parameters.pop("binary_data_size", None)
         check_parameters(parameters, f"{path}.parameters", ("binary_data_size",))
         if size is None:
-            return from_json(name, datatype, shape, entry.get("data"), f"{path}.data")
-        where = f"{path}.parameters.binary_data_size"
+            return from_json(name, datatype, shape, entry.get("data"), f"inputs[{name}].data")
+        where = f"inputs[{name}].parameters.binary_data_size"
         if entry.get("data") is not None:
-            raise InvalidField(f"{path}.data", "values", "null beside binary_data_size")
+            raise InvalidField(f"inputs[{name}].data", "values", "null beside binary_data_size")
         if type(size) is not int or not 0 <= size <= len(self._data):
             raise InvalidField(where, size, f"bytes behind the JSON, of which {len(self._data)} are left")
         data, self._data = bytes(self._data[:size]), self._data[size:]

@@ -15,8 +15,8 @@ ID_LENGTH = len("call_") + 8  # as the document's ids of calls are
 
 
 def reply(request: ValidRequest, whole: Reply) -> dict[str, Any]:
-    """The object of a reply that is not streamed. Times are milliseconds: ``prefill_time`` to the first token, then
-    one for each step that gave more."""
+    """The object of a reply that is not streamed. Times are milliseconds: ``prefill_time`` to the first token, 0 where
+    the form that the text must have left the model nothing to say, then one for each step that gave more."""
     choice = whole.choices[0]
     times = [milliseconds(step.elapsed) for step in choice.steps]
     return {
@@ -25,11 +25,11 @@ def reply(request: ValidRequest, whole: Reply) -> dict[str, Any]:
             {
                 "index": 0,
                 "message": _message(request, choice),
-                "finish_reason": finish_reason(choice.finish_reason, called=bool(choice.calls)),
+                "finish_reason": finish_reason(choice.finish_reason, choice.stop_reason, called=bool(choice.calls)),
             }
         ],
         "usage": _usage(whole.usage),
-        "prefill_time": times[0] if times else None,
+        "prefill_time": times[0] if times else 0.0,
         "decode_time_arr": times[1:],
     }
 
@@ -53,11 +53,11 @@ def _call(call: ReplyCall) -> dict[str, Any]:
     return {"function": function, "id": call.id[:ID_LENGTH], "type": "function"}
 
 
-def finish_reason(reason: ReplyFinish, *, called: bool) -> str:
-    """``length``, else ``tool_calls``, else ``stop``."""
+def finish_reason(reason: ReplyFinish, stop: str | int | None, *, called: bool) -> str:
+    """``length``, ``stop`` of a stop string, which may have cut a call off, else ``tool_calls``, else ``stop``."""
     if reason in ("length", "abort"):  # which says that the text is not whole
         return "length"
-    return "tool_calls" if called else "stop"
+    return "tool_calls" if called and not isinstance(stop, str) else "stop"
 
 
 def _usage(counts: Usage) -> dict[str, Any]:
@@ -120,7 +120,8 @@ class Stream:
         return {"content": self._texts[0]} | thought
 
     def _last(self, piece: Done) -> bytes:
-        reason = finish_reason("abort" if self._ended is None else self._ended.finish_reason, called=self._called)
+        ended = self._ended or Ended(index=0, finish_reason="abort")
+        reason = finish_reason(ended.finish_reason, ended.stop_reason, called=self._called)
         delta: dict[str, Any] = {"role": "assistant", "content": ""}
         full: dict[str, Any] = {}
         if self._is_full:

@@ -62,15 +62,27 @@ def response_head(request: ValidRequest, echoed: bytes) -> dict[str, Any]:
     }
 
 
-def ended(request: ValidRequest, reason: str, usage: Usage) -> dict[str, Any]:
-    """What a response has at its end: status, and why it is incomplete."""
-    if reason in ("stop", "tool_calls"):
+def ended(request: ValidRequest, reason: str, usage: Usage, *, is_cut: bool = False) -> dict[str, Any]:
+    """What a response has at its end: status, and why it is incomplete. ``is_cut``: see ``cuts``."""
+    if reason in ("stop", "tool_calls") and not is_cut:
         return {"status": "completed", "usage": response_usage(usage)}
     assert request.sampling is not None
-    # a prompt that was cut, and time that ran out, have no word in this API
-    used_up = usage.completion_tokens >= request.sampling.max_tokens
+    # a prompt or a call that was cut, and time that ran out, have no word in this API
+    used_up = not is_cut and usage.completion_tokens >= request.sampling.max_tokens
     details = {"reason": "max_output_tokens" if used_up else None}
     return {"status": "incomplete", "incomplete_details": details, "usage": response_usage(usage)}
+
+
+def cuts(stop: str | int | None, arguments: str) -> bool:
+    """Whether ``stop``, which ended the reply, did so within the ``arguments`` of a call. A custom tool's are a text,
+    whose end nothing tells."""
+    if stop is None:
+        return False
+    try:
+        msgspec.json.decode(arguments)
+    except (msgspec.DecodeError, RecursionError):
+        return True
+    return False
 
 
 def response_usage(usage: Usage) -> dict[str, Any]:
@@ -86,7 +98,9 @@ def response_usage(usage: Usage) -> dict[str, Any]:
 
 def response(request: ValidRequest, choice: Choice, usage: Usage, echoed: bytes) -> dict[str, Any]:
     """The response object of a whole reply: reasoning, then the text, then calls."""
-    end = ended(request, choice.finish_reason, usage)
+    last = choice.calls[-1] if choice.calls else None
+    is_cut = last is not None and not last.custom and cuts(choice.stop_reason, last.arguments)
+    end = ended(request, choice.finish_reason, usage, is_cut=is_cut)
     items: list[dict[str, Any]] = []
     if choice.reasoning:
         items.append(reasoning_item(item_id(request, "reasoning", 0), choice.reasoning))

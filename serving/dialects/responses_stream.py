@@ -19,6 +19,7 @@ from .responses_errors import error_object, failure
 from .responses_replies import (
     call_item,
     call_type,
+    cuts,
     ended,
     incomplete,
     item_id,
@@ -108,7 +109,7 @@ class ResponseStream:
         self._output: list[dict[str, Any]] = []  # items that are done
         self._item: _Item | None = None
         self._logprobs = TextLogprobs()
-        self._finish = "abort"
+        self._ended = Ended(index=0, finish_reason="abort")
 
     def encode(self, piece: Piece) -> bytes:
         return b"".join(self._events(piece))
@@ -121,7 +122,7 @@ class ResponseStream:
             yield from self._begin()
             yield from self._delta(piece)
         elif isinstance(piece, Ended):
-            self._finish = piece.finish_reason
+            self._ended = piece
         elif isinstance(piece, Done):
             yield from self._begin()
             yield from self._done(piece.usage)
@@ -190,7 +191,9 @@ class ResponseStream:
         self._item = None
 
     def _done(self, usage: Usage) -> Iterator[bytes]:
-        end = ended(self._request, self._finish, usage)
+        item, last = self._item, self._ended
+        is_cut = item is not None and item.kind == "function_call" and cuts(last.stop_reason, item.text)
+        end = ended(self._request, last.finish_reason, usage, is_cut=is_cut)
         if self._item is None and not self._output:
             yield from self._add("message")
         if (rest := self._logprobs.rest()) and self._item is not None and self._item.kind == "message":

@@ -27,12 +27,12 @@ from ..readers import (
 from ..request import Tool, ToolChoice
 from .constraint_fields import NAME, json_object, written
 from .responses_input import NO_TOOLS_OF_ITS_OWN
-from .tool_fields import CHOICES, MAX_TOOLS, SYNTAXES, AskedChoice, Named, custom_syntax, tool_parameters
+from .tool_fields import CHOICES, MAX_TOOLS, PARAMETERS, SYNTAXES, AskedChoice, Named, custom_syntax, tool_parameters
 
 _NAMED = Entry(NAME, required="the name of the tool")
 
 
-@reader(type="object", properties={"type": {"const": "object"}})
+@reader(**PARAMETERS)
 def _parameters(value: Any, path: str) -> dict[str, Any] | None:
     return tool_parameters(value, path, None)
 

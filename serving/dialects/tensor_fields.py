@@ -91,6 +91,13 @@ def _floats(tensor: Tensor) -> bytes:
     return values.tobytes()
 
 
+def _bias(tensor: Tensor) -> bytes:
+    """See ``_logits``; for all tokens, or the tensor is left out."""
+    if not tensor.array.size:
+        raise InvalidField(tensor.name, list(tensor.shape), "the shape [1, vocab_size]")
+    return _logits(tensor)
+
+
 def _logits(tensor: Tensor) -> bytes:
     """float32, little-endian; -inf is a token of probability 0."""
     values = tensor.array.astype("<f4", copy=False)
@@ -233,7 +240,7 @@ FIELDS: Mapping[str, TensorField] = {
         *_scalar("random_seed seed", UINT64, integer(0, UINT64_MAX), "seed", "default 0"),
         *_scalar("end_id", INT32, _TOKEN_OR_NONE, "end_id", "ends the text; -1, the default: the model's own"),
         *_scalar("pad_id", INT32, _TOKEN_OR_NONE, "pad_id", "behind the shorter texts of beams; default end_id"),
-        _tensor("embedding_bias", FP, (1, ANY), _logits, "embedding_bias", "added to the logits, [1, vocab_size]"),
+        _tensor("embedding_bias", FP, (1, ANY), _bias, "embedding_bias", "added to the logits, [1, vocab_size]"),
         _tensor("bad_words_list", INT32, (1, 2, ANY), _words, "bad_word_ids", "runs of tokens that are not generated"),
         _tensor("stop_words_list", INT32, (1, 2, ANY), _words, "stop_sequences", "runs of tokens that end the text"),
         _tensor("bad_words", (BYTES,), (ANY,), _texts, "bad_words", "texts that are not generated"),

@@ -103,8 +103,10 @@ def _values(call: InferCall) -> dict[str, Any]:
         found[field.target] = field.value(tensor)
     for name, value in call.parameters.items():
         field = FIELDS.get(name)
-        if field is None or field.scalar is None:
-            continue
+        if field is None:
+            continue  # one of ``PARAMETERS``, or unknown, which ``_echo`` says
+        if field.scalar is None:
+            raise InvalidField(f"parameters.{name}", value, f"no such parameter: {name} is a tensor, one of inputs")
         _once(names, field.target, name)
         found[field.target] = field.scalar(value, f"parameters.{name}")
     if ("text" in found) == ("prompt" in found):

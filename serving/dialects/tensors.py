@@ -164,10 +164,18 @@ def _numbers(flat: list[Any], datatype: str, path: str) -> np.ndarray[Any, Any]:
         try:
             values = np.array(flat, dtype=dtype)
         except OverflowError:  # an integer beyond all floats
-            raise InvalidField(path, "an integer", f"values of {datatype}") from None
-    if datatype in FLOATS and not np.isfinite(values).all():
-        raise InvalidField(path, "a number", f"values of {datatype}")
+            values = np.array([_float(entry) for entry in flat], dtype=dtype)
+    if datatype in FLOATS and not (finite := np.isfinite(values)).all():
+        place = int(np.flatnonzero(~finite)[0])
+        raise InvalidField(f"{path}[{place}]", flat[place], f"a finite value of {datatype}")
     return values
+
+
+def _float(value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 def to_bytes(tensor: Tensor) -> bytes:

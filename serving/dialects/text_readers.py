@@ -127,5 +127,7 @@ def logit_bias(value: Any, path: str) -> dict[int, float]:
         token = str(key)
         if not (token.isascii() and token.isdigit() and len(token) < 10):
             raise InvalidField(path, key, "token ids as keys")
+        if int(token) in found:
+            raise InvalidField(path, key, f"one value for each token; {int(token)} has two")
         found[int(token)] = _BIAS(bias, f"{path}.{token}")
     return found

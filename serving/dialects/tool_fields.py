@@ -36,14 +36,25 @@ OPENAI = Bounds()
 DATABRICKS = Bounds(most=32, properties=15, described=True, custom=False)
 
 
+# The schema of a function's arguments, as far as it is read where they are not held to it.
+PARAMETERS: Mapping[str, Any] = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "object"},
+        "properties": or_null({"type": "object", "additionalProperties": {"type": ["object", "boolean"]}}),
+        "required": or_null({"type": "array", "items": {"type": "string"}}),
+    },
+}
+
+
 def _closed(required: Sequence[str], **properties: Any) -> dict[str, Any]:
     return {"type": "object", "required": list(required), "properties": properties, "additionalProperties": False}
 
 
 def _function_schema(bounds: Bounds) -> dict[str, Any]:
-    parameters: dict[str, Any] = {"type": {"const": "object"}}
+    parameters = dict(PARAMETERS["properties"])
     if bounds.properties is not None:
-        parameters["properties"] = {"maxProperties": bounds.properties}
+        parameters["properties"] = parameters["properties"] | {"maxProperties": bounds.properties}
     described = {"type": "string", "pattern": r"\S"}
     function = _closed(
         ["name", "description"] if bounds.described else ["name"],
@@ -134,15 +145,28 @@ def _description(value: Any, path: str, needed: bool) -> str | None:
 
 
 def tool_parameters(value: Any, path: str, most: int | None) -> dict[str, Any] | None:
+    """See ``PARAMETERS``; with ``most`` properties, None for any number. Raises ``InvalidField``."""
     if value is None:
         return None
     found = json_object(value, path)
     if "type" in found and found["type"] != "object":
         raise InvalidField(f"{path}.type", found["type"], '"object": arguments have names')
-    properties = found.get("properties")
-    if most is not None and isinstance(properties, dict) and len(properties) > most:
-        raise InvalidField(f"{path}.properties", f"{len(properties)} properties", f"at most {most}")
+    properties, required = found.get("properties"), found.get("required")
+    if properties is not None:
+        _check_properties(properties, f"{path}.properties", most)
+    if required is not None and not (isinstance(required, list) and all(isinstance(name, str) for name in required)):
+        raise InvalidField(f"{path}.required", required, "a list of the names of properties")
     return found
+
+
+def _check_properties(properties: Any, path: str, most: int | None) -> None:
+    if not isinstance(properties, dict):
+        raise InvalidField(path, properties, "an object with a schema for each name")
+    if most is not None and len(properties) > most:
+        raise InvalidField(path, f"{len(properties)} properties", f"at most {most}")
+    for name, schema in properties.items():
+        if not isinstance(schema, dict | bool):
+            raise InvalidField(f"{path}.{name[:64]}", schema, "a JSON schema: an object, true or false")
 
 
 def _custom(value: Any, path: str) -> Tool:

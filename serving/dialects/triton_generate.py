@@ -22,7 +22,7 @@ from .base import Encoded, Head, StreamEncoder
 from .errors import retry_headers
 from .generate import streams
 from .generate_requests import BODY, PARAMETERS
-from .json_body import json_bytes, read_object
+from .json_body import json_bytes, leniently, read_object
 from .kserve import message_of, reply_head, reply_tensors
 from .kserve_body import MAX_ID, InferCall
 from .tensor_fields import FIELDS
@@ -51,7 +51,7 @@ def is_meant(body: bytes) -> bool:
     try:
         found = msgspec.json.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return False
+        found = leniently(body)  # its keys say in which form the value that is wrong is refused
     if not isinstance(found, dict):
         return False
     given = found.get("parameters")

@@ -7,6 +7,7 @@ import msgspec
 from msgspec import Struct
 
 from ..dialects import DIALECTS, Dialect
+from ..dialects.json_body import leniently
 from ..dialects.mindie import SHARED_PATH
 from ..dialects.triton_generate import is_meant
 from ..routing.served_endpoints import ServedEndpoints
@@ -57,4 +58,6 @@ def _model(body: bytes) -> str | None:
     try:
         return msgspec.json.decode(body, type=_Named).model
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
+        found = leniently(body)
+        model = found.get("model") if isinstance(found, dict) else None
+        return model if isinstance(model, str) else None

@@ -32,7 +32,7 @@ _SETS = {
     "S": rf"[^{_SPACE}\x1C-\x1F\x85\u{{FEFF}}]",
 }
 _CONTROLS = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "0": "\0"}
-_REPEAT = re.compile(r"\{(\d{1,9})(,(\d{0,9}))?\}")
+_REPEAT = re.compile(r"\{0*([0-9]+)(,0*([0-9]*))?\}")
 _HEX = re.compile(r"x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|[xu]\{([0-9A-Fa-f]{1,6})\}|U([0-9A-Fa-f]{8})")
 _PROPERTY = re.compile(r"[pP](?:\{\^?[A-Za-z0-9_=]{1,64}\}|[A-Z])")
 _FLAGS = re.compile(r"\?([a-zA-Z]*)(?:-([a-zA-Z]+))?([:)])")
@@ -189,10 +189,7 @@ class _Reader:
             if found is None:
                 self._literal_brace(items)
                 return
-            least, most = int(found[1]), int(found[3] or found[1])
-            if most > MAX_REPEAT or least > most:
-                self.refuse(f"repetitions from fewer to more, at most {MAX_REPEAT:,}")
-            times = found[0]
+            times = self._repetitions(found[1], found[2] is not None, found[3] or "")
         if not items or items[-1] in ("^", "$") or isinstance(items[-1], _Repeated):
             self.refuse(f"something to repeat before {times!r}")
         items[-1] = _Repeated(items[-1], times)
@@ -200,6 +197,12 @@ class _Reader:
             self.at += 1  # lazy: the same texts match
         elif self.text[self.at : self.at + 1] == "+":
             self.refuse("no possessive quantifier (a++)")
+
+    def _repetitions(self, least: str, to: bool, most: str) -> str:
+        numbers = [int(digits) if len(digits) < 9 else 10**9 for digits in (least, most) if digits]
+        if max(numbers) > MAX_REPEAT or sorted(numbers) != numbers:
+            self.refuse(f"repetitions from fewer to more, at most {MAX_REPEAT:,}")
+        return "{" + ",".join(map(str, numbers)) + ("," if to and not most else "") + "}"
 
     def _literal_brace(self, items: list[_Node]) -> None:
         self.at += 1

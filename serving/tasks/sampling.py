@@ -12,6 +12,10 @@ from .endpoint import EndpointView
 from .token_lists import bad_words, embedding_bias, end_ids, stop_sequences
 
 MASK = 2**64 - 1
+# Logits are divided by these in float32, whose range smaller ones would leave. At such a temperature the best token is
+# drawn in any case, by such a penalty a token of the text comes before all others.
+LEAST_TEMPERATURE = 1e-5
+LEAST_DIVISOR = 1e-9
 
 
 def resolve(
@@ -32,18 +36,19 @@ def resolve(
     logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
     runs = stop_sequences(asked, endpoint)
     ends = (*end_ids(asked, endpoint), *(run[0] for run in runs if len(run) == 1))
+    temperature = _or(asked.temperature, profile.default_temperature)
     top_k = profile.default_top_k if asked.top_k is None else asked.top_k
     if asked.exact_bounds:
         _check_exact_bounds(asked, endpoint, longest_prompt)
     resolved = Sampling(
         max_tokens=max_tokens,
         min_tokens=min(own.min_tokens or 0, max_tokens) if asked.min_tokens is None else asked.min_tokens,
-        temperature=_or(asked.temperature, profile.default_temperature),
+        temperature=0.0 if temperature < LEAST_TEMPERATURE else temperature,
         top_p=_or(asked.top_p, profile.default_top_p),
         top_k=0 if top_k >= endpoint.info.vocab_size else top_k,
         min_p=_or(asked.min_p, 0.0),
-        typical_p=_or(asked.typical_p, 1.0),
-        repetition_penalty=_or(asked.repetition_penalty, 1.0),
+        typical_p=max(_or(asked.typical_p, 1.0), LEAST_DIVISOR),
+        repetition_penalty=max(_or(asked.repetition_penalty, 1.0), LEAST_DIVISOR),
         presence_penalty=_or(asked.presence_penalty, 0.0),
         frequency_penalty=_or(asked.frequency_penalty, 0.0),
         logit_bias=_logit_bias(asked.logit_bias, endpoint),

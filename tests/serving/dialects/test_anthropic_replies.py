@@ -104,6 +104,7 @@ def test_blocks() -> None:
         ({"finish_reason": "abort"}, "max_tokens", None),
         ({"finish_reason": "tool_calls", "calls": (CALL,)}, "tool_use", None),
         ({"finish_reason": "stop", "calls": (CALL,)}, "tool_use", None),
+        ({"stop_reason": "END", "calls": (CALL,)}, "stop_sequence", "END"),  # it may be half a call
         ({"finish_reason": "length", "calls": (CALL,)}, "max_tokens", None),
     ],
 )

@@ -89,6 +89,7 @@ def test_every_sampling_field_arrives(dialect):
         ("top_logprobs", 3),
         ("logit_bias", {"x": 1}),
         ("logit_bias", {"1": 101}),
+        ("logit_bias", {"1": 1, "01": 1}),
         ("logit_bias", [1]),
         ("model", 5),
         ("model", ["m"]),

@@ -240,7 +240,8 @@ def test_a_reply() -> None:
 
 
 def test_replies_with_tools() -> None:
-    """Calls have short ids and end the reply with tool_calls, named or not; without one there is a null."""
+    """Calls have short ids and end the reply with tool_calls, named or not, but for one that a stop string ended;
+    without one there is a null."""
     tools = ToolUse(names=("get_delivery_date",))
     called = ReplyCall(id="call_JwmTNF3Oabcdefgh", name="get_delivery_date", arguments='{"order_id": "12345"}')
     choice = Choice(index=0, text="", calls=(called,), finish_reason="stop", steps=STEPS)
@@ -251,6 +252,9 @@ def test_replies_with_tools() -> None:
         b'"finish_reason":"tool_calls"}],'
     )
     assert found == HEAD + message + TAIL
+    choice = Choice(index=0, text="", calls=(called,), finish_reason="stop", stop_reason="END", steps=STEPS)
+    found = MINDIE.encode(request(tools=tools), Reply(choices=(choice,), usage=USAGE)).body
+    assert found == HEAD + message.replace(b'"finish_reason":"tool_calls"', b'"finish_reason":"stop"') + TAIL
     choice = Choice(index=0, text="x", finish_reason="length", steps=STEPS)
     found = MINDIE.encode(request(tools=tools), Reply(choices=(choice,), usage=USAGE)).body
     assert b'"message":{"role":"assistant","content":"x","tool_calls":null},"finish_reason":"length"}' in found
@@ -290,12 +294,13 @@ def test_a_stream_of_full_texts() -> None:
     assert streamed(request(form=ReplyForm(full_text=True)), *PIECES) == said + last + "data: [DONE]\n\n"
 
 
-def test_a_stream_of_calls() -> None:
-    """What is new of a call in each chunk; the end says tool_calls."""
+@pytest.mark.parametrize(("stop", "reason"), [(None, "tool_calls"), ("END", "stop"), (7, "tool_calls")])
+def test_a_stream_of_calls(stop: str | int | None, reason: str) -> None:
+    """What is new of a call in each chunk; the end says tool_calls, but of a stop string: it may have cut one off."""
     pieces = (
         Delta(index=0, text="", calls=(CallDelta(index=0, id="call_12345678abcd", name="f"),), num_tokens=1),
         Delta(index=0, text="", calls=(CallDelta(index=0, arguments="{}"),), num_tokens=1),
-        Ended(index=0, finish_reason="stop"),
+        Ended(index=0, finish_reason="stop", stop_reason=stop),
         Done(usage=USAGE),
     )
     chunks = [json.loads(line[6:]) for line in streamed(request(), *pieces).split("\n\n") if "{" in line]
@@ -303,7 +308,7 @@ def test_a_stream_of_calls() -> None:
     first = {"index": 0, "function": {"arguments": "", "name": "f"}, "id": "call_12345678", "type": "function"}
     assert calls == [[first], [{"index": 0, "function": {"arguments": "{}"}}], None]
     assert all(chunk["choices"][0]["delta"]["role"] == "assistant" for chunk in chunks)
-    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+    assert chunks[-1]["choices"][0]["finish_reason"] == reason
 
 
 def test_errors() -> None:

@@ -333,6 +333,31 @@ def test_a_stream_that_is_cut(pieces: tuple[Piece, ...]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("stop", "arguments", "status"),
+    [
+        ("a", '{"b', "incomplete"),
+        (7, "{", "incomplete"),
+        ("a", "", "incomplete"),
+        ("a", "{}", "completed"),  # what came after the call ended the reply
+        (None, '{"b', "completed"),  # the model ended it so
+    ],
+)
+def test_a_call_that_a_stop_string_cut(stop: str | int | None, arguments: str, status: str) -> None:
+    """Nobody is to run it: it is incomplete, and so is the response, streamed and whole."""
+    call = ReplyCall(id="c", name="f", arguments=arguments)
+    found = whole(Choice(index=0, text="", calls=(call,), finish_reason="stop", stop_reason=stop), max_tokens=4)
+    assert [found["status"], found["output"][0]["status"]] == [status] * 2
+    assert found["incomplete_details"] == ({"reason": None} if status == "incomplete" else None)
+    calls = (CallDelta(index=0, id="c", name="f"), CallDelta(index=0, arguments=arguments))
+    ended = Ended(index=0, finish_reason="stop", stop_reason=stop)
+    events = streamed(Delta(index=0, text="", calls=calls), ended, Done(usage=USAGE))
+    assert events[-2]["item"]["status"] == status
+    assert events[-1]["response"] == whole(
+        Choice(index=0, text="", calls=(call,), finish_reason="stop", stop_reason=stop)
+    )
+
+
+@pytest.mark.parametrize(
     ("error", "code", "failure"),
     [
         (EngineDied("gone"), "engine_died", "server_error"),

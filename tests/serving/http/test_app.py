@@ -172,7 +172,16 @@ def test_deep_values(client: FlaskClient, field: str, depth: int) -> None:
         (b'{"messages": [{"role": "user", "content": "x"}], "temperature": 1e999}', "temperature"),
         (b'{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}', "temperature"),
         (b'{"messages": [{"role": "user", "content": "my secret is', "body"),
-        (b'{"messages": [{"role": "user", "content": "my secret is"}], "metadata": {"x": NaN}}', "body"),
+        (b'{"messages": [{"role": "user", "content": "my secret is"}], "metadata": {"x": NaN}}', "metadata.x"),
+        (b'{"messages": [{"role": "user", "content": "my secret is"}], "metadata": {"x": "\\ud83d"}}', "metadata.x"),
+        (
+            b'{"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"\\ud83d": 1}}',
+            "chat_template_kwargs",
+        ),
+        (
+            b'{"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"a": [1, {"b": 1e999}]}}',
+            "chat_template_kwargs.a[1].b",
+        ),
     ],
 )
 def test_values_that_are_no_json(client: FlaskClient, body: bytes, field: str) -> None:
@@ -181,6 +190,23 @@ def test_values_that_are_no_json(client: FlaskClient, body: bytes, field: str) -
     assert (answer.status_code, answer.json["error"]["param"]) == (400, field)
     if field == "body":
         assert "secret" not in answer.json["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        (b'"n": 1, "n": 2', "n"),
+        (b'"logit_bias": {"1": 2, "2": 3, "1": 2}', "logit_bias.1"),
+        (b'"metadata": {"a": [0, {"b": {}, "b": {}}]}', "metadata.a[1].b"),
+        (b'"metadata": ' + b"[" * 300 + b'{"b": 1, "b": 1}' + b"]" * 300, "metadata" + "[0]" * 300 + ".b"),
+    ],
+)
+def test_a_key_that_is_there_twice(client: FlaskClient, fields: bytes, field: str) -> None:
+    """Its path is named."""
+    body = b'{"messages": [{"role": "user", "content": "x"}], ' + fields + b"}"
+    answer = client.post("/v1/chat/completions", data=body, content_type="application/json")
+    assert (answer.status_code, answer.json["error"]["param"]) == (400, field)
+    assert "there twice" in answer.json["error"]["message"]
 
 
 def test_the_template_is_the_default_of_databricks_routes(client: FlaskClient) -> None:

@@ -84,6 +84,8 @@ def test_an_expression_matches_the_text_as_a_whole(expression: str, words: list[
     ("expression", "right", "wrong"),
     [
         (r"^\d{3}-\d{4}$", ["555-1234"], ["555-12345", "x555-1234", ""]),
+        (r"^\d{00000000003}$", ["555"], ["5", "5{00000000003}"]),
+        (r"^a{0000000001,02}b{00,}$", ["a", "aab", "abbb"], ["b", "aaa"]),
         ("a/b\n\"c\"", ['a/b\n"c"'], ["a/b"]),
         (r"(?i)yes|no", ["YES", "No"], ["maybe"]),
         (r"(?s:.)", ["\n"], ["ab"]),
@@ -127,6 +129,9 @@ def test_dialects_meet(expression: str, right: list[str], wrong: list[str]) -> N
         ("(^a)*", r"\^ and \$ at the ends"),
         ("a{2,1}", "from fewer to more"),
         ("a{1,100000}", "at most 10,000"),
+        ("a{9999999999}", "at most 10,000"),
+        ("a{1,99999999999}", "at most 10,000"),
+        ("a{" + "9" * 5000 + ",}", "at most 10,000"),
         ("*a", "something to repeat"),
         ("a**", "something to repeat"),
         ("a{,3}", r"\{0,n\}"),

@@ -31,6 +31,22 @@ def test_defaults(endpoint, text):
     assert request.deadline is None
 
 
+@pytest.mark.parametrize(
+    ("asked", "used"),
+    [
+        ({"temperature": 1e-38}, {"temperature": 0.0}),
+        ({"temperature": 9e-6}, {"temperature": 0.0}),
+        ({"temperature": 1e-5}, {"temperature": 1e-5}),
+        ({"repetition_penalty": 1e-40}, {"repetition_penalty": 1e-9}),
+        ({"typical_p": 5e-324}, {"typical_p": 1e-9}),
+    ],
+)
+def test_divisors_that_float32_has_not(endpoint, asked, used):
+    """By them logits would be infinite, and none the largest: what is next to them has the same effect."""
+    sampling = _valid(endpoint, prompt="fox", **asked).sampling
+    assert {name: getattr(sampling, name) for name in used} == used
+
+
 def test_null_means_default(endpoint):
     """Every field set to null gives the same request as leaving it out."""
     nulls = dict.fromkeys(name for name in FIELDS["chat"] if name != "messages")
