@@ -49,17 +49,25 @@ class ProgressFile:
 
     def take(self, request_id: str) -> int:
         """A slot for ``request_id`` with counts 0."""
-        encoded = request_id.encode()
-        assert 0 < len(encoded) <= MAX_ID
+        slot = self.hold()
+        self.begin(slot, request_id)
+        return slot
+
+    def hold(self) -> int:
+        """A slot that is still nobody's, so that there is room for whoever it will be."""
         with self._lock:
             if not self._free:
                 self._grow()
-            slot = self._free.pop()
+            return self._free.pop()
+
+    def begin(self, slot: int, request_id: str) -> None:
+        """Give the ``slot`` that was held to ``request_id``, with counts 0."""
+        encoded = request_id.encode()
+        assert 0 < len(encoded) <= MAX_ID
         segment, index = divmod(slot, _PER_SEGMENT)
         start = index * _SLOT
         self._maps[segment][start + 8 : start + _SLOT] = encoded.ljust(MAX_ID, b"\0") + bytes(24)
         self._words[segment][index * _WORDS] = len(encoded)
-        return slot
 
     def put(self, slot: int, prompt: int, cached: int, completion: int) -> None:
         """Store the token counts of ``slot``."""

@@ -65,6 +65,7 @@ class LeaseCloser(Protocol):
 class Lease:
     """The open ledger row of a running request. A context manager: leaving it settles, in any case. Thread-safe.
 
+    ``slot``: held for it in the owner's progress file.
     ``limits``: for each kind the strictest limit right after the admission (for ``x-ratelimit-*`` headers).
     ``within_reserve``: the reservation's bucket had room (True without a bucket).
     """
@@ -75,6 +76,7 @@ class Lease:
         owner: LeaseOwner,
         reservation: Reservation,
         *,
+        slot: int,
         began: Began,
         limits: tuple[LimitStatus, ...],
         within_reserve: bool,
@@ -88,7 +90,8 @@ class Lease:
         self.completion_tokens = 0
         self._ledger = ledger
         self._owner = owner
-        self._slot = owner.progress.take(reservation.request_id)
+        self._slot = slot
+        owner.progress.begin(slot, reservation.request_id)
         self._lock = threading.Lock()
         self._settled = False
 

@@ -27,6 +27,7 @@ from .prices import Prices
 from .settlement import Settlement, settle_in
 from .staleness import StalenessDetector
 from .store import Store
+from .store_checks import reason
 from .store_directory import ENGINES, open_directory
 from .tables import ledger
 from .windows import Amounts
@@ -81,6 +82,7 @@ class Ledger:
         self._lock = threading.Lock()
         self._owner: LeaseOwner | None = None
         self._open: dict[str, Lease] = {}
+        self._spool_is_full = False
         self._unspooled: list[tuple[LeaseOwner, int | None, Settlement]] = []
         self.on_outage: Callable[[], object] = lambda: None
         self._away = False
@@ -112,24 +114,34 @@ class Ledger:
         began = Began(wall_ms=int(started * 1000), monotonic=self.monotonic())
         try:
             price = self.prices.at(reservation.entity, started)
-        except Unavailable:
-            self._open_breaker()
+        except Unavailable as error:
+            self._open_breaker(error)
             raise
         row = _row(reservation, owner.name, began.wall_ms, price if reservation.pays_tokens else FREE)
         try:
+            slot = owner.progress.hold()
+        except OSError as error:  # the disk is full: nothing has been admitted
+            raise Unavailable("no room to keep the progress of a request", retry_after=BREAKER_SECONDS) from error
+        try:
             admitted = self._reserve(reservation, row)
-            lease = Lease(
-                self, owner, reservation, began=began, limits=admitted.limits, within_reserve=admitted.within_reserve
-            )
-        except RequestError:
-            raise
-        except BaseException as error:  # the commit's answer was lost, or a greenlet was killed: the row may be there
+        except BaseException as error:
+            owner.progress.give_back(slot)
+            if isinstance(error, RequestError):
+                raise
+            # the commit's answer was lost, or a greenlet was killed: the row may be there
             self._undo(owner, reservation.request_id, str(row["nonce"]))
             if isinstance(error, Unavailable):
-                self._open_breaker()
-            if isinstance(error, OSError):
-                raise Unavailable("no room to keep the progress of a request", retry_after=BREAKER_SECONDS) from error
+                self._open_breaker(error)
             raise
+        lease = Lease(
+            self,
+            owner,
+            reservation,
+            slot=slot,
+            began=began,
+            limits=admitted.limits,
+            within_reserve=admitted.within_reserve,
+        )
         self._open[reservation.request_id] = lease
         return lease
 
@@ -149,17 +161,28 @@ class Ledger:
         ask = partial(
             precheck.check, key_id=key_id, tenant=tenant, endpoint=endpoint, least=least, clock=self._window_clock
         )
-        self.store.read(ask, timeout=ADMISSION_TIMEOUT)
+        try:
+            self.store.read(ask, timeout=ADMISSION_TIMEOUT)
+        except Unavailable as error:
+            self._open_breaker(error)
+            raise
 
-    def _open_breaker(self) -> None:
+    def _open_breaker(self, error: Unavailable) -> None:
         self._refusing_until = self._spooling_until = time.monotonic() + BREAKER_SECONDS
-        self._note(away=True)
+        self._note(error)
 
-    def _note(self, *, away: bool) -> None:
-        """Note whether the store answers; call ``on_outage`` where it has stopped answering."""
-        began, self._away = away and not self._away, away
-        if began:
+    def _note(self, error: Unavailable | None) -> None:
+        """Note whether the store answers, None, or what it failed with; log why, and call ``on_outage``, where it has
+        stopped answering."""
+        was, self._away = self._away, error is not None
+        if error is not None and not was:
+            log.warning(
+                "the metering store does not answer (%s); settlements wait in the spool",
+                reason(error.__cause__ or error),
+            )
             self.on_outage()
+        if was and error is None:
+            log.warning("the metering store answers again")
 
     def status(self) -> LedgerStatus:
         """Open rows, spooled settlements and whether the store answers, without asking it."""
@@ -204,13 +227,16 @@ class Ledger:
     def close_lease(self, lease: Lease, owner: LeaseOwner, slot: int, settlement: Settlement) -> None:
         """Settle in the store, else in the spool, else keep it in memory for ``maintain`` (the disk is full)."""
         self._open.pop(lease.request_id, None)
+        self._settle_or_spool(owner, slot, settlement)
+
+    def _settle_or_spool(self, owner: LeaseOwner, slot: int | None, settlement: Settlement) -> None:
         stored = False
         try:
             stored = self._settled_in_store(settlement)
         finally:  # also when a greenlet is killed inside the transaction
             if not stored:
                 self._spool(owner, slot, settlement)
-        if stored:
+        if stored and slot is not None:
             owner.progress.give_back(slot)
 
     def _settled_in_store(self, settlement: Settlement) -> bool:
@@ -218,9 +244,9 @@ class Ledger:
             return False
         try:
             settle_in(self.store, settlement, timeout=SETTLE_TIMEOUT)
-        except Unavailable:
+        except Unavailable as error:
             self._spooling_until = time.monotonic() + BREAKER_SECONDS
-            self._note(away=True)
+            self._note(error)
             return False
         except Exception:
             log.exception("settlement of %s failed; it is spooled", settlement.request_id)
@@ -230,11 +256,14 @@ class Ledger:
     def _spool(self, owner: LeaseOwner, slot: int | None, settlement: Settlement) -> None:
         try:
             owner.spool.append(settlement)
-        except OSError:
-            log.exception("settlement of %s cannot be spooled; it is kept in memory", settlement.request_id)
+        except OSError as error:
+            if not self._spool_is_full:
+                log.error("settlements cannot be spooled (%s); they are kept in memory", error.strerror or error)
+            self._spool_is_full = True
             with self._lock:
                 self._unspooled.append((owner, slot, settlement))
         else:
+            self._spool_is_full = False
             if slot is not None:
                 owner.progress.give_back(slot)
 
@@ -250,17 +279,17 @@ class Ledger:
         """Do one round of upkeep, as ``start`` does every few seconds. Raises ``Unavailable``."""
         try:
             self._maintain()
-        except Unavailable:
-            self._note(away=True)
+        except Unavailable as error:
+            self._note(error)
             raise
-        self._note(away=False)
+        self._note(None)
 
     def _maintain(self) -> None:
         owner = self._ensure_owner()
         with self._lock:
             kept, self._unspooled = self._unspooled, []
         for of_owner, slot, settlement in kept:
-            self._spool(of_owner, slot, settlement)
+            self._settle_or_spool(of_owner, slot, settlement)
         crash_recovery.heartbeat(self.store, owner.name, self.now_ms(), list(self._open.values()))
         if owner.spool.pending:
             owner.spool.drain(lambda settlement: settle_in(self.store, settlement))
@@ -294,7 +323,7 @@ class Ledger:
             try:
                 self.maintain()
             except Unavailable:
-                log.warning("the metering store does not answer; settlements wait in the spool")
+                pass  # ``maintain`` has said so
             except Exception:
                 log.exception("ledger upkeep failed; it is tried again")
             if stop.wait(interval):

@@ -23,6 +23,7 @@ from ..backoff import Backoff
 from ..errors import Unavailable
 from . import store_checks
 from .connection_pool import ConnectionPool
+from .sqlite_file import SqliteFile
 from .store_checks import NoStore
 
 T = TypeVar("T")
@@ -84,6 +85,7 @@ class Store:
         self._synchronous = str(parsed.query.get("synchronous", "NORMAL")).upper()
         if self._synchronous not in {"NORMAL", "FULL", "EXTRA"}:
             raise NoStore(url, f"synchronous: {self._synchronous!r} is not NORMAL, FULL or EXTRA")
+        self._file: SqliteFile | None = None
         self._is_ours = False  # known from its revision: another program's file is left as it is
         with store_checks.named(url):
             if self.is_sqlite:
@@ -118,6 +120,7 @@ class Store:
         )
         sa.event.listen(engine, "connect", self._prepare)
         sa.event.listen(engine, "begin", _begin)
+        self._file = SqliteFile(engine, str(url.database))
         return engine
 
     def _prepare(self, connection: Any, _record: Any) -> None:
@@ -195,6 +198,11 @@ class Store:
                 if time.monotonic() + backoff.pause > until:
                     raise Unavailable("the metering store does not answer", retry_after=1.0) from reason
             time.sleep(backoff.failed())
+
+    def expect(self, store_id: str) -> None:
+        """Take no other store for this one that comes into its file's place while the process runs."""
+        if self._file is not None:
+            self._file.store_id = store_id
 
     def insert(self, table: sa.Table) -> Any:
         """The dialect's INSERT, which knows ``on_conflict_do_nothing`` and ``on_conflict_do_update``."""

@@ -36,6 +36,7 @@ def open_directory(store: Store, root: Path) -> Path:
     It takes over the files that an earlier release left in ``root`` itself.
     """
     found = ensure_identity(store)
+    store.expect(found.store_id)
     directory = root / found.store_id
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     if found.is_new and (left := former_directory(root, found)) is not None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from prometheus_client.mmap_dict import MmapedDict
 
 from ..file_locks import locked
+from .counter_file import CounterFile
 
 LOCK = "figures.lock"
 KINDS = ("counter", "histogram")
@@ -36,17 +37,23 @@ def merge_ended(directory: Path, pid: int) -> None:
     with contextlib.suppress(FileNotFoundError), counters_locked(directory, exclusive=True):
         for kind in KINDS:
             path = directory / f"{kind}_{pid}.db"
-            if path.exists():
-                if path.stat().st_size:  # else it ended just when it had made the file
-                    _add(path, directory / f"{kind}_ended.db")
+            # without room for its counts scrapes go on reading them where they are
+            if path.exists() and _add(path, directory / f"{kind}_ended.db"):
                 path.unlink()
 
 
-def _add(source: Path, target: Path) -> None:
-    into = MmapedDict(os.fspath(target))  # type: ignore[no-untyped-call]
+def _add(source: Path, target: Path) -> bool:
+    """Whether there was room for it."""
+    if not source.stat().st_size:
+        return True  # nothing was ever counted
+    into = CounterFile(os.fspath(target))
     try:
-        for key, value, timestamp, _ in MmapedDict.read_all_values_from_file(os.fspath(source)):  # type: ignore[no-untyped-call]
-            before, _ = into.read_value(key)  # type: ignore[no-untyped-call]
-            into.write_value(key, before + value, timestamp)  # type: ignore[no-untyped-call]
+        found = list(MmapedDict.read_all_values_from_file(os.fspath(source)))  # type: ignore[no-untyped-call]
+        if not into.has_room([key for key, *_ in found]):
+            return False
+        for key, value, timestamp, _ in found:
+            before, _ = into.read_value(key)
+            into.write_value(key, before + value, timestamp)
     finally:
-        into.close()  # type: ignore[no-untyped-call]
+        into.close()
+    return True

@@ -33,6 +33,11 @@ class AcceptBalancer:
         self._given.add(slot)
         return WorkerSlot(self.words, slot)
 
+    @property
+    def num_open(self) -> int:
+        """Workers that take connections."""
+        return sum(count != CLOSED for count in self.words[::_WIDTH])
+
     def reclaim(self, slot: WorkerSlot) -> None:
         self._clear(slot.number)
         self._given.discard(slot.number)

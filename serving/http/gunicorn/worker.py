@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 import gevent
 from gevent.event import Event
 from gunicorn.arbiter import Arbiter
+from gunicorn.errors import HaltServer
 from gunicorn.glogging import Logger
 from gunicorn.workers.base_async import AsyncWorker
 from gunicorn.workers.ggevent import GeventWorker
 
 from ... import logs
+from ...backoff import Backoff
 from ...errors import ShuttingDown
 from ...routing.load_shedding import DRAIN_RETRY_AFTER
 from .. import request_smuggling
@@ -39,6 +41,7 @@ READ = 1  # of the event loop's events
 FLUSH_SECONDS = 2.0
 LAST_SECONDS = 1.0
 QUIT_SECONDS = 10.0
+BOOT_PAUSES = (1.0, 30.0)  # seconds between workers that cannot begin: the first, the longest
 PROBES = 64  # connections to the listener for probes
 ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)
 CUT_SHORT = ShuttingDown("the server stopped before the reply was complete", retry_after=DRAIN_RETRY_AFTER)
@@ -259,13 +262,41 @@ class DrainingWorker(GeventWorker):
 class ServerArbiter(Arbiter):
     """The first SIGTERM drains, the next one stops at once; SIGHUP, of a terminal that closes, drains too. gunicorn's
     signals for reloading and for more or fewer workers mean nothing: the spec says what is served. It keeps the
-    controller process running, as it does the workers."""
+    controller process running, as it does the workers; one that cannot begin ends a server that has never served, and
+    is tried again where it has: whatever is full may be emptied."""
 
     terminated = False
+    _has_served = False
+    _not_before = 0.0  # by the monotonic clock
+
+    def __init__(self, app: Any) -> None:
+        super().__init__(app)
+        self._pauses = Backoff(*BOOT_PAUSES)
 
     def manage_workers(self) -> None:
         self.app.keep_processes()
+        if self.app.balancer.num_open >= self.num_workers:
+            self._pauses.succeeded()
         super().manage_workers()
+
+    def spawn_workers(self) -> None:
+        if time.monotonic() >= self._not_before:
+            super().spawn_workers()
+
+    def reap_workers(self) -> None:
+        before = dict(self.WORKERS)
+        self._has_served = self._has_served or self.app.balancer.num_open > 0  # the slots of the dead are still theirs
+        try:
+            super().reap_workers()
+        except HaltServer:
+            if not self._has_served:
+                raise
+            for pid in before.keys() - self.WORKERS.keys():  # what the parent has not done of one; of others it is done
+                before[pid].tmp.close()
+                self.cfg.child_exit(self, before[pid])
+            pause = self._pauses.failed()
+            self._not_before = time.monotonic() + pause
+            logs.event("a worker could not begin; it is tried again", level=40, seconds=pause)
 
     def spawn_worker(self) -> Any:
         """With the signals that end it held back until the worker answers them itself: one in between would be lost."""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import random
 import signal
@@ -178,6 +179,36 @@ def test_with_store_and_disk_full_a_settlement_waits_in_memory(
     assert rows_of(store)["r1"].status == "open"
     ledger.maintain()
     assert rows_of(store)["r1"].completion_tokens == 3
+
+
+def test_with_the_disk_full_a_store_that_answers_is_asked(store, ledger, reserve_of, monkeypatch, caplog):
+    """No request is admitted whose progress has no room, none holds a reservation, and what could not be spooled is
+    settled by the store; the log has a line, not one for each."""
+    Limits(store).set("tenant", "acme", "in_flight", 3)
+    lease = ledger.reserve(reserve_of("r1"))
+
+    def full(*_arguments):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ledger._owner.spool, "append", full)
+        patched.setattr(ledger._owner.progress, "_free", [])
+        patched.setattr(os, "posix_fallocate", full)
+        for number in range(5):
+            with pytest.raises(Unavailable, match="no room"):
+                ledger.reserve(reserve_of(f"refused-{number}"))
+        ledger._spooling_until = float("inf")
+        lease.settle(completion=3)
+        ledger._undo(ledger._owner, "r1", "another")
+        assert set(rows_of(store)) == {"r1"}
+        assert ledger.status().spooled == 2
+        ledger._spooling_until = 0.0
+        ledger.maintain()
+        assert (rows_of(store)["r1"].completion_tokens, ledger.status().spooled) == (3, 0)
+    assert [record.message for record in caplog.records] == [
+        "settlements cannot be spooled (No space left on device); they are kept in memory"
+    ]
+    check_integrity(store)
 
 
 def test_a_kill_in_the_middle_of_settling_is_spooled(store, ledger, reserve_of, monkeypatch):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -92,9 +93,10 @@ print("fine")
 def test_greenlets_meter_and_are_killed(store_url, tmp_path, where):
     """In a monkey-patched worker: 200 greenlets at once, some killed; a locked or slow database stops no other.
 
-    A busy machine can be too slow to settle 200 at once: what is said then is the one line that may be said.
+    A busy machine can be too slow to settle 200 at once: what is said then are the two lines that may be said.
     """
     command = [sys.executable, "-c", SCRIPT, store_url, str(tmp_path / "state"), where]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.stdout == "fine\n", done.stderr
-    assert set(done.stderr.splitlines()) <= {"the metering store does not answer; settlements wait in the spool"}
+    said = re.compile(r"the metering store (does not answer \(.*\); settlements wait in the spool|answers again)")
+    assert [line for line in done.stderr.splitlines() if not said.fullmatch(line)] == []

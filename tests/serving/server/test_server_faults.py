@@ -48,6 +48,47 @@ def test_a_server_is_ended_while_its_workers_start(tmp_path: Path, ending: signa
     assert "Traceback" not in log
 
 
+FULL = """
+import errno, os
+if os.path.exists({flag!r}):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+"""
+
+
+def serving(server: Running) -> list[int]:
+    """The processes of the workers that have begun to serve, in that order."""
+    entries = [json.loads(line) for line in server.log().splitlines() if line.startswith("{")]
+    return [entry["pid"] for entry in entries if entry["event"] == "serving"]
+
+
+def test_workers_that_cannot_begin_are_tried_again(tmp_path: Path) -> None:
+    """On a full disk, say: the others go on, and so does a server that has none left, when there is room again."""
+    bundle, flag = write_instant_model(tmp_path / "model"), tmp_path / "full"
+    with running(bundle, workers=2, in_worker=FULL.format(flag=str(flag))) as server:
+        until(lambda: len(serving(server)) == 2)
+        first, second = serving(server)
+        flag.touch()
+        os.kill(first, signal.SIGKILL)
+        until(lambda: server.log().count("a worker could not begin") >= 2)
+        assert ask(server, BODY)[0] == 200
+        os.kill(second, signal.SIGKILL)
+        until(lambda: server.log().count("a worker could not begin") >= 4)
+        flag.unlink()
+        until(lambda: len(serving(server)) == 4)
+        assert ask(server, BODY)[0] == 200
+        server.terminate()
+        assert server.process.wait(240) == 0
+
+
+def test_a_server_whose_workers_cannot_begin_ends(tmp_path: Path) -> None:
+    """One that has never served says why, instead of trying for ever."""
+    bundle, flag = write_instant_model(tmp_path / "model"), tmp_path / "full"
+    flag.touch()
+    with running(bundle, in_worker=FULL.format(flag=str(flag)), until="failed to boot") as server:
+        assert server.process.wait(240) != 0
+        assert "No space left on device" in server.log()
+
+
 def test_a_killed_worker_loses_only_its_own(unsteady: Running) -> None:
     """kill -9 of a worker ends its connections, aborts their sequences, and leaves the other worker's streams whole."""
     body = LONG | {"max_tokens": 300}
