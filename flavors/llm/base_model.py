@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from msgspec import Struct
+
 from ...serving.errors import ModelNotFound, PackagingError, shown
 from . import fetch, model_registry
 from . import manifest as manifests
@@ -13,8 +15,15 @@ from .manifest import BaseReference
 URI = re.compile(r"(models|runs):/+[^/].*")
 
 
-def pinned_base(uri: str) -> tuple[BaseReference, Path]:
-    """The reference to store for ``uri``, and the base's root on this machine.
+class PinnedBase(Struct, frozen=True, kw_only=True):
+    """``reference`` is what is stored of a base, ``root`` where it is on this machine."""
+
+    reference: BaseReference
+    root: Path
+
+
+def pinned_base(uri: str) -> PinnedBase:
+    """The base at ``uri``, fetched.
 
     An alias or ``latest`` is stored as the version it names now, so that the adapter keeps its base. Raises
     ``PackagingError`` for a path, or a base that has a base itself.
@@ -31,7 +40,7 @@ def pinned_base(uri: str) -> tuple[BaseReference, Path]:
     manifest = manifests.read(root)
     if manifest.base is not None:
         raise PackagingError(f"base: {uri} holds only an adapter; name its own base, {manifest.base.uri}")
-    return BaseReference(uri=pinned, content_hash=manifest.content_hash), root
+    return PinnedBase(reference=BaseReference(uri=pinned, content_hash=manifest.content_hash), root=root)
 
 
 def fetch_base(reference: BaseReference, *, weights: bool = True) -> Path:

@@ -54,7 +54,7 @@ def configured(
     Raises ``PackagingError``.
     """
     bundle = read_bundle(root, weights=weights)
-    config = configs.parse({"default_adapter": bundle.default_adapter}, saved_config(root), overrides)
+    config = configs.parse(saved_keys(root, bundle.default_adapter), overrides)
     chosen = config.default_adapter
     if chosen is not None and chosen not in bundle.adapters:
         raise PackagingError(f"default_adapter: {shown(chosen)} is no adapter; expected {_names(bundle.adapters)}")
@@ -62,6 +62,11 @@ def configured(
         if name not in bundle.adapters:
             raise PackagingError(f"pinned_adapters: {shown(name)} is no adapter; expected {_names(bundle.adapters)}")
     return msgspec.structs.replace(bundle, default_adapter=chosen), config
+
+
+def saved_keys(root: Path, default_adapter: str | None) -> dict[str, Any]:
+    """``saved_config`` of a bundle with that default adapter, which stands where no other was saved."""
+    return {"default_adapter": default_adapter} | saved_config(root)
 
 
 def _names(adapters: dict[str, str]) -> str:

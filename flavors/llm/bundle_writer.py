@@ -13,7 +13,7 @@ from ...serving.tool_calls.detect import formats_of
 from ...serving.tool_calls.formats import ToolFormat
 from . import templates as chat_templates
 from .adapters import check_adapters, place_adapters
-from .base_model import pinned_base
+from .base_model import PinnedBase
 from .bundle_reader import read_bundle
 from .checkpoints import read_shapes
 from .manifest import BaseReference, Manifest, describe, write
@@ -26,10 +26,14 @@ from .tokenizers import check_vocabulary, load_tokenizer, place_tokenizer
 
 
 class Parts(Struct, frozen=True, kw_only=True):
-    """The arguments of ``save_model`` that are parts of the model. ``model`` or ``base`` is set, not both."""
+    """The arguments of ``save_model`` that are parts of the model. ``model`` or ``base`` is set, not both.
+
+    ``over``: the base that ``base`` names, once it is fetched.
+    """
 
     model: Any = None
     base: str | None = None
+    over: PinnedBase | None = None
     tokenizer: Any = None
     adapters: dict[str, Any] | None = None
     chat_template: chat_templates.Templates = None
@@ -45,18 +49,24 @@ class Parts(Struct, frozen=True, kw_only=True):
     trust_remote_code: bool = False
 
 
+def check_parts(parts: Parts) -> None:
+    """Raises ``PackagingError`` for parts that do not go together, before anything is read or fetched."""
+    if (parts.model is None) == (parts.base is None):
+        raise PackagingError("model: pass either model= or, for an adapter over a registered model, base=")
+    check_quantize(
+        parts.quantize, calibration=parts.calibration, base=parts.base, trust_remote_code=parts.trust_remote_code
+    )
+    if parts.base is not None and not parts.adapters:
+        raise PackagingError("base: it needs adapters= to put over it")
+
+
 def write_bundle(root: Path, parts: Parts) -> tuple[Manifest, Path]:
     """Write model, tokenizer, adapters, templates and manifest under ``root``.
 
     Returns the manifest, and the directory of the model's own files: under ``root``, or its base's. Raises
     ``PackagingError`` for anything that would fail when it is served.
     """
-    if (parts.model is None) == (parts.base is None):
-        raise PackagingError("model: pass either model= or, for an adapter over a registered model, base=")
-    check_quantize(
-        parts.quantize, calibration=parts.calibration, base=parts.base, trust_remote_code=parts.trust_remote_code
-    )
-    return _write_whole(root, parts) if parts.base is None else _write_over_base(root, parts)
+    return _write_whole(root, parts) if parts.over is None else _write_over_base(root, parts, parts.over)
 
 
 def _write_whole(root: Path, parts: Parts) -> tuple[Manifest, Path]:
@@ -92,12 +102,9 @@ def _write_whole(root: Path, parts: Parts) -> tuple[Manifest, Path]:
     return manifest, model_dir
 
 
-def _write_over_base(root: Path, parts: Parts) -> tuple[Manifest, Path]:
+def _write_over_base(root: Path, parts: Parts, over: PinnedBase) -> tuple[Manifest, Path]:
     """Write an adapter alone: its base is referred to by URI and content hash, not copied."""
-    if not parts.adapters:
-        raise PackagingError("base: it needs adapters= to put over it")
-    reference, base_root = pinned_base(str(parts.base))
-    base = read_bundle(base_root)
+    base = read_bundle(over.root)
     names = place_adapters(parts.adapters, None, root, link=parts.link)
     if twice := sorted(set(names) & base.adapters.keys()):
         raise PackagingError(f"adapters: the base already has an adapter {twice[0]!r}; choose another name")
@@ -117,9 +124,9 @@ def _write_over_base(root: Path, parts: Parts) -> tuple[Manifest, Path]:
         chat_templates.write(found, root)
         formats = formats_of(found, tokenizer, parts.tool_format)
     tasks = _tasks_over(base, parts, root)
-    stored = read_manifest(base_root).quantization
+    stored = read_manifest(over.root).quantization
     manifest = _finish(
-        root, parts, tasks, [*names, *base.adapters], base=reference, tool_formats=formats, quantization=stored
+        root, parts, tasks, [*names, *base.adapters], base=over.reference, tool_formats=formats, quantization=stored
     )
     return manifest, Path(base.model_dir)
 

@@ -22,6 +22,9 @@ from ...serving.settings import EngineSettings
 from .generation_config import of_caller
 from .request_fields import request_fields
 
+Layer = dict[str, Any] | str | Path | None
+NOT_INHERITED = ("trust_remote_code",)  # code of a model runs for who says so, not for who names a model that does
+
 
 class ModelConfig(Struct, frozen=True, kw_only=True):
     """The parsed configuration of a model."""
@@ -42,15 +45,13 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
         return msgspec.to_builtins(self.settings) | own | {"generation_config": dict(self.generation_config)}
 
 
-def parse(*layers: dict[str, Any] | str | Path | None) -> ModelConfig:
+def parse(*layers: Layer) -> ModelConfig:
     """One configuration from several layers, of which later ones override earlier ones.
 
     A layer is a dict or the path of a YAML file. Raises ``PackagingError`` for an unknown key, a value of a wrong type,
     or a default that is no request field.
     """
-    merged: dict[str, Any] = {}
-    for layer in layers:
-        merged |= _as_dict(layer)
+    merged = merge(*layers)
     default_adapter = merged.pop("default_adapter", None)
     defaults = merged.pop("defaults", None) or {}
     own = merged.pop("generation_config", None)
@@ -64,9 +65,27 @@ def parse(*layers: dict[str, Any] | str | Path | None) -> ModelConfig:
     )
 
 
-def has_value(layer: dict[str, Any] | str | Path | None, key: str) -> bool:
-    """Whether ``layer`` sets ``key`` to anything but null."""
-    return _as_dict(layer).get(key) is not None
+def merge(*layers: Layer) -> dict[str, Any]:
+    """The keys of all layers, each with the value of the last one that has it. Raises ``PackagingError``."""
+    merged: dict[str, Any] = {}
+    for layer in layers:
+        merged |= _as_dict(layer)
+    return merged
+
+
+def over_base(saved: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """The keys of an adapter that is logged over a base: what the base was ``saved`` with, and ``given`` over it.
+
+    A key that is given replaces the base's, by null too. Of ``defaults`` each field does so, and ``{}`` takes all of
+    them away; a ``generation_config`` of null is none that is given. Both dicts are such as ``parse`` takes.
+    """
+    below = {key: value for key, value in saved.items() if key not in NOT_INHERITED}
+    merged = below | given
+    if given.get("defaults"):
+        merged["defaults"] = (below.get("defaults") or {}) | given["defaults"]
+    if given.get("generation_config") is None:
+        merged["generation_config"] = below.get("generation_config")
+    return merged
 
 
 def _settings(values: dict[str, Any]) -> EngineSettings:
@@ -99,7 +118,7 @@ def _defaults(values: Any) -> dict[str, Any]:
     return values
 
 
-def _as_dict(layer: dict[str, Any] | str | Path | None) -> dict[str, Any]:
+def _as_dict(layer: Layer) -> dict[str, Any]:
     if layer is None:
         return {}
     if isinstance(layer, str | Path):

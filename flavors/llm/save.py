@@ -22,7 +22,9 @@ from . import generation_config as generation_configs
 from . import manifest as manifests
 from . import model_config as configs
 from . import tool_formats
-from .bundle_writer import Parts, write_bundle
+from .base_model import PinnedBase, pinned_base
+from .bundle_reader import saved_keys
+from .bundle_writer import Parts, check_parts, write_bundle
 from .errors import raises_mlflow
 from .manifest import Manifest
 from .names import FLAVOR_NAME, LOADER_MODULE
@@ -76,7 +78,9 @@ def save_model(
             tokenizer's own.
         task: "chat", "completions", "embeddings", "score" (a cross-encoder), or several; None: what the model can do.
         base: URI of a registered model (``models:/assistant/3``), for ``adapters`` alone over it, with ``model=None``.
-        default_adapter: the adapter of requests that name none; None: the base answers them.
+            What the base was saved with holds for them too where nothing else is given here (docs/adapters.md).
+        default_adapter: the adapter of requests that name none; None: the base answers them, or with ``base`` what
+            answers them there.
         defaults: request fields used where a request says nothing, such as ``{"max_tokens": 256}``.
         generation_config: the model's own sampling defaults, under ``defaults``: a dict or a
             ``transformers.GenerationConfig``; ``{}`` for none. None: what the model's ``generation_config.json`` says.
@@ -106,7 +110,8 @@ def save_model(
             served; the message names it. Nothing is left in ``path`` then.
     """
     own = _given(default_adapter=default_adapter, defaults=defaults, generation_config=generation_config)
-    config = configs.parse(model_config, dict(settings), own)
+    given = configs.merge(model_config, dict(settings), own)
+    config = configs.parse(given)
     parts = Parts(
         model=model,
         base=base,
@@ -124,6 +129,7 @@ def save_model(
         link=link_files,
         trust_remote_code=config.settings.trust_remote_code,
     )
+    check_parts(parts)
     check_requirements(
         pip_requirements=pip_requirements, extra_pip_requirements=extra_pip_requirements, conda_env=conda_env
     )
@@ -131,10 +137,16 @@ def save_model(
     existed = root.exists()
     _prepare(root)
     try:
+        values = given
+        if base is not None:
+            over = pinned_base(str(base))
+            values = configs.over_base(saved_keys(over.root, manifests.read(over.root).default_adapter), given)
+            config = configs.parse(values)
+            parts = _with_base(parts, over, config)
         manifest, model_dir = write_bundle(root, parts)
-        config = _as_stored(config, manifest, asked="quantization" in settings, model_config=model_config)
+        config = _as_stored(config, manifest, asked=given.get("quantization"))
         found, without_effect = generation_configs.read(model_dir)
-        if not configs.has_value(model_config, "generation_config") and generation_config is None:
+        if values.get("generation_config") is None:
             config = msgspec.structs.replace(config, generation_config=found)
             _warn(without_effect)
         write_environment(
@@ -265,19 +277,25 @@ def _prepare(root: Path) -> None:
     root.mkdir(parents=True, exist_ok=True)
 
 
-def _as_stored(
-    config: configs.ModelConfig, manifest: Manifest, *, asked: bool, model_config: dict[str, Any] | str | None
-) -> configs.ModelConfig:
+def _with_base(parts: Parts, over: PinnedBase, config: configs.ModelConfig) -> Parts:
+    """``parts`` over a base that is fetched, by ``config``, which has what the base was saved with."""
+    pinned_adapters = config.settings.pinned_adapters
+    return msgspec.structs.replace(
+        parts, over=over, default_adapter=config.default_adapter, pinned_adapters=pinned_adapters
+    )
+
+
+def _as_stored(config: configs.ModelConfig, manifest: Manifest, *, asked: Any) -> configs.ModelConfig:
     """``config`` with the quantization of the weights. Raises ``PackagingError`` where another one is asked for."""
     stored = manifest.quantization
     if stored is None:
         return config
-    settings = config.settings
-    if (asked or configs.has_value(model_config, "quantization")) and settings.quantization != stored:
+    if asked is not None and asked != stored:
         raise PackagingError(
-            f"quantization: {settings.quantization!r} is not allowed; expected {stored!r}: so the weights are stored"
+            f"quantization: {asked!r} is not allowed; expected {stored!r}: so the weights are stored"
         )
-    return msgspec.structs.replace(config, settings=msgspec.structs.replace(settings, quantization=stored))
+    settings = msgspec.structs.replace(config.settings, quantization=stored)
+    return msgspec.structs.replace(config, settings=settings)
 
 
 def _describe(

@@ -10,6 +10,7 @@ import torch
 from flavor_models import add_lora, byte_tokenizer, logits, tiny_llama
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
+from mlflow.models import Model
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
@@ -88,6 +89,81 @@ def test_alias_is_pinned(base, adapter_dir):
     assert json.loads((root / "manifest.json").read_text())["base"]["uri"] == base
     with pytest.raises(MlflowException, match="holds only an adapter; name its own base, models:/assistant/1"):
         log_alone(adapter_dir, base="models:/assistant/latest")
+
+
+SAVED = {
+    "defaults": {"max_tokens": 5, "temperature": 0.5, "top_k": None},
+    "generation_config": {"top_k": 3, "top_p": 0.9},
+    "max_model_len": 100,
+    "max_num_seqs": 2,
+    "default_adapter": "casual",
+    "pinned_adapters": ["casual"],
+}
+
+
+def config_over(adapter_dir, base, **given):
+    """The configuration of an adapter that is logged over ``base``, and its request defaults."""
+    saved = Model.load(log_alone(adapter_dir, base=base, **given).model_uri)
+    return saved.flavors["python_function"]["config"], saved.flavors["llm"]["request_defaults"]
+
+
+@pytest.fixture
+def base_with_settings(store, llama_dir, adapter_dir):
+    llm.log_model(llama_dir, name="b", registered_model_name="assistant", adapters={"casual": adapter_dir}, **SAVED)
+    return "models:/assistant/1"
+
+
+@pytest.mark.parametrize(
+    ("given", "config", "defaults"),
+    [
+        ({}, SAVED, {"max_tokens": 5, "temperature": 0.5, "top_p": 0.9}),
+        (
+            {"defaults": {"max_tokens": None, "top_k": 2}},
+            SAVED | {"defaults": {"max_tokens": None, "temperature": 0.5, "top_k": 2}},
+            {"temperature": 0.5, "top_k": 2, "top_p": 0.9},
+        ),
+        ({"defaults": {}}, SAVED | {"defaults": {}}, {"top_k": 3, "top_p": 0.9}),
+        ({"generation_config": {}}, SAVED | {"generation_config": {}}, {"max_tokens": 5, "temperature": 0.5}),
+        (
+            {"model_config": {"max_model_len": None, "default_adapter": None, "pinned_adapters": []}},
+            SAVED | {"max_model_len": None, "default_adapter": None, "pinned_adapters": []},
+            {"max_tokens": 5, "temperature": 0.5, "top_p": 0.9},
+        ),
+        (
+            {"max_num_seqs": 3, "default_adapter": "formal"},
+            SAVED | {"max_num_seqs": 3, "default_adapter": "formal"},
+            {"max_tokens": 5, "temperature": 0.5, "top_p": 0.9},
+        ),
+    ],
+    ids=["nothing", "one default", "no defaults", "no generation config", "nulls", "other settings"],
+)
+def test_it_is_configured_as_its_base(base_with_settings, adapter_dir, given, config, defaults):
+    """What the base was saved with holds where nothing else is given; a null takes it away."""
+    found, request_defaults = config_over(adapter_dir, base_with_settings, **given)
+    assert {name: found[name] for name in SAVED} == config
+    assert request_defaults == defaults
+    bundle = llm.load_bundle("models:/assistant/2")
+    assert bundle.default_adapter == config["default_adapter"]
+
+
+def test_the_generation_config_of_an_older_base(base_with_settings, adapter_dir):
+    """Is its file's, where the base was saved before there was such a key."""
+    root = Path(mlflow.artifacts.download_artifacts(base_with_settings))
+    saved = Model.load(str(root))
+    del saved.flavors["python_function"]["config"]["generation_config"]
+    saved.save(str(root / "MLmodel"))
+    file = root / "model" / "generation_config.json"
+    file.write_text(json.dumps({"top_p": 0.25}).ljust(file.stat().st_size))
+    assert config_over(adapter_dir, base_with_settings)[0]["generation_config"] == {"top_p": 0.25}
+
+
+def test_code_of_a_base_is_not_trusted_by_its_word(store, llama_dir, adapter_dir):
+    """Whoever logs an adapter over a base that runs its own code says so himself."""
+    llm.log_model(llama_dir, name="b", registered_model_name="assistant", trust_remote_code=True, max_num_seqs=2)
+    found, _ = config_over(adapter_dir, "models:/assistant/1")
+    assert (found["trust_remote_code"], found["max_num_seqs"]) == (False, 2)
+    found, _ = config_over(adapter_dir, "models:/assistant/1", trust_remote_code=True)
+    assert found["trust_remote_code"] is True
 
 
 def test_base_that_changed_is_refused(base, adapter_dir, store):
