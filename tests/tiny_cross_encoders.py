@@ -43,7 +43,16 @@ PAIRS = [
 ]
 
 
-def save_cross_encoder(folder: Path, kind: str = "bert", *, labels: int = 1, max_length: int = 64) -> Path:
+TEMPLATES = {
+    "bert": ("[CLS]:0 $A:0 [SEP]:0", "[CLS]:0 $A:0 [SEP]:0 $B:1 [SEP]:1"),
+    "distilbert": ("[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1"),
+    "xlm-roberta": ("<s> $A </s>", "<s> $A </s> </s> $B </s>"),
+}
+
+
+def save_cross_encoder(
+    folder: Path, kind: str = "bert", *, labels: int = 1, max_length: int = 64, template: bool = False
+) -> Path:
     """A model of random weights and a tokenizer of ninety words, w0 to w89."""
     torch.manual_seed(1)
     config = CONFIGS[kind]()
@@ -58,7 +67,9 @@ def save_cross_encoder(folder: Path, kind: str = "bert", *, labels: int = 1, max
     return folder
 
 
-def tokenizer(kind: str, max_length: int) -> Any:
+def tokenizer(kind: str, max_length: int, *, templated: bool = False) -> Any:
+    """``templated``: what stands around texts is said by a template, as transformers 5 has it, not by a processor of
+    the family's own."""
     xlmr = kind == "xlm-roberta"
     special = XLMR_TOKENS if xlmr else BERT_TOKENS
     vocabulary = {word: i for i, word in enumerate([*special, *WORDS])}
@@ -71,6 +82,20 @@ def tokenizer(kind: str, max_length: int) -> Any:
     else:
         backend.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
         names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), special, strict=True))
+    if templated:
+        begin, end, between = ("<s>", "</s>", "</s>:0 </s>:0") if xlmr else ("[CLS]", "[SEP]", "[SEP]:0")
+        second = 0 if xlmr else 1
+        backend.post_processor = processors.TemplateProcessing(
+            single=f"{begin}:0 $A:0 {end}:0",
+            pair=f"{begin}:0 $A:0 {between} $B:{second} {end}:{second}",
+            special_tokens=[(token, vocabulary[token]) for token in (begin, end)],
+        )
+    if template:
+        single, pair = TEMPLATES["xlm-roberta" if xlmr else kind]
+        used = [token for token in special if token in pair]
+        backend.post_processor = processors.TemplateProcessing(
+            single=single, pair=pair, special_tokens=[(token, vocabulary[token]) for token in used]
+        )
     typed = ["token_type_ids"] if kind in ("bert", "electra") else []
     return tf.PreTrainedTokenizerFast(
         tokenizer_object=backend,

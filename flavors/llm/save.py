@@ -291,9 +291,7 @@ def _as_stored(config: configs.ModelConfig, manifest: Manifest, *, asked: Any) -
     if stored is None:
         return config
     if asked is not None and asked != stored:
-        raise PackagingError(
-            f"quantization: {asked!r} is not allowed; expected {stored!r}: so the weights are stored"
-        )
+        raise PackagingError(f"quantization: {asked!r} is not allowed; expected {stored!r}: so the weights are stored")
     settings = msgspec.structs.replace(config.settings, quantization=stored)
     return msgspec.structs.replace(config, settings=settings)
 

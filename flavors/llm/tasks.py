@@ -84,10 +84,15 @@ def cross_encoder_spec(
     tasks: tuple[Task, ...], model_dir: Path, tokenizer_dir: Path, tokenizer: Any
 ) -> CrossEncoderSpec | None:
     """What becomes of a cross-encoder's numbers; None for a model without. Raises ``PackagingError``, for a tokenizer
-    that cannot put a pair together too."""
+    that cannot put a pair together, or cuts it elsewhere than at its texts' ends, too."""
     if "score" not in tasks:
         return None
     pair_template(tokenizer)
+    if tokenizer.truncation_side != "right":
+        raise PackagingError(
+            f"tokenizer: truncation_side: {shown(tokenizer.truncation_side)} is not supported for a cross-encoder;"
+            " expected 'right'"
+        )
     return read_cross_encoder(model_dir, tokenizer_dir, read_config(model_dir))
 
 

@@ -31,22 +31,23 @@ class PairTemplate:
     """
 
     def __init__(self, backend: Tokenizer, *, typed: bool) -> None:
-        probe = backend.encode("a", add_special_tokens=False), backend.encode("b", add_special_tokens=False)
-        both = backend.post_process(*probe)
+        first, second = (len(backend.encode(text, add_special_tokens=False)) for text in ("a", "b"))
+        # encoded as a pair: post_process of two encodings forgets whose the first text's tokens are, under a
+        # TemplateProcessing
+        both = backend.encode("a", "b")
         owners = both.sequence_ids
         if 0 not in owners or 1 not in owners or owners.index(1) < owners.index(0):
             raise PackagingError("tokenizer: it does not put a pair's first text before its second")
-        first, second = len(probe[0].ids), len(probe[1].ids)
         begin, again = owners.index(0), owners.index(1)
-        ids, types = both.ids, both.type_ids
+        ids, types = both.ids, both.type_ids if typed else []
         self._lead = tuple(ids[:begin])
         self._middle = tuple(ids[begin + first : again])
         self._tail = tuple(ids[again + second :])
-        self._second_type = types.index(1) if typed and 1 in types else len(types)
         if types != sorted(types) or set(types) - {0, 1}:
             raise PackagingError("tokenizer: its token types are not first 0 and then 1")
+        self._second_type = types.index(1) if 1 in types else len(ids)
         self._behind_first = self._second_type - begin - first
-        self._has_types = self._second_type < len(types)
+        self._has_types = self._second_type < len(ids)
 
     @property
     def num_special(self) -> int:

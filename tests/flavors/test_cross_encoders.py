@@ -59,6 +59,27 @@ def test_scores_are_those_of_sentence_transformers(model, bert):
     assert model.score(*PAIRS[0]) == pytest.approx(float(expected.predict([PAIRS[0]])[0]), abs=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["bert", "distilbert", "xlm-roberta"])
+def test_scores_with_a_template_for_pairs(tmp_path, kind):
+    """Also of a tokenizer that transformers 5 has made, whose pairs are put together by a TemplateProcessing."""
+    source = save_cross_encoder(tmp_path / "source", kind, template=True)
+    llm.save_model(tmp_path / "m", source)
+    long = " ".join(["w1", "w2", "w3"] * 40)
+    pairs = [*PAIRS, (QUERY, long), (long, QUERY)]
+    with llm.load_model(str(tmp_path / "m"), in_process=True, threads=1) as loaded:
+        found = loaded.score(*map(list, zip(*pairs, strict=True)), truncate_prompt_tokens=-1)
+    assert found == pytest.approx(reference(source).predict(pairs), abs=1e-5)
+
+
+def test_a_tokenizer_that_cuts_from_the_left_is_refused(tmp_path):
+    """Pairs are cut at their texts' ends: what sentence-transformers would cut elsewhere is no model to serve."""
+    source = save_cross_encoder(tmp_path / "source")
+    file = source / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"truncation_side": "left"}))
+    with pytest.raises(MlflowException, match=r"truncation_side: 'left' is not supported .* expected 'right'"):
+        llm.save_model(tmp_path / "m", source)
+
+
 def test_rankings_are_those_of_sentence_transformers(model, bert):
     """Best first, with places, texts and as many as were asked for."""
     expected = reference(bert).rank(QUERY, DOCUMENTS, top_k=3)
