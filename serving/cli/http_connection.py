@@ -45,7 +45,7 @@ def connector(url: str) -> tuple[Connect, str, str]:
         return functools.partial(UnixConnection, path), f"unix:{path}", ""
     parts = urlsplit(url if "://" in url else f"http://{url}")
     try:
-        port = parts.port
+        port = parts.port if parts.port is not None else 443 if parts.scheme == "https" else 80
     except ValueError:
         port = -1
     if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
@@ -57,7 +57,7 @@ def connector(url: str) -> tuple[Connect, str, str]:
     return lambda timeout: http.client.HTTPConnection(parts.hostname or "", port, timeout=timeout), place, prefix
 
 
-def _secure(host: str, port: int | None, timeout: float, context: ssl.SSLContext) -> http.client.HTTPConnection:
+def _secure(host: str, port: int, timeout: float, context: ssl.SSLContext) -> http.client.HTTPConnection:
     return http.client.HTTPSConnection(host, port, timeout=timeout, context=context)
 
 
