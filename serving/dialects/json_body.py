@@ -13,6 +13,7 @@ from msgspec import Struct
 from ..errors import InvalidField, RequestError
 
 MAX_REREAD = 1 << 20  # bytes of a broken body that are read once more, for the field's name
+PATH_END = 128  # characters of a path that are shown at each end
 MANY = 16  # entries of a list
 
 T = TypeVar("T")
@@ -49,15 +50,15 @@ def _check_keys(body: bytes) -> None:
     """Raises ``InvalidField`` for a key that an object has twice: parsers differ in which of the two they take, and so
     would whoever looked at the request before us. The body is known to be JSON."""
     try:
-        json.loads(body, object_pairs_hook=_each_once)
-    except _KeyTwice:
-        for path, value in _within(json.loads(body, object_pairs_hook=_marked)):
-            if isinstance(value, _Twice):
-                raise InvalidField(
-                    _joined(path, value.name), value.value, "one value: the key is there twice"
-                ) from None
+        try:
+            json.loads(body, object_pairs_hook=_each_once)
+            return
+        except _KeyTwice:
+            found = json.loads(body, object_pairs_hook=_marked)
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, or deeper than this parser goes
         raise RequestError(f"body: {str(error)[:120]}", param="body") from None
+    path, twice = next((path, value) for path, value in _within(found) if isinstance(value, _Twice))
+    raise InvalidField(_shown(_joined(path, twice.name)), twice.value, "one value: the key is there twice")
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> None:
@@ -91,6 +92,11 @@ def _joined(path: str, name: str) -> str:
     return f"{path}.{name[:64]}" if path else name[:64]
 
 
+def _shown(path: str) -> str:
+    """Of a path without end its ends."""
+    return path if len(path) <= 2 * PATH_END else f"{path[:PATH_END]}…{path[-PATH_END:]}"
+
+
 def leniently(body: bytes) -> Any:
     """What the standard library makes of a body that is no JSON for its values alone: NaN, half a surrogate pair, bytes
     that are no UTF-8, a number beyond all bounds. None for what is no JSON otherwise, or long."""
@@ -111,10 +117,10 @@ def _reread(body: bytes, read: Callable[[dict[str, Any]], object]) -> None:
     read(found)
     for path, value in _within(found):
         if isinstance(value, float) and not math.isfinite(value):
-            raise InvalidField(path, value, "a finite number")
+            raise InvalidField(_shown(path), value, "a finite number")
         names = list(value) if isinstance(value, dict) else [value] if isinstance(value, str) else []
         if not all(map(_is_text, names)):
-            raise InvalidField(path, "half a surrogate pair, or bytes that are no UTF-8", "valid Unicode text")
+            raise InvalidField(_shown(path), "half a surrogate pair, or bytes that are no UTF-8", "valid Unicode text")
 
 
 def _is_text(text: str) -> bool:
