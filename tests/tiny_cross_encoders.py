@@ -43,15 +43,8 @@ PAIRS = [
 ]
 
 
-TEMPLATES = {
-    "bert": ("[CLS]:0 $A:0 [SEP]:0", "[CLS]:0 $A:0 [SEP]:0 $B:1 [SEP]:1"),
-    "distilbert": ("[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1"),
-    "xlm-roberta": ("<s> $A </s>", "<s> $A </s> </s> $B </s>"),
-}
-
-
 def save_cross_encoder(
-    folder: Path, kind: str = "bert", *, labels: int = 1, max_length: int = 64, template: bool = False
+    folder: Path, kind: str = "bert", *, labels: int = 1, max_length: int = 64, templated: bool = False
 ) -> Path:
     """A model of random weights and a tokenizer of ninety words, w0 to w89."""
     torch.manual_seed(1)
@@ -63,7 +56,7 @@ def save_cross_encoder(
             if parameter.dim() > 1:
                 parameter.mul_(4)
     model.save_pretrained(folder)
-    tokenizer(kind, max_length).save_pretrained(folder)
+    tokenizer(kind, max_length, templated=templated).save_pretrained(folder)
     return folder
 
 
@@ -89,12 +82,6 @@ def tokenizer(kind: str, max_length: int, *, templated: bool = False) -> Any:
             single=f"{begin}:0 $A:0 {end}:0",
             pair=f"{begin}:0 $A:0 {between} $B:{second} {end}:{second}",
             special_tokens=[(token, vocabulary[token]) for token in (begin, end)],
-        )
-    if template:
-        single, pair = TEMPLATES["xlm-roberta" if xlmr else kind]
-        used = [token for token in special if token in pair]
-        backend.post_processor = processors.TemplateProcessing(
-            single=single, pair=pair, special_tokens=[(token, vocabulary[token]) for token in used]
         )
     typed = ["token_type_ids"] if kind in ("bert", "electra") else []
     return tf.PreTrainedTokenizerFast(

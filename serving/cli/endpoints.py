@@ -15,6 +15,7 @@ REASONS = {
     "kernels_reason": "torch's kernels, not ours",
     "quantization_reason": "weights in fp8",
     "kv_cache_reason": "keys and values",
+    "unloaded": "unloaded until a request comes",
 }
 RUNS_ON = ("kernels", "kernels_reason", "quantization", "kv_cache_dtype", "kv_cache_reason")
 HEADS = ("NAME", "TASK", "MODEL", "CONTEXT", "KERNELS", "KV", "STATUS", "RUNNING", "WAITING")
@@ -65,6 +66,8 @@ def _load(name: str, tasks: dict[str, str], states: dict[str, Any]) -> dict[str,
     parts = [state, *state.get("entities", {}).values()]
     if standbys := [part["standbys"] for part in parts if "standbys" in part]:
         load["standbys"] = sum(standbys)
+    if away := _joined(part.get("unloaded") for part in parts):
+        load["unloaded"] = away
     load |= {key: _joined(part.get(key) for part in parts) for key in RUNS_ON}
     return {"task": tasks.get(name, "").removeprefix("llm/v1/"), **load}
 
@@ -79,9 +82,10 @@ def _row(model: dict[str, Any]) -> tuple[str, ...]:
         return (f"  {model['id']}", *[""] * (len(HEADS) - 1))
     counts = ("?" if model[key] is None else str(model[key]) for key in ("running", "waiting"))
     named = (model["id"], model["task"], model["root"], str(model["max_model_len"]))
-    waiting = f", {model['standbys']} standby" if "standbys" in model else ""
+    besides = f", {model['standbys']} standby" if "standbys" in model else ""
+    besides += ", unloaded" if "unloaded" in model else ""
     kernels = " ".join(filter(None, (model["kernels"] or "?", model["quantization"])))
-    return (*named, kernels, model["kv_cache_dtype"] or "-", f"{model['status']}{waiting}", *counts)
+    return (*named, kernels, model["kv_cache_dtype"] or "-", f"{model['status']}{besides}", *counts)
 
 
 def table(rows: list[tuple[str, ...]]) -> None:

@@ -62,7 +62,7 @@ def test_scores_are_those_of_sentence_transformers(model, bert):
 @pytest.mark.parametrize("kind", ["bert", "distilbert", "xlm-roberta"])
 def test_scores_with_a_template_for_pairs(tmp_path, kind):
     """Also of a tokenizer that transformers 5 has made, whose pairs are put together by a TemplateProcessing."""
-    source = save_cross_encoder(tmp_path / "source", kind, template=True)
+    source = save_cross_encoder(tmp_path / "source", kind, templated=True)
     llm.save_model(tmp_path / "m", source)
     long = " ".join(["w1", "w2", "w3"] * 40)
     pairs = [*PAIRS, (QUERY, long), (long, QUERY)]

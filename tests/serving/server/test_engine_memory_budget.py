@@ -9,12 +9,14 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from click.testing import CliRunner
 from instant_model import write_instant_model
 from server_calls import BODY, ask, until
 from server_processes import ENGINE
 from serving_process import INSTANT_CORE, Running, running
 
 from mlflow_llm.serving.bundle import Bundle
+from mlflow_llm.serving.cli.endpoints import endpoints
 from mlflow_llm.serving.control.spec import EndpointSpec
 
 BALLAST = 192 << 20
@@ -58,7 +60,7 @@ def said(server: Running, model: str) -> str:
 
 def test_two_models_take_turns_in_the_memory_of_one(servers: tuple[Running, Running]) -> None:
     """Both endpoints are ready, one of the engines is there; a request to the other waits for it, unloads the one that
-    is idle, and gets the text of a server that has both. Page, metrics and log say what was unloaded and why."""
+    is idle, and gets the text of a server that has both. Page, metrics, log and command say what is away and why."""
     small, large = servers
     assert unloaded(large) == {}
     entities = {"assistant": "assistant/model-1", "second": "second/model-2"}
@@ -75,6 +77,10 @@ def test_two_models_take_turns_in_the_memory_of_one(servers: tuple[Running, Runn
     name, entity = entities[away].split("/")
     assert f'mlflow_llm_engine_unloaded{{endpoint="{name}",entity="{entity}",reason="its ' in figures
     assert "a request brings it back in about " in small.log()
+    listed = CliRunner().invoke(endpoints, ["--url", small.url])
+    rows = {line.split()[0]: line for line in listed.stdout.splitlines()}
+    assert ("ready, unloaded" in rows[away], "unloaded" in rows[here]) == (True, False)
+    assert f"{away}: unloaded until a request comes: {unloaded(small)[away]}" in listed.stderr
     assert unloaded(large) == {}
     assert "unloaded" not in large.log()
 
