@@ -105,8 +105,9 @@ prefill, greedy, in float32, and compared token for token with what `generate()`
 is made by running that: `python tests/architectures.py > docs/architectures.md`; the tests run those marked "tests"
 with every change, and compare the list with the cases that there are.
 
-Others are tried when they are logged and when an engine loads them: the logits of the model's own attention are
-compared with ours (`engine/self_test.py`), and what differs, or cannot be replaced, is refused by its name.
+Others are tried when an engine loads them: the logits of the model's own attention are compared with ours
+(`engine/self_test.py`), and what differs, or cannot be replaced, is refused by its name. What their class shows is
+refused when they are logged, and so are encoders and cross-encoders of up to 700 million parameters that differ.
 
 "native": a whole step runs in our kernels, where the processor has what they need ([performance](performance.md));
 elsewhere, and for the others, the model's own code runs in torch. `/health` says which.
@@ -142,6 +143,11 @@ DistilBERT, ELECTRA (with words as wide as its layers), MPNet, ModernBERT; so th
 all-MiniLM, all-mpnet and others. Others run by their own code in torch, texts side by side without padding, with
 windows to both sides too; MPNet there takes texts of equal length at a time, since its attention cannot be replaced
 (scores have a bias for distance). What neither can do is refused by name (DeBERTa). Decoders as embedders run in torch.
+
+Without `task` a sentence-transformers directory and an encoder without a head are embedding models, and so is an
+encoder as it was trained (`…ForMaskedLM`, `…ForPreTraining`), as sentence-transformers takes it; a warning says so.
+Of other heads only a [cross-encoder](scoring.md)'s is used: a classifier of several labels, or of tokens, is refused by
+name, unless `task="embeddings"` says that its encoder is wanted without the head.
 
 ## Checkpoints that are quantised already
 

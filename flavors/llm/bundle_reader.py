@@ -74,21 +74,20 @@ def _names(adapters: dict[str, str]) -> str:
 
 
 def saved_config(root: Path) -> dict[str, Any]:
-    """The ``model_config`` in the MLmodel file; empty for a bundle that has none beside it.
-
-    Raises ``PackagingError``.
-    """
+    """The ``model_config`` in the MLmodel file. Raises ``PackagingError``, as MLflow does where the file is missing."""
     path = root / MLMODEL
     if not path.is_file():
-        return {}
+        raise PackagingError(f"{MLMODEL} is missing in {root}: the model's settings and defaults are in it")
     try:
         flavors = yaml.safe_load(path.read_text(encoding="utf-8"))["flavors"]
         names = sorted(flavors)
-        config = dict((flavors.get(PYFUNC) or {}).get(MODEL_CONFIG) or {})
+        config = (flavors.get(PYFUNC) or {}).get(MODEL_CONFIG)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError) as error:
         raise PackagingError(f"{path} cannot be read: {reason(error)}") from None
     if FLAVOR_NAME not in names:
         raise PackagingError(f"this model was not saved by mlflow-llm; its flavors are {', '.join(names)}")
+    if not isinstance(config, dict):  # every model that was saved has one
+        raise PackagingError(f"{path} lacks the model's settings: {PYFUNC}.{MODEL_CONFIG} is {shown(config)}")
     return config
 
 

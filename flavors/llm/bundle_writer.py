@@ -7,8 +7,10 @@ from typing import Any
 
 from msgspec import Struct
 
-from ...serving.bundle import Bundle
+from ...serving.bundle import Bundle, CrossEncoderSpec, EmbeddingSpec
 from ...serving.errors import PackagingError, shown
+from ...serving.request import POOLED, Task
+from ...serving.settings import EngineSettings
 from ...serving.tool_calls.detect import formats_of
 from ...serving.tool_calls.formats import ToolFormat
 from . import templates as chat_templates
@@ -16,9 +18,11 @@ from .adapters import check_adapters, place_adapters
 from .base_model import PinnedBase
 from .bundle_reader import read_bundle
 from .checkpoints import read_shapes
+from .draft_check import check_draft
+from .encoder_trial import try_encoder
 from .manifest import BaseReference, Manifest, describe, write
 from .manifest import read as read_manifest
-from .meta_model import build, check_complete, check_supported, check_weights
+from .meta_model import build, check_complete, check_settings, check_supported, check_weights
 from .quantize import check_quantize, quantize_weights
 from .sources import place_model
 from .tasks import cross_encoder_spec, embedding_spec, is_causal, parse_tasks, read_config, resolve_tasks
@@ -41,12 +45,21 @@ class Parts(Struct, frozen=True, kw_only=True):
     embedding: Any = None
     tool_format: ToolFormat | None = None
     default_adapter: str | None = None
-    pinned_adapters: tuple[str, ...] = ()
     quantize: Any = None
     calibration: Any = None
     revision: str | None = None
     link: bool = False
-    trust_remote_code: bool = False
+    settings: EngineSettings = EngineSettings()
+
+    @property
+    def trust_remote_code(self) -> bool:
+        return self.settings.trust_remote_code
+
+    @property
+    def quantization(self) -> str | None:
+        """How the linears are stored, or will be: None as floats."""
+        found: str | None = self.quantize if self.over is None else read_manifest(self.over.root).quantization
+        return found
 
 
 def check_parts(parts: Parts) -> None:
@@ -56,8 +69,15 @@ def check_parts(parts: Parts) -> None:
     check_quantize(
         parts.quantize, calibration=parts.calibration, base=parts.base, trust_remote_code=parts.trust_remote_code
     )
-    if parts.base is not None and not parts.adapters:
+    if parts.base is None:
+        return
+    if not parts.adapters:
         raise PackagingError("base: it needs adapters= to put over it")
+    for field, value in (("embedding", parts.embedding), ("revision", parts.revision)):
+        if value is not None:
+            raise PackagingError(
+                f"{field}: {shown(value)} is not allowed with base=: expected None, the base has its own"
+            )
 
 
 def write_bundle(root: Path, parts: Parts) -> tuple[Manifest, Path]:
@@ -77,8 +97,7 @@ def _write_whole(root: Path, parts: Parts) -> tuple[Manifest, Path]:
         raise PackagingError("tokenizer: a model object brings none; pass tokenizer= (an object or a directory)")
     skeleton = build(model_dir, trust_remote_code=parts.trust_remote_code)
     check_weights(skeleton, read_shapes(model_dir))
-    if is_causal(read_config(model_dir)):
-        check_supported(skeleton)
+    check_supported(skeleton, causal=is_causal(read_config(model_dir)))
     place_tokenizer(source, root / "tokenizer", link=parts.link)
     tokenizer = load_tokenizer(root / "tokenizer", trust_remote_code=parts.trust_remote_code)
     check_vocabulary(tokenizer, model_dir)
@@ -93,13 +112,32 @@ def _write_whole(root: Path, parts: Parts) -> tuple[Manifest, Path]:
     spec = embedding_spec(tasks, model_dir, parts.embedding)
     crosses = cross_encoder_spec(tasks, model_dir, root / "tokenizer", tokenizer)
     formats = formats_of(found, tokenizer, parts.tool_format)
+    longest = EmbeddingSpec(max_length=crosses.max_length) if crosses is not None else spec or EmbeddingSpec()
+    check_settings(skeleton, parts.settings, tasks, longest, parts.quantization)
+    check_draft(parts.settings)
+    if POOLED.intersection(tasks):
+        try_encoder(skeleton, _as_engine_sees(root, tasks, spec, crosses), parts.settings)
     if parts.quantize is not None:
         quantize_weights(model_dir, tasks, parts.quantize, parts.calibration, tokenizer)
     manifest = _finish(
         root, parts, tasks, names,
-        embedding=spec, cross_encoder=crosses, tool_formats=formats, quantization=parts.quantize,
+        embedding=spec, cross_encoder=crosses, tool_formats=formats, quantization=parts.quantization,
     )  # fmt: skip
     return manifest, model_dir
+
+
+def _as_engine_sees(
+    root: Path, tasks: tuple[Task, ...], spec: EmbeddingSpec | None, crosses: CrossEncoderSpec | None
+) -> Bundle:
+    """The model that is being written, before it has a content hash."""
+    return Bundle(
+        content_hash="",
+        tasks=tasks,
+        model_dir=str(root / "model"),
+        tokenizer_dir=str(root / "tokenizer"),
+        embedding=spec,
+        cross_encoder=crosses,
+    )
 
 
 def _write_over_base(root: Path, parts: Parts, over: PinnedBase) -> tuple[Manifest, Path]:
@@ -108,7 +146,8 @@ def _write_over_base(root: Path, parts: Parts, over: PinnedBase) -> tuple[Manife
     names = place_adapters(parts.adapters, None, root, link=parts.link)
     if twice := sorted(set(names) & base.adapters.keys()):
         raise PackagingError(f"adapters: the base already has an adapter {twice[0]!r}; choose another name")
-    check_adapters(names, root, build(Path(base.model_dir), trust_remote_code=parts.trust_remote_code))
+    skeleton = build(Path(base.model_dir), trust_remote_code=parts.trust_remote_code)
+    check_adapters(names, root, skeleton)
     tokenizer_dir = Path(base.tokenizer_dir)
     if parts.tokenizer is not None:
         tokenizer_dir = root / "tokenizer"
@@ -124,10 +163,12 @@ def _write_over_base(root: Path, parts: Parts, over: PinnedBase) -> tuple[Manife
         chat_templates.write(found, root)
         formats = formats_of(found, tokenizer, parts.tool_format)
     tasks = _tasks_over(base, parts, root)
-    stored = read_manifest(over.root).quantization
+    check_settings(skeleton, parts.settings, tasks, base.embedding or EmbeddingSpec(), parts.quantization)
+    check_draft(parts.settings)
     manifest = _finish(
-        root, parts, tasks, [*names, *base.adapters], base=over.reference, tool_formats=formats, quantization=stored
-    )
+        root, parts, tasks, [*names, *base.adapters],
+        base=over.reference, tool_formats=formats, quantization=parts.quantization,
+    )  # fmt: skip
     return manifest, Path(base.model_dir)
 
 
@@ -153,7 +194,7 @@ def _finish(
     quantization: str | None = None,
 ) -> Manifest:
     default = () if parts.default_adapter is None else (parts.default_adapter,)
-    for field, names in (("default_adapter", default), ("pinned_adapters", parts.pinned_adapters)):
+    for field, names in (("default_adapter", default), ("pinned_adapters", parts.settings.pinned_adapters)):
         for name in names:
             if name not in adapters:
                 known = ", ".join(sorted(adapters)) or "none"

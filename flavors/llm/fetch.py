@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ...serving.errors import reason
+from ...serving.errors import PackagingError, reason, shown
 from . import manifest as manifests
 from . import model_registry
 from .unlogged_source import check_logged
@@ -14,8 +14,13 @@ from .unlogged_source import check_logged
 def local_root(model_uri: str | os.PathLike[str], dst_path: str | None = None, *, weights: bool = True) -> Path:
     """The root of the model at ``model_uri`` on this machine, fetched where it is elsewhere.
 
-    Raises ``ModelNotFound``; ``PackagingError`` for a model that is not logged yet.
+    Raises ``ModelNotFound``; ``PackagingError`` for a model that is not logged yet, and for what is no URI.
     """
+    if not isinstance(model_uri, str | os.PathLike) or not str(model_uri):  # Path("") is the current directory
+        raise PackagingError(
+            f"model_uri: {shown(model_uri)} is not allowed; expected a local directory, or a URI such as"
+            " models:/<name>/<version>"
+        )
     path = Path(model_uri)
     check_logged(str(model_uri))
     if path.is_dir() and dst_path is None:

@@ -116,7 +116,7 @@ def read(root: Path) -> Manifest:
     """Parse the manifest under ``root``. Raises ``PackagingError`` where there is none or it is of a later format."""
     try:
         raw = (root / MANIFEST).read_bytes()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise PackagingError(f"{MANIFEST} is missing in {root}: this is not a model saved by mlflow-llm") from None
     try:
         manifest = msgspec.json.decode(raw, type=Manifest)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ...serving.bundle import EmbeddingSpec
 from ...serving.errors import PackagingError, reason
-from ...serving.request import Task
+from ...serving.request import POOLED, Task
+from ...serving.settings import EngineSettings
 from .tasks import config_file, is_causal, read_config
 
 logger = logging.getLogger(__name__)
@@ -24,10 +27,10 @@ def build(model_dir: Path, *, trust_remote_code: bool = False) -> Any:
     from ...serving.engine.config_bounds import in_proportion
 
     folder = config_file(model_dir).parent
+    auto = AutoModelForCausalLM if is_causal(read_config(model_dir)) else AutoModel
     try:
         with in_proportion(folder):
             config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
-            auto = AutoModelForCausalLM if is_causal(read_config(model_dir)) else AutoModel
             with torch.device("meta"):
                 # eager: a configuration may name attention that is code to be fetched from the hub
                 return auto.from_config(config, trust_remote_code=trust_remote_code, attn_implementation="eager")
@@ -37,11 +40,35 @@ def build(model_dir: Path, *, trust_remote_code: bool = False) -> Any:
         raise PackagingError(f"model: its architecture cannot be built: {reason(error)}") from None
 
 
-def check_supported(skeleton: Any) -> None:
-    """Raises ``PackagingError`` for a causal model that the engine would run wrong."""
-    from ...serving.engine.loader import refuse_unsupported
+def check_supported(skeleton: Any, *, causal: bool) -> None:
+    """Raises ``PackagingError`` for a model that the engine would run wrong."""
+    from ...serving.engine import embedder, loader
 
-    refuse_unsupported(skeleton, skeleton.config.get_text_config())
+    if causal:
+        loader.refuse_unsupported(skeleton, skeleton.config.get_text_config())
+        return
+    try:
+        embedder.refuse_unsupported(skeleton)
+    except PackagingError as error:
+        raise PackagingError(f"model: {error}") from None
+
+
+def check_settings(
+    skeleton: Any, settings: EngineSettings, tasks: Sequence[Task], spec: EmbeddingSpec, stored: str | None
+) -> None:
+    """Raises ``PackagingError`` for settings with which the model runs on no machine, in the engine's words.
+
+    ``spec``: how long texts to read may be. ``stored``: how the weights are, None as floats.
+    """
+    from ...serving.engine.embedder import resolve_max_length
+    from ...serving.engine.loader import resolve_max_model_len
+    from ...serving.engine.settings_check import refuse_settings
+
+    refuse_settings(settings, tasks, stored)
+    if POOLED.intersection(tasks):
+        resolve_max_length(skeleton, spec, settings)
+    else:
+        resolve_max_model_len(skeleton.config.get_text_config(), settings)
 
 
 def check_weights(skeleton: Any, shapes: dict[str, tuple[int, ...]]) -> None:

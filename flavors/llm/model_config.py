@@ -123,9 +123,10 @@ def _as_dict(layer: Layer) -> dict[str, Any]:
         return {}
     if isinstance(layer, str | Path):
         try:
-            layer = yaml.safe_load(Path(layer).read_text())
-        except (OSError, yaml.YAMLError) as error:
-            raise PackagingError(f"model_config: {error}") from None
+            layer = yaml.safe_load(Path(layer).read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+            why = " ".join(str(error).split())[:300]
+            raise PackagingError(f"model_config: {shown(str(layer))} cannot be read: {why}") from None
     if not isinstance(layer, dict):
         raise PackagingError(f"model_config: {shown(layer)} is not allowed; expected a dict or the path of a YAML file")
     return layer

@@ -27,36 +27,43 @@ from .request_fields import request_fields
 
 SIDES = ("query", "documents", "text_1", "text_2")  # of comparisons, which one column alone never is
 MAX_DEPTH = 128  # above what any field may have, so that a deep field is refused by its own name
+Row = dict[str, Any] | InvalidField
+"""A request of JSON types, or what is wrong with an entry that is none."""
 FORMS = "an object with messages, prompt, input or query; a text; a list of either; or a DataFrame with a row for each"
+ENTRY = "a text, or an object with messages, prompt or input"
 SPARK = "a Spark DataFrame goes through mlflow.pyfunc.spark_udf, or .toPandas()"
 
 
-def requests_of(model_input: Any, task: Task) -> tuple[list[dict[str, Any]], bool]:
-    """``(requests, single)``: dicts of JSON types in order, and whether the answer is one object instead of a list.
+def requests_of(model_input: Any, task: Task) -> tuple[list[Row], bool]:
+    """``(requests, single)``: in order, and whether the answer is one object instead of a list.
 
-    ``task`` is the model's first. Raises ``InvalidField`` for any other input, and for a column that is no field.
+    ``task`` is the model's first. An entry that is no request has its error in its place. Raises ``InvalidField`` for
+    input of another form, and for a column that is no field.
     """
     given = model_input.item() if isinstance(model_input, np.ndarray) and model_input.ndim == 0 else model_input
     if isinstance(given, str | Mapping):
-        return [_request(given, task, "body")], True
+        return [_request(given, task)], True
     if isinstance(given, pd.DataFrame):
         return _of_frame(given, task), False
     if isinstance(given, pd.Series | np.ndarray):
         given = given.tolist()
     if isinstance(given, list | tuple):
-        return [_request(entry, task, f"row {row}") for row, entry in enumerate(given)], False
+        return [_request(entry, task) for entry in given], False
     raise InvalidField("body", model_input, SPARK if type(given).__module__.startswith("pyspark.") else FORMS)
 
 
-def _request(given: Any, task: Task, where: str) -> dict[str, Any]:
+def _request(given: Any, task: Task) -> Row:
     if isinstance(given, Mapping):
-        found: dict[str, Any] = _plain(dict(given))
-        return found
-    if isinstance(given, str):
-        return of_text(given, task)
-    raise InvalidField(
-        where, given, FORMS if where == "body" else "a text, or an object with messages, prompt or input"
-    )
+        return _object(dict(given))
+    return of_text(given, task) if isinstance(given, str) else InvalidField("body", given, ENTRY)
+
+
+def _object(fields: dict[Any, Any]) -> Row:
+    try:
+        found: dict[str, Any] = plain(fields)
+    except InvalidField as error:
+        return error
+    return found
 
 
 def of_text(text: str | None, task: Task) -> dict[str, Any]:
@@ -66,13 +73,13 @@ def of_text(text: str | None, task: Task) -> dict[str, Any]:
     return {{"completions": "prompt", "score": "query"}.get(task, "input"): text}
 
 
-def _of_frame(frame: pd.DataFrame, task: Task) -> list[dict[str, Any]]:
+def _of_frame(frame: pd.DataFrame, task: Task) -> list[Row]:
     columns = list(frame.columns)
     if len(columns) == 1 and _holds_texts(frame.iloc[:, 0], columns[0], task):
         return [of_text(None if _is_missing(cell) else cell, task) for cell in frame.iloc[:, 0]]
     _check(columns, frame)
     rows = (dict(zip(columns, row, strict=True)) for row in frame.itertuples(index=False, name=None))
-    return [_plain({name: cell for name, cell in row.items() if not _is_missing(cell)}) for row in rows]
+    return [_object({name: cell for name, cell in row.items() if not _is_missing(cell)}) for row in rows]
 
 
 def _holds_texts(column: pd.Series, name: Hashable, task: Task) -> bool:
@@ -91,7 +98,7 @@ def _check(columns: list[Any], frame: pd.DataFrame) -> None:
     known = request_fields()
     for place, name in enumerate(columns):
         if name not in known:
-            raise unknown_field(name, _plain(frame.iloc[0, place]) if len(frame) else None, known)
+            raise unknown_field(name, plain(frame.iloc[0, place]) if len(frame) else None, known)
         if name in columns[:place]:
             raise InvalidField(str(name), "a second column", "one column of a name")
 
@@ -105,16 +112,16 @@ def _is_missing(value: Any) -> bool:
     )
 
 
-def _plain(value: Any, depth: int = 0) -> Any:
+def plain(value: Any, depth: int = 0) -> Any:
     """``value`` with JSON's types at every level, for those of pandas, numpy and Parquet. Raises ``InvalidField``."""
     if depth > MAX_DEPTH:
         raise InvalidField("body", "a deep nest of objects and lists", f"at most {MAX_DEPTH} levels")
     if isinstance(value, dict):
-        return {key: _plain(entry, depth + 1) for key, entry in value.items()}
+        return {key: plain(entry, depth + 1) for key, entry in value.items()}
     if isinstance(value, np.ndarray):
-        return _plain(value.tolist(), depth)
+        return plain(value.tolist(), depth)
     if isinstance(value, list | tuple):
-        return [_plain(entry, depth + 1) for entry in value]
+        return [plain(entry, depth + 1) for entry in value]
     if isinstance(value, np.generic):
         return value.item()
     return None if value is pd.NA or value is pd.NaT else value

@@ -22,7 +22,7 @@ from ...serving.tasks.endpoint import Profile
 from ...serving.tasks.reply_size import MAX_REPLY_BYTES
 from . import errors, scoring_server, signature_enforcement
 from .language_model import LanguageModel
-from .predict_input import requests_of
+from .predict_input import Row, plain, requests_of
 from .request_fields import request_fields
 from .session import Session
 from .signature import ON_ERROR
@@ -77,11 +77,11 @@ class PyfuncModel:
                 found = self._predict_each(rows, on_error)
                 return found[0] if single else found
             if single:
-                request = self.session.valid(_unstreamed(rows[0]))
+                request = self._valid(rows[0])
                 return self.session.encode(request, self.session.reply(request))
             return self._predict_rows(rows)
 
-    def _predict_each(self, rows: list[dict[str, Any]], on_error: str) -> list[dict[str, Any] | None]:
+    def _predict_each(self, rows: list[Row], on_error: str) -> list[dict[str, Any] | None]:
         """A reply, an error or None for each row, independently of the others."""
         if rows:
             self.session.connect()
@@ -104,17 +104,20 @@ class PyfuncModel:
             logger.warning("predict: %d of %d requests failed; %s", len(failed), len(rows), failed[0])
         return answers
 
-    def _valid_or_error(self, body: dict[str, Any]) -> ValidRequest | RequestError:
+    def _valid(self, row: Row) -> ValidRequest:
+        return self.session.valid(_unstreamed(_body(row)))
+
+    def _valid_or_error(self, row: Row) -> ValidRequest | RequestError:
         try:
-            return self.session.valid(_unstreamed(body))
+            return self._valid(row)
         except RequestError as error:
             return error
 
-    def _predict_rows(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _predict_rows(self, rows: list[Row]) -> list[dict[str, Any]]:
         requests = []
         for row, body in enumerate(rows):
             try:
-                requests.append(self.session.valid(_unstreamed(body)))
+                requests.append(self._valid(body))
             except RequestError as error:
                 raise _in_row(error, row) from None
         try:
@@ -142,10 +145,10 @@ class PyfuncModel:
                 raise RequestError("params.on_error: it is for predict; a stream raises its error where it occurs")
             if len(bodies) != 1:
                 raise RequestError(f"body: {len(bodies)} requests cannot be streamed; expected one")
-            request = self.session.valid(_with_params(bodies[0], params), stream=True)
+            request = self.session.valid(_body(_with_params(bodies[0], params)), stream=True)
             yield from self.session.chunks(request)
 
-    def _requests(self, model_input: Any) -> tuple[list[dict[str, Any]], bool]:
+    def _requests(self, model_input: Any) -> tuple[list[Row], bool]:
         given = model_input.data if isinstance(model_input, Given) else model_input
         return requests_of(given, self.session.bundle.tasks[0])
 
@@ -181,11 +184,19 @@ def _check_params(params: Any) -> str:
     return "raise" if on_error is None else str(one_of("raise", "null", "return")(on_error, f"params.{ON_ERROR}"))
 
 
-def _with_params(body: dict[str, Any], params: dict[str, Any] | None) -> dict[str, Any]:
-    """``body`` with the fields of ``params`` that it leaves out or gives as null."""
-    fields = {name: value for name, value in (params or {}).items() if name != ON_ERROR}
-    added = {name: value for name, value in fields.items() if value is not None and body.get(name) is None}
-    return {**body, **added}
+def _with_params(row: Row, params: dict[str, Any] | None) -> Row:
+    """``row`` with the fields of ``params`` that it leaves out or gives as null, in JSON's types."""
+    if isinstance(row, InvalidField):
+        return row
+    fields = {name: plain(value) for name, value in (params or {}).items() if name != ON_ERROR}
+    added = {name: value for name, value in fields.items() if value is not None and row.get(name) is None}
+    return {**row, **added}
+
+
+def _body(row: Row) -> dict[str, Any]:
+    if isinstance(row, InvalidField):
+        raise row
+    return row
 
 
 def _unstreamed(body: dict[str, Any]) -> dict[str, Any]:

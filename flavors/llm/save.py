@@ -22,7 +22,7 @@ from . import generation_config as generation_configs
 from . import manifest as manifests
 from . import model_config as configs
 from . import tool_formats
-from .base_model import PinnedBase, pinned_base
+from .base_model import pinned_base
 from .bundle_reader import saved_keys
 from .bundle_writer import Parts, check_parts, write_bundle
 from .errors import raises_mlflow
@@ -92,7 +92,7 @@ def save_model(
             decoders. None: weights are stored as they are.
         calibration: texts like those that the model will see, by which weights of four bits are chosen,
             beside what it writes by itself; the first 16,384 tokens are taken. None: Python's own documentation.
-        revision: branch, tag or commit of a hub id.
+        revision: branch, tag or commit of a hub id, which ``model`` has to be then.
         mlflow_model: the ``mlflow.models.Model`` that this flavor is added to.
         signature: None for the lossless one, which passes every request field on.
         input_example: an example request; MLflow runs it when the model is logged. None saves a default one, which
@@ -122,14 +122,14 @@ def save_model(
         embedding=embedding,
         tool_format=tool_formats.parse(tool_format),
         default_adapter=config.default_adapter,
-        pinned_adapters=config.settings.pinned_adapters,
         quantize=quantize,
         calibration=calibration,
         revision=revision,
         link=link_files,
-        trust_remote_code=config.settings.trust_remote_code,
+        settings=config.settings,
     )
     check_parts(parts)
+    _check_metadata(metadata, mlflow_model)
     check_requirements(
         pip_requirements=pip_requirements, extra_pip_requirements=extra_pip_requirements, conda_env=conda_env
     )
@@ -142,9 +142,9 @@ def save_model(
             over = pinned_base(str(base))
             values = configs.over_base(saved_keys(over.root, manifests.read(over.root).default_adapter), given)
             config = configs.parse(values)
-            parts = _with_base(parts, over, config)
-        manifest, model_dir = write_bundle(root, parts)
-        config = _as_stored(config, manifest, asked=given.get("quantization"))
+            parts = msgspec.structs.replace(parts, over=over, default_adapter=config.default_adapter)
+        config = _as_stored(config, parts.quantization, asked=given.get("quantization"))
+        manifest, model_dir = write_bundle(root, msgspec.structs.replace(parts, settings=config.settings))
         found, without_effect = generation_configs.read(model_dir)
         if values.get("generation_config") is None:
             config = msgspec.structs.replace(config, generation_config=found)
@@ -271,23 +271,21 @@ def mlflow_llm_flavor() -> Any:
     return importlib.import_module(LOADER_MODULE)
 
 
+def _check_metadata(metadata: Any, mlflow_model: Model | None) -> None:
+    """Of ``save_model``'s argument and of ``log_model``'s, which MLflow puts into the model."""
+    for given in (metadata, None if mlflow_model is None else mlflow_model.metadata):
+        if given is not None and not isinstance(given, dict):
+            raise PackagingError(f"metadata: {shown(given)} is not allowed; expected a dict, or None")
+
+
 def _prepare(root: Path) -> None:
     if root.is_file() or (root.is_dir() and any(True for _ in root.iterdir())):
         raise PackagingError(f"path: {root.name} already exists and is not empty")
     root.mkdir(parents=True, exist_ok=True)
 
 
-def _with_base(parts: Parts, over: PinnedBase, config: configs.ModelConfig) -> Parts:
-    """``parts`` over a base that is fetched, by ``config``, which has what the base was saved with."""
-    pinned_adapters = config.settings.pinned_adapters
-    return msgspec.structs.replace(
-        parts, over=over, default_adapter=config.default_adapter, pinned_adapters=pinned_adapters
-    )
-
-
-def _as_stored(config: configs.ModelConfig, manifest: Manifest, *, asked: Any) -> configs.ModelConfig:
+def _as_stored(config: configs.ModelConfig, stored: Any, *, asked: Any) -> configs.ModelConfig:
     """``config`` with the quantization of the weights. Raises ``PackagingError`` where another one is asked for."""
-    stored = manifest.quantization
     if stored is None:
         return config
     if asked is not None and asked != stored:

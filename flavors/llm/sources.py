@@ -40,6 +40,8 @@ def place_model(model: Any, target: Path, *, link: bool = False, revision: str |
     Raises ``PackagingError`` for an unknown form, or files that cannot be read.
     """
     target.mkdir(parents=True, exist_ok=True)
+    if revision is not None and not _is_hub_id(model):
+        raise PackagingError(f"revision: {shown(revision)} is not allowed; expected None: the model is no hub id")
     if isinstance(model, str | os.PathLike):
         return _place_path(model, target, link=link, revision=revision)
     from transformers import PreTrainedModel
@@ -64,9 +66,14 @@ def _place_path(model: str | os.PathLike[str], target: Path, *, link: bool, revi
         if path.suffix.lower() != ".gguf":
             raise PackagingError(f"model: {path.name} is not allowed; a single file must be a GGUF file")
         return _place_gguf(path, target)
-    if isinstance(model, str) and HUB_ID.fullmatch(model):
-        return _place_directory(fetch_snapshot(model, revision), target, link=link)
+    if _is_hub_id(model):
+        return _place_directory(fetch_snapshot(str(model), revision), target, link=link)
     raise PackagingError(f"model: {shown(str(model))} is neither a directory, nor a file, nor a hub id")
+
+
+def _is_hub_id(model: Any) -> bool:
+    """Whether ``model`` names nothing on this machine, and may name a model of the hub."""
+    return isinstance(model, str) and HUB_ID.fullmatch(model) is not None and not Path(model).exists()
 
 
 def _place_directory(source: Path, target: Path, *, link: bool) -> Placed:

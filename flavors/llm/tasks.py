@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
 from pathlib import Path
 from typing import Any, get_args
 
@@ -12,10 +14,14 @@ from ...serving.bundle import CrossEncoderSpec, EmbeddingSpec
 from ...serving.errors import PackagingError, shown
 from ...serving.request import POOLED, Task
 from ...serving.tasks.pair_template import pair_template
-from .cross_encoders import check_score, is_cross_encoder, read_cross_encoder
+from .cross_encoders import check_score, has_head, is_cross_encoder, num_labels, read_cross_encoder
 from .templates import DEFAULT
 
+logger = logging.getLogger(__name__)
+
 MLFLOW_PREFIX = "llm/v1/"
+PRETRAINING = re.compile(r"For(MaskedLM|PreTraining)$")  # heads of encoders that no text is embedded by
+HEAD = re.compile(r"For(?!MaskedLM$|PreTraining$)[A-Z]\w*$")  # every other
 ALL_TASKS: tuple[Task, ...] = get_args(Task)
 
 
@@ -24,13 +30,13 @@ def resolve_tasks(asked: Any, model_dir: Path, templates: dict[str, str]) -> tup
 
     A causal language model answers completions, and chat where it has a template; a cross-encoder answers score, a
     sentence-transformers directory or an encoder embeddings. Raises ``PackagingError`` for a task that the model cannot
-    answer.
+    answer, and where none is asked for and the model's head answers none.
     """
     config = read_config(model_dir)
     generates = not is_sentence_transformer(model_dir) and is_causal(config)
     if asked is None:
         if not generates:
-            return ("score",) if is_cross_encoder(model_dir, config) else ("embeddings",)
+            return _pooled_task(model_dir, config)
         return ("chat", "completions") if DEFAULT in templates else ("completions",)
     tasks = parse_tasks(asked)
     if "score" in tasks:
@@ -41,6 +47,29 @@ def resolve_tasks(asked: Any, model_dir: Path, templates: dict[str, str]) -> tup
     if "chat" in tasks and DEFAULT not in templates:
         raise PackagingError("task: 'chat' needs a chat template and the tokenizer has none; pass chat_template=")
     return tasks
+
+
+def _pooled_task(model_dir: Path, config: dict[str, Any]) -> tuple[Task, ...]:
+    """What a model answers that does not generate. Raises ``PackagingError`` for one whose head answers no task: its
+    encoder is logged alone where that is asked for."""
+    if is_cross_encoder(model_dir, config):
+        return ("score",)
+    if is_sentence_transformer(model_dir):  # what it is made of says that it embeds
+        return ("embeddings",)
+    names = [str(name) for name in config.get("architectures") or ()]
+    if headed := [name for name in names if HEAD.search(name)]:
+        labels = f" of {num_labels(config)} labels" if has_head(config) else ""
+        raise PackagingError(
+            f"task: {headed[0]} has a head{labels} that no task has a use for; task='embeddings' logs its encoder"
+            " without it"
+        )
+    if pretrained := [name for name in names if PRETRAINING.search(name)]:
+        logger.warning(
+            "%s is logged as an embedding model, by the mean of its token vectors; its head is not used"
+            " (task='embeddings' says so without this warning)",
+            pretrained[0],
+        )
+    return ("embeddings",)
 
 
 def parse_tasks(asked: Any) -> tuple[Task, ...]:
@@ -68,6 +97,10 @@ def embedding_spec(tasks: tuple[Task, ...], model_dir: Path, given: Any) -> Embe
     last token for a decoder. Raises ``PackagingError``.
     """
     if "embeddings" not in tasks:
+        if given is not None:
+            raise PackagingError(
+                f"embedding: {shown(given)} is of no use; expected None: the model answers {', '.join(tasks)}"
+            )
         return None
     found = _found_spec(model_dir)  # first: a module that cannot be run is refused whatever is given
     if isinstance(given, EmbeddingSpec):

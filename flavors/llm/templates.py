@@ -38,12 +38,11 @@ def collect(given: Templates, tokenizer: Any) -> dict[str, str]:
     if chosen is None:
         return {}
     if isinstance(chosen, list):  # the form that tokenizer_config.json has
-        chosen = {entry["name"]: entry["template"] for entry in chosen}
+        chosen = dict(map(_entry, chosen))
     if not isinstance(chosen, dict):
         return {DEFAULT: _text(chosen)}
     for name in chosen:
-        if not isinstance(name, str) or not NAME.fullmatch(name):
-            raise PackagingError(f"chat_template: the name {shown(name)} is not allowed; expected letters, digits, _.-")
+        _check_name(name)
     templates = {name: _text(template) for name, template in chosen.items()}
     if DEFAULT not in templates and len(templates) == 1:
         templates = {DEFAULT: next(iter(templates.values()))}
@@ -102,6 +101,20 @@ def _check_one(name: str, template: str, tokenizer: Any, attempts: list[tuple[li
             return
         reasons.append("the user's message is not in the text")
     raise PackagingError(f"chat_template {name!r} does not render a conversation: {reasons[-1]}")
+
+
+def _entry(given: Any) -> tuple[str, Any]:
+    """Name and template of an entry of a list. Raises ``PackagingError``."""
+    if not isinstance(given, dict) or given.keys() != {"name", "template"}:
+        allowed = 'expected a list of {"name": …, "template": …}'
+        raise PackagingError(f"chat_template: the entry {shown(given)} is not allowed; {allowed}")
+    _check_name(given["name"])
+    return given["name"], given["template"]
+
+
+def _check_name(name: Any) -> None:
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise PackagingError(f"chat_template: the name {shown(name)} is not allowed; expected letters, digits, _.-")
 
 
 def _text(template: Any) -> str:

@@ -39,5 +39,9 @@ def check_logged(uri: str) -> None:
             f"{shown(uri)} is a LoRA adapter, not a logged model: log it over its base, with"
             f' llm.log_model(base="models:/<name>/<version>", adapters={{"name": {uri!r}}}, …)'
         )
+    if path.is_file():
+        raise PackagingError(
+            f"{shown(uri)} is a file; expected a model's directory, a GGUF file, models:/<name>/<version>, or a hub id"
+        )
     if not path.exists() and is_path(uri):
         raise ModelNotFound(f"there is no directory {shown(uri)}; expected one, models:/<name>/<version>, or a hub id")

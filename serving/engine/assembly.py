@@ -29,11 +29,12 @@ from .paged.paged_cache import PagedKVCache
 from .pooling import transformer_dir
 from .runner import ModelForward, Runner, StepForward
 from .scheduler import Scheduler
+from .settings_check import refuse_settings
 from .slot_cache import SlotKVCache, token_bytes
 from .slot_table import MOST_PARTS
 from .speculation import Speculation
 from .step_size import step_size
-from .stored_weights import settled
+from .stored_weights import quantization_of
 from .virtual_tokens import embedding_width
 
 logger = logging.getLogger(__name__)
@@ -54,22 +55,10 @@ class EngineParts:
 
 def assemble(bundle: Bundle, settings: EngineSettings) -> EngineParts:
     """Load the weights. Raises ``PackagingError`` for what cannot be run as asked."""
-    if settings.compile:
-        raise PackagingError("compile: True is not allowed; expected False (compiled decoding is not built yet)")
-    settings = settled(settings, transformer_dir(bundle.model_dir))
+    refuse_settings(settings, bundle.tasks, quantization_of(transformer_dir(bundle.model_dir)))
     fp8.refuse(settings, resolve_device(settings))
     use_threads(settings)
-    for task in POOLED.intersection(bundle.tasks):
-        if len(bundle.tasks) > 1:
-            raise PackagingError(f"tasks: {', '.join(bundle.tasks)} is not allowed; expected {task} alone or none")
-        if settings.draft_model is not None:
-            raise PackagingError(f"draft_model: {settings.draft_model} is of no use; expected null: no text is made")
-        if settings.kv_cache_dtype != "auto":
-            asked = f"kv_cache_dtype: {settings.kv_cache_dtype!r} is not allowed; expected 'auto'"
-            raise PackagingError(f"{asked}: nothing is kept of texts that are read once")
-        if settings.kv_block_size is not None:
-            asked = f"kv_block_size: {settings.kv_block_size} is not allowed; expected null"
-            raise PackagingError(f"{asked}: nothing is kept of texts that are read once")
+    if POOLED.intersection(bundle.tasks):
         return _pooling_parts(bundle, settings)
     loaded = load_model(bundle, settings)
     memory = free_memory(loaded.device) // 2 if settings.kv_cache_memory is None else settings.kv_cache_memory

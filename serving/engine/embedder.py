@@ -227,7 +227,7 @@ def is_rounded(model: Any, settings: EngineSettings) -> bool:
 def embedder_of(
     model: Any, holder: ContextHolder, bundle: Bundle, spec: EmbeddingSpec, settings: EngineSettings
 ) -> Embedder:
-    max_length = _max_length(model, spec, settings)
+    max_length = resolve_max_length(model, spec, settings)
     return Embedder(model, holder, spec, max_length, _info(bundle, model, settings, max_length))
 
 
@@ -297,12 +297,18 @@ def check(embedder: Embedder, tests: list[list[int]], expected: Any, settings: E
         raise PackagingError(f"this model is not supported for embeddings: packed result differs by {distance:.2g}")
 
 
+def refuse_unsupported(model: Any) -> None:
+    """Raises ``PackagingError`` for an architecture that would run and be wrong."""
+    name = type(model).__name__
+    if not getattr(model, "_supports_attention_backend", False) and name not in BY_LENGTH:
+        raise PackagingError(f"{name} is not supported for embeddings: its attention cannot be replaced")
+
+
 def use_ragged_attention(embedder: Embedder, model: Any, holder: ContextHolder) -> tuple[list[list[int]], Any]:
     """Switch the model to our attention and compare with its own, one sequence at a time; returns tokens and what
     the model made of them."""
     name = type(model).__name__
-    if not getattr(model, "_supports_attention_backend", False) and name not in BY_LENGTH:
-        raise PackagingError(f"{name} is not supported for embeddings: its attention cannot be replaced")
+    refuse_unsupported(model)
     vocab = int(model.get_input_embeddings().weight.shape[0])
     special = {model.config.pad_token_id}
     allowed = [i for i in range(min(vocab, 1000)) if i not in special]
@@ -338,7 +344,8 @@ def _attend_raggedly(model: Any, holder: ContextHolder) -> None:
     model.set_attn_implementation(ragged_attention.NAME)
 
 
-def _max_length(model: Any, spec: EmbeddingSpec, settings: EngineSettings) -> int:
+def resolve_max_length(model: Any, spec: EmbeddingSpec, settings: EngineSettings) -> int:
+    """Tokens of the longest text. Raises ``PackagingError`` where nothing says how many they are."""
     own = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     limits = [own - position_offset(model) if own else None, spec.max_length, settings.max_model_len]
     known = [limit for limit in limits if limit]

@@ -131,21 +131,19 @@ def quantization_of(folder: str | Path) -> Quantization | None:
     )
 
 
-def settled(settings: EngineSettings, folder: str | Path) -> EngineSettings:
-    """``settings`` for the model in ``folder``. Raises ``PackagingError`` where they ask for other weights than are
-    there."""
-    found = quantization_of(folder)
-    if found is None and settings.quantization == "int4":
+def refuse_other_weights(settings: EngineSettings, stored: str | None) -> None:
+    """Raises ``PackagingError`` where ``settings`` ask for other weights than those that are ``stored``, None as
+    floats."""
+    if stored is None and settings.quantization == "int4":
         raise PackagingError(
             "quantization: 'int4' is not allowed; expected 'none' or 'int8': weights of four bits are made when a model"
             " is logged (quantize='int4')"
         )
-    if found is None or found == settings.quantization:
-        return settings
-    raise PackagingError(
-        f"quantization: {settings.quantization!r} is not allowed; expected {found!r}: the model was logged with"
-        f" quantize={found!r}, and its weights as they were are not in it"
-    )
+    if stored not in (None, settings.quantization):
+        raise PackagingError(
+            f"quantization: {settings.quantization!r} is not allowed; expected {stored!r}: the model was logged with"
+            f" quantize={stored!r}, and its weights as they were are not in it"
+        )
 
 
 def adopted(settings: EngineSettings, folder: str | Path) -> EngineSettings:

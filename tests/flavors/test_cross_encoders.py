@@ -190,11 +190,11 @@ def test_what_is_refused(bert, tmp_path, bert_dir, llama_dir):
 
 
 def test_it_can_be_logged_for_embeddings(bert, tmp_path):
-    """The task says so; without it a model with a head of one label is a cross-encoder, one with three is not."""
+    """The task says so; without it a model with a head of one label is a cross-encoder, one with three is refused."""
     llm.save_model(tmp_path / "m", bert, task="embeddings")
     assert read_bundle(tmp_path / "m").tasks == ("embeddings",)
-    llm.save_model(tmp_path / "n", save_cross_encoder(tmp_path / "three", labels=3))
-    assert read_bundle(tmp_path / "n").tasks == ("embeddings",)
+    with pytest.raises(MlflowException, match=r"has a head of 3 labels .* task='embeddings' logs its encoder"):
+        llm.save_model(tmp_path / "n", save_cross_encoder(tmp_path / "three", labels=3))
 
 
 def test_embedding_models_compare_texts(bert_dir, tmp_path):

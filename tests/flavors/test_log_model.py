@@ -268,6 +268,46 @@ def test_code_paths(tmp_path, llama_dir):
     assert llm.load_bundle(Path(tmp_path / "m")).tasks == ("chat", "completions")
 
 
+def test_metadata_is_a_dict(tmp_path, store, llama_dir):
+    """Anything else is refused by name, when it is saved and when it is logged; nothing is left."""
+    with pytest.raises(PackagingError, match="metadata: 'x' is not allowed; expected a dict"):
+        llm.save_model(tmp_path / "m", llama_dir, metadata="x")
+    assert not (tmp_path / "m").exists()
+    with pytest.raises(PackagingError, match="metadata: 'x' is not allowed; expected a dict"):
+        llm.log_model(llama_dir, name="m", metadata="x")
+
+
+@pytest.mark.parametrize(("content", "why"), [(b"\xff", "can't decode"), (b"{", "line 1"), (b"[" * 2000, "")])
+def test_a_file_of_settings_that_is_no_yaml(tmp_path, llama_dir, content, why):
+    """Is refused by its name."""
+    file = tmp_path / "settings.yaml"
+    file.write_bytes(content)
+    with pytest.raises(PackagingError, match=rf"model_config: .*settings\.yaml' cannot be read: .*{why}"):
+        llm.save_model(tmp_path / "m", llama_dir, model_config=str(file))
+    with pytest.raises(PackagingError, match=r"model_config: .* cannot be read"):
+        llm.save_model(tmp_path / "m", llama_dir, model_config=str(tmp_path / "none.yaml"))
+
+
+@pytest.mark.parametrize("load", [llm.load_model, llm.load_bundle, llm.as_responses_agent])
+@pytest.mark.parametrize("uri", [None, 5, ""])
+def test_what_is_no_uri(load, uri):
+    """Is refused by name; a text of nothing is not the current directory."""
+    with pytest.raises(PackagingError, match=f"model_uri: {uri!r} is not allowed; expected a local directory"):
+        load(uri)
+
+
+def test_a_file_of_a_model_is_no_model(tmp_path, llama_dir):
+    """Nor is a directory that has lost the file with the model's settings."""
+    llm.save_model(tmp_path / "m", llama_dir, max_num_seqs=2)
+    with pytest.raises(PackagingError, match=r"MLmodel' is a file; expected a model's directory"):
+        llm.load_model(str(tmp_path / "m" / "MLmodel"))
+    with pytest.raises(PackagingError, match=r"manifest\.json is missing in .*MLmodel"):
+        llm.load_model((tmp_path / "m" / "MLmodel").as_uri())
+    (tmp_path / "m" / "MLmodel").unlink()
+    with pytest.raises(PackagingError, match="MLmodel is missing"):
+        llm.load_model(str(tmp_path / "m"))
+
+
 def test_default_adapter_may_be_overridden(tmp_path, llama_dir, adapter_dir):
     """At load the saved default adapter may be replaced by another of the model, or by none."""
     adapters = {"formal": adapter_dir, "casual": adapter_dir}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 
 import mlflow
+import numpy
+import pandas
 import pytest
 from mlflow.exceptions import MlflowException
 
@@ -41,6 +43,20 @@ def test_null_and_return(model, caplog):
     assert "did you mean 'max_tokens'" in reported[1]["error"]["message"]
     assert model.predict([], params={"on_error": "null"}) == []
     assert model.predict(ROWS[1], params={"on_error": "null"}) is None
+
+
+@pytest.mark.parametrize("kind", [list, tuple, pandas.Series, lambda rows: numpy.array(rows, dtype=object)])
+@pytest.mark.parametrize("wrong", [None, 5, float("nan"), ["a"]], ids=repr)
+def test_an_entry_that_is_no_request(model, kind, wrong):
+    """Of a list as of a Series: its place has null or its error, the others are answered; by default it is named."""
+    given, params = kind(["abc", wrong]), {"max_tokens": numpy.int64(2), "ignore_eos": True}
+    answered, null = model.predict(given, params=params | {"on_error": "null"})
+    assert (answered["usage"]["completion_tokens"], null) == (2, None)
+    _, reported = model.predict(given, params=params | {"on_error": "return"})
+    assert reported["error"]["param"] == "body"
+    assert "a text, or an object with messages, prompt or input" in reported["error"]["message"]
+    with pytest.raises(MlflowException, match=r"row 1: body: .* is not allowed; expected a text, or an object"):
+        model.predict(given, params=params)
 
 
 def test_a_row_that_fails_while_it_runs(model, monkeypatch):

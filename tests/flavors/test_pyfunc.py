@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -95,21 +97,47 @@ def test_arrays_of_a_parquet_row_are_lists():
     [
         (5, "body: 5 is not allowed; expected an object with messages, prompt, input or query; a text"),
         (None, "body: None"),
-        ([5], "row 0: 5"),
-        (["a", None], "row 1: None"),
-        (pd.Series([1]), "row 0: 1"),
         (pd.DataFrame({"prompt": ["a"], "max_token": [5]}), "max_token: 5 .*did you mean 'max_tokens'"),
         (pd.DataFrame({"prompt": ["a"], "max_token": [None]}), "max_token: None"),
         (pd.DataFrame({"promt": ["a"]}), "promt: 'a' .*did you mean 'prompt'"),
         (pd.DataFrame({"answers": [1]}), "answers: 1"),
         (pd.DataFrame([["a", "b"]], columns=["prompt", "prompt"]), "prompt: 'a second column'"),
     ],
-    ids=range(10),
+    ids=range(7),
 )
 def test_what_is_no_request_is_refused(given, reported):
     """By its place, or the column's name with the nearest one that is known."""
     with pytest.raises(InvalidField, match=reported):
         requests_of(given, "chat")
+
+
+DEEP = {"prompt": "a", "logit_bias": functools.reduce(lambda inner, _: [inner], range(200), 1)}
+
+
+@pytest.mark.parametrize(
+    ("given", "reported"),
+    [
+        ([5, "hi"], "body: 5 is not allowed; expected a text, or an object with messages, prompt or input"),
+        ((None, "hi"), "body: None"),
+        (pd.Series([None, "hi"], dtype=object), "body: None"),
+        (pd.Series([np.nan, "hi"]), "body: nan"),
+        (np.array([1, "hi"], dtype=object), "body: 1"),
+        ([DEEP, "hi"], "body: 'a deep nest of objects and lists'"),
+    ],
+    ids=range(6),
+)
+def test_an_entry_that_is_no_request_is_an_error_in_its_place(given, reported):
+    """The others are requests all the same, and what is made of the error is ``on_error``'s to say."""
+    (error, text), single = requests_of(given, "completions")
+    assert str(error).startswith(reported)
+    assert (text, single) == ({"prompt": "hi"}, False)
+
+
+def test_a_deep_row_of_a_frame_is_an_error_in_its_place():
+    """As one of a list is."""
+    (error, text), _ = requests_of(pd.DataFrame([DEEP, {"prompt": "hi"}]), "completions")
+    assert isinstance(error, InvalidField)
+    assert text == {"prompt": "hi"}
 
 
 @pytest.mark.parametrize(
@@ -143,3 +171,23 @@ def test_a_request_stands_over_params():
     params = {"temperature": 0.5, "max_tokens": 5, "seed": None}
     body = {"prompt": "a", "temperature": 0.0, "max_tokens": None}
     assert _with_params(body, params) == {"prompt": "a", "temperature": 0.0, "max_tokens": 5}
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [
+        (np.int64(2), 2),
+        (np.float32(0.5), 0.5),
+        (np.bool_(True), True),
+        (np.array(["a", "b"]), ["a", "b"]),
+        (("a",), ["a"]),
+        ({"1": np.int8(3)}, {"1": 3}),
+        (pd.NA, None),
+    ],
+    ids=repr,
+)
+def test_params_have_json_types_as_requests_have(given, read):
+    """numpy's and pandas' values are taken in either; a null of pandas' says nothing."""
+    found = _with_params({"prompt": "a"}, {"stop": given})
+    assert found == {"prompt": "a"} | ({} if read is None else {"stop": read})
+    assert type(found.get("stop")) is type(read)

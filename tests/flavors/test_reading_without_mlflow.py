@@ -73,6 +73,19 @@ def test_a_damaged_mlmodel_is_named(tmp_path: Path, content: str) -> None:
         saved_config(tmp_path)
 
 
+def test_a_missing_mlmodel_is_named(tmp_path: Path) -> None:
+    """Its settings would be lost in silence, and MLflow does not load such a model either."""
+    with pytest.raises(PackagingError, match=r"MLmodel is missing in .*: the model's settings"):
+        saved_config(tmp_path)
+
+
+@pytest.mark.parametrize("function", [None, {}, {"config": None}, {"config": ["dtype"]}])
+def test_an_mlmodel_without_settings_is_named(tmp_path: Path, function: object) -> None:
+    (tmp_path / names.MLMODEL).write_text(yaml.safe_dump({"flavors": {"llm": {}, "python_function": function}}))
+    with pytest.raises(PackagingError, match=r"lacks the model's settings: python_function\.config is (None|\[)"):
+        saved_config(tmp_path)
+
+
 def test_another_flavors_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / names.MLMODEL).write_text(yaml.safe_dump({"flavors": {"sklearn": {}, "python_function": {}}}))
     with pytest.raises(PackagingError, match="its flavors are python_function, sklearn"):

@@ -91,6 +91,10 @@ def test_template_without_a_system_role(save):
         ({"default": TEMPLATE, "../up": TEMPLATE}, "the name '../up' is not allowed"),
         ({"default": 7}, "7 is not allowed"),
         (7, "7 is not allowed"),
+        (["a"], "the entry 'a' is not allowed; expected a list of"),
+        ([{"x": 1}], "is not allowed; expected a list of"),
+        ([{"name": "a", "template": TEMPLATE, "x": 1}], "is not allowed; expected a list of"),
+        ([{"name": ["a"], "template": TEMPLATE}], "the name ['a'] is not allowed"),
     ],
 )
 def test_templates_that_are_refused(save, template, reason):

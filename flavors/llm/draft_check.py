@@ -1,0 +1,25 @@
+"""Whether the draft model that a setting names is there, before a model is saved with it."""
+
+from __future__ import annotations
+
+from ...serving.bundle import draft_of
+from ...serving.errors import ModelNotFound, PackagingError
+from ...serving.settings import EngineSettings
+from .bundle_reader import read_bundle
+from .fetch import local_root
+from .unlogged_source import source_of
+
+
+def check_draft(settings: EngineSettings) -> None:
+    """Raises ``PackagingError``, ``ModelNotFound`` where ``settings.draft_model`` names no model, or one that writes no
+    text. One that is not logged yet is found here and no more; a hub id is looked for when the model is loaded."""
+    uri = settings.draft_model
+    if uri is None or source_of(uri) is not None:
+        return
+    try:
+        found = read_bundle(local_root(uri, weights=False), weights=False)
+    except ModelNotFound as error:
+        raise ModelNotFound(f"draft_model: {error}") from None
+    except PackagingError as error:
+        raise PackagingError(f"draft_model: {error}") from None
+    draft_of(uri, found)
