@@ -60,10 +60,10 @@ def _tables() -> bytes:
         return file.read_bytes()
 
 
-def empty_store(root: Path) -> str:
+def empty_store(root: Path, name: str = "mlflow.db") -> str:
     """The URI of a new store in ``root``, which MLflow finds empty: its migrations, a second of processor time, are run
     once a process of tests."""
-    file = root / "mlflow.db"
+    file = root / name
     if root.is_dir() and not file.exists():
         file.write_bytes(_tables())
     return f"sqlite:///{file}"

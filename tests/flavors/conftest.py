@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import uuid
 from pathlib import Path
 
 import mlflow
@@ -63,7 +64,8 @@ def adapter_dir(tmp_path_factory, llama_dir) -> Path:
 @pytest.fixture
 def store(tmp_path):
     """A tracking and registry store of this test alone, in SQLite."""
-    with own_stores(empty_store(tmp_path)):
+    # MLflow keeps what it has opened by URI: a name of its own, for pytest gives a folder that is gone to the next test
+    with own_stores(empty_store(tmp_path, f"mlflow-{uuid.uuid4().hex}.db")):
         mlflow.create_experiment("tests", artifact_location=(tmp_path / "artifacts").as_uri())
         mlflow.set_experiment("tests")
         yield tmp_path

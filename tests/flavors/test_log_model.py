@@ -277,12 +277,16 @@ def test_metadata_is_a_dict(tmp_path, store, llama_dir):
         llm.log_model(llama_dir, name="m", metadata="x")
 
 
-@pytest.mark.parametrize(("content", "why"), [(b"\xff", "can't decode"), (b"{", "line 1"), (b"[" * 2000, "")])
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [(b"\xff", "can't decode"), (b"{", "line 1"), (b"[" * 2000, "")],
+    ids=["bytes", "half", "deep"],
+)
 def test_a_file_of_settings_that_is_no_yaml(tmp_path, llama_dir, content, why):
     """Is refused by its name."""
     file = tmp_path / "settings.yaml"
     file.write_bytes(content)
-    with pytest.raises(PackagingError, match=rf"model_config: .*settings\.yaml' cannot be read: .*{why}"):
+    with pytest.raises(PackagingError, match=f"model_config: .* cannot be read: .*{why}"):  # a long path is cut
         llm.save_model(tmp_path / "m", llama_dir, model_config=str(file))
     with pytest.raises(PackagingError, match=r"model_config: .* cannot be read"):
         llm.save_model(tmp_path / "m", llama_dir, model_config=str(tmp_path / "none.yaml"))
@@ -299,7 +303,7 @@ def test_what_is_no_uri(load, uri):
 def test_a_file_of_a_model_is_no_model(tmp_path, llama_dir):
     """Nor is a directory that has lost the file with the model's settings."""
     llm.save_model(tmp_path / "m", llama_dir, max_num_seqs=2)
-    with pytest.raises(PackagingError, match=r"MLmodel' is a file; expected a model's directory"):
+    with pytest.raises(PackagingError, match="is a file; expected a model's directory"):
         llm.load_model(str(tmp_path / "m" / "MLmodel"))
     with pytest.raises(PackagingError, match=r"manifest\.json is missing in .*MLmodel"):
         llm.load_model((tmp_path / "m" / "MLmodel").as_uri())
