@@ -14,9 +14,8 @@ from ...serving.settings import EngineSettings
 
 logger = logging.getLogger(__name__)
 
-MOST_PARAMETERS = (
-    700_000_000  # in float32 as much as a machine has on which models are logged; XLM-R large has 560 million
-)
+# In float32 as much as a machine has on which models are logged; XLM-R large has 560 million.
+MOST_PARAMETERS = 700_000_000
 
 
 def try_encoder(skeleton: Any, bundle: Bundle, settings: EngineSettings) -> None:

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from ..errors import InvalidField, RequestError
+from ..readers import string
 
 MAX_REREAD = 1 << 20  # bytes of a broken body that are read once more, for the field's name
 PATH_END = 128  # characters of a path that are shown at each end
@@ -118,17 +119,8 @@ def _reread(body: bytes, read: Callable[[dict[str, Any]], object]) -> None:
     for path, value in _within(found):
         if isinstance(value, float) and not math.isfinite(value):
             raise InvalidField(_shown(path), value, "a finite number")
-        names = list(value) if isinstance(value, dict) else [value] if isinstance(value, str) else []
-        if not all(map(_is_text, names)):
-            raise InvalidField(_shown(path), "half a surrogate pair, or bytes that are no UTF-8", "valid Unicode text")
-
-
-def _is_text(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+        for text in value if isinstance(value, dict) else [value] if isinstance(value, str) else []:
+            string(text, _shown(path))
 
 
 def json_bytes(value: Any) -> bytes:
