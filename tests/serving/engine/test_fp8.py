@@ -21,7 +21,7 @@ from mlflow_llm.serving.engine.assembly import free_memory
 from mlflow_llm.serving.engine.core import EngineCore
 from mlflow_llm.serving.engine.embedder import load_embedder
 from mlflow_llm.serving.engine.forward_context import ContextHolder
-from mlflow_llm.serving.engine.stored_weights import adopted, settled
+from mlflow_llm.serving.engine.stored_weights import adopted, quantization_of, refuse_other_weights
 from mlflow_llm.serving.engine.weight_layouts import OneDnnWeight, PlainWeight
 from mlflow_llm.serving.errors import PackagingError
 from mlflow_llm.serving.settings import EngineSettings
@@ -293,4 +293,4 @@ def test_stored_weights_stay_as_they_are(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(stored))
     assert adopted(FP8, tmp_path).quantization == "int8"
     with pytest.raises(PackagingError, match=r"quantization: 'fp8' is not allowed; expected 'int8'"):
-        settled(FP8, tmp_path)
+        refuse_other_weights(FP8, quantization_of(tmp_path))

@@ -10,11 +10,13 @@ from engine_runs import run
 from tiny_models import FAMILIES, MORE_FAMILIES, greedy, make_model, prompt_of, request_of
 
 from mlflow_llm.serving.bundle import Bundle
-from mlflow_llm.serving.engine import fused_kernels, fused_modules, fused_residuals, linear, triton_here
+from mlflow_llm.serving.engine import fused_modules, fused_residuals, linear, triton_here
 from mlflow_llm.serving.engine.core import EngineCore
 from mlflow_llm.serving.engine.forward_context import ContextHolder
 from mlflow_llm.serving.settings import EngineSettings
 
+pytest.importorskip("triton")
+fused_kernels = pytest.importorskip("mlflow_llm.serving.engine.fused_kernels")  # which needs triton to be imported
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 IDS = torch.arange(3, 20)[None]
 
