@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 def documented() -> list[str]:
     """The command lines of the documents and of the target's help; what may be left out is given."""
-    texts = [(ROOT / name).read_text() for name in ("README.md", "docs/server.md")] + [target_help()]
+    texts = [(ROOT / name).read_text() for name in ("README.md", "docs/deployments.md")] + [target_help()]
     lines = [line.strip() for text in texts for line in text.splitlines()]
     return [line.replace("[", "").replace("]", "") for line in lines if line.startswith("mlflow deployments ")]
 
