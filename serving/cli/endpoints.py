@@ -63,7 +63,10 @@ def _load(name: str, tasks: dict[str, str], states: dict[str, Any]) -> dict[str,
     """What an endpoint does, and how it is; an engine that stands still does not say what it runs."""
     state = states.get(name, {"status": "unhealthy", "running": None, "waiting": None})
     load = {key: state.get(key) for key in ("status", "running", "waiting")}
-    parts = [state, *state.get("entities", {}).values()]
+    entities = state.get("entities", {})
+    if entities:
+        load["entities"] = list(entities)  # beside ``root``, which names the first alone
+    parts = [state, *entities.values()]
     if standbys := [part["standbys"] for part in parts if "standbys" in part]:
         load["standbys"] = sum(standbys)
     if away := _joined(part.get("unloaded") for part in parts):
@@ -81,7 +84,8 @@ def _row(model: dict[str, Any]) -> tuple[str, ...]:
     if "parent" in model:
         return (f"  {model['id']}", *[""] * (len(HEADS) - 1))
     counts = ("?" if model[key] is None else str(model[key]) for key in ("running", "waiting"))
-    named = (model["id"], model["task"], model["root"], str(model["max_model_len"]))
+    entities = ", ".join(model.get("entities", [model["root"]]))
+    named = (model["id"], model["task"], entities, str(model["max_model_len"]))
     besides = f", {model['standbys']} standby" if "standbys" in model else ""
     besides += ", unloaded" if "unloaded" in model else ""
     kernels = " ".join(filter(None, (model["kernels"] or "?", model["quantization"])))

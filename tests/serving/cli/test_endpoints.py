@@ -44,8 +44,7 @@ class Answers:
 
 
 def test_what_engines_run_on_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels and what keys and values are kept in, in the table and as JSON; why not ours, and why whole ones, of the
-    endpoint or of each of its entities."""
+    """The table and the JSON have kernels, what keys and values are kept in, the reasons, and every served entity."""
     module = importlib.import_module("mlflow_llm.serving.cli.endpoints")  # its name in the package is the command's
     monkeypatch.setattr(module, "Client", Answers)
     done = CliRunner().invoke(cli, ["endpoints", "--url", "http://127.0.0.1:1"])
@@ -58,6 +57,8 @@ def test_what_engines_run_on_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
         "whole: keys and values: no\\u001b form",
         "split/v2: keys and values: whole ones",
     ]
+    assert "v1, v2" in done.stdout
     listed = json.loads(CliRunner().invoke(cli, ["endpoints", "--json", "--url", "http://127.0.0.1:1"]).stdout)
     assert [one["kv_cache_dtype"] for one in listed] == ["", "int8", "int8, float32", ""]
+    assert [one.get("entities") for one in listed] == [None, None, ["v1", "v2"], None]
     assert [one["kv_cache_reason"] for one in listed] == ["no\x1b form", "", "whole ones", ""]
