@@ -167,7 +167,7 @@ class Comparison:
 
 def show(results: list[Path], document: Path) -> None:
     """Their tables, on stdout and between the marks of ``document``."""
-    text = "\n\n".join(tables.markdown(json.loads(path.read_text())) for path in results)
+    text = "\n\n".join(tables.markdown(json.loads(path.read_text()), path.stem) for path in results)
     print(text)
     document.write_text(tables.insert(document.read_text(), text))
 

@@ -1,4 +1,4 @@
-"""The results as Markdown: one table a processor, contender by contender."""
+"""The results as Markdown: one section per run, one row per contender."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def texts(found: dict[str, Any] | None) -> str:
     return f"**nonsense** ({shown})" if found["nonsense"] else shown
 
 
-def markdown(result: dict[str, Any]) -> str:
-    """The machine and the tables of one run."""
+def markdown(result: dict[str, Any], run: str = "") -> str:
+    """The machine and the tables of one run, which is called ``run``."""
     steady = [one for one in result["workloads"] if one["kind"] == "steady"]
     loops = [one["name"] for one in steady if one["name"].endswith("callers")]
     prompts = [one["name"] for one in steady if one["name"].startswith("prompt")]
@@ -66,10 +66,10 @@ def markdown(result: dict[str, Any]) -> str:
                 "": name,
                 f"tokens/s at {sizes}": several(of(loops, "tokens_per_second")),
                 "× ours int8": several(of(loops, "ratio"), times),
-                "a second of processor": several(of(loops, "tokens_per_processor_second")),
+                "tokens per CPU second": several(of(loops, "tokens_per_processor_second")),
                 f"TTFT p50 at {sizes}, ms": several(of(loops, "ttft_p50")),
-                f"of {lengths} tokens": several(of(prompts, "ttft_p50")),
-                "same tokens; loss, reference's": texts(one.get("texts")),
+                f"prompt of {lengths}": several(of(prompts, "ttft_p50")),
+                "equal tokens; loss, reference's": texts(one.get("texts")),
             }
         )
         if any(each in found for each in traffic):
@@ -82,18 +82,21 @@ def markdown(result: dict[str, Any]) -> str:
     refused = bool(result.get("without_amx"))
     had = [flag for flag in machine["flags"] if not (refused and flag.startswith("amx"))]
     flags = ", ".join(had) or "none of AVX2, AVX-512, VNNI, AMX"
-    load = " and ".join(f"{value:.1f}" for value in result["load_average"])
+    begin, end = (f"{value:.1f}" for value in result["load_average"])
+    rounds = result["rounds"]
     said = [
-        f"{machine['cpu']} ({flags}), {machine['cores']} cores; load {load} at begin and end; {result['load']}; "
-        f"medians of rounds: {result['rounds']}."
+        f"{machine['cpu']} ({flags}), {machine['cores']} cores; {result['load']}; "
+        f"{'one round' if rounds == 1 else f'medians of {rounds} rounds'}; load average {begin} before and {end} after."
     ]
     if refused:
-        said.append("AMX, which it has, was refused to all (`--without-amx`).")
+        said.append("The processor has AMX, which no contender was allowed to use (`--without-amx`).")
+    if run:
+        said[0] = f"**`{run}`**: {said[0]}"
     parts = [" ".join(said), table(rows)] if rows else said
     if others:
-        parts += ["Requests that come when they come: " + " / ".join(traffic) + ".", table(others)]
+        parts += ["Open loop: " + " / ".join(traffic) + ".", table(others)]
     if under:
-        parts += [f"Requests that come when they come, {loaded[-1]}:", table(under)]
+        parts += [f"Open loop, {loaded[-1]}:", table(under)]
     if notes:
         parts.append("\n".join(f"- {note}" for note in notes))
     return "\n\n".join(parts)
