@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import re
 import typing
 from collections.abc import Mapping
+from inspect import cleandoc
 from typing import Any, Self
 
 import msgspec
@@ -12,6 +14,8 @@ import msgspec.inspect as inspect
 from msgspec import Struct
 
 from .errors import InvalidField
+
+ATTRIBUTE = re.compile(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)
 
 
 class Checked(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -37,6 +41,16 @@ class Checked(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """(name, default, what is allowed in words) of every setting."""
         defaults = cls()
         return tuple((name, getattr(defaults, name), allowed) for name, (_, allowed) in _fields(cls).items())
+
+    @classmethod
+    def meanings(cls) -> dict[str, str]:
+        """What each setting does: the ``Attributes`` of the docstrings of the class and its bases, by name."""
+        found: dict[str, str] = {}
+        for base in reversed(cls.__mro__):
+            _, _, attributes = cleandoc(base.__doc__ or "").partition("Attributes:\n")
+            for name, text in ATTRIBUTE.findall(attributes):
+                found[name] = " ".join(text.split())
+        return {name: found.get(name, "") for name in _fields(cls)}
 
 
 def _checked(name: str, value: Any, kind: Any, allowed: str) -> Any:

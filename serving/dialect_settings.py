@@ -21,16 +21,20 @@ BATCH = "max_num_batched_tokens"  # what the engine calls ``maxPrefillTokens``
 
 
 class DialectSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of an endpoint, or of a server for endpoints that say nothing; None is the default.
+    """Settings of an endpoint, or of a server for endpoints that do not set them; None is the default.
 
-    MindIE's own: ``openAiSupport`` "vllm" makes ``/v1/chat/completions`` its dialect, any other word leaves it
-    OpenAI's. With ``fullTextEnabled`` each chunk of a stream has the whole text so far. ``maxIterTimes`` bounds the
-    tokens of a reply, ``maxSeqLen`` those of prompt and reply together, ``maxInputTokenLen`` those of a prompt,
-    ``maxPrefillTokens`` those that one step takes (the engine's ``max_num_batched_tokens``).
-
-    ``generateProfile``: whether the details of Triton's ``generate`` leave times out, as the document has it, or have
-    them. ``generateEndText`` puts ``</s>`` into its last event. Media of messages are read below
-    ``allowedLocalMediaPath`` and from the hosts ``allowedMediaDomains`` alone.
+    Attributes:
+        openAiSupport: "vllm" gives ``/v1/chat/completions`` MindIE's format; with any other word it keeps OpenAI's.
+        fullTextEnabled: each chunk of a stream has the whole text so far.
+        maxIterTimes: the most tokens of a reply.
+        maxSeqLen: the most tokens of prompt and reply together.
+        maxInputTokenLen: the most tokens of a prompt.
+        maxPrefillTokens: the most tokens in one step; the engine's ``max_num_batched_tokens``.
+        generateProfile: whether the details of Triton's ``generate`` have times ("current") or null, as in MindIE's
+            document ("seed").
+        generateEndText: put ``</s>`` into the last event of ``generate_stream``.
+        allowedLocalMediaPath: directory below which messages may refer to media.
+        allowedMediaDomains: hosts from which messages may refer to media.
     """
 
     openAiSupport: Word | None = None

@@ -37,42 +37,58 @@ Device = Annotated[str, Meta(pattern=r"^(auto|cpu|cuda(:\d{1,2})?)$", descriptio
 class EngineSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How an engine runs a model.
 
-    ``dtype``: "auto" is float32 on CPU, bfloat16 on CUDA. Our own kernels round weights to "bfloat16", what they
-    multiply and, with AMX, keys and values; what lies between stays float32. ``quantization``: "int8" stores linear
-    weights in int8 by output channel and quantises activations per token; "int4" is what a model has that was logged
-    with ``quantize="int4"``; "fp8", on CUDA, stores them in float8 (e4m3) by output channel and activations so by token
-    in steps of many. ``kernels``: "auto" takes our own where they were built and the processor has what they need,
-    "torch" never. ``max_model_len`` None is the model's own. ``max_num_batched_tokens`` bounds a step, with a prompt in
-    which all others wait; None is what this machine prefills in 0.2 s, from 64 to 1024, as it is measured when the
-    model is loaded, and ``max_num_seqs`` for those that decode (512 in all where our own kernels do not run it).
-    ``kv_cache_memory`` is bytes, None half of what is free at start. ``kv_cache_dtype``: "auto" keeps keys and values
-    as the model computes, and in int8 beside quantised weights where our own kernels run the model. "float32" keeps
-    them so for a model in float32, quantised or not; "bfloat16" in half the memory, for one that our own kernels run on
-    a processor with AMX: long prompts are several times as fast, and logits differ as they do between bfloat16 and
-    float32; "int8" in a quarter, with a scale of each token and head, wherever our own kernels run the model, whatever
-    its weights are in. ``kv_block_size``: the KV cache is made of blocks of so many tokens, which sequences that begin
-    alike have together; None is 16 on CUDA and contiguous slots on CPU, where blocks are for trying them out, with
-    ``kernels`` "torch" alone. ``cuda_graphs``: "auto" records the decode steps of a few sizes as CUDA graphs at start,
-    where KV is in blocks, "none" never. ``launch_ahead``: "auto" launches such a step before the tokens of the last are
-    read, where every sequence only goes on by a token drawn on the device; the text is the same. ``threads`` None is
-    the physical cores this process may use, by affinity and within the CPU quota of its control groups.
-    ``speculation``: "auto" computes tokens ahead that an earlier place of the text suggests, where our own kernels run
-    and few sequences do; the text is the same. ``draft_model``: a directory or a model URI of a smaller model of the
-    same vocabulary, which is asked what may come where nothing else suggests it; its own keys and values are as for
-    "auto". ``max_logits_bytes``: of the logits that one request may ask for (context and generation together), which
-    the engine and its caller's process hold in memory; 0 gives none.
-    ``batch_invariant``: results are bitwise the same alone and in any batch, also where they are not by themselves (by
-    torch's kernels): each sequence is computed alone, and no prefix is reused (docs/determinism.md). ``max_adapters``
-    bounds the LoRA adapters that have names; ``adapter_memory`` the bytes of those loaded, and of the ones that came
-    with requests: what no request uses is evicted, the longest unused first and fairly between tenants, and a named one
-    read from disk again when it is asked for. ``adapter_host_memory``: bytes of copies that evicted ones leave in the
-    host's memory, from where they come back; None is 1 GiB beside a GPU and none on CPU. ``pinned_adapters`` of the
-    model are never evicted. ``idle_timeout``: seconds an engine process outlives its last client; ``start_timeout``:
-    seconds its start may take. ``packed_cache``: bytes that weights in the form that our kernels read may take in this
-    user's cache directory, so that later starts map them; 0 keeps and uses none.
-    ``standby``: 1 keeps a second process loaded, which takes over when the engine dies. ``backend``: settings that one
-    backend alone has, by its name (``of_backend``); our own engine has none beside these. ``in_process`` runs the
-    engine on a thread of this process (debugging and small tests: about half the speed, see docs/performance.md).
+    Attributes:
+        dtype: "auto" means float32 on CPUs and bfloat16 on CUDA. With "bfloat16", the native kernels round weights, the
+            inputs of products and, with AMX, keys and values; everything else stays in float32.
+        device: where the model runs; "auto" takes CUDA if there is a GPU.
+        quantization: "int8" stores the weights of linears in int8 with one scale per output channel, and quantises
+            activations per token. "int4" is for models that were logged with ``quantize="int4"``. "fp8", on CUDA,
+            stores weights in float8 (e4m3) per output channel; steps of many tokens also quantise activations so.
+        kernels: "auto" uses the native kernels if they were built and the processor supports them; "torch" never does.
+        compile: not supported yet; only false is allowed.
+        max_model_len: the most tokens of prompt and completion together; None is the model's own limit.
+        max_num_seqs: the most sequences in one batch.
+        max_num_batched_tokens: the most tokens in a step that has prompts, for which all other sequences wait. None is
+            the number of tokens that this machine prefills in 0.2 s, measured when the model is loaded, between 64 and
+            1024, plus ``max_num_seqs`` for decodes; without native kernels it is 512 in total.
+        max_queued_requests: the most requests that wait in the engine; more are refused.
+        kv_cache_memory: bytes of the KV cache; None is half of the memory that is free at the start.
+        kv_cache_dtype: "auto" keeps keys and values in the model's type, and in int8 with quantised weights if the
+            native kernels run the model. "float32" keeps them in float32. "bfloat16" takes half the memory and needs
+            native kernels and AMX; long prompts are several times as fast, and logits differ as between bfloat16 and
+            float32. "int8" takes a quarter, with one scale per token and head, and needs native kernels.
+        kv_block_size: tokens per block of the KV cache. Sequences with the same beginning share blocks. None is 16 on
+            CUDA and contiguous slots on CPUs, where blocks are only for experiments, with ``kernels`` "torch".
+        cuda_graphs: "auto" captures decode steps of a few sizes as CUDA graphs at the start if KV is in blocks; "none"
+            never does.
+        launch_ahead: "auto" launches a decode step before the tokens of the previous one are read, if every sequence
+            only continues with a token sampled on the device. The text is the same.
+        prefix_caching: reuse the KV of earlier prompts with the same beginning.
+        speculation: "auto" uses speculative decoding with the native kernels when few sequences run. The text is the
+            same.
+        batch_invariant: results are bitwise the same alone and in any batch, even with torch's kernels: each sequence
+            is then computed alone, and no prefix is reused. The native kernels do not need it.
+        draft_model: directory or model URI of a smaller model with the same vocabulary, which proposes tokens for
+            speculative decoding when no other source does. Its keys and values are those of "auto".
+        max_adapters: the most LoRA adapters with names.
+        adapter_memory: bytes of loaded adapters, including those sent with requests. Adapters that no request uses are
+            evicted, least recently used first and fairly between tenants; named ones are read from disk again.
+        adapter_host_memory: bytes of copies that evicted adapters leave in host memory. None is 1 GiB with a GPU and
+            none on CPUs.
+        pinned_adapters: adapters of the model that are never evicted.
+        max_logits_bytes: the most bytes of logits (of prompt and generated tokens together) that one request may ask
+            for. The engine and the caller's process hold them in memory. 0 allows none.
+        threads: threads of the engine. None is the number of physical cores that this process may use, by CPU affinity
+            and within the CPU quota of its control groups.
+        trust_remote_code: run Python code that comes with the model.
+        idle_timeout: seconds for which an engine process outlives its last client.
+        stall_timeout: seconds without a step, despite work to do, after which an engine is restarted.
+        start_timeout: seconds that the start of an engine may take.
+        packed_cache: bytes that packed weights may take in this user's cache directory. Later starts map them. 0 turns
+            the cache off.
+        standby: 1 keeps a second process loaded, which takes over when the engine dies.
+        in_process: run the engine on a thread of this process, for debugging and small tests; about half the speed.
+        backend: settings of other engine backends, by their names. This engine has none besides those above.
     """
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

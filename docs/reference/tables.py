@@ -6,6 +6,7 @@ import importlib
 import json
 import re
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     return DIRECTIVE.sub(lambda found: makers[found[1]](*[found[2]] if found[2] else []), markdown)
 
 
-def table(titles: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def table(titles: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     lines = [titles, tuple("---" for _ in titles), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
@@ -32,9 +33,17 @@ def table(titles: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 def settings(path: str) -> str:
     module, _, name = path.rpartition(".")
     cls: type[Checked] = getattr(importlib.import_module(module), name)
-    rows = [(f"`{name}`", f"`{json.dumps(value)}`", allowed) for name, value, allowed in cls.described()]
-    described = re.sub(r"``([^`]*)``", r"`\1`", re.sub(r"\n\s*", " ", cls.__doc__ or ""))
-    return f"{described}\n\n{table(('setting', 'default', 'allowed'), rows)}"
+    meanings = cls.meanings()
+    rows = [
+        (f"`{name}`", f"`{json.dumps(value)}`", allowed, code(meanings[name]))
+        for name, value, allowed in cls.described()
+    ]
+    return table(("setting", "default", "allowed", "meaning"), rows)
+
+
+def code(docstring: str) -> str:
+    """Markdown of what a docstring says."""
+    return re.sub(r"``([^`]*)``", r"`\1`", docstring)
 
 
 def environment() -> str:

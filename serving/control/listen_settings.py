@@ -20,22 +20,29 @@ HostNames = Annotated[tuple[HostName, ...], Meta(description="a list of hosts' n
 
 
 class ListenSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where a server listens, and how many connections it keeps. ``host`` is loopback unless it is given.
-    ``allowed_hosts`` are names (``Host``) under which a server without keys is reached, beside this machine's own; on
-    loopback it takes no others (``http.csrf``).
+    """Where a server listens, and how many connections it accepts.
 
-    ``max_connections`` are a worker's places, ``max_connections_per_address`` those that one address may have of them,
-    half by default; the connection that has waited longest for its client makes room (``connection_limits``).
-    ``io_timeout`` (seconds) ends a connection whose client neither sends nor takes a byte for so long: what a slow
-    reader can make us hold is then bounded. ``first_byte_timeout`` (seconds) ends one that has sent nothing at all.
-    With ``probe_port`` probes and metrics have a listener of their own, on ``probe_host`` (``host`` by default), with
-    places of its own; ``/metrics`` is then there alone.
-
-    ``socket`` is the path of a Unix socket to listen on instead of ``host`` and ``port``, for those whom
-    ``socket_mode`` lets write to it. ``tls_cert``, ``tls_key`` (None: it is in the same PEM file) and
-    ``tls_client_ca``, whose certificates clients must then have, are for gateway and probes (``tls``); probes ask for
-    certificates of ``probe_tls_client_ca`` alone. With ``grpc_port`` a process of its own serves KServe's inference
-    service over gRPC there, on ``host`` and with the gateway's certificates (``rpc``).
+    Attributes:
+        host: address to listen on.
+        port: port to listen on.
+        allowed_hosts: further names (``Host``) under which a server without keys is reached, besides this machine's
+            own; on loopback all others are refused (protection against DNS rebinding).
+        max_connections: connections per worker. When all are taken, the one that has waited longest for its client is
+            closed.
+        max_connections_per_address: connections per worker from one address. None is half of ``max_connections``.
+        io_timeout: seconds after which a connection is closed whose client neither sends nor reads.
+        first_byte_timeout: seconds after which a connection is closed on which nothing has arrived.
+        probe_host: address of the probe listener. None is ``host``.
+        probe_port: port of a separate listener for probes and metrics, with connections of its own. ``/metrics`` is
+            then served only there.
+        socket: path of a Unix socket to listen on instead of ``host`` and ``port``.
+        socket_mode: permissions of the socket: whoever may write to it may use the server.
+        tls_cert: PEM file with the certificate (and its chain) of gateway and probes.
+        tls_key: PEM file with its key. None means that ``tls_cert`` has it too.
+        tls_client_ca: PEM file with authorities. Clients of the gateway must have a certificate of one of them.
+        probe_tls_client_ca: the same for the probe listener.
+        grpc_port: port of KServe's inference service over gRPC, served by a separate process on ``host`` with the
+            gateway's certificates.
     """
 
     host: str = "127.0.0.1"

@@ -24,36 +24,55 @@ DATABASE_VARIABLE = "MLFLOW_LLM_DATABASE"
 
 
 class ServerSettings(ListenSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of one server, its workers included; where it listens is in ``ListenSettings``.
+    """Settings of one server and its workers; ``ListenSettings`` has its addresses and connections.
 
-    ``max_body_bytes`` bounds a request's body (413 above it),
-    ``max_reply_bytes`` what a reply may have beside generated text (``tasks.reply_size``; a 400 before it runs).
-    ``max_caller_bytes`` and ``max_held_bytes`` are what large requests of one key (or, without keys, one address) and
-    of all may have in a worker's memory at once (``memory``; 429 and 503). ``refusals_per_minute``: 4xx a minute of a
-    key or address in each worker before a 429 without a look at the request (``refusal_limit``), 0 for no end.
-    ``max_queued`` is how many requests an endpoint may have waiting for its engine before new ones get a 503, and
-    ``retry_after`` the seconds such an answer asks for. ``default_max_tokens`` is for requests without ``max_tokens``
-    (what rate limits then reserve); None is up to the context length. ``adapter_sources`` are the directories below
-    which, and the registered models (``models:/team-*``) of which, adapters may be loaded over HTTP, with commas
-    between them; none: not at all. ``timeout`` (seconds) ends a request that asks for no shorter time.
-    ``offload_bytes``: a body from this size on is decoded and tokenised on a thread, so that the event loop goes on
-    serving streams; below it the switch costs more than it saves. ``drain_timeout`` (seconds) is what running
-    requests get after SIGTERM. ``max_resolvers`` is how many processes look models up at once, in all workers
-    together (200 MB each), and ``resolve_timeout`` (seconds) how long one may take, downloads included.
-    ``scale_to_zero_after`` (seconds without a request) ends the engine of an entity with ``scale_to_zero_enabled``.
-    ``engine_memory_budget`` (bytes) is what the engines of this machine may take together: idle ones are unloaded when
-    another is wanted (``engine_memory``), None for no bound.
-    ``engine_timeout`` (seconds) is how long requests wait for an engine of another host that is away.
-    ``database`` is the URL of the store that holds
-    keys and ledger; with ``require_keys`` a request without a key is refused. ``state_dir`` keeps what the ledger has
-    not yet written to the store; None is the user's own (``default_state_dir``). ``trace_sample`` is the share of
-    requests (0 to 1) traced to the MLflow experiment ``trace_experiment``, 0 none; ``trace_content`` puts prompts and
-    replies into the traces. ``prefix_sharing``: see ``tasks.cache_salt``; an endpoint may have its own.
-
-    ``jwt_jwks`` (a file or URL) has the keys that verify bearer tokens, which then are callers as API keys are: of
-    ``jwt_issuer``, for ``jwt_audience``, signed in one of ``jwt_algorithms`` (commas between them), their times held to
-    within ``jwt_leeway`` seconds. The claims ``jwt_…_claim`` name the caller, its tenant, its scopes,
-    its endpoints and the weight that its turns have (``engine.tenants``; without such a claim it is 1).
+    Attributes:
+        workers: gateway processes.
+        max_body_bytes: the largest body of a request; larger ones get a 413.
+        max_reply_bytes: the most bytes that a reply may have besides generated text; a request for more gets a 400
+            before it runs.
+        max_caller_bytes: bytes that large requests of one key (without keys, of one address) may hold in a worker's
+            memory at once; more get a 429.
+        max_held_bytes: bytes that large requests of all callers may hold in a worker's memory at once; more get a 503.
+        refusals_per_minute: 4xx answers per minute to a key or address, in each worker, after which requests get a 429
+            without being looked at. 0 means no limit.
+        max_queued: requests that may wait for the engine of an endpoint; more get a 503.
+        retry_after: seconds in the ``Retry-After`` of such a 503.
+        default_max_tokens: ``max_tokens`` of requests without it, which is also what rate limits reserve for them. None
+            is the rest of the context.
+        adapter_sources: directories below which, and registered models (``models:/team-*``) from which, adapters may be
+            loaded over HTTP, separated by commas. Empty allows none.
+        timeout: seconds that a request may take, unless it sets a shorter time.
+        offload_bytes: bodies of at least this size are decoded and tokenised on a thread, so that the event loop keeps
+            serving streams. For smaller ones the switch costs more than it saves.
+        drain_timeout: seconds that running requests have after SIGTERM.
+        max_resolvers: processes that look up models at once, in all workers together (200 MB each).
+        resolve_timeout: seconds that such a lookup may take, including downloads.
+        scale_to_zero_after: seconds without a request after which the engine of an entity with
+            ``scale_to_zero_enabled`` ends.
+        engine_memory_budget: bytes that the engines of this machine may take together. Idle engines are unloaded when
+            another one is needed. None means no limit.
+        engine_timeout: seconds that requests wait for an unavailable engine on another host.
+        database: URL of the database with keys, limits, ledger and endpoints.
+        require_keys: refuse requests without an API key; needs a database.
+        state_dir: directory for what the ledger has not written to the database yet. None is the user's own.
+        log_level: the least severe level that is logged.
+        prefix_sharing: who shares cached prompt prefixes: the keys of a tenant, all callers of an endpoint, or nobody.
+            An endpoint may have its own setting.
+        trace_sample: share of requests that are traced, from 0 (none) to 1.
+        trace_content: include prompts and replies in traces.
+        trace_experiment: the MLflow experiment for traces.
+        jwt_jwks: file or URL of the key set (JWKS) that verifies bearer tokens. Their callers are treated like those
+            with API keys.
+        jwt_issuer: the required issuer (``iss``) of tokens.
+        jwt_audience: the required audience (``aud``) of tokens.
+        jwt_algorithms: allowed signature algorithms, separated by commas.
+        jwt_leeway: seconds by which clocks may differ when the times of a token are checked.
+        jwt_subject_claim: claim that names the caller.
+        jwt_tenant_claim: claim that names the tenant.
+        jwt_scope_claim: claim with the scopes.
+        jwt_endpoints_claim: claim with the allowed endpoints; without the claim, all are allowed.
+        jwt_weight_claim: claim with the weight of the caller's turns in an engine; without the claim it is 1.
     """
 
     workers: Annotated[int, Meta(ge=1, le=64)] = 2
