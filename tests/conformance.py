@@ -77,13 +77,13 @@ TEST = "test_conformance.py::test_field"
 HEAD = """\
 # Dialects
 
-Every field of the documents whose clients are answered here, and what becomes of it. Each row is a request with that
+Every field of the supported API documents, and what the server does with it. Each row is a test: a request with that
 field to a running server with real weights, whole and streamed where both are possible, whose usage is compared with
-the ledger (`tests/real/test_conformance.py`); the page is made of those rows by `python tests/conformance.py`. Fields
-marked * are not the document's: they are ours, OpenAI's or vLLM's, taken here too. A field that is not listed is
-refused by name.
+the ledger (`tests/real/test_conformance.py`). `python tests/conformance.py` generates this page from those tests.
+Fields marked * are not in the document; they are ours, OpenAI's or vLLM's, and accepted too. A field that is not listed
+is refused by name.
 
-What a field means is in [fields of requests](fields.md), how to move a client in [moving to mlflow-llm](migrate.md).
+[Request fields](fields.md) says what each field means, and [moving to mlflow-llm](migrate.md) how to move a client.
 """
 
 

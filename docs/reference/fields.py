@@ -15,11 +15,16 @@ from mlflow_llm.serving.request import Task
 HEAD = """\
 # Request fields
 
-What the bodies of each dialect may have and what it means: made by `python docs/reference/fields.py`, and checked
-against the code by the tests. `yes`: the field is taken; `refused`: it is known, takes what asks for nothing, and is
-refused by name where it asks for something; empty: there is no such field, and a request with it is refused. What a
-running server does with each is in [dialects](dialects.md); types and ranges are in `/openapi.json` and on `/docs` of
-a server.
+The fields of request bodies in each dialect, and what they mean. `python docs/reference/fields.py` generates this page,
+and a test compares it with the code.
+
+- `yes`: the field is accepted.
+- `refused`: the field is known. Values that ask for nothing, such as null, are accepted; all others are refused by
+  name.
+- empty: there is no such field, and a request that has it is refused.
+
+[Dialects](dialects.md) has what a running server does with each field. Types and ranges are in a server's
+`/openapi.json`, and on its page `/docs`.
 """
 NAMES = {
     "openai": "OpenAI",

@@ -37,7 +37,7 @@ CACHE_CONTROL = record(
     type=type_of("ephemeral"),
     ttl=Entry(one_of("5m", "1h"), "prefixes stay as long as there is room"),
 )
-_HINT = {"cache_control": Entry(CACHE_CONTROL, "a hint; the prefix cache needs none")}
+_HINT = {"cache_control": Entry(CACHE_CONTROL, "a hint, which the prefix cache does not need")}
 
 TEXT = record(
     type=type_of("text"),

@@ -18,39 +18,39 @@ BEAMS = (
         name="use_beam_search",
         read=boolean,
         target="beams.use",
-        description="search for the most probable texts instead of sampling: best_of beams, the best n are sent",
+        description="beam search instead of sampling: follow best_of beams and return the best n texts",
         default=False,
     ),
     Field(
         name="best_of",
         read=integer(1, MAX_CHOICES),
         target="beams.best_of",
-        description="beams of a search (default n); without use_beam_search it must equal n",
+        description="number of beams (default n); without use_beam_search it must equal n",
     ),
     Field(
         name="length_penalty",
         read=_PENALTY,
         target="beams.length_penalty",
-        description="of a search: a text's log probability is divided by its length to this power; default 1",
+        description="beam search divides the log probability of a text by its length to this power; default 1",
     ),
     Field(
         name="early_stopping",
         read=one_of(False, True, "never"),
         target="beams.early_stopping",
-        description="of a search: end it when best_of texts are complete (true), when no better one is likely (false, "
-        "the default), when no better one is possible (never)",
+        description="beam search ends when best_of texts are complete (true), when no better text is likely (false, "
+        "the default), or when no better text is possible (never)",
     ),
     Field(
         name="num_beam_groups",
         read=integer(1, MAX_CHOICES),
         target="beams.num_groups",
-        description="of a search: groups that are kept different by diversity_penalty; a divisor of best_of",
+        description="groups of beams that diversity_penalty makes differ; a divisor of best_of",
     ),
     Field(
         name="diversity_penalty",
         read=number(0, 100),
         target="beams.diversity_penalty",
-        description="of a search with groups: taken off a token's log probability for each earlier group that chose it",
+        description="with groups: subtracted from the log probability of a token for each earlier group that chose it",
     ),
 )
 

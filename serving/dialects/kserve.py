@@ -120,7 +120,7 @@ _MADE = {name: field.description for name, field in OUTPUTS.items()}
 _PARAMETERS = {"type": "object", "description": "of the tensor: binary_data_size (inputs), binary_data (outputs)"}
 SCHEMA: Mapping[str, Any] = _object(
     {
-        "id": {"type": "string", "description": "the answer repeats it"},
+        "id": {"type": "string", "description": "returned in the reply"},
         "parameters": {
             "type": "object",
             "description": "each tensor of one value may stand here too, by its name",

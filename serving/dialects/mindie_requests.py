@@ -103,7 +103,7 @@ def _stop_token_ids(value: Any, path: str) -> tuple[int, ...]:
 _POSITIVE = integer(1, INT32_MAX)
 _STREAM_OPTIONS = record(include_usage=Entry(boolean))
 _FIELDS = (
-    Field(name="model", read=string, target="model", description="the endpoint; needed"),
+    Field(name="model", read=string, target="model", description="the endpoint; required"),
     Field(
         name="messages",
         read=messages,
@@ -115,7 +115,7 @@ _FIELDS = (
         name="temperature",
         read=number(0, FLOAT_MAX),
         target="sampling.temperature",
-        description="0 is deterministic",
+        description="sampling temperature; 0 is greedy",
         default_words="1, or the model's own",
     ),
     Field(
@@ -125,20 +125,25 @@ _FIELDS = (
         description="the k most probable tokens; -1: all",
         default_words="all, or the model's own",
     ),
-    Field(name="seed", read=integer(0, UINT64_MAX), target="sampling.seed", description="the same seed, the same text"),
+    Field(
+        name="seed",
+        read=integer(0, UINT64_MAX),
+        target="sampling.seed",
+        description="the same seed gives the same text",
+    ),
     Field(name="stop", read=_stop, target="sampling.stop", description="strings that end the text"),
     Field(
         name="stop_token_ids",
         read=_stop_token_ids,
         target="sampling.stop_token_ids",
-        description="tokens that end the text; ids beyond 32 bits are left out",
+        description="tokens that end the text; ids beyond 32 bits are ignored",
     ),
     Field(
         name="max_tokens",
         read=integer(1, MAX_TOKENS),
         target="sampling.max_tokens",
-        description="tokens to generate at most; maxIterTimes and the context bound it",
-        default_words="maxIterTimes, or what the context leaves",
+        description="maximum number of tokens to generate; reduced to maxIterTimes and the rest of the context",
+        default_words="maxIterTimes, or the rest of the context",
     ),
     Field(
         name="tools",
@@ -152,12 +157,12 @@ _FIELDS = (
         target="tool_choice",
         description="none, auto (the default), required, or the tool to call",
     ),
-    Field(name="n", read=integer(1, 1), target="sampling.n", description="a reply has one choice", default=1),
+    Field(name="n", read=integer(1, 1), target="sampling.n", description="only one choice is supported", default=1),
     Field(
         name="stream_options",
         read=_STREAM_OPTIONS,
         target=None,
-        note="usage is in the last chunk with choices, whatever this says",
+        note="usage is always in the last chunk with choices",
     ),
     Field(name="logprobs", read=one_of(False, why="replies have no log probabilities"), target=None),
 )

@@ -29,15 +29,15 @@ DEFAULTS: Mapping[str, Any] = {
     "n": 1,
 }
 DIVERSITY_PENALTY = 1.0
-_SEARCH = "of a search (best_of above 1)"
+_SEARCH = "beam search (best_of above 1)"
 
 FIELDS = (
     Field(
         name="ignore_eos",
         read=boolean,
         target="sampling.ignore_eos",
-        description=f"go on behind the end-of-text token; max_tokens is then at most {IGNORE_EOS_MAX_TOKENS}, and that "
-        "or what the context leaves where it is not given",
+        description=f"continue after the end-of-text token; max_tokens is then at most {IGNORE_EOS_MAX_TOKENS}, and by "
+        "default that or the rest of the context",
         default=False,
     ),
     Field(
@@ -51,49 +51,49 @@ FIELDS = (
         name="best_of",
         read=integer(1, MAX_CHOICES),
         target="beams.best_of",
-        description="above 1: beam search of so many beams, the best n are sent; not streamed",
+        description="above 1: beam search with this many beams that returns the best n texts; not streamed",
         default=1,
     ),
     Field(
         name="use_beam_search",
         read=boolean,
         target="beams.use",
-        description="what best_of above 1 says already",
+        description="implied by best_of above 1",
     ),
     Field(
         name="length_penalty",
         read=number(-10, 10),
         target="beams.length_penalty",
-        description=f"{_SEARCH}: a text's log probability is divided by its length to this power",
+        description=f"{_SEARCH} divides the log probability of a text by its length to this power",
         default=1.0,
     ),
     Field(
         name="diversity_penalty",
         read=number(0, 100),
         target="beams.diversity_penalty",
-        description=f"{_SEARCH} with num_beam_groups above 1: taken off a token's log probability for each earlier "
-        "group that chose it; with one group it changes nothing",
+        description=f"{_SEARCH} with num_beam_groups above 1: subtracted from the log probability of a token for each "
+        "earlier group that chose it; no effect with one group",
         default=DIVERSITY_PENALTY,
     ),
     Field(
         name="num_beam_groups",
         read=integer(1, MAX_CHOICES),
         target="beams.num_groups",
-        description=f"{_SEARCH}: groups that are kept different by diversity_penalty; a divisor of best_of",
+        description=f"{_SEARCH}: groups of beams that diversity_penalty makes differ; a divisor of best_of",
         default=1,
     ),
     Field(
         name="temperature",
         read=number(0, 2),
         target="sampling.temperature",
-        description="above 0: the text is drawn",
+        description="above 0: sampling",
         default=0.0,
     ),
     Field(
         name="top_p",
         read=number(0, 1, above=True),
         target="sampling.top_p",
-        description="nucleus",
+        description="nucleus sampling: the smallest set of tokens with this probability",
         default=1.0,
     ),
     Field(
@@ -107,14 +107,14 @@ FIELDS = (
         name="repetition_penalty",
         read=number(0, 100, above=True),
         target="sampling.repetition_penalty",
-        description="1 is none",
+        description="penalty on tokens of prompt and text; 1 is none",
         default=1.0,
     ),
     Field(
         name="seed",
         read=integer(-INT64, UINT64_MAX),
         target="sampling.seed",
-        description="same seed, same text",
+        description="the same seed gives the same text",
         default=0,
     ),
 )

@@ -74,30 +74,30 @@ def _field(name: str, read: Reader[Any], target: str | None, description: str = 
 _OWN = (
     _field("input", read_input, "messages", "a string, or a list of 1 or more items"),
     _field("instructions", string, "instructions", "a system message before the input"),
-    _field("max_output_tokens", integer(1, MAX_TOKENS), "sampling.max_tokens", "tokens to generate at most"),
+    _field("max_output_tokens", integer(1, MAX_TOKENS), "sampling.max_tokens", "maximum number of tokens to generate"),
     _field("top_logprobs", integer(0, 20), "sampling.top_logprobs", f"alternatives a token; include has {LOGPROBS}"),
-    _field("include", _INCLUDE, "include", "what the reply has beside its texts"),
-    _field("text", read_text, "constraint.text", "what the text is held to"),
+    _field("include", _INCLUDE, "include", "additional contents of the reply"),
+    _field("text", read_text, "constraint.text", "the format of the text"),
     _field("tools", read_tools, "tools", "functions and custom tools that the model may call"),
-    _field("tool_choice", read_tool_choice, "tool_choice", "auto unless given"),
-    _field("parallel_tool_calls", boolean, "parallel_tool_calls", "false: one call at most; true unless given"),
-    _field("reasoning", _REASONING, "reasoning", "how much a model reasons, where its template reads that"),
+    _field("tool_choice", read_tool_choice, "tool_choice", "default auto"),
+    _field("parallel_tool_calls", boolean, "parallel_tool_calls", "false: at most one call; default true"),
+    _field("reasoning", _REASONING, "reasoning", "how much the model reasons, if its chat template reads it"),
     _field(
         "truncation", _truncation, "sampling.error_behavior",
-        "auto: an input over the context loses its beginning (pay-per-token endpoints); disabled unless given",
+        "auto: cut the beginning of an input that exceeds the context (pay-per-token endpoints); default disabled",
     ),
     _field("metadata", _metadata, "echoed.metadata", "labels that the reply repeats"),
     _field("stream_options", _STREAM_OPTIONS, None, note="events are sent as they are"),
-    _field("max_tool_calls", integer(1, MAX_TOKENS), "echoed.max_tool_calls", note="counts built-in tools: none"),
+    _field("max_tool_calls", integer(1, MAX_TOKENS), "echoed.max_tool_calls", note="built-in tools; there are none"),
     _field("store", one_of(False, why=NOT_STORED), None, note="nothing is stored"),
     _field("background", one_of(False, why="a request is answered while it is open"), None, note="it never is"),
     _field(
-        "service_tier", one_of("auto", "default", why="there is one tier"), None, note="one tier: both names mean it"
+        "service_tier", one_of("auto", "default", why="there is one tier"), None, note="there is one tier"
     ),
-    _field("prompt_cache_key", string, "echoed.prompt_cache_key", note="a routing hint; the prefix cache needs none"),
+    _field("prompt_cache_key", string, "echoed.prompt_cache_key", note="a routing hint; not needed here"),
     _field(
         "prompt_cache_retention", one_of("in_memory", "24h"), "echoed.prompt_cache_retention",
-        note="prefixes stay in memory for as long as there is room",
+        note="prefixes stay in memory while there is room",
     ),
     _field("safety_identifier", short_text(512), "echoed.safety_identifier", note="OpenAI's abuse reports only"),
 )  # fmt: skip

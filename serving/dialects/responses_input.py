@@ -56,7 +56,7 @@ _INPUT_TEXT = record(
     type=type_of("input_text"),
     text=Entry(string, required="a string"),
     prompt_cache_breakpoint=Entry(
-        record(mode=Entry(one_of("explicit"), required='"explicit"')), "a hint; the prefix cache needs none"
+        record(mode=Entry(one_of("explicit"), required='"explicit"')), "a hint, which the prefix cache does not need"
     ),
 )
 _OUTPUT_TEXT = record(

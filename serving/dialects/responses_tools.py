@@ -46,7 +46,7 @@ _FUNCTION = record(
     name=_NAMED,
     description=Entry(string),
     parameters=Entry(_parameters, "the JSON schema of the object of its arguments"),
-    strict=Entry(boolean, "the arguments are held to the schema; true unless given"),
+    strict=Entry(boolean, "the arguments must follow the schema; default true"),
     output_schema=Entry(refused("what a tool answers is not shown to the model beforehand")),
     **_SHOWN,
 )
@@ -61,7 +61,7 @@ _CUSTOM = record(
     description=Entry(string),
     format=Entry(
         one_of_types({"text": record(type=type_of("text")), "grammar": _GRAMMAR}, {}, "an object"),
-        "any text unless given",
+        "any text by default",
     ),
     **_SHOWN,
 )
@@ -153,7 +153,7 @@ _TEXT = record(
             {},
             "an object",
         ),
-        "what the text is held to",
+        "the format of the text",
     ),
     verbosity=Entry(one_of("medium", why="the model has no such setting")),
 )

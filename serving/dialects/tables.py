@@ -80,12 +80,12 @@ def _by_name(*groups: Iterable[Field]) -> dict[str, Field]:
 
 COMMON = (
     _field("model", string, "model", "endpoint, served entity, or endpoint:adapter"),
-    _field("user", user, "user", "an id of the end user, kept in the request's line of the log"),
+    _field("user", user, "user", "an id of the end user, recorded in the request's log line"),
     _field(
         "cache_salt",
         short_text(MAX_CACHE_SALT),
         "cache_salt",
-        "prompt prefixes are shared with requests of the same salt only, and of the same tenant",
+        "cached prompt prefixes are shared only with requests of the same salt and the same tenant",
     ),
 )
 
@@ -93,7 +93,7 @@ ADAPTER = (_field("adapter", string, "adapter", "a LoRA adapter of the model"),)
 
 STREAM = (
     _field("stream", boolean, "stream", "send server-sent events", default=False),
-    _field("stream_options", _stream_options, "include_usage", "include_usage: one more chunk with usage"),
+    _field("stream_options", _stream_options, "include_usage", "include_usage: send an additional chunk with usage"),
 )
 
 SAMPLING = (
@@ -101,25 +101,35 @@ SAMPLING = (
         "max_tokens",
         integer(1, MAX_TOKENS),
         "sampling.max_tokens",
-        "tokens to generate at most",
-        or_own="what the context leaves",
+        "maximum number of tokens to generate",
+        or_own="the rest of the context",
     ),
-    _field("temperature", number(0, 2), "sampling.temperature", "0 is deterministic", or_own="1"),
-    _field("top_p", number(0, 1, above=True), "sampling.top_p", "nucleus", or_own="1"),
-    _field("n", integer(1, MAX_CHOICES), "sampling.n", "independent choices", default=1),
-    _field("stop", stop_strings, "sampling.stop", "strings that end the text; not part of it"),
-    _field("seed", integer(-INT64, UINT64_MAX), "sampling.seed", "same seed, same text"),
+    _field("temperature", number(0, 2), "sampling.temperature", "sampling temperature; 0 is greedy", or_own="1"),
+    _field(
+        "top_p",
+        number(0, 1, above=True),
+        "sampling.top_p",
+        "nucleus sampling: the smallest set of tokens with this probability",
+        or_own="1",
+    ),
+    _field("n", integer(1, MAX_CHOICES), "sampling.n", "number of choices", default=1),
+    _field("stop", stop_strings, "sampling.stop", "strings that end the text and are not part of it"),
+    _field("seed", integer(-INT64, UINT64_MAX), "sampling.seed", "the same seed gives the same text"),
     _field(
         "presence_penalty",
         number(-2, 2),
         "sampling.presence_penalty",
-        "taken off tokens that the text has already",
+        "subtracted from the logits of tokens that have been generated",
         default=0,
     ),
     _field(
-        "frequency_penalty", number(-2, 2), "sampling.frequency_penalty", "the same, as often as it has them", default=0
+        "frequency_penalty",
+        number(-2, 2),
+        "sampling.frequency_penalty",
+        "subtracted once for each time that a token has been generated",
+        default=0,
     ),
-    _field("logit_bias", logit_bias, "sampling.logit_bias", "token id to a bias in [-100, 100]"),
+    _field("logit_bias", logit_bias, "sampling.logit_bias", "biases in [-100, 100] by token id"),
 )
 
 TOP_K = (_field("top_k", integer(1, MAX_TOKENS), "sampling.top_k", "the k most probable tokens", or_own="all"),)
@@ -134,37 +144,51 @@ def _top_k_or_off(value: Any, path: str) -> int:
 
 EXTENSIONS = (
     _field("top_k", _top_k_or_off, "sampling.top_k", "the k most probable tokens; -1 or 0: all", or_own="all"),
-    _field("min_p", number(0, 1), "sampling.min_p", "least probability relative to the best token", or_own="0"),
+    _field(
+        "min_p", number(0, 1), "sampling.min_p", "minimum probability relative to the most probable token", or_own="0"
+    ),
     _field("typical_p", number(0, 1, above=True), "sampling.typical_p", "locally typical sampling", or_own="1"),
-    _field("repetition_penalty", number(0, 2, above=True), "sampling.repetition_penalty", "1 is none", or_own="1"),
-    _field("min_tokens", integer(0, MAX_TOKENS), "sampling.min_tokens", "tokens before an end is allowed", or_own="0"),
+    _field(
+        "repetition_penalty",
+        number(0, 2, above=True),
+        "sampling.repetition_penalty",
+        "penalty on tokens of prompt and text; 1 is none",
+        or_own="1",
+    ),
+    _field(
+        "min_tokens",
+        integer(0, MAX_TOKENS),
+        "sampling.min_tokens",
+        "minimum number of tokens before the text may end",
+        or_own="0",
+    ),
     _field(
         "stop_token_ids", list_of(TOKEN, "a list of token ids"), "sampling.stop_token_ids", "tokens that end the text"
     ),
-    _field("bad_words", bad_words, "sampling.bad_words", "texts, or lists of their token ids, that never come"),
+    _field("bad_words", bad_words, "sampling.bad_words", "texts, or lists of token ids, that are never generated"),
     _field(
         "no_repeat_ngram_size",
         integer(0, MAX_TOKENS),
         "sampling.no_repeat_ngram_size",
-        "no run of so many tokens comes twice, the prompt's included; 0: off",
+        "n-grams of this size occur only once, including those of the prompt; 0: off",
         or_own="0",
     ),
-    _field("ignore_eos", boolean, "sampling.ignore_eos", "go on behind the end-of-text token", default=False),
+    _field("ignore_eos", boolean, "sampling.ignore_eos", "continue after the end-of-text token", default=False),
     _field(
         "include_stop_str_in_output",
         boolean,
         "sampling.include_stop_str_in_output",
-        "the text ends with what has stopped it",
+        "the text includes the stop string that ended it",
         default=False,
     ),
     _field(
         "skip_special_tokens",
         boolean,
         "sampling.skip_special_tokens",
-        "false: special tokens are written by their names",
+        "false: special tokens appear in the text by name",
         default=True,
     ),
-    _field("timeout", number(0, 86400, above=True), "sampling.timeout", "seconds this request may take"),
+    _field("timeout", number(0, 86400, above=True), "sampling.timeout", "seconds that this request may take"),
 )
 
 ERROR_BEHAVIOR = (
@@ -172,16 +196,16 @@ ERROR_BEHAVIOR = (
         "error_behavior",
         one_of("error", "truncate"),
         "sampling.error_behavior",
-        "truncate: cut an over-long prompt or an over-long run instead of failing (pay-per-token endpoints); "
-        "default error",
+        "truncate: cut a prompt that is too long, or a generation that takes too long, instead of failing "
+        "(pay-per-token endpoints); default error",
     ),
 )
 
 _FORMS = {
-    "guided_json": "a JSON schema that the text is held to",
-    "guided_regex": "a regular expression that the text matches as a whole",
-    "guided_choice": "texts, of which the text is one",
-    "guided_grammar": "a grammar in Lark's notation, or in GBNF, that the text is held to",
+    "guided_json": "a JSON schema that the text must follow",
+    "guided_regex": "a regular expression that the whole text must match",
+    "guided_choice": "strings of which the text must be one",
+    "guided_grammar": "a grammar in Lark's notation or GBNF that the text must follow",
 }
 # What form the text must have: at most one of these in a request (``decode``).
 CONSTRAINTS = (
@@ -195,18 +219,18 @@ CONSTRAINTS = (
         "structured_outputs",
         structured_outputs,
         "constraint.structured_outputs",
-        "vLLM's: one of json, regex, choice, grammar and json_object",
+        "as in vLLM: one of json, regex, choice, grammar and json_object",
     ),
     *(_field(name, GUIDED[name], f"constraint.{name}", words) for name, words in _FORMS.items()),
     _field("guided_decoding_backend", BACKEND, None, note="there is one"),
 )
-_PARALLEL = "several calls may be made in one reply; false: one at most, and exactly one where one is required"
+_PARALLEL = "allow several calls in one reply; false: at most one, and exactly one if calls are required"
 TOOL_CHOICE = (
     _field(
         "tool_choice",
         tool_choice,
         "tool_choice",
-        "none, auto (the default where there are tools), required, the tool to call, or those that may be called",
+        "none, auto (the default with tools), required, the tool to call, or the tools that may be called",
     ),
     _field("parallel_tool_calls", boolean, "parallel_tool_calls", _PARALLEL, default=True),
 )
@@ -224,14 +248,14 @@ DATABRICKS_TOOL_FIELDS = (
 CHAT = (
     _field("messages", read_messages, "messages", "a non-empty list of messages"),
     _field("logprobs", boolean, "sampling.logprobs", "log probabilities of the sampled tokens", default=False),
-    _field("top_logprobs", integer(0, 20), "sampling.top_logprobs", "alternatives a token; needs logprobs"),
+    _field("top_logprobs", integer(0, 20), "sampling.top_logprobs", "alternatives per token; needs logprobs"),
 )
 CHAT_TEMPLATE = (
     _field("chat_template", string, "chat_template", "name of one of the model's templates"),
-    _field("chat_template_kwargs", template_variables, "chat_template_kwargs", "variables of the template"),
+    _field("chat_template_kwargs", template_variables, "chat_template_kwargs", "variables for the chat template"),
 )
 MAX_COMPLETION_TOKENS = (
-    _field("max_completion_tokens", integer(1, MAX_TOKENS), "max_completion_tokens", "newer name of max_tokens"),
+    _field("max_completion_tokens", integer(1, MAX_TOKENS), "max_completion_tokens", "the newer name of max_tokens"),
 )
 
 COMPLETIONS = (
@@ -239,13 +263,13 @@ COMPLETIONS = (
         "max_tokens",
         integer(0, MAX_TOKENS),
         "sampling.max_tokens",
-        "tokens to generate at most; 0 with echo: none, logprobs are then the prompt's",
-        or_own="what the context leaves",
+        "maximum number of tokens to generate; 0 with echo returns the logprobs of the prompt",
+        or_own="the rest of the context",
     ),
     _field("prompt", texts_or_tokens, "prompts", "a string, token ids, or a list of either"),
     _field("suffix", string, "suffix", "appended to the end of each completion"),
     _field("echo", boolean, "echo", "return the prompt together with the completion", default=False),
-    _field("logprobs", integer(0, 20), "sampling.top_logprobs", "alternatives for each token"),
+    _field("logprobs", integer(0, 20), "sampling.top_logprobs", "alternatives per token"),
 )
 NO_TOOLS = "tools are called in chats"
 _COMPLETIONS_WITHOUT_MEANING = (_field("parallel_tool_calls", boolean, None, note=NO_TOOLS),)
@@ -253,29 +277,31 @@ USE_RAW_PROMPT = (_field("use_raw_prompt", boolean, "use_raw_prompt", "false: th
 
 EMBEDDINGS = (
     _field("input", texts_or_tokens, "inputs", "a string, token ids, or a list of either"),
-    _field("dimensions", integer(1, MAX_TOKENS), "dimensions", "keep the first values and renormalise"),
-    _field("encoding_format", one_of("float", "base64"), "encoding_format", "how vectors are written", default="float"),
+    _field("dimensions", integer(1, MAX_TOKENS), "dimensions", "truncate vectors to this many values and renormalise"),
+    _field("encoding_format", one_of("float", "base64"), "encoding_format", "encoding of vectors", default="float"),
 )
 TRUNCATION = (
     _field(
         "truncate_prompt_tokens",
         integer(-1, MAX_TOKENS),
         "truncate",
-        "cut each text or pair to so many tokens, -1: to what the model takes; by default longer ones are refused",
+        "truncate each text or pair to this many tokens, -1: to the model's limit; by default longer ones are refused",
     ),
-    _field("use_activation", boolean, "activate", "false: a cross-encoder's own number, as it is"),
+    _field("use_activation", boolean, "activate", "false: the output of a cross-encoder without its activation"),
 )
 QUERY = (
-    _field("query", query, "queries", "the text that documents are compared with"),
+    _field("query", query, "queries", "the text to compare documents with"),
     _field("documents", texts, "documents", "a text or a list of them, each a string or an object with text"),
 )
 RANKING = (
-    _field("top_n", integer(0, MAX_TOKENS), "top_n", "so many of the best; 0: all"),
-    _field("return_documents", boolean, "return_documents", "the documents' texts beside their scores"),
-    _field("max_tokens_per_doc", integer(1, MAX_TOKENS), "truncate_documents", "cut each document to so many tokens"),
+    _field("top_n", integer(0, MAX_TOKENS), "top_n", "number of best documents to return; 0: all"),
+    _field("return_documents", boolean, "return_documents", "return the documents' texts with their scores"),
+    _field(
+        "max_tokens_per_doc", integer(1, MAX_TOKENS), "truncate_documents", "truncate each document to this many tokens"
+    ),
 )
 PAIRS = (
-    _field("text_1", texts, "queries", "a text, or as many as text_2 has"),
+    _field("text_1", texts, "queries", "a text, or as many as in text_2"),
     _field("text_2", texts, "documents", "a text or a list of them"),
 )
 OTHER_PAIRS = tuple(
@@ -283,18 +309,21 @@ OTHER_PAIRS = tuple(
     for field, names in zip(PAIRS, (("queries", "data_1"), ("documents", "items", "data_2")), strict=True)
     for name in names
 )
-INSTRUCTION = (_field("instruction", string, "instruction", "put before each input, as the model's card says"),)
+INSTRUCTION = (_field("instruction", string, "instruction", "prepended to each input, as the model card says"),)
 
 # Fields that ask for something of another service around the model; the reason is each field's note.
 WITHOUT_MEANING = (
     _field("metadata", obj, None, note="labels for OpenAI's stored completions; nothing is stored here"),
     _field("store", one_of(False, why="completions are not stored"), None, note="nothing is stored"),
     _field(
-        "service_tier", one_of("auto", "default", why="there is one tier"), None, note="one tier: both names mean it"
+        "service_tier",
+        one_of("auto", "default", why="there is one tier"),
+        None,
+        note="there is one tier, with both names",
     ),
-    _field("prompt_cache_key", string, None, note="a routing hint; the prefix cache needs none"),
+    _field("prompt_cache_key", string, None, note="a routing hint, which the prefix cache does not need"),
     _field("safety_identifier", string, None, note="OpenAI's abuse reports only"),
-    _field("modalities", one_of(["text"], why="the model writes text"), None, note="text is what is produced"),
+    _field("modalities", one_of(["text"], why="the model writes text"), None, note="only text is generated"),
 )
 DATABRICKS_WITHOUT_MEANING = (
     # mlflow.genai.to_predict_fn adds {"return_trace": true} and copes with an answer that has no trace
@@ -346,9 +375,11 @@ RERANK = ScoreTable(
     required="query", fields=_by_name(COMMON, QUERY, RANKING, TRUNCATION), forms=(("query", "documents"),)
 )
 
-TIMEOUT = _field("timeout", number(0, 86400, above=True), "timeout", "seconds this request may take")
+TIMEOUT = _field("timeout", number(0, 86400, above=True), "timeout", "seconds that this request may take")
 _EMBEDDING_EXTRAS = (
-    _field("error_behavior", one_of("error", "truncate"), "error_behavior", "truncate: cut a long input"),
+    _field(
+        "error_behavior", one_of("error", "truncate"), "error_behavior", "truncate: truncate inputs that are too long"
+    ),
     TIMEOUT,
 )
 _DATABRICKS_ANY = (ADAPTER, DATABRICKS_WITHOUT_MEANING)

@@ -203,46 +203,60 @@ _FINITE = number(-NEAR_INFINITY, NEAR_INFINITY)
 _TOKEN_OR_NONE = integer(-1, INT32_MAX)
 TOKEN_LISTS = (
     _tensor("input_ids", INT32, (1, ANY), _prompt, "prompt", "the prompt's tokens"),
-    _tensor("text_input", (BYTES,), (1,), _text, "text", "the prompt as a text, in place of input_ids"),
+    _tensor("text_input", (BYTES,), (1,), _text, "text", "the prompt as text, instead of input_ids"),
 )
 FIELDS: Mapping[str, TensorField] = {
     field.name: field
     for field in (
         *TOKEN_LISTS,
         *_scalar("request_output_len max_tokens", INT32, integer(1, INT32_MAX), "max_tokens", "tokens to generate"),
-        *_scalar("streaming stream", (BOOL,), boolean, "streaming", "a response for each token: over gRPC's stream"),
+        *_scalar("streaming stream", (BOOL,), boolean, "streaming", "one response per token, over a gRPC stream"),
         *_scalar("beam_width", INT32, integer(1, MAX_CHOICES), "beam_width", "above 1: beam search; default 1"),
         *_scalar("temperature", FP, number(0, NEAR_INFINITY), "temperature", "default 1"),
-        *_scalar("runtime_top_k top_k", INT32, integer(0, INT32_MAX), "top_k", "0, the default: no bound"),
+        *_scalar("runtime_top_k top_k", INT32, integer(0, INT32_MAX), "top_k", "default 0: no limit"),
         *_scalar(
             "runtime_top_p top_p",
             FP,
             number(0, 1),
             "top_p",
-            "0, the default: no bound; greedy where top_k is 0 too",
+            "default 0: no limit; greedy if top_k is 0 too",
         ),
-        *_scalar("len_penalty length_penalty", FP, number(-10, 10), "len_penalty", "of a search; default 0"),
+        *_scalar("len_penalty length_penalty", FP, number(-10, 10), "len_penalty", "of beam search; default 0"),
         *_scalar(
             "early_stopping",
             ("INT32", BOOL),
             _number_or_switch,
             "early_stopping",
-            "of a search: 0, the default, when no better text is likely; 1 when beam_width are complete; else when no "
-            "better one is possible",
+            "beam search ends: with 0, the default, when no better text is likely; with 1 when beam_width texts are "
+            "complete; else when no better text is possible",
         ),
         *_scalar("repetition_penalty", FP, number(0, NEAR_INFINITY, above=True), "repetition_penalty", "default 1"),
-        *_scalar("min_length min_tokens", INT32, integer(0, INT32_MAX), "min_tokens", "tokens before an end"),
-        *_scalar("presence_penalty", FP, _FINITE, "presence_penalty", "default 0; counts the prompt too"),
-        *_scalar("frequency_penalty", FP, _FINITE, "frequency_penalty", "default 0; counts the prompt too"),
         *_scalar(
-            "no_repeat_ngram_size", INT32, integer(0, INT32_MAX), "no_repeat_ngram_size", "0, the default: no bound"
+            "min_length min_tokens",
+            INT32,
+            integer(0, INT32_MAX),
+            "min_tokens",
+            "minimum number of tokens before the text may end",
         ),
+        *_scalar("presence_penalty", FP, _FINITE, "presence_penalty", "default 0; includes the prompt's tokens"),
+        *_scalar("frequency_penalty", FP, _FINITE, "frequency_penalty", "default 0; includes the prompt's tokens"),
+        *_scalar("no_repeat_ngram_size", INT32, integer(0, INT32_MAX), "no_repeat_ngram_size", "default 0: no limit"),
         *_scalar("random_seed seed", UINT64, integer(0, UINT64_MAX), "seed", "default 0"),
-        *_scalar("end_id", INT32, _TOKEN_OR_NONE, "end_id", "ends the text; -1, the default: the model's own"),
-        *_scalar("pad_id", INT32, _TOKEN_OR_NONE, "pad_id", "behind the shorter texts of beams; default end_id"),
+        *_scalar("end_id", INT32, _TOKEN_OR_NONE, "end_id", "token that ends the text; default -1: the model's own"),
+        *_scalar(
+            "pad_id",
+            INT32,
+            _TOKEN_OR_NONE,
+            "pad_id",
+            "token that pads the shorter texts of a beam search; default end_id",
+        ),
         _tensor("embedding_bias", FP, (1, ANY), _bias, "embedding_bias", "added to the logits, [1, vocab_size]"),
-        _tensor("bad_words_list", INT32, (1, 2, ANY), _words, "bad_word_ids", "runs of tokens that are not generated"),
-        _tensor("stop_words_list", INT32, (1, 2, ANY), _words, "stop_sequences", "runs of tokens that end the text"),
+        _tensor(
+            "bad_words_list", INT32, (1, 2, ANY), _words, "bad_word_ids", "sequences of tokens that are not generated"
+        ),
+        _tensor(
+            "stop_words_list", INT32, (1, 2, ANY), _words, "stop_sequences", "sequences of tokens that end the text"
+        ),
         _tensor("bad_words", (BYTES,), (ANY,), _texts, "bad_words", "texts that are not generated"),
         _tensor("stop_words", (BYTES,), (ANY,), _texts, "stop", "texts that end the text"),
         _tensor(
@@ -253,16 +267,25 @@ FIELDS: Mapping[str, TensorField] = {
             "prompt_table",
             "vectors of virtual tokens, [prompt_vocab_size, hidden size]: token ids from vocab_size on",
         ),
-        *_scalar("prompt_vocab_size", INT32, integer(1, INT32_MAX), "prompt_vocab_size", "rows of the table"),
+        *_scalar("prompt_vocab_size", INT32, integer(1, INT32_MAX), "prompt_vocab_size", "number of rows of the table"),
         *_scalar("lora_task_id", UINT64, integer(0, UINT64_MAX), "lora_task_id", "the adapter's id"),
-        _tensor("lora_weights", FP, (ANY, ANY), _lora_weights, "lora_weights", "with the first request of an id"),
+        _tensor(
+            "lora_weights",
+            FP,
+            (ANY, ANY),
+            _lora_weights,
+            "lora_weights",
+            "the weights, with the first request of an id",
+        ),
         _tensor(
             "lora_config", INT32, (ANY, ANY), _lora_config, "lora_config", "rows of [module_id, layer, rank(, is_dora)]"
         ),
         *_scalar("return_log_probs", (BOOL,), boolean, "logprobs", "output_log_probs and cum_log_probs"),
         *_scalar("return_context_logits", (BOOL,), boolean, "context_logits", "context_logits"),
         *_scalar("return_generation_logits", (BOOL,), boolean, "generation_logits", "generation_logits"),
-        _tensor("draft_input_ids", INT32, (ANY,), _ids, "draft_ids", "tokens that the text is expected to have"),
-        _tensor("draft_logits", FP, (ANY, ANY), _draft_logits, "draft_logits", "what they were drawn from"),
+        _tensor("draft_input_ids", INT32, (ANY,), _ids, "draft_ids", "the expected tokens of the text"),
+        _tensor(
+            "draft_logits", FP, (ANY, ANY), _draft_logits, "draft_logits", "the logits from which they were sampled"
+        ),
     )
 }

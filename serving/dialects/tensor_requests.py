@@ -28,11 +28,11 @@ _STREAMS = "POST …/generate_stream, or gRPC's ModelStreamInfer, sends tokens a
 _BOTH = "lora_weights and lora_config together, or neither of an adapter that is cached"
 # what a text is asked for with, beside the tensors
 PARAMETERS: Mapping[str, str] = {
-    BINARY_OUTPUT: "outputs that do not say otherwise come as bytes",
-    "timeout": "microseconds this request may take",
+    BINARY_OUTPUT: "return outputs as bytes unless they say otherwise",
+    "timeout": "microseconds that this request may take",
     "adapter": "a LoRA adapter of the model",
-    "user": "an id of the end user, kept in the request's line of the log",
-    "cache_salt": "prompt prefixes are shared with requests of the same salt only, and of the same tenant",
+    "user": "an id of the end user, recorded in the request's log line",
+    "cache_salt": "cached prompt prefixes are shared only with requests of the same salt and the same tenant",
 }
 _NAMES = {field.target: field.name for field in reversed(tuple(FIELDS.values()))}
 

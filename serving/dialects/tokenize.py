@@ -48,7 +48,7 @@ _CHAT = record(
     add_special_tokens=Entry(one_of(False, why="the template writes the special tokens")),
     tools=Entry(tools_reader(), "functions that the model may call"),
     chat_template=Entry(string, "name of one of the model's templates"),
-    chat_template_kwargs=Entry(template_variables, "variables of the template"),
+    chat_template_kwargs=Entry(template_variables, "variables for the chat template"),
 )
 
 

@@ -66,7 +66,7 @@ def _schema() -> dict[str, Any]:
     parameters = dict.fromkeys(CALL_PARAMETERS, value) | {
         EXCLUDE: {"type": ["boolean", "null"], "description": "false: the prompt before the text; default true"}
     }
-    named = {"id": {"type": ["string", "null"], "description": "the answer repeats it"}}
+    named = {"id": {"type": ["string", "null"], "description": "returned in the reply"}}
     return {
         "type": "object",
         "properties": {
