@@ -1,7 +1,7 @@
-"""Writes ``quickstart.ipynb`` from the cells below and runs it: ``python notebooks/build_quickstart.py``.
+"""Build ``quickstart.ipynb`` from the cells below and run it: ``python notebooks/build_quickstart.py``.
 
-The notebook is stored with its outputs, so that it reads well where nobody runs it; a cell that would print a path
-of this machine does not belong in it.
+The notebook is stored with its outputs, so that it can be read without running it. No cell may print a path of this
+machine.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ HERE = Path(__file__).resolve().parent
 CELLS = [
     """# Quickstart
 
-Log a language model with two LoRA adapters to MLflow, then ask it: whole answers, streams, a table of prompts, and
-embeddings with a plot. Fetch the weights and train the adapters first (two minutes, once):
+Log a language model with two LoRA adapters to MLflow, then ask it for whole answers, streams and a table of
+prompts. At the end, an embedding model compares sentences in a plot. Fetch the weights and train the adapters first
+(two minutes, once):
 
 ```
 python examples/quickstart/fetch_weights.py && python examples/quickstart/train_adapters.py
@@ -47,8 +48,8 @@ experiment = mlflow.create_experiment("quickstart", artifact_location=str(store 
 _ = mlflow.set_experiment(experiment_id=experiment)""",
     """## Log
 
-The model's directory, its tokenizer and chat template, and both adapters become one MLflow model. Nothing is loaded
-into memory: files are taken as they are, and checked.""",
+The model's directory, its tokenizer and chat template, and both adapters become one MLflow model. The weights are not
+loaded into memory: the files are checked and stored as they are.""",
     """assistant = llm.log_model(
     model=models / "smollm2",
     name="assistant",
@@ -58,7 +59,8 @@ into memory: files are taken as they are, and checked.""",
 assistant.registered_model_version""",
     """## Predict
 
-The engine starts with the first request, in a process of its own that others share and that ends with its last user.""",
+The engine starts with the first request. It is a separate process, which other programs share and which exits after its
+last user has gone.""",
     """model = mlflow.pyfunc.load_model("models:/assistant/1")
 question = [{"role": "user", "content": "What is the capital of France?"}]
 model.predict({"messages": question, "temperature": 0, "max_tokens": 48})""",
@@ -68,15 +70,15 @@ model.predict({"messages": question, "temperature": 0, "max_tokens": 48})""",
 chunk["usage"]""",
     """## Adapters
 
-For people there is a plain object. Base and adapters run in the same batch.""",
+`llm.load_model` returns a plain object for interactive use. The base model and its adapters run in the same batch.""",
     """assistant = llm.load_model("models:/assistant/1")
 for adapter in (None, *assistant.adapters):
     answer = assistant.chat("What is the capital of Japan?", adapter=adapter, temperature=0, max_tokens=48)
     print(f"{adapter or 'base':>6}: {answer}   ({answer.usage.total_tokens} tokens, {answer.finish_reason})")""",
     """## A table of prompts
 
-One row a request; all rows run in one batch, with a progress bar for many. `params` are fields for the rows that do
-not have them.""",
+Each row is a request. All rows run in one batch, with a progress bar if there are many. `params` are request fields for
+all rows that do not set them.""",
     """countries = ["Italy", "Norway", "Peru", "Kenya", "Poland", "Cuba", "India", "Chile", "Turkey", "Canada"]
 table = pd.DataFrame({"messages": [[{"role": "user", "content": f"What is the capital of {c}?"}] for c in countries]})
 replies = model.predict(table, params={"adapter": "json", "temperature": 0, "max_tokens": 32})
@@ -84,7 +86,7 @@ answers = [reply["choices"][0]["message"]["content"] for reply in replies]
 pd.DataFrame({"country": countries, "answer": answers, "tokens": [r["usage"]["total_tokens"] for r in replies]})""",
     """## Embeddings
 
-A sentence-transformers directory is logged the same way; pooling and normalisation come with it.""",
+A sentence-transformers directory is logged in the same way. Its pooling and normalisation are part of the model.""",
     """llm.log_model(model=models / "minilm", name="embedder", registered_model_name="embedder")
 sentences = [
     "A cat sleeps on the sofa.",
@@ -109,7 +111,7 @@ for i, row in enumerate(similarity):
 figure.colorbar(image, label="cosine similarity")
 figure.tight_layout()
 plt.show()""",
-    """Close what is open; the engines end by themselves.""",
+    """Close the object. Engines exit by themselves after their last user has gone.""",
     """assistant.close()""",
 ]
 
@@ -119,14 +121,14 @@ def build() -> nbformat.NotebookNode:
     for number, source in enumerate(CELLS):
         is_code = source.lstrip().startswith(("import", "assistant", "model", "for", "countries", "llm"))
         cell = new_code_cell(source) if is_code else new_markdown_cell(source)
-        cell["id"] = f"cell-{number}"  # random ids would change the file at each build
+        cell["id"] = f"cell-{number}"  # random ids would change the file with every build
         cells.append(cell)
     metadata = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
     return new_notebook(cells=cells, metadata=metadata)
 
 
 def without_noise(notebook: nbformat.NotebookNode) -> None:
-    """Leave out what differs at each run and says nothing: progress bars, warnings and times."""
+    """Remove outputs that differ from run to run and carry no information: progress bars, warnings and times."""
     for cell in notebook.cells:
         cell.get("metadata", {}).pop("execution", None)
         if "outputs" in cell:
@@ -136,7 +138,7 @@ def without_noise(notebook: nbformat.NotebookNode) -> None:
 
 
 def joined(outputs: list[nbformat.NotebookNode]) -> list[nbformat.NotebookNode]:
-    """Neighbouring pieces of printed text as one output; a stream prints token by token."""
+    """Join adjacent pieces of printed text into one output, because a stream prints token by token."""
     found: list[nbformat.NotebookNode] = []
     for output in outputs:
         if found and output.output_type == found[-1].output_type == "stream" and output.name == found[-1].name:
