@@ -18,13 +18,15 @@ WIDEST = 60
 
 @click.group(invoke_without_command=True)
 @store_options
-@click.option("--start", help="From this day or time on (UTC).")
-@click.option("--end", help="Up to this day or time, excluded.")
+@click.option("--start", help="Only from this day or time on (UTC).")
+@click.option("--end", help="Only before this day or time.")
 @click.option("--actor", help="Only changes by this key, or user of the machine.")
 @click.option("--action", type=click.Choice(ACTIONS), help="Only changes of this kind.")
 @click.option("--target", help="Only changes of this key's id, endpoint, served model, or SCOPE SUBJECT of a limit.")
-@click.option("--limit", default=100, show_default=True, type=click.IntRange(1, 1000), help="The newest so many.")
-@click.option("--json", "as_json", is_flag=True, help="As JSON, whole.")
+@click.option(
+    "--limit", default=100, show_default=True, type=click.IntRange(1, 1000), help="Number of entries, newest first."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print whole entries as JSON.")
 @click.pass_context
 def audit(
     context: click.Context,

@@ -32,22 +32,34 @@ class Stopped(click.ClickException):
 
 @click.command()
 @click.argument("source", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("-o", "--output", required=True, type=click.Path(dir_okay=False, path_type=Path), help="A line a row.")
-@click.option("-m", "--model-uri", help="Answer with this model, loaded here (else a server at --url answers).")
-@click.option("-C", "--config", multiple=True, metavar="KEY=VALUE", help="With -m: an engine setting; repeatable.")
-@url_options
-@click.option("--model", help="For rows that name none: endpoint or endpoint:adapter (default: the server's first).")
-@click.option("--concurrency", type=click.IntRange(1, 4096), help="Rows at once (default: 32; with -m max_num_seqs).")
 @click.option(
-    "--retries", default=8, show_default=True, type=click.IntRange(0), help="Where the server is busy or away."
+    "-o",
+    "--output",
+    required=True,
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Output file, one line per row.",
 )
-@click.option("--retry-failed", is_flag=True, help="Ask rows again whose last answer was an error.")
+@click.option("-m", "--model-uri", help="Load this model here instead of using the server at --url.")
+@click.option("-C", "--config", multiple=True, metavar="KEY=VALUE", help="With -m: engine setting; repeatable.")
+@url_options
+@click.option("--model", help="Endpoint or endpoint:adapter for rows without a model (default: the server's first).")
+@click.option(
+    "--concurrency", type=click.IntRange(1, 4096), help="Concurrent rows (default: 32; with -m: max_num_seqs)."
+)
+@click.option(
+    "--retries",
+    default=8,
+    show_default=True,
+    type=click.IntRange(0),
+    help="Attempts while the server is busy or unavailable.",
+)
+@click.option("--retry-failed", is_flag=True, help="Also answer rows again whose last answer was an error.")
 @click.option(
     "--order",
     default="input",
     show_default=True,
     type=click.Choice(["input", "completion"]),
-    help="Of the lines once all are written.",
+    help="Order of the lines once all are written.",
 )
 @click.pass_context
 def batch(

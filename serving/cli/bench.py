@@ -34,16 +34,21 @@ COLUMNS = (
 
 @click.command()
 @url_options
-@click.option("--model", help="endpoint or endpoint:adapter (default: the server's first).")
-@click.option("--concurrency", default="1,8,32", show_default=True, help="Numbers of callers, in turn.")
-@click.option("--requests", default=4, show_default=True, type=click.IntRange(1), help="Requests of each caller.")
-@click.option("--prompt-words", default=80, show_default=True, type=click.IntRange(1), help="Words in each prompt.")
-@click.option("--max-tokens", default=128, show_default=True, type=click.IntRange(1), help="Tokens of each reply.")
-@click.option("--temperature", default=0.0, show_default=True, type=click.FloatRange(0, 2))
-@click.option("--seed", type=int, help="The same seed gives the same prompts (default: other ones in each run).")
-@click.option("--no-stream", is_flag=True, help="Ask for whole replies: no times of single tokens.")
+@click.option("--model", help="Endpoint or endpoint:adapter (default: the server's first).")
 @click.option(
-    "--json", "json_file", type=click.File("w", encoding="utf-8", lazy=True), help="Write the figures here; - is here."
+    "--concurrency", default="1,8,32", show_default=True, help="Numbers of concurrent callers, one after the other."
+)
+@click.option("--requests", default=4, show_default=True, type=click.IntRange(1), help="Requests per caller.")
+@click.option("--prompt-words", default=80, show_default=True, type=click.IntRange(1), help="Words in each prompt.")
+@click.option("--max-tokens", default=128, show_default=True, type=click.IntRange(1), help="Tokens per reply.")
+@click.option("--temperature", default=0.0, show_default=True, type=click.FloatRange(0, 2))
+@click.option("--seed", type=int, help="The same seed gives the same prompts (default: new ones in each run).")
+@click.option("--no-stream", is_flag=True, help="Request whole replies, without times of single tokens.")
+@click.option(
+    "--json",
+    "json_file",
+    type=click.File("w", encoding="utf-8", lazy=True),
+    help="Write the figures to this file; - is standard output.",
 )
 def bench(
     url: str,

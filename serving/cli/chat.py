@@ -58,14 +58,18 @@ class Conversation:
 
 @click.command()
 @url_options
-@click.option("-m", "--model-uri", help="A logged model, Hugging Face directory or hub id, run here without a server.")
-@click.option("-C", "--config", "config", multiple=True, metavar="KEY=VALUE", help="An engine setting beside -m.")
-@click.option("--model", help="endpoint or endpoint:adapter (default: the server's first).")
-@click.option("--system", help="A system message.")
+@click.option(
+    "-m", "--model-uri", help="Run this logged model, Hugging Face directory or hub id here, without a server."
+)
+@click.option(
+    "-C", "--config", "config", multiple=True, metavar="KEY=VALUE", help="With -m: engine setting; repeatable."
+)
+@click.option("--model", help="Endpoint or endpoint:adapter (default: the server's first).")
+@click.option("--system", help="System message.")
 @click.option("--max-tokens", type=click.IntRange(1))
 @click.option("--temperature", type=click.FloatRange(0, 2))
 @click.option("--seed", type=int, help="The same seed gives the same answer.")
-@click.option("--stats", is_flag=True, help="After each answer its tokens and times, on standard error.")
+@click.option("--stats", is_flag=True, help="Print tokens and times of each answer on standard error.")
 @click.argument("message", required=False)
 def chat(
     url: str,

@@ -43,7 +43,7 @@ Section = dict[str, Any]
 
 @click.command()
 @click.option("-m", "--model-uri", help="Also load this model and generate a token.")
-@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def doctor(model_uri: str | None, as_json: bool) -> None:
     """Check this machine for a server.
 

@@ -23,7 +23,7 @@ HEADS = ("NAME", "TASK", "MODEL", "CONTEXT", "KERNELS", "KV", "STATUS", "RUNNING
 
 @click.command()
 @url_options
-@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def endpoints(url: str, key: str | None, as_json: bool) -> None:
     """List endpoints, adapters and their load."""
     client = Client(url, key, timeout=30)

@@ -21,22 +21,26 @@ LISTEN = "tcp://127.0.0.1:5601"
 
 
 @click.command(epilog=settings_help())
-@click.option("-m", "--model-uri", "model_uri", help="URI of the model. E.g. models:/assistant@champion")
-@click.option("--listen", default=LISTEN, show_default=True, help="Where servers connect, tcp://host:port.")
-@click.option("--key-file", required=True, help="The key that servers share, made by mlflow-llm engine-key.")
-@click.option("-C", "--config", "config", multiple=True, metavar="KEY=VALUE", help="An engine setting; repeatable.")
+@click.option("-m", "--model-uri", "model_uri", help="URI of the model, e.g. models:/assistant@champion.")
+@click.option("--listen", default=LISTEN, show_default=True, help="Address for servers, tcp://host:port.")
+@click.option("--key-file", required=True, help="File with the key that servers share, made by mlflow-llm engine-key.")
+@click.option("-C", "--config", "config", multiple=True, metavar="KEY=VALUE", help="Engine setting; repeatable.")
 @click.option(
     "--adapter-dir",
     "adapter_dirs",
     multiple=True,
     type=click.Path(exists=True, file_okay=False),
-    help="Where servers may have adapters loaded from; repeatable. None: they may not.",
+    help="Directory from which servers may load adapters; repeatable. By default there is none.",
 )
 @click.option(
-    "--drain-timeout", default=30.0, show_default=True, type=click.FloatRange(0), help="Seconds after SIGTERM."
+    "--drain-timeout",
+    default=30.0,
+    show_default=True,
+    type=click.FloatRange(0),
+    help="Seconds that running requests have after SIGTERM.",
 )
 @click.option(
-    "--spec", "spec_file", type=click.Path(exists=True, dir_okay=False), help="Model and settings in a file (JSON)."
+    "--spec", "spec_file", type=click.Path(exists=True, dir_okay=False), help="Model and settings in a JSON file."
 )
 @click.option("--runtime-dir", hidden=True)
 def engine(

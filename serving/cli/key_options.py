@@ -73,6 +73,6 @@ def key_options(command: Callable[..., Any]) -> Callable[..., Any]:
             key = key_file
         return command(*arguments, key=key, **options)
 
-    file = click.option("--key-file", type=SecretFile(), help="A file that has the key.")
+    file = click.option("--key-file", type=SecretFile(), help="File with the key.")
     literal = click.option("--key", envvar=VARIABLE, type=Secret(), help=KEY)
     return literal(file(with_key))

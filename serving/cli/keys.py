@@ -36,7 +36,7 @@ def _key_options(command: Any) -> Any:
 @keys.command()
 @with_accounts(make=True)
 @click.option("--tenant", default="default", show_default=True)
-@click.option("--name", default="", help="A note for people.")
+@click.option("--name", default="", help="A note.")
 @click.option("--scope", "scopes", multiple=True, type=click.Choice(SCOPES), default=("invoke",), show_default=True)
 @_key_options
 @click.option("--limit", "limits", multiple=True, metavar="KIND=VALUE", help=f"What the key may use. {LIMIT}")
@@ -54,7 +54,7 @@ def create(accounts: AccountsApi, limits: tuple[str, ...], **fields: Any) -> Non
 @keys.command("list")
 @with_accounts()
 @click.option("--tenant", help="Only this tenant's.")
-@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def list_(accounts: AccountsApi, tenant: str | None, as_json: bool) -> None:
     """Show the keys, never their secrets. Times are UTC."""
     found = accounts.list_keys({} if tenant is None else {"tenant": tenant})["keys"]
@@ -67,8 +67,14 @@ def list_(accounts: AccountsApi, tenant: str | None, as_json: bool) -> None:
 @keys.command()
 @with_accounts()
 @click.argument("key_id", metavar="KEY")
-@click.option("--name", help="A note for people.")
-@click.option("--scope", "scopes", multiple=True, type=click.Choice(SCOPES), help="All that it has from now on.")
+@click.option("--name", help="A note.")
+@click.option(
+    "--scope",
+    "scopes",
+    multiple=True,
+    type=click.Choice(SCOPES),
+    help="New scopes, instead of the present ones; repeatable.",
+)
 @_key_options
 def update(accounts: AccountsApi, key_id: str, **fields: Any) -> None:
     """Change what KEY (its id) may do.
@@ -86,7 +92,9 @@ def update(accounts: AccountsApi, key_id: str, **fields: Any) -> None:
 @keys.command()
 @with_accounts()
 @click.argument("key_id", metavar="KEY")
-@click.option("--overlap", default=OVERLAP, show_default=True, metavar="TIME", help="How long the old secret lives on.")
+@click.option(
+    "--overlap", default=OVERLAP, show_default=True, metavar="TIME", help="How long the old secret remains valid."
+)
 @click.option("--expires", metavar="WHEN", help=EXPIRES)
 def rotate(accounts: AccountsApi, key_id: str, **fields: Any) -> None:
     """Give KEY (its id) a new secret and print it, once.

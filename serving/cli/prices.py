@@ -25,11 +25,11 @@ def prices() -> None:
 @prices.command("set")
 @with_accounts(make=True)
 @click.argument("entity")
-@click.option("--input", "input_", help="A million prompt tokens (default: 0).")
-@click.option("--cached", help="A million of them found in the cache (default: as --input).")
-@click.option("--output", help="A million generated tokens (default: 0).")
-@click.option("--unit-minute", help="A reserved token/s for a minute (default: 0).")
-@click.option("--effective", metavar="WHEN", help="From when on: a day or time to come (default: now).")
+@click.option("--input", "input_", help="Price of a million prompt tokens (default: 0).")
+@click.option("--cached", help="Price of a million prompt tokens found in the prefix cache (default: as --input).")
+@click.option("--output", help="Price of a million generated tokens (default: 0).")
+@click.option("--unit-minute", help="Price of a reserved token/s for a minute (default: 0).")
+@click.option("--effective", metavar="WHEN", help="When the price takes effect: a future day or time (default: now).")
 def set_(accounts: AccountsApi, entity: str, input_: str | None, effective: str | None, **others: str | None) -> None:
     """Price ENTITY: a served model's name, or "*".
 

@@ -24,16 +24,21 @@ TITLES = ("requests", "prompt", "cached", "completion", "cost")
 
 @click.group(invoke_without_command=True)
 @store_options
-@click.option("--start", help="From this day or time on (UTC).")
-@click.option("--end", help="Up to this day or time, excluded.")
+@click.option("--start", help="Only from this day or time on (UTC).")
+@click.option("--end", help="Only before this day or time.")
 @click.option("--tenant", help="Only this tenant's.")
 @click.option("--endpoint", help="Only this endpoint's.")
 @click.option("--entity", help="Only this served model's.")
-@click.option("--by", default="day,tenant,entity", show_default=True, help="Columns to sum by, also endpoint, key_id.")
-@click.option("--json", "as_json", is_flag=True, help="As JSON; costs as decimal text.")
+@click.option(
+    "--by",
+    default="day,tenant,entity",
+    show_default=True,
+    help="Columns to sum by; endpoint and key_id are available too.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, with costs as decimal text.")
 @click.option("--csv", "csv_file", type=click.Path(dir_okay=False), help="Write every request to this file.")
 @click.option("--parquet", type=click.Path(dir_okay=False), help="Write every request to this file.")
-@click.option("--plot", type=click.Path(dir_okay=False), help="Write a picture by day, tenant and model to this file.")
+@click.option("--plot", type=click.Path(dir_okay=False), help="Write a chart by day, tenant and model to this file.")
 @click.pass_context
 def usage(
     context: click.Context,
@@ -112,12 +117,12 @@ def fold_(database: str, days: int) -> None:
 @click.option(
     "--state",
     type=click.Path(file_okay=False),
-    help="Where the servers keep their state (MLFLOW_LLM_STATE, else in the user's state directory).",
+    help="State directory of the servers (MLFLOW_LLM_STATE, otherwise the user's own).",
 )
 @click.option(
     "--moved",
     is_flag=True,
-    help="The database was moved here and its original is gone: settle what was left there, too.",
+    help="The database was moved here and the original is gone: settle what was left there, too.",
 )
 def settle_(database: str, state: str | None, moved: bool) -> None:
     """Close what ended processes left open.
