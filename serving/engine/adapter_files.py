@@ -1,9 +1,9 @@
-"""peft's adapter directory, read without peft, torch or pickle: what it holds and whether it fits a base.
+"""Read a peft adapter directory without peft, torch or pickle, and check that it fits the base model.
 
     adapter_config.json         peft_type, r, lora_alpha, rank_pattern, alpha_pattern, use_rslora, target_modules …
     adapter_model.safetensors   base_model.model.<module>.lora_A.weight [r, in], .lora_B.weight [out, r]
 
-Whatever changes the result and is not applied here is refused by name. Keys that only steer training are not looked at.
+A key that changes the result but is not applied here is refused by name. Keys that only affect training are ignored.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 FACTOR = re.compile(r"^(?P<module>.+)\.lora_(?P<side>[AB])(\.default)?\.weight$")
-MORE = {  # tensors beside A and B, with the shape [out]; each is there where the configuration says so
+MORE = {  # tensors beside A and B, of shape [out], that are present if the configuration asks for them
     "magnitude": re.compile(r"^(?P<module>.+)\.lora_magnitude_vector(\.default)?(\.weight)?$"),
     "lora_bias": re.compile(r"^(?P<module>.+)\.lora_B(\.default)?\.bias$"),
     "bias": re.compile(r"^(?P<module>.+)\.base_layer\.bias$"),
 }
-NAME_ALONE = re.compile(r"\^?[\w.-]+\$?")  # as a regular expression it cannot backtrack
-MAX_HERE = 100_000  # names compared with modules in this process
+NAME_ALONE = re.compile(r"\^?[\w.-]+\$?")  # a pattern of this form cannot backtrack
+MAX_HERE = 100_000  # most comparisons of a pattern with a module name made in this process
 PATTERNS = Limits(seconds=5.0, memory=256 << 20, output=16 << 20)
 MAX_NUMBER = 1e9
-# Config keys that change the forward pass; each with the values that mean "not used".
+# Config keys that change the forward pass, each with the values that mean "not used".
 REFUSED: dict[str, tuple[Any, ...]] = {
     "use_bdlora": (None, False),
     "use_qalora": (None, False),
@@ -49,7 +49,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 }
 
 
-# These initialisations change the base weights too; peft's conversion on saving (to plain LoRA) resets the key.
+# These initialisations also change the base weights. Converting to plain LoRA when peft saves resets the key.
 BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
@@ -64,8 +64,9 @@ PROMPT_CONFIG: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterModule:
-    """One adapted linear: the shapes of its factors and the factor ``scaling`` on ``B @ A``. ``more``: the keys of
-    tensors [out] beside them, by what they are (``MORE``)."""
+    """One adapted linear: the shapes of its factors, and ``scaling``, which multiplies ``B @ A``.
+
+    ``more`` maps the kinds of ``MORE`` to the keys of the tensors [out] beside A and B."""
 
     a_key: str
     b_key: str
@@ -81,9 +82,9 @@ class AdapterModule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterFiles:
-    """A readable adapter. ``modules`` is by the base model's module name; ``rank`` is the largest.
+    """A readable adapter. ``modules`` is keyed by the base model's module names; ``rank`` is the largest of theirs.
 
-    ``prompt``: (tokens, width) of a learned prompt, which has no modules."""
+    ``prompt`` is the (tokens, width) of a learned prompt; an adapter that has one has no modules."""
 
     path: Path
     rank: int
@@ -97,7 +98,9 @@ class AdapterFiles:
 
 
 def read_adapter(path: str | Path) -> AdapterFiles:
-    """Read the configuration and the safetensors header. Raises ``PackagingError`` naming the adapter and the fault."""
+    """Read the configuration and the safetensors header.
+
+    Raises ``PackagingError``, which names the adapter and the fault."""
     folder = Path(path)
     config = _read_config(folder)
     if config.get("peft_type") in PROMPT_TYPES:
@@ -117,10 +120,11 @@ def check_fits(
     *,
     width: int = 0,
 ) -> None:
-    """Raise ``PackagingError`` where ``adapter`` does not fit linears of these (out, in) shapes.
+    """Raise ``PackagingError`` if ``adapter`` does not fit linears of these (out, in) shapes.
 
-    ``head`` is the output head's module name: an adapter on it is refused, because a step computes the head for the
-    last token of each sequence only. ``width``: of the vectors that may stand for tokens, 0 for none.
+    ``head`` is the module name of the output head. An adapter on it is refused, because a step computes the head only
+    for the last token of each sequence. ``width`` is the width of the vectors that may stand for tokens, or 0 if the
+    base takes none.
     """
     name = adapter.path.name
     if adapter.prompt is not None and adapter.prompt[1] != width:
@@ -154,8 +158,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _read_prompt(folder: Path, config: Mapping[str, Any]) -> AdapterFiles:
-    """A prompt that was learned (prompt tuning, Lester et al. 2021; p-tuning, Liu et al. 2021): peft saves what an
-    encoder made of it, not the encoder."""
+    """Read a learned prompt (prompt tuning, Lester et al. 2021; p-tuning, Liu et al. 2021). peft saves the output of
+    the prompt encoder, not the encoder."""
     name = folder.name
     shapes = read_safetensors_header(folder)
     for key, allowed in PROMPT_CONFIG.items():
@@ -192,7 +196,7 @@ def _refuse_unsupported(name: str, config: Mapping[str, Any]) -> None:
 
 
 def read_safetensors_header(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes by key."""
+    """Return the tensors' shapes by key. Raises ``PackagingError``, which names the adapter."""
     if not (folder / WEIGHTS).is_file():
         raise PackagingError(f"adapter {folder.name!r}: no {WEIGHTS}; other formats are not read when serving")
     try:
@@ -229,7 +233,7 @@ def _pair_factors(
 
 
 def _more_wanted(config: Mapping[str, Any]) -> set[str]:
-    """Those of ``MORE`` that the configuration asks for."""
+    """The kinds of ``MORE`` that the configuration asks for."""
     asked = {
         "magnitude": config.get("use_dora"),
         "lora_bias": config.get("lora_bias"),
@@ -239,7 +243,7 @@ def _more_wanted(config: Mapping[str, Any]) -> set[str]:
 
 
 def _more(key: str, wanted: set[str]) -> tuple[str, str] | None:
-    """(module, kind) of a tensor beside A and B."""
+    """The (module, kind) of a tensor beside A and B, or None."""
     for kind in wanted:
         match = MORE[kind].match(key.removeprefix(PREFIX))
         if match is not None:
@@ -254,7 +258,7 @@ def _with_more(
     shapes: Mapping[str, tuple[int, ...]],
     wanted: set[str],
 ) -> dict[str, AdapterModule]:
-    """``modules`` with what they have beside A and B."""
+    """``modules`` with the tensors that they have beside A and B."""
     if strangers := more.keys() - modules.keys():
         raise PackagingError(f"adapter {name!r}: module {min(strangers)!r} has a tensor, but no lora_A and lora_B")
     for module, entry in modules.items():
@@ -306,7 +310,7 @@ def _checked_number(name: str, key: str, value: Any, *, rank: bool) -> float:
 def _by_pattern(
     name: str, config: Mapping[str, Any], key: str, modules: Sequence[str], default: float
 ) -> dict[str, float]:
-    """peft's rule for each module: the first pattern that is a regular expression for the end of its dotted name."""
+    """Apply peft's rule to each module: the first pattern that matches the end of its dotted name counts."""
     given = config.get(key) or {}
     if not isinstance(given, dict):
         raise PackagingError(f"adapter {name!r}: {CONFIG}: {key}: {shown(given)} is not allowed; expected an object")
@@ -321,10 +325,10 @@ def _by_pattern(
 
 
 def _matches(name: str, key: str, patterns: list[str], modules: Sequence[str]) -> list[int]:
-    """The place of each module's pattern, -1 for none.
+    """The index of each module's pattern, -1 for none.
 
-    Names alone, which is what nearly all adapters have, are compared here. Anything else may backtrack for ever: it is
-    tried in a process that can be killed.
+    Patterns that are plain names, which nearly all adapters have, are matched here. Any other pattern may backtrack
+    for ever, so it is matched in a process that can be killed.
     """
     if len(patterns) * len(modules) <= MAX_HERE and all(map(NAME_ALONE.fullmatch, patterns)):
         compiled = [re.compile(rf"(.*\.)?({pattern})$") for pattern in patterns]

@@ -1,8 +1,8 @@
-"""Which adapters an engine has now: named ones, which come from disk, and those that came with requests.
+"""The adapters that an engine has now: named ones, loaded from disk, and LoRA tasks, whose weights came with requests.
 
-A request claims its adapter when it is taken on and lets go of it at its end. What names an adapter's weights, here,
-in the pool and in the prefix cache (``kv_cache.PrefixKey``), is a key made anew for each load: an adapter that replaces
-one of its name has another key, and what runs ends on the weights that it began with.
+A request claims its adapter when the engine accepts it, and releases it when it ends. Here, in the pool and in the
+prefix cache (``kv_cache.PrefixKey``), a key made anew for each load names an adapter's weights. An adapter that
+replaces another of the same name therefore has another key, and running requests end on the weights they began with.
 
 ::
 
@@ -10,8 +10,8 @@ one of its name has another key, and what runs ends on the weights that it began
     a task     loaded → evicted, and so unknown: the next request sends its weights again
     either     loaded ⇄ on the host alone, where it may have copies there (``host_copies``)
 
-What is loaded stays within ``budget`` bytes. For more room those go that no request has, fairly between their owners
-(``adapter_room``); pinned ones never do.
+The loaded adapters stay within ``budget`` bytes. To make room, adapters that no request uses are evicted, fairly
+between their owners (``adapter_room``). Pinned adapters are never evicted.
 """
 
 from __future__ import annotations
@@ -42,14 +42,15 @@ from .host_copies import HostCopies
 from .interface import AdapterInfo
 from .virtual_tokens import Table
 
-HOST_MEMORY = 1 << 30  # bytes of copies behind another device, where nothing is said
+HOST_MEMORY = 1 << 30  # default for bytes of copies on the host if the weights are on another device
 Stamp = tuple[tuple[int, int, int], ...]
 
 
 @dataclass(slots=True, eq=False)
 class _Adapter:
-    """``users``: requests that claim it. ``info`` and ``stamp`` (of its files) are those of a named one, ``digest`` is
-    a task's. ``is_current``: its name means it; else it goes with its last user."""
+    """One adapter. ``users`` counts the requests that claim it. Only named adapters have ``info`` and ``stamp`` (of
+    their files), only tasks have a ``digest``. ``is_current``: its name refers to it; if not, it is dropped with its
+    last user."""
 
     key: str
     name: Hashable
@@ -64,15 +65,16 @@ class _Adapter:
 
     @property
     def owner(self) -> Hashable:
-        """The tenant of a task, None of a named one."""
+        """The tenant of a task; None for a named adapter."""
         return self.name[0] if isinstance(self.name, tuple) else None
 
 
 class AdapterRegistry:
-    """``pool`` (``lora.LoraPool``) holds the weights, None where the model takes no adapter; ``cache`` the KV.
+    """Loads, evicts and counts the adapters of one engine.
 
-    ``max_adapters`` bounds the named ones, ``budget`` the bytes of all that are loaded, ``host_budget`` those of copies
-    of evicted ones on the host; those named in ``pinned`` are never evicted.
+    ``pool`` (``lora.LoraPool``) holds the weights and is None if the model takes no adapters; ``cache`` holds the KV.
+    ``max_adapters`` limits the number of named adapters, ``budget`` the bytes of all loaded ones and ``host_budget``
+    the bytes of the copies of evicted ones on the host. Adapters named in ``pinned`` are never evicted.
     """
 
     def __init__(
@@ -88,7 +90,7 @@ class AdapterRegistry:
         self._pool, self._cache = pool, cache
         self._max_adapters, self._budget, self._pinned = max_adapters, budget, frozenset(pinned)
         self._host = HostCopies(host_budget)
-        self._current: dict[Hashable, _Adapter] = {}  # a named one by its name, a task by (owner, id)
+        self._current: dict[Hashable, _Adapter] = {}  # a named adapter by its name, a task by (owner, id)
         self._by_key: dict[str, _Adapter] = {}
         self._clock = itertools.count(1)
         self._keys_made = 0
@@ -96,12 +98,12 @@ class AdapterRegistry:
 
     @property
     def num_bytes(self) -> int:
-        """What is loaded takes."""
+        """The bytes that the loaded adapters take."""
         return sum(one.num_bytes for one in self._loaded())
 
     @property
     def num_host_bytes(self) -> int:
-        """What copies of evicted ones take."""
+        """The bytes that the copies of evicted adapters take on the host."""
         return self._host.num_bytes
 
     def _loaded(self) -> list[_Adapter]:
@@ -110,10 +112,10 @@ class AdapterRegistry:
     # -- requests
 
     def claim(self, request: ValidRequest) -> str:
-        """The key of a request's adapter, loaded and kept until ``release``; "" for the base.
+        """Load a request's adapter, keep it until ``release`` and return its key; "" for the base model.
 
-        Raises ``NotFound`` for one that is not there, ``InvalidField`` for weights that do not fit the model,
-        ``Overloaded`` where every loaded one is in use.
+        Raises ``NotFound`` for an unknown adapter, ``InvalidField`` for weights that do not fit the model, and
+        ``Overloaded`` if every loaded adapter is in use.
         """
         if request.lora_task is not None:
             adapter = self._task((request.tenant, request.lora_task.task_id), request.lora_task)
@@ -126,7 +128,7 @@ class AdapterRegistry:
         return adapter.key
 
     def release(self, key: str) -> None:
-        """The end of a request that had claimed ``key``."""
+        """Note the end of a request that had claimed ``key``."""
         if not key:
             return
         adapter = self._by_key[key]
@@ -135,7 +137,7 @@ class AdapterRegistry:
             self._drop(adapter)
 
     def learned_prompt(self, key: str) -> Table | None:
-        """What goes before the prompts of a claimed adapter, if it has learned that."""
+        """The learned prompt of a claimed adapter, which goes before its requests' prompts; None if it has none."""
         prompt: Table | None = self._pool.prompt_of(key) if key else None
         return prompt
 
@@ -157,14 +159,14 @@ class AdapterRegistry:
         return adapter
 
     def _came_back(self, adapter: _Adapter) -> bool:
-        """From the host to the device, if there is a copy."""
+        """Bring an adapter from the host to the device if there is a copy; return whether there was one."""
         if adapter.key not in self._host:
             return False
         weights = self._host.take(adapter.key)
         try:
             self._make_room(adapter)
         except ServingError:
-            self._host.keep(adapter.key, adapter.owner, adapter.num_bytes, weights)  # nothing has taken its place
+            self._host.keep(adapter.key, adapter.owner, adapter.num_bytes, weights)  # its room is still free
             raise
         self._pool.add(adapter.key, self._pool.to_device(weights))
         return True
@@ -187,14 +189,17 @@ class AdapterRegistry:
     def _on_device(self, task: _Adapter) -> _Adapter:
         if task.key not in self._pool:
             came_back = self._came_back(task)
-            assert came_back  # else it would not be known
+            assert came_back  # without a copy the task would not be known
         return task
 
     # -- named adapters
 
     def load(self, name: str, path: str, *, replace: bool = False, pinned: bool = False) -> AdapterInfo:
-        """Read a peft directory. A name already loaded is refused, or replaced: what runs ends on the old weights.
-        With ``pinned`` it is never evicted."""
+        """Load a named adapter from a peft directory. With ``pinned`` it is never evicted.
+
+        A name that is already loaded is refused, or replaced with ``replace``: running requests end on the old
+        weights. Raises ``AlreadyExists``, ``LimitExceeded``, ``Overloaded``, or ``InvalidField`` if the model takes no
+        adapters."""
         if self._pool is None:
             raise InvalidField("adapter", name, "no adapter: this model takes none")
         known = self._current.get(name)
@@ -217,8 +222,9 @@ class AdapterRegistry:
         return info
 
     def unload(self, name: str, *, at_once: bool = False) -> None:
-        """Raises ``NotFound`` for an unknown name, ``Conflict`` while a request uses it; with ``at_once`` such a
-        request ends on its weights."""
+        """Unload a named adapter. Raises ``NotFound`` for an unknown name and ``Conflict`` while a request uses it.
+
+        With ``at_once`` there is no conflict: requests that use the adapter end on its weights."""
         adapter = self._current.get(name)
         if adapter is None:
             raise NotFound(f"adapter {name!r} is not loaded", param="adapter")
@@ -227,15 +233,15 @@ class AdapterRegistry:
         self._leave(adapter)
 
     def infos(self) -> tuple[AdapterInfo, ...]:
-        """The named adapters; () where the model takes none."""
+        """The named adapters; () if the model takes none."""
         return tuple(one.info for one in self._current.values() if one.info is not None)
 
     # -- room
 
     def _make_room(self, new: _Adapter, field: str = "adapter", leaving: _Adapter | None = None) -> None:
-        """Evict what no request has until ``new`` fits; nothing where that would not be enough.
+        """Evict adapters that no request uses until ``new`` fits; evict none if that would not be enough.
 
-        ``leaving`` is replaced by what is coming, and goes first."""
+        ``leaving`` is the adapter that ``new`` replaces; it goes first."""
         loaded = [one for one in self._loaded() if one is not leaving or one.users]
         room = self._budget - sum(one.num_bytes for one in loaded if one.is_pinned)
         if new.num_bytes > room:
@@ -252,12 +258,12 @@ class AdapterRegistry:
         if gone is None:
             raise Overloaded("Cache is full. There are no done tasks to evict", retry_after=1.0)
         if leaving is not None and not leaving.users and leaving.key in self._pool:
-            self._pool.remove(leaving.key)  # its name still means it until the new one enters
+            self._pool.remove(leaving.key)  # its name refers to it until the new adapter enters
         for one in gone:
             self._evict(one)
 
     def _evict(self, adapter: _Adapter) -> None:
-        """From the device, to the host if there is room; a task that is nowhere is not known any more."""
+        """Move an adapter from the device to the host if there is room. A task left in neither place is forgotten."""
         weights = self._pool.remove(adapter.key)
         lost = [adapter.key]
         if self._host.has_room_for(adapter.num_bytes):
@@ -268,7 +274,7 @@ class AdapterRegistry:
                 self._leave(one)
 
     def _enter(self, adapter: _Adapter, read: Any) -> _Adapter:
-        """``adapter`` is what its name means from now on."""
+        """Make ``adapter`` the one that its name refers to."""
         known = self._current.get(adapter.name)
         if known is not None:
             self._leave(known)
@@ -282,7 +288,7 @@ class AdapterRegistry:
         self.num_loads += 1
 
     def _leave(self, adapter: _Adapter) -> None:
-        """Its name does not mean it any more."""
+        """Separate an adapter from its name, and drop it if no request uses it."""
         del self._current[adapter.name]
         adapter.is_current = False
         if not adapter.users:
@@ -300,7 +306,7 @@ class AdapterRegistry:
         return f"{name}#{self._keys_made}"
 
     def check_integrity(self, claims: Iterable[str]) -> None:
-        """Raise ``RuntimeError`` unless ``claims``, the keys of the requests in flight, are what is counted."""
+        """Raise ``RuntimeError`` unless the counts agree with ``claims``, the keys of the requests in flight."""
         held = list(claims)
         for key, adapter in self._by_key.items():
             if adapter.users != held.count(key) or not (adapter.is_current or adapter.users):
@@ -313,19 +319,19 @@ class AdapterRegistry:
 
 
 def _stamp(path: str) -> Stamp:
-    """What tells an adapter's files from others in their place."""
+    """Inode, size and time of change of an adapter's files, which tell them from others put in their place."""
     found = []
     for name in (CONFIG, WEIGHTS):
         try:
             status = os.stat(os.path.join(path, name))
         except OSError:
-            continue  # reading it says what is wrong
+            continue  # reading the file will report the error
         found.append((status.st_ino, status.st_size, status.st_mtime_ns))
     return tuple(found)
 
 
 def pinned_adapters(settings: EngineSettings, bundle: Bundle) -> frozenset[str]:
-    """Those of ``bundle`` that are never evicted, the default one among them. Raises ``InvalidField``."""
+    """The adapters of ``bundle`` that are never evicted, the default one included. Raises ``InvalidField``."""
     for name in settings.pinned_adapters:
         if name not in bundle.adapters:
             has = ", ".join(sorted(bundle.adapters)) or "none"
@@ -335,7 +341,7 @@ def pinned_adapters(settings: EngineSettings, bundle: Bundle) -> frozenset[str]:
 
 
 def adapter_host_memory(settings: EngineSettings, pool: Any) -> int:
-    """Bytes of copies on the host; where weights lie there anyway only what a setting asks for."""
+    """Bytes allowed for copies on the host. If the weights are there anyway, only what the setting asks for."""
     if settings.adapter_host_memory is not None:
         return settings.adapter_host_memory
     return 0 if pool is None or pool.is_on_host else HOST_MEMORY

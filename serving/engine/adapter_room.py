@@ -1,5 +1,7 @@
-"""Which adapters make room for others, fairly: a tenant's, which came with its requests, and the named ones together
-are each entitled to an equal share, and nobody starves another by loading more than that.
+"""Which adapters are evicted to make room for others, fairly between their owners.
+
+Each tenant, for the adapters that came with its requests, and the named adapters together are entitled to an equal
+share. No owner starves another by loading more than its share.
 """
 
 from __future__ import annotations
@@ -9,7 +11,8 @@ from typing import Protocol, TypeVar
 
 
 class Evictable(Protocol):
-    """``owner``: the tenant, None for named adapters. ``last_used`` grows with time."""
+    """An adapter as eviction sees it. ``owner`` is the tenant, None for named adapters. ``last_used`` grows with
+    time."""
 
     @property
     def num_bytes(self) -> int: ...
@@ -23,7 +26,7 @@ A = TypeVar("A", bound=Evictable)
 
 
 def held_by(adapters: Iterable[Evictable]) -> dict[Hashable, int]:
-    """Bytes by owner."""
+    """Bytes held by each owner."""
     held: dict[Hashable, int] = {}
     for one in adapters:
         held[one.owner] = held.get(one.owner, 0) + one.num_bytes
@@ -33,11 +36,12 @@ def held_by(adapters: Iterable[Evictable]) -> dict[Hashable, int]:
 def choose(
     idle: Collection[A], held: Mapping[Hashable, int], owner: Hashable, extra: int, *, room: int
 ) -> list[A] | None:
-    """Those of ``idle`` to evict from ``room`` bytes for ``extra`` more of ``owner``; None where that is not enough.
+    """Choose which of ``idle`` to evict from ``room`` bytes so that ``owner`` can have ``extra`` bytes more.
 
-    ``held``: bytes by owner, in use or not. The longest unused goes first, of those whose owners hold more than their
-    share. Where nobody does it is the longest unused of all, unless ``owner`` would then hold more than its share
-    itself, and not by its first alone: then only what is its own.
+    Returns None if evicting all of them would not be enough. ``held`` maps owners to their bytes, in use or not.
+    Adapters of owners that hold more than their share go first, the longest unused first. If nobody holds more than
+    its share, the longest unused of all goes. But if ``owner`` already holds something and would then exceed its own
+    share, only its own adapters and those of owners above their share go.
     """
     left = {owner: 0, **held}
     share = room / len(left)

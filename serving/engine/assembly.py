@@ -1,4 +1,4 @@
-"""What an engine is made of, put together from a bundle and settings."""
+"""Assemble the parts of an engine from a bundle and settings."""
 
 from __future__ import annotations
 
@@ -42,19 +42,20 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """A generating engine has all but the embedder (``ahead`` where steps are), an embedding engine only that."""
+    """The parts of an engine. A generating engine has all but ``embedder``, and ``ahead`` only if it launches steps
+    ahead. An embedding engine has only ``embedder``."""
 
     info: EngineInfo
     cache: Any = None
     scheduler: Any = None
     runner: Any = None
     lora: Any = None
-    ahead: GraphedForward | None = None  # what steps are launched by ahead of others
+    ahead: GraphedForward | None = None  # launches steps ahead, if the engine does that
     embedder: Any = None
 
 
 def assemble(bundle: Bundle, settings: EngineSettings) -> EngineParts:
-    """Load the weights. Raises ``PackagingError`` for what cannot be run as asked."""
+    """Load the weights and assemble the engine. Raises ``PackagingError`` if it cannot run as the settings ask."""
     refuse_settings(settings, bundle.tasks, quantization_of(transformer_dir(bundle.model_dir)))
     fp8.refuse(settings, resolve_device(settings))
     use_threads(settings)
@@ -62,7 +63,7 @@ def assemble(bundle: Bundle, settings: EngineSettings) -> EngineParts:
         return _pooling_parts(bundle, settings)
     loaded = load_model(bundle, settings)
     memory = free_memory(loaded.device) // 2 if settings.kv_cache_memory is None else settings.kv_cache_memory
-    # the native step is so by itself, and keeps its prefixes: they were computed as they would be again
+    # the native step is batch-invariant anyway and keeps prefix caching: computing a prefix again gives the same bits
     alone = settings.batch_invariant and loaded.decoder is None
     cache = make_cache(loaded, settings, memory, prefix_caching=settings.prefix_caching and not alone)
     width = embedding_width(loaded.model)
@@ -112,7 +113,8 @@ def assemble(bundle: Bundle, settings: EngineSettings) -> EngineParts:
 def _speculation(
     bundle: Bundle, loaded: LoadedModel, settings: EngineSettings, memory: int, max_tokens: int
 ) -> Speculation | None:
-    """Bitwise the same logits in any batch and chunk are the native step's; others could change a text by drafts."""
+    """Speculation, which needs the native step: only its logits are bitwise the same in any batch and chunk. With
+    other kernels drafts could change a text."""
     if settings.speculation != "auto" or loaded.decoder is None:
         if settings.draft_model is not None:
             logger.warning("draft_model: %s is not used: %s", settings.draft_model, loaded.kernels_reason)
@@ -126,8 +128,8 @@ def _speculation(
 
 @torch.inference_mode()
 def step_forward(loaded: LoadedModel, cache: KVCache, lora: LoraPool, settings: EngineSettings) -> StepForward:
-    """How a step is computed: natively where the loaded model can be, else by transformers' code, of which decode steps
-    over blocks are recorded."""
+    """How a step is computed: natively if the loaded model can be, else by transformers' code. Decode steps of the
+    latter over a paged cache are recorded as CUDA graphs."""
     if loaded.decoder is not None and isinstance(cache, SlotKVCache):
         return NativeDecoder(loaded.decoder, cache, lora)
     plain = ModelForward(loaded.model, loaded.holder, cache, lora, loaded.device)
@@ -138,20 +140,20 @@ def step_forward(loaded: LoadedModel, cache: KVCache, lora: LoraPool, settings: 
 
 
 def _why_no_kernel(loaded: LoadedModel, cache: PagedKVCache) -> str:
-    """Why single tokens attend by torch; empty where they do by our kernels, in all layers."""
+    """Why single tokens attend by torch; empty if they attend by our kernels in all layers."""
     heads = int(getattr(loaded.config, "num_attention_heads", None) or 1)
     reasons = (decode.why_not(one.k, one.v, max(heads // one.shape.num_kv_heads, 1)) for one in cache.layers)
     return next(filter(None, reasons), "")
 
 
 def why_not_ahead(forward: StepForward, settings: EngineSettings) -> str:
-    """Why no step is launched before the tokens of the last are read; empty where steps are."""
+    """Why no step is launched before the tokens of the previous one are read; empty if steps are."""
     if settings.launch_ahead == "none":
         return "the setting launch_ahead is 'none'"
     if settings.batch_invariant:
         return "with batch_invariant each sequence is computed alone"
     if not isinstance(forward, GraphedForward) or not forward.sizes or forward.device.type != "cuda":
-        return "decode steps are not recorded as CUDA graphs"  # others wait for the device while they are launched
+        return "decode steps are not recorded as CUDA graphs"  # launching other steps waits for the device
     return ""
 
 
@@ -180,7 +182,7 @@ def _pooling_parts(bundle: Bundle, settings: EngineSettings) -> EngineParts:
 
 
 def make_cache(loaded: LoadedModel, settings: EngineSettings, memory: int, *, prefix_caching: bool) -> KVCache:
-    """A cache within ``memory`` bytes."""
+    """Make a KV cache within ``memory`` bytes. Raises ``PackagingError`` if they are not enough or cannot be had."""
     each = token_bytes(loaded.layers, **loaded.kept)
     num_tokens = memory // each
     by_reference = loaded.decoder is not None
@@ -199,7 +201,7 @@ def make_cache(loaded: LoadedModel, settings: EngineSettings, memory: int, *, pr
         return make(num_slots=num_slots, max_model_len=max_model_len)
     except OSError as error:
         # A system that counts address space as memory (vm.overcommit_memory=2, ulimit -v) refuses slots that could all
-        # grow to the model's whole context: then as many as the budget itself holds.
+        # grow to the model's whole context. Then make as many slots as the budget itself holds.
         longest = min(max_model_len, num_tokens)
         fewer = min(num_slots, num_tokens // longest)
         logger.warning("no address space for %d slots (%s): %d of %d tokens", num_slots, error, fewer, longest)
@@ -210,7 +212,7 @@ def make_cache(loaded: LoadedModel, settings: EngineSettings, memory: int, *, pr
 
 
 def _in_blocks(loaded: LoadedModel, memory: int, each: int, block_size: int, *, prefix_caching: bool) -> PagedKVCache:
-    """One block of the memory is nobody's (``block_pool.PADDING``)."""
+    """Make a paged cache. One block of the memory belongs to no sequence (``block_pool.PADDING``)."""
     num_tokens = memory // each - block_size
     if num_tokens < block_size:
         least = 2 * block_size * each
@@ -225,9 +227,9 @@ def _in_blocks(loaded: LoadedModel, memory: int, each: int, block_size: int, *, 
 
 
 def free_memory(device: Any) -> int:
-    """Bytes free on the device; for CPU within the limits of the control group too."""
+    """Bytes free on the device; for the CPU, within the limits of the control group too."""
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # weights that were packed anew have left their memory to torch, which counts as taken
+        torch.cuda.empty_cache()  # repacking weights left freed memory in torch's cache, which counts as taken
         return int(torch.cuda.mem_get_info(device)[0])
     free = int(psutil.virtual_memory().available)
     for limit, usage in (

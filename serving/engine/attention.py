@@ -1,7 +1,7 @@
-"""The attention function that transformers' model code calls, and what it can be asked for.
+"""The attention function that transformers' model code calls, and the check of what it is asked for.
 
-Registered under a name of its own, for which transformers makes no mask. The module that calls it carries its model's
-``ContextHolder``, whose context has the KV cache's plan for this forward.
+It is registered under a name of its own, for which transformers makes no mask. The module that calls it carries its
+model's ``ContextHolder``, whose context has the KV cache's plan for this forward.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .forward_context import ContextHolder
 NAME = "mlflow_llm"
 HOLDER = "mlflow_llm_context"
 
-# Keyword arguments that change the result and that the plans do not know: models that send them need code first.
+# Keyword arguments that change the result and that the plans do not implement: models that send them are refused.
 UNKNOWN = ("position_bias", "head_mask", "indices", "cu_seq_lens_q", "block_mask")
 
 
@@ -26,7 +26,7 @@ class UnsupportedAttentionError(ValueError):
 
 
 def refuse_unknown(module: Any, attention_mask: Any, keywords: dict[str, Any]) -> None:
-    """Raises ``UnsupportedAttentionError`` for a mask of the model's own or a keyword no attention here knows."""
+    """Raise ``UnsupportedAttentionError`` for a mask made by the model, or a keyword that no attention here knows."""
     if attention_mask is not None:
         raise UnsupportedAttentionError(f"{type(module).__name__} makes an attention mask of its own")
     for name in UNKNOWN:
@@ -47,9 +47,10 @@ def attend(
     s_aux: Any = None,
     **kwargs: Any,
 ) -> tuple[Any, None]:
-    """query [1, H, T, D], key and value [1, Hkv, T, D] → ([1, T, H, Dv], no weights). ``s_aux``: the heads' sinks.
+    """Attend: query [1, H, T, D], key and value [1, Hkv, T, D] → ([1, T, H, Dv], no weights).
 
-    Of a module that has a latent form: key [1, 1, T, R] and value [1, 1, T, P] are what is kept of a token."""
+    ``s_aux`` are the heads' sinks. If the module has a latent form, key [1, 1, T, R] and value [1, 1, T, P] are what
+    the cache keeps of a token. Raises ``UnsupportedAttentionError``."""
     refuse_unknown(module, attention_mask, kwargs)
     if is_causal is False or getattr(module, "is_causal", True) is False:
         raise UnsupportedAttentionError(f"{type(module).__name__} is not causal")

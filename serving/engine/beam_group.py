@@ -1,12 +1,12 @@
-"""The beams of one prompt in the engine: sequences that step together, and are forked and dropped as the search says.
+"""The beams of one prompt in the engine: sequences that step together, and are forked and dropped by the search.
 
-Each beam is a sequence of its own to the scheduler and the cache. One that has its logits waits (``num_remaining`` 0)
-until the others have theirs; then the search chooses. A beam that goes on keeps its KV; further children of it take the
-places of beams that were dropped, and copy what comes after the prompt.
+To the scheduler and the cache each beam is a sequence of its own. A beam that has its logits waits (``num_remaining``
+0) until the others have theirs; then the search chooses. A beam that goes on keeps its KV. Further children of it take
+the places of beams that were dropped, and copy the KV after the prompt.
 
-Within a grammar each beam has a matcher of its own, whose mask is put on its log probabilities as they are: a text's
-score is what the model makes of it. Where the text can only end the tokens that end it are what is left; with none to
-end it by it is whole as it is.
+Within a grammar each beam has its own matcher. The matcher's mask is applied to the log probabilities without
+normalising them again, so a text's score stays the one the model gives it. If a text can only end, only the tokens
+that end it are allowed; if there is no such token, the text is complete as it is.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .sequence import SequenceGroup, SequenceState
 
 
 def make_search(beams: Beams, max_tokens: int, ends: tuple[int, ...]) -> BeamSearch | GroupBeamSearch:
-    """The search that ``beams`` asks for; ``ends`` are the tokens that end a text."""
+    """Make the search that ``beams`` asks for; ``ends`` are the tokens that end a text."""
     if beams.num_groups == 1:
         return BeamSearch(beams.width, max_tokens, ends, beams.length_penalty, beams.early_stopping)
     return GroupBeamSearch(
@@ -51,8 +51,8 @@ def make_search(beams: Beams, max_tokens: int, ends: tuple[int, ...]) -> BeamSea
 
 
 class BeamGroup:
-    """The search of one prompt. ``indexes`` are the request's sequences that its hypotheses become, best first; those
-    that the caller gives up leave it."""
+    """The search of one prompt. ``indexes`` are the request's sequences that its hypotheses become, best first; an
+    index that the caller gives up is removed."""
 
     def __init__(self, group: SequenceGroup, root: SequenceState, beams: Beams, indexes: list[int]) -> None:
         self.group = group
@@ -67,29 +67,29 @@ class BeamGroup:
         self._texts: BeamTexts | None = None
         if self._rule.has_runs:
             self._texts = BeamTexts(group.request, self._rule, None)
-        self._begin: Matching | None = None  # where the grammar begins
-        self._is_empty = False  # all that the grammar has is the text without tokens
+        self._begin: Matching | None = None  # the grammar's matcher at the start of a text
+        self._is_empty = False  # the grammar allows nothing but the text without tokens
         self._may_rise = _may_rise(root)
 
     def read_texts(self, tokenizer: GrammarTokenizer) -> None:
-        """What tokens write is known from here on: before the first step, where there are stop strings."""
+        """Give the search the tokens' texts, which stop strings need. Called before the first step."""
         if self.group.request.stop:
             self._texts = BeamTexts(self.group.request, self._rule, tokenizer)
 
     def take(self, beam: SequenceState, logits: Any) -> bool:
-        """Keep the logits [V] after a beam's last token; whether all beams have theirs now."""
+        """Keep the logits [V] after a beam's last token; return whether all beams have theirs now."""
         self._rows[beam.id] = logits
         return len(self._rows) == len(self._beams)
 
     def preempted(self) -> None:
-        """Its beams have lost their KV: they compute their last tokens again."""
+        """Note that the beams have lost their KV, and will compute their last tokens again."""
         self._rows.clear()
 
     def advance(self, cache: KVCache, add: Callable[[], SequenceState]) -> list[SequenceState]:
-        """Take a step of the search; returns beams that are new (``add`` makes them) and have to be started.
+        """Take a step of the search; return the new beams (made by ``add``), which have to be started.
 
-        Raises ``FloatingPointError`` where logits are not finite, ``ServingError`` where no text can go on, or a
-        grammar's limit is reached.
+        Raises ``FloatingPointError`` if logits are not finite, and ``ServingError`` if no text can go on or a limit of
+        the grammar is reached.
         """
         logits = [self._rows[beam.id] for beam in self._beams]
         self._rows.clear()
@@ -106,13 +106,13 @@ class BeamGroup:
         return self._fork(forks, cache, add) if forks else []
 
     def _is_plain(self) -> bool:
-        """Whether nothing but the model's log probabilities decides, and none of them is reported."""
+        """Whether the model's log probabilities alone decide, and none of them is reported."""
         p = self.group.sampling
         asked = p.grammar is not None or p.logprobs is not None or p.generation_logits
         return not asked and not any(map(is_adjusted, self._beams))
 
     def _step(self, rows: Any, ending: Ending | None) -> Sequence[Fork]:
-        """A step of the search, by logits [beams, V] of float32."""
+        """Take a step of the search from logits [beams, V] in float32."""
         scores = torch.log_softmax(rows, dim=-1)
         if not bool(torch.isfinite(scores.amax(-1)).all()):
             raise FloatingPointError("logits are not finite")
@@ -126,8 +126,8 @@ class BeamGroup:
         return self.search.step(scores, note, ending, self._process)
 
     def _process(self, places: range, scores: Any) -> None:
-        """Penalties, what is forbidden and each beam's grammar on the log probabilities [beams, V] of the beams at
-        ``places``, in place."""
+        """Apply penalties, bans and each beam's grammar, in place, to the log probabilities [beams, V] of the beams at
+        ``places``."""
         beams = self._beams[places.start : places.stop]
         if self.group.sampling.grammar is None:
             adjust(scores, beams)
@@ -146,7 +146,7 @@ class BeamGroup:
                 self._is_empty = not ends and not self.search.length
 
     def _may_go_on(self, beam: SequenceState) -> bool:
-        """Whether its text can go on within the grammar. Raises ``ServingError`` for a limit that is reached."""
+        """Whether a beam's text can go on within the grammar. Raises ``ServingError`` if a limit is reached."""
         matching = beam.matching
         if matching is None:
             return False
@@ -165,8 +165,8 @@ class BeamGroup:
         return nothing_left(sampling)
 
     def _notes(self, scores: Any, rows: Any, chosen: list[Fork]) -> list[Any]:
-        """The reported log probability of each choice, of the distribution before penalties, as when sampling, and the
-        logits that it was made by; None for what is not asked for."""
+        """For each choice, its reported log probability and the logits it was made from; None if not asked for. As in
+        sampling, log probabilities are those of the distribution before penalties."""
         parents = [fork.parent if len(rows) > 1 else 0 for fork in chosen]  # at first all beams are the prompt
         logits = [rows[parent] if self.group.sampling.generation_logits else None for parent in parents]
         if scores is None:
@@ -200,7 +200,7 @@ class BeamGroup:
         return made
 
     def _match(self, forks: Sequence[Fork], matchings: list[Matching | None]) -> None:
-        """Give each beam where it is in its grammar: where its parent was (``matchings``), and its last token on."""
+        """Give each beam its position in the grammar: its parent's (``matchings``), advanced by its last token."""
         for place, (beam, fork) in enumerate(zip(self._beams, forks, strict=True)):
             parent = matchings[fork.parent]
             beam.matching = None
@@ -209,7 +209,7 @@ class BeamGroup:
                 beam.matching.consume((fork.token_id,))
 
     def settled(self) -> list[SearchedText]:
-        """The texts that are certain before the search has ended, and have not been given out; they leave it."""
+        """Take the texts that are certain before the search has ended and have not been delivered yet."""
         if self._may_rise:
             return []
         num_certain = self.search.num_certain
@@ -219,8 +219,10 @@ class BeamGroup:
         return found
 
     def texts(self, reason: FinishReason) -> list[SearchedText]:
-        """The texts that are still wanted; ``reason`` "abort" or "deadline" is theirs, and they are what is best by
-        now, else each ends as it does."""
+        """The texts that are still wanted.
+
+        If ``reason`` is "abort" or "deadline", it is the finish reason of all of them. After a deadline they are the
+        best texts so far; after an abort they are empty. Otherwise each text has its own finish reason."""
         return self._texts_of(self.indexes, reason)
 
     def _texts_of(self, indexes: Sequence[int], reason: FinishReason) -> list[SearchedText]:
@@ -238,7 +240,8 @@ class BeamGroup:
         return texts
 
     def _has_ended(self, token_ids: tuple[int, ...]) -> bool:
-        """Whether a text is whole, as opposed to cut. An empty one is: there are fewer texts than were asked for."""
+        """Whether a text is complete rather than cut off. An empty text is: it means that the search found fewer texts
+        than were asked for."""
         if not token_ids or token_ids[-1] in self._ends:
             return True
         if self._texts is not None and self._texts.has_ended(token_ids):
@@ -254,8 +257,8 @@ class BeamGroup:
 
 
 def _may_rise(sequence: SequenceState) -> bool:
-    """Whether a request's biases and penalties may make log probabilities greater than 0, so that a text's sum grows
-    with a token and nothing is certain before the end of its search."""
+    """Whether a request's biases and penalties may make log probabilities greater than 0. A token could then increase
+    a text's sum, and no text would be certain before the end of the search."""
     p, processors = sequence.sampling, sequence.processors
     if p.presence_penalty < 0.0 or p.frequency_penalty < 0.0 or any(bias > 0.0 for _, bias in p.logit_bias):
         return True
