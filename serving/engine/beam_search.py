@@ -1,12 +1,14 @@
-"""Beam search over one prompt, as arithmetic: log probabilities in, which beams go on and how the search ends out.
+"""The arithmetic of beam search over one prompt: it takes log probabilities and decides which beams go on.
 
-The rules are transformers' (5.x, ``GenerationMixin._beam_search``), to the rounding: scores are sums of log
-probabilities in float32; of the best ``keep`` continuations those that end are hypotheses if they are among the best
-``width``, and the best ``width`` of the others go on; a hypothesis counts by its sum over its length to the power of
-``length_penalty``.
+The rules are those of transformers (5.x, ``GenerationMixin._beam_search``), down to the rounding:
 
-What is forbidden has the log probability -inf. A beam of that score, or one that has ended and keeps its place alone,
-is not alive (``is_alive``): nothing comes of it, and a search without a beam that is alive is done.
+- Scores are sums of log probabilities in float32.
+- Of the best ``keep`` continuations, those that end become hypotheses if they are among the best ``width``. The best
+  ``width`` of the others go on.
+- A hypothesis is ranked by its sum divided by its length to the power of ``length_penalty``.
+
+A forbidden token has the log probability -inf. A beam with that score, or one that has ended and only keeps its place,
+is not alive (``is_alive``): it cannot produce a text. A search without a living beam is done.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ import torch
 from ..request import EarlyStopping
 from .native.continuations import Continuations, best_continuations
 
-NONE = np.float32(-1e9)  # of a place that has no beam or hypothesis
-DEAD = NONE / 2  # sums of log probabilities are greater
+NONE = np.float32(-1e9)  # the score of a place that has no beam or hypothesis
+DEAD = NONE / 2  # every sum of log probabilities is greater
 
 
 class Fork(NamedTuple):
@@ -34,26 +36,26 @@ class Fork(NamedTuple):
 
 
 Note: TypeAlias = Callable[[list[Fork]], list[Any]]
-"""Asked in each step for something to remember of each candidate; what a hypothesis's tokens had comes with it."""
+"""Called in each step to make a note for each candidate; a hypothesis comes with the notes of its tokens."""
 
 Ending: TypeAlias = Callable[[list[Fork]], list[bool]]
-"""Asked in each step which candidates end their texts, beside those whose last token does."""
+"""Called in each step to tell which candidates end their texts, beside those whose last token does."""
 
 
 Process: TypeAlias = Callable[[range, Any], None]
-"""Asked in each step to change the log probabilities of some of the beams, [beams, V], in place: what a request adds to
-them or forbids. At the first step they are one beam, the prompt."""
+"""Called in each step to change the log probabilities [beams, V] of some beams in place, by the biases, penalties and
+bans of a request. At the first step there is one beam, the prompt."""
 
 
 class Trail(NamedTuple):
-    """What was remembered of a text's tokens, the last one first."""
+    """The notes of a text's tokens, the last one first."""
 
     before: Trail | None
     note: Any
 
     @staticmethod
     def notes(trail: Trail | None) -> tuple[Any, ...]:
-        """From the first token to the last."""
+        """The notes from the first token to the last."""
         found = []
         while trail is not None:
             found.append(trail.note)
@@ -63,8 +65,8 @@ class Trail(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
-    """A whole text, its ending token included; ``score`` is its sum of log probabilities over its penalised length.
-    ``notes`` are what was remembered of each token, () for nothing."""
+    """A complete text, its ending token included. ``score`` is its sum of log probabilities over its penalised length;
+    ``notes`` has one entry for each token, or is () if nothing was noted."""
 
     token_ids: tuple[int, ...]
     score: float
@@ -72,7 +74,7 @@ class Hypothesis:
 
 
 class _Finished(NamedTuple):
-    """A hypothesis that is kept; the places that are left have no tokens."""
+    """A hypothesis that is kept. A place without one has no tokens."""
 
     score: np.float32
     token_ids: tuple[int, ...]
@@ -80,7 +82,7 @@ class _Finished(NamedTuple):
 
 
 class RunningBeams:
-    """What every search has: ``width`` beams that are equally long, and what was remembered of their tokens."""
+    """What every search has: ``width`` beams of equal length, and the notes of their tokens."""
 
     def __init__(self, width: int) -> None:
         self.width = width
@@ -90,7 +92,7 @@ class RunningBeams:
 
     @property
     def length(self) -> int:
-        """Tokens that each running beam has."""
+        """How many tokens each running beam has."""
         return self._running.shape[1]
 
     def tokens(self, beam: int) -> npt.NDArray[np.int32]:
@@ -98,29 +100,31 @@ class RunningBeams:
         return self._running[beam]
 
     def is_alive(self, beam: int) -> bool:
-        """Whether something may come of a running beam."""
+        """Whether a running beam may still produce a text."""
         raise NotImplementedError
 
     def complete(self, beam: int) -> None:
-        """The text of a running beam is whole as it is: a hypothesis, and no beam any more."""
+        """Make the text of a running beam, which is complete as it is, a hypothesis and end the beam."""
         raise NotImplementedError
 
     @property
     def num_certain(self) -> int:
-        """How many hypotheses, from the best one on, no running beam can come before, where log probabilities are no
-        greater than 0."""
+        """How many hypotheses, counted from the best, no running beam can overtake, provided that log probabilities
+        are at most 0."""
         raise NotImplementedError
 
 
 class BeamSearch(RunningBeams):
-    """``width`` beams of one prompt, of at most ``max_tokens`` tokens; any of ``ends`` ends a text.
+    """A search with ``width`` beams of one prompt, of at most ``max_tokens`` tokens; any token of ``ends`` ends a text.
 
-    The search ends before its full length where it has ``width`` hypotheses and, with ``early_stopping`` "heuristic",
-    the best running beam is no better at its present length than the worst of them; "first": at once; "never": where no
-    longer text could be better (transformers' False, True and "never").
+    Once it has ``width`` hypotheses, the search may end before its full length, by ``early_stopping``:
 
-    ``step`` is called with the log probabilities of every running beam until ``done``; ``best`` then has the
-    hypotheses, the best one first.
+    - "heuristic": if the best running beam, at its present length, is no better than the worst hypothesis;
+    - "first": at once;
+    - "never": if no longer text could be better.
+
+    (These are transformers' False, True and "never".) Call ``step`` with the log probabilities of every running beam
+    until ``done``; ``best`` then returns the hypotheses, best first.
     """
 
     def __init__(
@@ -133,7 +137,7 @@ class BeamSearch(RunningBeams):
         self._early = early_stopping
         self._keep = max(2, 1 + len(self._ends)) * width
         self._scores = np.full(width, NONE, dtype=np.float32)
-        self._scores[0] = 0.0  # all beams are the same prompt: only one of them may go on
+        self._scores[0] = 0.0  # all beams are the same prompt, so only one of them may go on
         self._finished: list[_Finished] = [_Finished(NONE, (), None)] * width
         self._can_improve = True
 
@@ -159,10 +163,10 @@ class BeamSearch(RunningBeams):
         ending: Ending | None = None,
         process: Process | None = None,
     ) -> Sequence[Fork]:
-        """The beams that go on, best first; none when the search is ``done``.
+        """Take a step; return the beams that go on, best first, or none if the search is ``done``.
 
-        ``log_probs`` is a float32 tensor [width, V]: after the first token of each beam; at the first step of the
-        prompt alone, [1, V] or any number of equal rows. With ``process`` they change.
+        ``log_probs`` is a float32 tensor [width, V] with a row for each beam. At the first step it is that of the
+        prompt alone: [1, V], or any number of equal rows. ``process`` changes it in place.
         """
         if process is not None:
             process(range(len(log_probs)), log_probs)
@@ -173,12 +177,12 @@ class BeamSearch(RunningBeams):
         return self._choose(continuations, note, ending)
 
     def step_native(self, logits: Sequence[Any], ending: Ending | None = None) -> Sequence[Fork]:
-        """``step`` by our own kernels, of rows of logits [V] that ``can_continue``. Raises ``FloatingPointError`` where
-        they are not finite."""
+        """Take a ``step`` by our own kernels, from rows of logits [V] that ``can_continue``. Raises
+        ``FloatingPointError`` if they are not finite."""
         return self._choose(best_continuations(logits, self._scores, self._keep), None, ending)
 
     def _choose(self, found: Continuations, note: Note | None, ending: Ending | None) -> Sequence[Fork]:
-        """Of the best continuations, best first, those that go on."""
+        """Choose the beams that go on, best first, from the best continuations."""
         values, parents, token_ids = found.sums, found.places // found.size, found.places % found.size
         ended = np.isin(token_ids, self._ends) | (self.length + 1 >= self._max_tokens)
         extended = np.concatenate((self._running[parents], token_ids[:, None].astype(np.int32)), axis=1)
@@ -189,7 +193,7 @@ class BeamSearch(RunningBeams):
         if note is not None:
             trails = [Trail(self._trails[c.parent], n) for c, n in zip(candidates, note(candidates), strict=True)]
         self._collect(values, extended, trails, ended)
-        # stable: of equal scores the better candidate goes first, as it came
+        # stable: among equal scores the candidates keep their order, which is best first
         order = np.argsort(-(values + ended.astype(np.float32) * NONE), kind="stable")[: self.width]
         self._running = extended[order]
         self._trails = [trails[i] for i in order]
@@ -200,7 +204,7 @@ class BeamSearch(RunningBeams):
     def _collect(
         self, values: npt.NDArray[np.float32], texts: Any, trails: list[Trail | None], ended: npt.NDArray[np.bool_]
     ) -> None:
-        """Keep the best hypotheses of those before and of ``texts`` that ended among the best ``width``."""
+        """Keep the best of the earlier hypotheses and of the ``texts`` that ended among the best ``width``."""
         scores = values / np.float32(texts.shape[1] ** self._penalty)
         if (self._early == "first" and self._is_full) or not self._can_improve:
             scores = scores + NONE
@@ -209,7 +213,7 @@ class BeamSearch(RunningBeams):
             for i in range(min(self.width, len(values)))
             if ended[i]
         ]
-        # stable: of equal scores the one that was there before stays
+        # stable: among equal scores the earlier hypothesis stays
         self._finished = sorted(self._finished + found, key=lambda one: -one.score)[: self.width]
 
     @property
@@ -217,7 +221,7 @@ class BeamSearch(RunningBeams):
         return all(one.token_ids for one in self._finished)
 
     def _judge(self, all_ended: bool) -> None:
-        """Whether the search goes on: no hypothesis can improve, enough are there, or no beam can go on."""
+        """Decide whether the search is done: no hypothesis can improve, there are enough, or no beam can go on."""
         longest = self._early == "never" and self._penalty > 0.0
         best = self._scores[0] / np.float32((self._max_tokens if longest else self.length) ** self._penalty)
         worst = self._finished[-1].score if self._is_full else NONE
@@ -225,8 +229,8 @@ class BeamSearch(RunningBeams):
         self.done = not self._can_improve or (self._early == "first" and self._is_full) or all_ended
 
     def best(self, count: int) -> list[Hypothesis]:
-        """The best ``count`` hypotheses, at most ``width``; where the search is not ``done`` running beams, as far as
-        they are, after those that there are."""
+        """The best ``count`` hypotheses, at most ``width``. If the search is not ``done``, running beams with the
+        tokens they have follow the hypotheses."""
         found = [
             Hypothesis(one.token_ids, float(one.score), Trail.notes(one.trail))
             for one in self._finished

@@ -1,7 +1,7 @@
 """Where the texts of a beam search end: stop strings, matched on the bytes of tokens, and stop sequences.
 
-A text that is sampled is matched above the engine; a beam has to know at once, since a text that has ended makes place
-for another. The rule is the same: a text ends with the token that completes a stop string, of which nothing came before
+Sampled texts are matched above the engine. A search has to know at once, because a text that has ended makes room for
+another. The rule is the same: a text ends with the token that completes a stop string, all of which must come after
 ``min_tokens``.
 """
 
@@ -16,8 +16,7 @@ from .grammar_tokenizer import GrammarTokenizer
 
 
 class BeamTexts:
-    """The ends of one search's texts, in the order of its beams. ``tokenizer`` may be None where there are no stop
-    strings."""
+    """Finds the ends of one search's texts. ``tokenizer`` may be None if there are no stop strings."""
 
     def __init__(self, request: ValidRequest, rule: StopRule, tokenizer: GrammarTokenizer | None) -> None:
         assert request.sampling is not None
@@ -25,14 +24,14 @@ class BeamTexts:
         self._stops = [stop.encode() for stop in request.stop] if tokenizer is not None else []
         self._tokenizer = tokenizer
         self._shows_special = not request.skip_special_tokens
-        # the text above begins in the same way (``tasks.choice``)
+        # the text made above the engine begins in the same way (``tasks.choice``)
         plain = request.sampling.grammar is None or request.tools is not None
         self._strips = tokenizer is not None and tokenizer.strips_space and plain
-        self._kept = max(map(len, self._stops), default=1) - 1  # bytes that a stop string may begin in
-        self._tails: list[bytes] = []  # of each beam
+        self._kept = max(map(len, self._stops), default=1) - 1  # most bytes of a text that may begin a stop string
+        self._tails: list[bytes] = []  # the last bytes of each beam's text
 
     def ending(self, search: RunningBeams, candidates: Sequence[Fork]) -> list[bool]:
-        """Which candidates end their texts, beside those whose last token is a stop token."""
+        """For each candidate, whether it ends its text otherwise than by a stop token."""
         return [self._ends(search, fork) for fork in candidates]
 
     def _ends(self, search: RunningBeams, fork: Fork) -> bool:
@@ -44,11 +43,11 @@ class BeamTexts:
         if not self._stops or not self._rule.may_match(count):
             return False
         tail, new = self._tail(fork, search.length), len(self._bytes(fork.token_id, is_first=not search.length))
-        # each is looked for where it may end in the last token: of many long ones no more than their length is read
+        # search only where a stop string can end within the last token, so that many long ones stay cheap
         return any(tail.find(stop, max(0, len(tail) - new - len(stop) + 1)) >= 0 for stop in self._stops)
 
     def _tail(self, fork: Fork, length: int) -> bytes:
-        """The end of a candidate's text: all in which a stop string may stand that is complete with its last token."""
+        """The end of a candidate's text, long enough for any stop string that its last token completes."""
         before = self._tails[fork.parent] if length else b""
         return before + self._bytes(fork.token_id, is_first=not length)
 
@@ -61,7 +60,7 @@ class BeamTexts:
         return data.removeprefix(b" ") if is_first and self._strips else data
 
     def fork(self, forks: Sequence[Fork], length: int) -> None:
-        """The beams are those of ``forks`` now, whose parents had ``length`` tokens."""
+        """Make ``forks`` the beams; their parents had ``length`` tokens."""
         if not self._stops:
             return
         if not self._rule.may_match(length + 1):
@@ -71,7 +70,7 @@ class BeamTexts:
         self._tails = [tail[max(0, len(tail) - self._kept) :] for tail in tails]
 
     def has_ended(self, token_ids: tuple[int, ...]) -> bool:
-        """Whether a whole text has a stop string, or ends with a stop sequence."""
+        """Whether a text contains a stop string or ends with a stop sequence."""
         if self._rule.has_runs and self._rule.run_ending(token_ids, len(token_ids)):
             return True
         if not self._stops:

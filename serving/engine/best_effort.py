@@ -1,10 +1,10 @@
-"""Time budget of best-effort work beside provisioned requests, from a cost model of steps that is fitted as they run.
+"""The time budget of best-effort work beside provisioned requests, from a cost model that is fitted as steps run.
 
 A provisioned request (``ValidRequest.provisioned``) keeps its time per output token whatever else the engine has to do.
-So the time of a step is predicted from its load, and best-effort work joins a step only for a small part of what the
-provisioned work alone takes: ``SHARE`` of it on average, which keeps the provisioned tokens/s, and ``STEP_SHARE`` in
-any one step, which keeps their longest pauses. The budget is charged with the time that best-effort work was measured
-to take, never with the prediction: a wrong estimate costs a few steps, not what was bought.
+The time of a step is therefore predicted from its load, and best-effort work may only add a small part of what the
+provisioned work takes alone: ``SHARE`` of it on average, which preserves the provisioned tokens/s, and ``STEP_SHARE``
+in any one step, which bounds the longest pauses. The budget is charged with the measured time of best-effort work,
+never with the prediction, so a wrong estimate costs a few steps, not the provisioned throughput.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ import numpy.typing as npt
 
 SHARE = 0.06  # of provisioned time that best-effort work may add on average: tokens/s stay at 94 %
 STEP_SHARE = 0.16  # and in any one step: pauses between tokens stay at 1.16 times what they were
-LINGER = 0.5  # seconds of steps after the last provisioned one in which the next is expected: only short steps
+LINGER = 0.5  # seconds of steps after the last provisioned one: another is expected, so steps stay short
 LINGER_STEPS = 2.0  # how long such a step may take, in steps of one sequence
-PROBE_EVERY = 4  # of the steps that could have best-effort work one has none: what provisioned work takes alone
+PROBE_EVERY = 4  # one in so many provisioned steps has no best-effort work, to measure what they take alone
 MIN_SEEN = 8  # steps before an estimate is worth anything
 
-_WINDOW = 256  # steps an estimate is made of,
-_FADE = 0.98  # each of which weighs so much less than the one after it
+_WINDOW = 256  # steps that an estimate is made from
+_FADE = 0.98  # the weight of a step relative to the one after it
 _REFIT = 4  # steps from one estimate to the next
 _SCALE = np.array([1.0, 8.0, 64.0, 1.0, 2048.0])  # brings all features to about one
 _RIDGE = 1e-4
-_DEBT = 10.0  # ceilings that best-effort work may owe: what it took beyond its budget is paid back first
-_OUTLIER = 3.0  # times the estimate: more than that is another process's doing
+_DEBT = 10.0  # the most that best-effort work may owe, in ceilings; it pays back what it overdrew before it runs
+_OUTLIER = 3.0  # times the estimate; a longer step is put down to another process
 
 Vector = npt.NDArray[np.float64]
 
 
 class RunExtent(Protocol):
-    """A run, as far as its cost goes: ``num_tokens`` of a sequence from ``start``."""
+    """The extent of a run, which decides its cost: ``num_tokens`` of a sequence from ``start``."""
 
     @property
     def start(self) -> int: ...
@@ -45,8 +45,8 @@ class RunExtent(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepLoad:
-    """What decides the time of a step: ``rows`` are runs of one token (decode), ``chunks`` longer runs (prefill) with
-    ``chunk_tokens`` in all; ``context`` counts the tokens whose keys and values are read."""
+    """What decides the time of a step. ``rows`` counts runs of one token (decode), ``chunks`` longer runs (prefill),
+    ``chunk_tokens`` their tokens, and ``context`` the tokens whose keys and values are read."""
 
     rows: int = 0
     chunk_tokens: int = 0
@@ -71,15 +71,16 @@ class StepLoad:
 
     @property
     def features(self) -> Vector:
-        """[5], scaled to about one: a constant, then the fields in order."""
+        """A vector [5] scaled to about one: a constant, then the fields in order."""
         return np.array([1.0, self.rows, self.chunk_tokens, self.chunks, self.context]) / _SCALE
 
 
 class StepCost:
-    """Seconds of a step, linear in its features: weighted ridge regression over the last ``_WINDOW`` steps with
-    non-negative coefficients (Lawson and Hanson's active set, one way).
+    """Predicts the seconds of a step, linearly from its features.
 
-    A step's true cost is not linear, but it is near the steps that run now, and old ones fade.
+    The fit is a weighted ridge regression over the last ``_WINDOW`` steps with non-negative coefficients (Lawson and
+    Hanson's active set, only ever removing features). The true cost is not linear, but it nearly is around the steps
+    that run now, and old steps fade.
     """
 
     def __init__(self) -> None:
@@ -90,12 +91,11 @@ class StepCost:
 
     @property
     def known(self) -> bool:
-        """Whether enough steps were seen for an estimate."""
+        """Whether enough steps have been seen for an estimate."""
         return self._count >= MIN_SEEN
 
     def observe(self, work: StepLoad, seconds: float) -> None:
-        """Learn from a step of ``work`` that took ``seconds``; outliers, which are the doing of other processes, are
-        cut."""
+        """Learn from a step of ``work`` that took ``seconds``. Outliers, which other processes cause, are capped."""
         features = work.features
         if self.known and (foreseen := float(self._weights @ features)) > 0:
             seconds = min(seconds, _OUTLIER * foreseen)
@@ -126,7 +126,7 @@ class StepCost:
         gram = (x * weight[:, None]).T @ x / weight.sum()
         target = (x * weight[:, None]).T @ y / weight.sum()
         kept = list(range(len(_SCALE)))
-        while kept:  # a negative coefficient says that its feature explains nothing: leave it out
+        while kept:  # leave out a feature with a negative coefficient: it explains nothing
             part = gram[np.ix_(kept, kept)] + _RIDGE * np.eye(len(kept))
             found = np.linalg.solve(part, target[kept])
             if found.min() >= 0:
@@ -138,7 +138,7 @@ class StepCost:
 
 
 class BestEffortBudget:
-    """Account of the seconds that best-effort work may still take. ``ran`` books every step; it owns no sequence."""
+    """The account of the seconds that best-effort work may still take. Call ``ran`` after every step."""
 
     def __init__(self) -> None:
         self.cost = StepCost()
@@ -149,7 +149,7 @@ class BestEffortBudget:
 
     @property
     def lingers(self) -> bool:
-        """Whether a provisioned request ended just now, so that its caller's next one may come at any moment."""
+        """Whether a provisioned request ended so recently that its caller's next one may come at any moment."""
         return self._since_provisioned < LINGER
 
     def allowance(self, provisioned: StepLoad) -> float:
@@ -161,31 +161,31 @@ class BestEffortBudget:
         if self._steps % PROBE_EVERY == 0:
             return 0.0
         most = STEP_SHARE * self.cost.predict(provisioned)
-        if self.credit >= self._piece:  # saved up, if need be, for a piece that is larger than any step's part
+        if self.credit >= self._piece:  # enough was saved for the smallest piece, even if it exceeds a step's share
             most = max(most, self._piece)
         return min(self.credit, most)
 
     @property
     def _piece(self) -> float:
-        """The least that there is to run: one sequence's token."""
+        """Seconds of the least work that can be added: one token of one sequence."""
         return self.cost.row(0) * 1.5
 
     def _ceiling(self, most: float) -> float:
         return 2 * max(most, self._piece)
 
     def row(self, provisioned: StepLoad, context: int) -> float:
-        """Seconds reckoned for one more decoding row; at least a little, lest an estimate of zero admit everything."""
+        """Seconds charged for one more decoding row; never 0, since an estimate of 0 would admit everything."""
         return max(self.cost.row(context), self.cost.predict(provisioned or StepLoad(rows=1)) / 100)
 
     def chunk_tokens(self, provisioned: StepLoad, start: int, seconds: float) -> int:
-        """Prefill tokens of a prompt from ``start`` on that fit into ``seconds``."""
+        """How many prefill tokens of a prompt, from ``start``, fit into ``seconds``."""
         fixed = self.cost.chunk(start, 0)
         token = max(self.cost.chunk(start, 1) - fixed, self.cost.predict(provisioned or StepLoad(rows=1)) / 400)
         # prefill of n tokens of one sequence never costs more than one token of n sequences
         return max(int((seconds - fixed) / max(token, 1e-9)), int(seconds / max(self.row(provisioned, start), 1e-9)))
 
     def ran(self, provisioned: StepLoad, total: StepLoad, seconds: float) -> None:
-        """Book a step of ``total``, ``provisioned`` of it, that took ``seconds``."""
+        """Book a step that took ``seconds``, with the load ``total``, of which ``provisioned`` was provisioned."""
         if provisioned:
             self._since_provisioned = 0.0
             self._steps += 1
@@ -194,7 +194,7 @@ class BestEffortBudget:
                 self._account(provisioned, total, seconds)
         else:
             self._since_provisioned += seconds
-        # Steps far larger than provisioned ones would bend the fit: they count only until there are others.
+        # Steps far larger than provisioned ones would distort the fit; they count only until there are enough others.
         if provisioned or self.lingers or self._guarded_seen < MIN_SEEN:
             self.cost.observe(total, seconds)
 

@@ -1,16 +1,15 @@
-"""Weights of four bits that a model's own activations have chosen: what errors of a weight cost is known by what it is
-multiplied with.
+"""Calibrated weight-only quantization to four bits: a model's own activations tell what an error of a weight costs.
 
-For linears that share an input, with ``H`` the mean of x x^T over the tokens of calibration:
+For linears that share an input, with ``H`` the mean of x x^T over the calibration tokens:
 
-1. A factor for each input, ``mean |x| ** a``, is taken into the weights and out of the activations, for the ``a`` that
-   leaves the least error (AWQ: Lin et al. 2023, arxiv.org/abs/2306.00978).
-2. Columns are rounded one after the other, and what a rounding did wrong is made good by those that follow (GPTQ:
-   Frantar et al. 2022, arxiv.org/abs/2210.17323). A group's scale and zero point are chosen when it is reached: those
-   of the clipped ranges that leave the least error.
-3. Sweeps over all columns give each value, and each group its scale, what leaves the least error beside all others as
-   they now are (coordinate descent: QuantEase, Behdin et al. 2023, arxiv.org/abs/2309.01885): the first columns were
-   rounded before the others' errors were known.
+1. Each input has a factor, ``mean |x| ** a``, that moves from the activations into the weights. The ``a`` that leaves
+   the least error is chosen (AWQ: Lin et al. 2023, arxiv.org/abs/2306.00978).
+2. Columns are rounded one after the other, and the later columns compensate for the error of each rounding (GPTQ:
+   Frantar et al. 2022, arxiv.org/abs/2210.17323). A group's scale and zero point are chosen when the group is reached,
+   from the clipped range that leaves the least error.
+3. Sweeps over all columns set each value, and the scale of each group, to what leaves the least error given all others
+   (coordinate descent: QuantEase, Behdin et al. 2023, arxiv.org/abs/2309.01885). They help because the first columns
+   were rounded before the errors of the later ones were known.
 """
 
 from __future__ import annotations
@@ -29,17 +28,18 @@ from .native.library import GROUP
 LEVELS = 15  # values are 0..15
 EXPONENTS = tuple(i / 8 for i in range(8))
 CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8)
-DAMPINGS = (0.01, 0.1, 1.0)  # of the mean of H's diagonal: the first by which it has an inverse
+DAMPINGS = (0.01, 0.1, 1.0)  # times the mean of H's diagonal; the first that makes H invertible is used
 SWEEPS = 3
-SMALLEST = 2.0**-14  # of float16's scales, where no digit is lost
-AT_ONCE = 1 << 30  # bytes of H's that are collected in one run over the tokens
+SMALLEST = 2.0**-14  # the smallest scale: the smallest float16 that keeps full precision
+AT_ONCE = 1 << 30  # bytes of the matrices H that are collected in one run over the tokens
 SEQUENCES, LENGTH, SEED = 16, 128, 0
 
 
 @dataclass(frozen=True, slots=True)
 class GroupedWeight:
-    """``values`` uint8 [N, K] of 0..15, ``scale`` float16 and ``zero`` uint8 [N, K / GROUP], ``inputs`` float32 [K]:
-    weight = (values - zero) * scale * inputs."""
+    """A weight [N, K] quantised by group: weight = (values - zero) * scale * inputs.
+
+    ``values`` uint8 [N, K] of 0..15, ``scale`` float16 and ``zero`` uint8 [N, K / GROUP], ``inputs`` float32 [K]."""
 
     values: torch.Tensor
     scale: torch.Tensor
@@ -47,14 +47,14 @@ class GroupedWeight:
     inputs: torch.Tensor
 
     def parts(self) -> tuple[torch.Tensor, ...]:
-        """As they are stored (stored_weights.py): two values a byte, scales, zero points, factors."""
+        """The parts as they are stored (stored_weights.py): two values per byte, scales, zero points, factors."""
         pairs = self.values.view(len(self.values), -1, 2)
         return pairs[..., 0] | pairs[..., 1] << 4, self.scale, self.zero, self.inputs.clone()
 
 
 def own_text(model: Any) -> list[list[int]]:
-    """What the model writes by itself, from its first token on: of the kind that it knows, in the languages that it
-    has. The same each time."""
+    """Token ids of texts that the model samples by itself, so they are of the kinds and languages that it knows. They
+    are the same each time."""
     generator = torch.Generator().manual_seed(SEED)
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
     config = model.config.get_text_config()
@@ -82,7 +82,7 @@ Linears = Sequence[nn.Module]
 def inputs_of(
     model: Any, groups: Sequence[Linears], texts: Sequence[Sequence[int]]
 ) -> Iterator[tuple[Linears, torch.Tensor, torch.Tensor]]:
-    """Of linears that share an input: ``H`` [K, K] and ``mean |x|`` [K] over the tokens of ``texts``."""
+    """Yield each group of linears that share an input with its ``H`` [K, K] and ``mean |x|`` [K] over ``texts``."""
     waiting = list(groups)
     while waiting:
         taken: list[Linears] = []
@@ -114,7 +114,7 @@ class _Inputs:
 def _collected(model: Any, linears: Linears, texts: Sequence[Sequence[int]]) -> list[_Inputs]:
     found = [_Inputs(torch.zeros(k, k), torch.zeros(k)) for k in map(_width, linears)]
     hooks = [one.register_forward_pre_hook(inputs.add) for one, inputs in zip(linears, found, strict=True)]
-    body = getattr(model, model.base_model_prefix, model)  # without the head, which nothing is collected of
+    body = getattr(model, model.base_model_prefix, model)  # without the head, for which nothing is collected
     try:
         for text in texts:
             body(input_ids=torch.tensor([list(text)]), use_cache=False)
@@ -125,11 +125,11 @@ def _collected(model: Any, linears: Linears, texts: Sequence[Sequence[int]]) -> 
 
 
 def quantised(weights: Sequence[torch.Tensor], products: torch.Tensor, sizes: torch.Tensor) -> list[GroupedWeight]:
-    """Of weights [N, K] that share an input, whose factors they share."""
+    """Quantise weights [N, K] that share an input, and therefore its factors."""
     whole = torch.cat(list(weights))
     factors = _best_factors(whole, products, sizes)
     whole = whole * factors
-    largest = whole.abs().max().clamp_min(1e-30)  # scales are then of float16's range, whatever the model's are
+    largest = whole.abs().max().clamp_min(1e-30)  # brings the scales into float16's range, whatever the model
     factors = factors / largest
     products = products / factors[:, None] / factors
     whole = whole / largest
@@ -157,7 +157,7 @@ def _best_factors(weight: torch.Tensor, products: torch.Tensor, sizes: torch.Ten
 
 
 def _range(x: torch.Tensor, clip: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale and zero point of groups [.., GROUP], as they are stored."""
+    """The scale and zero point of groups [.., GROUP], rounded as they are stored."""
     most, least = x.amax(-1, keepdim=True).clamp_min(0) * clip, x.amin(-1, keepdim=True).clamp_max(0) * clip
     scale = ((most - least) / LEVELS).clamp_min(SMALLEST).half().float()
     return scale, (-least / scale).round().clamp(0, LEVELS)
@@ -168,7 +168,7 @@ def _values(x: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> torch.T
 
 
 def _clipped(x: torch.Tensor, importance: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale and zero point [N, 1] of a group [N, GROUP] that leave the least error, weighed by ``importance``."""
+    """The scale and zero point [N, 1] of a group [N, GROUP] with the least error, weighted by ``importance``."""
     scale, zero = _range(x, CLIPS[0])
     best = torch.full_like(scale, float("inf"))
     for clip in CLIPS:
@@ -181,7 +181,7 @@ def _clipped(x: torch.Tensor, importance: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 def _inverse(products: torch.Tensor) -> torch.Tensor:
-    """The upper Cholesky factor of H's inverse, which says how an error at k is made good by those behind it."""
+    """The upper Cholesky factor of H's inverse, which says how the columns after k compensate for an error at k."""
     mean = products.diagonal().double().mean().clamp_min(1e-12)
     for damping in DAMPINGS:
         damped = products.double() + torch.eye(len(products), dtype=torch.float64) * (damping * mean)
@@ -190,7 +190,7 @@ def _inverse(products: torch.Tensor) -> torch.Tensor:
             upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
             if not failed:
                 return upper.float()
-    return torch.eye(len(products))  # inputs that say nothing: each weight is rounded by itself
+    return torch.eye(len(products))  # the inputs say nothing, so each weight is rounded by itself
 
 
 def _rounded(
@@ -218,14 +218,15 @@ def _rounded(
 
 
 def _swept(weight: torch.Tensor, products: torch.Tensor, made: GroupedWeight) -> GroupedWeight:
-    """``made`` with values and scales that leave less of ``(made - weight) H (made - weight)^T``. Tensors are [K, N]
-    here: a column of the weight is contiguous."""
+    """Improve the values and scales of ``made`` to reduce ``(made - weight) H (made - weight)^T``.
+
+    Tensors are [K, N] here, so that a column of the weight is contiguous."""
     wanted, values = weight.t().contiguous(), made.values.t().float().contiguous()
     scales, zeros = made.scale.t().float().contiguous(), made.zero.t().float().contiguous()
     mean = products.diagonal().mean().clamp_min(1e-12)
     damped = products / mean + torch.eye(len(products)) * DAMPINGS[0]
     grouped = (values.view(len(zeros), GROUP, -1) - zeros[:, None]) * scales[:, None]
-    slope = damped @ (grouped.view_as(wanted) - wanted)  # of the error, at each value
+    slope = damped @ (grouped.view_as(wanted) - wanted)  # slope of the error at each value
     for _ in range(SWEEPS):
         for group, (scale, zero) in enumerate(zip(scales, zeros, strict=True)):
             rows = slice(group * GROUP, (group + 1) * GROUP)
@@ -238,7 +239,7 @@ def _swept(weight: torch.Tensor, products: torch.Tensor, made: GroupedWeight) ->
 def _group_swept(
     values: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, slope: torch.Tensor, products: torch.Tensor
 ) -> torch.Tensor:
-    """Changes ``values`` [GROUP, N] and ``scale`` [N] in place. Returns by how much the weights moved [GROUP, N]."""
+    """Change ``values`` [GROUP, N] and ``scale`` [N] in place; return how far the weights moved [GROUP, N]."""
     centred = values - zero
     curve = (centred * (products @ centred)).sum(0)
     step = torch.where(curve > 0, (slope * centred).sum(0) / curve, 0.0)

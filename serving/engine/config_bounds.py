@@ -1,5 +1,7 @@
-"""A model is built only as large as its weights are: a configuration that asks for a million layers, or for terabytes
-of parameters, beside a small file of weights is refused before that is built.
+"""Bounds on what a model's configuration may ask for, relative to its weights.
+
+A configuration that asks for a million layers, or for terabytes of parameters, beside a small file of weights is
+refused before the model is built::
 
     with in_proportion(model_dir):
         AutoModelForCausalLM.from_pretrained(model_dir, ...)
@@ -22,46 +24,47 @@ from msgspec import Struct
 
 from ..errors import PackagingError, shown
 
-# transformers takes ``tie_weights`` from the class of all models while it loads one: what another thread builds then
-# has an output head of random numbers, and can leave all later models so.
+# While transformers loads a model it removes ``tie_weights`` from the base class of all models. A model that another
+# thread builds meanwhile has an output head of random numbers, and can leave all later models in the same state.
 BUILDING = threading.RLock()
-# A process that is forked meanwhile would have the class without the method, and this lock held by nobody: it waits.
+# A process forked meanwhile would have the class without the method and this lock held by nobody, so a fork waits.
 os.register_at_fork(before=BUILDING.acquire, after_in_parent=BUILDING.release, after_in_child=BUILDING.release)
 MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 MAX_CONFIG_BYTES = 16 << 20
 MAX_MODULES = 500_000  # the largest open models have 100,000
 BYTE_TYPES = ("I8", "U8", "F8", "F4")
-# Numbers that a configuration's own code makes lists of.
+# Numbers from which a configuration's own code makes lists of that length.
 COUNTS = re.compile(r"(^|_)(n|num)_(.*_)?(layers?|blocks?|stages?|experts?)$|^(depth|layers)$")
 
 
 class Stored(Struct, frozen=True):
-    """How many tensors are stored, and how many numbers they have."""
+    """How many tensors are stored, and how many elements they have together."""
 
     tensors: int
     elements: int
 
     @property
     def max_modules(self) -> int:
-        """Modules and parameters: every layer has weights, but activations, norms and containers may have none."""
+        """Bound on modules and parameters. Every layer has weights, but activations, norms and containers may have
+        none."""
         return min(MAX_MODULES, 2000 + 32 * self.tensors)
 
     @property
     def max_elements(self) -> int:
-        """Tied weights count twice, masks and positions may be made anew."""
+        """Bound on parameters' elements. Tied weights count twice, and masks and positions may be created."""
         return 200_000_000 + 8 * self.elements
 
 
 def read_header(file: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes by key, without the weights: 8 bytes of little-endian length, then JSON (safetensors' format).
+    """Read the shapes by key from the header of a safetensors file, without the weights.
 
-    Raises ``PackagingError`` naming the file.
+    The header is 8 bytes of little-endian length, then JSON. Raises ``PackagingError``, which names the file.
     """
     return {key: shape for key, (_, shape) in _entries(file).items()}
 
 
 def _entries(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """The type and the shape by key. Raises as ``read_header``."""
+    """The type and the shape by key. Raises what ``read_header`` raises."""
     try:
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
@@ -74,8 +77,8 @@ def _entries(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def refuse_unscaled(folder: str | Path) -> None:
-    """Weights in types of a byte, of a model whose config.json says of no quantisation: read as floats they would be
-    wrong by their scales. Raises ``PackagingError`` naming one."""
+    """Refuse weights in one-byte types of a model whose config.json has no quantisation: read as floats they would be
+    wrong by their scales. Raises ``PackagingError``, which names one of them."""
     for file in sorted(Path(folder).glob("*.safetensors")):
         for key, (dtype, _) in _entries(file).items():
             if key.endswith("weight") and dtype.startswith(BYTE_TYPES):
@@ -91,17 +94,17 @@ def _shape(value: Any) -> tuple[int, ...]:
 
 
 def stored(folder: Path) -> Stored:
-    """What the safetensors files in ``folder`` hold, by their headers."""
+    """Count what the safetensors files in ``folder`` hold, by their headers."""
     shapes = [shape for file in sorted(folder.glob("*.safetensors")) for shape in read_header(file).values()]
     return Stored(len(shapes), sum(map(math.prod, shapes)))
 
 
 @contextlib.contextmanager
 def in_proportion(folder: str | Path) -> Iterator[None]:
-    """What this thread builds within is bounded by the weights in ``folder``; no other thread builds within meanwhile.
-    Raises ``PackagingError``.
+    """Bound what this thread builds within the block by the weights in ``folder``. Only one thread builds at a time.
 
-    To be built on torch's meta device, or as ``from_pretrained`` does it: tensors have their memory only afterwards.
+    Build on torch's meta device, or by ``from_pretrained``, so that tensors get their memory only afterwards. Raises
+    ``PackagingError``.
     """
     from torch.nn.modules import module as nn
 
@@ -138,13 +141,13 @@ def in_proportion(folder: str | Path) -> Iterator[None]:
 
 
 def check_config(file: Path, there: Stored) -> None:
-    """Before a configuration's own code makes lists as long as its numbers say. Raises ``PackagingError``."""
+    """Refuse a configuration whose numbers would make its own code build overlong lists. Raises ``PackagingError``."""
     try:
         if file.stat().st_size > MAX_CONFIG_BYTES:
             raise PackagingError(f"{file.name}: more than {MAX_CONFIG_BYTES} bytes")
         config = json.loads(file.read_bytes())
     except FileNotFoundError:
-        return  # building the model says so
+        return  # building the model will report it
     except PackagingError:
         raise
     except (OSError, ValueError, RecursionError) as error:

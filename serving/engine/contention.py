@@ -1,9 +1,13 @@
-"""Whether this engine has the processors that its threads are made for: how long its thread waited for one.
+"""Whether the engine gets the processors that its threads need, by how long its thread waited for one.
 
-Three things keep a thread that could run from running, and the worst of them in a window of a second or more counts:
-others on the same processors (the run queue: /proc/thread-self/schedstat), the quota of a control group (its cpu.stat),
-and the host of a virtual machine ("steal" in /proc/stat). An episode begins with a window in which it waited for a
-fifth of the time that it wanted, and ends when it has run for ten seconds nearly without: a line each in the log.
+Three things keep a runnable thread from running. The worst of them, in a window of a second or more, counts:
+
+- others on the same processors (the run queue: /proc/thread-self/schedstat);
+- the quota of a control group (its cpu.stat);
+- the host of a virtual machine ("steal" in /proc/stat).
+
+An episode begins with a window in which the thread waited for a fifth of the time that it wanted to run. It ends when
+the thread has run for ten seconds with hardly any waiting. Both are logged.
 """
 
 from __future__ import annotations
@@ -21,15 +25,15 @@ from ..processors import PROC, cpu_groups, quota
 logger = logging.getLogger(__name__)
 
 WINDOW = 1.0  # seconds between looks
-BEGINS, ENDS = 0.2, 0.05  # of the time that was wanted
+BEGINS, ENDS = 0.2, 0.05  # shares of the time that the thread wanted to run
 CALM = 10.0  # seconds below ENDS, in windows that say something, that end an episode
-LEAST_WANTED = 0.05  # of a window: a thread that hardly wants a processor says nothing of it
+LEAST_WANTED = 0.05  # of a window; a thread that wants to run for less says nothing about the processors
 
 
 @dataclass(frozen=True, slots=True)
 class Readings:
-    """Seconds since the start: ``ran`` and ``waited`` of the calling thread, ``throttled`` of its control groups;
-    ``stolen`` of ``total`` on all processors. 0 where the system does not say."""
+    """Seconds since the start: ``ran`` and ``waited`` of the calling thread, ``throttled`` of its control groups, and
+    ``stolen`` out of ``total`` on all processors. A value that the system does not report is 0."""
 
     ran: float = 0.0
     waited: float = 0.0
@@ -39,7 +43,7 @@ class Readings:
 
 
 def read(proc: Path = PROC) -> Readings:
-    """What the system has counted for this thread, its control group and the host so far."""
+    """Read what the system has counted for this thread, its control group and the host so far."""
     ran, waited = _schedstat(proc)
     stolen, total = _steal(proc)
     throttled = max((_throttled(group) for group in cpu_groups(proc)), default=0.0)
@@ -55,7 +59,7 @@ def _schedstat(proc: Path) -> tuple[float, float]:
 
 
 def _steal(proc: Path) -> tuple[float, float]:
-    """Of ``cpu user nice system idle iowait irq softirq steal …``, in ticks of 10 ms."""
+    """Stolen and total seconds, from ``cpu user nice system idle iowait irq softirq steal …`` in ticks of 10 ms."""
     try:
         ticks = [int(part) for part in (proc / "stat").read_text().partition("\n")[0].split()[1:9]]
         return ticks[7] / 100, sum(ticks) / 100
@@ -74,9 +78,9 @@ def _throttled(group: Path) -> float:
 
 
 class Contention:
-    """How long the thread that made it waited for a processor; looks of other threads count for nothing.
+    """Measures how long the thread that made it waited for a processor. Calls from other threads do nothing.
 
-    ``changed`` is called where an episode begins or ends."""
+    ``changed(oversubscribed)`` is called when an episode begins or ends."""
 
     def __init__(
         self,
@@ -86,14 +90,14 @@ class Contention:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.oversubscribed = False
-        self.waiting = 0.0  # of the time that was wanted in the last window
+        self.waiting = 0.0  # share of the time that the thread wanted to run in the last window
         self._changed, self._readings, self._clock = changed, readings, clock
         self._at, self._last = clock(), readings()
         self._began = self._calm = 0.0
         self._thread = threading.get_ident()
 
     def look(self) -> None:
-        """Cheap, and does nothing within a window."""
+        """Measure once a window has passed. Cheap; does nothing within a window."""
         now = self._clock()
         seconds = now - self._at
         if seconds < WINDOW or threading.get_ident() != self._thread:

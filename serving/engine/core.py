@@ -1,6 +1,7 @@
 """Our own engine, the ``native`` backend: one thread adds requests, aborts them and takes steps that return events.
 
-Every request ends in exactly one way: each of its sequences is ``Finished`` (or ``Embedded``), or it ``Failed``.
+Every request ends in exactly one way: either each of its sequences is ``Finished`` (or ``Embedded``), or the request
+has ``Failed``.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 
 class EngineCore:
-    """Implements ``Core``. Not thread-safe: the thread that makes it drives it (torch's own threads belong to it)."""
+    """Implements ``Core``. Not thread-safe: the thread that makes it must drive it (torch ties its threads to it)."""
 
     backend: ClassVar[str] = "native"
 
@@ -93,10 +94,10 @@ class EngineCore:
     # -- requests ---------------------------------------------------------------------------------------------------
 
     def add(self, request: ValidRequest, client: Client = None, *, continues: bool = False) -> None:
-        """Take on a request. What is wrong with it is in a ``Failed`` of the next step, never raised.
+        """Accept a request. Nothing is raised: an invalid request gets a ``Failed`` from the next step.
 
-        ``max_queued_requests`` bounds new ones: one that ``continues`` was let in before, and its caller may have half
-        of its text.
+        ``max_queued_requests`` limits new requests only. A request that ``continues`` was admitted before, and its
+        caller may already have half of its text.
         """
         try:
             self._check(request, continues)
@@ -139,7 +140,7 @@ class EngineCore:
             self._begin(inflight, compilation)
 
     def _begin(self, inflight: InflightRequest, compilation: Compilation | None) -> None:
-        """Let the sequences run, each within its grammar if there is one; end those that were resumed at their end."""
+        """Let the sequences run, each within its grammar if it has one. End those that were complete when resumed."""
         for sequence in inflight.unfinished:
             reason = sequence.stop_reason()
             if compilation is not None:
@@ -154,14 +155,14 @@ class EngineCore:
                 except ServingError as error:
                     self._exits.lose(sequence, error)
                     return
-            # at its very end already, or nothing was to be generated: but a prompt may be there to be scored
+            # already complete, or nothing is to be generated; but the prompt may still have to be scored
             if reason is not None and (sequence.num_generated or not sequence.reads_prompt):
                 self._exits.finish(sequence, reason)
 
     def _groups(self, request: ValidRequest, adapter: str, table: Table | None) -> list[SequenceGroup]:
-        """One for each prompt, with its ``n`` choices."""
+        """Make a group for each prompt, with its ``n`` choices."""
         assert request.sampling is not None, "check_request refuses it"
-        # without a salt only the request's own choices share a prefix: no two requests begin with the same id
+        # without a salt only the request's own choices share a prefix: no other request has the same first id
         salt = f"alone-{self._next_id}" if request.cache_salt is None else request.cache_salt
         key = PrefixKey(adapter, salt if table is None else f"{salt} {table.digest}")
         now = time.monotonic()
@@ -203,7 +204,7 @@ class EngineCore:
             check_beams(request, self.info, cache.num_tokens_total, cache.block_size)
 
     def abort(self, request_id: str) -> None:
-        """End a request early: its sequences get ``Finished("abort")``. An unknown or finished one is left alone."""
+        """End a request early: its sequences get ``Finished("abort")``. Unknown or finished requests are ignored."""
         inflight = self._inflight.get(request_id)
         if inflight is None:
             return
@@ -213,7 +214,7 @@ class EngineCore:
             self._exits.finish(sequence, "abort")
 
     def finish(self, request_id: str, index: int) -> None:
-        """End one sequence whose text is complete for its caller; the others go on."""
+        """End one sequence, whose text is complete for its caller. The others go on."""
         inflight = self._inflight.get(request_id)
         sequence = inflight.find(index) if inflight is not None else None
         if sequence is not None:
@@ -222,7 +223,7 @@ class EngineCore:
             self._give_up(inflight, index)
 
     def _give_up(self, inflight: InflightRequest, index: int) -> None:
-        """One text of a beam search is not wanted any more; the search ends with the last that is."""
+        """Give up one text of a beam search. The search ends with the last text that is wanted."""
         for group in inflight.groups:
             beams = group.beams
             if not isinstance(beams, BeamGroup) or index not in beams.indexes:
@@ -242,7 +243,7 @@ class EngineCore:
 
     @property
     def waits(self) -> bool:
-        """Whether a request waits for its grammar, although there is no work."""
+        """Whether a request waits for its grammar, even if there is no other work."""
         return bool(self._grammars)
 
     def on_work(self, wake: Callable[[], None]) -> None:
@@ -250,8 +251,9 @@ class EngineCore:
 
     @torch.inference_mode()
     def step(self) -> list[EngineOutput]:
-        """One forward of everything that can run, and one batch of embeddings; returns the events so far."""
-        # from the end of the step before, if there was more to do: messages taken since then are part of its time
+        """Run one forward of everything that can run, and one batch of embeddings; return the events so far."""
+        # If there was more to do, the step began at the end of the previous one: its time includes the messages read
+        # since then.
         began = self._last_step if self._goes_on else time.monotonic()
         self._expire()
         if self._grammars:
@@ -280,21 +282,21 @@ class EngineCore:
             if len(runs) == 1:
                 self._exits.fail(self._inflight.of(runs[0].sequence), InternalError(_brief(error)))
                 return
-            # The KV of a run is simply written again: find the poison request by running each alone, except those
-            # that have got their token already.
+            # The KV of a run can be written again, so find the request at fault by running each alone, except those
+            # that already have their token.
             for run, num_tokens in zip(runs, known, strict=True):
                 if run.sequence.status == "running" and run.sequence.num_tokens == num_tokens:
                     run.sequence.num_computed = run.start
                     self._run([run], self._forward)
 
     def _forward_ahead(self, runs: list[Run]) -> None:
-        """Launch what follows ``runs``, where that is certain, and then give out what came of these."""
+        """Launch the step after ``runs`` if it is certain, then deliver the results of ``runs``."""
         began = time.monotonic()
         wanted, sampled = self._ahead.step(runs)
         self._delivery.give_out_sampled(wanted, sampled, began)
 
     def _forward(self, runs: list[Run]) -> None:
-        """Run, and give out what came of it."""
+        """Run the forward, and deliver its results."""
         began = time.monotonic()
         constrained = [run.sequence for run in runs if run.sequence.matching is not None and run.places]
         if constrained:
@@ -309,7 +311,7 @@ class EngineCore:
         self._delivery.give_out(laid_out, logits, over, began)
 
     def _end_waits(self) -> None:
-        """Begin the requests whose grammars are compiled, and fail those whose grammars cannot be."""
+        """Begin the requests whose grammars are compiled, and fail those whose grammars cannot be compiled."""
         for request_id, compilation, error in self._grammars.take():
             inflight = self._inflight.get(request_id)
             if inflight is not None and error is not None:
@@ -388,13 +390,13 @@ class EngineCore:
         )
 
     def _wait_on_processors(self, oversubscribed: bool) -> None:
-        """torch's threads spin where they have the processors to themselves: not where others run there too, and not
-        where our own kernels' threads do, which spin between two steps where nothing else wants to run."""
+        """Set how threads wait. torch's threads spin only if they have the processors to themselves: not if others run
+        there, and not beside our own kernels' threads, which spin between two steps if nothing else wants to run."""
         library.share_processors(oversubscribed)
         openmp.waiting.set_brief(oversubscribed or self.info.kernels == "native")
 
     def check_integrity(self) -> None:
-        """Raise ``RuntimeError`` when memory or sequences are unaccounted for."""
+        """Raise ``RuntimeError`` if memory or sequences are unaccounted for."""
         self._adapters.check_integrity(inflight.adapter for inflight in self._inflight)
         cache = self._parts.cache
         if cache is not None:
@@ -406,7 +408,7 @@ class EngineCore:
                 raise RuntimeError(f"{unfinished} sequences are unfinished, {running} run")
 
     def close(self) -> list[EngineOutput]:
-        """End every request with ``Failed("shutting_down")`` and give memory back; returns the last events."""
+        """End every request with ``Failed("shutting_down")``, free the memory and return the last events."""
         if not self._closed:
             self._closed = True
             self._ahead.drop()
@@ -424,7 +426,7 @@ def _ignore() -> None:
 
 
 def _to_compile(request: ValidRequest) -> Grammar | None:
-    """The grammar of a request, or what takes its place for the stop strings of a search."""
+    """The grammar of a request, or its stand-in for the stop strings of a beam search; None if it needs neither."""
     sampling = request.sampling
     if sampling is None or sampling.grammar is not None:
         return None if sampling is None else sampling.grammar

@@ -1,8 +1,8 @@
-"""Pairs of texts to numbers: an encoder over one flat row of whole pairs, then the model's own head of one label.
+"""Scores of pairs of texts: an encoder over one flat row of whole pairs, then the model's own head of one label.
 
-The encoder runs as an embedder's does (``embedder``), natively where it can. The head is the model's own code, whatever
-it is: it is called with the encoder replaced by what the encoder has computed, so that a new architecture needs nothing
-here. What comes out is compared with the model's own numbers when it is loaded.
+The encoder runs like an embedder's (``embedder``), natively if it can. The head is the model's own code, whatever that
+is: it is called with the encoder replaced by a module that returns what the encoder has computed, so new architectures
+need no code here. At load the results are compared with the model's own numbers.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from .interface import EngineInfo
 from .loader import from_pretrained, resolve_device, resolve_dtype
 
 TESTS = ((9, 4), (5, 5), (2, 1))  # tokens of a pair, and of its first text
-INT8_TOLERANCE = 0.25  # of the largest number; what the encoder loses is bounded more closely
+INT8_TOLERANCE = 0.25  # of the largest number; the encoder's own error is bounded more closely
 
 
 class Computed(nn.Module):
-    """Stands where the encoder stood, and gives what was computed: ``states`` [n, L, D] of padded pairs."""
+    """Takes the encoder's place and returns what it has computed: ``states`` [n, L, D] of padded pairs."""
 
     def __init__(self, pooler: nn.Module | None) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Computed(nn.Module):
 
 
 class CrossEncoder:
-    """Only the thread that loaded it may call ``embed``: the name under which ``EmbeddingQueue`` asks."""
+    """A loaded cross-encoder. Only the thread that loaded it may call ``embed``, which ``EmbeddingQueue`` expects."""
 
     def __init__(self, encoder: Embedder, model: Any, computed: Computed) -> None:
         self._encoder, self._model, self._computed = encoder, model, computed
@@ -66,9 +66,9 @@ class CrossEncoder:
     def embed(
         self, token_ids: Sequence[Sequence[int]], second_from: Sequence[int] | None = None
     ) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """float32 [n, 1]: the head's number for each pair, whose tokens are of the second type from ``second_from`` on.
+        """Score pairs: float32 [n, 1], the head's number for each.
 
-        Raises ``ContextTooLong``.
+        From ``second_from`` on, a pair's tokens are of the second type. Raises ``ContextTooLong``.
         """
         self._encoder.check_lengths(token_ids)
         seconds = [len(ids) for ids in token_ids] if second_from is None else second_from
@@ -100,9 +100,9 @@ class CrossEncoder:
 
 @torch.inference_mode()
 def load_cross_encoder(bundle: Bundle, settings: EngineSettings) -> CrossEncoder:
-    """Load ``bundle.model_dir`` (safetensors alone) and check it against the model's own code.
+    """Load ``bundle.model_dir`` (safetensors only) and check it against the model's own code.
 
-    Raises ``PackagingError`` for an architecture whose result would be wrong.
+    Raises ``PackagingError`` for an architecture whose results would be wrong.
     """
     spec = bundle.cross_encoder or CrossEncoderSpec()
     holder = ContextHolder()
@@ -141,7 +141,7 @@ def _base(model: Any) -> Any:
 
 
 def _part(model: Any) -> tuple[Any, Computed]:
-    """The encoder, and what has taken its place before the head. A pooler is the head's part."""
+    """Take the encoder out of the model; return it and the module in its place. A pooler counts as part of the head."""
     base = _base(model)
     pooler = getattr(base, "pooler", None)
     if pooler is not None:
@@ -160,7 +160,7 @@ def _tests(base: Any) -> tuple[list[list[int]], list[int]]:
 
 
 def _own_numbers(model: Any, pairs: list[list[int]], second_from: list[int]) -> Any:
-    """What the model's own code gives each pair by itself."""
+    """The number that the model's own code gives each pair when run by itself."""
     found = []
     for ids, second in zip(pairs, second_from, strict=True):
         types = torch.tensor([[int(place >= second) for place in range(len(ids))]], device=model.device)
