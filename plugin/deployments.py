@@ -45,15 +45,16 @@ def target_help() -> str:
     return (
         "Target llm serves a model logged with the llm flavor from this machine:\n"
         "  mlflow deployments create -t llm --name assistant -m models:/assistant@champion [-C workers=2]\n"
-        "The server listens on loopback, on a free port unless -C port=… says otherwise; `get` shows its URL.\n"
-        f"-C keys: the options of `mlflow-llm serve`\n{_listed(configs.SERVER_KEYS)};\n"
-        f"every engine setting; and as those of an endpoint: {', '.join(endpoints.ENTITY_KEYS)}.\n"
-        "`update` has the running server warm the new version, move its callers over, then drain the old one; URL and\n"
-        "port stay, no request is dropped, and where the new version fails the old one serves on.\n"
-        "Target llm://host:port, or llm:https://host:port, is a server that runs already: the same commands manage\n"
-        f"its endpoints (-C keys: {', '.join(endpoints.ENTITY_KEYS)}, and every engine setting).\n"
-        f"An API key is read from {http_calls.KEY_VARIABLE}, PEM files of authorities and of our certificate from\n"
-        f"{http_calls.CA_VARIABLE} and {http_calls.CERT_VARIABLE}; the state is in {STATE_VARIABLE} or XDG's folder."
+        "The server listens on loopback, on a free port unless you set -C port=…; `get` shows its URL.\n"
+        f"-C accepts the options of `mlflow-llm serve`\n{_listed(configs.SERVER_KEYS)},\n"
+        f"every engine setting, and these settings of an endpoint: {', '.join(endpoints.ENTITY_KEYS)}.\n"
+        "`update` warms the new version in the running server, moves callers to it, and drains the old one. URL and\n"
+        "port stay the same, and no request is dropped. If the new version fails, the old one keeps serving.\n"
+        "Target llm://host:port, or llm:https://host:port, is a server that is already running. The same commands\n"
+        f"manage its endpoints (-C: {', '.join(endpoints.ENTITY_KEYS)}, and every engine setting).\n"
+        f"The API key is read from {http_calls.KEY_VARIABLE}. {http_calls.CA_VARIABLE} names a PEM file with CA\n"
+        f"certificates, {http_calls.CERT_VARIABLE} one with the client's certificate and key.\n"
+        f"State is kept in {STATE_VARIABLE}, or in the user's state directory (XDG)."
     )
 
 

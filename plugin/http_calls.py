@@ -89,8 +89,8 @@ def _trust() -> dict[str, Any]:
 def _untrusted(url: str, error: Exception) -> MlflowException:
     reason = str(error).rpartition("(Caused by ")[2].removesuffix(")")[:300]
     return MlflowException(
-        f"no server answers at {url} ({reason}); {CA_VARIABLE} names a PEM file of its authorities, "
-        f"{CERT_VARIABLE} one of our certificate and key where the server asks for one"
+        f"no server answers at {url} ({reason}); {CA_VARIABLE} names a PEM file with its CA certificates, "
+        f"{CERT_VARIABLE} one with the client's certificate and key if the server requires them"
     )
 
 
@@ -109,7 +109,7 @@ def request_json(
 
 def unexpected_answer(url: str) -> MlflowException:
     """The error for an answer that this package's servers do not give."""
-    return MlflowException(f"{url} does not answer as this package's servers do: another server?")
+    return MlflowException(f"{url} does not answer like an mlflow-llm server")
 
 
 def _refusal(answer: requests.Response) -> MlflowException:

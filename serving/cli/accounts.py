@@ -79,7 +79,7 @@ class RemoteAccounts:
 
     def _told(self, answer: Any) -> Answer:
         if not isinstance(answer, dict):
-            raise click.ClickException("the server does not answer as our servers do: another server?")
+            raise click.ClickException("the server does not answer like an mlflow-llm server")
         return answer
 
 
@@ -99,8 +99,10 @@ def store_options(command: Any) -> Any:
 
     It gets the arguments ``database``, ``url`` and ``key``.
     """
-    stored = click.option("--database", envvar=DATABASE_VARIABLE, help=f"{DATABASE}  [this or --url]")
-    served = click.option("--url", envvar=URL_VARIABLE, help=f"A server, in place of its database ({URL_VARIABLE}).")
+    stored = click.option("--database", envvar=DATABASE_VARIABLE, help=f"{DATABASE} Or give --url.")
+    served = click.option(
+        "--url", envvar=URL_VARIABLE, help=f"URL of a server, instead of its database ({URL_VARIABLE})."
+    )
     return stored(served(key_options(tls_options(command))))
 
 
@@ -150,7 +152,7 @@ def open_store_or_server(
         with opened(database, make=make) as store:
             yield store
     else:
-        raise click.UsageError("name a store with --database, or a server with --url")
+        raise click.UsageError("name a database with --database, or a server with --url")
 
 
 def print_notes(answer: Answer) -> None:

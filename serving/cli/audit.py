@@ -20,9 +20,9 @@ WIDEST = 60
 @store_options
 @click.option("--start", help="Only from this day or time on (UTC).")
 @click.option("--end", help="Only before this day or time.")
-@click.option("--actor", help="Only changes by this key, or user of the machine.")
+@click.option("--actor", help="Only changes by this key or user of the machine.")
 @click.option("--action", type=click.Choice(ACTIONS), help="Only changes of this kind.")
-@click.option("--target", help="Only changes of this key's id, endpoint, served model, or SCOPE SUBJECT of a limit.")
+@click.option("--target", help="Only changes of this key (its id), endpoint, served model, or limit (SCOPE SUBJECT).")
 @click.option(
     "--limit", default=100, show_default=True, type=click.IntRange(1, 1000), help="Number of entries, newest first."
 )
@@ -40,7 +40,7 @@ def audit(
 ) -> None:
     """Show who changed endpoints, keys, limits and prices.
 
-    The newest change first. Times are UTC.
+    The newest change comes first. Times are in UTC.
     """
     if context.invoked_subcommand is not None:
         context.default_map = {"prune": {"database": database}} if database else None
@@ -60,7 +60,7 @@ def audit(
 def prune_(database: str, days: int) -> None:
     """Remove old entries.
 
-    Those older than DAYS, 90 at least. That it was done, by whom, is an entry itself.
+    Removes entries that are older than DAYS (at least 90). The removal is recorded as an entry itself.
     """
     with opened(database) as store:
         click.echo(f"removed {prune(store, days, by=here('command'))} entries")

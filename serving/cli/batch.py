@@ -51,9 +51,9 @@ class Stopped(click.ClickException):
     default=8,
     show_default=True,
     type=click.IntRange(0),
-    help="Attempts while the server is busy or unavailable.",
+    help="Retries of a row while the server is busy or unavailable.",
 )
-@click.option("--retry-failed", is_flag=True, help="Also answer rows again whose last answer was an error.")
+@click.option("--retry-failed", is_flag=True, help="Send rows again whose last answer was an error.")
 @click.option(
     "--order",
     default="input",
@@ -76,18 +76,22 @@ def batch(
     retry_failed: bool,
     order: str,
 ) -> None:
-    """Answer the requests of SOURCE, a JSON object a line, into -o.
+    """Answer a file of requests.
 
-    A line is OpenAI's {"custom_id", "method", "url", "body"}, or a request itself (messages, prompt or input). Each
-    answer is on the disk before it counts: run again after whatever ended it, the same command answers the rows that
-    have none. Exit status: 0 where every row was answered, 1 where some failed, 2 where it stopped before the end.
+    SOURCE has one JSON object per line: OpenAI's {"custom_id", "method", "url", "body"}, or a request itself (with
+    messages, prompt, input, query or text_1). The answers are written to -o, one line per row.
+
+    An answer counts once its line is on the disk. If the batch is interrupted, run the same command again: it answers
+    the rows that have no line yet.
+
+    Exit status: 0 if all rows were answered, 1 if some failed, 2 if the batch stopped before the end.
     """
     if model_uri is not None and model is not None:
-        raise click.UsageError("--model is for a server; with -m a row may name an adapter")
+        raise click.UsageError("--model goes with a server; with -m, rows can name an adapter")
     if config and model_uri is None:
         raise click.UsageError("-C goes with -m; a running server has its own settings")
     if output.exists() and output.samefile(source):
-        raise click.UsageError("-o: it is the input")
+        raise click.UsageError("-o: this is the input file")
     started = time.monotonic()
     with _stopping(source):
         settings = engine_overrides(config, here=True)
@@ -153,7 +157,7 @@ class _Run:
             self._bar.close()
         if isinstance(self._broken, click.ClickException | OSError):
             why = self._broken.message if isinstance(self._broken, click.ClickException) else self._broken.strerror
-            raise Stopped(f"{why}; the same command goes on with the rows that are left")
+            raise Stopped(f"{why}; run the same command again to continue with the remaining rows")
         if self._broken is not None:
             raise self._broken
 
@@ -199,7 +203,7 @@ def _finish(journal: Journal, rows: Rows, order: str) -> None:
     try:
         journal.put_in_order(by)
     except OSError as error:
-        raise Stopped(f"the answers are all written, but not in order: {error.strerror}") from None
+        raise Stopped(f"all answers are written, but could not be put in order: {error.strerror}") from None
 
 
 def _summary(journal: Journal, total: int, seconds: float) -> None:

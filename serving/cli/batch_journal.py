@@ -52,7 +52,7 @@ class Journal:
             os.ftruncate(self._descriptor, self._size)
         except BlockingIOError:
             os.close(self._descriptor)
-            raise RequestError("another process writes it") from None
+            raise RequestError("another process is writing it") from None
         except BaseException:
             os.close(self._descriptor)
             raise
@@ -68,8 +68,8 @@ class Journal:
                 key, answer = self._answer(text, number)
                 if key not in keys:
                     raise RequestError(
-                        f"line {number} answers no row of this input, which has changed or is another; "
-                        "write to another file"
+                        f"line {number} does not answer a row of this input, which has changed or is a different one; "
+                        "use another output file"
                     )
                 self._note(key, size, len(text), answer)
                 size += len(text)
@@ -82,7 +82,7 @@ class Journal:
         except (ValueError, LookupError, TypeError, RecursionError):
             found = key = None
         if key is None or not {"custom_id", "response", "error"} <= found.keys():
-            raise RequestError(f"line {number} is no answer of a batch; write to another file")
+            raise RequestError(f"line {number} is not an answer of a batch; use another output file")
         return str(key), found
 
     def write(self, answer: dict[str, Any]) -> None:
@@ -147,7 +147,7 @@ def _open(file: Path, flags: int) -> int:
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise RequestError("it is no regular file, so that a restart could not read it again")
+        raise RequestError("it is not a regular file, so a restart could not read it")
     return descriptor
 
 

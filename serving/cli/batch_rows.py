@@ -40,9 +40,9 @@ class Row:
         """The request's path and body. Raises ``InvalidField`` for a body of another task, or one that streams."""
         path = _path_of(self.body)
         if self.path is not None and self.path != path:
-            raise InvalidField("url", self.path, f"{path}, by the body")
+            raise InvalidField("url", self.path, f"{path}, according to the body")
         if self.body.get("stream") not in (None, False):
-            raise InvalidField("stream", self.body["stream"], "false: a batch has whole replies")
+            raise InvalidField("stream", self.body["stream"], "false: batches do not stream")
         return path, self.body
 
 
@@ -72,7 +72,7 @@ class Rows:
                 digest = hashlib.sha256(row.custom_id.encode(errors="surrogatepass")).digest()[:12]
                 if digest in ids:
                     first = ids[digest]
-                    raise RequestError(f"line {line}: custom_id {shown(row.custom_id)} is that of line {first} too")
+                    raise RequestError(f"line {line}: custom_id {shown(row.custom_id)} is also on line {first}")
                 ids[digest] = line
                 self.keys[row.key] = len(self._places)
                 self._places.append(place)
@@ -102,9 +102,9 @@ def _row(text: bytes, line: int) -> Row:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
-        raise RequestError(f"line {line}: it is no JSON") from None
+        raise RequestError(f"line {line}: it is not JSON") from None
     if not isinstance(found, dict):
-        raise RequestError(f"line {line}: {shown(found)} is no JSON object")
+        raise RequestError(f"line {line}: {shown(found)} is not a JSON object")
     try:
         custom_id, path, body = _batch_line(found) if "body" in found else (None, None, found)
     except InvalidField as error:
@@ -126,5 +126,5 @@ def _batch_line(found: dict[str, Any]) -> tuple[str | None, str | None, dict[str
     if path is not None and path not in PATHS:
         raise InvalidField("url", path, "one of " + ", ".join(PATHS))
     if not isinstance(body, dict):
-        raise InvalidField("body", body, "a request, an object")
+        raise InvalidField("body", body, "a request (an object)")
     return custom_id, path, body

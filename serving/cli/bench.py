@@ -36,7 +36,7 @@ COLUMNS = (
 @url_options
 @click.option("--model", help="Endpoint or endpoint:adapter (default: the server's first).")
 @click.option(
-    "--concurrency", default="1,8,32", show_default=True, help="Numbers of concurrent callers, one after the other."
+    "--concurrency", default="1,8,32", show_default=True, help="Numbers of concurrent callers, in this order."
 )
 @click.option("--requests", default=4, show_default=True, type=click.IntRange(1), help="Requests per caller.")
 @click.option("--prompt-words", default=80, show_default=True, type=click.IntRange(1), help="Words in each prompt.")
@@ -62,12 +62,14 @@ def bench(
     json_file: Any,
     **sampling: Any,
 ) -> None:
-    """Measure a server's times and throughput.
+    """Measure the latency and throughput of a server.
 
-    A closed loop of callers: each sends its next chat when the last one is complete. Every prompt is another one,
-    in this run and, without --seed, in any other: nothing but the template is found in a cache. Replies go on to
-    --max-tokens whatever the model says. TTFT is the time to the first text, TPOT the mean time between later tokens
-    of a reply, e2e the whole request.
+    The load is a closed loop: each caller sends its next chat when the last one is complete. No two prompts are the
+    same, in one run or, without --seed, in two, so only the chat template can be found in the prefix cache. Every
+    reply has --max-tokens tokens, because end-of-text tokens are ignored.
+
+    TTFT is the time to the first text, TPOT the mean time between the later tokens of a reply, and e2e the time of the
+    whole request.
     """
     counts = _numbers(concurrency)
     client = Client(url, key)

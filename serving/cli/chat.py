@@ -20,13 +20,14 @@ from .terminal import Wrapped, turns
 Messages = list[dict[str, Any]]
 INTERRUPTED = 130  # as shells say it of what SIGINT ended
 HELP = """\
-/new                 start over
-/set FIELD VALUE     a request field from now on, such as /set temperature 0.2, /set system "Answer in French."
-/set FIELD           no longer;  /set alone shows them
-/model [NAME]        ask another endpoint or endpoint:adapter; alone: which there are
-/help, /bye          this; the end, as Ctrl-D
-Alt-Enter begins a new line, a paste of several lines is one message, Ctrl-C stops an answer or drops what is typed.
-//… is a message that begins with a slash."""
+/new                 start a new conversation
+/set FIELD VALUE     set a request field, such as /set temperature 0.2 or /set system "Answer in French."
+/set [FIELD]         unset a field; without FIELD, show the fields that are set
+/model [NAME]        switch to another endpoint or endpoint:adapter; without NAME, list them
+/help                show this help
+/bye                 end the conversation, like Ctrl-D
+Alt-Enter begins a new line. A paste of several lines is one message. Ctrl-C stops an answer or clears the line.
+//… sends a message that begins with a slash."""
 
 
 class Server(Protocol):
@@ -82,9 +83,10 @@ def chat(
     message: str | None,
     **sampling: Any,
 ) -> None:
-    """Chat with a model. With MESSAGE: one answer.
+    """Chat with a model.
 
-    Without: a conversation. Ctrl-C stops an answer or drops the line, /help lists what else there is, Ctrl-D ends.
+    With MESSAGE, the command prints one answer. Without it, the command holds a conversation: Ctrl-C stops an answer or
+    clears the line, /help lists further commands, and Ctrl-D ends the conversation.
     """
     fields = {name: value for name, value in sampling.items() if value is not None}
     if config and model_uri is None:
@@ -109,7 +111,7 @@ def chat(
 def _converse(talk: Conversation) -> None:
     """Hold a conversation. A turn that fails is removed, and the conversation goes on."""
     failed = False
-    for text in turns(f"chatting with {visible_line(str(talk.fields['model']))}; /help lists commands, Ctrl-D ends"):
+    for text in turns(f"chatting with {visible_line(str(talk.fields['model']))}; /help lists commands, Ctrl-D quits"):
         try:
             if text.startswith("/") and not text.startswith("//"):
                 if _command(talk, text.strip()):
@@ -145,7 +147,9 @@ def _command(talk: Conversation, line: str) -> bool:
         case "/help" | "/?":
             click.echo(HELP, err=True)
         case _:
-            raise click.ClickException(f"{word} is no command; /help lists them, //… sends a message with a slash")
+            raise click.ClickException(
+                f"{word} is not a command; /help lists them, //… sends a message that begins with a slash"
+            )
     return False
 
 
@@ -156,7 +160,7 @@ def _set(talk: Conversation, name: str = "", value: str | None = None) -> None:
     elif name == "system":
         talk.system = _value(value) if value else None
     elif name in ("messages", "stream", "stream_options"):
-        raise click.ClickException(f"{name} is the conversation's own")
+        raise click.ClickException(f"{name} is set by the conversation itself")
     elif value is not None:
         talk.fields[name] = _value(value)
     elif name:
@@ -183,7 +187,7 @@ def _choose(talk: Conversation, name: str) -> None:
             "\n".join(f"{'*' if one == talk.fields['model'] else ' '} {visible_line(one)}" for one in names), err=True
         )
     elif name.partition(":")[0] not in {one.partition(":")[0] for one in names}:
-        raise click.ClickException(f"there is no {name}; there are {', '.join(names)}")
+        raise click.ClickException(f"there is no {name}; available: {', '.join(names)}")
     else:
         talk.fields["model"] = name
 
@@ -220,7 +224,7 @@ def _answer(talk: Conversation, messages: Messages) -> tuple[str, bool]:
     with talk.server.understood():
         if cut:
             click.echo(
-                f"[cut at {last['usage']['completion_tokens']} tokens: max_tokens or the context's end]", err=True
+                f"[cut off after {last['usage']['completion_tokens']} tokens: max_tokens or end of context]", err=True
             )
         if talk.stats:
             _show_stats(last, started, first or time.perf_counter(), time.perf_counter())

@@ -12,22 +12,25 @@ from ..dialect_settings import NAMES, DialectSettings
 F = TypeVar("F", bound=Callable[..., Any])
 _COUNT = click.IntRange(1, 2**31 - 1)
 _OPTIONS: dict[str, dict[str, Any]] = {
-    "openAiSupport": {"metavar": "WORD", "help": "vllm: /v1/chat/completions speaks MindIE's dialect, not OpenAI's."},
-    "fullTextEnabled": {"is_flag": True, "help": "MindIE's chunks have the whole text so far."},
-    "maxIterTimes": {"type": _COUNT, "help": "Tokens that a reply may have."},
-    "maxSeqLen": {"type": _COUNT, "help": "Tokens that prompt and reply may have together."},
-    "maxInputTokenLen": {"type": _COUNT, "help": "Tokens that a prompt may have."},
-    "maxPrefillTokens": {"type": _COUNT, "help": "Tokens of a step (-C max_num_batched_tokens)."},
+    "openAiSupport": {"metavar": "WORD", "help": "vllm: /v1/chat/completions has MindIE's format instead of OpenAI's."},
+    "fullTextEnabled": {"is_flag": True, "help": "Each chunk of MindIE's streams has the whole text so far."},
+    "maxIterTimes": {"type": _COUNT, "help": "Maximum tokens of a reply."},
+    "maxSeqLen": {"type": _COUNT, "help": "Maximum tokens of prompt and reply together."},
+    "maxInputTokenLen": {"type": _COUNT, "help": "Maximum tokens of a prompt."},
+    "maxPrefillTokens": {"type": _COUNT, "help": "Maximum tokens of a step (-C max_num_batched_tokens)."},
     "generateProfile": {
         "type": click.Choice(["seed", "current"]),
-        "help": "current: details of Triton's generate have first_token_cost and decode_cost; else null.",
+        "help": "current: the details of Triton's generate have first_token_cost and decode_cost; seed: both are null.",
     },
-    "generateEndText": {"is_flag": True, "help": "Triton's generate_stream shows </s> in its last event."},
-    "allowedLocalMediaPath": {"metavar": "DIR", "help": "Below it messages may name media files (default: none)."},
+    "generateEndText": {"is_flag": True, "help": "The last event of Triton's generate_stream shows </s>."},
+    "allowedLocalMediaPath": {
+        "metavar": "DIR",
+        "help": "Directory below which messages may refer to media files (default: none).",
+    },
     "allowedMediaDomains": {
         "multiple": True,
         "metavar": "HOST",
-        "help": "From which messages may name media (default: none); repeatable.",
+        "help": "Host from which messages may refer to media (default: none); repeatable.",
     },
 }
 

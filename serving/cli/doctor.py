@@ -45,10 +45,10 @@ Section = dict[str, Any]
 @click.option("-m", "--model-uri", help="Also load this model and generate a token.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def doctor(model_uri: str | None, as_json: bool) -> None:
-    """Check this machine for a server.
+    """Check whether this machine can run a server.
 
-    Versions, threads, memory and limits; with a model, proof that it gives a token. Exit status 1 where
-    something is missing or the model gives none.
+    Shows versions, threads, memory and limits. With -m, also loads the model and generates a token. The exit status is
+    1 if something is missing or the model generates no token.
     """
     found: dict[str, Section] = {"versions": versions(), "machine": machine(), "limits": limits(), "engine": engine()}
     problems = _problems(found)
@@ -127,7 +127,7 @@ def engine() -> Section:
 def _notes(engine: Section) -> list[str]:
     if engine["kernels"] != "torch":
         return []
-    return [f"engines run torch's kernels on this machine, not ours, and slower: {engine['reason']}"]
+    return [f"on this machine engines run torch's kernels, which are slower than the native ones: {engine['reason']}"]
 
 
 def _problems(found: dict[str, Section]) -> list[str]:
@@ -137,7 +137,7 @@ def _problems(found: dict[str, Section]) -> list[str]:
     if found["limits"]["open files"] < 1024:
         problems.append(f"only {found['limits']['open files']} open files are allowed: raise ulimit -n to 1024 or more")
     if "not writable" in found["limits"]["runtime directory"]:
-        problems.append("engines have no place for their sockets: set XDG_RUNTIME_DIR to a directory of yours")
+        problems.append("engines have no directory for their sockets: set XDG_RUNTIME_DIR to one that you can write to")
     return problems
 
 

@@ -12,9 +12,9 @@ from ..visible import visible_line
 from .http import Client, url_options
 
 REASONS = {
-    "kernels_reason": "torch's kernels, not ours",
+    "kernels_reason": "torch's kernels, not the native ones",
     "quantization_reason": "weights in fp8",
-    "kv_cache_reason": "keys and values",
+    "kv_cache_reason": "KV cache",
     "unloaded": "unloaded until a request comes",
 }
 RUNS_ON = ("kernels", "kernels_reason", "quantization", "kv_cache_dtype", "kv_cache_reason")

@@ -53,9 +53,9 @@ def engine(
     spec_file: str | None,
     runtime_dir: str | None,
 ) -> None:
-    """Keep an engine on this host for servers on others.
+    """Run an engine on this host for servers on other hosts.
 
-    They are started with `mlflow-llm serve --engine tcp://HOST:PORT`. It runs until a signal ends it.
+    The servers are started with `mlflow-llm serve --engine tcp://HOST:PORT`. The engine runs until a signal ends it.
     """
     from ..supervision.warm_up import generate_one
 
@@ -78,12 +78,12 @@ def engine(
 @click.command("engine-key")
 @click.argument("file")
 def engine_key(file: str) -> None:
-    """Make a key for engines on other hosts in FILE.
+    """Create the key for engines on other hosts.
 
-    Its owner alone may read it. Copy it to every host.
+    The key is written to FILE, which only its owner can read. Copy it to every host.
     """
     write_key(file)
-    click.echo(f"a new key is in {file}", err=True)
+    click.echo(f"wrote a new key to {file}", err=True)
 
 
 def _model(model_uri: str | None, spec_file: str | None, config: tuple[str, ...]) -> EngineSpec:
@@ -105,9 +105,9 @@ def say(stage: str, **facts: Any) -> None:
             f"first token ({facts.get('seconds')} s); listening on {facts.get('address')}; "
             f"kernels: {facts.get('kernels')}"
         ),
-        "restarting": "the engine has ended or hangs; it is started again",
-        "failed": f"the engine does not start: {facts.get('message')}; it is tried again",
-        "draining": f"ending; what runs has {facts.get('seconds')} s",
+        "restarting": "the engine has ended or hangs; restarting it",
+        "failed": f"the engine does not start: {facts.get('message')}; trying again",
+        "draining": f"shutting down; running requests have {facts.get('seconds')} s",
         "ended": "ended",
     }[stage]
     click.echo(f"{time.strftime('%H:%M:%S')} {visible(text)}", err=True)

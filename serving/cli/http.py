@@ -17,7 +17,7 @@ from .http_connection import connector, tls_options
 from .key_options import VARIABLE, key_options
 
 URL_VARIABLE = "MLFLOW_LLM_URL"
-NO_KEY = f" (--key-file, or {VARIABLE})"
+NO_KEY = f" (give a key with --key-file or {VARIABLE})"
 STALE = (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError)
 
 
@@ -77,7 +77,9 @@ class Client:
         except ValueError:
             found = None
         if not isinstance(found, dict):
-            raise click.ClickException(f"{self._place}{path} answers no JSON object: not our server?")
+            raise click.ClickException(
+                f"{self._place}{path} does not answer with a JSON object: not an mlflow-llm server?"
+            )
         return answer.status, found, float(after) if after.isdecimal() else None
 
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -101,7 +103,7 @@ class Client:
         try:
             yield
         except (LookupError, TypeError, AttributeError, ValueError):
-            raise click.ClickException(f"{self._url} does not answer as our servers do: another server?") from None
+            raise click.ClickException(f"{self._url} does not answer like an mlflow-llm server") from None
 
     def close(self) -> None:
         """Close the calling thread's connection."""
@@ -116,7 +118,9 @@ class Client:
         try:
             return json.loads(text)
         except ValueError:
-            raise click.ClickException(f"{self._place}{path} answers no JSON: not our server?") from None
+            raise click.ClickException(
+                f"{self._place}{path} does not answer with JSON: not an mlflow-llm server?"
+            ) from None
 
     @contextlib.contextmanager
     def _answer(self, method: str, path: str, body: Mapping[str, Any] | None) -> Iterator[http.client.HTTPResponse]:
@@ -158,7 +162,7 @@ def _reason(error: Exception) -> str:
     """Why the server cannot be reached, and the option that may help."""
     if isinstance(error, ssl.SSLCertVerificationError):
         reason = visible_line(error.verify_message)
-        return f"certificate verify failed: {reason}; --ca names a PEM file of the authorities that it is checked by"
+        return f"certificate verify failed: {reason}; --ca names a PEM file with the CA certificates to trust"
     if isinstance(error, ConnectionRefusedError | FileNotFoundError):
         return f"{error.strerror}; `mlflow-llm serve` starts one, --url names another"
     return visible_line(getattr(error, "strerror", None) or str(error)) or type(error).__name__
@@ -181,7 +185,7 @@ def first_model(client: Client) -> str:
     with client.understood():
         models = client.get("/v1/models")["data"]
         if not models:
-            raise click.ClickException("the server has no endpoint")
+            raise click.ClickException("the server has no endpoints")
         name: str = models[0]["id"]
         return name
 
@@ -194,5 +198,5 @@ def url_options(command: Any) -> Any:
         envvar=URL_VARIABLE,
         default="http://127.0.0.1:8000",
         show_default=True,
-        help=f"The server ({URL_VARIABLE}).",
+        help=f"URL of the server ({URL_VARIABLE}).",
     )(key_options(command))

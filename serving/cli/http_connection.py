@@ -41,7 +41,7 @@ def connector(url: str) -> tuple[Connect, str, str]:
         path = unquote(url.removeprefix("unix:"))
         path = "/" + path.lstrip("/") if path.startswith("//") else path
         if not path or "\0" in path:
-            raise click.BadParameter(f"{url!r} names no Unix socket; write unix:/path/of/socket")
+            raise click.BadParameter(f"{url!r} does not name a Unix socket; write unix:/path/of/socket")
         return functools.partial(UnixConnection, path), f"unix:{path}", ""
     parts = urlsplit(url if "://" in url else f"http://{url}")
     try:
@@ -49,7 +49,7 @@ def connector(url: str) -> tuple[Connect, str, str]:
     except ValueError:
         port = -1
     if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
-        raise click.BadParameter(f"{url!r} is no http(s) URL, and no unix: one")
+        raise click.BadParameter(f"{url!r} is not an http(s) URL or unix:/path/of/socket")
     place, prefix = f"{parts.hostname}:{port}", parts.path.rstrip("/")
     if parts.scheme == "https":
         context = client_context(_option(CA), _option(CERT))
@@ -68,12 +68,14 @@ def client_context(ca: str | None, cert: str | None) -> ssl.SSLContext:
     try:
         context = ssl.create_default_context(cafile=ca)
     except (OSError, ssl.SSLError) as error:
-        raise click.BadParameter(f"--ca {ca}: {error.strerror or 'no PEM of certificates'}") from None
+        raise click.BadParameter(f"--ca {ca}: {error.strerror or 'not a PEM file with certificates'}") from None
     if cert is not None:
         try:
             context.load_cert_chain(cert)
         except (OSError, ssl.SSLError) as error:
-            raise click.BadParameter(f"--cert {cert}: {error.strerror or 'no PEM with certificate and key'}") from None
+            raise click.BadParameter(
+                f"--cert {cert}: {error.strerror or 'not a PEM file with certificate and key'}"
+            ) from None
     return context
 
 
@@ -85,8 +87,13 @@ def _option(name: str) -> Any:
 def tls_options(command: Any) -> Any:
     """``--ca`` and ``--cert`` (also from MLFLOW_LLM_CA and MLFLOW_LLM_CERT), for ``connector``."""
     for option, name, variable, text in (
-        ("--cert", CERT, "MLFLOW_LLM_CERT", "PEM file with the client's certificate and key, where a server asks."),
-        ("--ca", CA, "MLFLOW_LLM_CA", "PEM file of the authorities that https servers are checked by."),
+        (
+            "--cert",
+            CERT,
+            "MLFLOW_LLM_CERT",
+            "PEM file with the client's certificate and key, for servers that require one.",
+        ),
+        ("--ca", CA, "MLFLOW_LLM_CA", "PEM file with the CA certificates that https servers are verified with."),
     ):
         command = click.option(
             option,

@@ -13,8 +13,8 @@ from click.core import ParameterSource
 
 VARIABLE = "MLFLOW_LLM_KEY"
 KEY = (
-    f"API key: @FILE, - for a line of standard input, or {VARIABLE}. Written out here, every user of this machine sees "
-    "it in ps."
+    f"API key ({VARIABLE}): @FILE, or - for a line of standard input. Every user of this machine sees a key "
+    "on the command line in ps."
 )
 MAX_BYTES = 65_536
 
@@ -33,20 +33,21 @@ class Secret(click.ParamType):
             return self._checked(sys.stdin.readline(MAX_BYTES), "standard input", param, ctx)
         if text.startswith("@"):
             return self._checked(self._read(text[1:], param, ctx), text[1:], param, ctx)
-        return self._checked(text, "it", param, ctx)
+        return self._checked(text, "the value", param, ctx)
 
     def _read(self, path: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
         try:
             with Path(path).open("rb") as file:
                 return file.read(MAX_BYTES).decode()
         except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or "is no text"
+            reason = getattr(error, "strerror", None) or "is not text"
             self.fail(f"{path}: {reason}", param, ctx)
 
     def _checked(self, text: str, source: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
         found = text.strip()
         if not found or not found.isascii() or not found.isprintable() or " " in found:
-            self.fail(f"{source} holds no key: one line of printable ASCII", param, ctx)  # never the text itself
+            # never the text itself
+            self.fail(f"{source} contains no key; expected one line of printable ASCII", param, ctx)
         return found
 
 
@@ -73,6 +74,6 @@ def key_options(command: Callable[..., Any]) -> Callable[..., Any]:
             key = key_file
         return command(*arguments, key=key, **options)
 
-    file = click.option("--key-file", type=SecretFile(), help="File with the key.")
+    file = click.option("--key-file", type=SecretFile(), help="File that contains the API key.")
     literal = click.option("--key", envvar=VARIABLE, type=Secret(), help=KEY)
     return literal(file(with_key))

@@ -13,9 +13,9 @@ from .accounts import AccountsApi, print_notes, with_accounts
 from .limits import LIMIT, limits_of
 from .store import table
 
-EXPIRES = "When it ends: 90d, 12h, a day, an ISO 8601 time, or never."
-ENDPOINT = "What it may use: NAME, or NAME:ADAPTER for that adapter alone; repeatable (default: everything)."
-WEIGHT = "Its share of an engine beside other tenants' keys: one of weight 3 gets three times as much as one of 1."
+EXPIRES = "When the key expires: 90d, 12h, a date, an ISO 8601 time, or never."
+ENDPOINT = "Allowed endpoint: NAME, or NAME:ADAPTER for that adapter only; repeatable (default: all)."
+WEIGHT = "Share of an engine next to other tenants' keys: weight 3 gets three times as much as weight 1."
 HEADS = ("key", "prefix", "tenant", "scopes", "endpoints", "created", "expires", "state", "weight", "name")
 
 
@@ -23,7 +23,7 @@ HEADS = ("key", "prefix", "tenant", "scopes", "endpoints", "created", "expires",
 def keys() -> None:
     """Create, list, change, rotate and revoke API keys.
 
-    Of a store (--database), or by a server (--url, with a key that has the scope "manage").
+    Works on a database (--database), or through a server (--url) with a key that has the scope "manage".
     """
 
 
@@ -35,16 +35,18 @@ def _key_options(command: Any) -> Any:
 
 @keys.command()
 @with_accounts(make=True)
-@click.option("--tenant", default="default", show_default=True)
-@click.option("--name", default="", help="A note.")
+@click.option("--tenant", default="default", show_default=True, help="Tenant to which the key belongs.")
+@click.option("--name", default="", help="Note about the key.")
 @click.option("--scope", "scopes", multiple=True, type=click.Choice(SCOPES), default=("invoke",), show_default=True)
 @_key_options
-@click.option("--limit", "limits", multiple=True, metavar="KIND=VALUE", help=f"What the key may use. {LIMIT}")
+@click.option("--limit", "limits", multiple=True, metavar="KIND=VALUE", help=f"Limit of the key; repeatable. {LIMIT}.")
 def create(accounts: AccountsApi, limits: tuple[str, ...], **fields: Any) -> None:
-    """Make a key and print its secret, once.
+    """Create a key and print its secret.
 
-    Scopes: "invoke" runs requests and sees what the key itself used; "usage" sees its tenant's usage; "manage" changes
-    and sees everything: endpoints, keys, limits, prices, every tenant's usage.
+    The secret cannot be shown again.
+
+    Scopes: "invoke" runs requests and sees the usage of the key itself. "usage" sees the usage of its tenant. "manage"
+    sees and changes everything: endpoints, keys, limits, prices, every tenant's usage.
     """
     answer = accounts.create_key(_given(fields) | ({"limits": limits_of(limits)} if limits else {}))
     _show_secret(answer)
@@ -53,10 +55,10 @@ def create(accounts: AccountsApi, limits: tuple[str, ...], **fields: Any) -> Non
 
 @keys.command("list")
 @with_accounts()
-@click.option("--tenant", help="Only this tenant's.")
+@click.option("--tenant", help="Only keys of this tenant.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def list_(accounts: AccountsApi, tenant: str | None, as_json: bool) -> None:
-    """Show the keys, never their secrets. Times are UTC."""
+    """List the keys, without their secrets. Times are in UTC."""
     found = accounts.list_keys({} if tenant is None else {"tenant": tenant})["keys"]
     if as_json:
         click.echo(json.dumps(found, indent=2))
@@ -67,7 +69,7 @@ def list_(accounts: AccountsApi, tenant: str | None, as_json: bool) -> None:
 @keys.command()
 @with_accounts()
 @click.argument("key_id", metavar="KEY")
-@click.option("--name", help="A note.")
+@click.option("--name", help="Note about the key.")
 @click.option(
     "--scope",
     "scopes",
@@ -77,13 +79,13 @@ def list_(accounts: AccountsApi, tenant: str | None, as_json: bool) -> None:
 )
 @_key_options
 def update(accounts: AccountsApi, key_id: str, **fields: Any) -> None:
-    """Change what KEY (its id) may do.
+    """Change what a key may do.
 
-    --endpoint '*' lifts the list of endpoints. Servers follow within seconds.
+    KEY is the id of the key. --endpoint '*' allows all endpoints again. Servers follow within seconds.
     """
     given = _given(fields)
     if not given:
-        raise click.UsageError("give what is to change: --name, --scope, --expires, --endpoint, --weight")
+        raise click.UsageError("nothing to change; give --name, --scope, --expires, --endpoint or --weight")
     answer = accounts.update_key(key_id, given)
     click.echo(table(HEADS, [_row(answer["key"])], right=0))
     print_notes(answer)
@@ -97,23 +99,24 @@ def update(accounts: AccountsApi, key_id: str, **fields: Any) -> None:
 )
 @click.option("--expires", metavar="WHEN", help=EXPIRES)
 def rotate(accounts: AccountsApi, key_id: str, **fields: Any) -> None:
-    """Give KEY (its id) a new secret and print it, once.
+    """Give a key a new secret and print it.
 
-    The id stays, and with it limits and usage. --overlap 0 ends the old secret at once.
+    KEY is the id of the key. It does not change, so limits and usage stay with the key. The secret cannot be shown
+    again. --overlap 0 ends the old secret at once.
     """
     answer = accounts.rotate_key(key_id, _given(fields))
     _show_secret(answer)
     if answer["key"]["overlap_ms"] is not None:
-        click.echo(f"the old secret is taken until {format_utc(answer['key']['overlap_ms'])} UTC", err=True)
+        click.echo(f"the old secret is accepted until {format_utc(answer['key']['overlap_ms'])} UTC", err=True)
 
 
 @keys.command()
 @with_accounts()
 @click.argument("key_id", metavar="KEY")
 def revoke(accounts: AccountsApi, key_id: str) -> None:
-    """Revoke KEY (its id) with all its secrets.
+    """Revoke a key with all its secrets.
 
-    Servers refuse it within seconds.
+    KEY is the id of the key. Servers refuse it within seconds.
     """
     click.echo(f"revoked {accounts.revoke_key(key_id)['key']['key_id']}")
 

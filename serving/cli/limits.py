@@ -13,7 +13,7 @@ from ..metering.windows import BUDGETS, KINDS
 from .accounts import AccountsApi, print_notes, with_accounts
 from .store import table
 
-LIMIT = f"KIND=VALUE, KIND one of {', '.join(KINDS)}"
+LIMIT = f"KIND=VALUE, with KIND one of {', '.join(KINDS)}"
 
 
 def limits_of(given: tuple[str, ...]) -> dict[str, int | str]:
@@ -40,9 +40,11 @@ def _value(kind: str, value: str) -> int | str:
 def limits() -> None:
     """Set, list and remove limits.
 
-    The strictest that applies to a request wins. Kinds: itpm, otpm (input and output tokens a minute), qpm, qph
-    (queries a minute, an hour), in_flight (requests at once), budget, budget_day, budget_month (money). Of a store
-    (--database), or by a server (--url, with a key that has the scope "manage").
+    A request has to be within every limit that applies to it. Kinds: itpm and otpm (input and output tokens per
+    minute), qpm and qph (queries per minute and per hour), in_flight (concurrent requests), budget, budget_day and
+    budget_month (money).
+
+    Works on a database (--database), or through a server (--url) with a key that has the scope "manage".
     """
 
 
@@ -52,7 +54,11 @@ def limits() -> None:
 @click.argument("subject")
 @click.argument("limits", nargs=-1, required=True, metavar="KIND=VALUE...")
 def set_(accounts: AccountsApi, scope: str, subject: str, limits: tuple[str, ...]) -> None:
-    """Limit SUBJECT: a key's id, a tenant, an endpoint. Scope "user" is each key at that endpoint by itself."""
+    """Set limits.
+
+    SUBJECT is the id of a key, a tenant or an endpoint. With the scope "user" it is an endpoint, and the limit applies
+    to each key there separately.
+    """
     answer = accounts.set_limits({"scope": scope, "subject": subject, "limits": limits_of(limits)})
     for limit in answer["limits"]:
         click.echo(f"{scope} {subject}: {limit['value']} {_unit(limit, answer['currency'])}")
@@ -66,10 +72,10 @@ def _unit(limit: dict[str, Any], currency: str) -> str:
 
 @limits.command("list")
 @with_accounts()
-@click.option("--scope", type=click.Choice(SCOPES), help="Only this scope's.")
-@click.option("--subject", help="Only this subject's.")
+@click.option("--scope", type=click.Choice(SCOPES), help="Only limits of this scope.")
+@click.option("--subject", help="Only limits of this subject.")
 def list_(accounts: AccountsApi, **asked: str | None) -> None:
-    """Show the limits."""
+    """List the limits."""
     answer = accounts.list_limits({name: value for name, value in asked.items() if value is not None})
     rows = [
         (limit["scope"], limit["subject"], limit["kind"], str(limit["value"]), _unit(limit, answer["currency"]))
@@ -84,7 +90,7 @@ def list_(accounts: AccountsApi, **asked: str | None) -> None:
 @click.argument("subject")
 @click.argument("kinds", nargs=-1, required=True, type=click.Choice(KINDS), metavar="KIND...")
 def remove(accounts: AccountsApi, scope: str, subject: str, kinds: tuple[str, ...]) -> None:
-    """Take limits away again."""
+    """Remove limits."""
     for kind in kinds:
         accounts.delete_limit({"scope": scope, "subject": subject, "kind": kind})
-        click.echo(f"{scope} {subject}: no {kind} any more")
+        click.echo(f"{scope} {subject}: removed {kind}")

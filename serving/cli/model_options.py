@@ -32,7 +32,7 @@ def named_models(models: tuple[str, ...], name: str | None) -> dict[str, str]:
     """``{endpoint name: URI}``. Raises ``UsageError`` for none, or two of the same name, ``InvalidField`` for one that
     cannot stand in a URL."""
     if not models:
-        raise click.UsageError("name a model with -m, or a --database whose endpoints are to be served")
+        raise click.UsageError("name a model with -m, or a --database with endpoints to serve")
     if name is not None and len(models) > 1:
         raise click.UsageError("--name goes with one model; write -m URI=name for several")
     found: dict[str, str] = {}
@@ -144,7 +144,7 @@ def endpoint_specs(
                 click.echo(not_applied(name, unused), err=True)
     elif unused := next(iter(resolved.values())).unused(overrides):
         given = ", ".join(f"{key}={value}" for key, value in unused.items())
-        raise click.UsageError(f"-C {given}: none of the models makes text, and others have no use for it")
+        raise click.UsageError(f"-C {given}: none of the models generates text, and other models do not use it")
     engines = {name: resolved[name].settings(overrides) for name in models}
     local = [name for name in models if name not in elsewhere]
     with_draft = with_drafts([resolved[name].bundle for name in local], [engines[name] for name in local], resolve)

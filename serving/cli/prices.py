@@ -17,8 +17,9 @@ from .store import table
 def prices() -> None:
     """Set, list and remove prices.
 
-    In currency units a million tokens. Of a store (--database), or by a server (--url, with a key that has the scope
-    "manage").
+    Prices are in currency units per million tokens.
+
+    Works on a database (--database), or through a server (--url) with a key that has the scope "manage".
     """
 
 
@@ -31,11 +32,11 @@ def prices() -> None:
 @click.option("--unit-minute", help="Price of a reserved token/s for a minute (default: 0).")
 @click.option("--effective", metavar="WHEN", help="When the price takes effect: a future day or time (default: now).")
 def set_(accounts: AccountsApi, entity: str, input_: str | None, effective: str | None, **others: str | None) -> None:
-    """Price ENTITY: a served model's name, or "*".
+    """Set the prices of a served model.
 
-    "*" is for all that have no price of their own.
+    ENTITY is the name of a served model, or "*" for all models without prices of their own.
 
-    One price at least; what is not given costs nothing.
+    Give at least one price. A price that is not given is 0 (--cached: the price of --input).
     """
     given = {name: value for name, value in {"input": input_, **others}.items() if value is not None}
     if not given:
@@ -53,7 +54,7 @@ def set_(accounts: AccountsApi, entity: str, input_: str | None, effective: str 
 @prices.command("list")
 @with_accounts()
 def list_(accounts: AccountsApi) -> None:
-    """Show the prices and since when they hold (UTC)."""
+    """List the prices, and since when they apply (UTC)."""
     answer = accounts.list_prices({})
     heads = ["input", "cached", "output", "unit_minute"]
     rows = [
@@ -69,25 +70,23 @@ def list_(accounts: AccountsApi) -> None:
 @with_accounts()
 @click.argument("entity")
 def remove(accounts: AccountsApi, entity: str) -> None:
-    """Take all prices of ENTITY away, those to come as well.
+    """Remove all prices of a served model.
 
-    What was admitted keeps its price.
+    This includes future prices of ENTITY. Requests that were already admitted keep their price.
     """
     accounts.delete_price({"entity": entity})
-    click.echo(f"{entity}: no price any more")
+    click.echo(f"{entity}: removed all prices")
 
 
 @prices.command()
 @with_accounts(make=True)
 @click.argument("currency", required=False)
 def currency(accounts: AccountsApi, currency: str | None) -> None:
-    """Name the CURRENCY of prices, budgets and costs.
+    """Show or set the currency of prices, budgets and costs.
 
-    EUR, USD, …; without CURRENCY the name is shown.
-
-    It is a name, and converts nothing: it cannot change once costs are booked.
+    CURRENCY is a name, such as EUR or USD. Nothing is converted, so it cannot change once costs have been booked.
     """
     answer: dict[str, Any] = (
         accounts.get_currency() if currency is None else accounts.set_currency({"currency": currency})
     )
-    click.echo(answer["currency"] or "none is named yet")
+    click.echo(answer["currency"] or "no currency is set")

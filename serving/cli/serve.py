@@ -41,9 +41,10 @@ def serve(
     engine_key_file: str | None,
     **server: Any,
 ) -> None:
-    """Serve models to OpenAI, Databricks and MLflow clients.
+    """Serve models over HTTP.
 
-    In the foreground, until a signal ends it: SIGTERM lets running requests end, SIGINT (Ctrl-C) does not.
+    The server speaks the APIs of OpenAI, Anthropic, Databricks, MLflow and others. It runs in the foreground until a
+    signal ends it: SIGTERM lets running requests finish, SIGINT (Ctrl-C) does not.
     """
     from ..http.gunicorn.server import serve as run
 
@@ -59,7 +60,7 @@ def serve(
         addresses = engine_addresses(engines, tuple(named), engine_key_file)
         overrides, fields = engine_overrides(config), request_fields(defaults)
         if fields and not named:
-            raise click.UsageError("-D goes with -m: an endpoint in the store has its own defaults")
+            raise click.UsageError("-D goes with -m: endpoints in the database have their own defaults")
         check_settings(overrides, named, addresses)
         say({"stage": "reading", "models": len(named)})
         spec = ServeSpec(
@@ -77,8 +78,8 @@ def serve(
     spec = spec.resolved()
     if spec.settings.is_open_to_others:
         click.echo(
-            f"warning: {spec.settings.host} is reached from other machines and no API keys are asked for: whoever "
-            "reaches it uses and changes the endpoints (--require-keys)",
+            f"warning: other machines can reach {spec.settings.host}, and no API keys are required: anyone who reaches "
+            "the server can use and change its endpoints (--require-keys)",
             err=True,
         )
     run(spec, say)
@@ -92,7 +93,7 @@ def _check_alone(context: click.Context) -> None:
         if option.name != "spec_file" and context.get_parameter_source(option.name or "") is ParameterSource.COMMANDLINE
     ]
     if given:
-        raise click.UsageError(f"{', '.join(given)}: --spec says it all; write it there")
+        raise click.UsageError(f"{', '.join(given)}: not allowed with --spec; put it into that file")
 
 
 def say(step: dict[str, Any]) -> None:

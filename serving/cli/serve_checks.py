@@ -31,7 +31,7 @@ def check_place(settings: ServerSettings) -> None:
         try:
             try_address(address)
         except OSError as error:
-            other = {errno.EADDRINUSE: "; --port, --probe-port and --socket name another place"}.get(
+            other = {errno.EADDRINUSE: "; choose another address with --port, --probe-port or --socket"}.get(
                 error.errno or 0, ""
             )
             raise click.ClickException(f"cannot listen on {bind(address)}: {error.strerror}{other}") from None
@@ -66,6 +66,4 @@ def _check_tokens(settings: ServerSettings) -> None:
     except (OSError, jwks.BadKeySet) as error:
         raise click.ClickException(f"--jwt-jwks {settings.jwt_jwks}: {error}") from None
     if not found:
-        raise click.ClickException(
-            f"--jwt-jwks {settings.jwt_jwks}: it has no public key that signatures are checked with"
-        )
+        raise click.ClickException(f"--jwt-jwks {settings.jwt_jwks}: it has no public key for verifying signatures")

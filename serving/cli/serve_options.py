@@ -42,8 +42,11 @@ _OPTIONS = (
     ),
     option("--tls-cert", help="PEM file with the certificate and its chain. It is reloaded when it changes."),
     option("--tls-key", help="PEM file with its key (default: in the same file)."),
-    option("--tls-client-ca", help="PEM file with authorities: clients must have a certificate of one of them."),
-    option("--probe-tls-client-ca", help="The same for the probe listener, which needs none by default."),
+    option(
+        "--tls-client-ca",
+        help="PEM file with CA certificates: clients must have a certificate from one of them (mTLS).",
+    ),
+    option("--probe-tls-client-ca", help="The same for the probe listener, which requires no certificate by default."),
     option(
         "--probe-port",
         type=click.IntRange(0, 65535),

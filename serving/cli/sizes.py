@@ -22,7 +22,7 @@ class Size(click.ParamType):
             return value
         found = _SIZE.fullmatch(str(value))
         if found is None:
-            self.fail(f"{value!r} is no number of bytes: 8000000000, 8GB, 7.5GiB", param, ctx)
+            self.fail(f"{value!r} is not a number of bytes, such as 8000000000, 8GB or 7.5GiB", param, ctx)
         number, unit, binary = found.groups()
         size = int(float(number) * (_BINARY_UNITS[binary.lower()] if binary else _UNITS[(unit or "").lower()]))
         if size < 1:

@@ -12,7 +12,7 @@ from ..metering.store import Store
 from ..metering.store_checks import NoStore
 from ..visible import visible_line
 
-DATABASE = "URL of the store, e.g. sqlite:///serving.db (MLFLOW_LLM_DATABASE)."
+DATABASE = "URL of the database, e.g. sqlite:///serving.db (MLFLOW_LLM_DATABASE)."
 database = click.option("--database", envvar=DATABASE_VARIABLE, required=True, help=DATABASE)
 
 

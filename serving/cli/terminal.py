@@ -34,7 +34,7 @@ def turns(greeting: str) -> Iterator[str]:
         except KeyboardInterrupt:  # may be meant for an answer that has just ended
             if not terminal:
                 raise SystemExit(130) from None  # as shells say it of what SIGINT ended
-            click.echo("\n[Ctrl-D ends]")
+            click.echo("\n[Ctrl-D quits]")
             continue
         if text.strip():
             yield text

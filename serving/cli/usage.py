@@ -26,9 +26,9 @@ TITLES = ("requests", "prompt", "cached", "completion", "cost")
 @store_options
 @click.option("--start", help="Only from this day or time on (UTC).")
 @click.option("--end", help="Only before this day or time.")
-@click.option("--tenant", help="Only this tenant's.")
-@click.option("--endpoint", help="Only this endpoint's.")
-@click.option("--entity", help="Only this served model's.")
+@click.option("--tenant", help="Only usage of this tenant.")
+@click.option("--endpoint", help="Only usage of this endpoint.")
+@click.option("--entity", help="Only usage of this served model.")
 @click.option(
     "--by",
     default="day,tenant,entity",
@@ -36,8 +36,8 @@ TITLES = ("requests", "prompt", "cached", "completion", "cost")
     help="Columns to sum by; endpoint and key_id are available too.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with costs as decimal text.")
-@click.option("--csv", "csv_file", type=click.Path(dir_okay=False), help="Write every request to this file.")
-@click.option("--parquet", type=click.Path(dir_okay=False), help="Write every request to this file.")
+@click.option("--csv", "csv_file", type=click.Path(dir_okay=False), help="Write every request to this CSV file.")
+@click.option("--parquet", type=click.Path(dir_okay=False), help="Write every request to this Parquet file.")
 @click.option("--plot", type=click.Path(dir_okay=False), help="Write a chart by day, tenant and model to this file.")
 @click.pass_context
 def usage(
@@ -52,8 +52,10 @@ def usage(
 ) -> None:
     """Print the bill.
 
-    Requests, tokens and cost by day, tenant and model, or by what --by says. Of a store (--database), or by a server
-    (--url) what the key may see: all with the scope "manage", its tenant's with "usage", else its own.
+    Prints requests, tokens and cost by day, tenant and model, or by the columns of --by.
+
+    Reads a database (--database) or asks a server (--url). A server shows what the key may see: with the scope "manage"
+    all usage, with "usage" that of its tenant, otherwise its own.
     """
     if context.invoked_subcommand is not None:
         context.default_map = {name: {"database": database} for name in ("fold", "settle")} if database else None
@@ -103,10 +105,10 @@ def _write_files(source: UsageSource, what: UsageFilter, asked: dict[str, str | 
 @database
 @click.argument("days", type=int)
 def fold_(database: str, days: int) -> None:
-    """Replace old requests by sums a day.
+    """Replace old requests with daily sums.
 
-    Those older than DAYS; every total stays what it is. A month's budget is counted by requests, so DAYS is at
-    least 32.
+    Folds requests that are older than DAYS. Totals do not change. DAYS is at least 32, because monthly budgets are
+    computed from single requests.
     """
     with opened(database) as store:
         click.echo(f"folded {fold(store, days)} requests")
@@ -127,8 +129,8 @@ def fold_(database: str, days: int) -> None:
 def settle_(database: str, state: str | None, moved: bool) -> None:
     """Close what ended processes left open.
 
-    A request that ran when its server was killed is closed with what it had counted, as the next start of a server
-    would do; requests of processes that live are left alone.
+    A request that was running when its server was killed is closed with what had been counted by then, as the next
+    start of a server would do. Requests of processes that still run are left alone.
     """
 
     def watching(count: int) -> None:
@@ -137,4 +139,4 @@ def settle_(database: str, state: str | None, moved: bool) -> None:
     with opened(database) as store:
         root = ledger_dir(ServerSettings(state_dir=state))
         done = settle_ended(store, root, moved=moved, watching=watching)
-    click.echo(f"settled {done.rows} requests; {done.living} are open in processes that live")
+    click.echo(f"settled {done.rows} requests; {done.living} are open in running processes")

@@ -59,4 +59,4 @@ def test_a_conversation_with_an_adapter_that_is_not_there(saved):
     """``chat -m`` refuses a name that the loaded model does not have; the base does not answer in its place."""
     words = ["chat", "-m", str(saved), "-C", "in_process=true", "--max-tokens", "2"]
     done = CliRunner().invoke(cli, [*words, "--model", "pirate", "Hi"])
-    assert (done.exit_code, "there is no pirate; there are " in done.output) == (1, True), done.output
+    assert (done.exit_code, "there is no pirate; available: " in done.output) == (1, True), done.output

@@ -35,7 +35,7 @@ def test_a_target_of_another_kind(stranger: int) -> None:
     """JSON that is not ours is an MlflowException, too."""
     client = get_deploy_client(f"llm://127.0.0.1:{stranger}")
     for call in (client.list_deployments, lambda: client.get_deployment("a"), lambda: client.update_deployment("a")):
-        with pytest.raises(MlflowException, match="another server"):
+        with pytest.raises(MlflowException, match="does not answer like an mlflow-llm server"):
             call()
 
 
@@ -44,4 +44,4 @@ def test_commands_at_a_server_of_another_kind(stranger: int, words: tuple[str, .
     """chat, bench and endpoints say it in a line."""
     done = CliRunner().invoke(cli, [*words, "--url", f"http://127.0.0.1:{stranger}"])
     assert (done.exit_code, type(done.exception)) == (1, SystemExit)
-    assert f"127.0.0.1:{stranger} does not answer as our servers do" in done.stderr
+    assert f"127.0.0.1:{stranger} does not answer like an mlflow-llm server" in done.stderr

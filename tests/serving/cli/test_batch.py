@@ -154,7 +154,7 @@ def test_a_busy_server_is_asked_again(server: FakeServer, files: tuple[Path, Pat
     server.statuses["1"] = [503, 503]
     stopped = run(server, files, "--retries", "1", "--concurrency", "1")
     assert stopped.exit_code == 2
-    assert "line 2 was not answered: 503: reported 503; the same command goes on" in stopped.stderr
+    assert "line 2 was not answered: 503: reported 503; run the same command again" in stopped.stderr
     assert (texts(files[1]), "2 left" in stopped.stderr) == (["0"], True)
     assert run(server, files).exit_code == 0
     assert texts(files[1]) == ["0", "1", "2"]
@@ -196,12 +196,12 @@ def test_an_output_of_another_input(server: FakeServer, files: tuple[Path, Path]
     before = files[1].read_bytes()
     write(files[0], {"prompt": "0", "max_tokens": 4}, *prompts(2)[1:])
     done = run(server, files)
-    assert (done.exit_code, "line 1 answers no row of this input" in done.stderr) == (2, True)
+    assert (done.exit_code, "line 1 does not answer a row of this input" in done.stderr) == (2, True)
     assert files[1].read_bytes() == before
     for other in ("notes\n", "{}\n", "[1]\n"):
         files[1].write_text(other)
         done = run(server, files)
-        assert (done.exit_code, "line 1 is no answer of a batch" in done.stderr) == (2, True)
+        assert (done.exit_code, "line 1 is not an answer of a batch" in done.stderr) == (2, True)
         assert files[1].read_text() == other
     assert server.asked == {"0": 1, "1": 1}
 
@@ -209,13 +209,13 @@ def test_an_output_of_another_input(server: FakeServer, files: tuple[Path, Path]
 @pytest.mark.parametrize(
     ("text", "reported"),
     [
-        ('{"prompt": "a"}\n{"prompt"', "line 2: it is no JSON"),
-        ("[1]", r"line 1: [1] is no JSON object"),
+        ('{"prompt": "a"}\n{"prompt"', "line 2: it is not JSON"),
+        ("[1]", r"line 1: [1] is not a JSON object"),
         (
             '{"custom_id": "x", "body": {}}\n{"custom_id": "x", "body": {}}',
-            "line 2: custom_id 'x' is that of line 1 too",
+            "line 2: custom_id 'x' is also on line 1",
         ),
-        ('{"custom_id": "line-2", "body": {}}\n{"prompt": "a"}', "line 2: custom_id 'line-2' is that of line 1 too"),
+        ('{"custom_id": "line-2", "body": {}}\n{"prompt": "a"}', "line 2: custom_id 'line-2' is also on line 1"),
         ('{"custom_id": "", "body": {}}', "line 1: custom_id"),
         ('{"body": [], "url": "/v1/completions"}', "line 1: body"),
         ('{"body": {}, "url": "/v1/other"}', "line 1: url: '/v1/other' is not allowed; expected one of /v1/chat"),
@@ -244,7 +244,7 @@ def test_one_writer(files: tuple[Path, Path]) -> None:
     rows = Rows(files[0])
     (key,) = rows.keys
     journal = Journal(files[1], rows.keys)
-    with pytest.raises(RequestError, match="another process writes it"):
+    with pytest.raises(RequestError, match="another process is writing it"):
         Journal(files[1], rows.keys)
     journal.close()
     with pytest.raises(OSError, match="Bad file descriptor"):
@@ -278,7 +278,7 @@ def test_an_output_that_leads_elsewhere(server: FakeServer, files: tuple[Path, P
     files[1].unlink()
     os.mkfifo(files[1])
     done = run(server, files)
-    assert (done.exit_code, "it is no regular file" in done.stderr) == (2, True)
+    assert (done.exit_code, "it is not a regular file" in done.stderr) == (2, True)
     assert not server.asked
 
 
@@ -334,5 +334,7 @@ def test_rows_go_where_their_fields_say(tmp_path: Path, body: dict[str, Any], pa
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     plain, same, other = Rows(tmp_path / "in.jsonl").without(set())
     assert plain.asked == same.asked == (path, body)
-    with pytest.raises(InvalidField, match=f"url: '/v1/completions' is not allowed; expected {path}, by the body"):
+    with pytest.raises(
+        InvalidField, match=f"url: '/v1/completions' is not allowed; expected {path}, according to the body"
+    ):
         _ = other.asked

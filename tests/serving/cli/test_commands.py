@@ -29,7 +29,7 @@ from mlflow_llm.serving.cli.load_generator import Sample, closed_loop, percentil
 from mlflow_llm.serving.metering import Store
 from mlflow_llm.serving.settings import EngineSettings
 
-IN_USE = "Address already in use; --port, --probe-port and --socket name another place"
+IN_USE = "Address already in use; choose another address with --port, --probe-port or --socket"
 
 Command = Callable[..., Result]
 PASTE_ON, PASTE_OFF = "\x1b[?2004h", "\x1b[?2004l"  # what a terminal is reported at the start and end of a prompt
@@ -105,7 +105,7 @@ def test_urls_that_are_none(url: str) -> None:
     """A URL that cannot be one is a usage error that shows it."""
     done = CliRunner().invoke(cli, ["endpoints", "--url", url])
     assert done.exit_code == 2
-    assert "is no http(s) URL" in done.output
+    assert "is not an http(s) URL" in done.output
 
 
 class Strange(http.server.BaseHTTPRequestHandler):
@@ -144,7 +144,7 @@ def strange() -> Iterator[str]:
 def test_answers_that_break_off(strange: str) -> None:
     """A page that is not JSON and a stream without an end are one-line errors, and what had come is shown."""
     page = CliRunner().invoke(cli, ["endpoints", "--url", strange])
-    assert (page.exit_code, "answers no JSON" in page.stderr) == (1, True)
+    assert (page.exit_code, "does not answer with JSON" in page.stderr) == (1, True)
     broken = CliRunner().invoke(cli, ["chat", "--url", strange, "--model", "x", "Hi"])
     assert (broken.exit_code, broken.stdout) == (1, "half\n")
     assert broken.stderr.startswith("Error: ")
@@ -349,7 +349,7 @@ def test_an_interrupt_at_the_prompt(observed: Running) -> None:
         read_until(ours, "Nothing of")
         while not select.select([ours], [], [], 0.5)[0]:  # one just before readline waits is seen at the next key
             process.send_signal(signal.SIGINT)
-        read_until(ours, "[Ctrl-D ends]\r\n> ")
+        read_until(ours, "[Ctrl-D quits]\r\n> ")
         os.write(ours, b"Hello\n")
         assert f"Hello\r\n{first}\r\n" in read_until(ours, "\n> ")
         os.write(ours, b"\x04")
@@ -431,7 +431,7 @@ def test_where_fold_finds_its_store(place: str, tmp_path: Path) -> None:
     without = CliRunner(env={"MLFLOW_LLM_DATABASE": None})
     assert without.invoke(cli, ["usage", "fold", "--help"]).exit_code == 0
     assert "Missing option '--database'" in without.invoke(cli, ["usage", "fold", "40"]).stderr
-    assert "name a store with --database, or a server with --url" in without.invoke(cli, ["usage"]).stderr
+    assert "name a database with --database, or a server with --url" in without.invoke(cli, ["usage"]).stderr
 
 
 def test_the_commands_of_a_conversation(command: Command, observed: Running) -> None:
@@ -454,7 +454,7 @@ def test_the_commands_of_a_conversation(command: Command, observed: Running) -> 
     reported = done.stderr.splitlines()
     assert reported[0] == "* assistant"
     assert {"temperature 0.0", 'model "assistant"', "max_tokens 3"} <= set(reported)
-    assert "Error: /what is no command; /help lists them, //… sends a message with a slash" in reported
+    assert "Error: /what is not a command; /help lists them, //… sends a message that begins with a slash" in reported
     assert done.exit_code == 1
 
 
@@ -468,7 +468,7 @@ def test_what_the_server_refuses_of_a_set_field_is_reported(command: Command) ->
 def test_a_cut_answer_is_marked(command: Command) -> None:
     """An answer that max_tokens ended says so, on standard error."""
     done = command("chat", "--temperature", "0", "--max-tokens", "4", "Hello")
-    assert done.stderr == "[cut at 4 tokens: max_tokens or the context's end]\n"
+    assert done.stderr == "[cut off after 4 tokens: max_tokens or end of context]\n"
 
 
 def test_a_pasted_text_is_one_turn(observed: Running, tmp_path: Path) -> None:

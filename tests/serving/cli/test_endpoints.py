@@ -53,9 +53,9 @@ def test_what_engines_run_on_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
     at = head.index("KV") - 1  # no task is known
     assert {row[0]: row[at] for row in rows if row[0] != "split"} == {"whole": "-", "narrow": "int8", "embedder": "-"}
     assert done.stderr.splitlines() == [
-        "whole: torch's kernels, not ours: not compiled",
-        "whole: keys and values: no\\u001b form",
-        "split/v2: keys and values: whole ones",
+        "whole: torch's kernels, not the native ones: not compiled",
+        "whole: KV cache: no\\u001b form",
+        "split/v2: KV cache: whole ones",
     ]
     assert "v1, v2" in done.stdout
     listed = json.loads(CliRunner().invoke(cli, ["endpoints", "--json", "--url", "http://127.0.0.1:1"]).stdout)

@@ -40,9 +40,9 @@ def test_a_key_comes_from_many_places(tmp_path: Path) -> None:
     [
         (("--key", "@/no/such/file"), "/no/such/file: No such file"),
         (("--key-file", "/no/such/file"), "/no/such/file: No such file"),
-        (("--key", "-"), "standard input holds no key"),
-        (("--key", "sk-two words"), "it holds no key"),
-        (("--key", "sk-x", "--key-file", "/dev/null"), "holds no key"),
+        (("--key", "-"), "standard input contains no key"),
+        (("--key", "sk-two words"), "the value contains no key"),
+        (("--key", "sk-x", "--key-file", "/dev/null"), "contains no key"),
     ],
 )
 def test_what_is_no_key(words: tuple[str, ...], reported: str) -> None:
@@ -65,4 +65,4 @@ def test_every_command_that_takes_a_key_takes_it_so() -> None:
         options = {opt: option for option in commands[name].params for opt in option.opts}
         assert isinstance(options["--key"].type, Secret), name
         assert isinstance(options["--key-file"].type, SecretFile), name
-        assert "sees it in ps" in options["--key"].help
+        assert "on the command line in ps" in options["--key"].help

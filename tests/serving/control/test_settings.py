@@ -124,7 +124,7 @@ def test_a_servers_settings_of_generation_are_for_its_decoders(instant_bundle, m
     specs = endpoint_specs({"d": "d", "e": "e"}, given)
     assert [(one.engine.kv_cache_dtype, one.engine.threads) for one in specs] == [("int8", 1), ("auto", 1)]
     assert capsys.readouterr().err == "e runs without the server's kv_cache_dtype=int8: it makes no text\n"
-    with pytest.raises(click.UsageError, match=r"^-C kv_cache_dtype=int8: none of the models makes text"):
+    with pytest.raises(click.UsageError, match=r"^-C kv_cache_dtype=int8: none of the models generates text"):
         endpoint_specs({"e": "e"}, given)
     assert found["e"].settings(given, {"kv_cache_dtype": "bfloat16"}).kv_cache_dtype == "bfloat16"
     entities = tuple(EntityConfig(name=uri, entity_name=uri, entity_version="") for uri in found)
@@ -285,7 +285,7 @@ def test_options_beside_a_spec_are_refused(tmp_path: Path) -> None:
     spec.write_text(json.dumps({"endpoints": []}))
     done = invoke("serve", "--spec", str(spec), "--require-keys", "--port", "28999")
     assert done.exit_code == 2
-    assert "--port, --require-keys: --spec says it all" in done.output
+    assert "--port, --require-keys: not allowed with --spec" in done.output
 
 
 @pytest.mark.parametrize(

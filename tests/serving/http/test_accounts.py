@@ -285,7 +285,7 @@ def test_commands_on_a_server_or_a_database(tmp_path: Path) -> None:
     """A database and a server are one too many, and none too few."""
     for words, reported in (
         (["--url", "http://x", "--database", "sqlite:///x.db"], "give one of them"),
-        ([], "name a store with --database, or a server with --url"),
+        ([], "name a database with --database, or a server with --url"),
     ):
         done = CliRunner().invoke(cli, ["keys", "list", *words], env={"MLFLOW_LLM_DATABASE": "", "MLFLOW_LLM_URL": ""})
         assert (done.exit_code, reported in done.stderr) == (2, True), done.output

@@ -107,7 +107,7 @@ def test_a_price_of_what_is_not_served_is_said(store, sqlite_url):
 
 def test_money_has_its_currency(run, store, ledger, reserve_of):
     """In prices, limits, refusals and the bill; once costs are booked it keeps its name."""
-    assert run("prices", "currency") == "none is named yet\n"
+    assert run("prices", "currency") == "no currency is set\n"
     assert run("prices", "currency", "EUR") == "EUR\n"
     assert run("prices", "set", "*", "--input", "1000").startswith("*: 1000.00 EUR in")
     assert run("prices", "list").splitlines()[0] == "in EUR"
@@ -119,7 +119,7 @@ def test_money_has_its_currency(run, store, ledger, reserve_of):
     assert (lines[0].split()[-2:], lines[1].split()[-1]) == (["cost", "EUR"], "0.01")
     with pytest.raises(Conflict, match="booked in EUR"):
         run("prices", "currency", "USD")
-    assert run("prices", "remove", "*") == "*: no price any more\n"
+    assert run("prices", "remove", "*") == "*: removed all prices\n"
 
 
 def test_prices(run, store):
@@ -222,8 +222,8 @@ def test_settle(run, ledger, reserve_of, tmp_path):
     lease.count(4)
     ledger.state_dir.parent.rename(tmp_path / "ledger")
     words = ("usage", "settle", "--state", str(tmp_path))
-    assert run(*words) == "settled 0 requests; 1 are open in processes that live\n"
+    assert run(*words) == "settled 0 requests; 1 are open in running processes\n"
     die(ledger)
-    assert run(*words) == "settled 1 requests; 0 are open in processes that live\n"
+    assert run(*words) == "settled 1 requests; 0 are open in running processes\n"
     assert rows_of(ledger.store)["r1"].completion_tokens == 4
     ledger._owner = None
