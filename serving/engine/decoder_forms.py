@@ -1,7 +1,7 @@
-"""The decoders that a native step runs, and what of their form it has to be told.
+"""The decoders that a native step runs, and what it has to be told about their form.
 
-A form says where things stand in transformers' module; numbers (windows, scalings, multipliers, caps) are read from
-the model itself. Everything here is checked against the model's own logits when it is loaded.
+A form says where the parts are in transformers' module. Numbers (windows, scalings, multipliers, caps) are read from
+the model itself. Everything here is checked against the model's own logits when a model is loaded.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import nn
 from .native.adapters import GATE, MEMBERS
 from .native.library import GELU, GELU_TANH, SILU
 
-# Norms of a layer: before the attention, behind it, before the MLP, behind it.
+# A layer's norms: before the attention, after it, before the MLP, after it.
 Norms = tuple[str | None, str | None, str | None, str | None]
 BEFORE: Norms = ("input_layernorm", None, "post_attention_layernorm", None)
 BEHIND: Norms = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
@@ -39,8 +39,9 @@ ONE_FOR_ALL: Sequence[str] = ("", "", "", "")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertForm:
-    """``shared``: gate, up and down of the MLP that all tokens go through beside their experts, and what says how much
-    it counts; "" for what there is not. ``by_turns``: experts are weighed one after the other."""
+    """The form of a layer's experts. ``shared``: gate, up and down of the MLP that all tokens pass through beside their
+    experts, and the linear that weights it; "" for a missing part. ``by_turns``: a token's experts are chosen one
+    after the other, each weighted among what is left."""
 
     router: str = "mlp.gate"
     experts: str = "mlp.experts"
@@ -50,9 +51,9 @@ class ExpertForm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """``members``: linears of a layer, q, k, v, o, gate, up, down; "" where one before it has its columns, or the MLP
-    has no gate. ``norm_offset`` is added to the weights of norms. ``positions``: a table of learned positions.
-    ``experts``: of those layers that have them."""
+    """The form of a decoder. ``members``: a layer's linears q, k, v, o, gate, up, down; "" if an earlier one contains
+    its columns, or for a gate that the MLP does not have. ``norm_offset`` is added to the weights of norms.
+    ``positions``: a table of learned positions. ``experts``: the form of the layers that have experts."""
 
     body: str = "model"
     layers: str = "layers"
@@ -72,16 +73,16 @@ class Form:
         return self.members[0].partition(".")[0]
 
     def experts_of(self, layer: Any) -> ExpertForm | None:
-        """None where the layer's MLP is one for all tokens."""
+        """The form of the layer's experts; None if its MLP is the same for all tokens."""
         return self.experts if self.experts is not None and at(layer, self.experts.experts) is not None else None
 
     def members_of(self, layer: Any) -> tuple[str, ...]:
-        """As ``MEMBERS``."""
+        """The layer's linears, in the order of ``MEMBERS``."""
         routed = self.experts_of(layer)
         return tuple(self.members) if routed is None else (*self.members[:GATE], *routed.shared)
 
     def activation_of(self, layer: Any) -> str:
-        """The name of its class."""
+        """The class name of the layer's activation."""
         routed = self.experts_of(layer)
         return type(at(layer, self.activation if routed is None else f"{routed.experts}.act_fn")).__name__
 
@@ -138,7 +139,7 @@ FORMS = {
 
 
 def form_of(model: nn.Module) -> Form | None:
-    """None where a native step does not know the model's layers."""
+    """The form of ``model``; None if a native step does not know its layers."""
     for form in {id(form): form for form in FORMS.values()}.values():
         layers = getattr(getattr(model, form.body, None), form.layers, None)
         if not isinstance(layers, nn.ModuleList) or len(layers) == 0:
@@ -151,7 +152,7 @@ def form_of(model: nn.Module) -> Form | None:
 
 
 def at(module: Any, path: str) -> Any:
-    """What stands at a dotted path; None where there is nothing."""
+    """The attribute at a dotted path; None if there is none."""
     for name in path.split("."):
         module = getattr(module, name, None)
     return module

@@ -1,4 +1,4 @@
-"""What a forward made, given to those that it is for: scores and logits of prompts, tokens, steps of searches."""
+"""Delivers the results of a forward: scores and logits of prompts, tokens, and steps of beam searches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .sequence import NOTHING_LEFT, Place, Sampled, SequenceGroup, SequenceState
 
 
 class Delivery:
-    """Its parts are the engine's; ``add_member(group, index)`` makes one more sequence of a group."""
+    """Works on the engine's own parts. ``add_member(group, index)`` adds a sequence to a group."""
 
     def __init__(
         self,
@@ -37,18 +37,18 @@ class Delivery:
         self._cache = cache
         self._exits = exits
         self._add_member = add_member
-        self._began, self._batch_size = 0.0, 0  # the step that is given out
+        self._began, self._batch_size = 0.0, 0  # of the step that is being delivered
 
     def give_out(self, laid_out: Sequence[Run], logits: Any, over: Container[SequenceState], began: float) -> None:
-        """Score prompts, and sample at every place that a run has (``Run.places``): 0 to n tokens a sequence.
+        """Score prompts, and sample at every place of each run (``Run.places``): 0 to n tokens per sequence.
 
-        ``logits`` [R, V] are those of ``laid_out``, one run after another; ``over`` get no more tokens, and the step
-        ``began`` then (``time.monotonic``)."""
+        ``logits`` [R, V] are those of ``laid_out``, one run after another. Sequences in ``over`` get no more tokens.
+        ``began`` is the time of the step's start (``time.monotonic``)."""
         self._began, self._batch_size = began, len(laid_out)
         rows: list[int] = []
         places: list[Place] = []
-        shares: list[tuple[Run, int, int]] = []  # of the places: from, to
-        searches: dict[int, SequenceGroup] = {}  # all of whose beams have their logits
+        shares: list[tuple[Run, int, int]] = []  # runs with the first and last of their places
+        searches: dict[int, SequenceGroup] = {}  # groups whose beams all have their logits
         at = 0
         for run in laid_out:
             first, at = at, at + run.num_logits
@@ -76,13 +76,14 @@ class Delivery:
             self._search(group)
 
     def give_out_sampled(self, runs: Sequence[Run], sampled: Sequence[Sampled], began: float) -> None:
-        """Give each of ``runs`` its token, which was drawn on the device, of the step that ``began`` then."""
+        """Give each of ``runs`` its token, which was drawn on the device. ``began`` is the time of the step's start."""
         self._began, self._batch_size = began, len(runs)
         for run, one in zip(runs, sampled, strict=True):
             self._deliver(run.sequence, [one], None)
 
     def end_complete(self, sequences: Sequence[SequenceState]) -> frozenset[SequenceState]:
-        """Those that are found to be at their end, or at a dead one, when it is known what may come next."""
+        """End the sequences whose grammar now allows nothing more, whether their text is complete or a dead end; return
+        them."""
         over = []
         for sequence in sequences:
             if sequence.status != "running":  # a sibling failed the request in this very step
@@ -99,14 +100,14 @@ class Delivery:
         return frozenset(over)
 
     def follow(self, sequence: SequenceState, known: int, reason: StopReason | None) -> StopReason | None:
-        """Within its grammar; see ``SequenceState.follow``."""
+        """Follow a sequence's grammar and count the forced tokens; see ``SequenceState.follow``."""
         before = sequence.num_tokens
         reason = sequence.follow(known, reason)
         self._exits.count(sequence, sequence.num_tokens - before)
         return reason
 
     def _read_prompt(self, run: Run, logits: Any) -> None:
-        """Give out what is asked of the prompt's tokens in ``run``."""
+        """Deliver what was asked about the prompt's tokens in ``run``."""
         sequence = run.sequence
         if sequence.context_row is not None:
             self._send_context(run, logits)
@@ -120,7 +121,7 @@ class Delivery:
         row, end = sequence.context_row, min(sequence.num_computed, sequence.num_prompt)
         assert row is not None
         assert run.start <= row
-        if end <= row:  # it was preempted after these
+        if end <= row:  # these rows were delivered before the sequence was preempted
             return
         wanted = logits[row - run.start : end - run.start]
         if not bool(torch.isfinite(wanted.amax(-1)).all()):
@@ -133,7 +134,7 @@ class Delivery:
         sequence = run.sequence
         scores = sequence.prompt_scores
         assert scores is not None
-        del scores[run.start :]  # of a step that failed and is run again
+        del scores[run.start :]  # left by a step that failed and is run again
         scores.extend(score_prompt(logits, run.start, sequence))
         if sequence.num_computed < sequence.num_prompt:
             return
@@ -146,7 +147,7 @@ class Delivery:
             self._inflight.emit(self._inflight.of(sequence), PromptScored(index, tuple(scores)))
 
     def _deliver_verified(self, run: Run, sampled: Sequence[Sampled], logits: Any) -> None:
-        """Give a sequence the tokens of a step with drafts: the KV of those that were taken is there."""
+        """Give a sequence the tokens of a step with drafts. The KV of accepted drafts is already in the cache."""
         sequence, speculation = run.sequence, self._scheduler.speculation
         if sequence.status != "running":
             return
@@ -157,8 +158,8 @@ class Delivery:
         self._deliver(sequence, held, logits)
 
     def _deliver(self, sequence: SequenceState, sampled: Sequence[Sampled], logits: Any) -> None:
-        """Give a sequence the tokens of one step; ``logits`` are those that they were drawn from, where it wants them,
-        else None."""
+        """Give a sequence the tokens of one step. ``logits`` are those they were drawn from, or None if the request
+        does not want them."""
         if sequence.status != "running":  # a sibling failed the request in this very step
             return
         if any(one.token_id < 0 for one in sampled):
@@ -184,7 +185,7 @@ class Delivery:
             self._inflight.flush(sequence)
 
     def _deliver_before(self, sequence: SequenceState, sampled: Sequence[Sampled], logits: Any) -> None:
-        """Give it the tokens of a step up to where none could be drawn, where it fails unless they end it."""
+        """Give a sequence the tokens before the place at which none could be drawn. Unless they end it, it fails."""
         at = next(i for i, one in enumerate(sampled) if one.token_id < 0)
         if at:
             self._deliver(sequence, sampled[:at], logits)
@@ -196,7 +197,7 @@ class Delivery:
             self._exits.fail_not_finite(sequence)
 
     def _search(self, group: SequenceGroup) -> None:
-        """A step of a beam search."""
+        """Take a step of a beam search."""
         beams = group.beams
         assert isinstance(beams, BeamGroup)
         if not group.members or group.members[0].status == "finished":  # a sibling failed the request in this step

@@ -1,4 +1,4 @@
-"""Exponential times by (seed, position, token) and their race, in Triton.
+"""Triton kernels for exponential times by (seed, position, token), and for their race.
 
 The bits are numpy's Philox 4x64 with ten rounds (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"),
 keyed by seed and position::
@@ -16,7 +16,7 @@ import triton.language as tl
 
 @triton.jit
 def bits(seed: tl.tensor, position: tl.tensor, token: tl.tensor) -> tl.tensor:
-    """32 random bits of each ``token``; ``seed`` and ``position`` are uint64 scalars."""
+    """32 random bits for each ``token``; ``seed`` and ``position`` are uint64 scalars."""
     nothing = (token * 0).to(tl.uint64)
     c0 = (token // 8 + 1).to(tl.uint64)
     c1 = nothing
@@ -47,7 +47,7 @@ def bits(seed: tl.tensor, position: tl.tensor, token: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def time_of(random: tl.tensor) -> tl.tensor:
-    """-log1p(-u) of u in (0, 1), exact near zero: log(w) u / (w - 1) with w = 1 - u as it is rounded (Kahan)."""
+    """-log1p(-u) for u in (0, 1), exact near zero: log(w) u / (w - 1), with w the rounded 1 - u (Kahan)."""
     u = tl.minimum((random.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
     w = 1.0 - u
     divisor = tl.where(w == 1.0, -1.0, w - 1.0)
@@ -74,7 +74,7 @@ def race(
     size: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """The first to arrive of a program's tokens: the largest of logit / temperature - log(time)."""
+    """Find the first of a program's tokens to arrive: that with the largest logit / temperature - log(time)."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     token = chunk * BLOCK + tl.arange(0, BLOCK)

@@ -1,4 +1,4 @@
-"""A draft model loaded beside the large one. Raises ``PackagingError`` where the two have not the same vocabulary."""
+"""Loads a draft model beside the large one, and refuses it if the two do not have the same vocabulary."""
 
 from __future__ import annotations
 
@@ -22,13 +22,15 @@ from .stored_weights import adopted
 
 logger = logging.getLogger(__name__)
 
-MEMORY = 8  # the draft model has one part of so many of the large model's memory for keys and values
+MEMORY = 8  # the draft model's KV cache gets the large model's KV cache memory divided by this
 
 
 def load_draft_model(
     bundle: Bundle, draft: DraftBundle, large: LoadedModel, settings: EngineSettings, memory: int, max_tokens: int
 ) -> DraftModel:
-    """``memory`` is what the large model has for keys and values, in bytes; prompts are read ``max_tokens`` a step."""
+    """Load the draft model. Raises ``PackagingError``, also if its vocabulary is not the large model's.
+
+    ``memory`` is the size of the large model's KV cache in bytes. Prompts are read with ``max_tokens`` per step."""
     check_vocabulary(bundle, draft, settings)
     own = Bundle(
         content_hash=draft.content_hash,
@@ -82,12 +84,12 @@ def _step_forward(loaded: LoadedModel, cache: SlotKVCache) -> StepForward:
 
 
 def _size(model_dir: str) -> int:
-    """Bytes of weights: what a step reads."""
+    """Bytes of weights, which is what a step reads."""
     return sum(path.stat().st_size for path in Path(model_dir).glob("*.safetensors"))
 
 
 def check_vocabulary(bundle: Bundle, draft: DraftBundle, settings: EngineSettings) -> None:
-    """Raises ``PackagingError`` that names a token which is not one in both, or not under the same id."""
+    """Raise ``PackagingError``, which names a token, if a token is not in both vocabularies under the same id."""
     if not bundle.tokenizer_dir or not draft.tokenizer_dir:
         return
     own, other = (_vocabulary(folder, settings) for folder in (bundle.tokenizer_dir, draft.tokenizer_dir))

@@ -1,8 +1,8 @@
-"""A small model that says what the large one may say next: drafts for texts that repeat nothing.
+"""A draft model: a small model that proposes what the large one may say next, for texts that repeat nothing.
 
-It draws as the large one does, with the request's own parameters and the same random numbers (seed, position): in a
-race that both run with the same times, models that think alike name the same winner, at any temperature. It has its own
-KV, of the sequences that it drafts for; what the large model refuses of a draft is written over.
+It samples like the large model, with the request's own parameters and the same random numbers (seed, position). Since
+both run the race with the same times, similar models name the same winner at any temperature. It has its own KV cache
+for the sequences that it drafts for. Rejected drafts are overwritten there.
 
 ::
 
@@ -31,14 +31,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Known:
-    """What the model has of a sequence: the KV of ``length`` tokens, the last of which were ``drafts``."""
+    """What the model has of a sequence: the KV of ``length`` tokens, the last of which are ``drafts``."""
 
     sequence: SequenceState
     length: int
     drafts: TokenIds
 
     def keep_true(self) -> None:
-        """Only what came to be."""
+        """Keep only the drafts that became part of the sequence."""
         start = self.length - len(self.drafts)
         came = self.sequence.tokens[start : self.length]
         differs = np.flatnonzero(self.drafts[: len(came)] != came)
@@ -47,8 +47,10 @@ class _Known:
 
 
 class DraftModel:
-    """Used by the engine's thread. ``vocab_size`` and ``max_model_len`` are its own, ``width`` is how many logits the
-    large model has. ``cost``: one of its steps in those of the large model. ``max_tokens``: of a step of it."""
+    """Proposes drafts. Only the engine's thread may use it.
+
+    ``vocab_size`` and ``max_model_len`` are the draft model's own; ``width`` is the number of the large model's logits.
+    ``cost`` is the cost of a step relative to the large model's, ``max_tokens`` the most tokens in a step."""
 
     def __init__(
         self,
@@ -69,14 +71,15 @@ class DraftModel:
         self._is_broken = False
 
     def propose(self, wanted: Sequence[tuple[SequenceState, int]]) -> list[TokenIds]:
-        """For each sequence at most so many tokens that may come next, int32: none as long as it has not read the
-        sequence's prompt, of which it reads a part at each call."""
+        """Propose, for each sequence, at most the given number of tokens (int32) that may come next.
+
+        There are none until the model has read the sequence's prompt; each call reads a part of it."""
         if not wanted or self._is_broken:
             return [sequence.tokens[:0] for sequence, _ in wanted]
         try:
             self._look_back()
             return self._propose(wanted)
-        except Exception:  # it is no part of any text: the large model goes on without
+        except Exception:  # drafts are no part of any text, so the large model can go on without them
             logger.exception("the draft model failed; it is not used any more")
             self._is_broken = True
             return [sequence.tokens[:0] for sequence, _ in wanted]
@@ -97,15 +100,15 @@ class DraftModel:
         return [np.array(found.get(sequence.id, ()), dtype=np.int32) for sequence, _ in wanted]
 
     def _takes(self, known: _Known, place: DraftedPlace, token: int, drafts: list[int], most: int) -> bool:
-        """Note a token; whether another one is to follow it."""
+        """Note a drafted token; return whether another is to follow it."""
         if not 0 <= token < self._vocab_size:
             return False
         drafts.append(token)
-        known.sequence.draft(np.array(drafts, dtype=np.int32))  # where the next place looks for them
+        known.sequence.draft(np.array(drafts, dtype=np.int32))  # the next place looks for them there
         return len(drafts) < most and not place.stop_rule.is_stop(token, place.num_generated + 1)
 
     def _step(self, going: Sequence[_Known], found: dict[int, list[int]]) -> list[tuple[_Known, torch.Tensor]]:
-        """The last draft of each, computed."""
+        """Run the last draft of each sequence; return the logits after it."""
         if not going:
             return []
         rows = [Row(known.sequence.id, known.length, 1) for known in going]
@@ -117,8 +120,8 @@ class DraftModel:
         return list(zip(going, logits, strict=True))
 
     def _read(self, sequences: Sequence[SequenceState]) -> list[tuple[_Known, torch.Tensor]]:
-        """Read what is new of ``sequences``, as much as a step has room for; those of which nothing is left to be read,
-        with the logits of what comes next."""
+        """Read the new tokens of ``sequences``, as many as fit into a step. Return the sequences that are fully read,
+        with the logits after their last tokens."""
         left = self._max_tokens
         going, rows = [], []
         for sequence in sequences:
@@ -140,7 +143,7 @@ class DraftModel:
         return [(known, one) for known, one in read if known.length == known.sequence.num_tokens]
 
     def _run(self, going: Sequence[_Known], rows: Sequence[Row]) -> torch.Tensor:
-        """Logits after each of ``rows``, in their order."""
+        """The logits after each of ``rows``, in their order."""
         order = list(range(len(rows)))
         if self._forward.wants_decodes_together:
             single = self._cache.decode_order([row.owner for row in rows if row.num_tokens == 1])
@@ -154,16 +157,16 @@ class DraftModel:
         return found
 
     def _widened(self, logits: torch.Tensor) -> torch.Tensor:
-        """As many logits as the large model has: what the draft model has no word for never comes."""
+        """Cut or pad logits to the large model's width; tokens that the draft model lacks are never drawn."""
         if logits.shape[-1] >= self._width:
             return logits[:, : self._width].contiguous()
         return torch.nn.functional.pad(logits, (0, self._width - logits.shape[-1]), value=float("-inf"))
 
     def _has_room(self, sequence: SequenceState, most: int) -> bool:
-        """Whether there is KV for the sequence and so many drafts; it has a place then."""
+        """Reserve KV for the sequence and ``most`` drafts; return whether there is room."""
         known = self._known.get(sequence.id)
         if known is None:
-            # the adapter is no matter: it has none
+            # the draft model has no adapters, so the sequence's does not matter
             key = PrefixKey("", sequence.key.salt)
             cached = self._cache.acquire(sequence.id, key, sequence.tokens)
             if cached is None:
@@ -172,7 +175,7 @@ class DraftModel:
         return self._cache.grow(sequence.id, sequence.num_tokens + most)
 
     def _look_back(self) -> None:
-        """Keep what came to be of the last drafts, and give up what does not run any more."""
+        """Keep the last drafts that were accepted, and release sequences that no longer run."""
         for owner, known in list(self._known.items()):
             known.keep_true()
             self._cache.computed(owner, known.sequence.tokens, known.length)
@@ -181,6 +184,6 @@ class DraftModel:
                 del self._known[owner]
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._known.clear()
         self._cache.close()

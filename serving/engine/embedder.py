@@ -1,8 +1,8 @@
-"""Texts to vectors: an encoder or a decoder over one flat row of whole sequences, then pooling.
+"""Embeddings: an encoder or a decoder over one flat row of whole sequences, then pooling.
 
-Sequences are sorted by length and cut into rows of about ``ROW_TOKENS`` (``NATIVE_ROW_TOKENS`` where the model runs
-natively); no token is padding. A model whose attention cannot be replaced, of those that are known (``BY_LENGTH``),
-takes those of a row that are equally long at a time.
+Sequences are sorted by length and cut into rows of about ``ROW_TOKENS`` tokens (``NATIVE_ROW_TOKENS`` if the model runs
+natively). No token is padding. A known model whose attention cannot be replaced (``BY_LENGTH``) takes the sequences of
+a row one length at a time.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from .self_test import WHOLE_TOLERANCE, relative_maximum, relative_norm
 logger = logging.getLogger(__name__)
 Loaded = TypeVar("Loaded")
 
-# Full GEMM speed, activations near the cache; MiniLM with torch, texts a second at 512/1024/2048/4096: float32
-# 139/158/166/156, int8 313/332/298/208.
+# Full GEMM speed with activations that stay near the cache. MiniLM with torch, texts per second at rows of
+# 512/1024/2048/4096 tokens: float32 139/158/166/156, int8 313/332/298/208.
 ROW_TOKENS = 1024
-# Native groups are near the cache by themselves and only wait at a row's end: 1024/2048/8192/32768 tokens took
-# float32 2.83/2.74/2.69/2.70 s for 24,296, int8 0.98/0.94/0.91/0.90 s.
+# Native groups stay near the cache by themselves and only wait at the end of a row. 24,296 tokens in rows of
+# 1024/2048/8192/32768 took 2.83/2.74/2.69/2.70 s in float32 and 0.98/0.94/0.91/0.90 s in int8.
 NATIVE_ROW_TOKENS = 8192
 BY_LENGTH = ("MPNetModel",)
 CHECK_LENGTHS = (9, 5, 5, 2)
-BEYOND_WINDOW = 8  # tokens by which a text of the check is longer than the widest window to both sides
-TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}  # of the largest activation
+BEYOND_WINDOW = 8  # tokens by which a text of the check exceeds the widest bidirectional window
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}  # relative to the largest activation
 
 
 class Embedder:
-    """Only the thread that loaded it may call ``embed``."""
+    """A loaded embedding model. Only the thread that loaded it may call ``embed``."""
 
     def __init__(
         self, model: Any, holder: ContextHolder, spec: EmbeddingSpec, max_length: int, info: EngineInfo
@@ -67,7 +67,9 @@ class Embedder:
         return self.info.embedding_dim
 
     def embed(self, token_ids: Sequence[Sequence[int]]) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """float32 [n, dim], pooled and, where the model says so, of length 1. Raises ``ContextTooLong``."""
+        """Embed sequences: float32 [n, dim], pooled and, if the model says so, normalised to length 1.
+
+        Raises ``ContextTooLong``, and ``InvalidField`` for an empty sequence."""
         self.check_lengths(token_ids)
         vectors = np.empty((len(token_ids), self.dim), dtype=np.float32)
         for row in rows(token_ids, row_tokens(self)):
@@ -75,7 +77,7 @@ class Embedder:
         return vectors
 
     def check_lengths(self, token_ids: Sequence[Sequence[int]]) -> None:
-        """Raises ``ContextTooLong``, ``InvalidField`` for a sequence that the model does not take."""
+        """Raise ``ContextTooLong`` for a sequence that is too long, and ``InvalidField`` for an empty one."""
         for length in map(len, token_ids):
             if length > self.max_length:
                 raise ContextTooLong(f"input has {length} tokens, the model takes at most {self.max_length}")
@@ -91,8 +93,9 @@ class Embedder:
         return pooled.cpu().numpy()
 
     def hidden(self, sequences: Sequence[Sequence[int]], second_from: Sequence[int] | None = None) -> Any:
-        """Last hidden states [T, D] of sequences in a row, whose tokens are of the second type from ``second_from``
-        on."""
+        """The last hidden states [T, D] of the sequences of a row.
+
+        From ``second_from`` on, a sequence's tokens are of the second type."""
         lengths = [len(sequence) for sequence in sequences]
         types = None if second_from is None else _token_types(lengths, second_from)
         if self.native is not None:
@@ -119,19 +122,19 @@ class Embedder:
             self._holder.context = None
 
     def _equally_long(self, sequences: Sequence[Sequence[int]]) -> Any:
-        """Their hidden states [T, D] by the model's own attention, which needs no mask for them."""
+        """The hidden states [T, D] of equally long sequences by the model's own attention, which needs no mask."""
         ids = torch.tensor(sequences, device=self._device)
         positions = torch.arange(ids.shape[1], device=self._device) + self._position_offset
         return self._model(input_ids=ids, position_ids=positions.expand_as(ids)).last_hidden_state.flatten(0, 1)
 
 
 def row_tokens(embedder: Embedder) -> int:
-    """About how many tokens a row has."""
+    """The approximate number of tokens in a row."""
     return ROW_TOKENS if embedder.native is None else NATIVE_ROW_TOKENS
 
 
 def _token_types(lengths: Sequence[int], second_from: Sequence[int]) -> np.ndarray[Any, np.dtype[np.int32]] | None:
-    """int32 [T], 0 and 1; None where all are 0, which every model takes for said."""
+    """Token types 0 and 1 as int32 [T]; None if all are 0, which is every model's default."""
     if all(second >= length for length, second in zip(lengths, second_from, strict=True)):
         return None
     parts = [np.arange(length) >= second for length, second in zip(lengths, second_from, strict=True)]
@@ -139,13 +142,13 @@ def _token_types(lengths: Sequence[int], second_from: Sequence[int]) -> np.ndarr
 
 
 def num_token_types(model: Any) -> int:
-    """How many types of tokens the model tells apart; 1 where it is told of none."""
+    """How many types of tokens the model distinguishes; 1 if it has no table of types."""
     table = getattr(getattr(model, "embeddings", None), "token_type_embeddings", None)
     return 1 if table is None else int(table.weight.shape[0])
 
 
 def rows(token_ids: Sequence[Sequence[int]], limit: int) -> Iterator[list[int]]:
-    """Indices by length, in rows of at most ``limit`` tokens (one longer sequence is a row of its own)."""
+    """Yield indices sorted by length, in rows of at most ``limit`` tokens. A longer sequence is a row of its own."""
     row: list[int] = []
     tokens = 0
     for index in sorted(range(len(token_ids)), key=lambda i: len(token_ids[i])):
@@ -159,7 +162,7 @@ def rows(token_ids: Sequence[Sequence[int]], limit: int) -> Iterator[list[int]]:
 
 
 def position_offset(model: Any) -> int:
-    """RoBERTa's family numbers positions from ``pad_token_id + 1``, everyone else from 0."""
+    """The number of the first position: ``pad_token_id + 1`` in RoBERTa's family, 0 in all other models."""
     embeddings: Any = getattr(model, "embeddings", None)
     if hasattr(embeddings, "create_position_ids_from_inputs_embeds"):
         return int(embeddings.padding_idx) + 1
@@ -168,9 +171,9 @@ def position_offset(model: Any) -> int:
 
 @torch.inference_mode()
 def load_embedder(bundle: Bundle, settings: EngineSettings, holder: ContextHolder | None = None) -> Embedder:
-    """Load ``bundle.model_dir`` (safetensors alone), check it against the model's own attention, pack its linears.
+    """Load ``bundle.model_dir`` (safetensors only), check it against the model's own attention and pack its linears.
 
-    Raises ``PackagingError`` for an architecture whose result would be wrong.
+    Raises ``PackagingError`` for an architecture whose results would be wrong.
     """
     from .loader import from_pretrained, resolve_device, resolve_dtype
 
@@ -206,8 +209,10 @@ def load_in_dtype(
     device: Any,
     base: Callable[[Any], Any] = lambda model: model,
 ) -> Loaded:
-    """``load`` of the model that ``read`` gives; ``base`` of it is the encoder. One for bfloat16 is loaded in float32
-    where our kernels may round what they multiply, and as it is where they do not run it."""
+    """Call ``load`` with the model that ``read`` returns; ``base`` returns its encoder.
+
+    If bfloat16 is asked for and our kernels may run the model, it is loaded in float32, since they round what they
+    multiply. If they turn out not to run it, it is loaded as it is."""
     model = read()
     name = type(base(model)).__name__
     if settings.dtype == "bfloat16" and settings.kernels == "auto" and may_run_in_bf16(base(model), device):
@@ -220,7 +225,7 @@ def load_in_dtype(
 
 
 def is_rounded(model: Any, settings: EngineSettings) -> bool:
-    """Whether a model in float32 is to be computed in bfloat16 by our kernels."""
+    """Whether our kernels are to compute a float32 model in bfloat16."""
     return settings.dtype == "bfloat16" and next(model.parameters()).dtype == torch.float32
 
 
@@ -234,7 +239,7 @@ def embedder_of(
 def _mapped(
     key: str, folder: str, bundle: Bundle, spec: EmbeddingSpec, settings: EngineSettings, holder: ContextHolder
 ) -> Embedder | None:
-    """The model from its packed file, run natively; None where there is none that passes the test."""
+    """Load the model from its packed file and run it natively; None if there is no file, or it fails the test."""
     try:
         found = MappedEncoder(folder, settings, holder, key)
     except (LookupError, OSError, ValueError, PackagingError) as error:
@@ -259,8 +264,10 @@ def run_natively(
     *,
     typed: bool = False,
 ) -> None:
-    """Where the model can be run so and gives what its own code gave; else the reason is in its info. ``typed``: tokens
-    may be of the second type. Raises ``NotNative`` for one that nothing else computes in the dtype asked for."""
+    """Run the model natively if it can be and gives what its own code gave; if not, note the reason in its info.
+
+    ``typed``: tokens may be of the second type. Raises ``NotNative`` if nothing but our kernels computes the model in
+    the dtype asked for."""
     try:
         if settings.kernels != "auto":
             raise NotNative(f"the setting kernels is {settings.kernels!r}")
@@ -282,12 +289,14 @@ def run_natively(
 
 
 def tolerance(dtype: Any, settings: EngineSettings) -> float:
-    """Of the largest activation, for a model in ``dtype`` run as ``settings`` say."""
+    """The tolerance, relative to the largest activation, for a model in ``dtype`` run with ``settings``."""
     return TOLERANCE[torch.bfloat16 if settings.dtype == "bfloat16" else dtype]
 
 
 def check(embedder: Embedder, tests: list[list[int]], expected: Any, settings: EngineSettings | None = None) -> None:
-    """Raises ``PackagingError`` where the model gives something else. ``settings``: its linears are as they say."""
+    """Raise ``PackagingError`` if the model does not give ``expected``.
+
+    ``settings`` are those that its linears were packed by; None if they are not packed yet."""
     int8 = settings is not None and settings.quantization != "none"
     allowed = TOLERANCE[expected.dtype] if settings is None else tolerance(expected.dtype, settings)
     allowed = WHOLE_TOLERANCE if int8 else allowed
@@ -298,15 +307,16 @@ def check(embedder: Embedder, tests: list[list[int]], expected: Any, settings: E
 
 
 def refuse_unsupported(model: Any) -> None:
-    """Raises ``PackagingError`` for an architecture that would run and be wrong."""
+    """Raise ``PackagingError`` for an architecture that would run but give wrong results."""
     name = type(model).__name__
     if not getattr(model, "_supports_attention_backend", False) and name not in BY_LENGTH:
         raise PackagingError(f"{name} is not supported for embeddings: its attention cannot be replaced")
 
 
 def use_ragged_attention(embedder: Embedder, model: Any, holder: ContextHolder) -> tuple[list[list[int]], Any]:
-    """Switch the model to our attention and compare with its own, one sequence at a time; returns tokens and what
-    the model made of them."""
+    """Switch the model to our attention and compare it with its own, run one sequence at a time.
+
+    Returns the test's token ids and the hidden states of the model's own code. Raises ``PackagingError``."""
     name = type(model).__name__
     refuse_unsupported(model)
     vocab = int(model.get_input_embeddings().weight.shape[0])
@@ -326,7 +336,7 @@ def use_ragged_attention(embedder: Embedder, model: Any, holder: ContextHolder) 
 
 
 def _beyond_windows(model: Any, longest: int) -> list[int]:
-    """A length by which windows to both sides show; none where there are no such, or no text is longer than they."""
+    """A length at which bidirectional windows have an effect; [] if there are none, or no text can exceed them."""
     windows = [
         module.sliding_window
         for module in model.modules()
@@ -345,7 +355,7 @@ def _attend_raggedly(model: Any, holder: ContextHolder) -> None:
 
 
 def resolve_max_length(model: Any, spec: EmbeddingSpec, settings: EngineSettings) -> int:
-    """Tokens of the longest text. Raises ``PackagingError`` where nothing says how many they are."""
+    """The most tokens that a text may have. Raises ``PackagingError`` if neither model nor settings say."""
     own = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     limits = [own - position_offset(model) if own else None, spec.max_length, settings.max_model_len]
     known = [limit for limit in limits if limit]

@@ -1,8 +1,8 @@
-"""Embedding requests waiting for a batch: inputs of many requests run together, up to a number of tokens.
+"""The queue of embedding requests: inputs of many requests run together, up to a number of tokens.
 
-The tenant that has been served least is next (``tenants``). A tenant's requests take turns, an input each, so a short
-one does not wait behind a bulk; a request's own inputs go by length, so that a batch of a bulk holds equal lengths,
-which share a call of the attention.
+The tenant that has been served least is next (``tenants``). A tenant's requests take turns, one input each, so a short
+request does not wait behind a large one. A request's own inputs are sorted by length, so that a batch of a large
+request has inputs of equal length, which share a call of the attention.
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ Outcome = Embedded | Exception
 
 
 class EmbeddingQueue:
-    """``embedder.embed(token id tuples, where the second text of each begins)`` → float32 array [n, dim]: pooled and
-    normalised vectors, or a cross-encoder's numbers. ``max_tokens`` are in a batch, 0: each input is one of its own."""
+    """Batches the inputs of waiting requests.
+
+    ``embedder.embed(token id tuples, where the second text of each begins)`` returns float32 [n, dim]: pooled and
+    normalised vectors, or a cross-encoder's numbers. A batch has at most ``max_tokens`` tokens; with 0 each input is a
+    batch of its own."""
 
     def __init__(self, embedder: Any, max_tokens: int) -> None:
         self._embedder = embedder
         self._max_tokens = max_tokens
-        self._lines: dict[Tenant, dict[str, deque[int]]] = {}  # indices of inputs by request, in the order of turns
+        self._lines: dict[Tenant, dict[str, deque[int]]] = {}  # input indices by request, in the order of their turns
         self._requests: dict[str, ValidRequest] = {}
         self._left: dict[str, int] = {}
         self._tenants = Tenants()
@@ -34,12 +37,12 @@ class EmbeddingQueue:
         self._num_inputs = 0
 
     def __len__(self) -> int:
-        """Inputs that wait."""
+        """How many inputs wait."""
         return self._num_inputs
 
     @property
     def num_tenants(self) -> int:
-        """Tenants that wait."""
+        """How many tenants wait."""
         return len(self._lines)
 
     def add(self, request: ValidRequest) -> None:
@@ -56,7 +59,7 @@ class EmbeddingQueue:
         self._num_inputs += len(sizes)
 
     def drop(self, request_id: str) -> None:
-        """Forget what is left of a request."""
+        """Forget the remaining inputs of a request."""
         request = self._requests.pop(request_id, None)
         self._left.pop(request_id, None)
         if request is None:
@@ -69,7 +72,7 @@ class EmbeddingQueue:
             self._leave(tenant)
 
     def _leave(self, tenant: Tenant) -> None:
-        """Nothing of ``tenant`` waits any more, if anything did."""
+        """Note that nothing of ``tenant`` waits any more."""
         if self._lines.pop(tenant, None) is not None:
             self._turns.discard(tenant)
             self._tenants.left(tenant)
@@ -78,7 +81,7 @@ class EmbeddingQueue:
         return request_id not in self._left
 
     def run(self) -> list[tuple[str, Outcome]]:
-        """Embed one batch; an error of a mixed batch is pinned down by running its inputs one by one."""
+        """Embed one batch. If a batch of several inputs fails, its inputs run one by one to find the one at fault."""
         batch = self._take()
         outcomes: list[tuple[str, Outcome]] = []
         try:
@@ -104,7 +107,7 @@ class EmbeddingQueue:
             self.drop(request_id)
 
     def _take(self) -> list[tuple[ValidRequest, int]]:
-        """Inputs in their turns while they fit; an input larger than a batch is one of its own."""
+        """Take inputs in their turns while they fit. An input larger than a batch is a batch of its own."""
         batch: list[tuple[ValidRequest, int]] = []
         budget = self._max_tokens
         while (tenant := self._turns.least) is not None:
@@ -135,5 +138,5 @@ class EmbeddingQueue:
 
 
 def _embedded(index: int, vector: Any) -> Embedded:
-    """The whole vector; ``tasks.embed`` cuts it to a request's ``dimensions``."""
+    """The event with the whole vector; ``tasks.embed`` cuts it to a request's ``dimensions``."""
     return Embedded(index, np.asarray(vector, dtype="<f4").tobytes())

@@ -1,4 +1,4 @@
-"""How requests leave the engine: each sequence is finished, or its request has failed. Both tidy up after it."""
+"""How requests leave the engine: either each sequence finishes, or the request fails. Both clean up after it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ logger = logging.getLogger(__name__)
 
 
 class Exits:
-    """Over what holds a request while it is in the engine; ``scheduler`` and ``cache`` are None where no text is made.
-    ``generated`` tokens were given to requests, ``generated_provisioned`` of them to provisioned ones."""
+    """Removes requests from the parts of the engine that hold them.
+
+    ``scheduler`` and ``cache`` are None if the engine generates no text. ``generated`` counts the tokens given to
+    requests, ``generated_provisioned`` those given to provisioned ones."""
 
     def __init__(
         self, inflight: InflightRequests, scheduler: Any, cache: Any, embeddings: EmbeddingQueue, grammars: Grammars
@@ -31,7 +33,9 @@ class Exits:
         self.generated = self.generated_provisioned = 0
 
     def finish(self, sequence: SequenceState, reason: FinishReason) -> None:
-        """For a beam: its whole search, whose texts end as they do unless ``reason`` is "abort" or "deadline"."""
+        """Finish a sequence; for a beam, its whole search.
+
+        The texts of a search have their own finish reasons unless ``reason`` is "abort" or "deadline"."""
         group = sequence.group
         if isinstance(group.beams, BeamGroup):
             if sequence.status != "finished":
@@ -57,7 +61,7 @@ class Exits:
         self._inflight.fail(inflight, error)
 
     def lose(self, sequence: SequenceState, error: ServingError) -> None:
-        """A sequence whose grammar has no way to go on; another request is to compile it anew."""
+        """Fail the request of a sequence that cannot go on within its grammar; the next request compiles it again."""
         inflight = self._inflight.of(sequence)
         logger.warning("request %s: %s", inflight.request.request_id, error.logged)
         assert sequence.sampling.grammar is not None
@@ -65,7 +69,9 @@ class Exits:
         self.fail(inflight, error)
 
     def fail_not_finite(self, sequence: SequenceState) -> None:
-        """Of a beam: its search, whose beams may have copied what is not finite."""
+        """Fail the request of a sequence whose logits are not finite, and wipe its KV.
+
+        For a beam, the KV of the whole search is wiped, since its beams may have copied numbers that are not finite."""
         for one in (sequence,) if sequence.group.beams is None else sequence.group.members:
             if one.status == "running":
                 self._cache.wipe(one.id)

@@ -1,8 +1,8 @@
-"""The model's experts, replaced in place by ours: packed weights, each expert's multiplied by the tokens that chose it.
+"""The model's experts, replaced in place by ours, which have packed weights and run each expert on its tokens.
 
 transformers 5 keeps the experts of a layer in two parameters, ``gate_up_proj`` [experts, 2 I, H] and ``down_proj``
-[experts, H, I]. As one linear, one expert below the other, they are quantised, packed and mapped as all linears are; a
-native step multiplies parts of it, and so does the model's own code here.
+[experts, H, I]. Stacked into one linear, they are quantised, packed and mapped like all linears. A native step
+multiplies by parts of it, and so does the module here, which the model's own code calls.
 """
 
 from __future__ import annotations
@@ -31,14 +31,16 @@ KNOWN = (
 
 
 class EngineExperts(nn.Module):
-    """Stands where transformers' experts stood. Holds ``packed`` by the name of the parameter it is made of."""
+    """Takes the place of transformers' experts. ``packed`` is keyed by the parameters that the weights come from."""
 
     def __init__(self, experts: Any, packed: dict[str, PackedWeight]) -> None:
         super().__init__()
         self.num_experts, self.act_fn, self.packed = int(experts.num_experts), experts.act_fn, packed
 
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> Any:
-        """[T, H] of experts [T, k] that count for [T, k]. A token's sum is in the order of its experts."""
+        """Run [T, H] through the experts ``top_k_index`` [T, k], weighted by ``top_k_weights`` [T, k].
+
+        A token's results are summed in the order of its experts."""
         made = hidden_states.new_empty(*top_k_index.shape, hidden_states.shape[-1])
         for number in top_k_index.unique().tolist():
             tokens, ranks = torch.where(top_k_index == number)
@@ -53,7 +55,7 @@ class EngineExperts(nn.Module):
 
 
 def _part(packed: PackedWeight, number: int, count: int) -> PackedWeight:
-    """An expert's of ``count``."""
+    """The weight of expert ``number`` of ``count``."""
     if isinstance(packed, NativeWeight):
         return packed.part(number, count)
     size = packed.out_features // count
@@ -64,12 +66,12 @@ def _part(packed: PackedWeight, number: int, count: int) -> PackedWeight:
 
 
 def is_known(module: nn.Module) -> bool:
-    """Exactly these classes: others may use their weights in other ways."""
+    """Whether a module is of exactly these classes; others may use their weights in other ways."""
     return type(module).__name__ in KNOWN and type(module).__module__.startswith("transformers.models.")
 
 
 def weights_of(module: Any) -> dict[str, torch.Tensor | StoredLinear]:
-    """By name, as one linear each: [experts * N, K]."""
+    """The experts' weights by name, each as one linear [experts * N, K]."""
     stored = stored_experts_of(module)
     return {name: stored[name] if name in stored else stacked(getattr(module, name)) for name in PARAMETERS}
 
@@ -79,7 +81,9 @@ def stacked(weight: torch.Tensor) -> torch.Tensor:
 
 
 def fits_natively(module: Any, like: torch.Tensor | None) -> bool:
-    """Whether our kernels take its weights, each expert's in panels of its own. ``like``: a parameter of the model."""
+    """Whether our kernels take the module's weights, with each expert's in panels of its own.
+
+    ``like`` is a parameter of the model."""
     shapes = [weight.shape for weight in weights_of(module).values()]
     whole = all(rows // module.num_experts % PANEL == 0 and width % LANES == 0 for rows, width in shapes)
     return whole and like is not None and can_pack(like)

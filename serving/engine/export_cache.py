@@ -1,8 +1,8 @@
-"""What the models of transformers export, kept from one engine's start to the next.
+"""A cache of the names that transformers' models export, kept from one engine's start to the next.
 
-``import transformers`` finds the names of its models in their sources: it reads some 1,500 files, and
-``import transformers.models`` reads them again, a fifth of an engine's imports. What it found is kept in the user's
-cache by the names, sizes and times of these files, so a release that changes one of them is read anew.
+``import transformers`` finds the names of its models by reading some 1,500 source files, and
+``import transformers.models`` reads them again. Together this is a fifth of the time of an engine's imports. The result
+is kept in the user's cache, keyed by the names, sizes and times of these files, so a changed file is read again.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from ..files import cache_dir, is_private, replace_file, stamp
 logger = logging.getLogger(__name__)
 
 PACKAGE = "transformers"
-READER = "transformers.utils.import_utils"  # the module that reads the sources, by
-READ = "create_import_structure_from_path"  # this function: a file or directory -> names by file and requirement
+READER = "transformers.utils.import_utils"  # the module that reads the sources
+READ = "create_import_structure_from_path"  # its function: a file or directory -> names by file and requirement
 CACHE_PART = "exports"
 
 
 @contextlib.contextmanager
 def used() -> Iterator[None]:
-    """Where transformers is imported in this block for the first time, it takes what was kept. In every other case, and
-    where the cache cannot be read or written, it reads its sources."""
+    """Let the first import of transformers, if it happens in this block, use the cache.
+
+    In every other case, and if the cache cannot be read or written, transformers reads its sources."""
     if PACKAGE in sys.modules:
         yield
         return
@@ -46,7 +47,7 @@ def used() -> Iterator[None]:
 
 
 class Finder:
-    """Finds the module that reads the sources, and puts the cache before its function once it has run."""
+    """Finds the module that reads the sources, and wraps its function in the cache once the module has run."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -67,7 +68,7 @@ class Finder:
 
 
 def kept(read: Callable[[Any], Any], found: dict[str, Any], place: str | os.PathLike[str]) -> Any:
-    """``read(place)`` for the directory of all models, from ``found``, the cache or the sources; others are read."""
+    """Return ``read(place)``. For the directory of all models the result may come from ``found`` or the cache."""
     folder = os.fspath(place)
     if not os.path.isdir(folder):
         folder = os.path.dirname(folder)
@@ -90,8 +91,8 @@ def kept(read: Callable[[Any], Any], found: dict[str, Any], place: str | os.Path
 
 
 def _fingerprint(folder: str) -> str:
-    """Of the names, sizes and times of all sources below ``folder``, of the function that reads them, and of this
-    interpreter, whose format marshal's is."""
+    """A digest of the names, sizes and times of all sources below ``folder``, of the file that reads them, and of this
+    interpreter's version, since marshal's format depends on it."""
     reader = os.path.join(os.path.dirname(folder), "utils", "import_utils.py")
     said = [sys.version, folder, *_stamps(folder)]
     if (own := stamp(reader)) is not None:
@@ -100,7 +101,7 @@ def _fingerprint(folder: str) -> str:
 
 
 def _stamps(folder: str) -> Iterator[str]:
-    """Of each source below ``folder``, in one order."""
+    """Yield name, size and time of each source below ``folder``, in a fixed order."""
     with os.scandir(folder) as entries:
         for entry in sorted(entries, key=lambda entry: entry.name):
             if entry.name.endswith(".py"):
@@ -112,7 +113,7 @@ def _stamps(folder: str) -> Iterator[str]:
 
 
 def _load(path: Path) -> dict[Any, Any] | None:
-    """What ``path`` has, which this user alone may have written; None where there is nothing to use."""
+    """Load ``path``, which only this user may have been able to write; None if there is nothing to use."""
     try:
         with open(path, "rb") as file:
             structure = marshal.load(file) if is_private(os.fstat(file.fileno())) else None
@@ -122,6 +123,6 @@ def _load(path: Path) -> dict[Any, Any] | None:
 
 
 def _store(path: Path, structure: Any) -> None:
-    """Raises ``OSError``."""
+    """Write ``structure`` to ``path``. Raises ``OSError``."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     replace_file(path, marshal.dumps(structure))

@@ -1,7 +1,7 @@
 """The queue of waiting sequences: by rank, then fairly between tenants, then by arrival.
 
-A rank is a class: provisioned or not, then the priority. Within one the tenant that has been served least is next
-(``tenants``), and within a tenant the sequence that came first.
+A rank is a class of sequences: provisioned or not, then the priority. Within a rank the tenant that has been served
+least is next (``tenants``), and within a tenant the sequence that came first.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import TypeAlias
 from .sequence import SequenceState
 from .tenants import Entry, LeastServed, Tenant, Tenants
 
-Rank: TypeAlias = tuple[bool, int]  # (not provisioned, priority): lower ones run first
+Rank: TypeAlias = tuple[bool, int]  # (not provisioned, priority); lower ranks run first
 
 
 class _Class:
-    """The waiting sequences of one rank: a line for each tenant, in order of arrival."""
+    """The waiting sequences of one rank: a line for each tenant, in the order of arrival."""
 
     def __init__(self) -> None:
         self.lines: dict[Tenant, list[SequenceState]] = {}
@@ -27,7 +27,7 @@ class _Class:
 
 
 class FairQueue:
-    """Waiting sequences: by rank, then those of the tenant that has used least, then by arrival."""
+    """Waiting sequences: by rank, then by how little their tenants have used, then by arrival."""
 
     def __init__(self) -> None:
         self.tenants = Tenants()
@@ -38,7 +38,7 @@ class FairQueue:
         return self._num
 
     def __iter__(self) -> Iterator[SequenceState]:
-        """All of them, by rank."""
+        """Iterate over all waiting sequences by rank."""
         for rank in sorted(self._classes):
             yield from chain.from_iterable(self._classes[rank].lines.values())
 
@@ -48,23 +48,23 @@ class FairQueue:
 
     @property
     def num_tenants(self) -> int:
-        """Tenants that wait."""
+        """How many tenants wait."""
         if len(self._classes) == 1:
             return len(next(iter(self._classes.values())).lines)
         return len({tenant for one in self._classes.values() for tenant in one.lines})
 
     def admit(self, sequence: SequenceState) -> None:
-        """Take note of a new sequence of the engine, before it waits; ``forget`` it when it ends."""
+        """Register a new sequence of the engine before it waits; ``forget`` it when it ends."""
         request = sequence.request
         sequence.tenant = self.tenants.of(request.tenant, request.provisioned)
         sequence.tenant.num_unfinished += 1
 
     def forget(self, sequence: SequenceState) -> None:
-        """A sequence that was admitted has ended."""
+        """Note the end of a sequence that was admitted."""
         sequence.tenant.num_unfinished -= 1
 
     def add(self, sequence: SequenceState, *, again: bool = False) -> None:
-        """Let it wait, in its place by arrival. ``again``: it has run before, so its tenant was not idle."""
+        """Let a sequence wait, in its place by arrival. ``again``: it has run before, so its tenant was not idle."""
         tenant = sequence.tenant
         if not tenant.num_waiting and not again:
             self.tenants.lift(tenant, self._least(sequence.arrival[0]))
@@ -75,7 +75,7 @@ class FairQueue:
         place.tenants.push(tenant)
 
     def remove(self, sequence: SequenceState) -> None:
-        """It waits no more. Raises ``ValueError`` where it did not."""
+        """Take a sequence out of the queue. Raises ``ValueError`` if it did not wait."""
         tenant, rank = sequence.tenant, sequence.arrival[:2]
         place = self._classes[rank]
         line = place.lines[tenant]
@@ -91,7 +91,7 @@ class FairQueue:
                 del self._classes[rank]
 
     def front(self, provisioned: bool, most: int) -> list[SequenceState]:
-        """Up to ``most`` sequences in the order of their turns, as if each were to start."""
+        """Up to ``most`` sequences in the order of their turns, as if each were going to start."""
         found: list[SequenceState] = []
         for rank in sorted(rank for rank in self._classes if rank[0] != provisioned):
             place = self._classes[rank]
@@ -109,9 +109,9 @@ class FairQueue:
 
 
 def _turns(place: _Class, most: int) -> list[SequenceState]:
-    """The next ``most`` of several tenants; what starting them will cost is foreseen, and nothing is changed."""
+    """The next ``most`` sequences of several tenants, allowing for what starting each will cost. Changes nothing."""
     found: list[SequenceState] = []
-    heads: list[tuple[float, int, Tenant, int]] = []  # what each will have used, its turn, how many of it are found
+    heads: list[tuple[float, int, Tenant, int]] = []  # use after those found, turn, tenant, how many of it are found
     seen: list[Entry] = []
     while len(found) < most:
         least = place.tenants.least

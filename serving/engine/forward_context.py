@@ -1,7 +1,7 @@
-"""What attention and LoRA layers see of one forward beside its tensors: plans over the flat row of tokens.
+"""What attention and LoRA layers know about a forward beside its tensors: plans over the flat row of tokens.
 
-Every module of one model holds the same ``ContextHolder``; what runs a forward sets the context before it and takes it
-away after it. (vLLM's forward context is a module-level global, which would tie two engines in a process together.)
+All modules of a model hold the same ``ContextHolder``. Whatever runs a forward sets the context before it and removes
+it afterwards. (vLLM's forward context is a module-level global, which would tie two engines in a process together.)
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 
 @dataclass(slots=True)
 class ForwardContext:
-    """Of one flat row of ``num_tokens``: ``attention`` is the KV cache's plan, ``lora`` the adapter pool's (None: no
-    adapter is active)."""
+    """The context of a forward over a flat row of ``num_tokens``. ``attention`` is the KV cache's plan, ``lora`` the
+    adapter pool's (None if no adapter is active)."""
 
     num_tokens: int
     attention: Any = None
@@ -21,7 +21,7 @@ class ForwardContext:
 
 
 class ContextHolder:
-    """``context`` is that of the forward now running, None between two."""
+    """Holds the ``context`` of the running forward; None between forwards."""
 
     __slots__ = ("context",)
 

@@ -1,9 +1,9 @@
-"""A few rows times weights in float8 (e4m3fn), in Triton: weights are read as bytes, and are floats in registers alone.
+"""A Triton kernel for few rows times float8 (e4m3fn) weights, which are read as bytes and are floats in registers only.
 
-A byte becomes a half by its bits, exactly, on every device::
+A byte is converted to float16 by moving its bits, exactly, on every device::
 
     e4m3fn    s eeee mmm                    exponent's bias 7
-    float16   s 0eeee mmm0000000            bias 15: 1/256 of it, subnormal where the byte is
+    float16   s 0eeee mmm0000000            bias 15: 1/256 of the value, subnormal if the byte is
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def multiply(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
-    """x [M, K] times ``values``, uint8 [N, K], BLOCK_N rows of it a program, → out [M, N]; M is at most BLOCK_M.
-    Products are of x's type, sums, ``scale`` and ``bias`` [N] float32."""
+    """Multiply x [M, K] by ``values``, uint8 [N, K], → out [M, N]. M is at most BLOCK_M; a program takes BLOCK_N rows
+    of ``values``. Products have x's type; sums, ``scale`` and ``bias`` [N] are float32."""
     row = tl.arange(0, BLOCK_M)
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     at = tl.arange(0, BLOCK_K)

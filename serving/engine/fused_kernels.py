@@ -1,4 +1,4 @@
-"""What lies between products of matrices, in one kernel each where torch takes several, in Triton."""
+"""Triton kernels for the work between matrix products, each in place of several kernels of torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import triton.language as tl
 def rms_norm(
     x: tl.tensor, weight: tl.tensor, out: tl.tensor, eps: tl.tensor, N: tl.constexpr, PADDED: tl.constexpr
 ) -> None:
-    """A program a row: x over the root of its mean square, rounded as x is, times ``weight``."""
+    """Divide a row by the root of its mean square, round it to x's type and multiply it by ``weight``; one program per
+    row."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, PADDED)
     inside = at < N
@@ -31,7 +32,7 @@ def add_rms_norm(
     N: tl.constexpr,
     PADDED: tl.constexpr,
 ) -> None:
-    """``rms_norm`` of total = x + more, of the sum as it is rounded."""
+    """Apply ``rms_norm`` to the rounded sum total = x + more."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, PADDED)
     inside = at < N
@@ -55,8 +56,9 @@ def silu_gate(
     up_stride: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """silu(gate) * up by rows of ``size``, the first rounded before the product, as torch does. Rows may lie apart: one
-    product of matrices leaves those of ``gate`` and ``up`` side by side."""
+    """Compute silu(gate) * up by rows of ``size``, with silu(gate) rounded before the product, as torch does.
+
+    Rows need not be contiguous: one matrix product leaves the rows of ``gate`` and ``up`` side by side."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size

@@ -1,7 +1,7 @@
-"""A model's norms and gated MLPs by kernels of our own, on devices where those run.
+"""Runs a model's norms and gated MLPs by our own kernels, on devices that can run them.
 
-Which modules: those named so in transformers, with the parts that are known here. Each is tried on an example first and
-left as it is where the kernel gives something else (Gemma's norms add one to their weights), or does not run.
+The modules are recognised by their names in transformers and by their parts. Each is tried on an example first, and
+left as it is if the kernel gives something else (Gemma's norms add one to their weights) or does not run.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch import nn
 from . import fused_residuals, triton_here
 
 logger = logging.getLogger(__name__)
-WIDEST = 1 << 14  # of a norm: a row stays in registers
+WIDEST = 1 << 14  # the widest norm, since a row stays in registers
 BLOCK = 1024
-TOLERANCE = {torch.float32: 1e-5}  # of the example's largest value; 0.02 for halves
+TOLERANCE = {torch.float32: 1e-5}  # relative to the example's largest value; 0.02 for 16-bit types
 
 
 def install(model: nn.Module) -> int:
-    """How many modules run by kernels from here on; none where they do not run on the model's device."""
+    """Replace the modules' code; return how many modules and layers use kernels now (0 if the device runs none)."""
     if not triton_here.on(next(model.parameters()).device):
         return 0
     refused: set[type] = set()
@@ -61,14 +61,14 @@ def _agrees(module: nn.Module, forward: Callable[[Any, Any], Any]) -> bool:
         x = x[:, : module.gate_proj.in_features]
     try:
         wanted, found = module(x).float(), forward(module, x).float()
-    except Exception as error:  # of Triton's compiler or the driver
+    except Exception as error:  # from Triton's compiler or the driver
         logger.warning("%s: the kernel does not run: %s", type(module).__name__, " ".join(str(error).split())[:300])
         return False
     return bool((found - wanted).abs().max() <= TOLERANCE.get(weight.dtype, 0.02) * wanted.abs().max())
 
 
 def norm_forward(self: Any, hidden_states: Any) -> Any:
-    """[…, N] → […, N], in the type that the module's own code gives."""
+    """A norm [..., N] → [..., N], in the type that the module's own code gives."""
     from . import fused_kernels as kernels
 
     if (normed := fused_residuals.normed(self, hidden_states)) is not None:
@@ -83,7 +83,7 @@ def norm_forward(self: Any, hidden_states: Any) -> Any:
 
 
 def gated_forward(self: Any, x: Any) -> Any:
-    """[…, N] → […, N]."""
+    """A gated MLP [..., N] → [..., N]."""
     from . import fused_kernels as kernels
 
     gate, up = _rows(self.gate_proj(x)), _rows(self.up_proj(x))
@@ -94,6 +94,6 @@ def gated_forward(self: Any, x: Any) -> Any:
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """[…, N] → [T, N], where it lies if its rows are whole."""
+    """View [..., N] as [T, N], copied only if its rows are not contiguous."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(-1) == 1 else rows.contiguous()

@@ -1,4 +1,4 @@
-"""The tokenizer as llguidance has it: the bytes of every token, and how a text is parted into tokens."""
+"""The tokenizer as llguidance needs it: the bytes of every token, and how a text is split into tokens."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 END = b"<|end of grammar|>"
-MAX_GREEDY = 64  # bytes of a token, where a text has to be parted by length alone
+MAX_GREEDY = 64  # longest token in bytes that is tried if a text has to be split by length alone
 
 
 @dataclass(frozen=True)
 class GrammarTokenizer:
-    """``vocab_size`` is the width of the model's logits; ``matched`` has one more token, which is a grammar's end.
-    ``special_ids`` are no text: those of the tokenizer, and every end of text. ``table``: the bytes of every token.
-    ``writes_all``: every text can be made of them; else a grammar may ask for one that cannot. ``strips_space``: its
-    decoder takes away a space at a text's beginning."""
+    """A tokenizer for grammars.
+
+    ``vocab_size`` is the width of the model's logits; ``matched`` has one more token, which is a grammar's end.
+    ``special_ids`` are tokens that are not text: the tokenizer's special tokens and every end of text. ``table`` has
+    the bytes of every token. ``writes_all``: the tokens can write every text; if not, a grammar may ask for one that
+    they cannot write. ``strips_space``: the decoder removes a space at a text's beginning."""
 
     matched: LLTokenizer
     vocab_size: int
@@ -33,7 +35,7 @@ class GrammarTokenizer:
     strips_space: bool = False
 
     def prepare(self) -> None:
-        """Take the time that ``key_tokens`` costs now."""
+        """Compute ``key_tokens`` now rather than at first use."""
         _ = self.key_tokens
 
     @cached_property
@@ -42,8 +44,9 @@ class GrammarTokenizer:
 
 
 def load(bundle: Bundle, vocab_size: int, *, trust_remote_code: bool) -> GrammarTokenizer:
-    """Read the tokenizer as those that make texts of tokens do. Raises ``ValueError`` for one whose texts are not made
-    token by token, and whatever transformers raises."""
+    """Read the tokenizer in the way that detokenization does.
+
+    Raises ``ValueError`` if its texts are not made token by token, and whatever transformers raises."""
     from tokenizers import Tokenizer
     from transformers import AutoTokenizer
 
@@ -60,7 +63,7 @@ def load(bundle: Bundle, vocab_size: int, *, trust_remote_code: bool) -> Grammar
 
 
 def make(backend: Any, special_ids: frozenset[int], vocab_size: int) -> GrammarTokenizer:
-    """From a tokenizer of ``tokenizers``. Rows of the model beyond its tokens are never allowed."""
+    """Make it from a tokenizer of ``tokenizers``. Logits beyond the tokenizer's tokens are never allowed."""
     from llguidance import LLTokenizer, TokenizerWrapper
 
     table = token_bytes(backend, special_ids)
@@ -82,7 +85,7 @@ def make(backend: Any, special_ids: frozenset[int], vocab_size: int) -> GrammarT
 
 
 class _Wrapped:
-    """What llguidance's ``TokenizerWrapper`` asks for."""
+    """The interface that llguidance's ``TokenizerWrapper`` expects."""
 
     bos_token_id = None
     tokens: list[bytes]
@@ -93,7 +96,7 @@ class _Wrapped:
         self._table = table
         self._text_ids = {data: i for i, data in enumerate(table) if data and i not in special_ids and i < vocab_size}
         self._backend = backend
-        self._backend.encode_special_tokens = True  # special tokens in a text are text
+        self._backend.encode_special_tokens = True  # names of special tokens in a text are plain text
         self._anchor = plain_token(backend, special_ids)
         self._before = backend.decode([self._anchor])
 
@@ -102,8 +105,10 @@ class _Wrapped:
         return all(bytes([byte]) in self._text_ids for byte in range(256))
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Tokens whose bytes are the text's: the tokenizer's own where it neither adds nor changes anything, as it
-        would part the text by itself, else behind another token; the longest that fit where it changes the text."""
+        """Split a text into tokens whose bytes are the text's.
+
+        The tokenizer's own split is taken if it neither adds nor changes anything: that of the text by itself, or else
+        that after another token. If the tokenizer changes the text, the longest tokens that fit are taken."""
         data = text.encode() if isinstance(text, str) else text
         try:
             written = data.decode()

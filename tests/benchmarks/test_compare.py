@@ -259,7 +259,7 @@ def result(**more: Any) -> dict[str, Any]:
 def test_tables_say_what_was_measured_and_who_is_missing() -> None:
     """The processor with its instructions, a row a contender, and a line with the reason for one that is out."""
     shown = tables.markdown(result())
-    assert "Some CPU (amx_int8), 2 cores; load 0.1 and 2.0" in shown
+    assert "Some CPU (amx_int8), 2 cores; greedy; medians of 2 rounds; load average 0.1 before and 2.0 after." in shown
     assert "| ours int8 | 123 " in shown
     assert "- vLLM: vllm could not be made: no disk" in shown
     assert tables.texts({"same": 1, "of": 9, "loss": 7.5, "loss_of_reference": 0.5, "nonsense": True}) == (
