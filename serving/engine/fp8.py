@@ -81,7 +81,7 @@ def multiply(x: torch.Tensor, values: torch.Tensor, scale: torch.Tensor, bias: t
 
     (rows, K), N = x.shape, len(values)
     block_m = 16 if rows <= 16 else FEW
-    block_n = block_m  # few rows need many programs; with more rows fewer do, since each reads all of x
+    block_n = block_m  # many programs for few rows, and fewer for more rows, since each program reads all of x
     out = torch.empty(rows, N, dtype=x.dtype, device=x.device)
     kernel.multiply[(-(-N // block_n),)](
         x.contiguous(), values.view(torch.uint8), scale, scale if bias is None else bias, out, rows, N, K,

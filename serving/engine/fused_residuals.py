@@ -1,12 +1,13 @@
-"""Residuals added in the kernel of the norm that follows, in decoder layers of the usual form.
+"""Adds residuals in the kernel of the norm that follows, in decoder layers of the usual form.
 
 ::
 
     x ── input_layernorm ── self_attn ── + ── post_attention_layernorm ── mlp ── + ── the next layer's input_layernorm,
     └────────────────────────────────────┘ └───────────────────────────────────┘      or the model's norm
 
-Who adds leaves the normed sum with the norm, which gives it out when it is called with that very sum, once; called with
-another tensor it computes. So a layer that is followed by something else is slower but never wrong.
+The kernel that adds also leaves the normed sum with the norm, which returns it, once, when it is called with that very
+sum. Called with another tensor, the norm computes as usual, so a layer followed by something else is slower but never
+wrong.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from torch import nn
 logger = logging.getLogger(__name__)
 PARTS = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
 FINAL = ("norm", "final_layernorm")  # as models name the norm after their last layer
-TOLERANCE = {torch.float32: 1e-5}  # of the example's largest value; 0.02 for halves
-NORMED = "_engine_normed"  # of a norm: a sum, and what it makes of it
+TOLERANCE = {torch.float32: 1e-5}  # relative to the example's largest value; 0.02 for 16-bit types
+NORMED = "_engine_normed"  # attribute of a norm: a sum, and the normed sum
 
 
 def install(model: nn.Module) -> int:
-    """How many layers add so from here on: those that prove to be of that form, whose norms run by kernels."""
+    """Replace the code of layers that prove to be of this form and whose norms use kernels; return how many."""
     count, left = 0, set()
     for layer, following in _layers(model):
         forward = partial(_forward, layer, layer.forward, _defaults(layer), following)
@@ -43,13 +44,13 @@ def install(model: nn.Module) -> int:
 
 
 def normed(norm: Any, x: Any) -> Any:
-    """What was left with ``norm`` of the very tensor ``x``, else None; nothing is left there afterwards."""
+    """Take the result left with ``norm`` if it is that of the very tensor ``x``; else None. Nothing stays there."""
     known = norm.__dict__.pop(NORMED, None)
     return known[1] if known is not None and known[0] is x else None
 
 
 def add(x: torch.Tensor, more: torch.Tensor, norm: Any) -> torch.Tensor:
-    """x + more [..., N]; what ``norm``, where there is one, makes of it is left there."""
+    """Add x + more [..., N]. If there is a ``norm``, its result is left with it."""
     from . import fused_kernels as kernels
 
     if norm is None or x.shape != more.shape or x.dtype != more.dtype:
@@ -67,7 +68,7 @@ def add(x: torch.Tensor, more: torch.Tensor, norm: Any) -> torch.Tensor:
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[Any, Any]]:
-    """Layers that have the parts, and the norm that follows each, None where that is not by a kernel."""
+    """Yield the layers that have the parts, each with the norm that follows it, or None if no kernel computes that."""
     for path, found in model.named_modules():
         if not isinstance(found, nn.ModuleList):
             continue
@@ -81,12 +82,12 @@ def _layers(model: nn.Module) -> Iterator[tuple[Any, Any]]:
 
 
 def _by_kernel(norm: Any) -> bool:
-    """Whether ``fused_modules`` has replaced its code."""
+    """Whether ``fused_modules`` has replaced the norm's code."""
     return isinstance(norm, nn.Module) and "forward" in norm.__dict__ and hasattr(norm, "variance_epsilon")
 
 
 def _defaults(layer: Any) -> dict[str, Any]:
-    """What a layer hands on to its attention where it is not given."""
+    """The default arguments that a layer passes on to its attention."""
     parameters = inspect.signature(layer.forward).parameters.values()
     return {one.name: one.default for one in parameters if one.default is not one.empty}
 
@@ -102,7 +103,7 @@ def _forward(
 
 
 class _Attention(nn.Module):
-    """Stands for a layer's own, which needs more than an example has; notes what it is given."""
+    """Stands in for a layer's attention, which needs more than an example has; notes its arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +115,7 @@ class _Attention(nn.Module):
 
 
 def _why_not(layer: Any, forward: Callable[[Any], Any], following: Any) -> str:
-    """By an example, beside the layer's own code; empty where both give the same."""
+    """Why a layer's code is not replaced; empty if ``forward`` agrees with the layer's own code on an example."""
     weight = layer.input_layernorm.weight
     make = torch.Generator().manual_seed(0)
     x = torch.randn(1, 3, len(weight), generator=make).to(weight.device, weight.dtype)
@@ -125,7 +126,7 @@ def _why_not(layer: Any, forward: Callable[[Any], Any], following: Any) -> str:
             pairs.append((following(pairs[0][0]), following(pairs[0][1])))
         same = layer.self_attn.given[0] == layer.self_attn.given[1]
         far = [float((found - wanted).abs().max() / wanted.abs().max()) for found, wanted in pairs]
-    except Exception as error:  # of another form's code, Triton's compiler, or the driver
+    except Exception as error:  # from code of another form, Triton's compiler, or the driver
         return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     finally:
         layer.self_attn = attention
