@@ -1,13 +1,14 @@
-"""Grammars compiled beside the engine's loop, on a thread of their own.
+"""Compiles grammars beside the engine's loop, on a thread of their own.
 
 ::
 
     core.add ── ask(request_id, grammar) ──► Compilation: known already, under way, or new
-                                                 │ the compiling thread; llguidance lets go of the interpreter lock
+                                                 │ the compiling thread; llguidance releases the interpreter lock
     core.step ◄── take(): those that are done, or took too long ◄─┘ wake()
 
-The thread reads the tokenizer when it is first asked: an engine that never sees a grammar has none. What takes longer
-than ``TIME_LIMIT`` is given up with its thread, which ends when llguidance lets it, and another one takes its place.
+The thread reads the tokenizer when the first grammar comes, so an engine that never sees a grammar does not read it. A
+grammar that takes longer than ``TIME_LIMIT`` is given up together with its thread, which ends once llguidance returns.
+A new thread takes its place.
 """
 
 from __future__ import annotations
@@ -37,32 +38,32 @@ logger = logging.getLogger(__name__)
 
 TIME_LIMIT = 10.0  # seconds that a grammar may take to compile
 MAX_SOURCE = 1 << 20  # characters
-MAX_LINES = 4000  # in Lark's notation, each of which may define a rule: they are followed recursively
-STACK = 512 << 20  # bytes of address space for that: what is not used is never there
-SMALL_STACK = 64 << 20  # where the system counts address space as memory
-CACHED, CACHED_SOURCE = 256, 32 << 20  # grammars kept, and the characters that they may have in all
+MAX_LINES = 4000  # in Lark's notation; each line may define a rule, and rules are followed recursively
+STACK = 512 << 20  # bytes of address space for that recursion; pages that are not used take no memory
+SMALL_STACK = 64 << 20  # the same if the system counts address space as memory
+CACHED, CACHED_SOURCE = 256, 32 << 20  # most grammars kept, and most characters that they have together
 MAX_GIVEN_UP = 3  # threads that may still be at work on grammars that were given up
 TEXTS = Grammar(source="", field="stop")
-"""In place of a grammar: what tokens write, for a search that has to find stop strings."""
+"""Stands in for a grammar when a beam search needs the tokens' texts to find stop strings."""
 LIMITS = {"max_lexer_states": 50_000, "verbose_errors": False}  # a state takes 1 to 2 KB
 
 
 class Compilation:
-    """A grammar on its way. The compiling thread fills in ``template`` or ``refusal``, then sets ``is_done``. Without a
-    ``source`` there is no matcher: what is asked for is the tokenizer (``TEXTS``)."""
+    """A grammar that is being compiled, or is compiled. The compiling thread fills in ``template`` or ``refusal``, then
+    sets ``is_done``. Without a ``source`` there is no matcher, only the tokenizer (``TEXTS``)."""
 
     __slots__ = ("digest", "is_done", "refusal", "source", "started_at", "template", "waiting")
 
     def __init__(self, digest: bytes, source: str | None) -> None:
         self.digest, self.source = digest, source
-        self.waiting: dict[str, Grammar] = {}  # by request id; the engine's thread alone changes it
+        self.waiting: dict[str, Grammar] = {}  # by request id; only the engine's thread changes it
         self.started_at: float | None = None
         self.template: tuple[LLMatcher | None, GrammarTokenizer] | None = None
         self.refusal: str | ServingError = ""
         self.is_done = False
 
     def error(self, grammar: Grammar) -> ServingError | None:
-        """Why ``grammar``, of which this is the compilation, cannot be used."""
+        """Why ``grammar``, which this compilation is of, cannot be used; None if it can."""
         if isinstance(self.refusal, ServingError):
             return self.refusal
         if self.refusal and grammar is TEXTS:
@@ -77,7 +78,7 @@ class Compilation:
         return self.template[1]
 
     def matching(self, sampling: Sampling) -> Matching:
-        """For a new sequence."""
+        """Make the matching of a new sequence."""
         assert self.template is not None
         assert sampling.grammar is not None
         matcher, tokenizer = self.template
@@ -86,8 +87,10 @@ class Compilation:
 
 
 class Grammars:
-    """The engine's thread's side. ``load_tokenizer`` is called on the compiling thread, once; ``wake`` on that thread
-    whenever ``take`` has something new."""
+    """Compiled grammars and those under way, for the engine's thread.
+
+    ``load_tokenizer`` is called once, on the compiling thread. ``wake`` is called on that thread whenever ``take`` has
+    something new."""
 
     def __init__(self, load_tokenizer: Callable[[], GrammarTokenizer], wake: Callable[[], None]) -> None:
         self._wake = wake
@@ -98,15 +101,16 @@ class Grammars:
         self._is_closed = False
 
     def __len__(self) -> int:
-        """Requests that wait."""
+        """How many requests wait."""
         return len(self._waiting)
 
     def ask(self, request_id: str, grammar: Grammar) -> Compilation:
-        """The compilation of ``grammar``: done, or one that the request now waits for. Raises ``InvalidField`` for one
-        that is too large, and ``Overloaded``."""
+        """Return the compilation of ``grammar``. If it is not done, the request now waits for it.
+
+        Raises ``InvalidField`` for a grammar that is too large, and ``Overloaded``."""
         digest = _digest(grammar)
         found = self._cache.get(digest)
-        if found is None or (found.is_done and found.template is None):  # refused when nobody waited for it any more
+        if found is None or (found.is_done and found.template is None):  # refused after its last request had gone
             return self._begin(digest, request_id, grammar)
         self._cache.move_to_end(digest)
         if not found.is_done:
@@ -124,7 +128,7 @@ class Grammars:
             raise Overloaded(f"{grammar.field}: grammars that take too long are still being compiled", retry_after=5.0)
         compilation = Compilation(digest, None if grammar is TEXTS else grammar.source)
         self._cache[digest] = compilation
-        self._wait(compilation, request_id, grammar)  # before it is put: what nobody waits for is not compiled
+        self._wait(compilation, request_id, grammar)  # before it is put, as a grammar nobody waits for is skipped
         self._compiler.put(compilation)
         self._shrink()
         return compilation
@@ -140,11 +144,11 @@ class Grammars:
 
     @property
     def is_due(self) -> bool:
-        """Whether ``take`` has something."""
+        """Whether ``take`` has something to return."""
         return any(one.is_done or _is_overdue(one) for one in self._waiting.values())
 
     def take(self) -> list[tuple[str, Compilation, ServingError | None]]:
-        """The requests whose wait is over, with the error of those that cannot be run."""
+        """Take the requests whose wait is over, each with its error if it cannot be run."""
         over = []
         for compilation in list(dict.fromkeys(self._waiting.values())):
             if not compilation.is_done:
@@ -160,7 +164,7 @@ class Grammars:
         return over
 
     def forget(self, request_id: str) -> None:
-        """A request that waits no more. What nobody waits for is not begun."""
+        """Forget a request that no longer waits. A grammar that nobody waits for is not begun."""
         compilation = self._waiting.pop(request_id, None)
         if compilation is not None:
             del compilation.waiting[request_id]
@@ -168,11 +172,11 @@ class Grammars:
                 self.drop(compilation)
 
     def spoil(self, grammar: Grammar) -> None:
-        """Compile it anew when it is next asked for: its matchers share what they learn, limits reached included."""
+        """Compile a grammar again when it is next asked for: its matchers share their state and the limits reached."""
         self._cache.pop(_digest(grammar), None)
 
     def drop(self, compilation: Compilation) -> None:
-        """Keep it no longer."""
+        """Remove a compilation from the cache."""
         if self._cache.get(compilation.digest) is compilation:
             del self._cache[compilation.digest]
 
@@ -187,7 +191,7 @@ class Grammars:
             self._wake()
 
     def close(self) -> None:
-        """End the thread, when what it is at is done."""
+        """End the thread once its current grammar is done."""
         self._is_closed = True
         self._compiler.close()
 
@@ -206,13 +210,13 @@ def _check_size(grammar: Grammar) -> None:
 
 
 def _num_lines(source: str) -> int:
-    """Of all parts in Lark's notation."""
+    """The number of lines in all parts in Lark's notation."""
     if not source.lstrip().startswith("{"):
         return source.count("\n")
     with suppress(msgspec.MsgspecError):
         parts: list[Any] = msgspec.json.decode(source)["grammars"]
         return sum(str(part.get("lark_grammar") or "").count("\n") for part in parts)
-    return 0  # llguidance says what is wrong with it
+    return 0  # llguidance will report what is wrong with it
 
 
 def _is_overdue(compilation: Compilation) -> bool:
@@ -220,11 +224,11 @@ def _is_overdue(compilation: Compilation) -> bool:
 
 
 class _Compiler:
-    """One thread at a time, made when there is first something to do, with a stack for deep grammars."""
+    """The compiling thread: one at a time, started for the first grammar, with a stack for deep grammars."""
 
     def __init__(self, load_tokenizer: Callable[[], GrammarTokenizer], done: Callable[[], None]) -> None:
         self._load_tokenizer, self._done = load_tokenizer, done
-        self._tokenizer: GrammarTokenizer | str | None = None  # or why there is none
+        self._tokenizer: GrammarTokenizer | str | None = None  # a string says why there is none
         self._jobs: queue.SimpleQueue[Compilation | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -234,7 +238,7 @@ class _Compiler:
         self._jobs.put(compilation)
 
     def replace(self) -> threading.Thread:
-        """Leave the thread that is stuck, with what waits behind it for another; the one left is returned."""
+        """Abandon the stuck thread and start another for the jobs that wait behind it; return the abandoned one."""
         assert self._thread is not None
         left, behind, self._jobs = self._thread, self._jobs, queue.SimpleQueue()
         with suppress(queue.Empty):
@@ -255,7 +259,7 @@ class _Compiler:
                 self._thread = threading.Thread(target=self._work, args=(self._jobs,), name="grammars", daemon=True)
                 self._thread.start()
                 return
-            except RuntimeError:  # no address space
+            except RuntimeError:  # not enough address space
                 if size == before:
                     raise
             finally:
@@ -267,7 +271,7 @@ class _Compiler:
                 continue  # nobody waits for it any more
             try:
                 self._compile(compilation)
-            except BaseException as error:  # of a panic in llguidance, which is no Exception
+            except BaseException as error:  # a panic in llguidance is no Exception
                 logger.exception("a grammar cannot be compiled")
                 compilation.refusal = InternalError(f"a grammar could not be compiled ({type(error).__name__})")
             compilation.is_done = True
@@ -302,7 +306,7 @@ class _Compiler:
 
 
 def compile_grammar(source: str, tokenizer: GrammarTokenizer) -> LLMatcher | str:
-    """A matcher at a grammar's beginning, whose lexer has seen all tokens once; or what is allowed instead."""
+    """Make a matcher at a grammar's beginning, whose lexer has seen all tokens once; or say what is allowed instead."""
     from llguidance import LLMatcher, LLParserLimits
 
     matcher = LLMatcher(tokenizer.matched, source, log_level=0, limits=LLParserLimits(**LIMITS))

@@ -1,9 +1,9 @@
 """Diverse beam search (Vijayakumar et al. 2018): groups of beams that are penalised for the tokens of earlier groups.
 
 The rules are those of transformers 4.55 (``_group_beam_search``, ``BeamSearchScorer``, Hamming diversity), the last
-release that had it: groups choose one after the other in each step, each keeps its own hypotheses, and the best of all
-are the result. What a request adds to log probabilities or forbids comes after the diversity, as there: a repetition
-penalty multiplies it too.
+release that had it. In each step the groups choose one after the other. Each group keeps its own hypotheses, and the
+best of all are the result. As in transformers, a request's biases, penalties and bans are applied after the diversity
+penalty, so a repetition penalty multiplies that too.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Group:
         return min((one.score for one in self.hypotheses), default=1e9)
 
     def add(self, token_ids: tuple[int, ...], total: float, length: int, trail: Trail | None) -> None:
-        """A text that has ended, or is cut: kept if it is among the best ``size``."""
+        """Keep a text that has ended, or was cut, if it is among the best ``size``."""
         score = total / length**self._penalty
         if len(self.hypotheses) >= self.size:
             if score <= self.worst:
@@ -43,13 +43,14 @@ class _Group:
         self.hypotheses.append(Hypothesis(token_ids, score, Trail.notes(trail)))
 
     def bound(self, length: int) -> float:
-        """What no hypothesis that is yet to come has more than, of beams of ``length`` tokens."""
+        """The upper bound on the scores of hypotheses still to come from beams of ``length`` tokens."""
         if self.done:
             return -np.inf
         return float(self.scores.max()) / (self._max_tokens if self._penalty > 0.0 else length) ** self._penalty
 
     def judge(self, best: float, length: int) -> None:
-        """``best`` is the greatest sum of log probabilities of this step's candidates, of ``length`` tokens."""
+        """Decide whether the group is done. ``best`` is the greatest sum of log probabilities among this step's
+        candidates, which have ``length`` tokens."""
         if self.done or len(self.hypotheses) < self.size:
             return
         if self._early == "first":
@@ -60,10 +61,10 @@ class _Group:
 
 
 class GroupBeamSearch(RunningBeams):
-    """``num_groups`` groups of ``width // num_groups`` beams of one prompt; otherwise like ``BeamSearch``.
+    """A search like ``BeamSearch``, but with ``num_groups`` groups of ``width // num_groups`` beams of one prompt.
 
-    ``filler`` is the token that the beams of a group that is done count with for the diversity of later groups
-    (transformers pads them).
+    ``filler`` is the token that the beams of a finished group count as for the diversity of later groups (transformers
+    pads them).
     """
 
     def __init__(
@@ -101,8 +102,8 @@ class GroupBeamSearch(RunningBeams):
 
     @property
     def num_certain(self) -> int:
-        """As ``BeamSearch.num_certain``: of all groups' hypotheses, beside what the groups that go on may still find.
-        Of equal ones the later comes first."""
+        """As ``BeamSearch.num_certain``, over the hypotheses of all groups and what unfinished groups may still find.
+        Among hypotheses of equal score the later comes first."""
         if not self.length:
             return 0
         most = max(group.bound(self.length) for group in self._groups)
@@ -115,8 +116,8 @@ class GroupBeamSearch(RunningBeams):
         ending: Ending | None = None,
         process: Process | None = None,
     ) -> Sequence[Fork]:
-        """The beams that go on, group by group, as ``BeamSearch.step``. Those of a group that is done go on with the
-        filler and count for nothing."""
+        """Take a step as ``BeamSearch.step`` does; return the beams that go on, group by group. The beams of a finished
+        group go on with the filler and do not count."""
         chosen: list[int] = []
         forks: list[Fork] = []
         trails: list[Trail | None] = []
@@ -141,7 +142,7 @@ class GroupBeamSearch(RunningBeams):
         return () if self.done else forks
 
     def _processed(self, log_probs: Any, beams: range, chosen: list[int], process: Process | None) -> Any:
-        """A group's log probabilities without what the tokens ``chosen`` by earlier groups cost, then processed."""
+        """A group's log probabilities less the penalty for the tokens ``chosen`` by earlier groups, then processed."""
         if chosen:
             counts = torch.bincount(torch.tensor(chosen), minlength=log_probs.shape[-1]).to(log_probs.device)
             log_probs = log_probs - float(self._diversity) * counts
@@ -153,7 +154,7 @@ class GroupBeamSearch(RunningBeams):
     def _choose(
         self, group: _Group, first: int, log_probs: Any, note: Note | None, ending: Ending | None
     ) -> tuple[list[Fork], list[Trail | None]]:
-        """What one group goes on with; texts that end are kept."""
+        """Choose what one group goes on with, and keep its texts that end."""
         sums = (log_probs + torch.from_numpy(group.scores).to(log_probs.device)[:, None]).reshape(-1)
         found = torch.topk(sums, min(max(2, 1 + len(self._ends)) * self._size, len(sums)))
         length, size = self.length + 1, log_probs.shape[-1]
@@ -183,7 +184,7 @@ class GroupBeamSearch(RunningBeams):
         return mine, [trails[rank] for rank in going] + [self._trails[first]] * missing
 
     def _finish(self) -> None:
-        """Beams that are cut at the full length are hypotheses too."""
+        """Make the beams that are cut at the full length hypotheses too."""
         for number, group in enumerate(self._groups):
             for i in () if group.done else range(self._size):
                 beam = number * self._size + i

@@ -1,5 +1,7 @@
-"""Copies in the host's memory of adapters that were evicted from a device: they come back without disk, and those
-that came with requests come back at all.
+"""Copies, in the host's memory, of adapters that were evicted from a device.
+
+Named adapters come back from them without reading the disk. LoRA tasks, whose weights came with requests, could not
+come back without them.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ class _Copy:
 
 
 class HostCopies:
-    """Within ``budget`` bytes, shared as those of the device are. What came later was used later."""
+    """Copies within ``budget`` bytes, which owners share in the same way as the device's (``adapter_room``). A copy
+    that came later counts as used later."""
 
     def __init__(self, budget: int) -> None:
         self._budget = budget
@@ -36,11 +39,11 @@ class HostCopies:
         return sum(copy.num_bytes for copy in self._copies.values())
 
     def has_room_for(self, num_bytes: int) -> bool:
-        """Whether one of this size can be kept at all."""
+        """Whether a copy of this size can be kept at all."""
         return num_bytes <= self._budget
 
     def keep(self, key: str, owner: Hashable, num_bytes: int, weights: Any) -> list[str]:
-        """Keys of those that are gone for it, its own if there is no room for it."""
+        """Keep a copy. Return the keys of the copies dropped for it, or its own if there is no room for it."""
         held = held_by(self._copies.values())
         gone = choose(self._copies.values(), held, owner, num_bytes, room=self._budget)
         if gone is None:
@@ -52,7 +55,7 @@ class HostCopies:
         return [copy.key for copy in gone]
 
     def take(self, key: str) -> Any:
-        """The weights of ``key``, which go back to the device."""
+        """Take the weights of ``key`` out, to go back to the device."""
         return self._copies.pop(key).weights
 
     def drop(self, key: str) -> None:

@@ -1,4 +1,4 @@
-"""The engine on a thread of this process: for debugging and tests, see docs/performance.md for why not more."""
+"""The engine on a thread of this process, for debugging and tests only (docs/performance.md says why)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .interface import AdapterInfo, Engine, EngineInfo, EngineOutput, EventQueue
 
 logger = logging.getLogger(__name__)
 
-WAIT = 0.25  # seconds, where a request waits for something beside the steps: it may have a deadline
+WAIT = 0.25  # seconds between looks while a request waits for its grammar, since it may have a deadline
 Command = Callable[[EngineCore], None]
 Commands: TypeAlias = "queue.SimpleQueue[Command | None]"
 
@@ -62,7 +62,7 @@ class InProcessStream:
 
 
 class InProcessEngine(Engine):
-    """The model is loaded and run on one thread of its own; ``close`` ends it."""
+    """An engine whose model is loaded and run on one thread of its own, which ``close`` ends."""
 
     def __init__(self, bundle: Bundle, settings: EngineSettings) -> None:
         self._commands: Commands = queue.SimpleQueue()
@@ -82,7 +82,7 @@ class InProcessEngine(Engine):
         return self._info
 
     def submit(self, request: ValidRequest, into: EventQueue | None = None) -> EventStream:
-        """``into`` replaces the queue, for a reader that is no thread."""
+        """Start a request. ``into`` replaces the queue of its events, for a reader that is not a thread."""
         stream = InProcessStream(self, request, into)
         if not self._send(lambda core: self._add(core, request, stream)):
             stream.put(Failed(ShuttingDown.kind, "the engine is closed"))
@@ -115,11 +115,11 @@ class InProcessEngine(Engine):
         return health
 
     def check_integrity(self) -> None:
-        """Raise ``RuntimeError`` when memory or sequences are unaccounted for."""
+        """Raise ``RuntimeError`` if memory or sequences are unaccounted for."""
         self._call(lambda core: core.check_integrity())
 
     def close(self) -> None:
-        """Fail what runs, end the thread and give the memory back. Closing twice is harmless."""
+        """Fail the running requests, end the thread and free the memory. Closing twice is harmless."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -163,7 +163,7 @@ def _main(bundle: Bundle, settings: EngineSettings, started: Future[EngineInfo],
 
 
 def _follow(core: EngineCore, commands: Commands) -> bool:
-    """Run the next command; False at the end. It is held no longer than it runs, for it may hold the engine."""
+    """Run the next command; return False at the end. No reference to it stays, since it may refer to the engine."""
     command = _next_command(commands, WAIT if core.waits else None, wait=not core.has_work())
     if command is not None:
         command(core)
@@ -178,7 +178,7 @@ def _next_command(commands: Commands, seconds: float | None, *, wait: bool) -> C
 
 
 def _nothing(core: EngineCore) -> None:
-    """The command between two steps when none has come."""
+    """The command that runs between two steps if no other has come."""
 
 
 def _hand_out(outputs: list[EngineOutput]) -> None:

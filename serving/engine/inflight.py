@@ -1,4 +1,4 @@
-"""The requests an engine has taken on, and the events it owes their clients. Both exits of a request are here."""
+"""The requests that an engine has accepted, and the events it owes their clients. Requests finish or fail here."""
 
 from __future__ import annotations
 
@@ -17,43 +17,43 @@ from ..request import LogitsOf, ValidRequest
 from .interface import QUEUE_FLOOR, Client, EngineOutput
 from .sequence import SequenceGroup, SequenceState
 
-LOGITS_EVENT = 2**20  # bytes
+LOGITS_EVENT = 2**20  # approximate size of an event in bytes
 
 
 @dataclass(frozen=True, slots=True)
 class SearchedText:
-    """What sequence ``index`` of the request has got from a beam search."""
+    """The result of a beam search for sequence ``index`` of the request."""
 
     index: int
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...]
     reason: FinishReason
-    logits: tuple[Any, ...] = ()  # [V] for each token, where they are wanted
+    logits: tuple[Any, ...] = ()  # [V] for each token, if they are wanted
 
 
 @dataclass(slots=True)
 class InflightRequest:
-    """A request the engine has taken on; a group for each of its prompts, none for embeddings."""
+    """A request that the engine has accepted, with a group for each of its prompts, or none for embeddings."""
 
     request: ValidRequest
     client: Client
     adapter: str = ""  # the key that it claims (``AdapterRegistry``)
-    has_table: bool = False  # of virtual tokens
+    has_table: bool = False  # whether it has a table of virtual tokens
     groups: list[SequenceGroup] = field(default_factory=list)
 
     @property
     def unfinished(self) -> list[SequenceState]:
-        """Its sequences that still run or wait."""
+        """The sequences that still run or wait."""
         return [sequence for group in self.groups for sequence in group.members]
 
     def find(self, index: int) -> SequenceState | None:
-        """Unfinished sequence ``index``, no beam; None where there is none."""
+        """The unfinished sequence ``index`` unless it is a beam; None if there is none."""
         found = (sequence for sequence in self.unfinished if sequence.index == index and sequence.group.beams is None)
         return next(found, None)
 
 
 class InflightRequests:
-    """Keyed by request id. Events gather until ``drain``, in the order they were emitted. ``on_end`` is called with
+    """The requests in flight, by request id. Events are collected, in order, until ``drain``. ``on_end`` is called with
     each request that ends."""
 
     def __init__(self, on_end: Callable[[InflightRequest], None]) -> None:
@@ -69,7 +69,7 @@ class InflightRequests:
         return request_id in self._by_id
 
     def __iter__(self) -> Iterator[InflightRequest]:
-        """Those in flight now; they may leave during the iteration."""
+        """Iterate over the requests in flight now; they may be removed during the iteration."""
         return iter(list(self._by_id.values()))
 
     @property
@@ -77,13 +77,15 @@ class InflightRequests:
         return bool(self._outputs)
 
     def get(self, request_id: str) -> InflightRequest | None:
-        """The request of that id; None where none is in flight."""
+        """The request with that id; None if it is not in flight."""
         return self._by_id.get(request_id)
 
     def check_room(self, request: ValidRequest, most: int) -> None:
-        """Raises ``Overloaded`` where ``most`` requests are there that ``request`` would have to share with: a
-        provisioned one waits for no others. A tenant with less than a ``QUEUE_FLOOR``-th of them is let in even then,
-        while there are not twice as many, so that nobody is refused for another's backlog."""
+        """Raise ``Overloaded`` if ``most`` requests are already in flight.
+
+        A provisioned request counts only other provisioned ones, since it waits for no others. A tenant with fewer than
+        ``most // QUEUE_FLOOR`` requests is admitted even then, as long as there are fewer than twice ``most``, so that
+        nobody is refused because of another tenant's backlog."""
         ahead = len(self._by_id)
         if request.provisioned:
             ahead = sum(one.request.provisioned for one in self._by_id.values())
@@ -93,22 +95,22 @@ class InflightRequests:
             raise Overloaded(f"{ahead} requests are queued already", retry_after=1.0)
 
     def of(self, sequence: SequenceState) -> InflightRequest:
-        """The request that ``sequence`` belongs to; raises ``KeyError`` where it has ended."""
+        """The request that ``sequence`` belongs to. Raises ``KeyError`` if it has ended."""
         return self._by_id[sequence.request.request_id]
 
     def add(self, request: ValidRequest, client: Client, adapter: str) -> InflightRequest:
-        """Take on ``request``, whose id is not in flight and which claims ``adapter``; its groups are the caller's to
-        make."""
+        """Accept ``request``, whose id must not be in flight and which claims ``adapter``. The caller makes its
+        groups."""
         inflight = self._by_id[request.request_id] = InflightRequest(request, client, adapter)
         self._of_tenant[request.tenant] += 1
         return inflight
 
     def refuse(self, request: ValidRequest, client: Client, error: ServingError) -> None:
-        """``Failed`` for a request that was not taken on."""
+        """Emit ``Failed`` for a request that was not accepted."""
         self._outputs.append((client, request.request_id, _failed(error)))
 
     def emit(self, inflight: InflightRequest, event: Event) -> None:
-        """Add ``event`` to what the next ``drain`` returns, for the request's client."""
+        """Add ``event``, for the request's client, to what the next ``drain`` returns."""
         self._outputs.append((inflight.client, inflight.request.request_id, event))
 
     def flush(self, sequence: SequenceState) -> None:
@@ -129,8 +131,9 @@ class InflightRequests:
     def emit_logits(
         self, sequence: SequenceState, of: LogitsOf, start: int, rows: Any, index: int | None = None
     ) -> None:
-        """Emit ``rows`` [n, V], the first of which is row ``start``, in events of about ``LOGITS_EVENT`` bytes;
-        ``index`` where it is not the sequence's own."""
+        """Emit ``rows`` [n, V], of which the first is row ``start``, in events of about ``LOGITS_EVENT`` bytes.
+
+        ``index`` is given if it is not the sequence's own."""
         inflight, index = self.of(sequence), sequence.index if index is None else index
         each = max(LOGITS_EVENT // (4 * rows.shape[-1]), 1)
         for first in range(0, len(rows), each):
@@ -139,7 +142,7 @@ class InflightRequests:
             self.emit(inflight, Logits(index, of, start + first, len(part), data))
 
     def finish(self, sequence: SequenceState, reason: FinishReason) -> None:
-        """The end of one sequence, and of its request where it was the last."""
+        """End one sequence, and its request if it was the last."""
         self.flush(sequence)
         started = sequence.first_step_at or time.monotonic()
         finished = Finished(
@@ -157,7 +160,7 @@ class InflightRequests:
             self.remove(inflight)
 
     def finish_search(self, group: SequenceGroup, texts: Sequence[SearchedText]) -> None:
-        """The end of a search, and of its request where it was the last."""
+        """End a search, and its request if it was the last."""
         inflight = self.of(group.members[0])
         self.send_texts(group.members[0], texts)
         group.members.clear()
@@ -165,7 +168,7 @@ class InflightRequests:
             self.remove(inflight)
 
     def send_texts(self, first: SequenceState, texts: Sequence[SearchedText]) -> None:
-        """Texts of a search, each whole, in one event; ``first`` is its first beam."""
+        """Emit texts of a search, each complete and in one event. ``first`` is the search's first beam."""
         inflight = self.of(first)
         started = first.first_step_at or time.monotonic()
         for text in texts:
@@ -183,7 +186,7 @@ class InflightRequests:
             self.emit(inflight, finished)
 
     def fail(self, inflight: InflightRequest, error: ServingError) -> None:
-        """The end of a whole request that cannot go on."""
+        """End a whole request that cannot go on."""
         inflight.groups.clear()
         self.remove(inflight)
         self.emit(inflight, _failed(error))
@@ -198,7 +201,7 @@ class InflightRequests:
         self._on_end(inflight)
 
     def drain(self) -> list[EngineOutput]:
-        """Everything emitted since the last call."""
+        """Return everything emitted since the last call."""
         outputs, self._outputs = self._outputs, []
         return outputs
 

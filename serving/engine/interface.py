@@ -1,4 +1,4 @@
-"""What the rest of the server knows of engines: ``Engine`` is what callers hold, ``Core`` what an engine process runs.
+"""The interface of engines: ``Engine`` is what callers hold, ``Core`` is what an engine process runs.
 
 ::
 
@@ -7,13 +7,13 @@
               engine.in_process.InProcessEngine ── a thread ──── testing.instant_core.InstantCore       "instant"
               routing.replica_set.ReplicaSet: several of them    another: vLLM, OpenVINO GenAI, …
 
-A new backend is a class with the methods of ``Core``, made by ``CoreFactory(bundle, settings)`` on the thread that then
-drives it, and named as ``module:name`` where a process is started (``ProcessSpec.core`` of ``transport``). All that
-clients rely on (recovery, back-pressure, metering, drain, adapters at run time) is done around it, and asks
-``EngineInfo`` what it can. Settings that every backend has are fields of ``EngineSettings``; those of one backend alone
-stand under its name in ``EngineSettings.backend``, which it reads into a ``Checked`` record by ``settings.of_backend``.
+A new backend is a class with the methods of ``Core``. ``CoreFactory(bundle, settings)`` makes it on the thread that
+then drives it; ``ProcessSpec.core`` of ``transport`` names the factory as ``module:name``. Everything that clients rely
+on (recovery, backpressure, metering, drain, adapters at run time) is done around the core, which says in ``EngineInfo``
+what it can do. Settings that every backend has are fields of ``EngineSettings``. Settings of a single backend are under
+its name in ``EngineSettings.backend``; it reads them into a ``Checked`` record with ``settings.of_backend``.
 
-No method of these protocols is optional. Those with a body are defaults for classes that inherit from the protocol.
+No method of these protocols is optional. Methods with a body are defaults for classes that inherit from the protocol.
 """
 
 from __future__ import annotations
@@ -28,18 +28,20 @@ from ..events import Event
 from ..request import Task, ValidRequest
 from ..settings import EngineSettings
 
-QUEUE_FLOOR = 16  # a tenant may always have this part of a queue, whatever others have in it
+QUEUE_FLOOR = 16  # a tenant may always have 1 / QUEUE_FLOOR of a queue, whatever others have in it
 
 
 class Capabilities(Struct, frozen=True, kw_only=True):
-    """What an engine can do beyond running a request to its end. What it cannot, its clients refuse or do without.
+    """What an engine can do beyond running a request to its end. Its clients refuse, or do without, the rest.
 
-    ``resumes``: a request with ``resumed_token_ids`` goes on with the text that it would have had; without, one that
-    has delivered tokens ends with its engine, and is not paused for a slow reader. ``adapters``: LoRA adapters, loaded
-    and unloaded while it runs. ``structured_output``: generation within a grammar.
-    ``beam_search``: ``Sampling.beams``. ``provisioned``: it keeps the
-    pace of provisioned requests beside best-effort ones. ``lora_tasks``: adapters that come with a request.
-    ``prompt_tables``: vectors of virtual tokens that do.
+    - ``resumes``: a request with ``resumed_token_ids`` goes on with the text that it would have had. Without it, a
+      request that has delivered tokens ends with its engine, and is not paused for a slow reader.
+    - ``adapters``: LoRA adapters are loaded and unloaded while the engine runs.
+    - ``structured_output``: generation within a grammar.
+    - ``beam_search``: ``Sampling.beams``.
+    - ``provisioned``: the engine keeps the pace of provisioned requests beside best-effort ones.
+    - ``lora_tasks``: adapters that come with a request.
+    - ``prompt_tables``: vectors of virtual tokens that come with a request.
     """
 
     resumes: bool = True
@@ -52,10 +54,12 @@ class Capabilities(Struct, frozen=True, kw_only=True):
 
 
 class PagedInfo(Struct, frozen=True, kw_only=True):
-    """``kv_block_size`` tokens a block; decodes attend by "triton" or "torch" (``attention_reason``: why not by the
-    first); ``cuda_graphs`` are the sizes of decode steps that are recorded (``cuda_graphs_reason``: why none is).
-    ``launch_ahead``: whether a step is launched before the last one's tokens are read (``launch_ahead_reason``: why
-    not)."""
+    """How a paged KV cache runs.
+
+    A block has ``kv_block_size`` tokens. Decodes attend by "triton" or "torch" (``attention_reason``: why not by
+    Triton). ``cuda_graphs`` are the sizes of decode steps that are recorded (``cuda_graphs_reason``: why none are).
+    ``launch_ahead``: whether a step is launched before the tokens of the previous one are read
+    (``launch_ahead_reason``: why not)."""
 
     kv_block_size: int
     attention: Literal["triton", "torch"]
@@ -67,19 +71,23 @@ class PagedInfo(Struct, frozen=True, kw_only=True):
 
 
 class EngineInfo(Struct, frozen=True, kw_only=True):
-    """What validation must know of a loaded model. ``max_model_len`` is tokens, prompt and completion together.
+    """What validation must know about a loaded model.
 
-    ``max_kv_tokens`` is what one request may occupy at most (prompt + max_tokens over all its sequences run one
-    after another if need be, so it bounds a single sequence). ``embedding_dim`` is 0 for a generating model;
-    ``hidden_size`` is the width of a generating model's token embeddings, 0 where nobody needs it.
-    ``quantization_reason``: why weights in fp8 are multiplied as floats; empty where they are not.
-    ``kernels`` is "native" where a whole step runs in ours, else "torch" (``kernels_reason`` says why), "none" without.
-    ``instruction_set``: what our kernels were chosen for, "" where they do not run.
-    ``kv_cache_memory`` is bytes, ``kv_cache_dtype`` what keys and values are kept in, ``num_standbys`` how many are to
-    be kept beside it, ``threads`` how many of them compute on CPU, ``backend`` the name of the ``Core``.
-    ``kv_cache_reason``: why a latent attention keeps whole keys and values; empty where it does not.
-    ``max_logits_bytes``: of one request; 0 where none are given. ``paged`` says of a KV cache in blocks how it runs.
-    ``max_num_batched_tokens``: of a step; 0 where steps are not ours to cut.
+    - ``max_model_len``: most tokens of a sequence, prompt and completion together.
+    - ``max_kv_tokens``: most tokens that a single sequence may occupy (prompt + max_tokens). A request's sequences run
+      one after another if need be.
+    - ``embedding_dim``: 0 for a generating model.
+    - ``hidden_size``: width of a generating model's token embeddings; 0 if nobody needs it.
+    - ``quantization_reason``: why fp8 weights are multiplied as floats; empty if they are not.
+    - ``kernels``: "native" if a whole step runs in our kernels, else "torch" (``kernels_reason`` says why); "none" if
+      there are none. ``instruction_set``: the one our kernels were chosen for; empty if they do not run.
+    - ``kv_cache_memory``: bytes. ``kv_cache_dtype``: the type of keys and values. ``kv_cache_reason``: why a latent
+      attention keeps whole keys and values; empty if it does not.
+    - ``num_standbys``: how many standby engines are to be kept. ``threads``: how many threads compute on the CPU.
+    - ``backend``: the name of the ``Core``.
+    - ``max_logits_bytes``: most bytes of logits that one request may get; 0 if none are given.
+    - ``paged``: how a paged KV cache runs; None for other caches.
+    - ``max_num_batched_tokens``: most tokens in a step; 0 if the backend cuts its steps itself.
     """
 
     content_hash: str
@@ -111,12 +119,12 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
 
     @property
     def kernels_summary(self) -> str:
-        """Which kernels run, for which instruction set, or why not ours, in a line."""
+        """Which kernels run, and for which instruction set or why not ours, in one line."""
         return _with_reason(self.kernels, self.kernels_reason or self.instruction_set)
 
     @property
     def kv_cache_summary(self) -> str:
-        """What keys and values are kept in, and why whole ones are, in a line; empty where none are."""
+        """The type of keys and values, and why whole ones are kept, in one line; empty if there are none."""
         return _with_reason(self.kv_cache_dtype, self.kv_cache_reason)
 
 
@@ -125,7 +133,7 @@ def _with_reason(what: str, reason: str) -> str:
 
 
 class AdapterInfo(Struct, frozen=True, kw_only=True):
-    """A LoRA adapter that is loaded. ``path`` is the peft directory on the engine's host that it was read from."""
+    """A loaded LoRA adapter. ``path`` is the peft directory on the engine's host that it was read from."""
 
     name: str
     rank: int
@@ -133,21 +141,23 @@ class AdapterInfo(Struct, frozen=True, kw_only=True):
 
 
 class Health(Struct, frozen=True, kw_only=True):
-    """Forward progress: ``steps`` grows with every forward. "stalled": work is waiting and no step came in time;
-    "draining": the engine finishes what it has and ends.
+    """An engine's status and progress.
 
-    ``last_step_age`` is seconds, those included in which nothing was heard of the engine, and grows also while it is
-    idle. What runs, waits and is held in the KV cache is 0 where there is no engine; what has been counted (steps and
-    tokens) is the last that was heard, and begins at 0 with each engine process.
+    "stalled": work is waiting and no step came in time. "draining": the engine finishes its requests and then ends.
 
-    Sequences that wait for their grammars to be compiled are not counted: they want nothing of the model yet.
-    Of the ``draft_tokens`` that speculation proposed ``accepted_tokens`` were what was drawn there.
-    ``num_standbys`` are loaded and ready to take the engine's place. ``num_tenants_waiting``: how many tenants share
-    the queue.
-
-    Of the sequences running and waiting ``num_provisioned`` are provisioned, of the tokens generated
-    ``provisioned_tokens``, of those prefilled ``provisioned_prompt_tokens``. ``processor_wait`` is the part of
-    the time in which the engine's thread could have run, but had to wait for a processor (``contention.py``).
+    - ``steps`` grows with every forward.
+    - ``last_step_age``: seconds, including those in which nothing was heard from the engine. It also grows while the
+      engine is idle.
+    - ``num_running``, ``num_waiting`` and ``kv_tokens_used`` are 0 if there is no engine. Sequences that wait for their
+      grammars to be compiled are not counted, since they want nothing from the model yet.
+    - Counts of steps and tokens are the last that were reported, and begin at 0 with each engine process.
+    - ``accepted_tokens``: how many of the ``draft_tokens`` that speculation proposed were accepted.
+    - ``num_standbys``: engines that are loaded and ready to take this one's place.
+    - ``num_tenants_waiting``: how many tenants share the queue.
+    - ``num_provisioned``: how many of the running and waiting sequences are provisioned. ``provisioned_tokens`` and
+      ``provisioned_prompt_tokens`` are their parts of the tokens generated and prefilled.
+    - ``processor_wait``: share of the time the engine's thread wanted to run in which it waited for a processor
+      (``contention.py``).
     """
 
     status: Literal["starting", "ready", "draining", "stalled", "dead"]
@@ -171,9 +181,10 @@ class Health(Struct, frozen=True, kw_only=True):
 
 
 class EngineRecord(Struct, frozen=True, kw_only=True):
-    """What the process that keeps an engine has seen of it: bytes of ``memory`` of a replica (by its files until it is
-    ``measured``), the ``start_seconds`` that its last start took, why it is ``unloaded`` ("" where it is not), and how
-    often it was."""
+    """What the process that keeps an engine knows about it.
+
+    ``memory``: bytes of a replica, estimated from its files until ``measured``. ``start_seconds``: how long its last
+    start took. ``unloaded``: why it is unloaded, "" if it is not. ``unloads``: how often it was unloaded."""
 
     memory: int = 0
     measured: bool = False
@@ -183,11 +194,12 @@ class EngineRecord(Struct, frozen=True, kw_only=True):
 
 
 class EventStream(Protocol):
-    """The events of one request; iterate from one thread. ``close`` (also on leaving early) aborts what still runs.
+    """The events of one request; iterate from one thread.
 
-    ``finish(index)`` ends one sequence whose text is complete (a stop string matched above the engine) and lets the
-    others run. The sequence still gets its ``Finished`` (reason "abort"), and tokens already under way may come before
-    it. For an index that has ended it does nothing. Closing twice is harmless.
+    ``close`` (call it also if you stop early) aborts what still runs; closing twice is harmless. ``finish(index)`` ends
+    one sequence whose text is complete (a stop string matched above the engine) and lets the others run. The sequence
+    still gets its ``Finished`` (reason "abort"), and tokens already on the way may come before it. ``finish`` does
+    nothing for an index that has ended.
     """
 
     def __iter__(self) -> Iterator[Event]: ...
@@ -197,7 +209,7 @@ class EventStream(Protocol):
 
 
 class EventQueue(Protocol):
-    """Where a stream's events wait for their reader. ``put`` is called on the engine's or its client's own thread."""
+    """The queue in which a stream's events wait for their reader. The engine's or its client's thread calls ``put``."""
 
     def put(self, event: Event, /) -> None: ...
     def get(self) -> Event: ...
@@ -214,24 +226,27 @@ class TappableStream(Protocol):
 
 @runtime_checkable
 class Engine(Protocol):
-    """What a caller holds. Thread-safe: many callers submit at once and are batched together."""
+    """What a caller holds. Thread-safe: many callers may submit at once, and their requests are batched together."""
 
     @property
     def info(self) -> EngineInfo: ...
 
     def submit(self, request: ValidRequest) -> EventStream:
-        """Start a request at once; never raises for the request's sake (a ``Failed`` event says what is wrong)."""
+        """Start a request at once. An invalid request does not raise; it gets a ``Failed`` event that says why."""
         ...
 
     def load_adapter(self, name: str, path: str, *, replace: bool = False, pinned: bool = False) -> AdapterInfo:
-        """Read a peft directory into the pool; with ``replace`` in place of one of that name, on whose weights running
-        requests end; with ``pinned`` it is never evicted. Raises ``InvalidField`` where it does not fit the base,
-        ``AlreadyExists``, ``LimitExceeded`` where there is no room for it beside pinned ones."""
+        """Load an adapter from a peft directory. With ``pinned`` it is never evicted.
+
+        With ``replace`` it takes the place of the adapter of that name; running requests end on the old weights.
+        Raises ``InvalidField`` if the adapter does not fit the base model, ``AlreadyExists``, and ``LimitExceeded`` if
+        there is no room for it beside pinned ones."""
         ...
 
     def unload_adapter(self, name: str, *, at_once: bool = False) -> None:
-        """Raises ``NotFound`` for an unknown name, ``Conflict`` while sequences use it; with ``at_once`` these end on
-        its weights."""
+        """Unload an adapter. Raises ``NotFound`` for an unknown name and ``Conflict`` while sequences use it.
+
+        With ``at_once`` there is no conflict: these sequences end on its weights."""
         ...
 
     def adapters(self) -> tuple[AdapterInfo, ...]: ...
@@ -239,41 +254,41 @@ class Engine(Protocol):
     def health(self) -> Health: ...
 
     def close(self) -> None:
-        """Give the engine up. Requests of this client end with ``Failed(kind="shutting_down")``."""
+        """Release the engine. Requests of this client end with ``Failed(kind="shutting_down")``."""
         ...
 
     @property
     def num_replicas(self) -> int:
-        """Engine processes that serve it now; 0 while none is wanted or there."""
+        """How many engine processes serve it now; 0 while none is wanted or running."""
         return 1
 
     def record(self) -> EngineRecord:
-        """What is known of it where another process keeps it."""
+        """What is known about the engine if another process keeps it."""
         return EngineRecord()
 
     def process_health(self) -> Mapping[str, Health]:
-        """The last ``Health`` of each engine process that there was, by its generation."""
+        """The last ``Health`` of each engine process so far, by its generation."""
         return {f"{self.info.pid}.{id(self):x}": self.health()}
 
     def hand_over(self, stream: EventStream, other: Engine) -> bool:
-        """Let ``other`` go on with what ``stream`` reads; False where it cannot be moved."""
+        """Let ``other`` continue the request that ``stream`` reads; False if it cannot be moved."""
         return False
 
 
 Client: TypeAlias = Hashable
-"""The client that submitted a request, by whatever the process that runs the core distinguishes clients by."""
+"""The client that submitted a request, as identified by the process that runs the core."""
 
 EngineOutput: TypeAlias = tuple[Client, str, Event]
 """(client, request id, event)"""
 
 
 class Core(Protocol):
-    """An engine as its process drives it: one thread makes it, adds requests, aborts them and steps, and nothing else.
+    """An engine as its process drives it: a single thread makes it, adds requests, aborts them and takes steps.
 
-    Events go out by ``step`` and ``close`` alone, each request's in order: for each sequence any number of ``Tokens``
-    with one or more tokens each, then one ``Finished``; or one ``Failed`` for the whole request (``events``). A request
-    given up by ``abort`` ends the same way. ``step`` raises only for what the whole engine cannot go on after: then the
-    process ends, and its clients submit again what ran, resumed after the tokens that they have.
+    Only ``step`` and ``close`` return events, those of each request in order: for each sequence any number of
+    ``Tokens`` with one or more tokens each, then one ``Finished``; or one ``Failed`` for the whole request
+    (``events``). A request ended by ``abort`` ends the same way. ``step`` raises only if the whole engine cannot go on.
+    The process then ends, and its clients submit the running requests again, resumed after the tokens that they have.
     """
 
     backend: ClassVar[str]
@@ -282,15 +297,15 @@ class Core(Protocol):
     def info(self) -> EngineInfo: ...
 
     def add(self, request: ValidRequest, client: Client, *, continues: bool = False) -> None:
-        """Take on a request. ``continues``: an engine had it before, so that no bound on new requests holds for it."""
+        """Accept a request. ``continues``: an engine had it before, so limits on new requests do not apply to it."""
         ...
 
     def abort(self, request_id: str) -> None:
-        """End a request early. An unknown or finished one is left alone."""
+        """End a request early. Unknown or finished requests are ignored."""
         ...
 
     def finish(self, request_id: str, index: int) -> None:
-        """End one sequence whose text is complete for its caller. One that has ended is left alone."""
+        """End one sequence, whose text is complete for its caller. A sequence that has ended is ignored."""
         ...
 
     def has_work(self) -> bool:
@@ -298,16 +313,16 @@ class Core(Protocol):
         ...
 
     def on_work(self, wake: Callable[[], None]) -> None:
-        """``wake`` is to be called, on any thread, when there is work although nothing was added: what a request waits
-        for beside the steps (a grammar that is compiled) has come."""
+        """Set ``wake``, to be called on any thread when there is work although nothing was added: something that a
+        request waited for, such as a compiled grammar, is ready."""
         ...
 
     def step(self) -> list[EngineOutput]:
-        """Make some progress, shortly (a forward), and return what happened."""
+        """Make a little progress (one forward) and return what happened."""
         ...
 
     def load_adapter(self, name: str, path: str, *, replace: bool = False, pinned: bool = False) -> AdapterInfo:
-        """See ``Engine.load_adapter``; ``InvalidField`` where ``capabilities.adapters`` is False."""
+        """See ``Engine.load_adapter``. Raises ``InvalidField`` if ``capabilities.adapters`` is False."""
         ...
 
     def unload_adapter(self, name: str, *, at_once: bool = False) -> None:
@@ -317,13 +332,13 @@ class Core(Protocol):
     def adapters(self) -> tuple[AdapterInfo, ...]: ...
 
     def health(self) -> Health:
-        """Cheap: it is asked for after every step."""
+        """The engine's health. Must be cheap, since it is asked for after every step."""
         ...
 
     def close(self) -> list[EngineOutput]:
-        """End everything and give memory back; the last events."""
+        """End all requests, free the memory and return the last events."""
         ...
 
 
 CoreFactory: TypeAlias = Callable[[Bundle, EngineSettings], Core]
-"""Raises ``PackagingError`` for a model or settings that this backend cannot run."""
+"""Makes a core. Raises ``PackagingError`` for a model or settings that this backend cannot run."""

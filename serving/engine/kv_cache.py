@@ -1,7 +1,7 @@
-"""What the scheduler and the runner need of a KV cache with a prefix cache in it, whatever holds it: slots or pages.
+"""The interface of a KV cache with prefix caching, for the scheduler and the runner, whether it has slots or pages.
 
-A cache knows sequences by a number (``owner``) and by their token ids; it decides itself where their keys and values
-lie and what of earlier sequences can be reused. One unit everywhere: tokens.
+A cache knows sequences by a number (``owner``) and by their token ids. It decides where their keys and values are
+stored, and what can be reused from earlier sequences. All sizes are in tokens.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ TokenIds = npt.NDArray[np.int32]
 
 
 class PrefixKey(NamedTuple):
-    """Whose KV a sequence may reuse, beside the tokens: a prefix is found only under the key it was computed under.
+    """Whose KV a sequence may reuse, beside the tokens: a prefix is found only under the key it was computed with.
 
-    ``adapter`` is what the numbers depend on (``AdapterRegistry.key_of``), ``salt`` which tenants may learn from a hit
-    that the prefix was there (``ValidRequest.cache_salt``).
+    ``adapter`` is the key of the adapter that the numbers depend on (``AdapterRegistry``). ``salt`` separates tenants
+    that must not learn from a hit that a prefix was there (``ValidRequest.cache_salt``).
     """
 
     adapter: str
@@ -33,9 +33,9 @@ class PrefixKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """Heads and widths of one layer's keys and values: K is [num_kv_heads, tokens, key_dim].
+    """The heads and widths of one layer's keys and values; K is [num_kv_heads, tokens, key_dim].
 
-    ``shared``: values are the keys themselves, and kept once (``latent_attention``)."""
+    ``shared``: the values are the keys themselves, stored once (``latent_attention``)."""
 
     num_kv_heads: int
     key_dim: int
@@ -44,13 +44,13 @@ class LayerShape:
 
     @property
     def elements_per_token(self) -> int:
-        """Of keys and values together."""
+        """Elements per token of keys and values together."""
         return self.num_kv_heads * (self.key_dim if self.shared else self.key_dim + self.value_dim)
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A run of the flat row of tokens: ``num_tokens`` of sequence ``owner`` from its position ``start`` on."""
+    """A run of the flat row of tokens: ``num_tokens`` tokens of sequence ``owner`` from its position ``start``."""
 
     owner: int
     start: int
@@ -58,7 +58,7 @@ class Row:
 
 
 class AttentionPlan(Protocol):
-    """Everything of a step that is the same in all layers, worked out once."""
+    """What is the same in all layers of a step, computed once."""
 
     def attend(
         self,
@@ -73,7 +73,7 @@ class AttentionPlan(Protocol):
     ) -> Any:
         """Store k, v ``[1, Hkv, T, D]`` and attend with q ``[1, H, T, D]`` → ``[1, T, H, Dv]``.
 
-        ``sinks`` [H] are scores of a key that every token sees and that has no value.
+        ``sinks`` [H] are the scores of a key that every token sees and that has no value.
         """
         ...
 
@@ -85,21 +85,21 @@ class AttentionPlan(Protocol):
 
 
 class KVCache(ABC):
-    """Owned by the engine's thread alone."""
+    """A KV cache. Only the engine's thread may use it."""
 
     num_tokens_total: int
     max_model_len: int
     dtype: Any
-    block_size: int = 1  # tokens that memory is given out by
+    block_size: int = 1  # tokens per unit of allocation
 
     @property
     @abstractmethod
     def num_tokens_used(self) -> int:
-        """Tokens whose memory is taken by running sequences or kept for reuse."""
+        """How many tokens' memory running sequences take, or is kept for reuse."""
 
     @abstractmethod
     def match(self, key: PrefixKey, tokens: TokenIds) -> tuple[int, int | None]:
-        """(tokens that could be reused now, owner of a running sequence worth waiting for, or None)."""
+        """(How many tokens could be reused now, owner of a running sequence worth waiting for or None)."""
 
     @abstractmethod
     def acquire(
@@ -112,48 +112,49 @@ class KVCache(ABC):
         source: int | None = None,
         fixed: int | None = None,
     ) -> int | None:
-        """Make room for ``tokens`` and reuse the longest prefix known under ``key``, or with ``source`` what they have
-        in common with that running sequence: the number of tokens already computed, no more than ``at_most`` and
-        ``len(tokens) - 1``; None when there is no room now. A prefix that a running sequence holds is copied, or
-        read in place. ``fixed``: how many of its tokens stay what they are, where ``copy`` may write others behind;
-        None for all."""
+        """Make room for ``tokens`` and reuse the longest prefix known under ``key``, or, with ``source``, the prefix
+        shared with that running sequence.
+
+        Returns the number of tokens already computed, at most ``at_most`` and ``len(tokens) - 1``, or None if there is
+        no room now. A prefix that a running sequence holds is copied, or read in place. ``fixed``: how many of the
+        tokens never change, if ``copy`` may overwrite those after them; None for all."""
 
     @abstractmethod
     def copy(self, source: int, target: int, start: int, stop: int) -> None:
-        """Give running sequence ``target`` the KV that ``source`` has of positions ``[start, stop)``."""
+        """Give the running sequence ``target`` the KV of ``source`` at positions ``[start, stop)``."""
 
     @abstractmethod
     def grow(self, owner: int, num_tokens: int) -> bool:
-        """Room for ``num_tokens`` in all; False when there is none even after evicting every idle prefix."""
+        """Make room for a total of ``num_tokens``; False if there is none even after evicting every idle prefix."""
 
     @abstractmethod
     def computed(self, owner: int, tokens: TokenIds, length: int) -> None:
-        """The KV of the first ``length`` of the sequence's ``tokens`` is now valid and may be reused by others."""
+        """Note that the KV of the first ``length`` of the sequence's ``tokens`` is valid; others may reuse it."""
 
     @abstractmethod
     def release(self, owner: int, *, keep: bool) -> None:
-        """The sequence is over; with ``keep`` its KV stays for reuse until memory is needed."""
+        """Release a sequence that has ended. With ``keep`` its KV stays for reuse until memory is needed."""
 
     @abstractmethod
     def wipe(self, owner: int) -> None:
-        """Zero the KV of a sequence that produced numbers that are not finite, which masks do not contain."""
+        """Zero the KV of a sequence with numbers that are not finite, which masks would not keep from others."""
 
     @abstractmethod
     def forget(self, adapter: str) -> None:
-        """Drop idle KV of an adapter, whatever its salt."""
+        """Drop the idle KV of an adapter, whatever its salt."""
 
     @abstractmethod
     def plan(self, rows: Sequence[Row]) -> AttentionPlan:
-        """Plan one forward. Runs of one token come first and are ordered by ``decode_order``."""
+        """Plan one forward. Runs of one token must come first, in the order of ``decode_order``."""
 
     @abstractmethod
     def decode_order(self, owners: Sequence[int]) -> list[int]:
-        """The order in which single-token rows are laid out; may move KV to make them contiguous."""
+        """The order in which to lay out single-token rows; may move KV to make them contiguous."""
 
     @abstractmethod
     def check_integrity(self) -> None:
-        """Raise ``RuntimeError`` when the books do not add up."""
+        """Raise ``RuntimeError`` if the cache's accounts do not add up."""
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         return
