@@ -1,16 +1,16 @@
-"""Multi-head latent attention: of a token is kept what the keys and values of every head are made of.
+"""Multi-head latent attention: the cache keeps, for each token, what the keys and values of all heads are made from.
 
-With the module's ``kv_b_proj`` cut into K_h [N, R] and V_h [Dv, R] for each head h::
+With the module's ``kv_b_proj`` split into K_h [N, R] and V_h [Dv, R] for each head h::
 
-    kept of a token    c [R] compressed and normed | r [P] the key that is rotated, one for all heads
+    kept of a token    c [R] compressed and normed | r [P] the rotated key, one for all heads
     whole              k_h = K_h c | r             v_h = V_h c
     absorbed           q_h . k_h = (q_h K_h) . c + q_h' . r      sum of p v_h = V_h (sum of p c)
 
 Absorbed, every head reads the same R + P numbers of a token. Expanded into whole keys and values, many queries at once
-cost less; which of the two a run of tokens takes follows from its length and place alone (``prefers_expanded``).
+cost less. Which of the two a run of tokens takes depends only on its length and place (``prefers_expanded``).
 
-transformers' modules of this form have a method ``expand_kv(c, r) -> (keys, values)``, the only place where they become
-whole: it is replaced by one that hands c and r on to our attention.
+transformers' modules of this form make whole keys and values in one place only, the method
+``expand_kv(c, r) -> (keys, values)``. It is replaced by one that passes c and r on to our attention.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from torch import nn
 from .linear import EngineLinear, replaceable
 from .lora_plan import LoraPlan, RowFactors
 
-FORM = "mlflow_llm_latent"  # where a module has its ``LatentForm``
+FORM = "mlflow_llm_latent"  # the module's attribute with its ``LatentForm``
 WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 PROBED = 3  # tokens that the module's own code and ours expand at load
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}  # relative to the largest value
-EXPANDED_ELEMENTS = 1 << 24  # whole keys and values at once, in numbers: more heads than these make take turns
+EXPANDED_ELEMENTS = 1 << 24  # most elements of whole keys and values at once; heads beyond these wait their turn
 
 
 class NotLatentError(Exception):
-    """A module whose attention is latent, but not in the form that is known here; says why."""
+    """A module's attention is latent, but not in the form known here; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class LatentForm:
-    """``weight`` [H, N + Dv, R]: the module's ``kv_b_proj``, the same memory."""
+    """The latent form of a module. ``weight`` [H, N + Dv, R] is its ``kv_b_proj``, in the same memory."""
 
     weight: Any
     rank: int
@@ -49,7 +49,7 @@ class LatentForm:
 
     @classmethod
     def of(cls, module: Any) -> LatentForm:
-        """Raises ``NotLatentError``."""
+        """The form of ``module``. Raises ``NotLatentError``."""
         rank, nope, rope, value_dim = (getattr(module, name, None) for name in WIDTHS)
         linear = getattr(module, "kv_b_proj", None)
         if not (rank and nope and rope and value_dim and linear is not None and replaceable(linear)):
@@ -64,7 +64,7 @@ class LatentForm:
         return form
 
     def check(self, module: Any) -> None:
-        """That the module expands as we do. Raises ``NotLatentError``."""
+        """Check that the module expands as we do. Raises ``NotLatentError``."""
         like, make = self.weight, torch.Generator().manual_seed(0)
         kept = torch.randn(PROBED, self.rank + self.rope, generator=make).to(like.device, like.dtype)
         latent, rotated = kept.split([self.rank, self.rope], -1)
@@ -80,7 +80,7 @@ class LatentForm:
             raise NotLatentError("its expand_kv gives other keys and values")
 
     def prefers_expanded(self, num_tokens: int, length: int) -> bool:
-        """Whether ``num_tokens`` queries over ``length`` tokens cost fewer products on whole keys and values."""
+        """Whether ``num_tokens`` queries over ``length`` tokens need fewer products with whole keys and values."""
         own = (self.nope + self.value_dim) * self.rank
         absorbed = num_tokens * (own + length * 2 * (self.rank + self.rope))
         expanded = length * own + num_tokens * length * 2 * (self.nope + self.rope)
@@ -88,9 +88,9 @@ class LatentForm:
 
 
 def install(model: nn.Module) -> tuple[list[str], str]:
-    """Make every module of this form give what is to be kept.
+    """Make every module of this form pass on what the cache keeps.
 
-    Returns the names of their ``kv_b_proj``, which no kernel's layout may replace; or none, and why.
+    Returns the names of their ``kv_b_proj``, which no kernel's layout may replace; or none, and the reason.
     """
     found = [(name, module) for name, module in model.named_modules() if hasattr(type(module), "expand_kv")]
     config: Any = model.config
@@ -120,17 +120,17 @@ def _as_it_is(latent: Any, rotated: Any) -> tuple[Any, Any]:
 
 
 def projections_of(module: Any, lora: LoraPlan | None) -> Projections:
-    """Of a module that has a form, and of the adapters of this step that are on its ``kv_b_proj``."""
+    """The projections of a module that has a form, with this step's adapters on its ``kv_b_proj``."""
     linear = module.kv_b_proj
     adapted = lora.by_rows(linear.group.key) if lora is not None and isinstance(linear, EngineLinear) else ()
     return Projections(getattr(module, FORM), adapted)
 
 
 class Projections:
-    """Between the latent's space and that of heads, in one layer of one step; rows are those of the flat row.
+    """Maps between the latent space and the heads' spaces, in one layer of one step. Rows are those of the flat row.
 
-    An adapter's A, B, gain and shift come where they would: k_h = g (K_h c + s B A c) + b. What b adds to a query's
-    scores is the same for every key, so it is left out where scores are absorbed.
+    An adapter's A, B, gain and shift are applied as in a linear: k_h = g (K_h c + s B A c) + b. What b adds to a
+    query's scores is the same for every key, so absorbed scores leave it out.
     """
 
     __slots__ = ("_adapted", "form")
@@ -140,7 +140,7 @@ class Projections:
         self._adapted = adapted
 
     def absorbed(self, q: Any, first: int) -> Any:
-        """Queries [H, n, N + P] of the rows from ``first`` on → [H, n, R + P]."""
+        """Map queries [H, n, N + P] of the rows from ``first`` on → [H, n, R + P]."""
         form = self.form
         nope, rope = q.split([form.nope, form.rope], -1)
         found = list(self._between(first, q.shape[1]))
@@ -156,7 +156,7 @@ class Projections:
         return torch.cat((latent, rope), -1)
 
     def values(self, sums: Any, first: int) -> Any:
-        """Weighted sums [n, H, R or more] of what is kept → those of values [n, H, Dv]."""
+        """Map weighted sums [n, H, R or more] of what is kept → weighted sums of values [n, H, Dv]."""
         form = self.form
         latent = sums[..., : form.rank].transpose(0, 1)
         out = torch.bmm(latent, form.weight[:, form.nope :].transpose(1, 2))
@@ -169,8 +169,10 @@ class Projections:
         return out.transpose(0, 1)
 
     def expanded(self, kept: Any, row: int, heads: slice) -> tuple[Any, Any]:
-        """What is kept of a sequence [L, R + P] → its keys and values [h, L, N + P] of some heads, values filled up
-        with zeros to the width of keys: attention of one width is much the faster. ``row`` is one of the sequence's."""
+        """Expand what is kept of a sequence [L, R + P] → keys and values [h, L, N + P] of some heads.
+
+        Values are padded with zeros to the width of keys, since attention with equal widths is much faster. ``row`` is
+        any row of the sequence."""
         form = self.form
         latent, rotated = kept.split([form.rank, form.rope], -1)
         weight = form.weight[heads]
@@ -187,19 +189,19 @@ class Projections:
         return keys.transpose(0, 1), values.transpose(0, 1)
 
     def head_groups(self, length: int) -> Iterator[slice]:
-        """All heads, as many at once as ``length`` tokens leave room for."""
+        """Yield all heads, as many at a time as ``length`` tokens leave room for."""
         form = self.form
         at_once = max(EXPANDED_ELEMENTS // (length * 2 * (form.nope + form.rope)), 1)
         for head in range(0, len(form.weight), at_once):
             yield slice(head, head + at_once)
 
     def _between(self, first: int, num_rows: int) -> Iterator[tuple[Any, RowFactors]]:
-        """Of each adapter that has some: its rows, counted from ``first``."""
+        """Yield each adapter that has rows among these, with its rows counted from ``first``."""
         for own in self._adapted:
             rows = own.rows[(own.rows >= first) & (own.rows < first + num_rows)] - first
             if len(rows):
                 yield rows, own
 
     def _heads(self, x: Any) -> Any:
-        """The outputs of ``kv_b_proj``, its last dimension, by head."""
+        """Split the last dimension of ``x``, the outputs of ``kv_b_proj``, by head."""
         return x.unflatten(-1, self.form.weight.shape[:2])

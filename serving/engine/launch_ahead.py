@@ -1,15 +1,16 @@
-"""Decode steps on a device, each launched before the tokens of the one before it are read (vLLM's asynchronous
-scheduling, SGLang's overlap scheduling).
+"""Launches each decode step on a device before the tokens of the previous step are read.
+
+(vLLM calls this asynchronous scheduling, SGLang overlap scheduling.)
 
 ::
 
     host      launch n+1 | read and deliver n | launch n+2 | read and deliver n+1 | …
     device    ───── n ────────┼──────────── n+1 ─────────────┼───────── n+2 ─────────
 
-Step n+1 takes the tokens of step n where they are. Its sequences know nothing of it until it is read: what happens to
-them before finds them as they would be without it, and a row that nobody wants any more, or a whole step, is left
-unread. The KV that it wrote is behind all that is valid, in blocks that go back with their sequence; whoever has them
-next writes to them after it.
+Step n+1 takes the tokens of step n from the device. Its sequences do not change until it is read, so whatever happens
+to them before finds them as they would be without it. A row, or a whole step, that nobody wants any more is not read.
+The KV that it wrote comes after all valid KV, in blocks that are freed with their sequence, and the next owner of these
+blocks writes to them later.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ from .upload import upload, upload_values
 
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
-    """Of ``runs``, single tokens: ``logits`` [B, V] and ``tokens`` int64 [B] on the device; ``copy`` of these on the
-    host is made when ``is_copied`` (a CUDA event; None where nothing is waited for) has come. ``unfounded``: sequences
-    whose row was computed of a token that is not theirs."""
+    """A launched step of ``runs`` of single tokens, with ``logits`` [B, V] and ``tokens`` int64 [B] on the device.
+
+    ``copy``, the tokens on the host, is complete once the CUDA event ``is_copied`` has occurred (None if there is
+    nothing to wait for). ``unfounded``: sequences whose row was computed from a token that is not theirs."""
 
     runs: Sequence[Run]
     logits: Any
@@ -50,11 +52,11 @@ class LaunchedStep:
 
     @property
     def rows(self) -> dict[int, int]:
-        """Each sequence's row, by its id."""
+        """The row of each sequence, by its id."""
         return {run.sequence.id: i for i, run in enumerate(self.runs)}
 
     def read(self) -> list[int]:
-        """The tokens, when they are there."""
+        """Wait for the tokens and return them."""
         if self.is_copied is not None:
             self.is_copied.synchronize()
         tokens: list[int] = self.copy.tolist()
@@ -62,7 +64,7 @@ class LaunchedStep:
 
 
 class LaunchAhead:
-    """Owns the step that is launched and not read, if there is one. ``graphs`` None: nothing is launched ahead."""
+    """Owns the step that is launched but not read, if there is one. With ``graphs`` None nothing is launched ahead."""
 
     def __init__(self, graphs: GraphedForward | None, scheduler: Scheduler, cache: KVCache) -> None:
         self._graphs = graphs
@@ -72,19 +74,20 @@ class LaunchAhead:
 
     @property
     def launched(self) -> list[Run]:
-        """The runs of the launched step that are still wanted: while there are any, nothing else may be scheduled."""
+        """The runs of the launched step that are still wanted. While there are any, nothing else may be scheduled."""
         return [] if self._launched is None else self._launched.wanted
 
     def takes(self, runs: Sequence[Run]) -> bool:
-        """Whether a scheduled step can be taken this way: each run is a token of a text, after which one is drawn on
-        the device."""
+        """Whether a scheduled step can be run this way: each run is one generated token, and the next one can be drawn
+        on the device."""
         if self._graphs is None or not self._graphs.takes(len(runs)):
             return False
         return all(run.num_tokens == 1 and run.start >= run.sequence.num_prompt and _is_plain(run) for run in runs)
 
     def step(self, runs: Sequence[Run]) -> tuple[list[Run], list[Sampled]]:
-        """Launch ``runs`` if they are not ``launched``, then what follows them if that is certain; returns those of
-        ``runs`` that are wanted, with their tokens, their KV entered as valid."""
+        """Launch ``runs`` if they are not ``launched``, then the step after them if that is certain.
+
+        Returns those of ``runs`` that are wanted, and their tokens. Their KV is marked as valid."""
         launched, self._launched = self._launched, None
         if launched is None or not launched.wanted:
             ids = np.concatenate([run.sequence.slice(run.start, run.start + 1) for run in runs]).astype(np.int64)
@@ -93,14 +96,14 @@ class LaunchAhead:
         return self._read(launched)
 
     def drop(self) -> None:
-        """Forget the launched step: its runs are computed again."""
+        """Forget the launched step; its runs will be computed again."""
         self._launched = None
 
     def _follow(self, step: LaunchedStep) -> LaunchedStep | None:
         runs = self._scheduler.following(step.wanted)
         if not runs:
             return None
-        ids = step.tokens.clamp_min(0)  # what is no token ends its sequence, or makes its row unfounded
+        ids = step.tokens.clamp_min(0)  # a negative number is no token: its sequence ends, or its row is unfounded
         if len(runs) < len(step.runs):
             row_of = step.rows
             rows = [row_of[run.sequence.id] for run in runs]
@@ -140,7 +143,7 @@ class LaunchAhead:
         return self._graphs.device
 
     def check_integrity(self) -> None:
-        """Raise ``RuntimeError`` where a launched step is not the next one of its sequences."""
+        """Raise ``RuntimeError`` if a launched step is not the next one of its sequences."""
         for run in self.launched:
             if not run.start == run.sequence.num_computed == run.sequence.num_tokens - 1:
                 raise RuntimeError(f"sequence {run.sequence.id} was launched at {run.start}, which is not its end")

@@ -1,11 +1,15 @@
-"""An engine's process without what transformers imports and no engine uses: half of its imports' processor time.
+"""Imports transformers without the packages that no engine uses, which saves half of the imports' processor time.
 
-``transformers.modeling_utils`` imports, whatever the model, torch's compiler for a few decorators, torch's distributed
-tensors with sympy for annotations, accelerate (and with it boto3, where that is installed) for models spread over
-devices, and scipy for losses of object detection. Here the compiler runs when it is first used, and the rest is not
-imported. Every import of transformers also reads the sources of all of its models, twice, for the names that they
-export: here what was found is kept (``export_cache``). For a process that is an engine's alone: a notebook's imports
-are its owner's.
+Whatever the model, ``transformers.modeling_utils`` imports:
+
+- torch's compiler, for a few decorators;
+- torch's distributed tensors with sympy, for annotations;
+- accelerate (and with it boto3, if that is installed), for models spread over devices;
+- scipy, for losses of object detection.
+
+Here the compiler is run when it is first used, and the rest is not imported. Every import of transformers also reads
+the sources of all its models, twice, for the names that they export; here the result is cached (``export_cache``). Use
+this only in a process that is just an engine: a notebook's imports belong to its owner.
 """
 
 from __future__ import annotations
@@ -27,11 +31,11 @@ DECORATORS = ("allow_in_graph", "assume_constant_result")  # of functions that n
 
 
 class Deferred(ModuleType):
-    """A package in ``sys.modules`` that has not run. It runs, in place, when it is first asked for an attribute that is
-    not there; ``__path__`` among them, which is how a submodule's import begins."""
+    """A package in ``sys.modules`` that has not run yet. It runs, in place, when it is first asked for a missing
+    attribute, ``__path__`` included, which is how the import of a submodule begins."""
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name != "__path__":  # which tools ask of every module
+        if name.startswith("__") and name != "__path__":  # tools ask every module for such names
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         spec = self.__spec__
         assert spec is not None
@@ -44,26 +48,28 @@ class Deferred(ModuleType):
 
 
 def import_lean() -> None:
-    """Before the engine's own modules are imported, in a process that compiles nothing of its own. Does nothing where
-    the compiler is imported already."""
+    """Import transformers without what engines do not use.
+
+    Call it before the engine's own modules are imported, in a process that compiles nothing of its own. Does nothing if
+    the compiler is already imported."""
     if COMPILER in sys.modules:
         return
     with export_cache.used():
         from transformers import utils
     compiler = _deferred(COMPILER)
-    # torch asks for it around what it computes on the meta device, as every model that is loaded does once
+    # torch uses this around computations on the meta device, which every model does once while it is loaded
     compiler.disable = _undecorated  # type: ignore[attr-defined]
-    # an engine is one process: no tensor of it is spread over several
+    # an engine is one process, so none of its tensors is distributed
     for place in (utils, utils.import_utils):
         place.is_torch_distributed_available = lambda: False
     with ExitStack() as stack:
-        stack.enter_context(_replaced(utils, "is_scipy_available", lambda: False))  # by losses: a model may want it
+        stack.enter_context(_replaced(utils, "is_scipy_available", lambda: False))  # only now: a model may need scipy
         for place in (utils, utils.import_utils):
             stack.enter_context(_replaced(place, "is_accelerate_available", lambda *version: False))
         stack.enter_context(_replaced(torch.compiler, "disable", _undecorated))
         for name in DECORATORS:
             stack.enter_context(_replaced(compiler, name, _undecorated))
-        for name in ("transformers.modeling_utils", "transformers.generation.utils"):  # of every model's module
+        for name in ("transformers.modeling_utils", "transformers.generation.utils"):  # every model imports these
             importlib.import_module(name)
     del compiler.__path__
 
@@ -78,13 +84,13 @@ def _deferred(name: str) -> ModuleType:
 
 
 def _undecorated(function: Any = None, *words: Any, **options: Any) -> Any:
-    """A decorator, with and without arguments, that leaves a function as it is."""
+    """A decorator, used with or without arguments, that returns a function unchanged."""
     return function if function is not None else _undecorated
 
 
 @contextmanager
 def _replaced(place: ModuleType, name: str, value: Any) -> Iterator[None]:
-    """``value`` as ``place``'s attribute for as long as the block runs; afterwards what was there, if anything."""
+    """Set an attribute of ``place`` to ``value`` while the block runs; afterwards restore or delete it."""
     own = dict(vars(place))
     setattr(place, name, value)
     try:

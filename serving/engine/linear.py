@@ -1,12 +1,12 @@
-"""The model's linears, replaced in place by ours: packed weights, siblings fused, LoRA added.
+"""The model's linears, replaced in place by ours, with packed weights, fused siblings and LoRA.
 
-Siblings that read the same input (q, k, v; gate, up) become one GEMM. The first one called computes all and the
-others take their part of the row::
+Siblings that read the same input (q, k, v; gate, up) become one GEMM. The first one called computes all of it, and the
+others take their parts of the rows::
 
     x [T, K] -- one GEMM --> [T, Nq + Nk + Nv] -- split --> q [T, Nq], k [T, Nk], v [T, Nv]   (views)
 
-A sibling takes its part only when it is called with the very tensor object that was multiplied, once; otherwise it
-multiplies anew. So a module that feeds its siblings different tensors is slower but never wrong.
+A sibling takes its part, once, only if it is called with the very tensor object that was multiplied. Otherwise it
+multiplies again, so a module that feeds its siblings different tensors is slower but never wrong.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class LinearGroup:
         self._all_taken = (1 << len(self.sizes)) - 1
 
     def part(self, member: int, x: torch.Tensor) -> torch.Tensor:
-        """Output of one member for ``x`` [..., K]."""
+        """The output of one member for ``x`` [..., K]."""
         if len(self.sizes) == 1:
             return self._compute(x)
         bit = 1 << member
@@ -84,7 +84,7 @@ class LinearGroup:
 
 
 class EngineLinear(nn.Module):
-    """Stands where an ``nn.Linear`` or GPT-2's ``Conv1D`` stood. ``weight`` is [out, in], rebuilt when asked for."""
+    """Takes the place of an ``nn.Linear`` or GPT-2's ``Conv1D``. ``weight`` [out, in] is rebuilt at each access."""
 
     def __init__(self, name: str, group: LinearGroup, member: int) -> None:
         super().__init__()
@@ -115,8 +115,8 @@ class EngineLinear(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class LinearSet:
-    """Every engine linear of a model by module name, and experts. ``head`` is the output head's name, where there is
-    one."""
+    """All engine linears and experts of a model by module name. ``head`` is the output head's name, None if it has
+    none."""
 
     linears: dict[str, EngineLinear] = field(default_factory=dict)
     head: str | None = None
@@ -124,7 +124,7 @@ class LinearSet:
 
     @property
     def packed(self) -> dict[str, PackedWeight]:
-        """By what they are made of: module names joined by +, of experts the parameter's name."""
+        """The packed weights by their sources: module names joined by +; for experts, the parameter's name."""
         groups = {id(one.group): one.group for one in self.linears.values()}.values()
         found = {"+".join(group.key): group.packed for group in groups}
         for path, module in self.experts.items():
@@ -138,8 +138,8 @@ class LinearSet:
 
 
 def weight_of(module: nn.Module) -> torch.Tensor:
-    """[out, in] of an ``nn.Linear`` or a ``Conv1D`` (which stores [in, out]); its shape alone, where it is stored in
-    another form than floats."""
+    """The weight [out, in] of an ``nn.Linear`` or a ``Conv1D`` (which stores [in, out]). If it is not stored as floats,
+    the result is a meta tensor that has only the shape."""
     if (stored := stored_of(module)) is not None:
         return torch.empty(stored.shape, device="meta")
     weight: torch.Tensor = module.weight.detach()
@@ -147,12 +147,12 @@ def weight_of(module: nn.Module) -> torch.Tensor:
 
 
 def replaceable(module: nn.Module) -> bool:
-    """Exactly these classes: a subclass may be read by its parent in other ways than a call."""
+    """Whether a module is of exactly these classes; a parent may use a subclass in other ways than calling it."""
     return type(module) in (nn.Linear, Conv1D)
 
 
 def _siblings(parent: nn.Module) -> list[tuple[str, ...]]:
-    """The parent's replaceable children, those that can share a GEMM together."""
+    """The names of the parent's replaceable children, grouped by the GEMM that they can share."""
     children = {name: child for name, child in parent.named_children() if replaceable(child)}
     groups: list[tuple[str, ...]] = []
     for names in SIBLINGS:
@@ -176,13 +176,15 @@ def _joined_bias(modules: Sequence[nn.Module], sizes: Sequence[int]) -> torch.Te
 
 
 def _pack(weight: torch.Tensor, bias: torch.Tensor | None, settings: EngineSettings, is_head: bool) -> PackedWeight:
-    """Under int8 the head has activations in two bytes (W8A16): perplexity of 8,184 tokens 28.14 in float32, 28.50 with
-    int8 linears, 28.51 with the head in bfloat16, 28.53 in W8A16, 28.88 in int8. Packed, a tied head takes a second
-    copy of the embedding: blocked by oneDNN the head of SmolLM2-135M takes 2.6 / 3.5 / 9.2 ms at 1 / 8 / 32 rows
-    instead of 9.2 / 16 / 24."""
+    """Pack a weight as the settings say.
+
+    With int8 linears the head has activations in two bytes (W8A16). Perplexity over 8,184 tokens was 28.14 in float32,
+    28.50 with int8 linears, and with the head too 28.51 in bfloat16, 28.53 in W8A16 and 28.88 in int8. A packed tied
+    head is a second copy of the embedding, but faster: blocked by oneDNN, the head of SmolLM2-135M takes 2.6 / 3.5 /
+    9.2 ms at 1 / 8 / 32 rows instead of 9.2 / 16 / 24."""
     if settings.quantization == "fp8":
         return Fp8Weight(weight, bias) if fits_fp8(weight) and not is_head else pack_float(weight, bias)
-    int8 = settings.quantization != "none" and can_quantize(weight)  # what int4 has not stored so
+    int8 = settings.quantization != "none" and can_quantize(weight)  # with int4, linears not stored in four bits
     if settings.kernels == "auto" and can_pack(weight):
         if int8:
             return NativeWeight(weight, bias, W8A16 if is_head else INT8)
@@ -191,8 +193,10 @@ def _pack(weight: torch.Tensor, bias: torch.Tensor | None, settings: EngineSetti
 
 
 def _pack_stored(stored: StoredLinear, bias: torch.Tensor | None, settings: EngineSettings, like: Any) -> PackedWeight:
-    """Weights that were quantised before: in int8 to the bit as ``_pack`` quantises those that they were made of. Those
-    of four bits are multiplied as such by our own kernels, and are floats elsewhere."""
+    """Pack weights that were quantised before.
+
+    int8 weights equal, to the bit, what ``_pack`` makes from the original weights. Our own kernels multiply four-bit
+    weights as they are; elsewhere they are converted to floats."""
     native = settings.kernels == "auto" and can_pack(like) and stored.shape[1] % LANES == 0
     if stored.zero is not None and stored.inputs is not None:
         if native:
@@ -216,12 +220,12 @@ def install(
     pack: Pack | None = None,
     plain: Collection[str] = (),
 ) -> LinearSet:
-    """Replace every linear of ``model`` in place, freeing each weight once packed. The model then only infers.
-    Those named in ``plain`` stay floats in torch's layout: their weights are read by others.
+    """Replace every linear of ``model`` in place, freeing each weight once it is packed. The model can then only infer.
 
-    Experts are replaced where our kernels take them, or they are in int8; elsewhere they stay as they are.
+    Linears named in ``plain`` stay floats in torch's layout, because other code reads their weights. Experts are
+    replaced if our kernels take them or they are in int8; otherwise they stay as they are.
 
-    ``pack(names, weight, bias, is_head)`` replaces the packing: of linears that were packed before, for one."""
+    ``pack(names, weight, bias, is_head)`` replaces the packing, for example for linears that were packed before."""
     found: dict[str, EngineLinear] = {}
     head_name: str | None = None
     like = next(model.parameters(), None)
@@ -276,7 +280,7 @@ def _install_experts(
 def _pack_experts(
     weight: torch.Tensor | StoredLinear, settings: EngineSettings, like: Any, *, native: bool
 ) -> PackedWeight | None:
-    """None where they stay as they are: torch multiplies those of a layer in one call."""
+    """Pack experts; None if they stay as they are, since torch multiplies all experts of a layer in one call."""
     if isinstance(weight, StoredLinear):
         if native or can_quantize(weight.values.to(like.device)):
             return _pack_stored(weight, None, settings if native else OF_TORCH, like)
@@ -288,7 +292,7 @@ def _pack_experts(
 
 
 def groups_of(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[str, ...], list[nn.Module], bool]]:
-    """The linears that share a GEMM: their parent, their paths, themselves, and whether they are the output head."""
+    """Yield the linears that share a GEMM: parent, paths, modules, and whether they are the output head."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     for prefix, parent in list(model.named_modules()):
         for names in _siblings(parent):

@@ -1,4 +1,4 @@
-"""From a bundle to a model ready for the engine, or a refusal that names what the engine cannot do."""
+"""Loads a bundle's model and makes it ready for the engine, or refuses it and says what the engine cannot do."""
 
 from __future__ import annotations
 
@@ -31,15 +31,17 @@ logger = logging.getLogger(__name__)
 KNOWN_LAYERS = {"full_attention", "sliding_attention", "sparse", "dense", None}
 POOLER = re.compile(r"(^|\.)pooler\.")
 MISSING_SHOWN = 5
-BLOCK_SIZE = 16  # tokens of a block of the KV cache on CUDA
-LENGTH_BOUND_ROPE = {"dynamic", "longrope"}  # their frequencies depend on the longest sequence of a batch
+BLOCK_SIZE = 16  # tokens in a block of the KV cache on CUDA
+LENGTH_BOUND_ROPE = {"dynamic", "longrope"}  # rope types whose frequencies depend on a batch's longest sequence
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """``layers`` are the KV shapes found by running the model; ``linears`` what ``linear.install`` returned,
-    ``decoder`` what a native step runs on, ``kernels_reason`` why there is none, ``kept`` how its KV cache keeps,
-    ``kv_cache_reason`` why one of latent attention keeps whole keys and values."""
+    """A model that is ready for the engine.
+
+    ``layers`` are the KV shapes found by running the model, ``linears`` what ``linear.install`` returned. ``decoder``
+    has the weights of a native step; if None, ``kernels_reason`` says why. ``kept`` has the arguments that say how the
+    KV cache stores keys and values. ``kv_cache_reason`` says why a latent attention keeps whole ones."""
 
     model: Any
     config: Any
@@ -57,7 +59,7 @@ class LoadedModel:
 
 
 def resolve_device(settings: EngineSettings) -> Any:
-    """Raises ``PackagingError`` for a device that this machine or this torch has not."""
+    """The device of ``settings.device``. Raises ``PackagingError`` if this machine or this torch does not have it."""
     if settings.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(settings.device)
@@ -69,7 +71,7 @@ def resolve_device(settings: EngineSettings) -> Any:
 
 
 def kv_block_size(settings: EngineSettings, device: Any) -> int | None:
-    """Tokens of a block of the KV cache; None for slots. Raises ``PackagingError`` where blocks cannot be had."""
+    """Tokens in a block of the KV cache; None for slots. Raises ``PackagingError`` if blocks are not possible."""
     if device.type != "cpu":
         return settings.kv_block_size or BLOCK_SIZE
     if settings.kv_block_size is not None and settings.kernels == "auto":
@@ -79,15 +81,15 @@ def kv_block_size(settings: EngineSettings, device: Any) -> int | None:
 
 
 def resolve_dtype(settings: EngineSettings, device: Any) -> Any:
-    """The torch dtype of ``settings.dtype``; "auto" is float32 on CPU, else bfloat16."""
+    """The torch dtype of ``settings.dtype``; "auto" is float32 on CPU and bfloat16 elsewhere."""
     if settings.dtype == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     return getattr(torch, settings.dtype)
 
 
 def use_threads(settings: EngineSettings) -> None:
-    """The threads of torch and of our own kernels in this process: as asked, else OMP_NUM_THREADS, else a thread a
-    physical core that affinity and the control groups' quota leave."""
+    """Set the threads of torch and of our own kernels in this process: as the settings say, or else OMP_NUM_THREADS, or
+    else one per physical core, within affinity and the control groups' quota."""
     threads = settings.threads or num_threads()
     torch.set_num_threads(threads)
     openmp.waiting.set_brief(True)  # until it is known how the model runs
@@ -96,7 +98,7 @@ def use_threads(settings: EngineSettings) -> None:
 
 @torch.inference_mode()
 def load_model(bundle: Bundle, settings: EngineSettings) -> LoadedModel:
-    """Load ``bundle.model_dir`` (safetensors alone). Raises ``PackagingError`` for what cannot be run right."""
+    """Load ``bundle.model_dir`` (safetensors only). Raises ``PackagingError`` if it cannot be run correctly."""
     device = resolve_device(settings)
     kv_block_size(settings, device)
     dtype = resolve_dtype(settings, device)
@@ -107,15 +109,17 @@ def load_model(bundle: Bundle, settings: EngineSettings) -> LoadedModel:
     if dtype == torch.bfloat16 and settings.kernels == "auto" and may_run_in_bf16(model, device):
         try:
             return _load(model.float(), bundle, settings, device, key)
-        except NotNative as reason:  # its own code then runs it in bfloat16, which is now lost
+        except NotNative as reason:  # its own code is to run it in bfloat16; the loaded model is float32, so read again
             logger.warning("%s is not run natively in bfloat16: %s", type(model).__name__, reason)
             model = from_pretrained(AutoModelForCausalLM, bundle.model_dir, settings, dtype)
     return _load(model, bundle, settings, device, key)
 
 
 def _load(model: Any, bundle: Bundle, settings: EngineSettings, device: Any, key: str | None) -> LoadedModel:
-    """Of the model as transformers has read it. One in float32 where ``settings`` ask for bfloat16 is to be run in it
-    by our kernels: raises ``NotNative`` where they cannot."""
+    """Make the model that transformers has read ready for the engine.
+
+    A float32 model, if ``settings`` ask for bfloat16, is to be run in bfloat16 by our kernels. Raises ``NotNative`` if
+    they cannot, and ``PackagingError``."""
     model = model.to(device).eval()
     model.requires_grad_(False)
     rounded = settings.dtype == "bfloat16"
@@ -170,7 +174,7 @@ def _load(model: Any, bundle: Bundle, settings: EngineSettings, device: Any, key
 
 
 def _uses(model: Any, holder: ContextHolder, config: Any, test: SelfTest) -> list[LayerUse]:
-    """What the model's layers ask of our attention, which passes the test. Raises ``PackagingError``."""
+    """What the model's layers ask of our attention. Raises ``PackagingError`` if that does not pass the test."""
     try:
         uses = probe_layers(model, holder, config)
         test.check(model_forward(model, holder), [use.shape for use in uses], next(model.parameters()))
@@ -180,12 +184,12 @@ def _uses(model: Any, holder: ContextHolder, config: Any, test: SelfTest) -> lis
 
 
 def from_pretrained(auto: Any, folder: str, settings: EngineSettings, dtype: Any) -> Any:
-    """A model of safetensors alone, with attention that is transformers' own: a configuration may name one that is
-    code to be fetched. Raises ``PackagingError`` where the files make no model, or less than one."""
+    """Read a model from safetensors only, with transformers' own attention, since a configuration may name one whose
+    code would be downloaded. Raises ``PackagingError`` if the files do not make a complete model."""
     if stored_weights.quantization_of(folder) is not None:
         return stored_weights.load(auto, folder, dtype, resolve_device(settings))
     try:
-        if not settings.trust_remote_code:  # code of its own may know what to do with them
+        if not settings.trust_remote_code:  # the model's own code may know how to read unscaled weights
             refuse_unscaled(folder)
         with in_proportion(folder):
             model, found = auto.from_pretrained(
@@ -199,7 +203,7 @@ def from_pretrained(auto: Any, folder: str, settings: EngineSettings, dtype: Any
             )
     except (PackagingError, MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # of transformers, safetensors, or the model's own code
+    except Exception as error:  # from transformers, safetensors, or the model's own code
         reason = " ".join(str(error).split())[:600]
         raise PackagingError(f"the model cannot be loaded: {type(error).__name__}: {reason}") from error
     refuse_incomplete(auto, model, found["missing_keys"], own_code=settings.trust_remote_code)
@@ -207,11 +211,11 @@ def from_pretrained(auto: Any, folder: str, settings: EngineSettings, dtype: Any
 
 
 def refuse_incomplete(auto: Any, model: Any, missing: Set[str], *, own_code: bool = False) -> None:
-    """transformers makes up at random what a checkpoint lacks: ``missing``, without tied weights and buffers that it
-    knows how to make. Raises ``PackagingError`` that names them.
+    """Refuse a checkpoint that lacks tensors, which transformers would fill with random numbers.
 
-    Let be are buffers that a model's own code makes, and an encoder's pooler, which checkpoints trained on masked
-    tokens have not: what is embedded is made of token vectors."""
+    ``missing`` does not include tied weights and buffers that transformers knows how to make. Buffers that a model's
+    own code makes may be missing, and so may an encoder's pooler: checkpoints trained on masked tokens do not have one,
+    and embeddings are made from token vectors. Raises ``PackagingError``, which names the tensors."""
     buffers = {name for name, _ in model.named_buffers()} if own_code else set()
     missing = {name for name in missing - buffers if not (auto is AutoModel and POOLER.search(name))}
     if missing:
@@ -220,7 +224,7 @@ def refuse_incomplete(auto: Any, model: Any, missing: Set[str], *, own_code: boo
 
 
 def _mapped(key: str, bundle: Bundle, settings: EngineSettings) -> LoadedModel | None:
-    """The model from its packed file, which a native step runs on; None where there is none that passes the test."""
+    """Load the model from its packed file for a native step; None if there is no file, or it fails the test."""
     holder = ContextHolder()
     try:
         found = MappedDecoder(bundle, settings, holder, key)
@@ -254,15 +258,18 @@ def _mapped(key: str, bundle: Bundle, settings: EngineSettings) -> LoadedModel |
 def native_decoder(
     model: Any, uses: Sequence[LayerUse], test: SelfTest, like: Any, settings: EngineSettings
 ) -> tuple[DecoderWeights | None, str, Mapping[str, Any]]:
-    """The weights of a native step, where the model can be run so and the self-test agrees; else why not. And how its
-    KV cache keeps. Raises ``PackagingError`` where keys and values are to be kept as only such a step does."""
+    """The weights of a native step if the model can be run natively and passes the self-test, or else the reason; and
+    how its KV cache stores keys and values.
+
+    Raises ``PackagingError`` if there is no native step, but the settings ask for keys and values in a type that only
+    it supports."""
     plain: Mapping[str, Any] = {"dtype": like.dtype}
     asked, int8, rounded = settings.kv_cache_dtype, settings.quantization != "none", settings.dtype == "bfloat16"
     if asked == "float32" and (rounded or like.dtype != torch.float32):
         computes = settings.dtype if rounded else str(like.dtype).removeprefix("torch.")
         raise PackagingError(f"kv_cache_dtype: 'float32' is not allowed; expected 'auto': the model is in {computes}")
     must = asked == "int8" or (asked == "bfloat16" and like.dtype != torch.bfloat16)
-    tried = [plain]  # the first that holds
+    tried = [plain]  # the first that passes is used
     try:
         if settings.kernels != "auto":
             raise NotNative(f"the setting kernels is {settings.kernels!r}")
@@ -289,7 +296,7 @@ def native_decoder(
     for kept in tried:
         keeps_int8, keeps_rounded = kept is KEPT_IN_INT8, rounded or kept is KEPT_IN_BF16
         try:
-            if keeps_int8 and not int8:  # all but them is held to what floats are
+            if keeps_int8 and not int8:  # everything but keys and values is held to the tolerance of floats
                 test.check(forward, layers, like, rounded=keeps_rounded)
             test.check(forward, layers, like, int8=int8 or keeps_int8, rounded=keeps_rounded, kept=kept)
             return weights, "", kept
@@ -311,13 +318,13 @@ def refused_kv(asked: str, reason: Exception) -> PackagingError:
 
 
 def vocab_size(model: Any) -> int:
-    """Rows of the output head: what token ids and logits range over."""
+    """The number of rows of the output head, which is the range of token ids and logits."""
     head = model.get_output_embeddings()
     return int(head.out_features) if head is not None else int(model.config.get_text_config().vocab_size)
 
 
 def refuse_unsupported(model: Any, config: Any) -> None:
-    """Architectures that would run and be wrong."""
+    """Raise ``PackagingError`` for architectures that would run but give wrong results."""
     name = type(model).__name__
     if not getattr(model, "_supports_attention_backend", False):
         raise PackagingError(f"{name} is not supported: transformers offers no way to replace its attention")
@@ -331,7 +338,8 @@ def refuse_unsupported(model: Any, config: Any) -> None:
 
 
 def resolve_max_model_len(config: Any, settings: EngineSettings) -> int:
-    """The model's own context length or what the settings ask for, which may not be more."""
+    """The context length that the settings ask for, or else the model's own, which it may not exceed. Raises
+    ``PackagingError``."""
     own = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = rope.values() if all(isinstance(v, dict) for v in rope.values()) and rope else [rope]

@@ -1,8 +1,8 @@
-"""What one request adds to logits beside penalties: its bias of all tokens, and the tokens that may not come next.
+"""A request's changes to logits beside penalties: a bias for all tokens, and tokens that may not come next.
 
-The same tokens are forbidden as by transformers' ``NoBadWordsLogitsProcessor`` (but for words that are an end of text,
-which are left out there) and ``NoRepeatNGramLogitsProcessor``, over the prompt and the output. Prepared once a request,
-so that a step compares arrays of tokens and nothing else.
+The forbidden tokens are those of transformers' ``NoBadWordsLogitsProcessor`` (except that it ignores words that are an
+end of text) and ``NoRepeatNGramLogitsProcessor``, over the prompt and the output. Everything is prepared once per
+request, so that a step only compares arrays of tokens.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from ..errors import InvalidField
 from ..request import Sampling
 from .kv_cache import TokenIds
 
-NARROWED = 64  # tokens compared one after the other with all of a text
+NARROWED = 64  # tokens of an n-gram that are compared one after the other with the whole text
 FIELDS = ("bad_words", "no_repeat_ngram_size", "embedding_bias")
-"""Of ``Sampling``: those that may forbid a token."""
+"""The fields of ``Sampling`` that may forbid a token."""
 
 
 class _Runs:
-    """Runs of tokens that are equally long: ``beginnings`` [runs, length - 1] and what comes last [runs]."""
+    """Runs of tokens of equal length: their ``beginnings`` [runs, length - 1] and ``last`` tokens [runs]."""
 
     __slots__ = ("beginnings", "last")
 
@@ -40,7 +40,7 @@ class _Runs:
 
 
 class LogitsProcessors:
-    """Of one request. ``bias`` is float32 [V], None for none."""
+    """The processors of one request. ``bias`` is float32 [V], or None."""
 
     __slots__ = ("_ngram", "_runs", "bias")
 
@@ -56,7 +56,7 @@ class LogitsProcessors:
 
     @staticmethod
     def of(sampling: Sampling) -> LogitsProcessors | None:
-        """None where the request asks for nothing of it."""
+        """The processors that ``sampling`` asks for; None if it asks for none."""
         return LogitsProcessors(sampling) if may_forbid(sampling) else None
 
     def forbidden(self, tokens: TokenIds) -> npt.NDArray[np.int64]:
@@ -68,12 +68,12 @@ class LogitsProcessors:
 
 
 def may_forbid(sampling: Sampling) -> bool:
-    """Whether a request may leave a token that nothing else forbids without probability."""
+    """Whether a request may forbid tokens that nothing else forbids."""
     return bool(sampling.bad_words or sampling.no_repeat_ngram_size or sampling.embedding_bias is not None)
 
 
 def nothing_left(sampling: Sampling) -> InvalidField:
-    """The error of a text that cannot go on, since all tokens are forbidden."""
+    """The error of a text that cannot go on because all tokens are forbidden."""
     fields = [name for name in FIELDS if getattr(sampling, name)]
     allowed = "what leaves the text a token to go on with"
     if sampling.grammar is not None:
@@ -82,16 +82,16 @@ def nothing_left(sampling: Sampling) -> InvalidField:
 
 
 def _repeating(tokens: TokenIds, ngram: int) -> TokenIds:
-    """What followed the last ``ngram - 1`` of ``tokens`` wherever they came before.
+    """The tokens that followed the last ``ngram - 1`` of ``tokens`` at each earlier occurrence.
 
     ::
 
-        ngram 3      a b c a b | ?      the last two came at 0 already: c would repeat "a b c"
+        ngram 3      a b c a b | ?      the last two also occur at 0: c would repeat "a b c"
     """
     length, size = len(tokens), len(tokens) - ngram + 1
     if size < 1:
         return tokens[:0]
-    places = np.arange(ngram - 1, length)  # that follow as many tokens
+    places = np.arange(ngram - 1, length)  # those with at least ngram - 1 tokens before them
     for back in range(1, min(ngram, NARROWED)):
         places = places[tokens[places - back] == tokens[length - back]]
         if not len(places):
@@ -102,12 +102,13 @@ def _repeating(tokens: TokenIds, ngram: int) -> TokenIds:
 
 
 def _common(tokens: TokenIds) -> npt.NDArray[np.int64]:
-    """For each place of ``tokens`` how many before it are the last ones of all, [len(tokens)]: the Z-function of the
-    tokens from the last to the first, in a time that no text makes longer than its length."""
+    """For each place of ``tokens``, how many tokens before it equal the last ones of the text, [len(tokens)].
+
+    This is the Z-function of the reversed tokens, which takes linear time for every text."""
     reverse = tokens[::-1].tolist()
     length = len(reverse)
     found = [0] * length
-    left = right = 0  # the stretch furthest to the right that equals a beginning
+    left = right = 0  # the rightmost stretch that equals a beginning
     for at in range(1, length):
         same = min(right - at, found[at - left]) if at < right else 0
         while at + same < length and reverse[same] == reverse[at + same]:

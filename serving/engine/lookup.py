@@ -1,4 +1,4 @@
-"""Where the words after a text may stand: in the text itself, or in a text that its caller expects."""
+"""Finds what may come after a text: in the text itself (prompt lookup), or in a text that its caller predicts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MATCH = 3  # tokens that an earlier place must share with the end of the text
 
 
 def lookup(tokens: TokenIds, most: int) -> TokenIds:
-    """What followed the last ``MATCH`` of ``tokens`` where they came last before, at most ``most`` tokens."""
+    """At most ``most`` tokens that followed the last ``MATCH`` of ``tokens`` at their latest earlier occurrence."""
     if most < 1 or len(tokens) <= MATCH:
         return tokens[:0]
     places = ends_of(tokens[-MATCH:], tokens[:-1])
@@ -35,14 +35,14 @@ def ends_of(words: TokenIds, tokens: TokenIds) -> npt.NDArray[np.intp]:
 
 
 class Prediction:
-    """A text that a sequence is expected to have, followed while it comes::
+    """A predicted text, which is followed as the sequence's text comes::
 
         prediction   the quick brown fox jumps over the lazy dog
-                     ~~~~~~~~~~~~~~~     ^ place: the text's last three words stand before it
+                     ~~~~~~~~~~~~~~~     ^ place: the text's last three words come before it
         text         the quick red   fox jumps over ...
 
-    From the beginning on it is followed word by word; where the text has left it, it is taken up again where the text's
-    last ``MATCH`` tokens stand in it, the next such place before all others.
+    The prediction is followed token by token from its beginning. Once the text has departed from it, it is followed
+    again from a place after the text's last ``MATCH`` tokens, preferably the next such place.
     """
 
     __slots__ = ("_seen", "is_followed", "place", "tokens")
@@ -54,7 +54,7 @@ class Prediction:
         self._seen = 0
 
     def follow(self, output: TokenIds, tokens: TokenIds) -> None:
-        """Go on with what came since the last time. ``output`` is the end of ``tokens``, what was generated so far."""
+        """Follow the tokens since the last call. ``output``, the tokens generated so far, is the end of ``tokens``."""
         new = output[self._seen :]
         self._seen = len(output)
         if not self.is_followed or not np.array_equal(self.tokens[self.place : self.place + len(new)], new):
@@ -70,5 +70,5 @@ class Prediction:
             self.place = int(after[0] if len(after) else places[-1])
 
     def next(self, most: int) -> TokenIds:
-        """The next tokens of it, at most ``most``; none where the text does not follow it."""
+        """At most ``most`` next tokens of the prediction; none if the text does not follow it."""
         return self.tokens[self.place : self.place + max(most, 0)] if self.is_followed else self.tokens[:0]

@@ -1,6 +1,7 @@
-"""The adapters of one model in memory, mixed token by token in one batch: ``lora_plan`` says how.
+"""The LoRA adapters of one model in memory, mixed token by token in one batch (``lora_plan`` says how).
 
-The concatenations are kept for the last few sets of active adapters; ranks and targets may differ between adapters.
+Ranks and targets may differ between adapters. The concatenated factors of the last few sets of active adapters are
+kept.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ from .lora_task import TaskReader
 from .virtual_tokens import Table, embedding_width
 
 MAX_CACHED_SETS = 8  # sets of active adapters whose concatenations are kept
-OVERHEAD = 4096  # bytes counted for an adapter, and for each module of it, beside its numbers
+OVERHEAD = 4096  # bytes counted for an adapter, and for each of its modules, beside the tensors
 Groups = dict[tuple[str, ...], GroupFactors]
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """Weights as the pool keeps them: ``factors`` by module name, ``rank`` the largest; or a learned ``prompt``."""
+    """An adapter as the pool keeps it: ``factors`` by module name and their largest ``rank``, or a learned
+    ``prompt``."""
 
     factors: Mapping[str, Factors]
     rank: int
@@ -38,7 +40,7 @@ class Adapter:
 
     @property
     def num_bytes(self) -> int:
-        """As they are and as steps read them, which is as much again, and what Python keeps of them."""
+        """Bytes of the tensors, of the copy that steps read, which is as large, and of Python's objects."""
         tensors = sum(
             t.numel() * t.element_size()
             for f in self.factors.values()
@@ -50,7 +52,7 @@ class Adapter:
 
 
 class LoraPool:
-    """Owned by the engine's thread. Adapters by key; what may be loaded says the ``AdapterRegistry``."""
+    """The loaded adapters by key. Only the engine's thread may use it; ``AdapterRegistry`` decides what is loaded."""
 
     def __init__(self, model: nn.Module, holder: ContextHolder, dtype: torch.dtype | None = None) -> None:
         linears = {m.name: m for m in model.modules() if isinstance(m, EngineLinear)}
@@ -67,10 +69,10 @@ class LoraPool:
         self._holder, self._dtype = holder, dtype or parameter.dtype
         self._adapters: dict[str, Adapter] = {}
         self._sets: OrderedDict[tuple[str, ...], Groups] = OrderedDict()
-        self._alone: dict[str, Groups] = {}  # each adapter that had a segment of its own
+        self._alone: dict[str, Groups] = {}  # of each adapter that has run in segments
 
     def read(self, name: str, path: str) -> Adapter:
-        """peft's directory, onto the device. Raises ``InvalidField`` where it does not fit."""
+        """Read an adapter from a peft directory onto the device. Raises ``InvalidField`` if it does not fit."""
         try:
             files = read_adapter(path)
             check_fits(files, self._shapes, self._head, width=self._width)
@@ -81,12 +83,12 @@ class LoraPool:
             raise InvalidField("adapter", name, f"an adapter that fits the base model ({error})") from None
 
     def read_task(self, task: LoraTask) -> Adapter:
-        """Weights that came with a request, onto the device. Raises ``InvalidField`` where they do not fit."""
+        """Put the weights that came with a request onto the device. Raises ``InvalidField`` if they do not fit."""
         read = self._tasks.read(task)
         return Adapter({name: self._placed(name, factors) for name, factors in read.factors.items()}, read.rank)
 
     def _placed(self, module: str, factors: Factors) -> Factors:
-        """A task's ``factors`` on the device. DoRA leaves the linear's own bias as it is."""
+        """A task's ``factors`` on the device. DoRA does not scale the linear's own bias."""
         gain = shift = None
         if factors.gain is not None:
             gain = factors.gain.to(self._device)
@@ -96,18 +98,18 @@ class LoraPool:
         return Factors(a, b, factors.scaling, gain, shift)
 
     def _own_bias(self, module: str) -> torch.Tensor:
-        """Of a linear, in float32; zeros where it has none."""
+        """The bias of a linear in float32; zeros if it has none."""
         linear = self._linears[module]
         bias = linear.bias
         return torch.zeros(linear.out_features, device=self._device) if bias is None else bias.detach().float()
 
     def add(self, key: str, adapter: Adapter) -> None:
-        """``key`` is of no adapter here."""
+        """Add an adapter under a key that no other has."""
         assert key not in self._adapters
         self._adapters[key] = adapter
 
     def remove(self, key: str) -> Adapter:
-        """What it was. The caller makes sure that no sequence uses the adapter."""
+        """Remove an adapter and return it. The caller makes sure that no sequence uses it."""
         removed = self._adapters.pop(key)
         self._alone.pop(key, None)
         for keys in [keys for keys in self._sets if key in keys]:
@@ -116,7 +118,7 @@ class LoraPool:
 
     @property
     def is_on_host(self) -> bool:
-        """Whether weights lie in the host's memory anyway."""
+        """Whether the model's weights are in the host's memory anyway."""
         return self._device.type == "cpu"
 
     def to_host(self, adapter: Adapter) -> Adapter:
@@ -129,7 +131,7 @@ class LoraPool:
         return len(self._adapters)
 
     def factors_of(self, name: str) -> Mapping[str, Factors]:
-        """By module name; the same object for as long as the adapter stays loaded. Raises ``NotFound``."""
+        """An adapter's factors by module name, the same object as long as it stays loaded. Raises ``NotFound``."""
         if name not in self._adapters:
             raise NotFound(f"adapter {name!r} is not loaded")
         return self._adapters[name].factors
@@ -138,9 +140,9 @@ class LoraPool:
         return name in self._adapters
 
     def plan(self, names: Sequence[str | None], counts: Sequence[int]) -> LoraPlan | None:
-        """For a flat row of sequences: ``names[i]`` owns the next ``counts[i]`` tokens. None where all are the base's.
+        """Plan a flat row of sequences in which ``names[i]`` owns the next ``counts[i]`` tokens.
 
-        Raises ``NotFound`` for a name that is not loaded.
+        Returns None if all tokens are the base model's. Raises ``NotFound`` for a name that is not loaded.
         """
         segments = segments_of(names, counts)
         active = tuple(sorted({name for name, _, _ in segments}))
@@ -149,7 +151,7 @@ class LoraPool:
         for name in active:
             if name not in self._adapters:
                 raise NotFound(f"adapter {name!r} is not loaded")
-        if self._device.type == "cpu":  # elsewhere a call costs more than the arithmetic that it saves
+        if self._device.type == "cpu":  # on other devices calls cost more than the arithmetic they save
             ranks = {name: self._adapters[name].rank for name in active}
             if prefer_segments(segments, sum(counts), ranks):
                 return SegmentPlan(segments, sum(counts), self._joined_alone)
@@ -160,7 +162,7 @@ class LoraPool:
         return MaskedPlan(self._joined(active), rows.to(self._device))
 
     def prompt_of(self, key: str) -> Table | None:
-        """What goes before every prompt of an adapter that has learned it."""
+        """The learned prompt of an adapter, which goes before its requests' prompts; None if it has none."""
         return self._adapters[key].prompt
 
     def _read_prompt(self, files: AdapterFiles) -> Table:
@@ -174,7 +176,7 @@ class LoraPool:
         return Table(vectors, self._vocab_size, "learned")
 
     def _read_factors(self, files: AdapterFiles) -> dict[str, Factors]:
-        """Onto the device in the pool's dtype; adapted modules by name."""
+        """Read the factors of the adapted modules, by name, onto the device in the pool's dtype."""
         factors: dict[str, Factors] = {}
         try:
             with safe_open(files.weights, framework="pt", device=str(self._device)) as tensors:
@@ -191,7 +193,8 @@ class LoraPool:
     def _gain_and_shift(
         self, module: str, entry: AdapterModule, a: torch.Tensor, b: torch.Tensor, more: Mapping[str, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What ``Factors`` has of them, for DoRA's magnitudes m, m / |W + scaling B A| by row (Liu et al. 2024)."""
+        """The gain and shift of ``Factors``. With DoRA's magnitudes m (Liu et al. 2024), the gain of a row is
+        m / |W + scaling B A|."""
         linear = self._linears[module]
         own = self._own_bias(module)
         gain = torch.ones_like(own)

@@ -1,23 +1,23 @@
-"""What adapters add to the linears of one step, in two ways that give the same result.
+"""What adapters add to the linears of one step, computed in one of two ways that give the same result.
 
-Masked: A and B of the adapters active in the step are concatenated along the rank, each token sees its own columns::
+Masked: A and B of the step's active adapters are concatenated along the rank, and a mask gives each token its columns::
 
     x [T, K] @ A_cat [K, R] = h [T, R];  h *= mask [T, R];  y [T, N] += h @ B_cat [R, N]
 
               ranks of adapter 0   ranks of adapter 1
     token 0 (adapter 1)   0  0  0    s  s          s = the module's scaling
-    token 1 (base)        0  0  0    0  0          a base row adds zeros: unchanged
+    token 1 (base)        0  0  0    0  0          a base row adds zeros, so it is unchanged
     token 2 (adapter 0)   s  s  s    0  0
 
-By segments: neighbouring tokens of one adapter are multiplied with its factors alone: less arithmetic, more calls. One
-thread of the machine of docs/performance.md, K 576, N 3072, ranks 4, 8, 16 in turn, ms a linear (its own GEMM: 16.8 at
-512 rows, 4.2 at 128, 1.1 at 32):
+By segments: neighbouring tokens of one adapter are multiplied by its factors alone. This takes less arithmetic but more
+calls. Milliseconds per linear on one thread of the machine of docs/performance.md, K 576, N 3072, ranks 4, 8, 16 in
+turn (the linear's own GEMM takes 16.8 ms at 512 rows, 4.2 at 128, 1.1 at 32):
 
     rows, adapters   512, 2   512, 4   512, 8   512, 16   128, 8   128, 16   32, 8   32, 16
     masked             0.90     1.57     3.02      6.03     0.75      1.54    0.22     0.50
     by segments        1.09     1.06     1.13      1.20     0.26      0.34    0.10     0.20
 
-Siblings that share a GEMM share ``x @ A`` too: R runs over the members first, then over the adapters.
+Siblings that share a GEMM also share ``x @ A``: R runs over the members first, then over the adapters.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from ..errors import InternalError
 
 Columns = tuple[tuple[int, int, float], ...]  # (slot of the adapter in the set, rank, scaling), in column order
 Segment = tuple[str, int, int]  # adapter, first and last row
-SEGMENT_COST = 100  # what the calls of one segment cost, in rows x ranks of arithmetic
-SEGMENT_GAIN = 2  # the masked way must cost this many times more: at less the two are within the noise
+SEGMENT_COST = 100  # cost of one segment's calls, in rows x ranks of arithmetic
+SEGMENT_GAIN = 2  # segments are preferred if masks cost this many times more; below it the difference is noise
 
 
 @dataclass(frozen=True, slots=True)
 class Factors:
     """One adapter on one linear: ``a`` [r, K], ``b`` [N, r].
 
-    ``gain`` and ``shift`` [N] are what DoRA's magnitudes, and biases of its own, come to: the linear's output and what
-    A and B add to it, times ``gain``, plus ``shift``."""
+    ``gain`` and ``shift`` [N] express DoRA's magnitudes and the adapter's own biases: the linear's output plus what A
+    and B add is multiplied by ``gain``, then ``shift`` is added."""
 
     a: torch.Tensor
     b: torch.Tensor
@@ -55,9 +55,11 @@ class Factors:
 
 @dataclass(frozen=True, slots=True)
 class GroupFactors:
-    """Concatenated for one GEMM: ``a`` [K, R]; for each adapted member (first and last output column, first and last
-    rank column, ``b`` [ranks, outputs]); ``columns`` says whose the R columns are. ``scaled``: (slot of the adapter,
-    first and last output column, ``gain``, ``shift``) of those that have them."""
+    """The factors of a set of adapters, concatenated for one GEMM.
+
+    ``a`` is [K, R]. ``members`` has, for each adapted member, (first and last output column, first and last rank
+    column, ``b`` [ranks, outputs]). ``columns`` says which adapter owns which of the R columns. ``scaled`` has (slot of
+    the adapter, first and last output column, ``gain``, ``shift``) for the factors that have them."""
 
     a: torch.Tensor
     members: tuple[tuple[int, int, int, int, torch.Tensor], ...]
@@ -67,8 +69,10 @@ class GroupFactors:
 
 @dataclass(frozen=True, slots=True)
 class RowFactors:
-    """One adapter on a linear that is multiplied in another order: its ``rows`` of the step, ``a`` [K, r], ``b``
-    [r, N], ``gain`` and ``shift`` [N] as in ``Factors``."""
+    """One adapter on a linear that is multiplied in another order (``latent_attention``).
+
+    ``rows`` are the adapter's rows of the step; ``a`` is [K, r], ``b`` [r, N], ``gain`` and ``shift`` [N] as in
+    ``Factors``."""
 
     rows: torch.Tensor
     a: torch.Tensor
@@ -79,7 +83,7 @@ class RowFactors:
 
 
 def _apart(group: GroupFactors, rows_of: Callable[[int], torch.Tensor]) -> list[RowFactors]:
-    """By adapter, of a linear that shares its GEMM with none."""
+    """The factors by adapter of a linear that does not share its GEMM."""
     ((_, _, _, _, b),) = group.members
     more = {slot: (gain, shift) for slot, _, _, gain, shift in group.scaled}
     found, first = [], 0
@@ -91,7 +95,7 @@ def _apart(group: GroupFactors, rows_of: Callable[[int], torch.Tensor]) -> list[
 
 
 class MaskedPlan:
-    """What one step adds: the concatenations of its active adapters and whose each row is.
+    """What one step adds, by masks: the concatenated factors of its active adapters, and each row's adapter.
 
     ``slots`` [T]: the row's adapter in the set, -1 for the base.
     """
@@ -101,7 +105,7 @@ class MaskedPlan:
     def __init__(self, groups: dict[tuple[str, ...], GroupFactors], slots: torch.Tensor) -> None:
         self._groups = groups
         self._slots = slots[:, None]
-        self._masks: dict[Columns, torch.Tensor] = {}  # few: layers repeat the same columns
+        self._masks: dict[Columns, torch.Tensor] = {}  # only a few, since layers have the same columns
 
     def add_to(self, key: tuple[str, ...], x: torch.Tensor, y: torch.Tensor) -> None:
         """Add the adapters' part to ``y`` [T, N] in place, from the input ``x`` [T, K] of the linear group ``key``."""
@@ -118,7 +122,7 @@ class MaskedPlan:
             y[rows, start:end] = y[rows, start:end] * gain + shift
 
     def by_rows(self, key: tuple[str, ...]) -> list[RowFactors]:
-        """What each active adapter has on the linear ``key``, which is alone in its group."""
+        """The factors of each active adapter on the linear ``key``, which is alone in its group."""
         group = self._groups.get(key)
         return [] if group is None else _apart(group, lambda slot: (self._slots[:, 0] == slot).nonzero()[:, 0])
 
@@ -132,7 +136,7 @@ class MaskedPlan:
 
 
 class SegmentPlan:
-    """What one step adds, adapter by adapter: ``segments`` of the row, and ``groups_of`` an adapter alone."""
+    """What one step adds, by ``segments`` of the row. ``groups_of`` returns the factors of one adapter alone."""
 
     __slots__ = ("_groups", "_num_rows", "_scales", "_segments")
 
@@ -182,7 +186,7 @@ LoraPlan = MaskedPlan | SegmentPlan
 
 
 def segments_of(names: Sequence[str | None], counts: Sequence[int]) -> list[Segment]:
-    """Neighbouring sequences of one adapter as one segment; the base's rows are in none."""
+    """The segments of a row. Neighbouring sequences of one adapter form one; the base's rows are in none."""
     segments: list[Segment] = []
     at = 0
     for name, count in zip(names, counts, strict=True):
@@ -196,7 +200,7 @@ def segments_of(names: Sequence[str | None], counts: Sequence[int]) -> list[Segm
 
 
 def prefer_segments(segments: Sequence[Segment], num_rows: int, rank_of: Mapping[str, int]) -> bool:
-    """Whether ``segments`` cost clearly less than all rows against the ranks of every active adapter."""
+    """Whether ``segments`` cost clearly less than multiplying all rows by the ranks of all active adapters."""
     masked = num_rows * sum(rank_of[name] for name in {name for name, _, _ in segments})
     alone = sum((last - first) * rank_of[name] + SEGMENT_COST for name, first, last in segments)
     return masked > SEGMENT_GAIN * alone

@@ -1,14 +1,15 @@
-"""An adapter that comes with a request, in TensorRT-LLM's form, as the factors of a model's linears.
+"""LoRA tasks: adapters that come with a request in TensorRT-LLM's format, read as factors of a model's linears.
 
     lora_config    a row [module_id, layer, rank] or [module_id, layer, rank, is_dora] for each row of weights
-    lora_weights   [rows, width], a row is A [rank, in], B [out, rank], with DoRA then m / |W + B A| by row [out]; zeros
-                   up to the width
+    lora_weights   [rows, width], each row: A [rank, in], B [out, rank], with DoRA then m / |W + B A| by row [out], and
+                   zeros up to the width
 
-The scaling is in B already, and the magnitudes m are divided by the norms already: TensorRT-LLM's normalize_weights.py
-does that to peft's. A module id names a linear of the layer by its place in the network, whatever the model
-calls it; 0, the fused q, k and v, is also one A with three Bs where a model has the three apart. In gated MLPs 5 is
-what goes through the activation (peft's ``gate_proj``) and 7 its ``up_proj``, against their names of TensorRT-LLM,
-``mlp_h_to_4h`` and ``mlp_gate``. The form: https://nvidia.github.io/TensorRT-LLM/advanced/lora.html
+B already contains the scaling, and the magnitudes m are already divided by the norms: TensorRT-LLM's
+normalize_weights.py does that to peft's weights. A module id names a linear by its role in the layer, whatever the
+model calls it. If a model has separate q, k and v, id 0, the fused q, k and v, is one A with three Bs. In gated MLPs
+id 5 is the linear whose output goes through the activation (peft's ``gate_proj``) and id 7 is ``up_proj``, contrary to
+what their names in TensorRT-LLM, ``mlp_h_to_4h`` and ``mlp_gate``, suggest.
+The format: https://nvidia.github.io/TensorRT-LLM/advanced/lora.html
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from ..errors import InvalidField
 from ..request import LoraTask
 from .lora_plan import Factors
 
-# Module names of a layer by TensorRT-LLM's ids; the first that the layer has.
+# Module names in a layer by TensorRT-LLM's ids; the first name that the layer has counts.
 MODULES: dict[int, tuple[str, ...]] = {
     0: ("self_attn.qkv_proj", "attn.c_attn"),
     1: ("self_attn.q_proj", "attn.q_proj"),
@@ -44,30 +45,30 @@ LAYER = re.compile(r"(?P<prefix>(?:\w+\.)*?)(?P<layer>\d+)\.(?P<module>[\w.]+)")
 
 @dataclass(frozen=True, slots=True)
 class TaskWeights:
-    """What a task's weights are for this model: ``factors`` by module name, with DoRA a ``gain`` but no ``shift`` yet;
-    ``rank`` the largest."""
+    """A task's weights for this model: ``factors`` by module name, with DoRA a ``gain`` but no ``shift`` yet, and their
+    largest ``rank``."""
 
     factors: dict[str, Factors]
     rank: int
 
 
 Target = list[tuple[str, int, int]]
-"""The linears that share a row: module name, and which rows of B are its own."""
+"""The linears that share a row of weights: module name, first and last of its rows of B."""
 
 
 class TaskReader:
-    """For linears of these ``shapes`` (out, in), by module name."""
+    """Reads tasks for linears with these ``shapes`` (out, in) by module name."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, int]]) -> None:
         self._shapes = shapes
-        self._layers: dict[int, dict[str, str]] = {}  # module names by layer and place in it
+        self._layers: dict[int, dict[str, str]] = {}  # module names by layer and name within it
         for name in shapes:
             match = LAYER.fullmatch(name)
             if match is not None:
                 self._layers.setdefault(int(match["layer"]), {})[match["module"]] = name
 
     def read(self, task: LoraTask) -> TaskWeights:
-        """Raises ``InvalidField`` naming the row that does not fit the model."""
+        """Read a task's weights. Raises ``InvalidField``, which names the row that does not fit the model."""
         assert task.weights is not None
         assert task.config is not None
         rows = len(task.config)
@@ -141,7 +142,7 @@ class TaskReader:
 
 
 def digest(task: LoraTask) -> bytes:
-    """Of a task's weights, to know them again."""
+    """A digest of a task's weights, to recognise them."""
     assert task.weights is not None
     assert task.config is not None
     made = hashlib.blake2b(repr(task.config).encode(), digest_size=32)
