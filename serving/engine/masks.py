@@ -1,4 +1,4 @@
-"""Masks computed while the model's forward runs, on a thread beside: llguidance lets go of the interpreter lock."""
+"""Computes grammar masks on a thread beside the model's forward; llguidance releases the interpreter lock."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Masks:
-    """Used by the engine's thread. Between ``begin`` and ``end`` the matchings are not to be touched."""
+    """Computes masks for the engine's thread, which must not touch the matchings between ``begin`` and ``end``."""
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
@@ -26,7 +26,7 @@ class Masks:
         self._rows: Any = None
 
     def begin(self, matchings: Sequence[Matching]) -> None:
-        """Compute the masks of those that have none for their place, and of the places after their drafts."""
+        """Start to compute the masks of matchings that lack one, and those of the places after their drafts."""
         self._matchings = [matching for matching in matchings if not matching.is_known]
         self._ahead = [matching.ahead for matching in matchings if matching.ahead is not None]
         if not self._matchings and not self._ahead:
@@ -35,7 +35,7 @@ class Masks:
             from llguidance import LLExecutor
 
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="masks")
-            self._executor = LLExecutor(num_threads=1)  # its default takes most of the processors
+            self._executor = LLExecutor(num_threads=1)  # the default takes most of the processors
         self._rows = np.zeros((len(self._matchings), matchings[0].num_words), dtype=np.uint32)
         self._job = self._pool.submit(self._compute)
 
@@ -49,7 +49,7 @@ class Masks:
             ahead.compute()
 
     def end(self) -> None:
-        """Wait for them, and hand them out."""
+        """Wait for the masks and give them to their matchings."""
         job, self._job = self._job, None
         if job is not None:
             job.result()

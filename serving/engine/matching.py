@@ -1,14 +1,14 @@
-"""Where a sequence is in its grammar: which tokens may come next, and those that the grammar alone decides.
+"""A sequence's position in its grammar: which tokens may come next, and which ones the grammar forces.
 
 ::
 
     sampled ──► follow ──► consume ──► complete? "stop"
                               │
                               ├──► forced tokens (fast-forward), appended without a forward of their own
-                              └──► the mask of the next token (``Masks``), which the sampler puts on its row
+                              └──► the mask of the next token (``Masks``), which the sampler applies to its row
 
-Ends of text are no part of a grammar here: llguidance knows one token as its end, which is behind the model's
-vocabulary. Where it allows that one, the request's own ends are allowed in its place.
+Ends of text are not part of a grammar here. llguidance has a single end token, which comes after the model's
+vocabulary. Whenever it allows that token, the request's own end tokens are allowed instead.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 Mask: TypeAlias = npt.NDArray[np.uint32]
-"""A bit a token id, the lowest bit first, [ceil((vocab_size + 1) / 32)]; the one behind the vocabulary is the end."""
+"""One bit per token id, lowest bit first, [ceil((vocab_size + 1) / 32)]; the bit after the vocabulary is the end."""
 
 WORD = 32
 DEAD_END = "a grammar with a way to a whole text, which this model's tokens can write"
@@ -42,8 +42,10 @@ LIMIT_REACHED = re.compile("too (many|complex|large)|max is|limit", re.IGNORECAS
 
 
 class MaskedPlace:
-    """What may come at one place of a text that is held to a grammar: ``allowed`` is its mask. ``ends`` are the token
-    ids that end the text where the grammar may end, ``keys`` those that the objects before it have."""
+    """What may come at one place of a text within a grammar.
+
+    ``allowed`` is the mask. ``ends`` are the token ids that end the text if the grammar may end here, ``keys`` the keys
+    that the text's objects have so far."""
 
     __slots__ = ("_grammar", "_tokenizer", "allowed", "ends", "keys")
 
@@ -55,13 +57,13 @@ class MaskedPlace:
 
     @property
     def num_words(self) -> int:
-        """Of a mask."""
+        """The number of words in a mask."""
         return self._tokenizer.vocab_size // WORD + 1
 
     def check(self) -> bool:
-        """Put the request's own ends in the place of the grammar's; False where the text can only end.
+        """Replace the grammar's end by the request's own ends; False if the text can only end.
 
-        Raises ``ServingError`` where neither a token nor the end is allowed.
+        Raises ``ServingError`` if neither a token nor the end is allowed.
         """
         allowed = self.allowed
         if self.keys is not None:
@@ -81,8 +83,8 @@ class MaskedPlace:
         return True
 
     def stops_to_forbid(self, stop_ids: Sequence[int]) -> Sequence[int]:
-        """Of the tokens that may not come yet (``min_tokens``) those that leave another choice: the ends alone where
-        all that the grammar allows are stop tokens."""
+        """The tokens to forbid before ``min_tokens``: all ``stop_ids``, or only the ends if the grammar allows nothing
+        but stop tokens."""
         allowed = unpacked(self.allowed[None], self._tokenizer.vocab_size)[0]
         allowed[list(stop_ids)] = False
         return stop_ids if allowed.any() else self.ends
@@ -92,9 +94,10 @@ class MaskedPlace:
 
 
 class Matching(MaskedPlace):
-    """The matcher of one sequence, and the place that it is at, whose mask is known where ``is_known``: ``Masks``
-    computes it while the model computes that token's logits. ``is_dead``: of a beam that has no way to go on, while
-    others have."""
+    """The matcher of one sequence, and the place that it is at.
+
+    The place's mask is valid if ``is_known``; ``Masks`` computes it while the model computes that token's logits.
+    ``is_dead``: the sequence is a beam that cannot go on, while others can."""
 
     __slots__ = ("ahead", "fast_forward", "is_dead", "is_known", "matcher")
 
@@ -103,16 +106,16 @@ class Matching(MaskedPlace):
         ends = tuple(i for i in sampling.stop_token_ids if i in tokenizer.special_ids)
         super().__init__(tokenizer, grammar, ends, keys)
         self.matcher = matcher
-        # forced tokens have no logits: none to give out, no log probabilities, nor anything that could forbid them, and
-        # a search has to know what they cost
+        # Forced tokens have no logits. There would be none to report, no log probabilities and nothing that bans could
+        # apply to, and a beam search has to know the tokens' scores.
         shown = sampling.logprobs is not None or sampling.generation_logits
         drawn = shown or sampling.beams is not None or may_forbid(sampling)
         self.fast_forward = grammar.fast_forward and not drawn
         self.is_known = self.is_dead = False
-        self.ahead: DraftedMatching | None = None  # behind the drafts of this step
+        self.ahead: DraftedMatching | None = None  # the places after this step's drafts
 
     def fork(self) -> Matching:
-        """A copy, which goes its own way."""
+        """An independent copy."""
         other = copy(self)
         other.matcher = self.matcher.deep_copy()
         other.allowed = self.allowed.copy()
@@ -121,7 +124,7 @@ class Matching(MaskedPlace):
         return other
 
     def consume(self, token_ids: Iterable[int]) -> None:
-        """Raises ``ServingError`` for tokens that do not go on within the grammar."""
+        """Advance by ``token_ids``. Raises ``ServingError`` if the grammar does not allow them."""
         tokens = list(token_ids)
         if tokens:
             self.is_known, self.ahead = False, None
@@ -132,7 +135,7 @@ class Matching(MaskedPlace):
 
     @property
     def is_lost(self) -> bool:
-        """Whether the matcher itself has failed, as opposed to a text that has no way to go on."""
+        """Whether the matcher itself has failed, as opposed to a text that cannot go on."""
         return self.matcher.is_error()
 
     @property
@@ -141,22 +144,23 @@ class Matching(MaskedPlace):
         return self.matcher.is_stopped() and not self.matcher.is_error()
 
     def forced(self) -> list[int]:
-        """The tokens that must come next, in the way that the tokenizer would have them; [] where there is a choice."""
+        """The tokens that must come next, as the tokenizer would split them; [] if there is a choice."""
         return self.matcher.compute_ff_tokens() if self.fast_forward else []
 
     def take(self, mask: Mask) -> None:
-        """The matcher's mask of this place."""
+        """Take ``mask``, computed by the matcher, as that of this place."""
         self.allowed, self.is_known = mask, True
 
     def check(self) -> bool:
-        """See ``MaskedPlace.check``; raises also where a limit is reached."""
+        """See ``MaskedPlace.check``; also raises if a limit is reached."""
         if self.matcher.is_error():
             raise self._error()
         return super().check()
 
     def draft(self, drafts: Sequence[int]) -> int:
-        """How many of ``drafts`` may come, up to where the grammar decides or ends the text by itself. ``ahead`` is
-        where they lead; the matching stays where it is."""
+        """How many of ``drafts`` may come, up to where the grammar forces a token or ends the text.
+
+        ``ahead`` then has the places after them. The matching itself does not advance."""
         walker = self.matcher.deep_copy()
         may_come = drawn = 0
         for token_id in drafts:
@@ -170,11 +174,11 @@ class Matching(MaskedPlace):
         return may_come
 
     def new_place(self, keys: DistinctKeys | None) -> MaskedPlace:
-        """A place further on in the same text."""
+        """Make a later place of the same text."""
         return MaskedPlace(self._tokenizer, self._grammar, self.ends, keys)
 
     def _error(self) -> ServingError:
-        """The caller's, where the grammar leads nowhere or takes too much; else the matcher's, or ours."""
+        """The matcher's error: the caller's fault if the grammar has a dead end or is too complex, else internal."""
         refusal = refusal_of(self.matcher)
         if refusal is not None:
             return self._refused(refusal)
@@ -184,10 +188,10 @@ class Matching(MaskedPlace):
 
 
 class DraftedMatching:
-    """The places after the ``drafts`` of one step, for a matcher of their own: the sequence's stays where it is.
+    """The places after the ``drafts`` of one step, found by a copy of the sequence's matcher, which does not advance.
 
-    ``places`` are known once ``compute`` has found their masks. None is after one where the text can only end, or where
-    it cannot go on.
+    ``places`` are set once ``compute`` has found their masks. They stop before the first place at which the text can
+    only end or cannot go on.
     """
 
     __slots__ = ("_drafts", "_origin", "places")
@@ -197,8 +201,8 @@ class DraftedMatching:
         self.places: list[MaskedPlace] | None = None
 
     def compute(self) -> None:
-        """May run on another thread, on which nothing else touches the sequence's matcher meanwhile."""
-        if self.places is not None:  # of a step that failed and is run again
+        """Compute the places. May run on another thread if nothing else touches the sequence's matcher meanwhile."""
+        if self.places is not None:  # found by a step that failed and is run again
             return
         matcher, keys = self._origin.matcher.deep_copy(), self._origin.keys
         places: list[MaskedPlace] = []
@@ -215,7 +219,7 @@ class DraftedMatching:
 
 
 def _may_go_on(place: MaskedPlace) -> bool:
-    """Whether a token can be drawn there. Where it cannot, the text finds that out when it comes there."""
+    """Whether a token can be drawn at ``place``. If not, the text finds that out when it gets there."""
     try:
         return place.check()
     except ServingError:
@@ -223,7 +227,7 @@ def _may_go_on(place: MaskedPlace) -> bool:
 
 
 def refusal_of(matcher: LLMatcher) -> str | None:
-    """What a grammar should be instead, where a matcher's error is the grammar's fault: for ``InvalidField``."""
+    """What ``InvalidField`` says is expected, if a matcher's error is the grammar's fault; else None."""
     message = short(matcher.get_error())
     if message.startswith("NoExtension"):
         return DEAD_END
@@ -231,7 +235,7 @@ def refusal_of(matcher: LLMatcher) -> str | None:
 
 
 class DistinctKeys:
-    """What a grammar cannot say: no object of a text has a key twice."""
+    """A rule that grammars cannot express: no object of a text has the same key twice."""
 
     __slots__ = ("_keys", "_table", "_tokens")
 
@@ -244,7 +248,7 @@ class DistinctKeys:
         return other
 
     def after(self, token_id: int) -> DistinctKeys:
-        """These and what ``token_id`` says; they stay as they are."""
+        """A copy that has been fed ``token_id``."""
         other = self.copy()
         other.feed((token_id,))
         return other
@@ -269,7 +273,7 @@ def unpacked(masks: Mask, vocab_size: int) -> Any:
 
 
 def short(message: str) -> str:
-    """What llguidance says of an error, in a line: its first one, and an expression's reason."""
+    """llguidance's error message in one line: its first line, and the reason if a regular expression has one."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     why = [line for line in lines[1:] if line.startswith("error:")]
     return " ".join(line[:200] for line in lines[:1] + why[:1]) or "no reason is given"

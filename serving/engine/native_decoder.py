@@ -1,8 +1,8 @@
-"""A whole step of a decoder in one native call, in place of transformers' model code.
+"""Runs a whole step of a decoder in one native call, in place of transformers' model code.
 
-Taken where the model is one of ``decoder_forms.FORMS``, float32 on CPU, and every linear of its layers is a
-``NativeWeight``; the self-test at load compares it with the model's own logits like every other way of running. A
-token's logits are bitwise the same whatever else is in the step, however its prompt was cut into chunks, and on any
+It is used if the model is one of ``decoder_forms.FORMS``, float32 on CPU, and all linears of its layers are
+``NativeWeight``. As for every other way to run a model, the self-test at load compares it with the model's own logits.
+A token's logits are bitwise the same whatever else is in the step, however its prompt was cut into chunks, and on any
 number of threads.
 """
 
@@ -29,15 +29,17 @@ from .self_test import LayerUse
 from .slot_cache import SlotKVCache
 from .virtual_tokens import VirtualTokens
 
-BY_TURNS = 2  # experts of a token, whatever the configuration says
-MORE_POSITIONS = 1024  # the table of rotations grows by at least this many
+BY_TURNS = 2  # experts that a token chooses by turns, whatever the configuration says
+MORE_POSITIONS = 1024  # the table of rotations grows by at least this many positions
 Norm = tuple[torch.Tensor, torch.Tensor | None]  # weight and bias [hidden]
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """All experts of a layer, of which a token has ``chosen``. ``share`` [hidden] says what the MLP beside them counts
-    for; ``near``: how near to an expert's score others are that it is weighed among, None: all."""
+    """The experts of a layer; a token uses ``chosen`` of ``count``.
+
+    ``share`` [hidden] gives the weight of the MLP beside them. ``near``: an expert is weighted among those whose scores
+    are at most this far from its own, relative to the score; None for all."""
 
     router: NativeWeight
     gate_up: NativeWeight
@@ -51,7 +53,7 @@ class ExpertWeights:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """Norms and packed linears of one layer, whose modules are ``members``; ``window`` in tokens, 0 for none;
+    """The norms and packed linears of one layer, whose modules are ``members``. ``window`` is in tokens, 0 for none.
     ``rotation``: which of the model's kinds of rotation, -1 for none."""
 
     members: tuple[str, ...]
@@ -68,8 +70,8 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """What a native decoder reads, all of it kept alive here. ``prefix`` names the layers as LoRA does, ``rotations``
-    the arguments that ``rotary`` takes for each kind."""
+    """Everything that a native decoder reads, kept alive here. ``prefix`` is the layers' module name, as in LoRA;
+    ``rotations`` are the arguments that ``rotary`` takes for each kind."""
 
     form: Form
     layers: tuple[LayerWeights, ...]
@@ -95,7 +97,7 @@ class DecoderWeights:
 
 
 def decoder_weights(model: nn.Module, uses: Sequence[LayerUse]) -> DecoderWeights:
-    """The weights of ``model``. ``uses``: what its layers ask of the attention. Raises ``NotNative``."""
+    """Collect the weights of ``model``. ``uses``: what its layers ask of the attention. Raises ``NotNative``."""
     found = library.required()
     form, head = form_of(model), model.get_output_embeddings()
     if form is None or not isinstance(head, EngineLinear):
@@ -159,13 +161,13 @@ def decoder_weights(model: nn.Module, uses: Sequence[LayerUse]) -> DecoderWeight
 
 
 def may_run_in_bf16(model: nn.Module, device: torch.device) -> bool:
-    """Whether it is worth a try to run a model in bfloat16 natively: linears, and keys and values where tiles are, in
-    bfloat16, all between them in float32."""
+    """Whether it is worth trying to run a model natively in bfloat16: linears, and with tiles keys and values too, in
+    bfloat16, the rest in float32."""
     return device.type == "cpu" and library.has_bf16() and form_of(model) is not None
 
 
 def check_plain(model: nn.Module) -> None:
-    """Raises ``NotNative`` for a model in another precision, or elsewhere, than the kernels take."""
+    """Raise ``NotNative`` for a model in a precision, or on a device, that the kernels do not take."""
     like = next(model.parameters())
     if like.device.type != "cpu":
         raise NotNative(f"the model is on {like.device}, they are for processors")
@@ -208,7 +210,7 @@ def _layer_weights(form: Form, layer: Any, window: int, rotation: int) -> LayerW
 
 
 def _packed(members: Sequence[Any]) -> NativeWeight | None:
-    """The one weight of all members that there are."""
+    """The one packed weight of all members that exist; None if they are not packed in one."""
     present = [member for member in members if member is not None]
     if not present or not all(isinstance(member, EngineLinear) for member in present):
         return None
@@ -218,7 +220,7 @@ def _packed(members: Sequence[Any]) -> NativeWeight | None:
 
 
 def _expert_weights(form: ExpertForm, layer: Any) -> ExpertWeights | None:
-    """The router is in float32 whatever the experts are."""
+    """The weights of a layer's experts; None if a native step cannot run them. The router is always in float32."""
     router, experts, share = at(layer, form.router), at(layer, form.experts), None
     if not isinstance(experts, EngineExperts) or not can_pack(router.weight):
         return None
@@ -243,7 +245,7 @@ def _expert_weights(form: ExpertForm, layer: Any) -> ExpertWeights | None:
 
 
 def _refuse_other_linears(form: Form, layers: Any, prefix: str) -> None:
-    """Those that a step would leave out, and adapters with them."""
+    """Raise ``NotNative`` for linears that a step would leave out, along with their adapters."""
     for layer in layers:
         known = set(form.members_of(layer))
         for name, module in layer.named_modules():
@@ -252,7 +254,7 @@ def _refuse_other_linears(form: Form, layers: Any, prefix: str) -> None:
 
 
 class NativeDecoder:
-    """A ``StepForward`` (runner.py): ``weights`` over the slots of ``cache``, with the adapters of ``pool``."""
+    """A ``StepForward`` (runner.py) with ``weights``, over the slots of ``cache``, with the adapters of ``pool``."""
 
     wants_decodes_together = False
 
@@ -344,7 +346,7 @@ class NativeDecoder:
         return logits
 
     def _runs(self, rows: Sequence[Row], adapters: Sequence[int]) -> tuple[Any, Any]:
-        """``runs`` and ``parts`` of ``library.Step``; the latter None where no sequence shares any."""
+        """The ``runs`` and ``parts`` of ``library.Step``; ``parts`` is None if no sequence reads another slot's."""
         runs: list[tuple[int, ...]] = []
         parts: list[tuple[int, int]] = []
         for row, adapter in zip(rows, adapters, strict=True):
@@ -355,8 +357,8 @@ class NativeDecoder:
         return np.array(runs, dtype=np.int32), np.array(parts, dtype=np.int32) if parts else None
 
     def _rotate_up_to(self, longest: int) -> None:
-        """Cosines and sines [kinds, positions, rotated / 2] by the model's own module, for the positions that came up
-        so far; none beyond those that there can be, which some kinds of rotation would follow."""
+        """Extend the cosines and sines [kinds, positions, rotated / 2], made by the model's own module, to ``longest``
+        positions. Never go beyond the possible positions, since some kinds of rotation depend on the longest."""
         known = self._cos.shape[1]
         if longest <= known or not self._rotated:
             return
@@ -366,7 +368,7 @@ class NativeDecoder:
         self._cos, self._sin = (torch.stack([table[i][0, :, :half] for table in tables]).contiguous() for i in range(2))
 
 
-@torch.inference_mode()  # as the model was made: some rotations write to its buffers
+@torch.inference_mode()  # as when the model was made, since some rotations write to its buffers
 def _rotations(weights: DecoderWeights, count: int, *kind: str) -> tuple[torch.Tensor, torch.Tensor]:
     found: tuple[torch.Tensor, torch.Tensor] = weights.rotary(
         weights.embedding[:1, None], torch.arange(count)[None], *kind
@@ -375,12 +377,12 @@ def _rotations(weights: DecoderWeights, count: int, *kind: str) -> tuple[torch.T
 
 
 def _rotated(weights: DecoderWeights) -> int:
-    """Dimensions of a head that are rotated; 0 where none are."""
+    """How many dimensions of a head are rotated; 0 for none."""
     return 0 if weights.rotary is None else _rotations(weights, 1, *weights.rotations[0])[0].shape[-1]
 
 
 def _norm_all_heads(weights: DecoderWeights) -> bool:
-    """Whether what norms queries is of all heads together."""
+    """Whether the norm on queries spans all heads together."""
     norm = weights.layers[0].head_norms[0]
     return norm is not None and len(norm) != weights.head_dim
 
@@ -428,5 +430,6 @@ def _experts(weights: ExpertWeights | None) -> library.Experts:
 
 
 def _factor_dtype(weights: DecoderWeights) -> torch.dtype:
-    """What adapters are kept in: rounded as the linears beside them are. A step takes as long as it reads."""
+    """The type that adapters are kept in: rounded like the linears beside them, since a step's time goes into
+    reading."""
     return {kind: dtype for dtype, kind in KINDS.items()}.get(weights.layers[0].qkv.kind, torch.int8)

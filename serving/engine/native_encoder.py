@@ -1,7 +1,7 @@
-"""A BERT-like encoder in one native call, from token ids to hidden states.
+"""Runs a BERT-like encoder in one native call, from token ids to hidden states.
 
-Taken where the model is one of ``ENCODERS``, float32 on CPU, and every linear of them is a ``NativeWeight``. The
-embedder compares the result with the model's own before anyone is answered with it.
+It is used if the model is one of ``ENCODERS``, float32 on CPU, and all linears of its layers are ``NativeWeight``. The
+embedder compares the result with the model's own at load, before it answers any request.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ from .native_decoder import check_plain
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """Where things stand in encoders of one kind. ``linears`` of a layer: q (with k and v; ``fused``: they are one), o,
-    up, down; ``norms`` of its attention and its MLP, behind them or (``norms_before``) before; ``positions``: the table
-    added to words; ``last``: a norm behind all layers; ``rotary``: how heads are turned; ``gated``: up has a gate."""
+    """Where the parts are in encoders of one kind.
+
+    ``linears``: a layer's q (with k and v; ``fused``: the three are one linear), o, up, down. ``norms``: those of its
+    attention and its MLP, after them or, with ``norms_before``, before them. ``positions``: the table added to words.
+    ``last``: a norm after all layers. ``rotary``: the module for rotary positions. ``gated``: up includes a gate."""
 
     layers: str = "encoder.layer"
     words: str = "embeddings.word_embeddings"
@@ -81,12 +83,13 @@ ENCODERS = {
     "MPNetModel": MPNET,
     "ModernBertModel": MODERNBERT,
 }
-ROTATIONS = ("default", "linear")  # of no sequence's length
+ROTATIONS = ("default", "linear")  # rope types that do not depend on a sequence's length
 Pair = tuple[torch.Tensor | None, torch.Tensor | None]  # weight and bias of a norm
 
 
 class NativeEncoder:
-    """``position_offset`` is the number of a text's first position; ``typed``: tokens may be of the second type."""
+    """A native encoder. ``position_offset`` is the number of a text's first position. ``typed``: tokens may be of the
+    second type."""
 
     def __init__(
         self,
@@ -153,8 +156,10 @@ class NativeEncoder:
         lengths: Sequence[int],
         token_types: np.ndarray[Any, np.dtype[np.int32]] | None = None,
     ) -> torch.Tensor:
-        """Hidden states [T, H] of texts of these lengths side by side, none longer than the model takes. Raises
-        ``IndexError`` for a token outside the vocabulary, and for a second type that was not asked for."""
+        """Run texts of these lengths, laid out in a row; return their hidden states [T, H].
+
+        No text may be longer than the model takes. Raises ``IndexError`` for a token outside the vocabulary, and for
+        token types if the encoder is not ``typed``."""
         if token_ids.min() < 0 or token_ids.max() >= self._vocabulary:
             raise IndexError(f"token ids must be in 0..{self._vocabulary - 1}")
         if token_types is not None:
@@ -174,13 +179,13 @@ def _pointer(tensor: torch.Tensor | None) -> int | None:
 
 
 def _heads(attention: Any) -> tuple[int, float]:
-    """Their width, and what scores are multiplied by."""
+    """The heads' width, and the factor on attention scores."""
     width = int(getattr(attention, "attention_head_size", 0) or attention.head_dim)
     return width, float(getattr(attention, "scaling", width**-0.5))
 
 
 def _norm(module: Any) -> Pair:
-    """A LayerNorm's, whose bias is zeros where it has none; of the identity nothing."""
+    """Weight and bias of a LayerNorm, with a bias of zeros if it has none; of an identity (None, None)."""
     if isinstance(module, nn.Identity):
         return None, None
     weight = module.weight.detach()
@@ -188,9 +193,9 @@ def _norm(module: Any) -> Pair:
 
 
 def _tables(model: Any, form: Form, position_offset: int, *, typed: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Words; positions from ``position_offset`` on with the first type added.
+    """The tables of words, and of positions from ``position_offset`` on with the first token type added.
 
-    ``typed``: all words stand there once more, as tokens of the second type: the kernels know of words alone."""
+    ``typed``: the words come a second time, as tokens of the second type, since the kernels know only words."""
     words = at(model, form.words).weight
     if form.positions is None:
         return words.contiguous(), None
@@ -206,7 +211,7 @@ def _tables(model: Any, form: Form, position_offset: int, *, typed: bool) -> tup
 
 @torch.inference_mode()  # as the model was made
 def _rotations(model: Any, form: Form) -> tuple[list[str], torch.Tensor | None, torch.Tensor | None]:
-    """The kinds that layers are of, and for each of them cosines and sines [kinds, positions, width / 2]."""
+    """The kinds of layers, and the cosines and sines of each [kinds, positions, width / 2]."""
     if form.rotary is None:
         return [], None, None
     rotary, config = at(model, form.rotary), model.config
@@ -219,8 +224,8 @@ def _rotations(model: Any, form: Form) -> tuple[list[str], torch.Tensor | None, 
 
 
 def _position_bias(model: Any, position_offset: int) -> torch.Tensor | None:
-    """[heads, 2 longest]: what a score has added for a key that is as far before its query, and so on to as far
-    behind; of models whose encoder has such a table."""
+    """The bias on scores by the distance of key and query, from ``longest`` before to ``longest`` after, [heads,
+    2 longest]; None if the encoder has no such table."""
     table = at(model, "encoder.relative_attention_bias")
     if table is None:
         return None
@@ -231,12 +236,12 @@ def _position_bias(model: Any, position_offset: int) -> torch.Tensor | None:
 
 
 def may_run_in_bf16(model: nn.Module, device: torch.device) -> bool:
-    """Whether it is worth a try to run a model natively with its linears in bfloat16, all between them in float32."""
+    """Whether it is worth trying to run a model natively with its linears in bfloat16 and the rest in float32."""
     return device.type == "cpu" and library.has_bf16() and type(model).__name__ in ENCODERS
 
 
 def native_encoder(model: nn.Module, position_offset: int, *, typed: bool = False) -> NativeEncoder:
-    """Of a model whose linears are packed already. Raises ``NotNative``."""
+    """Make the native encoder of a model whose linears are already packed. Raises ``NotNative``."""
     found = library.required()
     check_plain(model)
     form = ENCODERS.get(type(model).__name__)

@@ -1,5 +1,6 @@
-"""Kernels of our own for processors with AVX2, AVX-512, NEON or SVE, and a decoder step that runs whole in one of them.
+"""Our own kernels for processors with AVX2, AVX-512, NEON or SVE, among them one for a whole decoder step.
 
-Optional: setup.py builds them where a C++ compiler is, and torch takes over wherever they are absent, the processor
-is another, or the setting ``kernels="torch"`` says so. Plain C underneath, so that one build serves every Python.
+They are optional. setup.py builds them if there is a C++ compiler. torch takes over if they are absent, if the
+processor is another, or if the setting ``kernels="torch"`` says so. Their interface is plain C, so one build serves
+every Python.
 """

@@ -1,5 +1,6 @@
-"""The factors of each adapter as the native step reads them (lora.h): one table an adapter, [layers, members], and one
-piece of memory in the order of use.
+"""The factors of each adapter as the native step reads them (lora.h).
+
+Each adapter has one table, [layers, members], and one piece of memory in the order of use.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from .library import LANES
 from .weight import KINDS
 
 HUGE_PAGE = 2 << 20  # bytes
-RANK_TILE = 4  # of lora.h: ranks of A that lie together
-RANK_BLOCK = 64  # ranks of B that do
+RANK_TILE = 4  # ranks of A that are stored together, as in lora.h
+RANK_BLOCK = 64  # ranks of B that are stored together
 MEMBERS = (
     "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
     "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "",
@@ -28,15 +29,18 @@ Q, K, V, O, GATE, UP, DOWN, SHARE = range(len(MEMBERS))  # noqa: E741
 
 
 class Pool(Protocol):
-    """What ``lora.LoraPool`` offers: ``lora_plan.Factors`` by module name."""
+    """The part of ``lora.LoraPool`` used here: ``lora_plan.Factors`` by module name."""
 
     def factors_of(self, name: str) -> Mapping[str, Any]: ...
     def __contains__(self, name: str) -> bool: ...
 
 
 class AdapterTables:
-    """``prefix`` is the module name of the list of layers. ``members``: of each, as ``MEMBERS``, "" for what it has not
-    by itself. ``dtype``: float32, bfloat16 or int8, with a scale a rank, what factors are kept in."""
+    """The tables of all adapters.
+
+    ``prefix`` is the module name of the list of layers. ``members``: each layer's linears in the order of ``MEMBERS``,
+    "" for those that it does not have separately. ``dtype``: the type that factors are kept in, float32, bfloat16 or
+    int8 with one scale per rank."""
 
     def __init__(
         self, pool: Pool, prefix: str, members: Sequence[Sequence[str]], dtype: torch.dtype = torch.float32
@@ -46,7 +50,7 @@ class AdapterTables:
         self._tables: dict[str, tuple[Mapping[str, Any], Any, list[torch.Tensor]]] = {}
 
     def numbered(self, names: Sequence[str | None]) -> tuple[list[int], Any]:
-        """A number for each of ``names`` (-1: the base) and the array of tables they index."""
+        """A number for each of ``names`` (-1 for the base), and the array of tables that they index."""
         order = {name: number for number, name in enumerate(dict.fromkeys(n for n in names if n is not None))}
         tables = [ctypes.addressof(self._table(name)) for name in order]
         return [-1 if name is None else order[name] for name in names], (ctypes.c_void_p * max(len(tables), 1))(*tables)
@@ -54,7 +58,7 @@ class AdapterTables:
     def _table(self, name: str) -> Any:
         factors = self._pool.factors_of(name)
         known = self._tables.get(name)
-        if known is None or known[0] is not factors:  # loaded, or read from disk anew
+        if known is None or known[0] is not factors:  # newly loaded, or read from disk again
             self._tables = {one: table for one, table in self._tables.items() if one in self._pool}
             known = self._tables[name] = (factors, *self._fill(factors))
         return known[1]
@@ -86,13 +90,14 @@ class AdapterTables:
 
 
 def _rounded(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[ranks, width] as int8, and what each rank's are multiplied by."""
+    """[ranks, width] rounded to int8, and the scale of each rank."""
     scales = rows.abs().amax(1) / 127
     return (rows / torch.where(scales > 0, scales, 1.0)[:, None]).round().to(torch.int8), scales
 
 
 def _lay(piece: torch.Tensor, into: torch.Tensor) -> None:
-    """[ranks, width] as [width / LANES, ranks, LANES]; in bfloat16 pairs of ranks in turn, as lora.h reads them."""
+    """Lay out [ranks, width] as [width / LANES, ranks, LANES], in bfloat16 with ranks interleaved in pairs, as lora.h
+    reads them."""
     ranks = len(piece)
     blocks, into = piece.reshape(ranks, -1, LANES).transpose(0, 1), into.view(-1, ranks, LANES)
     paired = ranks // 2 * 2 if into.dtype == torch.bfloat16 else 0
@@ -103,18 +108,18 @@ def _lay(piece: torch.Tensor, into: torch.Tensor) -> None:
 
 
 def _columns(rows: torch.Tensor) -> torch.Tensor:
-    """[out, ranks] as [ranks, out], of zeros beyond where out is no multiple of LANES."""
+    """[out, ranks] as [ranks, out], padded with zeros to a multiple of LANES."""
     beyond = -rows.shape[0] % LANES
     return F.pad(rows.t(), (0, beyond)) if beyond else rows.t()
 
 
 def _huge(size: int, dtype: torch.dtype) -> torch.Tensor:
-    """In huge pages where there are: streaming factors misses the TLB otherwise."""
+    """Allocate memory in huge pages if possible, since streaming factors would otherwise miss the TLB."""
     bytes_ = size * dtype.itemsize
     if bytes_ < HUGE_PAGE:
         return torch.empty(size, dtype=dtype)
     whole = -(-bytes_ // HUGE_PAGE) * HUGE_PAGE
-    memory = mmap.mmap(-1, whole + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has none
+    memory = mmap.mmap(-1, whole + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # private: shared gets none
     offset = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % HUGE_PAGE
     with contextlib.suppress(OSError):  # kernels without huge pages refuse the advice
         memory.madvise(mmap.MADV_HUGEPAGE, offset, whole)

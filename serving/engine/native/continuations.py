@@ -1,5 +1,6 @@
-"""The best continuations of the beams of a search, natively (continuations.h): one pass instead of a log-softmax, a sum
-and a ``topk`` over all beams' vocabularies."""
+"""Finds the best continuations of a search's beams natively (continuations.h).
+
+One pass replaces a log-softmax, a sum and a ``topk`` over the vocabularies of all beams."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from . import library
 
 
 class Continuations(NamedTuple):
-    """The greatest ``sums`` of a beam's score and a token's log probability, float32, in order, and their ``places``,
-    beam * ``size`` + token, of a vocabulary of that size."""
+    """The greatest ``sums`` of a beam's score and a token's log probability, float32, in order, and their ``places``:
+    beam * ``size`` + token, with ``size`` that of the vocabulary."""
 
     sums: npt.NDArray[np.float32]
     places: npt.NDArray[np.int64]
@@ -25,14 +26,16 @@ class Continuations(NamedTuple):
 
 
 def can_continue(logits: Sequence[Any]) -> bool:
-    """Whether rows [V] like these are taken natively: float32 on CPU, each in one piece, where the library is."""
+    """Whether rows [V] like these can be taken natively: float32 on CPU, contiguous, and the library is there."""
     rows = all(row.dtype == torch.float32 and row.device.type == "cpu" and row.is_contiguous() for row in logits)
     return rows and library.library() is not None
 
 
 def best_continuations(logits: Sequence[Any], scores: npt.NDArray[np.float32], keep: int) -> Continuations:
-    """At most ``keep``, of equal ones the first; ``logits`` are a row [V] for each beam, ``scores`` at least as many.
-    Raises ``FloatingPointError`` where a row has a NaN or no finite maximum."""
+    """Find at most ``keep`` continuations; among equal ones the first come first.
+
+    ``logits`` has a row [V] for each beam, ``scores`` at least one number for each. Raises ``FloatingPointError`` if a
+    row has a NaN or no finite maximum."""
     beams, size = len(logits), len(logits[0])
     rows = (c_void_p * beams)(*(row.data_ptr() for row in logits))
     scores = np.ascontiguousarray(scores[:beams], dtype=np.float32)

@@ -1,4 +1,4 @@
-"""The C interface of ``native.cpp``, bound by ctypes (which lets go of the interpreter lock during a call)."""
+"""The C interface of ``native.cpp``, bound by ctypes (which releases the interpreter lock during a call)."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from ...processors import num_threads, processors
 
 logger = logging.getLogger(__name__)
 
-VARIABLE = "MLFLOW_LLM_INSTRUCTION_SET"  # of the kernels: one of INSTRUCTION_SETS that the machine has
-INTERFACE = 6  # counted on with every change of the C interface that the sizes of its structures do not show
-GROUP = 32  # inputs that share a scale of INT4, of which widths must be a multiple
+VARIABLE = "MLFLOW_LLM_INSTRUCTION_SET"  # names the kernels' instruction set, one of INSTRUCTION_SETS
+INTERFACE = 6  # increased with every change of the C interface that the sizes of its structures do not show
+GROUP = 32  # inputs that share a scale of INT4; its widths must be a multiple of this
 LANES = 16  # widths must be a multiple of this
-PANEL = 32  # columns of a packed weight that lie together
+PANEL = 32  # columns of a packed weight that are stored together
 RUNS, MULTIPLIES_BF16, BYTE_PRODUCTS = 1, 2, 4  # bits of mlt_supported
 F32, INT8, BF16, INT4, W8A16 = range(5)  # kinds of packed weights
 NO_TILES, AMX, EMULATED_TILES = 0, 1, 2
 SILU, GELU_TANH, GELU = 0, 1, 2  # activations of a decoder
-SPIN_US = 50  # for how long a thread that waits spins: about what it costs to put one to sleep and wake it again
-IDLE_SPIN_US = 1000  # between two calls, where the processors are ours: about what a step does besides
+SPIN_US = 50  # how long a waiting thread spins: about the cost of putting it to sleep and waking it
+IDLE_SPIN_US = 1000  # the same between two calls if the processors are ours: about the rest of a step
 
-WORK = CFUNCTYPE(c_int32, c_int32)  # what mlt_each calls with an index; not 0: it failed
+WORK = CFUNCTYPE(c_int32, c_int32)  # called by mlt_each with an index; returns 0, or another number if it failed
 
 
 class Factors(ctypes.Structure):
-    """``Factors`` of lora.h: ``a`` and ``b`` as they lie there, ``scales`` [rank]; ``gain``, ``shift`` [N] or null."""
+    """``Factors`` of lora.h: ``a`` and ``b`` as laid out there, ``scales`` [rank]; ``gain``, ``shift`` [N] or null."""
 
     _fields_ = (
         ("a", c_void_p), ("b", c_void_p), ("scales", c_void_p), ("gain", c_void_p), ("shift", c_void_p),
@@ -43,13 +43,13 @@ class Factors(ctypes.Structure):
 
 
 class Norm(ctypes.Structure):
-    """``Norm`` of norms.h: LayerNorm with a bias, RMSNorm without, none without a weight."""
+    """``Norm`` of norms.h: a LayerNorm with a bias, an RMSNorm without one, no norm without a weight."""
 
     _fields_ = (("weight", c_void_p), ("bias", c_void_p))
 
 
 class Experts(ctypes.Structure):
-    """``Experts`` of experts.h; ``router`` null: none."""
+    """``Experts`` of experts.h; none if ``router`` is null."""
 
     _fields_ = (
         ("router", c_void_p), ("gate_up", c_void_p), ("down", c_void_p), ("share", c_void_p),
@@ -58,7 +58,7 @@ class Experts(ctypes.Structure):
 
 
 class Layer(ctypes.Structure):
-    """``Layer`` of decoder.h. ``kv_offset``: elements from a slot's begin to the layer's keys; ``window`` 0 is none."""
+    """``Layer`` of decoder.h. ``kv_offset``: elements from a slot's start to the layer's keys; ``window`` 0: none."""
 
     _fields_ = (
         ("before_attention", Norm), ("after_attention", Norm), ("before_mlp", Norm), ("after_mlp", Norm),
@@ -91,7 +91,8 @@ class EncoderLayer(ctypes.Structure):
 
 
 class EncoderEmbeddings(ctypes.Structure):
-    """``positions`` [longest text, H] from a text's first position on, with what every token adds besides."""
+    """``EncoderEmbeddings`` of encoder.h. ``positions`` [longest text, H] begins at a text's first position, and
+    includes what is added to every token."""
 
     _fields_ = (
         ("words", c_void_p), ("positions", c_void_p), ("norm", Norm), ("last", Norm), ("cos", c_void_p),
@@ -110,7 +111,7 @@ class EncoderShape(ctypes.Structure):
 
 
 class Draw(ctypes.Structure):
-    """How a row of logits is sampled; ``top_k`` 0: all."""
+    """``Draw`` of sampler.h: how a row of logits is sampled; ``top_k`` 0 means all."""
 
     _fields_ = (
         ("temperature", c_float), ("top_p", c_float), ("min_p", c_float), ("top_k", c_int32),
@@ -119,8 +120,10 @@ class Draw(ctypes.Structure):
 
 
 class Step(ctypes.Structure):
-    """``runs`` is [num_runs, 6] of int32: slot, first position, tokens, adapter (-1: the base), first part, parts;
-    ``parts`` is [of all runs, 2]: slot that is read in, and the position before which."""
+    """``Step`` of decoder.h.
+
+    ``runs`` is int32 [num_runs, 6]: slot, first position, tokens, adapter (-1 for the base), first part, parts.
+    ``parts``, [parts of all runs, 2]: slot to read from, and the position before which it is read."""
 
     _fields_ = (
         ("runs", c_void_p), ("num_runs", c_int32), ("num_tokens", c_int32), ("parts", c_void_p), ("ids", c_void_p),
@@ -134,8 +137,10 @@ STRUCTURES = (Factors, Norm, Experts, Layer, Shape, EncoderLayer, EncoderEmbeddi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstructionSet:
-    """``file`` has its kernels; ``byte_products``: whether these multiply bytes by an instruction of their own, and
-    ``tiles`` by AMX, which not all processors have that run them. ``by_name``: it runs only where it is asked for."""
+    """An instruction set and the ``file`` with its kernels.
+
+    ``byte_products``: they multiply bytes by an instruction for that. ``tiles``: they use AMX, which not all processors
+    have that can run the file. ``by_name``: it is only used if it is asked for."""
 
     file: str
     byte_products: bool = True
@@ -152,7 +157,8 @@ class InstructionSet:
 
 
 ARM: Mapping[str, InstructionSet] = {
-    # Where NEON is too, SVE of 256 bits multiplies no more in a cycle; nobody has measured which is faster.
+    # SVE of 256 bits multiplies no more per cycle than the NEON of the same processor. Nobody has measured which is
+    # faster.
     "sve-i8mm": InstructionSet(file="_native_sve.so", by_name=True),
     "sve": InstructionSet(file="_native_sve.so", byte_products=False, by_name=True),
     "neon-i8mm": InstructionSet(file="_native.so"),
@@ -178,11 +184,11 @@ NEEDED = {
 
 
 class NotNative(Exception):
-    """Why a model is not run by our kernels, in words that an operator acts on."""
+    """A model is not run by our kernels; the message says why, in terms that an operator can act on."""
 
 
 def library() -> ctypes.CDLL | None:
-    """The library, or None where it was not built or does not run on this processor."""
+    """The library; None if it was not built or does not run on this processor."""
     try:
         return required()
     except NotNative:
@@ -201,24 +207,24 @@ _wanted = os.environ.get(VARIABLE, "")
 
 
 def _loaded() -> ctypes.CDLL | str:
-    """The library, or why there is none."""
+    """The library, or the reason why there is none."""
     return _chosen(_wanted)[0]
 
 
 def instruction_set() -> str:
-    """The name of the one whose kernels run, "" without any."""
+    """The name of the instruction set whose kernels run, or "" if none do."""
     name = _chosen(_wanted)[1] if library() is not None else ""
     return name if tiles() == AMX else name.removesuffix("+amx")
 
 
 def library_path() -> Path:
-    """The file of the kernels that run. Raises ``NotNative``."""
+    """The file with the kernels that run. Raises ``NotNative``."""
     required()
     return _path(INSTRUCTION_SETS[_chosen(_wanted)[1]])
 
 
 def why_not(name: str) -> str | None:
-    """Why the kernels of an instruction set do not run here; None where they do. For tests, which name it."""
+    """Why the kernels of an instruction set do not run here; None if they do. For tests, which name it."""
     if name not in INSTRUCTION_SETS:
         return f"not one of {platform.machine()}"
     found = _load(name)
@@ -226,7 +232,8 @@ def why_not(name: str) -> str | None:
 
 
 def use_instruction_set(name: str) -> None:
-    """For tests and measurements: of all that is packed, loaded and run from now on. "" is the best one."""
+    """Set the instruction set of everything packed, loaded and run from now on; "" is the best one. For tests and
+    measurements."""
     global _wanted
     _wanted = name
     found, chosen = _chosen(name)
@@ -236,7 +243,7 @@ def use_instruction_set(name: str) -> None:
 
 @cache
 def _chosen(wanted: str) -> tuple[ctypes.CDLL | str, str]:
-    """The library of the wanted instruction set, of the best one where it is "", or why there is none; and its name."""
+    """The library of the wanted instruction set ("" for the best one), or why there is none; and the set's name."""
     if wanted and wanted not in INSTRUCTION_SETS:
         return f"{VARIABLE} is {wanted!r}, not one of {', '.join(INSTRUCTION_SETS)}", ""
     reason = ""
@@ -247,7 +254,7 @@ def _chosen(wanted: str) -> tuple[ctypes.CDLL | str, str]:
             INSTRUCTION_SETS[name].use(found)
             return found, name
         reason = found
-        if reason != _lacks(name):  # a library that is not as it should be is no reason to run slower and say nothing
+        if reason != _lacks(name):  # a faulty library must be reported, not silently replaced by a slower one
             break
     return f"{VARIABLE} is {wanted!r}: {reason}" if wanted else reason, ""
 
@@ -262,7 +269,7 @@ def _path(instructions: InstructionSet) -> Path:
 
 @cache
 def _load(name: str) -> ctypes.CDLL | str:
-    """The library of an instruction set, or why it cannot be used."""
+    """Load the library of an instruction set; return it, or why it cannot be used."""
     path = _path(INSTRUCTION_SETS[name])
     if not path.exists():
         without = "without a compiler, or by one that does not know these instructions"
@@ -279,7 +286,7 @@ def _load(name: str) -> ctypes.CDLL | str:
         if INSTRUCTION_SETS[name].tiles and not found.mlt_has_tiles():
             return _lacks(name)
         _use(found, num_threads())
-    except (OSError, AttributeError) as error:  # of another platform; of another version of the package
+    except (OSError, AttributeError) as error:  # built for another platform, or by another version of the package
         logger.warning("%s: %s", path, error)
         return "the compiled library does not load here (see the engine's log)"
     return found
@@ -290,19 +297,19 @@ def _interface() -> list[int]:
 
 
 def _interface_of(found: ctypes.CDLL) -> list[int]:
-    """What a library says of the interface that it was compiled with."""
+    """The interface that a library says it was compiled with."""
     numbers = (c_int64 * 64)()
     return numbers[: found.mlt_interface(numbers, len(numbers))]
 
 
 def has_bf16() -> bool:
-    """Whether bfloat16 is multiplied: by AVX512-BF16, or as float32 without AVX-512."""
+    """Whether bfloat16 can be multiplied: by AVX512-BF16, or as float32 without AVX-512."""
     found = library()
     return found is not None and bool(found.mlt_supported() & MULTIPLIES_BF16)
 
 
 def why_no_bf16_kv(head_dim: int) -> str | None:
-    """Why keys and values of such heads cannot be kept in bfloat16; None where they can."""
+    """Why keys and values of heads of this width cannot be kept in bfloat16; None if they can."""
     can = required().mlt_can_attend_bf16(head_dim)
     if not can & 2:
         return "the processor lacks AMX for bfloat16"
@@ -310,20 +317,20 @@ def why_no_bf16_kv(head_dim: int) -> str | None:
 
 
 def free_with(owner: object, free: Callable[[Any], None], handle: Any) -> None:
-    """Call ``free`` with ``handle`` once ``owner`` is gone. Not when the process ends, as finalizers would: a thread
-    may be reading the memory then, in a step or for a file that it writes."""
+    """Call ``free`` with ``handle`` once ``owner`` is gone, but not when the process ends, as finalizers would. A
+    thread may still be reading the memory then, in a step or for a file that it writes."""
     weakref.finalize(owner, free, handle).atexit = False
 
 
 def use_threads(threads: int) -> None:
-    """Of all calls from now on. With more threads than processors none of them spins: it would keep another waiting."""
+    """Set the threads of all calls from now on. With more threads than processors none spins, as others would wait."""
     found = library()
     if found is not None:
         _use(found, threads)
 
 
 def share_processors(shared: bool) -> None:
-    """Whether others want the processors too: threads then sleep sooner between two calls."""
+    """Say whether others want the processors too. If so, threads sleep sooner between two calls."""
     found = library()
     if found is not None:
         alone = not shared and found.mlt_threads() <= processors().allowed
@@ -331,19 +338,20 @@ def share_processors(shared: bool) -> None:
 
 
 def num_native_threads() -> int:
-    """0 where there are no native kernels."""
+    """The threads of the native kernels; 0 if there are none."""
     found = library()
     return int(found.mlt_threads()) if found is not None else 0
 
 
 def tiles() -> int:
-    """How products of several rows are made: NO_TILES, AMX, or EMULATED_TILES."""
+    """How products of several rows are computed: NO_TILES, AMX or EMULATED_TILES."""
     found = library()
     return NO_TILES if found is None else int(found.mlt_tiles())
 
 
 def use_tiles(use: int) -> int:
-    """For tests and measurements: of all calls from now on. What is used then: no AMX where the processor has none."""
+    """Set the tiles of all calls from now on; return what is used, which is not AMX if the processor lacks it. For
+    tests and measurements."""
     found = library()
     return NO_TILES if found is None else int(found.mlt_use_tiles(use))
 

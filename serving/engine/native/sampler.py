@@ -1,4 +1,4 @@
-"""Tokens drawn by the native form of the race (sampler.h), for the parameters most requests have."""
+"""Draws tokens by the native form of the sampler's race (sampler.h), for the parameters that most requests have."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from . import library
 
 
 def can_draw(logits: torch.Tensor) -> bool:
-    """Whether rows like ``logits`` [B, V] are drawn natively: float32 on CPU, where the library is."""
+    """Whether rows like ``logits`` [B, V] can be drawn natively: float32 on CPU, and the library is there."""
     return logits.device.type == "cpu" and logits.dtype == torch.float32 and library.library() is not None
 
 
 def largest(logits: torch.Tensor) -> list[int]:
-    """The token of each row's largest of ``logits`` [B, V] float32, of equals the first; -1 where that is not finite or
-    one is a NaN."""
+    """The token with the largest logit in each row of ``logits`` [B, V] float32, the first among equals; -1 if that
+    logit is not finite or a row has a NaN."""
     logits = logits.contiguous()
     rows, size = logits.shape
     tokens = np.empty(rows, dtype=np.int32)
@@ -38,8 +38,10 @@ def draw_rows(
     positions: Sequence[int],
     masks: Sequence[npt.NDArray[np.uint32] | None],
 ) -> list[int]:
-    """A token for each of ``rows`` of ``logits`` [B, V] float32, which are read where they lie, by temperature (0 for
-    the largest), top_k, top_p, min_p and typical_p: one that the row's mask allows, a bit a token, where it has one."""
+    """Draw a token for each of ``rows`` of ``logits`` [B, V] float32, without copying them, by temperature (0 for the
+    largest), top_k, top_p, min_p and typical_p.
+
+    A row's mask, if it has one, has a bit for each token and says which are allowed."""
     logits = logits.contiguous()
     first, stride, count = logits.data_ptr(), logits.shape[1] * logits.element_size(), len(rows)
     addresses = (c_void_p * count)(*(first + row * stride for row in rows))
@@ -54,7 +56,7 @@ def draw_rows(
 def draw(
     logits: torch.Tensor, parameters: Sequence[Sampling], seeds: Sequence[int], positions: Sequence[int]
 ) -> list[int]:
-    """A token for each row of ``logits`` [B, V] float32, by temperature (above 0), top_k, top_p, min_p and
+    """Draw a token for each row of ``logits`` [B, V] float32, by temperature (above 0), top_k, top_p, min_p and
     typical_p."""
     logits = logits.contiguous()
     rows, size = logits.shape

@@ -1,4 +1,4 @@
-"""What an engine would run on here, as JSON: ``doctor`` asks a process that is started like an engine's."""
+"""Prints, as JSON, what an engine would run on here. ``doctor`` runs it in a process started like an engine's."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from . import library
 
 
 def survey() -> dict[str, Any]:
-    """``kernels`` is "native" where ours run, for ``instruction_set``; else ``reason`` says why they do not.
-    ``by_name``: whether those run that are not chosen unless asked for."""
+    """What an engine would run on. ``kernels`` is "native" if ours run, for ``instruction_set``; else ``reason`` says
+    why not. ``by_name`` says whether the sets run that are only used if asked for."""
     found: dict[str, Any] = {"package": child.own_place(), "torch": torch.__version__}
     others = [name for name, instructions in library.INSTRUCTION_SETS.items() if instructions.by_name]
     found["by_name"] = "; ".join(f"{name}: {library.why_not(name) or 'runs here'}" for name in others)

@@ -1,7 +1,7 @@
-"""A ``PackedWeight`` (weight_layouts.py) multiplied by our own kernels.
+"""A ``PackedWeight`` (weight_layouts.py) that our own kernels multiply by.
 
-All linears of a SmolLM2-135M step (30 layers, fused siblings) on one Zen 4 core, ms at 1 / 8 / 32 / 128 rows:
-float32 14 / 18 / 62 / 244 against 31 / 33 / 74 / 256 of oneDNN's blocked layout; int8 4.9 / 5.5 / 20 / 69.
+Milliseconds for all linears of a SmolLM2-135M step (30 layers, fused siblings) on one Zen 4 core at 1 / 8 / 32 / 128
+rows: float32 14 / 18 / 62 / 244, against 31 / 33 / 74 / 256 with oneDNN's blocked layout; int8 4.9 / 5.5 / 20 / 69.
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ import torch
 
 from .library import BF16, F32, INT4, INT8, LANES, W8A16, free_with, has_bf16, library, required
 
-KINDS = {torch.float32: F32, torch.bfloat16: BF16, torch.int8: INT8}  # of what is kept in such numbers
-PARTS = ("packed", "scale", "offset", "bias", "input")  # of native.cpp's linear
+KINDS = {torch.float32: F32, torch.bfloat16: BF16, torch.int8: INT8}  # kinds by the type of the kept numbers
+PARTS = ("packed", "scale", "offset", "bias", "input")  # the parts of native.cpp's linear
 Array = np.ndarray[Any, Any]
 
 
 def can_pack(weight: torch.Tensor) -> bool:
-    """Whether the kernels take a weight [N, K] of this width, dtype and place."""
+    """Whether the kernels take a weight [N, K] of this width and dtype on this device."""
     fits = weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.shape[1] % LANES == 0
     return fits and library() is not None
 
 
 class NativeWeight:
-    """``kind`` F32; INT8: values by output channel, activations by token; INT4 (int4.h); BF16: both rounded to
-    bfloat16; W8A16: as INT8, with activations in two bytes, for the output head beside int8 linears."""
+    """A packed weight of one ``kind``: F32; INT8, with values by output channel and activations by token; INT4
+    (int4.h); BF16, with both rounded to bfloat16; W8A16, like INT8 but with activations in two bytes, for the output
+    head beside int8 linears."""
 
     __slots__ = ("__weakref__", "_kept", "_library", "bias", "dtype", "handle", "in_features", "kind", "out_features")
 
@@ -54,7 +55,7 @@ class NativeWeight:
 
     @classmethod
     def over(cls, shape: tuple[int, int], kind: int, parts: Mapping[str, Array]) -> NativeWeight:
-        """Of what ``parts`` gave for a weight [N, K]: used where it lies, and only read."""
+        """Make a weight [N, K] from what ``parts`` returned. The memory is used where it is, and only read."""
         weight = cls.__new__(cls)
         weight._library = required()
         weight.out_features, weight.in_features = shape
@@ -68,14 +69,14 @@ class NativeWeight:
         return weight
 
     def part(self, number: int, count: int) -> NativeWeight:
-        """Of ``count`` weights that lie in this one, one below the other, of whole panels; good as long as this."""
+        """Weight ``number`` of the ``count`` stacked in this one, each of whole panels; valid while this one is."""
         shape = self.out_features // count, self.in_features
         parts = {name: array.reshape(count, -1)[number] for name, array in self.parts().items()}
         return NativeWeight.over(shape, self.kind, parts)
 
     @classmethod
     def of_int8(cls, values: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> NativeWeight:
-        """Of int8 ``values`` [N, K] and a scale for each row, as ``__init__`` makes them of floats."""
+        """Make a weight from int8 ``values`` [N, K] and a scale per row, as ``__init__`` makes them from floats."""
         return cls._made("mlt_linear_of_int8", INT8, (values, scale), bias)
 
     @classmethod
@@ -87,8 +88,10 @@ class NativeWeight:
         inputs: torch.Tensor,
         bias: torch.Tensor | None,
     ) -> NativeWeight:
-        """Of ``values`` uint8 [N, K] of 0..15, ``scale`` float16 and ``zero`` uint8 [N, K / GROUP], ``inputs`` float32
-        [K]: w = (values - zero) * scale * inputs."""
+        """Make a weight w = (values - zero) * scale * inputs.
+
+        ``values`` is uint8 [N, K] of 0..15, ``scale`` float16 and ``zero`` uint8 [N, K / GROUP], ``inputs`` float32
+        [K]."""
         return cls._made("mlt_linear_of_int4", INT4, (values, scale, zero, inputs), bias)
 
     @classmethod
@@ -107,7 +110,7 @@ class NativeWeight:
         return weight
 
     def parts(self) -> dict[str, Array]:
-        """What it consists of, as bytes; views that are good as long as it is."""
+        """The parts of the weight as bytes: views that are valid as long as the weight is."""
         pointers, sizes = (ctypes.c_void_p * len(PARTS))(), (ctypes.c_int64 * len(PARTS))()
         self._library.mlt_linear_parts(self.handle, pointers, sizes)
         return {
