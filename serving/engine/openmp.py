@@ -1,9 +1,10 @@
-"""How long torch's OpenMP threads spin when they wait, changed while they run.
+"""Change at run time how long torch's OpenMP threads spin while they wait.
 
-libgomp, which torch's wheels for Linux bring along, spins for milliseconds by default, which is best alone: torch's
-own kernels are many short parallel regions. Where there are more threads than processors it spins a thousandth of that
-(GOMP_SPINCOUNT in its manual), and it counts for every wait anew. So a thread of ours that has a team of its own, which
-sleeps, makes all others wait briefly for as long as it lives. libomp has a function for it.
+libgomp comes with torch's wheels for Linux. By default it spins for milliseconds, which is best when torch has the
+machine to itself: its own kernels are many short parallel regions. When there are more threads than processors, libgomp
+spins for a thousandth of that (see GOMP_SPINCOUNT in its manual), and it counts the threads again at every wait. So one
+thread of ours that holds a sleeping team makes all other threads wait briefly for as long as it lives. libomp has a
+function for this.
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ import ctypes
 import os
 import threading
 
-import torch  # noqa: F401 - brings the runtime
+import torch  # noqa: F401 - loads the OpenMP runtime
 
-DEFAULT_BLOCKTIME = 200  # milliseconds, of libomp
+DEFAULT_BLOCKTIME = 200  # milliseconds; libomp's default
 
 
 class Waiting:
-    """Of this process's OpenMP. Where OMP_WAIT_POLICY or GOMP_SPINCOUNT says how to wait, it stays so."""
+    """How this process's OpenMP threads wait.
+
+    Nothing is changed if the environment says how to wait: by OMP_WAIT_POLICY, GOMP_SPINCOUNT or KMP_BLOCKTIME.
+    """
 
     def __init__(self) -> None:
         self.brief = False
@@ -28,7 +32,7 @@ class Waiting:
         self._asked = any(name in os.environ for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"))
 
     def set_brief(self, brief: bool) -> None:
-        """Sleep almost at once instead of spinning, or as the runtime does by default."""
+        """Let waiting threads sleep almost at once (``brief``), or spin as the runtime does by default."""
         with self._lock:
             if brief == self.brief or self._asked:
                 return
@@ -41,14 +45,14 @@ class Waiting:
     def _crowd(self, brief: bool) -> None:
         if not brief:
             assert self._end is not None
-            self._end.set()  # its team ends with the thread
+            self._end.set()  # the team ends with its thread
             return
         started, self._end = threading.Event(), threading.Event()
         threading.Thread(target=self._hold_team, args=(started, self._end), name="openmp-crowd", daemon=True).start()
         started.wait()
 
     def _hold_team(self, started: threading.Event, end: threading.Event) -> None:
-        """A team of as many threads as there are processors, which has nothing to do."""
+        """Hold a team that has nothing to do, of as many threads as there are processors."""
         idle = ctypes.cast(self._runtime.omp_get_thread_num, ctypes.c_void_p)
         self._runtime.GOMP_parallel(idle, None, ctypes.c_uint(len(os.sched_getaffinity(0))), ctypes.c_uint(0))
         started.set()

@@ -1,9 +1,11 @@
-"""A decoder or an encoder from its packed file: what runs natively, mapped, instead of weights that are read, packed
-and compared with the model's own code. A model that was loaded in full before, by the same code, has one.
+"""Load a decoder or an encoder from its packed file, in the layout that runs natively.
 
-The model's structure is built without memory; its linears are the file's, and so are all other parameters and buffers.
-The logits (an encoder's hidden states) that the model's own code gave are in the file too, and are asked of what is
-mapped before anybody is answered with it.
+The file is mapped, so no weights are read, packed and compared with the model's own code. A model has a packed file if
+it was loaded in full before, by the same code.
+
+The model's structure is built without memory; its linears and all other parameters and buffers come from the file. The
+file also holds the logits (an encoder's hidden states) that the model's own code gave. The mapped model has to
+reproduce them before it answers any request.
 """
 
 from __future__ import annotations
@@ -45,8 +47,11 @@ PACKAGES = ("mlflow-llm", "torch", "transformers")
 
 
 def packed_key(kind: Kind, bundle: Bundle, settings: EngineSettings, device: Any, dtype: Any) -> str | None:
-    """The name of this model's packed file; None where it can have none. A model without a content hash is not
-    known well enough, one with code of its own may do with its weights what it likes."""
+    """The name of this model's packed file; None if it cannot have one.
+
+    A model without a content hash cannot be identified, and a model with code of its own may do anything with its
+    weights.
+    """
     covered = settings.packed_cache and settings.kernels == "auto" and not settings.trust_remote_code
     runs = dtype == torch.float32 or (dtype == torch.bfloat16 and library.has_bf16())
     on_cpu = device.type == "cpu" and runs and library.library() is not None
@@ -59,16 +64,16 @@ def packed_key(kind: Kind, bundle: Bundle, settings: EngineSettings, device: Any
 
 @functools.cache
 def _code(path: Path) -> tuple[str, ...]:
-    """Of the kernels and of all that lays weights out."""
+    """What identifies the code that lays out weights: a hash of the kernels and the versions of packages."""
     kernels = hashlib.sha256(path.read_bytes()).hexdigest()
     return (kernels, *(version(name) for name in PACKAGES))
 
 
 class MappedModel:
-    """What a packed file holds: ``model`` and ``linears`` as ``linear.install`` leaves them."""
+    """The content of a packed file: ``model`` and ``linears`` as ``linear.install`` leaves them."""
 
     def __init__(self, auto: Any, folder: str, settings: EngineSettings, holder: ContextHolder, key: str) -> None:
-        """Raises ``LookupError`` where there is no such file, or its model is built otherwise today."""
+        """Map the file. Raises ``LookupError`` if there is none, or if the model is built differently today."""
         found = open_packed(key)
         if found is None:
             raise LookupError(key)
@@ -94,7 +99,7 @@ class MappedModel:
         return NativeWeight.over(tuple(weight.shape), self._kinds[name], parts)
 
     def _fill(self) -> None:
-        """Give every parameter and buffer that is left its values."""
+        """Give the remaining parameters and buffers their values."""
         for kind, names in (("parameter", self.model.named_parameters()), ("buffer", self.model.named_buffers())):
             for name, value in list(names):
                 array = self.arrays[f"{kind}/{name}"]
@@ -108,7 +113,7 @@ class MappedModel:
 
 
 class MappedDecoder(MappedModel):
-    """``uses`` of its layers, and the ``test`` that it has to pass."""
+    """A mapped decoder: the ``uses`` of its layers, and the ``test`` that it has to pass."""
 
     def __init__(self, bundle: Bundle, settings: EngineSettings, holder: ContextHolder, key: str) -> None:
         """Raises what ``MappedModel`` does."""
@@ -123,7 +128,10 @@ class MappedDecoder(MappedModel):
 
 
 class MappedEncoder(MappedModel):
-    """``tests`` are texts of token ids, ``expected`` what the model's own code made of them, one after the other."""
+    """A mapped encoder.
+
+    ``tests`` are texts of token ids; ``expected`` is what the model's own code made of them, one after the other.
+    """
 
     def __init__(self, folder: str, settings: EngineSettings, holder: ContextHolder, key: str) -> None:
         """Raises what ``MappedModel`` does."""
@@ -133,7 +141,7 @@ class MappedEncoder(MappedModel):
 
 
 def _tensor(array: Array) -> torch.Tensor:
-    """Over the same memory, which torch says it cannot protect from being written; nothing here writes."""
+    """A tensor over the same memory. torch warns that it cannot protect it from writes; nothing here writes to it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         return torch.from_numpy(array)
@@ -142,7 +150,7 @@ def _tensor(array: Array) -> torch.Tensor:
 def keep_decoder(
     key: str, model: Any, linears: LinearSet, uses: list[LayerUse], test: SelfTest, limit: int
 ) -> threading.Thread:
-    """Write what ``MappedDecoder`` maps."""
+    """Write the file that ``MappedDecoder`` maps, on a thread."""
     arrays: dict[str, Array] = {}
     for i, (tokens, expected) in enumerate(zip(test.tokens, test.expected, strict=True)):
         arrays |= {f"test/{i}/tokens": tokens, f"test/{i}/expected": expected.numpy()}
@@ -153,7 +161,7 @@ def keep_decoder(
 def keep_encoder(
     key: str, model: Any, linears: LinearSet, tests: list[list[int]], expected: torch.Tensor, limit: int
 ) -> threading.Thread | None:
-    """Write what ``MappedEncoder`` maps; None where a linear beside its layers has no native kernel."""
+    """Write the file that ``MappedEncoder`` maps, on a thread; None if a linear outside its layers is not native."""
     if not all(isinstance(one.group.packed, NativeWeight) for one in linears.linears.values()):
         return None
     return _keep(key, model, linears, {"expected": expected.numpy()}, {"tests": tests}, limit)
@@ -162,7 +170,7 @@ def keep_encoder(
 def _keep(
     key: str, model: Any, linears: LinearSet, more: Mapping[str, Array], facts: Mapping[str, Any], limit: int
 ) -> threading.Thread:
-    """Write the packed file on a thread: the next load of the model is faster for it. Failing is no error."""
+    """Write the packed file on a thread, so that the next load of the model is faster. A failure is only logged."""
     arrays = dict(more)
     kinds, held = {}, []
     for of, packed in linears.packed.items():

@@ -1,14 +1,14 @@
-"""Packed weights on disk, to be mapped: a model is packed once, and later starts map the file and share its pages.
+"""Packed weights on disk: a model is packed once, and later starts map the file and share its pages.
 
 ::
 
     file   magic | length of the header | header (JSON) | sections, each at a multiple of 4096
     name   <key>-<SHA-256 of the whole file>
 
-The name says which model, settings and kernels a file is of, and what must be in it. One of another owner or mode, or
-with another hash than its name says, is not used. Nothing in it is code, and nothing is unpickled. It is written under
-another name and renamed when it is whole; never changed; removed, the longest unused first, when all take more than
-the bound. Removing a file that is mapped is safe.
+The name identifies the model, settings and kernels that a file belongs to, and the hash of its content. A file with
+another owner, mode or hash is not used. A file holds no code, and nothing is unpickled. It is written under another
+name, renamed when it is complete, and never changed. When all files together exceed the limit, those unused for longest
+are removed. It is safe to remove a file that is mapped.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ ALIGNMENT = 4096
 MAX_HEADER = 64 << 20
 CHUNK = 16 << 20
 PART = ".part-"
-ABANDONED = 3600.0  # seconds after which an unfinished file has no writer any more
-ROOM = 2  # times its size must be free on the disk
-PLACE = "packed"  # in the cache
+ABANDONED = 3600.0  # seconds after which an unfinished file is taken to have no writer any more
+ROOM = 2  # a file is written only if the disk has this many times its size free
+PLACE = "packed"  # folder in the cache directory
 Array = np.ndarray[Any, Any]
 
 
 class Section(Struct, frozen=True):
-    """An array in the file: ``dtype`` is numpy's string for it."""
+    """An array in the file. ``dtype`` is numpy's string for its type."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -54,14 +54,14 @@ class Section(Struct, frozen=True):
 
 
 class Header(Struct, frozen=True, kw_only=True):
-    """``facts`` are the writer's, of plain values."""
+    """The header of a file. ``facts`` come from the writer and consist of plain values."""
 
     sections: dict[str, Section]
     facts: dict[str, Any]
 
 
 def open_packed(key: str) -> tuple[dict[str, Array], dict[str, Any]] | None:
-    """Read-only arrays over the file of ``key``, and its facts; None where there is none that is whole."""
+    """Read-only arrays over the file of ``key``, and its facts; None if there is no intact one."""
     for path in _files(key):
         try:
             return _mapped(path)
@@ -84,7 +84,7 @@ def _files(key: str) -> list[Path]:
 
 
 def _check(found: os.stat_result, kind: Any) -> None:
-    """Raises ``ValueError`` for what users other than this one may change."""
+    """Raises ``ValueError`` if other users may change the file or folder."""
     if not kind(found.st_mode) or not is_private(found):
         raise ValueError("it is not private to this user")
 
@@ -109,7 +109,7 @@ def _mapped(path: Path) -> tuple[dict[str, Array], dict[str, Any]]:
         for name, one in header.sections.items()
     }
     with contextlib.suppress(OSError):
-        os.utime(path)  # used last now
+        os.utime(path)  # marks it as just used
     return arrays, header.facts
 
 
@@ -118,7 +118,11 @@ def _aligned(offset: int) -> int:
 
 
 def write_packed(key: str, arrays: Mapping[str, Array], facts: dict[str, Any], limit: int) -> None:
-    """Write the file of ``key``, within ``limit`` bytes for all such files. Raises ``OSError``, ``ValueError``."""
+    """Write the file of ``key``, within ``limit`` bytes for all such files.
+
+    A file that does not fit, or a disk that is too full, is logged. Raises ``OSError`` or ``ValueError`` if writing
+    fails.
+    """
     sections, offset = {}, 0
     for name, array in arrays.items():
         sections[name] = Section(array.dtype.str, tuple(array.shape), offset)
@@ -147,18 +151,18 @@ def write_packed(key: str, arrays: Mapping[str, Array], facts: dict[str, Any], l
 
 
 def _write(file: Any, pieces: Iterable[bytes | memoryview], digest: Any) -> Any:
-    """Each piece, and zeros up to the next section."""
+    """Write each piece, followed by zeros up to the next section; return the updated digest."""
     for piece in pieces:
         padding = bytes(_aligned(len(piece)) - len(piece))
         for chunk in (*(piece[at : at + CHUNK] for at in range(0, len(piece), CHUNK)), padding):
             digest.update(chunk)
-            while chunk:  # a disk that is nearly full takes a part
+            while chunk:  # a disk that is nearly full may take only a part
                 chunk = chunk[file.write(chunk) :]
     return digest
 
 
 def _make_room(place: Path, limit: int) -> None:
-    """Remove what was unfinished long ago, and of the others those that were used longest ago."""
+    """Remove abandoned unfinished files; then, down to ``limit`` bytes, the files unused for longest."""
     found = []
     for path in place.iterdir():
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""From token vectors to one vector: what a sentence-transformers directory says of it, and the reduction itself.
+"""Pooling of token vectors into one vector: its description in a sentence-transformers directory, and the reduction.
 
 ::
 
@@ -7,7 +7,7 @@
     sentence_bert_config.json           max_seq_length, beside the transformer
     config_sentence_transformers.json   prompts, default_prompt_name
 
-Reading needs no torch; ``pool`` imports it when called.
+Reading the description needs no torch; ``pool`` imports it when called.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ MODES = tuple(LEGACY_KEYS.values())
 
 
 def read_spec(model_dir: str | Path) -> EmbeddingSpec | None:
-    """None where ``model_dir`` is no sentence-transformers directory. Raises ``PackagingError`` by name."""
+    """Read how ``model_dir`` pools; None if it is no sentence-transformers directory.
+
+    Raises ``PackagingError``, which names what is not supported.
+    """
     root = Path(model_dir)
     if not (root / "modules.json").is_file():
         return None
@@ -64,7 +67,7 @@ def read_spec(model_dir: str | Path) -> EmbeddingSpec | None:
 
 
 def transformer_dir(model_dir: str | Path) -> Path:
-    """Where the transformer of ``model_dir`` lies: a sub-directory in older sentence-transformers layouts."""
+    """The folder of the transformer in ``model_dir``: a sub-directory in older sentence-transformers layouts."""
     root = Path(model_dir)
     if not (root / "modules.json").is_file():
         return root
@@ -74,7 +77,7 @@ def transformer_dir(model_dir: str | Path) -> Path:
 
 
 def _tokenizer_lowercases(*folders: Path) -> bool:
-    """Whether the tokenizer does what ``do_lower_case`` asks for; sentence-transformers would do it once more."""
+    """Whether the tokenizer lowercases itself, as ``do_lower_case`` asks; sentence-transformers would do it again."""
     normalizer = next((found["normalizer"] for folder in folders if (found := _read(folder / "tokenizer.json"))), None)
     steps = (normalizer or {}).get("normalizers") or [normalizer or {}]
     return any(
@@ -94,7 +97,7 @@ def _mode(config: dict[str, Any]) -> str:
 
 
 def _read(path: Path) -> Any:
-    """The file's JSON; {} where there is none."""
+    """The file's JSON; {} if there is no such file."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -104,10 +107,10 @@ def _read(path: Path) -> Any:
 
 
 def pool(hidden: Any, lengths: Sequence[int], mode: str) -> Any:
-    """``hidden`` [T, D] of sequences one after another -> float32 [len(lengths), D]."""
+    """Pool ``hidden`` [T, D], sequences of ``lengths`` one after another -> float32 [len(lengths), D]."""
     import torch
 
-    def sums(rows: Any) -> Any:  # a bag each: in order like segment_reduce, and 20 times as fast
+    def sums(rows: Any) -> Any:  # one bag per sequence: adds in order like segment_reduce, and 20 times as fast
         every = torch.arange(len(rows), device=rows.device)
         return torch.nn.functional.embedding_bag(every, rows, ends - sizes, mode="sum")
 

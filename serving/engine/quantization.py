@@ -1,12 +1,12 @@
-"""int8 linears: weights by output channel, activations by token.
+"""int8 linears: per-channel quantization of weights, per-token quantization of activations.
 
-A scale for each token, never one for the tensor: with one, a request's result depends on what shares its batch, and
-perplexity doubles. The product of int8 rows is exact in int32, so a token's result is bitwise the same alone or in
-any batch.
+Each token has a scale of its own, rather than one scale for the whole tensor: with a shared scale, a request's result
+depends on the rest of its batch, and perplexity doubles. The product of int8 rows is exact in int32, so a token's
+result is bitwise the same alone or in any batch.
 
-Time of 30 layers of SmolLM2-135M's fused shapes with the quantisation, on 2 Zen 4 cores, in ms at 1 / 8 / 32 rows:
+Time of 30 layers of SmolLM2-135M's fused shapes, quantisation included, on 2 Zen 4 cores, in ms at 1 / 8 / 32 rows:
 ``_int_mm`` 7.7 / 13 / 25; ``onednn.qlinear`` with zero point 128 11 / 12.5 / 22; ``_weight_int8pack_mm`` 44 / 356 /
-1416. The first is used: best at one row, exact by construction, and the same op on CUDA.
+1416. The first is used: it is fastest at one row, exact by construction, and the same op on CUDA.
 """
 
 from __future__ import annotations
@@ -15,19 +15,22 @@ import torch
 import torch.nn.functional as F
 
 LEVELS = 127  # symmetric: -128 is left unused so that x and -x quantise alike
-TINY = 1e-12  # a row of zeros has scale TINY rather than 0, and quantises to zeros
-CUDA_MIN_ROWS = 17  # torch._int_mm on CUDA refuses 16 rows and fewer
-CUDA_MULTIPLE = 8  # and widths that are no multiple of this
+TINY = 1e-12  # the scale of a row of zeros, rather than 0: the row quantises to zeros
+CUDA_MIN_ROWS = 17  # torch._int_mm on CUDA refuses 16 rows or fewer
+CUDA_MULTIPLE = 8  # and widths that are not a multiple of this
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``x`` [T, K] float -> int8 [T, K] and float32 scales [T, 1] with ``x ≈ q * scale``."""
+    """Quantise ``x`` [T, K] float -> int8 [T, K] and float32 scales [T, 1] with ``x ≈ q * scale``."""
     scale = x.abs().amax(-1, keepdim=True).float().mul_(1 / LEVELS).clamp_min_(TINY)
-    return (x * scale.reciprocal()).round_().to(torch.int8), scale  # as native/linear.h has it, to the bit
+    return (x * scale.reciprocal()).round_().to(torch.int8), scale  # bit for bit as in native/linear.h
 
 
 def can_quantize(weight: torch.Tensor) -> bool:
-    """Gates and scalar heads stay in float: they cost nothing and steer much. On CUDA the widths must fit the op."""
+    """Whether a weight [N, K] can be quantised. On CUDA the widths must fit the op.
+
+    Gates and scalar heads stay in float: they cost nothing and have a large effect.
+    """
     rows, columns = weight.shape
     if min(rows, columns) < 16:
         return False
@@ -44,7 +47,7 @@ class Int8Weight:
 
     @classmethod
     def of(cls, values: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> Int8Weight:
-        """Of weights that ``quantize_rows`` made int8 before, for a model in ``dtype``."""
+        """From weights that ``quantize_rows`` quantised earlier, for a model in ``dtype``."""
         weight = cls.__new__(cls)
         weight._hold(values, scale, bias, dtype)
         return weight
@@ -59,7 +62,7 @@ class Int8Weight:
         rows = x.shape[0]
         if x.is_cuda and rows < CUDA_MIN_ROWS:
             q = F.pad(q, (0, 0, 0, CUDA_MIN_ROWS - rows))
-        # The transposed view, not a transposed copy: measured 2x faster at one row.
+        # A transposed view, not a transposed copy: measured 2x faster at one row.
         y = torch._int_mm(q, self.values.t())[:rows].float().mul_(row_scale).mul_(self.scale)
         if self.bias is not None:
             y.add_(self.bias)

@@ -3,9 +3,9 @@
 ::
 
     row      a a a | b b b | c c c c c      sorted by length
-    calls    [2, H, 3, D]    [1, H, 5, D]   equal lengths share a call; no mask, no padding
+    calls    [2, H, 3, D]    [1, H, 5, D]   sequences of equal length share a call; no mask, no padding
 
-Bidirectional or causal as the module says. What it does not know it refuses rather than ignores.
+Attention is bidirectional or causal, as the module says. Options that are not known are refused rather than ignored.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NAME = "mlflow_llm_ragged"
 
 
 class RaggedPlan:
-    """``lengths`` of the row's sequences in order; equal ones should be neighbours."""
+    """The layout of a row: ``lengths`` of its sequences in order. Equal lengths should be neighbours."""
 
     __slots__ = ("runs",)
 
@@ -37,7 +37,7 @@ class RaggedPlan:
             start += count * length
 
     def attend(self, query: Any, key: Any, value: Any, scale: float, causal: bool, window: int | None) -> Any:
-        """query [H, T, D], key and value [Hkv, T, D] -> [T, H, Dv]."""
+        """Attention of query [H, T, D] over key and value [Hkv, T, D] -> [T, H, Dv]."""
         heads, tokens, _ = query.shape
         out = query.new_empty(tokens, heads, value.shape[-1])
         for start, count, length in self.runs:
@@ -52,7 +52,7 @@ class RaggedPlan:
 
 
 def _window_mask(length: int, window: int, like: Any, causal: bool) -> Any:
-    """Tokens nearer than ``window``; causal, those before and the token itself alone. [L, L]."""
+    """Mask [L, L] of the tokens nearer than ``window``; if causal, only the token itself and those before it."""
     at = torch.arange(length, device=like.device)
     distance = at[:, None] - at[None, :]
     return (distance >= 0) & (distance < window) if causal else distance.abs() < window
@@ -70,7 +70,10 @@ def attend(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Any, None]:
-    """query [1, H, T, D], key and value [1, Hkv, T, D] -> ([1, T, H, Dv], no weights)."""
+    """Attention as transformers calls it: query [1, H, T, D], key and value [1, Hkv, T, D] -> ([1, T, H, Dv], None).
+
+    Raises ``UnsupportedAttentionError`` for options that are not known.
+    """
     name = type(module).__name__
     refuse_unknown(module, attention_mask, kwargs)
     if softcap is not None:

@@ -1,5 +1,8 @@
-"""Random numbers by (seed, position, token), whatever else is sampled: the counter-based generator Philox 4x64
-(Salmon et al. 2011, numpy's), keyed by seed and position, its counter running over the vocabulary."""
+"""Random numbers that depend on (seed, position, token) alone, whatever else is sampled.
+
+They come from numpy's counter-based generator Philox 4x64 (Salmon et al. 2011), keyed by seed and position; its counter
+runs over the vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,10 @@ import torch
 
 
 def exponentials(seeds: Sequence[int], positions: Sequence[int], size: int) -> Any:
-    """Times at rate one, float32 [len(seeds), size], all above zero. ``seeds`` are uint64, ``positions`` below 2**32.
+    """Exponential times at rate one, float32 [len(seeds), size], all above zero.
 
-    Made of 32 random bits each: near zero, where races are won, a time keeps float32's relative precision.
+    ``seeds`` are uint64, ``positions`` below 2**32. Each time is made of 32 random bits: near zero, where races are
+    won, it keeps float32's relative precision.
     """
     bits = np.empty((len(seeds), size), dtype=np.uint32)
     for row, seed, position in zip(bits, seeds, positions, strict=True):
@@ -24,8 +28,10 @@ def exponentials(seeds: Sequence[int], positions: Sequence[int], size: int) -> A
 
 
 def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> Any:
-    """Numbers in [0, 1), float64 [len(seeds)], which have nothing to do with the times of the same seeds and positions:
-    the counter begins elsewhere."""
+    """Uniform numbers in [0, 1), float64 [len(seeds)].
+
+    They are independent of the times of the same seeds and positions, since the counter begins elsewhere.
+    """
     bits = np.empty(len(seeds), dtype=np.uint64)
     for row, (seed, position) in enumerate(zip(seeds, positions, strict=True)):
         key = np.array([seed, position], dtype=np.uint64)

@@ -1,8 +1,8 @@
-"""One forward: lay the runs out as a flat row of tokens and compute it, by the model's own code or natively.
+"""One forward pass: lay the runs out as a flat row of tokens and compute it, by the model's own code or natively.
 
 ::
 
-    StepForward         forward(ids, rows, adapters, kept) -> logits of the places kept
+    StepForward         forward(ids, rows, adapters, kept) -> logits at the places kept
     ├── ModelForward    transformers' code with our attention, linears and adapters: every architecture, every device
     └── NativeDecoder   native_decoder.py: a whole step in one call, for the decoders of decoder_forms.py on CPU
 """
@@ -23,7 +23,7 @@ from .virtual_tokens import VirtualTokens
 
 
 class StepForward(Protocol):
-    """Used by the engine's thread alone: the one that made the model."""
+    """Computes one step. Used only by the engine's thread, which made the model."""
 
     @property
     def wants_decodes_together(self) -> bool:
@@ -38,14 +38,16 @@ class StepForward(Protocol):
         kept: Sequence[int],
         virtual: VirtualTokens | None = None,
     ) -> Any:
-        """Logits [len(kept), V] of the places ``kept`` in the flat row ``ids`` (int64), which ``rows`` make up one
-        after the other, each of its adapter. Writes the KV of every token. ``virtual``: ids that are of no
-        vocabulary, and what they stand for."""
+        """Compute a step: logits [len(kept), V] at the places ``kept`` of the flat row ``ids`` (int64).
+
+        ``rows`` make up the flat row one after the other, each with its adapter. Writes the KV of every token.
+        ``virtual``: the ids outside the vocabulary, and the vectors that they stand for.
+        """
         ...
 
 
 class ModelForward:
-    """``lora`` is the adapter pool or None."""
+    """Runs transformers' code. ``lora`` is the adapter pool or None."""
 
     wants_decodes_together = True
 
@@ -97,20 +99,22 @@ class ModelForward:
 
 
 class Runner:
-    """Lays runs out as one flat row, computes it by ``forward`` and enters its KV as valid in ``cache``; where it is to
-    be ``batch_invariant``, each piece of a run by itself."""
+    """Lays runs out as one flat row, computes it by ``forward`` and marks its KV as valid in ``cache``.
+
+    With ``batch_invariant``, it computes each piece of a run by itself.
+    """
 
     def __init__(self, forward: StepForward, cache: KVCache, *, batch_invariant: bool = False) -> None:
         self.step_forward = forward
         self._cache = cache
         self._batch_invariant = batch_invariant
         self.num_steps = 0
-        self.num_tables = 0  # requests in flight that brought a prompt table
+        self.num_tables = 0  # requests in flight with a prompt table
 
     def forward(self, runs: Sequence[Run]) -> tuple[list[Run], Any]:
         """Compute the KV of ``runs``.
 
-        Returns the runs in the order they were laid out, and logits [sum of ``num_logits``, V] in that order.
+        Returns the runs in the order in which they were laid out, and logits [sum of ``num_logits``, V] in that order.
         """
         if self._batch_invariant:
             runs, logits = list(runs), torch.cat([part for run in runs for part in self._alone(run)])
@@ -129,8 +133,10 @@ class Runner:
         return runs, logits
 
     def _alone(self, run: Run) -> Iterator[Any]:
-        """The logits of each of its pieces. One that needs any is computed with those of all of its tokens: the shape
-        must not depend on how many are needed."""
+        """The logits that each piece of ``run`` needs.
+
+        If a piece needs any, they are computed for all of its tokens: the shape must not depend on how many are needed.
+        """
         sequence, end = run.sequence, run.start + run.num_tokens
         for start, stop in pieces(run.start, end, sequence.num_prompt):
             ids = sequence.slice(start, stop).astype(np.int64)
@@ -158,7 +164,7 @@ def rows_kept(runs: Sequence[Run]) -> list[int]:
 
 
 def virtual_tokens(runs: Sequence[Run], ids: Any) -> VirtualTokens | None:
-    """The tokens of ``ids`` that are rows of their request's prompt table; None where there are none."""
+    """The tokens of ``ids`` that are rows of their request's prompt table; None if there are none."""
     places, vectors, at = [], [], 0
     for run in runs:
         first, at = at, at + run.num_tokens
