@@ -1,4 +1,4 @@
-"""``Answer``, what the object API returns for a request, and the conversions that its two faces share."""
+"""``Answer``, the object API's reply to a request, and the conversions shared by its threaded and asyncio forms."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ class Answer:
     """A whole reply. ``str(answer)`` is the text of its first choice.
 
     Attributes:
-        choices: one for each prompt and each of ``n``, in order: text, reasoning, tool calls, finish reason, log
+        choices: ``n`` choices for each prompt, in order, with text, reasoning, tool calls, finish reason and log
             probabilities.
-        usage: tokens of the prompt (``prompt_tokens``, ``cached_tokens``) and of all choices (``completion_tokens``,
-            of which ``reasoning_tokens``; of drafts ``draft_tokens`` and ``accepted_draft_tokens``).
+        usage: tokens of the prompt (``prompt_tokens``, including ``cached_tokens``) and of all choices
+            (``completion_tokens``, including ``reasoning_tokens``); ``draft_tokens`` and ``accepted_draft_tokens``
+            count speculative decoding.
     """
 
     choices: tuple[Choice, ...]
@@ -46,17 +47,17 @@ class Answer:
 
     @property
     def reasoning(self) -> str:
-        """What the model thought before the text of the first choice; "" where it does not say."""
+        """The reasoning that the model wrote before the text of the first choice; "" if there is none."""
         return self.choices[0].reasoning
 
     @property
     def tool_calls(self) -> tuple[ReplyCall, ...]:
-        """The tools that the first choice calls: ``id``, ``name`` and ``arguments``, which are JSON."""
+        """The tool calls of the first choice: ``id``, ``name`` and ``arguments`` (JSON text)."""
         return self.choices[0].calls
 
     @property
     def message(self) -> dict[str, Any]:
-        """The first choice as a message in OpenAI's form, to be sent back before what the tools have answered."""
+        """The first choice as a message in OpenAI's form, to send back ahead of the tools' results."""
         return openai_replies.message(self.choices[0])
 
     @property
@@ -76,7 +77,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """A document of a ranking: its place in the request, how relevant it is, and its text."""
+    """A ranked document: its index in the request, its relevance score, and its text."""
 
     index: int
     score: float
@@ -84,21 +85,21 @@ class Ranked:
 
 
 def scores_of(reply: Reply, first: str | list[str], second: str | list[str]) -> Any:
-    """The score of two texts, or an array of scores where lists were compared."""
+    """Return the score of two texts, or an array of scores if lists were compared."""
     if isinstance(first, str) and isinstance(second, str):
         return reply.scores[0]
     return np.array(reply.scores, dtype=np.float32)
 
 
 def ranked_of(request: ValidRequest, reply: Reply) -> list[Ranked]:
-    """Best first."""
+    """Return the documents of ``reply``, best first."""
     assert request.scoring is not None
     texts = request.scoring.documents or ("",) * len(reply.scores)
     return [Ranked(index, reply.scores[index], texts[index]) for index in order(request, reply)]
 
 
 class StreamedText:
-    """What the text streams of threads and of coroutines have in common: what has been said so far."""
+    """The state shared by the text streams of threads and of coroutines: the reply so far."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -108,7 +109,7 @@ class StreamedText:
         self.finish_reason: str | None = None
 
     def take(self, piece: Piece) -> str:
-        """The new text that ``piece`` has; what else it says is kept."""
+        """Return the new text in ``piece``, and keep everything else that it holds."""
         if isinstance(piece, Done):
             self.usage = piece.usage
         elif isinstance(piece, Ended):
@@ -123,7 +124,7 @@ class StreamedText:
 
     @property
     def tool_calls(self) -> tuple[ReplyCall, ...]:
-        """The tools that have been called so far, the last one with as much of its arguments as there is."""
+        """The tool calls so far; the arguments of the last may still be incomplete."""
         return self._calls.calls
 
     def __repr__(self) -> str:
@@ -131,16 +132,16 @@ class StreamedText:
 
 
 def turns_of(messages: Messages) -> Any:
-    """``messages`` as a request has them: a text is one message of the user. Checked where requests are."""
+    """Return ``messages`` in a request's form: a text becomes one user message. They are checked with the request."""
     return [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
 
 
 def check_streamable(request: ValidRequest) -> None:
-    """Raises ``InvalidField`` for more than one choice: a ``TextStream`` is one text."""
+    """Raise ``InvalidField`` for more than one choice: a ``TextStream`` is one text."""
     if len(request.sequences) > 1:
         raise InvalidField("stream", True, "false with more than one choice; predict_stream streams several")
 
 
 def vector_of(data: bytes) -> Vectors:
-    """Little-endian float32 as an array ``[dim]``."""
+    """Return little-endian float32 bytes as an array ``[dim]``."""
     return np.frombuffer(data, dtype="<f4").astype(np.float32)

@@ -1,4 +1,4 @@
-"""``load_bundle``: the parts of a saved model, wherever MLflow keeps it."""
+"""``load_bundle``: find the parts of a saved model, wherever MLflow keeps it."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from .manifest import Verify
 
 @raises_mlflow
 def load_bundle(model_uri: str | os.PathLike[str], verify: Verify | None = None) -> Bundle:
-    """The parts of a saved model as absolute paths, checked against its manifest.
+    """Return the parts of a saved model as absolute paths, checked against its manifest.
 
     Args:
         model_uri: a local directory, or any URI that MLflow can download.
         verify: "size" (the default) compares the list of files and their sizes; "full" hashes every byte.
-            None takes the environment variable MLFLOW_LLM_VERIFY.
+            None reads the environment variable MLFLOW_LLM_VERIFY.
 
     Raises:
-        MlflowException: ``errors.ModelNotFound`` where there is no such model, ``errors.PackagingError`` where it is
-            damaged, was changed, is of a later format, or its base cannot be fetched.
+        MlflowException: ``errors.ModelNotFound`` if there is no such model; ``errors.PackagingError`` if it is damaged,
+            was changed or is of a later format, or if its base cannot be fetched.
     """
     return read_bundle(local_root(model_uri), verify=verify)

@@ -32,9 +32,9 @@ from .session import Session
 class TextStream(StreamedText):
     """A reply as it is generated: iterating yields pieces of its text (one choice).
 
-    ``text`` is what has been yielded so far, ``reasoning`` and ``tool_calls`` what was said beside it; ``usage`` and
-    ``finish_reason`` are set when the iteration has ended, None before. ``close``, or leaving a ``with`` early, aborts
-    the request. Iterating raises the ``MlflowException`` that the request fails with.
+    ``text`` is the text yielded so far; ``reasoning`` and ``tool_calls`` hold the reasoning and tool calls received so
+    far. ``usage`` and ``finish_reason`` are None until the iteration has ended. ``close``, or leaving a ``with`` block
+    early, aborts the request. If the request fails, iterating raises its ``MlflowException``.
     """
 
     def __init__(self, session: Session, request: ValidRequest) -> None:
@@ -58,14 +58,14 @@ class TextStream(StreamedText):
 
 
 class LanguageModel:
-    """A loaded model, the object API: ``chat``, ``complete``, ``embed``, and ``aio`` for coroutines.
+    """A loaded model (the object API): ``chat``, ``complete``, ``embed``, and ``aio`` for coroutines.
 
-    Its engine process starts at the first request and ends with its last client: use the object in a ``with``,
-    ``close`` it, or drop it. A pickled or copied object is a client of its own, of the running engine or of a new one.
+    The engine process starts at the first request and ends with its last client: use the object in a ``with`` block,
+    ``close`` it, or drop it. A pickled or copied object is a separate client, of the running engine or of a new one.
 
-    Methods take any request field by its name (``max_tokens=64, temperature=0``). They raise ``errors.InvalidField``,
-    which names field, value and what is allowed; every error is a ``MlflowException`` of ``errors``. Thread-safe: the
-    requests of all threads run in one batch.
+    Methods take any request field by its name (``max_tokens=64, temperature=0``). For a field that is not allowed they
+    raise ``errors.InvalidField``, which names the field, its value and what is allowed. Every error is an
+    ``MlflowException`` from ``errors``. Thread-safe: the requests of all threads run in one batch.
     """
 
     def __init__(self, bundle: Bundle, settings: EngineSettings, defaults: Mapping[str, Any] | None = None) -> None:
@@ -73,7 +73,7 @@ class LanguageModel:
 
     @classmethod
     def over(cls, session: Session) -> LanguageModel:
-        """The object API over a session that exists: closing either closes both."""
+        """Create the object API over an existing session. Closing either closes both."""
         model = cls.__new__(cls)
         model._session = session
         return model
@@ -85,13 +85,12 @@ class LanguageModel:
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """What the model can do, its first task first: of ``chat``, ``completions``, ``embeddings`` and
-        ``score``."""
+        """The model's tasks, the main one first: ``chat``, ``completions``, ``embeddings`` or ``score``."""
         return self._session.bundle.tasks
 
     @property
     def settings(self) -> EngineSettings:
-        """The engine settings, with those given to ``load_model``."""
+        """The engine settings, including those given to ``load_model``."""
         return self._session.settings
 
     @property
@@ -115,13 +114,13 @@ class LanguageModel:
         Args:
             messages: messages in OpenAI's form (``[{"role": "user", "content": "Hi"}]``), or the user's text.
             adapter: the adapter that answers; None is the model's default.
-            stream: give a ``TextStream`` instead of waiting for the whole ``Answer``.
-            fields: any other request field by its name, such as ``max_tokens=64``, ``tools=[…]`` or
-                ``response_format={"type": "json_object"}``, in OpenAI's form.
+            stream: return a ``TextStream`` instead of waiting for the whole ``Answer``.
+            fields: any other request field by its name, in OpenAI's form, such as ``max_tokens=64``, ``tools=[…]`` or
+                ``response_format={"type": "json_object"}``.
 
         Raises:
             MlflowException: ``InvalidField`` for a field that is not allowed, ``ContextTooLong`` for too many tokens,
-                others of ``errors``.
+                or another of ``errors``.
         """
         return self._generate({"messages": turns_of(messages), "adapter": adapter, **fields}, stream)
 
@@ -138,7 +137,7 @@ class LanguageModel:
     ) -> Answer | TextStream:
         """Continue a text. Several prompts give one ``Answer`` with a choice for each, in order.
 
-        Arguments and errors are those of ``chat``, with ``prompt`` for ``messages``.
+        Arguments and errors are those of ``chat``, with ``prompt`` instead of ``messages``.
         """
         return self._generate({"prompt": prompt, "adapter": adapter, **fields}, stream)
 
@@ -154,9 +153,9 @@ class LanguageModel:
         """Embed texts.
 
         Args:
-            texts: one text, or n of them.
+            texts: one text, or a list of n.
             adapter: the adapter that embeds; None is the model's default.
-            stream: give an iterator over vectors ``[dim]``, in the order of the texts, as they are computed.
+            stream: return an iterator over vectors ``[dim]``, in the order of the texts, as they are computed.
             fields: any other request field by its name, such as ``dimensions=256``.
 
         Returns:
@@ -174,11 +173,11 @@ class LanguageModel:
 
     @raises_mlflow
     def score(self, text_1: str | list[str], text_2: str | list[str], **fields: Any) -> Any:
-        """How well texts fit each other: a cross-encoder's scores, or the cosine of an embedding model's vectors.
+        """Score how well texts match: a cross-encoder's scores, or the cosine of an embedding model's vectors.
 
         Args:
-            text_1: one text, or n of them.
-            text_2: one text, or n: each is compared with its own of ``text_1``, or with the only one.
+            text_1: one text, or a list of n.
+            text_2: one text, or a list of n. Each is compared with its counterpart in ``text_1``, or with the only one.
             fields: any other request field by its name, such as ``truncate_prompt_tokens=-1``.
 
         Returns:
@@ -192,15 +191,15 @@ class LanguageModel:
 
     @raises_mlflow
     def rerank(self, query: str, documents: list[str], *, top_n: int | None = None, **fields: Any) -> list[Ranked]:
-        """Documents in the order of their relevance to ``query``, best first, ``top_n`` of them.
+        """Rank documents by their relevance to ``query``, best first, and return the first ``top_n`` (None: all).
 
-        Arguments and errors are those of ``score``.
+        Other arguments and errors are those of ``score``.
         """
         request = self._session.valid({"query": query, "documents": documents, "top_n": top_n, **fields})
         return ranked_of(request, self._session.reply(request))
 
     def close(self) -> None:
-        """Give the engine up; its process ends when it has no other client. Closing twice is harmless."""
+        """Release the engine; its process ends when it has no other client. Closing twice is harmless."""
         self._session.close()
 
     def __enter__(self) -> LanguageModel:
@@ -226,7 +225,7 @@ class LanguageModel:
         return Answer(choices=reply.choices, usage=reply.usage)
 
     def _vectors(self, request: ValidRequest) -> Iterator[Vectors]:
-        """Vectors in the order of the texts; the engine computes them in another."""
+        """Yield vectors in the order of the texts; the engine may compute them in a different order."""
         early: dict[int, bytes] = {}
         following = 0
         with as_mlflow(), self._session.pieces(request) as pieces:

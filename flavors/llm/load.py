@@ -1,4 +1,4 @@
-"""``load_model``, the loader that MLflow calls, and ``close``, which gives a loaded model's engine up."""
+"""``load_model``, the loader that MLflow calls, and ``close``, which releases the engine of a loaded model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ M = TypeVar("M", bound="LanguageModel | PyfuncModel | PyFuncModel")
 def load_model(model_uri: str, dst_path: str | None = None, **settings: Unpack[LoadOptions]) -> LanguageModel:
     """Load a logged model as an object with ``chat``, ``complete`` and ``embed``.
 
-    Its engine starts at the first request, not here.
+    The engine starts at the first request, not here.
 
     Args:
         model_uri: a local directory, or any URI that MLflow can download (``models:/assistant@champion``).
@@ -43,8 +43,8 @@ def load_model(model_uri: str, dst_path: str | None = None, **settings: Unpack[L
             ``dtype="bfloat16"``; also ``default_adapter``, ``defaults`` and ``generation_config`` (``{}`` for none).
 
     Raises:
-        MlflowException: ``errors.ModelNotFound`` where there is no such model, ``errors.PackagingError`` where it is
-            damaged, of a later format, or a setting is not allowed.
+        MlflowException: ``errors.ModelNotFound`` if there is no such model; ``errors.PackagingError`` if it is damaged
+            or of a later format, or if a setting is not allowed.
     """
     return LanguageModel.over(_session(model_uri, dst_path, dict(settings)))
 
@@ -53,13 +53,14 @@ def load_model(model_uri: str, dst_path: str | None = None, **settings: Unpack[L
 def as_responses_agent(
     model_uri: str, dst_path: str | None = None, **settings: Unpack[LoadOptions]
 ) -> LoggedModelAgent:
-    """Load a logged model as MLflow's ``ResponsesAgent``: ``predict`` and ``predict_stream`` in the form of OpenAI's
-    Responses API, traced as agents are.
+    """Load a logged model as an MLflow ``ResponsesAgent``.
+
+    Its ``predict`` and ``predict_stream`` use the form of OpenAI's Responses API, and MLflow traces it as an agent.
 
     Args:
         model_uri: a local directory, or any URI that MLflow can download.
         dst_path: an existing local directory to download to; None lets MLflow choose.
-        settings: as those of ``load_model``.
+        settings: as for ``load_model``.
 
     Raises:
         MlflowException: as ``load_model``.
@@ -78,7 +79,7 @@ def _session(model_uri: str, dst_path: str | None, settings: dict[str, Any]) -> 
 
 @raises_mlflow
 def _load_pyfunc(path: str, model_config: dict[str, Any] | None = None) -> PyfuncModel:
-    """Load the model under ``path`` for ``mlflow.pyfunc.load_model``, whose entry point this is."""
+    """Load the model under ``path``: the entry point for ``mlflow.pyfunc.load_model``."""
     signature_enforcement.install()
     root = Path(path)
     bundle, config = configured(root, model_config)
@@ -89,13 +90,13 @@ def _load_pyfunc(path: str, model_config: dict[str, Any] | None = None) -> Pyfun
 
 
 def close(model: LanguageModel | PyfuncModel | PyFuncModel) -> None:
-    """Give up the engine of a model that ``load_model`` or ``mlflow.pyfunc.load_model`` returned.
+    """Release the engine of a model that ``load_model`` or ``mlflow.pyfunc.load_model`` returned.
 
-    Its running requests end with an error; the engine process ends when it has no other client. Closing twice is
-    harmless. An object that is dropped gives its engine up by itself.
+    Its running requests end with an error. The engine process ends when it has no other client. Closing twice is
+    harmless. A garbage-collected object releases its engine by itself.
 
     Raises:
-        MlflowException: ``model`` is no model of this flavor.
+        MlflowException: ``model`` is not a model of this flavor.
     """
     _own(model).close()
 
@@ -105,7 +106,7 @@ def closing(model: M) -> Iterator[M]:
     """Close ``model`` at the end of the block: ``with closing(mlflow.pyfunc.load_model(uri)) as model:``.
 
     Raises:
-        MlflowException: ``model`` is no model of this flavor.
+        MlflowException: ``model`` is not a model of this flavor.
     """
     own = _own(model)
     try:

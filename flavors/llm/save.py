@@ -1,4 +1,4 @@
-"""``save_model`` and ``log_model``: a language model with all that belongs to it, as one MLflow model."""
+"""``save_model`` and ``log_model``: save a language model with everything it needs as one MLflow model."""
 
 from __future__ import annotations
 
@@ -69,45 +69,46 @@ def save_model(
     """Save a language model to the local directory ``path`` as an MLflow model.
 
     Args:
-        path: where to save; it must not exist or be empty.
-        model: a ``PreTrainedModel``; a ``PeftModel`` (base and adapters are stored apart); a Hugging Face or
-            sentence-transformers directory (files are taken as they are); a GGUF file; or a hub id.
-        tokenizer: a transformers tokenizer, or a directory. None: the model directory's own.
-        adapters: name → ``PeftModel`` or directory in peft's layout.
+        path: where to save the model; the directory must be empty or not exist yet.
+        model: a ``PreTrainedModel``; a ``PeftModel`` (its base and adapters are stored separately); a Hugging Face or
+            sentence-transformers directory (its files are stored unchanged); a GGUF file; or a hub id.
+        tokenizer: a transformers tokenizer, or a directory. None: the tokenizer in the model directory.
+        adapters: adapters by name, each a ``PeftModel`` or a directory in peft's layout.
         chat_template: a template, its path, or several by name (``{"default": …, "tool_use": …}``). None: the
             tokenizer's own.
-        task: "chat", "completions", "embeddings", "score" (a cross-encoder), or several; None: what the model can do.
-        base: URI of a registered model (``models:/assistant/3``), for ``adapters`` alone over it, with ``model=None``.
-            What the base was saved with holds for them too where nothing else is given here (docs/adapters.md).
-        default_adapter: the adapter of requests that name none; None: the base answers them, or with ``base`` what
-            answers them there.
-        defaults: request fields used where a request says nothing, such as ``{"max_tokens": 256}``.
-        generation_config: the model's own sampling defaults, under ``defaults``: a dict or a
-            ``transformers.GenerationConfig``; ``{}`` for none. None: what the model's ``generation_config.json`` says.
+        task: "chat", "completions", "embeddings", "score" (a cross-encoder), or a list of several. None: every task
+            that the model can do.
+        base: URI of a registered model (``models:/assistant/3``) on which the ``adapters`` are logged alone, with
+            ``model=None``. They inherit what the base was saved with unless you override it here (docs/adapters.md).
+        default_adapter: the adapter for requests that name none. None: the base answers such requests; with ``base``,
+            the default adapter of that model does.
+        defaults: values for request fields that a request leaves out, such as ``{"max_tokens": 256}``.
+        generation_config: the model's own sampling defaults, which ``defaults`` override: a dict or a
+            ``transformers.GenerationConfig``; ``{}`` for none. None: the model's ``generation_config.json``.
         embedding: pooling and prompts (``serving.bundle.EmbeddingSpec`` or some of its fields). None: the model's own.
         tool_format: how the model writes tool calls: the name of a known format ("hermes"), a ``ToolFormat``, or a dict
-            of its fields. None: what its chat templates and its tokenizer show.
-        quantize: "int8" stores the model's linears as an engine with ``quantization="int8"`` would make them at each
-            start, to the bit, and not as they were (docs/quantize.md); "int4" those in four bits that bear it, for
-            decoders. None: weights are stored as they are.
-        calibration: texts like those that the model will see, by which weights of four bits are chosen,
-            beside what it writes by itself; the first 16,384 tokens are taken. None: Python's own documentation.
-        revision: branch, tag or commit of a hub id, which ``model`` has to be then.
-        mlflow_model: the ``mlflow.models.Model`` that this flavor is added to.
-        signature: None for the lossless one, which passes every request field on.
-        input_example: an example request; MLflow runs it when the model is logged. None saves a default one, which
-            is not run; False saves none.
-        metadata: saved in the MLmodel file.
+            of its fields. None: detected from the chat templates and the tokenizer.
+        quantize: "int8" stores the model's linears quantised instead of as they came, bit for bit as an engine with
+            ``quantization="int8"`` would quantize them at each start (docs/quantize.md). "int4", for decoders only,
+            stores in four bits the linears that tolerate it. None: weights are stored as they are.
+        calibration: texts like those that the model will see. Together with text that the model generates itself, they
+            decide how int4 weights are chosen; the first 16,384 tokens are used. None: Python's own documentation.
+        revision: branch, tag or commit of the hub repository; ``model`` must then be a hub id.
+        mlflow_model: the ``mlflow.models.Model`` to add this flavor to.
+        signature: a signature for MLflow to enforce. None: a lossless one, which passes on every request field.
+        input_example: an example request, which MLflow runs when the model is logged. None saves a default example,
+            which is not run; False saves none.
+        metadata: a dict to save in the MLmodel file.
         pip_requirements: replaces the default list; extra_pip_requirements adds to it; conda_env gives its pip part.
-        code_paths: local files or folders to carry in the model and to put on the path when it is loaded.
-        model_config: settings by name, or the path of a YAML file.
-        link_files: hard-link the files of a local directory instead of copying them. They share their bytes then.
+        code_paths: local files or folders to store with the model and to put on Python's path when it is loaded.
+        model_config: settings by name, or the path of a YAML file with them.
+        link_files: hard-link the files of a local directory instead of copying them. Both then share the same bytes.
         validate_serving_input: whether MLflow runs the example when the model is logged.
         settings: engine settings (``serving.settings.EngineSettings``), such as ``dtype="bfloat16"``.
 
     Raises:
-        MlflowException: ``errors.PackagingError`` where an argument is not allowed or the model would fail when it is
-            served; the message names it. Nothing is left in ``path`` then.
+        MlflowException: ``errors.PackagingError`` if an argument is not allowed or the model would fail when served;
+            the message names the argument. Nothing is left in ``path``.
     """
     own = _given(default_adapter=default_adapter, defaults=defaults, generation_config=generation_config)
     given = configs.merge(model_config, dict(settings), own)
@@ -209,17 +210,18 @@ def log_model(
     auth_policy: Any = None,
     **settings: Unpack[EngineOptions],
 ) -> ModelInfo:
-    """Log a language model to MLflow, and register it where ``registered_model_name`` is given.
+    """Log a language model to MLflow, and register it if ``registered_model_name`` is given.
 
-    ``registered_model_name`` to ``auth_policy`` are those of ``mlflow.models.Model.log``, all others of ``save_model``;
-    ``link_files`` is on: the files are uploaded from a temporary directory that is removed at once.
+    The arguments from ``registered_model_name`` to ``auth_policy`` are those of ``mlflow.models.Model.log``; all others
+    are those of ``save_model``. ``link_files`` is on by default, since the files are uploaded from a temporary directory
+    that is removed at once.
 
     Returns:
         MLflow's description of the logged model, with its ``model_uri`` and ``model_id``.
 
     Raises:
-        MlflowException: ``errors.PackagingError`` where an argument is not allowed or the model would fail when it is
-            served; the message names it. Others come from MLflow's store.
+        MlflowException: ``errors.PackagingError`` if an argument is not allowed or the model would fail when served;
+            the message names the argument. MLflow's store may raise others.
     """
     return Model.log(
         artifact_path=None,
@@ -265,14 +267,14 @@ def log_model(
 
 
 def mlflow_llm_flavor() -> Any:
-    """This flavor as the module that MLflow calls back."""
+    """Return this flavor's module, which MLflow calls back."""
     import importlib
 
     return importlib.import_module(LOADER_MODULE)
 
 
 def _check_metadata(metadata: Any, mlflow_model: Model | None) -> None:
-    """Of ``save_model``'s argument and of ``log_model``'s, which MLflow puts into the model."""
+    """Check the argument of ``save_model`` and that of ``log_model``, which MLflow has already put into the model."""
     for given in (metadata, None if mlflow_model is None else mlflow_model.metadata):
         if given is not None and not isinstance(given, dict):
             raise PackagingError(f"metadata: {shown(given)} is not allowed; expected a dict, or None")
@@ -285,7 +287,7 @@ def _prepare(root: Path) -> None:
 
 
 def _as_stored(config: configs.ModelConfig, stored: Any, *, asked: Any) -> configs.ModelConfig:
-    """``config`` with the quantization of the weights. Raises ``PackagingError`` where another one is asked for."""
+    """``config`` with the quantization of the stored weights. Raises ``PackagingError`` if another was asked for."""
     if stored is None:
         return config
     if asked is not None and asked != stored:
@@ -350,7 +352,7 @@ def _warn(without_effect: dict[str, Any]) -> None:
 
 
 def _example(given: Any, manifest: Manifest, *, run_at_log_time: Any) -> Any:
-    """The caller's example, else a default one; None where MLflow would start an engine to run a default one."""
+    """The caller's example, else a default one; None if MLflow would start an engine only to run a default one."""
     if given is False or (given is None and run_at_log_time):
         return None
     return default_example(manifest.tasks) if given is None else given
@@ -361,7 +363,7 @@ def _given(**values: Any) -> dict[str, Any]:
 
 
 def _remove_partial(root: Path, *, keep_folder: bool) -> None:
-    """Remove what a refused save has written."""
+    """Remove the files that a refused save has written."""
     if not keep_folder:
         shutil.rmtree(root, ignore_errors=True)
         return
