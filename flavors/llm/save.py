@@ -89,7 +89,7 @@ def save_model(
         tool_format: how the model writes tool calls: the name of a known format ("hermes"), a ``ToolFormat``, or a dict
             of its fields. None: detected from the chat templates and the tokenizer.
         quantize: "int8" stores the model's linears quantised instead of as they came, bit for bit as an engine with
-            ``quantization="int8"`` would quantize them at each start (docs/quantize.md). "int4", for decoders only,
+            ``quantization="int8"`` would quantise them at each start (docs/quantize.md). "int4", for decoders only,
             stores in four bits the linears that tolerate it. None: weights are stored as they are.
         calibration: texts like those that the model will see. Together with text that the model generates itself, they
             decide how int4 weights are chosen; the first 16,384 tokens are used. None: Python's own documentation.
@@ -213,8 +213,8 @@ def log_model(
     """Log a language model to MLflow, and register it if ``registered_model_name`` is given.
 
     The arguments from ``registered_model_name`` to ``auth_policy`` are those of ``mlflow.models.Model.log``; all others
-    are those of ``save_model``. ``link_files`` is on by default, since the files are uploaded from a temporary directory
-    that is removed at once.
+    are those of ``save_model``. ``link_files`` is on by default: the files are uploaded from a temporary directory that
+    is removed at once.
 
     Returns:
         MLflow's description of the logged model, with its ``model_uri`` and ``model_id``.
