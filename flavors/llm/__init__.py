@@ -1,7 +1,7 @@
 """The MLflow flavor ``llm``: log a language model with its tokenizer, adapters and template; load it anywhere.
 
-A name's module is imported when the name is first asked for: who reads a model from a directory, as a server does,
-needs neither MLflow nor what logs models.
+Each public name is imported on first use, so a program that only reads a model from a directory, such as the server,
+imports neither MLflow nor the code that logs models.
 """
 
 from __future__ import annotations

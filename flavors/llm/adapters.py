@@ -20,7 +20,7 @@ PICKLED_WEIGHTS = "adapter_model.bin"
 
 
 def check_name(name: Any) -> str:
-    """``name``, which is a folder here and a part of ``endpoint:adapter`` on the wire. Raises ``PackagingError``."""
+    """Return ``name`` if it is valid as a folder and in ``endpoint:adapter`` requests. Raises ``PackagingError``."""
     if not isinstance(name, str) or not is_adapter_name(name):
         raise PackagingError(
             f"adapters: the name {shown(name)} is not allowed; expected up to 128 letters, digits, '_', '-' and '.',"
@@ -48,7 +48,7 @@ def place_adapters(adapters: dict[str, Any] | None, peft_model: Any, root: Path,
 
 
 def check_adapters(names: list[str], root: Path, skeleton: Any) -> None:
-    """Raises ``PackagingError`` naming the first adapter that does not fit the base: its type, modules or shapes."""
+    """Raise ``PackagingError`` for the first adapter whose type, modules or shapes do not fit the base."""
     from ...serving.engine.adapter_files import check_fits, read_adapter
     from ...serving.engine.virtual_tokens import embedding_width
 
@@ -105,7 +105,7 @@ def _read_config(file: Path) -> dict[str, Any]:
 
 
 def _write_config(config: dict[str, Any], file: Path) -> None:
-    """Write ``config`` without the base's name, unless that is a hub id: a path is meaningless on other machines."""
+    """Write ``config``, without the base's name unless it is a hub id: a path means nothing on another machine."""
     base = config.get("base_model_name_or_path")
     if isinstance(base, str) and (not re.fullmatch(r"[\w.-]+/[\w.-]+", base) or base.startswith(".")):
         config = config | {"base_model_name_or_path": None}

@@ -1,8 +1,8 @@
 """The object API for coroutines, the asynchronous twin of ``language_model``: ``await model.aio.chat(…)``.
 
-A request occupies no thread: the engine's client puts its events into a ``LoopQueue``, which wakes the coroutine that
-awaits them. The slow work before a request runs (starting the engine, template, tokenization) is done on threads of the
-event loop's executor. A cancelled task aborts its sequences, as does a stream that is closed or dropped.
+A running request occupies no thread: the engine's client puts its events into a ``LoopQueue``, which wakes the
+coroutine that awaits them. The slow work before that (starting the engine, rendering the template, tokenization) runs
+on threads of the event loop's executor. Cancelling a task, or closing or dropping a stream, aborts its sequences.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from .session import Session
 
 
 class LoopQueue:
-    """A queue written by any thread and read by one coroutine of the loop it was created on.
+    """A queue that any thread may write to, read by one coroutine of the loop that created it.
 
-    After ``wait`` there is an event, which ``get`` returns at once, or the queue was closed.
+    When ``wait`` returns, either ``get`` has an event to return at once or the queue was closed.
     """
 
     def __init__(self) -> None:
@@ -67,11 +67,11 @@ class LoopQueue:
             self._waiter.set_result(None)
 
     async def wait(self) -> None:
-        """Until there is an event or the queue was closed. A wake-up may be of an event that was read already."""
+        """Wait for an event or for ``close``. A wake-up may be for an event that was read already, hence the loop."""
         while not self._events and not self._closed:
             self._waiter = self._loop.create_future()
             try:
-                if not self._events and not self._closed:  # checked after the waiter is set: a later event wakes it
+                if not self._events and not self._closed:  # check again: only events after this point wake the waiter
                     await self._waiter
             finally:
                 self._waiter = None
@@ -84,7 +84,7 @@ class LoopQueue:
 
 
 class AsyncPieces:
-    """The pieces of one reply as they are generated, ``Done`` last: ``tasks.pieces.Pieces`` for coroutines."""
+    """An asynchronous iterator over the pieces of one reply, ``Done`` last: ``tasks.pieces.Pieces`` for coroutines."""
 
     def __init__(self, session: Session, request: ValidRequest) -> None:
         self._queue = LoopQueue()
@@ -110,7 +110,7 @@ class AsyncPieces:
             with as_mlflow():
                 while not self._ready:
                     await self._step()
-        except BaseException:  # StopAsyncIteration too: nothing follows
+        except BaseException:  # including StopAsyncIteration: nothing follows
             self.close()
             raise
         return self._ready.popleft()
@@ -131,7 +131,7 @@ class AsyncPieces:
         self._ready.extend(self._run.feed(event))
 
     def close(self) -> None:
-        """Abort the sequences that still run. Closing twice is harmless."""
+        """Abort the sequences that are still running. Closing twice is harmless."""
         self._ended = True
         self._stream.close()
         self._queue.close()
@@ -144,9 +144,9 @@ class AsyncPieces:
 class AsyncTextStream(StreamedText):
     """A reply as it is generated: ``async for`` yields pieces of its text (one choice).
 
-    ``text`` is what has been yielded so far, ``reasoning`` and ``tool_calls`` what was said beside it; ``usage`` and
-    ``finish_reason`` are set when the iteration has ended, None before. ``close``, or leaving an ``async with`` early,
-    aborts the request. Iterating raises the ``MlflowException`` that the request fails with.
+    ``text`` is the text yielded so far; ``reasoning`` and ``tool_calls`` hold the reasoning and tool calls received so
+    far. ``usage`` and ``finish_reason`` are None until the iteration has ended. ``close``, or leaving an ``async with``
+    block early, aborts the request. If the request fails, iterating raises its ``MlflowException``.
     """
 
     def __init__(self, pieces: AsyncPieces) -> None:
@@ -191,7 +191,7 @@ class AsyncLanguageModel:
     async def chat(
         self, messages: Messages, *, adapter: str | None = None, stream: bool = False, **fields: Any
     ) -> Answer | AsyncTextStream:
-        """Answer a conversation, as ``LanguageModel.chat``; ``stream=True`` gives an ``AsyncTextStream``."""
+        """Answer a conversation, like ``LanguageModel.chat``; ``stream=True`` gives an ``AsyncTextStream``."""
         return await self._generate({"messages": turns_of(messages), "adapter": adapter, **fields}, stream)
 
     @overload
@@ -205,7 +205,7 @@ class AsyncLanguageModel:
     async def complete(
         self, prompt: str | list[str], *, adapter: str | None = None, stream: bool = False, **fields: Any
     ) -> Answer | AsyncTextStream:
-        """Continue a text, as ``LanguageModel.complete``; ``stream=True`` gives an ``AsyncTextStream``."""
+        """Continue a text, like ``LanguageModel.complete``; ``stream=True`` gives an ``AsyncTextStream``."""
         return await self._generate({"prompt": prompt, "adapter": adapter, **fields}, stream)
 
     @overload
@@ -219,7 +219,7 @@ class AsyncLanguageModel:
     async def embed(
         self, texts: str | list[str], *, adapter: str | None = None, stream: bool = False, **fields: Any
     ) -> Vectors | AsyncIterator[Vectors]:
-        """Embed texts, as ``LanguageModel.embed``: float32, ``[dim]`` for one text and ``[n, dim]`` for n.
+        """Embed texts, like ``LanguageModel.embed``: float32, ``[dim]`` for one text and ``[n, dim]`` for n.
 
         ``stream=True`` gives an asynchronous iterator over vectors ``[dim]``, in the order of the texts.
         """
@@ -231,20 +231,20 @@ class AsyncLanguageModel:
         return vectors[0] if isinstance(texts, str) else vectors
 
     async def score(self, text_1: str | list[str], text_2: str | list[str], **fields: Any) -> Any:
-        """How well texts fit each other, as ``LanguageModel.score``."""
+        """Score how well texts match, like ``LanguageModel.score``."""
         reply = await self._reply(await self._valid({"text_1": text_1, "text_2": text_2, **fields}, stream=False))
         return scores_of(reply, text_1, text_2)
 
     async def rerank(
         self, query: str, documents: list[str], *, top_n: int | None = None, **fields: Any
     ) -> list[Ranked]:
-        """Documents by their relevance to ``query``, as ``LanguageModel.rerank``."""
+        """Rank documents by their relevance to ``query``, like ``LanguageModel.rerank``."""
         body = {"query": query, "documents": documents, "top_n": top_n, **fields}
         request = await self._valid(body, stream=False)
         return ranked_of(request, await self._reply(request))
 
     async def close(self) -> None:
-        """Give the engine up, as ``LanguageModel.close``: it closes both objects."""
+        """Release the engine, like ``LanguageModel.close``. Closing either object closes both."""
         await asyncio.to_thread(self._session.close)
 
     async def __aenter__(self) -> AsyncLanguageModel:
@@ -277,7 +277,7 @@ class AsyncLanguageModel:
 
 
 async def _vectors(pieces: AsyncPieces) -> AsyncIterator[Vectors]:
-    """Vectors in the order of the texts; the engine computes them in another."""
+    """Yield vectors in the order of the texts; the engine may compute them in a different order."""
     early: dict[int, bytes] = {}
     following = 0
     try:

@@ -1,4 +1,4 @@
-"""The registered base of an adapter that is logged alone: pinned to one version, fetched, and checked by its hash."""
+"""The registered base of an adapter that is logged alone: pinned to one version, fetched, and checked by hash."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ URI = re.compile(r"(models|runs):/+[^/].*")
 
 
 class PinnedBase(Struct, frozen=True, kw_only=True):
-    """``reference`` is what is stored of a base, ``root`` where it is on this machine."""
+    """A base: the ``reference`` that is stored with the adapter, and the base's ``root`` on this machine."""
 
     reference: BaseReference
     root: Path
 
 
 def pinned_base(uri: str) -> PinnedBase:
-    """The base at ``uri``, fetched.
+    """Fetch the base at ``uri`` and pin it to a version.
 
-    An alias or ``latest`` is stored as the version it names now, so that the adapter keeps its base. Raises
-    ``PackagingError`` for a path, or a base that has a base itself.
+    An alias or ``latest`` is stored as the version that it names now, so that the adapter keeps its base. Raises
+    ``PackagingError`` for a path, or for a base that has a base itself.
     """
     if not _is_uri(uri):
         raise PackagingError(
@@ -44,11 +44,11 @@ def pinned_base(uri: str) -> PinnedBase:
 
 
 def fetch_base(reference: BaseReference, *, weights: bool = True) -> Path:
-    """The root on this machine of the base that an adapter was logged over.
+    """Fetch the base that an adapter was logged over, and return its root on this machine.
 
-    Raises ``PackagingError`` where the model at that URI is another one by now.
+    Raises ``PackagingError`` if that URI now names a different model.
     """
-    if not _is_uri(reference.uri):  # a manifest is trusted no more than a caller: no path, no http
+    if not _is_uri(reference.uri):  # a manifest is no more trusted than a caller: no paths, no http
         raise PackagingError(
             f"{manifests.MANIFEST}: base: {shown(reference.uri)} is not allowed; expected models:/<name>/<version> or"
             " runs:/<id>/<path>"

@@ -1,5 +1,7 @@
-"""Read a saved model back: its ``Bundle``, checked against the manifest, and its configuration. Without MLflow, whose
-import takes seconds, where its files are on this machine."""
+"""Read a saved model back: its ``Bundle``, checked against the manifest, and its configuration.
+
+For files on this machine this does not import MLflow, which would take seconds.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,10 @@ from .names import FLAVOR_NAME, MLMODEL, MODEL_CONFIG, PYFUNC
 
 
 def read_bundle(root: Path, verify: Verify | None = None, *, weights: bool = True) -> Bundle:
-    """The parts of the saved model under ``root``, those of its base among them.
+    """Return the parts of the saved model under ``root``, including those of its base.
 
-    Without ``weights`` their files may be missing: such a bundle is good for tokenizer and templates. Raises
-    ``PackagingError``.
+    With ``weights=False`` the weight files may be missing; such a bundle serves for the tokenizer and the templates.
+    Raises ``PackagingError``.
     """
     manifest = manifests.read(root)
     manifests.check(manifest, root, verify, weights=weights)
@@ -49,7 +51,7 @@ def read_bundle(root: Path, verify: Verify | None = None, *, weights: bool = Tru
 def configured(
     root: Path, overrides: dict[str, Any] | None = None, *, weights: bool = True
 ) -> tuple[Bundle, configs.ModelConfig]:
-    """The bundle under ``root`` and its configuration with ``overrides``, which may change the default adapter.
+    """Return the bundle under ``root`` and its configuration with ``overrides`` (which may set the default adapter).
 
     Raises ``PackagingError``.
     """
@@ -65,7 +67,7 @@ def configured(
 
 
 def saved_keys(root: Path, default_adapter: str | None) -> dict[str, Any]:
-    """``saved_config`` of a bundle with that default adapter, which stands where no other was saved."""
+    """Return ``saved_config``, with ``default_adapter`` (the bundle's) unless another was saved."""
     return {"default_adapter": default_adapter} | saved_config(root)
 
 
@@ -74,7 +76,7 @@ def _names(adapters: dict[str, str]) -> str:
 
 
 def saved_config(root: Path) -> dict[str, Any]:
-    """The ``model_config`` in the MLmodel file. Raises ``PackagingError``, as MLflow does where the file is missing."""
+    """Read ``model_config`` from the MLmodel file. Raises ``PackagingError``; like MLflow, also if there is no file."""
     path = root / MLMODEL
     if not path.is_file():
         raise PackagingError(f"{MLMODEL} is missing in {root}: the model's settings and defaults are in it")
@@ -86,7 +88,7 @@ def saved_config(root: Path) -> dict[str, Any]:
         raise PackagingError(f"{path} cannot be read: {reason(error)}") from None
     if FLAVOR_NAME not in names:
         raise PackagingError(f"this model was not saved by mlflow-llm; its flavors are {', '.join(names)}")
-    if not isinstance(config, dict):  # every model that was saved has one
+    if not isinstance(config, dict):  # every saved model has one
         raise PackagingError(f"{path} lacks the model's settings: {PYFUNC}.{MODEL_CONFIG} is {shown(config)}")
     return config
 
@@ -96,7 +98,7 @@ def _own_adapters(manifest: Manifest, root: Path) -> dict[str, str]:
 
 
 def _over_base(manifest: Manifest, root: Path, own: dict[str, str], base: Bundle) -> Bundle:
-    """The base with these adapters over it; a tokenizer or template stored here replaces the base's."""
+    """The base with these adapters added; a tokenizer or template stored here replaces the base's."""
     both = f"{base.content_hash}\n{manifest.content_hash}\n"
     has_tokenizer = any(path.startswith("tokenizer/") for path in manifest.files)
     return Bundle(

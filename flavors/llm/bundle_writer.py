@@ -1,4 +1,4 @@
-"""Write a ``Bundle``: the parts of a model under its root, checked to fit each other."""
+"""Write a ``Bundle``: the parts of a model under its root, with checks that they fit together."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from .tokenizers import check_vocabulary, load_tokenizer, place_tokenizer
 class Parts(Struct, frozen=True, kw_only=True):
     """The arguments of ``save_model`` that are parts of the model. ``model`` or ``base`` is set, not both.
 
-    ``over``: the base that ``base`` names, once it is fetched.
+    ``over`` is the base that ``base`` names, set once it has been fetched.
     """
 
     model: Any = None
@@ -57,13 +57,13 @@ class Parts(Struct, frozen=True, kw_only=True):
 
     @property
     def quantization(self) -> str | None:
-        """How the linears are stored, or will be: None as floats."""
+        """How the linears are stored, or will be; None: as floats."""
         found: str | None = self.quantize if self.over is None else read_manifest(self.over.root).quantization
         return found
 
 
 def check_parts(parts: Parts) -> None:
-    """Raises ``PackagingError`` for parts that do not go together, before anything is read or fetched."""
+    """Raise ``PackagingError`` for parts that do not go together, before anything is read or fetched."""
     if (parts.model is None) == (parts.base is None):
         raise PackagingError("model: pass either model= or, for an adapter over a registered model, base=")
     check_quantize(
@@ -83,8 +83,8 @@ def check_parts(parts: Parts) -> None:
 def write_bundle(root: Path, parts: Parts) -> tuple[Manifest, Path]:
     """Write model, tokenizer, adapters, templates and manifest under ``root``.
 
-    Returns the manifest, and the directory of the model's own files: under ``root``, or its base's. Raises
-    ``PackagingError`` for anything that would fail when it is served.
+    Returns the manifest and the directory with the model's own files: under ``root``, or the base's. Raises
+    ``PackagingError`` for anything that would fail when the model is served.
     """
     return _write_whole(root, parts) if parts.over is None else _write_over_base(root, parts, parts.over)
 
@@ -129,7 +129,7 @@ def _write_whole(root: Path, parts: Parts) -> tuple[Manifest, Path]:
 def _as_engine_sees(
     root: Path, tasks: tuple[Task, ...], spec: EmbeddingSpec | None, crosses: CrossEncoderSpec | None
 ) -> Bundle:
-    """The model that is being written, before it has a content hash."""
+    """The model being written, before it has a content hash."""
     return Bundle(
         content_hash="",
         tasks=tasks,
@@ -141,7 +141,7 @@ def _as_engine_sees(
 
 
 def _write_over_base(root: Path, parts: Parts, over: PinnedBase) -> tuple[Manifest, Path]:
-    """Write an adapter alone: its base is referred to by URI and content hash, not copied."""
+    """Write adapters alone: the base is not copied but referred to by URI and content hash."""
     base = read_bundle(over.root)
     names = place_adapters(parts.adapters, None, root, link=parts.link)
     if twice := sorted(set(names) & base.adapters.keys()):

@@ -1,7 +1,7 @@
-"""Weights on disk: the shapes in safetensors headers, and pickled checkpoints turned into safetensors.
+"""Weights on disk: the shapes in safetensors headers, and pickled checkpoints converted to safetensors.
 
-Pickles are read here alone, at log time, with ``torch.load(weights_only=True)``, which yields tensors and plain
-containers and executes nothing.
+Pickles are read only here, and only when a model is logged, with ``torch.load(weights_only=True)``, which yields
+tensors and plain containers and executes nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 
 
 def read_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor in the safetensors files of ``directory``, from their headers alone."""
+    """Read the name and shape of every tensor in the safetensors files of ``directory``, from their headers alone."""
     from safetensors import SafetensorError, safe_open
 
     shapes: dict[str, tuple[int, ...]] = {}
@@ -38,8 +38,8 @@ def read_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
 def place_weights(source: Path, target: Path, *, link: bool) -> None:
     """Put the weights of a Hugging Face directory into ``target`` as safetensors.
 
-    Safetensors files are taken as they are (the shards of the index, else ``model.safetensors``); a pickled checkpoint
-    is converted shard by shard. Raises ``PackagingError`` where there are no weights or a shard is missing.
+    Safetensors files are taken unchanged (the shards in the index, else ``model.safetensors``); a pickled checkpoint is
+    converted shard by shard. Raises ``PackagingError`` if there are no weights or a shard is missing.
     """
     if (source / SAFETENSORS_INDEX).is_file():
         place_file(source / SAFETENSORS_INDEX, target, link=link)
@@ -61,7 +61,7 @@ def place_weights(source: Path, target: Path, *, link: bool) -> None:
 def place_file(
     source: Path, target_dir: Path, *, link: bool, name: str | None = None, within: Path | None = None
 ) -> None:
-    """Hard-link or copy one file. A symbolic link is followed first, ``within`` a directory (None: the file's)."""
+    """Hard-link or copy one file. Symbolic links are resolved first and must stay ``within`` (None: its directory)."""
     real = real_file(source, within or source.parent)
     if not real.is_file():
         raise PackagingError(f"{source.name} is listed in {source.parent.name} but is not there")
@@ -77,14 +77,14 @@ def place_file(
 
 
 def real_file(source: Path, within: Path) -> Path:
-    """``source`` with its symbolic links resolved. Raises ``PackagingError`` where that leaves ``within``.
+    """Resolve the symbolic links of ``source``. Raises ``PackagingError`` if the result is outside ``within``.
 
-    A link in a downloaded model could point at any file of this machine. Only a snapshot in the hub's cache may link to
-    the blobs beside it.
+    A link in a downloaded model could point at any file on this machine. The only exception is a snapshot in the hub's
+    cache, which may link to the blobs beside it.
     """
     real, root = source.resolve(), within.resolve()
     allowed = [root]
-    for place in (root, *root.parents):  # also a folder of a snapshot
+    for place in (root, *root.parents):  # ``within`` may also be a folder inside a snapshot
         if place.parent.name == "snapshots" and (place.parent.parent / "blobs").is_dir():
             allowed.append((place.parent.parent / "blobs").resolve())
             break
@@ -134,7 +134,7 @@ def _load(pickled: Path) -> dict[str, Any]:
 
     try:
         loaded = torch.load(pickled, map_location="cpu", weights_only=True)
-    except Exception as error:  # what a damaged pickle makes torch raise is anything
+    except Exception as error:  # torch may raise anything for a damaged pickle
         raise PackagingError(
             f"{pickled.name} cannot be converted: it is damaged or holds more than tensors ({reason(error)[:120]});"
             " save it as safetensors"
@@ -149,7 +149,7 @@ def _load(pickled: Path) -> dict[str, Any]:
 
 
 def _separate(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Copies of tensors that share memory, as tied weights do, which safetensors cannot store; views are contiguous."""
+    """Copy tensors that share memory, such as tied weights (safetensors cannot store them); make views contiguous."""
     seen: set[int] = set()
     separate = {}
     for name, tensor in tensors.items():
