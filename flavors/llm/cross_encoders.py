@@ -1,11 +1,11 @@
-"""Cross-encoders: which models are, and what their files say of a pair's score.
+"""Cross-encoders: how to recognise them, and what their files say about the score of a pair.
 
 ::
 
     config.json                         architectures …ForSequenceClassification, id2label with one label;
                                         sentence_transformers.activation_fn (before 4.0 sbert_ce_default_…)
     config_sentence_transformers.json   model_type CrossEncoder, activation_fn (from 5.4 on)
-    modules.json                        one Transformer, where there is one
+    modules.json                        if present, one Transformer
     tokenizer_config.json               model_max_length
 """
 
@@ -21,7 +21,7 @@ from ...serving.request import Activation
 
 ACTIVATIONS: dict[str, Activation] = {"Sigmoid": "sigmoid", "Identity": "identity", "Tanh": "tanh"}  # of torch.nn
 HEAD = "ForSequenceClassification"
-UNBOUNDED = 10**9  # what tokenizers say that know no longest text
+UNBOUNDED = 10**9  # tokenizers without a maximum length give this or more
 
 
 def has_head(config: dict[str, Any]) -> bool:
@@ -30,13 +30,13 @@ def has_head(config: dict[str, Any]) -> bool:
 
 
 def num_labels(config: dict[str, Any]) -> int:
-    """As transformers counts them: two where nothing is said."""
+    """The number of labels as transformers counts them: two by default."""
     labels = config.get("id2label")
     return len(labels) if isinstance(labels, dict) else int(config.get("num_labels") or 2)
 
 
 def is_cross_encoder(model_dir: Path, config: dict[str, Any]) -> bool:
-    """Whether the model gives a pair of texts one number. Raises ``PackagingError`` for one with modules of its own."""
+    """Whether the model gives a pair of texts one number. Raises ``PackagingError`` if it has modules of its own."""
     kinds = _modules(model_dir)
     said = _read(model_dir / "config_sentence_transformers.json").get("model_type") == "CrossEncoder"
     if kinds and not said:
@@ -49,7 +49,7 @@ def is_cross_encoder(model_dir: Path, config: dict[str, Any]) -> bool:
 
 
 def check_score(model_dir: Path, config: dict[str, Any]) -> None:
-    """Raises ``PackagingError`` where the model cannot answer "score"."""
+    """Raise ``PackagingError`` if the model cannot answer "score"."""
     if is_cross_encoder(model_dir, config):
         return
     names = ", ".join(map(str, config.get("architectures") or ())) or "none"
@@ -61,7 +61,7 @@ def check_score(model_dir: Path, config: dict[str, Any]) -> None:
 
 
 def read_cross_encoder(model_dir: Path, tokenizer_dir: Path, config: dict[str, Any]) -> CrossEncoderSpec:
-    """Activation and longest pair, as sentence-transformers takes them. Raises ``PackagingError``."""
+    """Read the activation and the maximum length of a pair as sentence-transformers does. Raises ``PackagingError``."""
     own, library = config.get("sentence_transformers"), _read(model_dir / "config_sentence_transformers.json")
     if library.get("default_prompt_name") is not None:
         raise PackagingError("default_prompt_name: a cross-encoder with a prompt is not supported; expected null")
@@ -87,7 +87,7 @@ def _activation(named: Any) -> Activation:
 
 
 def _modules(model_dir: Path) -> list[str]:
-    """Classes of a sentence-transformers directory's modules."""
+    """The classes of the modules in a sentence-transformers directory."""
     entries = _json(model_dir / "modules.json")
     named = [entry.get("type") for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
     return [str(name).rpartition(".")[2] for name in named]
@@ -99,7 +99,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _json(file: Path) -> Any:
-    """None where there is no such file. Raises ``PackagingError``."""
+    """The parsed file, or None if it does not exist. Raises ``PackagingError``."""
     if not file.is_file():
         return None
     try:

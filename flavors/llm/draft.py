@@ -1,4 +1,4 @@
-"""The draft model that a setting names, found beside a bundle."""
+"""Add the draft model that a setting names to a bundle."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from .bundle_reader import read_bundle
 
 
 def with_draft(bundle: Bundle, settings: EngineSettings) -> Bundle:
-    """``bundle`` with the model that ``settings.draft_model`` names: a directory, or any URI that MLflow can download.
-    A model that is not logged yet is logged into the user's cache. Raises ``PackagingError``, ``ModelNotFound``."""
+    """Return ``bundle`` with the draft model that ``settings.draft_model`` names.
+
+    That is a directory, or any URI that MLflow can download. A model that is not logged yet is logged into the user's
+    cache. Raises ``PackagingError``, ``ModelNotFound``.
+    """
     if settings.draft_model is None:
         return bundle
     from .model_cache import logged_root

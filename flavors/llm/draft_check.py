@@ -1,4 +1,4 @@
-"""Whether the draft model that a setting names is there, before a model is saved with it."""
+"""Check, before a model is saved, that the draft model which its settings name exists."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from .unlogged_source import source_of
 
 
 def check_draft(settings: EngineSettings) -> None:
-    """Raises ``PackagingError``, ``ModelNotFound`` where ``settings.draft_model`` names no model, or one that writes no
-    text. One that is not logged yet is found here and no more; a hub id is looked for when the model is loaded."""
+    """Raise ``PackagingError`` or ``ModelNotFound`` if ``settings.draft_model`` names no model that generates text.
+
+    Of a model that is not logged yet, nothing but the source is checked; a hub id is looked up when the model is
+    loaded.
+    """
     uri = settings.draft_model
     if uri is None or source_of(uri) is not None:
         return

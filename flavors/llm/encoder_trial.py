@@ -1,5 +1,4 @@
-"""A model for embeddings or scores, loaded once as an engine loads it: what that would refuse is refused when it is
-saved."""
+"""Load a model for embeddings or scores once as an engine would, so that what the engine refuses is refused at save."""
 
 from __future__ import annotations
 
@@ -14,15 +13,15 @@ from ...serving.settings import EngineSettings
 
 logger = logging.getLogger(__name__)
 
-# In float32 as much as a machine has on which models are logged; XLM-R large has 560 million.
+# In float32 this fits the memory of a machine on which models are logged; XLM-R large has 560 million.
 MOST_PARAMETERS = 700_000_000
 
 
 def try_encoder(skeleton: Any, bundle: Bundle, settings: EngineSettings) -> None:
-    """Compare what the engine computes for a few tokens with the model's own code, as it does at each start.
+    """Compare the engine's results for a few tokens with those of the model's own code, as it does at each start.
 
-    In float32 on the CPU and by torch, which is what all machines have in common. A model of more than
-    ``MOST_PARAMETERS`` is left to the engine. Raises ``PackagingError``; any other failure is ignored: the engine's
+    The comparison runs in float32 on the CPU with torch, which every machine has. A model with more than
+    ``MOST_PARAMETERS`` is left to the engine. Raises ``PackagingError``. Any other failure is ignored: the engine's
     machine may have what this one lacks.
     """
     from ...serving.engine.cross_encoder import load_cross_encoder
@@ -39,5 +38,5 @@ def try_encoder(skeleton: Any, bundle: Bundle, settings: EngineSettings) -> None
         load(bundle, plain)
     except PackagingError as error:
         raise PackagingError(f"model: {error}") from None
-    except Exception as error:  # of transformers, or of the model's own code
+    except Exception as error:  # from transformers, or from the model's own code
         logger.debug("the model was not tried: %s", reason(error))

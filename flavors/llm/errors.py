@@ -1,9 +1,9 @@
-"""The public errors of the flavor: each class of ``serving.errors`` with a twin that is a ``MlflowException`` too.
+"""The public errors of the flavor: each class of ``serving.errors`` has a twin that is also an ``MlflowException``.
 
-The two trees have the same classes (a test walks both), and a twin inherits from its original: ``except
-MlflowException``, ``except llm.errors.RequestError`` and ``except mlflow_llm.serving.errors.RequestError`` all catch an
-``InvalidField`` of the object API or of ``predict``. Errors keep ``kind``, ``param``, ``retry_after`` and the status
-that an HTTP caller gets.
+The two trees have the same classes (a test walks both), and each twin inherits from its original. ``except
+MlflowException``, ``except llm.errors.RequestError`` and ``except mlflow_llm.serving.errors.RequestError`` thus all
+catch an ``InvalidField`` from the object API or ``predict``. Errors keep ``kind``, ``param``, ``retry_after`` and the
+status that an HTTP caller gets.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ R = TypeVar("R")
 
 
 class ServingError(errors.ServingError, MlflowException):
-    """Root of the errors of requests and engines. Created by ``mlflow_error`` alone.
+    """Base class of the errors of requests and engines. Only ``mlflow_error`` creates them.
 
-    ``message`` is read-only: MLflow's scoring server would prefix it with the whole input, prompts included.
+    ``message`` is read-only: MLflow's scoring server would otherwise prefix it with the whole input, prompts included.
     """
 
     _message = ""
@@ -158,7 +158,7 @@ class ModelNotFound(errors.ModelNotFound, PackagingError):
 
 
 def _mirrored(cls: type[ServingError]) -> dict[type[errors.ServingError], type[ServingError]]:
-    """Class of ``serving.errors`` → its twin here, for ``cls`` and its subclasses."""
+    """Map classes of ``serving.errors`` to their twins here, for ``cls`` and its subclasses."""
     found: dict[type[errors.ServingError], type[ServingError]] = {cls.__mro__[1]: cls}
     for child in cls.__subclasses__():
         found |= _mirrored(child)
@@ -169,7 +169,7 @@ CLASSES = _mirrored(ServingError)
 
 
 def mlflow_error(error: errors.ServingError | errors.PackagingError) -> MlflowException:
-    """``error`` as an ``MlflowException`` of the same class, with the code that the MLflow dialect has for it."""
+    """Convert ``error`` to its ``MlflowException`` twin, with the error code that the MLflow dialect gives it."""
     if isinstance(error, MlflowException):
         return error
     if isinstance(error, errors.PackagingError):
@@ -184,7 +184,7 @@ def mlflow_error(error: errors.ServingError | errors.PackagingError) -> MlflowEx
 
 @contextmanager
 def as_mlflow() -> Iterator[None]:
-    """A ``ServingError`` or ``PackagingError`` raised inside leaves as its ``MlflowException`` twin."""
+    """Convert a ``ServingError`` or ``PackagingError`` raised in the block to its ``MlflowException`` twin."""
     try:
         yield
     except (errors.ServingError, errors.PackagingError) as error:
@@ -192,7 +192,7 @@ def as_mlflow() -> Iterator[None]:
 
 
 def raises_mlflow(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorator of public functions: ``as_mlflow`` around each call."""
+    """Decorator for public functions that wraps each call in ``as_mlflow``."""
 
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -1,4 +1,4 @@
-"""Saved models brought to this machine from wherever MLflow keeps them, with or without their weights."""
+"""Fetch saved models to this machine from wherever MLflow keeps them, with or without their weights."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from .unlogged_source import check_logged
 
 
 def local_root(model_uri: str | os.PathLike[str], dst_path: str | None = None, *, weights: bool = True) -> Path:
-    """The root of the model at ``model_uri`` on this machine, fetched where it is elsewhere.
+    """Return the local root of the model at ``model_uri``, fetching it if it is not on this machine.
 
-    Raises ``ModelNotFound``; ``PackagingError`` for a model that is not logged yet, and for what is no URI.
+    Raises ``ModelNotFound``; ``PackagingError`` for a model that is not logged yet, or for a value that is not a URI.
     """
     if not isinstance(model_uri, str | os.PathLike) or not str(model_uri):  # Path("") is the current directory
         raise PackagingError(
@@ -30,7 +30,7 @@ def local_root(model_uri: str | os.PathLike[str], dst_path: str | None = None, *
 
 
 def fetch(uri: str, dst_path: str | None = None, *, weights: bool = True) -> Path:
-    """A local directory with the model at ``uri``. What lies in a local store is used where it is, not copied.
+    """Return a local directory with the model at ``uri``. A model in a local store is used in place, not copied.
 
     Raises ``ModelNotFound``.
     """
@@ -47,7 +47,7 @@ def fetch(uri: str, dst_path: str | None = None, *, weights: bool = True) -> Pat
 
 
 def _fetch_without_weights(uri: str) -> Path:
-    """File by file: all but the weights are a few megabytes of what may be a hundred gigabytes."""
+    """Download file by file: without its weights, a model of a hundred gigabytes is a few megabytes."""
     from mlflow.models.model import MLMODEL_FILE_NAME
     from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 

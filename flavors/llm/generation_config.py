@@ -1,8 +1,8 @@
 """The sampling defaults in a model's ``generation_config.json``, as request fields.
 
-As in vLLM, values in the file become the model's defaults; those that transformers assumes for missing ones do not.
-``do_sample: false`` is greedy decoding. Settings without a counterpart here stay in the packaged file, and a warning
-names them when the model is logged.
+As in vLLM, values in the file become the model's defaults; the values that transformers assumes for missing settings do
+not. ``do_sample: false`` means greedy decoding. Settings without a counterpart here stay in the packaged file, and a
+warning names them when the model is logged.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FIELDS = {
     "no_repeat_ngram_size": "no_repeat_ngram_size",
 }
 OWN = frozenset(FIELDS.values())
-# Read elsewhere (token ids), for another program, or about the file itself.
+# Settings that are read elsewhere (token ids), meant for another program, or about the file itself.
 IGNORED = frozenset(
     [
         "bos_token_id",
@@ -72,7 +72,7 @@ OFF: dict[str, tuple[Any, ...]] = {
     "epsilon_cutoff": (0.0,),
     "eta_cutoff": (0.0,),
     "min_length": (0,),
-    "max_length": (20,),  # what transformers writes for none
+    "max_length": (20,),  # transformers writes this if none is set
     "early_stopping": (False,),
     "token_healing": (False,),
     "guidance_scale": (1.0,),
@@ -80,9 +80,9 @@ OFF: dict[str, tuple[Any, ...]] = {
 
 
 def read(model_dir: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """``(defaults, rest)`` of the file in ``model_dir``: request fields, and the settings that have no effect here.
+    """Read ``(defaults, rest)`` from the file in ``model_dir``: request fields, and settings that have no effect here.
 
-    Raises ``PackagingError`` where it is no JSON object.
+    Raises ``PackagingError`` if the file is not a JSON object.
     """
     file = model_dir / FILE
     if not file.is_file():
@@ -97,9 +97,10 @@ def read(model_dir: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def of_caller(values: Any) -> dict[str, Any]:
-    """The defaults in ``values``, a dict or ``transformers.GenerationConfig``, by transformers' or the fields' names.
+    """Return the caller's defaults in ``values``, a dict or a ``transformers.GenerationConfig``, as request fields.
 
-    Raises ``PackagingError`` for another type, and for a setting that has no effect here.
+    Keys may be transformers' names or those of request fields. Raises ``PackagingError`` for another type, or for a
+    setting that has no effect here.
     """
     values = values.to_diff_dict() if hasattr(values, "to_diff_dict") else values
     if not isinstance(values, Mapping):

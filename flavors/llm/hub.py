@@ -1,4 +1,4 @@
-"""Models and tokenizers on the Hugging Face hub: what a repository's id looks like, and a snapshot of one."""
+"""Models and tokenizers on the Hugging Face hub: the form of a repository's id, and fetching a snapshot."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ NO_PICKLES = ["*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.onnx*", "*.ot", 
 
 
 def fetch_snapshot(repo_id: str, revision: str | None) -> Path:
-    """The local cache's snapshot of a hub repository; pickled weights are fetched only where there are no safetensors.
+    """Fetch a hub repository into the local cache and return its snapshot.
 
-    ``revision`` is a branch, tag or commit; None is the default branch. Raises ``PackagingError`` where the repository
-    cannot be fetched.
+    Pickled weights are fetched only if there are no safetensors. ``revision`` is a branch, tag or commit; None is the
+    default branch. Raises ``PackagingError`` if the repository cannot be fetched.
     """
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
