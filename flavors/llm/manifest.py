@@ -1,9 +1,9 @@
 """``manifest.json``: what a saved model holds, with the size and SHA-256 of every file, checked when it is loaded.
 
-The content hash is SHA-256 over the lines ``<path> <sha256 of the file>`` in order of path: the same hash means the
-same bytes wherever they lie. Sizes and the list of files are checked on every load; the files themselves are hashed
+The content hash is SHA-256 over the lines ``<path> <sha256 of the file>``, sorted by path: equal hashes mean equal
+bytes, wherever they are stored. Sizes and the list of files are checked on every load. The files themselves are hashed
 again on request (``verify="full"`` or ``MLFLOW_LLM_VERIFY=full``), which reads every byte. The files of the Python
-environment (requirements and the project's own wheel) are recorded too, and hashed on every load; they are no part of
+environment (requirements and the project's own wheel) are recorded too and hashed on every load, but are not part of
 the content hash.
 """
 
@@ -25,7 +25,7 @@ from ...serving.request import Task
 from ...serving.tool_calls.formats import ToolFormat
 
 FORMAT_VERSION = 2
-PLAIN_VERSION = 1  # what models are written as that earlier releases can serve too
+PLAIN_VERSION = 1  # the format version of models that earlier releases can serve too
 MANIFEST = "manifest.json"
 DEFAULT_TEMPLATE = "chat_template.jinja"
 COVERED = ("model", "tokenizer", "adapters", "chat_templates", DEFAULT_TEMPLATE)
@@ -51,10 +51,10 @@ class BaseReference(Struct, frozen=True, kw_only=True):
 class Manifest(Struct, frozen=True, kw_only=True):
     """The content of a saved model.
 
-    ``files`` are POSIX paths relative to the model root. ``base`` is set where ``model/`` is another model's.
-    ``default_adapter`` answers requests that name none. ``tool_formats``: how calls are written after each chat
-    template, by its name. ``quantization``: how the linears are stored, None where they are as they came; it makes the
-    model one of format version 2. ``environment`` are the files of the Python environment, None where an earlier
+    ``files`` are POSIX paths relative to the model root. ``base`` is set if ``model/`` belongs to another model.
+    ``default_adapter`` answers requests that name no adapter. ``tool_formats`` says, by the name of the chat template,
+    how tool calls are written. ``quantization`` is how the linears are stored, None if they are stored as they came; a
+    quantised model has format version 2. ``environment`` holds the files of the Python environment, None if an earlier
     release saved the model.
     """
 
@@ -72,7 +72,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
 
     @property
     def adapters(self) -> list[str]:
-        """Names of the adapters stored here."""
+        """The names of the adapters stored in this model."""
         return sorted({path.split("/")[1] for path in self.files if path.startswith("adapters/")})
 
 
@@ -87,7 +87,7 @@ def describe(
     tool_formats: dict[str, ToolFormat] | None = None,
     quantization: str | None = None,
 ) -> Manifest:
-    """A manifest of the files under ``root``, each of which is read once. Raises ``PackagingError``."""
+    """Create a manifest of the files under ``root``, reading each file once. Raises ``PackagingError``."""
     files = _entries(root, COVERED)
     return Manifest(
         content_hash=_content_hash(files),
@@ -104,7 +104,7 @@ def describe(
 
 
 def with_environment(manifest: Manifest, root: Path) -> Manifest:
-    """``manifest`` with the files of the Python environment under ``root``."""
+    """Return ``manifest`` with the files of the Python environment under ``root`` added."""
     return msgspec.structs.replace(manifest, environment=_entries(root, ENVIRONMENT))
 
 
@@ -113,7 +113,7 @@ def write(manifest: Manifest, root: Path) -> None:
 
 
 def read(root: Path) -> Manifest:
-    """Parse the manifest under ``root``. Raises ``PackagingError`` where there is none or it is of a later format."""
+    """Parse the manifest under ``root``. Raises ``PackagingError`` if there is none or its format is a later one."""
     try:
         raw = (root / MANIFEST).read_bytes()
     except (FileNotFoundError, NotADirectoryError):
@@ -132,12 +132,12 @@ def read(root: Path) -> Manifest:
 
 
 def is_adapter_name(name: str) -> bool:
-    """Whether ``name`` can be an adapter's, which is a folder here and a part of ``endpoint:adapter`` on the wire."""
+    """Whether ``name`` is allowed for an adapter: it is a folder's name here, and part of ``endpoint:adapter``."""
     return ADAPTER_NAME.fullmatch(name) is not None and not name.endswith(".")
 
 
 def _check_paths(manifest: Manifest) -> None:
-    """Raises ``PackagingError`` for a path outside of this package's layout, before any file is fetched or opened."""
+    """Raise ``PackagingError`` for a path outside this package's layout, before any file is fetched or opened."""
     for path in (*manifest.files, *(manifest.environment or ())):
         top, *rest = path.split("/")
         plain = "\\" not in path and "\0" not in path and all(part not in ("", ".", "..") for part in rest)
@@ -149,14 +149,15 @@ def _check_paths(manifest: Manifest) -> None:
 
 
 def is_weights(path: str) -> bool:
-    """Whether the file is needed by an engine alone; a client of a remote engine does without it."""
+    """Whether only an engine needs the file; a client of a remote engine does not."""
     return path.startswith(("model/", "adapters/")) and path.endswith(".safetensors")
 
 
 def check(manifest: Manifest, root: Path, verify: Verify | None = None, *, weights: bool = True) -> None:
     """Compare the files under ``root`` with the manifest. Raises ``PackagingError`` naming the first that differs.
 
-    ``verify`` None takes ``MLFLOW_LLM_VERIFY``, "size" where that is unset. Without ``weights`` those may be missing.
+    A ``verify`` of None reads ``MLFLOW_LLM_VERIFY`` ("size" if unset). With ``weights=False`` the weight files may be
+    missing.
     """
     chosen = verify or os.environ.get(VERIFY_VARIABLE) or "size"
     if chosen not in ("size", "full"):
@@ -178,7 +179,7 @@ def check(manifest: Manifest, root: Path, verify: Verify | None = None, *, weigh
 def _check_environment(environment: dict[str, FileEntry] | None, root: Path, *, weights: bool) -> None:
     """Hash the environment's files, which are small and decide which code runs. Raises ``PackagingError``.
 
-    Without ``weights`` they may not have been fetched.
+    With ``weights=False`` they may not have been fetched.
     """
     if environment is None:
         return
@@ -207,9 +208,9 @@ def _entries(root: Path, names: tuple[str, ...]) -> dict[str, FileEntry]:
 
 
 def _walk(root: Path, names: tuple[str, ...]) -> Iterator[str]:
-    """Relative paths of all files in the folders ``names``; hidden files (of desktops, of network file systems) apart.
+    """Yield relative paths of all files in the folders ``names``, except hidden ones (of desktops or network storage).
 
-    Raises ``PackagingError`` for a symbolic link that leaves the model: it could point at any file of this machine.
+    Raises ``PackagingError`` for a symbolic link that leaves the model: it could point at any file on this machine.
     """
     whole = root.resolve()
     for name in names:

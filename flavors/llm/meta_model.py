@@ -1,4 +1,4 @@
-"""A model on torch's meta device: names and shapes of its modules, without memory for its weights."""
+"""Models on torch's meta device: the names and shapes of their modules, without memory for weights."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ logger = logging.getLogger(__name__)
 
 
 def build(model_dir: Path, *, trust_remote_code: bool = False) -> Any:
-    """The architecture in ``model_dir`` on the meta device, bounded by the size of its weights.
+    """Build the architecture in ``model_dir`` on the meta device, bounded by the size of its weights.
 
-    Raises ``PackagingError`` where transformers lacks it, or cannot build it from this configuration.
+    Raises ``PackagingError`` if transformers lacks the architecture or cannot build it from this configuration.
     """
     import torch
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
@@ -32,16 +32,16 @@ def build(model_dir: Path, *, trust_remote_code: bool = False) -> Any:
         with in_proportion(folder):
             config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
             with torch.device("meta"):
-                # eager: a configuration may name attention that is code to be fetched from the hub
+                # eager: a configuration may name an attention whose code would be fetched from the hub
                 return auto.from_config(config, trust_remote_code=trust_remote_code, attn_implementation="eager")
     except PackagingError as error:
         raise PackagingError(f"model: {error}") from None
-    except Exception as error:  # of transformers, or of the model's own code
+    except Exception as error:  # from transformers, or from the model's own code
         raise PackagingError(f"model: its architecture cannot be built: {reason(error)}") from None
 
 
 def check_supported(skeleton: Any, *, causal: bool) -> None:
-    """Raises ``PackagingError`` for a model that the engine would run wrong."""
+    """Raise ``PackagingError`` for a model that the engine would run incorrectly."""
     from ...serving.engine import embedder, loader
 
     if causal:
@@ -56,9 +56,9 @@ def check_supported(skeleton: Any, *, causal: bool) -> None:
 def check_settings(
     skeleton: Any, settings: EngineSettings, tasks: Sequence[Task], spec: EmbeddingSpec, stored: str | None
 ) -> None:
-    """Raises ``PackagingError`` for settings with which the model runs on no machine, in the engine's words.
+    """Raise ``PackagingError``, worded as by the engine, for settings with which the model can run on no machine.
 
-    ``spec``: how long texts to read may be. ``stored``: how the weights are, None as floats.
+    ``spec`` says how long input texts may be. ``stored`` is how the weights are stored; None: as floats.
     """
     from ...serving.engine.embedder import resolve_max_length
     from ...serving.engine.loader import resolve_max_model_len
@@ -72,7 +72,7 @@ def check_settings(
 
 
 def check_weights(skeleton: Any, shapes: dict[str, tuple[int, ...]]) -> None:
-    """Raises ``PackagingError`` where a stored tensor has the name of a parameter and another shape."""
+    """Raise ``PackagingError`` if a stored tensor has the name of a parameter but a different shape."""
     for name, parameter in skeleton.named_parameters():
         stored = shapes.get(name)
         if stored is not None and stored != tuple(parameter.shape):
@@ -82,10 +82,10 @@ def check_weights(skeleton: Any, shapes: dict[str, tuple[int, ...]]) -> None:
 
 
 def check_complete(model_dir: Path, tasks: tuple[Task, ...], *, trust_remote_code: bool = False) -> None:
-    """Raises ``PackagingError`` where the weights lack tensors of the model that an engine would load.
+    """Raise ``PackagingError`` if the weights lack tensors of the model that an engine would load.
 
-    They are loaded as the engine loads them, but onto the meta device, which finds every tensor and reads none. Any
-    other failure is ignored: the engine's machine may have what this one lacks.
+    The weights are loaded as the engine loads them, but onto the meta device, which finds every tensor and reads none.
+    Any other failure is ignored: the engine's machine may have what this one lacks.
     """
     from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -109,7 +109,7 @@ def check_complete(model_dir: Path, tasks: tuple[Task, ...], *, trust_remote_cod
                 local_files_only=True,
                 output_loading_info=True,
             )
-    except Exception as error:  # of transformers, safetensors, a quantisation's package, or the model's own code
+    except Exception as error:  # from transformers, safetensors, a quantisation package or the model's own code
         logger.debug("the weights were not checked: %s", reason(error))
         return
     try:
@@ -119,7 +119,7 @@ def check_complete(model_dir: Path, tasks: tuple[Task, ...], *, trust_remote_cod
 
 
 def linear_shapes(skeleton: Any) -> tuple[dict[str, tuple[int, int]], str | None]:
-    """Shapes ``(out, in)`` of linears by module name, and the name of the output head, None where there is none.
+    """Return the shapes ``(out, in)`` of linears by module name, and the name of the output head (None: there is none).
 
     GPT-2's ``Conv1D`` stores ``[in, out]``.
     """

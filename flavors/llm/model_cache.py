@@ -1,4 +1,4 @@
-"""The user's cache of logged models: what ``serve -m`` and ``chat -m`` make of a model that is not logged yet."""
+"""The user's cache of logged models, in which ``serve -m`` and ``chat -m`` log a model that is not logged yet."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CACHE_PART = "models"
 
 
 def logged_root(uri: str) -> Path:
-    """The root of the model at ``uri`` on this machine; a model that is not logged yet is logged into the cache.
+    """Return the local root of the model at ``uri``; a model that is not logged yet is logged into the cache.
 
     Raises ``PackagingError``, ``ModelNotFound``.
     """
@@ -30,11 +30,11 @@ def logged_root(uri: str) -> Path:
 
 
 def logged(uri: str) -> Path | None:
-    """The root in the cache of a model that is not logged yet, written now or by an earlier call; None for all else.
+    """Return the cached root of a model that is not logged yet, logging it if needed; None for any other ``uri``.
 
-    The key of a copy is the names, sizes and times of the source's files, and this package's version; its weights are
-    hard links to the source's where the file system allows. The key can be guessed, so the cache must be where no other
-    user could have put a model. Raises ``PackagingError``.
+    A copy is keyed by the names, sizes and times of the source's files and by this package's version. Its weights are
+    hard links to the source's if the file system allows. Keys can be guessed, so the cache must be in a place where no
+    other user could have put a model. Raises ``PackagingError``.
     """
     source = source_of(uri)
     if source is None:
@@ -50,7 +50,7 @@ def logged(uri: str) -> Path | None:
 
 
 def _check_owner(path: Path) -> None:
-    """Raises ``PackagingError`` where ``path`` exists and a user other than root or this one could have written it."""
+    """Raise ``PackagingError`` if ``path`` exists and a user other than root or this one could have written it."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         found = path.lstat()
         private = stat.S_ISDIR(found.st_mode) and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
@@ -62,7 +62,7 @@ def _check_owner(path: Path) -> None:
 
 
 def _save(source: Path, target: Path, uri: str) -> None:
-    """Atomic: written whole or not at all; of several processes at once the first one's copy stays."""
+    """Save atomically: written whole or not at all. If several processes save at once, the first copy stays."""
     from .save import save_model
 
     try:

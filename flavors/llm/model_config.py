@@ -1,9 +1,9 @@
 """The settings saved with a model, in MLflow's ``model_config``.
 
 MLflow lets a caller override only keys that were saved, so every tunable is saved with its value: each field of
-``EngineSettings``, ``default_adapter`` (the adapter of requests that name none), ``defaults`` (request fields used
-where a request says nothing) and ``generation_config`` (those that the model's own ``generation_config.json`` has, used
-where ``defaults`` say nothing either).
+``EngineSettings``, ``default_adapter`` (the adapter for requests that name none), ``defaults`` (values for request
+fields that a request leaves out) and ``generation_config`` (values from the model's own ``generation_config.json``, for
+fields that ``defaults`` leaves out too).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .generation_config import of_caller
 from .request_fields import request_fields
 
 Layer = dict[str, Any] | str | Path | None
-NOT_INHERITED = ("trust_remote_code",)  # code of a model runs for who says so, not for who names a model that does
+NOT_INHERITED = ("trust_remote_code",)  # whoever names a base must ask for its code to run; naming it is not enough
 
 
 class ModelConfig(Struct, frozen=True, kw_only=True):
@@ -36,20 +36,20 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
 
     @property
     def request_defaults(self) -> dict[str, Any]:
-        """The defaults of request fields. A null in ``defaults`` removes a default of the model's own."""
+        """The defaults of request fields. A null in ``defaults`` removes one of the model's own defaults."""
         return request_defaults(self.generation_config, self.defaults)
 
     def to_dict(self) -> dict[str, Any]:
-        """Flat, as MLflow stores it: every key is present, so every key may be overridden."""
+        """Return the configuration as MLflow stores it: flat, with every key present so that each can be overridden."""
         own = {"default_adapter": self.default_adapter, "defaults": dict(self.defaults)}
         return msgspec.to_builtins(self.settings) | own | {"generation_config": dict(self.generation_config)}
 
 
 def parse(*layers: Layer) -> ModelConfig:
-    """One configuration from several layers, of which later ones override earlier ones.
+    """Combine several layers into one configuration; later layers override earlier ones.
 
-    A layer is a dict or the path of a YAML file. Raises ``PackagingError`` for an unknown key, a value of a wrong type,
-    or a default that is no request field.
+    A layer is a dict or the path of a YAML file. Raises ``PackagingError`` for an unknown key, a value of the wrong
+    type, or a default for something that is not a request field.
     """
     merged = merge(*layers)
     default_adapter = merged.pop("default_adapter", None)
@@ -66,7 +66,7 @@ def parse(*layers: Layer) -> ModelConfig:
 
 
 def merge(*layers: Layer) -> dict[str, Any]:
-    """The keys of all layers, each with the value of the last one that has it. Raises ``PackagingError``."""
+    """Merge the keys of all layers; for each key the last layer that has it wins. Raises ``PackagingError``."""
     merged: dict[str, Any] = {}
     for layer in layers:
         merged |= _as_dict(layer)
@@ -74,10 +74,10 @@ def merge(*layers: Layer) -> dict[str, Any]:
 
 
 def over_base(saved: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """The keys of an adapter that is logged over a base: what the base was ``saved`` with, and ``given`` over it.
+    """Return the keys of an adapter that is logged over a base: those ``saved`` with the base, overridden by ``given``.
 
-    A key that is given replaces the base's, by null too. Of ``defaults`` each field does so, and ``{}`` takes all of
-    them away; a ``generation_config`` of null is none that is given. Both dicts are such as ``parse`` takes.
+    A key in ``given`` replaces the base's, even with null. ``defaults`` are replaced field by field, and ``{}`` removes
+    them all. A ``generation_config`` of null counts as not given. Both dicts have the form that ``parse`` takes.
     """
     below = {key: value for key, value in saved.items() if key not in NOT_INHERITED}
     merged = below | given

@@ -1,4 +1,4 @@
-"""MLflow's model registry: ``models:/`` URIs pinned to a version, and the nearest names where there is no such model.
+"""MLflow's model registry: pin ``models:/`` URIs to a version, and suggest the nearest names for an unknown model.
 
 Reading never creates a store: the first read of MLflow's default, ``sqlite:///mlflow.db``, would create it in the
 working directory, and every later one would find an empty registry instead of none.
@@ -24,9 +24,9 @@ MAX_SHOWN = 5
 
 
 def pinned(uri: str) -> str:
-    """``uri`` with a version: ``models:/name@alias`` and ``models:/name/latest`` → ``models:/name/7``.
+    """Pin ``uri`` to a version: ``models:/name@alias`` and ``models:/name/latest`` → ``models:/name/7``.
 
-    Another URI is returned as it is. Raises ``ModelNotFound``, with the nearest names, versions and aliases.
+    Any other URI is returned unchanged. Raises ``ModelNotFound``, with the nearest names, versions and aliases.
     """
     from mlflow import MlflowClient
     from mlflow.exceptions import MlflowException
@@ -46,7 +46,7 @@ def pinned(uri: str) -> str:
 
 
 def check_store_exists(uri: str) -> None:
-    """Raises ``ModelNotFound`` where MLflow would look ``uri`` up in a local file or folder that does not exist."""
+    """Raise ``ModelNotFound`` if MLflow would look ``uri`` up in a local file or folder that does not exist."""
     import mlflow
 
     if not model_uri.in_store(uri):
@@ -60,7 +60,7 @@ def check_store_exists(uri: str) -> None:
 
 
 def not_found_in_store(uri: str, reason: str) -> ModelNotFound:
-    """The error for ``uri`` where a store's client failed with ``reason``; it names the store."""
+    """Return the error for ``uri``, naming the store whose client failed with ``reason``."""
     import mlflow
 
     store = mlflow.get_registry_uri() if uri.startswith("models:") else mlflow.get_tracking_uri()

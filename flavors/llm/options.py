@@ -1,7 +1,7 @@
 """The keyword arguments of ``save_model``, ``log_model`` and ``load_model`` that are engine settings, with their types.
 
-Written out for type checkers and editors; a test holds them to ``serving.settings.EngineSettings``, which says what
-each means and checks its value.
+They are written out for type checkers and editors. A test keeps them equal to ``serving.settings.EngineSettings``,
+which documents each setting and checks its value.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class EngineOptions(TypedDict, total=False):
 
 
 class LoadOptions(EngineOptions, total=False):
-    """``defaults`` and ``generation_config`` replace the saved ones; ``{}`` is none."""
+    """Options of ``load_model``. ``defaults`` and ``generation_config`` replace the saved ones; ``{}`` for none."""
 
     default_adapter: str | None
     defaults: dict[str, Any]

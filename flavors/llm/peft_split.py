@@ -1,8 +1,9 @@
-"""A model with adapters split up: the base as it was before them, and each adapter in peft's layout.
+"""Split a model with adapters into the base as it was before them, and each adapter in peft's layout.
 
-peft replaces modules in place: ``q_proj`` becomes a wrapper whose ``base_layer`` is the old module, and a module of
-``modules_to_save`` a wrapper whose ``original_module`` is. The base is written through a second model of the same
-class, built without memory and given the old tensors, so nothing is copied and the caller's object is not touched.
+peft replaces modules in place: ``q_proj`` becomes a wrapper with the old module as its ``base_layer``, and a module in
+``modules_to_save`` becomes a wrapper with the old module as its ``original_module``. The base is written through a
+second model of the same class, which is built without memory and given the old tensors, so nothing is copied and the
+caller's object is not touched.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ def has_adapters(model: Any) -> bool:
 
 
 def adapter_names(model: Any) -> list[str]:
-    """Names of the adapters in a model that ``has_adapters``."""
+    """The names of the adapters in a model for which ``has_adapters`` is true."""
     return list(model.peft_config)
 
 
 def save_pristine_base(model: Any, target: Path) -> None:
-    """Write the base of ``model`` to ``target``. Raises ``PackagingError`` where an adapter is merged into it."""
+    """Write the base of ``model`` to ``target``. Raises ``PackagingError`` if an adapter is merged into it."""
     import torch
 
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -54,7 +55,7 @@ def save_adapter(model: Any, name: str, target: Path) -> None:
 
     if name not in model.peft_config:
         raise PackagingError(f"adapters: the model has no adapter {name!r}; it has {', '.join(adapter_names(model))}")
-    # "auto" would look the base up on the hub to see whether its vocabulary was resized; the base's layers stay here
+    # "auto" would look the base up on the hub to see whether its vocabulary was resized; embeddings stay in the base
     tensors = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
     if not hasattr(model, "get_base_model"):
         tensors = {f"base_model.model.{key}": tensor for key, tensor in tensors.items()}
@@ -67,7 +68,7 @@ def save_adapter(model: Any, name: str, target: Path) -> None:
 
 
 def _wrappers(base: Any) -> dict[str, str]:
-    """Path of each wrapping module and the child that is the old module."""
+    """Map the path of each wrapper to the name of the child that is the old module."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
@@ -83,7 +84,7 @@ def _wrappers(base: Any) -> dict[str, str]:
 
 
 def _pristine_name(name: str, wrappers: dict[str, str]) -> str | None:
-    """``…q_proj.base_layer.weight`` → ``…q_proj.weight``; None for a tensor of an adapter."""
+    """Map ``…q_proj.base_layer.weight`` to ``…q_proj.weight``; None for an adapter's tensor."""
     parts = name.split(".")
     kept = []
     skip = False
