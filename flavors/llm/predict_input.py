@@ -1,15 +1,15 @@
-"""The input of ``predict`` as requests.
+"""Turn the input of ``predict`` into requests.
 
 ==================================================  ===================================================
 input                                               requests
 ==================================================  ===================================================
-a dict, a text                                      one request, answered with one object
-a list, tuple, array or Series of dicts or texts    a request each, answered with a list, also of one
-a DataFrame with request fields for columns         a request a row; a null of pandas' is no value
-a DataFrame of one other column that holds texts    a request a row
+a dict or a text                                    one request, answered with one object
+a list, tuple, array or Series of dicts or texts    one request per entry, answered with a list (even of one)
+a DataFrame with request fields for columns         one request per row; a pandas null means no value
+a DataFrame of one other column that holds texts    one request per row
 ==================================================  ===================================================
 
-By the model's first task a text is a chat with one message of the user, a prompt, or an input to embed.
+Depending on the model's first task, a text is a chat with one user message, a prompt, an input to embed, or a query.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from ...serving.errors import InvalidField
 from ...serving.request import Task
 from .request_fields import request_fields
 
-SIDES = ("query", "documents", "text_1", "text_2")  # of comparisons, which one column alone never is
-MAX_DEPTH = 128  # above what any field may have, so that a deep field is refused by its own name
+SIDES = ("query", "documents", "text_1", "text_2")  # the sides of a comparison, which needs more than one column
+MAX_DEPTH = 128  # more than any field may have, so that a deep field is refused by its own name
 Row = dict[str, Any] | InvalidField
 """A request of JSON types, or what is wrong with an entry that is none."""
 FORMS = "an object with messages, prompt, input or query; a text; a list of either; or a DataFrame with a row for each"
@@ -35,10 +35,10 @@ SPARK = "a Spark DataFrame goes through mlflow.pyfunc.spark_udf, or .toPandas()"
 
 
 def requests_of(model_input: Any, task: Task) -> tuple[list[Row], bool]:
-    """``(requests, single)``: in order, and whether the answer is one object instead of a list.
+    """Return ``(requests, single)``: the requests in order, and whether the answer is one object instead of a list.
 
-    ``task`` is the model's first. An entry that is no request has its error in its place. Raises ``InvalidField`` for
-    input of another form, and for a column that is no field.
+    ``task`` is the model's first. An entry that is not a request is replaced by its error. Raises ``InvalidField`` for
+    input of another form, or for a column that is not a field.
     """
     given = model_input.item() if isinstance(model_input, np.ndarray) and model_input.ndim == 0 else model_input
     if isinstance(given, str | Mapping):
@@ -67,7 +67,7 @@ def _object(fields: dict[Any, Any]) -> Row:
 
 
 def of_text(text: str | None, task: Task) -> dict[str, Any]:
-    """The request for a bare text. A null is passed on, to be refused by its field's name."""
+    """Return the request for a bare text. A null is passed on, to be refused under its field's name."""
     if task == "chat":
         return {"messages": text if text is None else [{"role": "user", "content": text}]}
     return {{"completions": "prompt", "score": "query"}.get(task, "input"): text}
@@ -83,9 +83,9 @@ def _of_frame(frame: pd.DataFrame, task: Task) -> list[Row]:
 
 
 def _holds_texts(column: pd.Series, name: Hashable, task: Task) -> bool:
-    """Whether a frame's only column holds texts, under a name of the caller's own and not a misspelt field's.
+    """Whether a frame's only column holds texts under a name of the caller's own, not that of a (misspelt) field.
 
-    Names such as ``query`` and ``text`` are a caller's own where the model does not compare texts.
+    If the model does not compare texts, names such as ``query`` and ``text`` count as the caller's own.
     """
     known = [field for field in request_fields() if task == "score" or field not in SIDES]
     if name in known or (isinstance(name, str) and nearest(name, known) is not None):
@@ -94,7 +94,7 @@ def _holds_texts(column: pd.Series, name: Hashable, task: Task) -> bool:
 
 
 def _check(columns: list[Any], frame: pd.DataFrame) -> None:
-    """Raises ``InvalidField`` for a column that is no field, or is there twice."""
+    """Raise ``InvalidField`` for a column that is not a field, or that appears twice."""
     known = request_fields()
     for place, name in enumerate(columns):
         if name not in known:
@@ -113,7 +113,7 @@ def _is_missing(value: Any) -> bool:
 
 
 def plain(value: Any, depth: int = 0) -> Any:
-    """``value`` with JSON's types at every level, for those of pandas, numpy and Parquet. Raises ``InvalidField``."""
+    """Convert the types of pandas, numpy and Parquet to JSON's at every level. Raises ``InvalidField``."""
     if depth > MAX_DEPTH:
         raise InvalidField("body", "a deep nest of objects and lists", f"at most {MAX_DEPTH} levels")
     if isinstance(value, dict):

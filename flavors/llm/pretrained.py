@@ -1,4 +1,4 @@
-"""A transformers model object written as config and safetensors (``save_pretrained``)."""
+"""Write a transformers model object as config and safetensors (``save_pretrained``)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .quantised import refuse_quantised
 def save_pretrained(model: Any, target: Path) -> None:
     """Write a ``PreTrainedModel`` to the directory ``target``.
 
-    Raises ``PackagingError`` where its weights are quantised or partly offloaded, or where transformers cannot save it.
+    Raises ``PackagingError`` if its weights are quantised or partly offloaded, or if transformers cannot save it.
     """
     if getattr(model, "hf_quantizer", None) is not None:
         refuse_quantised(model.config.to_dict(), type(model).__name__)
@@ -24,5 +24,5 @@ def save_pretrained(model: Any, target: Path) -> None:
         raise PackagingError("model: some weights are on the meta device (offloaded); load it whole first")
     try:
         model.save_pretrained(target)
-    except Exception as error:  # of transformers, safetensors, or the model's own code
+    except Exception as error:  # from transformers, safetensors or the model's own code
         raise PackagingError(f"model: save_pretrained failed: {reason(error)}") from None

@@ -30,7 +30,7 @@ from .signature_enforcement import Given
 
 logger = logging.getLogger(__name__)
 
-CONTENT = ("messages", "prompt", "input", "query", "documents", "text_1", "text_2")  # of which each row has its own
+CONTENT = ("messages", "prompt", "input", "query", "documents", "text_1", "text_2")  # each row has its own
 PROGRESS_FROM = 9  # rows
 PROGRESS = "MLFLOW_LLM_PROGRESS"
 
@@ -39,12 +39,12 @@ class PyfuncModel:
     """A loaded model as MLflow calls it. Thread-safe: the scoring server's threads and workers share an engine's batch.
 
     The engine starts at the first request; under ``mlflow models serve`` it starts at load, so that the server is ready
-    when it says so. It ends with the last object that uses it. Copies, pickled ones too, are clients of their own.
+    when it says so. It ends with the last object that uses it. Copies, including pickled ones, are separate clients.
     """
 
     def __init__(self, bundle: Bundle, settings: EngineSettings, defaults: Mapping[str, Any] | None = None) -> None:
         is_server = scoring_server.is_scoring_server()
-        profile = Profile(max_reply_bytes=MAX_REPLY_BYTES) if is_server else None  # a notebook's memory is its own
+        profile = Profile(max_reply_bytes=MAX_REPLY_BYTES) if is_server else None  # no limit in a notebook's process
         self.session = Session(bundle, settings, defaults, profile)
         if is_server:
             scoring_server.admit(settings.max_num_seqs)
@@ -55,19 +55,20 @@ class PyfuncModel:
         """Answer one request or many.
 
         Args:
-            model_input: a request in OpenAI's form (``messages``, ``prompt`` or ``input``) or a text; a list of them;
-                or a DataFrame with a row for each (``predict_input``).
-            params: request fields for all rows, used where a row says nothing of a field itself; and ``on_error``, what
-                is made of a request that is refused or fails: "raise" (the default) ends the call, "null" gives None
-                in its place, "return" ``{"error": {"message", "type", "param", "code"}}``. The others are answered.
+            model_input: a request in OpenAI's form (``messages``, ``prompt`` or ``input``) or a text; a list of these;
+                or a DataFrame with one request per row (``predict_input``).
+            params: request fields for all rows, used if a row leaves a field out; and ``on_error``, which says what
+                happens if a request is refused or fails. "raise" (the default) ends the call; "null" returns None in
+                its place; "return" returns ``{"error": {"message", "type", "param", "code"}}`` in its place. With the
+                last two, the other requests are answered.
 
         Returns:
-            One reply object for one request or text; for a list or a DataFrame, also of one row, a list in order.
-            Many rows show a progress bar on a terminal or in a notebook; ``MLFLOW_LLM_PROGRESS=0`` hides it.
+            One reply object for one request or text; for a list or a DataFrame (even of one row), a list in order.
+            With many rows, a progress bar is shown on a terminal or in a notebook; ``MLFLOW_LLM_PROGRESS=0`` hides it.
 
         Raises:
-            MlflowException: with the status an HTTP caller gets; of many rows, the first that is wrong is named. Input
-                that holds no requests, wrong ``params``, and a model that was closed or cannot be loaded raise always.
+            MlflowException: with the status that an HTTP caller gets; for many rows, the first wrong one is named.
+                Input without requests, wrong ``params``, and a model that was closed or cannot be loaded always raise.
         """
         with _mlflow_errors():
             bodies, single = self._requests(model_input)
@@ -82,7 +83,7 @@ class PyfuncModel:
             return self._predict_rows(rows)
 
     def _predict_each(self, rows: list[Row], on_error: str) -> list[dict[str, Any] | None]:
-        """A reply, an error or None for each row, independently of the others."""
+        """Return a reply, an error or None for each row, independently of the others."""
         if rows:
             self.session.connect()
         asked = [self._valid_or_error(body) for body in rows]
@@ -131,7 +132,7 @@ class PyfuncModel:
 
         Args:
             model_input: one request, in any form that ``predict`` takes.
-            params: request fields, used where the request leaves one out.
+            params: request fields, used if the request leaves one out.
 
         Returns:
             An iterator over chunks; the last one with choices carries ``usage``. Closing it aborts the request.
@@ -153,11 +154,11 @@ class PyfuncModel:
         return requests_of(given, self.session.bundle.tasks[0])
 
     def get_raw_model(self) -> LanguageModel:
-        """The object API over the same model, for ``PyFuncModel.get_raw_model``."""
+        """Return the object API over the same model, for ``PyFuncModel.get_raw_model``."""
         return LanguageModel.over(self.session)
 
     def close(self) -> None:
-        """Give the engine up; its process ends when it has no other client. Closing twice is harmless."""
+        """Release the engine; its process ends when it has no other client. Closing twice is harmless."""
         self.session.close()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -185,7 +186,7 @@ def _check_params(params: Any) -> str:
 
 
 def _with_params(row: Row, params: dict[str, Any] | None) -> Row:
-    """``row`` with the fields of ``params`` that it leaves out or gives as null, in JSON's types."""
+    """Return ``row`` with those fields of ``params`` that it leaves out or gives as null, in JSON's types."""
     if isinstance(row, InvalidField):
         return row
     fields = {name: plain(value) for name, value in (params or {}).items() if name != ON_ERROR}
@@ -212,7 +213,7 @@ def _in_row(error: ServingError, row: int) -> ServingError:
 
 @contextmanager
 def _mlflow_errors() -> Iterator[None]:
-    """Every error inside leaves as a short ``MlflowException``; the stack trace of an unknown one goes to the log."""
+    """Convert every error inside to a short ``MlflowException``; the stack trace of an unknown one goes to the log."""
     try:
         yield
     except ServingError as error:

@@ -1,7 +1,7 @@
-"""Checkpoints whose weights are quantised already: refused by the name of their form.
+"""Refuse checkpoints whose weights are already quantised, naming their format.
 
-Each form needs kernels of its own (and mostly a GPU), which this engine has not: it quantises floats itself
-(``quantization: int8``). A GGUF file is the exception: its reader makes floats of it when it is logged.
+Each format needs kernels of its own (and mostly a GPU), which this engine does not have: it quantises floats itself
+(``quantization: int8``). A GGUF file is the exception: it is dequantised to floats when it is logged.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from ...serving.errors import PackagingError, shown
 
-# quantization_config.quant_method, as transformers has it (transformers.utils.quantization_config.QuantizationMethod)
+# by quantization_config.quant_method, as in transformers (transformers.utils.quantization_config.QuantizationMethod)
 NAMES = {
     "gptq": "GPTQ",
     "awq": "AWQ",
@@ -41,8 +41,8 @@ UNQUANTISED = "log the checkpoint that it was made of, or the model object after
 
 
 def refuse_quantised(config: Any, what: str) -> None:
-    """Raises ``PackagingError`` where ``config``, of a ``config.json``, or one within it says how weights are
-    quantised; ``what`` holds it."""
+    """Raise ``PackagingError`` if ``config`` (parsed from a ``config.json``), or a config inside it, is of quantised
+    weights. ``what`` names the model in the message."""
     for path, found in _said(config, ""):
         method = found.get("quant_method") if isinstance(found, dict) else None
         if method is None and isinstance(found, dict):
@@ -55,12 +55,12 @@ def refuse_quantised(config: Any, what: str) -> None:
 
 
 def check_directory(folder: Path) -> None:
-    """``refuse_quantised`` for the ``config.json`` of ``folder`` and ModelOpt's own file."""
+    """Apply ``refuse_quantised`` to the ``config.json`` in ``folder`` and to ModelOpt's own file."""
     for name in ("config.json", "hf_quant_config.json"):
         try:
             config = json.loads((folder / name).read_bytes())
         except (OSError, ValueError, RecursionError):
-            continue  # whoever needs it says what is wrong with it
+            continue  # code that needs the file reports what is wrong with it
         if name == "hf_quant_config.json":
             config = {"quantization_config": {"quant_method": "modelopt"}}
         refuse_quantised(config, folder.name)

@@ -1,4 +1,4 @@
-"""Weights that are quantised once, when a model is logged."""
+"""Quantise weights once, when a model is logged."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .tasks import config_file
 logger = logging.getLogger(__name__)
 
 QUANTIZATIONS = ("int8", "int4")
-MAX_TOKENS = 16384  # of texts that weights are chosen by
-MAX_LENGTH = 512  # of one of them
-PARTS, PART_LENGTH = 20, 1100  # of the texts that are taken where none are given, in characters
+MAX_TOKENS = 16384  # of all calibration texts together
+MAX_LENGTH = 512  # of one text, in tokens
+PARTS, PART_LENGTH = 20, 1100  # of the default texts; the length is in characters
 
 
 def check_quantize(quantize: Any, *, calibration: Any, base: str | None, trust_remote_code: bool) -> None:
-    """Raises ``PackagingError`` for what cannot be, before anything is read."""
+    """Raise ``PackagingError`` for arguments that are not allowed, before anything is read."""
     if calibration is not None:
         if quantize != "int4":
             raise PackagingError("calibration: it is of no use; expected None without quantize='int4'")
@@ -43,14 +43,14 @@ def check_quantize(quantize: Any, *, calibration: Any, base: str | None, trust_r
 
 
 def _is_unicode(text: str) -> bool:
-    """Half a surrogate pair is none, and no tokenizer takes it."""
+    """Whether ``text`` has no lone surrogates, which no tokenizer accepts."""
     return text.isascii() or not any("\ud800" <= char <= "\udfff" for char in text)
 
 
 def quantize_weights(
     model_dir: Path, tasks: tuple[str, ...], quantize: Any, calibration: list[str] | None, tokenizer: Any
 ) -> None:
-    """Quantise what lies in ``model_dir``. Raises ``PackagingError``."""
+    """Quantise the weights in ``model_dir``. Raises ``PackagingError``."""
     from ...serving.engine.weight_writer import quantize_files
 
     if quantize == "int4" and not {"chat", "completions"}.intersection(tasks):
@@ -67,13 +67,13 @@ def quantize_weights(
 
 
 def default_texts() -> list[str]:
-    """Parts of what Python says of itself (``pydoc_data.topics``): prose and code that are wherever this runs."""
+    """Return excerpts of Python's documentation (``pydoc_data.topics``): prose and code that every Python has."""
     whole = "\n\n".join(text for _, text in sorted(topics.items()))
     return [whole[i * len(whole) // PARTS :][:PART_LENGTH] for i in range(PARTS)]
 
 
 def tokenised(calibration: list[str], tokenizer: Any) -> list[list[int]]:
-    """Texts of token ids, none longer than ``MAX_LENGTH``, ``MAX_TOKENS`` in all. Raises ``PackagingError``."""
+    """Tokenise texts into pieces of at most ``MAX_LENGTH`` ids, ``MAX_TOKENS`` altogether. Raises ``PackagingError``."""
     found: list[list[int]] = []
     room = MAX_TOKENS
     for text in calibration:

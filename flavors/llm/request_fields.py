@@ -1,4 +1,4 @@
-"""Every field of a request of any task, those that are refused by name among them."""
+"""The request fields of all tasks, including those that are refused by name."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from ...serving.dialects import FIELDS, REFUSED_FIELDS
 
 
 def request_fields() -> tuple[str, ...]:
-    """Every field of a request of any task, and those that are refused by name.
+    """Return every request field of any task, including those that are refused by name.
 
-    A signature without the latter would have MLflow drop them instead of having them refused.
+    If the signature lacked the latter, MLflow would drop them silently instead of letting them be refused.
     """
     return tuple(dict.fromkeys([*(name for names in FIELDS.values() for name in names), *REFUSED_FIELDS]))

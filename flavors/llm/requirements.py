@@ -1,7 +1,7 @@
 """A saved model's Python requirements: exact versions of what is installed, and the project's own wheel.
 
 The list is explicit: MLflow's inference would load the whole model in another process to see what it imports.
-MLflow's private names are used here alone (``mlflow.utils.environment``).
+The private names of ``mlflow.utils.environment`` are used only here.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from .wheel import DISTRIBUTION, distribution, write_wheel
 
 CONDA_ENV = _CONDA_ENV_FILE_NAME
 PYTHON_ENV = _PYTHON_ENV_FILE_NAME
-# Read by tokenizers of these kinds; pinned where they are installed.
+# Packages that some tokenizers need; pinned if they are installed.
 TOKENIZER_PACKAGES = ("tokenizers", "sentencepiece", "tiktoken", "protobuf")
 
 Requirements = list[str] | str | None
 
 
 def get_default_pip_requirements() -> list[str]:
-    """``name==version`` of each installed dependency, mlflow first, without mlflow-llm itself."""
+    """Return ``name==version`` for each installed dependency, mlflow first, without mlflow-llm itself."""
     needed = [Requirement(line) for line in distribution().requires or ()]
     names = [r.name for r in needed if r.marker is None or r.marker.evaluate({"extra": ""})]
     return [pin for name in [*names, *TOKENIZER_PACKAGES] if (pin := _pinned(name)) is not None]
 
 
 def get_default_conda_env() -> dict[str, Any]:
-    """A conda environment of Python, pip and ``get_default_pip_requirements``, as MLflow's flavors return it."""
+    """Return a conda environment of Python, pip and ``get_default_pip_requirements``, as other MLflow flavors do."""
     return _mlflow_conda_env(additional_pip_deps=get_default_pip_requirements(), install_mlflow=False)
 
 
@@ -54,9 +54,9 @@ def write_environment(
 ) -> None:
     """Write requirements.txt, python_env.yaml, conda.yaml and the wheel under the model ``root``.
 
-    ``pip_requirements`` replaces the list, ``extra_pip_requirements`` adds to it, ``conda_env`` (a dict or the path
-    of a YAML file) stands as it is. The wheel and its two lines are added unless the list names mlflow-llm itself:
-    nothing could load the model without it.
+    ``pip_requirements`` replaces the list, ``extra_pip_requirements`` adds to it, and the pip part of ``conda_env`` (a
+    dict or the path of a YAML file) replaces it too. The wheel and its two lines are added unless the list names
+    mlflow-llm itself: nothing could load the model without it.
     """
     try:
         _validate_env_arguments(conda_env, pip_requirements, extra_pip_requirements)
@@ -69,16 +69,16 @@ def write_environment(
     except (InvalidRequirement, OSError, TypeError) as error:
         raise PackagingError(f"pip requirements: {error}") from None
     if not any(_name(line) == DISTRIBUTION for line in lines):
-        # Relative to requirements.txt, so it holds wherever the model lies (pip and uv resolve it so).
+        # Relative to requirements.txt (as pip and uv resolve it), so it is valid wherever the model is stored.
         lines = [f"--find-links {write_wheel(root)}", *lines, f"{DISTRIBUTION}=={distribution().version}"]
     _write_files(root, lines, constraints, conda)
 
 
 def check_requirements(*, pip_requirements: Requirements, extra_pip_requirements: Requirements, conda_env: Any) -> None:
-    """Allow packages by name and version alone. Raises ``PackagingError`` naming any other line.
+    """Allow packages only by name and version. Raises ``PackagingError`` naming any other line.
 
-    A file, a URL or an index in a model would decide which code runs where the model is served: the index is that of
-    the environment's builder.
+    A file, URL or index in a model would decide which code runs where the model is served. Whoever builds the
+    environment chooses the index.
     """
     for given in (pip_requirements, extra_pip_requirements, _pip_lines(conda_env)):
         _check_lines(given)
@@ -105,7 +105,7 @@ def _check_lines(given: Requirements) -> None:
 
 
 def _is_direct(line: str) -> bool:
-    """Whether a line is a file or a direct reference instead of a name."""
+    """Whether a line is a file or a direct reference instead of a package name."""
     try:
         return Requirement(line.partition(" --")[0]).url is not None
     except InvalidRequirement:
@@ -122,7 +122,7 @@ def _write_files(root: Path, lines: list[str], constraints: list[str], conda: di
 
 
 def _pip_lines(conda_env: Any) -> list[str] | None:
-    """The pip part of a conda environment; its conda packages cannot be kept beside a pinned torch."""
+    """Return the pip part of a conda environment; its conda packages cannot be kept alongside a pinned torch."""
     if conda_env is None:
         return None
     try:
@@ -133,7 +133,7 @@ def _pip_lines(conda_env: Any) -> list[str] | None:
 
 
 def _pinned(name: str) -> str | None:
-    """``name==version``, None where it is not installed; without a local label (``+cpu``), which no index has."""
+    """Return ``name==version`` without a local label (``+cpu``), which no index has; None if it is not installed."""
     try:
         return f"{name}=={Version(importlib.metadata.version(name)).public}"
     except importlib.metadata.PackageNotFoundError:
