@@ -21,8 +21,11 @@ _EVENT = b"\n\n"
 
 
 class LoggedModelAgent(ResponsesAgent):
-    """``custom_inputs`` of a request are fields that MLflow's type lacks (``top_logprobs``, ``seed``);
-    ``context.user_id`` is its ``user``. Errors are ``MlflowException``, as those of ``load_model``."""
+    """A loaded model as a ``ResponsesAgent``.
+
+    A request's ``custom_inputs`` hold fields that MLflow's type lacks (``top_logprobs``, ``seed``); its
+    ``context.user_id`` becomes ``user``. Errors are ``MlflowException``, like those of ``load_model``.
+    """
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -35,7 +38,7 @@ class LoggedModelAgent(ResponsesAgent):
         return ResponsesAgentResponse(**json.loads(encoded.body))
 
     def predict_stream(self, request: ResponsesAgentRequest) -> Generator[ResponsesAgentStreamEvent, None, None]:
-        """The events of one reply as it is generated; closing the iterator aborts the request."""
+        """Yield the events of one reply as it is generated; closing the iterator aborts the request."""
         with as_mlflow():
             valid = self._valid(request, stream=True)
             encoder = _DIALECT.stream(valid)
@@ -44,7 +47,7 @@ class LoggedModelAgent(ResponsesAgent):
                     yield from _events(encoder.encode(piece))
 
     def close(self) -> None:
-        """Give the engine up. Closing twice is harmless."""
+        """Release the engine. Closing twice is harmless."""
         self.session.close()
 
     def _valid(self, request: ResponsesAgentRequest, *, stream: bool) -> ValidRequest:
@@ -57,7 +60,7 @@ class LoggedModelAgent(ResponsesAgent):
 
 
 def _events(encoded: bytes) -> Generator[ResponsesAgentStreamEvent, None, None]:
-    """The objects of server-sent events."""
+    """Yield the objects in server-sent events."""
     for event in filter(None, encoded.split(_EVENT)):
         for line in event.split(b"\n"):
             if line.startswith(b"data: ") and line != b"data: [DONE]":

@@ -1,9 +1,9 @@
-"""MLflow's scoring server: whether this process is one, how many callers it lets in at once, and how it parses a body.
+"""MLflow's scoring server: whether this process is one, how many callers it admits at once, and how it parses a body.
 
-Its private names are used here alone, and replaced in ``signature_enforcement``. It answers each request in the event
-loop's default executor, which asyncio creates at the first request with as many threads as cores and four more: on two
-cores six callers enter ``predict`` and the others wait, while the engine has room. The loop does not run yet when the
-model is loaded, and neither MLflow nor uvicorn has a setting for it.
+The scoring server's private names are used only here, and replaced in ``signature_enforcement``. The server answers
+each request in the event loop's default executor, which asyncio creates at the first request with four more threads
+than there are cores: on two cores six callers enter ``predict`` and the others wait, although the engine has room. The
+loop is not running yet when the model is loaded, and neither MLflow nor uvicorn has a setting for the executor.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .names import LOADER_MODULE
 from .signature import is_lossless
 
 FORMS = ("inputs", "instances", "dataframe_split", "dataframe_records")
-LLM_FORM = ("messages", "prompt", "input")  # a body with one of them is a request itself
+LLM_FORM = ("messages", "prompt", "input")  # a body with one of these is itself a request
 BESIDE = ("params", *(field.name for field in DATABRICKS_WITHOUT_MEANING))
 
 
@@ -36,9 +36,9 @@ def is_scoring_server() -> bool:
 
 
 def admit(callers: int) -> None:
-    """Let ``callers`` requests into ``predict`` at once, by the size of asyncio's default executor.
+    """Let ``callers`` requests into ``predict`` at once, by setting the size of asyncio's default executor.
 
-    Replaces the class that asyncio looks up, in this process; others than its default executor are unaffected.
+    This replaces, in this process, the class that asyncio looks up. Only its default executor is affected.
     """
     plain = concurrent.futures.ThreadPoolExecutor
 
@@ -52,10 +52,10 @@ def admit(callers: int) -> None:
 
 
 def parsing(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """``_parse_json_data`` that leaves the body of a request to this flavor whole.
+    """Wrap ``_parse_json_data`` so that it leaves the body of a request to this flavor whole.
 
-    MLflow's moves fields that the signature lists as ``params`` out of the request and holds them to its types (its
-    refusals repeat the whole prompt), casts rows by the signature, and drops what stands beside ``inputs``.
+    MLflow's own moves fields that the signature lists as ``params`` out of the request and holds them to its types (its
+    refusals repeat the whole prompt), casts rows by the signature, and drops other keys beside ``inputs``.
     """
 
     def parse(data: Any, metadata: Any, input_schema: Any) -> Any:
@@ -69,7 +69,7 @@ def parsing(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def parsing_csv(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """``parse_csv_input`` that reads numbers as numbers: by the signature all columns would be texts."""
+    """Wrap ``parse_csv_input`` so that it reads numbers as numbers: by the signature, all columns would be texts."""
 
     def parse(csv_input: Any, schema: Any = None) -> Any:
         return plain(csv_input, None if is_lossless(schema) else schema)
@@ -79,7 +79,7 @@ def parsing_csv(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 @raises_mlflow
 def read_body(data: Any) -> tuple[Any, dict[str, Any] | None, bool]:
-    """``(input, params, whether it is a request in OpenAI's form)`` of a JSON body. Raises ``RequestError``."""
+    """Parse a JSON body to ``(input, params, whether it is a request in OpenAI's form)``. Raises ``RequestError``."""
     body = _decoded(data)
     if any(name in body for name in LLM_FORM):
         return body, None, True
@@ -107,7 +107,7 @@ def _decoded(data: Any) -> dict[str, Any]:
 
 
 def _split(value: Any) -> pd.DataFrame:
-    """``{"columns": […], "data": [[…], …]}``, as pandas writes it."""
+    """Read ``{"columns": […], "data": [[…], …]}``, as pandas writes it."""
     allowed = "an object of columns and data, a row a list with a value for each column"
     if not isinstance(value, dict) or not {"columns", "data"} <= value.keys() <= {"columns", "data", "index"}:
         raise InvalidField("dataframe_split", value, allowed)

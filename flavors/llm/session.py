@@ -42,8 +42,8 @@ Watch = Callable[[Iterator[Any], int], Iterator[Any]]
 class Session:
     """A client of one model's engine. Thread-safe.
 
-    The engine starts at the first request or ``connect``: a model that is only inspected, as when it is logged, costs
-    no engine.
+    The engine starts at the first request or ``connect``: a model that is only inspected, for instance while it is
+    being logged, starts no engine.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Session:
         *,
         uri: str = "",
     ) -> None:
-        """``uri`` is where a copy on another host fetches the model from; "" where that is unknown."""
+        """``uri`` is where a copy on another host fetches the model from; "" if unknown."""
         self.bundle = bundle
         self.settings = settings
         self.uri = uri
@@ -70,11 +70,14 @@ class Session:
         self._closed = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy loads the model itself: engine, threads and locks are not shared."""
+        """Pickle so that a copy loads the model itself: engine, threads and locks are not shared."""
         return _rebuilt, (self.bundle, self.settings, self._given, self._profile, self.uri)
 
     def connect(self) -> EndpointView:
-        """The endpoint's view, with its engine running. Raises ``PackagingError``, ``EngineDied``, ``ShuttingDown``."""
+        """Start the engine if needed and return the endpoint's view.
+
+        Raises ``PackagingError``, ``EngineDied``, ``ShuttingDown``.
+        """
         view = self._view
         if view is not None:
             return view
@@ -105,11 +108,11 @@ class Session:
         return self._engine
 
     def adapter_names(self) -> tuple[str, ...]:
-        """The saved adapters and those added to the running engine since, sorted."""
+        """Return the names of the saved adapters and of those added to the running engine since, sorted."""
         return _adapter_names(self.bundle, self._engine)
 
     def valid(self, body: Mapping[str, Any], *, stream: bool = False) -> ValidRequest:
-        """A request in MLflow's form, checked. Raises ``RequestError`` naming field, value and what is allowed."""
+        """Check a request in MLflow's form. Raises ``RequestError`` naming field, value and what is allowed."""
         asked = {name: value for name, value in body.items() if name != "stream" or value not in (None, False)}
         if stream:
             asked["stream"] = True
@@ -117,13 +120,13 @@ class Session:
         return self.prepared(self._dialect.read(asked, task))
 
     def prepared(self, raw: RawRequest) -> ValidRequest:
-        """A request of any dialect, checked. Raises ``RequestError``."""
+        """Check a request of any dialect. Raises ``RequestError``."""
         view = self.connect()
         salt = self._salts.of("tenant", tenant="", endpoint=view.name)
         return prepare(raw, view, Limits(cache_salt=salt))
 
     def pieces(self, request: ValidRequest) -> Any:
-        """The pieces of the reply as they are generated; closing the iterator aborts the request."""
+        """Yield the pieces of the reply as they are generated; closing the iterator aborts the request."""
         if request.task == "embeddings":
             return embed.run(self.engine, request)
         if request.task == "score":
@@ -131,7 +134,7 @@ class Session:
         return generate.run(self.engine, request, self.connect().text)
 
     def reply(self, request: ValidRequest, stop: threading.Event | None = None) -> Reply:
-        """The whole reply; ``stop``, when set, ends it with ``Aborted``."""
+        """Return the whole reply; setting ``stop`` ends it with ``Aborted``."""
         with self.pieces(request) as pieces:
             return generate.gather(_until(pieces, stop) if stop is not None else pieces)
 
@@ -139,18 +142,18 @@ class Session:
         return self._dialect.written(request, reply)
 
     def chunks(self, request: ValidRequest) -> Iterator[dict[str, Any]]:
-        """A streamed reply as chunk objects."""
+        """Yield a streamed reply as chunk objects."""
         encoder = self._dialect.stream(request)
         with self.pieces(request) as pieces:
             for piece in pieces:
                 yield from _events(encoder.encode(piece))
 
     def replies(self, requests: Sequence[ValidRequest], watch: Watch | None = None) -> list[Reply]:
-        """Replies in order. The first error aborts the others and is raised, with the row's number as ``failed_at``."""
+        """Return replies in order. The first error aborts the others and is raised, with its row as ``failed_at``."""
         return self._batch(requests, self.reply, watch)
 
     def outcomes(self, requests: Sequence[ValidRequest], watch: Watch | None = None) -> list[Reply | ServingError]:
-        """Replies in order; a request that fails has its error in place of its reply."""
+        """Return replies in order; a request that fails has its error in place of a reply."""
 
         def outcome(request: ValidRequest, stop: threading.Event) -> Reply | ServingError:
             try:
@@ -168,7 +171,7 @@ class Session:
     ) -> list[T]:
         """Run all requests, as many at a time as the engine runs at once.
 
-        Each has a thread of its own that reads its events, so that a stop string ends its generation at once.
+        Each request has its own thread to read its events, so that a stop string ends its generation at once.
         """
         stop = threading.Event()
         width = max(1, min(len(requests), self.settings.max_num_seqs))
@@ -183,7 +186,7 @@ class Session:
                 raise
 
     def close(self) -> None:
-        """Give the engine up; its process ends when no other client uses it. Closing twice is harmless."""
+        """Release the engine; its process ends when it has no other client. Closing twice is harmless."""
         with self._lock:
             self._closed = True
             engine, self._engine, self._view = self._engine, None, None
@@ -192,22 +195,22 @@ class Session:
 
 
 def _secret() -> bytes:
-    """The secret of cache salts: this process's and, by multiprocessing's authkey, that of its workers.
+    """Return the secret of cache salts, which a process shares with its workers through multiprocessing's authkey.
 
-    So the workers of one ``mlflow models serve`` share prefixes, and two servers do not.
+    The workers of one ``mlflow models serve`` thus share prefixes, and two servers do not.
     """
     return hashlib.sha256(b"mlflow-llm cache salt" + multiprocessing.current_process().authkey).digest()
 
 
 def _rebuilt(bundle: Bundle, settings: EngineSettings, defaults: dict[str, Any], profile: Profile, uri: str) -> Session:
-    """Unpickle a session: over the same files where they exist, else over those that ``uri`` names."""
+    """Unpickle a session over the same files if they exist, else over those at ``uri``."""
     if missing := [path for path in (bundle.model_dir, *bundle.adapters.values()) if not os.path.isdir(path)]:
         bundle = _fetched(bundle, missing[0], uri)
     return Session(bundle, settings, defaults, profile, uri=uri)
 
 
 def _fetched(bundle: Bundle, missing: str, uri: str) -> Bundle:
-    """The model at ``uri``, which must be the same as ``bundle``. Raises ``MlflowException``."""
+    """Fetch the model at ``uri``, which must be the same as ``bundle``. Raises ``MlflowException``."""
     if not uri:
         message = (
             f"this copy of a loaded model has no files here: there is no {missing}; load the model where it is used"
@@ -236,7 +239,7 @@ def _start(bundle: Bundle, settings: EngineSettings) -> Engine:
 
 
 def _log_kernels(info: EngineInfo, settings: EngineSettings) -> None:
-    """Log the kernels in use: a warning where the native ones do not fit the processor and were not turned off."""
+    """Log the kernels in use, as a warning if the native ones do not fit the processor and were not turned off."""
     slow = info.kernels == "torch" and info.device == "cpu" and settings.kernels == "auto"
     logger.log(logging.WARNING if slow else logging.INFO, "kernels: %s", info.kernels_summary)
 
@@ -258,7 +261,7 @@ def _until(pieces: Iterator[Piece], stop: threading.Event) -> Iterator[Piece]:
 
 
 def _events(encoded: bytes) -> Iterator[dict[str, Any]]:
-    """The JSON objects of server-sent events, without ``[DONE]``."""
+    """Yield the JSON objects in server-sent events, without ``[DONE]``."""
     for line in encoded.split(b"\n\n"):
         data = line.removeprefix(b"data: ")
         if data and data != b"[DONE]":

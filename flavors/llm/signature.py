@@ -1,11 +1,12 @@
 """A model's signature and examples. The signature is lossless: every request field is a column of any type.
 
-Registries and pages show it, Unity Catalog requires it. ``signature_enforcement`` bypasses it here; where another
-program enforces it no field is lost, while MLflow drops keys that a signature does not list and casts those that it
-types. One further column, of type array, is never sent: MLflow wraps a single request into one row only where some
-column is an array (``mlflow.models.utils._enforce_schema``).
+Registries and web pages show the signature, and Unity Catalog requires it. ``signature_enforcement`` bypasses it here.
+If another program enforces it, no field is lost, although MLflow drops keys that a signature does not list and casts
+those to which it gives a type. One further column, of type array, is never sent: MLflow wraps a single request into one
+row only if some column is an array (``mlflow.models.utils._enforce_schema``).
 
-A signature's ``params`` have one scalar type each: listed are the fields whose value is a number, string or boolean.
+Each of a signature's ``params`` has one scalar type, so they list the fields whose value is a number, string or
+boolean.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ EXAMPLES: dict[Task, dict[str, Any]] = {
 
 
 def params_schema() -> ParamSchema:
-    """The fields that ``params=`` may set for all rows: of one scalar type in every task, and with an effect."""
+    """The fields that ``params=`` may set for all rows: those with an effect and one scalar type in every task."""
     kinds: dict[str, set[str]] = {}
     for table in MLFLOW.values():
         for name, field in table.fields.items():
@@ -63,12 +64,12 @@ def params_schema() -> ParamSchema:
 
 
 def is_lossless(schema: Schema | None) -> bool:
-    """Whether ``schema`` is the input schema of a lossless signature, of this release or another."""
+    """Whether ``schema`` is the input schema of a lossless signature, from this release or another."""
     return schema is not None and bool(schema.has_input_names()) and ROW_MARKER in schema.input_names()
 
 
 def lossless_signature() -> ModelSignature:
-    """The signature of every model that is logged without one of the caller's own."""
+    """The signature of every model that is logged without a signature of the caller's own."""
     columns = [ColSpec(AnyType(), name, required=False) for name in request_fields()]
     columns.append(ColSpec(Array(AnyType()), ROW_MARKER, required=False))
     replies = [ColSpec(kind, name, required=False) for name, kind in REPLY_FIELDS.items()]

@@ -1,15 +1,15 @@
-"""MLflow's signature enforcement, bypassed for models of this flavor: input reaches ``predict`` whole.
+"""Bypass MLflow's signature enforcement for models of this flavor, so that input reaches ``predict`` whole.
 
-MLflow drops what a signature does not list (a field, a column, a parameter) with a line in its log, and no signature
-says otherwise: a schema of inputs lets through its own columns only, one without inputs loses ``params``, and one "from
-type hints" is enforced all the same when an answer is streamed and ends ``dataframe_split``. A mistyped ``max_tokens``
-would thus be a run to the end of the context.
+MLflow drops any field, column or parameter that a signature does not list, with no more than a line in its log, and no
+signature can prevent it: a schema of inputs lets only its own columns through, one without inputs loses ``params``, and
+one "from type hints" is still enforced when an answer is streamed, and breaks ``dataframe_split``. A mistyped
+``max_tokens`` would thus be a run to the end of the context.
 
-So the functions through which MLflow passes input are replaced in this process, by ones that differ for models of this
-flavor with ``signature.lossless_signature`` alone: their input goes on as it came, and is checked by the tables of
-request fields. A signature of the caller's own is enforced by MLflow. ``install`` proves on a model that answers
-with its input that nothing is lost on any way, and raises where another MLflow does otherwise. MLflow's private names
-are used here and in ``scoring_server`` alone.
+The functions through which MLflow passes input are therefore replaced in this process. The replacements behave
+differently only for models of this flavor with ``signature.lossless_signature``: their input is passed on as it came,
+and checked by the tables of request fields. A signature of the caller's own is enforced by MLflow. ``install`` proves
+with a model that answers with its input that nothing is lost on any path, and raises if another version of MLflow
+behaves otherwise. Of the modules that pass input on, only this one and ``scoring_server`` use MLflow's private names.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from . import scoring_server
 from .names import LOADER_MODULE
 from .signature import is_lossless, lossless_signature
 
-pyfunc: Any = importlib.import_module("mlflow.pyfunc")  # ``from mlflow import pyfunc`` may give a stand-in for it
+pyfunc: Any = importlib.import_module("mlflow.pyfunc")  # ``from mlflow import pyfunc`` may give a lazy stand-in
 mlflow_server: Any = importlib.import_module("mlflow.pyfunc.scoring_server")
 
 _lock = threading.Lock()
@@ -39,13 +39,13 @@ _installed = False
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A caller's input, wrapped so that MLflow converts none of its frames, arrays and lists."""
+    """A caller's input, wrapped so that MLflow does not convert its frames, arrays or lists."""
 
     data: Any
 
 
 def install() -> None:
-    """Replace MLflow's functions, once in a process. Raises ``PackagingError`` where they are not as known."""
+    """Replace MLflow's functions, once per process. Raises ``PackagingError`` if they are not as expected."""
     global _installed
     with _lock:
         if _installed:
@@ -86,7 +86,7 @@ class _Echo:
 
 
 def prove() -> None:
-    """Prove that this MLflow passes requests on whole. Raises ``PackagingError`` where it does not."""
+    """Prove that this MLflow passes requests on whole. Raises ``PackagingError`` if it does not."""
     meta = Model(signature=lossless_signature(), flavors={pyfunc.FLAVOR_NAME: {pyfunc.MAIN: LOADER_MODULE}})
     given = {"no such parameter": [1]}
     expected = [PROBE, given]

@@ -1,7 +1,7 @@
-"""Sources of a model, each written to ``model/`` as config and safetensors.
+"""Write a model from any of its sources to ``model/`` as config and safetensors.
 
-The files of a Hugging Face directory are copied or linked, none is loaded into memory. A hub id is fetched first
-(``hub``); a GGUF file is dequantised to float32; a model object is saved (``pretrained``), and a ``PeftModel`` is split
+The files of a Hugging Face directory are copied or linked, and none is loaded into memory. A hub id is fetched first
+(``hub``); a GGUF file is dequantised to float32; a model object is saved (``pretrained``); and a ``PeftModel`` is split
 into its base and its adapters (``peft_split``).
 """
 
@@ -28,16 +28,17 @@ OTHER_FILES = frozenset({"trainer_state.json", "model.safetensors.index.json", "
 
 
 class Placed(Struct, frozen=True, kw_only=True):
-    """What came with a model: its tokenizer (a directory or an object), and a ``PeftModel`` whose adapters remain."""
+    """What came with a model: its tokenizer (a directory or an object), and a ``PeftModel`` with adapters to save."""
 
     tokenizer: Any = None
     peft_model: Any = None
 
 
 def place_model(model: Any, target: Path, *, link: bool = False, revision: str | None = None) -> Placed:
-    """Write ``model`` to the directory ``target``; ``link`` makes hard links of local files, ``revision`` is a hub's.
+    """Write ``model`` to the directory ``target``.
 
-    Raises ``PackagingError`` for an unknown form, or files that cannot be read.
+    ``link`` hard-links local files; ``revision`` is that of a hub repository. Raises ``PackagingError`` for an unknown
+    form, or files that cannot be read.
     """
     target.mkdir(parents=True, exist_ok=True)
     if revision is not None and not _is_hub_id(model):
@@ -72,7 +73,7 @@ def _place_path(model: str | os.PathLike[str], target: Path, *, link: bool, revi
 
 
 def _is_hub_id(model: Any) -> bool:
-    """Whether ``model`` names nothing on this machine, and may name a model of the hub."""
+    """Whether ``model`` names nothing on this machine and may name a model on the hub."""
     return isinstance(model, str) and HUB_ID.fullmatch(model) is not None and not Path(model).exists()
 
 
@@ -95,7 +96,7 @@ def _place_directory(source: Path, target: Path, *, link: bool) -> Placed:
 
 
 def _transformer_folder(source: Path) -> Path:
-    """The folder with the Hugging Face model of a sentence-transformers directory: its root, or ``0_…``."""
+    """The folder with the Hugging Face model in a sentence-transformers directory: its root, or ``0_…``."""
     if (source / "config.json").is_file():
         return source
     inside = sorted(p.parent for p in source.glob("0_*/config.json"))
@@ -118,7 +119,7 @@ def _place_module_weights(module: Path, target: Path, source: Path, *, link: boo
 
 
 def _plain_files(source: Path, transformer: Path) -> Iterator[str]:
-    """Relative paths of config, code and notes: all but weights, tokenizer and hidden files."""
+    """Relative paths of config, code and notes: everything except weights, tokenizer and hidden files."""
     folders = [source, transformer, *_further_modules(source, transformer)]
     for file in (f for folder in dict.fromkeys(folders) for f in sorted(folder.iterdir())):
         hidden = file.name.startswith(".")
@@ -146,13 +147,13 @@ def _place_gguf(file: Path, target: Path) -> Placed:
             output_loading_info=True,
         )
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, local_files_only=True)
-    except Exception as error:  # of gguf's reader and of transformers'
+    except Exception as error:  # from gguf's reader or transformers'
         raise PackagingError(f"model: {file.name} cannot be read: {reason(error)}") from None
     try:
         refuse_incomplete(AutoModelForCausalLM, model, found["missing_keys"])
     except PackagingError as error:
         raise PackagingError(f"model: {file.name}: {error}") from None
-    # The weights are plain floats now; what is left of the quantisation would refuse to be saved.
+    # The weights are plain floats now; with its quantizer left in place, transformers would refuse to save the model.
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
