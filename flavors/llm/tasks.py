@@ -1,4 +1,4 @@
-"""The tasks of a model (chat, completions, embeddings, score), read from its files."""
+"""Determine the tasks of a model (chat, completions, embeddings, score) from its files."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from .templates import DEFAULT
 logger = logging.getLogger(__name__)
 
 MLFLOW_PREFIX = "llm/v1/"
-PRETRAINING = re.compile(r"For(MaskedLM|PreTraining)$")  # heads of encoders that no text is embedded by
-HEAD = re.compile(r"For(?!MaskedLM$|PreTraining$)[A-Z]\w*$")  # every other
+PRETRAINING = re.compile(r"For(MaskedLM|PreTraining)$")  # heads of encoders that play no part in embedding a text
+HEAD = re.compile(r"For(?!MaskedLM$|PreTraining$)[A-Z]\w*$")  # every other head
 ALL_TASKS: tuple[Task, ...] = get_args(Task)
 
 
 def resolve_tasks(asked: Any, model_dir: Path, templates: dict[str, str]) -> tuple[Task, ...]:
-    """The tasks of a model: those ``asked`` for (names, MLflow's ``llm/v1/chat`` too), else those it can answer.
+    """Return the tasks ``asked`` for (by name, or MLflow's ``llm/v1/chat``), else all that the model can answer.
 
-    A causal language model answers completions, and chat where it has a template; a cross-encoder answers score, a
-    sentence-transformers directory or an encoder embeddings. Raises ``PackagingError`` for a task that the model cannot
-    answer, and where none is asked for and the model's head answers none.
+    A causal language model answers completions, and chat if it has a template. A cross-encoder answers score; a
+    sentence-transformers directory or an encoder answers embeddings. Raises ``PackagingError`` for a task that the
+    model cannot answer, or if none is asked for and the model's head answers none.
     """
     config = read_config(model_dir)
     generates = not is_sentence_transformer(model_dir) and is_causal(config)
@@ -50,11 +50,11 @@ def resolve_tasks(asked: Any, model_dir: Path, templates: dict[str, str]) -> tup
 
 
 def _pooled_task(model_dir: Path, config: dict[str, Any]) -> tuple[Task, ...]:
-    """What a model answers that does not generate. Raises ``PackagingError`` for one whose head answers no task: its
-    encoder is logged alone where that is asked for."""
+    """Return the task of a model that does not generate. Raises ``PackagingError`` if its head answers no task: the
+    encoder without the head is logged only on request."""
     if is_cross_encoder(model_dir, config):
         return ("score",)
-    if is_sentence_transformer(model_dir):  # what it is made of says that it embeds
+    if is_sentence_transformer(model_dir):  # its modules say that it embeds
         return ("embeddings",)
     names = [str(name) for name in config.get("architectures") or ()]
     if headed := [name for name in names if HEAD.search(name)]:
@@ -73,7 +73,7 @@ def _pooled_task(model_dir: Path, config: dict[str, Any]) -> tuple[Task, ...]:
 
 
 def parse_tasks(asked: Any) -> tuple[Task, ...]:
-    """One task or several by name. Raises ``PackagingError``."""
+    """Parse the name of one task, or the names of several. Raises ``PackagingError``."""
     names = [asked] if isinstance(asked, str) else asked
     if not isinstance(names, list | tuple) or not names:
         raise PackagingError(f"task: {shown(asked)} is not allowed; expected one or several of {', '.join(ALL_TASKS)}")
@@ -91,10 +91,10 @@ def parse_tasks(asked: Any) -> tuple[Task, ...]:
 
 
 def embedding_spec(tasks: tuple[Task, ...], model_dir: Path, given: Any) -> EmbeddingSpec | None:
-    """How token vectors are pooled into one; None for a model without embeddings.
+    """Return how token vectors are pooled into one; None for a model without embeddings.
 
-    ``given`` (a spec, or fields over the one found) or what the model's files say, else the mean for an encoder and the
-    last token for a decoder. Raises ``PackagingError``.
+    This is ``given`` (a spec, or fields that override the spec found) or the spec in the model's files, else the mean
+    for an encoder and the last token for a decoder. Raises ``PackagingError``.
     """
     if "embeddings" not in tasks:
         if given is not None:
@@ -102,7 +102,7 @@ def embedding_spec(tasks: tuple[Task, ...], model_dir: Path, given: Any) -> Embe
                 f"embedding: {shown(given)} is of no use; expected None: the model answers {', '.join(tasks)}"
             )
         return None
-    found = _found_spec(model_dir)  # first: a module that cannot be run is refused whatever is given
+    found = _found_spec(model_dir)  # first, so that a module that cannot run is refused whatever is given
     if isinstance(given, EmbeddingSpec):
         return given
     if given is None:
@@ -116,8 +116,11 @@ def embedding_spec(tasks: tuple[Task, ...], model_dir: Path, given: Any) -> Embe
 def cross_encoder_spec(
     tasks: tuple[Task, ...], model_dir: Path, tokenizer_dir: Path, tokenizer: Any
 ) -> CrossEncoderSpec | None:
-    """What becomes of a cross-encoder's numbers; None for a model without. Raises ``PackagingError``, for a tokenizer
-    that cannot put a pair together, or cuts it elsewhere than at its texts' ends, too."""
+    """Return how a cross-encoder's output becomes a score; None for a model without scores.
+
+    Raises ``PackagingError``, also for a tokenizer that cannot build a pair, or truncates it other than at the ends of
+    its texts.
+    """
     if "score" not in tasks:
         return None
     pair_template(tokenizer)
@@ -130,7 +133,7 @@ def cross_encoder_spec(
 
 
 def is_sentence_transformer(model_dir: Path) -> bool:
-    """Whether the directory is sentence-transformers', with modules of its own."""
+    """Whether this is a sentence-transformers directory with modules of its own."""
     return (model_dir / "modules.json").is_file()
 
 
@@ -145,9 +148,9 @@ def is_causal(config: dict[str, Any]) -> bool:
 
 
 def config_file(model_dir: Path) -> Path:
-    """The model's config.json, which a sentence-transformers directory may have one folder down.
+    """Find the model's config.json, which may be one folder down in a sentence-transformers directory.
 
-    Raises ``PackagingError`` where there is none.
+    Raises ``PackagingError`` if there is none.
     """
     candidates = [model_dir / "config.json", *sorted(model_dir.glob("0_*/config.json"))]
     if (found := next((c for c in candidates if c.is_file()), None)) is None:
@@ -156,7 +159,7 @@ def config_file(model_dir: Path) -> Path:
 
 
 def read_config(model_dir: Path) -> dict[str, Any]:
-    """The parsed config.json; empty where it is no object. Raises ``PackagingError``."""
+    """Return the parsed config.json; empty if it is not an object. Raises ``PackagingError``."""
     try:
         config = json.loads(config_file(model_dir).read_text())
     except (OSError, ValueError, RecursionError):

@@ -1,6 +1,6 @@
 """Chat templates: collected when a model is logged, and rendered once to prove that they work.
 
-The template ``default`` answers chat requests; others (``tool_use``, ``rag``, a caller's own) are stored beside it.
+The template ``default`` is used for chat requests; others (``tool_use``, ``rag``, a caller's own) are stored beside it.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ Templates = str | os.PathLike[str] | dict[str, Any] | list[dict[str, str]] | Non
 
 
 def collect(given: Templates, tokenizer: Any) -> dict[str, str]:
-    """Template texts by name: those ``given``, else the tokenizer's own; empty where there is none.
+    """Return template texts by name: those ``given``, else the tokenizer's own; empty if there are none.
 
     Raises ``PackagingError``.
     """
     chosen = given if given is not None else getattr(tokenizer, "chat_template", None)
     if chosen is None:
         return {}
-    if isinstance(chosen, list):  # the form that tokenizer_config.json has
+    if isinstance(chosen, list):  # the form in tokenizer_config.json
         chosen = dict(map(_entry, chosen))
     if not isinstance(chosen, dict):
         return {DEFAULT: _text(chosen)}
@@ -54,8 +54,9 @@ def collect(given: Templates, tokenizer: Any) -> dict[str, str]:
 def check(templates: dict[str, str], tokenizer: Any) -> None:
     """Render each template as serving does (``tasks.rendering``). Raises ``PackagingError`` with the reason.
 
-    The user's message must be in the text: of the default template with a system message or, where it refuses one,
-    without; of the others for one of a conversation, a conversation with tools, and one with documents.
+    The rendered text must contain the user's message. The default template is rendered with a system message or, if it
+    refuses that, without one. Any other template has to succeed for one of these: such a conversation, one with tools,
+    or one with documents.
     """
     for name, template in templates.items():
         attempts: list[tuple[list[dict[str, str]], dict[str, Any]]] = [([SYSTEM, *TURNS], {}), (TURNS, {})]
@@ -73,7 +74,7 @@ def write(templates: dict[str, str], root: Path) -> None:
 
 
 def stored(root: Path) -> dict[str, str]:
-    """Absolute paths of the templates under a model root, by name."""
+    """Return the absolute paths of the templates under a model root, by name."""
     found = {DEFAULT: str(root / DEFAULT_TEMPLATE)} if (root / DEFAULT_TEMPLATE).is_file() else {}
     return found | {file.stem: str(file) for file in sorted((root / "chat_templates").glob("*.jinja"))}
 
@@ -94,7 +95,7 @@ def _check_one(name: str, template: str, tokenizer: Any, attempts: list[tuple[li
                 raise PackagingError(f"chat_template {name!r}: line {error.line}: {error.reason}") from None
             reasons.append(f"{error.kind}: {error.reason[:160]}")
             continue
-        except Exception as error:  # a tokenizer's own code, which may raise as it likes
+        except Exception as error:  # a tokenizer's own code may raise anything
             reasons.append(f"{type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}")
             continue
         if messages[-1]["content"] in text:
@@ -104,7 +105,7 @@ def _check_one(name: str, template: str, tokenizer: Any, attempts: list[tuple[li
 
 
 def _entry(given: Any) -> tuple[str, Any]:
-    """Name and template of an entry of a list. Raises ``PackagingError``."""
+    """Return the name and template of a list entry. Raises ``PackagingError``."""
     if not isinstance(given, dict) or given.keys() != {"name", "template"}:
         allowed = 'expected a list of {"name": …, "template": …}'
         raise PackagingError(f"chat_template: the entry {shown(given)} is not allowed; {allowed}")
@@ -118,7 +119,7 @@ def _check_name(name: Any) -> None:
 
 
 def _text(template: Any) -> str:
-    """A template's text, read where ``template`` is a path: an object, or a string that names an existing file."""
+    """Return a template's text; a path (a path object, or a string that names an existing file) is read."""
     if isinstance(template, os.PathLike):
         return _read(Path(template))
     if not isinstance(template, str) or not template.strip():

@@ -1,4 +1,4 @@
-"""A model's tokenizer: written to ``tokenizer/`` from a directory or an object, loaded, and checked."""
+"""A model's tokenizer: write it to ``tokenizer/`` from a directory or an object, load it, and check it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TOKENIZER_FILES = frozenset(
 )
 TOKENIZER_SUFFIXES = (".tiktoken",)
 NAMED_TEMPLATES = "additional_chat_templates"
-# The last part of the name of the input embedding, by family.
+# The last part of the input embedding's name, which differs by model family.
 EMBEDDING_NAMES = (
     "embed_tokens.weight",
     "wte.weight",
@@ -43,7 +43,7 @@ EMBEDDING_NAMES = (
 
 
 def is_tokenizer_file(name: str) -> bool:
-    """Whether a file of this name belongs to the tokenizer, and not to the model."""
+    """Whether a file of this name belongs to the tokenizer rather than to the model."""
     return name in TOKENIZER_FILES or name.endswith(TOKENIZER_SUFFIXES)
 
 
@@ -61,7 +61,7 @@ def place_tokenizer(tokenizer: Any, target: Path, *, link: bool = False) -> None
 
 
 def load_tokenizer(directory: Path, *, trust_remote_code: bool = False) -> Any:
-    """The tokenizer in ``directory``. Raises ``PackagingError`` with the reason where it cannot be loaded."""
+    """Load the tokenizer in ``directory``. Raises ``PackagingError`` with the reason if it cannot be loaded."""
     from transformers import AutoTokenizer
 
     from ...serving.tasks.tokenizer_check import check_tokenizer
@@ -74,7 +74,7 @@ def load_tokenizer(directory: Path, *, trust_remote_code: bool = False) -> Any:
 
 
 def check_vocabulary(tokenizer: Any, model_dir: Path) -> None:
-    """Raises ``PackagingError`` where the tokenizer can produce an id that the embedding has no row for."""
+    """Raise ``PackagingError`` if the tokenizer can produce an id for which the embedding has no row."""
     shapes = read_shapes(model_dir)
     rows = next((shape[0] for name, shape in shapes.items() if name.endswith(EMBEDDING_NAMES)), None)
     if rows is None:
@@ -103,7 +103,7 @@ def _place_directory(source: Path, target: Path, *, link: bool) -> None:
     for file in [*files, *sorted(source.glob(f"{NAMED_TEMPLATES}/*.jinja"))]:
         place_file(file, target, link=link, name=file.relative_to(source).as_posix(), within=source)
     config = _json(source / "tokenizer_config.json")
-    # AutoTokenizer finds the class in config.json where tokenizer_config.json does not say it
+    # AutoTokenizer takes the class from config.json if tokenizer_config.json does not name it
     if "tokenizer_class" not in config and (source / "config.json").is_file():
         place_file(source / "config.json", target, link=link)
     if "auto_map" in config:

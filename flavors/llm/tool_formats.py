@@ -1,4 +1,4 @@
-"""The argument ``tool_format``: how a model writes tool calls, where that is not to be detected."""
+"""The argument ``tool_format``: how a model writes tool calls, for callers who do not want it detected."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Given: TypeAlias = str | Mapping[str, Any] | ToolFormat | None
 
 
 def parse(given: Given) -> ToolFormat | None:
-    """A name, a format, or its fields: those that are left out are of the format of that name, where there is one.
+    """Parse a name, a format, or a dict of its fields. Fields left out come from the known format of that name, if any.
 
     Raises ``PackagingError``.
     """
@@ -38,7 +38,7 @@ def parse(given: Given) -> ToolFormat | None:
 
 
 def _check(format: ToolFormat) -> None:
-    """Raises ``PackagingError`` for a format in which calls could not be told from each other or from a text."""
+    """Raise ``PackagingError`` for a format in which calls could not be told apart from each other or from text."""
     if format.layout == "object" and not format.arguments_keys:
         raise PackagingError("tool_format: arguments_keys is empty; expected the name under which arguments stand")
     if format.layout != "object" and not format.name_end:

@@ -1,4 +1,4 @@
-"""Models that are not logged yet: Hugging Face directories, GGUF files and hub ids, recognised and refused by name."""
+"""Models that are not logged yet (Hugging Face directories, GGUF files, hub ids): recognise them, and refuse them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from ...serving.model_uri import is_path
 from .hub import HUB_ID
 from .manifest import MANIFEST
 
-MODEL_FILES = ("config.json", "modules.json")  # one of which every Hugging Face model's directory has
+MODEL_FILES = ("config.json", "modules.json")  # every Hugging Face model directory has one of these
 
 
 def source_of(uri: str) -> str | Path | None:
-    """``uri`` as a model that could be logged: a Hugging Face directory, a GGUF file or a hub id; None for all else."""
+    """Return the Hugging Face directory, GGUF file or hub id that ``uri`` names; None for anything else."""
     path = Path(uri).expanduser()
     if path.is_dir():
         found = not (path / MANIFEST).is_file() and any((path / name).is_file() for name in MODEL_FILES)
@@ -24,7 +24,7 @@ def source_of(uri: str) -> str | Path | None:
 
 
 def check_logged(uri: str) -> None:
-    """Raises ``PackagingError`` or ``ModelNotFound``, which say how to log it, where ``uri`` is no logged model."""
+    """Raise ``PackagingError`` or ``ModelNotFound``, which say how to log the model, if ``uri`` is not a logged one."""
     source = source_of(uri)
     how = f"log it first, with llm.log_model(model={uri!r}, …) or llm.save_model(path, model={uri!r})"
     directly = f"or serve it as it is: mlflow-llm serve -m {uri}"

@@ -1,10 +1,10 @@
 """The project's own wheel, built from the running package, so that a model loads where no index has mlflow-llm.
 
-A wheel is a zip of the package's files and metadata (PEP 427). Both are available however the package was installed
-(wheel or editable), so it is written directly: no build tool, no network, the same bytes every time.
+A wheel is a zip file of the package's files and metadata (PEP 427). Both are available however the package was
+installed (wheel or editable), so the wheel is written directly: no build tool, no network, the same bytes every time.
 
-The native kernels go along where they were built. They are optional: where they do not fit the processor or the system
-the package runs without them, so the wheel is tagged for any platform all the same.
+The wheel includes the native kernels if they were built. They are optional: if they do not fit the processor or the
+system, the package runs without them, so the wheel is still tagged for any platform.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from ...serving.errors import PackagingError
 DISTRIBUTION = "mlflow-llm"
 PACKAGE = "mlflow_llm"
 WHEELS = "wheels"
-EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest time a zip can hold: equal content gives an equal file
+EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest time a zip can hold; with a fixed time, equal content gives equal files
 WHEEL_FILE = "Wheel-Version: 1.0\nGenerator: mlflow-llm\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
 
 
 def distribution() -> importlib.metadata.Distribution:
-    """The installed mlflow-llm. Raises ``PackagingError`` where it is only on the path."""
+    """The installed distribution of mlflow-llm. Raises ``PackagingError`` if the package is only on Python's path."""
     try:
         return importlib.metadata.distribution(DISTRIBUTION)
     except importlib.metadata.PackageNotFoundError:
@@ -39,8 +39,8 @@ def distribution() -> importlib.metadata.Distribution:
 def write_wheel(root: Path) -> str:
     """Write ``wheels/<hash>/mlflow_llm-<version>-py3-none-any.whl`` under ``root`` and return ``wheels/<hash>``.
 
-    The hash is of the content: MLflow names an environment by the text of its requirements, so two builds of one
-    version (from a source tree under development) do not share an environment.
+    The hash is of the content. MLflow names an environment by the text of its requirements, so two different builds of
+    one version (from a source tree under development) do not share an environment.
     """
     name, data = _wheel(_stamp())
     folder = f"{WHEELS}/{name}"
@@ -50,7 +50,7 @@ def write_wheel(root: Path) -> str:
 
 
 def _stamp() -> tuple[object, ...]:
-    """Changes with any file of the package, and with what is installed as it."""
+    """A value that changes with any file of the package and with the installed distribution."""
     found = distribution()
     files = ((path, os.stat(path)) for _, path in _package_paths())
     return (found.version, str(found.locate_file("")), *((path, s.st_mtime_ns, s.st_size) for path, s in files))
@@ -58,7 +58,7 @@ def _stamp() -> tuple[object, ...]:
 
 @functools.lru_cache(maxsize=1)
 def _wheel(stamp: tuple[object, ...]) -> tuple[str, bytes]:
-    """The hash of its content, and the wheel: a process that saves many models packs it once."""
+    """Return the content hash and the wheel. It is cached: a process that saves many models packs it once."""
     content = dict(_files(distribution()))
     digest = hashlib.sha256()
     for name, data in content.items():
@@ -67,7 +67,7 @@ def _wheel(stamp: tuple[object, ...]) -> tuple[str, bytes]:
 
 
 def _files(dist: importlib.metadata.Distribution) -> Iterator[tuple[str, bytes]]:
-    """Path in the wheel and bytes of every file of the package and its metadata; RECORD last."""
+    """Yield the path in the wheel and the bytes of every file of the package and its metadata; RECORD comes last."""
     content = dict(_package_files()) | dict(_metadata_files(dist))
     yield from content.items()
     record = f"{_dist_info(dist)}/RECORD"
@@ -83,7 +83,7 @@ def _package_paths() -> Iterator[tuple[str, Path]]:
     import mlflow_llm
 
     package = Path(mlflow_llm.__file__).parent
-    # plugin, flavors and serving are symbolic links in a source tree and folders in an installed one
+    # plugin, flavors and serving are symbolic links in a source tree, and folders in an installed package
     for folder, folders, files in os.walk(package, followlinks=True):
         folders[:] = sorted(name for name in folders if name != "__pycache__" and not name.startswith("."))
         for name in sorted(files):
@@ -93,7 +93,7 @@ def _package_paths() -> Iterator[tuple[str, Path]]:
 
 
 def _metadata_files(dist: importlib.metadata.Distribution) -> Iterator[tuple[str, bytes]]:
-    # PKG-INFO: of a source tree that a build has left its own metadata in, where Python was started there
+    # PKG-INFO: for Python started in a source tree in which a build has left its metadata
     metadata = dist.read_text("METADATA") or dist.read_text("PKG-INFO")
     for name, text in (("METADATA", metadata), ("entry_points.txt", dist.read_text("entry_points.txt"))):
         if text is not None:
