@@ -128,8 +128,10 @@ def check_fits(
     """
     name = adapter.path.name
     if adapter.prompt is not None and adapter.prompt[1] != width:
-        taken = f"vectors of {width}" if width else "none"
-        raise PackagingError(f"adapter {name!r}: a prompt of vectors of {adapter.prompt[1]}; the base takes {taken}")
+        taken = f"vectors of width {width}" if width else "none"
+        raise PackagingError(
+            f"adapter {name!r}: its prompt has vectors of width {adapter.prompt[1]}; the base takes {taken}"
+        )
     for module, factors in adapter.modules.items():
         if head is not None and module == head:
             raise PackagingError(
@@ -141,7 +143,7 @@ def check_fits(
         wanted = (factors.b_shape[0], factors.a_shape[1])
         if wanted != shape:
             raise PackagingError(
-                f"adapter {name!r}: module {module!r} adapts a shape {wanted}, the base's is {shape} (out, in)"
+                f"adapter {name!r}: module {module!r} adapts the shape {wanted}, but the base's is {shape} (out, in)"
             )
 
 
@@ -166,13 +168,11 @@ def _read_prompt(folder: Path, config: Mapping[str, Any]) -> AdapterFiles:
         if config.get(key) not in allowed:
             raise PackagingError(f"adapter {name!r}: {key}={shown(config[key])} is not supported")
     if strange := shapes.keys() - {PROMPT}:
-        raise PackagingError(
-            f"adapter {name!r}: tensor {shown(min(strange))} is not supported; expected {PROMPT} alone"
-        )
+        raise PackagingError(f"adapter {name!r}: tensor {shown(min(strange))} is not supported; expected only {PROMPT}")
     shape = shapes.get(PROMPT, ())
     if len(shape) != 2 or shape[0] < 1 or shape[0] != config.get("num_virtual_tokens"):
         said = f"num_virtual_tokens is {shown(config.get('num_virtual_tokens'))}"
-        raise PackagingError(f"adapter {name!r}: {PROMPT} has the shape {shape}, {said}")
+        raise PackagingError(f"adapter {name!r}: {PROMPT} has the shape {shape}, but {said}")
     return AdapterFiles(path=folder, rank=0, modules={}, prompt=(shape[0], shape[1]))
 
 
@@ -282,12 +282,12 @@ def _module(
     rslora: bool,
 ) -> AdapterModule:
     if set(sides) != {"A", "B"}:
-        raise PackagingError(f"adapter {name!r}: module {module!r} has lora_{min(sides)} alone")
+        raise PackagingError(f"adapter {name!r}: module {module!r} has only lora_{min(sides)}")
     a, b = shapes[sides["A"]], shapes[sides["B"]]
     if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
-        raise PackagingError(f"adapter {name!r}: module {module!r} has factors of shapes {a} and {b} that do not join")
+        raise PackagingError(f"adapter {name!r}: module {module!r} has factors of incompatible shapes {a} and {b}")
     if a[0] != rank:
-        raise PackagingError(f"adapter {name!r}: module {module!r} has rank {a[0]}, its configuration says {rank}")
+        raise PackagingError(f"adapter {name!r}: module {module!r} has rank {a[0]}, but its configuration says {rank}")
     scaling = alpha / math.sqrt(rank) if rslora else alpha / rank
     return AdapterModule(
         a_key=sides["A"], b_key=sides["B"], a_shape=(a[0], a[1]), b_shape=(b[0], b[1]), scaling=float(scaling)

@@ -153,7 +153,7 @@ class AdapterRegistry:
             except (OSError, ServingError) as error:
                 raise InternalError(f"adapter {name!r} could not be read from disk again: {error}") from error
             if read is None:
-                raise InternalError(f"adapter {name!r} changed on disk since it was loaded; load it anew")
+                raise InternalError(f"adapter {name!r} changed on disk since it was loaded; load it again")
             self._make_room(adapter)
             self._add(adapter, read)
         return adapter
@@ -245,9 +245,9 @@ class AdapterRegistry:
         loaded = [one for one in self._loaded() if one is not leaving or one.users]
         room = self._budget - sum(one.num_bytes for one in loaded if one.is_pinned)
         if new.num_bytes > room:
-            beside = "in all" if room == self._budget else "beside pinned adapters"
+            beside = "in total" if room == self._budget else "beside pinned adapters"
             raise LimitExceeded(
-                f"{field}: {new.num_bytes} bytes, more than adapter_memory allows {beside}, {room}",
+                f"{field}: {new.num_bytes} bytes is more than adapter_memory allows {beside}: {room}",
                 limit="adapter_memory",
                 allowed=room,
                 remaining=room,

@@ -204,11 +204,12 @@ def make_cache(loaded: LoadedModel, settings: EngineSettings, memory: int, *, pr
         # grow to the model's whole context. Then make as many slots as the budget itself holds.
         longest = min(max_model_len, num_tokens)
         fewer = min(num_slots, num_tokens // longest)
-        logger.warning("no address space for %d slots (%s): %d of %d tokens", num_slots, error, fewer, longest)
+        text = "not enough address space for %d slots (%s): using %d slots of %d tokens"
+        logger.warning(text, num_slots, error, fewer, longest)
         try:
             return make(num_slots=fewer, max_model_len=longest)
         except OSError as again:
-            raise PackagingError(f"kv_cache_memory: {memory} bytes cannot be had ({again}); set less") from again
+            raise PackagingError(f"kv_cache_memory: {memory} bytes cannot be allocated ({again}); set less") from again
 
 
 def _in_blocks(loaded: LoadedModel, memory: int, each: int, block_size: int, *, prefix_caching: bool) -> PagedKVCache:
@@ -223,7 +224,7 @@ def _in_blocks(loaded: LoadedModel, memory: int, each: int, block_size: int, *, 
             block_size=block_size, device=loaded.device, prefix_caching=prefix_caching,
         )  # fmt: skip
     except (torch.OutOfMemoryError, MemoryError) as error:
-        raise PackagingError(f"kv_cache_memory: {memory} bytes cannot be had ({error}); set less") from error
+        raise PackagingError(f"kv_cache_memory: {memory} bytes cannot be allocated ({error}); set less") from error
 
 
 def free_memory(device: Any) -> int:

@@ -83,7 +83,7 @@ def refuse_unscaled(folder: str | Path) -> None:
         for key, (dtype, _) in _entries(file).items():
             if key.endswith("weight") and dtype.startswith(BYTE_TYPES):
                 raise PackagingError(
-                    f"{key} is stored as {dtype}, but config.json has no quantization_config that says of which scale"
+                    f"{key} is stored as {dtype}, but config.json has no quantization_config that says how it is scaled"
                 )
 
 
@@ -155,7 +155,7 @@ def check_config(file: Path, there: Stored) -> None:
     for name, value in _numbers(config, ""):
         if COUNTS.search(name.rpartition(".")[2]) and value > there.max_modules:
             raise PackagingError(
-                f"{file.name}: {name}: {shown(value)} is not allowed; expected at most {there.max_modules} beside"
+                f"{file.name}: {name}: {shown(value)} is not allowed; expected at most {there.max_modules} with"
                 f" {there.tensors} tensors of weights"
             )
 
@@ -170,5 +170,5 @@ def _numbers(value: Any, path: str) -> Iterator[tuple[str, int | float]]:
 
 def _out_of_proportion(what: str, there: Stored) -> PackagingError:
     return PackagingError(
-        f"config.json asks for {what}, beside {there.tensors} tensors of {there.elements} numbers in the weights"
+        f"config.json asks for {what}, but the weights have {there.tensors} tensors with {there.elements} numbers"
     )

@@ -136,7 +136,7 @@ def load_cross_encoder(bundle: Bundle, settings: EngineSettings) -> CrossEncoder
 def _base(model: Any) -> Any:
     found = getattr(model, model.base_model_prefix, None)
     if found is None or found is model:
-        raise PackagingError(f"{type(model).__name__} is not supported for scores: its encoder cannot be told apart")
+        raise PackagingError(f"{type(model).__name__} is not supported for scores: its encoder cannot be found")
     return found
 
 

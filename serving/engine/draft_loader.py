@@ -44,8 +44,8 @@ def load_draft_model(
     except PackagingError as error:
         raise PackagingError(f"draft_model: {draft.uri}: {error}") from error
     if not draft.tokenizer_dir and loaded.vocab_size != large.vocab_size:
-        sizes = f"{loaded.vocab_size} tokens, this model {large.vocab_size}"
-        raise PackagingError(f"draft_model: {draft.uri} has not this model's vocabulary: it has {sizes}")
+        sizes = f"{loaded.vocab_size} tokens, this model has {large.vocab_size}"
+        raise PackagingError(f"draft_model: {draft.uri} does not have this model's vocabulary: it has {sizes}")
     num_tokens = min(ROWS * loaded.max_model_len, memory // MEMORY // token_bytes(loaded.layers, **loaded.kept))
     longest = min(loaded.max_model_len, large.max_model_len)
     by_reference = loaded.decoder is not None
@@ -97,10 +97,10 @@ def check_vocabulary(bundle: Bundle, draft: DraftBundle, settings: EngineSetting
     if not differ:
         return
     token = min(differ, key=lambda token: (own.get(token, other.get(token, 0)), token))
-    here, there = (f"id {found[token]}" if token in found else "none" for found in (own, other))
+    here, there = (f"id {found[token]}" if token in found else "no id" for found in (own, other))
     raise PackagingError(
-        f"draft_model: {draft.uri} has not this model's vocabulary: {token[:40]!r} is {here} of this model's tokens, "
-        f"{there} of the draft model's"
+        f"draft_model: {draft.uri} does not have this model's vocabulary: {token[:40]!r} has {here} in this model, "
+        f"{there} in the draft model"
     )
 
 

@@ -80,7 +80,7 @@ class DraftModel:
             self._look_back()
             return self._propose(wanted)
         except Exception:  # drafts are no part of any text, so the large model can go on without them
-            logger.exception("the draft model failed; it is not used any more")
+            logger.exception("the draft model failed and is no longer used")
             self._is_broken = True
             return [sequence.tokens[:0] for sequence, _ in wanted]
 

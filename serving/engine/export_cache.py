@@ -83,7 +83,7 @@ def kept(read: Callable[[Any], Any], found: dict[str, Any], place: str | os.Path
                 structure = read(place)
                 _store(path, structure)
         except (OSError, ValueError) as error:
-            logger.info("what transformers' models export is not kept, and read at every start: %s", error)
+            logger.info("the exports of transformers' models are not cached and are read at every start: %s", error)
             if structure is None:
                 structure = read(place)
         found[folder] = structure

@@ -122,7 +122,7 @@ def refuse(settings: EngineSettings, device: Any) -> None:
     if settings.quantization == "fp8" and device.type == "cpu" and settings.kernels == "auto":
         raise PackagingError(
             "quantization: 'fp8' is not allowed; expected 'none' or 'int8' on CPU with kernels auto: our own kernels"
-            " multiply no fp8 (kernels: torch does, slowly)"
+            " do not support fp8 (kernels: torch does, slowly)"
         )
 
 
@@ -131,7 +131,7 @@ def reason(settings: EngineSettings, device: Any, dtype: torch.dtype) -> str:
     if settings.quantization != "fp8":
         return ""
     reasons = {"few": why_not_kernel(device, dtype), "many": why_not_scaled_mm(device)}
-    return "; ".join(f"{rows} rows are multiplied by floats: {why}" for rows, why in reasons.items() if why)
+    return "; ".join(f"{rows} rows are multiplied as floats: {why}" for rows, why in reasons.items() if why)
 
 
 @cache

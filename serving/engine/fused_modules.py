@@ -38,7 +38,7 @@ def install(model: nn.Module) -> int:
         else:
             refused.add(type(module))
     if refused:
-        logger.info("torch computes %s", ", ".join(sorted(kind.__name__ for kind in refused)))
+        logger.info("torch, not our kernels, computes %s", ", ".join(sorted(kind.__name__ for kind in refused)))
     return count + fused_residuals.install(model)
 
 

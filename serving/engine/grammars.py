@@ -300,7 +300,7 @@ class _Compiler:
             tokenizer.prepare()
         except Exception as error:
             logger.exception("the tokenizer cannot be read for grammars")
-            return f"nothing: this model's tokenizer cannot be held to a grammar: {reason(error)}"
+            return f"nothing: this model's tokenizer does not support grammars: {reason(error)}"
         logger.info("the tokenizer was read for grammars in %.2f s", time.monotonic() - began)
         return tokenizer
 
@@ -313,4 +313,4 @@ def compile_grammar(source: str, tokenizer: GrammarTokenizer) -> LLMatcher | str
     matcher.compute_bitmask()
     if not matcher.is_error():
         return matcher
-    return refusal_of(matcher) or f"a grammar that can be used: {short(matcher.get_error())}"
+    return refusal_of(matcher) or f"a valid grammar: {short(matcher.get_error())}"

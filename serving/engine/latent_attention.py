@@ -75,9 +75,9 @@ class LatentForm:
             pairs = [(found[0][0].float(), ours[0].float()), (found[1][0].float(), values.float())]
             far = any(float((a - b).abs().max()) > TOLERANCE[like.dtype] * float(b.abs().max()) for a, b in pairs)
         except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError) as error:
-            raise NotLatentError(f"its expand_kv is another: {error}") from None
+            raise NotLatentError(f"its expand_kv differs: {error}") from None
         if far:
-            raise NotLatentError("its expand_kv gives other keys and values")
+            raise NotLatentError("its expand_kv gives different keys and values")
 
     def prefers_expanded(self, num_tokens: int, length: int) -> bool:
         """Whether ``num_tokens`` queries over ``length`` tokens need fewer products with whole keys and values."""

@@ -66,7 +66,7 @@ def resolve_device(settings: EngineSettings) -> Any:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         there = f"this machine's torch finds {torch.cuda.device_count()} CUDA devices"
         why = there if torch.backends.cuda.is_built() else "this torch was built without CUDA"
-        raise PackagingError(f"device: {settings.device!r} is not allowed; expected one that is here: {why}")
+        raise PackagingError(f"device: {settings.device!r} is not allowed; expected an available device: {why}")
     return device
 
 
@@ -313,7 +313,7 @@ def native_decoder(
 
 
 def refused_kv(asked: str, reason: Exception) -> PackagingError:
-    text = f"kv_cache_dtype: {asked!r} is not allowed; expected 'auto': our own kernels alone keep keys and values so"
+    text = f"kv_cache_dtype: {asked!r} is not allowed; expected 'auto': only our own kernels keep keys and values so"
     return PackagingError(f"{text}, and {reason}")
 
 

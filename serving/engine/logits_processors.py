@@ -75,7 +75,7 @@ def may_forbid(sampling: Sampling) -> bool:
 def nothing_left(sampling: Sampling) -> InvalidField:
     """The error of a text that cannot go on because all tokens are forbidden."""
     fields = [name for name in FIELDS if getattr(sampling, name)]
-    allowed = "what leaves the text a token to go on with"
+    allowed = "values that leave the text a token to go on with"
     if sampling.grammar is not None:
         allowed += f" within {sampling.grammar.field}"
     return InvalidField(fields[0], " and ".join(fields), allowed)

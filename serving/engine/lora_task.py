@@ -81,7 +81,8 @@ class TaskReader:
         for i, row in enumerate(task.config):
             for name, made in self._row(i, row, weights[i]).items():
                 if name in factors:
-                    raise InvalidField(f"lora_config[{i}]", list(row), f"a module once: {name} has an adapter already")
+                    allowed = f"each module only once: {name} already has an adapter"
+                    raise InvalidField(f"lora_config[{i}]", list(row), allowed)
                 factors[name] = made
         return TaskWeights(factors, max(one.rank for one in factors.values()))
 
@@ -104,7 +105,7 @@ class TaskReader:
             wanted = f"{size} numbers or more: {wanted}"
             raise InvalidField(f"lora_weights[{index}]", f"{len(weights)} numbers", wanted)
         if weights[size:].any():
-            allowed = f"zeros there: {wanted} are that long"
+            allowed = f"zeros there: {wanted} take {size} numbers"
             raise InvalidField(f"lora_weights[{index}]", f"numbers after {size}", allowed)
         a = torch.from_numpy(weights[: rank * inputs].reshape(rank, inputs).copy())
         b = torch.from_numpy(weights[rank * inputs : factors].reshape(outputs, rank).copy())

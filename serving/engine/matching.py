@@ -36,7 +36,7 @@ Mask: TypeAlias = npt.NDArray[np.uint32]
 """One bit per token id, lowest bit first, [ceil((vocab_size + 1) / 32)]; the bit after the vocabulary is the end."""
 
 WORD = 32
-DEAD_END = "a grammar with a way to a whole text, which this model's tokens can write"
+DEAD_END = "a grammar that leads to a complete text, which this model's tokens can write"
 
 LIMIT_REACHED = re.compile("too (many|complex|large)|max is|limit", re.IGNORECASE)  # in llguidance's messages
 

@@ -101,7 +101,7 @@ def decoder_weights(model: nn.Module, uses: Sequence[LayerUse]) -> DecoderWeight
     found = library.required()
     form, head = form_of(model), model.get_output_embeddings()
     if form is None or not isinstance(head, EngineLinear):
-        raise NotNative(f"its architecture is not among those of a native step: {type(model).__name__}")
+        raise NotNative(f"a native step does not support its architecture, {type(model).__name__}")
     check_plain(model)
     body: Any = getattr(model, form.body)
     layers = getattr(body, form.layers)
@@ -110,15 +110,15 @@ def decoder_weights(model: nn.Module, uses: Sequence[LayerUse]) -> DecoderWeight
     heads = at(layers[0], form.members[O]).in_features // head_dim
     activation, *others = sorted({form.activation_of(layer) for layer in layers})
     if others or activation not in ACTIVATIONS:
-        raise NotNative(f"its activation is {' and '.join([activation, *others])}, a native step knows silu or gelu")
+        raise NotNative(f"its activation is {' and '.join([activation, *others])}, but a native step has silu and gelu")
     if not found.mlt_can_attend(head_dim, heads // kv_heads):
-        raise NotNative(f"heads of {head_dim} in groups of {heads // kv_heads} are not among those of a native step")
+        raise NotNative(f"a native step does not support heads of {head_dim} in groups of {heads // kv_heads}")
     if len({(use.shape, use.scaling, use.softcap) for use in uses}) != 1 or shape.value_dim != head_dim:
-        raise NotNative("its layers attend in different ways, which a native step does not know")
+        raise NotNative("its layers attend in different ways, which a native step does not support")
     rotary = getattr(body, "rotary_emb", None)
     config = model.config.get_text_config()
     if getattr(config, "clip_qkv", None) is not None:
-        raise NotNative("it clips queries, keys and values (clip_qkv), which a native step does not know")
+        raise NotNative("it clips queries, keys and values (clip_qkv), which a native step does not support")
     kinds = getattr(rotary, "layer_types", None)
     each = []
     for index, (layer, use) in enumerate(zip(layers, uses, strict=True)):
@@ -129,7 +129,7 @@ def decoder_weights(model: nn.Module, uses: Sequence[LayerUse]) -> DecoderWeight
     words = getattr(body, form.embedding)
     fits = all(layer is not None for layer in each) and _plain(words.weight)
     if not fits or not isinstance(packed, NativeWeight):
-        raise NotNative(f"some of its layers have widths that are no multiple of {LANES}, or another form")
+        raise NotNative(f"some of its layers have widths that are not multiples of {LANES}, or another form")
     prefix = next(name for name, module in model.named_modules() if module is layers)
     _refuse_other_linears(form, layers, prefix)
     norm = _norm(form, body, form.norm)
@@ -170,9 +170,9 @@ def check_plain(model: nn.Module) -> None:
     """Raise ``NotNative`` for a model in a precision, or on a device, that the kernels do not take."""
     like = next(model.parameters())
     if like.device.type != "cpu":
-        raise NotNative(f"the model is on {like.device}, they are for processors")
+        raise NotNative(f"the model is on {like.device}, but they run on the CPU")
     if like.dtype != torch.float32:
-        raise NotNative(f"dtype is {str(like.dtype).removeprefix('torch.')}, they take float32 (and int8 linears)")
+        raise NotNative(f"dtype is {str(like.dtype).removeprefix('torch.')}, but they take float32 (and int8 linears)")
 
 
 def _plain(tensor: torch.Tensor) -> bool:
@@ -250,7 +250,7 @@ def _refuse_other_linears(form: Form, layers: Any, prefix: str) -> None:
         known = set(form.members_of(layer))
         for name, module in layer.named_modules():
             if isinstance(module, EngineLinear) and name not in known:
-                raise NotNative(f"a native step does not know its linear {module.name.removeprefix(prefix)[1:]}")
+                raise NotNative(f"a native step does not support its linear {module.name.removeprefix(prefix)[1:]}")
 
 
 class NativeDecoder:

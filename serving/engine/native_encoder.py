@@ -247,24 +247,24 @@ def native_encoder(model: nn.Module, position_offset: int, *, typed: bool = Fals
     form = ENCODERS.get(type(model).__name__)
     layers = None if form is None else at(model, form.layers)
     if form is None or not type(model).__module__.startswith("transformers.models.") or not layers:
-        raise NotNative(f"its architecture is not among those of a native run: {type(model).__name__}")
+        raise NotNative(f"a native run does not support its architecture, {type(model).__name__}")
     config: Any = model.config
     named = (getattr(config, name, None) for name in ("hidden_act", "activation", "hidden_activation"))
     activation = next((name for name in named if name), None)
     decodes = getattr(config, "is_decoder", False) or getattr(config, "add_cross_attention", False)
     if activation != "gelu" or decodes:
-        raise NotNative(f"a native run knows encoders with gelu, this model has {activation} or decodes")
+        raise NotNative(f"a native run needs an encoder with gelu; this model has {activation} or decodes")
     if hasattr(model, "embeddings_project"):
-        raise NotNative("its words are projected to another width, which a native run does not know")
+        raise NotNative("its words are projected to another width, which a native run does not support")
     kinds = {} if form.rotary is None else at(model, form.rotary).rope_type
     if unknown := set(kinds.values()) - set(ROTATIONS):
-        raise NotNative(f"rotations of type {', '.join(sorted(unknown))} are not among those of a native run")
+        raise NotNative(f"a native run does not support rotations of type {', '.join(sorted(unknown))}")
     head_dim, _ = _heads(at(layers[0], form.attention))
     if not found.mlt_can_attend(head_dim, 1):
-        raise NotNative(f"heads of {head_dim} are not among those of a native run")
+        raise NotNative(f"a native run does not support heads of {head_dim}")
     packed = [_packed(form, layer) for layer in layers]
     if any(weights is None for weights in packed):
-        raise NotNative(f"some of its layers have widths that are no multiple of {LANES}, or another form")
+        raise NotNative(f"some of its layers have widths that are not multiples of {LANES}, or another form")
     whole = [weights for weights in packed if weights is not None]
     return NativeEncoder(model, form, whole, position_offset, typed=typed)
 

@@ -28,7 +28,7 @@ def test_a_table_of_a_tiny_model(tmp_path: Path) -> None:
     assert ours["attention"] == "torch"
     assert (len(ours["reasons"]), ours["ahead"]) == (3, False)
     fp8 = json.loads(json.dumps(gpu.run_ours(args, "fp8")))
-    assert "few rows are multiplied by floats" in fp8["reasons"][3]
+    assert "few rows are multiplied as floats" in fp8["reasons"][3]
     slower = {"steps": {"1": ours["steps"]["1"] * 2}}
     lines = gpu.table(args, ours, slower, fp8, slower, 1e9).splitlines()
     cells = [[cell.strip() for cell in line.split("|")] for line in lines[2:]]

@@ -313,7 +313,7 @@ def why_no_bf16_kv(head_dim: int) -> str | None:
     can = required().mlt_can_attend_bf16(head_dim)
     if not can & 2:
         return "the processor lacks AMX for bfloat16"
-    return None if can & 1 else f"heads of {head_dim} are no multiple of 32"
+    return None if can & 1 else f"the head width {head_dim} is not a multiple of 32"
 
 
 def free_with(owner: object, free: Callable[[Any], None], handle: Any) -> None:
@@ -368,7 +368,9 @@ def _declare(found: ctypes.CDLL) -> None:
     def check(code: int, function: object, arguments: object) -> None:
         if code:
             problem = found.mlt_problem().decode(errors="replace")
-            raise MemoryError("the native kernels") if code == 1 else RuntimeError(f"the native kernels: {problem}")
+            if code == 1:
+                raise MemoryError("the native kernels ran out of memory")
+            raise RuntimeError(f"the native kernels: {problem}")
 
     def declare_checked(name: str, *arguments: object) -> None:
         declare(name, c_int32, *arguments)

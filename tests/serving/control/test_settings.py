@@ -236,7 +236,7 @@ def test_a_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     assert resolve_device(EngineSettings(device="cpu")).type == "cpu"
     device = f"cuda:{count}" if count else "cuda"
-    with pytest.raises(PackagingError, match=f"device: {device!r} is not allowed; expected one that is here"):
+    with pytest.raises(PackagingError, match=f"device: {device!r} is not allowed; expected an available device"):
         resolve_device(EngineSettings(device=device))
 
 

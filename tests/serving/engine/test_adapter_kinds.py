@@ -236,7 +236,7 @@ def test_what_a_learned_prompt_does_not_go_with(tmp_path: Path) -> None:
     ("config", "tensors", "message"),
     [
         ({"peft_type": "PREFIX_TUNING"}, {}, "'PREFIX_TUNING' is not supported"),
-        ({"num_virtual_tokens": 4}, {}, r"has the shape \(5, 64\), num_virtual_tokens is 4"),
+        ({"num_virtual_tokens": 4}, {}, r"has the shape \(5, 64\), but num_virtual_tokens is 4"),
         ({"task_type": "SEQ_2_SEQ_LM"}, {}, "task_type='SEQ_2_SEQ_LM' is not supported"),
         ({"num_transformer_submodules": 2}, {}, "num_transformer_submodules=2 is not supported"),
         ({}, {"classifier.weight": torch.ones(2)}, "tensor 'classifier.weight' is not supported"),
@@ -257,6 +257,6 @@ def test_learned_prompts_that_are_refused(
 def test_a_learned_prompt_of_another_width_is_refused(tmp_path: Path) -> None:
     """Its vectors are of the base's width, where the base takes any."""
     with_prompt("llama_wide", "prompt_tuning").save_pretrained(tmp_path)
-    for width, said in ((32, "vectors of 32"), (0, "none")):
+    for width, said in ((32, "vectors of width 32"), (0, "none")):
         with pytest.raises(PackagingError, match=f"the base takes {said}"):
             check_fits(read_adapter(tmp_path), {}, width=width)

@@ -50,7 +50,7 @@ def test_weights_in_fp8(tiny_bundle: Bundle) -> None:
     settings = EngineSettings(max_num_seqs=40, device="cuda", kv_cache_memory=1 << 26, quantization="fp8")
     core = EngineCore(tiny_bundle, settings)
     has = torch.cuda.get_device_capability() >= fp8.CAPABILITY
-    why = "many rows are multiplied by floats: the device has no products in float8"
+    why = "many rows are multiplied as floats: the device has no products in float8"
     assert core.info.quantization_reason == ("" if has else why)
     assert core.info.paged is not None
     assert core.info.paged.cuda_graphs_reason == ""

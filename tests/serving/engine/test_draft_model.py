@@ -177,10 +177,12 @@ def test_other_vocabularies_are_refused(bundle: Bundle, drafts: dict[str, DraftB
     """By the name of both, and of a token that they have not alike; without tokenizers by their sizes."""
     alike = drafts["alike"]
     other = str(save(KINDS["unigram"](), tmp_path / "tokenizer"))
-    with pytest.raises(PackagingError, match=r"draft_model: alike has not this model's vocabulary: '.+' is "):
+    with pytest.raises(PackagingError, match=r"draft_model: alike does not have this model's vocabulary: '.+' has "):
         core_of(bundle, msgspec.structs.replace(alike, tokenizer_dir=other))
     untold = msgspec.structs.replace(drafts["stranger"], tokenizer_dir="")
-    with pytest.raises(PackagingError, match=r"draft_model: stranger has not this model's vocabulary: it has \d+"):
+    with pytest.raises(
+        PackagingError, match=r"draft_model: stranger does not have this model's vocabulary: it has \d+"
+    ):
         core_of(bundle, untold)
 
 

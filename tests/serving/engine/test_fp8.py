@@ -161,8 +161,8 @@ def test_what_does_not_run_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: 
         x = torch.randn(rows, 32, device=DEVICE)
         torch.testing.assert_close(weight.matmul(x), x @ weight.dense().t() + weight.bias, rtol=1e-4, atol=1e-4)
     why = fp8.reason(FP8, DEVICE, torch.float32)
-    assert "few rows are multiplied by floats: it does not run: RuntimeError: no compiler" in why
-    assert "many rows are multiplied by floats: it differs from the reference by" in why
+    assert "few rows are multiplied as floats: it does not run: RuntimeError: no compiler" in why
+    assert "many rows are multiplied as floats: it differs from the reference by" in why
     assert "no compiler" in caplog.text
 
 
@@ -184,7 +184,7 @@ def test_an_engine_is_near_floats(tiny_bundle: Bundle, request: pytest.FixtureRe
     request.getfixturevalue("_kernels" if kernels else "_anew")
     exact, narrow = core_of(tiny_bundle, quantization="none"), core_of(tiny_bundle)
     assert narrow.info.quantization == "fp8"
-    wanted = "" if kernels else "few rows are multiplied by floats: there is no CUDA device"
+    wanted = "" if kernels else "few rows are multiplied as floats: there is no CUDA device"
     assert narrow.info.quantization_reason == wanted
     assert exact.info.quantization_reason == ""
     for length in (20, 60):

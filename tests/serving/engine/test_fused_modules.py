@@ -174,6 +174,6 @@ def test_layers_that_change_what_they_hand_on_are_left(caplog: Any) -> None:
     caplog.set_level("INFO")
     model = make_model(MORE_FAMILIES["granite"]()).to(DEVICE)
     fused_modules.install(model)
-    assert "residuals are added by torch in GraniteDecoderLayer: it is of another form" in caplog.text
+    assert "residuals are added by torch in GraniteDecoderLayer: it has another form" in caplog.text
     assert all("forward" not in layer.__dict__ for layer in model.model.layers)
     assert type(model.model.layers[0].self_attn).__name__ == "GraniteAttention"

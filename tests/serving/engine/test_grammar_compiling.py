@@ -344,7 +344,7 @@ def test_closed_while_a_grammar_is_compiled(bundle: Bundle, prompt: tuple[int, .
 @pytest.mark.parametrize(
     ("grammar", "why"),
     [
-        (lark('start: "ab" /[^\\u0000-\\U0010FFFF]/'), "a way to a whole text"),
+        (lark('start: "ab" /[^\\u0000-\\U0010FFFF]/'), "leads to a complete text"),
         (regex("(.*[a-f].{18})|(.*[b-g].{20}x)"), "simpler"),
     ],
 )

@@ -239,7 +239,7 @@ def test_another_form_keeps_whole_keys_and_says_so(
             return keys * 2, values
 
         monkeypatch.setattr(DeepseekV3Attention, "expand_kv", double)
-        reason = "other keys and values"
+        reason = "different keys and values"
     else:  # what only the self-test finds out
         monkeypatch.setattr(
             DeepseekV3Attention, "forward", lambda self, *args, **more: forward(self, *args, softcap=1e4, **more)

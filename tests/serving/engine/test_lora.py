@@ -208,7 +208,7 @@ def test_an_adapter_of_another_base_names_module_and_shapes(tmp_path):
 
     model = get_peft_model(wide(), LoraConfig(target_modules=["q_proj"]))
     model.save_pretrained(tmp_path / "wide")
-    with pytest.raises(InvalidField, match=r"q_proj' adapts a shape \(48, 48\), the base's is \(32, 32\)"):
+    with pytest.raises(InvalidField, match=r"q_proj' adapts the shape \(48, 48\), but the base's is \(32, 32\)"):
         load(pool, "a", str(tmp_path / "wide"))
     save_adapter(tmp_path / "head", target_modules=["lm_head"])
     with pytest.raises(InvalidField, match="lm_head"):

@@ -80,8 +80,8 @@ def test_fused_qkv_is_one_a_and_the_rows_of_three_bs() -> None:
         ([(1, 0, 7)], "lora_config[0][2]: 7"),
         ([(1, 0, 1, 2)], "lora_config[0][3]: 2 is not allowed; expected 0, or 1 for DoRA"),
         ([(1, 0, 1, 0, 0)], "lora_config[0]: [1, 0, 1, 0, 0] is not allowed"),
-        ([(1, 0, 1), (1, 0, 1)], "lora_config[1]: [1, 0, 1] is not allowed; expected a module once"),
-        ([(1, 0, 1), (0, 0, 1)], "lora_config[1]: [0, 0, 1] is not allowed; expected a module once"),
+        ([(1, 0, 1), (1, 0, 1)], "lora_config[1]: [1, 0, 1] is not allowed; expected each module only once"),
+        ([(1, 0, 1), (0, 0, 1)], "lora_config[1]: [0, 0, 1] is not allowed; expected each module only once"),
     ],
 )
 def test_a_row_that_does_not_fit_the_model_is_named(config: list[tuple[int, ...]], message: str) -> None:
