@@ -1,4 +1,4 @@
-"""Exponential backoff: how long to wait before something that has failed is tried again."""
+"""Exponential backoff: how long to wait before retrying something that has failed."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import random
 
 
 class Backoff:
-    """Pauses in seconds: ``first``, then each twice the one before, up to ``longest``. Not thread-safe.
+    """Pauses in seconds: ``first``, then each twice as long as the one before, up to ``longest``. Not thread-safe.
 
-    ``at_once`` puts a pause of 0 before the first. ``jitter`` is the range of a factor drawn for each pause, so that
-    those who failed together do not come back together.
+    ``at_once`` puts a pause of 0 before the first. ``jitter`` is the range of a random factor for each pause, so that
+    clients that failed together do not come back together.
     """
 
     __slots__ = ("_first", "_jitter", "_longest", "pause")
@@ -22,11 +22,11 @@ class Backoff:
         """The pause that ``failed`` returns next, without jitter."""
 
     def failed(self) -> float:
-        """The seconds to wait now; the next pause is longer."""
+        """Return the seconds to wait now; the next pause is longer."""
         pause = self.pause
         self.pause = min(max(self._first, 2 * pause), self._longest)
         return pause * random.uniform(*self._jitter)
 
     def succeeded(self, *, at_once: bool = False) -> None:
-        """Begin again with the first pause; ``at_once`` as for a new one."""
+        """Start over with the first pause; ``at_once`` is as for a new object."""
         self.pause = 0.0 if at_once else self._first

@@ -3,14 +3,14 @@
 Layout under the root of a saved model (written by ``flavors.llm``, everything relative)::
 
     model/                      config.json, *.safetensors (sentence-transformers: also modules.json, 1_Pooling/ …),
-                                as they came or with quantised linears (``engine/stored_weights.py``)
-    tokenizer/                  what AutoTokenizer.from_pretrained reads
+                                unchanged or with quantised linears (``engine/stored_weights.py``)
+    tokenizer/                  the files that AutoTokenizer.from_pretrained reads
     adapters/<name>/            adapter_config.json, adapter_model.safetensors (peft's layout)
     chat_template.jinja         the default template
     chat_templates/<name>.jinja further named templates
     manifest.json               format version, tasks, base, sizes and SHA-256 of every file above
 
-A version that holds only an adapter has no ``model/``; its manifest names the base by URI and content hash, and the
+A version that holds only an adapter has no ``model/``. Its manifest names the base by URI and content hash, and the
 flavor joins the two into one ``Bundle``.
 """
 
@@ -24,7 +24,7 @@ from .tool_calls.formats import ToolFormat
 
 
 class EmbeddingSpec(Struct, frozen=True, kw_only=True):
-    """How token vectors become one vector, and what is put before the text."""
+    """How token vectors are pooled into one vector, and which prompts are put before the text."""
 
     pooling: str = "mean"  # mean | cls | lasttoken | max | mean_sqrt_len_tokens | weightedmean
     normalize: bool = True
@@ -34,14 +34,14 @@ class EmbeddingSpec(Struct, frozen=True, kw_only=True):
 
 
 class CrossEncoderSpec(Struct, frozen=True, kw_only=True):
-    """What is made of the one number that a cross-encoder gives a pair, and the most tokens that a pair may have."""
+    """The activation for the one number that a cross-encoder gives a pair, and the most tokens that a pair may have."""
 
     activation: Activation = "sigmoid"
     max_length: int | None = None
 
 
 class DraftBundle(Struct, frozen=True, kw_only=True):
-    """The small model of ``EngineSettings.draft_model``; ``uri`` is what it is called there."""
+    """The small model that ``EngineSettings.draft_model`` names as ``uri``."""
 
     uri: str
     content_hash: str
@@ -50,11 +50,13 @@ class DraftBundle(Struct, frozen=True, kw_only=True):
 
 
 class Bundle(Struct, frozen=True, kw_only=True):
-    """Absolute paths of one model's parts. ``content_hash`` is SHA-256 over the manifest's file hashes: same hash,
-    same weights, wherever they lie, which is how processes find an engine that already has them.
-    ``default_adapter`` answers requests that name none; None is the base. ``tool_formats``: how calls are written after
-    each chat template, by its name; what is not there is detected. ``draft`` is the model whose drafts an engine takes,
-    where a setting names one."""
+    """Absolute paths of one model's parts.
+
+    ``content_hash`` is SHA-256 over the manifest's file hashes. Equal hashes mean equal weights, wherever they are
+    stored; processes use it to find an engine that already has them. ``default_adapter`` answers requests that name no
+    adapter; None is the base. ``tool_formats`` says, by the name of the chat template, how calls are written; for other
+    templates it is detected. ``draft`` is the draft model, if a setting names one.
+    """
 
     content_hash: str
     tasks: tuple[Task, ...]
@@ -70,7 +72,7 @@ class Bundle(Struct, frozen=True, kw_only=True):
 
 
 def draft_of(uri: str, found: Bundle) -> DraftBundle:
-    """The model at ``uri`` as a draft model. Raises ``PackagingError`` for one that writes no text."""
+    """Return the model at ``uri`` as a draft model. Raises ``PackagingError`` if it does not generate text."""
     if "completions" not in found.tasks:
         raise PackagingError(f"draft_model: {uri} does {', '.join(found.tasks)}; expected a model that writes text")
     return DraftBundle(

@@ -1,4 +1,4 @@
-"""Settings that say what they allow: a Struct whose annotations are its one table of types, choices and ranges."""
+"""Self-checking settings: a Struct whose annotations are the only table of types, choices and ranges."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ ATTRIBUTE = re.compile(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)
 
 
 class Checked(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """However one is made, a value that its field does not allow raises ``InvalidField``: field, value, what is
-    allowed. A ``Meta(description=…)`` says so in words where type and bounds do not."""
+    """Base of settings that are checked however they are created.
+
+    A value that its field does not allow raises ``InvalidField``, which names the field, the value and what is allowed.
+    ``Meta(description=…)`` says what is allowed in words if type and bounds do not.
+    """
 
     def __post_init__(self) -> None:
         for name, (kind, allowed) in _fields(type(self)).items():
@@ -28,7 +31,7 @@ class Checked(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @classmethod
     def read(cls, values: Mapping[str, Any], parent: str = "") -> Self:
-        """From plain values, as JSON or YAML has them; ``parent`` is where they stand. Raises ``InvalidField``."""
+        """Create from plain values of JSON or YAML; ``parent`` is their path, for errors. Raises ``InvalidField``."""
         fields, found, before = _fields(cls), {}, f"{parent}." if parent else ""
         for name, value in values.items():
             if name not in fields:
@@ -38,13 +41,13 @@ class Checked(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @classmethod
     def described(cls) -> tuple[tuple[str, Any, str], ...]:
-        """(name, default, what is allowed in words) of every setting."""
+        """Return (name, default, what is allowed in words) for every setting."""
         defaults = cls()
         return tuple((name, getattr(defaults, name), allowed) for name, (_, allowed) in _fields(cls).items())
 
     @classmethod
     def meanings(cls) -> dict[str, str]:
-        """What each setting does: the ``Attributes`` of the docstrings of the class and its bases, by name."""
+        """Return what each setting does, by name: the ``Attributes`` in the docstrings of the class and its bases."""
         found: dict[str, str] = {}
         for base in reversed(cls.__mro__):
             _, _, attributes = cleandoc(base.__doc__ or "").partition("Attributes:\n")
@@ -62,7 +65,7 @@ def _checked(name: str, value: Any, kind: Any, allowed: str) -> Any:
 
 @functools.cache
 def _fields(cls: type[Checked]) -> dict[str, tuple[Any, str]]:
-    """Each field's type, and what it allows in words."""
+    """Return each field's type, and what it allows in words."""
     kinds = typing.get_type_hints(cls, include_extras=True)
     return {name: (kinds[name], _allowed(inspect.type_info(kinds[name]))) for name in cls.__struct_fields__}
 

@@ -1,8 +1,8 @@
-"""How this package starts Python processes of its own, wherever it does.
+"""Start child Python processes: every part of the package that starts one uses this module.
 
-A child imports the package that is installed, never what happens to lie in its working directory: ``python -m`` puts
-that first on the path, and a checkout of the sources, which has no compiled kernels, would run in the installed
-package's place. Where the package is not installed the child gets this process's own.
+A child imports the installed package, never one that happens to be in its working directory: ``python -m`` puts that
+directory first on the path, and a checkout of the sources, which has no compiled kernels, would run instead of the
+installed package. If the package is not installed, the child gets this process's own.
 """
 
 from __future__ import annotations
@@ -22,18 +22,21 @@ logger = logging.getLogger(__name__)
 
 PACKAGE = __name__.partition(".")[0]
 KERNELS = Path("serving", "engine", "native", "_native.so")
-FAREWELL = b"farewell\n"  # to a child whose standard input ends with its parent: this is not the parent's death
+FAREWELL = b"farewell\n"  # to a child that would otherwise take the end of its standard input for its parent's death
 FIND = f"import importlib.util; found = importlib.util.find_spec({PACKAGE!r}); print(found.origin if found else '')"
 
 
 def python_command(module: str, *words: str, flags: tuple[str, ...] = ()) -> list[str]:
-    """``python -P -m PACKAGE.module words``: to be run with ``environment()``."""
+    """Return the command ``python -P -m PACKAGE.module words``, to be run with ``environment()``."""
     return [sys.executable, "-P", *flags, "-m", f"{PACKAGE}.{module}", *words]
 
 
 def environment() -> dict[str, str]:
-    """This process's environment, with the package's own place on the path where a child would not find it, and with
-    directories that mean the same in another working directory."""
+    """Return this process's environment for a child.
+
+    It has the package's directory on the path if a child would not find the package otherwise, and directories in a
+    form that is valid in another working directory.
+    """
     found = dict(os.environ)
     found |= {name: os.path.abspath(found[name]) for name in PLACE_VARIABLES if found.get(name)}
     paths = [os.path.abspath(path) for path in found.get("PYTHONPATH", "").split(os.pathsep) if path]
@@ -46,8 +49,8 @@ def environment() -> dict[str, str]:
 
 
 def package_place() -> str:
-    """The directory from which children import the package: our own, but for a checkout in the working directory
-    that is beside the same code installed with kernels."""
+    """The directory from which children import the package: this process's own, unless that is a checkout in the
+    working directory and the same code is also installed with kernels."""
     return _place(os.environ.get("PYTHONPATH", ""))
 
 
@@ -76,7 +79,7 @@ def _installed_places() -> tuple[str, ...]:
 
 
 def _found_by_children() -> str | None:
-    """Where a child finds the package by itself: finders of editable installs are asked too, hence a child."""
+    """Where a child finds the package by itself. A child is started to ask, so that editable installs count too."""
     command = [sys.executable, "-P", "-W", "ignore", "-c", FIND]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, cwd="/", check=False)
     origin = done.stdout.strip()

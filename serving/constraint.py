@@ -1,4 +1,4 @@
-"""What a text must be: as a caller says it (``Constraint``) and as an engine holds to it (``Grammar``)."""
+"""Constraints on a text: as the caller states them (``Constraint``) and as the engine applies them (``Grammar``)."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ from typing import Any, Literal, TypeAlias
 
 from msgspec import Struct
 
-GIVEN = "the grammar"  # in errors: what is held to was made of a caller's value, and is nothing that the caller wrote
+GIVEN = "the grammar"  # in errors, instead of the grammar itself: it was derived from the caller's value
 ConstraintKind: TypeAlias = Literal["text", "json_object", "json_schema", "regex", "choice", "lark"]
 
 
 class Constraint(Struct, frozen=True, kw_only=True):
-    """``kind`` "text" is any text: what a request says against a constraint that its model was logged with, and no
-    grammar. ``value``: None for it and for "json_object", a JSON schema (an object, or true or false) for
-    "json_schema", an expression for "regex", a tuple of texts for "choice", a grammar in Lark's notation for "lark".
+    """A constraint as a caller states it.
 
-    ``field`` is the path of the request field that says it ("response_format.json_schema.schema"), for errors.
+    ``kind`` "text" is any text, without a grammar: a request uses it to lift a constraint that the model was logged
+    with. ``value`` is None for "text" and "json_object", a JSON schema (an object, true or false) for "json_schema", an
+    expression for "regex", a tuple of texts for "choice", and a grammar in Lark's notation for "lark".
+
+    ``field`` is the path of the request field with the constraint ("response_format.json_schema.schema"), for errors.
     """
 
     kind: ConstraintKind
@@ -24,10 +26,13 @@ class Constraint(Struct, frozen=True, kw_only=True):
 
 
 class Grammar(Struct, frozen=True, kw_only=True):
-    """``source`` is a grammar in the serialised form that ``llguidance.LLMatcher`` reads, ``field`` the request field
-    that it came from, for errors. ``fast_forward``: tokens that the grammar alone decides are not computed one by one;
-    it is a part of what a seed means, and so the same for the whole of a request. ``distinct_keys``: keys of JSON's
-    objects that the grammar leaves open are kept from coming twice."""
+    """A constraint as an engine applies it.
+
+    ``source`` is a grammar in the serialised form that ``llguidance.LLMatcher`` reads; ``field`` is the request field
+    that it came from, for errors. With ``fast_forward``, tokens that the grammar alone determines are not computed one
+    by one; this affects what a seed produces, so it is the same for the whole request. ``distinct_keys`` prevents
+    duplicate keys in JSON objects whose keys the grammar leaves open.
+    """
 
     source: str
     field: str

@@ -1,11 +1,11 @@
-"""An engine process's counters in a memory-mapped file that outlives it: exact however and whenever it dies.
+"""An engine process's counters in a memory-mapped file that outlives it: exact no matter how or when it dies.
 
 ::
 
     <root>/<engine>    a memory-mapped 8-byte count for each of ``COUNTERS``
 
-A server names ``<root>`` in its ``Hello``; only the engine writes there, after every step and before the step's events
-are sent.
+A server names ``<root>`` in its ``Hello``. Only the engine writes there, after every step and before it sends the
+step's events.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _BYTES = 8 * len(COUNTERS)
 
 
 class CountsFile:
-    """The engine's side: file ``name`` in ``root``. Raises ``FileNotFoundError`` where ``root`` is gone."""
+    """The engine's side: file ``name`` in ``root``. Raises ``FileNotFoundError`` if ``root`` is gone."""
 
     def __init__(self, root: Path, name: str) -> None:
         fd = os.open(root / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            os.posix_fallocate(fd, 0, _BYTES)  # a hole met on a full disk would be a SIGBUS
+            os.posix_fallocate(fd, 0, _BYTES)  # on a full disk, writing to a hole would raise SIGBUS
             self._map = mmap.mmap(fd, _BYTES)
         finally:
             os.close(fd)
@@ -46,11 +46,11 @@ class CountsFile:
 
 
 def read_counts(root: Path) -> dict[str, tuple[int, ...]]:
-    """The values of ``COUNTERS`` by engine; {} where there is no ``root``."""
+    """Return the values of ``COUNTERS`` by engine; {} if there is no ``root``."""
     found = {}
     with contextlib.suppress(FileNotFoundError):
         for path in sorted(root.iterdir()):
             data = path.read_bytes()
-            if len(data) == _BYTES:  # else it is just being made
+            if len(data) == _BYTES:  # otherwise it is just being created
                 found[path.name] = struct.unpack(f"={len(COUNTERS)}q", data)
     return found

@@ -1,4 +1,4 @@
-"""Settings of the servers whose dialects are spoken here, under the names that they have there."""
+"""Settings of the servers whose dialects this server speaks, under their original names."""
 # ruff: noqa: N815
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class DialectSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=
     allowedMediaDomains: Domains | None = None
 
     def check(self, parent: str = "") -> None:
-        """Raises ``InvalidField`` for lengths that leave no room for each other."""
+        """Raise ``InvalidField`` for lengths that contradict each other."""
         before, length = f"{parent}." if parent else "", self.maxSeqLen
         for name in ("maxInputTokenLen", "maxIterTimes") if length is not None else ():
             if (value := getattr(self, name)) is not None and value >= length:
@@ -57,16 +57,16 @@ class DialectSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=
                 raise InvalidField(before + name, value, allowed)
 
     def over(self, other: Self) -> Self:
-        """These, and those of ``other`` where these say nothing."""
+        """Return these settings, with those of ``other`` for the ones that are None here."""
         return type(self)(**(other.given() | self.given()))
 
     def given(self) -> dict[str, Any]:
-        """Those that are said."""
+        """The settings that are not None."""
         return {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
 
     @property
     def speaks_mindie(self) -> bool:
-        """Whether OpenAI's route of chats speaks MindIE's dialect."""
+        """Whether OpenAI's chat route speaks MindIE's dialect."""
         return self.openAiSupport == "vllm"
 
 
@@ -74,8 +74,8 @@ NAMES = DialectSettings.__struct_fields__
 
 
 def batched(engine: Mapping[str, Any], dialects: DialectSettings, parent: str = "") -> dict[str, Any]:
-    """Engine settings with ``maxPrefillTokens`` among them. Raises ``InvalidField`` where they say another number;
-    ``parent`` is where ``dialects`` stand."""
+    """Add ``maxPrefillTokens`` to the engine settings. Raises ``InvalidField`` if they have a different number;
+    ``parent`` is the path of ``dialects``, for errors."""
     tokens = dialects.maxPrefillTokens
     if tokens is None:
         return dict(engine)

@@ -1,4 +1,4 @@
-"""End-of-text ids of a model, wherever its files say them."""
+"""Find a model's end-of-text ids in its files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from .errors import PackagingError, reason
 
 
 def eos_ids(model_dir: str, tokenizer: Any) -> tuple[int, ...]:
-    """Of the generation config (a chat model ends a turn and a text), the config, the tokenizer, in this order."""
+    """Collect the ids in the generation config (a chat model has one for a turn and one for a text), the config and the
+    tokenizer, in this order."""
     found: dict[int, None] = {}
     for name in ("generation_config.json", "config.json"):
         path = Path(model_dir) / name

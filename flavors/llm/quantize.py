@@ -73,7 +73,7 @@ def default_texts() -> list[str]:
 
 
 def tokenised(calibration: list[str], tokenizer: Any) -> list[list[int]]:
-    """Tokenise texts into pieces of at most ``MAX_LENGTH`` ids, ``MAX_TOKENS`` altogether. Raises ``PackagingError``."""
+    """Tokenise texts into pieces of at most ``MAX_LENGTH`` ids, ``MAX_TOKENS`` in total. Raises ``PackagingError``."""
     found: list[list[int]] = []
     room = MAX_TOKENS
     for text in calibration:
