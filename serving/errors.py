@@ -1,4 +1,4 @@
-"""Every error a caller can meet, in one tree.
+"""Every error that a caller can get, in one tree.
 
 ::
 
@@ -17,8 +17,8 @@
     │   ├── UriTooLong           414
     │   ├── UnsupportedMediaType 415  a Content-Type that the route does not take
     │   ├── ExpectationFailed    417
-    │   ├── PoisonRequest        422  one engine after the other died on it
-    │   ├── LimitExceeded        429  a rate, token or money limit; says which and until when
+    │   ├── PoisonRequest        422  one engine after another died while running it
+    │   ├── LimitExceeded        429  a rate, token or money limit; names it and says until when
     │   └── HeadersTooLarge      431
     ├── Unavailable              503  try again after ``retry_after`` seconds
     │   ├── Overloaded           503  the queue is full
@@ -26,13 +26,14 @@
     │   └── EngineDied           503  the engine process ended and could not be restarted
     ├── DeadlineExceeded         504  the request's own time limit passed
     ├── Aborted                  499  the caller went away or asked for the abort
-    └── InternalError            500  ours; the details are in the log under the request id
+    └── InternalError            500  the server's own fault; details are in the log under the request id
     PackagingError               raised when a model is logged, saved or loaded (never over the wire)
-    └── ModelNotFound            nothing is there under that name; says where it was looked for, and what is near
+    └── ModelNotFound            no model has that name; says where it was looked for, and which names are near
 
-A class carries its ``kind`` and HTTP ``status``, which no other code names; dialects render them (``dialects/base.py``)
-and tests walk this tree: it is the one above, and each dialect has a rendering. Those that HTTP alone tells apart (408,
-414, 415, 417, 431) are of the kind ``bad_request``. Messages are short and never repeat a prompt.
+A class carries its ``kind`` and HTTP ``status``, which no other code names; dialects render them
+(``dialects/base.py``). Tests check that the classes are those of this tree and that each dialect renders them all.
+Errors that only HTTP distinguishes (408, 414, 415, 417, 431) have the kind ``bad_request``. Messages are short and
+never repeat a prompt.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def shown(value: Any) -> str:
 
 
 def _beginning(value: Any) -> Any:
-    """As much of a value as its first ``MAX_SHOWN_VALUE`` characters need; the repr of all of it may be megabytes."""
+    """Return the part of a value that its first ``MAX_SHOWN_VALUE`` characters need: its repr may be megabytes."""
     if isinstance(value, str | bytes):
         return value[: MAX_SHOWN_VALUE + 1]
     if isinstance(value, list | tuple):
@@ -67,7 +68,7 @@ def _beginning(value: Any) -> Any:
 
 
 def reason(error: BaseException) -> str:
-    """Why, in one short line: of what another library has raised, which may say pages, or nothing."""
+    """Return the reason in one short line, for another library's error, whose message may be pages long or empty."""
     lines = str(error).strip().splitlines()
     return lines[0][:200] if lines else type(error).__name__
 
@@ -82,7 +83,7 @@ def without_password(url: str) -> str:
 class ServingError(Exception):
     """Base of every error that may cross a process or the wire.
 
-    ``param`` names the request field at fault, ``retry_after`` is seconds, both may be None.
+    ``param`` names the request field at fault; ``retry_after`` is in seconds. Both may be None.
     """
 
     kind: ClassVar[str] = "internal"
@@ -95,12 +96,12 @@ class ServingError(Exception):
         self.retry_after = retry_after
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Without ``__init__``, whose arguments are each class's own: an error crosses processes whole."""
+        """Pickle without ``__init__``, whose arguments differ by class, so that an error crosses processes whole."""
         return _again, (type(self), self.args), self.__dict__
 
     @property
     def logged(self) -> str:
-        """The message for logs and traces, which keep nothing of what a prompt may say."""
+        """The message for logs and traces, without anything that may come from a prompt."""
         return self.message
 
 
@@ -116,10 +117,10 @@ class RequestError(ServingError):
 
 
 class InvalidField(RequestError):
-    """``InvalidField("temperature", -1, "a number in [0, 2]")``."""
+    """A field with a value that is not allowed: ``InvalidField("temperature", -1, "a number in [0, 2]")``."""
 
     kind = "invalid_field"
-    _told, _allowed = "", ""  # of one that crossed a process
+    _told, _allowed = "", ""  # of an error that came from another process
 
     def __init__(self, field: str, value: Any, allowed: str) -> None:
         super().__init__(f"{field}: {shown(value)} is not allowed; expected {allowed}", param=field)
@@ -128,13 +129,13 @@ class InvalidField(RequestError):
 
     @property
     def logged(self) -> str:
-        """Numbers are shown; of texts, lists and objects only the field is named."""
+        """The message for logs and traces: it shows numbers; for texts, lists and objects it names only the field."""
         if not self._allowed:
             return f"{self.param}: not allowed" if self.param else self.kind
         return f"{self.param}: {self._told} is not allowed; expected {self._allowed}"
 
     def rename(self, field: str) -> None:
-        """Name another field: where a value stands is known to whoever called its reader."""
+        """Name another field: only the caller of a reader knows where the value came from."""
         self.message = field + self.message.removeprefix(self.param or "")
         self.param, self.args = field, (self.message,)
 
@@ -194,18 +195,19 @@ class ExpectationFailed(RequestError):
     status = 417
 
 
-UNPROCESSABLE = 422  # what some documents have for every request that is invalid
+UNPROCESSABLE = 422  # some APIs document this status for every invalid request
 
 
 class PoisonRequest(RequestError):
-    """Not ``Unavailable``: clients send that again by themselves, and the engine that others share would end again."""
+    """A request on which engines died. It is not ``Unavailable``: clients would retry it by themselves, and the engine
+    that others share would die again."""
 
     kind = "ends_engines"
     status = UNPROCESSABLE
 
 
 class LimitExceeded(RequestError):
-    """``limit`` is the limit's name (``otpm``), ``remaining`` what is left in its unit."""
+    """A limit was reached. ``limit`` is its name (``otpm``); ``remaining`` is the amount left, in its unit."""
 
     kind = "limit_exceeded"
     status = 429
@@ -266,20 +268,20 @@ class PackagingError(ValueError):
 
 
 class ModelNotFound(PackagingError):
-    """There is no model under the name that was given."""
+    """There is no model with the given name."""
 
 
 def walk(root: type[ServingError] = ServingError) -> list[type[ServingError]]:
-    """``root`` and every class below it, parents first."""
+    """Return ``root`` and every class below it, parents first."""
     found = [root]
     for child in root.__subclasses__():
-        if child.__module__ == root.__module__:  # not the flavor's, which are MLflow's too
+        if child.__module__ == root.__module__:  # skips the flavor's twins, which are MLflow exceptions too
             found.extend(walk(child))
     return found
 
 
 def from_kind(kind: str, message: str, *, param: str | None = None) -> ServingError:
-    """The error a ``kind`` names: how an error that crossed a process is raised again."""
+    """Return the error for a ``kind``, to raise again an error that came from another process."""
     cls = next((c for c in walk() if c.kind == kind), InternalError)
     error = cls.__new__(cls)
     ServingError.__init__(error, message, param=param)

@@ -1,9 +1,9 @@
-"""Events of an engine while it runs a ``ValidRequest``.
+"""The events that an engine sends while it runs a ``ValidRequest``.
 
-For each sequence: any number of ``Tokens``, each with one or more tokens, then one ``Finished``; where they were asked
-for, ``Logits`` before the tokens that were chosen from them; for each input of an embeddings request one ``Embedded``.
-A request that cannot go on gets one ``Failed``, after which nothing follows. A stream therefore ends with the last
-sequence's ``Finished``/``Embedded`` or with ``Failed``: exactly one terminal event a request.
+Each sequence has any number of ``Tokens`` events, each with one or more tokens, then one ``Finished``. If logits were
+asked for, ``Logits`` come before the tokens chosen from them. Each input of an embeddings request has one ``Embedded``.
+A request that cannot go on gets one ``Failed``, and nothing follows it. A stream therefore ends with the ``Finished``
+or ``Embedded`` of its last sequence, or with ``Failed``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FinishReason: TypeAlias = Literal["stop", "length", "abort", "deadline"]
 
 
 class TokenLogprob(Struct, frozen=True, array_like=True):
-    """Natural log probability of ``token_id`` and of the best alternatives, most probable first."""
+    """The natural log probability of ``token_id``, and those of the best alternatives, most probable first."""
 
     token_id: int
     logprob: float
@@ -26,8 +26,8 @@ class TokenLogprob(Struct, frozen=True, array_like=True):
 
 
 class DraftCounts(Struct, frozen=True, array_like=True):
-    """Drafts of a sequence: tokens ``proposed``, and ``accepted`` because they were drawn; of both those that are from
-    what the caller expects (``Sampling.draft``)."""
+    """Draft tokens of a sequence: how many were ``proposed``, how many ``accepted`` because they were then drawn, and
+    how many of each came from the caller's predicted text (``Sampling.draft``)."""
 
     proposed: int = 0
     accepted: int = 0
@@ -44,12 +44,12 @@ class DraftCounts(Struct, frozen=True, array_like=True):
 
 
 class Tokens(Struct, frozen=True, tag="t", array_like=True):
-    """One or more tokens of sequence ``index``, in order, its stop token included; ``logprobs`` is () or one a token.
+    """One or more tokens of sequence ``index``, in order, including its stop token.
 
-    They follow the tokens of the events before, and those that the request resumed. How many come together (of one
-    step, or of several for a reply that is not streamed) has no meaning. ``num_cached_tokens`` comes with the first,
-    and ``drafts``, of all the sequence's tokens so far, wherever there were any: what ``Finished`` is to say, should
-    the engine not live so long.
+    ``logprobs`` is () or has one entry per token. The tokens follow those of earlier events and those that the request
+    resumed. How many come together (from one step, or from several for a reply that is not streamed) has no meaning.
+    ``num_cached_tokens`` comes with the first tokens; ``drafts`` counts all of the sequence's drafts so far, if any.
+    Both anticipate ``Finished``, in case the engine does not live long enough to send it.
     """
 
     index: int
@@ -60,9 +60,12 @@ class Tokens(Struct, frozen=True, tag="t", array_like=True):
 
 
 class StepTiming(Struct, frozen=True, array_like=True):
-    """One step that gave a sequence tokens, in seconds since its step before (for the first since its submission to
-    this engine): ``waited`` until the step began, for the first the prompt's first step; ``elapsed`` until the tokens
-    were there. ``batch_size``: sequences that ran in the step."""
+    """The timing of one step that produced tokens of a sequence.
+
+    Times are in seconds since the sequence's previous step, or, for its first step, since its submission to this
+    engine: ``waited`` until the step began (at first, the prompt's first step), ``elapsed`` until the tokens were
+    available. ``batch_size`` is the number of sequences that ran in the step.
+    """
 
     waited: float
     elapsed: float
@@ -70,14 +73,14 @@ class StepTiming(Struct, frozen=True, array_like=True):
 
 
 class Timed(Struct, frozen=True, tag="s", array_like=True):
-    """The steps that gave the tokens of the next ``Tokens`` of sequence ``index``, for a request with ``timings``."""
+    """The steps behind the tokens in the next ``Tokens`` of sequence ``index``, for a request with ``timings``."""
 
     index: int
     steps: tuple[StepTiming, ...]
 
 
 class PromptScored(Struct, frozen=True, tag="p", array_like=True):
-    """Log probabilities of the prompt's tokens 1.. of sequence ``index`` (the first has none)."""
+    """Log probabilities of the prompt tokens of sequence ``index`` from token 1 on (token 0 has none)."""
 
     index: int
     logprobs: tuple[TokenLogprob, ...]
@@ -86,9 +89,10 @@ class PromptScored(Struct, frozen=True, tag="p", array_like=True):
 class Logits(Struct, frozen=True, tag="l", array_like=True):
     """Rows ``[start, start + num_rows)`` of the logits of sequence ``index``: float32, little-endian, [num_rows, V].
 
-    They are the model's own, before penalties, biases, masks and temperature. Row i of the "context" is what follows
-    token i of the prompt; row i of the "generation" is what generated token i was chosen from, resumed ones counted.
-    Rows come in order; how many come together has no meaning. Those of the context are of a prompt's first sequence.
+    They are the model's own, before penalties, biases, masks and temperature. Row i of the "context" predicts the token
+    after token i of the prompt; row i of the "generation" is the one that generated token i (counting resumed tokens)
+    was chosen from. Rows come in order; how many come together has no meaning. Only the first sequence of a prompt has
+    context rows.
     """
 
     index: int
@@ -101,9 +105,9 @@ class Logits(Struct, frozen=True, tag="l", array_like=True):
 class Finished(Struct, frozen=True, tag="f", array_like=True):
     """Sequence ``index`` has ended.
 
-    ``num_cached_tokens`` prompt tokens were taken from the prefix cache; ``num_generated_tokens`` counts every
-    token sampled, delivered or not; ``queue_time`` is seconds from submission to the first step. ``drafts`` is None
-    where nothing was drafted.
+    ``num_cached_tokens`` prompt tokens came from the prefix cache. ``num_generated_tokens`` counts every sampled token,
+    delivered or not. ``queue_time`` is the seconds from submission to the first step. ``drafts`` is None if nothing was
+    drafted.
     """
 
     index: int
@@ -122,7 +126,7 @@ class Embedded(Struct, frozen=True, tag="e", array_like=True):
 
 
 class Failed(Struct, frozen=True, tag="x", array_like=True):
-    """The request failed; ``kind`` names a class of ``errors``. ``retry_after`` in seconds."""
+    """The request failed; ``kind`` names a class of ``errors``. ``retry_after`` is in seconds."""
 
     kind: str
     message: str

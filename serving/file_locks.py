@@ -1,7 +1,7 @@
-"""Locks that the kernel takes back when their holder dies, however it dies: flock on a file.
+"""Locks that the kernel releases when their holder dies, however it dies: flock on a file.
 
-A lock belongs to the open file, which a forked child shares: every lock held here is closed in a forked child, so
-that the child never keeps its parent's lock alive.
+A lock belongs to the open file, which a forked child shares. Every lock held here is therefore closed in a forked
+child, so that the child never keeps its parent's lock alive.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import weakref
 from collections.abc import Callable, Iterator
 
 POLL_INTERVAL = 0.02
-LOCK = "lock"  # in a directory whose creator holds it
-NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # a symbolic link is no lock of ours
+LOCK = "lock"  # the lock file in a directory, held by the directory's creator
+NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # ELOOP: a symbolic link is never one of our locks
 
 
 class FileLock:
-    """A held flock. Made by ``acquire`` and ``try_acquire``; given back by ``release`` or the holder's death."""
+    """A held flock, created by ``acquire`` or ``try_acquire`` and released by ``release`` or the holder's death."""
 
     def __init__(self, path: str, fd: int) -> None:
         self.path = path
@@ -28,18 +28,18 @@ class FileLock:
         _held.add(self)
 
     def release(self, *, unlink: bool = False) -> None:
-        """Unlinking happens while the lock is still held, so no process can hold a file that is already gone."""
+        """Release the lock. Unlinking happens while it is still held, so no process can hold a file that is gone."""
         if self.fd < 0:
             return
         if unlink:
             with contextlib.suppress(OSError):
                 os.unlink(self.path)
-        # explicit: a child forked in this moment may hold a copy of the descriptor
+        # explicit: a child forked at this moment may hold a copy of the descriptor
         fcntl.flock(self.fd, fcntl.LOCK_UN)
         self.give_away()
 
     def give_away(self) -> None:
-        """Close our descriptor without unlocking: a copy of it in another process goes on holding the lock."""
+        """Close our descriptor without unlocking: a copy of it in another process continues to hold the lock."""
         fd, self.fd = self.fd, -1
         _held.discard(self)
         if fd >= 0:
@@ -47,7 +47,7 @@ class FileLock:
 
     @property
     def is_current(self) -> bool:
-        """Whether the file at ``path`` is still the one we hold (it may have been removed with its directory)."""
+        """Whether the file at ``path`` is still the one held (it may have been removed with its directory)."""
         return self.fd >= 0 and _same_file(self.fd, self.path)
 
 
@@ -72,10 +72,10 @@ def _same_file(fd: int, path: str) -> bool:
 
 
 def try_acquire(path: str, *, create: bool = True) -> FileLock | None:
-    """The lock on ``path``; None while another holds it.
+    """Return the lock on ``path``, or None while another holder has it.
 
-    The file is created where it is missing, unless ``create`` is False. Raises ``OSError``: there is no such directory,
-    or no such file.
+    The file is created if it is missing, unless ``create`` is False. Raises ``OSError`` if there is no such directory
+    or file.
     """
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0)
     while True:
@@ -100,9 +100,9 @@ def acquire(
     sleep: Callable[[float], None] = time.sleep,
     timeout: float | None = None,
 ) -> FileLock:
-    """Wait for the lock on ``path``. Raises TimeoutError after ``timeout`` seconds.
+    """Wait for the lock on ``path``. Raises ``TimeoutError`` after ``timeout`` seconds.
 
-    Polls instead of blocking in flock, so that greenlets, signals and ``timeout`` work.
+    It polls instead of blocking in flock, so that greenlets, signals and ``timeout`` work.
     """
     deadline = None if timeout is None else time.monotonic() + timeout
     while True:
@@ -119,9 +119,10 @@ def acquire(
 
 
 def create_locked(path: str) -> FileLock:
-    """The lock on a new file, which gets its name only when it is locked: who finds it finds its holder alive.
+    """Create a file that is already locked when its name appears, and return the lock.
 
-    Raises ``FileExistsError`` where another process is creating it, ``OSError``.
+    A process that finds the file thus never finds it unlocked while its creator lives. Raises ``FileExistsError`` if
+    another process is creating it, and ``OSError``.
     """
     hidden = _hidden(path)
     lock = try_acquire(hidden)
@@ -133,13 +134,13 @@ def create_locked(path: str) -> FileLock:
 
 
 def create_locked_directory(path: str) -> FileLock:
-    """The lock on ``lock`` in a new directory, which gets its name only when that is locked: as ``create_locked``.
+    """Create a directory whose file ``lock`` is already locked when its name appears, like ``create_locked``.
 
-    Missing parents are created; directories are their owner's alone (0700). Raises ``OSError``.
+    Missing parents are created; only the owner may use the directories (0700). Raises ``OSError``.
     """
     hidden = _hidden(path)
     os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-    # waited for: another process that asks whether it is held takes it for a moment
+    # this may have to wait: a process that checks whether the lock is held takes it for a moment
     lock = acquire(os.path.join(hidden, LOCK), make_parent=lambda: os.mkdir(hidden, 0o700))
     os.rename(hidden, path)
     lock.path = os.path.join(path, LOCK)
@@ -153,9 +154,10 @@ def _hidden(path: str) -> str:
 
 @contextlib.contextmanager
 def locked(path: str | os.PathLike[str], *, exclusive: bool = True) -> Iterator[None]:
-    """Hold the lock on ``path``, created where it is missing, for the block: alone, or shared with other readers.
+    """Hold the lock on ``path`` for the block, exclusively or shared with other readers.
 
-    Waits in the kernel and without end: for locks that are held for milliseconds. Raises ``OSError``.
+    The file is created if it is missing. Waits in the kernel without a time limit, so use it only for locks that are
+    held for milliseconds. Raises ``OSError``.
     """
     with open(path, "ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
@@ -163,11 +165,11 @@ def locked(path: str | os.PathLike[str], *, exclusive: bool = True) -> Iterator[
 
 
 def is_held(path: str) -> bool:
-    """Whether some process (this one included) holds the lock on ``path``; a missing file is not held.
+    """Whether some process (including this one) holds the lock on ``path``; a missing file is not held.
 
-    Looking takes a free lock for a moment: ``acquire`` tries again, ``try_acquire`` may take it for held. A file that
-    is there and cannot be opened (no descriptor left, no permission) counts as held: a living owner must not be taken
-    for dead.
+    Checking takes a free lock for a moment: ``acquire`` then tries again, but ``try_acquire`` may find the lock held. A
+    file that exists but cannot be opened (no descriptor left, no permission) counts as held: a living owner must not be
+    taken for dead.
     """
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -175,7 +177,7 @@ def is_held(path: str) -> bool:
         return error.errno not in NOT_THERE
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        fcntl.flock(fd, fcntl.LOCK_UN)  # explicit, for the sake of a child forked just now
+        fcntl.flock(fd, fcntl.LOCK_UN)  # explicit: a child forked at this moment may hold a copy of the descriptor
     except BlockingIOError:
         return True
     finally:

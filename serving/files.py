@@ -1,4 +1,4 @@
-"""Files of this package's own: where its directories are, and how one is written that others read."""
+"""The package's own files: where its directories are, and how to write a file that other processes read."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ PLACE_VARIABLES = (CACHE_VARIABLE, STATE_VARIABLE)
 
 
 def cache_dir(part: str) -> Path:
-    """Where ``part`` of the user's cache is: below ``$MLFLOW_LLM_CACHE``, else ``$XDG_CACHE_HOME/mlflow-llm``, else
-    ``~/.cache/mlflow-llm``. It need not be there. Raises ``OSError`` for a user without a home directory, as in a
-    container that runs as a number."""
+    """Return the directory of ``part`` in the user's cache, which need not exist.
+
+    The cache is ``$MLFLOW_LLM_CACHE``, else ``$XDG_CACHE_HOME/mlflow-llm``, else ``~/.cache/mlflow-llm``. Raises
+    ``OSError`` for a user without a home directory, for example in a container that runs under a bare user id.
+    """
     given = os.environ.get(CACHE_VARIABLE)
     try:
         user = xdg_dir("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
@@ -29,29 +31,29 @@ def cache_dir(part: str) -> Path:
 
 
 def xdg_dir(variable: str) -> Path | None:
-    """What an XDG variable names; a relative path is to be ignored (XDG Base Directory Specification)."""
+    """The directory that an XDG variable names; a relative path is ignored (XDG Base Directory Specification)."""
     path = Path(os.environ.get(variable) or ".")
     return path if path.is_absolute() else None
 
 
 def is_private(found: os.stat_result) -> bool:
-    """Whether a file or directory is this user's, and closed to all others."""
+    """Whether a file or directory belongs to this user and is closed to all others."""
     return found.st_uid == os.geteuid() and not found.st_mode & 0o077
 
 
 def replace_file(path: str | os.PathLike[str], data: bytes) -> None:
-    """Write ``data`` to ``path``, readable by its owner alone: ``replacing`` in one call."""
+    """Write ``data`` to ``path``, readable only by its owner: ``replacing`` in one call."""
     with replacing(path) as file:
         file.write(data)
 
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str], *, suffix: str = "", mode: int = 0o600) -> Iterator[BinaryIO]:
-    """A file to write that becomes ``path`` at the end of the block, whole or not at all (write, then rename).
+    """Open a file for writing that becomes ``path`` at the end of the block, whole or not at all (write, then rename).
 
-    Readers in other processes see the old file or the new one, also where this process is killed. ``suffix`` names the
-    draft; the default has the process's id, so that several processes may write at once, but not two threads of one. A
-    draft that a killed process left is overwritten. Where the block raises, the old file stays and the draft goes.
+    Readers in other processes see the old file or the new one, even if this process is killed. ``suffix`` names the
+    draft; the default contains the process id, so that several processes may write at once, but not two threads of one.
+    A draft left by a killed process is overwritten. If the block raises, the old file stays and the draft is removed.
     Raises ``OSError``.
     """
     draft = f"{os.fspath(path)}{suffix or f'.{os.getpid()}.new'}"
@@ -70,7 +72,7 @@ def replacing(path: str | os.PathLike[str], *, suffix: str = "", mode: int = 0o6
 
 
 def sync_directory(path: str | os.PathLike[str]) -> None:
-    """Make renames in the directory ``path`` last through a power cut. Raises ``OSError``."""
+    """Make renames in the directory ``path`` survive a power failure. Raises ``OSError``."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -83,7 +85,7 @@ def _private(path: str, flags: int) -> int:
 
 
 class Renewals:
-    """Whether files were replaced or written anew since they were last looked at; None is no file."""
+    """Detects whether files were replaced or rewritten since they were last checked; None stands for no file."""
 
     def __init__(self, *paths: str | None) -> None:
         self._paths = paths
@@ -98,7 +100,7 @@ class Renewals:
 
 
 def stamp(path: str | os.PathLike[str]) -> tuple[int, int] | None:
-    """What changes with a file; None where it cannot be looked at."""
+    """A value that changes when the file does; None if the file cannot be examined."""
     try:
         found = os.stat(path)
     except OSError:

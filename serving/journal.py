@@ -1,12 +1,12 @@
-"""What an engine generated for each metered request, by its own count, written so that no death loses a token of it.
+"""An engine's own count of the tokens it generated for each metered request, written so that no crash loses any.
 
 ::
 
     <root>/<engine>/
         lock               held with flock while the engine lives
-        running            a slot (``progress``) for each request that runs: its serial number and tokens so far
-        ended-<position>   a line for each request that has ended: serial, tokens, request id; <position> is how many
-                           bytes the files before it hold
+        running            a slot (``progress``) for each running request: its serial number and tokens so far
+        ended-<position>   a line for each request that has ended: serial, tokens, request id; <position> is the number
+                           of bytes in the files before it
 
 The engine writes before it sends: its count is never below what any client has. ``metering.engine_journals`` reads it.
 """
@@ -27,14 +27,14 @@ FILE_BYTES = 1 << 20
 
 
 class Generated(Struct, frozen=True, kw_only=True):
-    """``tokens`` were generated for ``request_id`` by one engine; a request may have run on several."""
+    """The ``tokens`` that one engine generated for ``request_id``; a request may have run on several engines."""
 
     request_id: str
     tokens: int
 
 
 class JournalEntry:
-    """One request that runs."""
+    """One running request."""
 
     __slots__ = ("request_id", "serial", "slot", "tokens")
 
@@ -44,7 +44,7 @@ class JournalEntry:
 
 
 class Journal:
-    """The engine's side; one thread. Every method may raise ``OSError`` (a full disk)."""
+    """The engine's side, for one thread. Every method may raise ``OSError`` (a full disk)."""
 
     def __init__(self, root: Path, name: str) -> None:
         self.directory = root / name
@@ -64,7 +64,7 @@ class Journal:
         self._running.put(entry.slot, entry.serial, 0, entry.tokens)
 
     def end(self, entries: list[JournalEntry]) -> None:
-        """A line first and the slot after it: a kill between the two leaves both, which the serial number resolves."""
+        """Write the line, then free the slot. A kill between the two leaves both, which the serial number resolves."""
         lines = [f"{e.serial} {e.tokens} {e.request_id}\n" for e in entries if e.tokens]
         if lines:
             self._append("".join(lines).encode())
@@ -78,7 +78,7 @@ class Journal:
             self._ended = self._next_file()
         written = os.write(self._ended, data)
         if written != len(data):
-            os.ftruncate(self._ended, self._size)  # the slots still hold what the lines would have said
+            os.ftruncate(self._ended, self._size)  # the slots still hold the counts
             raise OSError("short write to the journal")
         self._size += written
 
@@ -87,24 +87,24 @@ class Journal:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
     def close(self) -> None:
-        """What still runs stays in its slots, as after a kill."""
+        """Close the files. Requests that are still running stay in their slots, as after a kill."""
         self._running.close()
         os.close(self._ended)
         self._lock.release()
 
 
 class WrittenJournal:
-    """A journal as its reader sees it. The engine may be writing to it."""
+    """A journal as its reader sees it. The engine may still be writing to it."""
 
     def __init__(self, directory: Path) -> None:
         self.directory, self.name = directory, directory.name
 
     def is_final(self) -> bool:
-        """The engine has ended: nothing will be written any more."""
+        """Whether the engine has ended, so that nothing more will be written."""
         return not is_held(str(self.directory / LOCK))
 
     def ended(self, position: int, limit: int) -> tuple[list[Generated], int]:
-        """At most ``limit`` requests after byte ``position``, and the position after them."""
+        """Return at most ``limit`` requests after byte ``position``, and the position after them."""
         found: list[Generated] = []
         for start, path in self._files():
             if start + path.stat().st_size <= position:
@@ -117,7 +117,7 @@ class WrittenJournal:
         return found, position
 
     def running(self) -> list[Generated]:
-        """What a dead engine had generated for requests that it had not ended."""
+        """Return what a dead engine had generated for requests that it had not ended."""
         files = self._files()
         written = {int(line.split(b" ", 1)[0]) for line in _whole_lines(files[-1][1], 0)} if files else set()
         slots = read_progress(self.directory / "running")
@@ -128,7 +128,7 @@ class WrittenJournal:
         ]
 
     def forget(self, position: int) -> None:
-        """Remove the files that lie before ``position``; the newest stays."""
+        """Remove the files that end before ``position``; the newest file stays."""
         for start, path in self._files()[:-1]:
             if start + path.stat().st_size <= position:
                 path.unlink(missing_ok=True)
@@ -152,7 +152,7 @@ def _parsed(line: bytes) -> Generated:
 
 
 def journals(root: Path) -> list[WrittenJournal]:
-    """Every journal under ``root``; one that is just being made is not there yet."""
+    """Return every journal under ``root``, except those that are just being created."""
     if not root.is_dir():
         return []
     return [WrittenJournal(path) for path in sorted(root.iterdir()) if not path.name.startswith(".")]
