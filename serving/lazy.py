@@ -1,4 +1,4 @@
-"""Modules that take long to import, imported when they are first used."""
+"""Import slow modules when they are first used."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Lazy:
-    """Stands for module ``name``, which is imported with its first attribute."""
+    """A stand-in for module ``name``, which is imported on the first access to an attribute."""
 
     def __init__(self, name: str) -> None:
         self._name = name

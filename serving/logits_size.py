@@ -1,4 +1,4 @@
-"""Logits that a request asks for: how many bytes they are, and what is allowed."""
+"""The size in bytes of the logits that a request asks for, and its limit."""
 
 from __future__ import annotations
 
@@ -9,21 +9,23 @@ ITEM = 4  # bytes: float32
 
 
 def logits_size(request: ValidRequest, vocab_size: int) -> tuple[int, int]:
-    """Bytes of the context's and of the generation's logits at most, 0 where they are not asked for: a row for each
-    token of a prompt, and for each that may be generated."""
+    """Return the most bytes that the context logits and the generation logits may take, 0 if not asked for.
+
+    There is a row for each prompt token, and for each token that may be generated.
+    """
     sampling = request.sampling
     if sampling is None or not (sampling.context_logits or sampling.generation_logits):
         return 0, 0
     num_texts = len(request.sequences)
     if sampling.beams is not None:
-        num_texts = num_texts // request.n * sampling.beams.width  # all are kept until it is known which are the best
+        num_texts = num_texts // request.n * sampling.beams.width  # all beams are kept until the best are known
     rows = request.num_prompt_tokens * sampling.context_logits, sampling.max_tokens * num_texts
     return ITEM * vocab_size * rows[0], ITEM * vocab_size * rows[1] * sampling.generation_logits
 
 
 def check_logits(request: ValidRequest, vocab_size: int, most: int) -> None:
-    """Raises ``InvalidField`` for more than ``most`` bytes of logits, which says how many there would be, and for a
-    stream of them."""
+    """Raise ``InvalidField`` for more than ``most`` bytes of logits, saying how many there would be, or for streamed
+    logits."""
     context, generation = logits_size(request, vocab_size)
     if not context + generation:
         return

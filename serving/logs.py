@@ -1,4 +1,4 @@
-"""Structured logs: one JSON object a line on standard error."""
+"""Structured logs: one JSON object per line on standard error."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from typing import Any
 
 from .visible import visible
 
-PACKAGE = "mlflow_llm"  # its other parts log in the same form
+PACKAGE = "mlflow_llm"  # so that its other parts log in the same form
 NAME = f"{PACKAGE}.server"
 
 
 class JsonLines(logging.Formatter):
-    """``time`` (ISO 8601, UTC), ``level``, ``event``, then the record's ``fields``; a traceback as one string.
+    """Format ``time`` (ISO 8601, UTC), ``level``, ``event``, then the record's ``fields``; a traceback is one string.
 
-    A JSON parser gets texts as they were; in the line itself no control character is hidden (``visible``)."""
+    A JSON parser returns the original texts, but the line itself has no raw control characters (``visible``).
+    """
 
     converter = staticmethod(time.gmtime)
 

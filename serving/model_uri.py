@@ -1,8 +1,8 @@
-"""``models:/`` URIs of MLflow's model registry, taken apart and put together.
+"""Parse and build ``models:/`` URIs of MLflow's model registry.
 
-By MLflow's own rule (``mlflow.store.artifact.utils.models``): ``models:/<name>/<version>``, where the version is a
-number or ``latest``, or ``models:/<name>@<alias>``. ``models:/m-<32 hexadecimal digits>`` is a logged model's id, which
-names no registered model.
+MLflow's own rule (``mlflow.store.artifact.utils.models``) allows ``models:/<name>/<version>``, where the version is a
+number or ``latest``, and ``models:/<name>@<alias>``. ``models:/m-<32 hexadecimal digits>`` is the id of a logged model
+and names no registered model.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import re
 from msgspec import Struct
 
 LATEST = "latest"
-UNREGISTERED = "1"  # the version of a model that no registry has counted, for protocols in which each has one
-STORE_SCHEMES = ("models:", "runs:")  # of URIs that MLflow looks up in its stores
+UNREGISTERED = "1"  # the version of an unregistered model, for protocols in which every model has one
+STORE_SCHEMES = ("models:", "runs:")  # schemes of URIs that MLflow looks up in its stores
 PATTERN = re.compile(r"models:/+(?P<name>[^/]+)(?:/(?P<version>[^/]+))?")
 LOGGED_MODEL = re.compile(r"m-[0-9a-f]{32}")
 
 
 class RegisteredModel(Struct, frozen=True, kw_only=True):
-    """A registered model by ``name`` with a ``version`` (digits, or ``latest``), an ``alias``, or neither."""
+    """A registered model by ``name``, with a ``version`` (digits, or ``latest``), an ``alias``, or neither."""
 
     name: str
     version: str | None = None
@@ -33,7 +33,7 @@ class RegisteredModel(Struct, frozen=True, kw_only=True):
 
 
 def parse(uri: str) -> RegisteredModel | None:
-    """The registered model that ``uri`` names; None for another scheme, a path, or the id of a logged model."""
+    """Return the registered model that ``uri`` names; None for another scheme, a path, or a logged model's id."""
     found = PATTERN.fullmatch(uri)
     if found is None:
         return None
@@ -47,15 +47,15 @@ def parse(uri: str) -> RegisteredModel | None:
 
 
 def by_version(name: str, version: str) -> RegisteredModel:
-    """The registered model that a served entity names: ``version`` is digits, ``latest``, or an alias with or without
-    its ``@``."""
+    """Return the registered model that a served entity names: ``version`` is digits, ``latest``, or an alias with or
+    without its ``@``."""
     if version.isdecimal() or version == LATEST:  # MLflow refuses an alias of that name
         return RegisteredModel(name=name, version=version)
     return RegisteredModel(name=name, alias=version.removeprefix("@"))
 
 
 def version_of(uri: str) -> str:
-    """The version, or the alias, of the registered model that ``uri`` names; ``UNREGISTERED`` for any other."""
+    """Return the version or alias of the registered model that ``uri`` names; ``UNREGISTERED`` for any other."""
     found = parse(uri)
     return UNREGISTERED if found is None else found.version or found.alias or UNREGISTERED
 
@@ -66,5 +66,5 @@ def in_store(uri: str) -> bool:
 
 
 def is_path(uri: str) -> bool:
-    """Whether ``uri`` has no scheme, and so is a path on this machine."""
+    """Whether ``uri`` has no scheme and is therefore a path on this machine."""
     return ":" not in uri.split("/")[0]

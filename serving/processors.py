@@ -1,7 +1,7 @@
-"""The processors that this process may use: by affinity, and by the CPU quota of its control groups.
+"""The processors that this process may use, by CPU affinity and by the CPU quota of its control groups.
 
-A quota is ``cpu.max`` of cgroup v2 or ``cpu.cfs_quota_us`` of v1, of the process's own group and of every group above
-it that can be seen: the least binds. No torch in here: it is asked before torch is loaded.
+A quota is ``cpu.max`` of cgroup v2 or ``cpu.cfs_quota_us`` of v1, for the process's own group and for every visible
+group above it; the smallest applies. This module must not import torch: it is used before torch is loaded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CPUS = Path("/sys/devices/system/cpu")
 
 @dataclass(frozen=True, slots=True)
 class Processors:
-    """``allowed`` by affinity, on ``cores`` physical ones; ``quota`` of processor time, None: all of it."""
+    """Processors ``allowed`` by affinity, their number of physical ``cores``, and the ``quota`` (None: no limit)."""
 
     allowed: int
     cores: int
@@ -28,7 +28,7 @@ class Processors:
 
     @property
     def threads(self) -> int:
-        """Threads that compute: one a physical core, and no more than the quota can keep running."""
+        """The number of compute threads: one per physical core, but no more than the quota can keep running."""
         return self.cores if self.quota is None else max(1, min(self.cores, math.ceil(self.quota)))
 
     def __str__(self) -> str:
@@ -42,18 +42,18 @@ def processors(proc: Path = PROC, cpus: Path = CPUS) -> Processors:
 
 
 def num_threads() -> int:
-    """Threads for this process: OMP_NUM_THREADS where it says a number, else as ``Processors.threads`` has it."""
+    """The number of threads for this process: OMP_NUM_THREADS if it is a number, else ``Processors.threads``."""
     asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return int(asked) if asked.isdigit() and int(asked) else processors().threads
 
 
 def quota(proc: Path = PROC) -> float | None:
-    """Processors' worth of time that the control groups give this process, None where they set no limit."""
+    """CPU time that the control groups allow this process, in processors; None if they set no limit."""
     return min((found for group in cpu_groups(proc) if (found := _group_quota(group)) is not None), default=None)
 
 
 def cpu_groups(proc: Path = PROC) -> Iterator[Path]:
-    """Directories of this process's groups that may have a quota, each from its own up to the top that is mounted."""
+    """Yield the directories of this process's groups that may have a quota, from its own up to the mounted root."""
     try:
         own = (proc / "self/cgroup").read_text().splitlines()
         mounts = (proc / "self/mountinfo").read_text().splitlines()
@@ -73,7 +73,7 @@ def cpu_groups(proc: Path = PROC) -> Iterator[Path]:
 
 
 def _mounted(mounts: list[str], kind: str, controller: str | None, path: str) -> tuple[Path, Path] | None:
-    """Where the hierarchy is mounted and where group ``path`` of it is seen there.
+    """Return where the hierarchy is mounted, and where its group ``path`` is visible there.
 
     A line of mountinfo (proc_pid_mountinfo(5)): ``36 35 98:0 ROOT PLACE options … - KIND source super-options``.
     """
@@ -84,7 +84,7 @@ def _mounted(mounts: list[str], kind: str, controller: str | None, path: str) ->
             continue
         root, top = fields[3], Path(_unescaped(fields[4]))
         within = os.path.relpath(path, root)
-        outside = within.startswith("..")  # our group is above what is mounted here: only the mount's own limits show
+        outside = within.startswith("..")  # our group is above the mounted part: only the mount's limits are visible
         return top, top if outside else Path(os.path.normpath(top / within))
     return None
 
@@ -100,7 +100,7 @@ def _group_quota(group: Path) -> float | None:
         else:
             most, period = ((group / name).read_text().strip() for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
         return int(most) / int(period) if most != "max" and int(most) > 0 and int(period) > 0 else None
-    except (OSError, ValueError):  # the root has none; a controller that is off
+    except (OSError, ValueError):  # the root group has no such file, nor does a group whose controller is off
         return None
 
 
@@ -111,7 +111,7 @@ def _affinity() -> frozenset[int]:
 
 
 def _cores(allowed: frozenset[int], cpus: Path) -> int:
-    """Physical cores among the processors ``allowed``: siblings of one core are counted once."""
+    """Count the physical cores of the ``allowed`` processors: siblings on one core count once."""
     found = set()
     for cpu in allowed:
         try:

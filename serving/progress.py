@@ -1,13 +1,15 @@
-"""Token counts of in-flight requests in a memory-mapped file: written in a microsecond, and still there after the
-process was killed (the kernel owns the pages; only a crash of the machine can lose the last seconds).
+"""Token counts of in-flight requests in a memory-mapped file.
+
+A write takes a microsecond, and the counts survive a kill of the process: the kernel owns the pages, and only a crash
+of the machine can lose the last seconds.
 
 ::
 
     slot (288 bytes)   0  id length │ 8  id, UTF-8, zero padded (256) │ 264 prompt │ 272 cached │ 280 completion
     segment            1024 slots; the file grows by segments
 
-Each count is one aligned 8-byte store, so a reader after a kill never sees half a number. The id's length is written
-last when a slot is taken and first when it is given back.
+Each count is one aligned 8-byte store, so a reader never sees half a number after a kill. The length of the id is
+written last when a slot is taken, and first when it is freed.
 """
 
 from __future__ import annotations
@@ -25,11 +27,11 @@ MAX_ID = 256
 _SLOT = 288
 _WORDS = _SLOT // 8
 _PER_SEGMENT = 1024
-_SEGMENT = _SLOT * _PER_SEGMENT  # a multiple of 4096: segments begin on a page
+_SEGMENT = _SLOT * _PER_SEGMENT  # a multiple of 4096, so that segments begin on a page
 
 
 class Progress(Struct, frozen=True, kw_only=True):
-    """A request's slot: tokens of the prompt, those of them found in the cache, tokens of the completion."""
+    """A request's slot: the tokens of its prompt, how many of those were cached, and the tokens of its completion."""
 
     request_id: str
     prompt: int
@@ -38,7 +40,7 @@ class Progress(Struct, frozen=True, kw_only=True):
 
 
 class ProgressFile:
-    """The writer's side: one process, many threads; each slot belongs to one request. Raises ``OSError``."""
+    """The writer's side, for many threads of one process. Each slot belongs to one request. Raises ``OSError``."""
 
     def __init__(self, path: Path) -> None:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -48,20 +50,20 @@ class ProgressFile:
         self._free: list[int] = []
 
     def take(self, request_id: str) -> int:
-        """A slot for ``request_id`` with counts 0."""
+        """Take a slot for ``request_id``, with all counts 0, and return its number."""
         slot = self.hold()
         self.begin(slot, request_id)
         return slot
 
     def hold(self) -> int:
-        """A slot that is still nobody's, so that there is room for whoever it will be."""
+        """Reserve a slot for a request that is not known yet, so that it will have room."""
         with self._lock:
             if not self._free:
                 self._grow()
             return self._free.pop()
 
     def begin(self, slot: int, request_id: str) -> None:
-        """Give the ``slot`` that was held to ``request_id``, with counts 0."""
+        """Assign the reserved ``slot`` to ``request_id``, with all counts 0."""
         encoded = request_id.encode()
         assert 0 < len(encoded) <= MAX_ID
         segment, index = divmod(slot, _PER_SEGMENT)
@@ -86,7 +88,7 @@ class ProgressFile:
 
     def _grow(self) -> None:
         number = len(self._maps)
-        os.posix_fallocate(self._fd, number * _SEGMENT, _SEGMENT)  # a hole met on a full disk would be a SIGBUS
+        os.posix_fallocate(self._fd, number * _SEGMENT, _SEGMENT)  # on a full disk, a write to a hole raises SIGBUS
         self._maps.append(mmap.mmap(self._fd, _SEGMENT, offset=number * _SEGMENT))
         self._words.append(memoryview(self._maps[-1]).cast("q"))
         first = number * _PER_SEGMENT
@@ -101,7 +103,7 @@ class ProgressFile:
 
 
 def read_progress(path: Path) -> list[Progress]:
-    """Every slot in use in the file that a dead process left; [] where there is none. Raises ``OSError``."""
+    """Return every used slot in the file that a dead process left; [] if there is no file. Raises ``OSError``."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:
