@@ -1,12 +1,12 @@
-"""Readers of values: each reads one kind of value and has the JSON schema of what it takes.
+"""Readers of values: each reads one kind of value and has the JSON schema of the values it accepts.
 
-A reader is called with ``(value, path)`` and returns the value as the raw request holds it, or raises ``InvalidField``
+A reader is called with ``(value, path)`` and returns the value in the raw request's form, or raises ``InvalidField``
 with the path (``messages[2].content``), the value and what is allowed. JSON's types are kept apart: true is not 1, "1"
-is not 1, NaN and Infinity are no numbers. 2.0 counts as an integer, as in JSON Schema, since some clients have only
-floats. No reader takes null: what it means is for the table or record to say.
+is not 1, and NaN and Infinity are not numbers. 2.0 counts as an integer, as in JSON Schema, since some clients have
+only floats. No reader accepts null: the table or record decides what null means.
 
-They are not msgspec's constrained types, which refuse 2.0, cannot bound a uint64 (``seed``), and take four times as
-long for each value.
+msgspec's constrained types are not used: they refuse 2.0, cannot bound a uint64 (``seed``), and take four times as long
+per value.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ INT64 = 2**63
 UINT64_MAX = 2**64 - 1
 INT32_MAX = 2**31 - 1
 MAX_DEPTH = 64
-MAX_USER = 256  # characters, as Anthropic has it; the log has all of them
+MAX_USER = 256  # characters, as in Anthropic's API; the log has all of them
 
 T = TypeVar("T")
 JSON_TYPES = {str: "string", bool: "boolean", list: "array", dict: "object"}
@@ -33,7 +33,7 @@ JSON_TYPES = {str: "string", bool: "boolean", list: "array", dict: "object"}
 
 @dataclass(frozen=True, slots=True)
 class Reader(Generic[T]):
-    """``schema`` says to callers what ``read`` takes; a test compares the two."""
+    """A function ``read`` and the JSON ``schema`` that tells callers what it accepts; a test compares the two."""
 
     read: Callable[[Any, str], T]
     schema: Mapping[str, Any]
@@ -43,20 +43,20 @@ class Reader(Generic[T]):
 
 
 def reader(**schema: Any) -> Callable[[Callable[[Any, str], T]], Reader[T]]:
-    """Decorates the function that reads."""
+    """Decorate a function that reads a value, giving it a schema."""
     return lambda read: Reader(read, schema)
 
 
 @reader(type="boolean")
 def boolean(value: Any, path: str) -> bool:
-    """true or false; 0, 1 and texts are neither."""
+    """Read true or false; 0, 1 and texts are not accepted."""
     if not isinstance(value, bool):
         raise InvalidField(path, value, "true or false")
     return value
 
 
 def integer(low: int, high: int) -> Reader[int]:
-    """An integer in [low, high]."""
+    """A reader of an integer in [low, high]."""
 
     @reader(type="integer", minimum=low, maximum=high)
     def read(value: Any, path: str) -> int:
@@ -70,7 +70,7 @@ def integer(low: int, high: int) -> Reader[int]:
 
 
 def number(low: float, high: float, *, above: bool = False) -> Reader[float]:
-    """A finite number in [low, high]; ``above`` leaves ``low`` itself out."""
+    """A reader of a finite number in [low, high]; ``above`` excludes ``low`` itself."""
     allowed = f"a number in {'(' if above else '['}{low:g}, {high:g}]"
 
     @reader(type="number", **{"exclusiveMinimum" if above else "minimum": low}, maximum=high)
@@ -87,7 +87,7 @@ def number(low: float, high: float, *, above: bool = False) -> Reader[float]:
 
 @reader(type="string")
 def string(value: Any, path: str) -> str:
-    """A text that UTF-8 can carry: JSON escapes can spell half a surrogate pair, no tokenizer takes it."""
+    """Read a text that UTF-8 can encode: JSON escapes can spell half a surrogate pair, which no tokenizer accepts."""
     if not isinstance(value, str):
         raise InvalidField(path, value, "a string")
     if not value.isascii():
@@ -99,7 +99,7 @@ def string(value: Any, path: str) -> str:
 
 
 def short_text(most: int) -> Reader[str]:
-    """A text of 1 to ``most`` characters."""
+    """A reader of a text of 1 to ``most`` characters."""
 
     @reader(type="string", minLength=1, maxLength=most)
     def read(value: Any, path: str) -> str:
@@ -112,14 +112,14 @@ def short_text(most: int) -> Reader[str]:
 
 @reader(type="string", maxLength=MAX_USER)
 def user(value: Any, path: str) -> str:
-    """A caller's own id of its user."""
+    """Read the caller's own id of its user."""
     if isinstance(value, str) and len(value) > MAX_USER:
         raise InvalidField(path, value, f"a text of at most {MAX_USER} characters")
     return string(value, path)
 
 
 def text(pattern: re.Pattern[str], allowed: str) -> Reader[str]:
-    """A text that matches as a whole."""
+    """A reader of a text that matches ``pattern`` as a whole."""
 
     @reader(type="string", pattern=f"^({pattern.pattern})$")
     def read(value: Any, path: str) -> str:
@@ -131,7 +131,7 @@ def text(pattern: re.Pattern[str], allowed: str) -> Reader[str]:
 
 
 def one_of(*options: Any, why: str = "") -> Reader[Any]:
-    """One of the values themselves. ``why`` nothing else is taken, where these ask for no more than null does."""
+    """A reader of one of the given values. If they all mean what null does, ``why`` says why no other is allowed."""
     listed = ", ".join(json.dumps(option) for option in options)
     allowed = f"one of null, {listed}: {why}" if why else f"one of {listed}"
     kinds = list(dict.fromkeys(JSON_TYPES[type(option)] for option in options))
@@ -146,7 +146,7 @@ def one_of(*options: Any, why: str = "") -> Reader[Any]:
 
 
 def refused(why: str) -> Reader[Any]:
-    """Takes no value: the field is known, and may be null."""
+    """A reader that accepts no value, for a field that is known but may only be null."""
 
     @reader(type="null")
     def read(value: Any, path: str) -> Any:
@@ -157,7 +157,7 @@ def refused(why: str) -> Reader[Any]:
 
 @reader(type="object")
 def obj(value: Any, path: str) -> dict[str, Any]:
-    """An object of any content, ``MAX_DEPTH`` levels of it: templates and what walks it recurse."""
+    """Read an object of any content, at most ``MAX_DEPTH`` levels deep: templates and other code recurse into it."""
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
         raise InvalidField(path, value, "an object")
     if not is_shallow(value):
@@ -166,7 +166,7 @@ def obj(value: Any, path: str) -> dict[str, Any]:
 
 
 def is_shallow(value: Any) -> bool:
-    """Whether objects and lists lie in each other at most ``MAX_DEPTH`` deep."""
+    """Whether objects and lists are nested at most ``MAX_DEPTH`` deep."""
     level = [value]
     for _ in range(MAX_DEPTH + 1):
         inside = chain.from_iterable(entry.values() if isinstance(entry, dict) else entry for entry in level)
@@ -177,7 +177,10 @@ def is_shallow(value: Any) -> bool:
 
 
 def list_of(item: Reader[T], allowed: str, *, least: int = 0, most: float = math.inf) -> Reader[tuple[T, ...]]:
-    """A list of ``least`` to ``most`` entries, each read by ``item`` at its own path; ``allowed`` in words."""
+    """A reader of a list of ``least`` to ``most`` entries, each read by ``item`` at its own path.
+
+    ``allowed`` says in words what is allowed.
+    """
     bounds = ({"minItems": least} if least else {}) | ({"maxItems": most} if most < math.inf else {})
 
     @reader(type="array", items=item.schema, **bounds)
@@ -190,18 +193,18 @@ def list_of(item: Reader[T], allowed: str, *, least: int = 0, most: float = math
 
 
 def any_of(*schemas: Mapping[str, Any]) -> dict[str, Any]:
-    """The JSON schema of what one of ``schemas`` takes."""
+    """The JSON schema of values that any of ``schemas`` accepts."""
     return {"anyOf": list(schemas)}
 
 
 def or_null(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The JSON schema of what ``schema`` takes, or null."""
+    """The JSON schema of values that ``schema`` accepts, or null."""
     return any_of(schema, {"type": "null"})
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One field of a record. ``required`` says what is expected where it is missing."""
+    """One field of a record. ``required`` says what is expected if the field is missing."""
 
     read: Reader[Any]
     description: str = ""
@@ -209,7 +212,7 @@ class Entry:
 
 
 def record(**entries: Entry) -> Reader[dict[str, Any]]:
-    """An object of these fields: those given, as their readers hold them. Null means the default, as a missing one."""
+    """A reader of an object with these fields; it returns those given, as read. Null means the default."""
     properties = {
         name: (dict(entry.read.schema) if entry.required else or_null(entry.read.schema))
         | ({"description": entry.description} if entry.description else {})
@@ -240,12 +243,12 @@ def record(**entries: Entry) -> Reader[dict[str, Any]]:
 
 
 def type_of(*names: str) -> Entry:
-    """The field of a record that says which one it is."""
+    """The field of a record that names the record's type."""
     return Entry(one_of(*names), required=" or ".join(f'"{name}"' for name in names))
 
 
 def one_of_types(kinds: Mapping[str, Reader[T]], refused: Mapping[str, str], what: str) -> Reader[T]:
-    """An object that is read by its ``type``; ``refused`` are the types that are known and not taken, with why."""
+    """A reader of an object by its ``type``; ``refused`` holds known types that are not accepted, with the reason."""
     listed = ", ".join(f'"{kind}"' for kind in kinds)
 
     @reader(**any_of(*(kind.schema for kind in kinds.values())))

@@ -1,6 +1,6 @@
-"""What a reply holds, before a dialect puts it into bytes.
+"""The pieces and the content of a reply, before a dialect encodes it.
 
-``tasks.generate`` turns an engine's events into these: detokenised, stop strings matched and trimmed, counted.
+``tasks.generate`` turns an engine's events into these: it detokenises, matches and trims stop strings, and counts.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ ReplyFinish: TypeAlias = Literal["stop", "length", "tool_calls", "abort"]
 
 
 class Usage(Struct, frozen=True, kw_only=True):
-    """Exact token counts: prompt as fed to the model, completion as sampled up to the token that ended the text.
+    """Exact token counts: the prompt as fed to the model, and the completion as sampled, including the ending token.
 
-    ``reasoning_tokens`` are those of the completion that are reasoning. ``draft_tokens`` were computed ahead beside it,
-    and ``accepted_draft_tokens`` of them are in it; of both, those from a text that the caller predicted are
-    ``accepted_prediction_tokens`` and ``rejected_prediction_tokens``, None where it predicted none. Nobody pays them.
+    ``reasoning_tokens`` is the part of the completion that is reasoning. ``draft_tokens`` were proposed by speculative
+    decoding, and ``accepted_draft_tokens`` of them became part of the completion. Of both, tokens of a text that the
+    caller predicted are counted as ``accepted_prediction_tokens`` and ``rejected_prediction_tokens`` (None if there was
+    no prediction). Draft tokens are not billed.
     """
 
     prompt_tokens: int
@@ -40,7 +41,7 @@ class Usage(Struct, frozen=True, kw_only=True):
 class TextLogprob(Struct, frozen=True, kw_only=True):
     """One token's text, its bytes (a token may be part of a character), log probability and alternatives.
 
-    ``start`` is where its first character stands in the choice's text: tokens that are parts of one have the same.
+    ``start`` is the position of its first character in the choice's text; tokens of the same character share it.
     """
 
     token: str
@@ -52,8 +53,11 @@ class TextLogprob(Struct, frozen=True, kw_only=True):
 
 
 class CallDelta(Struct, frozen=True, kw_only=True):
-    """A piece of tool call number ``index`` of its choice (from 0). The first one of a call has ``id`` and ``name`` and
-    no ``arguments``; later ones have only these: JSON, or the text of a custom tool. Calls do not interleave."""
+    """A piece of tool call number ``index`` of its choice (from 0).
+
+    The first piece of a call has ``id`` and ``name`` but no ``arguments``. Later ones have only ``arguments``: JSON, or
+    the text of a custom tool. Calls do not interleave.
+    """
 
     index: int
     arguments: str = ""
@@ -63,10 +67,11 @@ class CallDelta(Struct, frozen=True, kw_only=True):
 
 
 class Step(Struct, frozen=True, kw_only=True):
-    """A step of choice ``index`` that gave it tokens, which are in the next delta; of a request with ``timings``.
+    """A step that produced the tokens in the next delta of choice ``index``, for a request with ``timings``.
 
-    In seconds since its step before, for the first since the engine had the request: ``waited`` until the step began,
-    ``elapsed`` until the tokens were there. ``batch_size``: sequences that ran in it.
+    Times are in seconds since the choice's previous step, or, for its first step, since the engine received the
+    request: ``waited`` until the step began, ``elapsed`` until the tokens were available. ``batch_size`` is the number
+    of sequences that ran in the step.
     """
 
     index: int
@@ -76,11 +81,11 @@ class Step(Struct, frozen=True, kw_only=True):
 
 
 class Delta(Struct, frozen=True, kw_only=True):
-    """New text of choice ``index``; may be empty where only tokens were counted.
+    """New text of choice ``index``; it may be empty if tokens were only counted.
 
-    ``reasoning`` is what the model thought between its markers, before or between texts; ``calls`` are pieces of tool
-    calls. A delta has at most one of text, reasoning and calls. ``token_logprobs`` are those of ``token_ids``, where
-    log probabilities were asked for: of every token, also of those that are no text (``logprobs``).
+    ``reasoning`` is what the model wrote between its reasoning markers, before or between texts; ``calls`` are pieces
+    of tool calls. A delta has at most one of text, reasoning and calls. If log probabilities were asked for (see
+    ``logprobs``), ``token_logprobs`` has those of all ``token_ids``, including tokens that are not text.
     """
 
     index: int
@@ -103,7 +108,7 @@ class LogitRows(Struct, frozen=True, kw_only=True):
 
 
 class Ended(Struct, frozen=True, kw_only=True):
-    """Choice ``index`` is complete. ``stop_reason``: the stop string or token id that ended it, or None."""
+    """Choice ``index`` is complete. ``stop_reason`` is the stop string or token id that ended it, or None."""
 
     index: int
     finish_reason: ReplyFinish
@@ -118,7 +123,7 @@ class Vector(Struct, frozen=True, kw_only=True):
 
 
 class Score(Struct, frozen=True, kw_only=True):
-    """How well the texts of pair ``index`` fit each other."""
+    """The score of pair ``index``: how well its texts match."""
 
     index: int
     value: float
@@ -143,15 +148,18 @@ class ReplyCall(Struct, frozen=True, kw_only=True):
 
 
 class TextLogprobs:
-    """The log probabilities that are of a choice's text, as its deltas come: those of a token that has said nothing yet
-    wait for what it turns out to begin. Those of reasoning and calls, and of the marks around them, are left out."""
+    """Selects the log probabilities that belong to a choice's text, as its deltas arrive.
+
+    Those of a token without text so far wait until it is known what the token begins. Those of reasoning, of calls and
+    of the markers around them are left out.
+    """
 
     def __init__(self) -> None:
         self._waiting: tuple[TextLogprob, ...] = ()
         self._in_text = True
 
     def add(self, delta: Delta) -> tuple[TextLogprob, ...]:
-        """Those that go with the text of ``delta``."""
+        """Return those that belong to the text of ``delta``."""
         if delta.calls or delta.reasoning:
             self._waiting, self._in_text = (), False
             return ()
@@ -161,7 +169,7 @@ class TextLogprobs:
         return self._take() if delta.text else ()
 
     def rest(self) -> tuple[TextLogprob, ...]:
-        """Those that waited when the text ended."""
+        """Return those that were still waiting when the text ended."""
         return self._take() if self._in_text else ()
 
     def _take(self) -> tuple[TextLogprob, ...]:
@@ -170,7 +178,7 @@ class TextLogprobs:
 
 
 def _beginning(entries: tuple[TextLogprob, ...], text: str) -> tuple[TextLogprob, ...]:
-    """``entries`` from where ``text`` begins: before it stand the marks of what it comes after."""
+    """Return ``entries`` from the beginning of ``text`` on: before it are the markers of what preceded the text."""
     said = text.encode().lstrip()
     for i in range(len(entries)):
         data = b"".join(bytes(entry.bytes) for entry in entries[i:]).lstrip()
@@ -180,12 +188,13 @@ def _beginning(entries: tuple[TextLogprob, ...], text: str) -> tuple[TextLogprob
 
 
 class Choice(Struct, frozen=True, kw_only=True):
-    """One finished choice, gathered for a response that is not streamed. ``text_logprobs`` are those of ``logprobs``
-    that are of the text, ``steps`` those that gave it tokens, where they are measured; ``token_logprobs`` are one for
-    each of ``token_ids``.
+    """One finished choice, gathered for a response that is not streamed.
+
+    ``text_logprobs`` are those of ``logprobs`` that belong to the text; ``token_logprobs`` has one for each of
+    ``token_ids``. ``steps`` are those that produced its tokens, if they were measured.
 
     ``context_logits`` [prompt tokens, V] (of a prompt's first choice) and ``generation_logits`` [len(token_ids), V] are
-    float32, little-endian, row by row; b"" where they were not asked for.
+    float32, little-endian, row by row; b"" if they were not asked for.
     """
 
     index: int
@@ -204,13 +213,15 @@ class Choice(Struct, frozen=True, kw_only=True):
 
     @property
     def cum_logprob(self) -> float:
-        """The log probability of all ``token_ids`` together, the one that ended the text included (TensorRT-LLM's
-        ``cum_log_probs``, also of a beam: no length penalty is in it)."""
+        """The log probability of all ``token_ids`` together, including the one that ended the text.
+
+        This is TensorRT-LLM's ``cum_log_probs``, for a beam as well: it includes no length penalty.
+        """
         return math.fsum(self.token_logprobs)
 
 
 class Reply(Struct, frozen=True, kw_only=True):
-    """A whole reply: choices, vectors or scores in index order, and the usage."""
+    """A whole reply: choices, vectors or scores in order of index, and the usage."""
 
     choices: tuple[Choice, ...] = ()
     vectors: tuple[bytes, ...] = ()
@@ -219,7 +230,7 @@ class Reply(Struct, frozen=True, kw_only=True):
 
     @property
     def size(self) -> int:
-        """About the bytes that it takes to say: what decides whether encoding it holds others up."""
+        """The approximate size of the reply in bytes, by which it is decided whether encoding it delays others."""
         texts = sum(_length(choice) + 64 * _num_logprobs(choice) for choice in self.choices)
         logits = sum(len(choice.context_logits) + len(choice.generation_logits) for choice in self.choices)
         return texts + 4 * sum(map(len, self.vectors)) + logits

@@ -1,11 +1,10 @@
-"""When a sequence ends by itself: at a stop token or stop sequence, or at its full length. Every part of the server
-asks this rule.
+"""When a sequence ends by itself: at a stop token, at a stop sequence, or at its full length.
 
-``count`` is everywhere the number of tokens generated so far, resumed ones included. A stop token counts from place
-``min_tokens + 1`` on: until then the sampler gives it no probability, and one that an engine without such a sampler
-delivers is ordinary text (vLLM's ``min_tokens``, transformers' ``min_new_tokens``). A stop sequence is part of the text
-that it ends, as a stop string is: it counts where the text has its ``min_tokens`` with it, and is looked for in what
-was generated alone.
+Every part of the server uses this rule. ``count`` is always the number of tokens generated so far, including resumed
+ones. A stop token counts from position ``min_tokens + 1`` on: before that the sampler gives it no probability, and if
+an engine without such a sampler delivers one, it is ordinary text (vLLM's ``min_tokens``, transformers'
+``min_new_tokens``). A stop sequence, like a stop string, is part of the text that it ends: it counts if the text
+including it has ``min_tokens``. It is looked for only in generated tokens.
 """
 
 from __future__ import annotations
@@ -19,11 +18,12 @@ StopReason: TypeAlias = Literal["stop", "length"]
 
 
 class StopRule:
-    """Of one sequence. ``max_tokens`` is the most tokens it may generate, ``stop_ids`` are its stop tokens;
-    ``has_runs``: whether there are stop sequences (at most ``longest_run`` tokens each), so that ``run_ending`` has to
-    be asked beside ``reason``.
+    """The stop rule of one sequence.
 
-    ``room`` is how many tokens the context has left after the prompt; None where only the request's own limit counts.
+    ``max_tokens`` is the most tokens that it may generate; ``stop_ids`` are its stop tokens. ``has_runs`` says whether
+    there are stop sequences (of at most ``longest_run`` tokens each), so that ``run_ending`` has to be checked as well
+    as ``reason``. ``room`` is how many tokens the context has left after the prompt; None if only the request's own
+    limit counts.
     """
 
     __slots__ = ("_min_tokens", "_runs", "has_runs", "longest_run", "max_tokens", "stop_ids")
@@ -43,7 +43,7 @@ class StopRule:
         return count > self._min_tokens
 
     def may_match(self, count: int) -> bool:
-        """Whether a stop string that token number ``count`` (from 1) completes ends the text: it has ``min_tokens``."""
+        """Whether a stop string completed by token number ``count`` (from 1) ends the text: it needs ``min_tokens``."""
         return count >= self._min_tokens
 
     def is_stop(self, token_id: int, count: int) -> bool:
@@ -51,14 +51,16 @@ class StopRule:
         return count > self._min_tokens and token_id in self.stop_ids
 
     def reason(self, last: int | None, count: int) -> StopReason | None:
-        """Why a sequence of ``count`` tokens, of which ``last`` is the last one, ends there; None where it goes on."""
+        """Return why a sequence of ``count`` tokens that ends in ``last`` stops there; None if it goes on."""
         if count > self._min_tokens and last in self.stop_ids:
             return "stop"
         return "length" if count >= self.max_tokens else None
 
     def run_ending(self, output: Sequence[int] | Any, count: int) -> int:
-        """Length of the stop sequence that ends the text where ``output``, its last tokens at least, ends at token
-        number ``count``; the longest of several, 0 for none."""
+        """Return the length of the stop sequence that ends the text at token number ``count``; 0 if there is none.
+
+        ``output`` has at least the last tokens up to there. Of several stop sequences the longest counts.
+        """
         if not len(output) or count < self._min_tokens:
             return 0
         for run in self._runs.get(int(output[-1]), ()):

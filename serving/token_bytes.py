@@ -1,8 +1,8 @@
-"""The bytes that each token of a tokenizer stands for: what texts are made of, and grammars are matched with.
+"""The bytes that each token of a tokenizer stands for, used to build texts and to match grammars.
 
-A byte-level tokenizer (GPT-2's kind: Llama 3, Qwen, SmolLM) maps every token to bytes by a table of characters. The
-tokens of others (SentencePiece's BPE and Unigram, WordPiece) are decoded behind another token, where no decoder takes
-a space away; those that stand for a single byte (``<0xE2>``) say so by their names.
+A byte-level tokenizer (GPT-2's kind: Llama 3, Qwen, SmolLM) maps every token to bytes by a table of characters. Tokens
+of other tokenizers (SentencePiece's BPE and Unigram, WordPiece) are decoded after another token, so that the decoder
+does not strip a leading space; tokens for a single byte (``<0xE2>``) are recognised by their names.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ TokenBytes: TypeAlias = tuple[bytes, ...]
 """By token id; b"" for an id that no token has."""
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
-CHUNK = 4096  # tokens decoded in a call, so that other threads get the interpreter lock
+CHUNK = 4096  # tokens decoded per call, so that other threads get the interpreter lock
 TRIALS, TRIAL_TOKENS = 16, 48
 
 
 def byte_table(backend: Any, special_ids: frozenset[int]) -> tuple[TokenBytes, TokenBytes] | None:
-    """``(bytes of every token, the same with special tokens empty)`` of a byte-level tokenizer, else None.
+    """Return ``(bytes of every token, the same with special tokens empty)`` for a byte-level tokenizer, else None.
 
-    As the decoder does it: a token whose characters all stand for bytes is those bytes, any other its own UTF-8.
+    As in the decoder, a token whose characters all stand for bytes is those bytes; any other is its own UTF-8.
     """
     if type(backend.decoder).__name__ != "ByteLevel":
         return None
@@ -41,9 +41,9 @@ def byte_table(backend: Any, special_ids: frozenset[int]) -> tuple[TokenBytes, T
 
 
 def token_bytes(backend: Any, special_ids: frozenset[int]) -> TokenBytes:
-    """The bytes of every token as text, a special token's its name. ``backend`` is a tokenizer of ``tokenizers``.
+    """Return the bytes of every token as text; for a special token, its name. ``backend`` is from ``tokenizers``.
 
-    Raises ``ValueError`` where a text is not its tokens' bytes one after the other, so that no grammar could be matched
+    Raises ``ValueError`` if a text is not the concatenation of its tokens' bytes, so that no grammar could be matched
     token by token.
     """
     tables = byte_table(backend, special_ids)
@@ -70,7 +70,7 @@ def token_bytes(backend: Any, special_ids: frozenset[int]) -> TokenBytes:
 
 
 def plain_token(backend: Any, special_ids: frozenset[int]) -> int:
-    """A token that is ordinary text: what is decoded behind it keeps the space it begins with."""
+    """Return a token of ordinary text: a token decoded after it keeps its leading space."""
     for text in ("a", "the", "1", "."):
         for token_id in reversed(backend.encode(text, add_special_tokens=False).ids):
             if token_id not in special_ids and backend.decode([token_id], skip_special_tokens=True).strip():
@@ -87,8 +87,10 @@ def _names(backend: Any) -> list[str]:
 
 
 def _try(backend: Any, ids: Sequence[int], table: Sequence[bytes], anchor: int) -> None:
-    """Random texts against the tokenizer's own decoder, which may look at more than a token: only whole characters
-    are compared, for runs of byte tokens are decoded together."""
+    """Compare random texts with the tokenizer's own decoder, which may look at more than one token.
+
+    Only tokens of whole characters are compared, because runs of byte tokens are decoded together.
+    """
     draw = random.Random(0)
     whole = [i for i in ids if _is_text(table[i])]
     for _ in range(TRIALS):

@@ -1,5 +1,5 @@
-"""A worker, ours or MLflow's, without torch: it only wants tokenizers of transformers, which imports torch wherever it
-finds it."""
+"""Keep torch out of a worker (ours or MLflow's): it only needs the tokenizers of transformers, which imports torch
+whenever it is installed."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ import sys
 
 
 def hide_torch() -> None:
-    """Make ``import torch`` fail in this process, as where it is not installed; does nothing where torch or
-    transformers is imported already. Not to be called where a model's own code may run, which may want torch."""
+    """Make ``import torch`` fail in this process, as if it were not installed.
+
+    Does nothing if torch or transformers is already imported. Do not call it in a process that may run a model's own
+    code, which may need torch.
+    """
     if "transformers" in sys.modules:
         return
-    # None is how Python marks a module that cannot be imported; find_spec, by which transformers looks, knows it too
+    # None is Python's mark for a module that cannot be imported; find_spec, which transformers uses, honours it too
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
