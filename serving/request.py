@@ -1,9 +1,9 @@
 """A request before and after validation.
 
-``Raw*`` types are what a dialect decodes: typed, but with None wherever the caller said nothing.
-``ValidRequest`` is what everything below the dialect sees: defaults resolved, template applied, tokenised,
-seed drawn, limits checked. Only ``tasks.prepare`` builds one. All are frozen msgspec structs, so that one
-type serves in a process and over the wire to an engine process.
+A dialect decodes a body to one of the ``Raw*`` types: typed, but with None for everything that the caller left out.
+Everything below the dialect works with ``ValidRequest``: defaults resolved, template applied, tokenised, seed drawn,
+limits checked. Only ``tasks.prepare`` builds one. All are frozen msgspec structs, so that the same type serves within a
+process and over the wire to an engine process.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from msgspec import Struct
 from .constraint import Constraint, Grammar
 
 Task: TypeAlias = Literal["chat", "completions", "embeddings", "score"]
-POOLED: frozenset[Task] = frozenset({"embeddings", "score"})  # a vector or a number a text: nothing is generated
+POOLED: frozenset[Task] = frozenset({"embeddings", "score"})  # one vector or number per text; nothing is generated
 Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
 ErrorBehavior: TypeAlias = Literal["error", "truncate"]
-LogitsOf: TypeAlias = Literal["context", "generation"]  # of a prompt's tokens, or of those generated
+LogitsOf: TypeAlias = Literal["context", "generation"]  # of the prompt's tokens, or of generated ones
 ChatEnd: TypeAlias = Literal["generation_prompt", "open", "closed"]
-MAX_CHOICES = 128  # of one prompt
-MAX_PROMPTS = 2048  # or inputs of one request
+MAX_CHOICES = 128  # per prompt
+MAX_PROMPTS = 2048  # prompts or inputs per request
 MAX_MESSAGES = 4096
 
 
@@ -29,7 +29,7 @@ EarlyStopping: TypeAlias = Literal["heuristic", "first", "never"]
 
 
 class RawBeams(Struct, frozen=True, kw_only=True):
-    """What a caller may say of a beam search; see ``Beams``. ``field`` is what the width is called there."""
+    """A caller's parameters of a beam search; see ``Beams``. ``field`` is the name of the width in the request."""
 
     width: int
     length_penalty: float | None = None
@@ -40,8 +40,11 @@ class RawBeams(Struct, frozen=True, kw_only=True):
 
 
 class Draft(Struct, frozen=True, kw_only=True):
-    """What the caller expects the text to be: as ``text``, or as ``token_ids``, with their ``logits`` (float32, little
-    endian, [tokens, V]) where the drafts were drawn from a distribution. ``field`` is what it is called there."""
+    """The caller's prediction of the text, as ``text`` or as ``token_ids``.
+
+    ``logits`` (float32, little endian, [tokens, V]) are given if the token ids were drawn from a distribution.
+    ``field`` is the name of the prediction in the request.
+    """
 
     text: str | None = None
     token_ids: tuple[int, ...] = ()
@@ -50,14 +53,15 @@ class Draft(Struct, frozen=True, kw_only=True):
 
 
 class RawSampling(Struct, frozen=True, kw_only=True):
-    """What a caller may say of sampling; None means the default of the endpoint's profile.
+    """A caller's sampling parameters; None means the default of the endpoint's profile.
 
-    ``clip_max_tokens``: of more tokens than the context leaves or the endpoint allows, as many as it does, instead of a
-    refusal. ``exact_bounds``: ``top_k`` is less than the vocabulary's size, and a prompt leaves room for as many tokens
-    as the endpoint ever generates (``maxIterTimes``), or it is refused.
-    ``stop_sequences`` are runs of tokens that end the text, beside the strings of ``stop``. ``embedding_bias`` is added
-    to the logits: float32, little endian, [V]. ``end_id`` ends the text in place of the model's own end-of-text
-    ids. ``penalize_prompt``: presence and frequency penalties count the prompt's tokens too, as TensorRT-LLM's do.
+    With ``clip_max_tokens``, a request for more tokens than the context leaves or the endpoint allows gets as many as
+    are possible instead of being refused. With ``exact_bounds``, a request is refused unless ``top_k`` is less than the
+    vocabulary's size and the prompt leaves room for as many tokens as the endpoint ever generates (``maxIterTimes``).
+    ``stop_sequences`` are runs of tokens that end the text, in addition to the strings in ``stop``. ``embedding_bias``
+    (float32, little endian, [V]) is added to the logits. ``end_id`` ends the text instead of the model's own
+    end-of-text ids. With ``penalize_prompt``, presence and frequency penalties count the prompt's tokens too, as in
+    TensorRT-LLM.
     """
 
     max_tokens: int | None = None
@@ -100,8 +104,8 @@ class RawSampling(Struct, frozen=True, kw_only=True):
 class LoraTask(Struct, frozen=True, kw_only=True):
     """An adapter that comes with the request (TensorRT-LLM's ``lora_task_id``, ``lora_weights``, ``lora_config``).
 
-    Its first request has all three, later ones ``task_id`` alone. ``weights``: float32, little endian, row-major,
-    [rows, width], each row A [rank, in] then B [out, rank], padded with zeros. ``config``: a row of
+    The first request for an adapter has all three fields, later ones only ``task_id``. ``weights`` is float32, little
+    endian, row-major, [rows, width]; each row is A [rank, in] then B [out, rank], padded with zeros. ``config`` has
     ``[module_id, layer, rank]`` or ``[module_id, layer, rank, is_dora]`` for each row of weights.
     """
 
@@ -111,9 +115,9 @@ class LoraTask(Struct, frozen=True, kw_only=True):
 
 
 class PromptTable(Struct, frozen=True, kw_only=True):
-    """Vectors of virtual tokens (p-tuning): token ids from the vocabulary's size on are its rows.
+    """Vectors of virtual tokens (p-tuning): token ids from the vocabulary's size on refer to its rows.
 
-    ``data``: float32, little endian, [num_tokens, hidden size].
+    ``data`` is float32, little endian, [num_tokens, hidden size].
     """
 
     data: bytes
@@ -121,10 +125,10 @@ class PromptTable(Struct, frozen=True, kw_only=True):
 
 
 class Raw(Struct, frozen=True, kw_only=True):
-    """What every task has: the name called, the adapter, whether to stream, whose prefixes it may share.
+    """The fields common to all tasks: the model's name, the adapter, whether to stream, and whose prefixes to share.
 
-    ``echoed`` is what the dialect's reply repeats of the request, in a form of its own; nothing else reads it.
-    ``lora_task`` takes the place of ``adapter``. ``timings``: the reply is to say how long each step took.
+    ``echoed`` holds the parts of the request that the dialect's reply repeats, in the dialect's own form; nothing else
+    reads it. ``lora_task`` replaces ``adapter``. With ``timings``, the reply says how long each step took.
     """
 
     task: ClassVar[Task]
@@ -142,16 +146,17 @@ class Raw(Struct, frozen=True, kw_only=True):
 
 
 class TextPart(Struct, frozen=True):
-    """A stretch of a message's text, as the caller parted it."""
+    """One text part of a message, as the caller divided it."""
 
     text: str
 
 
 class MediaPart(Struct, frozen=True, kw_only=True):
-    """An image, a video or a sound within a message, whose form has been checked.
+    """An image, a video or a sound in a message, whose form has been checked.
 
-    ``place``: the path of a local file, or the host of a URL and its port if it has one; "" for what the request
-    brought itself. ``most`` bytes it may have. ``field`` is where it is named in the request, ``part`` its part.
+    ``place`` is the path of a local file, or the host (and port, if given) of a URL; "" for data in the request itself.
+    ``most`` is the most bytes that it may have. ``field`` is the path of the field that names it, ``part`` that of its
+    part.
     """
 
     kind: Literal["image", "video", "audio"]
@@ -166,7 +171,7 @@ Part: TypeAlias = TextPart | MediaPart
 
 
 class ToolCall(Struct, frozen=True, kw_only=True):
-    """A function that the assistant has called; ``arguments`` as the object that was in the caller's JSON text."""
+    """A function call by the assistant; ``arguments`` is the object parsed from the caller's JSON text."""
 
     id: str
     name: str
@@ -174,7 +179,7 @@ class ToolCall(Struct, frozen=True, kw_only=True):
 
 
 class Message(Struct, frozen=True, kw_only=True):
-    """A turn of a chat, as the caller parted it: nothing is joined before the template (``tasks.conversation``)."""
+    """A turn of a chat, with the caller's parts: nothing is joined before the template (``tasks.conversation``)."""
 
     role: Role
     content: str | tuple[Part, ...] = ""
@@ -185,7 +190,7 @@ class Message(Struct, frozen=True, kw_only=True):
 
     @property
     def text(self) -> str:
-        """All of its text, its parts joined with nothing between them."""
+        """All text of the message: its parts joined with nothing between them."""
         if isinstance(self.content, str):
             return self.content
         return "".join([part.text for part in self.content if isinstance(part, TextPart)])
@@ -194,8 +199,8 @@ class Message(Struct, frozen=True, kw_only=True):
 class Tool(Struct, frozen=True, kw_only=True):
     """A function that the model may call.
 
-    ``parameters`` is the JSON schema of the object of its arguments; None: it takes none. ``strict``: the arguments are
-    held to it. A "custom" tool takes a text instead of an object, of the form ``syntax`` if there is one.
+    ``parameters`` is the JSON schema of its arguments object, None if it takes no arguments. ``strict`` constrains the
+    arguments to the schema. A "custom" tool takes a text instead of an object, constrained to ``syntax`` if given.
     """
 
     name: str
@@ -207,8 +212,11 @@ class Tool(Struct, frozen=True, kw_only=True):
 
 
 class ToolChoice(Struct, frozen=True, kw_only=True):
-    """``names``: the tools that may be called, () for all. ``named``: the caller named the one to be called, as opposed
-    to a subset that happens to have one; its reply then ends with "stop" (OpenAI's contract)."""
+    """Which tools may or must be called.
+
+    ``names`` are the tools that may be called, () for all. ``named`` means that the caller named the one tool to call,
+    as opposed to a subset that happens to have one entry; the reply then ends with "stop" (OpenAI's contract).
+    """
 
     mode: Literal["none", "auto", "required"]
     names: tuple[str, ...] = ()
@@ -216,11 +224,11 @@ class ToolChoice(Struct, frozen=True, kw_only=True):
 
 
 class RawChat(Raw, frozen=True, kw_only=True):
-    """``messages`` are checked for shape by the dialect.
+    """A chat request; the dialect has checked the shape of ``messages``.
 
-    ``end``: what the prompt ends in, the beginning of the reply (transformers' ``add_generation_prompt``), the last
-    message left open for the model to go on with (``continue_final_message``), or the last message closed.
-    ``thinking``: whether the model is to reason before it answers; None for its template's own way.
+    ``end`` says how the prompt ends: with the beginning of the reply (transformers' ``add_generation_prompt``), with
+    the last message left open for the model to continue (``continue_final_message``), or with the last message closed.
+    ``thinking`` says whether the model should reason before it answers; None leaves that to its template.
     """
 
     task: ClassVar[Task] = "chat"
@@ -237,7 +245,7 @@ class RawChat(Raw, frozen=True, kw_only=True):
 
 
 class RawCompletion(Raw, frozen=True, kw_only=True):
-    """``prompts`` holds texts or token id lists, one a prompt; ``batched`` is whether a list was sent."""
+    """A completion request: ``prompts`` holds texts or token id lists; ``batched`` says whether a list was sent."""
 
     task: ClassVar[Task] = "completions"
 
@@ -250,7 +258,7 @@ class RawCompletion(Raw, frozen=True, kw_only=True):
 
 
 class RawEmbedding(Raw, frozen=True, kw_only=True):
-    """``inputs`` holds texts or token id lists."""
+    """An embeddings request. ``inputs`` holds texts or token id lists."""
 
     task: ClassVar[Task] = "embeddings"
 
@@ -263,12 +271,12 @@ class RawEmbedding(Raw, frozen=True, kw_only=True):
 
 
 class RawScore(Raw, frozen=True, kw_only=True):
-    """Texts to be compared: one query with each of the documents, or as many queries, each with its document.
+    """Texts to compare: one query with each of the documents, or equally many queries, each with its own document.
 
-    ``names``: what the caller calls the two, in errors. ``ranked``: the documents are wanted in order of their scores,
-    ``top_n`` of them, themselves too where ``return_documents``. ``truncate`` is the most tokens that are kept of a
-    text or a pair, -1 as many as the model takes; ``truncate_documents`` of each document. ``activate`` False leaves a
-    cross-encoder's own numbers as they are.
+    ``names`` are the caller's names for the two, for errors. With ``ranked``, the documents are returned in order of
+    their scores, ``top_n`` of them, with their texts if ``return_documents``. ``truncate`` is the most tokens kept of a
+    text or a pair (-1: as many as the model takes); ``truncate_documents`` is that of each document. ``activate`` False
+    returns a cross-encoder's raw numbers.
     """
 
     task: ClassVar[Task] = "score"
@@ -289,14 +297,14 @@ RawRequest: TypeAlias = RawChat | RawCompletion | RawEmbedding | RawScore
 
 
 class Beams(Struct, frozen=True, kw_only=True):
-    """Beam search instead of sampling: ``width`` texts are followed at once and the best ``n`` of a prompt are its
-    choices, best first (``engine.beam_search``).
+    """Beam search instead of sampling (``engine.beam_search``).
 
-    A text's score is its sum of log probabilities over its length to the power of ``length_penalty``.
-    ``early_stopping`` "heuristic", "first" and "never" are transformers' False, True and "never". More than one
-    ``num_groups`` (a divisor of the width) is diverse beam search: a group's log probabilities are lowered by
-    ``diversity_penalty`` for each earlier group's beam that has chosen the token in this step. ``field`` is what the
-    width is called in the request, for errors.
+    ``width`` beams are followed at once, and the best ``n`` for a prompt are its choices, best first. The score of a
+    beam is its sum of log probabilities divided by its length to the power of ``length_penalty``. ``early_stopping``
+    "heuristic", "first" and "never" are transformers' False, True and "never". With ``num_groups`` (a divisor of the
+    width) above 1, the search is a diverse beam search: a token's log probability in a group is lowered by
+    ``diversity_penalty`` for each beam of an earlier group that has chosen the token in this step. ``field`` is the
+    name of the width in the request, for errors.
     """
 
     width: int
@@ -308,9 +316,12 @@ class Beams(Struct, frozen=True, kw_only=True):
 
 
 class DraftTokens(Struct, frozen=True, kw_only=True):
-    """What the caller expects the text to be: ``token_ids`` are computed along with what is known, and those that are
-    drawn there are taken. ``logits`` (float32, little endian, [tokens, V]): the drafts were drawn from the softmax of
-    these, and while the text is what was drafted its tokens are drawn by rejection sampling (``engine.rejection``)."""
+    """The caller's prediction of the text, used as drafts for speculative decoding.
+
+    ``token_ids`` are computed together with the known tokens, and accepted as long as the same tokens are drawn. If
+    there are ``logits`` (float32, little endian, [tokens, V]), the drafts were drawn from their softmax: as long as the
+    text follows the drafts, its tokens are drawn by rejection sampling (``engine.rejection``).
+    """
 
     token_ids: tuple[int, ...]
     logits: bytes | None = None
@@ -319,18 +330,18 @@ class DraftTokens(Struct, frozen=True, kw_only=True):
 class Sampling(Struct, frozen=True, kw_only=True):
     """Resolved sampling parameters of a request; every field has its final value.
 
-    ``max_tokens`` 0 generates nothing: the prompt is scored, where ``prompt_logprobs`` asks for it. ``temperature`` 0
-    is greedy. ``top_k`` 0 and ``top_p`` 1.0 and ``min_p`` 0.0 are off. ``logprobs`` None is off,
-    0 the sampled token alone, k the k best beside it. ``stop_token_ids`` includes the model's end-of-text ids
-    unless ``ignore_eos``. Log probabilities are of the distribution before temperature and truncation. ``grammar`` is
-    what each text is held to, None for nothing. With ``beams`` nothing is drawn.
+    ``max_tokens`` 0 generates nothing; the prompt is scored if ``prompt_logprobs`` asks for it. ``temperature`` 0 is
+    greedy. ``top_k`` 0, ``top_p`` 1.0 and ``min_p`` 0.0 are off. ``logprobs`` None is off, 0 gives the sampled token
+    alone, and k adds the k most probable ones. Log probabilities are of the distribution before temperature and
+    truncation. ``stop_token_ids`` includes the model's end-of-text ids unless ``ignore_eos``. ``grammar`` constrains
+    each text; None is no constraint. With ``beams``, nothing is drawn.
 
-    ``bad_words`` are runs of tokens that never come whole; ``stop_sequences`` those of two tokens and more that end the
-    text (one token is a stop token). No run of ``no_repeat_ngram_size`` tokens comes twice, the prompt's included; 0 is
-    off. ``embedding_bias`` (float32, little endian, [V]) is added to the logits before all else. ``penalize_prompt``:
-    presence and frequency penalties count the prompt's tokens too; the repetition penalty always does.
-    ``context_logits`` and ``generation_logits``: the rows of logits after each token of the prompt and before each
-    generated one come as ``events.Logits``.
+    ``bad_words`` are runs of tokens that never appear whole. ``stop_sequences`` are runs of two or more tokens that end
+    the text (a single token is a stop token). No run of ``no_repeat_ngram_size`` tokens appears twice, counting the
+    prompt; 0 is off. ``embedding_bias`` (float32, little endian, [V]) is added to the logits before anything else. With
+    ``penalize_prompt``, presence and frequency penalties count the prompt's tokens too; the repetition penalty always
+    does. ``context_logits`` and ``generation_logits`` ask for the rows of logits after each prompt token and before
+    each generated token, as ``events.Logits``.
     """
 
     max_tokens: int
@@ -362,11 +373,11 @@ class Sampling(Struct, frozen=True, kw_only=True):
 class Sequence(Struct, frozen=True, kw_only=True):
     """One text to continue or to embed.
 
-    ``resumed_token_ids`` are tokens that an earlier attempt already sampled and delivered: the engine feeds them
-    after the prompt and goes on at the position after them, so the text is what it would have been. They count
-    towards ``max_tokens`` and penalties and are not sent again. ``seed`` (uint64) with the position decides
-    every random draw of this sequence. ``context_logits_from``: the first row of the context's logits that is wanted;
-    those before it were delivered, or are those of the prompt's first sequence.
+    ``resumed_token_ids`` are tokens that an earlier attempt already sampled and delivered. The engine feeds them after
+    the prompt and continues at the next position, so the text is the same as without the interruption. They count
+    towards ``max_tokens`` and penalties and are not sent again. ``seed`` (uint64) and the position determine every
+    random draw of this sequence. ``context_logits_from`` is the first row of context logits to send; earlier rows were
+    already delivered, or belong to the prompt's first sequence.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -376,9 +387,12 @@ class Sequence(Struct, frozen=True, kw_only=True):
 
 
 class ToolUse(Struct, frozen=True, kw_only=True):
-    """How calls in a reply are read: the tools that may be called, by name (``custom`` are those that take a text),
-    what the caller chose, and whether there may be several calls. ``types``: the JSON types of each tool's arguments,
-    for formats that do not write them (``tool_calls.argument_types``)."""
+    """How to read tool calls in a reply.
+
+    ``names`` are the tools that may be called, and ``custom`` those of them that take a text; ``choice`` is the
+    caller's, and ``parallel`` says whether there may be several calls. ``types`` are the JSON types of each tool's
+    arguments, for formats that do not write types (``tool_calls.argument_types``).
+    """
 
     names: tuple[str, ...]
     custom: tuple[str, ...] = ()
@@ -391,8 +405,11 @@ Activation: TypeAlias = Literal["identity", "sigmoid", "tanh"]
 
 
 class ReplyForm(Struct, frozen=True, array_like=True):
-    """What an endpoint's settings say of the form of replies (``dialect_settings``): a stream's chunks have the
-    ``full_text`` so far, Triton's details have ``times``, and its last event an ``end_text``."""
+    """The form of replies in an endpoint's settings (``dialect_settings``).
+
+    Chunks of a stream have the ``full_text`` so far, Triton's details have ``times``, and its last event has an
+    ``end_text``.
+    """
 
     full_text: bool = False
     times: bool = False
@@ -400,11 +417,11 @@ class ReplyForm(Struct, frozen=True, array_like=True):
 
 
 class Scoring(Struct, frozen=True, kw_only=True):
-    """What becomes of the engine's answers to a request of task "score".
+    """How the engine's answers become the reply to a request of task "score".
 
-    ``num_queries``: the first of the sequences are queries, the others documents, and vectors are compared, those of
-    one query with each document's; 0: each sequence is a pair and its number the score, after ``activation``.
-    ``ranked``: best first, ``top_n`` of them, with ``documents`` where they are to be returned.
+    The first ``num_queries`` sequences are queries and the others documents, whose vectors are compared (a single query
+    with each document). If it is 0, each sequence is a pair, and its number, after ``activation``, is the score. With
+    ``ranked``, the reply has the best ``top_n`` first, with ``documents`` if they are to be returned.
     """
 
     num_queries: int = 0
@@ -417,22 +434,26 @@ class Scoring(Struct, frozen=True, kw_only=True):
 class ValidRequest(Struct, frozen=True, kw_only=True):
     """The one request type below the dialects. Sequence ``i`` is choice ``i`` (prompts outer, n inner).
 
-    ``deadline`` is seconds of ``time.monotonic()``, which all processes of a host share; None for none. ``priority``:
-    lower runs first. ``provisioned``: within a provisioned reserve; it runs before all others and its pace is kept
-    whatever else runs. ``stop`` strings are matched above the engine, on text. ``truncated`` says that the prompt was
-    cut for ``error_behavior: truncate``, ``clipped`` that max_tokens is less than was asked for. ``cache_salt`` is
-    whose prefixes the sequences may reuse, and who may reuse theirs: requests of the same salt (``tasks.cache_salt``);
-    None shares with no other request. ``tenant`` is whose turn and whose place in the queue it takes (a hash, never the
-    name; "" where there are no tenants), ``weight`` what its key's tokens are divided by when turns are given
-    (``engine.tenants``). ``sampling`` is None for embeddings. ``tools`` is None where none may be called.
-    ``begins_in_reasoning``: the prompt's template has opened the reasoning that the reply goes on with. ``read_as``:
-    the chat template in whose format reasoning and calls are read out of the reply; None where it is text alone.
-    ``index_by_prompt`` is the endpoint's profile's. ``dimensions`` is for ``tasks.embed``: engines give whole vectors.
-    ``timings``: the engine measures its steps (``events.Timed``). ``form`` is the endpoint's. ``scoring`` is for
-    ``tasks.score``. ``second_from``: for pairs of texts, from which token on each sequence has tokens of the second
-    type; () where sequences are one text. ``model_version``: of the model that answers, for dialects whose replies
-    say it. ``lora_task`` takes the place of ``adapter``; its id is one of ``tenant``'s alone. Token ids of prompts from
-    the vocabulary's size on are rows of ``prompt_table``.
+    Scheduling: ``deadline`` is in seconds of ``time.monotonic()``, which all processes of a host share; None is no
+    deadline. A lower ``priority`` runs first. A ``provisioned`` request is within a provisioned reserve: it runs before
+    all others, and its pace is kept whatever else runs. ``tenant`` is whose turn and whose place in the queue the
+    request takes (a hash, never the name; "" without tenants). ``weight`` divides its key's tokens when turns are
+    assigned (``engine.tenants``). Only requests with the same ``cache_salt`` reuse each other's prefixes
+    (``tasks.cache_salt``); None shares with no other request.
+
+    Input: ``truncated`` says that the prompt was cut for ``error_behavior: truncate``; ``clipped`` says that max_tokens
+    is less than was asked for. ``sampling`` is None for embeddings. ``lora_task`` replaces ``adapter``; its id is valid
+    only for this ``tenant``. Token ids of prompts from the vocabulary's size on are rows of ``prompt_table``. For pairs
+    of texts, ``second_from`` is the token of each sequence from which on token types are the second; () if each
+    sequence is one text.
+
+    Reply: ``stop`` strings are matched above the engine, on text. ``tools`` is None if none may be called. With
+    ``begins_in_reasoning``, the prompt's template has opened the reasoning with which the reply continues. ``read_as``
+    is the chat template in whose format reasoning and calls are read from the reply; None if the reply is only text.
+    ``index_by_prompt`` comes from the endpoint's profile, ``form`` from the endpoint. ``dimensions`` is for
+    ``tasks.embed``: engines return whole vectors. ``scoring`` is for ``tasks.score``. With ``timings``, the engine
+    measures its steps (``events.Timed``). ``model_version`` is that of the answering model, for dialects whose replies
+    contain it.
     """
 
     request_id: str
@@ -475,5 +496,5 @@ class ValidRequest(Struct, frozen=True, kw_only=True):
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Prompt tokens as billed: each prompt once, however many of the n choices came from it."""
+        """Prompt tokens as billed: each prompt counts once, however many of the n choices came from it."""
         return sum(len(s.prompt_token_ids) for s in self.sequences[:: self.n])

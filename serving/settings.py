@@ -1,4 +1,4 @@
-"""Settings, each with the default that was measured or reasoned for, saved with a model and open to override."""
+"""Settings, each with a measured or reasoned default, that are saved with a model and can be overridden."""
 
 from __future__ import annotations
 
@@ -125,9 +125,10 @@ class EngineSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=T
     backend: ByBackend = msgspec.field(default_factory=dict)
 
     def of_backend(self, name: str, kind: type[BackendSettings]) -> BackendSettings:
-        """The settings that backend ``name`` has beside those of all engines.
+        """Return the settings that backend ``name`` has in addition to those of all engines.
 
-        Raises ``InvalidField`` for values that ``kind`` does not allow, and for settings of any other backend."""
+        Raises ``InvalidField`` for values that ``kind`` does not allow, and for settings of any other backend.
+        """
         for other, values in self.backend.items():
             if other != name:
                 raise InvalidField(f"backend.{other}", values, f"settings of this engine alone, which is {name!r}")
@@ -142,14 +143,14 @@ class EngineSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def check_server_engine(values: Mapping[str, Any], parent: str = "") -> None:
-    """Engine settings given to a server, which has its engines in processes. Raises ``InvalidField``."""
+    """Check engine settings for a server, which runs engines in processes of their own. Raises ``InvalidField``."""
     if EngineSettings.read(values, parent).in_process:
         field = f"{parent}.in_process" if parent else "in_process"
         raise InvalidField(field, True, "false: it is for notebooks; a server's engines have their own processes")
 
 
 def check_name(name: Any, field: str = "name", hint: str = "") -> str:
-    """An endpoint's or served entity's name, which stands in URLs. Raises ``InvalidField``."""
+    """Check the name of an endpoint or served entity, which is used in URLs. Raises ``InvalidField``."""
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise InvalidField(field, name, f"{NAME_ALLOWED}{hint}")
     return name
