@@ -1,8 +1,7 @@
-"""MLflow's deployments target ``llm``: servers on this machine, or one that runs elsewhere (``llm://host:port``,
-``llm:https://host:port``).
+"""MLflow's deployments target ``llm``: servers on this machine, or one that runs elsewhere.
 
-MLflow loads this module by entry point and wants exactly one client class in it, beside ``run_local`` and
-``target_help``.
+The target of a server elsewhere is ``llm://host:port`` or ``llm:https://host:port``. MLflow loads this module by entry
+point and requires exactly one client class in it, besides ``run_local`` and ``target_help``.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from .predict_inputs import requests_of
 def run_local(name: str, model_uri: str, flavor: str | None = None, config: dict[str, Any] | None = None) -> None:
     """Serve ``model_uri`` as endpoint ``name`` in the foreground until interrupted.
 
-    MLflow's documentation names ``target`` first; what it calls has no such argument.
+    MLflow's documentation gives this function a first argument ``target``, but MLflow calls it without one.
     """
     _check_flavor(flavor)
     given = configs.cleaned(config)
@@ -41,7 +40,7 @@ def run_local(name: str, model_uri: str, flavor: str | None = None, config: dict
 
 
 def target_help() -> str:
-    """What ``mlflow deployments help -t llm`` prints."""
+    """Return the text that ``mlflow deployments help -t llm`` prints."""
     return (
         "Target llm serves a model logged with the llm flavor from this machine:\n"
         "  mlflow deployments create -t llm --name assistant -m models:/assistant@champion [-C workers=2]\n"
@@ -82,7 +81,10 @@ def _one_name(name: str | None, endpoint: str | None) -> Any:
 
 
 def _server_of(target: str) -> str | None:
-    """``llm://host:port`` is plain HTTP, ``llm:https://host:port`` (or ``llm:http://…``) as written; else None."""
+    """Return the URL of the server that ``target`` names, or None.
+
+    ``llm://host:port`` is plain HTTP; ``llm:https://host:port`` (or ``llm:http://…``) is used as written.
+    """
     parts = urlsplit(target)
     if parts.scheme != "llm":
         return None
@@ -95,8 +97,8 @@ def _server_of(target: str) -> str | None:
 class LlmDeploymentClient(BaseDeploymentClient):
     """MLflow's deployments client for the target ``llm``; a deployment and an endpoint are the same thing here.
 
-    With a URL in the target they are endpoints of that server; without, servers of this machine with one endpoint each.
-    Every method raises ``MlflowException``.
+    If the target has a URL, they are endpoints of that server; otherwise they are servers on this machine with one
+    endpoint each. Every method raises ``MlflowException``.
     """
 
     def __init__(self, target_uri: str) -> None:
@@ -111,7 +113,7 @@ class LlmDeploymentClient(BaseDeploymentClient):
         config: dict[str, Any] | None = None,
         endpoint: str | None = None,
     ) -> dict[str, Any]:
-        """Serve ``model_uri`` as ``name``; returns when it has generated a token."""
+        """Serve ``model_uri`` as ``name``; return once it has generated a token."""
         _check_flavor(flavor)
         name = _one_name(name, endpoint)
         if self._remote is not None:
@@ -128,10 +130,11 @@ class LlmDeploymentClient(BaseDeploymentClient):
         config: dict[str, Any] | None = None,
         endpoint: str | None = None,
     ) -> dict[str, Any]:
-        """Roll over to a new version without dropping a request: it warms, callers move, the old one drains.
+        """Roll over to a new version without dropping a request.
 
-        ``config`` changes engine settings; those that are not named stay. URL and port stay as well. Where the new
-        version fails, this raises and the old one serves on.
+        The new version warms up, callers move to it, and the old one drains. ``config`` changes engine settings; those
+        that it does not name stay, as do URL and port. If the new version fails, this raises an error and the old
+        version keeps serving.
         """
         _check_flavor(flavor)
         name = _one_name(name, endpoint)
@@ -141,7 +144,7 @@ class LlmDeploymentClient(BaseDeploymentClient):
         return servers.get(name)
 
     def delete_deployment(self, name: str, config: dict[str, Any] | None = None, endpoint: str | None = None) -> None:
-        """Drain and delete a deployment. One that does not exist is no error."""
+        """Drain and delete a deployment. It is not an error if there is none."""
         name = _one_name(name, endpoint)
         if config:
             raise MlflowException.invalid_parameter_value(f"config: {', '.join(map(str, config))}; delete takes none")
@@ -168,7 +171,7 @@ class LlmDeploymentClient(BaseDeploymentClient):
     ) -> PredictionsResponse:
         """Answer one request (a dict) with its reply, or several with ``{"predictions": [reply, …]}``.
 
-        ``inputs`` is a dict, a list of dicts, or a DataFrame with a row for each request.
+        ``inputs`` is a dict, a list of dicts, or a DataFrame with one request per row.
         """
         bodies, single = requests_of(inputs)
         if any(body.get("stream") for body in bodies):
@@ -189,7 +192,7 @@ class LlmDeploymentClient(BaseDeploymentClient):
         return http_calls.stream_chunks(self._url(_one_name(deployment_name, endpoint)), bodies[0])
 
     def create_endpoint(self, name: str, config: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Create an endpoint, as ``create_deployment``: ``config`` holds ``model_uri`` and the settings."""
+        """Create an endpoint, like ``create_deployment``; ``config`` holds ``model_uri`` and the settings."""
         given = configs.mapping(config)
         model_uri = given.pop("model_uri", None)
         if not model_uri:
@@ -213,7 +216,7 @@ class LlmDeploymentClient(BaseDeploymentClient):
         return {**found, "flavor": FLAVOR_NAME, "url": self._remote}
 
     def _merged(self, name: str, model_uri: str | None, config: dict[str, Any] | None) -> tuple[str, dict[str, Any]]:
-        """Model URI and config for an update: what the caller leaves out stays as it is."""
+        """Return the model URI and config for an update; anything that the caller leaves out stays unchanged."""
         assert self._remote is not None
         given = configs.cleaned(config)
         named = None if model_uri is None else model_uris.absolute(model_uri)

@@ -1,4 +1,4 @@
-"""Endpoints of a running server, by its management API."""
+"""Manage the endpoints of a running server through its management API."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ TURN = 0.2
 
 
 def create(server: str, name: str, model_uri: str, config: dict[str, Any]) -> dict[str, Any]:
-    """Create endpoint ``name`` and wait until it is ready. Raises ``MlflowException`` where it fails; none is left."""
+    """Create endpoint ``name`` and wait until it is ready.
+
+    Raises ``MlflowException`` if that fails; no endpoint is left behind.
+    """
     http_calls.request("POST", server + API, {"name": name, "config": config_of(model_uri, config)})
     try:
         return await_config(server, name)
@@ -34,7 +37,10 @@ def create(server: str, name: str, model_uri: str, config: dict[str, Any]) -> di
 
 
 def update(server: str, name: str, model_uri: str, config: dict[str, Any]) -> dict[str, Any]:
-    """Roll over to a new config and wait for it. Raises ``MlflowException`` where it fails; the old one serves on."""
+    """Roll over to a new config and wait until it serves.
+
+    Raises ``MlflowException`` if that fails; the old config keeps serving.
+    """
     http_calls.request("PUT", f"{server}{API}/{quote(name, safe='')}/config", config_of(model_uri, config))
     return await_config(server, name)
 
@@ -54,7 +60,7 @@ def list_all(server: str) -> list[dict[str, Any]]:
 
 
 def _endpoint(found: Any, url: str) -> dict[str, Any]:
-    """``found``, checked to have the fields of an endpoint that are read here. Raises ``MlflowException``."""
+    """Check that ``found`` has the fields of an endpoint that are read here. Raises ``MlflowException``."""
     endpoint: dict[str, Any] = _checked(found, dict, url)
     _checked(endpoint.get("name"), str, url)
     _checked(_checked(endpoint.get("state"), dict, url).get("config_update"), str, url)
@@ -70,19 +76,19 @@ def _checked(value: Any, kind: type, url: str) -> Any:
 
 
 def entities(endpoint: dict[str, Any]) -> list[dict[str, Any]]:
-    """The served entities of an endpoint; none before its first config was ready."""
+    """The served entities of an endpoint; there are none before its first config is ready."""
     found: list[dict[str, Any]] = endpoint.get("config", {}).get("served_entities", [])
     return found
 
 
 def settings_of(entity: dict[str, Any]) -> dict[str, Any]:
-    """The config from which ``config_of`` would make ``entity``."""
+    """Return the config from which ``config_of`` would build ``entity``."""
     own = {key: entity[key] for key in ENTITY_KEYS if entity.get(key) not in (None, False)}
     return own | entity.get("engine_settings", {})
 
 
 def await_config(server: str, name: str) -> dict[str, Any]:
-    """The endpoint once no update of it is in progress. Raises ``MlflowException`` where the update failed."""
+    """Return the endpoint once no update is in progress. Raises ``MlflowException`` if the update failed."""
     until = time.monotonic() + UPDATE_SECONDS
     while time.monotonic() < until:
         found = get(server, name)
@@ -96,9 +102,9 @@ def await_config(server: str, name: str) -> dict[str, Any]:
 
 
 def config_of(model_uri: str, config: dict[str, Any]) -> dict[str, Any]:
-    """The API's config of an endpoint with one model. Raises ``MlflowException``.
+    """Return the API's config of an endpoint with one model. Raises ``MlflowException``.
 
-    ``config`` holds engine settings and ``ENTITY_KEYS``; values may be text, as the command line gives them.
+    ``config`` holds engine settings and ``ENTITY_KEYS``; values may be strings, as given on the command line.
     """
     entity: dict[str, Any] = entity_of(model_uri)
     settings = {}
@@ -116,7 +122,8 @@ def config_of(model_uri: str, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def entity_of(model_uri: str) -> dict[str, Any]:
-    """``models:/name/version`` and ``models:/name@alias`` by name and version; a directory or another URI as it is."""
+    """Return the API's fields for a model: name and version for ``models:/name/version`` or ``models:/name@alias``; a
+    directory or another URI unchanged."""
     named = parse(model_uri)
     if named is not None and named.alias is not None:
         return {"entity_name": named.name, "entity_version": f"@{named.alias}"}
@@ -126,13 +133,13 @@ def entity_of(model_uri: str) -> dict[str, Any]:
 
 
 def uri_of(entity: dict[str, Any]) -> str:
-    """The model that a served entity of an endpoint's config names."""
+    """Return the URI of the model that a served entity of an endpoint's config names."""
     name, version = entity["entity_name"], entity.get("entity_version") or ""
     return by_version(name, version).uri if version else str(name)
 
 
 def parsed(value: Any) -> Any:
-    """A string parsed as JSON where it is JSON (``4``, ``true``), else ``value`` itself."""
+    """Parse a string that is JSON (``4``, ``true``); return any other ``value`` unchanged."""
     if not isinstance(value, str):
         return value
     try:

@@ -1,4 +1,4 @@
-"""Provider ``llm`` of MLflow's AI Gateway: an endpoint of this server as a gateway's model."""
+"""Provider ``llm`` for MLflow's AI Gateway: serve an endpoint of this server as a gateway model."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from mlflow.gateway.schemas import completions
 
 
 class LlmConfig(ConfigModel):
-    """``api_base`` ends in ``/v1``; ``api_key`` may be left out where the server asks for none."""
+    """Configuration of the provider: ``api_base`` ends in ``/v1``; ``api_key`` is optional if the server needs none."""
 
     api_key: str = "none"
     api_base: str | None = None
 
 
 class LlmProvider(OpenAICompatibleProvider):
-    """Entry point ``llm`` of ``mlflow.gateway.providers``: chat and embeddings are the base's, completions ours."""
+    """Entry point ``llm`` of ``mlflow.gateway.providers``: chat and embeddings are inherited, completions are added."""
 
     DISPLAY_NAME = "mlflow-llm"
     CONFIG_TYPE = LlmConfig
@@ -37,7 +37,8 @@ class LlmProvider(OpenAICompatibleProvider):
             yield completions.StreamResponsePayload.model_validate(chunk | {"object": "text_completion_chunk"})
 
     def _completions_call(self, payload: completions.RequestPayload, **more: Any) -> dict[str, Any]:
-        """What the base's methods send, for the route ``completions``. The configured model wins over none at all."""
+        """Build what the base class's methods send, for the route ``completions``, with the configured model as the
+        default."""
         asked = payload.model_dump(exclude_none=True)
         self.check_for_model_field(asked)
         body = {"model": self.config.model.name, **more, **asked}

@@ -1,4 +1,4 @@
-"""The plugin's HTTP calls to a server, which raise MLflow's exceptions."""
+"""The plugin's HTTP calls to a server; errors are raised as MLflow's exceptions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mlflow.protos import databricks_pb2 as codes
 from mlflow_llm.serving.cli.key_options import VARIABLE, Secret
 
 KEY_VARIABLE = VARIABLE
-CA_VARIABLE, CERT_VARIABLE = "MLFLOW_LLM_CA", "MLFLOW_LLM_CERT"  # PEM files: authorities; our certificate and its key
+CA_VARIABLE, CERT_VARIABLE = "MLFLOW_LLM_CA", "MLFLOW_LLM_CERT"  # PEM files: authorities; our certificate with its key
 CONNECT_SECONDS = 10
 SECONDS = 600.0
 CODES = {
@@ -30,9 +30,9 @@ CODES = {
 
 
 def _headers() -> dict[str, str]:
-    """The ``Authorization`` header for the key, or ``@FILE`` with one, in ``MLFLOW_LLM_KEY``; none without it.
+    """Return the ``Authorization`` header for ``MLFLOW_LLM_KEY``, a key or ``@FILE`` with one; none if it is unset.
 
-    Raises ``MlflowException``, in which the key is not shown.
+    Raises ``MlflowException``, which does not show the key.
     """
     said = os.environ.get(KEY_VARIABLE, "")
     if not said:
@@ -47,9 +47,9 @@ def _headers() -> dict[str, str]:
 def request(
     method: str, url: str, body: dict[str, Any] | None = None, *, stream: bool = False, seconds: float = SECONDS
 ) -> requests.Response:
-    """The response to an HTTP request; ``seconds`` is its timeout.
+    """Send an HTTP request and return the response; ``seconds`` is the timeout.
 
-    Raises ``MlflowException`` where there is none, and with the server's own message for a status of 400 and above.
+    Raises ``MlflowException`` if there is no response, or, with the server's own message, if its status is 400 or more.
     """
     timeout = (min(CONNECT_SECONDS, seconds), seconds)
     try:
@@ -64,7 +64,7 @@ def request(
         )
     except requests.exceptions.SSLError as error:
         raise _untrusted(url, error) from None
-    except OSError as error:  # requests' own are; a file that is not there, too
+    except OSError as error:  # requests' exceptions are OSErrors, as is the error for a missing file
         raise MlflowException(f"no server answers at {url} ({type(error).__name__})") from None
     if answer.status_code >= 400:
         raise _refusal(answer)
@@ -72,7 +72,7 @@ def request(
 
 
 def is_ready(server: str, seconds: float) -> bool:
-    """Whether the server answers ``/ready`` with 200. Raises ``MlflowException`` where TLS fails."""
+    """Whether the server answers ``/ready`` with 200. Raises ``MlflowException`` if TLS fails."""
     try:
         return requests.get(f"{server}/ready", timeout=seconds, **_trust()).status_code == 200
     except requests.exceptions.SSLError as error:
@@ -82,7 +82,7 @@ def is_ready(server: str, seconds: float) -> bool:
 
 
 def _trust() -> dict[str, Any]:
-    """TLS arguments of ``requests``, whose own variable (REQUESTS_CA_BUNDLE) is used where ours is unset."""
+    """TLS arguments for ``requests``, which uses its own variable (REQUESTS_CA_BUNDLE) if ours is unset."""
     return {"verify": os.environ.get(CA_VARIABLE) or None, "cert": os.environ.get(CERT_VARIABLE) or None}
 
 
@@ -97,7 +97,7 @@ def _untrusted(url: str, error: Exception) -> MlflowException:
 def request_json(
     method: str, url: str, body: dict[str, Any] | None = None, *, seconds: float = SECONDS
 ) -> dict[str, Any]:
-    """The JSON object that answers a request. Raises ``MlflowException``, for another body too."""
+    """Send a request and return the JSON object in the answer. Raises ``MlflowException``, also for any other body."""
     try:
         found = request(method, url, body, seconds=seconds).json()
     except ValueError:
@@ -108,7 +108,7 @@ def request_json(
 
 
 def unexpected_answer(url: str) -> MlflowException:
-    """The error for an answer that this package's servers do not give."""
+    """Return the error for an answer that this package's servers never give."""
     return MlflowException(f"{url} does not answer like an mlflow-llm server")
 
 
@@ -127,7 +127,7 @@ def _refusal(answer: requests.Response) -> MlflowException:
 
 
 def stream_chunks(url: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The JSON chunks of a streamed reply. Raises ``MlflowException``, for a truncated stream too."""
+    """Yield the JSON chunks of a streamed reply. Raises ``MlflowException``, also for a truncated stream."""
     with request("POST", url, {**body, "stream": True}, stream=True) as answer:
         for line in _lines(answer):
             if not line.startswith(b"data: "):

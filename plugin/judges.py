@@ -1,7 +1,7 @@
 """Judges of ``mlflow.genai`` by ``endpoints:/name``.
 
-MLflow hands the model of ``make_judge`` to litellm, which has no provider of that name (MLflow 3.17, litellm 1.9x);
-here it gets one, whose endpoints are those of MLflow's deployments target.
+MLflow passes the model of ``make_judge`` to litellm, which has no provider ``endpoints`` (MLflow 3.17, litellm 1.9x).
+This module adds one, whose endpoints are those of MLflow's deployments target.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ PROVIDER = "endpoints"
 
 
 def use_endpoints() -> None:
-    """From now on ``make_judge(…, model="endpoints:/name")`` asks the endpoint ``name`` of MLflow's deployments target
-    (``mlflow.deployments.set_deployments_target``, or MLFLOW_DEPLOYMENTS_TARGET). Needs litellm; to call it again
-    changes nothing."""
+    """Make ``make_judge(…, model="endpoints:/name")`` call the endpoint ``name`` of MLflow's deployments target.
+
+    The target is set by ``mlflow.deployments.set_deployments_target`` or MLFLOW_DEPLOYMENTS_TARGET. Needs litellm.
+    Calling this again changes nothing.
+    """
     litellm: Any = import_module("litellm")
     custom: Any = import_module("litellm.llms.custom_llm")
     from mlflow.deployments import get_deploy_client, get_deployments_target

@@ -1,4 +1,4 @@
-"""The ``config`` of a local deployment: its keys and values, and the command line of its server."""
+"""The ``config`` of a local deployment: its keys and values, and the command line of the server."""
 
 from __future__ import annotations
 
@@ -81,19 +81,19 @@ REFUSED_KEYS = {  # options of `mlflow-llm serve` that are not for deployments, 
     "name": "it is the option --name",
     **dict.fromkeys(DialectSettings.__struct_fields__, OF_DIALECTS),
 }
-FIXED_KEYS = (*SERVER_KEYS, "trust_remote_code")  # of the command line, which runs on
+FIXED_KEYS = (*SERVER_KEYS, "trust_remote_code")  # on the command line, so they cannot change while the server runs
 HOST = "127.0.0.1"
 
 
 def cleaned(config: Any) -> dict[str, Any]:
-    """``config`` in JSON's types, from the command line or from Python; without entries that are None.
+    """Return ``config``, from the command line or Python, in JSON's types and without entries that are None.
 
     Raises ``MlflowException``.
     """
     found = {key: parsed(plain(value, key)) for key, value in mapping(config).items() if value is not None}
     if isinstance(found.get("database"), str):
         found["database"] = absolute_store(found["database"])
-    for key in FILE_KEYS:  # a later start may be in another directory
+    for key in FILE_KEYS:  # absolute paths, since a later start may be in another directory
         if isinstance(path := found.get(key), str) and path and "://" not in path:
             found[key] = os.path.abspath(path)
     if isinstance(names := found.get("allowed_host"), str):
@@ -102,21 +102,21 @@ def cleaned(config: Any) -> dict[str, Any]:
 
 
 def mapping(config: Any) -> dict[str, Any]:
-    """A copy of ``config``. Raises ``MlflowException`` where it is no dict."""
+    """Return a copy of ``config``. Raises ``MlflowException`` if it is not a dict."""
     if config is not None and not isinstance(config, Mapping):
         raise MlflowException.invalid_parameter_value(f"config: expected a dict, not {type(config).__name__}")
     return {str(key): value for key, value in (config or {}).items()}
 
 
 def with_database(config: dict[str, Any]) -> dict[str, Any]:
-    """``config`` with the store that the environment names, so that a later start has it too."""
+    """Return ``config`` with the store that the environment names, so that a later start uses it too."""
     named = os.environ.get(DATABASE_VARIABLE)
     return {"database": absolute_store(named), **config} if named else config
 
 
 def check(config: dict[str, Any], *, others: tuple[str, ...] = ENTITY_KEYS) -> None:
-    """Raises ``MlflowException`` for a cleaned ``config`` that a server does not take; the values of ``others`` are the
-    running server's to check."""
+    """Raise ``MlflowException`` for a cleaned ``config`` that a server does not accept. The values of ``others`` are
+    left to the running server to check."""
     known = (*SERVER_KEYS, *others, *ENGINE_KEYS)
     for key in config:
         if key in REFUSED_KEYS:
@@ -139,15 +139,15 @@ def check(config: dict[str, Any], *, others: tuple[str, ...] = ENTITY_KEYS) -> N
 
 
 def _field(key: str) -> str:
-    """The server's setting that a key is; that of an option that may be repeated is a list."""
+    """Return the server setting for a key; for an option that may be repeated, the setting is a list."""
     return "allowed_hosts" if key == "allowed_host" else key
 
 
 def command(name: str, model_uri: str, config: dict[str, Any]) -> list[str]:
-    """The server's command line, of a cleaned ``config``: options, and ``base_of`` as ``-C``."""
+    """Return the server's command line for a cleaned ``config``: options, and ``base_of`` as ``-C``."""
     words = python_command("serving.cli", "serve", "-m", model_uri, "--name", name)
     for key in OPTION_KEYS:
-        if key in config and key != "database":  # may have a password, and whoever lists processes reads command lines
+        if key in config and key != "database":  # its URL may have a password, and command lines show in process lists
             values = config[key] if isinstance(config[key], list) else [config[key]]
             for value in values:
                 words += [_option(key), _word(value)]
@@ -166,7 +166,7 @@ def _word(value: Any) -> str:
 
 
 def url_of(config: dict[str, Any], port: int) -> str:
-    """Where this machine reaches a server of ``config``."""
+    """Return the URL at which this machine reaches a server with ``config``."""
     host = config.get("host", HOST)
     scheme = "http" if config.get("tls_cert") is None else "https"
     return f"{scheme}://{bind((HOST if host in ('0.0.0.0', '::') else host, port))}"
@@ -178,13 +178,13 @@ def environment(config: dict[str, Any], stores: dict[str, str]) -> dict[str, str
 
 
 def base_of(config: dict[str, Any]) -> dict[str, Any]:
-    """The engine settings, which a server has on its command line."""
+    """Return the engine settings, which are given on a server's command line."""
     return {key: value for key, value in config.items() if key in ENGINE_KEYS}
 
 
 def must_stay(config: dict[str, Any], given: dict[str, Any], port: int) -> None:
-    """Raises ``MlflowException`` where ``given`` names another value than ``config`` for what a running server keeps;
-    it listens on ``port``."""
+    """Raise ``MlflowException`` if ``given`` changes a value of ``config`` that a running server cannot change. The
+    server listens on ``port``."""
     fields = msgspec.structs.fields(ServerSettings) + msgspec.structs.fields(EngineSettings)
     defaults = {field.name: field.default for field in fields} | {"profile": "open", "port": port, "allowed_host": []}
     now = defaults | {key: parsed(value) for key, value in config.items()}
