@@ -1,11 +1,11 @@
-"""Servers on this machine that the deployments plugin starts, finds again, changes and ends.
+"""Servers on this machine that the deployments plugin starts, finds again, updates and stops.
 
 A deployment's status::
 
-    STARTING      its process runs and is not ready yet
+    STARTING      its process is running but not ready yet
     RUNNING       it serves; URI and settings are those that the server itself reports
-    DELETED       its endpoint was deleted through the server, which runs on; `update` brings it back
-    UNREACHABLE   its process runs and does not answer
+    DELETED       its endpoint was deleted through the server, which keeps running; `update` restores it
+    UNREACHABLE   its process is running but does not answer
     STOPPED       its process has ended; `update` starts it again
     UNREADABLE    its record is damaged; `delete` removes it
 """
@@ -34,7 +34,7 @@ from .records import Record
 
 START_SECONDS = 600.0
 LOOK_SECONDS = 5.0
-PORT_SECONDS = 10.0  # the workers of a server that was killed hold its port until they notice
+PORT_SECONDS = 10.0  # the workers of a killed server hold its port until they notice
 HINTS = {
     "DELETED": "its endpoint was deleted through the server, which runs on; `update` brings it back",
     "STARTING": "`get` says when it runs",
@@ -44,7 +44,7 @@ HINTS = {
 
 
 def get(name: str) -> dict[str, Any]:
-    """A deployment as MLflow shows it. Raises ``MlflowException`` for an unknown one."""
+    """Return a deployment as MLflow shows it. Raises ``MlflowException`` for an unknown one."""
     status, record, served = refresh(records.read(name))
     database = {key: without_password(record.config[key]) for key in record.config if key == "database"}
     return {
@@ -66,15 +66,15 @@ def list_all() -> list[dict[str, Any]]:
         try:
             found.append(get(name))
         except MlflowException as error:
-            if error.error_code != "RESOURCE_DOES_NOT_EXIST":  # deleted just now
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":  # that one was deleted just now
                 found.append({"name": name, "flavor": FLAVOR_NAME, "status": "UNREADABLE", "message": error.message})
     return found
 
 
 def refresh(record: Record) -> tuple[str, Record, list[dict[str, Any]]]:
-    """Bring a record up to date; returns the deployment's status, its record, and the served entities.
+    """Bring a record up to date; return the deployment's status, its record, and the served entities.
 
-    A change that was made through the server is recorded, for when the server has ended.
+    A change that was made through the server is recorded, so that it is known after the server has ended.
     """
     status, served = _look(record)
     if not served:
@@ -89,7 +89,7 @@ def _look(record: Record) -> tuple[str, list[dict[str, Any]]]:
     if not processes.is_alive(record):
         return "STOPPED", []
     silent = "STARTING" if record.starting else "UNREACHABLE"
-    if record.starting and not processes.listens(record.pid, port_of(record)):  # another's server may answer there
+    if record.starting and not processes.listens(record.pid, port_of(record)):  # another server may answer there
         return silent, []
     try:
         endpoint = endpoints.get(record.url, record.name, seconds=LOOK_SECONDS)
@@ -97,12 +97,12 @@ def _look(record: Record) -> tuple[str, list[dict[str, Any]]]:
         known = {"RESOURCE_DOES_NOT_EXIST": "DELETED", "UNAUTHENTICATED": "RUNNING", "PERMISSION_DENIED": "RUNNING"}
         return known.get(error.error_code, silent), []
     served = endpoints.entities(endpoint)
-    # the models are not shown to a key without the scope "manage"
+    # without the scope "manage" a key does not see the models
     return "RUNNING" if served or endpoint["state"].get("ready") == "READY" else "STARTING", served
 
 
 def _as_served(record: Record, served: list[dict[str, Any]]) -> Record:
-    """``record`` with the URI and settings that the server reports; unchanged where it serves several models."""
+    """Return ``record`` with the URI and settings that the server reports; unchanged if it serves several models."""
     if len(served) != 1:
         return record
     uri, settings = endpoints.uri_of(served[0]), endpoints.settings_of(served[0])
@@ -135,7 +135,7 @@ def _described(status: str) -> str:
 
 
 def url_of(name: str) -> str:
-    """The URL of a deployment's server. Raises ``MlflowException`` where none is running."""
+    """Return the URL of a deployment's server. Raises ``MlflowException`` if none is running."""
     record = records.read(name)
     if record.starting or not processes.is_alive(record):
         status, _, _ = refresh(record)
@@ -145,7 +145,7 @@ def url_of(name: str) -> str:
 
 
 def create(name: str, model_uri: str, config: Any) -> None:
-    """Start a deployment. Raises ``MlflowException`` where its server does not come up; none is left then."""
+    """Start a deployment. Raises ``MlflowException`` if its server does not come up; no deployment is left behind."""
     must_be_new(name)
     uri, given = model_uris.absolute(model_uri), configs.with_database(configs.cleaned(config))
     configs.check(given)
@@ -156,8 +156,10 @@ def create(name: str, model_uri: str, config: Any) -> None:
 
 
 def start(name: str, model_uri: str, config: dict[str, Any], *, old: Record | None = None) -> None:
-    """Start a server, record it at once and wait until it is ready. Raises ``MlflowException``; the record is then
-    ``old`` again, or gone."""
+    """Start a server, record it at once and wait until it is ready.
+
+    Raises ``MlflowException``; the record is then ``old`` again, or removed if there was none.
+    """
     port = config.get("port") or (port_of(old) if old is not None else processes.free_port())
     host = config.get("host", configs.HOST)
     processes.must_be_free(host, port, 0.0 if old is None else PORT_SECONDS)
@@ -202,7 +204,7 @@ def _await(process: subprocess.Popen[bytes], record: Record, reason: Callable[[]
 
 
 def _reason(log: Path, before: int) -> str:
-    """The last error in the log of this start, which begins after ``before`` bytes of earlier ones."""
+    """Return the last error in this start's part of the log, which begins after ``before`` bytes of earlier starts."""
     with open(log, "rb") as stream:
         stream.seek(before)
         lines = [line for line in stream.read().decode(errors="replace").splitlines() if line.strip()]
@@ -210,9 +212,10 @@ def _reason(log: Path, before: int) -> str:
 
 
 def update(name: str, model_uri: str | None, config: Any) -> None:
-    """Serve another version or other engine settings by the running server; one that has ended is started.
+    """Let the running server serve another version or other engine settings; start it if it has ended.
 
-    Raises ``MlflowException``; the server then goes on as before. Interrupted, the record says what was asked for.
+    Raises ``MlflowException``; the server then continues as before. If this is interrupted, the record holds what was
+    requested.
     """
     given = configs.cleaned(config)
     named = None if model_uri is None else model_uris.absolute(model_uri)
@@ -259,7 +262,7 @@ def _change(record: Record, model_uri: str | None, given: dict[str, Any]) -> Non
 
 
 def delete(name: str) -> None:
-    """Drain and delete a deployment. One that does not exist is no error."""
+    """Drain and delete a deployment. It is not an error if there is none."""
     with records.locked(records.check_name(name)):
         if name in records.names():
             with contextlib.suppress(MlflowException):  # a damaged record names no process
@@ -268,7 +271,7 @@ def delete(name: str) -> None:
 
 
 def stop(record: Record) -> None:
-    """Drain and end a deployment's server, if it runs."""
+    """Drain and stop a deployment's server, if it is running."""
     if processes.is_alive(record):
         drain = float(record.config.get("drain_timeout") or 30)
         processes.stop_process(record.pid, drain + 15)

@@ -18,7 +18,7 @@ from mlflow_llm.serving.model_uri import in_store, is_path
 
 
 def absolute(uri: Any) -> str:
-    """``uri`` with an absolute path where it is one. Raises ``MlflowException`` for anything but a string."""
+    """Return ``uri``, made absolute if it is a path. Raises ``MlflowException`` for anything but a string."""
     if not isinstance(uri, str) or not uri:
         raise MlflowException.invalid_parameter_value(
             f"model_uri: {uri!r:.80} is not allowed; expected a model's URI, such as models:/a@champion, or directory"
@@ -29,7 +29,7 @@ def absolute(uri: Any) -> str:
 
 
 def absolute_store(uri: str) -> str:
-    """A store's URI with an absolute path, which stays the same wherever the server is started again."""
+    """Return a store's URI with an absolute path, so that it stays valid wherever the server is started again."""
     if uri.startswith("sqlite"):
         return _absolute_sqlite(uri)
     if uri.startswith("file:") or (is_path(uri) and (os.sep in uri or os.path.isdir(uri))):
@@ -40,7 +40,7 @@ def absolute_store(uri: str) -> str:
 def _absolute_sqlite(uri: str) -> str:
     try:
         url = sa.make_url(uri)
-    except sa.exc.ArgumentError:  # the server will say what is wrong with it
+    except sa.exc.ArgumentError:  # the server will report what is wrong with it
         return uri
     if not url.database or url.database == ":memory:" or url.database.startswith("file:"):
         return uri
@@ -48,7 +48,7 @@ def _absolute_sqlite(uri: str) -> str:
 
 
 def stores() -> dict[str, str]:
-    """The caller's tracking and registry URIs, with absolute paths."""
+    """Return the caller's tracking and registry URIs, with absolute paths."""
     return {
         "tracking_uri": absolute_store(mlflow.get_tracking_uri()),
         "registry_uri": absolute_store(mlflow.get_registry_uri()),
@@ -56,7 +56,7 @@ def stores() -> dict[str, str]:
 
 
 def check_stores(uri: str, kept: dict[str, str]) -> None:
-    """Raises ``MlflowException`` where the server would look for ``uri`` in other stores than the caller."""
+    """Raise ``MlflowException`` if the server would look for ``uri`` in other stores than the caller would."""
     if not in_store(uri):
         return
     for name, own in stores().items():
@@ -68,9 +68,9 @@ def check_stores(uri: str, kept: dict[str, str]) -> None:
 
 
 def check_flavor(uri: str) -> None:
-    """Raises ``MlflowException`` for a model that does not exist, or lacks this flavor.
+    """Raise ``MlflowException`` for a model that does not exist or lacks this flavor.
 
-    Other URIs than paths and those of MLflow's stores are left to the server.
+    URIs other than paths and those of MLflow's stores are left to the server.
     """
     if not is_path(uri) and not in_store(uri):
         return
@@ -80,7 +80,7 @@ def check_flavor(uri: str) -> None:
         raise MlflowException(str(error), error_code=RESOURCE_DOES_NOT_EXIST) from None
     except MlflowException:
         raise
-    except Exception as error:  # of a store's client, or of the parser of what is no MLmodel
+    except Exception as error:  # from a store's client, or from parsing a file that is not an MLmodel
         raise MlflowException(f"model_uri: {uri} cannot be read ({type(error).__name__}: {error!s:.200})") from None
     if FLAVOR_NAME not in flavors:
         raise MlflowException.invalid_parameter_value(

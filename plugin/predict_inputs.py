@@ -1,4 +1,4 @@
-"""The inputs of ``predict`` as JSON bodies of requests."""
+"""Convert the inputs of ``predict`` to JSON bodies of requests."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from mlflow.exceptions import MlflowException
 
 
 def requests_of(inputs: Any) -> tuple[list[dict[str, Any]], bool]:
-    """``(bodies, single)`` of a dict, a list of dicts or a DataFrame (one row a request).
+    """Return ``(bodies, single)`` for a dict, a list of dicts or a DataFrame (one request per row).
 
-    ``single``: one request was meant, and one reply is returned. In a DataFrame that ``mlflow deployments predict -I``
-    made of one JSON object the lists are spread over the rows; they are joined again. Raises ``MlflowException`` for
-    input that holds no requests, and values that are no JSON.
+    ``single`` means that the input is one request, so that one reply is returned. ``mlflow deployments predict -I``
+    turns one JSON object into a DataFrame with its lists spread over the rows; they are joined again. Raises
+    ``MlflowException`` for input without requests, or for values that JSON cannot represent.
     """
     if isinstance(inputs, dict):
         return [_body(inputs)], True
@@ -33,9 +33,9 @@ def requests_of(inputs: Any) -> tuple[list[dict[str, Any]], bool]:
 
 
 def plain(value: Any, where: str) -> Any:
-    """``value`` in JSON's types, NumPy's numbers and arrays as Python's.
+    """Convert ``value`` to JSON's types, including NumPy's numbers and arrays.
 
-    Raises ``MlflowException``, which names ``where``, for a type that JSON does not have.
+    Raises ``MlflowException``, naming ``where``, for a type that JSON does not have.
     """
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
@@ -61,7 +61,7 @@ def _body(given: dict[Any, Any]) -> dict[str, Any]:
 
 
 def _without_nulls(row: dict[Any, Any]) -> dict[str, Any]:
-    """A row without the nulls by which pandas fills missing cells, and Arrow missing fields."""
+    """Return a row without the nulls with which pandas fills missing cells and Arrow fills missing fields."""
     return {str(key): _full(plain(value, str(key))) for key, value in row.items() if not _is_missing(value)}
 
 
@@ -76,9 +76,9 @@ def _full(value: Any) -> Any:
 
 
 def _joined(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The request whose messages are spread over ``rows``.
+    """Return the request whose messages are spread over ``rows``.
 
-    Any other field is the value of all rows or, where they differ, a list of them, as ``stop`` may be.
+    Any other field has the value of all rows or, if they differ, a list of their values, as ``stop`` may be.
     """
     body: dict[str, Any] = {"messages": [row["messages"] for row in rows]}
     for key in dict.fromkeys(key for row in rows for key in row if key != "messages"):

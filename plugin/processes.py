@@ -1,4 +1,4 @@
-"""Server processes of the plugin: identified across commands, watched, and ended."""
+"""The plugin's server processes: identify them across commands, watch them, and stop them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from msgspec import Struct
 from mlflow_llm.serving.http.gunicorn.listen_addresses import try_address
 
 PROC = Path("/proc")
-_children: dict[int, subprocess.Popen[bytes]] = {}  # those that this process started and has to reap
+_children: dict[int, subprocess.Popen[bytes]] = {}  # processes that this one has started and has to reap
 
 
 class Birth(Struct, frozen=True, kw_only=True):
-    """The identity of a process: its ``pid`` and when it started, as pids are reused.
+    """The identity of a process: its ``pid`` and when it started, since pids are reused.
 
-    ``ticks`` since the boot named ``boot``, where there is /proc; elsewhere ``started`` (seconds since 1970), which
-    moves with the clock.
+    On systems with /proc, the start is ``ticks`` since the boot named ``boot``. Elsewhere it is ``started`` (seconds
+    since 1970), which changes if the clock is set.
     """
 
     pid: int
@@ -35,7 +35,7 @@ class Birth(Struct, frozen=True, kw_only=True):
 
 
 def keep(process: subprocess.Popen[bytes]) -> Birth:
-    """The identity of a child, which is reaped when it ends."""
+    """Return the identity of a child process, and reap it when it ends."""
     _children[process.pid] = process
     boot, ticks = _boot(), _ticks(process.pid)
     started = psutil.Process(process.pid).create_time()
@@ -44,7 +44,7 @@ def keep(process: subprocess.Popen[bytes]) -> Birth:
 
 def is_alive(birth: Birth) -> bool:
     if (child := _children.get(birth.pid)) is not None:
-        child.poll()  # a child of ours that has ended is a zombie until then
+        child.poll()  # until then, a child of ours that has ended is a zombie
     try:
         process = psutil.Process(birth.pid)
         if _has_ended(process):
@@ -64,8 +64,10 @@ def _boot() -> str:
 
 
 def _ticks(pid: int) -> int:
-    """When a process started, in clock ticks since boot; 0 where nothing says so. Field 22 of proc(5)'s stat; the
-    second one, the name, may have spaces and brackets of its own."""
+    """Return when a process started, in clock ticks since boot; 0 if unknown.
+
+    This is field 22 of stat in proc(5). The second field, the name, may itself contain spaces and brackets.
+    """
     try:
         fields = (PROC / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()
         return int(fields[22 - 3])
@@ -74,7 +76,7 @@ def _ticks(pid: int) -> int:
 
 
 def listens(pid: int, port: int) -> bool:
-    """Whether a process, or one that it started, listens on ``port``."""
+    """Whether a process, or one of its descendants, listens on ``port``."""
     try:
         process = psutil.Process(pid)
         family = [process, *process.children(recursive=True)]
@@ -84,7 +86,7 @@ def listens(pid: int, port: int) -> bool:
 
 
 def _listens(process: psutil.Process, port: int) -> bool:
-    sockets: Any = getattr(process, "net_connections", None) or process.connections  # psutil 5 has the older name
+    sockets: Any = getattr(process, "net_connections", None) or process.connections  # the name in psutil 5
     with contextlib.suppress(psutil.Error):
         return any(one.status == psutil.CONN_LISTEN and one.laddr.port == port for one in sockets(kind="tcp"))
     return False
@@ -97,7 +99,7 @@ def free_port() -> int:
 
 
 def must_be_free(host: str, port: int, wait: float = 0.0) -> None:
-    """Raises ``MlflowException`` where ``port`` is still taken after ``wait`` seconds."""
+    """Raise ``MlflowException`` if ``port`` is still in use after ``wait`` seconds."""
     end = time.monotonic() + wait
     while True:
         try:
@@ -112,7 +114,7 @@ def must_be_free(host: str, port: int, wait: float = 0.0) -> None:
 
 
 def stop_process(pid: int, wait: float = 15.0) -> None:
-    """End a process by SIGTERM, which drains; after ``wait`` seconds kill it, its children too."""
+    """End a process with SIGTERM, on which it drains; after ``wait`` seconds kill it and its children."""
     try:
         _signal_and_wait(pid, wait)
     finally:
@@ -135,9 +137,9 @@ def _signal_and_wait(pid: int, wait: float) -> None:
 
 
 def _ended_within(processes: list[psutil.Process], seconds: float) -> bool:
-    """Whether all have ended within ``seconds``, zombies among them.
+    """Whether all processes have ended within ``seconds``; zombies count as ended.
 
-    PID 1 should reap other commands' children, which it does not in many containers; psutil calls a zombie running.
+    PID 1 should reap the children of other commands but does not in many containers, and psutil calls a zombie running.
     """
     end = time.monotonic() + seconds
     while not all(_has_ended(process) for process in processes):
@@ -148,7 +150,7 @@ def _ended_within(processes: list[psutil.Process], seconds: float) -> bool:
 
 
 def _has_ended(process: psutil.Process) -> bool:
-    """A zombie whose threads are still ending has its port still."""
+    """Whether a process has ended. A zombie whose threads are still ending has not: it still holds its port."""
     try:
         return not process.is_running() or (process.status() == psutil.STATUS_ZOMBIE and process.num_threads() <= 1)
     except psutil.Error:

@@ -1,7 +1,7 @@
 """Records of deployments: ``<state>/deployments/<name>.json``, each with a lock of its own.
 
-A running server reports itself what it serves; the record has the config it was started with and the one requested
-last.
+A running server itself reports what it serves. The record holds the config that it was started with and the one
+requested last.
 """
 
 from __future__ import annotations
@@ -25,9 +25,13 @@ from .processes import Birth
 
 
 class Record(Birth, frozen=True, kw_only=True):
-    """``config`` is the whole of it, ``base`` the engine settings on the server's command line, which hold under all
-    later ones (None in files of earlier releases). ``starting``: whoever started the server has not yet seen it ready.
-    The stores are MLflow's, by which the server finds models; empty in files of earlier releases."""
+    """The record of a deployment.
+
+    ``config`` is the whole config. ``base`` holds the engine settings on the server's command line, which apply unless
+    later ones override them (None in files of earlier releases). ``starting`` means that the process that started the
+    server has not seen it ready yet. The stores are those of MLflow in which the server finds models (empty in files of
+    earlier releases).
+    """
 
     name: str
     model_uri: str
@@ -40,7 +44,7 @@ class Record(Birth, frozen=True, kw_only=True):
 
 
 def directory() -> Path:
-    """Raises ``MlflowException`` where it cannot be made."""
+    """Return the directory of the records. Raises ``MlflowException`` if it cannot be created."""
     path = (default_state_dir() / "deployments").absolute()
     try:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -61,7 +65,7 @@ def _remake() -> None:
 
 @contextlib.contextmanager
 def locked(name: str) -> Iterator[None]:
-    """Hold the lock of a deployment: changes are made one at a time, across processes."""
+    """Hold the lock of a deployment, so that changes are made one at a time across processes."""
     path = _lock_path(name)
     try:
         lock = acquire(str(path), make_parent=_remake)
@@ -85,7 +89,7 @@ def check_name(name: Any) -> str:
 
 
 def read(name: str) -> Record:
-    """Raises ``MlflowException`` for an unknown deployment, and for a file that is no record."""
+    """Read a record. Raises ``MlflowException`` for an unknown deployment, or for a file that is not a record."""
     path = directory() / f"{check_name(name)}.json"
     try:
         return msgspec.json.decode(path.read_bytes(), type=Record)
@@ -112,7 +116,7 @@ def write(record: Record) -> None:
 
 
 def exchange(old: Record, new: Record) -> None:
-    """Compare and swap: write ``new`` where ``old`` still stands and no change of the deployment is in progress."""
+    """Compare and swap: write ``new`` if ``old`` is still current and no change of the deployment is in progress."""
     with contextlib.suppress(OSError, MlflowException):
         lock = try_acquire(str(_lock_path(old.name)))
         if lock is None:
