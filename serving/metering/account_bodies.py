@@ -1,4 +1,4 @@
-"""The bodies and parameters with which keys, limits and prices are managed over HTTP, by readers with their schemas."""
+"""The request bodies and parameters for managing keys, limits and prices over HTTP, as readers with their schemas."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ NEW_PRICE = record(
 )
 NEW_CURRENCY = record(currency=Entry(text(CURRENCY, CURRENCY_ALLOWED), required=CURRENCY_ALLOWED))
 
-# parameters behind the path
+# query parameters
 _NAME = {"type": "string", "minLength": 1, "maxLength": 256}
 _WHEN = {"type": "string", "description": TIMESTAMP_ALLOWED}
 KEYS_QUERY: dict[str, dict[str, Any]] = {"tenant": _NAME}

@@ -1,6 +1,6 @@
-"""Keys, limits, prices and the audit log as the management API has them: JSON objects in and out.
+"""Keys, limits, prices and the audit log in the form of the management API: JSON objects in and out.
 
-Shared by the server's management API and the commands that work on a database.
+The server's management API and the commands that work on a database share this module.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from .windows import BUDGETS, KINDS, UNITS, Kind
 
 Body = Mapping[str, Any]
 Query = Mapping[str, str]
-TOKEN_PREFIX = "jwt:"  # of callers who are no keys of the store
+TOKEN_PREFIX = "jwt:"  # for callers identified by a token instead of a key of the store
 
 
 class Accounts:
-    """The management API's operations on a store. ``by`` makes the changes; every method raises ``ServingError``."""
+    """The management API's operations on a store. ``by`` is the author of changes; methods raise ``ServingError``."""
 
     def __init__(self, store: Store, *, by: Actor | None = None, keys: Keys | None = None) -> None:
         self._store, self._by = store, by
@@ -54,7 +54,7 @@ class Accounts:
 
     def create_key(self, body: Body) -> dict[str, Any]:
         given = NEW_KEY(body, "")
-        notes = self._check_endpoints(given)  # before: a store that fails now loses no secret
+        notes = self._check_endpoints(given)  # before the key is created: a store that fails now loses no secret
         secret, key = self._keys.create(
             given["tenant"],
             name=given.get("name", ""),
@@ -90,7 +90,7 @@ class Accounts:
         return {"key": self._key(self._keys.revoke(key, by=self._by))}
 
     def _check_endpoints(self, given: Mapping[str, Any]) -> list[str]:
-        """A typing error would be a key that may use nothing. See ``set_limits``."""
+        """Check endpoint names: with a typing error in one, a key could use nothing. See ``set_limits``."""
         asked = dict.fromkeys(entry.partition(":")[0] for entry in _endpoints(given) or ())
         names = sa.select(endpoints.c.name).order_by(endpoints.c.name)
         there = self._store.read(lambda connection: connection.execute(names).scalars().all()) if asked else ()
@@ -136,8 +136,10 @@ class Accounts:
         return {}
 
     def _check_subject(self, scope: str, subject: str) -> list[str]:
-        """Ids of keys are made by the store, so one that it does not know is a mistake: raises ``NotFound``. Endpoints
-        may come later, and callers with tokens are known only when they call."""
+        """Check a limit's subject. The store creates the ids of keys, so an unknown one is a mistake: ``NotFound``.
+
+        Endpoints may be created later, and callers with tokens are known only when they call.
+        """
         known_ids = {ANONYMOUS.key_id, *(key.key_id for key in self._keys.list())} if scope == "key" else {subject}
         if subject not in known_ids and not subject.startswith(TOKEN_PREFIX):
             raise NotFound(f"there is no key {subject!r}; mlflow-llm keys list shows their ids")
@@ -161,7 +163,10 @@ class Accounts:
         return {"currency": self._currency(), "prices": found}
 
     def set_price(self, body: Body) -> dict[str, Any]:
-        """Set a price. A missing one is 0, that of cached tokens is that of input; ``notes`` as in ``set_limits``."""
+        """Set a price. A missing price is 0, except that of cached tokens, which is then that of input tokens.
+
+        ``notes`` are as in ``set_limits``.
+        """
         given = NEW_PRICE(body, "")
         entity, texts = given["entity"], {name: given[name] for name in Price.__struct_fields__ if name in given}
         if not texts:
@@ -192,7 +197,7 @@ class Accounts:
         return [f"no endpoint serves {entity!r}, so nothing costs this yet; served is {listed}"]
 
     def _served(self) -> set[str]:
-        """Names of served models, of what is active or on its way."""
+        """Names of served models in active and pending configs."""
         table, one = endpoint_configs.c, endpoints.c
         current = sa.or_(table.version == one.active_version, table.version == one.pending_version)
         query = sa.select(table.config).where(table.name == one.name, current)
@@ -226,7 +231,7 @@ class Accounts:
 
 
 def _known(query: Query, allowed: Mapping[str, Any], required: tuple[str, ...] = ()) -> Query:
-    """``query`` with names and lengths checked. Raises ``InvalidField``."""
+    """Check the names and lengths in ``query`` and return it. Raises ``InvalidField``."""
     for name, value in query.items():
         if name not in allowed:
             raise InvalidField(name[:80], value, "no such parameter; known are " + ", ".join(allowed))

@@ -1,4 +1,4 @@
-"""Admission: the transaction that checks limits, charges windows and bucket and opens the ledger row."""
+"""Admission: the transaction that checks limits, charges the windows and the bucket, and opens the ledger row."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .windows import Amounts, WindowState
 
 
 class WindowMissing(Exception):
-    """A limit has no window yet; ``open_windows`` makes it and the reservation starts over."""
+    """A limit has no window yet; ``open_windows`` creates it, and the reservation starts over."""
 
     def __init__(self, subjects: tuple[Subject, ...]) -> None:
         super().__init__(subjects)
@@ -49,9 +49,9 @@ def reserve(
 ) -> Admitted:
     """Write the open row and charge the windows. Raises ``LimitExceeded``, ``WindowMissing``, ``IntegrityError``.
 
-    The row goes in first: on PostgreSQL that takes the ledger's row lock, so a window that is being built is either
-    seen whole below or waits for this transaction. ``clock`` moves up to the windows' latest second where another
-    process is ahead, so that windows only ever move on.
+    The row is inserted first: on PostgreSQL this takes the ledger's row lock, so a window that is being built is either
+    seen whole below or waits for this transaction. If another process is ahead, ``clock`` moves up to the windows'
+    latest second, so that windows only ever move forward.
     """
     connection.execute(_insert, row | {"charged_at": (charged := int(clock.now()))})
     found = connection.execute(
@@ -126,11 +126,10 @@ def open_windows(connection: sa.Connection, store: Store, subjects: tuple[Subjec
 def _take(
     connection: sa.Connection, store: Store, reservation: Reservation, bucket: Bucket, clock: MonotonicClock
 ) -> int:
-    """Take the reservation from the token bucket of provisioned throughput; returns thousandths of tokens taken.
+    """Take the reservation from the token bucket of provisioned throughput; return the thousandths of tokens taken.
 
-    All of it or nothing, which is 0. The bucket refills at ``rate`` and holds ``rate × burst_seconds``; over any T
-    seconds at most ``rate × (T + burst_seconds)`` tokens are provisioned. A request larger than the bucket needs a full
-    one.
+    It takes all or nothing (0). The bucket refills at ``rate`` and holds ``rate × burst_seconds``; over any T seconds
+    at most ``rate × (T + burst_seconds)`` tokens are provisioned. A request larger than the bucket needs a full bucket.
     """
     subject, now_ms = f"{reservation.endpoint}\n{reservation.entity}", int(clock.now() * 1000)
     capacity = bucket.rate * bucket.burst_seconds * 1000

@@ -1,7 +1,7 @@
 """The audit log: changes of endpoints, keys, limits and prices with their authors, written in the same transaction.
 
-The database itself refuses to change its rows, and to delete them (triggers, see the migrations) but by age, where an
-entry says so, which stays. Secrets and their hashes are never in it.
+The database itself (by triggers, see the migrations) refuses to change rows of the log, and to delete them except by
+age; the entry that records such a deletion stays. Secrets and their hashes are never in it.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ MIN_DAYS = 90
 """The database keeps entries for so long, whoever asks (migration 0005)."""
 MAX_DAYS = 36_500
 DAY_MS = 86_400_000
-BATCH = 2000  # entries a transaction
+BATCH = 2000  # entries per transaction
 Via = Literal["http", "command", "python"]
 
 
 class Actor(Struct, frozen=True, kw_only=True):
-    """Who makes a change: the id of a key or token, or a user of the machine; ``request_id`` of a change by HTTP."""
+    """The author of a change: the id of a key or token, or a user of the machine; with ``request_id`` if by HTTP."""
 
     name: str
     via: Via
@@ -57,7 +57,7 @@ class Actor(Struct, frozen=True, kw_only=True):
 
 
 class AuditEntry(Struct, frozen=True, kw_only=True):
-    """One change. ``before`` and ``after`` are its object's state, None where that did or does not exist."""
+    """One change. ``before`` and ``after`` are the state of its object, None if it did not or does not exist."""
 
     id: int
     at_ms: int
@@ -82,10 +82,10 @@ class AuditFilter(Struct, frozen=True, kw_only=True):
 
 
 def here(via: Via = "python") -> Actor:
-    """The author of changes by this process: its user."""
+    """Return the author of changes by this process: its user."""
     try:
         name = getpass.getuser()
-    except (KeyError, OSError):  # a container's user without a name
+    except (KeyError, OSError):  # a user without a name, in a container
         name = "unknown"
     return Actor(name=name[:128], via=via)
 
@@ -93,7 +93,7 @@ def here(via: Via = "python") -> Actor:
 def record(
     connection: sa.Connection, by: Actor | None, action: str, target: str, *, before: Any = None, after: Any = None
 ) -> None:
-    """Add an entry, in the transaction of the change. ``by`` None is this process's user."""
+    """Add an entry in the transaction of the change. A ``by`` of None is this process's user."""
     assert action in ACTIONS, action
     by = by or here()
     row = {"at_ms": int(time.time() * 1000), "actor": by.name, "tenant": by.tenant, "via": by.via}
@@ -114,7 +114,7 @@ class Audit:
     def page(
         self, what: AuditFilter, *, limit: int = 100, cursor: str | None = None
     ) -> tuple[tuple[AuditEntry, ...], str | None]:
-        """A page of entries, the newest first, and the cursor of the next page. Raises ``InvalidField``."""
+        """Return a page of entries, newest first, and the cursor of the next page. Raises ``InvalidField``."""
         query = sa.select(audit).where(audit.c.at_ms >= what.start_ms)
         if what.end_ms is not None:
             query = query.where(audit.c.at_ms < what.end_ms)
@@ -130,10 +130,10 @@ class Audit:
 
 
 def prune(store: Store, days: int, *, by: Actor | None = None) -> int:
-    """Remove every entry that is more than ``days`` days old; how many. What was removed, and by whom, is an entry
-    itself. Raises ``InvalidField``.
+    """Remove every entry that is more than ``days`` days old, and return how many.
 
-    May be ended and started again at any time, and run beside a serving server.
+    The removal is itself an entry, which says what was removed and by whom. It may be interrupted and repeated at any
+    time, and run beside a server. Raises ``InvalidField``.
     """
     if not isinstance(days, int) or isinstance(days, bool) or not MIN_DAYS <= days <= MAX_DAYS:
         raise InvalidField("days", days, f"an integer from {MIN_DAYS} to {MAX_DAYS}")

@@ -1,10 +1,10 @@
-"""Authorization: the caller of a request, and the scopes that say what it may see and do.
+"""Authorization: the caller of a request, and the scopes that determine what it may see and do.
 
 ========  ==========================================================================================================
 scope     may
 ========  ==========================================================================================================
-invoke    run requests at the endpoints of its list, see those by name, see what it used itself
-usage     see its tenant's usage, and the endpoints of its list by name and state
+invoke    run requests at the endpoints in its list, see those by name, see its own usage
+usage     see its tenant's usage, and the endpoints in its list by name and state
 manage    change and see everything: endpoints, keys, limits, prices, every tenant's usage, the audit log
 ========  ==========================================================================================================
 """
@@ -24,8 +24,8 @@ PermissionLevel: TypeAlias = Literal["CAN_MANAGE", "CAN_QUERY", "CAN_VIEW"]
 class Caller(Struct, frozen=True, kw_only=True):
     """The authenticated caller of a request: an API key, or the subject of a token.
 
-    ``endpoints`` are those it may use, ``"chat"`` with all adapters or ``"chat:legal"`` with that one alone; None is
-    all of them. ``weight``: how much of an engine its tenant gets by it, beside other tenants (``engine.tenants``).
+    ``endpoints`` are those that it may use: ``"chat"`` with all adapters, or ``"chat:legal"`` with only that adapter;
+    None is all endpoints. ``weight`` is its tenant's share of an engine relative to other tenants (``engine.tenants``).
     """
 
     key_id: str
@@ -40,13 +40,13 @@ class Caller(Struct, frozen=True, kw_only=True):
 
     @property
     def permission_level(self) -> PermissionLevel:
-        """Databricks' name for what the caller may do with an endpoint that it sees."""
+        """Databricks' name for the caller's permissions on an endpoint that it may see."""
         if self.manages:
             return "CAN_MANAGE"
         return "CAN_QUERY" if "invoke" in self.scopes else "CAN_VIEW"
 
     def may_see(self, endpoint: str) -> bool:
-        """Whether the caller may know of ``endpoint``: it may use it or one of its adapters, or manages all."""
+        """Whether the caller may see ``endpoint``: it may use it or one of its adapters, or may manage everything."""
         if self.manages or self.endpoints is None:
             return True
         return any(entry.partition(":")[0] == endpoint for entry in self.endpoints)
@@ -58,7 +58,7 @@ class Caller(Struct, frozen=True, kw_only=True):
         return adapter is not None and f"{endpoint}:{adapter}" in self.endpoints
 
     def check_scope(self, scope: str | None) -> None:
-        """Raises ``PermissionDenied`` where the caller lacks ``scope``; None requires none."""
+        """Raise ``PermissionDenied`` if the caller lacks ``scope``; None requires no scope."""
         if scope is not None and scope not in self.scopes:
             raise PermissionDenied(f"the caller lacks the scope {scope!r}")
 

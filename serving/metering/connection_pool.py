@@ -11,19 +11,18 @@ import sqlalchemy as sa
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.pool import ConnectionPoolEntry
 
-PAUSE = 0.005  # seconds between looks for one that has come back
+PAUSE = 0.005  # seconds between checks for a returned connection
 
 
 class ConnectionPool(sa.Pool):
-    """A pool of ``pool_size`` connections at most, of which ``kept`` stay open while they are idle.
+    """A pool of at most ``pool_size`` connections, of which ``kept`` stay open while idle.
 
-    Where all are in use a caller waits for one, ``timeout`` seconds at most, then raises
-    ``sqlalchemy.exc.TimeoutError``.
+    If all are in use, a caller waits up to ``timeout`` seconds for one, then gets ``sqlalchemy.exc.TimeoutError``.
 
-    SQLAlchemy's own pool has locks, and where gevent has patched ``threading`` those are gevent's: a thread that finds
-    one taken by another thread asks the event loop of that thread to wake it, and the threads that run transactions
-    (``http.store_threads``) have a loop that never runs. They would wait for ever. Hence no lock here: each change is
-    one operation on a deque, which no thread can interrupt.
+    SQLAlchemy's own pool has locks, which are gevent's if gevent has patched ``threading``. A thread that finds such a
+    lock held by another thread asks that thread's event loop to wake it, but in the threads that run transactions
+    (``http.store_threads``) that loop never runs, so the waiting thread would wait for ever. This pool therefore has no
+    lock: each change is one operation on a deque, which no thread can interrupt.
     """
 
     def __init__(self, creator: Any, pool_size: int, kept: int, timeout: float, **options: Any) -> None:
@@ -35,7 +34,7 @@ class ConnectionPool(sa.Pool):
     def _do_get(self) -> ConnectionPoolEntry:
         self._take_place()
         with contextlib.suppress(IndexError):
-            return self._open.pop()  # the one used last: servers close what is idle for long
+            return self._open.pop()  # the one used last, since servers close connections that are idle for long
         try:
             return self._create_connection()
         except BaseException:

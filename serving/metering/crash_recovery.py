@@ -1,7 +1,7 @@
-"""Crash recovery: open leases of ended processes, each settled by the best record there is of it.
+"""Crash recovery: settle the open leases of ended processes, each by the best record that there is of it.
 
-In this order: the owner's spool (exact), its progress file (exact up to the kill), the row's own checkpoint (for a
-host that went away with its disk: at most one heartbeat old).
+The records, in order of preference: the owner's spool (exact), its progress file (exact up to the kill), and the row's
+own checkpoint (if a host was lost together with its disk; at most one heartbeat old).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .tables import ledger, owners
 
 
 def heartbeat(store: Store, owner: str, now_ms: int, open_leases: Iterable[Lease]) -> None:
-    """Write the heartbeat of ``owner``, and checkpoint its open rows with what they have used so far."""
+    """Write the heartbeat of ``owner``, and checkpoint its open rows with their usage so far."""
     checkpoints = [
         {
             "id": lease.request_id,
@@ -49,10 +49,10 @@ _COUNTS = ("prompt_tokens", "cached_tokens", "completion_tokens")
 
 
 class Recovery:
-    """Crash recovery of one store; ``state_dir`` is that of its processes on this host. One thread at a time calls it.
+    """Crash recovery of one store; ``state_dir`` is that of its processes on this host. Not thread-safe.
 
-    A process of this host is alive as long as its lock is held; one of another host (or of a state directory that is
-    gone) as long as its heartbeat changes, by this process's monotonic clock: no wall clock decides.
+    A process of this host is alive as long as its lock is held. A process of another host (or with a state directory
+    that is gone) is alive as long as its heartbeat changes, by this process's monotonic clock: no wall clock decides.
     """
 
     def __init__(self, store: Store, state_dir: Path, *, monotonic: Callable[[], float]) -> None:
@@ -61,14 +61,14 @@ class Recovery:
         self._unfinished = StalenessDetector(STALE_SECONDS, monotonic=monotonic)
 
     def run(self, now_ms: int) -> int:
-        """Settle the rows of ended processes and return how many. Idempotent: interrupted, it is done again."""
+        """Settle the rows of ended processes and return how many. Idempotent: it can be interrupted and repeated."""
         settled = recover_local(self._store, self._state_dir, now_ms, self._unfinished)
         silent = self._beats.observe(heartbeats(self._store, self._state_dir))
         return settled + sum(recover_rows(self._store, name, now_ms) for name in silent)
 
 
 def recover_local(store: Store, state_dir: Path, now_ms: int, unfinished: StalenessDetector) -> int:
-    """Settle the rows of ended processes of this host and return how many."""
+    """Settle the rows of this host's ended processes and return how many."""
     remove_unfinished(state_dir, unfinished)
     found = take_over_dead(state_dir)
     try:
@@ -79,7 +79,7 @@ def recover_local(store: Store, state_dir: Path, now_ms: int, unfinished: Stalen
 
 
 def open_owners(store: Store, state_dir: Path) -> list[str]:
-    """Owners without a directory here that have open rows."""
+    """Return the owners that have open rows but no directory here."""
     return [name for name in store.read(_open_owners) if not is_local(state_dir, name)]
 
 
@@ -89,7 +89,7 @@ def _open_owners(connection: sa.Connection) -> list[str]:
 
 
 def heartbeats(store: Store, state_dir: Path) -> dict[str, int | None]:
-    """The last heartbeat (ms) of every owner without a directory here; None where it has open rows and no heartbeat."""
+    """Return the last heartbeat (ms) of every owner without a directory here; None for open rows without heartbeat."""
 
     def work(connection: sa.Connection) -> dict[str, int | None]:
         found: dict[str, int | None] = dict.fromkeys(_open_owners(connection))
@@ -111,7 +111,7 @@ def _recover_owner(store: Store, owner: DeadOwner, now_ms: int) -> int:
 
 
 def recover_rows(store: Store, owner: str, now_ms: int) -> int:
-    """Settle the open rows of ``owner`` by their checkpoints, then forget it. Returns how many."""
+    """Settle the open rows of ``owner`` by their checkpoints, forget the owner, and return how many rows."""
     query = sa.select(ledger.c.request_id, *(ledger.c[name] for name in _COUNTS))
     query = query.where(ledger.c.owner == owner, ledger.c.status == "open")
     settled = 0
@@ -122,7 +122,7 @@ def recover_rows(store: Store, owner: str, now_ms: int) -> int:
 
 
 def settlement_of(request_id: str, now_ms: int, prompt: int = 0, cached: int = 0, completion: int = 0) -> Settlement:
-    """The settlement of a request whose process has ended, by what is known of it."""
+    """Return the settlement of a request whose process has ended, with the counts known."""
     return Settlement(
         request_id=request_id,
         prompt=prompt,
@@ -135,12 +135,12 @@ def settlement_of(request_id: str, now_ms: int, prompt: int = 0, cached: int = 0
 
 
 def count_open(store: Store) -> int:
-    """Open rows of all owners."""
+    """Count the open rows of all owners."""
     query = sa.select(sa.func.count()).select_from(ledger).where(ledger.c.status == "open")
     return store.read(lambda connection: connection.execute(query).scalar_one())
 
 
 def open_rows(store: Store, owner: str) -> list[str]:
-    """Request ids of the rows of ``owner`` that are open."""
+    """Return the request ids of the open rows of ``owner``."""
     query = sa.select(ledger.c.request_id).where(ledger.c.owner == owner, ledger.c.status == "open")
     return store.read(lambda connection: list(connection.execute(query).scalars()))

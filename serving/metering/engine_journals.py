@@ -1,7 +1,7 @@
-"""The engines' own counts, read from their journals into the ledger: ``generated_tokens`` beside what was delivered.
+"""Read the engines' own counts from their journals into the ledger, as ``generated_tokens`` beside delivered ones.
 
-A journal's position moves in the same transaction as the rows, so each count is added once, by whichever process of
-this host comes first and however often one of them is killed.
+A journal's position moves in the same transaction as the rows, so each count is added exactly once, whichever process
+of this host comes first and however often one of them is killed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _collect(store: Store, journal: WrittenJournal) -> int:
         reader = try_acquire(str(journal.directory / "reader"))
     except FileNotFoundError:
         return 0
-    if reader is None:  # another process reads it
+    if reader is None:  # another process is reading it
         return 0
     try:
         return _read(store, journal)
@@ -52,7 +52,7 @@ def _collect(store: Store, journal: WrittenJournal) -> int:
 
 
 def _read(store: Store, journal: WrittenJournal) -> int:
-    final = journal.is_final()  # asked first: what is read after it is all there will be
+    final = journal.is_final()  # checked first: if it is final, everything is there to be read below
     position, added = _position(store, journal.name), 0
     for _ in range(BATCHES):
         if position == DONE:
@@ -64,7 +64,7 @@ def _read(store: Store, journal: WrittenJournal) -> int:
         if last:
             found, reached = found + journal.running(), DONE
         if not _apply(store, journal.name, found, position, reached):
-            return added  # another process was faster
+            return added  # another process was first
         position, added = reached, added + len(found)
         journal.forget(position)
     if position == DONE:
@@ -79,11 +79,11 @@ def _position(store: Store, name: str) -> int:
 
 
 def _apply(store: Store, name: str, found: list[Generated], before: int, after: int) -> bool:
-    """Whether the counts were added; they are not where the journal's position is no longer ``before``."""
+    """Add the counts, unless the journal's position is no longer ``before``; return whether they were added."""
     tokens: Counter[str] = Counter()
     for one in found:
         tokens[one.request_id] += one.tokens
-    rows = [{"id": request_id, "tokens": tokens[request_id]} for request_id in sorted(tokens)]  # locked in this order
+    rows = [{"id": request_id, "tokens": tokens[request_id]} for request_id in sorted(tokens)]  # the order of locking
 
     def work(connection: sa.Connection) -> bool:
         blank = store.insert(journals).values(journal=name, position=0)
