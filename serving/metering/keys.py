@@ -1,8 +1,8 @@
 """API keys: their tenant, scopes and endpoints, and their secrets.
 
-A secret is ``sk-`` and 256 random bits; the store holds its SHA-256. That is right for a secret of full entropy: there
-is nothing to guess, so a slow hash would only slow the server down. A rotated key has a new secret under its old id,
-and its older ones for as long as they overlap.
+A secret is ``sk-`` followed by 256 random bits, and the store holds its SHA-256. A fast hash is right for a secret of
+full entropy: it cannot be guessed, so a slow hash would only slow down the server. A rotated key has a new secret under
+its old id; its older secrets stay valid while they overlap.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ __all__ = ["ANONYMOUS", "SCOPES", "ApiKey", "Caller", "Keys"]
 
 
 class ApiKey(Struct, frozen=True, kw_only=True):
-    """A key without its secret, of which ``prefix`` is the beginning, to tell keys apart.
+    """A key without its secret; ``prefix`` is the beginning of the secret, to tell keys apart.
 
-    ``endpoints`` None: all of them (see ``Caller``). ``overlap_ms``: until when an older secret is accepted as well.
-    ``weight``: its share of an engine beside other tenants' keys.
+    ``endpoints`` None is all endpoints (see ``Caller``). ``overlap_ms`` is the time until which an older secret is
+    accepted too. ``weight`` is its share of an engine relative to other tenants' keys.
     """
 
     key_id: str
@@ -66,7 +66,7 @@ class ApiKey(Struct, frozen=True, kw_only=True):
 
 
 class _Known(Struct, frozen=True):
-    """The key of a secret, and until when the secret is accepted."""
+    """The key that a secret belongs to, and the time until which the secret is accepted."""
 
     caller: Caller
     until_ms: int | None
@@ -96,9 +96,10 @@ class Keys:
         limits: Iterable[tuple[str, int]] = (),
         by: Actor | None = None,
     ) -> tuple[str, ApiKey]:
-        """(secret, key). The secret is not stored and cannot be shown again. A new tenant is created.
+        """Create a key and return ``(secret, key)``. The secret is not stored and cannot be shown again.
 
-        ``expires`` is as in ``time_formats.parse_expiry``, ``limits`` are (kind, value) of the key. One transaction.
+        An unknown tenant is created. ``expires`` is as in ``time_formats.parse_expiry``; ``limits`` are (kind, value)
+        pairs for the key. All of it is one transaction.
         """
         scopes, limits = tuple(scopes), tuple(limits)
         if not isinstance(tenant, str) or not 0 < len(tenant) <= 128 or "\0" in tenant:
@@ -147,7 +148,7 @@ class Keys:
         return self._store.read(work)
 
     def get(self, key: str) -> ApiKey:
-        """``key`` is an id or a prefix, as in ``revoke``."""
+        """Return a key. ``key`` is an id or a prefix, as in ``revoke``."""
         return self._store.read(lambda connection: self._found(connection, key))
 
     def update(
@@ -161,7 +162,7 @@ class Keys:
         weight: int | None = None,
         by: Actor | None = None,
     ) -> ApiKey:
-        """Change what is given. ``endpoints`` ("*",) are all. Raises ``NotFound``, ``InvalidField``, ``Conflict``."""
+        """Change the fields given. ``endpoints`` ("*",) is all. Raises ``NotFound``, ``InvalidField``, ``Conflict``."""
         values: dict[str, str | int | None] = {}
         if name is not None:
             values["name"] = _name(name)
@@ -190,8 +191,8 @@ class Keys:
     ) -> tuple[str, ApiKey]:
         """Give a key a new secret and return ``(secret, key)``.
 
-        Earlier secrets are accepted for ``overlap`` more, none longer than before. An expired key needs a new
-        ``expires``. Raises as ``update``.
+        Earlier secrets are accepted for another ``overlap``, but none longer than before. An expired key needs a new
+        ``expires``. Raises the errors of ``update``.
         """
         now_ms = self.now_ms()
         until_ms = now_ms + parse_duration("overlap", overlap) * 1000
@@ -207,7 +208,7 @@ class Keys:
             connection.execute(sa.delete(old_secrets).where(old.expires_ms <= now_ms))
             later = sa.and_(old.key_id == before.key_id, old.expires_ms > until_ms)
             connection.execute(sa.update(old_secrets).where(later).values(expires_ms=until_ms))
-            # never longer than it was good for
+            # never longer than it was valid before
             end = until_ms if before.expires_ms is None else min(until_ms, before.expires_ms)
             if end > now_ms:
                 row = {"hash": current, "key_id": before.key_id, "expires_ms": end}
@@ -223,11 +224,10 @@ class Keys:
         return secret, self._changed(work)
 
     def revoke(self, key: str, *, by: Actor | None = None) -> ApiKey:
-        """Revoke a key with all its secrets. Revoking twice keeps the first time.
+        """Revoke a key with all its secrets. Revoking it again keeps the time of the first revocation.
 
-        ``key`` is an id, or a prefix that only one key has.
-
-        Raises ``NotFound``, or ``InvalidField`` for a prefix of several keys.
+        ``key`` is an id, or a prefix that only one key has. Raises ``NotFound``, or ``InvalidField`` for a prefix of
+        several keys.
         """
         now_ms = self.now_ms()
 
@@ -269,15 +269,15 @@ class Keys:
         return int(self._clock() * 1000)
 
     def weights(self) -> dict[str, int]:
-        """{key id: weight} of living keys that have another than 1."""
+        """Return {key id: weight} for valid keys whose weight is not 1."""
         own = sa.select(api_keys.c.key_id, api_keys.c.weight).where(api_keys.c.weight != 1)
         own = own.where(api_keys.c.revoked_ms.is_(None))
         return self._store.read(lambda connection: dict(connection.execute(own).tuples().all()), timeout=2.0)
 
     def verify(self, secret: str | None, *, scope: str | None = "invoke") -> Caller:
-        """The caller with this secret. Raises ``Unauthenticated``, or ``PermissionDenied`` where it lacks ``scope``.
+        """Return the caller with this secret.
 
-        ``scope`` None requires none.
+        Raises ``Unauthenticated``, or ``PermissionDenied`` if the caller lacks ``scope`` (None requires no scope).
         """
         if not secret or not secret.startswith("sk-") or len(secret) > 128:
             raise Unauthenticated("an API key is needed: Authorization: Bearer sk-…")
@@ -304,7 +304,7 @@ class Keys:
 
 
 def _whose(connection: sa.Connection, digest: str) -> _Known | None:
-    """The key of a secret that is its current one, or an older one."""
+    """Return the key whose current or older secret this is."""
     row = connection.execute(sa.select(api_keys).where(api_keys.c.hash == digest)).one_or_none()
     until_ms = None
     if row is None:
@@ -324,7 +324,7 @@ def _whose(connection: sa.Connection, digest: str) -> _Known | None:
 
 
 def _overlaps(connection: sa.Connection, now_ms: int) -> dict[str, int]:
-    """{key id: until when an older secret of it is taken}."""
+    """Return {key id: time until which an older secret of it is accepted}."""
     query = sa.select(old_secrets.c.key_id, sa.func.max(old_secrets.c.expires_ms))
     query = query.where(old_secrets.c.expires_ms > now_ms).group_by(old_secrets.c.key_id)
     return {key_id: int(until) for key_id, until in connection.execute(query)}

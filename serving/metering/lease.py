@@ -1,4 +1,4 @@
-"""A lease: an admitted request's reservation and usage, and the one exit through which it is settled."""
+"""A lease: an admitted request's reservation and usage, and the single way in which it is settled."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from .settlement import Settlement, Status
 
 
 class Bucket(Struct, frozen=True, kw_only=True):
-    """The token bucket of provisioned throughput: ``rate`` tokens/s, a burst of ``burst_seconds`` of them.
+    """The token bucket of provisioned throughput: ``rate`` tokens/s, with bursts of up to ``burst_seconds``.
 
-    A prompt token costs ``prompt_weight_milli`` thousandths of a generated one (it is cheaper to compute).
+    A prompt token costs ``prompt_weight_milli`` thousandths of a generated one, since it is cheaper to compute.
     """
 
     rate: int
@@ -29,8 +29,8 @@ class Bucket(Struct, frozen=True, kw_only=True):
 class Reservation(Struct, frozen=True, kw_only=True):
     """The most that a request may use. ``max_output_tokens`` is the sum over its sequences.
 
-    ``pays_tokens``: False where provisioned time is billed instead, and tokens cost nothing more.
-    ``request_id`` is the server's own, unique for ever (1 to 256 bytes); not an id that callers choose.
+    ``pays_tokens`` is False if provisioned time is billed instead, so that tokens cost nothing extra. ``request_id`` is
+    the server's own, unique for ever (1 to 256 bytes), and not an id chosen by callers.
     """
 
     request_id: str
@@ -48,14 +48,14 @@ class Reservation(Struct, frozen=True, kw_only=True):
 
 
 class Began(Struct, frozen=True):
-    """The start of a request: by the wall clock, for its label, and by a monotonic one, for durations."""
+    """The start of a request: by the wall clock, for its timestamp, and by a monotonic clock, for durations."""
 
     wall_ms: int
     monotonic: float
 
 
 class LeaseCloser(Protocol):
-    """What a lease needs of its ledger: a clock, and a place to be settled."""
+    """The part of a ledger that a lease needs: a clock, and a way to be settled."""
 
     @property
     def monotonic(self) -> Callable[[], float]: ...
@@ -63,11 +63,11 @@ class LeaseCloser(Protocol):
 
 
 class Lease:
-    """The open ledger row of a running request. A context manager: leaving it settles, in any case. Thread-safe.
+    """The open ledger row of a running request. Thread-safe.
 
-    ``slot``: held for it in the owner's progress file.
-    ``limits``: for each kind the strictest limit right after the admission (for ``x-ratelimit-*`` headers).
-    ``within_reserve``: the reservation's bucket had room (True without a bucket).
+    It is a context manager: leaving the block always settles. ``slot`` is reserved for it in the owner's progress file.
+    ``limits`` has, for each kind, the strictest limit right after the admission (for ``x-ratelimit-*`` headers).
+    ``within_reserve`` says that the reservation's bucket had room (True without a bucket).
     """
 
     def __init__(
@@ -104,10 +104,11 @@ class Lease:
         return self._settled
 
     def count(self, completion_tokens: int = 0, *, prompt: int | None = None, cached: int | None = None) -> None:
-        """Add generated tokens; call it before they are sent on. ``prompt`` and ``cached`` replace what was known.
+        """Add generated tokens; call this before sending them on. ``prompt`` and ``cached`` replace earlier counts.
 
-        The first call says that the request has run: from then on its prompt (all input tokens that were reserved,
-        unless ``prompt`` says otherwise) is billed however it ends. Survives ``kill -9``. After ``settle``: no effect.
+        The first call says that the request has run: from then on its prompt (all reserved input tokens, unless
+        ``prompt`` says otherwise) is billed however the request ends. Counts survive ``kill -9``. After ``settle`` this
+        has no effect.
         """
         if completion_tokens < 0 or (prompt or 0) < 0 or (cached or 0) < 0:
             raise ValueError("token counts are never negative")
@@ -133,12 +134,11 @@ class Lease:
         status: Literal["ok", "error", "aborted"] = "ok",
         drafts: tuple[int, int] = (0, 0),
     ) -> None:
-        """Close the row with exact token counts; None takes what was counted. Only the first call has an effect.
+        """Close the row with exact token counts; None uses the count so far. Only the first call has an effect.
 
-        ``drafts``: tokens drafted, and of these taken; they are written down and cost nothing.
-
-        A successful request bills its prompt even if nothing was counted (embeddings). Never raises for the store's
-        sake: what it cannot take is spooled.
+        ``drafts`` are the numbers of tokens drafted and accepted, which are recorded but cost nothing. A successful
+        request bills its prompt even if nothing was counted (embeddings). Store failures are never raised: a settlement
+        that the store cannot take is spooled.
         """
         with self._lock:
             if self._settled:
@@ -184,5 +184,5 @@ class Lease:
             self.settle()
         elif issubclass(kind, Exception) and not issubclass(kind, Aborted | ConnectionError):
             self.settle(finish_reason="error", status="error")
-        else:  # GeneratorExit, GreenletExit, a closed socket: the caller went away
+        else:  # GeneratorExit, GreenletExit or a closed socket: the caller went away
             self.settle(finish_reason="abort", status="aborted")

@@ -1,7 +1,8 @@
 """Lease owners: the process that a lease belongs to, and whether it is still alive.
 
 An owner is a directory under the metering state directory: ``lock`` (held while the process lives), ``progress`` and
-``spool-*.jsonl``. It gets its name when it is locked (``file_locks``), so that no new owner is taken for a dead one.
+``spool-*.jsonl``. The directory gets its name once it is locked (``file_locks``), so that a new owner is never taken
+for a dead one.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class LeaseOwner:
         self.spool = Spool(self.directory)
 
     def close(self, *, settled: bool) -> None:
-        """Release the lock; ``settled``: no lease is open, and the directory goes too unless something is spooled."""
+        """Release the lock. If ``settled`` (no lease is open), remove the directory unless something is spooled."""
         self.spool.close()
         self.progress.close()
         if settled and not spooled(self.directory):
@@ -43,7 +44,7 @@ class LeaseOwner:
 
 
 class DeadOwner:
-    """The directory of a process that has ended, locked against other recoverers."""
+    """The directory of an ended process, locked against other recovering processes."""
 
     def __init__(self, directory: Path, lock: FileLock) -> None:
         self.name = directory.name
@@ -58,7 +59,7 @@ class DeadOwner:
 
 
 def take_over(directory: Path) -> DeadOwner | None:
-    """The owner with this directory, locked; None while its process lives or another recovers it."""
+    """Lock and return the owner with this directory; None while its process lives or another process recovers it."""
     try:
         lock = try_acquire(str(directory / LOCK), create=False)
     except OSError:
@@ -67,13 +68,13 @@ def take_over(directory: Path) -> DeadOwner | None:
 
 
 def take_over_dead(state_dir: Path) -> list[DeadOwner]:
-    """Every owner of this state directory whose process has ended and that no other is recovering, locked."""
+    """Lock and return all owners of this state directory that have ended and that no other process is recovering."""
     named = (path for path in _directories(state_dir) if not path.name.startswith("."))
     return [owner for path in named if (owner := take_over(path)) is not None]
 
 
 def remove_unfinished(state_dir: Path, unfinished: StalenessDetector) -> None:
-    """Remove directories of processes that ended while they made them, once they have been so for a while."""
+    """Remove directories of processes that ended while creating them, once they have been unfinished for a while."""
     hidden = [path for path in _directories(state_dir) if path.name.startswith(".") and not _is_locked(path)]
     unlocked = [path for path in _directories(state_dir) if not (path / LOCK).exists()]
     for name in unfinished.observe({path.name: None for path in (*hidden, *unlocked)}):
@@ -81,7 +82,7 @@ def remove_unfinished(state_dir: Path, unfinished: StalenessDetector) -> None:
 
 
 def living_owners(state_dir: Path) -> list[str]:
-    """Names of the owners of this state directory that are alive, or being recovered at this moment."""
+    """Return the names of this state directory's owners that are alive, or being recovered at this moment."""
     return [path.name for path in _directories(state_dir) if _is_locked(path)]
 
 

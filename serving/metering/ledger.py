@@ -1,4 +1,4 @@
-"""The ledger: one row a request, reserved at admission and settled at the end. See docs/metering.md."""
+"""The ledger: one row per request, reserved at admission and settled at the end. See docs/metering.md."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ MAX_TOKENS = 2**40
 class LedgerStatus(Struct, frozen=True, kw_only=True):
     """The ledger as this process sees it.
 
-    ``open_rows`` are those of the store at the last round of upkeep, ``spooled`` the settlements that wait on this
-    host; ``answers`` is whether the store does.
+    ``open_rows`` is the number in the store at the last round of upkeep, ``spooled`` the number of settlements waiting
+    on this host. ``answers`` says whether the store answers.
     """
 
     open_rows: int
@@ -58,10 +58,10 @@ class LedgerStatus(Struct, frozen=True, kw_only=True):
 class Ledger:
     """The ledger of a store, as one process uses it. Thread-safe.
 
-    ``Ledger(store)`` then ``start()`` in every worker process (after the fork), ``close()`` at its end. ``state_dir``
-    is on a local disk and the same for all workers: it has locks, progress and spools of this host's processes, in a
-    directory for each store. ``clock`` gives seconds since the epoch, which label rows; ``monotonic`` measures every
-    duration. ``on_outage`` is called each time the store stops answering.
+    Create ``Ledger(store)`` and call ``start()`` in every worker process (after the fork), and ``close()`` at its end.
+    ``state_dir`` must be on a local disk and the same for all workers: it holds the locks, progress files and spools of
+    this host's processes, in one directory per store. ``clock`` gives seconds since the epoch, for timestamps of rows;
+    ``monotonic`` measures all durations. ``on_outage`` is called each time the store stops answering.
     """
 
     def __init__(
@@ -87,24 +87,24 @@ class Ledger:
         self.on_outage: Callable[[], object] = lambda: None
         self._away = False
         self._open_rows = 0
-        self._refusing_until = 0.0  # admissions
-        self._spooling_until = 0.0  # settlements: a slow one stops no admissions
+        self._refusing_until = 0.0  # for admissions
+        self._spooling_until = 0.0  # for settlements, so that a slow one stops no admissions
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
 
     @property
     def journal_dir(self) -> Path:
-        """Where engines of this host keep their journals; they get it from their clients."""
+        """The directory in which this host's engines keep their journals; their clients tell them."""
         return (self.state_dir / ENGINES).absolute()
 
     def now_ms(self) -> int:
         return int(self._clock() * 1000)
 
     def reserve(self, reservation: Reservation) -> Lease:
-        """Admit a request and reserve what it may use.
+        """Admit a request and reserve the most that it may use.
 
-        Raises ``LimitExceeded`` (which limit, what is left, when), ``AlreadyExists`` for a request id in use,
-        ``Unavailable`` while the store does not answer: nothing is admitted that could not be accounted for.
+        Raises ``LimitExceeded`` (which limit, how much is left, and when to retry), ``AlreadyExists`` for a request id
+        in use, and ``Unavailable`` while the store does not answer: nothing is admitted that cannot be accounted for.
         """
         _check(reservation)
         if time.monotonic() < self._refusing_until:
@@ -128,7 +128,7 @@ class Ledger:
             owner.progress.give_back(slot)
             if isinstance(error, RequestError):
                 raise
-            # the commit's answer was lost, or a greenlet was killed: the row may be there
+            # the answer to the commit was lost, or a greenlet was killed: the row may exist
             self._undo(owner, reservation.request_id, str(row["nonce"]))
             if isinstance(error, Unavailable):
                 self._open_breaker(error)
@@ -148,10 +148,10 @@ class Ledger:
     def check(
         self, *, key_id: str, tenant: str, endpoint: str | None, entities: Iterable[str] | None, generates: bool
     ) -> None:
-        """Refuse, before a request is read, what ``reserve`` would refuse in any case.
+        """Refuse, before a request is read, a request that ``reserve`` would refuse in any case.
 
-        ``endpoint`` is None where it is not known yet. ``entities`` are those that may answer, where their tokens are
-        paid; else None. Raises ``LimitExceeded``, ``PermissionDenied``, ``Unavailable``.
+        ``endpoint`` is None if it is not known yet. ``entities`` are those that may answer if their tokens are billed,
+        else None. Raises ``LimitExceeded``, ``PermissionDenied``, ``Unavailable``.
         """
         if time.monotonic() < self._refusing_until:
             raise Unavailable("the metering store does not answer", retry_after=BREAKER_SECONDS)
@@ -172,8 +172,8 @@ class Ledger:
         self._note(error)
 
     def _note(self, error: Unavailable | None) -> None:
-        """Note whether the store answers, None, or what it failed with; log why, and call ``on_outage``, where it has
-        stopped answering."""
+        """Note that the store answers (None) or failed with ``error``. If it has just stopped answering, log why and
+        call ``on_outage``."""
         was, self._away = self._away, error is not None
         if error is not None and not was:
             log.warning(
@@ -185,7 +185,7 @@ class Ledger:
             log.warning("the metering store answers again")
 
     def status(self) -> LedgerStatus:
-        """Open rows, spooled settlements and whether the store answers, without asking it."""
+        """Return the ledger's status without querying the store."""
         waiting = sum(_lines(path) for path in self.state_dir.glob("owners/*/spool-*.jsonl"))
         return LedgerStatus(open_rows=self._open_rows, spooled=waiting + len(self._unspooled), answers=not self._away)
 
@@ -203,7 +203,7 @@ class Ledger:
                 return self._committed_before(reservation, str(row["nonce"]))
 
     def _undo(self, owner: LeaseOwner, request_id: str, nonce: str) -> None:
-        """Close the row of a failed admission, should it have been committed, with nothing used."""
+        """Close the row of a failed admission with nothing used, in case it was committed."""
         settlement = Settlement(
             request_id=request_id,
             nonce=nonce,
@@ -217,7 +217,7 @@ class Ledger:
         self._spool(owner, None, settlement)
 
     def _committed_before(self, reservation: Reservation, nonce: str) -> Admitted:
-        """The result of a commit whose answer was lost: the row has our nonce. Raises ``AlreadyExists`` where not."""
+        """Return the result of a commit whose answer was lost. Raises ``AlreadyExists`` if the nonce is not ours."""
         query = sa.select(ledger.c.nonce, ledger.c.bucket_milli).where(ledger.c.request_id == reservation.request_id)
         found = self.store.read(lambda connection: connection.execute(query).one_or_none(), timeout=ADMISSION_TIMEOUT)
         if found is None or found.nonce != nonce:
@@ -225,7 +225,7 @@ class Ledger:
         return Admitted(limits=(), within_reserve=reservation.bucket is None or found.bucket_milli > 0)
 
     def close_lease(self, lease: Lease, owner: LeaseOwner, slot: int, settlement: Settlement) -> None:
-        """Settle in the store, else in the spool, else keep it in memory for ``maintain`` (the disk is full)."""
+        """Settle in the store, else in the spool, else (if the disk is full) keep it in memory for ``maintain``."""
         self._open.pop(lease.request_id, None)
         self._settle_or_spool(owner, slot, settlement)
 
@@ -233,7 +233,7 @@ class Ledger:
         stored = False
         try:
             stored = self._settled_in_store(settlement)
-        finally:  # also when a greenlet is killed inside the transaction
+        finally:  # even if a greenlet is killed inside the transaction
             if not stored:
                 self._spool(owner, slot, settlement)
         if stored and slot is not None:
@@ -270,7 +270,7 @@ class Ledger:
     def _ensure_owner(self) -> LeaseOwner:
         with self._lock:
             if self._owner is None or self._owner.pid != os.getpid():
-                if self._owner is not None:  # a fork: the parent's leases are the parent's
+                if self._owner is not None:  # after a fork: the parent's leases stay the parent's
                     self._open, self._unspooled, self._thread = {}, [], None
                 self._owner = LeaseOwner(self.state_dir)
             return self._owner
@@ -299,13 +299,13 @@ class Ledger:
         self._open_rows = crash_recovery.count_open(self.store)
 
     def _close_orphans(self, owner: LeaseOwner) -> None:
-        """Close rows of this process that have no lease: their admission ended inside its transaction."""
+        """Close rows of this process that have no lease because their admission ended inside its transaction."""
         orphans = {name: None for name in crash_recovery.open_rows(self.store, owner.name) if name not in self._open}
         for request_id in self._orphans.observe(orphans):
             settle_in(self.store, crash_recovery.settlement_of(request_id, self.now_ms()))
 
     def recover(self) -> int:
-        """Settle the open rows of ended processes by what those had counted, and return how many. Safe at any time."""
+        """Settle the open rows of ended processes by their counts so far, and return how many. Safe at any time."""
         return self._recovery.run(self.now_ms())
 
     def start(self, interval: float = 2.0) -> None:
@@ -323,19 +323,19 @@ class Ledger:
             try:
                 self.maintain()
             except Unavailable:
-                pass  # ``maintain`` has said so
+                pass  # ``maintain`` has logged it
             except Exception:
                 log.exception("ledger upkeep failed; it is tried again")
             if stop.wait(interval):
                 return
 
     def settle_open(self) -> None:
-        """Settle every open lease by what it has counted, at the end of the process."""
+        """Settle every open lease by its counts so far, at the end of the process."""
         for lease in list(self._open.values()):
             lease.settle(finish_reason="error", status="error")
 
     def close(self) -> None:
-        """Stop upkeep; open leases and spooled settlements are left to the next process that recovers."""
+        """Stop upkeep; open leases and spooled settlements are left to the next process that runs recovery."""
         self._stop.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=10)
