@@ -27,7 +27,7 @@ each key by itself; the window's subject is ``user_subject(endpoint, key)``."""
 
 
 class Limit(Struct, frozen=True, kw_only=True):
-    """One limit: ``value`` is tokens, queries, requests or, of a budget, micro-units."""
+    """One limit. ``value`` is in tokens, queries, requests or, for a budget, micro-units."""
 
     scope: Scope
     subject: str
@@ -36,7 +36,7 @@ class Limit(Struct, frozen=True, kw_only=True):
 
 
 class LimitStatus(Struct, frozen=True, kw_only=True):
-    """A limit right after an admission: what is left, and the seconds after which all of it is free again."""
+    """A limit right after an admission: the amount left, and the seconds until all of it is free again."""
 
     scope: Scope
     kind: Kind
@@ -50,19 +50,19 @@ def user_subject(endpoint: str, key_id: str) -> str:
 
 
 class Limits:
-    """Set, remove and list limits. A limit counts what was charged before it was set, too."""
+    """Set, remove and list limits. A limit also counts amounts charged before it was set."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
     def set(self, scope: str, subject: str, kind: str, value: int, *, by: Actor | None = None) -> Limit:
-        """``value`` is tokens, queries, requests or, of a budget, micro-units. Raises ``InvalidField``."""
+        """Set a limit. ``value`` is in tokens, queries, requests or (budgets) micro-units. Raises ``InvalidField``."""
         return self._store.write(lambda connection: self.put(connection, scope, subject, kind, value, by=by))
 
     def put(
         self, connection: sa.Connection, scope: str, subject: str, kind: str, value: int, *, by: Actor | None
     ) -> Limit:
-        """``set``, inside a transaction."""
+        """Do what ``set`` does, inside a given transaction."""
         limit = _checked(scope, subject, kind, value)
         before = connection.execute(sa.select(limits.c.value).where(_is(limit))).scalar_one_or_none()
         insert = self._store.insert(limits).values(scope=scope, subject=subject, kind=kind, value=value)
@@ -74,7 +74,7 @@ class Limits:
         return limit
 
     def remove(self, scope: str, subject: str, kind: str, *, by: Actor | None = None) -> bool:
-        """False where there was no such limit. The last one of a subject takes its window with it."""
+        """Remove a limit; return False if there was none. Removing a subject's last limit removes its window."""
 
         def work(connection: sa.Connection) -> bool:
             self._store.lock_ledger(connection)
@@ -112,12 +112,12 @@ def _is(limit: Limit) -> sa.ColumnElement[bool]:
 
 
 def plain(kind: Kind, value: int) -> int | str:
-    """A limit's value as the API has it: money as a decimal string."""
+    """Return a limit's value in the API's form: money as a decimal string."""
     return units(value) if kind in BUDGETS else value
 
 
 def amount(kind: Kind, value: int, currency: str) -> str:
-    """``"25.00 EUR a month"``, ``"20000 output tokens a minute"``."""
+    """Describe an amount: ``"25.00 EUR a month"``, ``"20000 output tokens a minute"``."""
     number = money(value, currency or "currency units") if kind in BUDGETS else str(value)
     return f"{number} {UNITS[kind]}"
 
@@ -144,12 +144,12 @@ def admit(
 ) -> None:
     """Check that all limits have room for ``wanted``.
 
-    Raises, for the limit with the longest wait, ``LimitExceeded``; where waiting never helps ``RequestError`` (the
-    request alone is too large) or ``PermissionDenied`` (a budget is spent for good, a limit is zero). ``currency`` is
-    called for the message of a refusal.
+    Raises ``LimitExceeded`` for the limit with the longest wait. If waiting never helps, raises ``RequestError`` (the
+    request alone is too large) or ``PermissionDenied`` (a budget is spent for good, or a limit is zero). ``currency``
+    is called for the message of a refusal.
 
-    ``is_shared``: other callers use the endpoint, so what is left of its limits is not shown, from which their usage
-    could be inferred.
+    ``is_shared`` means that other callers use the endpoint. The remaining amounts of its limits are then not shown,
+    since the others' usage could be inferred from them.
     """
     worst: tuple[float, Limit, int, int | None] | None = None
     for limit, state in found:
@@ -173,7 +173,7 @@ def _refuse(limit: Limit, wanted: int, remaining: int | None, at: int | None, no
     text = f"{limit.kind}: the {limit.scope}'s limit is {amount(limit.kind, limit.value, currency)}; "
     left = "" if remaining is None else f"{plain(limit.kind, remaining)} are left and "
     text += f"{left}this request needs {plain(limit.kind, wanted)}"
-    # clients retry a 429, some without an end
+    # clients retry a 429, some of them forever
     if wanted > limit.value > 0:
         param = "max_tokens" if limit.kind == "otpm" else None
         raise RequestError(f"{text}, more than the limit ever allows", param=param)
@@ -191,7 +191,7 @@ def _refuse(limit: Limit, wanted: int, remaining: int | None, at: int | None, no
 def standing(
     found: Iterable[tuple[Limit, WindowState]], now: int, *, is_shared: bool = False
 ) -> tuple[LimitStatus, ...]:
-    """For each kind the limit with the least left; with ``is_shared`` of the caller's own limits alone."""
+    """Return, for each kind, the limit with the least left; with ``is_shared``, only of the caller's own limits."""
     strictest: dict[Kind, LimitStatus] = {}
     for limit, state in found:
         if is_shared and _is_of_all(limit):
@@ -211,7 +211,7 @@ def standing(
 
 
 def subjects_of(row: Mapping[str, str]) -> tuple[Subject, ...]:
-    """The windows that a request of this key, tenant and endpoint counts in, in the order they are locked."""
+    """Return the windows in which a request of this key, tenant and endpoint counts, in the order of locking."""
     return (
         ("endpoint", row["endpoint"]),
         ("key", row["key_id"]),
@@ -221,9 +221,9 @@ def subjects_of(row: Mapping[str, str]) -> tuple[Subject, ...]:
 
 
 def rebuilt(connection: sa.Connection, subject: Subject) -> WindowState:
-    """The window of ``subject`` computed from the ledger alone; the caller holds ``Store.lock_ledger``.
+    """Compute the window of ``subject`` from the ledger alone; the caller holds ``Store.lock_ledger``.
 
-    It is also what a stored window must equal (``check_integrity``), as far as its slots are still live.
+    A stored window must equal it in all slots that are still live (``check_integrity``).
     """
     state = WindowState()
     query = sa.select(
@@ -261,7 +261,7 @@ def _rows_of(table: sa.Table, subject: Subject) -> sa.ColumnElement[bool]:
 
 
 def _folded_of(connection: sa.Connection, subject: Subject) -> list[tuple[int, int]]:
-    """The cost of folded days, which count in budgets alone."""
+    """The cost of folded days, which count only in budgets."""
     query = sa.select(folded.c.day, sa.func.sum(folded.c.cost)).where(_rows_of(folded, subject)).group_by(folded.c.day)
     return [(int(day) * windows.DAY, int(spent)) for day, spent in connection.execute(query)]
 
@@ -276,7 +276,7 @@ def _minutes_of(connection: sa.Connection, subject: Subject) -> list[tuple[int, 
 
 
 def check_integrity(store: Store) -> None:
-    """Raise ``AssertionError`` where a stored window differs from what the ledger's rows add up to."""
+    """Raise ``AssertionError`` if a stored window differs from the sum of the ledger's rows."""
 
     def work(connection: sa.Connection) -> None:
         store.lock_ledger(connection)

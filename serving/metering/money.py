@@ -1,6 +1,6 @@
-"""Money: integer micro-units, rounded once a request; decimal strings in the API.
+"""Money: integer micro-units, rounded once per request; decimal strings in the API.
 
-A price is micro-units per million tokens, so that 3.00 a million tokens is 3_000_000 and one token costs 3 micro-units.
+A price is in micro-units per million tokens: 3.00 per million tokens is 3_000_000, and one token costs 3 micro-units.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CURRENCY_ALLOWED = "a currency such as EUR: 1 to 16 letters, digits, dashes and 
 
 
 class Price(Struct, frozen=True, kw_only=True):
-    """Micro-units per million input, cached input and output tokens, and per provisioned token/s and minute."""
+    """Micro-units per million input, cached input and output tokens, and per minute of a provisioned token/s."""
 
     input: int = 0
     cached: int = 0
@@ -43,17 +43,17 @@ FREE = Price()
 
 
 def cost(price: Price, *, prompt: int, cached: int, completion: int) -> int:
-    """Micro-units of one request: the exact sum over its tokens, rounded half up once.
+    """Return the cost of one request in micro-units: the exact sum over its tokens, rounded half up once.
 
-    ``cached`` of the ``prompt`` tokens pay the cached price. The result grows with every count, so that a settled
-    cost is never above the reserved one.
+    ``cached`` of the ``prompt`` tokens pay the cached price. The result grows with every count, so that a settled cost
+    is never above the reserved one.
     """
     exact = (prompt - cached) * price.input + cached * price.cached + completion * price.output
     return (exact + MILLION // 2) // MILLION
 
 
 def micro_units(field: str, value: str) -> int:
-    """Micro-units of a decimal string: ``"2.50"`` is 2_500_000. Raises ``InvalidField``."""
+    """Convert a decimal string to micro-units: ``"2.50"`` is 2_500_000. Raises ``InvalidField``."""
     if not isinstance(value, str) or not AMOUNT.fullmatch(value):
         raise InvalidField(field, value, AMOUNT_ALLOWED)
     whole, _, decimals = value.partition(".")
@@ -61,14 +61,14 @@ def micro_units(field: str, value: str) -> int:
 
 
 def units(micro: int) -> str:
-    """A decimal string of micro-units, with two decimals or more: 2_500_000 is ``"2.50"``."""
+    """Convert micro-units to a decimal string with at least two decimals: 2_500_000 is ``"2.50"``."""
     whole, rest = divmod(abs(micro), MILLION)
     decimals = f"{rest:06d}".rstrip("0").ljust(2, "0")
     return f"{'-' if micro < 0 else ''}{whole}.{decimals}"
 
 
 def money(micro: int, currency: str) -> str:
-    """Micro-units with their currency, ``"2.50 EUR"``; without one the number alone."""
+    """Format micro-units with their currency, ``"2.50 EUR"``, or as a bare number if there is none."""
     return f"{units(micro)} {currency}".rstrip()
 
 
@@ -83,7 +83,8 @@ def currency(store: Store) -> str:
 
 
 def set_currency(store: Store, value: str, *, by: Actor | None = None) -> None:
-    """Raises ``InvalidField``, and ``Conflict`` where costs were booked in another one: a name converts nothing."""
+    """Set the currency. Raises ``InvalidField``, or ``Conflict`` if costs were booked in another currency: changing the
+    name would convert nothing."""
     if not isinstance(value, str) or not CURRENCY.fullmatch(value):
         raise InvalidField("currency", value, CURRENCY_ALLOWED)
 

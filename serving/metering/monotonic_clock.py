@@ -7,14 +7,16 @@ from collections.abc import Callable
 
 
 def since_boot() -> float:
-    """Seconds since the machine was started, those in which it slept included."""
+    """Seconds since the machine was started, including time that it slept."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
 class MonotonicClock:
-    """Starts at the wall clock's time and goes on by ``monotonic``: a minute takes a minute even when the wall clock is
-    set. Where other processes of the store are ahead it moves up to them (a hybrid logical clock), for a window's
-    newest slot may be theirs."""
+    """A clock that starts at the wall clock's time and advances by ``monotonic``.
+
+    A minute thus takes a minute even if the wall clock is set. If other processes of the store are ahead, it moves up
+    to them (a hybrid logical clock), since the newest slot of a window may be theirs.
+    """
 
     def __init__(self, wall: Callable[[], float] = time.time, monotonic: Callable[[], float] = since_boot) -> None:
         self._monotonic = monotonic
@@ -24,8 +26,9 @@ class MonotonicClock:
         return self._monotonic() + self._offset
 
     def move_up_to(self, time: float) -> None:
-        """Be no earlier than ``time``, which another process has seen.
+        """Move forward to ``time``, which another process has seen, if it is later.
 
-        Lock-free for gevent's sake: of two calls at once one may be lost, and is made again at the next admission.
+        It takes no lock, because of gevent: one of two simultaneous calls may be lost, and is repeated at the next
+        admission.
         """
         self._offset = max(self._offset, time - self._monotonic())

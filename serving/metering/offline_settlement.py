@@ -1,4 +1,4 @@
-"""Offline settlement: the leases of ended processes, closed without a server. Safe beside running servers."""
+"""Offline settlement: close the leases of ended processes without a server. Safe beside running servers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WATCH_SECONDS = 10.0
 
 
 class Settled(Struct, frozen=True, kw_only=True):
-    """``rows`` that were closed, and open rows of ``living`` processes."""
+    """The number of ``rows`` that were closed, and of open rows of ``living`` processes."""
 
     rows: int
     living: int
@@ -37,8 +37,8 @@ def settle_ended(
 ) -> Settled:
     """Close the open rows of every process that has ended.
 
-    ``moved``: also take over the files of the store that this one was copied from. Raises ``AlreadyExists`` where a
-    process of that store is alive. ``watching`` is called with the number of other hosts' processes that are watched
+    With ``moved``, also take over the files of the store that this one was copied from; raises ``AlreadyExists`` if a
+    process of that store is alive. ``watching`` is called with the number of processes on other hosts that are watched
     for ``WATCH_SECONDS``.
     """
     directory, count = open_directory(store, root), 0

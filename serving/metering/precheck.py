@@ -1,6 +1,6 @@
-"""A check of limits before a request is read: no body of megabytes is received and tokenised for a spent limit.
+"""Check limits before a request is read, so that no body of megabytes is received and tokenised in vain.
 
-It reserves nothing; the admission decides (``admission``).
+The check reserves nothing; the admission decides (``admission``).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from .windows import Amounts, WindowState
 def check(
     connection: sa.Connection, *, key_id: str, tenant: str, endpoint: str | None, least: Amounts, clock: MonotonicClock
 ) -> None:
-    """Raises ``LimitExceeded`` or ``PermissionDenied`` where a request of ``least`` amounts would be refused.
+    """Raise ``LimitExceeded`` or ``PermissionDenied`` if a request of the ``least`` amounts would be refused.
 
-    ``endpoint`` is None where it is not known yet; its limits are left out then.
+    ``endpoint`` is None if it is not known yet; its limits are then not checked.
     """
     of_limits: dict[str, Subject] = {"key": ("key", key_id), "tenant": ("tenant", tenant)}
     if endpoint is not None:

@@ -1,4 +1,4 @@
-"""Prices of served entities, each from the time on at which it takes effect."""
+"""Prices of served entities, each with the time from which it is in effect."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Prices:
     def set(self, entity: str, price: Price, *, effective: float | None = None, by: Actor | None = None) -> int:
         """Set the price of ``entity`` from ``effective`` on and return that time in ms since the epoch.
 
-        ``effective`` is in seconds since the epoch, None is now; it must not lie in the past: admitted requests keep
-        their price. A price of now reaches the other processes within ``CACHE_SECONDS``. Raises ``InvalidField``.
+        ``effective`` is in seconds since the epoch; None is now. It must not be in the past: admitted requests keep
+        their price. A price from now on reaches the other processes within ``CACHE_SECONDS``. Raises ``InvalidField``.
         """
         now = self._clock()
         at = now if effective is None else effective
@@ -64,9 +64,10 @@ class Prices:
     def remove(
         self, entity: str, *, effective_ms: int | None = None, by: Actor | None = None
     ) -> tuple[tuple[int, Price], ...]:
-        """Remove all prices of ``entity``, or the one that takes effect at ``effective_ms``; returns those removed.
+        """Remove all prices of ``entity``, or the one that takes effect at ``effective_ms``; return those removed.
 
-        Each is ``(effective_ms, price)``. Admitted requests keep their price."""
+        Each is ``(effective_ms, price)``. Admitted requests keep their price.
+        """
         which = prices.c.entity == entity
         if effective_ms is not None:
             which = sa.and_(which, prices.c.effective_ms == effective_ms)
@@ -85,13 +86,13 @@ class Prices:
         return removed
 
     def list(self) -> tuple[tuple[str, int, Price], ...]:
-        """(entity, effective_ms, price), by entity and time."""
+        """Return (entity, effective_ms, price) tuples, sorted by entity and time."""
         query = sa.select(prices).order_by(prices.c.entity, prices.c.effective_ms)
         rows = self._store.read(lambda connection: connection.execute(query).all())
         return tuple((row.entity, int(row.effective_ms), _price(row)) for row in rows)
 
     def at(self, entity: str, when: float) -> Price:
-        """The price of ``entity`` at ``when``; that of ``"*"``, or nothing, where it has none."""
+        """Return the price of ``entity`` at ``when``; without one, the price of ``"*"``, else zero."""
         for name in (entity, ANY):
             for effective_ms, price in self._of(name):
                 if effective_ms <= when * 1000:
@@ -99,8 +100,8 @@ class Prices:
         return FREE
 
     def _of(self, entity: str) -> tuple[tuple[int, Price], ...]:
-        """Newest first."""
-        with self._lock:  # one reads, the others wait for it
+        """Return the prices of ``entity``, newest first."""
+        with self._lock:  # one thread reads the store while the others wait for it
             known = self._cache.get(entity)
             if known is None or time.monotonic() - known[0] >= CACHE_SECONDS:
                 known = self._cache[entity] = (time.monotonic(), self._read(entity))
@@ -113,7 +114,7 @@ class Prices:
 
 
 def plain(price: Price) -> dict[str, str]:
-    """A price as the API has it: currency units a million tokens, ``unit_minute`` a provisioned token/s and minute."""
+    """Return a price in the API's form: currency units per million tokens; ``unit_minute`` per provisioned token/s."""
     return {name: units(getattr(price, name)) for name in Price.__struct_fields__}
 
 
