@@ -1,4 +1,4 @@
-"""Billing of provisioned throughput: units by the minute, whether they were used or not."""
+"""Billing of provisioned throughput: units are billed by the minute, whether they were used or not."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .windows import Amounts
 class ProvisionedMinutes:
     """Bills provisioned minutes. One unit is one token/s.
 
-    Any number of processes may call ``record``, any number of times: a minute is billed once, by the most units that
+    Any number of processes may call ``record`` any number of times: a minute is billed once, for the most units that
     were provisioned in it.
     """
 
@@ -28,13 +28,13 @@ class ProvisionedMinutes:
         self._clock = clock
 
     def record(self, *, tenant: str, endpoint: str, entity: str, units: int) -> int:
-        """Bill the current minute for ``units`` and return the micro-units added, 0 where it was billed already."""
+        """Bill the current minute for ``units`` and return the micro-units added, 0 if it was billed already."""
         now = self._clock()
         minute, price = int(now) // 60, self._prices.at(entity, now).unit_minute
         row = {"endpoint": endpoint, "entity": entity, "minute": minute, "tenant": tenant}
 
         def work(connection: sa.Connection) -> int:
-            self._store.lock_ledger(connection)  # windows are rebuilt from minutes, too
+            self._store.lock_ledger(connection)  # since windows are rebuilt from minutes too
             blank = self._store.insert(provisioned_minutes).values(**row, units=0, unit_price=price, cost=0)
             connection.execute(blank.on_conflict_do_nothing())
             table = provisioned_minutes.c

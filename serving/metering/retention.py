@@ -1,4 +1,4 @@
-"""Retention: old rows are folded into sums by day, which keeps the ledger small and every total the same."""
+"""Retention: fold old rows into sums by day, which keeps the ledger small and every total the same."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def fold(store: Store, days: int, *, clock: Callable[[], float] = time.time) -> 
 
 
 def _fold_batch(store: Store, connection: sa.Connection, before: int) -> int:
-    store.lock_ledger(connection)  # windows are rebuilt from rows and folded days together
+    store.lock_ledger(connection)  # since windows are rebuilt from rows and folded days together
     old = sa.and_(ledger.c.started_ms < before, ledger.c.status != "open")
     order = (ledger.c.started_ms, ledger.c.request_id)
     batch = sa.select(*order).where(old).order_by(*order).limit(BATCH).subquery()

@@ -1,10 +1,10 @@
-"""Settlement: the transaction that closes a ledger row and corrects windows and bucket, once.
+"""Settlement: the transaction that closes a ledger row and corrects the windows and the bucket, exactly once.
 
 ::
 
-    status     open ──────► ok | error | aborted         the process that admitted it says what was used
-               open ──────► recovered                    it ended first: what it had counted until then
-               recovered ─► ok | error | aborted         its spool came in later (a host that came back): exact again
+    status     open ──────► ok | error | aborted         the process that admitted it reports the usage
+               open ──────► recovered                    that process ended first: its counts until then are used
+               recovered ─► ok | error | aborted         its spool arrived later (a host came back): exact again
 """
 
 from __future__ import annotations
@@ -27,8 +27,11 @@ Status: TypeAlias = Literal["ok", "error", "aborted", "recovered"]
 
 
 class Settlement(Struct, frozen=True, kw_only=True):
-    """What a request used. ``prompt`` includes ``cached``; ``nonce`` limits it to a row that was written with it.
-    ``drafts`` tokens were computed ahead, ``accepted_drafts`` of them are in the completion; nobody pays them."""
+    """The usage of a request.
+
+    ``prompt`` includes ``cached``. With a ``nonce``, it applies only to a row that was written with that nonce.
+    ``drafts`` are draft tokens, ``accepted_drafts`` of which are in the completion; they are not billed.
+    """
 
     request_id: str
     prompt: int
@@ -62,7 +65,10 @@ _save_window = (
 
 
 def load_windows(connection: sa.Connection, row: Any) -> dict[tuple[str, str], WindowState]:
-    """The windows that a request counts in by (scope, subject), locked; ``row`` has key_id, tenant and endpoint."""
+    """Lock and return the windows in which a request counts, by (scope, subject).
+
+    ``row`` has the request's key_id, tenant and endpoint.
+    """
     found = connection.execute(_find_windows, dict(subjects_of(row)))
     return {(scope, subject): windows.decode(state) for scope, subject, state in found}
 
@@ -77,7 +83,7 @@ def save_windows(connection: sa.Connection, states: dict[tuple[str, str], Window
 
 
 def settle(connection: sa.Connection, settlement: Settlement) -> bool:
-    """Apply ``settlement``; False where the row is closed already (or unknown) and nothing changed."""
+    """Apply ``settlement``; return False if the row is already closed (or unknown), so that nothing changed."""
     found = connection.execute(_find, {"id": settlement.request_id}).mappings().one_or_none()
     if found is None or found["status"] not in ("open", "recovered"):
         return False
@@ -103,7 +109,7 @@ def settle(connection: sa.Connection, settlement: Settlement) -> bool:
         "draft_tokens": settlement.drafts,
         "accepted_draft_tokens": settlement.accepted_drafts,
         "cost": money,
-        "ended_ms": max(settlement.ended_ms, found["started_ms"]),  # recovered: the clock may have been set meanwhile
+        "ended_ms": max(settlement.ended_ms, found["started_ms"]),  # if recovered: the clock may have been set since
         "finish_reason": settlement.finish_reason,
         "status": settlement.status,
         "bucket_milli": used_milli if found["bucket_milli"] else 0,
@@ -125,7 +131,7 @@ def settle(connection: sa.Connection, settlement: Settlement) -> bool:
 
 
 def _at_least(settlement: Settlement, row: Any) -> Settlement:
-    """``settlement`` with counts no lower than the row's checkpoint, which may be newer after a power cut."""
+    """Return ``settlement`` with counts no lower than the row's checkpoint (it may be newer after a power failure)."""
     return msgspec.structs.replace(
         settlement,
         prompt=max(settlement.prompt, row["prompt_tokens"]),

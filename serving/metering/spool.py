@@ -1,8 +1,8 @@
 """The spool: settlements that the store could not take, kept in files until it can.
 
-One JSON object a line, appended and fsynced before ``append`` returns. ``drain`` closes the current file, applies the
-closed ones in order and unlinks each when all of it is in the store. Applying a settlement twice changes nothing, so a
-crash at any point loses none and bills none twice. A torn last line is an ``append`` that never returned.
+Each line is one JSON object, appended and fsynced before ``append`` returns. ``drain`` closes the current file, applies
+the closed files in order, and unlinks each once all of it is in the store. Applying a settlement twice changes nothing,
+so a crash at any point loses none and bills none twice. A torn last line comes from an ``append`` that never returned.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Spool:
                 self._fd = os.open(self._path(), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
                 sync_directory(self._directory)
             written = os.write(self._fd, line)
-            if written != len(line):  # a disk that filled up inside the line: end the file, the rest is ignored
+            if written != len(line):  # the disk filled up inside the line: end the file; the torn line is ignored
                 self._close()
                 raise OSError("short write to the spool")
             os.fsync(self._fd)
@@ -50,7 +50,7 @@ class Spool:
         return bool(spooled(self._directory))
 
     def drain(self, apply: Callable[[Settlement], object]) -> int:
-        """Apply and remove everything spooled so far, and return how many. Where ``apply`` raises its file stays."""
+        """Apply and remove everything spooled so far, and return how many. If ``apply`` raises, its file stays."""
         with self._draining:
             with self._lock:
                 self._close()
@@ -85,7 +85,7 @@ def drain_file(path: Path, apply: Callable[[Settlement], object]) -> int:
 
 
 def spooled_ids(directory: Path) -> set[str]:
-    """Request ids of what an owner's directory has spooled."""
+    """The request ids of settlements spooled in an owner's directory."""
     return {settlement.request_id for path in spooled(directory) for settlement in _read(path)}
 
 

@@ -1,7 +1,8 @@
-"""SQLite's file as a running process must see it: the one that has its name.
+"""Make sure that a running process uses the SQLite file that currently has the database's name.
 
-A file that was deleted, or replaced by a backup, lives on for whoever has it open, and what is written there is lost.
-So a connection is used only while the name is still that of its file; else it is opened anew, and never made anew.
+A file that was deleted, or replaced by a backup, lives on for processes that have it open, and their writes to it are
+lost. A connection is therefore used only while the name still refers to its file. Otherwise the database is reopened,
+but never created again.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ _KEY = "file"  # of a connection record's ``info``: device and inode
 
 
 class SqliteFile:
-    """Listens to the pool of ``engine``, whose connections are to the database at ``path``.
+    """A listener on the pool of ``engine``, whose connections are to the database at ``path``.
 
-    ``store_id``: the identity that the database must have; None for any. What is refused is a
+    ``store_id`` is the identity that the database must have; None accepts any. A refusal is a
     ``sqlite3.OperationalError``, as if the file could not be opened.
     """
 

@@ -1,6 +1,7 @@
-"""Staleness by this process's own clock: values of other processes that have stopped changing.
+"""Detect, by this process's own clock, values of other processes that have stopped changing.
 
-Timestamps of other hosts prove nothing where a clock was set; that nothing new was written for a minute does.
+Timestamps of other hosts prove nothing if a clock was set; it does prove something if nothing new was written for a
+minute.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ class StalenessDetector:
         self._since: dict[str, tuple[object, float]] = {}
 
     def observe(self, seen: Mapping[str, object]) -> list[str]:
-        """Take the values in and return the names of those that are stale; names not in ``seen`` are forgotten."""
+        """Record the values and return the names of those that are stale; names not in ``seen`` are forgotten."""
         now, known = self._monotonic(), self._since
         self._since = {
             name: known[name] if name in known and known[name][0] == value else (value, now)
