@@ -1,9 +1,9 @@
 """The SQL database of all metering: SQLite in WAL mode by default, PostgreSQL by URL.
 
-``write`` runs a function in one read-write transaction and repeats it from the start while the database is busy, so
-the function must have no other effect. On SQLite a write begins with BEGIN IMMEDIATE: writers come one after another,
-over threads and processes. On PostgreSQL it runs at READ COMMITTED and the callers lock the rows they check, always
-in the order ledger, windows (sorted), buckets.
+``write`` runs a function in one read-write transaction and repeats it from the start while the database is busy, so the
+function must have no other effects. On SQLite a write begins with BEGIN IMMEDIATE, so that writers run one after
+another across threads and processes. On PostgreSQL it runs at READ COMMITTED, and callers lock the rows that they
+check, always in the order ledger, windows (sorted), buckets.
 """
 
 from __future__ import annotations
@@ -30,16 +30,17 @@ T = TypeVar("T")
 
 
 class Runner(Protocol):
-    """Runs one attempt of a transaction, on this thread or another. It returns or raises what ``attempt`` does.
+    """Runs one attempt of a transaction, on this thread or another, and returns or raises what ``attempt`` does.
 
-    One on another thread may raise ``sqlalchemy.exc.TimeoutError`` after ``seconds``; the attempt may yet be committed.
+    A runner that uses another thread may raise ``sqlalchemy.exc.TimeoutError`` after ``seconds``; the attempt may still
+    be committed.
     """
 
     def __call__(self, attempt: Callable[[], T], *, read: bool, seconds: float | None) -> T: ...
 
 
 def here(attempt: Callable[[], T], *, read: bool, seconds: float | None) -> T:
-    """The ``Runner`` that runs an attempt on the calling thread."""
+    """Run an attempt on the calling thread; this is the default ``Runner``."""
     return attempt()
 
 
@@ -60,7 +61,7 @@ _PATIENCE = {
 }
 """PostgreSQL's: seconds to connect, ms until a silent network is an error, ms for a row lock and for a stuck client."""
 
-_MIGRATION_LOCK = 0x6D6C6C6D  # any constant: the key of PostgreSQL's advisory lock
+_MIGRATION_LOCK = 0x6D6C6C6D  # the key of PostgreSQL's advisory lock, an arbitrary constant
 _READ = "mlflow_llm_read"
 _inherited: list[Any] = []  # pools of a parent process: closing its SQLite handles after a fork would be unsafe
 
@@ -68,11 +69,12 @@ _inherited: list[Any] = []  # pools of a parent process: closing its SQLite hand
 class Store:
     """A metering store: ``Store("sqlite:///path")``, ``Store("postgresql://…")``.
 
-    ``?synchronous=FULL`` on a SQLite URL makes every commit survive a power cut (NORMAL, the default, survives the
-    end of any process). Opening migrates the schema, and makes it unless ``make`` is False; many processes may open a
-    new database at once. ``run`` is where transactions run: an event loop passes one that uses threads
-    (``http.store_threads``). Raises ``NoStore`` where there cannot be one, and ``Unavailable`` where others hold it for
-    too long; with ``patient``, for who knows that it was there, a database that does not answer is waited for as well.
+    ``?synchronous=FULL`` in a SQLite URL makes every commit survive a power failure (NORMAL, the default, survives the
+    end of any process). Opening a store migrates its schema, and creates it unless ``make`` is False; many processes
+    may open a new database at once. ``run`` determines where transactions run: an event loop passes a runner that uses
+    threads (``http.store_threads``). Raises ``NoStore`` if there can be no store at the URL, and ``Unavailable`` if
+    others hold it for too long. With ``patient``, for callers who know that the database exists, it also waits for one
+    that does not answer.
     """
 
     def __init__(
@@ -86,7 +88,7 @@ class Store:
         if self._synchronous not in {"NORMAL", "FULL", "EXTRA"}:
             raise NoStore(url, f"synchronous: {self._synchronous!r} is not NORMAL, FULL or EXTRA")
         self._file: SqliteFile | None = None
-        self._is_ours = False  # known from its revision: another program's file is left as it is
+        self._is_ours = False  # set when its revision is known: another program's file is left unchanged
         with store_checks.named(url):
             if self.is_sqlite:
                 store_checks.check_file(parsed, make=make)
@@ -100,7 +102,7 @@ class Store:
 
     def _open(self, url: sa.URL) -> sa.Engine:
         if not self.is_sqlite:
-            # few connections: transactions take milliseconds and meet at the windows' row locks anyway
+            # few connections: transactions take milliseconds and wait for each other at the windows' row locks anyway
             return sa.create_engine(
                 url,
                 poolclass=ConnectionPool,
@@ -124,7 +126,7 @@ class Store:
         return engine
 
     def _prepare(self, connection: Any, _record: Any) -> None:
-        connection.isolation_level = None  # transactions begin where ``_begin`` says, also before DDL
+        connection.isolation_level = None  # transactions begin in ``_begin``, even before DDL
         cursor = connection.cursor()
         lasting = ("journal_mode=WAL",) if self._is_ours else ()
         for pragma in (*lasting, f"synchronous={self._synchronous}", "foreign_keys=ON"):
@@ -149,12 +151,12 @@ class Store:
             raise ValueError("there is no metering store in it; serve, keys create, limits set and prices set make one")
         self._is_ours = True
         self.engine.dispose()  # the next connections are prepared as ours
-        # the first connection is made here too, where no other is: SQLAlchemy locks for it (see ``ConnectionPool``)
+        # the first connection is also made here, while there is no other: SQLAlchemy takes a lock (``ConnectionPool``)
         if self._retry(current, patience, read=True, hopeful=hopeful) != head:
             self._retry(upgrade, patience, read=False, hopeful=hopeful)
 
     def write(self, work: Callable[[sa.Connection], T], *, timeout: float | None = None) -> T:
-        """Run ``work`` in a transaction and commit; an exception of its own rolls back and passes through."""
+        """Run ``work`` in a transaction and commit it; an exception from ``work`` rolls back and is passed on."""
         return self._retry(work, timeout, read=False)
 
     def read(self, work: Callable[[sa.Connection], T], *, timeout: float | None = None) -> T:
@@ -176,11 +178,11 @@ class Store:
         hopeful: Callable[[Exception], bool] = _always,
     ) -> T:
         until = time.monotonic() + (self.timeout if timeout is None else timeout)
-        stuck = None if timeout is None else timeout + STUCK_SECONDS  # who names no time reads or writes a lot
+        stuck = None if timeout is None else timeout + STUCK_SECONDS  # callers without a timeout read or write a lot
         backoff = Backoff(0.001, 0.05, jitter=(0.5, 1.5))
 
         def attempt() -> T:
-            if time.monotonic() > until:  # all its time was spent waiting for others, whose store was slow
+            if time.monotonic() > until:  # all of the time was spent waiting for others, for which the store was slow
                 raise PoolTimeout("the store is busy")
             return self._transact(work, read=read)
 
@@ -193,23 +195,23 @@ class Store:
             except (DBAPIError, PoolTimeout) as error:
                 if not hopeful(error):
                     raise
-                if reason is None or not isinstance(error, PoolTimeout):  # which says only that there was no time left
+                if reason is None or not isinstance(error, PoolTimeout):  # a timeout only says that no time was left
                     reason = error
                 if time.monotonic() + backoff.pause > until:
                     raise Unavailable("the metering store does not answer", retry_after=1.0) from reason
             time.sleep(backoff.failed())
 
     def expect(self, store_id: str) -> None:
-        """Take no other store for this one that comes into its file's place while the process runs."""
+        """From now on, reject any other store that replaces this one's file while the process runs."""
         if self._file is not None:
             self._file.store_id = store_id
 
     def insert(self, table: sa.Table) -> Any:
-        """The dialect's INSERT, which knows ``on_conflict_do_nothing`` and ``on_conflict_do_update``."""
+        """Return the dialect's INSERT, which has ``on_conflict_do_nothing`` and ``on_conflict_do_update``."""
         return sqlite.insert(table) if self.is_sqlite else postgresql.insert(table)
 
     def lock_ledger(self, connection: sa.Connection) -> None:
-        """Keep every reservation and settlement out until this transaction ends. SQLite's writers already are."""
+        """Block all reservations and settlements until this transaction ends. SQLite blocks other writers anyway."""
         if not self.is_sqlite:
             connection.exec_driver_sql("LOCK TABLE ledger IN SHARE ROW EXCLUSIVE MODE")
 

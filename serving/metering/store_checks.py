@@ -1,4 +1,4 @@
-"""Checks of a store before it is used: its URL, its file, its schema's revision, and errors that pass."""
+"""Checks of a store before it is used: its URL, its file and its schema's revision; and which errors are transient."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ BACKENDS = ("sqlite", "postgresql")
 MIGRATIONS = Path(__file__).parent / "migrations"
 _VERSIONS_TABLE = "alembic_version"
 _VERSIONS: sa.Select[Any] = sa.select(sa.column("version_num")).select_from(sa.table(_VERSIONS_TABLE))
-_TRANSIENT_SQLITE = {5, 6, 15, 17}  # SQLITE_BUSY, _LOCKED, _PROTOCOL, _SCHEMA: others are at work
-_TRANSIENT_POSTGRES = ("40", "53300", "55P03")  # deadlocks, too many clients, a lock's timeout
+_TRANSIENT_SQLITE = {5, 6, 15, 17}  # SQLITE_BUSY, _LOCKED, _PROTOCOL, _SCHEMA: other connections are active
+_TRANSIENT_POSTGRES = ("40", "53300", "55P03")  # deadlocks, too many clients, lock timeouts
 
 
 class NoStore(ValueError):
-    """There is no store at a URL, and retrying is useless. The message has the URL without its password."""
+    """There is no store at a URL, and retrying will not help. The message has the URL without its password."""
 
     def __init__(self, url: str, reason: str) -> None:
         super().__init__(f"database {without_password(url)}: {reason}")
 
 
 def parsed(given: str) -> sa.URL:
-    """The parsed URL with this package's driver. Raises ``NoStore``."""
+    """Parse a URL and set this package's driver. Raises ``NoStore``."""
     if "://" not in given:
         raise NoStore(given, "is no URL such as sqlite:///serving.db")
     try:
@@ -42,7 +42,7 @@ def parsed(given: str) -> sa.URL:
 
 
 def check_file(url: sa.URL, *, make: bool) -> None:
-    """Raises ``NoStore`` where SQLite has no file to open, and none may be made or no directory is there for it."""
+    """Raise ``NoStore`` if SQLite's file is missing and must not be created, or has no directory to be created in."""
     text = url.render_as_string(hide_password=False)
     if not url.database or url.database == ":memory:":
         raise NoStore(text, "the metering store needs a file: a database in memory is not shared by workers")
@@ -56,19 +56,24 @@ def check_file(url: sa.URL, *, make: bool) -> None:
 
 
 def _make_private(file: Path) -> None:
-    """Create the file for its owner alone, with key hashes and ledger; SQLite gives its other files the same mode."""
-    with contextlib.suppress(OSError):  # another process has just made it, or opening it will say what is wrong
+    """Create the file so that only its owner can read it: it will hold key hashes and the ledger.
+
+    SQLite gives its other files the same mode.
+    """
+    with contextlib.suppress(OSError):  # another process has just created it, or opening it will report the problem
         os.close(os.open(file, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
 
 
 def revisions() -> list[str]:
-    """Of the migrations, in their order, which is that of their files. Without alembic: a process that opens a store
-    which is up to date need not import it."""
+    """Return the revisions of the migrations in order, which is the order of their files.
+
+    This does not use alembic, so a process that opens an up-to-date store need not import it.
+    """
     return sorted(file.name.partition("_")[0] for file in (MIGRATIONS / "versions").glob("[0-9]*.py"))
 
 
 def revision(connection: sa.Connection, known: list[str]) -> str | None:
-    """The schema's revision, None before the first migration. Raises ``ValueError`` for another program's database."""
+    """Return the schema's revision, None before the first migration. Raises ``ValueError`` if it is not ours."""
     tables = sa.inspect(connection)
     found = connection.scalars(_VERSIONS).all() if tables.has_table(_VERSIONS_TABLE) else ()
     if not found:
@@ -83,7 +88,7 @@ def revision(connection: sa.Connection, known: list[str]) -> str | None:
 
 
 def is_transient(error: Exception) -> bool:
-    """Whether ``error`` is transient, caused by other connections, so that a later attempt may succeed."""
+    """Whether ``error`` was caused by other connections, so that a later attempt may succeed."""
     if not isinstance(error, DBAPIError):
         return True
     code = getattr(error.orig, "sqlite_errorcode", None)
@@ -99,7 +104,7 @@ def reason(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def named(url: str) -> Iterator[None]:
-    """Errors in opening ``url`` leave as ``NoStore`` or ``Unavailable``, with the URL and the reason."""
+    """Convert errors in opening ``url`` to ``NoStore`` or ``Unavailable``, with the URL and the reason."""
     try:
         yield
     except NoStore:

@@ -1,11 +1,11 @@
-"""The state directory of a store: what its processes leave to be settled, under the store's identity.
+"""The state directory of a store: files that its processes leave to be settled, under the store's identity.
 
 ::
 
-    <state>/<store id>/owners/    a directory a process: lock, progress, spool (``lease_owner``)
-    <state>/<store id>/engines/   a journal a process and engine (``serving.journal``)
+    <state>/<store id>/owners/    one directory per process: lock, progress, spool (``lease_owner``)
+    <state>/<store id>/engines/   one journal per process and engine (``serving.journal``)
 
-``<state>`` is the user's own, and so of all stores that servers of this user have: staging beside production.
+``<state>`` belongs to the user, so all stores of this user's servers share it, such as staging beside production.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ ENGINES = "engines"
 
 
 def open_directory(store: Store, root: Path) -> Path:
-    """The directory of ``store`` under ``root``, created if missing.
+    """Return the directory of ``store`` under ``root``, creating it if missing.
 
-    It takes over the files that an earlier release left in ``root`` itself.
+    It takes over files that an earlier release left in ``root`` itself.
     """
     found = ensure_identity(store)
     store.expect(found.store_id)
@@ -50,7 +50,7 @@ def open_directory(store: Store, root: Path) -> Path:
 
 
 def former_directory(root: Path, found: Identity) -> Path | None:
-    """The directory on this host of the store that this one was copied from; None where nothing is left in it."""
+    """Return this host's directory of the store that this one was copied from; None if nothing is left in it."""
     if found.former_id is None:
         return None
     directory = root / found.former_id
@@ -59,7 +59,7 @@ def former_directory(root: Path, found: Identity) -> Path | None:
 
 
 def _adopt_legacy_files(store: Store, root: Path, directory: Path) -> None:
-    """Move the files of ended processes that this store knows: earlier releases kept those of all stores together."""
+    """Move files of ended processes that this store knows: earlier releases kept the files of all stores together."""
     for found in sorted((root / OWNERS).iterdir()) if (root / OWNERS).is_dir() else ():
         owner = None if found.name.startswith(".") else take_over(found)
         if owner is not None:

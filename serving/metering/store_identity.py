@@ -1,12 +1,13 @@
-"""The identity of a store: a UUID in the database, beside where that database is.
+"""The identity of a store: a UUID in the database, together with the database's place.
 
 A copy of a database (``cp`` of SQLite's file, ``pg_dump`` and restore) has the UUID of the original, whose processes
-may live, or have left spools that are the original's alone. It is recognised by its place, and gets a UUID of its own:
+may be alive or have left spools that belong only to the original. A copy is recognised by its place and gets a UUID of
+its own:
 
-* SQLite: the file's path, and its device and inode. One of the two is the same where a file was renamed, or restored
-  in place, or where a file system gives new numbers at every mount; a copy has neither.
-* PostgreSQL: the cluster's system identifier with the OIDs of database and table. Whatever is restored from a dump has
-  new ones; they are the same by whatever URL the database is reached, and on a promoted standby.
+* SQLite: the file's path, and its device and inode. One of the two stays the same if a file is renamed or restored in
+  place, or if a file system gives new numbers at every mount; a copy has neither.
+* PostgreSQL: the cluster's system identifier with the OIDs of database and table. A database restored from a dump has
+  new ones. They are the same whatever URL is used to reach the database, and on a promoted standby.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from msgspec import Struct
 from .store import Store
 from .tables import identity
 
-SECONDS = 30.0  # a worker starts beside others that may hold the store
+SECONDS = 30.0  # long, since a worker starts beside others that may hold the store
 
 
 class Identity(Struct, frozen=True, kw_only=True):
-    """``former_id`` is the UUID of the store that this one was copied from; ``is_new``: the copy was noticed now."""
+    """A store's identity. ``former_id`` is the UUID of the store that this one was copied from; ``is_new`` means that
+    the copy was noticed just now."""
 
     store_id: str
     former_id: str | None
@@ -32,7 +34,7 @@ class Identity(Struct, frozen=True, kw_only=True):
 
 
 def ensure_identity(store: Store) -> Identity:
-    """The identity of ``store``, which is given its first one, or a new one where it turns out to be a copy."""
+    """Return the identity of ``store``, giving it its first one, or a new one if it turns out to be a copy."""
 
     def look(connection: sa.Connection) -> Identity | None:
         store_id, known, former_id = connection.execute(_find).one()
@@ -56,7 +58,7 @@ _find = sa.select(identity.c.store_id, identity.c.place, identity.c.former_id)
 
 
 def _place(connection: sa.Connection, store: Store) -> str:
-    """Where the database is: a line for each property by which it is recognised."""
+    """Return the place of the database: a line for each property by which it is recognised."""
     if store.is_sqlite:
         (path,) = (row.file for row in connection.execute(sa.text("PRAGMA database_list")) if row.name == "main")
         found = os.stat(path)
@@ -73,5 +75,5 @@ def _place(connection: sa.Connection, store: Store) -> str:
 
 
 def _is_same(place: str, known: str) -> bool:
-    """Whether one of the lines is the same."""
+    """Whether the two places have a line in common."""
     return any(one == other for one, other in zip(place.split("\n"), known.split("\n"), strict=False))

@@ -1,7 +1,7 @@
-"""The tables of the metering store, as SQLAlchemy Core sees them. Migrations create them; see docs/metering.md.
+"""The tables of the metering store for SQLAlchemy Core. Migrations create them; see docs/metering.md.
 
-Times ending in ``_ms`` are milliseconds since the epoch, ``charged_at`` is whole seconds. Money is integer
-micro-units (a millionth of the currency's unit), prices are micro-units per million tokens.
+Times ending in ``_ms`` are milliseconds since the epoch; ``charged_at`` is in whole seconds. Money is in integer
+micro-units (millionths of the currency's unit), prices are in micro-units per million tokens.
 """
 
 from __future__ import annotations

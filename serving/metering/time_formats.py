@@ -18,7 +18,7 @@ _END_MS = 253_402_300_800_000  # the year 10000, which ``datetime`` cannot repre
 
 
 def parse_duration(field: str, value: str, allowed: str = DURATION_ALLOWED) -> int:
-    """The seconds of a duration: ``"12h"`` is 43_200. Raises ``InvalidField``, above 100 years too."""
+    """Return the seconds of a duration: ``"12h"`` is 43_200. Raises ``InvalidField``, also above 100 years."""
     found = DURATION.fullmatch(value) if isinstance(value, str) else None
     if found is None:
         raise InvalidField(field, value, allowed)
@@ -34,7 +34,7 @@ def parse_duration(field: str, value: str, allowed: str = DURATION_ALLOWED) -> i
 
 
 def parse_expiry(field: str, value: str, now_ms: int) -> int | None:
-    """A future time in milliseconds since the epoch; None for never.
+    """Return a future time in milliseconds since the epoch; None for never.
 
     ``value`` is a duration from ``now_ms`` on, a timestamp, or ``never``. Raises ``InvalidField``.
     """
@@ -50,7 +50,10 @@ def parse_expiry(field: str, value: str, now_ms: int) -> int | None:
 
 
 def parse_timestamp(field: str, value: str | None, allowed: str = TIMESTAMP_ALLOWED) -> int | None:
-    """Milliseconds since the epoch of an ISO 8601 time or of such a number; None for None. Raises ``InvalidField``."""
+    """Convert an ISO 8601 time, or a number of milliseconds, to milliseconds since the epoch; None stays None.
+
+    Raises ``InvalidField``.
+    """
     if value is None:
         return None
     if value.isascii() and value.isdigit() and len(value) > 8:
@@ -67,7 +70,7 @@ def parse_timestamp(field: str, value: str | None, allowed: str = TIMESTAMP_ALLO
 
 
 def format_utc(at_ms: int | None) -> str:
-    """``2026-11-21 09:30:00``, in UTC, of milliseconds since the epoch; "" for None."""
+    """Format milliseconds since the epoch in UTC, as ``2026-11-21 09:30:00``; "" for None."""
     if at_ms is None:
         return ""
     moment = datetime.datetime.fromtimestamp(at_ms / 1000, datetime.UTC)
