@@ -28,7 +28,7 @@ MONEY = ("price_input", "price_cached", "price_output", "cost")
 
 
 class UsageFilter(Struct, frozen=True, kw_only=True):
-    """Rows that started in [start_ms, end_ms) and match what is given."""
+    """Selects rows that started in [start_ms, end_ms) and match the fields that are given."""
 
     start_ms: int = 0
     end_ms: int | None = None
@@ -40,11 +40,12 @@ class UsageFilter(Struct, frozen=True, kw_only=True):
 
 
 class UsageRow(Struct, frozen=True, kw_only=True):
-    """One request. ``cost`` is micro-units; an open row has what it last checkpointed and ``cost`` 0.
+    """One request. ``cost`` is in micro-units; an open row has its last checkpointed counts and ``cost`` 0.
 
-    ``generated_tokens`` is the engine's own count, some seconds late. Where it exceeds ``completion_tokens`` the rest
-    was generated and never reached the gateway (a request that was cut, an engine that died); it is not billed.
-    ``draft_tokens`` and ``accepted_draft_tokens`` (of speculation) are those of requests that came to their end.
+    ``generated_tokens`` is the engine's own count, some seconds late. If it exceeds ``completion_tokens``, the
+    difference was generated but never reached the gateway (the request was cut off, or an engine died); it is not
+    billed. ``draft_tokens`` and ``accepted_draft_tokens`` (of speculative decoding) are only counted for requests that
+    ran to their end.
     """
 
     request_id: str
@@ -71,20 +72,20 @@ class UsageRow(Struct, frozen=True, kw_only=True):
     status: str
 
     def to_wire(self) -> dict[str, Any]:
-        """The row as the API has it, with money as decimal strings."""
+        """Return the row in the API's form, with money as decimal strings."""
         row: dict[str, Any] = msgspec.structs.asdict(self)
         return row | {name: units(row[name]) for name in MONEY}
 
 
 class UsagePage(Struct, frozen=True, kw_only=True):
-    """``next_cursor`` None: this was the last page so far."""
+    """A page of rows. A ``next_cursor`` of None means that this is the last page so far."""
 
     rows: tuple[UsageRow, ...]
     next_cursor: str | None
 
 
 class UsageSum(Struct, frozen=True, kw_only=True):
-    """``group`` has the values of the columns grouped by, in their order (a day as "2026-11-21", UTC)."""
+    """A sum. ``group`` has the values of the columns grouped by, in their order (a day as "2026-11-21", UTC)."""
 
     group: tuple[str, ...]
     requests: int
@@ -97,7 +98,7 @@ class UsageSum(Struct, frozen=True, kw_only=True):
     cost: int
 
     def to_wire(self, by: tuple[GroupBy, ...]) -> dict[str, Any]:
-        """The sum as the API has it: group columns by name, counts, and cost as a decimal string."""
+        """Return the sum in the API's form: group columns by name, counts, and cost as a decimal string."""
         row: dict[str, Any] = msgspec.structs.asdict(self)
         return dict(zip(by, row.pop("group"), strict=True)) | row | {"cost": units(self.cost)}
 
@@ -131,9 +132,9 @@ class Usage:
         return currency(self._store)
 
     def page(self, what: UsageFilter, *, limit: int = 100, cursor: str | None = None) -> UsagePage:
-        """Rows by (start, request id), oldest first. A cursor stays right while rows are added and settled.
+        """Return rows sorted by (start, request id), oldest first.
 
-        Raises ``InvalidField`` for ``limit`` and ``cursor``.
+        A cursor stays valid while rows are added and settled. Raises ``InvalidField`` for ``limit`` and ``cursor``.
         """
         if not isinstance(limit, int) or isinstance(limit, bool) or not 1 <= limit <= MAX_PAGE:
             raise InvalidField("limit", limit, f"an integer from 1 to {MAX_PAGE}")
@@ -150,7 +151,7 @@ class Usage:
         return UsagePage(rows=rows, next_cursor=_to_cursor(rows[-1]) if len(found) > limit else None)
 
     def rows(self, what: UsageFilter) -> Iterator[UsageRow]:
-        """Every matching row, read in pages."""
+        """Yield every matching row, read in pages."""
         cursor = None
         while True:
             page = self.page(what, limit=READ_PAGE, cursor=cursor)
@@ -160,15 +161,15 @@ class Usage:
                 return
 
     def sums(self, what: UsageFilter, by: tuple[GroupBy, ...] = ("day", "tenant", "entity")) -> tuple[UsageSum, ...]:
-        """Sums over the closed rows that match, ordered by group. Raises ``InvalidField`` for ``by``.
+        """Return sums over the closed rows that match, ordered by group. Raises ``InvalidField`` for ``by``.
 
-        A folded day counts where its first millisecond is in the filter's time.
+        A folded day counts if its first millisecond is in the filter's time.
         """
         if not by or set(by) - set(GROUPS) or len(set(by)) != len(by):
             raise InvalidField("by", ",".join(map(str, by)), "one or more of " + ", ".join(GROUPS))
         rows = [ledger.c.started_ms // DAY_MS if name == "day" else ledger.c[name] for name in by]
         days = [folded.c[name] for name in by]
-        both = sa.union_all(  # one statement sees one state: what is folded meanwhile counts once
+        both = sa.union_all(  # one statement sees one state, so that rows folded meanwhile count once
             _summed(rows, sa.func.count(), ledger).where(*_conditions(what), ledger.c.status != "open"),
             _summed(days, sa.func.sum(folded.c.requests), folded).where(*_folded_conditions(what)),
         )
@@ -180,7 +181,7 @@ class Usage:
         return tuple(_sum(by, group, total) for group, total in sorted(totals.items()))
 
     def provisioned_cost(self, what: UsageFilter) -> tuple[tuple[str, str, str, int, int], ...]:
-        """(tenant, endpoint, entity, unit-minutes, micro-units) of provisioned throughput in the filter's time."""
+        """Return (tenant, endpoint, entity, unit-minutes, micro-units) of provisioned throughput within the filter."""
         table = provisioned_minutes.c
         names = (table.tenant, table.endpoint, table.entity)
         query = sa.select(*names, sa.func.sum(table.units), sa.func.sum(table.cost))
@@ -226,7 +227,7 @@ def _sum(by: tuple[GroupBy, ...], group: tuple[Any, ...], counts: list[int]) -> 
 
 
 def day(number: int) -> str:
-    """Days since the epoch as an ISO date."""
+    """Convert days since the epoch to an ISO date."""
     return (datetime.date(1970, 1, 1) + datetime.timedelta(days=number)).isoformat()
 
 
@@ -237,7 +238,7 @@ def _to_cursor(row: UsageRow) -> str:
 def _from_cursor(cursor: str) -> tuple[int, str]:
     try:
         found = msgspec.json.decode(base64.b64decode(cursor, altchars=b"-_", validate=True), type=_Cursor)
-        if "\0" in found[1]:  # which no request's id has, and PostgreSQL takes in no text
+        if "\0" in found[1]:  # no request id has one, and PostgreSQL accepts none in a text
             raise ValueError("a NUL")
         return found
     except (binascii.Error, msgspec.MsgspecError, ValueError) as error:

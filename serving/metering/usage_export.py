@@ -1,4 +1,4 @@
-"""Usage exported as CSV or Parquet, page by page, so that size does not matter."""
+"""Export usage as CSV or Parquet, page by page, so that its size does not matter."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
 def csv_lines(usage: UsageSource, what: UsageFilter) -> Iterator[str]:
-    """A header and a line a request. A text that a spreadsheet would run as a formula gets a leading apostrophe."""
+    """Yield a header and one line per request. A text that a spreadsheet would run as a formula gets an apostrophe."""
     line = _Line()
     writer = csv.writer(line)
     writer.writerow(FIELDS)
@@ -29,7 +29,7 @@ def csv_lines(usage: UsageSource, what: UsageFilter) -> Iterator[str]:
 
 
 class _Line:
-    """What ``csv.writer`` writes to: keeps the last line."""
+    """A file for ``csv.writer`` that keeps the last line."""
 
     text = ""
 
@@ -45,7 +45,7 @@ def _cell(value: object) -> object:
 def write_parquet(usage: UsageSource, what: UsageFilter, target: str | IO[bytes]) -> int:
     """Write usage as Parquet and return the number of rows.
 
-    Token counts are int64, money exact decimals, ``started_ms`` and ``ended_ms`` UTC timestamps.
+    Token counts are int64, money values are exact decimals, and ``started_ms`` and ``ended_ms`` are UTC timestamps.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq

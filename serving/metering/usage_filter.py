@@ -1,4 +1,4 @@
-"""Filters and groups of usage, parsed from query parameters or a command's options."""
+"""Parse filters and groups of usage from query parameters or a command's options."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAMES = ("tenant", "endpoint", "entity", "key_id", "status")
 
 
 def filter_of(asked: Mapping[str, str | None]) -> UsageFilter:
-    """A filter with ``start`` (included), ``end`` (excluded) and names to match; what is missing matches all.
+    """Return a filter with ``start`` (included), ``end`` (excluded) and names to match; a missing one matches all.
 
     Raises ``InvalidField``.
     """
@@ -35,7 +35,7 @@ def filter_of(asked: Mapping[str, str | None]) -> UsageFilter:
 
 
 def groups_of(value: str) -> tuple[GroupBy, ...]:
-    """``"day,tenant"`` as columns to sum by. Raises ``InvalidField``."""
+    """Parse columns to sum by, such as ``"day,tenant"``. Raises ``InvalidField``."""
     asked = [name.strip() for name in value.split(",")]
     found = tuple(group for name in asked for group in GROUPS if group == name)
     if len(found) != len(asked) or len(set(found)) != len(found):

@@ -1,4 +1,4 @@
-"""A plot of usage by day: tokens by kind, cost by tenant and by model. Needs matplotlib (``mlflow-llm[plot]``)."""
+"""Plot usage by day: tokens by kind, cost by tenant and by model. Needs matplotlib (``mlflow-llm[plot]``)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Stacks = Mapping[str, Sequence[int]]
-MOST_SHOWN = 9  # groups with a colour of their own; the rest are one
+MOST_SHOWN = 9  # groups with a colour of their own; all others are combined
 OTHERS = "others"
 
 
 def plot_usage(usage: UsageSource, what: UsageFilter, path: str) -> None:
-    """Write tokens a day by kind, cost a day by tenant and by model, to ``path`` (its ending chooses PNG, SVG or PDF).
+    """Plot daily tokens by kind and daily cost by tenant and by model to ``path`` (ending in .png, .svg or .pdf).
 
-    Raises ``ModuleNotFoundError`` naming the extra where matplotlib is missing.
+    Raises ``ModuleNotFoundError``, naming the extra, if matplotlib is missing.
     """
     try:
         from matplotlib.figure import Figure
@@ -54,8 +54,10 @@ def _stacked(axes: Axes, days: Sequence[str], stacks: Stacks, unit: int = 1) -> 
 
 
 def tokens_by_kind(usage: UsageSource, what: UsageFilter) -> tuple[list[str], dict[str, list[int]]]:
-    """(days in order, tokens of each day by kind): prompt tokens that were computed, those that were cached,
-    completion. Their sum is what was used: ``prompt_tokens`` of the ledger has the cached ones in it."""
+    """Return (days in order, tokens of each day by kind): computed prompt tokens, cached prompt tokens, completion.
+
+    They add up to the usage: the ledger's ``prompt_tokens`` includes cached ones.
+    """
     sums = sorted(usage.sums(what, by=("day",)), key=lambda total: total.group)
     kinds = {
         "prompt": [total.prompt_tokens - total.cached_tokens for total in sums],
@@ -66,7 +68,7 @@ def tokens_by_kind(usage: UsageSource, what: UsageFilter) -> tuple[list[str], di
 
 
 def cost_by_day(usage: UsageSource, what: UsageFilter, by: GroupBy) -> tuple[list[str], dict[str, list[int]]]:
-    """(days in order, micro-units of each day by group), the most expensive first and small ones as one."""
+    """Return (days in order, micro-units of each day by group), the most expensive first and small ones combined."""
     sums = usage.sums(what, by=("day", by))
     days = sorted({total.group[0] for total in sums})
     named = _largest(sums)

@@ -1,14 +1,15 @@
 """Rate windows: an exact sliding-window counter in O(1) space and time, without a store or a clock of its own.
 
-A window is a row of slots. Minute windows (``itpm``, ``otpm``, ``qpm``) have slots of 1 s, the hour window (``qph``) of
-60 s; each keeps the current slot and the 60 before it::
+A window is a row of slots. Minute windows (``itpm``, ``otpm``, ``qpm``) have slots of 1 s; the hour window (``qph``)
+has slots of 60 s. Each keeps the current slot and the 60 before it::
 
     slot    s-60  s-59  …  s-1   s        61 slots, the last one still filling
             └──────── sum ≤ limit ────┘   checked before anything is added to slot s
 
-Any 60 s (3,600 s) that end inside slot s lie within these 61 slots, so in *no* window of that length, wherever it
-begins, is the limit exceeded by one token. The price is that a token leaves the window up to one slot late.
-Output is charged when it is reserved, in the slot of the admission; what was not used is taken back from that slot.
+Any 60 s (3,600 s) that end inside slot s lie within these 61 slots. The limit is therefore not exceeded, not even by
+one token, in *any* window of that length, wherever it begins. The price is that a token leaves the window up to one
+slot late. Output is charged when it is reserved, in the slot of the admission; the unused part is credited back to that
+slot.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ DAY = 86_400
 
 
 class Amounts(Struct, frozen=True, kw_only=True):
-    """What one request adds to a window, or (negative) what is taken back. ``money`` is micro-units."""
+    """The amounts that one request adds to a window or, if negative, gives back. ``money`` is in micro-units."""
 
     input: int = 0
     output: int = 0
@@ -57,7 +58,10 @@ class Amounts(Struct, frozen=True, kw_only=True):
 
 
 class WindowState(Struct, array_like=True):
-    """All windows of one subject. ``slots[kind]`` maps slot number to amount; ``money`` is in all and by UTC period."""
+    """All windows of one subject.
+
+    ``slots[kind]`` maps slot numbers to amounts; ``money`` has the total and amounts by UTC period.
+    """
 
     latest: int = 0
     slots: dict[str, dict[int, int]] = {}
@@ -77,19 +81,19 @@ decode = _decoder.decode
 
 
 def month_of(second: int) -> int:
-    """The calendar month, UTC, of a second since the epoch: months since January of year 0."""
+    """The calendar month (UTC) of a second since the epoch, as months since January of year 0."""
     moment = datetime.datetime.fromtimestamp(second, datetime.UTC)
     return moment.year * 12 + moment.month - 1
 
 
 def month_end(second: int) -> int:
-    """The first second of the calendar month after that of ``second``, UTC."""
+    """The first second of the calendar month (UTC) after that of ``second``."""
     year, month = divmod(month_of(second) + 1, 12)
     return int(datetime.datetime(year, month + 1, 1, tzinfo=datetime.UTC).timestamp())
 
 
 def charge(state: WindowState, at: int, amounts: Amounts) -> None:
-    """Add ``amounts`` to the slots of second ``at``. A slot that has left its window is left alone."""
+    """Add ``amounts`` to the slots of second ``at``. A slot that has left its window is not changed."""
     state.latest = max(state.latest, at)
     for kind, seconds in _SLOT_SECONDS.items():
         value = amounts.of(kind)
@@ -114,7 +118,7 @@ def _in_period(have: tuple[int, int], period: int, money: int) -> tuple[int, int
 
 
 def used(state: WindowState, kind: Kind, now: int) -> int:
-    """What counts against a limit of ``kind`` at second ``now``."""
+    """The amount that counts against a limit of ``kind`` at second ``now``."""
     if kind == "in_flight":
         return state.in_flight
     if kind == "budget":
@@ -128,9 +132,9 @@ def used(state: WindowState, kind: Kind, now: int) -> int:
 
 
 def free_at(state: WindowState, kind: Kind, now: int, *, allowed: int, wanted: int) -> int | None:
-    """The second at which ``wanted`` fits under ``allowed`` if nothing else is admitted or credited; None: never.
+    """Return the second at which ``wanted`` fits under ``allowed`` if nothing else is admitted or credited, or None.
 
-    A request in flight ends when it ends: one second is then the advice.
+    For requests in flight, whose end is not known, the advice is one second.
     """
     if wanted > allowed:
         return None
