@@ -84,14 +84,13 @@ def markdown(result: dict[str, Any], run: str = "") -> str:
     flags = ", ".join(had) or "none of AVX2, AVX-512, VNNI, AMX"
     begin, end = (f"{value:.1f}" for value in result["load_average"])
     rounds = result["rounds"]
+    title = f"**`{run}`**: " if run else ""
     said = [
-        f"{machine['cpu']} ({flags}), {machine['cores']} cores; {result['load']}; "
+        f"{title}{machine['cpu']} ({flags}), {machine['cores']} cores; {result['load']}; "
         f"{'one round' if rounds == 1 else f'medians of {rounds} rounds'}; load average {begin} before and {end} after."
     ]
     if refused:
         said.append("The processor has AMX, which no contender was allowed to use (`--without-amx`).")
-    if run:
-        said[0] = f"**`{run}`**: {said[0]}"
     parts = [" ".join(said), table(rows)] if rows else said
     if others:
         parts += ["Open loop: " + " / ".join(traffic) + ".", table(others)]

@@ -16,6 +16,14 @@ from .sizes import Size
 F = TypeVar("F", bound=Callable[..., Any])
 DEFAULTS = ServerSettings()
 SIZE = Size()
+
+
+def _setting(flag: str, **given: Any) -> Callable[[F], F]:
+    """The option of the server setting with the same name, whose default it shows."""
+    default = getattr(DEFAULTS, flag.removeprefix("--").replace("-", "_"))
+    return option(flag, default=default, show_default=True, **given)
+
+
 _OPTIONS = (
     option(
         "-m",
@@ -31,13 +39,11 @@ _OPTIONS = (
         type=click.Path(exists=True, dir_okay=False),
         help="Models, endpoints and settings in a JSON file.",
     ),
-    option("--host", default=DEFAULTS.host, show_default=True, help="Address to listen on."),
-    option("--port", default=DEFAULTS.port, show_default=True, type=click.IntRange(0, 65535)),
+    _setting("--host", help="Address to listen on."),
+    _setting("--port", type=click.IntRange(0, 65535)),
     option("--socket", help="Path of a Unix socket to listen on instead of host and port."),
-    option(
+    _setting(
         "--socket-mode",
-        default=DEFAULTS.socket_mode,
-        show_default=True,
         help="Permissions of the socket: whoever may write to it may use the server.",
     ),
     option("--tls-cert", help="PEM file with the certificate and its chain. It is reloaded when it changes."),
@@ -58,10 +64,8 @@ _OPTIONS = (
         type=click.IntRange(0, 65535),
         help="Port of KServe's inference service over gRPC, served by a separate process (mlflow-llm[grpc]).",
     ),
-    option(
+    _setting(
         "--max-connections",
-        default=DEFAULTS.max_connections,
-        show_default=True,
         type=click.IntRange(1),
         help="Connections per worker. When all are taken, the one that has waited longest for its client is closed.",
     ),
@@ -77,10 +81,8 @@ _OPTIONS = (
         metavar="NAME",
         help="A further name (Host) under which a server without keys is reached; repeatable.",
     ),
-    option(
+    _setting(
         "--workers",
-        default=DEFAULTS.workers,
-        show_default=True,
         type=click.IntRange(1, 64),
         help="Number of gateway processes.",
     ),
@@ -103,38 +105,26 @@ _OPTIONS = (
     ),
     option("--jwt-issuer", help="Required issuer (iss) of tokens."),
     option("--jwt-audience", help="Required audience (aud) of tokens: the issuer's name for this server."),
-    option(
-        "--jwt-algorithms", default=DEFAULTS.jwt_algorithms, show_default=True, help="Accepted signature algorithms."
-    ),
-    option(
+    _setting("--jwt-algorithms", help="Accepted signature algorithms."),
+    _setting(
         "--jwt-leeway",
-        default=DEFAULTS.jwt_leeway,
-        show_default=True,
         type=click.FloatRange(0, 600),
         help="Seconds by which clocks may differ.",
     ),
-    option(
+    _setting(
         "--jwt-subject-claim",
-        default=DEFAULTS.jwt_subject_claim,
-        show_default=True,
         help="Claim that names the caller.",
     ),
-    option(
+    _setting(
         "--jwt-tenant-claim",
-        default=DEFAULTS.jwt_tenant_claim,
-        show_default=True,
         help="Claim that names the tenant, which pays.",
     ),
-    option(
+    _setting(
         "--jwt-scope-claim",
-        default=DEFAULTS.jwt_scope_claim,
-        show_default=True,
         help="Claim with the scopes: invoke, usage, manage.",
     ),
-    option(
+    _setting(
         "--jwt-endpoints-claim",
-        default=DEFAULTS.jwt_endpoints_claim,
-        show_default=True,
         help="Claim with the allowed endpoints; a token without it may use all.",
     ),
     option(
@@ -142,45 +132,33 @@ _OPTIONS = (
         help="Claim with the caller's share of an engine next to other tenants, like --weight of a key.",
     ),
     option("--require-keys", is_flag=True, help="Refuse requests without an API key (needs --database)."),
-    option(
+    _setting(
         "--timeout",
-        default=DEFAULTS.timeout,
-        show_default=True,
         type=click.FloatRange(0, min_open=True),
         help="Seconds that a request may take.",
     ),
-    option(
+    _setting(
         "--drain-timeout",
-        default=DEFAULTS.drain_timeout,
-        show_default=True,
         type=click.FloatRange(0),
         help="Seconds that running requests have after SIGTERM.",
     ),
-    option(
+    _setting(
         "--max-resolvers",
-        default=DEFAULTS.max_resolvers,
-        show_default=True,
         type=click.IntRange(1, 64),
         help="Model lookups of the management API at the same time, 200 MB each; others wait.",
     ),
-    option(
+    _setting(
         "--resolve-timeout",
-        default=DEFAULTS.resolve_timeout,
-        show_default=True,
         type=click.FloatRange(0, min_open=True),
         help="Seconds that a lookup may take, including downloads.",
     ),
-    option(
+    _setting(
         "--max-queued",
-        default=DEFAULTS.max_queued,
-        show_default=True,
         type=click.IntRange(0),
         help="Requests that may wait at an endpoint; more get a 503.",
     ),
-    option(
+    _setting(
         "--prefix-sharing",
-        default=DEFAULTS.prefix_sharing,
-        show_default=True,
         type=click.Choice(get_args(PrefixSharing)),
         help="Who shares cached prompt prefixes: the keys of a tenant, all callers of an endpoint, or nobody.",
     ),
@@ -194,10 +172,8 @@ _OPTIONS = (
         type=click.IntRange(1),
         help="max_tokens of requests without it, which rate limits then reserve (default: the rest of the context).",
     ),
-    option(
+    _setting(
         "--scale-to-zero-after",
-        default=DEFAULTS.scale_to_zero_after,
-        show_default=True,
         type=click.FloatRange(0, min_open=True),
         help="Seconds without a request after which an engine with scale_to_zero_enabled ends.",
     ),
@@ -225,28 +201,20 @@ _OPTIONS = (
         help="Engine on another host (mlflow-llm engine) with the model of endpoint NAME; several are replicas.",
     ),
     option("--engine-key-file", help="File with the key of those engines, made by mlflow-llm engine-key."),
-    option(
+    _setting(
         "--engine-timeout",
-        default=DEFAULTS.engine_timeout,
-        show_default=True,
         type=click.FloatRange(0, min_open=True),
         help="Seconds that requests wait for such an engine while it is unavailable.",
     ),
-    option(
+    _setting(
         "--trace-sample",
-        default=DEFAULTS.trace_sample,
-        show_default=True,
         type=click.FloatRange(0, 1),
         help="Share of requests traced to MLflow, besides those with a sampled traceparent. 0 is off.",
     ),
     option("--trace-content", is_flag=True, help="Include prompts and replies in traces."),
-    option(
-        "--trace-experiment", default=DEFAULTS.trace_experiment, show_default=True, help="MLflow experiment for traces."
-    ),
-    option(
+    _setting("--trace-experiment", help="MLflow experiment for traces."),
+    _setting(
         "--log-level",
-        default=DEFAULTS.log_level,
-        show_default=True,
         type=click.Choice(["debug", "info", "warning", "error"]),
         help="Level of the log on standard error.",
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from mlflow_llm.serving.engine.forward_context import ContextHolder
 from mlflow_llm.serving.settings import EngineSettings
 
 pytest.importorskip("triton")
-fused_kernels = pytest.importorskip("mlflow_llm.serving.engine.fused_kernels")  # which needs triton to be imported
+fused_kernels = importlib.import_module("mlflow_llm.serving.engine.fused_kernels")  # which needs triton
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 IDS = torch.arange(3, 20)[None]
 
