@@ -197,7 +197,7 @@ def test_a_tenant_that_floods_evicts_its_own(adapters: Adapters, core_of: Callab
 def test_pinned_adapters_are_never_evicted(adapters: Adapters, core_of: Callable[..., EngineCore]) -> None:
     """Those of the setting and those pinned as they are loaded; what they leave no room for is refused for good."""
     core = core_of(adapters=("f", "a"), pinned_adapters=("f",), adapter_memory=int(2.5 * adapters.size))
-    with pytest.raises(LimitExceeded, match=r"allows beside pinned adapters, \d+"):
+    with pytest.raises(LimitExceeded, match=r"allows beside pinned adapters: \d+"):
         core_of(adapters=("f",), pinned_adapters=("f",), adapter_memory=int(1.5 * adapters.size)).load_adapter(
             "g", adapters.paths["f"], pinned=True
         )

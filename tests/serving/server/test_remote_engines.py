@@ -100,7 +100,7 @@ def test_a_killed_engine_moves_its_streams(
     assert streams(server, 6, lambda: os.kill(pid, signal.SIGKILL)) == [expected] * 6
     until(lambda: replicas(server) == 2 and well(server))
     assert one.pid() != pid
-    assert "it is started again" in one.log()
+    assert "restarting it" in one.log()
 
 
 def test_an_engine_host_that_ends_moves_its_streams(
@@ -151,7 +151,7 @@ def test_a_killed_command_is_started_again(one: Pair, expected: tuple[str, dict]
     assert engine.pid() == pid
     assert streams(server, 3, lambda: None) == [expected] * 3
     os.kill(pid, signal.SIGKILL)
-    until(lambda: "it is started again" in engine.log()[begun:])
+    until(lambda: "restarting it" in engine.log()[begun:])
     assert ask(server, BODY)[0] == 200
 
 
