@@ -1,1 +1,1 @@
-"""In each worker: which endpoint, served entity and replica answers a request, following the controller's plan."""
+"""Choose, in each worker, the endpoint, served entity and replica for a request, following the controller's plan."""

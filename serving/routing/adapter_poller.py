@@ -1,7 +1,7 @@
-"""The names of an engine's adapters, polled, so that no request waits for the engine to list them.
+"""Poll the names of an engine's adapters, so that no request waits for the engine to list them.
 
-Any client of an engine may load and unload adapters, in other processes too, and the engine notifies no other. So a
-greenlet asks it again and again, and that one may wait as long as the engine is away.
+Any client of an engine may load and unload adapters, from other processes too, and the engine does not notify the other
+clients. So a greenlet polls the engine; only this greenlet waits while the engine is away.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from gevent.event import Event
 from ..engine.interface import Engine
 from ..errors import ServingError
 
-INTERVAL = 1.0  # seconds from an answer to the next question
+INTERVAL = 1.0  # seconds from an answer to the next poll
 
 
 class AdapterPoller:
-    """Polls an engine for its adapters. Call it for the names: ``known`` before the first answer, then those of the
-    last one. Never blocks, and any thread may call. ``answered`` is set when the engine has answered once, or refused
-    to.
+    """Polls an engine for its adapters.
 
-    A name that has just been unloaded may still be among them: the engine itself refuses it then.
+    Calling the poller returns the names: ``known`` before the engine's first answer, later those of its last answer.
+    A call never blocks and may come from any thread. ``answered`` is set once the engine has answered or refused to. An
+    adapter that has just been unloaded may still be among the names; then the engine itself refuses it.
     """
 
     def __init__(self, engine: Engine, known: Iterable[str]) -> None:

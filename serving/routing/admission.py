@@ -1,4 +1,4 @@
-"""How the requests of a served entity are admitted: the mode, and the profile of fields and limits that they have."""
+"""How the requests of a served entity are admitted: its mode, and its profile of allowed fields and limits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROFILES: Mapping[str, Profile] = {
 
 
 def profiles_of(settings: ServerSettings) -> Mapping[str, Profile]:
-    """The profiles that an endpoint may have, by name, with the limits of a server."""
+    """Return the profiles that an endpoint may have, by name, with the limits from the server's settings."""
     tokens, size = settings.default_max_tokens, settings.max_reply_bytes
     return {
         name: dataclasses.replace(profile, default_max_tokens=tokens, max_reply_bytes=size)
@@ -31,7 +31,7 @@ def profiles_of(settings: ServerSettings) -> Mapping[str, Profile]:
 
 
 def profile_in(mode: Mode | None, profile: Profile) -> Profile:
-    """``profile`` with the fields that the mode takes: an entity's mode decides, whatever its server's profile is."""
+    """Return ``profile`` with the fields that ``mode`` allows: an entity's mode overrides the server's profile."""
     if mode is None:
         return profile
     takes = mode.profile
@@ -39,10 +39,11 @@ def profile_in(mode: Mode | None, profile: Profile) -> Profile:
 
 
 def mode_of(entity: EntityConfig, facts: dict[str, Any], ledger: Any, replicas: int = 1) -> Mode | None:
-    """The mode that admits the requests of ``entity``; None without a ledger: all are admitted and nothing is counted.
+    """Return the mode that admits the requests of ``entity``.
 
-    ``facts`` are those of ``Autoscaler.prepare``. A provisioned entity's reserve is what its ``replicas`` give; while
-    it has none and a request makes it start, one.
+    Without a ledger the mode is None: all requests are admitted and nothing is counted. ``facts`` are those of
+    ``Autoscaler.prepare``. A provisioned entity's reserve is the throughput of its ``replicas``; with none running, it
+    is that of one replica, because a request starts one.
     """
     if ledger is None:
         return None

@@ -1,5 +1,5 @@
-"""Load shedding: a request is refused at once while the server drains, the engine's queue is full, or too much of it is
-the caller's own."""
+"""Load shedding: refuse a request at once if the server drains, the engine's queue is full, or the caller has used up
+its share of that queue."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ DRAIN_RETRY_AFTER = 5.0
 
 
 class LoadShedder:
-    """Admits requests to engines' queues, one object in each of ``workers`` processes. The engine's own queue bound is
-    exact; this one answers before any work is done.
+    """Admits requests to the queues of engines. Each of the ``workers`` processes has one load shedder.
 
-    The number of waiting requests comes with the engine's heartbeat, so it lags by at most one step or beat; what has
-    entered counts this worker's requests that the heartbeat may not have seen yet. Requests to endpoints with
-    provisioned throughput are counted apart, so that no queue of others keeps them out. While an engine is away nothing
-    waits in it: what has entered here waits for the next one, and alone bounds what may. An engine that is given up is
-    closed only once nothing that entered for it is left.
+    The engine's own queue limit is exact; this one refuses a request before any work is done for it.
+
+    The number of waiting requests comes with the engine's heartbeat, so it lags by at most one step or beat; the
+    entered requests include those of this worker that the heartbeat may not have seen yet. Requests to endpoints with
+    provisioned throughput are counted separately, so that other requests' queue never keeps them out. While an engine
+    is away, no request waits in it: the entered requests wait here for the next engine, and only their number limits
+    further ones. A retired engine is closed only once no entered request for it is left.
 
     Callers with keys share the queue by dynamic thresholds (Choudhury and Hahne, 1998): a tenant may have as many
-    requests waiting as places are left, a key half as many. So one key alone fills a third of the queue, the keys of
-    one tenant half, of two tenants a third each, and there is always room for the next to come. A tenant with less than
-    a ``QUEUE_FLOOR``-th of the queue waiting here is let in even where other workers' requests have filled it.
+    requests waiting as there are free places, a key half as many. So one key alone fills a third of the queue, the keys
+    of one tenant half of it, the keys of two tenants a third each, and there is always room for the next caller. A
+    tenant whose requests waiting here fill less than a ``QUEUE_FLOOR``-th of the queue is admitted even if other
+    workers' requests have filled the queue.
     """
 
     def __init__(self, *, max_queued: int, retry_after: float, workers: int = 1) -> None:
@@ -34,15 +36,15 @@ class LoadShedder:
         self._entered: dict[tuple[int, bool], list[Caller | None]] = {}  # in order of arrival
 
     def check_open(self) -> None:
-        """Raises ``ShuttingDown`` while the server drains."""
+        """Raise ``ShuttingDown`` if the server is draining."""
         if self.draining:
             raise ShuttingDown("the server is shutting down", retry_after=DRAIN_RETRY_AFTER)
 
     def enter(self, endpoint: str, engine: Engine, *, reserves: bool = False, caller: Caller | None = None) -> None:
-        """Count a request in; ``leave`` counts it out. ``reserves``: to an endpoint with provisioned throughput.
-        ``caller`` None: all callers are one, and there are no shares.
+        """Count a request in; ``leave`` counts it out.
 
-        Raises ``ShuttingDown``, ``Overloaded``.
+        ``reserves`` says that the endpoint has provisioned throughput. With a ``caller`` of None the queue is not
+        divided into shares. Raises ``ShuttingDown`` and ``Overloaded``.
         """
         self.check_open()
         entered = self._entered.get((id(engine), reserves), [])
@@ -51,9 +53,9 @@ class LoadShedder:
         self._entered[id(engine), reserves] = entered
 
     def leave(self, engine: Engine, *, reserves: bool = False, caller: Caller | None = None) -> None:
-        """Count a request out, as it was counted in by ``enter``."""
+        """Count a request out that ``enter`` counted in, with the same arguments."""
         entered = self._entered[id(engine), reserves]
-        entered.remove(caller)  # the caller's oldest
+        entered.remove(caller)  # removes the caller's oldest request
         if not entered:
             del self._entered[id(engine), reserves]
 
@@ -73,7 +75,11 @@ class LoadShedder:
             self._check_share(endpoint, entered[max(1, at_once // self.workers) :], waiting, caller)
 
     def _check_share(self, endpoint: str, queued: list[Caller | None], waiting: int, caller: Caller) -> None:
-        """``queued`` are the callers of what waits here, ``waiting`` is what waits in the engine for all workers."""
+        """Raise ``Overloaded`` if the caller has used up its share of the queue.
+
+        ``queued`` has the caller of each request that waits here; ``waiting`` is the number of requests from all
+        workers that wait in the engine.
+        """
         of_tenant = sum(one is not None and one.tenant == caller.tenant for one in queued)
         of_key = sum(one is not None and one.key_id == caller.key_id for one in queued)
         left = self.max_queued - max(waiting, len(queued))
@@ -84,5 +90,5 @@ class LoadShedder:
         raise Overloaded(f"this {holder}'s share of {most} is used up", retry_after=self.retry_after)
 
     def running(self, engine: Engine) -> int:
-        """Requests of this worker that have entered for ``engine``."""
+        """Return how many requests of this worker have entered for ``engine``."""
         return sum(len(self._entered.get((id(engine), reserves), ())) for reserves in (False, True))

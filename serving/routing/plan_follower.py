@@ -1,5 +1,5 @@
-"""The plan follower: a worker serves what the controller's plan says. New engines come first, then the traffic, then
-the old engines go."""
+"""The plan follower makes a worker serve what the controller's plan says: it attaches to the new engines, moves the
+traffic, then releases the old engines."""
 
 from __future__ import annotations
 
@@ -31,16 +31,18 @@ from .traffic import TrafficSplit
 
 TURN = 0.1  # seconds between looks at the plan
 FIRST_NAMES = 1.0  # seconds in which engines list their adapters before requests come
-FIRST_SECONDS = 5.0  # for an engine of another host, which the controller process has just been connected to
-RETRY = 10  # turns after which a replica that did not answer is tried again
+FIRST_SECONDS = 5.0  # to attach to an engine of another host, which the controller process has just connected to
+RETRY = 10  # turns after which the worker tries again to reach a replica that did not answer
 
 
 class PlanFollower:
-    """``open`` (``gevent_client.attach``) attaches to an engine. ``profile``, one of ``profiles``, is for endpoints
-    that name none, ``dialects`` for settings that they do not have. ``engine_timeout``: seconds that requests wait for
-    an engine of another host that is away. ``counter_directory``: where engines keep their counters.
+    """Follows the plan of ``plan_directory`` for one worker.
 
-    One greenlet runs ``run`` (or the worker's start ``adopt``), and it alone changes what is here.
+    ``open`` (``gevent_client.attach``) attaches to an engine. ``profile`` names the one of ``profiles`` for endpoints
+    that name none; ``dialects`` has the dialect settings that endpoints leave unset. ``engine_timeout`` is how many
+    seconds requests wait for an engine on another host that is away. ``counter_directory`` is where engines keep their
+    counters. Only one greenlet changes this object: the worker's start calls ``adopt``, later one greenlet runs
+    ``run``.
     """
 
     def __init__(
@@ -63,7 +65,7 @@ class PlanFollower:
         self._engine_timeout, self._counter_directory = engine_timeout, counter_directory
         self._engines: dict[str, ReplicaSet] = {}
         self._retiring: dict[str, ReplicaSet] = {}
-        self._adapters: dict[str, AdapterPoller] = {}  # of those in both
+        self._adapters: dict[str, AdapterPoller] = {}  # for the engines in both dictionaries
         self._texts: dict[tuple[Any, ...], TextModel] = {}
         self._splits: dict[tuple[str, int], TrafficSplit] = {}
         self._worker_file = plan_directory.add_worker()
@@ -74,17 +76,17 @@ class PlanFollower:
         self.generation = -1
 
     def planned(self, endpoint: str) -> tuple[PlannedEndpoint | None, bool]:
-        """``endpoint`` as the newest plan has it, and whether every worker serves that plan."""
+        """Return ``endpoint`` as described in the newest plan, and whether every worker serves that plan."""
         plan = self._plan_directory.read()
         found = next((one for one in plan.endpoints if one.name == endpoint), None)
         return found, self._plan_directory.is_adopted(plan.generation)
 
     def failed_log(self, endpoint_id: str, entity: str) -> str:
-        """What an engine of ``entity`` wrote whose load failed; empty where none has."""
+        """Return the log of an engine of ``entity`` that failed to load, or "" if none did."""
         return self._plan_directory.failed_log(endpoint_id, entity)
 
     def run(self) -> None:
-        """For ever: adopt each new plan, and let go of what is not used any more."""
+        """Adopt each new plan and release engines that are not used any more, forever."""
         due = Event()
         timer = gevent.get_hub().loop.timer(TURN, TURN)
         timer.start(self._look, due)
@@ -104,16 +106,18 @@ class PlanFollower:
             timer.close()
 
     def _look(self, due: Event) -> None:
-        """Have ``run`` take a turn where one is due. Called by the event loop: to switch to a greenlet that finds
-        nothing to do costs several times what a look does."""
+        """Wake ``run`` if it has something to do.
+
+        The event loop calls this: switching to a greenlet that finds nothing to do costs several times as much.
+        """
         self._turns += 1
-        with contextlib.suppress(OSError):  # which ``run`` will say
+        with contextlib.suppress(OSError):  # ``run`` meets the same error and logs it
             if not self._has_plan() and not self._retiring and all(one.is_settled for one in self._engines.values()):
                 return
         due.set()
 
     def _has_plan(self) -> bool:
-        """Whether there is a plan to adopt: a new one, or one of which replicas could not be reached."""
+        """Return whether there is a plan to adopt: a new one, or one with replicas that could not be reached."""
         return self._plan_directory.stamp() != self._stamp or (not self._complete and self._turns % RETRY == 0)
 
     def adopt(self) -> None:
@@ -121,7 +125,7 @@ class PlanFollower:
         stamp = self._plan_directory.stamp()
         plan = self._plan_directory.read()
         planned = {entity.key: entity for endpoint in plan.endpoints for entity in endpoint.entities}
-        # before we attach, so that the controller process ends none of them meanwhile
+        # reported before we attach, so that the controller process does not stop any of these engines meanwhile
         self._report(self.generation, {a for entity in planned.values() for a in entity.addresses})
         reached = [self._reach(key, entity) for key, entity in planned.items()]
         self._complete = all(reached)
@@ -132,11 +136,11 @@ class PlanFollower:
         self._forget(plan)
         before, self._stamp, self.generation = self.generation, stamp, plan.generation
         self._report(plan.generation)
-        if plan.generation != before:  # not each time that a replica was looked for again
+        if plan.generation != before:  # not after each retry to reach a replica
             logs.event("serving", generation=plan.generation, endpoints=[endpoint.name for endpoint in plan.endpoints])
 
     def close(self) -> None:
-        """Give up all engines and the worker's place among those that the controller process waits for."""
+        """Close all engine clients, and remove the worker from those that the controller process waits for."""
         for names in self._adapters.values():
             names.close()
         for engine in (*self._engines.values(), *self._retiring.values()):
@@ -159,7 +163,7 @@ class PlanFollower:
         engine.update_info(entity.info)
         self._engines[key] = engine
         complete = engine.set_addresses(entity.addresses)
-        if key not in self._adapters:  # not before there is an engine to ask
+        if key not in self._adapters:  # created here because the poller needs an engine to ask
             self._adapters[key] = AdapterPoller(engine, source.bundle.adapters)
         return complete
 
@@ -219,7 +223,7 @@ class PlanFollower:
         source = entity.config.model
         place = _text_place(entity)
         if place not in self._texts:
-            # on a thread: reading a tokenizer takes long enough for streams to be held up
+            # on a thread, because reading a tokenizer takes long enough to hold up streams
             make = functools.partial(TextModel, source.bundle, source.engine.trust_remote_code)
             self._texts[place] = gevent.get_hub().threadpool.apply(make)
         return self._texts[place]
@@ -231,13 +235,13 @@ class PlanFollower:
         self._splits = {place: split for place, split in self._splits.items() if place in splits}
 
     def _release_idle(self) -> None:
-        """Close what has no request left; the controller process ends it then."""
+        """Close the clients of engines that have no request left; the controller process can then stop the engines."""
         for engine in (*self._engines.values(), *self._retiring.values()):
             engine.rescue()
         changed = [engine.release_idle() for engine in (*self._engines.values(), *self._retiring.values())]
         over = [key for key, engine in self._retiring.items() if not self._load_shedder.running(engine)]
         for key in over:
-            if key in self._adapters:  # it is not where an engine could never be reached
+            if key in self._adapters:  # an engine that could never be reached has no poller
                 self._adapters.pop(key).close()
             self._retiring.pop(key).close()
         if over or any(changed):
@@ -253,8 +257,11 @@ class PlanFollower:
 
 
 class AdapterNames:
-    """The adapters of a served entity: what its engine was heard to have, and what the plan says of those that were
-    loaded and unloaded since, which is what all workers go by."""
+    """The names of a served entity's adapters.
+
+    They are the names from the engine's last answer, changed by the plan, which lists the adapters that were loaded and
+    unloaded at run time and is the same for all workers.
+    """
 
     def __init__(self, heard: Callable[[], tuple[str, ...]], entity: PlannedEntity) -> None:
         self._heard = heard

@@ -1,4 +1,5 @@
-"""One engine to the rest of a worker, none to several processes behind it. Implements ``engine.interface.Engine``."""
+"""A replica set looks like one engine to the rest of a worker; behind it are zero or more engine processes. Implements
+``engine.interface.Engine``."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from ..events import Event, Failed
 from ..request import ValidRequest
 
 ASK_AGAIN = 1.0  # seconds after which a waiting request asks for a replica again
-RETRY_AFTER = 5.0  # seconds, for callers that are refused because there is no engine
+RETRY_AFTER = 5.0  # seconds, told to callers whose request fails because no engine is running
 BEST_FIRST: tuple[Literal["ready", "draining", "stalled", "starting", "dead"], ...] = (
     "ready",
     "draining",
@@ -27,11 +28,11 @@ BEST_FIRST: tuple[Literal["ready", "draining", "stalled", "starting", "dead"], .
     "dead",
 )
 NOT_SUMMED = ("status", "last_step_age", "processor_wait")
-PAST = 64  # engine processes of former replicas of which the last counters are kept
+PAST = 64  # maximum number of former engine processes whose last counters are kept
 
 
 class _Replica:
-    """One engine process of the set. ``streams`` are those that are still held: what runs here for this worker."""
+    """One engine process of the set. ``streams`` are the streams that callers still hold: this worker's requests."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -43,7 +44,7 @@ class _Replica:
         return stream
 
     def hand_over(self, other: _Replica) -> None:
-        """Let ``other`` go on with all that runs here."""
+        """Let ``other`` continue all requests that run here, where the engine can move them."""
         for stream in list(self.streams):
             if self.engine.hand_over(stream, other.engine):
                 self.streams.discard(stream)
@@ -55,16 +56,17 @@ class _Replica:
 
     @property
     def load(self) -> tuple[bool, int]:
-        """Orders replicas: those that make progress first, then by what this worker has running there."""
+        """A sort key for replicas: ready ones first, then by the number of this worker's requests that run there."""
         return (not self.is_ready, len(self.streams))
 
 
 class ReplicaSet(Engine):
-    """The replicas of one model as one engine, used by the greenlets of one worker.
+    """Presents the replicas of one model as one engine to the greenlets of one worker.
 
-    ``open(address)`` attaches to a replica and may block; ``request_replica()`` asks for one where there is none.
-    Requests wait ``away_timeout`` seconds for replicas that should be there, without end for None, and for those that
-    are requested, unless by ``record()`` a start takes longer than they have. ``info`` is that of one replica.
+    ``open(address)`` attaches to a replica and may block; ``request_replica()`` asks for a replica when there is none.
+    If replicas should be running but cannot be reached, requests wait ``away_timeout`` seconds for them (None: without
+    limit). Otherwise they wait until a requested replica has started, unless ``record()`` says that a start takes
+    longer than the request's time limit. ``info`` describes one replica.
     """
 
     def __init__(
@@ -82,10 +84,10 @@ class ReplicaSet(Engine):
         self._open, self._request_replica, self._away_timeout = open, request_replica, away_timeout
         self._record = record
         self._expected = False
-        self._woken_at: float | None = None  # when a request first found it unloaded
+        self._woken_at: float | None = None  # when a request first found no replica
         self._active: dict[str, _Replica] = {}
         self._leaving: list[tuple[str, _Replica]] = []
-        self._past: dict[str, Health] = {}  # the last counters of those that are closed
+        self._past: dict[str, Health] = {}  # the last counters of closed replicas
         self._requested_at = 0.0
         self._arrived = Signal()
         self._closed = False
@@ -95,7 +97,7 @@ class ReplicaSet(Engine):
         return self._info
 
     def update_info(self, info: EngineInfo) -> None:
-        """Of an engine that was started again elsewhere, perhaps with other settings."""
+        """Replace ``info`` after the engine was started again elsewhere, perhaps with other settings."""
         self._info = info
 
     @property
@@ -104,11 +106,11 @@ class ReplicaSet(Engine):
 
     @property
     def addresses(self) -> set[str]:
-        """Of every engine that this worker may still have requests on."""
+        """The addresses of every engine on which this worker may still have requests."""
         return {*self._active, *(address for address, _ in self._leaving)}
 
     def set_addresses(self, addresses: tuple[str, ...]) -> bool:
-        """Requests go to these from now on. False where one of them does not answer: to be tried again."""
+        """Send requests to these replicas from now on. Return False if one does not answer, so that it is retried."""
         opened: dict[str, _Replica] = {}
         for address in addresses:
             with contextlib.suppress(Unavailable):
@@ -128,21 +130,24 @@ class ReplicaSet(Engine):
         return not self._leaving and all(not len(one.streams) or one.is_ready for one in self._active.values())
 
     def rescue(self) -> None:
-        """What runs on a replica that makes no progress goes on where there is one that does; where there is none it
-        waits, and asks for a replica: an engine that is not there cannot report that it has work."""
+        """Move requests from replicas that make no progress to one that is ready.
+
+        If no replica is ready, the requests wait, and this method asks for a replica: an engine that is not running
+        cannot report that it has work.
+        """
         for replica in (replica for replica in self._each() if len(replica.streams) and not replica.is_ready):
             if others := [other for other in self._active.values() if other.is_ready]:
                 replica.hand_over(min(others, key=lambda other: other.load))
             elif time.monotonic() - self._requested_at > ASK_AGAIN:
                 self._requested_at = time.monotonic()
-                with contextlib.suppress(OSError):  # the server's directory went with it; we still finish what runs
+                with contextlib.suppress(OSError):  # the server and its directory are gone; we finish running requests
                     self._request_replica()
 
     def _each(self) -> tuple[_Replica, ...]:
         return (*self._active.values(), *(replica for _, replica in self._leaving))
 
     def release_idle(self) -> bool:
-        """Close the clients of former replicas on which nothing runs any more; whether there were any."""
+        """Close the clients of former replicas on which no request runs any more. Return whether there were any."""
         over = [(address, replica) for address, replica in self._leaving if not len(replica.streams)]
         for address, replica in over:
             self._leaving.remove((address, replica))
@@ -153,8 +158,10 @@ class ReplicaSet(Engine):
         return bool(over)
 
     def submit(self, request: ValidRequest) -> EventStream:
-        """To the replica with the fewest of this worker's requests, of a task to the one that has its adapter; where
-        there is none, the request waits for one."""
+        """Submit ``request`` to the replica with the fewest of this worker's requests, preferring ready replicas.
+
+        A request with a LoRA task goes to the replica that has the task's adapter. Without replicas, it waits for one.
+        """
         replicas = self._active
         if not replicas:
             return _WaitingStream(self, request)
@@ -165,15 +172,20 @@ class ReplicaSet(Engine):
         return min(replicas.values(), key=lambda replica: replica.load).submit(request)
 
     def _of_task(self, request: ValidRequest) -> _Replica:
-        """The same one for every request of a task, whichever worker has it, as long as it is ready (rendezvous
-        hashing, Thaler and Ravishankar 1996): its adapter was sent once, to one engine."""
+        """Return the same replica for every request of a LoRA task, in every worker, as long as it is ready.
+
+        The task's adapter was sent once, to one engine. Uses rendezvous hashing (Thaler and Ravishankar 1996).
+        """
         assert request.lora_task is not None
         task = f"{request.tenant}\n{request.lora_task.task_id}"
         ready = [one for one in self._active.items() if one[1].is_ready] or list(self._active.items())
         return max(ready, key=lambda one: hashlib.blake2b(f"{one[0]}\n{task}".encode(), digest_size=8).digest())[1]
 
     def await_replica(self, deadline: float | None) -> Failed | None:
-        """Wait for a replica until ``deadline`` (``time.monotonic``); the failure where none came, or will in time."""
+        """Wait for a replica until ``deadline`` (``time.monotonic``).
+
+        Return a failure if no replica came, or as soon as it is known that none will come in time.
+        """
         since = time.monotonic()
         if self._woken_at is None:
             self._woken_at = since
@@ -198,7 +210,7 @@ class ReplicaSet(Engine):
         return self._record()
 
     def load_adapter(self, name: str, path: str, *, replace: bool = False, pinned: bool = False) -> AdapterInfo:
-        """Into every replica there is now."""
+        """Load an adapter into every current replica."""
         if not self._active:
             raise Unavailable("no replica is running", retry_after=ASK_AGAIN)
         engines = [replica.engine for replica in self._active.values()]
@@ -206,30 +218,34 @@ class ReplicaSet(Engine):
         return loaded[0]
 
     def unload_adapter(self, name: str, *, at_once: bool = False) -> None:
-        """From every replica there is now."""
+        """Unload an adapter from every current replica."""
         if not self._active:
             raise Unavailable("no replica is running", retry_after=ASK_AGAIN)
         for replica in self._active.values():
             replica.engine.unload_adapter(name, at_once=at_once)
 
     def adapters(self) -> tuple[AdapterInfo, ...]:
-        """Of one replica, the first that makes progress; those of the model while none runs."""
+        """Return the adapters of one replica, preferably a ready one; while none is running, those of the model."""
         if not self._active:
             return self._adapters
         found = min(self._active.values(), key=lambda replica: not replica.is_ready)
         return found.engine.adapters()
 
     def process_health(self) -> Mapping[str, Health]:
-        """The last ``Health`` of each engine process that served here, by generation, former replicas' included."""
+        """Return the last ``Health`` of each engine process that served here, by generation, including former ones."""
         found = dict(self._past)
         for replica in self._each():
             found |= replica.engine.process_health()
         return found
 
     def health(self) -> Health:
-        """The sums over all replicas, the best of their states, for requests move to it; "ready" where none is wanted,
-        "starting" where those that should be there could not be reached yet. ``last_step_age``: of those that have work
-        or are not ready the greatest, where all are idle the least; ``processor_wait``: the greatest."""
+        """Return the health of the set as a whole.
+
+        Counters are summed. ``status`` is the best status of all replicas, because requests move to the best one.
+        Without replicas it is "starting" if some are expected but not reached yet, and "ready" if none is expected.
+        ``last_step_age`` is the greatest value of the replicas that have work or are not ready; if all are idle, the
+        least value. ``processor_wait`` is the greatest value.
+        """
         each = [replica.engine.health() for replica in self._active.values()]
         if len(each) == 1:
             return each[0]
@@ -254,7 +270,7 @@ class ReplicaSet(Engine):
 
 
 class _WaitingStream:
-    """The events of a request that waits for a replica."""
+    """The event stream of a request that first waits for a replica."""
 
     def __init__(self, replicas: ReplicaSet, request: ValidRequest) -> None:
         self._replicas, self._request = replicas, request
@@ -279,12 +295,12 @@ class _WaitingStream:
         return next(self._stream)
 
     def tap(self, take: Callable[[Event], bool]) -> bool:
-        """See ``TappableStream``: of the stream that it waits for, once that is there."""
+        """See ``TappableStream``. Taps the underlying stream as soon as a replica has provided it."""
         self._take = take
         return self._stream is None or (isinstance(self._stream, TappableStream) and self._stream.tap(take))
 
     def have_reader(self, run: Callable[[], object]) -> None:
-        stream: Any = self._stream  # it offers nothing before it is there
+        stream: Any = self._stream  # ``take`` is not called, so this is not called, before the stream exists
         stream.have_reader(run)
 
     def finish(self, index: int) -> None:

@@ -1,4 +1,4 @@
-"""What the server serves: endpoints by name, and how a caller's ``model`` finds one."""
+"""The endpoints that the server serves, by name, and how the ``model`` of a request is resolved to one."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .traffic import TrafficSplit
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedEntity:
-    """One served entity of an ``endpoint``, with the engine that answers for it here.
+    """One served entity of an ``endpoint``, with the engine that runs its requests for this worker.
 
-    ``view`` is what validation knows of it, its tokenizer included. ``mode`` admits its requests; None admits all and
-    keeps no ledger. ``created`` is Unix seconds. ``entity`` is the served model's name, in answers and metrics.
-    ``prefix_sharing`` None is the server's own.
+    ``view`` has what validation needs to know, including the tokenizer. ``mode`` admits requests; None admits all and
+    keeps no ledger. ``created`` is in Unix seconds. ``entity`` is the served model's name in responses and metrics.
+    A ``prefix_sharing`` of None means the server's setting.
     """
 
     endpoint: str
@@ -34,7 +34,7 @@ class ServedEntity:
 
     @property
     def version(self) -> str:
-        """The model's, in the registry."""
+        """The model's version in the registry."""
         return self.view.version
 
     @property
@@ -42,20 +42,22 @@ class ServedEntity:
         return self.engine.info.tasks
 
     def adapter_names(self) -> tuple[str, ...]:
-        """Those known here (``AdapterPoller``): the engine itself, which may be away, is not asked."""
+        """Return the adapter names known here (``AdapterPoller``), without asking the engine, which may be away."""
         return self.view.known_adapters()
 
     def entity_shown_to(self, caller: Caller) -> str:
-        """The served model's name; a URI or path is shown to callers that manage alone, others see the endpoint's
-        name."""
+        """Return the served model's name as ``caller`` may see it.
+
+        If the name is a URI or path, only callers with the scope ``manage`` see it; others see the endpoint's name.
+        """
         return self.entity if caller.manages or NAME.fullmatch(self.entity) else self.endpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedEndpoint:
-    """An endpoint's served entities by name, and the traffic split that chooses among them (None: there is one).
+    """An endpoint's served entities by name, and the traffic split that chooses among them (None: only one entity).
 
-    ``sticky``: a caller's requests stay with the entity that its API key falls to.
+    If ``sticky``, all requests of an API key go to the same entity.
     """
 
     name: str
@@ -64,7 +66,7 @@ class ServedEndpoint:
     sticky: bool = False
 
     def choose(self, sticky_key: str | None, caller: str | None) -> ServedEntity:
-        """The served entity for the next request, by ``sticky_key`` or, where the endpoint is sticky, by ``caller``."""
+        """Choose the entity for the next request, by ``sticky_key`` or, if the endpoint is sticky, by ``caller``."""
         if self.split is None:
             return self.first
         if sticky_key is None and self.sticky and caller != ANONYMOUS.key_id:
@@ -76,7 +78,7 @@ class ServedEndpoint:
         return next(iter(self.entities.values()))
 
     def of_version(self, version: str) -> ServedEntity:
-        """The served entity whose model has this version in the registry. Raises ``NotFound``."""
+        """Return the served entity whose model has this version in the registry. Raises ``NotFound``."""
         for entity in self.entities.values():
             if entity.version == version:
                 return entity
@@ -87,14 +89,14 @@ class ServedEndpoint:
 
     @property
     def versions(self) -> tuple[str, ...]:
-        """The versions of its models, each once."""
+        """The distinct versions of the endpoint's models."""
         return tuple(dict.fromkeys(entity.version for entity in self.entities.values()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Address:
-    """What a name in a request means: an endpoint, perhaps one of its entities, perhaps an adapter. ``called`` is the
-    part of the name before the adapter."""
+    """What a name in a request refers to: an endpoint, and optionally one of its entities and an adapter. ``called`` is
+    the part of the name before the adapter."""
 
     endpoint: ServedEndpoint
     entity: ServedEntity | None = None
@@ -103,8 +105,8 @@ class _Address:
 
 
 class ServedEndpoints:
-    """All endpoints that this worker serves. Names are unique; the order is the order of adding. Replaced as a
-    whole."""
+    """All endpoints that this worker serves, in the order in which they were added. Names are unique, and ``replace``
+    replaces all endpoints at once."""
 
     def __init__(self, *entities: ServedEntity) -> None:
         self._by_name: dict[str, ServedEndpoint] = {}
@@ -114,11 +116,11 @@ class ServedEndpoints:
         )
 
     def replace(self, served: tuple[ServedEndpoint, ...]) -> None:
-        """Serve these instead: requests that come from now on find them."""
+        """Serve these endpoints instead, for requests that arrive from now on."""
         self._by_name = {one.name: one for one in served}
 
     def seen_by(self, caller: Caller) -> ServedEndpoints:
-        """Those that ``caller`` may know of, as they are now; in their errors there is no word of the others."""
+        """Return the current endpoints that ``caller`` may see. Its error messages never mention the other ones."""
         if caller.endpoints is None:
             return self
         seen = ServedEndpoints()
@@ -127,7 +129,7 @@ class ServedEndpoints:
         return seen
 
     def adapters_of(self, entity: ServedEntity) -> tuple[str, ...]:
-        """The adapters of ``entity`` that are seen here."""
+        """Return the names of the adapters of ``entity`` that the caller of ``seen_by`` may use."""
         names = entity.adapter_names()
         caller = self._caller
         if caller is None or caller.manages:
@@ -135,7 +137,7 @@ class ServedEndpoints:
         return tuple(name for name in names if caller.may_use(entity.endpoint, name))
 
     def check_use(self, caller: Caller, entity: ServedEntity, adapter: str | None) -> None:
-        """Raises ``NotFound`` where ``caller`` may not use ``entity`` with ``adapter``: as where there is none."""
+        """Raise ``NotFound`` if ``caller`` may not use ``entity`` with ``adapter``, as if it did not exist."""
         if caller.may_use(entity.endpoint, adapter):
             return
         has = ", ".join(name for name in entity.adapter_names() if caller.may_use(entity.endpoint, name)) or "none"
@@ -144,18 +146,18 @@ class ServedEndpoints:
         raise NotFound(f"endpoint {entity.endpoint} has no adapter {adapter[:80]!r}; it has {has}", param="model")
 
     def __iter__(self) -> Iterator[ServedEntity]:
-        """One of each endpoint: its first served entity."""
+        """Iterate over the first served entity of each endpoint."""
         return iter(tuple(served.first for served in self._by_name.values()))
 
     def __len__(self) -> int:
         return len(self._by_name)
 
     def entities(self) -> Iterator[ServedEntity]:
-        """Every served entity of every endpoint."""
+        """Iterate over every served entity of every endpoint."""
         return iter(tuple(entity for served in self._by_name.values() for entity in served.entities.values()))
 
     def versions_of(self, endpoint: str) -> tuple[str, ...]:
-        """The versions of an endpoint's models."""
+        """Return the versions of an endpoint's models."""
         return self._by_name[endpoint].versions
 
     def route(
@@ -167,13 +169,12 @@ class ServedEndpoints:
         sticky_key: str | None = None,
         caller: str | None = None,
     ) -> tuple[ServedEntity, str | None]:
-        """The served entity and adapter that answer a request to ``called``: an endpoint, an entity, or
-        ``endpoint:adapter``.
+        """Return the served entity and adapter for a request to ``called``.
 
-        None is the only endpoint there is. ``model``, of the body where the path names the endpoint, may say more of
-        the same one: an entity, an adapter; ``version`` is its model's in the registry. An endpoint's traffic split
-        chooses the entity, by ``sticky_key`` where it is given, by ``caller`` (a key's id) where the endpoint is
-        sticky. Raises ``NotFound``, ``InvalidField``.
+        ``called`` names an endpoint, an entity, an adapter or ``endpoint:adapter``; None means the only endpoint. If
+        the path names the endpoint, ``model`` of the body may select one of its entities or adapters. ``version`` is
+        the model's version in the registry. The endpoint's traffic split chooses the entity, by ``sticky_key`` if it is
+        given, or by ``caller`` (a key's id) if the endpoint is sticky. Raises ``NotFound`` and ``InvalidField``.
         """
         address = self._resolve(called)
         if model is not None and model not in (called, address.endpoint.name):
@@ -182,16 +183,16 @@ class ServedEndpoints:
         return self._checked(address, address.entity or address.endpoint.choose(sticky_key, caller))
 
     def find(self, called: str, version: str | None = None) -> tuple[ServedEntity, str | None]:
-        """The served entity and adapter that ``called`` names, of an endpoint the first entity, or that of ``version``:
-        no traffic is split.
+        """Return the served entity and adapter that ``called`` names, without using the traffic split.
 
-        Raises ``NotFound``, ``InvalidField``.
+        If ``called`` names an endpoint, this is its first entity, or the one of ``version``. Raises ``NotFound`` and
+        ``InvalidField``.
         """
         address = _of_version(self._resolve(called), version)
         return self._checked(address, address.entity or address.endpoint.first)
 
     def meant_by(self, called: str | None) -> ServedEntity | None:
-        """A served entity of the endpoint that ``called`` names; None where it names none."""
+        """Return a served entity of the endpoint that ``called`` names, or None if it names no endpoint."""
         try:
             address = self._resolve(called)
         except (NotFound, InvalidField):
@@ -219,7 +220,7 @@ class ServedEndpoints:
         raise NotFound(f"no endpoint is called {called[:80]!r}; there is {self._listed()}", param="model")
 
     def _with_adapter(self, name: str) -> _Address | None:
-        """The one endpoint that has an adapter of that name."""
+        """Find the one endpoint that has an adapter of this name. Raises ``InvalidField`` if there are several."""
         found = [
             one for one in self._by_name.values() if any(name in self.adapters_of(e) for e in one.entities.values())
         ]
@@ -229,12 +230,12 @@ class ServedEndpoints:
         return _Address(endpoint=found[0], adapter=name, called=found[0].name) if found else None
 
     def _narrow(self, address: _Address, called: str | None, model: str) -> _Address:
-        """``address``, which is ``called`` in the path, as ``model`` of the body says more of it."""
+        """Narrow ``address``, which the path names as ``called``, to what the body's ``model`` names."""
         if entity := address.endpoint.entities.get(model):
             return replace(address, entity=entity)
         wanted = self._resolve(model)
         if wanted.endpoint is not address.endpoint or address.adapter not in (None, wanted.adapter):
-            for one in (address, wanted):  # what is not there is not found, whatever the other says
+            for one in (address, wanted):  # a name that does not exist is a 404, even if the names also disagree
                 self._checked(one, one.entity or one.endpoint.first)
             raise InvalidField("model", model, f"{called}, as in the path")
         return wanted
@@ -258,7 +259,7 @@ class ServedEndpoints:
 
 
 def _of_version(address: _Address, version: str | None) -> _Address:
-    """``address``, held to ``version``. Raises ``NotFound``."""
+    """Narrow ``address`` to the entity whose model has ``version``. Raises ``NotFound``."""
     if version is None or (address.entity is not None and address.entity.version == version):
         return address
     found = address.endpoint.of_version(version)

@@ -1,4 +1,4 @@
-"""Which served entity answers: a split by integer percentages, by caller when asked, else exact in the long run."""
+"""The traffic split chooses a served entity by integer percentages: by a sticky key, else exactly in the long run."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / the golden ratio: its multiples fill the
 
 
 class TrafficSplit:
-    """One worker's view of an endpoint's routes. Immutable but for a counter; thread-safe.
+    """One worker's view of an endpoint's routes. Immutable except for a counter; thread-safe.
 
-    With ``sticky_key`` the choice is a pure function of (endpoint, key), the same in every worker, and moves only where
-    percentages move. Without one, requests follow a golden-ratio sequence from a start drawn at random: among any n
-    requests of a worker each share is within a few requests of its percentage, in no pattern that a client could hit.
+    With a ``sticky_key`` the choice is a pure function of (endpoint, key): it is the same in every worker, and changes
+    only where percentages change. Without one, requests follow a golden-ratio sequence from a random start: among any n
+    requests of a worker, each share is within a few requests of its percentage, and clients cannot exploit a pattern.
     """
 
     def __init__(self, endpoint: str, routes: tuple[Route, ...], *, start: int) -> None:
@@ -29,11 +29,11 @@ class TrafficSplit:
 
     @classmethod
     def starting_anywhere(cls, endpoint: str, routes: tuple[Route, ...]) -> TrafficSplit:
-        """As each worker makes its own."""
+        """Make a split with a random start; each worker makes its own."""
         return cls(endpoint, routes, start=secrets.randbits(64))
 
     def choose(self, sticky_key: str | None = None) -> str:
-        """The served entity's name."""
+        """Return the name of the chosen served entity."""
         if sticky_key is None:
             with self._lock:
                 number = next(self._counter)
