@@ -1,1 +1,1 @@
-"""Between a decoded request and the engine: validation, text, and the pieces of a reply."""
+"""The steps between a decoded request and the engine: validation, text processing, and the pieces of a reply."""

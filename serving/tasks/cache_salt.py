@@ -1,9 +1,10 @@
-"""Whose prompt prefixes a request may reuse: what keeps the prefix cache from telling one tenant what another asked.
+"""Cache salts: they decide whose prompt prefixes a request may reuse, so that the prefix cache does not tell one tenant
+what another has asked.
 
-``usage.cached_tokens``, the bill and the time to the first token all say whether the beginning of a prompt was known.
-Were prefixes shared by everyone, a caller could ask for guesses at another's prompt and read from these which is right
-(a timing side channel; "prompt theft by prefix caching"). So a prefix is found only under the salt that it was computed
-under, and the salt is a keyed hash (BLAKE2b) of a random secret of the server and of whoever shares.
+``usage.cached_tokens``, the bill and the time to the first token all show whether the beginning of a prompt was cached.
+If everyone shared prefixes, a caller could send guesses at another caller's prompt and see which one is right (a timing
+side channel; "prompt theft by prefix caching"). A prefix is therefore found only under the salt that it was computed
+under. The salt is a keyed hash (BLAKE2b) of whoever shares the prefix; the key is a random secret of the server.
 """
 
 from __future__ import annotations
@@ -20,24 +21,33 @@ SECRET_BYTES = 32
 
 
 class CacheSalts:
-    """Salts of one server. Its workers have the same ``secret``, other servers and notebooks have their own, so that
-    they share no prefix, even in an engine that they share."""
+    """The salts of one server.
+
+    All workers of a server have the same ``secret``. Other servers and notebooks have their own, so they share no
+    prefix with this server, even if they use the same engine.
+    """
 
     def __init__(self, secret: bytes | None = None) -> None:
         self._secret = secrets.token_bytes(SECRET_BYTES) if secret is None else secret
 
     def salt(self, sharing: PrefixSharing, *, tenant: str, endpoint: str, asked: str | None) -> str | None:
-        """``ValidRequest.cache_salt``; ``asked`` is the request's own ``cache_salt``, which only ever parts further."""
+        """Return ``ValidRequest.cache_salt``; None if nothing is shared.
+
+        ``asked`` is the request's own ``cache_salt``, which can only divide callers further.
+        """
         if sharing == "off":
             return None
         return self._hash(sharing, tenant if sharing == "tenant" else endpoint, asked)
 
     def of(self, sharing: PrefixSharing, *, tenant: str, endpoint: str) -> Callable[[str | None], str | None]:
-        """``salt`` of a caller's requests to an endpoint, by what each asks for itself (``prepare.Limits``)."""
+        """Return a function from a request's own ``cache_salt`` to the ``salt`` of that caller and endpoint.
+
+        ``prepare.Limits`` takes it.
+        """
         return lambda asked: self.salt(sharing, tenant=tenant, endpoint=endpoint, asked=asked)
 
     def tenant(self, name: str) -> str:
-        """``ValidRequest.tenant``: an engine tells tenants apart and knows none by name."""
+        """Return ``ValidRequest.tenant``: an engine can distinguish tenants by it without knowing their names."""
         return self._hash("turns", name)
 
     def _hash(self, *scope: str | None) -> str:

@@ -1,4 +1,4 @@
-"""A chat as the engine gets it: its prompt with the tools in it, what its texts are held to, how calls are read."""
+"""A chat as the engine gets it: its prompt with the tools, its grammar, and how tool calls are parsed."""
 
 from __future__ import annotations
 
@@ -17,13 +17,16 @@ from .text import DEFAULT_TEMPLATE, TextModel
 from .tool_messages import shown_tools
 from .tool_prompts import template_name
 
-END = 16  # tokens at a prompt's end that hold the mark of reasoning
+END = 16  # tokens at a prompt's end in which the marker of reasoning is looked for
 
 
 class Chat(NamedTuple):
-    """``tools`` None: no call is read. ``begins_in_reasoning``: the reply goes on with reasoning that the prompt has
-    opened. ``read_as``: the template in whose format calls and reasoning are read out of it; None where there are none.
-    ``grammar`` None: any text."""
+    """A prepared chat.
+
+    If ``tools`` is None, no tool calls are parsed. ``begins_in_reasoning`` says whether the reply continues reasoning
+    that the prompt has opened. ``read_as`` is the template in whose format the reply's calls and reasoning are parsed;
+    None if there are none. If ``grammar`` is None, any text is allowed.
+    """
 
     prompt: Prompt
     tools: ToolUse | None
@@ -33,8 +36,11 @@ class Chat(NamedTuple):
 
 
 def prepare_chat(raw: RawChat, endpoint: EndpointView) -> Chat:
-    """Raises ``InvalidField`` for turns, ids of calls, variables, tools or forms that the endpoint or the template does
-    not take, ``ContextTooLong``."""
+    """Return the prepared chat.
+
+    Raises ``InvalidField`` for turns, call ids, variables, tools or formats that the endpoint or the template does not
+    accept, and ``ContextTooLong``.
+    """
     check_media(raw.messages, endpoint.profile.dialects)
     tools, template = tool_use(raw), template_name(raw, endpoint.text)
     prompt = chat_prompt(raw, endpoint)
@@ -43,7 +49,7 @@ def prepare_chat(raw: RawChat, endpoint: EndpointView) -> Chat:
         held_to = chat_grammar(raw, endpoint, format, in_reasoning=False)
         return Chat(prompt, None, begins_in_reasoning=False, read_as=None, grammar=held_to)
     reasoning = _ends_in_reasoning(prompt.token_ids, raw, endpoint.text, format)
-    always = format.layout == "channels"  # without a word of it in the prompt
+    always = format.layout == "channels"  # such a model reasons even though the prompt does not open reasoning
     if raw.thinking is False and raw.end != "open" and (reasoning or always):
         raise InvalidField("thinking", "disabled", "enabled: this model always reasons before it answers")
     held_to = chat_grammar(raw, endpoint, format, in_reasoning=reasoning)
@@ -51,8 +57,10 @@ def prepare_chat(raw: RawChat, endpoint: EndpointView) -> Chat:
 
 
 def tool_use(raw: RawChat) -> ToolUse | None:
-    """How calls are read: of the tools that may be called. None where there are none. Raises ``InvalidField`` for a
-    choice of a tool that is not there."""
+    """Return which tools may be called and how their calls are parsed; None if no tool may be called.
+
+    Raises ``InvalidField`` for a choice of a tool that does not exist.
+    """
     check_choice(raw)
     tools = shown_tools(raw)
     if not tools:
@@ -69,7 +77,7 @@ def tool_use(raw: RawChat) -> ToolUse | None:
 
 
 def _ends_in_reasoning(token_ids: tuple[int, ...], raw: RawChat, text: TextModel, format: ToolFormat) -> bool:
-    """Whether the prompt's last words open the reasoning; of a message that is to go on, whether it is in it."""
+    """Whether the prompt ends by opening the reasoning; for a message to be continued, whether it ends in reasoning."""
     reasoning = format.reasoning
     if reasoning is None or raw.end == "closed":
         return False

@@ -1,5 +1,5 @@
-"""The text of one choice as its tokens arrive: detokenised, stop strings and stop sequences matched and trimmed, tokens
-counted."""
+"""The text of one choice, made as its tokens arrive: it detokenises them, matches and trims stop strings and stop
+sequences, and counts tokens."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ from .text import TextModel
 
 
 class ChoiceText:
-    """``num_tokens`` counts up to and including the token that ended the text, ``num_reasoning_tokens`` those of them
-    that are reasoning; ``matched`` is the match of the stop string or of the stop sequence's text.
+    """The state of one choice's text.
 
-    A token's log probabilities go out with the text it begins: tokens whose text was trimmed away with a stop string,
-    and the end-of-text token, have none in the reply.
+    ``num_tokens`` counts the tokens up to and including the one that ended the text, ``num_reasoning_tokens`` those of
+    them that are reasoning. ``matched`` is the match of the stop string or of the stop sequence's text.
+
+    A token's log probabilities are sent with the first character of its text. The reply has none for tokens whose text
+    was trimmed away with a stop string, and none for the end-of-text token.
     """
 
     __slots__ = (
@@ -47,26 +49,30 @@ class ChoiceText:
         self._pushed = 0  # characters given to the matcher
         self._waiting: deque[tuple[int, TextLogprob]] = deque()  # (where its text starts, log probability)
         self._ending_token: int | None = None
-        self._rows: deque[Logits] = deque()  # of tokens that have not come
+        self._rows: deque[Logits] = deque()  # rows of tokens that have not arrived yet
         self._is_plain = type(self) is ChoiceText and not request.stop and self._sequences is None
         self.matched: Match | None = None
         self.num_reasoning_tokens = 0
         self.num_tokens = self._resume()
 
     def _new_detokenizer(self) -> Detokenizer:
-        # a text that is all a grammar's has no space less than that; one that may be ordinary text begins as others do
+        # A grammar counts a leading space, so a text that follows it from the beginning keeps that space. A text with
+        # tools may be ordinary text, which begins as any other does.
         is_grammar = self._sampling.grammar is not None and self._request.tools is None
         return self._text.detokenizer(self._request.skip_special_tokens, keeps_space=is_grammar)
 
     def _resume(self) -> int:
-        """Tokens delivered by an earlier attempt: they set the state, and are counted, but are not sent again."""
+        """Feed the tokens that an earlier attempt delivered, and return their number.
+
+        They set the state and are counted, but are not sent again.
+        """
         resumed = self._request.sequences[self._index].resumed_token_ids
         for count, token_id in enumerate(resumed, 1):
             self._feed(token_id, count)
         return len(resumed)
 
     def begin(self) -> Iterator[Piece]:
-        """The echoed prompt, unless it waits for its log probabilities."""
+        """Yield the echoed prompt, unless it has to wait for its log probabilities."""
         if self._echo and self._sampling.prompt_logprobs is None:
             yield Delta(index=self._index, text=self._echo)
 
@@ -76,18 +82,20 @@ class ChoiceText:
         return request.echo[self._index // request.n] if request.echo else ""
 
     def scored(self, event: PromptScored) -> Iterator[Piece]:
-        """The echoed prompt with its log probabilities; the first token has none."""
+        """Yield the echoed prompt with its log probabilities; the first token has none."""
         token_ids = self._request.sequences[self._index].prompt_token_ids
         begun, length = starts(self._text.detokenizer(skip_special_tokens=False), token_ids)
-        # the tokens end where the text does; what the tokenizer put before it (BOS) is not in the text
+        # The tokens end where the text ends; the token that the tokenizer put before it (BOS) is not in the text.
         shift = len(self._echo) - length
         entries = (self._logprob(token_ids[0], None), *map(self._scored, event.logprobs))
         placed = [_at(max(0, place + shift), entry) for place, entry in zip(begun, entries, strict=True)]
         yield Delta(index=self._index, text=self._echo, logprobs=tuple(placed))
 
     def read(self, event: Tokens) -> str | None:
-        """The text of an event of which nothing else is asked, as ``push`` would have it; None, and nothing is done,
-        where there is more to it."""
+        """Return the same text as ``push`` for an event that has only text; the fast path for plain requests.
+
+        Return None, and change nothing, if the event needs ``push``.
+        """
         if not self._is_plain or event.logprobs or self._rows:
             return None
         text, count = "", self.num_tokens
@@ -103,7 +111,7 @@ class ChoiceText:
         return text
 
     def push(self, event: Tokens) -> Iterator[Piece]:
-        """What the event's tokens say, counted once, and ``Ended`` where a stop string is complete."""
+        """Yield the pieces of the event's tokens, each counted once, and ``Ended`` if a stop string is complete."""
         parts: list[str] = []
         taken: list[int] = []
         for position, token_id in enumerate(event.token_ids):
@@ -127,14 +135,14 @@ class ChoiceText:
             yield from self._ended("stop", self.matched.stop)
 
     def logits(self, event: Logits) -> Iterator[Piece]:
-        """Rows of the context at once; those of generated tokens wait until it is known that these are of the text."""
+        """Yield logits of the context at once; hold those of generated tokens until the tokens join the text."""
         if event.of == "generation":
             self._rows.append(event)
         else:
             yield LogitRows(index=self._index, of=event.of, num_rows=event.num_rows, data=event.data)
 
     def _rows_of(self, num_tokens: int) -> Iterator[LogitRows]:
-        """The waiting rows of the next ``num_tokens`` tokens."""
+        """Yield the waiting rows of the next ``num_tokens`` tokens."""
         while num_tokens and self._rows:
             event = self._rows.popleft()
             count = min(num_tokens, event.num_rows)
@@ -148,7 +156,7 @@ class ChoiceText:
             yield LogitRows(index=self._index, of=event.of, num_rows=count, data=event.data[:cut])
 
     def end(self, reason: ReplyFinish) -> Iterator[Piece]:
-        """The text still held, and ``Ended`` with the engine's reason."""
+        """Yield the text still held, and ``Ended``: with the engine's reason unless a stop string matched."""
         text = self._rest()
         delta = self._delta(text, (), final=True)
         if delta.text or delta.logprobs:
@@ -156,7 +164,7 @@ class ChoiceText:
         yield from self._ended_by(reason)
 
     def _rest(self) -> str:
-        """The text still held; sets ``matched``."""
+        """Return the text still held, after matching stop strings; sets ``matched``."""
         rest = self._detokenizer.flush()
         self._pushed += len(rest)
         text, self.matched = self._stops.push(rest, self._may_match(self.num_tokens))
@@ -170,7 +178,10 @@ class ChoiceText:
         return self._ended(reason, self._stop_token())
 
     def _feed(self, token_id: int, count: int) -> str:
-        """The text that ``token_id`` makes certain, stop strings and stop sequences matched; sets ``matched``."""
+        """Return the text that ``token_id`` makes certain, after matching stop strings and stop sequences.
+
+        Sets ``matched``.
+        """
         sequences = self._sequences
         if sequences is not None:
             sequences.feed(token_id, self._pushed + self._detokenizer.ahead(token_id))
@@ -184,8 +195,10 @@ class ChoiceText:
         return free if sequences is None else self._cut(sequences, free, count)
 
     def _cut(self, sequences: SequenceStops, free: str, count: int) -> str:
-        """What goes out of ``free`` where stop sequences may end the text; a stop string that is complete with the same
-        token or before goes first."""
+        """Return the part of ``free`` that can be sent when stop sequences may end the text.
+
+        A stop string that is complete with the same token or an earlier one takes precedence.
+        """
         start = sequences.start if self._may_match(count) else None
         if self.matched is not None:
             return sequences.flush(free)
@@ -197,7 +210,7 @@ class ChoiceText:
         return free
 
     def _trim(self, match: Match) -> str:
-        """What belongs to the text of a match; log probabilities after the cut are dropped."""
+        """Return the part of a match that belongs to the text; drop log probabilities after the cut."""
         kept = self._request.include_stop_str_in_output
         cut = match.end if kept else match.start
         while self._waiting and self._waiting[-1][0] >= cut:
@@ -222,11 +235,11 @@ class ChoiceText:
 
     @property
     def _position(self) -> int:
-        """How many characters of the text have been let through."""
+        """How many characters of the text have been released."""
         return self._stops.position if self._sequences is None else self._sequences.position
 
     def _released(self, final: bool) -> tuple[TextLogprob, ...]:
-        """The log probabilities of the text that has been let through."""
+        """Remove and return the log probabilities of the text that has been released, or all of them if ``final``."""
         ready = []
         released = self._pushed if self.matched is not None else self._position
         while self._waiting and (final or self._waiting[0][0] < released):
@@ -236,12 +249,12 @@ class ChoiceText:
     def _ended(self, reason: ReplyFinish, stop_reason: str | int | None) -> Iterator[Piece]:
         if self._request.suffix:
             yield Delta(index=self._index, text=self._request.suffix)
-        # a cut prompt is an answer to less than was asked, which is what "length" says
+        # the model has answered only a part of the truncated prompt, which "length" tells the caller
         reason = "length" if self._request.truncated and reason in ("stop", "tool_calls") else reason
         yield Ended(index=self._index, finish_reason=reason, stop_reason=stop_reason)
 
     def _stop_token(self) -> int | None:
-        """The caller's own stop token that ended the text; the model's end of text is no news."""
+        """Return the caller's stop token that ended the text; None for the model's end-of-text token."""
         token = self._ending_token
         return None if token is None or token in self._text.eos_token_ids else token
 

@@ -1,6 +1,6 @@
-"""A chat between decoding and its template: which turns are taken, and the form that templates read.
+"""Prepares a chat for its template: checks the turns and converts the messages to the form that templates read.
 
-What a template does not read would be ignored, and is refused instead.
+A variable that the template does not read would have no effect, so it is refused.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .rendering import TemplateReads
 
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages as templates read them (transformers' form). Text parts are joined with nothing between them."""
+    """Return messages as templates read them (transformers' form). Text parts are joined without a separator."""
     return [_template_message(message) for message in messages]
 
 
@@ -36,17 +36,18 @@ def _template_call(call: ToolCall) -> dict[str, Any]:
 
 
 def with_system(messages: tuple[Message, ...], prompt: str | None) -> tuple[Message, ...]:
-    """``messages`` after the endpoint's own system prompt, where they bring none."""
+    """Return ``messages`` with the endpoint's own system prompt in front, if they have no system message."""
     if not prompt or messages[0].role == "system":
         return messages
     return (Message(role="system", content=prompt), *messages)
 
 
 def check_turns(messages: tuple[Message, ...], end: ChatEnd = "generation_prompt") -> None:
-    """One system message at most and first; then user and assistant in turn, ending in user where a reply follows.
+    """Check the order of turns: at most one system message, as the first one, then user and assistant in turn.
 
-    An assistant message with tool calls is followed by tool messages (``tool_messages`` says which), and by the
-    assistant again.
+    The last message is the user's if a generation prompt follows (``end``). An assistant message with tool calls is
+    followed by tool messages (``tool_messages`` checks which), and then by the assistant or the user. Raises
+    ``InvalidField``.
     """
     if end != "generation_prompt" and messages[-1].role == "assistant":
         messages = messages[:-1]
@@ -70,7 +71,7 @@ def check_turns(messages: tuple[Message, ...], end: ChatEnd = "generation_prompt
         raise InvalidField(f"messages[{len(messages) - 1}].role", last, "user: the last message is the user's")
 
 
-# What belongs to rendering itself and not to a template; a template's own variables have other names.
+# Parameters of rendering itself; a template's own variables have other names.
 RESERVED = frozenset(
     (
         "conversation",
@@ -95,7 +96,7 @@ RESERVED = frozenset(
 
 
 def template_variables(given: dict[str, Any] | None, reads: TemplateReads) -> dict[str, Any]:
-    """``chat_template_kwargs``. Raises ``InvalidField`` for what is no variable of the template."""
+    """Return the request's ``chat_template_kwargs``. Raises ``InvalidField`` for a name the template does not read."""
     for name, value in (given or {}).items():
         if not name.isidentifier() or name in RESERVED:
             raise InvalidField(f"chat_template_kwargs.{name[:64]}", value, "variables of the template, by their names")
@@ -111,8 +112,11 @@ THINKING = ("enable_thinking", "thinking")  # Qwen3, GLM-4.5 and most; DeepSeek 
 
 
 def thinking_variables(asked: bool | None, reads: TemplateReads, *, reasons: bool) -> dict[str, Any]:
-    """The template's own variable for whether the model reasons; ``reasons``: it may without one. Raises
-    ``InvalidField`` where reasoning is asked of a model that has none."""
+    """Return the template's variable that switches reasoning on or off; {} if there is none.
+
+    ``reasons`` says whether the model may reason even without such a variable. Raises ``InvalidField`` if reasoning is
+    requested but the model has none.
+    """
     if asked is None:
         return {}
     for name in THINKING:

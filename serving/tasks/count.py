@@ -1,7 +1,7 @@
-"""The tokens of a prompt that is only to be looked at: prepared as a request's is, and run by nobody.
+"""The tokens of a prompt that is only counted or inspected: prepared as for a request, but never run.
 
-It is what the engine would be given, to the token, except that a prompt longer than the model's context is counted too
-(``most``): whether it fits is what callers want to know.
+They are exactly the tokens that the engine would get, except that a prompt longer than the model's context is counted
+too (up to ``most``): callers want to know whether it fits.
 """
 
 from __future__ import annotations
@@ -18,25 +18,27 @@ from .prepare import check_task, prepare, with_defaults
 from .prompts import embedding_limit, instructed, is_raw
 from .scored_texts import pair_limit
 
-MOST = 2**18  # tokens of a prompt that are counted at least, however short the context: encoding them takes a second
+MOST = 2**18  # a prompt of up to this many tokens is counted, however short the context: encoding takes a second
 
 
 def most(endpoint: EndpointView) -> int:
-    """The most tokens that a counted prompt may have."""
+    """Return the maximum number of tokens of a counted prompt."""
     return max(MOST, endpoint.context)
 
 
 def room(endpoint: EndpointView) -> int:
-    """Tokens that the model takes: prompt and completion together, or one input, or a pair of texts."""
+    """Return how many tokens the model accepts: prompt and completion together, or one input, or one pair of texts."""
     if endpoint.generates:
         return endpoint.context
     return pair_limit(endpoint) if "score" in endpoint.info.tasks else embedding_limit(endpoint)
 
 
 def prompt_tokens(given: RawChat | RawCompletion | RawEmbedding, endpoint: EndpointView) -> tuple[int, ...]:
-    """The token ids of the first prompt or input of ``given``, with template, tools, instruction and special tokens.
+    """Return the token ids of the first prompt or input of ``given``, with template, tools, instruction and special
+    tokens.
 
-    What ``given`` says of sampling has no say here. Raises what ``prepare`` does, ``ContextTooLong`` above ``most``.
+    Sampling parameters of ``given`` are ignored, except the constraint. Raises the same errors as ``prepare``, but
+    ``ContextTooLong`` only above ``most``.
     """
     check_task(given.task, endpoint)
     raw: RawRequest = given
@@ -60,14 +62,16 @@ def prompt_tokens(given: RawChat | RawCompletion | RawEmbedding, endpoint: Endpo
         )
     except ContextTooLong as error:
         raise _too_many(error.param or "prompt", endpoint) from None
-    if valid.truncated:  # by the model's own default of error_behavior
+    if valid.truncated:  # the model's own default of error_behavior has cut it
         raise _too_many("prompt", endpoint)
     return valid.sequences[0].prompt_token_ids
 
 
 def text_tokens(text: str, endpoint: EndpointView, add_special_tokens: bool = True) -> tuple[int, ...]:
-    """The token ids of ``text`` as it stands, whatever a request would put around it. Raises ``ContextTooLong`` above
-    ``most``."""
+    """Return the token ids of ``text`` alone, without the template or instruction that a request would add.
+
+    Raises ``ContextTooLong`` above ``most``.
+    """
     _check_size(text, endpoint, "prompt")
     if add_special_tokens and not endpoint.generates:
         return endpoint.text.encode_input(text)

@@ -1,11 +1,11 @@
-"""Token ids to text, one token at a time, equal in the end to decoding all of them at once.
+"""Converts token ids to text, one token at a time. The result equals decoding all of them at once.
 
 A byte-level tokenizer (GPT-2's kind: Llama 3, Qwen, SmolLM) maps each token to bytes, so an incremental UTF-8 decoder
-is exact and costs the same for every token. Others (SentencePiece's kind) decode a token by its left neighbours, so a
-window of tokens is decoded with and without the new ones and the difference is the new text. There, text is held while
-it ends in U+FFFD, the sign of an incomplete character, at most ``MAX_HELD`` tokens long.
-One case differs by intent: where a run of SentencePiece's byte tokens turns invalid after a valid character, decoding
-the whole run would take back the valid character that was already delivered; here it stays.
+is exact and costs the same for every token. Other tokenizers (SentencePiece's kind) decode a token depending on the
+tokens before it, so a window of tokens is decoded with and without the new ones, and the difference is the new text.
+There, text is held while it ends in U+FFFD, the sign of an incomplete character, for at most ``MAX_HELD`` tokens.
+One case differs on purpose: if a run of SentencePiece's byte tokens becomes invalid after a valid character, decoding
+the whole run would take back that character, which has already been delivered; here it stays.
 """
 
 from __future__ import annotations
@@ -18,35 +18,38 @@ MAX_HELD = 16
 
 
 class Detokenizer(Protocol):
-    """State of one sequence."""
+    """The detokenizer of one sequence."""
 
     def push(self, token_id: int) -> str:
-        """The text that is certain with this token; "" while a character is incomplete."""
+        """Return the text that becomes certain with this token; "" while a character is incomplete."""
         ...
 
     def ahead(self, token_id: int) -> int:
-        """How many characters ``push`` would give out before the first one of ``token_id``: what was incomplete and is
-        not gone on with. 0 where the token goes on with an incomplete character, or there is none."""
+        """Return how many characters ``push`` would return before the first character of ``token_id``.
+
+        These come from an incomplete character that the token does not continue. 0 if the token continues it, or if
+        there is none.
+        """
         ...
 
     def flush(self) -> str:
-        """The rest at the end of the sequence, incomplete bytes as U+FFFD."""
+        """Return the remaining text at the end of the sequence, with incomplete bytes as U+FFFD."""
         ...
 
 
 class ByteDetokenizer:
-    """Of a byte-level tokenizer: an incremental UTF-8 decoder over the bytes of each token."""
+    """The detokenizer for byte-level tokenizers: an incremental UTF-8 decoder over the bytes of each token."""
 
     __slots__ = ("_bytes", "_decoder", "_is_within")
 
     def __init__(self, token_bytes: Sequence[bytes]) -> None:
-        """``token_bytes[i]`` are the bytes of token ``i``; b"" for one that is to be skipped."""
+        """Take ``token_bytes``: item ``i`` has the bytes of token ``i``, b"" for a token to be skipped."""
         self._bytes = token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._is_within = False  # a character that is incomplete
+        self._is_within = False  # whether the text so far ends within a character
 
     def push(self, token_id: int) -> str:
-        if token_id >= len(self._bytes):  # a padded embedding row: it has no text
+        if token_id >= len(self._bytes):  # a padding row of the embedding: it has no text
             return ""
         data = self._bytes[token_id]
         if not self._is_within:  # most tokens are whole characters, for which the decoder is slow
@@ -64,7 +67,7 @@ class ByteDetokenizer:
         if not incomplete or not first:
             return 0
         trial = codecs.getincrementaldecoder("utf-8")("replace")
-        # the first byte's own character is the last one given out, or waits
+        # the character of the first byte itself is either the last one returned or still incomplete
         return len(trial.decode(incomplete + first)) - (not trial.getstate()[0])
 
     def flush(self) -> str:
@@ -72,15 +75,16 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """Of any other tokenizer: decodes a window of tokens with and without the new one.
+    """The detokenizer for all other tokenizers: it decodes a window of tokens with and without the new one.
 
-    ``ids[start:read]`` has been delivered; ``start`` trails by one delivered stretch as left context.
+    The window begins at ``start``. The text of ``ids[start:read]`` was delivered last and stays in the window as left
+    context.
     """
 
     __slots__ = ("_backend", "_ids", "_read", "_skip", "_start")
 
     def __init__(self, backend: Any, skip_special_tokens: bool, before: Sequence[int] = ()) -> None:
-        """``before``: tokens of a text that has been delivered."""
+        """Begin after ``before``, the tokens of a text that has been delivered already."""
         self._backend = backend
         self._skip = skip_special_tokens
         self._ids: list[int] = list(before)
@@ -108,7 +112,7 @@ class WindowDetokenizer:
         held = len(self._ids) - self._read
         if not final and after.endswith("\ufffd") and held < MAX_HELD:
             return ""
-        if len(after) <= len(before) and not final:  # a skipped token, or a decoder that waits for the next
+        if len(after) <= len(before) and not final:  # a skipped token, or the decoder needs the next token
             return ""
         self._start, self._read = self._read, len(self._ids)
         return after[len(before) :]
@@ -119,7 +123,7 @@ class WindowDetokenizer:
 
 
 def starts(detokenizer: Detokenizer, token_ids: Sequence[int]) -> tuple[list[int], int]:
-    """Where the first character of each token stands in the text of all of them, and the text's length."""
+    """Return the position of each token's first character in the text of all tokens, and the text's length."""
     found, length = [], 0
     for token_id in token_ids:
         found.append(length + detokenizer.ahead(token_id))

@@ -1,4 +1,4 @@
-"""What a caller expects the text to be, checked and made into tokens."""
+"""Checks a draft, the text that a caller expects to be generated, and turns it into tokens."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ LOGITS = "draft_logits"
 
 
 def draft_tokens(asked: RawSampling, endpoint: EndpointView) -> DraftTokens | None:
-    """Raises ``InvalidField`` for tokens that the model has not, for more of them than a text can have, and for logits
-    that are not theirs. None where nothing is expected."""
+    """Return the draft's tokens; None if the request has no draft.
+
+    Raises ``InvalidField`` for tokens that the model does not have, for more tokens than a text can have, and for
+    logits that do not belong to the tokens.
+    """
     draft = asked.draft
     if draft is None:
         return None
@@ -37,7 +40,7 @@ def draft_tokens(asked: RawSampling, endpoint: EndpointView) -> DraftTokens | No
 
 
 def _check_logits(draft: Draft, logits: bytes, vocab_size: int) -> None:
-    """A row for each token, each of numbers below infinity, its own token's among them finite."""
+    """Check the draft's logits: one row for each token, no NaN and no +inf, and a finite logit for the token itself."""
     count = len(draft.token_ids)
     if len(logits) != 4 * count * vocab_size:
         allowed = f"float32 of the shape [{count}, {vocab_size}]: a row for each of {draft.field}"

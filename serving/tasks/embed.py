@@ -1,4 +1,4 @@
-"""Runs an embeddings request on an engine: vectors cut and renormalised, and the usage."""
+"""Runs an embeddings request on an engine; its pieces are the vectors, shortened and renormalised, and the usage."""
 
 from __future__ import annotations
 
@@ -15,17 +15,20 @@ from .pieces import Pieces, all_pieces, failure
 
 
 def run(engine: Engine, request: ValidRequest) -> Pieces:
-    """One ``Vector`` an input as they come, then ``Done``. The request starts at once; closing aborts the rest.
+    """Return an iterator of one ``Vector`` per input, as they arrive, then ``Done``.
 
-    Raises the ``ServingError`` that an engine's ``Failed`` names, and ``DeadlineExceeded``.
+    The request starts at once; closing the iterator aborts the rest. Raises the ``ServingError`` that an engine's
+    ``Failed`` names, and ``DeadlineExceeded``.
     """
     stream = engine.submit(request)
     return Pieces(all_pieces(Run(request), stream), stream)
 
 
 class EncoderRun:
-    """One request's inputs, of which an engine gives a vector each, fed with events by ``pieces.all_pieces`` or by an
-    event loop (``flavors``' ``aio``)."""
+    """The run of one request for whose inputs the engine returns one vector each.
+
+    ``pieces.all_pieces`` or an event loop (``aio`` in ``flavors``) feeds it with events.
+    """
 
     def __init__(self, request: ValidRequest) -> None:
         self._request = request
@@ -51,11 +54,11 @@ class EncoderRun:
         yield from self.take(event)
 
     def take(self, event: Embedded) -> Iterator[Piece]:
-        """What one input's vector makes certain."""
+        """Return the pieces that one input's vector makes certain."""
         raise NotImplementedError
 
     def conclude(self) -> Iterator[Piece]:
-        """What is certain when all are there."""
+        """Return the pieces that become certain once all vectors have arrived."""
         return iter(())
 
     def end(self) -> Iterator[Piece]:
@@ -66,14 +69,14 @@ class EncoderRun:
 
 
 class Run(EncoderRun):
-    """A vector an input, as they come."""
+    """Gives each input's vector as it arrives."""
 
     def take(self, event: Embedded) -> Iterator[Piece]:
         yield Vector(index=event.index, data=shortened(event.vector, self._request.dimensions))
 
 
 def shortened(vector: bytes, dimensions: int | None) -> bytes:
-    """The first ``dimensions`` values of a float32 vector, scaled to length 1 again; as it is where None."""
+    """Return the first ``dimensions`` values of a float32 vector, rescaled to length 1; None leaves it unchanged."""
     if dimensions is None:
         return vector
     kept = np.frombuffer(vector, dtype="<f4")[:dimensions].astype(np.float64)

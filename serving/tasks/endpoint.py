@@ -1,4 +1,4 @@
-"""What ``prepare`` knows of the endpoint that a request came to."""
+"""What ``prepare`` knows about the endpoint that received a request."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from .text import TextModel
 class Profile:
     """Defaults and limits of one endpoint.
 
-    ``default_max_tokens`` None: up to the context length. ``strict_turns``: one system message at most and first,
-    then user and assistant in turn, ending in user (the Databricks document). ``raw_prompts`` False: completions go
-    through the chat template unless ``use_raw_prompt`` is true. ``index_by_prompt``: a choice's index is its prompt's
-    where the dialect has a document that says so. ``allow_n`` is what provisioned endpoints have,
-    ``allow_error_behavior`` what pay-per-token ones have. ``max_copied_tokens`` bounds the prompts' tokens over
-    all choices, ``max_reply_bytes`` what a reply has beside generated text (``reply_size``). ``timeout``: seconds a
-    request may take, None for no limit. ``dialects`` are settings of other servers, their bounds of lengths among them.
+    ``default_max_tokens`` None means up to the context length. ``strict_turns`` requires at most one system message, as
+    the first one, then user and assistant in turn, ending with user (the Databricks document). With ``raw_prompts``
+    False, completions go through the chat template unless ``use_raw_prompt`` is true. With ``index_by_prompt``, a
+    choice's index is the index of its prompt, in dialects whose document says so. ``allow_n`` is for provisioned
+    endpoints, ``allow_error_behavior`` for pay-per-token endpoints. ``max_copied_tokens`` bounds the prompts' tokens
+    over all choices; ``max_reply_bytes`` bounds the parts of a reply that are not generated text (``reply_size``).
+    ``timeout`` is how many seconds a request may take, None for no limit. ``dialects`` are settings that other servers
+    have, including their length limits.
     """
 
     default_max_tokens: int | None = None
@@ -48,7 +49,7 @@ class Profile:
     dialects: DialectSettings = field(default_factory=DialectSettings)
 
 
-# The seed of the Databricks document, by the two kinds of its endpoints.
+# The profiles that the Databricks document gives to its two kinds of endpoints.
 DATABRICKS_PROVISIONED = Profile(strict_turns=True, raw_prompts=False, index_by_prompt=True, allow_error_behavior=False)
 DATABRICKS_PAY_PER_TOKEN = Profile(strict_turns=True, raw_prompts=False, index_by_prompt=True, allow_n=False)
 
@@ -57,10 +58,11 @@ DATABRICKS_PAY_PER_TOKEN = Profile(strict_turns=True, raw_prompts=False, index_b
 class EndpointView:
     """One served model as ``prepare`` sees it.
 
-    ``names``: what ``model`` may say besides ``name`` (served entities); None takes any name, for a model loaded in a
-    notebook, which cannot know what its callers call it; what follows a colon is an adapter there too. ``adapters`` is
-    asked at each request, since they come and go. ``default_adapter`` answers requests that name none; ``defaults`` has
-    the fields of requests that lack them (``dialects.defaults``). ``version`` is the model's in the registry.
+    ``names`` are the values that ``model`` may have besides ``name`` (served entities). None accepts any name: a model
+    loaded in a notebook cannot know what its callers call it. A name after a colon is an adapter in both cases.
+    ``adapters`` is called at each request, because adapters are loaded and unloaded. ``default_adapter`` answers
+    requests that name no adapter. ``defaults`` returns the values of fields that a request does not set
+    (``dialects.defaults``). ``version`` is the model's version in the registry.
     """
 
     name: str
@@ -74,36 +76,37 @@ class EndpointView:
     version: str = UNREGISTERED
 
     def known_adapters(self) -> tuple[str, ...]:
-        """The names of the adapters that are loaded now, sorted."""
+        """Return the sorted names of the adapters that are loaded now."""
         return tuple(sorted(self.adapters() if callable(self.adapters) else self.adapters))
 
     @property
     def generates(self) -> bool:
-        """Whether the model writes text."""
+        """Whether the model generates text."""
         return "completions" in self.info.tasks
 
     @property
     def context(self) -> int:
-        """Tokens that one sequence may have, prompt and completion together."""
+        """The maximum number of tokens of one sequence, prompt and completion together."""
         length = min(self.info.max_model_len, self.info.max_kv_tokens or self.info.max_model_len)
         return min(length, self.profile.dialects.maxSeqLen or length)
 
     @property
     def longest_prompt(self) -> int:
-        """Tokens that a prompt may have."""
+        """The maximum number of tokens of a prompt."""
         return min(self.context, self.profile.dialects.maxInputTokenLen or self.context)
 
     def said(self, raw: RawRequest, field: str) -> Any:
-        """What ``raw`` says of a field of every task, or else the model's own default does."""
+        """Return the value of a field that every task has: from ``raw``, or else from the model's own defaults."""
         if (given := getattr(raw, field)) is not None:
             return given
         own = self.defaults(raw.task)
         return None if own is None else getattr(own, field)
 
     def find_adapter(self, model: str | None, adapter: str | None) -> str | None:
-        """The adapter that ``model`` ("endpoint:adapter") and ``adapter`` name, or the default one; None for the base.
+        """Return the adapter that ``model`` ("endpoint:adapter") or ``adapter`` names, or the default one.
 
-        Raises ``NotFound`` for an adapter or a model that is not there, ``InvalidField`` for two that differ.
+        None stands for the base model. Raises ``NotFound`` for an adapter or a model that does not exist,
+        ``InvalidField`` if the two name different adapters.
         """
         found = self.named_adapter(model, adapter)
         if found is None:
@@ -117,7 +120,10 @@ class EndpointView:
         return found
 
     def named_adapter(self, model: str | None, adapter: str | None) -> str | None:
-        """The adapter that a request names, None for none. Raises as ``find_adapter`` does."""
+        """Return the adapter that a request names, or None; it need not be loaded.
+
+        Raises ``NotFound`` for a model that does not exist, ``InvalidField`` if the two name different adapters.
+        """
         named = self._adapter_of(model)
         if named is not None and adapter is not None and named != adapter:
             raise InvalidField("adapter", adapter, f"{named!r} as in model, or only one of the two")

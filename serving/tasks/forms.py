@@ -1,4 +1,4 @@
-"""What form the texts of a request must have: which tools may be called, and the grammar that is held to."""
+"""The form that the texts of a request must have: which tools may be called, and which grammar applies."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ..tool_calls.formats import ToolFormat
 from .endpoint import EndpointView
 from .tool_messages import shown_tools
 
-CACHED, CACHED_BYTES = 64, 2**18  # grammars kept, and the JSON that each may be of: clients send the same ones again
+CACHED, CACHED_BYTES = 64, 2**18  # cached grammars and their maximum JSON size: clients send the same ones repeatedly
 NO_GRAMMARS = "null: structured output is not supported by this endpoint's engine"
 
 
 def check_choice(raw: RawChat) -> None:
-    """Raises ``InvalidField`` for a choice of a tool that is not there."""
+    """Raise ``InvalidField`` if the request's tool choice names, or needs, a tool that does not exist."""
     if (choice := raw.tool_choice) is None:
         return
     known = [tool.name for tool in raw.tools or ()]
@@ -35,8 +35,10 @@ def check_choice(raw: RawChat) -> None:
 
 
 def grammar(sampling: RawSampling, endpoint: EndpointView) -> Grammar | None:
-    """The grammar of the form that a request asks for, None for any text. Raises ``InvalidField`` naming the field,
-    and of a schema the keyword and its place."""
+    """Return the grammar of the format that a request asks for; None for any text.
+
+    Raises ``InvalidField``, which names the field, and for a schema also the keyword and its place.
+    """
     constraint = sampling.constraint
     if constraint is None or constraint.kind == "text":
         return None
@@ -47,8 +49,11 @@ def grammar(sampling: RawSampling, endpoint: EndpointView) -> Grammar | None:
 
 
 def chat_grammar(raw: RawChat, endpoint: EndpointView, format: ToolFormat, *, in_reasoning: bool) -> Grammar | None:
-    """What the texts of a chat are held to: calls that must be or must be valid, and the form of a text that is none;
-    after reasoning where the model has it. Raises ``InvalidField`` naming the field."""
+    """Return the grammar of a chat's texts; None for any text.
+
+    It covers calls that are required or must be valid, the format of a text that is no call, and reasoning before them
+    if the model reasons. Raises ``InvalidField``, which names the field.
+    """
     response = grammar(raw.sampling, endpoint)
     tools = shown_tools(raw)
     if not tools and response is None:
@@ -71,7 +76,7 @@ def chat_grammar(raw: RawChat, endpoint: EndpointView, format: ToolFormat, *, in
 
 
 class _Asked(Struct, frozen=True):
-    """The arguments of ``call_grammar``."""
+    """The arguments of ``call_grammar``; their JSON is the key of the cache."""
 
     format: ToolFormat
     tools: tuple[Tool, ...]
@@ -100,7 +105,7 @@ def _cached_calls(asked: bytes) -> Grammar | None:
 
 
 def _why_held(raw: RawChat) -> tuple[str, Any]:
-    """The field that asks for calls of a form, and its value."""
+    """Return the field because of which the chat needs a grammar for calls, and its value."""
     choice = raw.tool_choice
     if choice is not None and (choice.mode == "required" or choice.names):
         return "tool_choice", choice.names or choice.mode

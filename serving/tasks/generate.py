@@ -1,4 +1,4 @@
-"""Runs a chat or completions request on an engine and makes the caller's side of it: text, ends, usage."""
+"""Runs a chat or completions request on an engine and turns its events into pieces: text, finish reasons, usage."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ OnTokens = Callable[[int, int], None]
 
 
 def run(engine: Engine, request: ValidRequest, text: TextModel, on_tokens: OnTokens | None = None) -> Pieces:
-    """Pieces of one reply, ``Done`` last. The request starts at once; closing the iterator aborts what still runs.
+    """Return an iterator of the pieces of one reply, ``Done`` last.
 
-    ``on_tokens(index, count)`` is called before each piece that counts tokens is given out, so that a ledger has seen
-    whatever a caller has seen. Raises the ``ServingError`` that an engine's ``Failed`` names, and ``DeadlineExceeded``.
+    The request starts at once; closing the iterator aborts the sequences that still run. ``on_tokens(index, count)`` is
+    called before each piece that counts tokens is yielded, so that a ledger never lags behind the caller. Raises the
+    ``ServingError`` that an engine's ``Failed`` names, and ``DeadlineExceeded``.
     """
     stream = engine.submit(request)
     made = Run(request, text, stream, on_tokens)
@@ -49,8 +50,10 @@ def _steps(event: Timed) -> Iterator[Piece]:
 
 
 class Run:
-    """One request's choices, fed with events by ``pieces.all_pieces`` or by an event loop. ``open``: indexes whose
-    text goes on; ``reported``: those the engine has ended."""
+    """The run of one request, fed with events by ``pieces.all_pieces`` or by an event loop.
+
+    ``_open`` has the indexes of choices whose text is not complete, ``_reported`` of those that the engine has ended.
+    """
 
     __slots__ = ("_cached", "_choices", "_drafts", "_on_tokens", "_open", "_reported", "_request", "_stream")
 
@@ -82,8 +85,10 @@ class Run:
         return self._on_event(event)
 
     def read(self, event: Tokens) -> str | None:
-        """The text of ``event`` where there is no more to it than that, counted; None, and nothing is done, where it is
-        to be fed."""
+        """Return the text of ``event``, and count its tokens, if the event has only text.
+
+        Return None, and change nothing, if it has to go through ``feed``.
+        """
         text = self._choices[event.index].read(event) if event.index in self._open else None
         if text is not None:
             self._on_tokens(event.index, len(event.token_ids))
@@ -134,8 +139,11 @@ class Run:
         return not self._open and len(self._reported) == len(self._choices)
 
     def _usage(self) -> Usage:
-        """Prompts count once each; cached tokens are those of each prompt's first choice (later choices of the same
-        prompt find in the cache what the first one put there)."""
+        """Return the usage.
+
+        Each prompt counts once. Cached tokens are those of each prompt's first choice, because later choices find in
+        the cache what the first one has put there.
+        """
         drafts, sampling = self._drafts, self._request.sampling
         predicts = sampling is not None and sampling.draft is not None
         return Usage(

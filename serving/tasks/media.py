@@ -1,7 +1,7 @@
-"""Media within messages: which may be read, and that no model here reads them.
+"""Checks of media in messages: which of them may be read. No model here can read any of them.
 
-A path or URL is looked at only where the endpoint's settings allow it: a server that reads whatever a caller names
-shows its files, and its network, to everybody.
+A path or URL is looked at only if the endpoint's settings allow it: a server that reads whatever a caller names
+exposes its files and its network to everyone.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ PATHS, DOMAINS = "allowedLocalMediaPath", "allowedMediaDomains"
 
 
 def check_media(messages: Sequence[Message], settings: DialectSettings) -> None:
-    """Raises ``InvalidField`` for a medium that may not be read or is too large, and for any other since the model
-    reads text."""
+    """Raise ``InvalidField`` if a message contains media, because the model reads only text.
+
+    If one of them may not be read or is too large, the error says that instead.
+    """
     found = [part for message in messages if not isinstance(message.content, str) for part in message.content]
     media = [part for part in found if isinstance(part, MediaPart)]
     for part in media:
@@ -34,7 +36,7 @@ def _check_file(part: MediaPart, allowed: str | None) -> None:
     if allowed is None:
         raise InvalidField(part.field, part.place, f"no local path: {PATHS} allows none")
     root, real = os.path.realpath(allowed), os.path.realpath(part.place)
-    if os.path.commonpath((root, real)) != root:  # without a word of whether there is such a file
+    if os.path.commonpath((root, real)) != root:  # checked first, so that the error does not tell whether it exists
         raise InvalidField(part.field, part.place, f"a path below {allowed} ({PATHS})")
     if not os.path.isfile(real):
         raise InvalidField(part.field, part.place, "a file that is there")

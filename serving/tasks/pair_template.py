@@ -1,10 +1,12 @@
-"""What a tokenizer puts around one text and around a pair of them: found out once, so that pairs are put together from
-the tokens of their texts, each encoded once, and cut to any length.
+"""The special tokens that a tokenizer puts around a pair of texts.
+
+They are determined once. Pairs are then joined from the tokens of their texts, so that each text is encoded only once
+and can be cut to any length.
 
 ::
 
-    BERT        [CLS] first [SEP] second [SEP]        tokens behind the first [SEP] are of the second type
-    RoBERTa     <s> first </s></s> second </s>        one type
+    BERT        [CLS] first [SEP] second [SEP]        tokens after the first [SEP] have the second type
+    RoBERTa     <s> first </s></s> second </s>        only one type
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from ..errors import PackagingError
 
 
 class Pair(NamedTuple):
-    """``second_from``: from which token on they are of the second type; all tokens where none is."""
+    """A joined pair. Tokens from ``second_from`` on have the second type; it is the length if none has that type."""
 
     token_ids: tuple[int, ...]
     second_from: int
@@ -25,15 +27,15 @@ class Pair(NamedTuple):
 
 
 class PairTemplate:
-    """Of ``backend``, as it stands. ``typed``: whether the model is told which text a token is of.
+    """The pair template of ``backend``. ``typed`` says whether the model gets token types.
 
-    Raises ``PackagingError`` for a tokenizer that mixes the two texts.
+    ``backend`` must not pad or truncate. Raises ``PackagingError`` for a tokenizer that mixes the two texts.
     """
 
     def __init__(self, backend: Tokenizer, *, typed: bool) -> None:
         first, second = (len(backend.encode(text, add_special_tokens=False)) for text in ("a", "b"))
-        # encoded as a pair: post_process of two encodings forgets whose the first text's tokens are, under a
-        # TemplateProcessing
+        # Encoded as a pair, because post_process of two encodings loses, with a TemplateProcessing, the information
+        # which tokens belong to the first text.
         both = backend.encode("a", "b")
         owners = both.sequence_ids
         if 0 not in owners or 1 not in owners or owners.index(1) < owners.index(0):
@@ -51,11 +53,11 @@ class PairTemplate:
 
     @property
     def num_special(self) -> int:
-        """Tokens of a pair that are of neither text."""
+        """How many tokens of a pair belong to neither text."""
         return len(self._lead) + len(self._middle) + len(self._tail)
 
     def join(self, first: tuple[int, ...], second: tuple[int, ...], limit: int) -> Pair:
-        """A pair of at most ``limit`` tokens, the longer text cut first (transformers' "longest_first")."""
+        """Return a pair of at most ``limit`` tokens; the longer text is cut first (transformers' "longest_first")."""
         sizes = _longest_first(len(first), len(second), limit - self.num_special)
         cut = sizes != (len(first), len(second))
         ids = self._lead + first[: sizes[0]] + self._middle + second[: sizes[1]] + self._tail
@@ -64,7 +66,10 @@ class PairTemplate:
 
 
 def pair_template(tokenizer: Any) -> PairTemplate:
-    """Of a fast tokenizer of transformers', whatever it pads or cuts by itself. Raises ``PackagingError``."""
+    """Return the pair template of a fast tokenizer of transformers; its own padding and truncation are ignored.
+
+    Raises ``PackagingError``.
+    """
     backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     backend.no_padding()
     backend.no_truncation()
@@ -72,8 +77,11 @@ def pair_template(tokenizer: Any) -> PairTemplate:
 
 
 def _longest_first(first: int, second: int, room: int) -> tuple[int, int]:
-    """How many tokens stay of each text, as ``tokenizers`` has it: the longer one is cut to the room that the shorter
-    one leaves; where that is less than the shorter one has, they share it, the second gets an odd one."""
+    """Return how many tokens of each text remain, as in the ``tokenizers`` library.
+
+    The longer text is cut to the room that the shorter one leaves. If that is less than the length of the shorter one,
+    they share the room equally, and the second text gets the odd token.
+    """
     if first + second <= room:
         return first, second
     shorter, longer = min(first, second), max(first, second)

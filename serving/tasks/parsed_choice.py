@@ -1,6 +1,7 @@
-"""The text of a choice that may hold reasoning and tool calls: read out of it, token by token.
+"""The text of a choice that may contain reasoning and tool calls, which are parsed out of it token by token.
 
-Stop strings are matched before that, on all that the model writes but special tokens: also in reasoning and arguments.
+Stop strings are matched before parsing, on everything that the model writes except special tokens. They therefore also
+match in reasoning and in arguments.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from .detokenize import Detokenizer
 from .stops import Match
 from .text import TextModel
 
-_CALLED = Match("", 0, 0)  # what ends a text after its one call: no stop string
+_CALLED = Match("", 0, 0)  # stands for the end of a text after its only call, which no stop string has ended
 
 
 class MarkedDetokenizer:
-    """A detokenizer with stand-ins for some special tokens, which are given out at once."""
+    """A detokenizer that returns a stand-in character for some special tokens, without waiting for later tokens."""
 
     __slots__ = ("_by_id", "_inner")
 
@@ -46,9 +47,10 @@ class MarkedDetokenizer:
 
 
 class ParsedChoice(ChoiceText):
-    """As ``ChoiceText``: each token is counted once, in the first delta of what it made certain, or in an empty one.
+    """A ``ChoiceText`` whose text is parsed for reasoning and tool calls.
 
-    A token is one of reasoning where reasoning goes on before it or after it, so those of its markers are too.
+    Each token is counted once: in the first delta of the output that it made certain, or in an empty delta. A token
+    counts as reasoning if the parser is in reasoning before or after it, so the tokens of the markers count too.
     """
 
     def __init__(self, request: ValidRequest, index: int, text: TextModel) -> None:
@@ -56,7 +58,7 @@ class ParsedChoice(ChoiceText):
         self._by_id = reading.by_id
         self._parts: list[Part] = []
         self._num_calls = 0
-        self._custom = False  # whether the last call is one of a custom tool
+        self._custom = False  # whether the last call is a call of a custom tool
         self._parser: Parser = make_parser(
             reading.format,
             request.tools,
@@ -65,7 +67,7 @@ class ParsedChoice(ChoiceText):
             show_special=not request.skip_special_tokens,
         )
         super().__init__(request, index, text)
-        list(self._spread())  # what an earlier attempt has delivered
+        list(self._spread())  # drop the deltas that an earlier attempt has delivered
 
     def end(self, reason: ReplyFinish) -> Iterator[Piece]:
         """See ``ChoiceText``."""
@@ -80,7 +82,7 @@ class ParsedChoice(ChoiceText):
         return MarkedDetokenizer(super()._new_detokenizer(), self._by_id)
 
     def _feed(self, token_id: int, count: int) -> str:
-        """Nothing: what the token makes certain goes through the parser."""
+        """Return "": the text that the token makes certain goes through the parser."""
         before = self._parser.in_reasoning
         self._parse(super()._feed(token_id, count))
         self.num_reasoning_tokens += before or self._parser.in_reasoning
@@ -109,7 +111,10 @@ class ParsedChoice(ChoiceText):
         return self._spread(self._delta(text, token_ids, scores))
 
     def _spread(self, counted: Delta | None = None) -> Iterator[Delta]:
-        """A delta for each run of parts of a kind; what is ``counted`` goes with the first."""
+        """Yield the deltas of the parsed parts: one for each text or thought, and one for each run of call parts.
+
+        The first of them also carries the token counts and log probabilities of ``counted``.
+        """
         parts, self._parts = self._parts, []
         for is_call, run in groupby(parts, key=lambda part: not isinstance(part, Text | Thought)):
             for delta in self._called(run) if is_call else map(self._said, run):

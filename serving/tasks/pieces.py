@@ -1,4 +1,4 @@
-"""The iterator of a reply's pieces, and a whole reply gathered from them."""
+"""The iterator over a reply's pieces, and the whole reply assembled from them."""
 
 from __future__ import annotations
 
@@ -28,13 +28,16 @@ from ..request import LogitsOf
 
 
 class Pieces:
-    """An iterator of pieces over an engine's stream, which it closes at the end, on an error and when dropped.
+    """An iterator of pieces that closes the engine's stream at the end, on an error and when it is garbage-collected.
 
-    Not a bare generator: closing one that was never asked for a piece would leave the engine running.
+    It is not a plain generator, because closing a generator that has not started would leave the engine running.
     """
 
     def __init__(self, pieces: Iterator[Piece], stream: EventStream, run: Run | None = None) -> None:
-        """``run`` makes the pieces, where whoever brings the stream's events may feed it himself."""
+        """Take the pieces and the stream they come from.
+
+        ``run`` makes the pieces; it is given if the code that delivers the stream's events may feed it directly.
+        """
         self._pieces = pieces
         self.stream, self.run = stream, run
 
@@ -44,12 +47,12 @@ class Pieces:
     def __next__(self) -> Piece:
         try:
             return next(self._pieces)
-        except BaseException:  # StopIteration too: nothing follows
+        except BaseException:  # StopIteration too, because nothing follows it
             self.stream.close()
             raise
 
     def close(self) -> None:
-        """Abort what still runs; harmless when repeated."""
+        """Abort the sequences that still run. May be called more than once."""
         self.stream.close()
 
     def __enter__(self) -> Pieces:
@@ -63,29 +66,32 @@ class Pieces:
 
 
 class Run(Protocol):
-    """What a request's events become, event by event: ``begin``, ``feed`` until it ``is_complete`` or the stream has
-    ended, ``end``. Each may raise a ``ServingError``."""
+    """Turns a request's events into pieces of the reply.
+
+    Call ``begin``, then ``feed`` for each event until ``is_complete`` or the end of the stream, then ``end``. Each may
+    raise a ``ServingError``.
+    """
 
     @property
     def is_complete(self) -> bool:
-        """Whether no event is needed any more."""
+        """Whether no further event is needed."""
         ...
 
     def begin(self) -> Iterator[Piece]:
-        """What is known before the first event: an echoed prompt."""
+        """Return the pieces that are known before the first event: an echoed prompt."""
         ...
 
     def feed(self, event: Event) -> Iterable[Piece]:
-        """What one event makes certain."""
+        """Return the pieces that one event makes certain."""
         ...
 
     def end(self) -> Iterator[Piece]:
-        """``Done``, with the usage. Raises ``InternalError`` where the engine left something open."""
+        """Return the last pieces: ``Done`` with the usage. Raises ``InternalError`` if the engine left a text open."""
         ...
 
 
 def all_pieces(run: Run, stream: EventStream) -> Iterator[Piece]:
-    """Every piece of a reply, as the stream's events come. Raises what ``run`` does."""
+    """Yield every piece of a reply as the stream's events arrive. Raises the same errors as ``run``."""
     yield from run.begin()
     for event in stream:
         yield from run.feed(event)
@@ -95,14 +101,14 @@ def all_pieces(run: Run, stream: EventStream) -> Iterator[Piece]:
 
 
 def failure(event: Failed) -> ServingError:
-    """The error that an engine's ``Failed`` names."""
+    """Return the error that an engine's ``Failed`` names."""
     error = from_kind(event.kind, event.message, param=event.param)
     error.retry_after = event.retry_after
     return error
 
 
 def gather(pieces: Iterable[Piece]) -> Reply:
-    """A whole reply of its pieces."""
+    """Return the whole reply assembled from its pieces."""
     choices: dict[int, Gathered] = {}
     vectors: dict[int, bytes] = {}
     scores: dict[int, float] = {}
@@ -171,7 +177,7 @@ class Gathered:
 
     @property
     def calls(self) -> tuple[ReplyCall, ...]:
-        """As whole as they are yet."""
+        """The calls so far; the last one may be incomplete."""
         found: dict[int, list[CallDelta]] = {}
         for delta in self.deltas:
             for call in delta.calls:

@@ -1,8 +1,9 @@
-"""From a raw request to a ``ValidRequest``: the only place that builds one, and the only place that knows its rules.
+"""Turns a raw request into a ``ValidRequest``. No other module builds one, and no other knows its rules.
 
-What the caller left open is resolved against the endpoint: the adapter, the model's own defaults, sampling, seeds, the
-time limit. What it may not ask is refused: a task or an adapter that is not there, a field that the endpoint's mode
-does not take, more of anything than the profile allows. Every refusal is a ``RequestError`` that names the field.
+Values that the caller left open are resolved against the endpoint: the adapter, the model's own defaults, sampling,
+seeds, the time limit. Requests that are not allowed are refused: a task or an adapter that does not exist, a field that
+the endpoint's mode does not take, more of anything than the profile allows. Every refusal is a ``RequestError`` that
+names the field.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from .scored_texts import encoder_texts, pairs
 T = TypeVar("T", bound=Struct)
 MASK = 2**64 - 1
 CONTENT: Mapping[Task, str] = {"chat": "messages", "completions": "prompt", "embeddings": "input", "score": "query"}
-# As defaults these give way to what the request says and to the room in the context, which ``sampling.resolve`` knows.
+# The model's defaults of these also give way to the room in the context, so ``sampling.resolve`` applies them.
 LENGTHS = ("max_tokens", "min_tokens")
 
 
@@ -53,11 +54,11 @@ def _shares_nothing(asked: str | None) -> str | None:
 
 
 class Limits(Struct, frozen=True, kw_only=True):
-    """What bounds one request beside its endpoint's profile.
+    """Limits of one request in addition to its endpoint's profile.
 
-    ``timeout``: seconds that the server and the caller's headers leave it, None for no limit. ``cache_salt`` makes
-    ``ValidRequest.cache_salt`` of the request's own (``tasks.cache_salt``); without it prefixes are shared with no
-    other request. ``tenant`` and ``weight`` are the caller's, as in ``ValidRequest``.
+    ``timeout`` is the number of seconds that the server and the caller's headers allow, None for no limit.
+    ``cache_salt`` makes ``ValidRequest.cache_salt`` from the request's own salt (``tasks.cache_salt``); by default,
+    prefixes are shared with no other request. ``tenant`` and ``weight`` are the caller's, as in ``ValidRequest``.
     """
 
     timeout: float | None = None
@@ -70,7 +71,7 @@ NO_LIMITS = Limits()
 
 
 class _Head(Struct, frozen=True):
-    """What every task's request has. ``deadline`` is on the monotonic clock, ``created`` a label."""
+    """The fields that requests of all tasks have. ``deadline`` is on the monotonic clock, ``created`` only a label."""
 
     request_id: str
     created: int
@@ -92,11 +93,11 @@ def prepare(
     now: float | None = None,
     created: int | None = None,
 ) -> ValidRequest:
-    """The request as the engine gets it: defaults resolved, template applied, tokenised, seeds drawn, limits checked.
+    """Return the request as the engine gets it: with defaults, template, token ids and seeds, and checked limits.
 
-    ``now`` is seconds of ``time.monotonic()``, ``created`` seconds since the epoch; both and ``request_id`` are made
-    here where they are None. Raises ``InvalidField``, ``ContextTooLong`` and ``RequestError`` naming the field,
-    ``NotFound`` for an adapter or a model that is not there, ``Overloaded`` where no process is free to render the
+    ``now`` is in seconds of ``time.monotonic()``, ``created`` in seconds since the epoch; they and ``request_id`` are
+    made here if they are None. Raises ``InvalidField``, ``ContextTooLong`` and ``RequestError``, which name the field,
+    ``NotFound`` for an adapter or a model that does not exist, and ``Overloaded`` if no process is free to render the
     template.
     """
     adapter = adapter_of(raw, endpoint)
@@ -131,14 +132,14 @@ def prepare(
 
 
 def check_task(task: Task, endpoint: EndpointView) -> None:
-    """Raises ``RequestError`` for what the endpoint's model does not do."""
+    """Raise ``RequestError`` for a task that the endpoint's model does not support; encoders can score too."""
     if task not in endpoint.info.tasks and not (task == "score" and "embeddings" in endpoint.info.tasks):
         field = CONTENT[task]
         raise RequestError(f"{field}: this model does {', '.join(endpoint.info.tasks)}, not {task}", param=field)
 
 
 def with_defaults(raw: RawRequest, own: RawRequest) -> RawRequest:
-    """``raw`` with the model's own fields where it says nothing."""
+    """Return ``raw`` with the model's own defaults in the fields that it leaves open."""
     if isinstance(raw, RawEmbedding | RawScore) or isinstance(own, RawEmbedding | RawScore):
         return _filled(raw, own)
     return _filled(raw, own, sampling=_filled(raw.sampling, own.sampling, without=LENGTHS))
@@ -152,9 +153,10 @@ def _filled(given: T, defaults: Struct, *, without: tuple[str, ...] = (), **chan
 
 
 def _check_rules(raw: RawRequest, endpoint: EndpointView) -> None:
-    """The fields that kinds of endpoints take (``modes``), as the Databricks API has them, and how many stop strings.
+    """Check the number of stop strings, and the fields that only some kinds of endpoints take (``modes``), as in the
+    Databricks API.
 
-    ``n: 1`` asks for what every endpoint does and passes; ``error_behavior`` is refused whatever its value.
+    ``n: 1`` passes, because every endpoint does that anyway; ``error_behavior`` is refused with any value.
     """
     profile = endpoint.profile
     check_lora_task(raw, endpoint)
@@ -187,7 +189,7 @@ def _check_embedding(raw: RawEmbedding, endpoint: EndpointView) -> None:
 
 
 def _deadline(now: float | None, *timeouts: float | None) -> float | None:
-    """After the shortest of the request's, the server's and the endpoint's time: a caller cannot lengthen theirs."""
+    """Return the time at which the shortest of ``timeouts`` ends; a caller cannot extend the limits of the server."""
     shortest = math.inf
     for timeout in timeouts:
         if timeout is not None and timeout < shortest:

@@ -1,9 +1,9 @@
-"""From what a caller wrote to the token ids of each prompt: template, context length, truncation.
+"""Turns a caller's texts into the token ids of each prompt: chat template, context length, truncation.
 
-With ``error_behavior: truncate`` an over-long prompt loses its oldest tokens (a leading BOS stays) until
-``max_tokens`` fits after it, or a quarter of the context where the caller set none; ``max_tokens`` itself is held to
-half of the context, so that some prompt is always left. An over-long embedding input loses its end instead: the
-encoders were trained so.
+With ``error_behavior: truncate`` a prompt that is too long loses its oldest tokens (a leading BOS stays) until
+``max_tokens`` fits after it, or a quarter of the context if the caller set no ``max_tokens``. At most half of the
+context is reserved for ``max_tokens``, so that some of the prompt always remains. An embedding input that is too long
+loses its end instead, because the encoders were trained that way.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .tool_prompts import template_name, with_tools
 
 
 class Prompt(NamedTuple):
-    """``text`` is what the caller wrote, for ``echo``; "" for a chat."""
+    """One prompt. ``text`` is what the caller wrote, for ``echo``; "" for a chat."""
 
     token_ids: tuple[int, ...]
     text: str = ""
@@ -29,15 +29,21 @@ class Prompt(NamedTuple):
 
 
 def is_raw(raw: RawCompletion, endpoint: EndpointView) -> bool:
-    """Whether prompts go to the model as they stand: asked for, the profile's way, or there is no template."""
+    """Return whether prompts go to the model without the chat template.
+
+    The request decides, or else the profile. A model without a template always gets raw prompts.
+    """
     if raw.use_raw_prompt is not None:
         return raw.use_raw_prompt or not endpoint.text.templates
     return endpoint.profile.raw_prompts or not endpoint.text.templates
 
 
 def chat_prompt(raw: RawChat, endpoint: EndpointView) -> Prompt:
-    """The template's text of a chat as token ids. Raises ``InvalidField`` for turns, variables or tool calls that the
-    endpoint or the template does not take, ``ContextTooLong``."""
+    """Return the prompt of a chat: the template's text as token ids.
+
+    Raises ``InvalidField`` for turns, variables or tool calls that the endpoint or the template does not accept, and
+    ``ContextTooLong``.
+    """
     profile = endpoint.profile
     if len(raw.messages) > profile.max_messages:
         raise InvalidField("messages", f"{len(raw.messages)} messages", f"at most {profile.max_messages}")
@@ -58,7 +64,10 @@ def chat_prompt(raw: RawChat, endpoint: EndpointView) -> Prompt:
 
 
 def completion_prompts(raw: RawCompletion, endpoint: EndpointView) -> list[Prompt]:
-    """A prompt for each text or list of token ids. Raises ``InvalidField`` naming ``prompt[i]``, ``ContextTooLong``."""
+    """Return a prompt for each text or list of token ids.
+
+    Raises ``InvalidField`` and ``ContextTooLong``, which name ``prompt[i]``.
+    """
     if len(raw.prompts) > endpoint.profile.max_prompts:
         raise InvalidField("prompt", f"{len(raw.prompts)} prompts", f"at most {endpoint.profile.max_prompts}")
     return [
@@ -68,8 +77,10 @@ def completion_prompts(raw: RawCompletion, endpoint: EndpointView) -> list[Promp
 
 
 def embedding_inputs(raw: RawEmbedding, endpoint: EndpointView) -> list[Prompt]:
-    """Each input after its instruction, with the model's special tokens. Raises ``InvalidField``, ``ContextTooLong``
-    naming ``input[i]``."""
+    """Return each input as a prompt: the instruction, then the input, with the model's special tokens.
+
+    Raises ``InvalidField`` and ``ContextTooLong``, which name ``input[i]``.
+    """
     if len(raw.inputs) > endpoint.profile.max_prompts:
         raise InvalidField("input", f"{len(raw.inputs)} inputs", f"at most {endpoint.profile.max_prompts}")
     found = embedded_texts(raw, endpoint) if isinstance(raw.inputs[0], str) else _embedded_tokens(raw, endpoint)
@@ -86,13 +97,13 @@ def embedding_inputs(raw: RawEmbedding, endpoint: EndpointView) -> list[Prompt]:
 
 
 def instructed(raw: RawEmbedding, endpoint: EndpointView) -> list[str]:
-    """Each text of ``raw`` after its instruction, as it is tokenised."""
+    """Return each text of ``raw`` with its instruction in front, as it is tokenised."""
     prefix = _instruction(raw, endpoint)
     return [prefix + str(entry) for entry in raw.inputs]
 
 
 def embedding_limit(endpoint: EndpointView) -> int:
-    """The most tokens that an input may have."""
+    """Return the maximum number of tokens of an input."""
     spec = endpoint.text.embedding
     return min(endpoint.info.max_model_len, (spec.max_length if spec is not None else None) or 2**31)
 
@@ -145,7 +156,7 @@ def _templated(
 def _fit(
     ids: tuple[int, ...], endpoint: EndpointView, sampling: RawSampling, path: str
 ) -> tuple[tuple[int, ...], bool]:
-    """``(ids, truncated)``: ids with room for at least one token after them, unless none is to follow."""
+    """Return ``(ids, truncated)``. The ids leave room for at least one token, unless ``max_tokens`` is 0."""
     context, longest = endpoint.context, endpoint.longest_prompt
     least = 0 if sampling.max_tokens == 0 else 1
     if sampling.error_behavior != "truncate":
@@ -166,7 +177,7 @@ def _fit(
 
 
 def too_long(path: str, count: str, endpoint: EndpointView) -> ContextTooLong:
-    """The error for a prompt of ``count`` tokens at ``path``."""
+    """Return the error for a prompt of ``count`` tokens at ``path``."""
     most = f"this model's maximum context length is {endpoint.context} tokens, prompt and completion together"
     if endpoint.longest_prompt < endpoint.context:
         most = f"a prompt of this endpoint has at most {endpoint.longest_prompt} (maxInputTokenLen)"
@@ -174,8 +185,10 @@ def too_long(path: str, count: str, endpoint: EndpointView) -> ContextTooLong:
 
 
 def check_token_ids(ids: tuple[int, ...], endpoint: EndpointView, path: str, virtual: int = 0) -> None:
-    """Raises ``InvalidField`` naming ``path[i]`` for an id that neither the model has nor a table of ``virtual`` tokens
-    after it."""
+    """Raise ``InvalidField``, which names ``path[i]``, for an id outside the vocabulary.
+
+    The ids of ``virtual`` tokens follow those of the model's own tokens.
+    """
     size = endpoint.info.vocab_size + virtual
     for i, token_id in enumerate(ids):
         if token_id >= size:
@@ -183,7 +196,7 @@ def check_token_ids(ids: tuple[int, ...], endpoint: EndpointView, path: str, vir
 
 
 def _instruction(raw: RawEmbedding, endpoint: EndpointView) -> str:
-    """What goes before each input: the model's prompt of that name, or the instruction itself and a space."""
+    """Return the text to put before each input: the model's prompt of that name, or the instruction and a space."""
     spec = endpoint.text.embedding
     prompts = spec.prompts if spec is not None else {}
     if raw.instruction is None:
@@ -195,8 +208,10 @@ def _instruction(raw: RawEmbedding, endpoint: EndpointView) -> str:
 
 
 def embedded_texts(raw: RawEmbedding, endpoint: EndpointView) -> Iterator[tuple[tuple[int, ...], bool]]:
-    """``(ids, cut)`` of each text. The beginning decides, however long the rest: only a beginning of very few tokens
-    needs the whole text."""
+    """Yield ``(ids, cut)`` for each text.
+
+    Only the beginning of a long text is encoded, unless that has so few tokens that the whole text is needed.
+    """
     limit, prefix, text = embedding_limit(endpoint), _instruction(raw, endpoint), endpoint.text
     size = BEGINNING * limit
     beginnings = [prefix + str(entry[:size]) for entry in raw.inputs]

@@ -1,6 +1,6 @@
-"""Chat templates come with a model and are not trusted: they are rendered in a confined process.
+"""Renders chat templates in a confined process: they come with a model and are not trusted.
 
-The text is transformers' own, to the letter: the same code renders, with the same variables.
+The text is exactly that of transformers: the same code renders it, with the same variables.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ _MESSAGE_TOOLS = re.compile(r"""\w\s*\[\s*['"]tools['"]\s*\]|['"]tools['"] in \w
 
 
 class Renderer:
-    """Renders for one tokenizer. A tokenizer class that renders by code of its own, which was allowed to run,
-    is asked itself."""
+    """Renders the chat templates of one tokenizer.
+
+    A tokenizer class with its own rendering code renders here, in this process: that code has been allowed to run.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         from transformers import PreTrainedTokenizerBase
@@ -35,7 +37,11 @@ class Renderer:
         context: int | None,
         end: ChatEnd = "generation_prompt",
     ) -> str:
-        """Raises ``confined.Refused`` where the template does, ``RequestError`` where it takes too much."""
+        """Return the text of a chat.
+
+        Raises ``confined.Refused`` if the template raises an error, ``RequestError`` if it takes too much time or
+        memory, ``Overloaded`` if no process can render it now.
+        """
         try:
             return self.text(messages, source, variables, context, end)
         except Exceeded as error:
@@ -53,7 +59,7 @@ class Renderer:
         context: int | None = None,
         end: ChatEnd = "generation_prompt",
     ) -> str:
-        """Raises what ``confined.Pool.run`` does."""
+        """Return the text of a chat. Raises the same errors as ``confined.Pool.run``."""
         if self._own:
             found: str = self._tokenizer.apply_chat_template(
                 messages,
@@ -64,7 +70,7 @@ class Renderer:
                 **variables,
             )
             return found
-        # as transformers has it: null says nothing, and a variable replaces a token of the same name
+        # as in transformers: null counts as absent, and a variable replaces a special token of the same name
         given = [{key: value for key, value in message.items() if value is not None} for message in messages]
         named = {**self._tokenizer.special_tokens_map, **variables}
         limits = render_limits(_size(given) + _size(variables), context)
@@ -82,10 +88,11 @@ class Renderer:
 
 
 class TemplateReads:
-    """What a chat template reads of a request: ``variables``, the names that ``source`` takes from outside, None where
-    they cannot be found; whether ``tool_calls``; and ``tools`` as a variable, in the system message, or not at all.
+    """The parts of a request that a chat template reads.
 
-    Raises what ``confined.Pool.run`` does.
+    ``variables`` are the names that ``source`` takes from outside; None if they cannot be determined. ``tool_calls``
+    says whether it reads those. ``tools`` says whether it reads the tools as a variable or in the system message; None
+    if it does not read them. Raises the same errors as ``confined.Pool.run``.
     """
 
     def __init__(self, source: str) -> None:
@@ -100,7 +107,7 @@ class TemplateReads:
 
 
 def read_template(name: str, source: str) -> TemplateReads:
-    """What a template reads. Raises ``PackagingError`` where that cannot be found out within limits."""
+    """Return what a template reads. Raises ``PackagingError`` if finding that out exceeds the limits."""
     check_length(name, source)
     try:
         return TemplateReads(source)
@@ -109,13 +116,13 @@ def read_template(name: str, source: str) -> TemplateReads:
 
 
 def check_length(name: str, source: str) -> None:
-    """Raises ``PackagingError`` for a template of more characters than any model's."""
+    """Raise ``PackagingError`` for more than ``MAX_TEMPLATE`` characters; no model's template is that long."""
     if len(source) > MAX_TEMPLATE:
         raise PackagingError(f"chat_template {name!r}: {len(source)} characters; at most {MAX_TEMPLATE} are allowed")
 
 
 def _size(value: Any) -> int:
-    """About as many bytes as ``value`` has as JSON; at most four times too few."""
+    """Estimate the size of ``value`` as JSON, in bytes; the estimate is at most four times too small."""
     if isinstance(value, str):
         return len(value) + 2
     if isinstance(value, Mapping):

@@ -1,7 +1,8 @@
-"""What a request would multiply, bounded before it runs: a small body must not ask for a reply or for work without end.
+"""Bounds what a request multiplies, before it runs: a small body must not cause an unbounded reply or unbounded work.
 
-A reply has more than the tokens that were generated: ``suffix`` and an echoed prompt stand in every choice, each token
-may have 20 alternatives, each input of an embeddings request has a vector. These are added up here, in bytes of JSON.
+A reply contains more than the generated tokens: ``suffix`` and an echoed prompt are in every choice, each token may
+have 20 alternatives, each input of an embeddings request has a vector. Their sizes are estimated here, in bytes of
+JSON.
 """
 
 from __future__ import annotations
@@ -11,17 +12,20 @@ from typing import TYPE_CHECKING
 from ..errors import InvalidField
 from ..request import RawCompletion, RawRequest, ValidRequest
 
-if TYPE_CHECKING:  # the server's settings import this module, and commands and arbiter need no tokenizers
+if TYPE_CHECKING:  # the server's settings import this module; commands and the arbiter must not load tokenizers
     from .endpoint import Profile
 
-MAX_REPLY_BYTES = 32 * 2**20  # of a server's, unless its settings say otherwise
+MAX_REPLY_BYTES = 32 * 2**20  # the default of a server's settings
 LOGPROB = 96  # bytes: token, number and bytes of one alternative
 SCORE = 64  # bytes of one score in its object
 NUMBER = {"float": 20, "base64": 6}  # bytes of one value of a vector
 
 
 def check_size(request: ValidRequest, raw: RawRequest, profile: Profile, dimensions: int) -> None:
-    """Raises ``InvalidField`` naming what multiplies. ``dimensions`` are those of the model's embeddings."""
+    """Raise ``InvalidField`` if a reply or the work would be too large; the error names the field that multiplies.
+
+    ``dimensions`` is the size of the model's embeddings.
+    """
     _check_copies(request, profile.max_copied_tokens)
     if (most := profile.max_reply_bytes) is None:
         return
@@ -57,7 +61,7 @@ def _check_logprobs(request: ValidRequest, most: int, field: str) -> None:
 
 
 def fixed_size(request: ValidRequest, dimensions: int) -> int:
-    """Bytes that the reply will have whatever is generated: what it repeats of the request, and vectors."""
+    """Return the bytes of a reply that do not depend on generated text: repeated request texts, vectors and scores."""
     if request.task == "embeddings":
         return len(request.sequences) * NUMBER[request.encoding_format] * (request.dimensions or dimensions)
     if request.scoring is not None:
@@ -74,7 +78,7 @@ def _bytes(texts: tuple[str, ...]) -> int:
 
 
 def _check_copies(request: ValidRequest, most: int) -> None:
-    """Each choice has its prompt's tokens in the engine."""
+    """Bound the prompt tokens over all choices, because the engine holds the prompt's tokens for each choice."""
     tokens = request.num_prompt_tokens
     if request.n > 1 and tokens * request.n > most:
         allowed = f"an integer in [1, {max(1, most // tokens)}]: prompts have at most {most} tokens over all choices"

@@ -1,6 +1,6 @@
 """Weights that come with a request: an adapter (``LoraTask``) or vectors of virtual tokens (``PromptTable``).
 
-Here their form is checked, and who may have them; what they are for a model's shapes the engine says.
+This module checks their form and whether the endpoint takes them. The engine checks them against the model's shapes.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ FLOAT = 4  # bytes
 
 
 def adapter_of(raw: RawRequest, endpoint: EndpointView) -> str | None:
-    """The adapter of the endpoint that answers, None for the base: where the request brings one, no other.
+    """Return the endpoint's adapter that answers the request; None for the base model.
 
-    Raises as ``EndpointView.find_adapter``."""
+    A request that brings its own adapter uses none of the endpoint's. Raises ``InvalidField`` if it also names one, and
+    the same errors as ``EndpointView.find_adapter``.
+    """
     if raw.lora_task is None:
         return endpoint.find_adapter(raw.model, raw.adapter)
     named = endpoint.named_adapter(raw.model, raw.adapter)
@@ -26,7 +28,7 @@ def adapter_of(raw: RawRequest, endpoint: EndpointView) -> str | None:
 
 
 def check_lora_task(raw: RawRequest, endpoint: EndpointView) -> None:
-    """Raises ``InvalidField``."""
+    """Check the form of the adapter that comes with the request. Raises ``InvalidField``."""
     task = raw.lora_task
     if task is None:
         return
@@ -53,7 +55,7 @@ def _check_rows(task: LoraTask, weights: bytes, config: tuple[tuple[int, ...], .
 
 
 def check_prompt_table(raw: RawRequest, endpoint: EndpointView) -> None:
-    """Raises ``InvalidField``."""
+    """Check the request's prompt table and its size. Raises ``InvalidField``."""
     table = raw.prompt_table
     if table is None:
         return

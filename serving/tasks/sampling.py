@@ -12,8 +12,8 @@ from .endpoint import EndpointView
 from .token_lists import bad_words, embedding_bias, end_ids, stop_sequences
 
 MASK = 2**64 - 1
-# Logits are divided by these in float32, whose range smaller ones would leave. At such a temperature the best token is
-# drawn in any case, by such a penalty a token of the text comes before all others.
+# Logits are divided by temperatures and penalties in float32; smaller divisors would overflow its range. Below this
+# temperature the best token is drawn in any case; with this penalty a token of the text outranks all others.
 LEAST_TEMPERATURE = 1e-5
 LEAST_DIVISOR = 1e-9
 
@@ -27,8 +27,12 @@ def resolve(
     *,
     score_prompt: bool = False,
 ) -> Sampling:
-    """``longest_prompt`` in tokens; ``own`` has the model's default lengths, which refuse no request. Raises
-    ``InvalidField`` and, where max_tokens does not fit, ``ContextTooLong``."""
+    """Return the request's sampling parameters, each with its final value.
+
+    ``longest_prompt`` is in tokens. ``own`` has the model's default lengths; these never cause a request to be refused.
+    ``score_prompt`` asks for the prompt's log probabilities too, where the request asks for any. Raises
+    ``InvalidField``, and ``ContextTooLong`` if max_tokens does not fit.
+    """
     profile = endpoint.profile
     max_tokens = _max_tokens(asked, endpoint, longest_prompt, own.max_tokens or profile.default_max_tokens)
     if asked.min_tokens is not None and asked.min_tokens > max_tokens:
@@ -69,7 +73,7 @@ def resolve(
 
 
 def _searched(sampling: Sampling, asked: RawSampling, raw: RawBeams, endpoint: EndpointView) -> Sampling:
-    """As a beam search: nothing is drawn, so that the model's own temperature and truncation mean nothing."""
+    """Return ``sampling`` as a beam search. Nothing is drawn, so temperature and truncation get neutral values."""
     if not endpoint.info.capabilities.beam_search:
         raise InvalidField(raw.field, raw.width, "null: this model's engine has no beam search")
     beams = Beams(
@@ -84,7 +88,10 @@ def _searched(sampling: Sampling, asked: RawSampling, raw: RawBeams, endpoint: E
 
 
 def check_nothing_generated(asked: RawSampling, *, echo: bool) -> None:
-    """Raises ``InvalidField`` where ``max_tokens`` 0 leaves nothing to be answered, or something without effect."""
+    """Check a request whose ``max_tokens`` is 0.
+
+    Raises ``InvalidField`` if there would be nothing to answer, or if a field would have no effect.
+    """
     if not echo and not asked.context_logits:
         raise InvalidField("max_tokens", 0, "an integer above 0, or echo: true beside it, which scores the prompt")
     if asked.generation_logits:
@@ -98,9 +105,10 @@ def check_nothing_generated(asked: RawSampling, *, echo: bool) -> None:
 
 
 def seeds(first: int, count: int) -> list[int]:
-    """Distinct uint64 seeds of a request's sequences; the first is the request's own, so n=1 is choice 0 of any n.
+    """Return distinct uint64 seeds for a request's sequences.
 
-    The others are SplitMix64's output: one far-away value for each step, the same wherever it runs.
+    The first is the request's own seed, so that n=1 gives the same text as choice 0 of any n. The others are the output
+    of SplitMix64: one distant value for each step, the same on every machine.
     """
     return [first, *(_splitmix(first, i) for i in range(1, count))]
 

@@ -1,5 +1,5 @@
-"""Runs a request that compares texts: numbers of a cross-encoder as its model means them, or the cosine of the vectors
-that an encoder gives."""
+"""Runs a request that compares texts. The scores are the outputs of a cross-encoder after its model's activation, or
+the cosines of an encoder's vectors."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from .pieces import Pieces, all_pieces
 
 
 def run(engine: Engine, request: ValidRequest) -> Pieces:
-    """One ``Score`` a pair, then ``Done``. The request starts at once; closing aborts the rest.
+    """Return an iterator of one ``Score`` for each pair, then ``Done``.
 
-    Raises the ``ServingError`` that an engine's ``Failed`` names, and ``DeadlineExceeded``.
+    The request starts at once; closing the iterator aborts the rest. Raises the ``ServingError`` that an engine's
+    ``Failed`` names, and ``DeadlineExceeded``.
     """
     stream = engine.submit(for_engine(request))
     return Pieces(all_pieces(Run(request), stream), stream)
 
 
 def for_engine(request: ValidRequest) -> ValidRequest:
-    """What an engine does of it: an encoder embeds each text, a cross-encoder gives a number a pair."""
+    """Return the request that the engine gets: an encoder embeds each text, a cross-encoder gives a number per pair."""
     assert request.scoring is not None
     task = "embeddings" if request.scoring.num_queries else request.task
     return msgspec.structs.replace(request, task=task, scoring=None)
@@ -48,7 +49,7 @@ ACTIVATIONS: Mapping[Activation, Callable[[float], float]] = {
 
 
 class Run(EncoderRun):
-    """A number a pair as they come, or the cosines when all texts have their vectors."""
+    """Gives a cross-encoder's scores as they arrive, or the cosines once all texts have their vectors."""
 
     def __init__(self, request: ValidRequest) -> None:
         super().__init__(request)

@@ -1,8 +1,8 @@
-"""The texts of a request that compares them, as an engine gets them: for an encoder each text by itself, for a
-cross-encoder each pair.
+"""The token sequences of a request that compares texts: one for each text for an encoder, one for each pair for a
+cross-encoder.
 
-A text that is longer than the model takes is refused unless the request says where it is to be cut. An encoder reads
-queries and documents after the prompts that its model has for them; outside a ranking, after its default one.
+A text that is longer than the model accepts is refused unless the request says where to cut it. In a ranking, an
+encoder gets queries and documents after the prompts that its model has for them; otherwise, after its default prompt.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ DOCUMENT_PROMPTS = ("document", "passage", "corpus")  # names in sentence-transf
 
 
 class Texts(NamedTuple):
-    """``second_from`` is () where each sequence is one text."""
+    """The sequences of a request. ``second_from`` is as in ``Pair``, for each of them; () if each is a single text."""
 
     sequences: list[tuple[int, ...]]
     second_from: tuple[int, ...] = ()
 
 
 def encoder_texts(raw: RawScore, endpoint: EndpointView) -> Texts:
-    """The queries and then the documents. Raises ``InvalidField``, ``ContextTooLong`` naming a text."""
+    """Return the queries, then the documents. Raises ``InvalidField`` and ``ContextTooLong``, which name a text."""
     most = _most(raw, endpoint, least=3)
     of_documents = min(most, raw.truncate_documents or most)
     queries = _encoded(raw, 0, most, endpoint)
@@ -33,7 +33,10 @@ def encoder_texts(raw: RawScore, endpoint: EndpointView) -> Texts:
 
 
 def pairs(raw: RawScore, endpoint: EndpointView) -> Texts:
-    """Each query with its document, or the one query with each. Raises ``InvalidField``, ``ContextTooLong``."""
+    """Return each query joined with its document, or the only query joined with each document.
+
+    Raises ``InvalidField`` and ``ContextTooLong``.
+    """
     template = endpoint.text.pairs
     most = _most(raw, endpoint, least=template.num_special + 2)
     queries = endpoint.text.encode_plain(raw.queries, most)
@@ -51,7 +54,7 @@ def pairs(raw: RawScore, endpoint: EndpointView) -> Texts:
 
 
 def pair_limit(endpoint: EndpointView) -> int:
-    """The most tokens that a pair may have."""
+    """Return the maximum number of tokens of a pair."""
     spec = endpoint.text.cross_encoder
     return min(endpoint.info.max_model_len, (spec.max_length if spec is not None else None) or 2**31)
 
@@ -96,7 +99,8 @@ def _check_work(
     most: int,
     endpoint: EndpointView,
 ) -> None:
-    """A long query stands beside each document: a small body must not ask for work without end."""
+    """Bound the tokens of all pairs together: a long query repeats in each pair, so a small body could cause unbounded
+    work."""
     bound = endpoint.profile.max_copied_tokens
     total = sum(min(most, len(a) + len(b) + special) for a, b in zip(queries, documents, strict=True))
     if total > bound:

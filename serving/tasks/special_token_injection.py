@@ -1,9 +1,9 @@
-"""Guard against special-token injection: control tokens that callers write in messages are text; only those that the
-template itself writes are tokens.
+"""Guard against special-token injection: control tokens that callers write in messages are encoded as text; only those
+that the template itself writes become tokens.
 
-What callers wrote is marked before the template is rendered. Where a mark comes out on the other side, the token
-after it is spelt out. Stateless and without a lock; no single step takes the interpreter for longer than a stretch
-of text, however long the message.
+Control tokens in the callers' texts are marked before the template is rendered. After rendering, each marked token is
+encoded as ordinary text. The guard has no state and no lock. However long a message is, no single step blocks other
+threads for longer than one stretch of text takes.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from tokenizers import Tokenizer
 from ..errors import InvalidField
 from ..tool_calls.composed import Composed
 
-START, END = "\ufdd0", "\ufdd1"  # no characters by Unicode's own word, kept for such uses
+START, END = "\ufdd0", "\ufdd1"  # noncharacters, which Unicode reserves for internal use
 _ESCAPES = re.compile(r"\\ufdd0")
 _OWN_KEYS = frozenset({"role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id"})  # of messages
-STRETCH = 16384  # characters searched in one go
-GROUP = 256  # pieces tokenised in one go
+STRETCH = 16384  # characters searched in one step
+GROUP = 256  # pieces tokenised in one step
 
 
 class InjectionGuard:
-    """The control tokens of one chat template: all special tokens, and the added ones that its ``source`` names.
+    """The guard of one chat template. Its control tokens are all special tokens, and the added tokens that its
+    ``source`` contains.
 
-    ``plain`` is a copy of ``backend`` that takes special tokens for text; it is needed no more once this is made.
+    ``plain`` is a copy of ``backend`` that encodes special tokens as text; only the constructor uses it.
     """
 
     def __init__(self, tokenizer: Any, backend: Tokenizer, plain: Tokenizer, source: str) -> None:
@@ -44,13 +45,15 @@ class InjectionGuard:
         self._escaped = re.compile(rf"\\ufdd0({self._pattern.pattern})\\ufdd1")
         self._longest = max(map(len, self._ids), default=0)
         self._backend = backend
-        # a piece is encoded after a newline, or some tokenizers would put a space before it
+        # each piece is encoded after a newline; otherwise some tokenizers would put a space before it
         self._newline = backend.encode("\n", add_special_tokens=False).ids
         self._spelt = {token: self._after_newline(plain, token) for token in self._ids}
 
     def found_in(self, value: Any) -> bool:
-        """Whether a string in ``value`` (messages, tools, variables of the template), names of properties among them,
-        has a control token that is not ours (``Own``)."""
+        """Whether any string in ``value`` (messages, tools, template variables) has a control token of the caller.
+
+        Names of properties count too; text that this server wrote (``Own``) does not.
+        """
         if type(value) is str:
             return next(self._spans(value), None) is not None
         if isinstance(value, dict):
@@ -60,7 +63,7 @@ class InjectionGuard:
         return any(map(self.found_in, value)) if isinstance(value, list | tuple) else False
 
     def mark(self, value: Any) -> Any:
-        """``value`` with marks around the control tokens in its strings; marks that were there already are dropped."""
+        """Return ``value`` with marks around the control tokens in its strings; marks that it had before are removed."""
         if type(value) is str:
             return self._marked(unmarked(value))
         if isinstance(value, dict):
@@ -70,29 +73,32 @@ class InjectionGuard:
         return [self.mark(entry) for entry in value] if isinstance(value, list | tuple) else value
 
     def encode(self, rendered: str) -> tuple[int, ...]:
-        """Token ids of a chat rendered of marked messages. Raises ``InvalidField`` for a token that cannot be spelt."""
+        """Return the token ids of a chat that was rendered from marked messages.
+
+        Raises ``InvalidField`` for a control token that the tokenizer cannot encode as text.
+        """
         first, *others = self._plain_marks(rendered).split(START)
         texts, spelt = [unmarked(first)], []
         for other in others:
             token, _, text = other.partition(END)
-            is_token = token in self._ids  # else the template has cut a mark off: it still parts the text
+            is_token = token in self._ids  # otherwise the template has cut off a mark, which still divides the text
             texts.append(unmarked(text if is_token else other))
             spelt.append(self._spelt_out(token) if is_token else [])
         pieces = self._encode_pieces(texts)
         return tuple(chain(next(pieces), *(chain(ids, piece) for ids, piece in zip(spelt, pieces, strict=True))))
 
     def _plain_marks(self, rendered: str) -> str:
-        """``rendered`` with marks that a template has written as escapes (Python's of a dict, JSON's) as they were."""
+        """Return ``rendered`` with plain marks where a template has written them as escapes (of JSON or a repr)."""
         if _ESCAPES.search(rendered) is None:
             return rendered
         return self._escaped.sub(lambda found: START + found[1] + END, rendered)
 
     def _spans(self, text: str) -> Iterator[tuple[int, int]]:
-        """Where control tokens begin and end. One search of it all could keep every other thread waiting."""
+        """Yield where control tokens begin and end. Searches stretch by stretch, so that other threads can run."""
         at = 0
         while at < len(text):
             found = self._pattern.search(text, at, at + STRETCH)
-            whole_until = at + STRETCH - self._longest  # what begins after it may go on after the stretch
+            whole_until = at + STRETCH - self._longest  # a token that begins after it may extend beyond the stretch
             if found is None:
                 at = whole_until + 1
             elif found.start() > whole_until and at + STRETCH < len(text):
@@ -116,7 +122,7 @@ class InjectionGuard:
                 yield encoding.ids if i == 0 else self._after_newline(self._backend, texts[i], encoding.ids)
 
     def _after_newline(self, tokenizer: Tokenizer, text: str, both: list[int] | None = None) -> list[int]:
-        """The ids of ``text`` as they are in ``both``, the ids of a newline and ``text``."""
+        """Return the ids of ``text`` from ``both``, the ids of a newline followed by ``text``."""
         if both is None:
             both = tokenizer.encode("\n" + text, add_special_tokens=False).ids
         size = len(self._newline)
@@ -133,5 +139,5 @@ class InjectionGuard:
 
 
 def unmarked(text: str) -> str:
-    """``text`` without marks."""
+    """Return ``text`` without marks."""
     return text if text.isascii() else text.replace(START, "").replace(END, "")

@@ -1,4 +1,4 @@
-"""Stop strings, matched on text as it grows, across token borders, and stop sequences, matched on tokens."""
+"""Matching of stop strings, on the growing text and across token boundaries, and of stop sequences, on tokens."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Match(NamedTuple):
-    """``stop`` was found; ``start`` and ``end`` are its place in the text since the beginning."""
+    """A stop string that was found; ``start`` and ``end`` are its character positions in the whole text."""
 
     stop: str
     start: int
@@ -15,25 +15,25 @@ class Match(NamedTuple):
 
 
 class StopMatcher:
-    """Takes text piece by piece and holds back only what may be the beginning of a stop string."""
+    """Takes text piece by piece and holds back only the part that may begin a stop string."""
 
     __slots__ = ("_held", "_length", "_stops")
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         self._stops = stops
         self._held = ""
-        self._length = 0  # characters let through
+        self._length = 0  # characters released
 
     @property
     def position(self) -> int:
-        """How many characters have been let through."""
+        """How many characters have been released."""
         return self._length
 
     def push(self, text: str, matching: bool = True) -> tuple[str, Match | None]:
-        """``(text let through, match)``. With a match the text ends before it and nothing must be pushed again.
+        """Return ``(released text, match)``. The text ends before the match; after a match, push nothing more.
 
-        The match is the one that is complete first; of those that end together the one that starts first.
-        ``matching`` False lets everything through (before ``min_tokens``).
+        The match is the one that is complete first; of several that end together, the one that starts first.
+        With ``matching`` False (before ``min_tokens``) everything is released.
         """
         if not self._stops:
             self._length += len(text)
@@ -49,7 +49,7 @@ class StopMatcher:
         return self._release(whole, len(whole) - self._partial(whole)), None
 
     def flush(self) -> str:
-        """What was held back, at the end of the text."""
+        """Return the text that was held back; call this at the end of the text."""
         return self._release(self._held, len(self._held))
 
     def _release(self, whole: str, count: int) -> str:
@@ -65,7 +65,7 @@ class StopMatcher:
         return stop, start
 
     def _partial(self, whole: str) -> int:
-        """Length of the longest end of ``whole`` that begins some stop string."""
+        """Return the length of the longest suffix of ``whole`` that begins some stop string."""
         longest = 0
         for stop in self._stops:
             at = max(0, len(whole) - len(stop) + 1)
@@ -78,14 +78,17 @@ class StopMatcher:
 
 
 class _Run:
-    """One stop sequence: ``matched`` of its tokens are the last ones of the text (Knuth, Morris and Pratt 1977)."""
+    """One stop sequence, matched token by token (Knuth, Morris and Pratt 1977).
+
+    The last ``matched`` tokens of the text are the first ``matched`` tokens of the sequence.
+    """
 
     __slots__ = ("_fallback", "ids", "matched")
 
     def __init__(self, ids: tuple[int, ...]) -> None:
         self.ids = ids
         self.matched = 0
-        self._fallback = [0] * len(ids)  # of each place: how long an end of the run up to it is a beginning of the run
+        self._fallback = [0] * len(ids)  # per place: length of the longest border (prefix and suffix) of the run so far
         for place in range(1, len(ids)):
             size = self._fallback[place - 1]
             while size and ids[size] != ids[place]:
@@ -98,7 +101,7 @@ class _Run:
 
     @property
     def begun(self) -> int:
-        """Tokens at the end of the text that may be gone on with to the whole run."""
+        """How many tokens at the end of the text may be the beginning of another match."""
         return self._fallback[-1] if self.is_whole else self.matched
 
     def feed(self, token_id: int) -> None:
@@ -109,39 +112,39 @@ class _Run:
 
 
 class SequenceStops:
-    """Lets the text of tokens through, but for what may be that of the beginning of a stop sequence."""
+    """Releases the text of tokens, but holds back the text of tokens that may begin a stop sequence."""
 
     __slots__ = ("_held", "_runs", "_starts", "position")
 
     def __init__(self, sequences: tuple[tuple[int, ...], ...]) -> None:
         self._runs = [_Run(ids) for ids in sequences]
-        self._starts: deque[int] = deque(maxlen=max(map(len, sequences)))  # of the last tokens, in the text
+        self._starts: deque[int] = deque(maxlen=max(map(len, sequences)))  # where the texts of the last tokens start
         self._held = ""
-        self.position = 0  # characters let through
+        self.position = 0  # characters released
 
     def feed(self, token_id: int, start: int) -> None:
-        """A token whose text begins at ``start``."""
+        """Take a token whose text begins at character ``start``."""
         self._starts.append(start)
         for run in self._runs:
             run.feed(token_id)
 
     @property
     def start(self) -> int | None:
-        """Where the sequence begins that is whole with the last token, the longest of several; None for none."""
+        """Where the sequence that the last token completes begins, the longest of several; None if there is none."""
         whole = max((len(run.ids) for run in self._runs if run.is_whole), default=0)
         return self._starts[-whole] if whole else None
 
     def push(self, text: str) -> str:
-        """What of it is let through."""
+        """Return the text that is released once ``text`` is added."""
         begun = max(run.begun for run in self._runs)
         return self._release(self._held + text, self._starts[-begun] if begun else None)
 
     def flush(self, text: str = "", end: int | None = None) -> str:
-        """What was held back and ``text``, at the end of the text, which is at ``end``."""
+        """Return the held text and ``text``, at the end of the whole text; up to position ``end`` if it is given."""
         return self._release(self._held + text, end)
 
     def rest(self) -> str:
-        """What ``flush`` left behind the end."""
+        """Return the text after the ``end`` that ``flush`` was given."""
         return self._held
 
     def _release(self, whole: str, end: int | None) -> str:

@@ -1,7 +1,7 @@
 """The text side of a model: its tokenizer, chat templates and end-of-text ids.
 
-Thread-safe: encoding and decoding go through a private copy of the fast tokenizer that nothing changes after it is
-made. Templates are rendered in processes of their own (``rendering``).
+It is thread-safe: encoding and decoding use a private copy of the fast tokenizer, which is not changed after it is
+made. Templates are rendered in separate processes (``rendering``).
 """
 
 from __future__ import annotations
@@ -29,16 +29,19 @@ from .rendering import Renderer, TemplateReads, read_template
 from .special_token_injection import InjectionGuard, unmarked
 from .tokenizer_check import check_tokenizer
 
-CHUNK = 65536  # characters tokenised at a time while only asking whether a text can fit
-SHORT = 2048  # characters or tokens, which take less time than to hand the lock to and fro
+CHUNK = 65536  # characters tokenised at a time to find out whether a text can fit
+SHORT = 2048  # characters or tokens; fewer take less time than releasing the interpreter lock and taking it again
 GROUP = 64  # texts tokenised at a time, before one of them is found too long
-BEGINNING = 16  # characters of a text for each token that it may have: more than any language's words need
+BEGINNING = 16  # characters read of a text per token that it may have; no language's words need so many
 DEFAULT_TEMPLATE = "default"
 
 
 class Reading(NamedTuple):
-    """A format of calls and reasoning, and the special tokens that its readers look for: what stands for each in the
-    text that they get, by the token's text and by its id."""
+    """A format of calls and reasoning, and the stand-ins of the special tokens that its parser looks for.
+
+    A stand-in is the character that replaces such a token in the text that the parser gets: ``stand_ins`` by the
+    token's text, ``by_id`` by its id.
+    """
 
     format: ToolFormat
     stand_ins: dict[str, str]
@@ -46,7 +49,10 @@ class Reading(NamedTuple):
 
 
 class TextModel:
-    """``chat_templates``: Jinja sources by name, as in the bundle's files; "default" is used unless named."""
+    """The tokenizer and the chat templates of one model.
+
+    ``templates`` are Jinja sources by name; "default" is used if a request names none.
+    """
 
     def __init__(self, bundle: Bundle, trust_remote_code: bool = False) -> None:
         self._hf: Any = _load_tokenizer(bundle.tokenizer_dir, trust_remote_code)
@@ -78,20 +84,20 @@ class TextModel:
         self._takes_system: dict[str, bool] = {}
         self._renderer = Renderer(self._hf)
         if "score" in bundle.tasks:
-            self.pairs  # noqa: B018 - found out now, not by the first request
+            self.pairs  # noqa: B018 - fails now, not at the first request
         self._spare_embedders = [self._copy()] if "embeddings" in bundle.tasks else []
         self._embedders: dict[int, Tokenizer] = {}
 
     # -- to tokens
 
     def encode(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """Token ids of a raw text. A text that already begins with the BOS token's text gets no second one."""
+        """Return the token ids of a raw text. A text that already begins with the BOS token gets no second one."""
         if add_special_tokens and self._bos and text.startswith(self._bos):
             add_special_tokens = not self._prepends_bos()
         return tuple(_encoding(self._backend, text, add_special_tokens).ids)
 
     def encode_embeddings(self, texts: Sequence[str], limit: int) -> Iterator[tuple[tuple[int, ...], bool]]:
-        """``(ids, cut)`` of each: ids with the model's special tokens, cut to ``limit`` tokens from the text's end."""
+        """Yield ``(ids, cut)`` for each text: ids with special tokens, at most ``limit``, the text's end cut off."""
         embedder = self._embedder(limit)
         for start in range(0, len(texts), GROUP):
             for encoding in _encodings(embedder, texts[start : start + GROUP], True):
@@ -99,11 +105,14 @@ class TextModel:
                 yield ids, len(ids) == limit and bool(encoding.overflowing)
 
     def encode_input(self, text: str) -> tuple[int, ...]:
-        """Token ids of a text to be embedded, with the model's special tokens and nothing cut."""
+        """Return the token ids of a text to be embedded, with the model's special tokens and without truncation."""
         return tuple(_encoding(self._backend, text, True).ids)
 
     def encode_plain(self, texts: Sequence[str], limit: int) -> list[tuple[int, ...]]:
-        """Token ids of each text without special tokens; of one with more than ``limit``, more than that at least."""
+        """Return the token ids of each text without special tokens.
+
+        Of a text with more than ``limit`` tokens only a beginning may be encoded, which also has more than ``limit``.
+        """
         found: list[tuple[int, ...]] = []
         for start in range(0, len(texts), GROUP):
             group = texts[start : start + GROUP]
@@ -116,7 +125,7 @@ class TextModel:
         return found
 
     def shortened(self, token_ids: tuple[int, ...], limit: int) -> tuple[int, ...]:
-        """``token_ids`` of a text with its special tokens, cut at the text's end to ``limit`` tokens."""
+        """Return ``token_ids``, of a text with its special tokens, with the text's end cut so that ``limit`` remain."""
         tail = self._tail
         kept = limit - len(tail)
         return (
@@ -127,7 +136,7 @@ class TextModel:
 
     @functools.cached_property
     def _tail(self) -> tuple[int, ...]:
-        """The special tokens behind a text."""
+        """The special tokens after a text."""
         plain = self._backend.encode("a", add_special_tokens=False)
         whole = self._backend.post_process(plain)
         owners = whole.sequence_ids
@@ -135,7 +144,7 @@ class TextModel:
 
     @functools.cached_property
     def pairs(self) -> PairTemplate:
-        """How two texts are put together. Raises ``PackagingError``."""
+        """How two texts are joined into a pair. Raises ``PackagingError``."""
         return PairTemplate(self._backend, typed="token_type_ids" in self._hf.model_input_names)
 
     def _embedder(self, limit: int) -> Tokenizer:
@@ -150,10 +159,10 @@ class TextModel:
         return Tokenizer.from_str(self._backend.to_str())
 
     def surely_over(self, text: str, limit: int) -> int | None:
-        """A number of tokens above ``limit`` that ``text`` surely has, or None where only encoding it can say.
+        """Return a number above ``limit`` if ``text`` surely has more tokens than that; None if only encoding can tell.
 
-        Costs about ``limit`` tokens, however long the text: stretches are encoded until they sum up to clearly more
-        than the limit. A cut between two stretches can add tokens but a few, which the margin covers.
+        Encodes only about ``limit`` tokens, however long the text is: it encodes one stretch after another until their
+        sum is clearly above the limit. A cut between two stretches adds a few tokens at most, which the margin covers.
         """
         if len(text) <= max(CHUNK, 4 * limit):
             return None
@@ -166,7 +175,7 @@ class TextModel:
         return None
 
     def tail(self, text: str, limit: int) -> str:
-        """An end of ``text`` with at least ``limit`` tokens, where that can be had without encoding all of it."""
+        """Return an end of ``text`` with at least ``limit`` tokens, without encoding the whole text if possible."""
         size = max(CHUNK, 4 * limit)
         while size < len(text):
             end = text[-size:]
@@ -185,14 +194,14 @@ class TextModel:
         context: int | None = None,
         end: ChatEnd = "generation_prompt",
     ) -> tuple[int, ...] | int:
-        """Token ids of a conversation, or only a count above ``limit`` where it surely does not fit.
+        """Return the token ids of a conversation, or only a count above ``limit`` if it surely does not fit.
 
-        ``messages`` are in the form that templates read, and are not changed. ``context``: the most tokens a prompt may
-        have, for what a template may write.
+        ``messages`` are in the form that templates read, and are not changed. ``context`` is the maximum number of
+        tokens of a prompt; it bounds how much text a template may write.
 
         The template's text is tokenised exactly once and nothing is added. Special tokens that callers write in
-        messages are encoded as ordinary text. Raises ``InvalidField`` where the template refuses the messages,
-        ``RequestError`` where it takes too much of time or memory.
+        messages are encoded as ordinary text. Raises ``InvalidField`` if the template refuses the messages,
+        ``RequestError`` if it takes too much time or memory.
         """
         source = self.template(template)
         given = list(messages)
@@ -207,7 +216,10 @@ class TextModel:
         return guard.encode(rendered) if over is None else over
 
     def template(self, name: str | None) -> str:
-        """Raises ``InvalidField`` for a name the model does not have; a template's source itself is never taken."""
+        """Return the source of the template called ``name``; a caller can never pass a template's source itself.
+
+        Raises ``InvalidField`` if the model has no template of that name.
+        """
         found = self.templates.get(name or DEFAULT_TEMPLATE)
         if found is None and name is None:
             raise InvalidField("messages", "a chat", "a prompt: this model has no chat template")
@@ -216,15 +228,15 @@ class TextModel:
         return found
 
     def reads(self, template: str | None) -> TemplateReads:
-        """What a template reads. Raises as ``template`` does."""
+        """Return what a template reads. Raises the same errors as ``template``."""
         return self._reads[self.template(template)]
 
     def tool_format(self, template: str | None) -> ToolFormat:
-        """How calls and reasoning are written after a template. Raises as ``template`` does."""
+        """Return how a model writes calls and reasoning with this template. Raises the same errors as ``template``."""
         return self._formats[self.template(template)]
 
     def reading(self, template: str | None) -> Reading:
-        """How a reply after a template is read. Raises as ``template`` does."""
+        """Return how a reply to this template's prompts is parsed. Raises the same errors as ``template``."""
         source = self.template(template)
         found = self._readings.get(source)
         if found is None:
@@ -235,7 +247,10 @@ class TextModel:
         return found
 
     def takes_system(self, template: str | None) -> bool:
-        """Whether a template writes a system message down. Raises as ``template`` does, ``Overloaded``."""
+        """Return whether a template writes out a system message.
+
+        Raises the same errors as ``template``, and ``Overloaded``.
+        """
         source = self.template(template)
         found = self._takes_system.get(source)
         if found is None:
@@ -244,13 +259,13 @@ class TextModel:
                 found = "SYSTEM" in self._renderer.render(turns, source, {}, None)
             except (RequestError, Unavailable):
                 raise
-            except Exception:  # templates refuse a role with any error of Jinja's or Python's
+            except Exception:  # a template may refuse a role with any error of Jinja or Python
                 found = False
             self._takes_system[source] = found
         return found
 
     def _tool_formats(self, bundle: Bundle) -> dict[str, ToolFormat]:
-        """By the source of each template: what the model was packaged with, else as it is detected."""
+        """Return the format by template source: the one packaged with the model, or else the detected one."""
         detected = formats_of(self.templates, self._hf)
         return {source: bundle.tool_formats.get(name) or detected[name] for name, source in self.templates.items()}
 
@@ -266,7 +281,7 @@ class TextModel:
             return self._renderer.render(messages, source, kwargs, context, end)
         except (RequestError, Unavailable):
             raise
-        except Exception as error:  # a template may raise anything of Jinja's or Python's on messages it dislikes
+        except Exception as error:  # a template may refuse messages with any error of Jinja or Python
             roles = [message["role"] for message in messages[:16]]
             why = error.reason if isinstance(error, Refused) else f"{type(error).__name__}: {str(error)[:200]}"
             raise InvalidField("messages", roles, f"what the model's chat template accepts: {why}") from None
@@ -277,14 +292,17 @@ class TextModel:
 
     @property
     def leading_ids(self) -> tuple[int, ...]:
-        """What the tokenizer puts before every raw text (BOS), often nothing."""
+        """The token that the tokenizer puts before every raw text (BOS); often there is none."""
         return (self._hf.bos_token_id,) if self._prepends_bos() else ()
 
     # -- to text
 
     def detokenizer(self, skip_special_tokens: bool = True, *, keeps_space: bool = False) -> Detokenizer:
-        """A fresh state for one sequence. ``keeps_space``: its text is every token's, as grammars count it; else
-        decoders of SentencePiece's kind take away a space at its beginning."""
+        """Return a new detokenizer for one sequence.
+
+        ``keeps_space`` keeps a space at the beginning of the text, as grammars expect; otherwise decoders of
+        SentencePiece's kind remove it.
+        """
         if self._tables is not None:
             return ByteDetokenizer(self._tables[1 if skip_special_tokens else 0])
         return WindowDetokenizer(self._backend, skip_special_tokens, self._some_text() if keeps_space else ())
@@ -292,24 +310,24 @@ class TextModel:
     def _some_text(self) -> tuple[int, ...]:
         try:
             return (plain_token(self._backend, self._special_ids),)
-        except ValueError:  # engines hold no text of such a tokenizer to a grammar
+        except ValueError:  # engines apply no grammar with such a tokenizer
             return ()
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of all of ``token_ids``, incomplete characters as U+FFFD."""
+        """Return the text of ``token_ids``, with incomplete characters as U+FFFD."""
         ids = list(token_ids)
-        if len(ids) > SHORT:  # the batch's form lets others run here too
+        if len(ids) > SHORT:  # the batch call releases the interpreter lock here too
             texts: list[str] = self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)
             return texts[0]
         text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
     def token_names(self, token_ids: Sequence[int]) -> list[str]:
-        """Each token as the tokenizer's own vocabulary has it (``Ġworld``); "" for an id without a token."""
+        """Return each token as the tokenizer's vocabulary spells it (``Ġworld``); "" for an id without a token."""
         return [self._backend.id_to_token(token_id) or "" for token_id in token_ids]
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of one token by itself (special tokens: their name); b"" for an id without a token."""
+        """Return the bytes of one token alone (of a special token, its name); b"" for an id without a token."""
         if self._tables is not None:
             table = self._tables[0]
             return table[token_id] if token_id < len(table) else b""
@@ -326,9 +344,9 @@ def _encoding(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> Any:
 
 
 def _encodings(tokenizer: Tokenizer, texts: Sequence[str], add_special_tokens: bool) -> list[Any]:
-    """The encoding of each text, without offsets where they are long.
+    """Return the encoding of each text, without offsets if the texts are long.
 
-    ``encode`` holds the interpreter lock, for a second or more a megabyte; the batch's form lets others run.
+    ``encode`` holds the interpreter lock, for a second or more per megabyte; the batch call lets other threads run.
     """
     if sum(map(len, texts)) < SHORT:
         return [tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts]
@@ -337,12 +355,12 @@ def _encodings(tokenizer: Tokenizer, texts: Sequence[str], add_special_tokens: b
 
 
 def _load_tokenizer(path: str, trust_remote_code: bool) -> Any:
-    from transformers import AutoTokenizer  # which imports torch: not for who only logs, finds or names a model
+    from transformers import AutoTokenizer  # imports torch, which code that only logs or finds a model does not need
 
     check_tokenizer(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
-    except Exception as error:  # tokenizers raises bare Exceptions; a tokenizer's own code may raise anything
+    except Exception as error:  # the library raises bare Exceptions; a tokenizer's own code may raise anything
         raise PackagingError(f"tokenizer: it cannot be loaded: {reason(error)}") from error
     if not getattr(tokenizer, "is_fast", False):
         raise PackagingError(f"{type(tokenizer).__name__} has no fast form (tokenizer.json); convert it and log again")
@@ -350,7 +368,7 @@ def _load_tokenizer(path: str, trust_remote_code: bool) -> Any:
 
 
 def _templates(bundle: Bundle, tokenizer: Any) -> dict[str, str]:
-    """The bundle's templates; where it has none, those the tokenizer's own files hold."""
+    """Return the bundle's templates, or those of the tokenizer's own files if the bundle has none."""
     try:
         if bundle.chat_templates:
             return {name: Path(path).read_text(encoding="utf-8") for name, path in bundle.chat_templates.items()}

@@ -1,4 +1,5 @@
-"""What a request says of single tokens, in the form that an engine takes: bad words, stop sequences, biases, ends."""
+"""A request's fields about single tokens in the form that an engine takes: bad words, stop sequences, biases and
+end-of-text tokens."""
 
 from __future__ import annotations
 
@@ -13,13 +14,13 @@ from .text import TextModel
 
 MAX_BAD_WORDS = 1024
 MAX_BAD_CHARS = 65_536
-MAX_BAD_TOKENS = 16_384  # of all bad words
-MAX_BIAS = 1e9  # what is larger would leave nothing of the numbers that it is added to
+MAX_BAD_TOKENS = 16_384  # of all bad words together
+MAX_BIAS = 1e9  # adding a larger number in float32 would lose the logit that it is added to
 ITEM = 4  # bytes of a float32
 
 
 def bad_words(asked: RawSampling, endpoint: EndpointView) -> tuple[tuple[int, ...], ...]:
-    """Runs of tokens that never come: of a text, each that the tokenizer may write it with.
+    """Return the token sequences that must never be generated: for a text, each way of spelling it in tokens.
 
     Raises ``InvalidField``.
     """
@@ -44,9 +45,11 @@ def bad_words(asked: RawSampling, endpoint: EndpointView) -> tuple[tuple[int, ..
 
 
 def spellings(words: Sequence[str], text: TextModel) -> list[tuple[tuple[int, ...], ...]]:
-    """The tokens of each word at the beginning of a text, behind a space (both as vLLM has them, which keeps the second
-    only where it is as long), and within a line, which is another one for tokenizers that put a space before a text.
-    () of a word of spaces alone."""
+    """Return the token sequences of each word; () for a word of spaces alone.
+
+    A word is encoded at the beginning of a text, after a space, and within a line. The first two are as in vLLM, which
+    keeps the second only if it has as many tokens. The third differs for tokenizers that put a space before a text.
+    """
     bare = [word.lstrip() for word in words]
     ways = [before + word for word in bare for before in ("", " ", "\n")]
     newline, *encoded = text.encode_plain(["\n", *ways], MAX_BAD_CHARS)
@@ -60,7 +63,7 @@ def spellings(words: Sequence[str], text: TextModel) -> list[tuple[tuple[int, ..
 
 
 def stop_sequences(asked: RawSampling, endpoint: EndpointView) -> tuple[tuple[int, ...], ...]:
-    """As they were given, each once. Raises ``InvalidField``."""
+    """Return the request's stop sequences without duplicates. Raises ``InvalidField``."""
     profile, given = endpoint.profile, asked.stop_sequences or ()
     if len(given) > profile.max_stop_strings:
         raise InvalidField("stop_sequences", f"{len(given)} sequences", f"at most {profile.max_stop_strings}")
@@ -77,7 +80,7 @@ def _check_run(run: tuple[int, ...], path: str, given: object, vocab_size: int) 
 
 
 def end_ids(asked: RawSampling, endpoint: EndpointView) -> tuple[int, ...]:
-    """The tokens that are the text's own end: the model's, or what the request has in their place. Raises
+    """Return the end-of-text tokens: the model's, or the one that the request gives instead. Raises
     ``InvalidField``."""
     end_id = asked.end_id
     own_end = end_id is not None and end_id != -1
@@ -91,7 +94,10 @@ def end_ids(asked: RawSampling, endpoint: EndpointView) -> tuple[int, ...]:
 
 
 def embedding_bias(given: bytes | None, vocab_size: int) -> bytes | None:
-    """As it was given, None for one that changes nothing. -inf forbids a token. Raises ``InvalidField``."""
+    """Check the bias and return it unchanged; None if it changes nothing. -inf forbids a token.
+
+    Raises ``InvalidField``.
+    """
     if given is None:
         return None
     if len(given) != ITEM * vocab_size:

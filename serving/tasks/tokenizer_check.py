@@ -1,7 +1,7 @@
-"""Before a tokenizer is read into this process: that reading it, and a text with it, ends within limits.
+"""Checks, before a tokenizer is loaded into this process, that loading it and encoding a text stay within limits.
 
 Normalizers, regular expressions of pre-tokenizers and post-processors come with a model. One that backtracks for ever,
-or makes a million tokens of a word, would do so in every worker that serves the model.
+or makes a million tokens of a word, would do that in every worker that serves the model.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from ..errors import PackagingError
 
 FILE = "tokenizer.json"
 MAX_BYTES = 512 << 20
-MAX_TOKENS = 16  # for a character; byte-level tokenizers make four at most
-MAX_ADDED = 1024  # around a text
-# Runs of one character and alternations of two are what makes regular expressions backtrack.
+MAX_TOKENS = 16  # per character; byte-level tokenizers make at most four
+MAX_ADDED = 1024  # tokens added around a text
+# Runs of one character and alternations of two characters make regular expressions backtrack.
 PROBES = (
     "",
     "The quick brown fox jumps over 13 lazy dogs, doesn't it?\n" * 20,
@@ -27,7 +27,10 @@ PROBES = (
 
 
 def check_tokenizer(directory: str | Path) -> None:
-    """Raises ``PackagingError`` naming the file. Without a tokenizer.json there is nothing to check."""
+    """Raise ``PackagingError``, which names the file, if a limit is exceeded or the file cannot be read.
+
+    Without a tokenizer.json there is nothing to check.
+    """
     file = Path(directory, FILE)
     try:
         found = file.stat()
@@ -40,7 +43,7 @@ def check_tokenizer(directory: str | Path) -> None:
 
 @functools.lru_cache(maxsize=256)
 def _check(path: str, *state: int) -> None:
-    """Once for each ``state`` of the file."""
+    """Check the file; the cache makes this happen once for each ``state`` (inode, size, modification time)."""
     try:
         counts = POOL.run("tokenizer", CHECK, path=path, probes=PROBES)
     except Refused as error:

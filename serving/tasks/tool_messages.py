@@ -1,7 +1,7 @@
-"""Tools, calls and results in a chat: which a conversation may have, and how its template gets them.
+"""Tools, calls and results in a chat: which of them a conversation may have, and how its template receives them.
 
-A template that knows tools gets them in transformers' form. For one that does not, or whose format is not known, they
-are put into the text of the messages.
+A template that reads tools gets them in transformers' form. For a template that does not, or whose format is unknown,
+they are put into the text of the messages.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ _CUSTOM = {"type": "object", "properties": {CUSTOM_INPUT: {"type": "string"}}, "
 
 
 def check_tool_messages(messages: Sequence[Message], end: ChatEnd = "generation_prompt") -> None:
-    """Each call of an assistant's message is answered by one tool message, right after it and before anything else.
+    """Check that each call of an assistant message is answered by one tool message, before any other message.
 
-    Raises ``InvalidField`` for an id that is unknown, there twice or not answered.
+    Raises ``InvalidField`` for an id that is unknown, duplicated or not answered. The calls of the last message need no
+    answer if no generation prompt follows (``end``).
     """
     calling, waiting, answered = 0, dict[str, None](), set[str]()
     for i, message in enumerate(messages):
@@ -68,26 +69,26 @@ def _ids(message: Message, i: int) -> dict[str, None]:
 
 
 def template_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """Tools in transformers' form. A custom tool is a function of one text."""
+    """Return the tools in transformers' form. A custom tool becomes a function with one string parameter."""
     return [{"type": "function", "function": _function(tool)} for tool in tools]
 
 
 def _function(tool: Tool) -> dict[str, Any]:
-    # many templates walk through properties without asking whether there are any
+    # many templates iterate over properties without checking that there are any
     parameters = _CUSTOM if tool.kind == "custom" else {**_NO_PARAMETERS, **(tool.parameters or {})}
     return {"name": tool.name, "description": tool.description or "", "parameters": parameters}
 
 
 def shown_tools(raw: RawChat) -> tuple[Tool, ...]:
-    """The tools that the model is told of: none where it may call none."""
+    """Return the tools that the prompt shows to the model: none if it may call none."""
     if not raw.tools or (raw.tool_choice is not None and raw.tool_choice.mode == "none"):
         return ()
     return raw.tools
 
 
 def with_names_and_ids(messages: list[dict[str, Any]], format: ToolFormat) -> list[dict[str, Any]]:
-    """``messages`` as templates read them, tool messages with the names of what they answer, and ids in the form that
-    the format's templates ask for."""
+    """Return ``messages`` with the tool's name in each tool message, and with call ids in the form that the format's
+    templates expect. Changes the messages in place."""
     names: dict[str, str] = {}
     for message in messages:
         for call in message.get("tool_calls", ()):
@@ -101,7 +102,7 @@ def with_names_and_ids(messages: list[dict[str, Any]], format: ToolFormat) -> li
 
 
 def _id(given: str, format: ToolFormat) -> str:
-    """The same id for the same one given."""
+    """Return the id in the format's form; equal ids give equal results."""
     if format.ids != "alnum9" or (len(given) == 9 and given.isascii() and given.isalnum()):
         return given
     number = int.from_bytes(hashlib.sha256(given.encode(errors="surrogatepass")).digest(), "big")
@@ -111,8 +112,10 @@ def _id(given: str, format: ToolFormat) -> str:
 def with_message_tools(
     messages: list[dict[str, Any]], tools: list[dict[str, Any]], format: ToolFormat
 ) -> list[dict[str, Any]]:
-    """``messages`` for a template that reads tools from the system message: Phi's takes a text of functions, others a
-    list of tools."""
+    """Return ``messages`` with the tools in the system message, for a template that reads them there.
+
+    Phi's template takes the functions as JSON text, others take a list of tools.
+    """
     given: Any = tools
     if format.name == "phi4_mini":
         given = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
@@ -123,9 +126,10 @@ def with_message_tools(
 def calls_as_text(
     messages: Sequence[dict[str, Any]], given: Sequence[Message], format: ToolFormat, *, results: bool
 ) -> list[dict[str, Any]]:
-    """``messages`` with the calls of ``given`` in their texts; with ``results`` what came of them too, as a user's.
+    """Return ``messages`` with the calls of ``given`` written into their texts.
 
-    A user's message after results goes on in the same turn, for templates in which user and assistant take turns.
+    With ``results``, the results of the calls become user messages too. A user message that follows results is joined
+    to the same turn, because some templates require user and assistant to alternate.
     """
     found: list[dict[str, Any]] = []
     for message, original in zip(messages, given, strict=True):
@@ -151,8 +155,10 @@ def _called(content: str, calls: Sequence[ToolCall], format: ToolFormat) -> Comp
 
 
 def with_system_text(messages: list[dict[str, Any]], text: str, *, system: bool) -> list[dict[str, Any]]:
-    """``messages`` with ``text`` at the end of the system message, which is added where there is none. Without
-    ``system``, for templates that take none, it stands before the first message."""
+    """Return ``messages`` with ``text`` at the end of the system message, which is added if there is none.
+
+    Without ``system``, for templates that accept no system message, the text is put before the first message's text.
+    """
     first = messages[0]
     if first["role"] == "system":
         content = first["content"]

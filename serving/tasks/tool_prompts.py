@@ -1,4 +1,4 @@
-"""How the tools of a request get into its prompt: by the chat template, or as text where it knows none."""
+"""Puts the tools of a request into its prompt: by the chat template, or as text if the template knows no tools."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from .tool_messages import (
     with_system_text,
 )
 
-TOOL_TEMPLATE = "tool_use"  # transformers' name of the template for chats with tools, where a model has one beside
+TOOL_TEMPLATE = "tool_use"  # transformers' name for the template of chats with tools, if a model has a separate one
 
 
 def template_name(raw: RawChat, text: TextModel) -> str | None:
-    """The template of a chat: the one named, else as transformers chooses."""
+    """Return the name of a chat's template: the one that the request names, or else the one that transformers uses."""
     if raw.chat_template is None and raw.tools and TOOL_TEMPLATE in text.templates:
         return TOOL_TEMPLATE
     return raw.chat_template
@@ -32,7 +32,7 @@ def template_name(raw: RawChat, text: TextModel) -> str | None:
 def with_tools(
     messages: Sequence[Message], raw: RawChat, text: TextModel
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """``messages`` as the template reads them, with the tools of ``raw``, and the variables that it gets beside."""
+    """Return ``messages`` as the template reads them, with the tools of ``raw``, and the variables for the template."""
     given = template_messages(messages)
     tools = template_tools(shown_tools(raw))
     calling = any(message.tool_calls for message in messages)
