@@ -1,1 +1,1 @@
-"""Gunicorn with gevent workers: sockets, connections, and what a request must be before there is one."""
+"""Gunicorn with gevent workers: sockets, connections, and the checks before a request reaches the application."""

@@ -1,11 +1,12 @@
 """Accept balancing: the worker with the fewest connections takes the next one.
 
-Workers share one listening socket, and the kernel wakes all of them for a connection (the thundering herd); whichever
-is awake already takes it, and the next one of a burst, too. ``SO_REUSEPORT`` would distribute by a hash of addresses,
-knows no Unix sockets, and resets what waits in the queue of a worker that ends. So a worker looks at the others first.
+Workers share one listening socket, and the kernel wakes all of them for a connection (the thundering herd). A worker
+that is already awake takes it, and the next one of a burst too. ``SO_REUSEPORT`` would distribute connections by a hash
+of addresses, does not support Unix sockets, and resets the connections in the queue of a worker that ends. So a worker
+looks at the connection counts of the others before it accepts.
 
-The table of connection counts is shared memory, mapped by the arbiter before it forks. Each worker alone writes its
-slot, in aligned words.
+The table of connection counts is shared memory, mapped by the arbiter before it forks. Only the worker itself writes to
+its slot, in aligned words.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ from __future__ import annotations
 import mmap
 import time
 
-CLOSED = -1  # the count of a worker that takes no connections: none there, starting, draining
+CLOSED = -1  # the count of a slot that takes no connections: without a worker, or its worker is starting or draining
 HUNG_AFTER = 1.0  # seconds without an accept after which a worker whose turn it is counts as hung
-_WIDTH = 2  # words of a slot: connections, and how many were accepted so far
+_WIDTH = 2  # words of a slot: current connections, and how many were accepted so far
 
 
 class AcceptBalancer:
     """The arbiter's side: assigns each worker a slot of the table, and clears it when the worker has ended."""
 
     def __init__(self, workers: int) -> None:
-        slots = 2 * workers  # a worker may still drain when its successor begins
+        slots = 2 * workers  # a worker may still be draining when its successor starts
         self.words = memoryview(mmap.mmap(-1, slots * _WIDTH * 4)).cast("i")
         self._given: set[int] = set()
         for slot in range(slots):
@@ -35,7 +36,7 @@ class AcceptBalancer:
 
     @property
     def num_open(self) -> int:
-        """Workers that take connections."""
+        """The number of workers that take connections."""
         return sum(count != CLOSED for count in self.words[::_WIDTH])
 
     def reclaim(self, slot: WorkerSlot) -> None:
@@ -47,7 +48,7 @@ class AcceptBalancer:
 
 
 class WorkerSlot:
-    """A worker's slot of the table, and its view of the others'."""
+    """A worker's slot of the table, and its view of the other workers' slots."""
 
     def __init__(self, words: memoryview[int], number: int) -> None:
         self.number = number
@@ -59,12 +60,12 @@ class WorkerSlot:
         self._hung: dict[int, tuple[int, int]] = {}
 
     def open(self) -> None:
-        """Take part: from now on others leave connections to this worker."""
+        """Take part in the balancing: from now on other workers leave connections to this one."""
         self._open = True
         self._publish()
 
     def close(self) -> None:
-        """Stand back: others leave it none any more; it takes connections only where no other worker is open."""
+        """Leave the balancing: this worker then takes a connection only if no other worker is open."""
         self._open = False
         self._publish()
 
@@ -83,10 +84,10 @@ class WorkerSlot:
         self._words[self._index] = self._connections if self._open else CLOSED
 
     def take_turn(self, now: float | None = None) -> bool:
-        """Take the turn for the connection that waits, where no other worker has fewer by more than a quarter; whether
-        it was taken.
+        """Return whether this worker may accept the waiting connection.
 
-        A worker that has fewer and accepts none for ``HUNG_AFTER`` is passed over, and counts again once it moves.
+        It may unless this worker has over a quarter more connections than another open one. A worker that has fewer
+        connections but accepts none for ``HUNG_AFTER`` seconds is skipped until its counts change.
         """
         others = self._others()
         self._hung = {slot: state for slot, state in self._hung.items() if others.get(slot) == state}
@@ -107,7 +108,7 @@ class WorkerSlot:
         return not self._open or self._connections > connections + connections // 4
 
     def _others(self) -> dict[int, tuple[int, int]]:
-        """The open slots but this one: connections, accepted."""
+        """Return (connections, accepted) of each open slot except this one."""
         words = self._words.tolist()
         states = ((i // _WIDTH, (words[i], words[i + 1])) for i in range(0, len(words), _WIDTH) if words[i] != CLOSED)
         return {slot: state for slot, state in states if slot != self.number}

@@ -1,4 +1,4 @@
-"""Accepts a worker's connections: in its turn (accept balancing), within the connection limits, a greenlet each."""
+"""Accept a worker's connections: in turn (accept balancing), within the connection limits, with one greenlet each."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from .lingering_close import linger
 from .slowloris import TimedConnection
 from .write_backpressure import limit_unsent
 
-TURN = 0.002  # seconds until a worker looks again whether it is its turn
-FULL = 0.02  # seconds until it looks again for a place
-FAILED = 0.1  # seconds until it tries again to accept
-REFUSING = 64  # connections over the limits that are answered at the same time; others are closed
+TURN = 0.002  # seconds until a worker checks again whether it is its turn
+FULL = 0.02  # seconds until a full worker checks again for a free place
+FAILED = 0.1  # seconds until a worker tries again to accept after an error
+REFUSING = 64  # connections over the limits that get a response at the same time; others are closed
 REFUSAL = "too many connections from this address"
 REFUSED = (
     f"HTTP/1.1 {LimitExceeded.status} Too Many Requests\r\nConnection: close\r\nRetry-After: 1\r\n"
@@ -32,8 +32,11 @@ REFUSED = (
 
 
 class Acceptor(StreamServer):
-    """Calls ``serve(connection)`` in a greenlet of ``greenlets``, with the connection counted in ``limits``. ``slot``
-    None: no balancing, the first worker to wake takes a connection. ``secure``: nothing is sent before TLS is up."""
+    """Calls ``serve(connection)`` in a greenlet of ``greenlets``, with the connection counted in ``limits``.
+
+    With a ``slot`` of None there is no balancing: the first worker that wakes takes a connection. If ``secure``, a
+    refused connection is closed without a response, because TLS is not established yet.
+    """
 
     max_accept = 1
 
@@ -61,9 +64,9 @@ class Acceptor(StreamServer):
             return self._later(TURN)
         try:
             return super().do_read()
-        except ConnectionError:  # gone while it waited
+        except ConnectionError:  # the client went away while the connection waited
             return None
-        except OSError as error:  # no file descriptors, most of all
+        except OSError as error:  # most often: no file descriptors left
             logs.event("no connection could be accepted", level=40, error=error.strerror)
             return self._later(FAILED)
 
@@ -106,7 +109,7 @@ def _send_refusal(client: Any) -> None:
 
 
 def user_of(client: Any) -> str:
-    """The user at the other end of a Unix socket (``SO_PEERCRED``)."""
+    """Return the user at the other end of a Unix socket (``SO_PEERCRED``)."""
     try:
         credentials = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     except (AttributeError, OSError):

@@ -1,8 +1,8 @@
-"""Connection limits: of a worker and of an address, where the connection idle for longest is evicted.
+"""Connection limits for each worker and each address; at a limit, the connection idle for longest is evicted.
 
-To hold a connection without sending anything (Slowloris), or without reading (Slow Read), costs an attacker next to
-nothing. So a full worker turns nobody away while it can evict: the connection that has waited longest for its client
-goes, and an address at its limit loses one of its own.
+Holding a connection without sending anything (Slowloris), or without reading (Slow Read), costs an attacker almost
+nothing. So a full worker refuses nobody while it can evict: it evicts the connection that has waited longest for its
+client, and an address at its limit loses one of its own connections.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import Any, Protocol
 class Limited(Protocol):
     """A connection that is counted.
 
-    ``waiting_since``: what it waits for from its client and when that began (monotonic seconds), the body of a request
-    (1) being worth more than its head (0), and that an answer is taken (2) more than both; None while it waits for us.
+    ``waiting_since`` says what the connection waits for from its client, and since when (monotonic seconds). The lowest
+    value is evicted first: 0 waits for the head of a request, 1 for its body, 2 for the client to read the response.
+    It is None while the connection waits for the server.
     """
 
     address: str
@@ -28,8 +29,8 @@ class Limited(Protocol):
 
 
 class ConnectionLimits:
-    """At most ``total`` connections, ``by_address`` of them of one address. ``on_release`` is called for each one that
-    ends."""
+    """Allows at most ``total`` connections, and at most ``by_address`` of one address. ``on_release`` is called for
+    each connection that is counted out."""
 
     def __init__(self, total: int, by_address: int, on_release: Callable[[], None] = lambda: None) -> None:
         self.total, self.by_address = total, by_address
@@ -42,11 +43,11 @@ class ConnectionLimits:
 
     @property
     def is_full(self) -> bool:
-        """Whether there is no place, and no connection that could be evicted for one."""
+        """Whether there is no free place and no connection that could be evicted."""
         return self._number >= self.total and self._oldest(self._all()) is None
 
     def admit(self, connection: Limited) -> bool:
-        """Count ``connection`` in, evicting another where that makes room; whether there was room."""
+        """Count ``connection`` in, evicting another one if needed. Return whether there was room."""
         own = self._connections.get(connection.address, [])
         if len(own) >= self.by_address and not self._make_room(own):
             return False
@@ -57,7 +58,7 @@ class ConnectionLimits:
         return True
 
     def release(self, connection: Limited) -> None:
-        """Count ``connection`` out. Harmless for one that is not counted any more."""
+        """Count ``connection`` out. Does nothing if it is not counted any more."""
         own = self._connections.get(connection.address, [])
         if connection not in own:
             return
@@ -85,8 +86,8 @@ class ConnectionLimits:
 
 
 def address_of(peer: Any) -> str:
-    """What a connection is counted under: an IPv4 address, the /64 of an IPv6 one, which a single host has to itself,
-    or the user of a Unix socket (``accepting.user_of``)."""
+    """Return the name under which a connection is counted: an IPv4 address, the /64 network of an IPv6 address (one
+    host usually has all of it), or the user of a Unix socket (``accepting.user_of``)."""
     if not isinstance(peer, tuple):
         return str(peer)
     try:

@@ -1,4 +1,4 @@
-"""Processes that the arbiter keeps beside its workers: the controller process, and the one that serves gRPC."""
+"""Processes that the arbiter keeps running beside its workers: the controller process and the gRPC process."""
 
 from __future__ import annotations
 
@@ -19,9 +19,12 @@ RESTART_SECONDS = 2.0
 
 
 class KeptProcess:
-    """A module run as a process. Leaving (or dying) closes its standard input, at which it ends; killed, it is started
-    again. ``what`` it is in the log; ``last`` is the step with which it says that it is ready. It reads ``hello``
-    first, and ``FAREWELL`` last unless its server dies; at its end it is given ``seconds``."""
+    """A module that runs as a child process, and is started again if it ends unasked.
+
+    Leaving the context closes the process's standard input, as the death of the server does; the process then ends.
+    ``what`` is its name in the log; ``last`` is the progress stage with which it reports that it is ready. It first
+    reads ``hello`` from its input, and last ``FAREWELL`` unless the server dies. It has ``seconds`` to end.
+    """
 
     def __init__(
         self, module: str, directory: Path, *, what: str, last: str, hello: bytes = b"", seconds: float = 10.0
@@ -45,7 +48,8 @@ class KeptProcess:
         return process
 
     def await_ready(self, progress: Progress) -> None:
-        """Raises ``PackagingError`` with what it says, ``EngineDied``."""
+        """Report the process's steps until it is ready. Raises ``PackagingError`` with its message, and ``EngineDied``
+        if it ends first."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             step = json.loads(line)
@@ -57,12 +61,12 @@ class KeptProcess:
         raise EngineDied(f"{self._what} ended before it was ready")
 
     def ensure_running(self) -> int | None:
-        """Start it again where it has ended, at most every ``RESTART_SECONDS``; the process id of one that ended."""
+        """Start the process again if it has ended, at most every ``RESTART_SECONDS``. Return the ended process's id."""
         if self._is_ending or self._process.poll() is None:
             return None
         if time.monotonic() - self._started_at < RESTART_SECONDS:
             return None
-        # without its exit status, which gunicorn has collected with the workers'
+        # the exit status is not logged: gunicorn has collected it together with those of the workers
         logs.event(f"{self._what} ended and is started again", level=40)
         self._close_pipes()
         ended = self._process.pid
@@ -70,13 +74,13 @@ class KeptProcess:
         return ended
 
     def signal(self, number: int) -> None:
-        """Have it end: by SIGTERM what runs finishes."""
+        """Send the process a signal that ends it; on SIGTERM it finishes what is running."""
         self._is_ending = True
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._process.pid, number)
 
     def forget(self) -> None:
-        """In a worker: our copies of the pipes must not hold it when the server is gone."""
+        """Close a worker's copies of the pipes: they must not keep the process alive when the server is gone."""
         self._close_pipes()
 
     def _close_pipes(self) -> None:
@@ -89,7 +93,7 @@ class KeptProcess:
 
     def __exit__(self, *exc: object) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError, ValueError):  # it has ended; we are a worker, and have forgotten it
+        with contextlib.suppress(OSError, ValueError):  # it has ended, or this is a worker that called ``forget``
             os.write(self._process.stdin.fileno(), child.FAREWELL)
         self._close_pipes()
         with contextlib.suppress(subprocess.TimeoutExpired):

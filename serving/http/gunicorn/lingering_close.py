@@ -1,6 +1,6 @@
-"""Lingering close: a connection is read on for a while after its last answer, so that the answer arrives.
+"""Lingering close: keep reading a connection for a while after its last response, so that the response arrives.
 
-Closing on unread bytes would reset the connection, and the client might never see what was said to it.
+Closing a socket that has unread bytes would reset the connection, and the client might never see the response.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ LINGER = 5.0  # seconds
 
 
 def linger(client: socket.socket) -> None:
-    """End the sending side and drop what the client still sends, until it closes or ``LINGER`` seconds have passed."""
+    """Shut down the sending side and discard what the client still sends, until it closes or for ``LINGER`` seconds."""
     with contextlib.suppress(OSError), gevent.Timeout(LINGER, False):
         client.shutdown(socket.SHUT_WR)
         while client.recv(65536):

@@ -1,4 +1,4 @@
-"""Addresses that a server listens at, and whether it could: checked before it starts."""
+"""The addresses at which a server listens, and a check before it starts whether it can listen there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Address = tuple[str, int] | str  # a host and a port, or the path of a Unix sock
 
 
 def addresses(settings: ListenSettings) -> list[Address]:
-    """The gateway's, then that for probes."""
+    """Return the gateway's address, then that of the listener for probes if there is one."""
     found: list[Address] = [(settings.host, settings.port) if settings.socket is None else settings.socket]
     if settings.probe_port is not None:
         found.append((settings.probe_host or settings.host, settings.probe_port))
@@ -21,7 +21,7 @@ def addresses(settings: ListenSettings) -> list[Address]:
 
 
 def bind(address: Address) -> str:
-    """An address as gunicorn's configuration has it, and people read it."""
+    """Format an address for gunicorn's configuration and for people."""
     if isinstance(address, str):
         return f"unix:{address}"
     host, port = address
@@ -29,12 +29,12 @@ def bind(address: Address) -> str:
 
 
 def umask(settings: ListenSettings) -> int:
-    """The umask under which a Unix socket gets ``socket_mode``."""
+    """Return the umask under which a Unix socket gets ``socket_mode``."""
     return 0o777 & ~int(settings.socket_mode, 8)
 
 
 def try_address(address: Address) -> None:
-    """Raises ``OSError`` where no process can listen there now; port 0 is any free one."""
+    """Raise ``OSError`` if no process can listen at ``address`` now; port 0 means any free port."""
     if isinstance(address, str):
         _try_path(address)
         return
@@ -45,7 +45,7 @@ def try_address(address: Address) -> None:
 
 
 def _try_path(path: str) -> None:
-    """A socket that a killed server left is no hindrance."""
+    """Check the path of a Unix socket. A socket file that a killed server left behind is not an error."""
     folder = os.path.dirname(os.path.abspath(path))
     if not os.access(folder, os.W_OK | os.X_OK):
         raise OSError(errno.EACCES, f"{folder} is no directory that can be written")

@@ -1,4 +1,4 @@
-"""Answers to what is no request: what the HTTP parser cannot read, will not take, or gets too slowly."""
+"""Error responses to input that the HTTP parser cannot read, does not accept, or receives too slowly."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ REFUSED: tuple[tuple[type[Exception], type[RequestError], str], ...] = (
 
 
 class NotedRequest(Request):
-    """gunicorn's parser of a head, which its connection knows from the first byte: ``connection.request`` has what was
-    parsed when parsing fails."""
+    """gunicorn's parser of a request head, set as ``connection.request`` before it starts: if parsing fails,
+    ``connection.request`` has what was parsed so far."""
 
     def __init__(self, cfg: Any, unreader: Any, peer_addr: Any, req_number: int = 1) -> None:
         unreader.sock.request = self
@@ -35,14 +35,14 @@ class NotedRequest(Request):
 
 
 def install() -> None:
-    """Parse by ``NotedRequest`` in this process; gunicorn has no setting for it."""
+    """Make gunicorn parse with ``NotedRequest`` in this process; it has no setting for that."""
     RequestParser.mesg_class = NotedRequest
 
 
 def refuse(client: Any, error: BaseException, address: str = "", request: Request | None = None) -> bool:
-    """Answer on the socket ``client`` where ``error`` is the request's fault; whether it is.
+    """Send an error response on the socket ``client`` if ``error`` is the request's fault. Return whether it is.
 
-    In the dialect of the path and under the caller's id, as far as the parser came to know them: ``request``.
+    The response uses the path's dialect and the client's request id, if the parser has read them into ``request``.
     """
     found = next(((cls, reason) for kind, cls, reason in REFUSED if isinstance(error, kind)), None)
     if found is None:

@@ -1,4 +1,4 @@
-"""Starts a server: the controller process, then gunicorn's arbiter and its workers. ``serve(spec)`` blocks."""
+"""Start a server: the controller process, then gunicorn's arbiter and its workers. ``serve(spec)`` blocks."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ PROMETHEUS_DIRECTORY = "PROMETHEUS_MULTIPROC_DIR"
 SPEC = "spec.json"
 METRICS = "metrics"
 MAX_FILES = 65536
-DRAINED_SECONDS = 10.0  # in which a process ends whose requests have
-BOOT_SECONDS = 300  # a worker that imports and connects for longer than this is started anew
+DRAINED_SECONDS = 10.0  # for a process to end after its requests have ended
+BOOT_SECONDS = 300  # a worker that imports and connects for longer than this is restarted
 
 
 def serve(spec: ServeSpec, progress: Progress | None = None) -> None:
-    """Serve until a signal ends it. Raises ``EngineDied``, ``PackagingError`` where an engine does not come up.
+    """Serve until a signal ends the server.
 
-    ``progress`` is called with each step: ``{"stage": "loading" | "token" | "ready" | "listening", …}``.
+    ``progress`` is called with each step: ``{"stage": "loading" | "token" | "ready" | "listening", …}``. Raises
+    ``EngineDied`` and ``PackagingError`` if an engine does not start.
     """
     _allow_files()
     with server_directory() as directory:
@@ -56,8 +57,8 @@ def serve(spec: ServeSpec, progress: Progress | None = None) -> None:
 
 
 def _allow_files() -> None:
-    """As many open files as this process may allow itself: a thousand connections a worker are more than many a default
-    has room for, beside sockets to engines."""
+    """Raise this process's limit of open files as far as allowed, up to ``MAX_FILES``: default limits are often too low
+    for a thousand connections per worker and the sockets to engines."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -65,12 +66,12 @@ def _allow_files() -> None:
 
 
 def _controller(directory: Path) -> KeptProcess:
-    """The controller process. Its engines outlive it: the workers are their clients too."""
+    """Start the controller process. Its engines outlive it, because the workers are their clients too."""
     return KeptProcess("serving.control.main", directory, what="the controller process", last="ready")
 
 
 def _rpc(spec: ServeSpec, directory: Path, cache_secret: bytes) -> AbstractContextManager[KeptProcess | None]:
-    """The process that serves gRPC, where one is wanted."""
+    """Start the process that serves gRPC, if the settings have a port for it."""
     if spec.settings.grpc_port is None:
         return contextlib.nullcontext()
     return KeptProcess(
@@ -84,7 +85,7 @@ def _rpc(spec: ServeSpec, directory: Path, cache_secret: bytes) -> AbstractConte
 
 
 class Application(BaseApplication):
-    """gunicorn with our worker, arbiter and logger; configured from the spec alone, never from gunicorn's files."""
+    """gunicorn with our worker, arbiter and logger, configured only from the spec, never from gunicorn's files."""
 
     def __init__(
         self, spec: ServeSpec, directory: Path, controller: KeptProcess, progress: Progress | None = None
@@ -92,7 +93,7 @@ class Application(BaseApplication):
         self.spec, self.directory, self.controller = spec, directory, controller
         self.rpc: KeptProcess | None = None
         self.progress = progress
-        self.cache_secret = secrets.token_bytes(SECRET_BYTES)  # inherited by every worker, and on no disk
+        self.cache_secret = secrets.token_bytes(SECRET_BYTES)  # inherited by every worker, never written to disk
         self.balancer = AcceptBalancer(spec.settings.workers)
         super().__init__()
 
@@ -114,8 +115,8 @@ class Application(BaseApplication):
             "limit_request_line": 8190,
             "limit_request_fields": 100,
             "limit_request_field_size": 16384,
-            "http_parser": "python",  # whose leniencies ``request_smuggling`` knows
-            # nothing that a client sends moves its path or scheme, from whatever address it comes
+            "http_parser": "python",  # ``request_smuggling`` closes the leniencies of this parser
+            # no header that a client sends may change its path or scheme, whatever address it comes from
             "forwarded_allow_ips": "",
             "forwarder_headers": "",
             "secure_scheme_headers": {},
@@ -128,7 +129,7 @@ class Application(BaseApplication):
             self.cfg.set(name, value)
 
     def load(self) -> Any:
-        """In a worker: connect to the engines, build the application."""
+        """Connect to the engines and build the application, in a worker."""
         from .worker_app import build
 
         self.controller.forget()
@@ -143,7 +144,8 @@ class Application(BaseApplication):
         arbiter = os.getpid()
         try:
             ServerArbiter(self).run()
-        except SystemExit as ended:  # how the arbiter returns, and a worker: what is below on its stack is not its own
+        # the arbiter returns this way, and so does a worker, which must not run the arbiter's code below on the stack
+        except SystemExit as ended:
             if os.getpid() != arbiter:
                 os._exit(ended.code if isinstance(ended.code, int) else 1)
             if ended.code:
@@ -159,7 +161,7 @@ class Application(BaseApplication):
             self.progress({"stage": stage, "scheme": "https" if secure else "http", **address})
 
     def keep_processes(self) -> None:
-        """Start again what has ended."""
+        """Restart the processes that have ended."""
         self.controller.ensure_running()
         if self.rpc is not None and (ended := self.rpc.ensure_running()) is not None:
             self._merge_counters(ended)
@@ -168,7 +170,7 @@ class Application(BaseApplication):
         worker.slot = self.balancer.assign()
 
     def _forked(self, arbiter: Any, worker: Any) -> None:
-        """In a worker, before it imports anything of its own."""
+        """Hide torch from a worker that must not load it, before the worker imports its own modules."""
         if not self.spec.trusts_remote_code:
             hide_torch()
 
@@ -178,7 +180,7 @@ class Application(BaseApplication):
 
     def _merge_counters(self, pid: int) -> None:
         from ...observability.worker_counters import (
-            merge_ended,  # prometheus_client, once imported, looks no more for the directory
+            merge_ended,  # imported late: prometheus_client looks for the directory only at import
         )
 
         merge_ended(self.directory / METRICS, pid)

@@ -1,7 +1,7 @@
 """Slowloris protection: deadlines for head and body, which gunicorn's parser reads through ``TimedConnection``.
 
-A socket's own timeout is for each byte: a client that sends one now and then (Slowloris) would hold its connection for
-as long as it likes, before it is asked for a key.
+A socket's own timeout applies to each ``recv``: a client that sends a byte now and then (Slowloris) could hold its
+connection as long as it likes, before any API key is checked.
 """
 
 from __future__ import annotations
@@ -18,29 +18,30 @@ from gunicorn.http.errors import ParseException
 
 from ..bodies import TooSlow
 
-RATE = 2**10  # bytes that pay for a second: the slowest of honest uploads and downloads are faster
-STALLED = 1.0  # seconds that a reader may lag ``RATE`` before its connection counts as waiting for it
-HANDSHAKE = b"\x16"  # TLS' content type, the first byte of its first record
-MOMENT = 0.001  # seconds: what is there already is taken, however late
+RATE = 2**10  # bytes per second: the slowest honest uploads and downloads are faster
+STALLED = 1.0  # seconds that a reader may lag behind ``RATE`` before its connection counts as waiting for the reader
+HANDSHAKE = b"\x16"  # the TLS content type of a handshake, the first byte of the first record
+MOMENT = 0.001  # seconds: the shortest timeout, so that data which is already there is read, however late
 
 
 class PlainHttp(ParseException):
-    """The first bytes are no TLS record, on a listener that speaks TLS."""
+    """A listener that speaks TLS received first bytes that are not a TLS record."""
 
 
 class TimedConnection:
-    """A client's connection as gunicorn's parser reads it, with deadlines; ``plain`` is the socket itself.
+    """A client's connection with deadlines, as gunicorn's parser reads it; ``plain`` is the socket itself.
 
-    ``io_timeout`` (seconds) is what a client may be waited for: for the first byte of a head (that of the first one
-    within ``first_timeout``), after which the connection ends without a word (``TimeoutError``); then for all of the
-    rest of the head; then for a body, where ``RATE`` bytes give a second back (``TooSlow``). Only waiting counts, so a
-    busy server costs no client its time, and no timer has to be stopped while a request is answered.
+    ``io_timeout`` (seconds) limits how long the server waits for the client. It applies to the first byte of a head
+    (of the connection's first head: ``first_timeout``, if that is shorter), after which the connection ends without a
+    response (``TimeoutError``); then to the whole rest of the head; then to a body, where every ``RATE`` bytes give one
+    second back (``TooSlow``). Only waiting counts, so a busy server does not use up a client's time, and no timer has
+    to be stopped while a request is answered.
 
-    An answer goes out by ``send``, which notes how far its reader lags ``RATE``: to take next to nothing of it
-    (Slow Read) holds a connection as cheaply as to send next to nothing of a request.
+    A response goes out by ``send``, which tracks how far its reader lags behind ``RATE``: reading almost nothing of a
+    response (Slow Read) holds a connection as cheaply as sending almost nothing of a request.
 
-    ``peer`` is the socket's address, ``address`` whom it counts for (``connection_limits``). ``probes``: it came to
-    the listener for probes.
+    ``peer`` is the socket's address; ``address`` is what the connection is counted under (``connection_limits``).
+    ``probes`` says that it came to the listener for probes.
     """
 
     __slots__ = (
@@ -61,13 +62,13 @@ class TimedConnection:
         self.plain = plain
         self.peer, self.address, self.probes = peer, address, probes
         self.is_secure = False
-        self.request: Any = None  # the one whose head came last, as far as it is parsed
+        self.request: Any = None  # the request whose head came last, as far as it is parsed
         self._limit = io_timeout
         self._left = min(io_timeout, first_timeout or io_timeout)
         self._part: Literal["", "head", "body"] = ""
         self._began = monotonic()
         self._waits_for: Literal["", "request", "answer"] = ""
-        self._lag = 0.0  # seconds that the reader of answers lags ``RATE``, as of ``_sent_at``
+        self._lag = 0.0  # seconds by which the reader of responses lagged behind ``RATE`` at ``_sent_at``
         self._sent_at = 0.0
 
     def expect_head(self) -> None:
@@ -80,7 +81,10 @@ class TimedConnection:
         self._part, self._left, self._began = part, self._limit, monotonic()
 
     def start_tls(self, context: Any) -> None:
-        """Raises ``OSError``, also for a handshake that takes longer than a first byte may, ``PlainHttp``."""
+        """Do the TLS handshake.
+
+        Raises ``OSError``, also if it takes longer than a first byte may take, and ``PlainHttp``.
+        """
         with self._waiting("request"), gevent.Timeout(self._left, TimeoutError("the TLS handshake did not come")):
             if self.plain.recv(1, socket.MSG_PEEK) not in (HANDSHAKE, b""):
                 raise PlainHttp("this server speaks https")
@@ -106,14 +110,14 @@ class TimedConnection:
 
     def _count(self, size: int, waited: float) -> None:
         if not self._part:
-            self._expect("head")  # whose time begins with its first byte
+            self._expect("head")  # the head's time starts with its first byte
         elif self._part == "head":
             self._left -= waited
         else:
             self._left = min(self._left - waited + size / RATE, self._limit)
 
     def send(self, data: Any) -> int:
-        """As the socket's; raises ``TimeoutError`` where the client takes nothing for the socket's timeout."""
+        """Send as the socket does; raises ``TimeoutError`` if the client reads nothing for the socket's timeout."""
         self._sent_at = monotonic()
         with self._waiting("answer"):
             sent: int = self.plain.send(data)
@@ -121,8 +125,10 @@ class TimedConnection:
         return sent
 
     def send_now(self, data: bytes) -> int:
-        """As ``send`` of a socket without TLS, but for waiting: 0 where the kernel takes nothing, and where the
-        connection has broken, which ``send`` will find."""
+        """Send without waiting, on a socket without TLS. Return the number of bytes sent.
+
+        It is 0 if the kernel accepts nothing, and if the connection is broken; the next ``send`` reports that.
+        """
         try:
             sent: int = self.plain.send(data, 0, 0.0)
         except OSError:
@@ -133,7 +139,7 @@ class TimedConnection:
 
     @contextlib.contextmanager
     def leaving(self) -> Iterator[None]:
-        """For what is done only so that the client sees the end of its answer: it may be evicted."""
+        """Mark the connection as evictable while it stays open only so that the client sees the end of its response."""
         self.expect_head()
         with self._waiting("request"):
             yield
@@ -160,8 +166,8 @@ class TimedConnection:
         return (2, since) if self._waits_for == "answer" and monotonic() - since >= STALLED else None
 
     def evict(self) -> None:
-        """End the connection under the greenlet that waits for it, which finds it closed by its client."""
-        with contextlib.suppress(OSError):  # a twin, for a TLS socket would forget its state
+        """End the connection. The greenlet that waits for it sees it as closed by the client."""
+        with contextlib.suppress(OSError):  # on a duplicate, because ``shutdown`` would drop a TLS socket's state
             twin = socket.socket(fileno=os.dup(self.plain.fileno()))
             with contextlib.closing(twin):
                 twin.shutdown(socket.SHUT_RDWR)

@@ -1,4 +1,4 @@
-"""TLS of a listener: 1.2 and 1.3, ciphers with forward secrecy, and certificates that are read again when renewed."""
+"""TLS for a listener: versions 1.2 and 1.3, ciphers with forward secrecy, and certificates reloaded when renewed."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from ...control.listen_settings import ListenSettings
 from ...errors import PackagingError
 from ...files import Renewals
 
-CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"  # of TLS 1.2; all of 1.3 are fine
+CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"  # for TLS 1.2; all ciphers of TLS 1.3 are fine
 
 
 class Tls:
-    """``context`` is for the next connection. ``look`` is called now and then; files that cannot be read, as between
-    two of a renewal, leave the context as it is."""
+    """The TLS of a listener. ``context`` is used for the next connection.
+
+    ``look`` is called regularly and reloads changed files. If they cannot be read, for example in the middle of a
+    renewal, ``context`` stays as it is.
+    """
 
     def __init__(self, cert: str, key: str | None = None, client_ca: str | None = None) -> None:
         self._cert, self._key, self._client_ca = cert, key, client_ca
@@ -32,21 +35,27 @@ class Tls:
 
 
 def gateway_tls(settings: ListenSettings) -> Tls | None:
-    """Raises ``PackagingError`` as ``make_context`` does."""
+    """Return the TLS of the gateway's listener, or None. Raises ``PackagingError`` as ``make_context`` does."""
     if settings.tls_cert is None:
         return None
     return Tls(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
 
 
 def probe_tls(settings: ListenSettings) -> Tls | None:
-    """With the gateway's certificate, and a client CA of its own: probes may have no certificate."""
+    """Return the TLS of the listener for probes, or None.
+
+    It uses the gateway's certificate, but has its own client CA, because probes may have no client certificate.
+    """
     if settings.tls_cert is None:
         return None
     return Tls(settings.tls_cert, settings.tls_key, settings.probe_tls_client_ca)
 
 
 def make_context(cert: str, key: str | None, client_ca: str | None) -> ssl.SSLContext:
-    """Raises ``PackagingError``, with the file at fault, where one cannot be read or the key is another's."""
+    """Make an SSL context.
+
+    Raises ``PackagingError``, naming the file, if one cannot be read or the key does not belong to the certificate.
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_ciphers(CIPHERS)
@@ -77,7 +86,7 @@ def _check_file(name: str, path: str) -> None:
 
 
 def _no_password() -> str:
-    """Instead of asking the terminal for one."""
+    """Raise an error for a key with a password, where OpenSSL would ask for it on the terminal."""
     raise PackagingError("TLS: the key has a password; a server needs one without")
 
 

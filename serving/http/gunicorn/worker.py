@@ -1,4 +1,4 @@
-"""gunicorn's parts, changed: a gevent worker that drains, an arbiter that a second SIGTERM stops, a JSON logger."""
+"""gunicorn's classes, adapted: a gevent worker that drains, an arbiter that a second SIGTERM stops, a JSON logger."""
 
 from __future__ import annotations
 
@@ -31,35 +31,35 @@ from .slowloris import PlainHttp, TimedConnection
 from .tls import Tls, gateway_tls, probe_tls
 from .write_backpressure import BackpressureSocket
 
-if TYPE_CHECKING:  # the arbiter loads this module too, and needs neither tokenizers nor torch
+if TYPE_CHECKING:  # the arbiter imports this module too, and must load neither tokenizers nor torch
     from ..server import Server
     from .accepting import Acceptor
 
 TICK = 0.1
-TURN = 1.0  # seconds in which ``run`` shows the arbiter that it lives
-READ = 1  # of the event loop's events
+TURN = 1.0  # seconds between the heartbeats of ``run`` to the arbiter
+READ = 1  # the event loop's flag for "readable"
 FLUSH_SECONDS = 2.0
 LAST_SECONDS = 1.0
 QUIT_SECONDS = 10.0
-BOOT_PAUSES = (1.0, 30.0)  # seconds between workers that cannot begin: the first, the longest
-PROBES = 64  # connections to the listener for probes
+BOOT_PAUSES = (1.0, 30.0)  # seconds between attempts while workers cannot start: the first and the longest pause
+PROBES = 64  # maximum number of connections to the listener for probes
 ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)
 CUT_SHORT = ShuttingDown("the server stopped before the reply was complete", retry_after=DRAIN_RETRY_AFTER)
 
 
 class DrainingWorker(GeventWorker):
-    """On SIGTERM: new requests get a 503, running ones go on for ``drain_timeout``, then end with a final event. On
-    SIGINT and SIGQUIT they end so at once."""
+    """A worker that drains on SIGTERM: new requests get a 503, running ones go on for ``drain_timeout``, then end with
+    a final event. On SIGINT and SIGQUIT they end that way at once."""
 
-    wsgi: Any = None  # until it is loaded
-    slot: WorkerSlot  # which the arbiter gives it
-    tls: list[Tls]  # of its listeners
+    wsgi: Any = None  # None until it is loaded
+    slot: WorkerSlot  # assigned by the arbiter
+    tls: list[Tls]  # one for each listener that has TLS
     at_once = False
-    _called: Event  # set where ``run`` is to look at once
-    answering = 0  # requests from their head to the last byte of their answer
+    _called: Event  # set when ``run`` must act at once
+    answering = 0  # number of requests between their head and the last byte of their response
 
     def init_process(self) -> None:
-        # the arbiter's handlers, inherited, would only note a signal; nothing runs here yet that would have to end well
+        # the handlers inherited from the arbiter would only record a signal; nothing here needs a clean end yet
         for ending in ENDINGS:
             signal.signal(ending, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDINGS)
@@ -71,7 +71,7 @@ class DrainingWorker(GeventWorker):
 
     def init_signals(self) -> None:
         super().init_signals()
-        # a terminal that closes signals the whole group; the arbiter decides what that means
+        # a closing terminal signals the whole process group; the arbiter decides what that means
         for ignored in (signal.SIGHUP, signal.SIGUSR2):
             signal.signal(ignored, signal.SIG_IGN)
 
@@ -81,7 +81,7 @@ class DrainingWorker(GeventWorker):
         return served
 
     def load_wsgi(self) -> None:
-        # a worker that has not begun to serve would keep the address while it looks for engines that end as well
+        # otherwise a worker that is still starting would hold the address, waiting for engines that are ending too
         watching = gevent.spawn(self._end_with_arbiter)
         try:
             super().load_wsgi()
@@ -94,13 +94,13 @@ class DrainingWorker(GeventWorker):
         os._exit(0)
 
     def notify(self) -> None:
-        # instead of the parent's, which ends a worker in the middle of its replies when the arbiter is gone
+        # replaces the method of the base class, which ends a worker in the middle of its replies if the arbiter is gone
         AsyncWorker.notify(self)
 
     def serve(self, listener: Any, tls: Tls | None, connection: TimedConnection) -> None:
         from .parse_errors import refuse
 
-        # instead of the parent's handle, which sets no time: a peer that takes no byte loses its connection
+        # replaces the base class's ``handle``, which sets no timeout: a peer that reads nothing loses its connection
         connection.plain.settimeout(self.server.settings.io_timeout)
         if tls is not None:
             try:
@@ -108,7 +108,7 @@ class DrainingWorker(GeventWorker):
             except PlainHttp as error:
                 refuse(connection.plain, error, connection.address)
                 return
-            except OSError as error:  # a scanner, a client that trusts another authority, one without a certificate
+            except OSError as error:  # a scanner, a client that does not trust our CA, or one without a certificate
                 reason = getattr(error, "reason", None) or type(error).__name__
                 logs.event("no TLS connection", level=10, address=connection.address, error=str(reason))
                 return
@@ -129,7 +129,7 @@ class DrainingWorker(GeventWorker):
             now = None if sock.is_secure else sock.send_now
             answer = BackpressureSocket(sock.plain, sock.send, now, chunked=req.version > (1, 0))
             super().handle_request(listener_name, req, answer, addr)
-        except StopIteration:  # how gunicorn says that the connection ends
+        except StopIteration:  # gunicorn's sign that the connection ends
             if not body.is_whole:
                 with sock.leaving():
                     linger(sock.plain)
@@ -154,8 +154,8 @@ class DrainingWorker(GeventWorker):
         self._called.set()
 
     def handle_quit(self, sig: int, frame: Any) -> None:
-        # at once: what runs is cut short and settled, and what that takes is bounded by the kernel, should our loop
-        # stand still; engine and ledger take our death then as they take kill -9
+        # end at once: running requests are cut short and settled. A kernel timer bounds the time for that, in case the
+        # event loop is blocked; if it fires, engine and ledger handle our death as they handle kill -9
         if self.wsgi is None:
             os._exit(0)
         if not self.at_once:
@@ -179,7 +179,8 @@ class DrainingWorker(GeventWorker):
                 self._called.wait(TURN)
         self._drain()
         if self.server.ledger is not None:
-            self.server.ledger.settle_open()  # of clients that take nothing, so that no error reached their requests
+            # for clients that read nothing: their requests were blocked in a write, so the interrupt did not reach them
+            self.server.ledger.settle_open()
         for acceptor in acceptors:
             acceptor.close()
         for acceptor in acceptors:
@@ -192,7 +193,7 @@ class DrainingWorker(GeventWorker):
 
     @contextlib.contextmanager
     def _arbiters_end(self) -> Iterator[None]:
-        """``_called`` is set when the arbiter ends; a kernel that does not say so leaves it to ``run``'s next turn."""
+        """Set ``_called`` when the arbiter ends. Without ``pidfd_open``, ``run`` notices the end at its next turn."""
         try:
             fd = os.pidfd_open(self.ppid)
         except OSError:
@@ -208,7 +209,7 @@ class DrainingWorker(GeventWorker):
             os.close(fd)
 
     def _listen(self, sock: Any, *, probes: bool) -> Acceptor:
-        """Accept at ``sock``: the gateway's listener, or that for probes, whose connections are counted apart."""
+        """Accept at ``sock``: the gateway's listener, or that for probes, whose connections are counted separately."""
         from .accepting import Acceptor
 
         settings = self.server.settings
@@ -242,7 +243,7 @@ class DrainingWorker(GeventWorker):
         )
 
     def _drain(self) -> None:
-        """Wait for what runs; what is left at the end is interrupted and gets a moment to send its last event."""
+        """Wait for the running requests, then interrupt the rest and give them a moment to send their last event."""
         self.server.load_shedder.draining = True
         self.slot.close()
         logs.event("draining", running=self.answering)
@@ -260,10 +261,13 @@ class DrainingWorker(GeventWorker):
 
 
 class ServerArbiter(Arbiter):
-    """The first SIGTERM drains, the next one stops at once; SIGHUP, of a terminal that closes, drains too. gunicorn's
-    signals for reloading and for more or fewer workers mean nothing: the spec says what is served. It keeps the
-    controller process running, as it does the workers; one that cannot begin ends a server that has never served, and
-    is tried again where it has: whatever is full may be emptied."""
+    """An arbiter that drains on the first SIGTERM and stops at once on the next one.
+
+    SIGHUP, which a closing terminal sends, drains too. gunicorn's signals for reloading and for more or fewer workers
+    are ignored: only the spec says what is served. The arbiter keeps the controller process running as it does the
+    workers. A worker that cannot start ends a server that has never served; later it is tried again, because the cause,
+    such as a full disk, may go away.
+    """
 
     terminated = False
     _has_served = False
@@ -285,13 +289,14 @@ class ServerArbiter(Arbiter):
 
     def reap_workers(self) -> None:
         before = dict(self.WORKERS)
-        self._has_served = self._has_served or self.app.balancer.num_open > 0  # the slots of the dead are still theirs
+        self._has_served = self._has_served or self.app.balancer.num_open > 0  # dead workers still have their slots
         try:
             super().reap_workers()
         except HaltServer:
             if not self._has_served:
                 raise
-            for pid in before.keys() - self.WORKERS.keys():  # what the parent has not done of one; of others it is done
+            # the error kept the base class from cleaning up after one of these; for the others this is done already
+            for pid in before.keys() - self.WORKERS.keys():
                 before[pid].tmp.close()
                 self.cfg.child_exit(self, before[pid])
             pause = self._pauses.failed()
@@ -299,7 +304,7 @@ class ServerArbiter(Arbiter):
             logs.event("a worker could not begin; it is tried again", level=40, seconds=pause)
 
     def spawn_worker(self) -> Any:
-        """With the signals that end it held back until the worker answers them itself: one in between would be lost."""
+        """Start a worker with ending signals blocked until it handles them itself; an earlier one would be lost."""
         signal.pthread_sigmask(signal.SIG_BLOCK, ENDINGS)
         try:
             return super().spawn_worker()
@@ -316,7 +321,7 @@ class ServerArbiter(Arbiter):
 
     def signal(self, sig: int, frame: Any) -> None:
         if sig == signal.SIGHUP:
-            if self.terminated:  # shell and kernel may both say it
+            if self.terminated:  # shell and kernel may both send it
                 return
             sig = signal.SIGTERM
         if sig == signal.SIGTERM and self.terminated:
@@ -328,7 +333,7 @@ class ServerArbiter(Arbiter):
 
 
 class JsonLogger(Logger):
-    """gunicorn's own messages as the server's JSON lines; a stalled client is no fault."""
+    """Writes gunicorn's own messages as the server's JSON lines; a stalled client is not logged as an error."""
 
     def setup(self, cfg: Any) -> None:
         super().setup(cfg)

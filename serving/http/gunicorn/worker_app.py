@@ -1,4 +1,4 @@
-"""Builds the application in a worker process."""
+"""Build the application in a worker process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..worker_server import worker_server
 
 
 def build(spec: ServeSpec, directory: Path, cache_secret: bytes | None = None) -> Flask:
-    """The application of one worker. ``directory`` and ``cache_secret`` are the server's."""
+    """Build the application of one worker. ``directory`` and ``cache_secret`` are shared by the whole server."""
     app = create_app(worker_server(spec, directory, cache_secret))
     give_way()
     return app

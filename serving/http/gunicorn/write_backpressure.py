@@ -1,7 +1,7 @@
 """Write back-pressure for slow readers: a low watermark of unsent bytes, and a timeout that progress renews.
 
-By itself the kernel buffers megabytes for a client that reads nothing: replies of thousands of tokens would be
-generated to their ends unread. With ``TCP_NOTSENT_LOWAT`` a write blocks instead, and the engine pauses with it.
+By default the kernel buffers megabytes for a client that reads nothing, so replies of thousands of tokens would be
+generated completely without being read. With ``TCP_NOTSENT_LOWAT`` a write blocks instead, and the engine pauses too.
 """
 
 from __future__ import annotations
@@ -11,16 +11,18 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-UNSENT = 16 * 2**10  # the watermark: bytes that the peer's window does not let out yet
+UNSENT = 16 * 2**10  # the watermark: bytes in the kernel that the peer's window does not allow to be sent yet
 PIECE = 64 * 2**10
 _TCP_NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", 25)  # Linux; named since Python 3.12
 _TCP_USER_TIMEOUT = getattr(socket, "TCP_USER_TIMEOUT", 18)
 
 
 def limit_unsent(plain: Any, io_timeout: float) -> None:
-    """Let the kernel keep ``UNSENT`` bytes at most that the peer has no room for, and give the connection up where it
-    takes none for ``io_timeout`` seconds, also when we have closed it. What is on its way is not bounded: that would
-    slow down readers that are far away."""
+    """Limit the unsent bytes in the kernel to ``UNSENT``, and let it drop a connection whose peer does not take any.
+
+    It drops the connection after ``io_timeout`` seconds, even if we have closed it. Bytes in flight are not limited,
+    because that would slow down distant readers.
+    """
     with contextlib.suppress(OSError):  # systems without these options
         if plain.family == socket.AF_UNIX:
             plain.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNSENT)
@@ -31,14 +33,15 @@ def limit_unsent(plain: Any, io_timeout: float) -> None:
 
 
 class BackpressureSocket:
-    """A client's socket for gunicorn's answers, which go out by ``send``.
+    """A client's socket for gunicorn's responses, which go out by ``send``.
 
-    ``sendall`` raises ``TimeoutError`` where the client takes nothing for the socket's timeout, and not where it takes
-    long in all, as that of the socket itself would.
+    ``sendall`` raises ``TimeoutError`` if the client reads nothing for the socket's timeout, but not because the whole
+    call takes longer, as the socket's own ``sendall`` would.
 
-    Once gunicorn has sent an answer's head, parts of its body may also be appended, framed as gunicorn does; they go
-    out by ``send_pending``, which never waits, or with the next ``sendall``. ``send_now`` is ``send`` that returns what
-    it could send, None where there is no such; ``chunked``: the client speaks HTTP/1.1 or newer.
+    Once gunicorn has sent a response's head, parts of its body may also be appended, framed as gunicorn frames them.
+    They go out by ``send_pending``, which never waits, or with the next ``sendall``. ``send_now`` sends without waiting
+    and returns how many bytes it sent; None if the connection has no such function. ``chunked`` says that the client
+    speaks HTTP/1.1 or newer.
     """
 
     __slots__ = ("_chunked", "_pending", "_plain", "_send", "_send_now")
@@ -63,21 +66,21 @@ class BackpressureSocket:
 
     @property
     def sends_now(self) -> bool:
-        """Whether there is ``send_pending``."""
+        """Whether ``send_pending`` can be used."""
         return self._send_now is not None
 
     def append(self, data: bytes) -> None:
         self._pending += b"%X\r\n%b\r\n" % (len(data), data) if self._chunked else data
 
     def send_pending(self) -> bool:
-        """Send of what was appended as much as goes out at once; whether that was all."""
+        """Send as many of the appended bytes as possible without waiting. Return whether all were sent."""
         assert self._send_now is not None
         if self._pending:
             self._pending = self._pending[self._send_now(self._pending) :]
         return not self._pending
 
     def flush(self) -> None:
-        """Send what was appended; waits, and raises, as ``sendall`` does."""
+        """Send what was appended; waits and raises as ``sendall`` does."""
         self.sendall(b"")
 
     def __getattr__(self, name: str) -> Any:
