@@ -1,7 +1,7 @@
 """Authentication and encryption of TCP connections: CurveZMQ with both key pairs derived from one pre-shared key.
 
-The engine's public key is itself derived from the shared key and CURVE never sends it in the clear, so that only a
-client with the shared key can open a connection; all that follows is encrypted (https://rfc.zeromq.org/spec/26/).
+The engine's public key is also derived from the shared key, and CURVE never sends it in the clear. So only a client
+with the shared key can open a connection; everything after that is encrypted (https://rfc.zeromq.org/spec/26/).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from zmq.utils import z85
 from ..errors import PackagingError
 
 MIN_KEY_BYTES = 16
-HEARTBEAT_MS, SILENT_MS = 3_000, 15_000  # TCP does not notice by itself that a host is gone
+HEARTBEAT_MS, SILENT_MS = 3_000, 15_000  # TCP alone does not notice that a host is gone
 TCP = re.compile(r"tcp://([^\s:/]+|\[[0-9a-fA-F:]+\]):([0-9]{1,5})")
 
 
 def check_address(address: str) -> str:
-    """``address`` if it is ``tcp://host:port``, else raises ``PackagingError``."""
+    """Return ``address`` if it has the form ``tcp://host:port``; otherwise raise ``PackagingError``."""
     found = TCP.fullmatch(address)
     if found is None or not 0 < int(found[2]) < 65536:
         raise PackagingError(f"{address[:200]}: expected tcp://host:port")
@@ -46,7 +46,10 @@ NO_KEY = "an engine that listens on TCP needs key_file, a file with the key its 
 
 
 def read_key(path: str | None, missing: str = NO_KEY) -> bytes:
-    """The shared key from a file with mode 0600 at most. Raises ``PackagingError``, with ``missing`` for no path."""
+    """Return the shared key from a file that only its owner can access (mode 0600 or stricter).
+
+    Raises ``PackagingError``; ``missing`` is the message if there is no path.
+    """
     if not path:
         raise PackagingError(missing)
     try:
@@ -62,13 +65,13 @@ def read_key(path: str | None, missing: str = NO_KEY) -> bytes:
 
 
 def _pair(key: bytes, role: str) -> tuple[bytes, bytes]:
-    """(public, secret) key in Z85, from HMAC-SHA-256: any 32 bytes are a Curve25519 secret."""
+    """Derive a (public, secret) key pair in Z85 with HMAC-SHA-256: any 32 bytes are a valid Curve25519 secret."""
     secret = z85.encode(hmac.digest(key, f"mlflow-llm {role}".encode(), hashlib.sha256))
     return zmq.curve_public(secret), secret
 
 
 def secure_server(socket: Any, key: bytes) -> None:
-    """Addresses that ``socket`` binds from now on speak CURVE; those bound before stay as they are."""
+    """Use CURVE on the addresses that ``socket`` binds from now on; earlier ones stay as they are."""
     _, secret = _pair(key, "engine")
     _watch(socket)
     socket.setsockopt(zmq.CURVE_SERVER, 1)
@@ -76,7 +79,7 @@ def secure_server(socket: Any, key: bytes) -> None:
 
 
 def secure_client(socket: Any, key: bytes) -> None:
-    """Have ``socket`` speak CURVE; to be called before it connects."""
+    """Use CURVE on ``socket``; call this before it connects."""
     public, secret = _pair(key, "client")
     _watch(socket)
     socket.setsockopt(zmq.CURVE_SERVERKEY, _pair(key, "engine")[0])

@@ -1,4 +1,4 @@
-"""The parameters of an engine process, in a JSON file that it reads at its start."""
+"""The parameters of an engine process, in a JSON file that it reads when it starts."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ ENGINE_CORE = "mlflow_llm.serving.engine.core:EngineCore"
 
 
 class ProcessSpec(Struct, frozen=True, kw_only=True):
-    """What an engine process runs, for whom and where.
+    """What an engine process runs, for which clients, and where.
 
-    ``core`` is ``module:name`` of a ``CoreFactory`` (``engine.interface``); ``lock_fd`` the inherited, held engine
-    lock. ``listen`` is a TCP endpoint for clients on other hosts, ``key_file`` holds the key they share with us.
-    ``adapter_dirs``: where such clients may have adapters loaded from. ``drain_timeout``: seconds that requests have
-    after SIGTERM; SIGQUIT ends them at once. ``control_fd``: a warm standby's control socket to
-    its engine, whose lock it holds too."""
+    ``core`` is the ``module:name`` of a ``CoreFactory`` (``engine.interface``). ``lock_fd`` is the inherited file
+    descriptor of the engine lock, which is held. ``listen`` is a TCP endpoint for clients on other hosts; ``key_file``
+    holds the key shared with them, and ``adapter_dirs`` are the directories they may load adapters from.
+    ``drain_timeout`` is how many seconds running requests get after SIGTERM; SIGQUIT ends them at once. ``control_fd``
+    is a warm standby's control socket to its engine (the standby also holds the engine's lock)."""
 
     bundle: Bundle
     settings: EngineSettings

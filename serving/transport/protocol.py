@@ -1,8 +1,9 @@
 """The messages between a client and an engine process: msgspec structs as msgpack, one ZeroMQ frame each.
 
-A client opens with ``Hello`` and is answered with ``Welcome``. The engine sends one ``Events`` a step with all that
-the step gave this client's requests, and a ``Heartbeat`` between steps. Both sides speak of a request by the number
-that its client gave it (``Submit``), which counts on one connection; its id is its own everywhere.
+A client starts with ``Hello`` and the engine answers with ``Welcome``. After each step, the engine sends one ``Events``
+with everything the step produced for this client's requests, and it sends a ``Heartbeat`` between steps. Both sides
+identify a request by the number that its client chose (``Submit``); the number is valid on one connection only, while
+the request's id is the same everywhere.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ class Hello(Struct, frozen=True, tag="hello", array_like=True):
     """The first message on a connection.
 
     ``client_id`` names the client's lock file in the state directory; "" for a client on another host. ``name`` is the
-    same on all connections of a client: requests of an earlier one are aborted first. ``journal`` is the directory on
-    this host for the journal of what the engine generates for this client (``serving.journal``), ``counts`` the one for
-    its counters (``serving.counts``). ``client_id``, ``journal`` and ``counts`` of a client over TCP are ignored.
+    same on all connections of a client: the engine first aborts the requests of an earlier connection. ``journal`` is
+    the directory on this host where the engine journals what it generates for this client (``serving.journal``), and
+    ``counts`` the directory for its counters (``serving.counts``). The engine ignores ``client_id``, ``journal`` and
+    ``counts`` of a client that connects over TCP.
     """
 
     client_id: str
@@ -38,9 +40,9 @@ class Hello(Struct, frozen=True, tag="hello", array_like=True):
 class Submit(Struct, frozen=True, tag="submit", array_like=True):
     """Run a request.
 
-    ``number`` is the client's number of the request; a continuation has that of its request. ``continues``: an engine
-    had this request before, whether or not it gave a token. ``time_left`` is seconds to its deadline, None without one:
-    another host's monotonic clock is not ours.
+    ``number`` is the client's number for the request; a continuation has the number of its request. ``continues`` says
+    that an engine had this request before, whether or not it produced a token. ``time_left`` is the seconds until the
+    deadline, None if there is none; it is relative because monotonic clocks differ between hosts.
     """
 
     number: int
@@ -54,14 +56,14 @@ class Abort(Struct, frozen=True, tag="abort", array_like=True):
 
 
 class Finish(Struct, frozen=True, tag="finish", array_like=True):
-    """End sequence ``index`` alone: its text is complete."""
+    """End only sequence ``index``, because its text is complete."""
 
     number: int
     index: int
 
 
 class LoadAdapter(Struct, frozen=True, tag="load", array_like=True):
-    """``replace``: in place of one of that name, if there is one. ``pinned``: never evicted."""
+    """Load an adapter. ``replace`` allows it to replace one of the same name; a ``pinned`` adapter is never evicted."""
 
     call: int
     name: str
@@ -71,7 +73,7 @@ class LoadAdapter(Struct, frozen=True, tag="load", array_like=True):
 
 
 class UnloadAdapter(Struct, frozen=True, tag="unload", array_like=True):
-    """``at_once``: also while requests use it, which end on its weights."""
+    """Unload an adapter. ``at_once`` unloads it even while requests use it; they still end on its weights."""
 
     call: int
     name: str
@@ -83,18 +85,18 @@ class ListAdapters(Struct, frozen=True, tag="adapters", array_like=True):
 
 
 class Ping(Struct, frozen=True, tag="ping", array_like=True):
-    """The keepalive of a client on another host: it has no lock file in the state directory."""
+    """The keepalive of a client on another host, which has no lock file in the state directory."""
 
 
 class Goodbye(Struct, frozen=True, tag="bye", array_like=True):
-    """The client leaves; whatever it still runs is aborted."""
+    """The client leaves; the engine aborts the requests that it still runs."""
 
 
 ToEngine: TypeAlias = Hello | Submit | Abort | Finish | LoadAdapter | UnloadAdapter | ListAdapters | Ping | Goodbye
 
 
 class Welcome(Struct, frozen=True, tag="welcome", array_like=True):
-    """The answer to ``Hello``. Each engine process has its own ``generation``, so that a restart is noticed."""
+    """The answer to ``Hello``. Each engine process has its own ``generation``, so that clients notice a restart."""
 
     generation: str
     info: EngineInfo
@@ -102,7 +104,7 @@ class Welcome(Struct, frozen=True, tag="welcome", array_like=True):
 
 
 class Events(Struct, frozen=True, tag="events", array_like=True):
-    """Everything one step gave this client: (number of the request, event) in order."""
+    """Everything that one step produced for this client: pairs (number of the request, event), in order."""
 
     steps: int
     items: tuple[tuple[int, Event], ...]
@@ -113,7 +115,7 @@ class Heartbeat(Struct, frozen=True, tag="beat", array_like=True):
 
 
 class Answer(Struct, frozen=True, tag="answer", array_like=True):
-    """The reply to a call: what it returns, or the error's kind and message."""
+    """The reply to a call: its result, or the error's kind and message."""
 
     call: int
     adapters: tuple[AdapterInfo, ...] = ()
@@ -129,7 +131,7 @@ class Closing(Struct, frozen=True, tag="closing", array_like=True):
 
 
 class Rejected(Struct, frozen=True, tag="stranger", array_like=True):
-    """There was no ``Hello`` on this connection, or the protocol differs: connect anew."""
+    """There was no ``Hello``, the protocol differs, or a message cannot be read: the client has to reconnect."""
 
     reason: str
 
@@ -142,17 +144,17 @@ _client_decoder = msgspec.msgpack.Decoder(ToClient)
 
 
 def encode(message: ToEngine | ToClient) -> bytes:
-    """One frame of MessagePack; a struct is an array that begins with its tag."""
+    """Encode a message as one frame of MessagePack; a struct becomes an array that begins with its tag."""
     return _encoder.encode(message)
 
 
 def decode_for_engine(frame: bytes) -> ToEngine:
-    """Raises ``msgspec.DecodeError`` for bytes that are no message."""
+    """Decode a client's message. Raises ``msgspec.DecodeError`` if the bytes are not one."""
     message: ToEngine = _engine_decoder.decode(frame)
     return message
 
 
 def decode_for_client(frame: bytes) -> ToClient:
-    """Raises ``msgspec.DecodeError`` for bytes that are no message."""
+    """Decode an engine's message. Raises ``msgspec.DecodeError`` if the bytes are not one."""
     message: ToClient = _client_decoder.decode(frame)
     return message

@@ -1,4 +1,4 @@
-"""How another thread, or a signal handler, ends the wait of a loop that waits for descriptors."""
+"""A pipe with which another thread or a signal handler wakes a loop that waits for file descriptors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 
 
 class WakePipe:
-    """Wakes a poller from any thread or signal handler: the self-pipe trick. ``fd`` is to be watched."""
+    """Wakes a poller from any thread or signal handler (the self-pipe trick). The poller must watch ``fd``."""
 
     def __init__(self) -> None:
         self.fd, self._write_fd = os.pipe()
@@ -15,16 +15,16 @@ class WakePipe:
         os.set_blocking(self._write_fd, False)
 
     def wake(self) -> None:
-        with contextlib.suppress(BlockingIOError, OSError):  # a full pipe wakes as well
+        with contextlib.suppress(BlockingIOError, OSError):  # a full pipe also wakes the poller
             os.write(self._write_fd, b"x")
 
     def drain(self) -> None:
-        """Take back what woke the poller."""
+        """Read the bytes that woke the poller."""
         with contextlib.suppress(BlockingIOError):
             os.read(self.fd, 4096)
 
     def close(self) -> None:
-        """Idempotent; also in a forked child, whose copies these are."""
+        """Close both ends. Idempotent; also valid in a forked child, which has its own copies of the descriptors."""
         for fd in (self.fd, self._write_fd):
             if fd >= 0:
                 with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""The client of an engine process: an ``Engine`` that may be used from any thread, and after a fork."""
+"""The client of an engine process: an ``Engine`` that may be used from any thread and after a fork."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from .io_loop import IoLoop, WaitOptions
 from .poller import Poller, ThreadPoller
 from .protocol_state import ClientState
 
-JOIN_TIMEOUT = 5.0  # seconds the interpreter's exit may wait for a goodbye
-# gauges of an engine that is not there
+JOIN_TIMEOUT = 5.0  # seconds that the interpreter's exit may wait for a goodbye
+# the gauges while there is no engine
 AWAY = dict.fromkeys(("num_running", "num_waiting", "num_provisioned", "kv_tokens_used", "num_standbys"), 0)
 
 
 class _Call:
-    """A call that waits for its answer on another thread than the loop's."""
+    """A call that waits for its answer; the caller and the loop may be on different threads."""
 
     def __init__(self, box: Any) -> None:
         self._box = box
@@ -51,11 +51,12 @@ class _Call:
 
 
 class RemoteEngine(Engine):
-    """A client with an io loop of its own. Raises what ``IoLoop.open`` raises.
+    """A client with its own io loop. Raises what ``IoLoop.open`` raises.
 
-    ``make_finder`` gives a new ``Finder``: called again in a forked child, which is a client of its own.
+    ``make_finder`` returns a new ``Finder``; it is called again in a forked child, which is a separate client.
 
-    For ``stall_timeout`` and ``keep`` see ``IoLoop``; for ``journal``, ``counts`` and ``content_hash`` ``ClientState``.
+    See ``IoLoop`` for ``stall_timeout`` and ``keep``, and ``ClientState`` for ``journal``, ``counts`` and
+    ``content_hash``.
     """
 
     def __init__(
@@ -90,9 +91,9 @@ class RemoteEngine(Engine):
 
     @staticmethod
     def _rest() -> None:
-        """Threads are switched by themselves."""
+        """Do nothing: the system switches threads by itself."""
 
-    # lifecycle: the loop's thread must not hold the client, or an unreferenced one would never end
+    # lifecycle: the loop's thread must not reference the client, or an unreferenced client would never end
 
     def _open(self) -> None:
         self._pid = os.getpid()
@@ -123,7 +124,7 @@ class RemoteEngine(Engine):
         self._owner.join(JOIN_TIMEOUT)
 
     def forked(self) -> None:
-        """Forget the parent's connection, thread and locks, in a forked child; the next call opens new ones."""
+        """Forget the parent's connection, thread and locks in a forked child; the next call opens new ones."""
         self._finalizer.detach()
         self._io.forget()
         self._pid = -1
@@ -137,7 +138,7 @@ class RemoteEngine(Engine):
                 self._open()
 
     def post(self, command: Callable[[ClientState], None]) -> bool:
-        """Have the loop's owner run ``command``; False when this client is closed."""
+        """Have the loop's owner run ``command``; return False if this client is closed."""
         self._ready()
         with self._lock:
             if self._closed or self._io.stopping:
@@ -156,13 +157,13 @@ class RemoteEngine(Engine):
 
     @property
     def generation(self) -> str:
-        """Another with every engine process; "" while there is none."""
+        """The generation of the engine process, different for each process; "" while there is none."""
         return self._state.generation
 
     def submit(self, request: ValidRequest, into: EventQueue | None = None) -> RemoteStream:
-        """Run ``request``; see ``Engine``. ``into`` replaces the queue of events, for a reader that is no thread."""
+        """Run ``request``; see ``Engine``. ``into`` replaces the queue of events, for a reader that is not a thread."""
         events = event_buffer(request, self._queue() if into is None else into)
-        handle = RequestHandle(self._io)  # commands hold it, not the stream: an unreferenced stream is collected
+        handle = RequestHandle(self._io)  # commands reference it, not the stream, so that an unused stream is collected
         stream = RemoteStream(handle, events, len(request.sequences), owner=self)
 
         def start(state: ClientState) -> None:
@@ -195,7 +196,7 @@ class RemoteEngine(Engine):
 
             if not other.post(adopt):
                 running.fail(ShuttingDown("the engine was closed"))
-            handle.io = theirs  # from here on commands go there, after ``adopt``
+            handle.io = theirs  # from now on commands go there; they run after ``adopt``
 
         return self.post(release)
 
@@ -216,7 +217,10 @@ class RemoteEngine(Engine):
         return call.wait()
 
     def health(self) -> Health:
-        """From the last heartbeat, without asking: "starting" while the engine is found or started again."""
+        """Return the health from the last heartbeat, without asking the engine.
+
+        The status is "starting" while the client looks for an engine or starts it again.
+        """
         if self._closed or self._io.stopping:
             return Health(status="dead")
         health, here = self._state.health, self._state.welcome
@@ -225,7 +229,7 @@ class RemoteEngine(Engine):
         return msgspec.structs.replace(health, status=status, last_step_age=self._io.step_age, **nothing)
 
     def process_health(self) -> dict[str, Health]:
-        """The last heartbeat of each engine process that this client was connected to, by generation."""
+        """Return the last heartbeat of each engine process that this client was connected to, by generation."""
         return self._state.last_health
 
     def close(self) -> None:
@@ -248,7 +252,7 @@ class RemoteEngine(Engine):
 
 
 def _main(io: IoLoop, started: Any) -> None:
-    """Run the loop. ``started`` gets the error that kept the engine from being found, or None."""
+    """Run the loop. ``started`` gets None when the engine was found, or the error that prevented it."""
     try:
         io.open()
     except BaseException as error:
@@ -260,7 +264,7 @@ def _main(io: IoLoop, started: Any) -> None:
 
 
 def _leave(io: IoLoop, owner: Any, pid: int) -> None:
-    """End the loop of an unreferenced client. Called by the garbage collector, on any thread: it must not wait."""
+    """End the loop of an unreferenced client. The garbage collector calls it on any thread, so it must not wait."""
     if pid == os.getpid():
         _leaving.add(owner)
         io.stop()
@@ -296,11 +300,11 @@ def connect(
     progress: Progress | None = None,
     **options: Any,
 ) -> RemoteEngine:
-    """The engine process of this model and settings, started if none runs.
+    """Return a client of the engine process of this model and settings, and start the process if none runs.
 
     ``state_dir`` replaces the runtime directory, ``progress`` is called with "loading" and "ready", ``options`` are
-    those of ``Launcher`` and ``keep`` of ``IoLoop``. Raises ``PackagingError`` where the model cannot be loaded,
-    ``EngineDied`` where the process ended while it loaded or took too long.
+    those of ``Launcher`` and ``keep`` of ``IoLoop``. Raises ``PackagingError`` if the model cannot be loaded, and
+    ``EngineDied`` if the process ended while it loaded or took too long.
     """
     settings = settings or EngineSettings()
     keep = bool(options.pop("keep", False))
@@ -319,11 +323,12 @@ def attach(
     stall_timeout: float = 60.0,
     content_hash: str = "",
 ) -> RemoteEngine:
-    """A client of an engine that is started elsewhere: its state directory, or ``tcp://host:port`` with ``key_file``.
+    """Return a client of an engine that is started elsewhere.
 
-    It finds the engine's successor by itself, also while nothing runs; what waits for it longer than ``timeout``
-    seconds fails with ``Unavailable``. Raises the same where there is no engine within ``timeout`` seconds, none that
-    knows the key, or, where ``content_hash`` is given, one of another model.
+    ``address`` is the engine's state directory, or ``tcp://host:port`` with ``key_file``. The client finds the engine's
+    successor by itself, even while no request runs; a request that waits for it longer than ``timeout`` seconds fails
+    with ``Unavailable``. ``attach`` itself raises ``Unavailable`` if there is no engine within ``timeout`` seconds, if
+    the engine does not know the key, or if its model differs from ``content_hash`` (when given).
     """
 
     def make() -> Attacher:

@@ -12,14 +12,15 @@ from zmq.utils.monitor import parse_monitor_message
 
 from ..auth import secure_client
 
-EVENTS, READABLE, NOBLOCK = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK)  # no enums for every frame
+EVENTS, READABLE, NOBLOCK = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK)  # plain ints cost less per frame
 
 
 class Connection:
     """A DEALER socket connected to ``endpoint``. Owned by one thread; no method waits.
 
-    ``fds`` become readable when there is something to look at (see ``poller``). ``connected`` is whether the handshake
-    was done: the other side has our key. ``secret`` is the shared key, None on one host. Raises ``zmq.ZMQError``.
+    ``fds`` become readable when there is something to read (see ``poller``). ``connected`` says whether the handshake
+    has succeeded, that is, the other side has our key. ``secret`` is the shared key, None on the same host. Raises
+    ``zmq.ZMQError``.
     """
 
     def __init__(self, context: Any, endpoint: str, secret: bytes | None) -> None:
@@ -33,7 +34,7 @@ class Connection:
                 secure_client(self._socket, secret)
             self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
             self._socket.connect(endpoint)
-        except BaseException:  # no descriptors are left: one that stayed open would keep the context from ending
+        except BaseException:  # no descriptors are left; a socket that stays open would keep the context from ending
             self._socket.close(0)
             raise
         self._monitor_fd: int = self._monitor.FD
@@ -41,9 +42,9 @@ class Connection:
         self.is_broken()  # ZeroMQ's descriptors are edge-triggered: read once before the first wait
 
     def send(self, frames: deque[bytes]) -> bool:
-        """Send and remove ``frames``; whether any was sent."""
+        """Send and remove ``frames``; return whether any was sent."""
         sent = False
-        with contextlib.suppress(zmq.Again):  # only where the connection has just broken
+        with contextlib.suppress(zmq.Again):  # only raised if the connection has just broken
             while frames:
                 self._socket.send(frames[0], zmq.NOBLOCK)
                 frames.popleft()
@@ -51,15 +52,17 @@ class Connection:
         return sent
 
     def receive(self) -> bytes | None:
-        """The next frame, None when there is none."""
-        if not self._socket.getsockopt(EVENTS) & READABLE:  # an exception that says so costs more
+        """Return the next frame, or None if there is none."""
+        if not self._socket.getsockopt(EVENTS) & READABLE:  # cheaper than the exception of ``recv``
             return None
         frame: bytes = self._socket.recv(NOBLOCK)
         return frame
 
     def is_broken(self, ready: Collection[int] = ()) -> bool:
-        """Whether the monitor has reported a disconnect. ``ready`` are the descriptors that a poll returned; with none
-        it looks anyway."""
+        """Return whether the monitor has reported a disconnect.
+
+        ``ready`` are the descriptors that a poll returned; without any, the monitor is read in any case.
+        """
         if not ready or self._monitor_fd in ready:
             with contextlib.suppress(zmq.Again):
                 while not self._broken:
@@ -69,7 +72,7 @@ class Connection:
         return self._broken
 
     def close(self, linger: int = 0) -> None:
-        """``linger`` is milliseconds for what was sent last."""
+        """Close the sockets. ``linger`` is how many milliseconds the last frames have to be sent."""
         self._socket.disable_monitor()
         self._monitor.close(0)
         self._socket.close(linger)

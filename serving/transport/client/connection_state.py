@@ -1,4 +1,4 @@
-"""The states of a client's connection to its engine, as a transition table: an event that a state does not know raises.
+"""The states of a client's connection to its engine, as a transition table. An event not listed for a state raises.
 
 ::
 
@@ -18,9 +18,9 @@ from __future__ import annotations
 from typing import Literal, TypeAlias
 
 State: TypeAlias = Literal["disconnected", "connecting", "connected", "stalled", "closed"]
-"""``disconnected``: there is no connection; it is looked for while anything needs it. ``connecting``: a connection is
-made and the engine was greeted. ``connected``: it has answered. ``stalled``: the engine made no progress and was left;
-the next search names it, so that it is replaced."""
+"""``disconnected``: there is no connection; the client looks for an engine while anything needs one. ``connecting``:
+there is a connection and the client has sent its ``Hello``. ``connected``: the engine has answered. ``stalled``: the
+engine made no progress and the client has left it; the next search names it, so that it is replaced."""
 
 Happening: TypeAlias = Literal["found", "welcomed", "lost", "hung", "closed"]
 
@@ -34,11 +34,11 @@ TRANSITIONS: dict[State, dict[Happening, State]] = {
 
 
 class IllegalTransition(AssertionError):
-    """An event that cannot happen in a state: a mistake of the loop's own."""
+    """An event that cannot happen in a state: a bug in the loop."""
 
 
 def after(state: State, happening: Happening) -> State:
-    """The state that follows. Raises ``IllegalTransition``."""
+    """Return the state that follows ``state``. Raises ``IllegalTransition``."""
     try:
         return TRANSITIONS[state][happening]
     except KeyError:

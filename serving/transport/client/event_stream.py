@@ -1,4 +1,4 @@
-"""The event stream of an in-flight request, as its reader holds it, with a bounded buffer (back-pressure)."""
+"""The event stream of an in-flight request, as its reader sees it, with a bounded buffer (back-pressure)."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from ...events import Event, Failed, Logits, is_terminal
 from ...request import ValidRequest
 from .protocol_state import ClientState
 
-HIGH = 1024  # high watermark: events a sequence that wait for their reader before the request is paused
-LOW = 128  # low watermark: events left at which the request is resumed
+HIGH = 1024  # high watermark: with this many waiting events per sequence, the request is paused
+LOW = 128  # low watermark: with this many events left per sequence, the request is resumed
 HIGH_BYTES = 32 * 2**20  # of logits
 LOW_BYTES = 4 * 2**20
-MAX_MARKS = 8  # the watermarks of a request with n sequences are at most so many times those of one
+MAX_MARKS = 8  # the watermarks of a request with n sequences are min(n, MAX_MARKS) times those of one sequence
 
 
 class _Errand(NamedTuple):
-    """What the reader is to do before it takes the next event."""
+    """A call that the reader has to make before it takes the next event."""
 
     run: Callable[[], object]
 
 
 class EventBuffer:
-    """The queue between the io loop, which puts a request's events, and their one reader. Either may be a thread.
+    """The queue between the io loop, which puts a request's events, and the single reader. Either may be a thread.
 
-    The loop pauses the request when the buffer ``is_full``; the reader resumes it once it ``is_drained``. Both look
-    again after they have said so, hence neither can wait for the other.
+    The loop pauses the request when the buffer ``is_full``; the reader resumes it when the buffer ``is_drained``. Both
+    check again after they have announced this, so they cannot wait for each other.
 
-    A reader on a greenlet of the loop's own thread may ``tap`` it: switching to it for every token costs more than what
-    it does with one.
+    A reader on a greenlet of the loop's thread may ``tap`` the buffer: a greenlet switch for every token costs more
+    than what the reader does with a token.
     """
 
     __slots__ = ("_events", "_high", "_is_awaited", "_low", "_take", "get", "paused", "put")
@@ -42,7 +42,7 @@ class EventBuffer:
         self.put: Callable[[Event], bool | None] = events.put
         self.get: Callable[[], Event] = events.get
         self._take: Callable[[Event], bool] = _take_nothing
-        self._is_awaited = False  # its reader waits, and nothing is in the queue
+        self._is_awaited = False  # True while the reader waits and the queue is empty
 
     @property
     def is_full(self) -> bool:
@@ -50,7 +50,7 @@ class EventBuffer:
 
     @property
     def is_drained(self) -> bool:
-        """Whether the request was paused for this buffer's sake and there is room again."""
+        """Whether the request was paused because of this buffer and there is room again."""
         return self.paused and self._events.qsize() <= self._low
 
     def tap(self, take: Callable[[Event], bool]) -> bool:
@@ -68,7 +68,7 @@ class EventBuffer:
     def _put_tapped(self, event: Event) -> bool:
         if self._is_awaited and self._take(event):
             return True
-        self._is_awaited = False  # the reader has not been switched to when the next one comes
+        self._is_awaited = False  # the next event may come before the switch to the reader
         self._events.put(event)
         return False
 
@@ -89,7 +89,10 @@ def _take_nothing(event: Event) -> bool:
 
 
 class LogitsBuffer(EventBuffer):
-    """Also full by the bytes of logits that wait in it. Each of the two counts is one side's own."""
+    """A buffer that is also full when too many bytes of logits wait in it.
+
+    Only the loop changes ``_came``, and only the reader changes ``_went``.
+    """
 
     __slots__ = ("_came", "_went")
 
@@ -108,7 +111,7 @@ class LogitsBuffer(EventBuffer):
         return event
 
     def tap(self, take: Callable[[Event], bool]) -> bool:
-        """Never: what it holds is counted."""
+        """Refuse the tap: every event has to go through the queue to be counted."""
         return False
 
     @property
@@ -125,7 +128,7 @@ def _size(event: Event) -> int:
 
 
 def event_buffer(request: ValidRequest, events: Any) -> EventBuffer:
-    """For the events of ``request``, in the queue ``events``."""
+    """Return a buffer for the events of ``request`` on top of the queue ``events``."""
     sampling = request.sampling
     asks = sampling is not None and (sampling.context_logits or sampling.generation_logits)
     return (LogitsBuffer if asks else EventBuffer)(events, len(request.sequences))
@@ -140,8 +143,10 @@ class CommandQueue(Protocol):
 
 
 class RequestHandle:
-    """The io loop that runs a request and the request's number there, set by the command that submits it. A request
-    that is handed over gets another loop and number."""
+    """The io loop that runs a request, and the request's number there (set by the command that submits it).
+
+    A request that is handed over gets another loop and number.
+    """
 
     __slots__ = ("io", "number")
 
@@ -149,7 +154,7 @@ class RequestHandle:
         self.io, self.number = io, 0
 
     def post(self, command: Callable[[ClientState, int], None]) -> None:
-        """Have the loop that owns the request by then run ``command``."""
+        """Have ``command`` run by the loop that owns the request at that time."""
         io = self.io
 
         def run(state: ClientState) -> None:
@@ -166,9 +171,9 @@ class RequestHandle:
 
 
 class RemoteStream:
-    """The events of one request; iterate it from one thread. Dropped or closed early, it aborts the request.
+    """The events of one request. Iterate it from one thread. If it is dropped or closed early, it aborts the request.
 
-    ``owner`` is its client, which is not collected before the stream is."""
+    ``owner`` is the stream's client; the reference keeps it from being collected before the stream."""
 
     def __init__(self, handle: RequestHandle, buffer: EventBuffer, num_sequences: int, owner: object = None) -> None:
         self.handle, self._buffer, self._left, self.owner = handle, buffer, num_sequences, owner
@@ -193,17 +198,21 @@ class RemoteStream:
         return event
 
     def tap(self, take: Callable[[Event], bool]) -> bool:
-        """From now on, events that come while the reader waits in ``next`` are offered to ``take``, on the io loop's
-        greenlet: what it takes the reader does not get. It must neither block nor raise. False where the reader and
-        the loop are on two threads, or logits are to come: nothing is offered."""
+        """From now on, offer events that arrive while the reader waits in ``next`` to ``take``, on the io loop's
+        greenlet.
+
+        The reader does not get the events for which ``take`` returns True. ``take`` must neither block nor raise.
+        Return False, and offer nothing, if the reader and the loop are on different threads or the request asks for
+        logits.
+        """
         return self._buffer.tap(take)
 
     def have_reader(self, run: Callable[[], object]) -> None:
-        """Of a stream that is tapped: have the waiting reader ``run`` something, which may raise, and then wait on."""
+        """Have the waiting reader of a tapped stream call ``run``, which may raise, and then continue to wait."""
         self._buffer.have_reader(run)
 
     def finish(self, index: int) -> None:
-        """End sequence ``index`` alone; it still gets its ``Finished``."""
+        """End only sequence ``index``; it still gets its ``Finished``."""
         if self._left > 0 and self._pid == os.getpid():
             self.handle.post(lambda state, number: state.finish(number, index))
 

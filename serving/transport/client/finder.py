@@ -7,18 +7,21 @@ from typing import Protocol
 
 
 class Finder(Protocol):
-    """``Launcher`` starts an engine where there is none, ``Attacher`` waits for one.
+    """Finds an engine: ``Launcher`` starts one if there is none, ``Attacher`` waits for one.
 
     ``secret`` is the key of an engine on another host."""
 
     client_id: str
-    generation: str  # of the engine found last
+    generation: str  # of the engine that was found last
     secret: bytes | None
-    failed_log: str  # what the engine wrote whose start failed last; "" where it is not ours to read
+    failed_log: str  # the log of the last engine whose start failed; "" for a finder that starts none
 
     def find(self, stalled: str, cancelled: Callable[[], bool]) -> str:
-        """The endpoint of a ready engine. ``stalled`` names the generation that is to be killed first, or is "";
-        ``cancelled`` is asked often. Raises ``PackagingError``, ``ServingError``, or OSError, which may pass."""
+        """Return the endpoint of a ready engine.
+
+        ``stalled`` is the generation of a stalled engine to replace, or ""; ``cancelled`` is called often. Raises
+        ``PackagingError``, ``ServingError``, or an OSError, which may be transient.
+        """
         ...
 
     def alive(self) -> bool: ...

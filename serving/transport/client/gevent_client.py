@@ -1,6 +1,7 @@
-"""The client for gevent workers: the loop is a greenlet, the queues are gevent's. The only file here that imports it.
+"""The client for gevent workers: the loop is a greenlet and the queues are gevent's.
 
-Where a supervisor runs the engine, ``attach`` to it; ``connect`` also starts it and starts it again.
+This is the only file here that imports gevent. Use ``attach`` if a supervisor runs the engine; ``connect`` also starts
+and restarts it.
 """
 
 from __future__ import annotations
@@ -20,19 +21,22 @@ from ..discovery.attacher import Attacher
 from ..discovery.launcher import Launcher, Progress
 from .client import RemoteEngine
 
-READ = 1  # of the event loop's events
+READ = 1  # the event loop's flag for a readable descriptor
 _ThreadQueue: Any = gevent.monkey.get_original("queue", "SimpleQueue")
 
 
 class LocalQueue(gevent.queue.SimpleQueue):
-    """Between greenlets of one hub: what is put is put by its loop's own thread."""
+    """A queue between greenlets of one hub: only that hub's thread puts items."""
 
     is_local = True
 
 
 class GeventPoller:
-    """The poller of a loop on a greenlet: other greenlets run while it waits. libev's watchers are kept between waits;
-    zmq.green makes and drops several for each. What ``take`` takes costs the callback of one watcher."""
+    """The poller of a loop on a greenlet: other greenlets run while it waits.
+
+    It keeps libev's watchers between waits, whereas zmq.green makes and drops several for each wait. What ``take``
+    handles costs only the callback of one watcher.
+    """
 
     def __init__(self) -> None:
         self._hub = gevent.get_hub()
@@ -81,14 +85,15 @@ class GeventPoller:
 
 
 class GeventEngine(RemoteEngine):
-    """``RemoteEngine`` on greenlets; to be made in the worker that uses it, after the fork."""
+    """``RemoteEngine`` on greenlets. Create it in the worker that uses it, after the fork."""
 
     def _open(self) -> None:
         self._hub = gevent.get_hub()
         super()._open()
 
     def _queue(self) -> Any:
-        """A queue for the calling greenlet of our own hub, or for one of the worker's threads, which may block."""
+        """Return a queue for the calling greenlet if it is on our hub, else for a thread of the worker, which may
+        block."""
         return LocalQueue() if gevent.get_hub() is self._hub else _ThreadQueue()
 
     def _spawn(self, run: Callable[[], None]) -> Any:
@@ -113,8 +118,11 @@ def attach(
     journal: str = "",
     counts: str = "",
 ) -> GeventEngine:
-    """As ``client.attach``, for a gevent worker. ``journal`` and ``counts``: see ``protocol.Hello``; ``first_timeout``
-    replaces ``timeout`` before there was an engine."""
+    """Do the same as ``client.attach``, for a gevent worker.
+
+    For ``journal`` and ``counts`` see ``protocol.Hello``. ``first_timeout`` replaces ``timeout`` until the first engine
+    is found.
+    """
 
     def make() -> Attacher:
         return Attacher(address, key_file=key_file, timeout=timeout, sleep=gevent.sleep)
@@ -139,7 +147,7 @@ def connect(
     progress: Progress | None = None,
     **options: Any,
 ) -> GeventEngine:
-    """As ``client.connect``, for a gevent worker."""
+    """Do the same as ``client.connect``, for a gevent worker."""
     settings = settings or EngineSettings()
     keep = bool(options.pop("keep", False))
 

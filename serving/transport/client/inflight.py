@@ -13,8 +13,8 @@ from ...stop_rule import StopRule
 
 Phase = Literal["running", "pausing", "paused"]
 
-# "pausing": the engine was asked to end the sequences, and what it had under way still comes. A paused request has
-# nothing in the engine, where its place is another's; it is submitted again as a continuation.
+# "pausing": the engine was asked to end the sequences, and the events already under way still arrive. A paused request
+# has nothing in the engine, so that others can use its place there; later it is submitted again as a continuation.
 MOVES: dict[Phase, tuple[Phase, ...]] = {
     "running": ("pausing", "paused"),
     "pausing": ("paused",),
@@ -23,10 +23,10 @@ MOVES: dict[Phase, tuple[Phase, ...]] = {
 
 
 class EventSink(Protocol):
-    """Where a request's events go. Called on the client's own thread; must not block.
+    """Where a request's events go. It is called on the client's own thread and must not block.
 
-    ``put`` returns True where an event was taken at once and waits for no reader. ``is_full`` asks for a pause, of
-    which the reader learns by ``paused``; ``is_drained`` takes it back.
+    ``put`` returns True if the event was handled at once and does not wait for a reader. ``is_full`` asks for a pause,
+    which is shown to the reader in ``paused``; ``is_drained`` withdraws it.
     """
 
     paused: bool
@@ -39,13 +39,13 @@ class EventSink(Protocol):
 
 
 class InflightRequest:
-    """A request, the tokens delivered so far and its place in the engine.
+    """A request, the tokens delivered so far and its state in the engine.
 
-    ``attempt`` maps the sequence numbers of the submission now running to the request's own. A step may give a sequence
+    ``attempt`` maps the sequence numbers of the current submission to those of the request. A step may give a sequence
     any number of tokens.
     """
 
-    # a step touches one of each stream: what is small stays in the caches
+    # a step touches one of these per stream; small objects stay in the processor's caches
     __slots__ = (
         "_cached", "_drafts", "_own_drafts", "_parked", "_rows", "_sole", "attempt", "delivered", "ending", "failed",
         "number", "open", "phase", "request", "restarts", "scored", "sent", "sink", "submitted", "wanted",
@@ -59,17 +59,17 @@ class InflightRequest:
         self.attempt = list(range(len(request.sequences)))
         self.ending: set[int] = set()  # sequences the caller has asked to end
         self.scored: set[int] = set()
-        self._rows: dict[tuple[LogitsOf, int], int] = {}  # of logits, delivered so far
-        self.submitted = False  # to the engine that there is now
-        self.restarts = 0  # in a row, with nothing delivered between them
+        self._rows: dict[tuple[LogitsOf, int], int] = {}  # rows of logits delivered so far
+        self.submitted = False  # whether the current engine has it
+        self.restarts = 0  # engine restarts in a row without an event between them
         self.failed = False
-        self.sent = False  # to an engine: from then on what is submitted is a continuation
+        self.sent = False  # whether any engine has had it: from then on each submission is a continuation
         self.phase: Phase = "running"
-        self.wanted = True  # by its reader: False from a pause until the reader asks for more
-        self._parked: set[int] = set()  # sequences whose end for the pause's sake the engine has confirmed
-        self._cached: dict[int, int] = {}  # prompt tokens found in the cache by the first attempt
-        self._drafts: dict[int, DraftCounts] = {}  # of all attempts before
-        self._own_drafts: dict[int, DraftCounts] = {}  # of the attempt now running
+        self.wanted = True  # whether its reader wants events: False from a pause until the reader asks for more
+        self._parked: set[int] = set()  # sequences that the engine has ended because of the pause
+        self._cached: dict[int, int] = {}  # prompt tokens that the first attempt found in the cache
+        self._drafts: dict[int, DraftCounts] = {}  # of all earlier attempts
+        self._own_drafts: dict[int, DraftCounts] = {}  # of the current attempt
 
     @property
     def done(self) -> bool:
@@ -81,14 +81,16 @@ class InflightRequest:
         self._parked.clear()
 
     def deliver(self, event: Event) -> bool:
-        """Hand on one event of the running attempt, under the request's own numbering. Whether it was taken at once, so
-        that nothing about the request is to be looked at."""
+        """Pass on one event of the current attempt, with the request's own sequence number.
+
+        Return True if the event was handled at once, so that the caller need not check the request's state.
+        """
         self.restarts = 0
         if type(event) is not Tokens:
             self._deliver_other(event)
         elif self._sole is None or event.num_cached_tokens is not None or event.drafts is not None or not self.open:
             self._deliver_tokens(event)
-        else:  # nearly all
+        else:  # nearly all events
             self._sole.extend(event.token_ids)
             return self.sink.put(event) is True and self.phase == "running"
         return False
@@ -132,7 +134,7 @@ class InflightRequest:
             return
         if event.num_cached_tokens is not None:
             self._cached.setdefault(index, event.num_cached_tokens)
-            if self.delivered[index]:  # the first of a later attempt only
+            if self.delivered[index]:  # only the first attempt reports it
                 event = msgspec.structs.replace(event, num_cached_tokens=None)
         if event.drafts is not None:
             self._own_drafts[index] = event.drafts
@@ -142,13 +144,13 @@ class InflightRequest:
             self._park(None)
 
     def _settle_drafts(self, index: int) -> None:
-        """Those of a sequence whose attempt has come to an end, its own or its engine's."""
+        """Add up the draft counts of a sequence whose attempt has ended, by itself or with its engine."""
         counts = self._own_drafts.pop(index, None)
         if counts is not None:
             self._drafts[index] = self._drafts.get(index, DraftCounts()) + counts
 
     def _new_rows(self, index: int, event: Logits) -> Logits | None:
-        """``event`` without the rows that an earlier attempt has delivered; None where it has no others."""
+        """Return ``event`` without the rows that an earlier attempt has delivered, or None if no rows are left."""
         end = event.start + event.num_rows
         known = max(self._rows.get((event.of, index), 0) - event.start, 0)
         if known >= event.num_rows:
@@ -163,7 +165,7 @@ class InflightRequest:
         return self.phase == "pausing" and event.reason == "abort" and index not in self.ending
 
     def _park(self, index: int | None) -> None:
-        """Paused when the engine has nothing of the request any more."""
+        """Mark sequence ``index`` as ended, and become "paused" when the engine has no sequence of the request left."""
         if index is not None:
             self._parked.add(index)
         if self.phase == "pausing" and self.open and self._parked >= self.open:
@@ -171,8 +173,10 @@ class InflightRequest:
 
     @property
     def should_pause(self) -> bool:
-        """Whether the reader is too slow. The sink is asked again after ``paused`` is set: a reader that has just
-        emptied it did not see that."""
+        """Whether the request has to pause because its reader is too slow.
+
+        The sink is checked again after ``paused`` is set, since a reader that has just emptied it did not see the flag.
+        """
         if self.phase != "running" or not self.sink.is_full or self.request.task in POOLED:
             return False
         self.sink.paused = True
@@ -187,10 +191,11 @@ class InflightRequest:
             self.sink.put(Failed(error.kind, error.message, error.param, error.retry_after))
 
     def continuation(self, max_tokens: int) -> ValidRequest | None:
-        """What is still to run, each sequence resumed after its delivered tokens; None when nothing is.
+        """Return a request for what still has to run, or None if nothing does.
 
-        ``max_tokens``: the engine takes no sequence longer than that, prompt and completion (``max_kv_tokens``).
-        A sequence whose last delivered token was its end (only the word of it was lost) is finished here.
+        Each sequence resumes after its delivered tokens. ``max_tokens`` is the engine's limit on the length of a
+        sequence, prompt and completion (``max_kv_tokens``). A sequence whose last delivered token was its end, and of
+        which only the ``Finished`` was lost, is finished here.
         """
         for index in sorted(self.open):
             self._settle_drafts(index)
@@ -213,8 +218,11 @@ class InflightRequest:
         return self.request.sampling is not None and self.request.sampling.beams is not None
 
     def _to_resume(self) -> list[int]:
-        """Sequences of the next attempt: each open one by itself, since none depends on another's tokens. The texts of
-        a beam search come together, so that all of a prompt's are searched for again while one of them is open."""
+        """Return the sequences of the next attempt.
+
+        Usually these are the open ones, since no sequence depends on another's tokens. The sequences of a beam search
+        depend on each other, so all sequences of a prompt are searched for again while one of them is open.
+        """
         if not self._searches:
             return sorted(self.open)
         n = self.request.n
@@ -223,17 +231,17 @@ class InflightRequest:
     def _resumed(self, index: int) -> msgspec.Struct:
         source = self.request.sequences[index]
         first = self._next_row(index)
-        if self._searches:  # a search has no tokens before it has its texts
+        if self._searches:  # a beam search delivers no tokens before its results are complete
             return msgspec.structs.replace(source, context_logits_from=first)
         resumed = source.resumed_token_ids + tuple(self.delivered[index])
         return msgspec.structs.replace(source, resumed_token_ids=resumed, context_logits_from=first)
 
     def _next_row(self, index: int) -> int:
-        """The first row of the context's logits that is still wanted."""
+        """Return the first row of the context's logits that still has to be delivered."""
         return max(self._rows.get(("context", index), 0), self.request.sequences[index].context_logits_from)
 
     def _was_read(self, index: int, sampling: Sampling) -> bool:
-        """Whether everything that was asked of its prompt was delivered, and anything was asked."""
+        """Return whether anything about the prompt was asked for, and all of it was delivered."""
         if sampling.context_logits and self._next_row(index) < len(self.request.sequences[index].prompt_token_ids):
             return False
         return index in self.scored or (sampling.context_logits and sampling.prompt_logprobs is None)
@@ -254,5 +262,5 @@ class InflightRequest:
 
     @property
     def was_delivered(self) -> bool:
-        """Whether the caller has any token of it, so that another attempt has to resume."""
+        """Whether the caller has received any token, so that another attempt has to resume."""
         return any(self.delivered)

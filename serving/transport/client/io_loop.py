@@ -1,6 +1,6 @@
-"""The loop that owns a client's connection and drives its ``ClientState``; the same code on a thread and a greenlet.
+"""The loop that owns a client's connection and drives its ``ClientState``, on a thread or a greenlet.
 
-Only the loop's owner touches the connection and the state. Others post commands, which wake the loop through a pipe.
+Only the loop's owner uses the connection and the state. Others post commands, which wake the loop through a pipe.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from .reconnect import NOT_FOUND, Reconnect
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER = 5.0  # seconds, in the error of requests that found no engine
-TURN = 0.25  # seconds between looks at the engine's lock and the clock
+TURN = 0.25  # seconds between checks of the engine's lock and the clock
 PING_INTERVAL = 5.0
 DEAD_TURNS = 4
-FRAMES_PER_TURN = 16  # taken before others may run: an engine faster than its readers must not starve them
+FRAMES_PER_TURN = 16  # frames read before others may run: an engine faster than its readers must not starve them
 Command = Callable[[ClientState], None]
 
 
 class WaitOptions(TypedDict, total=False):
-    """How long an engine is waited for.
+    """How long the client waits for an engine.
 
-    Both timeouts are seconds without an engine, even one that loads: ``timeout`` before the first welcome,
-    ``away_timeout`` after which what waits for the next one fails. None, the default, is as long as it takes.
-    ``cancelled`` ends the wait for the first welcome. ``on_search_failure``: see ``Reconnect``.
+    Both timeouts count the seconds in which there is no engine, not even one that loads. ``timeout`` limits the wait
+    for the first welcome; after ``away_timeout``, requests that wait for the next engine fail. None, the default, means
+    no limit. ``cancelled`` ends the wait for the first welcome. For ``on_search_failure`` see ``Reconnect``.
     """
 
     timeout: float | None
@@ -49,13 +49,13 @@ class WaitOptions(TypedDict, total=False):
 
 
 class IoLoop:
-    """``poller`` is how the owner waits. ``keep`` finds the engine again even when no request runs on it.
+    """A client's io loop. ``poller`` is how the owner waits; ``keep`` finds the engine again even if no request runs.
 
-    ``stall_timeout`` is seconds without progress after which the engine is left. ``rest`` lets other greenlets run
-    between two turns.
+    ``stall_timeout`` is how many seconds without progress the client accepts before it leaves the engine. ``rest`` lets
+    other greenlets run between two turns.
 
-    ``phase`` is the connection's (``connection_state``); ``stopping`` is set by any thread and ends the loop.
-    ``step_age`` is seconds since the engine's last step that is known of, and grows while the engine is silent.
+    ``phase`` is the state of the connection (``connection_state``). Any thread may set ``stopping``, which ends the
+    loop. ``step_age`` is the seconds since the engine's last known step; it grows while the engine is silent.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class IoLoop:
 
     @property
     def stalled(self) -> bool:
-        """Whether the engine was left because it made no progress, and no other is found yet."""
+        """Whether the client left the engine because it made no progress, and has found no other yet."""
         return self.phase == "stalled"
 
     # any thread
@@ -105,7 +105,7 @@ class IoLoop:
     # the loop's owner
 
     def open(self) -> None:
-        """Find an engine, connect, and wait for its welcome. Raises what ``Finder.find`` raises; ``Unavailable``."""
+        """Find an engine, connect, and wait for its welcome. Raises ``Unavailable`` and what ``Finder.find`` raises."""
         while not (self.stopping or self._cancelled()):
             if self._connection is None:
                 self._connect()
@@ -119,7 +119,7 @@ class IoLoop:
         raise ShuttingDown("the client was closed")
 
     def run(self) -> None:
-        """Until ``stop``: everything still running then fails with ``shutting_down``."""
+        """Run the loop until ``stop``; requests that still run then fail with ``shutting_down``."""
         error: ServingError = ShuttingDown("the client was closed")
         try:
             while not self.stopping:
@@ -138,7 +138,7 @@ class IoLoop:
             self.close()
 
     def close(self) -> None:
-        """Say goodbye and free all: idempotent."""
+        """Say goodbye and free all resources. Idempotent."""
         self.stopping = True
         if self._connection is not None:
             self.state.outbox.append(m.encode(m.Goodbye()))
@@ -150,7 +150,7 @@ class IoLoop:
         self._pipe.close()
 
     def forget(self) -> None:
-        """In a forked child: let go of the parent's pipe; ZeroMQ's objects know their process and do nothing here."""
+        """Release the parent's pipe in a forked child; ZeroMQ's objects know their process and do nothing there."""
         self._pipe.close()
 
     def _search(self) -> None:
@@ -162,7 +162,7 @@ class IoLoop:
                 self._fail_all(final)
 
     def _fail_all(self, error: ServingError) -> None:
-        """After the commands: what was handed over to another engine is not ours to fail."""
+        """Fail all requests and calls. Commands run first: a request handed over to another engine must not fail."""
         self._run_commands()
         self.state.fail_all(error)
 
@@ -179,7 +179,10 @@ class IoLoop:
         self.state.hello(self.finder.client_id)
 
     def _is_over(self) -> bool:
-        """Asked again and again by a search, which may take minutes: what runs here may be handed over meanwhile."""
+        """Return whether the loop is stopping, after running the commands.
+
+        A search calls this repeatedly; it may take minutes, and requests may be handed over during that time.
+        """
         self._run_commands()
         return self.stopping
 
@@ -202,14 +205,17 @@ class IoLoop:
         if self._flush() or more or self._was_welcomed():
             self.rest()
         elif self._wait() or self._is_dead():
-            self._receive()  # what it said before it died
+            self._receive()  # the messages that the engine sent before it died
             if self._connection is not None:
                 self._lost()
             return
         self._watch()
 
     def _count_time(self) -> None:
-        """By turns of this loop: while this process is stopped or the machine sleeps the engine is not blamed."""
+        """Count the elapsed time, at most two turns at once.
+
+        So the engine is not blamed for the time in which this process is stopped or the machine sleeps.
+        """
         now = time.monotonic()
         passed = min(now - self._turned_at, 2 * TURN)
         self._turned_at = now
@@ -221,11 +227,11 @@ class IoLoop:
     def _counts_as_away(self) -> bool:
         if self._connection is None or not self._connection.connected:
             return True
-        # an engine on this host listens once it is ready: one that gives no second welcome hangs
+        # an engine on this host is only found once it is ready: if it does not answer a reconnection, it hangs
         return self.finder.secret is None and self.state.info is not None
 
     def _check_absence(self) -> None:
-        """Log that there is no engine and, in the end, fail what waits for it."""
+        """Log that there is no engine and, after ``away_timeout``, fail the requests that wait for it."""
         refusal = self._refusal()
         self._reconnect.log_absence(refusal)
         if self.away_timeout is not None and self._reconnect.away > self.away_timeout:
@@ -237,15 +243,22 @@ class IoLoop:
         return self._reconnect.refusal(self.state.refused, has_handshake=has_handshake)
 
     def _was_welcomed(self) -> bool:
-        """Whether a welcome has been read that ``_watch`` has not seen: nothing else need come after it."""
+        """Return whether a welcome was read that ``_watch`` has not seen.
+
+        Then the loop must not wait first, since no other message may follow.
+        """
         return self.phase == "connecting" and self.state.welcome
 
     def _is_dead(self) -> bool:
-        """The broken connection says it first, after the last message; this is for one that does not break."""
+        """Return whether the engine no longer lives.
+
+        Usually the broken connection shows this first, after the last message; this check is for a connection that does
+        not break.
+        """
         if self._turned_at - self._looked_at < TURN:
             return False
         self._looked_at = self._turned_at
-        if self.state.progressed:  # it has lived since
+        if self.state.progressed:  # the engine was alive since the last check
             self._dead_turns = 0
             return False
         self._dead_turns = 0 if self._connection is None or self.finder.alive() else self._dead_turns + 1
@@ -256,11 +269,11 @@ class IoLoop:
             self._commands.popleft()(self.state)
 
     def _flush(self) -> bool:
-        """Whether anything was sent."""
+        """Send the outbox; return whether anything was sent."""
         return self._connection is not None and self._connection.send(self.state.outbox)
 
     def _wait(self) -> bool:
-        """Wait for something to do; whether the connection has broken."""
+        """Wait for something to do; return whether the connection has broken."""
         searching = self._connection is None and (self.keep or self.state.busy)
         ready = self.poller.poll(self._reconnect.pause if searching else TURN, self._take)
         if self._pipe.fd in ready:
@@ -271,18 +284,18 @@ class IoLoop:
         return True
 
     def _take(self, fd: int) -> bool:
-        """See ``Poller.poll``: frames that ask for nothing but to be delivered."""
+        """Read frames as ``Poller.poll`` describes; return True if their events only had to be delivered."""
         if self._connection is None or fd != self._connection.fds[0] or self._read():
             return False
         state = self.state
         return self.phase == "connected" and not (state.outbox or state.closing is not None or state.lost)
 
     def _receive(self) -> bool:
-        """Take what has come; whether there may be more to do."""
+        """Read the frames that have arrived; return whether there may be more to do."""
         return self._read() or self._is_left()
 
     def _read(self) -> bool:
-        """Take what has come; whether there may be more."""
+        """Read the frames that have arrived; return whether there may be more."""
         for _ in range(FRAMES_PER_TURN):
             frame = None if self._connection is None else self._connection.receive()
             if frame is None:
@@ -294,14 +307,17 @@ class IoLoop:
         return True
 
     def _is_left(self) -> bool:
-        """What the engine had taken it has failed itself; what it never saw is for the next one."""
+        """Leave an engine that is closing or does not know us; return whether it was left.
+
+        The engine itself has failed the requests that it had taken; the others are for the next engine.
+        """
         if self._connection is None or (self.state.closing is None and not self.state.lost):
             return False
         self._lost()
         return True
 
     def _watch(self) -> None:
-        """Look whether the engine makes progress, and show one on another host that we live."""
+        """Check that the engine makes progress, and send keepalives to an engine on another host."""
         if self.state.progressed:
             self.state.progressed, self._without_progress = False, 0.0
             if self.phase == "connecting" and self.state.welcome:

@@ -1,7 +1,7 @@
-"""Waiting for any of a few file descriptors, made once for a connection and not for every message.
+"""Wait for any of a few file descriptors. A poller is set up once per connection and not for every message.
 
-ZeroMQ's descriptor of a socket is edge-triggered: it announces new messages only while none is left unread and nothing
-was done with the socket since. Read until there is nothing before waiting for it.
+The descriptor of a ZeroMQ socket is edge-triggered: it only announces new messages if none was left unread and the
+socket was not used since. Read all messages before waiting for it.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ class Poller(Protocol):
     """Waits until one of the watched descriptors can be read."""
 
     def watch(self, fds: Collection[int]) -> None:
-        """Watch ``fds`` from now on, and no others. None may be closed while it is watched."""
+        """Watch only ``fds`` from now on. None of them may be closed while it is watched."""
         ...
 
     def poll(self, seconds: float, take: Callable[[int], bool]) -> Collection[int]:
-        """Descriptors that can be read, at least one of those; none after ``seconds``.
+        """Wait, and return at least one of the descriptors that can be read, or none after ``seconds``.
 
-        Where that spares the owner a switch, ``take`` is called with one that can be read: True where all is done that
-        was to be done about it, and the owner goes on waiting. It must not block; what it raises is raised here.
+        If that saves a switch to the owner, ``take`` is called with a readable descriptor. It returns True if nothing
+        is left to do for it; then the owner continues to wait. It must not block; its errors are raised here.
         """
         ...
 
 
 class ThreadPoller:
-    """For a loop that has a thread of its own."""
+    """The poller for a loop that has its own thread."""
 
     def __init__(self) -> None:
         self._poll = select.poll()

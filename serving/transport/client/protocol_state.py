@@ -1,7 +1,7 @@
 """The client's side of the protocol, sans-IO: frames in, events and frames out.
 
-No socket, no thread, and of the clock only what is left of a deadline: ``io_loop`` drives it on a thread or a greenlet.
-Methods that put frames into ``outbox`` are called by the loop's owner alone.
+It uses no socket and no thread, and reads the clock only to compute the time left until a deadline; ``io_loop`` drives
+it on a thread or a greenlet. Only the loop's owner calls methods that put frames into ``outbox``.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from .. import protocol as m
 from .inflight import EventSink, InflightRequest
 
 MAX_RESTARTS = 3
-SUSPECT_RESTARTS = 2  # after so many without an event a request runs alone: is it a poison request?
+SUSPECT_RESTARTS = 2  # after so many restarts without an event, a request runs alone: it may be a poison request
 DRAIN_RETRY_AFTER = 5.0  # seconds
-MAX_GENERATIONS = 16  # engine processes of which the last heartbeat is kept
+MAX_GENERATIONS = 16  # number of engine processes whose last heartbeat is kept
 
 
 class Waiter(Protocol):
-    """A call that waits. ``answer`` is called once, with what the call returns or the error that it raises."""
+    """A call that waits. ``answer`` is called once, with the call's result or the error that it raises."""
 
     def answer(self, result: tuple[AdapterInfo, ...] | ServingError) -> None: ...
 
 
 class ClientState:
-    """Requests and calls of one client, numbered by it, and what is known of its engine.
+    """The requests and calls of one client, numbered by the client, and what it knows about its engine.
 
-    ``name`` is the same on all of its connections. ``journal`` and ``counts`` are directories for the engine's journal
-    and counters (``protocol.Hello``), "" for none. An engine with another ``content_hash`` is refused; "" takes any.
+    ``name`` is the same on all connections. ``journal`` and ``counts`` are directories for the engine's journal and
+    counters (``protocol.Hello``), "" for none. An engine with another ``content_hash`` is refused; "" accepts any.
     """
 
     def __init__(self, name: str, *, journal: str = "", counts: str = "", content_hash: str = "") -> None:
@@ -42,16 +42,16 @@ class ClientState:
         self.generation = ""
         self.health = Health(status="starting")
         self.last_health: dict[str, Health] = {}  # the last heartbeat of each engine process, by generation
-        self.step_age: float | None = None  # seconds since the last step, if heard of since the loop last looked
+        self.step_age: float | None = None  # seconds since the last step, if reported since the loop last checked
         self.closing: str | None = None  # the engine's reason for ending on purpose
-        self.lost = False  # the engine does not know us
-        self.refused = ""  # why this engine is not for us
-        self.progressed = True  # whether there was progress since the loop last looked
+        self.lost = False  # the engine does not know this client
+        self.refused = ""  # why this client cannot use the engine
+        self.progressed = True  # whether there was progress since the loop last checked
         self._running: dict[int, InflightRequest] = {}
         self._alone: InflightRequest | None = None  # a suspected poison request; all others wait for its first event
         self._calls: dict[int, tuple[m.LoadAdapter | m.UnloadAdapter | m.ListAdapters, Waiter]] = {}
         self._last_number = 0
-        self._resumes = False  # whether the engine goes on with a text: only then is a request paused
+        self._resumes = False  # whether the engine can resume a sequence: only then are requests paused
 
     @property
     def busy(self) -> bool:
@@ -67,13 +67,13 @@ class ClientState:
     # towards the engine
 
     def hello(self, client_id: str) -> None:
-        """Start over on a new connection: nothing of the old one is valid."""
+        """Start over on a new connection: the state of the old one is no longer valid."""
         self.outbox.clear()
         self.generation, self.closing, self.lost, self.refused = "", None, False, ""
         self.outbox.append(m.encode(m.Hello(client_id, name=self.name, journal=self.journal, counts=self.counts)))
 
     def submit(self, request: ValidRequest, sink: EventSink) -> int:
-        """The number under which the request runs on this connection."""
+        """Run a request and return its number on this connection."""
         number = self._next()
         running = InflightRequest(request, number, sink)
         if running.done:
@@ -92,7 +92,7 @@ class ClientState:
         running.sent = running.submitted = True
 
     def release(self, number: int) -> InflightRequest | None:
-        """Let go of a request that goes on elsewhere; None for one that has ended."""
+        """Give up a request that continues on another client, and return it; None if it has ended."""
         running = self._running.get(number)
         if running is not None:
             self.abort(number)
@@ -102,7 +102,7 @@ class ClientState:
         return running
 
     def adopt(self, running: InflightRequest) -> int:
-        """Go on with what another client has released; the number under which it runs from now on."""
+        """Continue a request that another client has released, and return its new number."""
         running.number = number = self._next()
         self._running[number] = running
         if self.welcome and self._alone is None:
@@ -110,7 +110,10 @@ class ClientState:
         return number
 
     def _start_waiting(self) -> None:
-        """Start what is not in the engine: the first suspected poison request alone, all once there is none."""
+        """Start the requests that are not in the engine.
+
+        If there are suspected poison requests, only the first of them starts; otherwise all requests do.
+        """
         self._alone = None
         waiting = [running for running in self.running() if not running.submitted or running.phase == "paused"]
         for suspect in waiting:
@@ -130,7 +133,7 @@ class ClientState:
             self._go_on(running)
 
     def abort(self, number: int) -> None:
-        """Drop a request that has no reader any more, and what still arrives for it."""
+        """Drop a request that no longer has a reader, and ignore the events that still arrive for it."""
         running = self._running.pop(number, None)
         if running is not None and self.welcome:
             self.outbox.append(m.encode(m.Abort(number)))
@@ -146,14 +149,14 @@ class ClientState:
             self.outbox.append(m.encode(m.Finish(number, running.attempt.index(index))))
 
     def _pause(self, running: InflightRequest) -> None:
-        """Back-pressure: take a request with a slow reader out of the engine, to make room for others."""
+        """Take a request with a slow reader out of the engine, to make room for others (back-pressure)."""
         running.move("pausing")
         running.wanted = False
         for index in running.open - running.ending:
             self.outbox.append(m.encode(m.Finish(running.number, running.attempt.index(index))))
 
     def resume(self, number: int) -> None:
-        """The reader of a paused request has room again; one that is not quite paused yet goes on once it is."""
+        """Continue a paused request whose reader has room again; a "pausing" one continues once it is paused."""
         running = self._running.get(number)
         if running is not None:
             running.wanted = True
@@ -185,7 +188,7 @@ class ClientState:
     # from the engine
 
     def receive(self, frame: bytes) -> None:
-        """Take one frame. Raises ``msgspec.DecodeError`` for bytes that are no message."""
+        """Process one frame. Raises ``msgspec.DecodeError`` if the bytes are not a message."""
         message = m.decode_for_client(frame)
         if type(message) is m.Events:
             self.progressed, self.step_age = True, 0.0
@@ -217,10 +220,10 @@ class ClientState:
         if self.welcome:
             self.last_health = dict(
                 [*(self.last_health | {self.generation: health}).items()][-MAX_GENERATIONS:]
-            )  # a new one: others read it
+            )  # a new dict, since other threads read the old one
 
     def _look_after(self, running: InflightRequest) -> None:
-        """What follows from an event of its that was delivered."""
+        """Update a request's state after one of its events was delivered."""
         if running.done:
             del self._running[running.number]
         elif self._resumes and running.should_pause:
@@ -238,7 +241,7 @@ class ClientState:
             call[1].answer(error if error is not None else message.adapters)
 
     def _welcomed(self, message: m.Welcome) -> None:
-        """Everything that runs is submitted as a continuation; at the first welcome this is the request itself."""
+        """Submit all running requests as continuations; at the first welcome, that is the request itself."""
         self.progressed = True
         if self.content_hash and message.info.content_hash != self.content_hash:
             here, there = self.content_hash, message.info.content_hash
@@ -266,10 +269,11 @@ class ClientState:
     # when the connection is gone
 
     def disconnected(self) -> None:
-        """The engine died: calls that change it fail, requests wait.
+        """Handle the engine's death: calls that change the engine fail, requests wait.
 
-        A request without an event through ``MAX_RESTARTS`` restarts in a row is given up; a connection that never had
-        a welcome is no restart, nor is one for a request that waited while another ran alone.
+        A request that got no event during more than ``MAX_RESTARTS`` restarts in a row fails. A connection that never
+        had a welcome does not count as a restart; nor does a restart count for a request that waited while another one
+        ran alone.
         """
         self.generation, self._alone = "", None
         self.outbox.clear()
@@ -285,7 +289,7 @@ class ClientState:
                 running.fail(PoisonRequest(text))
                 del self._running[number]
         for number, (call, waiter) in list(self._calls.items()):
-            if not isinstance(call, m.ListAdapters):  # it cannot be known whether it was done
+            if not isinstance(call, m.ListAdapters):  # it is unknown whether the engine made the change
                 del self._calls[number]
                 waiter.answer(died("the engine restarted during the call"))
 

@@ -1,4 +1,4 @@
-"""Looking for an engine: when to look again, how long there has been none, and what is said about it."""
+"""The search for an engine: when to try again, how long there has been none, and what is logged about it."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from .protocol_state import died
 logger = logging.getLogger(__name__)
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 5.0  # seconds
-TRANSIENT_SECONDS = 10.0  # in which what the system refused (a full disk, no descriptor left) may pass by itself
-NOT_FOUND = (ServingError, PackagingError, OSError, zmq.ZMQError)  # what a search for an engine raises
-REFUSALS = 3  # connections in a row that end before they begin: no accident
-QUIET_SECONDS = 5.0  # without an engine, before the log says so
+TRANSIENT_SECONDS = 10.0  # during which a system error (a full disk, no descriptor left) may pass by itself
+NOT_FOUND = (ServingError, PackagingError, OSError, zmq.ZMQError)  # the errors of a search for an engine
+REFUSALS = 3  # after this many connections in a row that end before the handshake, the peer refuses us
+QUIET_SECONDS = 5.0  # without an engine before this is logged
 
 
 class Reconnect:
-    """``on_failure`` is called with the reason why there is no engine, and with "" once there is one.
+    """The state of a search for an engine. Owned by one thread.
 
-    Owned by one thread. ``away`` is seconds without an engine, ``endpoint`` where the last one was found.
+    ``on_failure`` is called with the reason why there is no engine, and with "" when there is one. ``away`` is the
+    seconds without an engine; ``endpoint`` is where the last engine was found.
     """
 
     def __init__(self, on_failure: Callable[[str], object]) -> None:
@@ -47,7 +48,7 @@ class Reconnect:
         self._on_failure("")
 
     def failed(self, error: Exception) -> ServingError | None:
-        """The error that ends what waits for an engine; None where that may well go on."""
+        """Return the error with which requests that wait for an engine fail; None if they may continue to wait."""
         logger.warning("no engine: %s", error)
         now = time.monotonic()
         if self._failing_since is None:
@@ -61,11 +62,11 @@ class Reconnect:
         return None if transient else died(str(error))
 
     def broken(self, *, had_begun: bool) -> None:
-        """A connection broke, before or after the other side had taken our key (the handshake)."""
+        """Note that a connection broke; ``had_begun`` says whether the handshake had succeeded before."""
         self._refusals = 0 if had_begun else self._refusals + 1
 
     def refusal(self, said: str, *, has_handshake: bool) -> str:
-        """Why the peer at ``endpoint`` is not our engine, "" where it is not known; ``said`` is what it answered."""
+        """Return why the peer at ``endpoint`` is not our engine, "" if unknown; ``said`` is the peer's answer."""
         if self._refusals >= REFUSALS and not has_handshake:
             return f"{self.endpoint} refuses us: the engine there has another key, or what listens there is no engine"
         return f"{self.endpoint}: {said}" if said else ""
@@ -78,5 +79,5 @@ class Reconnect:
             logger.warning("%s", reason)
 
     def is_back(self) -> None:
-        """The engine answers: the next absence is logged anew."""
+        """Note that the engine answers, so that its next absence is logged again."""
         self.away, self._logged = 0.0, ""

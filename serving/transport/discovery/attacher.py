@@ -13,17 +13,17 @@ from .membership import Membership
 from .state_directory import SOCKET, Sleep, StateDirectory, check_private
 
 POLL_INTERVAL = 0.03  # seconds
-RETRY_INTERVAL = 0.5  # seconds between connections to another host: one that refuses us must not be hammered
-GRACE = 2.0  # seconds in which the supervisor of a stalled engine may replace it
+RETRY_INTERVAL = 0.5  # seconds between connections to another host, so as not to flood one that refuses us
+GRACE = 2.0  # seconds that the supervisor of a stalled engine has to replace it
 
 
 class Attacher:
-    """The ``Finder`` of an engine that a supervisor runs: it waits for it, and never starts or kills one.
+    """The ``Finder`` for an engine that a supervisor runs: it waits for the engine and never starts or kills one.
 
-    ``address`` is a state directory on this host, or ``tcp://host:port`` with ``key_file``. ``timeout`` is seconds
-    without an engine; one that is loading may take its own time.
+    ``address`` is a state directory on this host, or ``tcp://host:port`` with ``key_file``. ``timeout`` is how many
+    seconds may pass without an engine; the time in which an engine is loading does not count.
 
-    A stalled engine is attached to again where its supervisor has not replaced it within ``GRACE``: it may have
+    If the supervisor has not replaced a stalled engine within ``GRACE``, the client attaches to it again: it may have
     recovered. If it has not, it stalls again. Raises ``PackagingError`` for a bad address or key file.
     """
 
@@ -71,7 +71,7 @@ class Attacher:
         assert self._membership is not None
         try:
             check_private(self.state.path)
-        except FileNotFoundError:  # it has just ended
+        except FileNotFoundError:  # the engine has just ended
             return False
         lock = self.state.lock(sleep=self._sleep)
         try:

@@ -1,5 +1,7 @@
-"""Find the engine process that already has a model, or start it: one for all processes of a user, however many start
-at once. ``state_directory`` describes the files."""
+"""Find the engine process that already has a model loaded, or start one.
+
+All processes of a user share one engine process, even if many of them start at once. ``state_directory`` describes the
+files."""
 
 from __future__ import annotations
 
@@ -42,12 +44,14 @@ from .state_directory import (
 Progress = Callable[[str], None]
 POLL_INTERVAL = 0.03
 KILL_TIMEOUT = 10.0
-LOCK_TIMEOUT = 1.0  # seconds for a free engine lock: a process that asks whether it is held holds it for a moment
+LOCK_TIMEOUT = 1.0  # seconds to wait for a free engine lock: a process that tests the lock holds it for a moment
 
 
 def engine_key(bundle: Bundle, settings: EngineSettings, core: str = ENGINE_CORE) -> str:
-    """16 hex digits of SHA-256: engines with the same weights, adapters, settings, code, environment and user have the
-    same key, wherever the files lie, and by whatever name the interpreter was called (``python``, ``python3.11``)."""
+    """Return the key of an engine: 16 hex digits of a SHA-256.
+
+    Engines with the same weights, adapters, settings, code, environment and user have the same key, no matter where the
+    files are or by which name the interpreter was started (``python``, ``python3.11``)."""
     described = msgspec.json.encode(
         (
             bundle.content_hash,
@@ -69,7 +73,7 @@ def engine_key(bundle: Bundle, settings: EngineSettings, core: str = ENGINE_CORE
 
 
 def _adapter_hash(path: str) -> str:
-    """SHA-256 over an adapter's files, "" for one that cannot be read (the engine will say so)."""
+    """Return the SHA-256 over an adapter's files, up to the first that cannot be read (the engine will report that)."""
     found = hashlib.sha256()
     with contextlib.suppress(OSError):
         for name in sorted(os.listdir(path)):
@@ -87,10 +91,10 @@ def _version(name: str) -> str:
 
 
 class Launcher:
-    """The ``Finder`` that starts the engine where none runs, and again when it is gone.
+    """The ``Finder`` that starts the engine if none runs, and starts it again when it is gone.
 
-    Each number ``replica`` of the same model and settings is an engine of its own. ``progress`` is called with
-    "loading" and "ready". Raises ``PackagingError`` for a bad address or key file.
+    Each ``replica`` number of the same model and settings is a separate engine. ``progress`` is called with "loading"
+    and "ready". Raises ``PackagingError`` for a bad address or key file.
     """
 
     def __init__(
@@ -113,7 +117,7 @@ class Launcher:
             read_key(key_file)
         self.bundle, self.settings, self.core = bundle, settings, core
         self.listen, self.drain_timeout = listen, drain_timeout
-        self.key_file = os.path.abspath(key_file) if key_file else None  # the engine has a working directory of its own
+        self.key_file = os.path.abspath(key_file) if key_file else None  # the engine has another working directory
         self.adapter_dirs = tuple(map(os.path.abspath, adapter_dirs))
         self.client_id = uuid.uuid4().hex
         self.generation = ""
@@ -134,10 +138,10 @@ class Launcher:
         deadline = time.monotonic() + self.settings.start_timeout
         try:
             generation = None
-            while generation is None:  # one that ends just as we come to it is not our failure
+            while generation is None:  # an engine that ends just as we find it is not an error
                 generation = self._wait(self._join(stalled), deadline, cancelled)
         except BaseException:
-            self.failed_log = self.state.log_tail(LOG_BYTES)  # which goes with the engine
+            self.failed_log = self.state.log_tail(LOG_BYTES)  # the log file is removed with the engine
             self.close()
             raise
         self._say("ready")
@@ -145,7 +149,10 @@ class Launcher:
         return f"ipc://{self.state.file(SOCKET)}"
 
     def _wait(self, generation: str, deadline: float, cancelled: Callable[[], bool]) -> str | None:
-        """The generation that became ready, None for one that was ready and has ended. Raises as ``find`` does."""
+        """Wait for an engine and return its generation, or None if it was ready but has ended.
+
+        Raises the same errors as ``find``.
+        """
         while not self._is_ready(generation) or not self._is_private():
             if cancelled():
                 raise ShuttingDown("the client was closed")
@@ -157,7 +164,7 @@ class Launcher:
             if status is None or (status.state == "ready" and not self.state.engine_alive):
                 return None
             self._sleep(POLL_INTERVAL)
-            status = self.state.read_status()  # another may have started it anew in the meantime
+            status = self.state.read_status()  # another process may have restarted it in the meantime
             generation = status.generation if status else generation
         return generation
 
@@ -169,7 +176,7 @@ class Launcher:
         return True
 
     def _join(self, stalled: str) -> str:
-        """Be a client of the engine's directory, and start the engine if there is none. Its generation."""
+        """Register as a client, start the engine if there is none, and return its generation."""
         with self._locked():
             self.state.prepare()
             self._membership.join()
@@ -183,7 +190,7 @@ class Launcher:
             return self._start()
 
     def _await_end(self) -> None:
-        """Under the lock: let an engine that has written its failure down finish ending."""
+        """Wait until an engine that has reported its failure has ended. The caller holds the lock."""
         deadline = time.monotonic() + KILL_TIMEOUT
         while self.state.engine_alive and time.monotonic() < deadline:
             self._sleep(POLL_INTERVAL)
@@ -197,10 +204,10 @@ class Launcher:
             lock.release()
 
     def _start(self) -> str:
-        """Start an engine process that holds the engine lock from its first moment: we take it and hand it down."""
+        """Start an engine process that holds the engine lock from the first moment: it inherits the lock from us."""
         generation = uuid.uuid4().hex
         lock = self._engine_lock()
-        fd = os.dup(lock.fd)  # a fork on the way to exec (gevent's) closes ``lock`` itself: see ``file_locks``
+        fd = os.dup(lock.fd)  # a fork before exec (as in gevent) closes ``lock`` itself: see ``file_locks``
         spec = ProcessSpec(
             bundle=self.bundle,
             settings=self.settings,
@@ -219,8 +226,8 @@ class Launcher:
             self.state.write_json("spec.json", spec)
             self.state.write_json("status.json", Status(state="loading", generation=generation, pid=0))
             with open(self.state.file(LOG), "ab") as log:
-                # the package has imported the module before it is run: no words about that, which would be the log's
-                # last line where an engine is killed while it loads
+                # runpy warns that the package has already imported the module; without this flag, that warning would
+                # be the log's last line when an engine is killed while it loads
                 quiet = ("-W", "ignore::RuntimeWarning:runpy")
                 subprocess.run(
                     child.python_command(MODULE, self.state.file("spec.json"), flags=quiet),
@@ -247,8 +254,8 @@ class Launcher:
             raise EngineDied("an engine that cannot be ended holds the lock", retry_after=1.0) from None
 
     def _is_ready(self, generation: str) -> bool:
-        """Raises ``PackagingError`` or ``EngineDied`` where the engine has failed."""
-        alive = self.state.engine_alive  # before the status: a failing engine writes first and dies then
+        """Return whether the engine is ready. Raises ``PackagingError`` or ``EngineDied`` if it has failed."""
+        alive = self.state.engine_alive  # before the status: a failing engine first writes its status, then dies
         status = self.state.read_status()
         if status is None or status.generation != generation:
             return False
@@ -275,8 +282,11 @@ class Launcher:
                 self._kill_now(status)
 
     def _kill_now(self, status: Status) -> None:
-        """Under the lock: end an engine that makes no progress. It holds its lock, so the pid is still its own, or
-        until its standby, which holds the lock as well, has taken its place."""
+        """Kill an engine that makes no progress. The caller holds the state directory's lock.
+
+        While the engine lock is held, the pid is still the engine's. Its standby also holds that lock; once the
+        standby has taken over, the generation differs and nothing more is killed.
+        """
         deadline = time.monotonic() + KILL_TIMEOUT
         while self.state.engine_alive:
             current = self.state.read_status() or status

@@ -21,13 +21,13 @@ class Membership:
         self._lock: FileLock | None = None
 
     def join(self) -> None:
-        """Under the engine's lock: register, anew where the directory was made again since."""
+        """Register the client, again if the directory was made anew. The caller holds the directory's lock."""
         if self._lock is None or not self._lock.is_current:
             self._release()
             self._lock = self._state.register_client(self._client_id)
 
     def leave(self) -> None:
-        """Unregister, and remove what an ended engine left if no other client uses it."""
+        """Unregister the client, and remove the files of an ended engine if no other client uses them."""
         self._release()
         deadline = time.monotonic() + END_TIMEOUT
         while not self._is_settled() and time.monotonic() < deadline:
@@ -39,13 +39,16 @@ class Membership:
             self._lock = None
 
     def _is_settled(self) -> bool:
-        """Whether a living engine will clean up, or nothing is left to clean up."""
+        """Return whether a live engine will clean up, or nothing is left to clean up."""
         if self._state.engine_alive:
             return not self._is_ending()
         return self._state.remove_if_abandoned()
 
     def _is_ending(self) -> bool:
-        """An engine that wrote its failure down, or was killed, keeps its lock for a moment and cleans up no more."""
+        """Return whether the engine has reported a failure or was killed.
+
+        Such an engine keeps its lock for a moment, but no longer cleans up.
+        """
         status = self._state.read_status()
         return status is not None and (status.state == "failed" or (status.pid > 0 and _is_ended(status.pid)))
 

@@ -1,21 +1,21 @@
-"""The state directories of one user's engine processes, one an engine, below a runtime directory.
+"""The state directories of one user's engine processes: one for each engine, below a runtime directory.
 
 ::
 
     <runtime>/                  0700   $XDG_RUNTIME_DIR/mlflow-llm, else <tmp>/mlflow-llm-<uid>
-        <key>.lock              held by a process that looks for, starts, ends or removes the engine <key>
+        <key>.lock              held while a process looks for, starts, ends or removes the engine <key>
         <key>/                  0700
-            engine.lock         held by the engine process, and its standby, as long as one of them lives
-            socket              the ZeroMQ socket of clients on this host
-            spec.json           its ``ProcessSpec``; standby-spec.json that of its warm standby
+            engine.lock         held by the engine process and its standby, as long as one of them lives
+            socket              the ZeroMQ socket for clients on this host
+            spec.json           the engine's ``ProcessSpec``; standby-spec.json is that of its warm standby
             status.json         loading | ready | failed, written by the engine
-            adapters.json       adapters loaded at run time, for its successor after a crash
+            adapters.json       adapters loaded at run time, for the engine's successor after a crash
             engine.log
-            load.log            the part of it that the last load wrote
+            load.log            the part of engine.log that the last load wrote
             clients/<id>        held by each client as long as it lives
 
-Nothing here outlives its owners: the engine removes all at its end, a client removes what a killed engine left, and
-``sweep`` removes what was left when both were killed.
+Nothing here outlives its owners: the engine removes everything when it ends, a client removes the files of a killed
+engine, and ``sweep`` removes what remains when both were killed.
 """
 
 from __future__ import annotations
@@ -40,15 +40,18 @@ KEY_LENGTH = 16
 SOCKET = "socket"
 LOG = "engine.log"
 LOAD_LOG = "load.log"
-LOG_BYTES = 64 * 1024  # of a load's log that are kept
+LOG_BYTES = 64 * 1024  # how much of a load's log is kept
 MAX_SOCKET_PATH = 107  # bytes in sockaddr_un.sun_path, less the closing NUL
-MAX_REMAKES = 100  # of the runtime directory in a row
+MAX_REMAKES = 100  # how often in a row the runtime directory is made again
 
 Sleep = Callable[[float], None]
 
 
 class Status(Struct, frozen=True, kw_only=True):
-    """``generation`` is new with every engine process; ``kind`` is that of the failure: packaging or engine_died."""
+    """The state of an engine process, from ``status.json``.
+
+    ``generation`` differs for every engine process; ``kind`` is the kind of a failure: packaging or engine_died.
+    """
 
     state: Literal["loading", "ready", "failed"]
     generation: str
@@ -58,8 +61,11 @@ class Status(Struct, frozen=True, kw_only=True):
 
 
 def default_runtime_dir() -> str:
-    """The first of ``$XDG_RUNTIME_DIR/mlflow-llm``, ``<tmp>/mlflow-llm-<uid>``, ``/tmp/mlflow-llm-<uid>`` with short
-    enough paths for sockets."""
+    """Return the default runtime directory.
+
+    It is the first of ``$XDG_RUNTIME_DIR/mlflow-llm``, ``<tmp>/mlflow-llm-<uid>`` and ``/tmp/mlflow-llm-<uid>`` whose
+    path is short enough for sockets.
+    """
     base = xdg_dir("XDG_RUNTIME_DIR")
     if base and base.is_dir() and _fits(os.path.join(base, "mlflow-llm")):
         return os.path.join(base, "mlflow-llm")
@@ -72,7 +78,7 @@ def _fits(runtime: str) -> bool:
 
 
 def check_runtime_dir(runtime: str) -> str:
-    """``runtime`` made absolute. Raises ``PackagingError`` where a Unix socket's path would be too long."""
+    """Return ``runtime`` as an absolute path. Raises ``PackagingError`` if a Unix socket's path would be too long."""
     runtime = os.path.abspath(runtime)
     if not _fits(runtime):
         limit = MAX_SOCKET_PATH - KEY_LENGTH - len(SOCKET) - 2
@@ -81,7 +87,7 @@ def check_runtime_dir(runtime: str) -> str:
 
 
 def make_private(path: str) -> None:
-    """Create ``path`` for this user alone, and check that it is so. Raises ``Unavailable``."""
+    """Create the directory ``path`` for this user only and check that it is private. Raises ``Unavailable``."""
     os.makedirs(os.path.dirname(path), exist_ok=True)
     with contextlib.suppress(FileExistsError):
         os.mkdir(path, 0o700)
@@ -89,12 +95,14 @@ def make_private(path: str) -> None:
 
 
 def check_private(path: str, kind: Callable[[int], bool] = stat.S_ISDIR) -> None:
-    """Raises ``Unavailable`` unless ``path`` is ours and closed to others: another user could have put a socket there.
-    ``FileNotFoundError`` is not caught."""
+    """Raise ``Unavailable`` unless this user owns ``path`` and others have no access to it.
+
+    Another user could have put a socket there. ``FileNotFoundError`` is passed on.
+    """
     try:
         found = os.lstat(path)
     except FileNotFoundError:
-        raise  # gone in the meantime: the caller tries again
+        raise  # removed in the meantime: the caller tries again
     except OSError as error:
         raise Unavailable(f"{path}: {error.strerror}") from None
     if not kind(found.st_mode) or not is_private(found):
@@ -102,7 +110,7 @@ def check_private(path: str, kind: Callable[[int], bool] = stat.S_ISDIR) -> None
 
 
 class RuntimeAdapter(Struct, frozen=True, kw_only=True):
-    """An adapter that was loaded while its engine ran, as ``adapters.json`` tells a successor."""
+    """An adapter that was loaded while its engine ran, as ``adapters.json`` records it for a successor."""
 
     path: str
     pinned: bool = False
@@ -122,40 +130,40 @@ class StateDirectory:
         return os.path.join(self.path, name)
 
     def lock(self, *, sleep: Sleep = time.sleep, timeout: float | None = None) -> FileLock:
-        """The right to start, end or remove this engine. Held for moments only."""
+        """Acquire the right to start, end or remove this engine. It is only held for moments."""
         self._make_runtime()
         return acquire(f"{self.path}.lock", make_parent=self._make_runtime, sleep=sleep, timeout=timeout)
 
     def _make_runtime(self) -> None:
         for _ in range(MAX_REMAKES):
-            with contextlib.suppress(FileNotFoundError):  # removed by its last user as soon as it was made
+            with contextlib.suppress(FileNotFoundError):  # its last user removed it just after it was made
                 make_private(self.runtime)
                 return
         make_private(self.runtime)
 
     def try_lock(self) -> FileLock | None:
-        """As ``lock``, without waiting; None where another holds it or there is no directory."""
+        """Do the same as ``lock`` without waiting; None if it is held by another or the directory does not exist."""
         try:
             return try_acquire(f"{self.path}.lock")
         except FileNotFoundError:
             return None
 
     def prepare(self) -> None:
-        """Make the directories; to be called under ``lock``."""
+        """Make the directories. The caller holds ``lock``."""
         make_private(self.path)
         make_private(self.clients_dir)
 
     @property
     def engine_alive(self) -> bool:
-        """Whether the engine, or its warm standby, holds the engine lock."""
+        """Whether the engine or its warm standby holds the engine lock."""
         return is_held(self.engine_lock_path)
 
     def register_client(self, client_id: str) -> FileLock:
-        """A held lock file for a client."""
+        """Create a lock file for a client and return it, held."""
         return create_locked(os.path.join(self.clients_dir, client_id))
 
     def live_clients(self) -> set[str]:
-        """Ids of the clients that live; files of dead ones are removed."""
+        """Return the ids of the live clients, and remove the files of dead ones."""
         alive: set[str] = set()
         try:
             names = os.listdir(self.clients_dir)
@@ -173,7 +181,7 @@ class StateDirectory:
         return alive
 
     def read_status(self) -> Status | None:
-        """What the engine has written last; None where there is nothing readable."""
+        """Return the status that the engine wrote last, or None if there is none that can be read."""
         try:
             with open(self.file("status.json"), "rb") as file:
                 return msgspec.json.decode(file.read(), type=Status)
@@ -181,7 +189,7 @@ class StateDirectory:
             return None
 
     def write_json(self, name: str, value: object) -> None:
-        """Whole or not at all, for readers in other processes."""
+        """Write ``value`` to a file atomically: processes that read it never see a partial file."""
         replace_file(self.file(name), msgspec.json.encode(value))
 
     def remove_file(self, name: str) -> None:
@@ -189,15 +197,17 @@ class StateDirectory:
             os.unlink(self.file(name))
 
     def remove(self, lock: FileLock) -> None:
-        """Remove everything, ``lock`` (held by the caller) last, and the runtime directory if unused."""
+        """Remove everything, then ``lock`` (held by the caller), and the runtime directory if it is unused."""
         shutil.rmtree(self.path, ignore_errors=True)
         lock.release(unlink=True)
         with contextlib.suppress(OSError):
             os.rmdir(self.runtime)
 
     def remove_if_abandoned(self) -> bool:
-        """Remove what an ended engine left, unless a client or engine still uses it. False while another process holds
-        the lock: it may have seen a client that is gone by now."""
+        """Remove the files of an ended engine, unless a client or an engine still uses them.
+
+        Return False if another process holds the lock: it may have seen a client that is gone by now.
+        """
         if not os.path.isdir(self.runtime):
             return True
         lock = self.try_lock()
@@ -210,18 +220,18 @@ class StateDirectory:
         return True
 
     def log_tail(self, num_bytes: int = 2000) -> str:
-        """The end of the engine's log; empty where there is none."""
+        """Return the end of the engine's log, "" if there is none."""
         return tail(self.file(LOG), num_bytes)
 
     def keep_load_log(self, start: int) -> None:
-        """What the log has from byte ``start`` on, by itself: the log goes on."""
+        """Save the log from byte ``start`` on to its own file, since the log continues to grow."""
         text = tail(self.file(LOG), LOG_BYTES, start=start)
         with contextlib.suppress(OSError):
             replace_file(self.file(LOAD_LOG), text.encode())
 
 
 def tail(path: str, num_bytes: int, *, start: int = 0) -> str:
-    """The last ``num_bytes`` of a file, of what follows ``start``; empty where there is none."""
+    """Return at most the last ``num_bytes`` of a file after byte ``start``; "" if the file cannot be read."""
     try:
         with open(path, "rb") as file:
             end = file.seek(0, os.SEEK_END)

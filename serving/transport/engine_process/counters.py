@@ -1,4 +1,4 @@
-"""Writing the engine's counters to the files from which servers on this host read them."""
+"""Write the engine's counters to the files from which servers on this host read them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ logger = logging.getLogger(__name__)
 
 
 class CounterWriter:
-    """The counter files of this process, called by its ``generation``. One that cannot be written is left out and
-    logged: serving goes on."""
+    """The counter files of this process, named after its ``generation``.
+
+    A file that cannot be written is logged and left out, and serving continues.
+    """
 
     def __init__(self, generation: str) -> None:
         self._generation = generation
         self._files: dict[str, CountsFile | None] = {}
 
     def keep(self, roots: set[str], health: Health) -> None:
-        """Write to a file in each of the directories ``roots`` from now on; "" is none."""
+        """Write to one file in each of the directories ``roots`` from now on; "" stands for no directory."""
         for gone in self._files.keys() - roots:
             file = self._files.pop(gone)
             if file is not None:
@@ -30,7 +32,7 @@ class CounterWriter:
         self.write(health)
 
     def write(self, health: Health) -> None:
-        """Store the counters of ``health`` in all files; called once a step."""
+        """Store the counters of ``health`` in all files; called once per step."""
         if not self._files:
             return
         counts = [getattr(health, name) for name in COUNTERS]

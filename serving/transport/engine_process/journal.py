@@ -1,4 +1,4 @@
-"""Journalling what the engine generates for clients that keep a ledger."""
+"""Journal what the engine generates for clients that keep a ledger."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Metered:
-    """An in-flight request with its journal entry; ``left`` of its sequences have not ended."""
+    """An in-flight request with its journal entry; ``left`` is how many of its sequences have not ended."""
 
     __slots__ = ("entry", "journal", "left")
 
@@ -25,8 +25,10 @@ class _Metered:
 
 
 class MeteredRequests:
-    """The journals of an engine process and their requests. A journal that cannot be written is closed for good and
-    logged: serving goes on."""
+    """The journals of an engine process and the requests counted in them.
+
+    A journal that cannot be written is logged and not used again; serving continues.
+    """
 
     def __init__(self, generation: str) -> None:
         self._generation = generation
@@ -34,8 +36,10 @@ class MeteredRequests:
         self._running: dict[Client, _Metered] = {}
 
     def begin(self, client: Client, request: ValidRequest, root: str) -> None:
-        """Count ``request`` in the journal under ``root``; "" counts nothing. ``client``: as the core returns it with
-        the request's events."""
+        """Count ``request`` in the journal under ``root``; "" counts nothing.
+
+        ``client`` is the value that the core returns with the request's events.
+        """
         journal = self._journal(root) if root and request.task not in POOLED else None
         if journal is None:
             return
@@ -47,7 +51,7 @@ class MeteredRequests:
             self._running[client] = metered
 
     def count(self, outputs: Iterable[EngineOutput]) -> None:
-        """Count everything a step gave, before any of it is sent, whether or not a client still waits for it."""
+        """Count everything a step produced, whether or not a client still waits for it. Call this before sending."""
         ended: dict[Journal, list[JournalEntry]] = {}
         for client, _, event in outputs:
             metered = self._running.get(client)
@@ -69,7 +73,7 @@ class MeteredRequests:
     def _journal(self, root: str) -> Journal | None:
         if root not in self._journals:
             try:
-                # a store of two directories (two hosts, two users) reads a journal of this engine in each
+                # a store that reads two directories (of two hosts or two users) finds a journal of this engine in each
                 self._journals[root] = Journal(Path(root), f"{self._generation}.{secrets.token_hex(4)}")
             except OSError:
                 logger.exception("no journal can be kept in %s", root)

@@ -1,11 +1,10 @@
 """An engine process: ``python -m mlflow_llm.serving.transport.engine_process.main SPEC``.
 
-SPEC is a JSON file of ``ProcessSpec``.
+SPEC is a JSON file with a ``ProcessSpec``.
 
-The model is loaded and run on the main thread, and nothing else in this process uses torch. The process has a session
-of its own and a parent of its own (it forks once at the start), so it outlives its starter and leaves no zombie.
-It ends by itself when its last client is gone. With a ``control_fd`` it is a warm standby (``standby``) until its
-engine dies.
+The model is loaded and run on the main thread, and nothing else in this process uses torch. The process has its own
+session and forks once at the start, so it outlives the process that started it and leaves no zombie. It ends by itself
+when its last client is gone. With a ``control_fd``, it is a warm standby (``standby``) until its engine dies.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ logger = logging.getLogger("mlflow_llm.engine")
 
 
 class Terminated(BaseException):
-    """SIGTERM or SIGQUIT while the model is being loaded."""
+    """The process received SIGTERM or SIGQUIT while it loaded the model."""
 
 
 def main(argv: list[str]) -> int:
@@ -73,7 +72,7 @@ def main(argv: list[str]) -> int:
             logger.exception("the standby ends")
         return 1
     finally:
-        lock.give_away()  # without unlocking: the other of engine and standby holds the lock as well
+        lock.give_away()  # without unlocking, since engine and standby hold the same lock
 
 
 def _interrupt_load(signum: int, frame: FrameType | None) -> None:
@@ -95,7 +94,7 @@ def _serve(
     began: int,
     times: StartTimes,
 ) -> int:
-    """Load the model and serve until the loop ends. ``began`` is the log's size in bytes before that."""
+    """Load the model and serve until the loop ends. ``began`` is the log's size in bytes before the load."""
     _set_threads(spec.settings)
     import zmq
 
@@ -112,7 +111,7 @@ def _serve(
     times.done("imports")
     try:
         core = factory(spec.bundle, spec.settings)
-    except InvalidField as error:  # the same settings cannot be started another time
+    except InvalidField as error:  # another start with the same settings would fail as well
         raise PackagingError(str(error)) from None
     times.done("weights")
     if successor is not None:
@@ -142,7 +141,7 @@ def _serve(
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
     signal.signal(signal.SIGQUIT, lambda *_: server.stop(at_once=True))
     gc.collect()
-    gc.freeze()  # a collection that walks through all that torch and transformers brought is a pause of 0.1 s
+    gc.freeze()  # otherwise a full collection walks all objects of torch and transformers: a pause of 0.1 s
     times.done("waiting to take over, sockets" if successor is not None else "sockets")
     logger.info("start: %s", times)
     logger.info("ready, pid %d", os.getpid())
@@ -172,13 +171,16 @@ def _warm_standby(spec: ProcessSpec, state: StateDirectory, lock: FileLock, kv_c
 
 
 def _bound(context: Any, spec: ProcessSpec, state: StateDirectory) -> tuple[Any, Any]:
-    """The sockets for clients of this host and of others. Bound before the model is loaded: a port that is taken costs
-    no load, and clients on other hosts see that an engine is starting."""
+    """Bind the sockets for clients on this host and on other hosts.
+
+    This happens before the model is loaded: if the port is taken, no time is lost on a load, and clients on other hosts
+    see that an engine is starting.
+    """
     return _local_socket(context, state), _remote_socket(context, spec)
 
 
 def _local_socket(context: Any, state: StateDirectory) -> Any:
-    """The Unix socket in the state directory, which is this user's alone."""
+    """Bind the Unix socket in the state directory, which only this user can access."""
     socket = _router(context)
     socket.bind(f"ipc://{state.file(SOCKET)}")
     os.chmod(state.file(SOCKET), 0o600)
@@ -186,7 +188,7 @@ def _local_socket(context: Any, state: StateDirectory) -> Any:
 
 
 def _remote_socket(context: Any, spec: ProcessSpec) -> Any:
-    """The TCP socket with CURVE; None for an engine without ``listen``. Raises ``PackagingError``."""
+    """Bind the TCP socket with CURVE; return None for an engine without ``listen``. Raises ``PackagingError``."""
     import zmq
 
     from ..auth import read_key, secure_server
@@ -206,7 +208,7 @@ def _router(context: Any) -> Any:
     import zmq
 
     socket = context.socket(zmq.ROUTER)
-    # never drop an event of a slow client: the backlog is bounded by its own requests' max_tokens
+    # never drop an event for a slow client: the max_tokens of its requests limit the backlog
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.LINGER, 500)
     socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
@@ -214,8 +216,11 @@ def _router(context: Any) -> Any:
 
 
 def _set_threads(settings: EngineSettings) -> None:
-    """OpenMP reads its variables once, when torch is imported; what the caller has set wins over our defaults.
-    How its threads wait is changed as the engine runs (``engine/openmp.py``)."""
+    """Set the number of OpenMP threads; variables that the caller has set take precedence over our default.
+
+    OpenMP reads them once, when torch is imported. How its threads wait is changed later, while the engine runs
+    (``engine/openmp.py``).
+    """
     threads = str(settings.threads or num_threads())
     if settings.threads is not None:
         os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = threads
@@ -223,7 +228,7 @@ def _set_threads(settings: EngineSettings) -> None:
 
 
 def _predecessor(state: StateDirectory) -> dict[str, RuntimeAdapter]:
-    """Adapters by name that a killed engine of this directory had loaded at run time."""
+    """Return the adapters, by name, that a killed engine of this directory had loaded at run time."""
     try:
         with open(state.file("adapters.json"), "rb") as file:
             return msgspec.json.decode(file.read(), type=dict[str, RuntimeAdapter])
@@ -236,7 +241,7 @@ def _report(state: StateDirectory, spec: ProcessSpec, error: BaseException) -> N
     logger.error("the engine ends", exc_info=error)
     found = state.read_status()
     if found is not None and found.state == "ready":
-        return  # it did start: its clients see it end and start another
+        return  # it did start: its clients notice its end and start another
     kind = "packaging" if isinstance(error, PackagingError) else "engine_died"
     reason = str(error).strip().split("\n")[0][:300] or type(error).__name__
     text = reason if kind == "packaging" else f"{type(error).__name__}: {reason}"
@@ -253,7 +258,7 @@ def _main() -> None:
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    # torch's and ZeroMQ's threads have nothing left to do that could be worth waiting for
+    # the threads of torch and ZeroMQ have nothing left to do that is worth waiting for
     os._exit(code)
 
 

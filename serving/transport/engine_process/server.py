@@ -1,8 +1,8 @@
-"""The engine process's loop: take messages, step, send events, look after clients. One thread, that of the model.
+"""The engine process's loop: take messages, step, send events, look after clients. All on the model's thread.
 
-A client on this host is alive while it holds its lock file (``state_directory``), one on another host while it pings.
-Clients of other hosts have a socket of their own, which tells them apart whatever they claim: the only paths on this
-host that they may name are adapters below ``adapter_dirs``.
+A client on this host is alive while it holds its lock file (``state_directory``), a client on another host while it
+pings. Clients on other hosts use a separate socket, which identifies them no matter what they claim: the only paths on
+this host that they may name are adapters below ``adapter_dirs``.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from .standby import WarmStandby
 
 logger = logging.getLogger(__name__)
 
-TICK = 0.5  # seconds between heartbeats and looks at the clients' locks
+TICK = 0.5  # seconds between heartbeats and between checks of the clients' locks
 SILENCE = 30.0  # seconds without a ping after which a client on another host counts as dead
 EVENTS, READABLE, SNDMORE = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.SNDMORE)  # no enums in every step
-LOCAL, REMOTE = b"l", b"r"  # before a client's identity, which is unique to its socket alone
+LOCAL, REMOTE = b"l", b"r"  # prefixes of a client's identity, which is only unique within its socket
 FRAME = 8 * 2**20  # bytes of logits after which a frame is sent
-MESSAGES_PER_TURN = 256  # taken before the next step, so that a flood of messages cannot starve it
+MESSAGES_PER_TURN = 256  # messages taken before the next step, so that a flood of messages cannot delay it forever
 
 
 _Client: TypeAlias = tuple[bytes, int]
-"""(identity of the connection, number of the request on it): what the core returns with a request's events."""
+"""(identity of the connection, number of the request on it). The core returns it with the request's events."""
 
 
 class _Open:
-    """A request that a client waits for, and how many of its sequences have not ended."""
+    """A request that a client waits for; ``left`` is how many of its sequences have not ended."""
 
     __slots__ = ("left", "request_id")
 
@@ -53,12 +53,12 @@ class _Open:
 
 
 class _Peer:
-    """A connected client and the requests it still waits for, by its numbers."""
+    """A connected client and the requests that it still waits for, by the client's numbers."""
 
     __slots__ = ("client_id", "counts", "is_local", "journal", "name", "open", "seen")
 
     def __init__(self, hello: m.Hello, *, is_local: bool) -> None:
-        """Of a client that came over TCP only the name is taken: what it says of this host is not looked at."""
+        """Use only the name of a client that connects over TCP; its statements about this host are ignored."""
         self.name, self.is_local = hello.name, is_local
         self.client_id = hello.client_id if is_local else ""
         self.journal, self.counts = (hello.journal, hello.counts) if self.client_id else ("", "")
@@ -67,10 +67,10 @@ class _Peer:
 
 
 class EngineServer:
-    """``socket`` is a bound ROUTER for clients of this host, ``remote`` one for those of others.
+    """The server of an engine. ``socket`` is a bound ROUTER for clients on this host, ``remote`` one for other hosts.
 
-    ``run`` returns when the last client is gone, when ``stop`` was called, or when it is no longer the engine that
-    clients find (``in_place``), because its directory was removed."""
+    ``run`` returns when the last client is gone, after ``stop`` was called, or when clients no longer find this engine
+    (``in_place`` returns False) because its directory was removed."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class EngineServer:
         self.core, self.settings, self.state, self.socket = core, settings, state, socket
         self.info, self.generation = info, generation
         self._peers: dict[bytes, _Peer] = {}
-        self._clients: dict[str, _Client] = {}  # of the requests that peers wait for, by their ids
+        self._clients: dict[str, _Client] = {}  # by the ids of the requests that peers wait for
         self._drain = Drain(drain_timeout)
         self._in_place, self._standby = in_place, standby
         self._last_tick = 0.0
@@ -108,12 +108,15 @@ class EngineServer:
         self._counters = CounterWriter(generation)
 
     def stop(self, *, at_once: bool = False) -> None:
-        """Ask the loop to end, once what runs has or its time is over; safe in a signal handler."""
+        """Ask the loop to end when all requests have ended or the drain time is over; safe in a signal handler."""
         self._drain.begin(at_once=at_once)
-        self._last_tick = 0.0  # the clients get a heartbeat at once
+        self._last_tick = 0.0  # so that the clients get a heartbeat at once
 
     def run(self) -> None:
-        """Returns with the state directory removed; raises what a step raises (the clients then start anew)."""
+        """Serve until the engine ends, and remove the state directory.
+
+        Raises what a step raises; the clients then start another engine.
+        """
         while not (self._drain.has_begun and self._drain.over(any(peer.open for peer in self._peers.values()))):
             self._take()
             if self.core.has_work():
@@ -133,7 +136,7 @@ class EngineServer:
                 return
             self._pipe.drain()
         for side, socket in self._sockets.items():
-            if socket.getsockopt(EVENTS) & READABLE:  # which costs a step less than a poll and an exception
+            if socket.getsockopt(EVENTS) & READABLE:  # costs less per step than a poll and an exception
                 self._take_from(side, socket)
 
     def _take_from(self, side: bytes, socket: Any) -> None:
@@ -143,7 +146,7 @@ class EngineServer:
             except zmq.Again:
                 return
             except ValueError:
-                continue  # not of our making: a wrong number of frames
+                continue  # a wrong number of frames: not a message of our protocol
             identity = side + name
             try:
                 self._handle(identity, m.decode_for_engine(frame))
@@ -162,7 +165,7 @@ class EngineServer:
         peer.seen = time.monotonic()
         match message:
             case m.Submit(number, request, continues, time_left):
-                if time_left is not None and not peer.client_id:  # the deadline is of another host's clock
+                if time_left is not None and not peer.client_id:  # its deadline is in the other host's clock
                     request = msgspec.structs.replace(request, deadline=time.monotonic() + time_left)
                 self._submit((identity, number), peer, request, continues)
             case m.Abort(number):
@@ -182,7 +185,7 @@ class EngineServer:
             self._send(identity, m.Rejected(f"protocol {m.PROTOCOL} is spoken here, not {hello.protocol}"))
             return
         is_local = identity.startswith(LOCAL)
-        if hello.name:  # back after its connection broke: what it wants now, it submits anew
+        if hello.name:  # it may be back after its connection broke: it submits again what it still wants
             named = ((known, peer) for known, peer in self._peers.items() if peer.name == hello.name)
             for known in [known for known, peer in named if peer.is_local == is_local]:
                 self._drop(known)
@@ -206,7 +209,10 @@ class EngineServer:
             self._send_events([(client, request.request_id, failed)], self.core.health().steps)
 
     def _replace(self, client: _Client) -> None:
-        """End what is submitted again: a request runs once, and one that was handed over may come before its abort."""
+        """End the earlier run of a request that is submitted again.
+
+        A request runs only once; one that was handed over may arrive from its new client before the old one's abort.
+        """
         identity, number = client
         peer = self._peers.get(identity)
         if peer is not None and number in peer.open:
@@ -219,7 +225,7 @@ class EngineServer:
             self.core.abort(self._close(peer, number))
 
     def _close(self, peer: _Peer, number: int) -> str:
-        """The id of a request that its client waits for no more."""
+        """Remove a request that its client no longer waits for, and return its id."""
         request_id = peer.open.pop(number).request_id
         self._clients.pop(request_id, None)
         return request_id
@@ -244,8 +250,10 @@ class EngineServer:
             return m.Answer(message.call, (), "internal", "the engine could not do it; see its log")
 
     def _allowed(self, path: str) -> str:
-        """The real path of an adapter that a client of another host names. Raises ``PermissionDenied`` outside of
-        ``adapter_dirs``, without saying whether the path exists."""
+        """Return the real path of an adapter that a client on another host names.
+
+        Raises ``PermissionDenied`` outside ``adapter_dirs``; the error does not reveal whether the path exists.
+        """
         real = os.path.realpath(path)
         if not any(real != root and os.path.commonpath((root, real)) == root for root in self._adapter_dirs):
             below = ", ".join(self._adapter_dirs) or "none; mlflow-llm engine --adapter-dir allows one"
@@ -253,14 +261,14 @@ class EngineServer:
         return real
 
     def _remember(self, name: str, adapter: RuntimeAdapter | None) -> None:
-        """Keep what is loaded at run time for a successor, should this process be killed."""
+        """Record the adapters loaded at run time for a successor, in case this process is killed."""
         self._runtime_adapters.pop(name, None)
         if adapter is not None:
             self._runtime_adapters[name] = adapter
         self.state.write_json("adapters.json", self._runtime_adapters)
 
     def reload_adapters(self, adapters: dict[str, RuntimeAdapter]) -> None:
-        """Load what the killed predecessor had loaded; one that is gone from disk is logged and left out."""
+        """Load the adapters of a killed predecessor again; one that cannot be loaded is logged and left out."""
         for name, adapter in adapters.items():
             try:
                 self.core.load_adapter(name, adapter.path, pinned=adapter.pinned)
@@ -279,7 +287,7 @@ class EngineServer:
             identity, number = cast(_Client, client)
             peer = self._peers.get(identity)
             if peer is None or (request := peer.open.get(number)) is None:
-                continue  # gone, or aborted by the client itself
+                continue  # the client is gone or has aborted the request
             if is_terminal(event):
                 request.left = 0 if isinstance(event, Failed) else request.left - 1
                 if not request.left:
@@ -299,11 +307,11 @@ class EngineServer:
     # clients and shutdown
 
     def _tick(self) -> bool:
-        """Send heartbeats, drop dead clients, end when idle. True when the loop has ended."""
+        """Send heartbeats, drop dead clients, end when idle. Return True if the loop has to end."""
         now = self._last_tick = time.monotonic()
         if not self._in_place():
             logger.warning("%s was removed: its engine ends", self.state.path)
-            self.core.close()  # requests go on in the next engine: their end is not sent
+            self.core.close()  # requests continue in the next engine, so their end is not sent
             self._send_away("the engine's directory was removed")
             return True
         if self._standby is not None:
@@ -346,7 +354,7 @@ class EngineServer:
         return True
 
     def _shut_down(self) -> None:
-        """Under the lock, so that a client that is sent away does not find this engine again."""
+        """Shut down while holding the lock, so that a client that is sent away does not find this engine again."""
         lock = self.state.lock(timeout=10.0)
         self._send_events(self.core.close(), self.core.health().steps)
         self._send_away("the engine was asked to end")

@@ -1,15 +1,15 @@
-"""Warm standby: a second engine process, loaded and waiting, that takes over when the serving one dies.
+"""Warm standby: a second engine process, loaded and waiting, that takes over when the serving engine dies.
 
 ::
 
-    engine ── socket pair ── standby          both hold engine.lock: to clients there is one engine all the time
-      │ keeps (starts, starts again)            loads the model, says so, waits
+    engine ── socket pair ── standby          both hold engine.lock: clients see one engine all the time
+      │ starts and restarts the standby         loads the model, reports it, waits
       │
       ├── ends on purpose: says so ──►        ends
-      └── dies: the socket closes ───►        writes status.json, takes the socket's place, serves, keeps a standby
+      └── dies: the socket closes ───►        writes status.json, binds the socket anew, serves, keeps a standby
 
-It listens to no client before that, so it is no replica: it has no requests and sends no heartbeats. It takes over the
-engine's directory, settings, KV cache size and the adapters loaded at run time.
+Until it takes over, the standby does not listen for clients. So it is not a replica: it has no requests and sends no
+heartbeats. It takes over the engine's directory, settings, KV cache size and the adapters loaded at run time.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ logger = logging.getLogger("mlflow_llm.engine")
 
 SPEC = "standby-spec.json"
 LOADED, DISMISSED = b"L", b"D"
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds between starts of one that ends by itself
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds between starts of a standby that ends by itself
 State = Literal["none", "loading", "ready"]
 
 
 class WarmStandby:
-    """The engine's side: it starts a standby and starts it again. Owned by the engine's thread; no method waits.
+    """The engine's side: it starts a standby and restarts it. Owned by the engine's thread; no method waits.
 
-    ``describe(generation, lock_fd, control_fd)`` is the spec of a standby that has those descriptors.
+    ``describe(generation, lock_fd, control_fd)`` returns the spec of a standby that has these descriptors.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class WarmStandby:
         self._module, self._place, self._lock, self._describe = module, state, lock, describe
         self._start_timeout = start_timeout
         self._control: socket.socket | None = None
-        self._starters: list[subprocess.Popen[bytes]] = []  # each forks the standby and ends
+        self._starters: list[subprocess.Popen[bytes]] = []  # each forks a standby and ends
         self._pid = 0
         self._backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE, at_once=True)
         self._since = time.monotonic()
@@ -70,7 +70,7 @@ class WarmStandby:
         return int(self.state == "ready")
 
     def tick(self) -> None:
-        """Look at the standby, and start one where there is none."""
+        """Check the standby, and start one if there is none."""
         self._starters = [starter for starter in self._starters if starter.poll() is None]
         now = time.monotonic()
         if self._control is not None:
@@ -141,7 +141,7 @@ class WarmStandby:
                 self._pid = int(line)
 
     def _fail(self) -> None:
-        if self.state == "loading":  # one that was ready and ended is replaced at once
+        if self.state == "loading":  # a standby that was ready and ended is replaced at once
             self._backoff.failed()
             if self._pid:
                 with contextlib.suppress(OSError):
@@ -152,7 +152,7 @@ class WarmStandby:
 
 
 class Successor:
-    """The standby's side. A thread of its own waits for the engine's end, also while the model is loaded."""
+    """The standby's side. A separate thread waits for the engine's end, even while the model loads."""
 
     def __init__(self, fd: int, state: StateDirectory, lock: FileLock, generation: str) -> None:
         os.set_inheritable(fd, False)
@@ -167,8 +167,8 @@ class Successor:
         return self._over.is_set()
 
     def wait(self) -> None:
-        """Say that the model is loaded, and return once the engine is dead."""
-        with contextlib.suppress(OSError):  # it died just now
+        """Report that the model is loaded, and return when the engine is dead."""
+        with contextlib.suppress(OSError):  # the engine has just died
             self._control.send(LOADED + b"\n")
         self._over.wait()
         self._control.close()
@@ -178,7 +178,7 @@ class Successor:
         with contextlib.suppress(OSError):
             received = self._control.recv(1)
         if received == DISMISSED or not self._lock.is_current:
-            os._exit(0)  # its directory is the engine's to remove, or is gone
+            os._exit(0)  # the engine removes its directory, or the directory is already gone
         logger.warning("the engine died: the standby takes over, pid %d", os.getpid())
         try:
             self._state.write_json("status.json", Status(state="loading", generation=self._generation, pid=os.getpid()))
@@ -189,6 +189,8 @@ class Successor:
 
 
 def standby_settings(settings: Any, kv_cache_memory: int) -> Any:
-    """The engine's settings with the KV cache size that it has, in bytes: the share of free memory that the default
-    takes would be smaller beside a running engine."""
+    """Return the engine's settings with its actual KV cache size in bytes.
+
+    The default size is a share of the free memory, which would be smaller next to a running engine.
+    """
     return msgspec.structs.replace(settings, kv_cache_memory=kv_cache_memory) if kv_cache_memory else settings

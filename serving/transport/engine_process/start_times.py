@@ -1,4 +1,4 @@
-"""How long the parts of an engine process's start took, by the clock and of this process's processor time."""
+"""How long the parts of an engine process's start took, in elapsed time and in processor time."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from pathlib import Path
 
 
 class StartTimes:
-    """``done(part)`` ends a part that began where the one before it ended, the first one with the process itself: made
-    before it forks into the background, where processor time is counted from 0 again."""
+    """The times of the parts of a start. ``done(part)`` ends a part, which began when the part before it ended.
+
+    The first part began with the process. Make this object before the process forks into the background: a forked
+    child counts its processor time from 0 again.
+    """
 
     def __init__(self) -> None:
         self._at = time.monotonic() - _age()
@@ -28,7 +31,7 @@ class StartTimes:
 
 
 def _age() -> float:
-    """Seconds since this process began: field 22 of its stat (proc(5)); 0 where the system does not say."""
+    """Return the seconds since this process began, from field 22 of its stat file (proc(5)); 0 if that is unknown."""
     with suppress(OSError, ValueError, IndexError):
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         return max(time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"), 0.0)
