@@ -1,1 +1,1 @@
-"""KServe's inference service over gRPC, in a process of its own."""
+"""KServe's inference service over gRPC, in a separate process."""

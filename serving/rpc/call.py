@@ -1,4 +1,4 @@
-"""A call as the server's own code sees it: its metadata are headers, its end is a client that has gone."""
+"""A gRPC call in the form that the server's code expects: metadata as headers, its end as a client that has gone."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from ..observability.access_record import REQUEST_ID
 from .loop import Loop
 from .statuses import status_of
 
-LONGEST = 10**8  # seconds: a deadline that none was set for
+LONGEST = 10**8  # seconds: a longer time remaining means that no deadline was set
 
 
 class Metadata:
-    """A call's metadata as ``dialects.base.Headers``, with what is left of its deadline as a time limit."""
+    """A call's metadata as ``dialects.base.Headers``, with the time left until its deadline as the timeout header."""
 
     def __init__(self, given: Mapping[str, str], seconds_left: float | None) -> None:
         self._given = given
@@ -37,7 +37,7 @@ class Metadata:
 
 
 class Call:
-    """One call. What it runs is interrupted when it ends before its reply: cancelled, late, or cut off."""
+    """One call. If it ends before its reply (cancelled, past its deadline, cut off), what it runs is interrupted."""
 
     def __init__(self, context: grpc.ServicerContext, loop: Loop) -> None:
         self.context = context
@@ -56,7 +56,7 @@ class Call:
 
     @contextlib.contextmanager
     def watch(self, pull: InterruptibleIterator[Any]) -> Iterator[None]:
-        """Interrupt ``pull`` when the call ends. In the loop."""
+        """Interrupt ``pull`` when the call ends. Call this in the loop."""
         self._pulls.append(pull)
         if self.is_over:
             pull.interrupt(ClientGone())
@@ -66,20 +66,20 @@ class Call:
             self._pulls.remove(pull)
 
     def send_trailers(self, headers: Mapping[str, str]) -> None:
-        """What would be headers of an answer over HTTP."""
+        """Send as trailers what would be response headers over HTTP."""
         found = [(name.lower(), value) for name, value in headers.items() if value.isascii()]
-        with contextlib.suppress(ValueError):  # the call is over
+        with contextlib.suppress(ValueError):  # the call has already ended
             self.context.set_trailing_metadata(found)
 
     def abort(self, error: ServingError, request_id: str = "") -> None:
-        """End the call with the status of ``error``. Raises, as gRPC wants it."""
+        """End the call with the status of ``error``. Always raises, as gRPC's ``abort`` does."""
         named = {REQUEST_ID: request_id} if request_id else {}
         self.send_trailers(named | retry_headers(error))
         self.context.abort(status_of(error), message_of(error))
 
 
 def address_of(peer: str) -> str:
-    """``ipv4:10.0.0.7:51234`` and ``ipv6:[::1]:51234`` without kind and port."""
+    """Return the address in ``ipv4:10.0.0.7:51234`` or ``ipv6:[::1]:51234``; "" for another kind of peer."""
     kind, _, place = peer.partition(":")
     if kind not in ("ipv4", "ipv6"):
         return ""

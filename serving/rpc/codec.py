@@ -1,8 +1,9 @@
-"""The messages of inference calls: a codec like the dialects', of protobuf instead of HTTP's bodies.
+"""The messages of inference calls: a codec like those of the dialects, for protobuf instead of HTTP bodies.
 
-A stream's messages go through the server's iterator of bytes each after its length (``framed``, ``frames``). Streamed,
-each token is a response of its own, as TensorRT-LLM's document has it; ``triton_final_response`` says whether another
-one follows. The last one is empty, and comes where the request asks for it (``triton_enable_empty_final_response``).
+A stream's messages pass through the server's iterator of bytes, each preceded by its length (``framed``, ``frames``).
+In a stream each token is a separate response, as TensorRT-LLM documents it; ``triton_final_response`` is true on the
+last one. That final response is empty and only sent if the request asks for it
+(``triton_enable_empty_final_response``).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ STREAM = InferenceRoute(
 FINAL = "triton_final_response"
 EMPTY_FINAL = "triton_enable_empty_final_response"
 MAX_TENSORS = 64
-# the field of typed contents for each datatype; halves have none
+# the field with typed contents for each datatype; half-precision types have none
 CONTENTS = {
     "BOOL": "bool_contents",
     "INT8": "int_contents",
@@ -52,7 +53,7 @@ CONTENTS = {
 
 
 def parsed(data: bytes, kind: Any) -> Any:
-    """A message. Raises ``RequestError``."""
+    """Parse a message of class ``kind``. Raises ``RequestError``."""
     try:
         return kind.FromString(data)
     except DecodeError:
@@ -60,12 +61,12 @@ def parsed(data: bytes, kind: Any) -> Any:
 
 
 def framed(messages: Iterable[Any]) -> bytes:
-    """Messages as ``frames`` finds them again."""
+    """Join messages into bytes that ``frames`` can split again: each after its length."""
     return b"".join(struct.pack("<I", len(data)) + data for data in (one.SerializeToString() for one in messages))
 
 
 def frames(data: bytes) -> Iterator[bytes]:
-    """The messages of ``framed``."""
+    """Yield the serialized messages that ``framed`` has joined."""
     place = 0
     while place < len(data):
         (length,) = struct.unpack_from("<I", data, place)
@@ -74,7 +75,7 @@ def frames(data: bytes) -> Iterator[bytes]:
 
 
 class RpcDialect(KServeDialect):
-    """Calls instead of paths; an error's status is for whoever answers the call."""
+    """The KServe dialect for gRPC: calls instead of paths. The code that answers the call sets an error's status."""
 
     name = "kserve-grpc"
     routes = (INFER, STREAM)
@@ -103,7 +104,7 @@ class RpcDialect(KServeDialect):
 
 
 def read_call(message: Any) -> InferCall:
-    """The call in a ``ModelInferRequest``. Raises ``InvalidField``."""
+    """Read the call from a ``ModelInferRequest``. Raises ``InvalidField``."""
     if len(message.inputs) > MAX_TENSORS or len(message.outputs) > MAX_TENSORS:
         raise InvalidField("inputs", f"{len(message.inputs)} tensors", f"at most {MAX_TENSORS}, and as many outputs")
     raw = list(message.raw_input_contents)
@@ -128,7 +129,7 @@ def _parameters(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _input(message: Any, path: str, raw: list[bytes]) -> Tensor:
-    """``raw`` is used up from its front."""
+    """Read one input tensor; without typed contents it takes its bytes from the front of ``raw``."""
     datatype = read_datatype(message.datatype, f"{path}.datatype")
     shape = read_shape(list(message.shape), f"{path}.shape")
     check_parameters(_parameters(message.parameters), f"{path}.parameters")
@@ -151,7 +152,7 @@ def _input(message: Any, path: str, raw: list[bytes]) -> Tensor:
 
 def _output(message: Any, path: str) -> RequestedOutput:
     parameters = _parameters(message.parameters)
-    parameters.pop("binary_data", None)  # HTTP's: here all are
+    parameters.pop("binary_data", None)  # only meaningful over HTTP: here all outputs are binary
     check_parameters(parameters, f"{path}.parameters", ("binary_data",))
     return RequestedOutput(name=message.name)
 
@@ -169,9 +170,11 @@ def _add(response: Any, tensor: Tensor) -> None:
 
 
 class TokenStream:
-    """A response for each token: its id, its log probability and that of all so far, its logits, those of the prompt
-    with the first. The text goes with the last token of those that came with it, or, where a text's end was still held,
-    with none."""
+    """Encodes a stream with one response for each token.
+
+    A response has the token's id, its log probability, the sum of all log probabilities so far, and its logits; the
+    first response also has the logits of the prompt. The text of a delta is in the response of the delta's last token,
+    or in a response without a token if only the held-back end of the text was left."""
 
     content_type = PROTOBUF
     headers: Mapping[str, str] = {}
@@ -180,7 +183,7 @@ class TokenStream:
         self._request, self._echo = request, echo
         self._usage = Usage(prompt_tokens=request.num_prompt_tokens)
         self._context: list[bytes] = []
-        self._rows: deque[bytes] = deque()  # of the tokens to come
+        self._rows: deque[bytes] = deque()  # logits of the tokens that are still to come
         self._cum_logprob = 0.0
 
     def encode(self, piece: Piece) -> bytes:
@@ -223,7 +226,7 @@ class TokenStream:
     def _said(self, choice: Choice) -> Any:
         reply = Reply(choices=(choice,), usage=self._usage)
         tensors = [tensor for tensor, _ in reply_tensors(self._request, reply, self._echo)]
-        if not self._context:  # the first response had them
+        if not self._context:  # the first response has already sent them
             tensors = [tensor for tensor in tensors if tensor.name != "context_logits"]
         self._context.clear()
         return self._response(tensors, is_final=False)
@@ -238,5 +241,5 @@ class TokenStream:
 
 
 def failure(error: ServingError, request_id: str) -> Any:
-    """What a stream says of a request that has failed; other requests of the stream go on."""
+    """Return the stream's message for a request that has failed; other requests of the stream continue."""
     return ModelStreamInferResponse(error_message=message_of(error), infer_response=ModelInferResponse(id=request_id))

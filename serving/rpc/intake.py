@@ -1,7 +1,8 @@
-"""How many messages come at once: gRPC hands a message over whole, so that none of its bytes can be counted before.
+"""A limit on how many messages are received at once.
 
-Without a bound each of its threads could hold the largest one before the memory budget hears of it. So a call has a
-*turn* while its message comes and until the budget has counted it; what no turn is free for waits with the client.
+gRPC only hands over complete messages, so their bytes cannot be counted while they arrive. Without a limit, each of its
+threads could hold a message of the largest size before the memory budget counts it. So a call needs a *turn* from
+before its message arrives until the budget has counted it; while no turn is free, the message waits at the client.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from .call import Call
 from .codec import parsed
 from .messages import ModelInferRequest
 
-TICK = 1.0  # seconds between looks at those that are late
+TICK = 1.0  # seconds between checks for turns that last too long
 
 
 class Message:
-    """One message, held until it is received; ``counted`` is called when it is in the memory budget, or is over,
-    perhaps more than once."""
+    """One message, held until it is received.
+
+    ``counted`` is called when the message is in the memory budget or its request is over, perhaps more than once."""
 
     def __init__(self, data: bytes, counted: Callable[[], None] | None = None) -> None:
         self.data = data
@@ -33,7 +35,7 @@ class Message:
 
     @property
     def id(self) -> str:
-        """The request's, "" where it has none."""
+        """The request's id, "" if it has none."""
         if self._id is None:
             try:
                 self._id = str(parsed(self.data, ModelInferRequest).id)
@@ -46,13 +48,13 @@ class Message:
             self._counted()
 
     def address(self) -> tuple[str, str]:
-        """Model and version that it names. Raises ``RequestError``."""
+        """Return the model and version that the message names. Raises ``RequestError``."""
         asked = parsed(self.data, ModelInferRequest)
         self._id = str(asked.id)
         return asked.model_name, asked.model_version
 
     def receive(self, allocation: Allocation) -> bytes:
-        """Its bytes, in the memory budget now, and nowhere else any more."""
+        """Return the message's bytes after adding them to the memory budget. This object no longer holds them."""
         data, self.data = self.data, b""
         try:
             allocation.grow(self.size)
@@ -62,7 +64,7 @@ class Message:
 
 
 class Turn:
-    """Of ``call``, since a time; ``has_come``: its message."""
+    """The turn of ``call``, held since the time ``since``; ``has_come`` says whether its message has arrived."""
 
     def __init__(self, call: Call, caller: str, end: Callable[[Turn], None]) -> None:
         self.call, self.caller, self.since = call, caller, time.monotonic()
@@ -70,13 +72,15 @@ class Turn:
         self._end = end
 
     def end(self) -> None:
-        """More than once is as good as once."""
+        """End the turn. Idempotent."""
         self._end(self)
 
 
 class Intake:
-    """At most ``total`` turns, ``by_caller`` of one caller. Who has waited ``patience`` seconds is refused; a turn that
-    lasts longer while others wait loses its call. Used by many threads."""
+    """At most ``total`` turns at once, of which ``by_caller`` for one caller. Used by many threads.
+
+    A call that has waited ``patience`` seconds for a turn is refused. A call whose message has not arrived within that
+    time is cancelled while others wait."""
 
     def __init__(self, *, total: int, by_caller: int, patience: float) -> None:
         self._total, self._by_caller, self._patience = total, by_caller, patience
@@ -85,7 +89,7 @@ class Intake:
 
     @staticmethod
     def of(settings: ServerSettings) -> Intake:
-        """As many of the largest messages as the memory budget has room for."""
+        """Return an intake for as many messages of the largest size as fit into the memory budget."""
         largest = settings.max_body_bytes
         return Intake(
             total=max(2, settings.max_held_bytes // largest),
@@ -95,8 +99,9 @@ class Intake:
 
     @contextlib.contextmanager
     def turn(self, call: Call, caller: str) -> Iterator[Turn]:
-        """A turn, which ends at the end of it, or before. Raises ``Overloaded``, and ``Aborted`` where the call has
-        ended."""
+        """Wait for a turn and hold it for the ``with`` block; it may end earlier.
+
+        Raises ``Overloaded``, and ``Aborted`` if the call has ended."""
         turn = self._begin(call, caller)
         try:
             yield turn
@@ -132,5 +137,5 @@ class Intake:
 
 
 def is_small(data: bytes) -> bool:
-    """Whether a message is one that the memory budget does not count."""
+    """Return whether a message is so small that the memory budget does not count it."""
     return len(data) <= SMALL

@@ -1,7 +1,7 @@
-"""gevent's loop of the main thread, as gRPC's threads use it.
+"""The main thread's gevent loop, as gRPC's threads use it.
 
-What a request goes through after gRPC is the HTTP worker's own code, made for greenlets of one loop. Here that loop is
-the main thread's; nothing is patched, and gRPC's threads hand it work and wait for what comes of it.
+After gRPC, a request runs through the code of the HTTP worker, which is made for greenlets of one loop. Here this is
+the main thread's loop; nothing is monkey-patched, and gRPC's threads hand work to the loop and wait for the results.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ T = TypeVar("T")
 
 
 class Loop:
-    """To be made in the main thread."""
+    """The gevent loop of the thread that creates this object, which must be the main thread."""
 
     def __init__(self) -> None:
         self._loop = gevent.get_hub().loop
 
     def spawn(self, function: Callable[[], Any]) -> None:
-        """Run ``function``, which raises nothing, in a greenlet of its own. From any thread."""
+        """Run ``function``, which must not raise, in a new greenlet. May be called from any thread."""
         self._loop.run_callback_threadsafe(gevent.spawn, function)
 
     def soon(self, function: Callable[[], Any]) -> None:
-        """Run ``function``, which neither waits nor raises, in the loop itself. From any thread."""
+        """Run ``function``, which must neither wait nor raise, in the loop itself. May be called from any thread."""
         self._loop.run_callback_threadsafe(function)
 
     def call(self, function: Callable[[], T]) -> T:
-        """What ``function`` returns or raises, run in a greenlet; the calling thread, another one, waits."""
+        """Run ``function`` in a greenlet, wait, and return or raise its result. Not for the loop's own thread."""
         box: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 
         def run() -> None:

@@ -1,8 +1,8 @@
 """The process that serves gRPC: ``python -m mlflow_llm.serving.rpc.main DIRECTORY``.
 
-It reads ``DIRECTORY/spec.json``, and the secret of prefix salts from the first line of its standard input; writes one
-JSON line to standard output, where it listens or why it does not; and drains and ends when its standard input is
-closed, which the server holds open for as long as it lives, or on SIGTERM. SIGQUIT cuts short what runs.
+It reads ``DIRECTORY/spec.json``, and the secret for prefix salts from the first line of its standard input. It writes
+one JSON line to standard output, which says where it listens or why it does not. It drains and ends on SIGTERM, or when
+its standard input is closed, which the server keeps open as long as it lives. SIGQUIT interrupts running requests.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from .loop import Loop
 from .service import Service
 from .tls import credentials
 
-THREADS = 256  # calls at once; each has a thread, which waits
+THREADS = 256  # the most calls at once; each has a thread, which waits
 TICK = 0.05
-LAST_SECONDS = 2.0  # for responses on their way
+LAST_SECONDS = 2.0  # for responses that are already on their way
 CUT_SHORT = ShuttingDown("the server stopped before the reply was complete", retry_after=DRAIN_RETRY_AFTER)
 
 
 class Process:
-    """What the signals and the end of standard input act on."""
+    """The state of the process that signals and the end of standard input change."""
 
     def __init__(self) -> None:
         self.loop = Loop()
@@ -48,23 +48,23 @@ class Process:
         self.at_once = False
 
     def drain(self) -> None:
-        """From the loop."""
+        """Start the graceful end. Call this in the loop."""
         self.ending.set()
 
     def cut(self) -> None:
-        """From the loop."""
+        """End at once. Call this in the loop."""
         self.at_once = True
         self.ending.set()
 
     def watch_stdin(self) -> None:
-        """On a thread."""
+        """Wait for the end of standard input, then drain. Runs on its own thread."""
         while os.read(0, 4096):
             pass
         self.loop.soon(self.drain)
 
 
 def main(argv: list[str]) -> int:
-    """The exit status, 1 where the start failed."""
+    """Run the process and return its exit status, 1 if the start failed."""
     directory = Path(argv[0])
     spec = msgspec.json.decode((directory / SPEC).read_bytes(), type=ServeSpec)
     secret = bytes.fromhex(sys.stdin.readline())
@@ -92,7 +92,7 @@ def main(argv: list[str]) -> int:
 
 
 def make_rpc_server(service: Service, settings: ServerSettings) -> grpc.Server:
-    """It takes messages as large as bodies are over HTTP; a peer that answers no ping loses its connection."""
+    """Return a gRPC server whose message limit is HTTP's body limit; a peer that answers no ping is disconnected."""
     quiet = int(settings.io_timeout * 1000)
     return grpc.server(
         ThreadPoolExecutor(THREADS, thread_name_prefix="rpc"),
@@ -111,7 +111,7 @@ def make_rpc_server(service: Service, settings: ServerSettings) -> grpc.Server:
 
 
 def listen(rpc: grpc.Server, settings: ServerSettings) -> int:
-    """The port. Raises ``OSError`` where nothing can listen there."""
+    """Bind the server's address and return the port. Raises ``OSError`` if the address cannot be bound."""
     host = f"[{settings.host.strip('[]')}]" if ":" in settings.host else settings.host
     address = f"{host}:{settings.grpc_port}"
     secure = credentials(settings)
@@ -123,7 +123,7 @@ def listen(rpc: grpc.Server, settings: ServerSettings) -> int:
 
 
 def end(process: Process, service: Service, server: Server, rpc: grpc.Server) -> None:
-    """Let what runs finish within ``drain_timeout``; what is left then is interrupted, and all is settled."""
+    """Let running requests finish within ``drain_timeout``, interrupt the others, and settle the ledger."""
     server.load_shedder.draining = True
     logs.event("draining", running=service.answering)
     until = time.monotonic() + server.settings.drain_timeout
@@ -131,7 +131,7 @@ def end(process: Process, service: Service, server: Server, rpc: grpc.Server) ->
         gevent.sleep(TICK)
     if service.answering:
         logs.event("drain over", interrupted=server.in_flight.interrupt_all(CUT_SHORT))
-    stopped = rpc.stop(LAST_SECONDS)  # refuses calls, waits for those that end, cuts the others
+    stopped = rpc.stop(LAST_SECONDS)  # refuses new calls, waits for running ones, then cuts off the others
     until = time.monotonic() + 2 * LAST_SECONDS
     while not stopped.is_set() and time.monotonic() < until:
         gevent.sleep(TICK)
@@ -145,4 +145,4 @@ def end(process: Process, service: Service, server: Server, rpc: grpc.Server) ->
 if __name__ == "__main__":
     status = main(sys.argv[1:])
     sys.stdout.flush()
-    os._exit(status)  # threads of calls may wait for a loop that is over
+    os._exit(status)  # threads of calls may still wait for the loop, which has ended

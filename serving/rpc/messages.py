@@ -1,7 +1,7 @@
-"""The messages of ``kserve.proto``, as protoc has described them in ``kserve.binpb``.
+"""The messages of ``kserve.proto``, from protoc's description of them in ``kserve.binpb``.
 
-They are in a pool of their own, so that this process may import a client with messages of the same names; and they are
-no generated code, which each major version of protobuf's runtime would want anew.
+They are in a separate descriptor pool, so that this process may import a client with messages of the same names. They
+are not generated code, which would have to be generated again for each major version of protobuf's runtime.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ POOL = _pool()
 
 
 def message(name: str) -> Any:
-    """The class of a message, by its name in ``kserve.proto``."""
+    """Return the class of a message, by its name in ``kserve.proto``."""
     return message_factory.GetMessageClass(POOL.FindMessageTypeByName(f"inference.{name}"))
 
 

@@ -1,4 +1,4 @@
-"""``GRPCInferenceService``: its calls, each run as the same request is over HTTP."""
+"""``GRPCInferenceService``: each call runs as the same request does over HTTP."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ from .loop import Loop
 from .messages import SERVICE, message
 
 DIALECT = RpcDialect()
-AT_ONCE = 64  # requests of one stream
+AT_ONCE = 64  # concurrent requests of one stream
 AHEAD = 256  # responses that may wait for a stream's client
-PAUSE = 0.01  # seconds between looks at a client that does not follow
+PAUSE = 0.01  # seconds between checks of a client that reads too slowly
 
 Response = dict[str, Any]
 T = TypeVar("T")
@@ -60,14 +60,14 @@ _INFER, _STREAM = _route(INFER), _route(STREAM)
 
 
 class _Over:
-    """In the place of a stream's response: a request is over, or, with ``count``, so many were all."""
+    """An item among a stream's responses: one request is over or, with ``count``, the stream had so many in total."""
 
     def __init__(self, count: int | None = None) -> None:
         self.count = count
 
 
 class Service:
-    """The calls by name. Those in ``asked`` are looks at the server, with what a caller must show."""
+    """The calls of the service. ``_asked`` has the calls that only query the server, with the authentication needed."""
 
     def __init__(self, server: Server, loop: Loop) -> None:
         self._server, self._loop = server, loop
@@ -84,16 +84,16 @@ class Service:
         }
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """What a gRPC server is given. Messages stay bytes until a call has read them."""
+        """Return the handler for a gRPC server. Messages stay bytes until a call parses them."""
         found: dict[str, grpc.RpcMethodHandler] = {
             name: grpc.unary_unary_rpc_method_handler(partial(self._answer, name)) for name in self._asked
         }
-        # as a stream of one: a caller is asked for its key before its message is in memory
+        # as a stream of one message, so that the caller's key is checked before its message is in memory
         found["ModelInfer"] = grpc.stream_unary_rpc_method_handler(self._infer)
         found["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(self._stream)
         return grpc.method_handlers_generic_handler(SERVICE, found)
 
-    # looks at the server
+    # calls that query the server
 
     def _answer(self, name: str, data: bytes, context: grpc.ServicerContext) -> bytes:
         call, record = self._begun(context, f"/{SERVICE}/{name}")
@@ -160,7 +160,7 @@ class Service:
             yield turn
 
     def _received(self, requests: Iterator[bytes], turn: Turn) -> Message:
-        """The one message of a call, whose turn ends when it is counted. Raises ``RequestError``."""
+        """Return the one message of a call; its turn ends when the message is counted. Raises ``RequestError``."""
         data = next(requests, None)
         if data is None:
             raise RequestError("the call has no message")
@@ -177,8 +177,10 @@ class Service:
             self.answering -= 1
 
     def _stream(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-        """The responses to all requests of a stream, those of each in order. A request that fails has its error as a
-        response, with its id; the caller itself is refused with the call."""
+        """Yield the responses to all requests of a stream; those of one request are in order.
+
+        The error of a request that fails is a response with the request's id. If the caller is refused, the call ends
+        with an error."""
         call, record = self._begun(context, STREAM.path)
         try:
             self._loop.call(partial(self._handled, call, record, Auth.INVOKE, lambda caller: None))
@@ -205,8 +207,9 @@ class Service:
         responses: queue.SimpleQueue[bytes | _Over],
         room: threading.Semaphore,
     ) -> None:
-        """Start the requests of a stream as they come, a large one when the one before is in the memory budget. On a
-        thread of its own."""
+        """Start the requests of a stream as they arrive. Runs on its own thread.
+
+        After a large request, the next one is read only when the large one is in the memory budget."""
         count = 0
         try:
             while (data := next(requests, None)) is not None:
@@ -216,17 +219,17 @@ class Service:
                 count += 1
                 counted = None if is_small(data) else threading.Event()
                 message = Message(data, None if counted is None else counted.set)
-                del data  # what waits for the next one holds nothing
+                del data  # hold no message while waiting for the next one
                 self._loop.spawn(partial(self._serve, call, message, responses))
                 if counted is not None:
                     counted.wait()
-        except Exception:  # how gRPC says that the call has ended
+        except Exception:  # gRPC raises it to say that the call has ended
             call.is_over = True
         finally:
             responses.put(_Over(count))
 
     def _serve(self, call: Call, message: Message, responses: queue.SimpleQueue[bytes | _Over]) -> None:
-        """Answer one request of a stream. In the loop."""
+        """Answer one request of a stream. Runs in the loop."""
         self.answering += 1
         record = self._record(call, STREAM.path)
         try:
@@ -249,8 +252,9 @@ class Service:
             responses.put(_Over())
 
     def _follow(self, call: Call, body: Any, responses: queue.SimpleQueue[bytes | _Over]) -> None:
-        """The responses of a body, no further ahead of the client than ``AHEAD``. One that takes none for
-        ``io_timeout`` loses its call."""
+        """Queue the responses of a body, at most about ``AHEAD`` of them ahead of the client.
+
+        The call of a client that takes no response for ``io_timeout`` is cancelled."""
         try:
             for data in body:
                 for one in frames(data):
@@ -268,7 +272,7 @@ class Service:
         finally:
             body.close()
 
-    # what each call goes through
+    # steps of every call
 
     def _begun(self, context: grpc.ServicerContext, path: str) -> tuple[Call, AccessRecord]:
         call = Call(context, self._loop)
@@ -285,7 +289,7 @@ class Service:
         )
 
     def _run(self, route: Route, call: Call, record: AccessRecord, message: Message) -> Answer:
-        """In the loop. Raises ``ServingError``."""
+        """Run an inference request. Runs in the loop. Raises ``ServingError``."""
 
         def run(caller: Caller) -> Answer:
             name, wanted = message.address()
@@ -308,7 +312,8 @@ class Service:
         return self._handled(call, record, Auth.INVOKE, run)
 
     def _handled(self, call: Call, record: AccessRecord, auth: Auth, run: Callable[[Caller], T]) -> T:
-        """``run`` for the call's caller; what is refused is counted and written down. Raises ``ServingError``."""
+        """Authenticate the caller and return ``run(caller)``. Raises ``ServingError``, after recording it and charging
+        the caller for a refusal."""
         try:
             return run(authenticate(self._server, auth, call.headers, call.address, record))
         except ServingError as error:

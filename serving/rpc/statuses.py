@@ -1,4 +1,4 @@
-"""gRPC's statuses of our errors."""
+"""The gRPC status of each kind of error."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STATUSES: Mapping[str, grpc.StatusCode] = {
     "already_exists": _CODES.ALREADY_EXISTS,
     "conflict": _CODES.FAILED_PRECONDITION,
     "payload_too_large": _CODES.RESOURCE_EXHAUSTED,
-    "ends_engines": _CODES.FAILED_PRECONDITION,  # no status that clients send again by themselves
+    "ends_engines": _CODES.FAILED_PRECONDITION,  # not a status on which clients retry by themselves
     "limit_exceeded": _CODES.RESOURCE_EXHAUSTED,
     "unavailable": _CODES.UNAVAILABLE,
     "overloaded": _CODES.UNAVAILABLE,
@@ -33,5 +33,5 @@ STATUSES: Mapping[str, grpc.StatusCode] = {
 
 
 def status_of(error: ServingError) -> grpc.StatusCode:
-    """What a client's call ends with."""
+    """Return the status with which a client's call ends."""
     return STATUSES[error.kind]

@@ -1,4 +1,4 @@
-"""gRPC's credentials of a server: the same files as over HTTP, read again when they are renewed."""
+"""The gRPC server's TLS credentials: the same files as over HTTP, read again when they are renewed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..files import Renewals
 
 
 def credentials(settings: ListenSettings) -> grpc.ServerCredentials | None:
-    """None without a certificate. Raises ``OSError``."""
+    """Return the server's credentials, None without a certificate. Raises ``OSError``."""
     if settings.tls_cert is None:
         return None
     files = _Files(settings)
@@ -35,8 +35,9 @@ class _Files:
         return grpc.ssl_server_certificate_configuration([pair], root_certificates=root)
 
     def changed(self) -> grpc.ServerCertificateConfiguration | None:
-        """For the next connection; None: as they were. Files that cannot be read, as between two of a renewal, leave
-        them so."""
+        """Return the certificates for the next connection, or None if they have not changed.
+
+        None is also returned if the files cannot be read, for example in the middle of a renewal."""
         if not self._renewals.look():
             return None
         try:
