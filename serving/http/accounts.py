@@ -1,4 +1,4 @@
-"""Keys, limits, prices and the audit log over HTTP: ``metering.accounts``, for the scope ``manage``."""
+"""Serve keys, limits, prices and the audit log (``metering.accounts``) over HTTP, for callers with scope ``manage``."""
 
 from __future__ import annotations
 
@@ -47,8 +47,11 @@ def _route(
     query: Mapping[str, dict[str, Any]] | None = None,
     secret: bool = False,
 ) -> Route:
-    """``call`` takes ``Accounts``, then the name in the path, the body or the parameters, as the route has them.
-    ``secret``: the answer has one, which no cache may keep."""
+    """Make a route that calls ``call``.
+
+    ``call`` gets ``Accounts``, then the name in the path, the body and the query parameters, whichever the route has.
+    ``secret`` says that the response has a secret, which no cache may store.
+    """
 
     def handler(server: Server, request: Request) -> Answer:
         arguments: list[Any] = [request.name] if "<name>" in path else []

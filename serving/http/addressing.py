@@ -1,4 +1,4 @@
-"""Which endpoint and served entity a request is for, and what of its limits is looked at before it is prepared."""
+"""Find the endpoint and served entity of a request, and check those limits that need no prepared request."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from .server import Server
 
 STICKY_HEADER = "X-Sticky-Key"
 STICKY_MAX = 1000  # characters
-VERSION = "model_version"  # the variable of paths that name a version of the endpoint's model
+VERSION = "model_version"  # the variable in paths that name a version of the endpoint's model
 
 R = TypeVar("R", bound=Raw)
 
 
 def meant(endpoints: ServedEndpoints, request: Request) -> list[ServedEntity]:
-    """The served entities that a request may be for, as far as that is known before its body is read."""
+    """Return the served entities that a request may be for, as far as known before its body is read."""
     served = list(endpoints.entities())
     return [one for one in served if one.endpoint == request.name] or served
 
 
 def check_limits(server: Server, request: Request, meant: list[ServedEntity], task: Task | None) -> None:
-    """Refuse a large request for limits that are used up, before it is received, and again before it is tokenised."""
+    """Refuse a large request whose limits are used up. Called before its body is received, and before tokenising."""
     if server.ledger is None or not request.is_large or not meant or any(one.mode is None for one in meant):
         return
     names = {one.endpoint for one in meant}
@@ -42,7 +42,7 @@ def check_limits(server: Server, request: Request, meant: list[ServedEntity], ta
 
 
 def address(endpoints: ServedEndpoints, request: Request, raw: R) -> tuple[ServedEntity, R]:
-    """The endpoint meant by the path and by ``raw``'s ``model`` and ``adapter``, and ``raw`` with both filled in."""
+    """Return the served entity that the path and ``raw`` name, and ``raw`` with ``model`` and ``adapter`` filled in."""
     asked = raw.adapter
     entity, adapter = endpoints.route(
         request.name or raw.model,
@@ -54,7 +54,7 @@ def address(endpoints: ServedEndpoints, request: Request, raw: R) -> tuple[Serve
     if asked is not None and adapter is not None and asked != adapter:
         raise InvalidField("adapter", asked, f"the adapter that model names: {adapter}")
     adapter = adapter or asked
-    if adapter is not None:  # before anything says which adapters there are
+    if adapter is not None:  # checked before any error message lists the adapters
         endpoints.check_use(request.caller, entity, adapter)
     return entity, msgspec.structs.replace(raw, model=entity.endpoint, adapter=adapter)
 

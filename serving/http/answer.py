@@ -1,4 +1,4 @@
-"""What goes back over HTTP, before a web framework turns it into its own response."""
+"""The HTTP response in our own type, before a web framework turns it into its own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from . import rate_limit_headers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """``body`` is the whole of it, or an iterator whose ``close`` must be called."""
+    """A response. ``body`` is the whole body, or an iterator whose ``close`` must be called."""
 
     status: int = 200
     body: bytes | Iterator[bytes] = b""
@@ -27,7 +27,7 @@ def json_answer(value: Any, *, status: int = 200, headers: dict[str, str] | None
 
 
 def error_answer(dialect: Dialect, error: ServingError) -> Answer:
-    """``error`` in the dialect's form, with the headers that HTTP requires beside its status."""
+    """Return ``error`` in the dialect's form, with the headers that belong to its status."""
     encoded = dialect.error(error)
     headers = dict(encoded.headers)
     if isinstance(error, LimitExceeded):

@@ -1,4 +1,4 @@
-"""The Flask application of a worker: each route bound to its handler, after what every request must pass."""
+"""The Flask application of a worker: each route bound to its handler, behind the checks for every request."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from .server import Server
 
 
 class App(Flask):
-    """Flask that takes a path with repeated slashes as the one meant, where it would redirect, in HTML, to it."""
+    """Flask that treats repeated slashes in a path as one, where Flask itself would redirect with an HTML page."""
 
     def wsgi_app(self, environ: Any, start_response: Any) -> Any:
         environ["PATH_INFO"] = one_slash(environ.get("PATH_INFO", ""))
@@ -46,7 +46,7 @@ class App(Flask):
 
 
 def create_app(server: Server, routes: tuple[Route, ...] = ROUTES) -> Flask:
-    """The WSGI application of one worker."""
+    """Make the WSGI application of one worker."""
     app = App("mlflow_llm", static_folder=None)
     app.extensions["mlflow_llm"] = server
     app.config["MAX_CONTENT_LENGTH"] = server.settings.max_body_bytes
@@ -54,7 +54,7 @@ def create_app(server: Server, routes: tuple[Route, ...] = ROUTES) -> Flask:
     for route in routes:
         app.add_url_rule(
             route.path,
-            endpoint=f"{route.method} {route.path}".replace(".", "_"),  # a dot is a blueprint's
+            endpoint=f"{route.method} {route.path}".replace(".", "_"),  # Flask takes a dot as a blueprint's separator
             view_func=_view(server, route),
             methods=[route.method],
             provide_automatic_options=False,
@@ -73,7 +73,7 @@ def _view(server: Server, route: Route) -> Callable[..., Response]:
     def view(**path: str) -> Response:
         record = _access_record(server.tracer)
         answer = _answer(server, route, path, record)
-        # a stream says itself when it has ended; of probes and pages that are open to all nothing is kept
+        # a stream finishes its own record; for probes and pages that are open to all, nothing is recorded
         if isinstance(answer.body, bytes) if route.inference is not None else not route.auth.is_open:
             record.finish(answer.status)
         return _response(answer, route.dialect, record.request_id)
@@ -88,7 +88,7 @@ def _answer(server: Server, route: Route, path: dict[str, str], record: AccessRe
         listens = _check_listener(server, route, probes=came_to_probes(environ))
         if not server.requires_key:
             check_cross_site(environ, listens, server.settings.allowed_hosts)
-        charged = not route.auth.is_open  # not for pages of other sites, which would have a browser's user refused
+        charged = not route.auth.is_open  # set after the cross-site check: other sites' pages must not charge a user
         caller = authenticate(server, route.auth, flask_request.headers, address, record)
         check_content_type(environ, route.takes)
         request = Request(
@@ -124,15 +124,17 @@ def _answer(server: Server, route: Route, path: dict[str, str], record: AccessRe
 
 
 def _check_listener(server: Server, route: Route, *, probes: bool) -> str:
-    """The address at which the listener that the request came to listens. Raises ``NotFound`` for a route that it does
-    not have."""
+    """Return the address of the listener to which the request came.
+
+    Raises ``NotFound`` for a route that this listener does not have.
+    """
     settings = server.settings
     if probes and route.listener is Listener.GATEWAY:
         raise NotFound(f"no route {flask_request.path[:100]} here: this listener is for probes and metrics")
     if not probes and route.listener is Listener.PROBES and settings.probe_port is not None:
         raise NotFound("no metrics here: this server has a listener of its own for them (probe_port)")
     if settings.socket is not None and not probes:
-        return ""  # which no browser reaches, under any name
+        return ""  # a Unix socket, which no browser can reach
     return (settings.probe_host if probes else None) or settings.host
 
 
@@ -148,7 +150,7 @@ def _access_record(tracer: Tracer = OFF) -> AccessRecord:
 
 
 def _unrouted(error: HTTPException) -> Response:
-    """What the framework refuses, in the dialect of the path. Nothing of a fault is shown."""
+    """Answer an error of the framework in the dialect of the path, without showing internals."""
     refused = _refusal(error)
     dialect = dialect_of(flask_request.path)
     answer = error_answer(dialect, refused)

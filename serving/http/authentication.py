@@ -1,4 +1,4 @@
-"""Authentication: the caller of a request, by API key or token, where the server requires one."""
+"""Authentication: find the caller of a request by API key or token, if the server requires one."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ KEY_HEADER = "x-api-key"  # where Anthropic's clients send an API key
 
 
 def authenticate(server: Server, auth: Auth, headers: Headers, address: str, record: AccessRecord) -> Caller:
-    """The caller; ``UNKNOWN`` without a key on an open route, ``ANONYMOUS`` where the server requires none.
+    """Return the caller: ``UNKNOWN`` without a key on an open route, ``ANONYMOUS`` if the server requires no key.
 
-    Raises ``Unauthenticated``, ``PermissionDenied`` for a scope that is missing, and ``LimitExceeded`` where too much
-    of what the caller sent was refused.
+    Raises ``Unauthenticated``, ``PermissionDenied`` if a scope is missing, and ``LimitExceeded`` if too many of the
+    caller's requests were refused.
     """
     if not auth.is_open:
         return _checked(server, auth, headers, address, record)
@@ -26,15 +26,15 @@ def authenticate(server: Server, auth: Auth, headers: Headers, address: str, rec
         return UNKNOWN
     try:
         return _checked(server, auth, headers, address, record)
-    except Unauthenticated:  # it counts as a refusal: open routes are not for guessing keys
+    except Unauthenticated:  # counts as a refusal, so that open routes cannot be used to guess keys
         server.refusals.charge(address)
         return UNKNOWN
-    except ServingError:  # probes do not depend on keys, nor on the store that has them
+    except ServingError:  # probes must not depend on keys or on the store of keys
         return UNKNOWN
 
 
 def charge(server: Server, error: ServingError, record: AccessRecord, address: str) -> None:
-    """Count ``error`` as a refusal of its caller, where it is one."""
+    """Count ``error`` as a refusal of its caller, if it is one."""
     if isinstance(error, LimitExceeded) and error.limit == "refusals":
         return
     if isinstance(error, RequestError):
@@ -55,8 +55,10 @@ def _checked(server: Server, auth: Auth, headers: Headers, address: str, record:
 
 
 def _credential(headers: Headers) -> str:
-    """As ``Authorization`` has it. Raises ``Unauthenticated`` for two keys that differ: which one is meant, and whose
-    limits count, is not for us to choose."""
+    """Return the credential in the form of an ``Authorization`` header.
+
+    Raises ``Unauthenticated`` for two keys that differ, because it is unknown whose limits should then count.
+    """
     given, key = headers.get("Authorization"), headers.get(KEY_HEADER)
     if key is None:
         return given or ""
@@ -67,7 +69,7 @@ def _credential(headers: Headers) -> str:
 
 
 def _verified(server: Server, credential: str) -> Caller:
-    """Raises ``Unauthenticated``."""
+    """Return the caller of a valid credential. Raises ``Unauthenticated``."""
     scheme, _, secret = credential.partition(" ")
     secret = secret.strip()
     if scheme.lower() != "bearer" or not secret:

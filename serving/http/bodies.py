@@ -1,6 +1,6 @@
-"""Reads a request's body, whole and within its limit, from WSGI's own stream.
+"""Read a request's body, complete and within its size limit, from the WSGI stream.
 
-The framework hands on the beginning of a chunked body over the limit as if that were all.
+The framework's own reader would return the beginning of a chunked body over the limit as if it were the whole body.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from ..errors import PayloadTooLarge, RequestError, RequestTimeout
 from .memory_budget import Allocation
 from .request_smuggling import AmbiguousRequest
 
-PIECE = 64 * 2**10  # bytes read before others may run: megabytes that are all there would be read in one go
+PIECE = 64 * 2**10  # bytes read before other greenlets may run: megabytes already received would block them all
 
 
 class TooSlow(ParseException):
-    """A head or a body that did not arrive in its time. Not a ``TimeoutError``: gunicorn would read on after one."""
+    """A head or a body did not arrive in time. Not a ``TimeoutError``, after which gunicorn would continue reading."""
 
 
 def is_large(environ: Mapping[str, Any], size: int) -> bool:
-    """Whether the body may have ``size`` bytes or more: it says so, or it does not say."""
+    """Return whether the body may have ``size`` bytes or more: its announced length says so or is missing."""
     announced = environ.get("CONTENT_LENGTH")
     return not (announced and announced.isdecimal() and len(announced) < 20 and int(announced) < size)
 
 
 def read_body(environ: Mapping[str, Any], limit: int, allocation: Allocation | None = None) -> bytes:
-    """The body of the request of ``environ``, of ``limit`` bytes at most; ``allocation`` counts them as they come.
+    """Read the body of a request, at most ``limit`` bytes; ``allocation`` counts the bytes as they arrive.
 
-    Raises ``PayloadTooLarge`` before anything of an announced length is read, ``RequestError`` for one that is encoded
-    or broken, ``RequestTimeout`` for one that arrives too slowly.
+    Raises ``PayloadTooLarge``, for an announced length before anything is read; ``RequestError`` for a body that is
+    encoded or malformed; and ``RequestTimeout`` for one that arrives too slowly.
     """
     encoding = environ.get("HTTP_CONTENT_ENCODING", "").strip().lower()
     if encoding not in ("", "identity"):
@@ -53,7 +53,7 @@ def read_body(environ: Mapping[str, Any], limit: int, allocation: Allocation | N
 
 
 def _length(environ: Mapping[str, Any], limit: int) -> int | None:
-    """Announced bytes; None for a chunked body."""
+    """Return the announced number of bytes, or None for a chunked body."""
     announced = environ.get("CONTENT_LENGTH")
     if environ.get("HTTP_TRANSFER_ENCODING") or not announced:
         return None

@@ -1,9 +1,9 @@
-"""Handlers that prepare and do not run: what a prompt is in tokens, how many they are.
+"""Handlers that prepare a prompt without running it: to return or count its tokens.
 
-Such a request takes the way of ``invoke`` as far as the prompt: its caller, its body within the memory budget, the
-endpoint that would answer, the adapter. No engine sees it, nothing is admitted, and so nothing is billed.
+Such a request takes the same path as in ``invoke``, as far as the prompt: authentication, its body within the memory
+budget, the endpoint and adapter. No engine sees it, it is not admitted, and so it is not billed.
 
-A route of them, whatever the dialect::
+A route with such a handler, in any dialect::
 
     Route(
         method="POST",
@@ -15,8 +15,8 @@ A route of them, whatever the dialect::
         body=Reader(read, schema),
     )
 
-``read(body)`` makes a ``Raw`` of the JSON object, ``answer(raw, view)`` the object of the reply, of
-``tasks.count.prompt_tokens(raw, view)`` for instance; either may raise ``RequestError``.
+``read(body)`` makes a ``Raw`` of the JSON object; ``answer(raw, view)`` makes the object of the reply, for example
+from ``tasks.count.prompt_tokens(raw, view)``. Both may raise ``RequestError``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ R = TypeVar("R", bound=Raw)
 
 
 def counting(read: Callable[[dict[str, Any]], R], answer: Callable[[R, EndpointView], Any]) -> Handler:
-    """A handler that answers with ``answer(raw, view)`` as JSON. Raises ``ServingError``."""
+    """Make a handler that responds with ``answer(raw, view)`` as JSON. The handler raises ``ServingError``."""
 
     def handle(server: Server, request: Request) -> Answer:
         server.load_shedder.check_open()

@@ -1,4 +1,4 @@
-"""Counts the input tokens of a message or a response without generating one."""
+"""Count the input tokens of a message or a response without generating one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _count = counting(read_count_request, _counted)
 
 
 def count_tokens(server: Server, request: Request) -> Answer:
-    """The tokens that the same message would be billed for. Raises ``ServingError``."""
+    """Count the input tokens for which the same message would be billed. Raises ``ServingError``."""
     check_headers(request.headers)
     return _count(server, request)
 

@@ -1,9 +1,10 @@
-"""CSRF and DNS-rebinding guard: what another site's page could make its visitor's browser send is refused.
+"""CSRF and DNS-rebinding guard: refuse requests that a page of another site could make its visitor's browser send.
 
-A server without keys trusts every client that reaches it, and a browser reaches this machine's loopback addresses for
-every page that it shows. Two ways lead there: requests from the page's own site (CSRF), which ``Origin`` and
-``Sec-Fetch-Site`` show, and a name of the page's own that comes to mean this machine (DNS rebinding), which ``Host``
-shows. Bodies have to be JSON besides: no page may send that without a preflight request, which is refused here (CORS).
+A server without keys trusts every client that reaches it, and a browser can reach this machine's loopback addresses on
+behalf of any page that it shows. There are two attacks: a page sends requests from its own site (CSRF), which
+``Origin`` and ``Sec-Fetch-Site`` reveal; or the page's host name is changed to resolve to this machine (DNS rebinding),
+which ``Host`` reveals. Bodies must also be JSON: a page may not send JSON to another site without a preflight request
+(CORS), which is refused here.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from ..dialects.base import JSON
 from ..errors import PermissionDenied, UnsupportedMediaType
 
 ORIGIN = re.compile(r"https?://([^/?#@\s\\]+)", re.IGNORECASE)
-OWN_SITE = ("same-origin", "none")  # none: typed, or chosen by the user
+OWN_SITE = ("same-origin", "none")  # none: the user typed the address or chose a bookmark
 WITH_BODY = ("POST", "PUT", "PATCH")
 
 
 def check_cross_site(environ: Mapping[str, Any], listens: str, allowed: tuple[str, ...]) -> None:
-    """Raises ``PermissionDenied`` for a request that a page of another site may have made.
+    """Raise ``PermissionDenied`` for a request that a page of another site may have sent.
 
-    ``listens`` is the address that it came to, ``allowed`` are names beside it.
+    ``listens`` is the address of the listener to which it came; ``allowed`` are further host names.
     """
     site = environ.get("HTTP_SEC_FETCH_SITE")
     if site is not None and site.strip().lower() not in OWN_SITE:
@@ -51,24 +52,27 @@ def _is_of(origin: str, host: str | None) -> bool:
 
 
 def name_of(host: str) -> str:
-    """A ``Host`` without its port, and an address without its brackets; "" where it is malformed."""
+    """Return the name in a ``Host`` header, without the port and the brackets of an address; "" if malformed."""
     found = re.fullmatch(r"(?:\[([^\[\]]*)\]|([^\[\]:]*))(?::[0-9]*)?", host.strip())
     return (found[1] or found[2] or "").lower().rstrip(".") if found else ""
 
 
 def _is_ours(name: str, listens: str, allowed: tuple[str, ...]) -> bool:
-    """Names are checked where they are known: on loopback, which has no others, and where the settings name them."""
+    """Return whether ``name`` means this server. Anything passes unless it listens on loopback or ``allowed`` is set,
+    because otherwise its names are not known."""
     if not allowed and not is_loopback(listens):
         return True
     return is_loopback(name) or name == listens.lower() or name in [host.lower() for host in allowed]
 
 
 def check_content_type(environ: Mapping[str, Any], taken: tuple[str, ...] = (JSON,)) -> None:
-    """Raises ``UnsupportedMediaType`` for a body that is not said to be of a type in ``taken``; JSON is in UTF-8.
+    """Raise ``UnsupportedMediaType`` unless the body's ``Content-Type`` is in ``taken``; JSON must be UTF-8.
 
-    No browser posts any of them to another site without asking that site first (CORS), so this is a guard against CSRF:
-    the types that it does post so, text/plain and those of forms, belong in no ``taken``. "" takes a body of which
-    nothing is said, as Triton's clients send them; a page can post that too, and there ``Origin`` alone guards."""
+    This guards against CSRF: a browser posts these types to another site only after a preflight request (CORS). The
+    types that it posts without one, text/plain and those of forms, must never be in ``taken``. A "" in ``taken``
+    accepts a body without a ``Content-Type``, which Triton's clients send. A page can post that too; then only the
+    check of ``Origin`` protects.
+    """
     if environ["REQUEST_METHOD"] not in WITH_BODY:
         return
     given = environ.get("CONTENT_TYPE", "")
@@ -88,6 +92,6 @@ def check_content_type(environ: Mapping[str, Any], taken: tuple[str, ...] = (JSO
 
 
 def is_json(kind: str) -> bool:
-    """Whether a media type in lower case is JSON's or one that is written in JSON."""
+    """Return whether a media type, in lower case, is JSON or has the suffix ``+json``."""
     subtype = kind.removeprefix("application/")
     return subtype != kind and (subtype == "json" or subtype.endswith("+json"))

@@ -1,5 +1,5 @@
-"""Which dialect a route speaks that two share: OpenAI's or MindIE's by its endpoints' settings (``openAiSupport``),
-MindIE's form of ``generate`` or Triton's own by the body."""
+"""Choose the dialect on routes that two dialects share: OpenAI or MindIE by the endpoints' settings
+(``openAiSupport``), MindIE's form of ``generate`` or Triton's own by the body."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ MINDIE, GENERATE, TRITON = DIALECTS["mindie"], DIALECTS["generate"], DIALECTS["t
 
 
 class _Named(Struct):
-    """What of a body names its endpoint."""
+    """The field of a body that names its endpoint."""
 
     model: str | None = None
 
 
 def is_open(route: Route) -> bool:
-    """Whether the body, or the endpoint that it names, has a say (``choose``)."""
+    """Return whether the dialect depends on the body or on the endpoint that it names (``choose``)."""
     return route.dialect is GENERATE or _is_shared(route)
 
 
 def choose(endpoints: ServedEndpoints, request: Request, body: bytes) -> None:
-    """Have ``request`` answered in the dialect that its body is meant in, where that is not the route's."""
+    """Set the dialect of ``request`` to the one of its body, if that is not the route's."""
     if request.route.dialect is GENERATE:
         if is_meant(body):
             request.spoken.dialect = TRITON
@@ -41,7 +41,7 @@ def choose(endpoints: ServedEndpoints, request: Request, body: bytes) -> None:
 
 
 def usual(endpoints: ServedEndpoints, route: Route) -> Dialect:
-    """In which a request is refused whose endpoint is not known: MindIE's where all endpoints speak it."""
+    """Return the dialect for refusing a request whose endpoint is not known: MindIE's if all endpoints speak it."""
     spoken = _speaks_mindie(endpoints) if _is_shared(route) else []
     return MINDIE if spoken and all(spoken) else route.dialect
 

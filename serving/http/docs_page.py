@@ -1,6 +1,6 @@
-"""A page to read the OpenAPI document with: a template filled from the document, no script, nothing from elsewhere.
+"""An HTML page that shows the OpenAPI document: a template filled from the document, without scripts or external files.
 
-``POLICY`` is its Content-Security-Policy: the one style, by its hash, and nothing else.
+``POLICY`` is its Content-Security-Policy: it allows the one style sheet, by its hash, and nothing else.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ POLICY = "; ".join(
         "frame-ancestors 'none'",
     )
 )
-Field = tuple[str, bool, str, str]  # name, whether it must be given, what it takes, what it is about
+Field = tuple[str, bool, str, str]  # name, whether it is required, its type, its description
 
 
 @functools.cache
@@ -46,7 +46,7 @@ def _template() -> jinja2.Template:
 
 
 def page(document: Schema) -> str:
-    """HTML of every route of ``document`` by its tag: parameters, the fields of its body, and what it may answer."""
+    """Return an HTML page of all routes of ``document`` by tag: parameters, fields of the body, and responses."""
     by_tag: dict[str, list[dict[str, Any]]] = {}
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
@@ -77,7 +77,7 @@ def _route(document: Schema, method: str, path: str, operation: Schema) -> dict[
 
 
 def _deref(document: Schema, schema: Schema) -> tuple[str, Schema]:
-    """The name of a component and what it is; "" for a schema that is written inline."""
+    """Return the name and the schema of a component; the name is "" for an inline schema."""
     if "$ref" not in schema:
         return "", schema
     name = schema["$ref"].rpartition("/")[2]
@@ -85,8 +85,11 @@ def _deref(document: Schema, schema: Schema) -> tuple[str, Schema]:
 
 
 def _fields(schema: Schema, path: str) -> Iterator[Field]:
-    """Each property, and those of the objects and lists within, by their paths. Of several shapes that an object may
-    have, all properties once, with what any of them takes; what one of them does without need not be given."""
+    """Yield each property by its path, including those of nested objects and lists.
+
+    If an object may have several shapes, each property appears once, with the types that any shape accepts. It is
+    required only if every shape requires it.
+    """
     shapes = list(_shapes(schema))
     objects = [shape for shape in shapes if "properties" in shape]
     required = set.intersection(*(set(shape.get("required", ())) for shape in objects)) if objects else set()
@@ -101,14 +104,14 @@ def _fields(schema: Schema, path: str) -> Iterator[Field]:
 
 
 def _shapes(schema: Schema) -> Iterator[Schema]:
-    """``schema`` without its alternatives, and they without theirs."""
+    """Yield ``schema`` and, recursively, each of its alternatives."""
     yield schema
     for option in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
         yield from _shapes(option)
 
 
 def _joined(schemas: list[Schema]) -> Schema:
-    """One schema for what a field takes in any of several shapes."""
+    """Return one schema for what a field accepts in any of several shapes."""
     different = [schema for index, schema in enumerate(schemas) if schema not in schemas[:index]]
     if len(different) == 1:
         return different[0]
@@ -128,7 +131,7 @@ def _about(schema: Schema) -> str:
 
 
 def _kind(schema: Schema) -> str:
-    """``integer in [1, 128] | null``."""
+    """Return the type of a field as text, such as ``integer in [1, 128] | null``."""
     if "enum" in schema:
         return " | ".join(map(json.dumps, schema["enum"]))
     if "const" in schema:

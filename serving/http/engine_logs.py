@@ -1,7 +1,6 @@
-"""``…/served-models/{served}/logs`` and ``/build-logs``: what the engines of a served entity wrote (scope ``manage``).
+"""``…/served-models/{served}/logs`` and ``/build-logs``: the logs of a served entity's engines (scope ``manage``).
 
-Engines see token ids, no prompts; what looks like a secret is taken out all the same, and what would move a terminal's
-cursor.
+Engines see token ids, not prompts. Even so, text that looks like a secret and terminal control characters are removed.
 """
 
 from __future__ import annotations
@@ -28,24 +27,24 @@ from .server import Server
 MAX_BYTES = 64 * 1024
 MAX_LINE = 2000
 _SECRETS = re.compile(
-    r"\b(sk-|hf_|ghp_|xox[a-z]-|AKIA)[A-Za-z0-9_-]{8,}"  # keys by their usual beginnings
+    r"\b(sk-|hf_|ghp_|xox[a-z]-|AKIA)[A-Za-z0-9_-]{8,}"  # keys, by their usual prefixes
     r"|\beyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_.-]+"  # JWT
     r"|(?i:(?<=bearer )|(?<=token=)|(?<=password=)|(?<=secret=)|(?<=api_key=))[^\s&'\"]+"
 )
 
 
 def logs(server: Server, request: Request) -> Answer:
-    """The end of what each replica's engine wrote."""
+    """Return the end of each replica's engine log."""
     return _answer(server, request, lambda directory: tail(os.path.join(directory, LOG), MAX_BYTES))
 
 
 def build_logs(server: Server, request: Request) -> Answer:
-    """What they wrote while they loaded; of the last load that failed, where none has succeeded since."""
+    """Return what the engines wrote while loading; if the last load failed, the log of that load."""
     return _answer(server, request, _load_log, failed=True)
 
 
 def _load_log(directory: str) -> str:
-    """While it loads, and where it was killed, there is only the log itself."""
+    """Return the load log. While the engine loads, and if it was killed then, only the normal log exists."""
     return tail(os.path.join(directory, LOAD_LOG), MAX_BYTES) or tail(os.path.join(directory, LOG), MAX_BYTES)
 
 
@@ -61,13 +60,13 @@ def _answer(server: Server, request: Request, read: Callable[[str], str], *, fai
     found = _entities(store, row)
     if served not in found and not kept:
         raise NotFound(f"{request.name} has no served model {served[:80]!r}; it has {', '.join(found) or 'none'}")
-    # an engine's place follows from its adapters' files, which are read for that: on a thread
+    # on a thread: an engine's directory depends on the contents of its adapter files, which must be read
     parts = server.offload(server.offload.threshold, _read, server, found.get(served, ()), read)
     return json_answer({"logs": "\n".join(parts) or cleaned(kept)})
 
 
 def _entities(store: EndpointStore, row: EndpointState) -> dict[str, tuple[EntityConfig, ...]]:
-    """Those of the active config and of the one on its way, by name."""
+    """Return the entities of the active and the pending config, by name."""
     found: dict[str, tuple[EntityConfig, ...]] = {}
     for version in (row.active_version, row.pending_version):
         if version is not None:
@@ -81,7 +80,7 @@ def _read(server: Server, entities: tuple[EntityConfig, ...], read: Callable[[st
 
 
 def _parts(server: Server, entity: EntityConfig, read: Callable[[str], str]) -> Iterator[str]:
-    """A text for each replica that has an engine on this machine."""
+    """Yield a text for each replica that has an engine on this machine."""
     source: Any = entity.source
     if source.addresses:
         yield f"its engines are on other hosts, which have their logs: {', '.join(source.addresses)}"
@@ -90,13 +89,13 @@ def _parts(server: Server, entity: EntityConfig, read: Callable[[str], str]) -> 
     for index in range(MAX_REPLICAS):
         directory = model.address(index, server.runtime_dir)
         if index and not os.path.isdir(directory):
-            return  # the last numbers end first
+            return  # replicas with the highest numbers end first
         if text := cleaned(read(directory)):
             yield text if index == 0 else f"replica {index}:\n{text}"
 
 
 def cleaned(text: str) -> str:
-    """Without secrets and control characters, long lines cut, the first line dropped where it was cut."""
+    """Return ``text`` without secrets and control characters, with long lines cut off."""
     lines = (plain(without_secrets(line))[:MAX_LINE] for line in text.splitlines())
     return "\n".join(lines)
 

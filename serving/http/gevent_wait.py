@@ -1,4 +1,4 @@
-"""Waiting for a confined process in a gevent worker: other greenlets run meanwhile; its threads block."""
+"""Wait for a confined process in a gevent worker: a greenlet lets other greenlets run; a thread just blocks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gevent.hub import Waiter
 
 from ..confined import use_wait
 
-READ, WRITE = 1, 2  # of the event loop's events
+READ, WRITE = 1, 2  # the event loop's flags for "readable" and "writable"
 _poll: Any = gevent.monkey.get_original("select", "poll")
 
 
@@ -20,7 +20,7 @@ def install() -> None:
 
 
 def wait(fd: int, writing: bool, seconds: float) -> bool:
-    """``confined.process.Wait``."""
+    """Implement ``confined.process.Wait``."""
     if isinstance(gevent.getcurrent(), gevent.Greenlet):
         return _green(fd, writing, seconds)
     poll = _poll()

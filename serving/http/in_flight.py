@@ -1,9 +1,9 @@
-"""In-flight requests of a worker, each of which a disconnect, its deadline or the drain's end may interrupt.
+"""In-flight requests of a worker, each of which may be interrupted by a disconnect, its deadline or the drain's end.
 
-A request's greenlet spends its life blocked in ``next(pieces)``. Interrupting means raising an error right there, so
-that the generator unwinds through its own ``finally`` and the engine gets the abort. It is raised only there: at
-any other point (settling a lease, writing to the socket) the greenlet is left alone and the error waits for its next
-pull.
+A request's greenlet is blocked in ``next(pieces)`` most of the time. Interrupting it means raising an error right
+there, so that the generator unwinds through its own ``finally`` and the engine gets the abort. The error is raised only
+there: at any other point (settling a lease, writing to the socket) the greenlet is not disturbed, and the error waits
+for its next pull.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ from ..errors import DeadlineExceeded
 
 T = TypeVar("T")
 
-TURN = 32  # pulls in a row before others may run: a reply that is all there would otherwise go out in one go
-POLL = 0.1  # seconds between looks at a peer that has sent more than its request
-GRACE = 2.0  # seconds the engine has to end a late request in its own way, with what was generated
+TURN = 32  # pulls in a row before other greenlets may run: a reply that is already complete would block them all
+POLL = 0.1  # seconds between checks of a peer that has sent more than its request
+GRACE = 2.0  # seconds in which the engine itself may end a late request and return what was generated
 
 
 class ClientGone(BrokenPipeError):
-    """The client closed the connection. An EPIPE, which WSGI servers take as the end of a request, not as a fault."""
+    """The client closed the connection. An EPIPE, because WSGI servers treat that as the end of a request, not as an
+    error."""
 
     def __init__(self) -> None:
         super().__init__(errno.EPIPE, "the client closed the connection")
 
 
 class InterruptibleIterator(Generic[T]):
-    """An iterator whose blocked ``next`` can be interrupted by ``interrupt(error)``. Pulled by one greenlet."""
+    """An iterator whose blocked ``next`` can be interrupted by ``interrupt(error)``. Only one greenlet may pull it."""
 
     def __init__(self, items: Iterator[T]) -> None:
         self._items = items
@@ -68,7 +69,7 @@ class InterruptibleIterator(Generic[T]):
             gevent.get_hub().loop.run_callback(self._throw)
 
     def _throw(self) -> None:
-        # runs in the hub: the greenlet is not running, so if it is still inside next() it waits there
+        # runs in the hub, so the greenlet is not running: if it is still inside next(), it is waiting there
         if self._blocked is not None and self._pending is not None:
             self._blocked.throw(self._pending)
 
@@ -101,7 +102,7 @@ class InFlightRequests:
             self._tracked.discard(pieces)
 
     def interrupt_all(self, error: BaseException) -> int:
-        """Interrupt everything that runs; the number interrupted."""
+        """Interrupt all in-flight requests and return their number."""
         interrupted = list(self._tracked)
         for one in interrupted:
             one.interrupt(error)
@@ -112,7 +113,7 @@ class InFlightRequests:
 def interrupt_at_deadline(deadline: float | None, pieces: InterruptibleIterator[Any]) -> Iterator[None]:
     """Interrupt ``pieces`` with ``DeadlineExceeded`` soon after ``deadline`` (``time.monotonic``).
 
-    The engine keeps deadlines itself; this is for one that hangs, or starts anew, just then.
+    Engines enforce deadlines themselves; this is for an engine that hangs or restarts just then.
     """
     if deadline is None or not _on_loop():
         yield
@@ -128,7 +129,7 @@ def interrupt_at_deadline(deadline: float | None, pieces: InterruptibleIterator[
 
 @contextlib.contextmanager
 def interrupt_on_disconnect(sock: Any, pieces: InterruptibleIterator[Any]) -> Iterator[None]:
-    """Interrupt ``pieces`` with ``ClientGone`` when the peer of ``sock`` closes. ``sock`` None: nothing to watch."""
+    """Interrupt ``pieces`` with ``ClientGone`` when the peer of ``sock`` closes. A ``sock`` of None is not watched."""
     if sock is None or not hasattr(sock, "fileno") or sock.fileno() < 0:
         yield
         return
@@ -140,8 +141,11 @@ def interrupt_on_disconnect(sock: Any, pieces: InterruptibleIterator[Any]) -> It
 
 
 class DisconnectWatch:
-    """Looks when something comes of a peer: its end, or bytes that are the next request's. After such bytes, and TLS'
-    close_notify, the end is no event of its own, and is polled for."""
+    """Detects that a peer has closed its connection.
+
+    It checks when the socket becomes readable, by the peer's close or by bytes of the next request. After such bytes,
+    or a TLS close_notify, the close causes no new event, so it is polled for.
+    """
 
     def __init__(self, fileno: int, pieces: InterruptibleIterator[Any]) -> None:
         self._fileno, self._pieces = fileno, pieces
@@ -150,7 +154,7 @@ class DisconnectWatch:
         self._coming.start(self._look)
 
     def _look(self) -> None:
-        self._coming.stop()  # level-triggered: a pipelined request would call us for ever
+        self._coming.stop()  # level-triggered: a pipelined request would trigger it forever
         if not has_hung_up(self._fileno):
             self._timer.start(self._look)
             return
@@ -164,7 +168,7 @@ class DisconnectWatch:
 
 
 def has_hung_up(fileno: int) -> bool:
-    """Whether the peer has closed its sending side, whatever it sent before."""
+    """Return whether the peer has closed its sending side, whatever it sent before."""
     poll = monkey.get_original("select", "poll")()
     poll.register(fileno, select.POLLRDHUP)
     return bool(poll.poll(0))

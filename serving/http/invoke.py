@@ -1,4 +1,4 @@
-"""Runs a task of an endpoint: the life of one request, from its bytes to its answer."""
+"""Run a task of an endpoint: one request, from its received bytes to its response."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from .server import Server
 from .token_writer import TokenWriter, WriteFailed, token_writer
 
 TIMEOUT_HEADER = "X-Request-Timeout"
-SERVED_HEADER = "served-model-name"  # as Databricks names the entity that answered
+SERVED_HEADER = "served-model-name"  # Databricks' header for the name of the entity that answered
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 def invoke(server: Server, request: Request) -> Answer:
-    """Run a task. Raises ``ServingError`` and ``ClientGone``, with everything given back."""
+    """Run a task. Raises ``ServingError`` and ``ClientGone``, after releasing all resources."""
     server.load_shedder.check_open()
     known = meant(server.endpoints.seen_by(request.caller), request)
     check_limits(server, request, known, _inference(request).task)
@@ -64,8 +64,11 @@ def invoke(server: Server, request: Request) -> Answer:
 def _accept(
     server: Server, request: Request, held: ExitStack, *, is_known: bool
 ) -> tuple[ServedEntity, ValidRequest, bytes]:
-    """Receive, decode, address and prepare; nothing of the body is kept but what the reply repeats, the last of the
-    three. ``is_known``: the endpoint's limits have been looked at before."""
+    """Receive, decode, address and prepare a request; ``held`` gets what must be released later.
+
+    Return the served entity, the prepared request, and the part of the body that the reply repeats; no other part of
+    the body is kept. ``is_known`` says that the endpoint's limits have been checked already.
+    """
     record = request.record
     with server.memory.allocate(request.payer(server)) as allocation:
         body = request.receive(allocation)
@@ -93,7 +96,8 @@ def _accept(
 
 
 def _limits(server: Server, entity: ServedEntity, request: Request) -> Limits:
-    """The shorter of the server's and the header's time, the salt of shared prefixes, and whose turns it takes."""
+    """Return the request's limits: the shorter of the server's and the header's timeout, the cache salt for shared
+    prefixes, and the tenant and weight by which the engine shares its time."""
     header, timeout = request.headers.get(TIMEOUT_HEADER), server.settings.timeout
     sharing = entity.prefix_sharing or server.settings.prefix_sharing
     return Limits(
@@ -129,8 +133,10 @@ def _seconds(header: str) -> float:
 def _start(
     server: Server, entity: ServedEntity, valid: ValidRequest, request: Request, held: ExitStack
 ) -> tuple[generate.Pieces, Iterator[Piece]]:
-    """Admit and submit. The pieces, and the same interruptible and counted; ``held`` gives all of it back, last things
-    first."""
+    """Admit and submit a request. Return its pieces, and the same pieces interruptible and counted.
+
+    ``held`` gets everything that must be released, and releases it in reverse order.
+    """
     admission = None
     if entity.mode is not None:
         target = Target(endpoint=entity.endpoint, entity=entity.entity)
@@ -179,7 +185,7 @@ def _streamed(
     pieces: Iterator[Piece],
     held: ExitStack,
 ) -> Answer:
-    """A stream whose first bytes are already there: what fails before them still gets its own HTTP status."""
+    """Return a streamed response once its first bytes are ready, so that an earlier error still gets its own status."""
     record = request.record
     encoder = request.dialect.stream(valid, echoed)
     stream = Stream(encoder, pieces, record, held, token_writer(source, encoder, record, request.sock))
@@ -196,13 +202,13 @@ def _streamed(
 
 
 class Stream:
-    """The bytes of a streamed reply. ``close`` (which WSGI servers call, come what may) gives everything back.
+    """The bytes of a streamed reply. ``close``, which WSGI servers always call, releases everything.
 
     Nothing is buffered here: a slow reader stops the pulling, and its request leaves the engine while more than some
     thousand tokens wait for it (``event_stream``). A reader that takes nothing for ``io_timeout`` loses its connection.
 
-    ``tokens`` writes what comes while we wait for it, from when the first bytes have been taken: the answer's head is
-    out by then.
+    While this iterator waits for its next piece, ``tokens`` writes arriving tokens. It starts after the first bytes
+    were taken, when the response's head has been sent.
     """
 
     def __init__(
@@ -223,7 +229,7 @@ class Stream:
         self._over = False
 
     def prime(self) -> None:
-        """Wait for the first bytes. Raises what ``invoke`` raises."""
+        """Wait for the first bytes. Raises the same errors as ``invoke``."""
         self._first = self._next_bytes()
 
     def __iter__(self) -> Iterator[bytes]:
@@ -254,7 +260,7 @@ class Stream:
         return data
 
     def _next_bytes(self) -> bytes:
-        """The next non-empty chunk; b"" at the end."""
+        """Return the next non-empty chunk, or b"" at the end."""
         for piece in self._pieces:
             data = self._encoder.encode(piece)
             if data:
@@ -269,7 +275,7 @@ class Stream:
         return self._encoder.error(error)
 
     def release(self, error: BaseException | None = None) -> None:
-        """Abort what still runs and settle, with ``error`` where there was one. Later calls do nothing."""
+        """Abort what still runs and settle, with ``error`` if there was one. Later calls do nothing."""
         self._held.__exit__(type(error) if error else None, error, None)
 
     def close(self) -> None:

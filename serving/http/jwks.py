@@ -1,8 +1,8 @@
-"""Public keys of the issuer of tokens: a JWKS (RFC 7517) in a file or at a URL, kept and renewed.
+"""The public keys of a token issuer: a JWKS (RFC 7517) from a file or a URL, kept in memory and renewed.
 
-A token names its key (``kid``). One that is known is answered from memory; when the set has grown old it is renewed
-beside the requests, which go on with the old one. A key that is not known is looked for once, and not again for
-``RETRY`` seconds, whatever other names tokens bring: bad tokens cannot make this server fetch.
+A token names its key (``kid``). A known key is returned from memory; when the key set is too old, it is renewed in the
+background while requests go on with the old one. An unknown key causes one fetch, then none for ``RETRY`` seconds,
+whatever key ids other tokens name: bad tokens cannot make this server fetch again and again.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from joserfc.jwk import ECKey, OKPKey, RSAKey
 from .. import logs
 from ..errors import Unauthenticated, Unavailable
 
-MAX_AGE = 300.0  # seconds until a set is renewed whose answer says nothing of it
+MAX_AGE = 300.0  # seconds until a key set is renewed if its response does not say
 FILE_MAX_AGE = 5.0
-FRESHNESS = (10.0, 3600.0)  # whatever the answer says: a key that was withdrawn is believed no longer
-STALE = 86_400.0  # seconds after which keys that could not be renewed are believed no more
+FRESHNESS = (10.0, 3600.0)  # bounds of that time: they limit how long a withdrawn key is still trusted
+STALE = 86_400.0  # seconds after which keys that could not be renewed are not trusted any more
 RETRY = 10.0
 FETCH_SECONDS = 5.0
 MAX_BYTES = 256 * 1024
@@ -36,22 +36,22 @@ MAX_KEYS = 100
 MAX_KID = 256
 RSA_BITS = (2048, 8192)
 
-Fetched = tuple[bytes, float]  # a set, and the seconds until it is to be renewed
+Fetched = tuple[bytes, float]  # a key set, and the seconds until it must be renewed
 PublicKey = RSAKey | ECKey | OKPKey
 KINDS: Mapping[str, type[PublicKey]] = {"RSA": RSAKey, "EC": ECKey, "OKP": OKPKey}
-# what of a key is public: a set that has more by mistake gives no more
+# the public fields of a key: if a key set has private ones by mistake, they are not used
 PUBLIC = ("kty", "kid", "use", "key_ops", "alg", "n", "e", "crv", "x", "y")
 
 
 class BadKeySet(ValueError):
-    """What was fetched is no set of keys."""
+    """The fetched data is not a key set."""
 
 
 def parsed(data: bytes) -> dict[str, PublicKey]:
-    """Keys to verify with, by ``kid`` (their thumbprint where they have none). Secret ones (``oct``), weak ones, those
-    for encryption and those of other kinds are left out: with none of them anything would be verified here.
+    """Return the keys that can verify tokens, by ``kid`` (or by thumbprint if they have no ``kid``).
 
-    Raises ``BadKeySet``.
+    Secret keys (``oct``), weak keys, keys for encryption and keys of other types are left out, because none of them may
+    verify a token here. Raises ``BadKeySet``.
     """
     try:
         listed = json.loads(data)["keys"]
@@ -78,7 +78,7 @@ def _key(values: dict[str, Any]) -> PublicKey | None:
 
 
 def _is_strong(modulus: Any) -> bool:
-    """Whether an RSA modulus (base64url) has enough bits, and not so many that verifying takes long."""
+    """Return whether an RSA modulus (base64url) has enough bits, but not so many that verifying takes long."""
     if not isinstance(modulus, str) or not re.fullmatch(r"[A-Za-z0-9_-]+", modulus):
         return False
     low, high = RSA_BITS
@@ -86,7 +86,7 @@ def _is_strong(modulus: Any) -> bool:
 
 
 class KeySource:
-    """``location`` is a path, or an ``https`` URL (``http`` on this machine)."""
+    """A source of an issuer's keys. ``location`` is a path or an ``https`` URL (``http`` only on this machine)."""
 
     def __init__(
         self,
@@ -105,8 +105,10 @@ class KeySource:
         self._turn = threading.Lock()  # held by the thread that renews
 
     def find(self, kid: str | None) -> PublicKey:
-        """The key ``kid``; None is the only one there is. Raises ``Unauthenticated``, and ``Unavailable`` where no keys
-        are to be had."""
+        """Return the key ``kid``; None means the only key in the set.
+
+        Raises ``Unauthenticated``, and ``Unavailable`` if the keys cannot be fetched.
+        """
         if kid is not None and (not isinstance(kid, str) or len(kid) > MAX_KID):
             raise Unauthenticated("the token is not valid here")
         found = self._known(kid)
@@ -141,7 +143,7 @@ class KeySource:
             threading.Thread(target=self._renew, name="mlflow-llm-jwks", daemon=True).start()
 
     def _renew(self, *, wait: bool = False) -> None:
-        """One at a time; a thread that waited finds what the one before has brought."""
+        """Renew the keys, one thread at a time; a thread that waited uses what the thread before it has fetched."""
         if not self._turn.acquire(blocking=wait):
             return
         try:
@@ -172,14 +174,15 @@ def _bounded(data: bytes) -> bytes:
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """The keys are where the operator said: no answer sends this server elsewhere."""
+    """Follows no redirect: keys come only from the location that the operator configured."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
 
 
 def freshness(cache_control: str, age: str = "") -> float:
-    """Seconds until an answer with these headers (RFC 9111, 5.1 and 5.2.2) is to be renewed, within ``FRESHNESS``."""
+    """Return the seconds until a response with these headers must be renewed (RFC 9111, 5.1 and 5.2.2), within
+    ``FRESHNESS``; without such a header, ``MAX_AGE``."""
     parts = [directive.partition("=") for directive in cache_control.split(",")]
     directives = {name.strip().lower(): value for name, _, value in parts}
     least, most = FRESHNESS
@@ -193,7 +196,7 @@ def freshness(cache_control: str, age: str = "") -> float:
 
 
 def download(url: str) -> Fetched:
-    """Raises ``OSError`` (an HTTP status of 300 and above, a timeout), ``BadKeySet``."""
+    """Download a key set. Raises ``OSError`` (for a timeout or an HTTP status of 300 or above) and ``BadKeySet``."""
     until = time.monotonic() + FETCH_SECONDS
     request = urllib.request.Request(url, headers={"Accept": "application/json"})
     data = bytearray()

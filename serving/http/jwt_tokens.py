@@ -1,8 +1,9 @@
-"""JWT bearer tokens (RFC 7519) as callers: signed by an issuer whose public keys are known, for this server.
+"""Verify JWT bearer tokens (RFC 7519) and turn them into callers. An issuer with known public keys has signed the
+tokens for this server.
 
-Algorithms are those of an allow-list, of which none is symmetric and none is ``none``: a public key is no secret to
-sign with (algorithm confusion), and a key is used with the algorithms of its own kind only. What was wrong with a token
-its bearer learns no more than that it has expired.
+The algorithms come from an allow-list that has no symmetric algorithm and not ``none``: otherwise a public key could be
+used as a secret to sign with (algorithm confusion). A key is used only with the algorithms of its own type. A bearer is
+told if the token has expired, but no other reason for a refusal.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ _ABSENT = object()
 
 
 class _Registry(JWSRegistry):
-    """The allow-list is the settings': an algorithm that is thought outdated elsewhere makes no warning a request."""
+    """Allows exactly the algorithms of the settings, without a warning per request for those that the library considers
+    outdated."""
 
     def get_alg(self, name: str) -> Any:
         if self.allowed is None or name not in self.allowed:
@@ -40,7 +42,7 @@ class _Registry(JWSRegistry):
 
 
 class Tokens:
-    """``source`` has the issuer's keys."""
+    """Verifies tokens with the issuer's keys from ``source``."""
 
     def __init__(self, settings: ServerSettings, source: KeySource, *, clock: Callable[[], float] = time.time) -> None:
         assert settings.jwt_issuer
@@ -58,8 +60,10 @@ class Tokens:
         )
 
     def verify(self, token: str) -> Caller:
-        """The caller that ``token`` stands for. Raises ``Unauthenticated``, and ``Unavailable`` where the issuer's keys
-        are not to be had."""
+        """Return the caller that ``token`` identifies.
+
+        Raises ``Unauthenticated``, and ``Unavailable`` if the issuer's keys cannot be fetched.
+        """
         if len(token) > MAX_TOKEN or not token.isascii():
             raise Unauthenticated(INVALID)
         try:
@@ -89,7 +93,7 @@ class Tokens:
 
 
 def _claim(claims: Mapping[str, Any], name: str) -> Any:
-    """A claim by its name, else by the path that dots make of it: ``realm_access.roles``."""
+    """Return a claim by its name, or else by its name as a dotted path, such as ``realm_access.roles``."""
     if name in claims:
         return claims[name]
     found: Any = claims
@@ -106,7 +110,7 @@ def _text(claims: Mapping[str, Any], name: str, most: int) -> str:
 
 
 def _words(claims: Mapping[str, Any], name: str) -> tuple[str, ...] | None:
-    """A list of texts, or a text with spaces between them; None where there is no such claim."""
+    """Return the words of a claim that is a list of strings or one string with spaces; None without such a claim."""
     value = _claim(claims, name)
     if value is _ABSENT or value is None:
         return None
@@ -125,7 +129,8 @@ def _endpoints(words: tuple[str, ...] | None) -> tuple[str, ...] | None:
 
 
 def _weight(claims: Mapping[str, Any], name: str) -> int:
-    """An integer, or its digits: some issuers write every claim as a text. 1 where there is no such claim."""
+    """Return an integer claim, or 1 without such a claim. Digits in a string count too, because some issuers write
+    every claim as a string."""
     value = _claim(claims, name)
     if value is _ABSENT or value is None:
         return 1
@@ -137,7 +142,7 @@ def _weight(claims: Mapping[str, Any], name: str) -> int:
 
 
 def _short(subject: str) -> str:
-    """As ledger and limits name the caller: a long one by its beginning and its SHA-256."""
+    """Return the caller's name for ledger and limits: a long subject is shortened to its beginning and its SHA-256."""
     if len(subject) <= MAX_SUBJECT:
         return subject
     return f"{subject[:40]}…{hashlib.sha256(subject.encode()).hexdigest()[:32]}"

@@ -1,7 +1,7 @@
-"""Keep-alive: a connection takes another request only where it is known where the last one ended.
+"""Keep-alive: a connection accepts another request only if it is known where the last one ended.
 
-What follows a body that broke off, or was left unread, would be taken for a request (request smuggling): after a proxy,
-another client's.
+Otherwise the rest of a broken or unread body would be read as the next request (request smuggling); behind a proxy, it
+could be taken for another client's request.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from typing import Any, Protocol
 
 from gunicorn.http.body import ChunkedReader
 
-CHEAP = 64 * 2**10  # unread bytes of an announced length that are read and dropped rather than the connection
+CHEAP = 64 * 2**10  # up to this many unread bytes of an announced length are discarded to keep the connection
 
 
 class Connection(Protocol):
-    """What a request came over: ``address`` is what it counts under, ``probes``: its listener is for probes."""
+    """The connection over which a request came. ``address`` is what it counts under; ``probes`` says that it came to
+    the listener for probes."""
 
     address: str
     probes: bool
@@ -28,7 +29,7 @@ class Connection(Protocol):
 class RequestBody:
     """A request's body for WSGI, in place of gunicorn's, that knows whether its end was reached.
 
-    What arrives after its end is the next head's, whose deadline ``connection`` then keeps.
+    After its end, the next bytes belong to the next head, so ``connection`` then applies the deadline for a head.
     """
 
     def __init__(self, request: Any, connection: Connection) -> None:
@@ -44,8 +45,8 @@ class RequestBody:
         self._note_end()
 
     def read(self, size: int) -> bytes:
-        """Up to ``size`` bytes; fewer only where no more come."""
-        broken, self._broken = self._broken, True  # where this raises, what follows is not known
+        """Read up to ``size`` bytes; fewer only at the end of the body."""
+        broken, self._broken = self._broken, True  # if the read raises, the position in the body is unknown
         data: bytes = self._stream.read(size)
         self._broken = broken
         self._left -= len(data)
@@ -63,37 +64,40 @@ class RequestBody:
 
     @property
     def _is_cheap(self) -> bool:
-        # a client that waited for a 100 has got one, and may send the body or, with the answer there, leave it out
+        # a client that waited for a 100 got one; it may now send the body or, because it got the response, omit it
         known = not (self._chunked or self._broken or self._ended or self._optional)
         return known and self._left <= CHEAP
 
     def settle(self) -> None:
-        """Before the answer's head goes out: the connection ends with it, unless the next request can be found."""
+        """Decide, before the response's head is sent, whether the connection ends: it does unless the start of the next
+        request can be found."""
         if not (self.is_whole or self._is_cheap):
             self._request.force_close()
 
 
 def asks_to_close(headers: Iterable[tuple[str, str]]) -> bool:
-    """Whether a request is its connection's last: a list of options, in one field or several (RFC 9110, 7.6.1), of
-    which gunicorn reads a single one."""
+    """Return whether a request asks to close its connection.
+
+    ``Connection`` is a list of options in one or several fields (RFC 9110, 7.6.1); gunicorn reads only a single one.
+    """
     fields = (value for name, value in headers if name == "CONNECTION")
     return any(option.strip().lower() == "close" for value in fields for option in value.split(","))
 
 
 def settle(environ: Mapping[str, Any]) -> None:
-    """``RequestBody.settle`` of the request of ``environ``, where it came over a connection of ours."""
+    """Call ``RequestBody.settle`` for the request of ``environ``, if it came over one of our connections."""
     body = environ.get("wsgi.input")
     if isinstance(body, RequestBody):
         body.settle()
 
 
 def came_to_probes(environ: Mapping[str, Any]) -> bool:
-    """Whether the request of ``environ`` came to the listener for probes."""
+    """Return whether the request of ``environ`` came to the listener for probes."""
     body = environ.get("wsgi.input")
     return isinstance(body, RequestBody) and body.connection.probes
 
 
 def address_in(environ: Mapping[str, Any]) -> str:
-    """What the request of ``environ`` counts under without a key: what its connection does."""
+    """Return what the request of ``environ`` counts under without a key: the address of its connection."""
     body = environ.get("wsgi.input")
     return body.connection.address if isinstance(body, RequestBody) else environ.get("REMOTE_ADDR") or ""

@@ -1,4 +1,4 @@
-"""What the server and its models are, by KServe's protocol (v2); ``dialects.kserve`` answers its inference."""
+"""Describe the server and its models in KServe's protocol (v2); ``dialects.kserve`` handles its inference requests."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def is_live(server: Server, request: Request) -> Answer:
 
 
 def is_ready(server: Server, request: Request) -> Answer:
-    """As ``/ready`` has it, which shows details."""
+    """Return the same readiness as ``/ready``, without its details."""
     ready = takes_requests(server)
     return json_answer({"ready": ready}, status=200 if ready else Unavailable.status)
 
 
 def takes_requests(server: Server) -> bool:
-    """Whether each served entity has an engine that makes progress."""
+    """Return whether the server is not draining and each served entity has an engine that makes progress."""
     if server.load_shedder.draining:
         return False
     return all(entity.engine.health().status == "ready" for entity in server.endpoints.entities())
@@ -66,13 +66,13 @@ def index(server: Server, request: Request) -> Answer:
 
 
 def metadata_of(endpoints: ServedEndpoints, entity: ServedEntity) -> dict[str, Any]:
-    """The tensors of an endpoint's models, and the versions that there are of them."""
+    """Return the tensors of an endpoint's models, and the versions of these models."""
     versions = endpoints.versions_of(entity.endpoint)
     return model_metadata(entity.endpoint, versions, generates=entity.view.generates)
 
 
 def config_of(entity: ServedEntity) -> dict[str, Any]:
-    """Its configuration in Triton's words."""
+    """Return the model's configuration in Triton's terms."""
     view = entity.view
     return model_config(
         entity.endpoint, generates=view.generates, max_model_len=view.context, vocab_size=view.info.vocab_size
@@ -80,7 +80,7 @@ def config_of(entity: ServedEntity) -> dict[str, Any]:
 
 
 def entries(endpoints: ServedEndpoints, *, only_ready: bool) -> Iterator[dict[str, Any]]:
-    """The repository's index: each model and version that is served."""
+    """Yield the entries of the repository's index: each model and version that is served."""
     ready: dict[tuple[str, str], bool] = {}
     for entity in endpoints.entities():
         place = entity.endpoint, entity.version
@@ -91,12 +91,12 @@ def entries(endpoints: ServedEndpoints, *, only_ready: bool) -> Iterator[dict[st
 
 
 def answers(entity: ServedEntity) -> bool:
-    """Whether it takes requests: an engine that ended because nobody asked comes back when somebody does."""
+    """Return whether ``entity`` takes requests. An unloaded or starting engine counts, because requests wait for it."""
     return entity.engine.health().status in ("ready", "starting")
 
 
 def find(endpoints: ServedEndpoints, caller: Caller, name: str, version: str | None) -> ServedEntity:
-    """The model that is meant. Raises ``NotFound``."""
+    """Return the served entity that ``name`` and ``version`` name. Raises ``NotFound``."""
     entity, adapter = endpoints.find(name, version)
     endpoints.check_use(caller, entity, adapter)
     return entity
