@@ -1,8 +1,9 @@
-"""Loading and unloading LoRA adapters while their model is served, in vLLM's forms and words.
+"""Load and unload LoRA adapters while their model is served, with vLLM's request fields and messages.
 
-``POST /v1/load_lora_adapter {lora_name, lora_path, load_inplace}``, ``POST /v1/unload_lora_adapter {lora_name}``; ours
-beside them are ``model``, the endpoint, where there are several, and ``pinned``. They answer when every worker and
-every replica has, or has no more, the adapter. From where adapters come says ``adapter_sources``.
+``POST /v1/load_lora_adapter {lora_name, lora_path, load_inplace}``, ``POST /v1/unload_lora_adapter {lora_name}``. Two
+fields are our own: ``model`` names the endpoint if there are several, and ``pinned``. The routes respond when every
+worker and every replica has loaded or unloaded the adapter. The setting ``adapter_sources`` says where adapters may
+come from.
 """
 
 from __future__ import annotations
@@ -111,7 +112,10 @@ def _of(adapters: Sequence[PlannedAdapter], name: str, revision: str | None = No
 
 
 def _endpoint(server: Server, request: Request, called: str | None) -> tuple[PlannedEndpoint, PlanFollower]:
-    """The endpoint that is meant. Raises ``NotFound``, ``InvalidField`` for one whose model takes no adapters."""
+    """Return the endpoint that ``called`` names, and the plan follower.
+
+    Raises ``NotFound``, and ``InvalidField`` if the endpoint's model does not take adapters.
+    """
     if server.follower is None:
         raise NotFound("this server has no store of endpoints")
     entity, _ = server.endpoints.seen_by(request.caller).route(called)
@@ -124,7 +128,7 @@ def _endpoint(server: Server, request: Request, called: str | None) -> tuple[Pla
 
 
 def _check_name(server: Server, endpoint: PlannedEndpoint, name: str) -> None:
-    """Raises ``InvalidField`` for a name that means something else already."""
+    """Raise ``RequestError`` or its subclass ``InvalidField`` if ``name`` is already used for something else."""
     if any(name in (entity.endpoint, entity.entity) for entity in server.endpoints.entities()):
         raise RequestError(f"The lora adapter name '{name}' conflicts with a served base model.", param="lora_name")
     if any(name in entity.config.model.bundle.adapters for entity in endpoint.entities):
@@ -141,9 +145,10 @@ def _check_on(server: Server) -> tuple[str, ...]:
 
 
 def _check_allowed(server: Server, uri: str) -> None:
-    """Raises ``PermissionDenied`` for what is not below one of ``adapter_sources``, whether it exists or not.
+    """Raise ``PermissionDenied`` if ``uri`` is not below one of ``adapter_sources``, whether it exists or not.
 
-    Links count as where they lead, also those of the files within the directory."""
+    Symbolic links are resolved, also those of the files in the directory.
+    """
     places = _check_on(server)
     if uri.startswith(MODELS):
         named = parse(uri)
@@ -160,7 +165,7 @@ def _check_allowed(server: Server, uri: str) -> None:
 
 
 def _path(server: Server, uri: str, name: str) -> str:
-    """The directory of the adapter. Raises ``NotFound``, ``RequestError``."""
+    """Return the adapter's directory. Raises ``NotFound`` and ``RequestError``."""
     if not uri.startswith(MODELS):
         if not os.path.isfile(os.path.join(uri, CONFIG)):
             raise NotFound(f"Loading lora {name} failed: No adapter found for {uri}", param="lora_path")

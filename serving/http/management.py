@@ -33,7 +33,7 @@ def get(server: Server, request: Request) -> Answer:
 
 
 def delete(server: Server, request: Request) -> Answer:
-    """Answers when this worker has stopped taking requests for it; what runs is finished."""
+    """Delete an endpoint. Respond when this worker takes no more requests for it; running requests are finished."""
     server.managed_endpoints().delete(request.name, by=request.actor)
     until = time.monotonic() + GONE_SECONDS
     while any(served.endpoint == request.name for served in server.endpoints) and time.monotonic() < until:
@@ -57,7 +57,8 @@ def patch_tags(server: Server, request: Request) -> Answer:
 
 
 def get_metrics(server: Server, request: Request) -> Answer:
-    """The part of ``/metrics`` about this endpoint: every tenant's requests, so it takes the scope ``manage``."""
+    """Return the part of ``/metrics`` about this endpoint. It needs the scope ``manage``, because it shows the requests
+    of all tenants."""
     request.caller.check_scope("manage")
     server.managed_endpoints().get(request.name)
     label = f'endpoint="{request.name}"'.encode()

@@ -1,7 +1,8 @@
-"""Memory budget: bytes of requests and replies that a worker holds at once, for each caller and in all.
+"""Memory budget: limits the bytes of requests and replies that a worker holds at once, per caller and in total.
 
-A body counts as it comes, until it is tokenised; a reply that is not streamed with what it has beside generated text,
-while it is made. Small ones are not counted: the connection limits bound those.
+The bytes of a body count from their arrival until the body is tokenised. Of a reply that is not streamed, the parts
+other than generated text count while the reply is being built. Small bodies and replies do not count, because the
+connection limits bound them.
 """
 
 from __future__ import annotations
@@ -23,15 +24,17 @@ class Allocation:
         self._size = self._counted = 0
 
     def grow(self, size: int) -> None:
-        """Count ``size`` bytes in, before they are there. Raises ``LimitExceeded`` where the caller has too much in
-        memory, ``Overloaded`` where all have."""
+        """Count ``size`` more bytes.
+
+        Raises ``LimitExceeded`` if the caller has too much in memory, and ``Overloaded`` if all callers together have.
+        """
         self._size += size
         if self._size > SMALL:
             self._budget.add(self._caller, self._size - self._counted)
             self._counted = self._size
 
     def check(self, size: int) -> None:
-        """Raises as ``grow`` where ``size`` bytes that have not come yet have no room now."""
+        """Raise the errors of ``grow`` if there is no room now for ``size`` bytes that have not arrived yet."""
         if size > SMALL:
             self._budget.check(self._caller, size)
 
@@ -41,7 +44,8 @@ class Allocation:
 
 
 class MemoryBudget:
-    """At most ``total`` bytes, ``by_caller`` of one caller: an API key, or an address where no keys are required."""
+    """Allows at most ``total`` bytes in memory, and at most ``by_caller`` bytes of one caller: an API key, or an
+    address if no keys are required."""
 
     def __init__(self, *, total: int, by_caller: int) -> None:
         self.total, self.by_caller = total, by_caller
@@ -50,7 +54,7 @@ class MemoryBudget:
 
     @contextmanager
     def allocate(self, caller: str) -> Iterator[Allocation]:
-        """An allocation of ``caller``, released at the end."""
+        """Provide an allocation for ``caller`` that is released at the end of the context."""
         allocation = Allocation(self, caller)
         try:
             yield allocation

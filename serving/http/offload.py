@@ -1,9 +1,9 @@
-"""Offloading: work that would block the event loop runs on threads.
+"""Offloading: run work on threads that would block the event loop.
 
 Decoding and tokenising a few kilobytes takes a few milliseconds and stays on the loop; megabytes take seconds, during
-which no other stream of this worker would get a token. A thread frees the loop as far as its work lets go of the
-interpreter: tokenising does for its whole length (``tasks.text``), Python code does every ``SWITCH`` seconds
-(``give_way``), a single call into C, such as the JSON decoding of 4 MB, does at its end.
+which no other stream of this worker would get a token. A thread frees the loop only while its work releases the
+interpreter lock: tokenising releases it the whole time (``tasks.text``), Python code every ``SWITCH`` seconds
+(``give_way``), and a single call into C, such as decoding 4 MB of JSON, only at its end.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ from gevent.threadpool import ThreadPool
 
 T = TypeVar("T")
 
-THREADS = 4  # large bodies read at the same time; more would take the processor from the engine
-SWITCH = 0.0002  # seconds a thread keeps the interpreter while the loop wants it; each send of the loop asks anew
+THREADS = 4  # large bodies processed at the same time; more would take the processor from the engine
+SWITCH = 0.0002  # seconds a thread keeps the interpreter lock while the loop waits for it, as it does at each send
 
 
 def give_way() -> None:
-    """Set a worker process up for streams: its threads hold the interpreter and the cores for short times only."""
+    """Set up a worker process for streams: its threads hold the interpreter lock and the cores only for short times."""
     sys.setswitchinterval(SWITCH)
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a batch of texts would take every core
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # otherwise a batch of texts would use every core
     gc.collect()
-    gc.freeze()  # what is there now stays: a collection that walks through all of it is a pause of 0.1 s
+    gc.freeze()  # the current objects stay for good; a collection that visits all of them would be a pause of 0.1 s
 
 
 class Offload:
-    """Runs a function on a thread when ``size`` (bytes) is at least ``threshold`` and a loop is there to be freed."""
+    """Runs a function on a thread if ``size`` (bytes) is at least ``threshold`` and the caller runs on an event loop;
+    otherwise calls it directly."""
 
     def __init__(self, threshold: int) -> None:
         self.threshold = threshold
@@ -41,7 +42,7 @@ class Offload:
     def __call__(self, size: int, function: Callable[..., T], *args: Any) -> T:
         if size < self.threshold or not isinstance(gevent.getcurrent(), gevent.Greenlet):
             return function(*args)
-        if self._threads is None:  # not before the fork: threads belong to one process
+        if self._threads is None:  # created late, because threads do not survive a fork
             self._threads = ThreadPool(THREADS)
         result, error = self._threads.apply(_outcome, (function, args))
         if error is not None:
@@ -51,7 +52,8 @@ class Offload:
 
 
 def _outcome(function: Callable[..., T], args: tuple[Any, ...]) -> tuple[T | None, Exception | None]:
-    """What came of it. gevent's threads would print an error that leaves them, and a refusal is no fault of ours."""
+    """Return the function's result and its error. An error that left a gevent thread would be printed as a fault, but
+    it may be an ordinary refusal."""
     try:
         return function(*args), None
     except Exception as error:

@@ -1,4 +1,4 @@
-"""The OpenAPI 3.1 document, made from the routes and the dialects' schemas, and the routes that show it."""
+"""The OpenAPI 3.1 document, built from the routes and the dialects' schemas, and the routes that serve it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ SECURITY: dict[str, dict[str, str]] = {
 
 
 def documented(routes: tuple[Route, ...]) -> tuple[Route, ...]:
-    """``routes``, and those that show the document of all of them."""
+    """Return ``routes`` plus the routes that serve the document of all these routes."""
 
     @functools.cache
     def whole() -> dict[str, Any]:
@@ -94,7 +94,7 @@ def documented(routes: tuple[Route, ...]) -> tuple[Route, ...]:
 
 
 def _of_endpoint(whole: dict[str, Any], name: str) -> dict[str, Any]:
-    """The part of ``whole`` that is about the endpoint ``name``."""
+    """Return the part of ``whole`` that is about the endpoint ``name``."""
     path = "/serving-endpoints/{name}/invocations"
     operation = dict(whole["paths"][path]["post"])
     operation["parameters"] = [p for p in operation["parameters"] if p["in"] != "path"]
@@ -102,7 +102,7 @@ def _of_endpoint(whole: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def document(routes: Iterable[Route]) -> dict[str, Any]:
-    """Every route, its request fields and its errors; the schemas of the dialects that the routes speak."""
+    """Return the document: every route with its request fields and errors, and the schemas of the routes' dialects."""
     paths: dict[str, dict[str, Any]] = {}
     dialects: dict[str, Dialect] = {}
     for route in routes:
@@ -146,7 +146,7 @@ def _operation(route: Route, path: str) -> dict[str, Any]:
         sticky = {"type": "string", "maxLength": STICKY_MAX}
         parameters.append({"name": STICKY_HEADER, "in": "header", "schema": sticky})
         content = {kind: {"schema": _body(route.dialect, route.inference)} for kind in filter(None, route.takes)}
-        if JSON in content:  # whose schema is not that of what else is taken
+        if JSON in content:  # the schema is that of JSON only; other media types are binary
             content |= {kind: {"schema": BINARY} for kind in content if kind != JSON}
         operation["requestBody"] = {"required": True, "content": content}
     elif route.body is not None:

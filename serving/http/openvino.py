@@ -1,4 +1,4 @@
-"""What OpenVINO Model Server says of its models: the lists below ``/v3`` and the status of its configuration."""
+"""OpenVINO Model Server's routes about its models: the lists below ``/v3`` and the status of its configuration."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from .pages import get_model, list_models
 from .route import Request, Route
 from .server import Server
 
-# an engine's state in the words of TensorFlow Serving, which that server took them from
+# an engine's state in the terms of TensorFlow Serving, which OpenVINO Model Server uses
 _STATES = {"ready": "AVAILABLE", "starting": "LOADING", "draining": "UNLOADING"}
 _FINE = {"error_code": "OK", "error_message": "OK"}
 _AWAY = {"error_code": "UNAVAILABLE", "error_message": "no engine of this model answers"}
 
 
 def config(server: Server, request: Request) -> Answer:
-    """Each model with its versions and their states."""
+    """Return each model with its versions and their states."""
     found: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for entity in server.endpoints.seen_by(request.caller).entities():
         found.setdefault(entity.endpoint, {"model_version_status": []})["model_version_status"].append(_status(entity))

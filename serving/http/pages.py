@@ -19,7 +19,7 @@ from .answer import Answer, json_answer
 from .route import Auth, Listener, Request, Route
 from .server import Server
 
-# of an endpoint's health; the rest counts every tenant's work
+# fields of an endpoint's health that every caller may see; most of the others count the work of all tenants
 SHOWN = ("kernels_reason", "instruction_set", "quantization_reason", "kv_cache_dtype", "kv_cache_reason")
 NAMED = (*SHOWN, "max_num_batched_tokens")
 SHOWN_TO_ALL = ("status", "kernels", "quantization", *SHOWN, "paged")
@@ -48,7 +48,7 @@ def get_model(server: Server, request: Request) -> Answer:
 
 
 def _entry(entity: ServedEntity, caller: Caller) -> dict[str, Any]:
-    """One endpoint as MLflow's deployments server describes it; ``limit`` must be there, null is fine."""
+    """Return one endpoint in the form of MLflow's deployments server, where ``limit`` is required but may be null."""
     return {
         "name": entity.endpoint,
         "endpoint_type": TASK_TYPES[entity.tasks[0]],
@@ -83,10 +83,10 @@ def version(server: Server, request: Request) -> Answer:
 
 
 def health(server: Server, request: Request) -> Answer:
-    """200 while every served entity has a replica that makes progress (or nothing to do), 503 otherwise.
+    """Respond with 200 if every served entity has a replica that makes progress or has nothing to do, else with 503.
 
-    Without a key, on a server that requires one, the status alone is shown. Without the scope ``manage`` no counters
-    are: steps and requests are every tenant's, to the token where one of them is alone.
+    Without a key, on a server that requires one, only the status is shown. Without the scope ``manage``, no counters
+    are shown: steps and requests count the work of all tenants, and reveal a single active tenant's to the token.
     """
     found: dict[str, dict[str, ServedEntity]] = {}
     for entity in server.endpoints.entities():
@@ -108,8 +108,10 @@ def _shown(state: dict[str, Any], caller: Caller) -> dict[str, Any]:
 
 
 def _progress_of_all(entities: dict[str, ServedEntity]) -> dict[str, Any]:
-    """An endpoint's: the state of the entity that is worst, the others' work added; each by itself where there are
-    several, else what it runs on."""
+    """Return the progress of an endpoint: the state of its worst entity, with the work of all entities summed.
+
+    With several entities, each is also listed separately; a single one adds its own facts instead.
+    """
     healths = {name: entity.engine.health() for name, entity in entities.items()}
     worst = max(healths.values(), key=lambda health: BEST_FIRST.index(health.status))
     names = ("steps", "num_running", "num_waiting")
@@ -131,7 +133,7 @@ def _kernels(info: EngineInfo) -> dict[str, Any]:
 
 
 def _memory(entity: ServedEntity) -> dict[str, Any]:
-    """What its engine takes, and where it is unloaded why, and how long it takes to come back."""
+    """Return the memory of the entity's engine; if it is unloaded, also why, and how long a start takes."""
     record = entity.engine.record()
     if not record.unloaded:
         return {"memory": record.memory} if record.measured else {}
@@ -139,7 +141,7 @@ def _memory(entity: ServedEntity) -> dict[str, Any]:
 
 
 def _standbys(entity: ServedEntity) -> dict[str, Any]:
-    """Those that are ready, where any are to be."""
+    """Return the number of ready standbys, if the engine has or should have any."""
     health = entity.engine.health()
     return {"standbys": health.num_standbys} if entity.engine.info.num_standbys or health.num_standbys else {}
 
@@ -156,15 +158,20 @@ def _progress(health: Health) -> dict[str, Any]:
 
 
 def ready(server: Server, request: Request) -> Answer:
-    """A worker takes requests only after each of its engines has generated a token, so an answer is proof."""
+    """Respond as ``health`` does, or with an error while draining.
+
+    A worker starts to serve only after each of its engines has generated a token, so a 200 proves that they work.
+    """
     if server.load_shedder.draining:
         raise ShuttingDown("the server is shutting down", retry_after=5.0)
     return health(server, request)
 
 
 def metrics_exposition(server: Server, request: Request) -> Answer:
-    """Every tenant's requests and tokens. Where keys are required they take the scope ``manage``, or the listener for
-    probes."""
+    """Return the metrics, which count the requests and tokens of all tenants.
+
+    If keys are required, this needs the scope ``manage`` or a separate listener for probes.
+    """
     if server.requires_key and server.settings.probe_port is None:
         if request.caller.key_id == UNKNOWN.key_id:
             raise Unauthenticated("metrics are every tenant's: send a key with the scope manage, or use --probe-port")

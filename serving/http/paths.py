@@ -1,4 +1,4 @@
-"""Paths of the management API, for its routes and for the commands that ask it."""
+"""Paths of the management API, for its routes and for the commands that call it."""
 
 from __future__ import annotations
 

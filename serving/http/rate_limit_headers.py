@@ -1,7 +1,7 @@
-"""``x-ratelimit-*`` headers, as OpenAI's API has them, of the limits that an admission was checked against.
+"""``x-ratelimit-*`` headers, in the form of OpenAI's API, for the limits that an admission was checked against.
 
-``tokens`` and ``requests`` are the strictest of all limits on tokens and requests; ``input-tokens``, ``output-tokens``
-and the others are those of one kind.
+``tokens`` and ``requests`` show the strictest of all limits on tokens and on requests; ``input-tokens``,
+``output-tokens`` and the others show the limit of one kind.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ NOUNS = {
 
 
 def headers(limits: Iterable[LimitStatus]) -> dict[str, str]:
-    """Limit, what remains of it, and seconds until it is wholly free.
+    """Return headers for each limit: its value, what remains, and the seconds until it is completely free.
 
-    Of several limits on the same thing the one with the least left is shown. A budget is money, as decimal text.
+    Of several limits on the same thing, the one with the least left is shown. A budget is money, as a decimal string.
     """
     strictest: dict[str, LimitStatus] = {}
     for status in limits:
@@ -42,7 +42,7 @@ def headers(limits: Iterable[LimitStatus]) -> dict[str, str]:
 
 
 def refused(error: LimitExceeded) -> dict[str, str]:
-    """The same of the limit that refused a request; its reset is when this request would be admitted."""
+    """Return these headers for the limit that refused a request; the reset is when this request would be admitted."""
     if error.allowed is None or error.remaining is None:
         return {}
     found: dict[str, str] = {}

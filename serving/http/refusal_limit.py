@@ -1,7 +1,8 @@
-"""Token bucket of refusals per caller: a caller whose requests are refused again and again is refused unread.
+"""A token bucket of refusals per caller: a caller whose requests are refused again and again gets a 429 at once.
 
-Every answer 4xx takes a token. Without one left, a request gets a 429 at once: of an API key or token before its body,
-of a stranger (no key, or none that has been good here) before its key is looked up in the store, which costs most.
+Every 4xx response takes a token. If none is left, the requests of an API key or token get a 429 before their body is
+read. Those of a stranger (without a key, or with one that has not been valid here before) get it before the key is
+looked up in the store, which is the most expensive step.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 
 from ..errors import LimitExceeded
 
-CAPACITY = 10_000  # callers, and credentials, that are remembered; those seen longest ago go first
+CAPACITY = 10_000  # callers, and likewise credentials, that are remembered; the least recently seen are dropped first
 
 
 @dataclass(slots=True)
@@ -24,7 +25,7 @@ class _TokenBucket:
 
 
 class RefusalLimit:
-    """``rate`` refusals a minute of each caller in this worker, all at once or spread; 0 is no limit."""
+    """Allows each caller ``rate`` refusals per minute in this worker, in a burst or spread out; 0 means no limit."""
 
     def __init__(self, rate: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.rate = rate
@@ -33,7 +34,7 @@ class RefusalLimit:
         self._good: OrderedDict[bytes, None] = OrderedDict()
 
     def check(self, caller: str, what: str) -> None:
-        """Raises ``LimitExceeded`` while ``caller``, a ``what``, has no refusal left."""
+        """Raise ``LimitExceeded`` if ``caller`` has no refusal left. The message calls the caller a ``what``."""
         bucket = self._buckets.get(caller)
         if bucket is None or not self.rate or (level := self._refilled(bucket)) >= 1:
             return
@@ -42,13 +43,13 @@ class RefusalLimit:
         raise LimitExceeded(f"{text}; try again in {max(1, round(wait))} s", limit="refusals", retry_after=wait)
 
     def check_stranger(self, address: str, credential: str) -> None:
-        """The same of an address, unless ``credential`` (a header) has been good before: others behind the same proxy
-        lose nothing."""
+        """Check ``address``, unless ``credential`` (a header) has been valid before: known callers are not affected by
+        strangers behind the same proxy."""
         if not credential or _digest(credential) not in self._good:
             self.check(address, "address")
 
     def charge(self, caller: str) -> None:
-        """Take a token of ``caller``: one more request of it was refused."""
+        """Take a token from ``caller``, because one more of its requests was refused."""
         bucket = self._buckets.pop(caller, None)
         level = float(self.rate) if bucket is None else self._refilled(bucket)
         self._buckets[caller] = _TokenBucket(max(0.0, level - 1), self._clock())

@@ -1,4 +1,4 @@
-"""A route: method and path, its handler, the authentication it needs, and what the OpenAPI document says of it."""
+"""A route: its method, path and handler, the authentication it needs, and its description in the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ Watch = Callable[[InterruptibleIterator[Any]], AbstractContextManager[None]]
 
 @dataclass(slots=True)
 class Spoken:
-    """The dialect in which a request is answered, where it is not its route's (``dialect_choice``)."""
+    """The dialect in which a request is answered, if it is not the route's dialect (``dialect_choice``)."""
 
     dialect: Dialect | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A request whose caller is known and whose body has not been received.
+    """A request whose caller is known and whose body has not been received yet.
 
-    ``path`` has the values of the route's ``<variables>``, ``parameters()`` those of each parameter of the query.
-    ``receive`` reads the body; ``is_large`` is what the head says of its size. ``address`` is what the request counts
-    under where no keys are required; ``sock`` is watched for a disconnect, where ``watch`` does not do so itself: it is
-    entered with what is to be interrupted.
+    ``path`` has the values of the route's ``<variables>``; ``parameters()`` returns the values of each query parameter.
+    ``receive`` reads the body; ``is_large`` says whether the body may be large, judging by the head. ``address`` is
+    what the request counts under if no keys are required. ``watch`` makes a context manager that interrupts its
+    argument on a disconnect; without ``watch``, ``sock`` is watched.
     """
 
     route: Route
@@ -53,35 +53,35 @@ class Request:
     address: str = ""
     sock: Any = None
     watch: Watch | None = None
-    body: bytes = b""  # of a route ``with_body``
+    body: bytes = b""  # set for handlers made by ``with_body``
     spoken: Spoken = field(default_factory=Spoken)
 
     @property
     def dialect(self) -> Dialect:
-        """In which it is read and answered."""
+        """The dialect in which the request is read and answered."""
         return self.spoken.dialect or self.route.dialect
 
     @property
     def name(self) -> str:
-        """What the path names: an endpoint, a key."""
+        """The name in the path, such as that of an endpoint or a key."""
         return self.path.get("name", "")
 
     @property
     def actor(self) -> Actor:
-        """The caller as the audit log has it."""
+        """The caller in the form for the audit log."""
         caller = self.caller
         return Actor(name=caller.key_id, via="http", tenant=caller.tenant, request_id=self.record.request_id)
 
     def payer(self, server: Server) -> str:
-        """Whose share of the memory budget it takes."""
+        """Return the caller under which the request counts in the memory budget."""
         return self.caller.key_id if server.requires_key else self.address
 
     def json(self) -> dict[str, Any]:
-        """The body, a JSON object. Raises ``RequestError``."""
+        """Return the body as a JSON object. Raises ``RequestError``."""
         return read_object(self.body, dict)
 
     def single_parameters(self) -> dict[str, str]:
-        """The parameters of the query, each given once. Raises ``InvalidField``."""
+        """Return the query parameters. Raises ``InvalidField`` if one is given more than once."""
         given = self.parameters()
         for name, values in given.items():
             if len(values) > 1:
@@ -93,8 +93,11 @@ Handler = Callable[[Server, Request], Answer]  # raises ``ServingError``, ``Clie
 
 
 class Auth(Enum):
-    """What a caller must show, where the server requires keys. Open routes answer while the store of keys is away:
-    probes depend on them. OPTIONAL ones show more to a caller with a key."""
+    """The authentication that a route requires if the server requires keys.
+
+    Open routes (OPEN, OPTIONAL) respond even while the store of keys is away, because probes depend on them. OPTIONAL
+    routes show more to a caller with a key.
+    """
 
     OPEN = "open"
     OPTIONAL = "optional"
@@ -108,12 +111,12 @@ class Auth(Enum):
 
     @property
     def scope(self) -> str | None:
-        """What a key must have; None for any key."""
+        """The scope that a key must have; None if any key will do."""
         return self.value if self in (Auth.INVOKE, Auth.MANAGE) else None
 
 
 class Listener(Enum):
-    """Where a route is, where probes and metrics have a listener of their own (``probe_port``)."""
+    """The listener that has a route, if probes and metrics have a separate listener (``probe_port``)."""
 
     GATEWAY = "gateway"
     BOTH = "both"
@@ -122,12 +125,14 @@ class Listener(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """``path`` is in werkzeug's notation; ``dialect`` is the form of its errors, and of its bodies where it is one of
-    ``inference``.
+    """A route of the server.
 
-    For the OpenAPI document: ``body`` reads a body that is no dialect's, ``query`` has the JSON schemas of parameters,
-    ``produces`` the media types of answers, the usual one first, and ``also`` answers beside a 200 with such a body, by
-    status. ``content_types`` are those of bodies that are no dialect's (``InferenceRoute``).
+    ``path`` is in werkzeug's notation. ``dialect`` decides the form of errors, and for a route with ``inference`` also
+    of bodies. ``content_types`` are the accepted media types of a route without ``inference`` (see ``InferenceRoute``).
+
+    The following fields are for the OpenAPI document. ``body`` reads a body of a route without ``inference``; ``query``
+    has the JSON schemas of query parameters; ``produces`` has the media types of responses, the usual one first;
+    ``also`` describes, by status, further responses that have the same body as a 200.
     """
 
     method: str
@@ -146,12 +151,12 @@ class Route:
 
     @property
     def takes(self) -> tuple[str, ...]:
-        """Media types of bodies."""
+        """The accepted media types of bodies."""
         return self.content_types if self.inference is None else self.inference.content_types
 
 
 def with_body(handler: Handler) -> Handler:
-    """``handler`` for requests whose ``body`` has been received, within the memory budget, needed or not."""
+    """Return a handler that always receives the body, within the memory budget, then calls ``handler`` with it."""
 
     def received(server: Server, request: Request) -> Answer:
         with server.memory.allocate(request.payer(server)) as allocation:

@@ -1,4 +1,4 @@
-"""Every route of the server. One more is a ``Route`` in the ``ROUTES`` of the module that answers it."""
+"""Every route of the server. To add one, put a ``Route`` into the ``ROUTES`` of the module that handles it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .route import Auth, Route
 
 
 def inference_routes(dialect: Dialect) -> tuple[Route, ...]:
-    """The routes at which tasks of ``dialect`` are posted."""
+    """Return the routes to which tasks of ``dialect`` are posted."""
     return tuple(
         Route(
             method="POST",
@@ -45,5 +45,8 @@ ROUTES = documented(
 
 
 def one_slash(path: str) -> str:
-    """``/v1//models`` → ``/v1/models``: how a base URL that ends in a slash is joined to a path."""
+    """Return ``path`` with repeated slashes replaced by one: ``/v1//models`` → ``/v1/models``.
+
+    Clients send such paths when they join a path to a base URL that ends in a slash.
+    """
     return re.sub("/{2,}", "/", path)

@@ -1,4 +1,4 @@
-"""What the requests of one worker share, built once."""
+"""The objects that all requests of one worker share, built once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .refusal_limit import RefusalLimit
 
 if TYPE_CHECKING:
     from ..control.mlflow_resolver import ResolvedModel
-if TYPE_CHECKING:  # each with a library that a server without it does not load
+if TYPE_CHECKING:  # each imports a library that a server which does not use it must not load
     from ..metering.keys import Keys
     from ..metering.ledger import Ledger
     from .jwt_tokens import Tokens
@@ -33,10 +33,11 @@ FindModels = Callable[[tuple[str, ...]], "tuple[ResolvedModel, ...]"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
-    """``keys`` and ``tokens`` None: none is required. ``ledger`` None: nothing is metered.
+    """The objects that all requests of one worker share.
 
-    ``endpoint_store`` and ``follower`` (of the plan) None: its endpoints are not managed. ``runtime_dir`` is where its
-    engines' state directories are, None for the user's own. ``find_models`` resolves URIs (``ResolverPool``).
+    If ``keys`` and ``tokens`` are both None, no key or token is required. Without a ``ledger`` nothing is metered.
+    Without ``endpoint_store`` and ``follower`` (of the plan) the endpoints are not managed. ``runtime_dir`` has the
+    engines' state directories; None means the user's own. ``find_models`` resolves URIs (``ResolverPool``).
     """
 
     settings: ServerSettings
@@ -62,7 +63,7 @@ class Server:
         return self.keys is not None or self.tokens is not None
 
     def managed_endpoints(self) -> EndpointStore:
-        """Raises ``NotFound`` where endpoints are not managed."""
+        """Return the store of endpoints. Raises ``NotFound`` if endpoints are not managed."""
         if self.endpoint_store is None:
             raise NotFound("this server has no store of endpoints")
         return self.endpoint_store
@@ -87,8 +88,8 @@ def make_server(
     runtime_dir: str | None = None,
     find_models: FindModels | None = None,
 ) -> Server:
-    """A server of ``settings``. ``load_shedder`` is the follower's where there is one; ``cache_secret``
-    (``CacheSalts``) is the same in all workers."""
+    """Make a server with ``settings``. With a ``follower``, ``load_shedder`` must be the follower's; ``cache_secret``
+    (``CacheSalts``) must be the same in all workers."""
     settings = settings or ServerSettings()
     return Server(
         settings=settings,

@@ -1,7 +1,7 @@
-"""Transactions of the metering store on threads: a slow store blocks the request that needs it and no other.
+"""Run transactions of the metering store on threads, so that a slow store blocks only the request that needs it.
 
-SQLite has one writer at a time anyway: one thread for writes keeps this worker's from fighting each other for the lock,
-another one lets reads pass. PostgreSQL serves several at once.
+SQLite allows only one writer at a time: with one thread for writes, this worker's writes do not compete for the lock,
+and a second thread lets reads proceed. PostgreSQL serves several transactions at once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class StoreThreads:
-    """A ``metering.store.Runner`` for one worker; made after the fork, on the loop's own thread."""
+    """A ``metering.store.Runner`` for one worker. Create it after the fork, on the event loop's thread."""
 
     def __init__(self, *, writers: int, readers: int) -> None:
         self._writers, self._readers = ThreadPool(writers), ThreadPool(readers)
@@ -37,7 +37,8 @@ class StoreThreads:
 
 
 def _caught(attempt: Callable[[], T]) -> tuple[T | None, BaseException | None]:
-    """An error as a value: gevent prints whatever a thread raises, and ours are answers."""
+    """Return the result and the error as values: gevent prints any error that a thread raises, but these errors are
+    handled by the caller."""
     try:
         return attempt(), None
     except BaseException as error:

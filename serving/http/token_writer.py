@@ -1,8 +1,8 @@
-"""What a stream's tokens say, written by the greenlet that receives them.
+"""Write the text of a stream's tokens from the greenlet that receives them.
 
-A stream's own greenlet waits for its next piece most of the time. To switch to it for every token, and through all that
-it went through to get there, would cost more than to read the token, encode its text and send it. So while it waits,
-tokens do not wake it; everything else does: the first token and the last, errors, a client that takes no more.
+A stream's own greenlet waits for its next piece most of the time. Switching to it for every token, through all the
+calls in which it waits, would cost more than reading the token, encoding its text and sending it. So tokens do not wake
+it while it waits; everything else does: the first and the last token, errors, and a client that reads no more.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from ..tasks.generate import Pieces, Run
 
 
 class WriteFailed(OSError):
-    """A part of the answer could not be written, with the arguments of the error that says so."""
+    """A part of the response could not be written. It has the arguments of the original error."""
 
 
 class WriteTimedOut(WriteFailed, TimeoutError):
-    """The client took nothing for the socket's timeout."""
+    """The client read nothing for the socket's timeout."""
 
 
 class Socket(Protocol):
@@ -35,8 +35,10 @@ class Socket(Protocol):
 
 
 class _Turn:
-    """Writers of which something is to be sent, which is done once the greenlet that receives tokens waits for more: a
-    stream that is behind gets what has come for it in one packet."""
+    """Collects writers that have something to send, and sends once the greenlet that receives tokens waits for more.
+
+    So if several tokens have arrived for a stream, it gets them in one packet.
+    """
 
     def __init__(self) -> None:
         self._writers: list[TokenWriter] = []
@@ -56,7 +58,7 @@ _turn = _Turn()
 
 
 class TokenWriter:
-    """Of one stream; from ``begin`` on it takes part. ``run``, ``encoder`` and ``record`` are the stream's own."""
+    """Writes the tokens of one stream, from ``begin`` on. ``run``, ``encoder`` and ``record`` are the stream's own."""
 
     __slots__ = ("_encoder", "_error", "_is_due", "_record", "_run", "_sock", "_stream", "_templated")
 
@@ -67,13 +69,13 @@ class TokenWriter:
         is_traced = record.replies is not None
         self._templated = encoder if isinstance(encoder, TemplatedEncoder) and not is_traced else None
         self._error: Exception | None = None
-        self._is_due = False  # what was said is to be sent in this turn
+        self._is_due = False  # whether appended data will be sent in this turn
 
     def begin(self) -> None:
         self._stream.tap(self._take)
 
     def _take(self, event: Event) -> bool:
-        """Say what ``event`` says. Where that fails, the stream's own greenlet is told."""
+        """Write ``event`` if it is ``Tokens``, and return whether it was. Errors go to the stream's own greenlet."""
         if type(event) is not Tokens:
             return False
         try:
@@ -87,7 +89,8 @@ class TokenWriter:
         return True
 
     def _write_text(self, event: Tokens) -> bool:
-        """The way of nearly all: False, and nothing is done, where there is more to ``event`` than text."""
+        """Write ``event`` by the fast path of nearly all events. Return False, without doing anything, if it is more
+        than plain text."""
         template = None if self._templated is None else self._templated.template
         if template is None or (text := self._run.read(event)) is None:
             return False
@@ -105,7 +108,7 @@ class TokenWriter:
             _turn.add(self)
 
     def send(self) -> None:
-        """Where the client takes no more, the stream's own greenlet waits for it."""
+        """Send what was appended; if the client accepts no more, let the stream's own greenlet wait for it."""
         self._is_due = False
         if not self._sock.send_pending():
             self._stream.have_reader(self._flush)
@@ -122,7 +125,8 @@ class TokenWriter:
 
 
 def token_writer(source: Pieces, encoder: StreamEncoder, record: AccessRecord, sock: Any) -> TokenWriter | None:
-    """None where tokens have to go the long way: over TLS, of an engine in this process, of what is no text."""
+    """Make a stream's token writer, or None if its own greenlet must write: over TLS, with an engine in this process,
+    or for output that is not text."""
     run, stream = source.run, source.stream
     if not isinstance(run, Run) or not isinstance(stream, TappableStream) or not getattr(sock, "sends_now", False):
         return None

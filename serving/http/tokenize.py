@@ -1,4 +1,4 @@
-"""``/tokenize`` and ``/detokenize``: what a prompt is to the model, and back."""
+"""``/tokenize`` and ``/detokenize``: convert a prompt to the model's tokens, and tokens to text."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _tokens(raw: RawTokenize, view: EndpointView) -> tuple[int, ...]:
         return text_tokens(raw.prompt, view, raw.add_special_tokens)
     if view.generates:
         return prompt_tokens(RawCompletion(prompts=(raw.prompt,), model=raw.model, adapter=raw.adapter), view)
-    if "embeddings" not in view.info.tasks:  # a cross-encoder, which is given pairs: one side of them
+    if "embeddings" not in view.info.tasks:  # a cross-encoder, which takes pairs: the prompt is one side of a pair
         return text_tokens(raw.prompt, view)
     return prompt_tokens(RawEmbedding(inputs=(raw.prompt,), model=raw.model, adapter=raw.adapter), view)
 

@@ -1,6 +1,6 @@
-"""``GET /api/2.0/usage``: the ledger by time, tenant and endpoint; in pages, in sums, as CSV or Parquet.
+"""``GET /api/2.0/usage``: the ledger by time, tenant and endpoint; as pages, sums, CSV or Parquet.
 
-A key sees what it used itself, with the scope "usage" its tenant's, with "manage" all. Money is decimal text.
+A key sees its own usage; with the scope "usage", its tenant's; with "manage", all. Money is a decimal string.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ CHUNK_BYTES = 1 << 16
 
 
 def get_usage(server: Server, request: Request) -> Answer:
-    """Raises ``NotFound`` without a ledger, and what ``usage`` raises."""
+    """Respond with usage. Raises ``NotFound`` without a ledger, and the errors of ``usage``."""
     if server.ledger is None:
         raise NotFound("this server keeps no ledger; start it with --database")
     for name, values in request.parameters().items():
@@ -55,7 +55,10 @@ def get_usage(server: Server, request: Request) -> Answer:
 
 
 def usage(source: Usage, caller: Caller, asked: Mapping[str, str]) -> Answer:
-    """What ``caller`` may see of what is asked. Raises ``InvalidField``, ``PermissionDenied``, ``Unavailable``."""
+    """Respond with the requested usage that ``caller`` may see.
+
+    Raises ``InvalidField``, ``PermissionDenied`` and ``Unavailable``.
+    """
     what = _visible(filter_of(asked), caller)
     form = asked.get("format", "json")
     if form not in FORMATS:
@@ -73,7 +76,8 @@ def usage(source: Usage, caller: Caller, asked: Mapping[str, str]) -> Answer:
 
 
 def _visible(what: UsageFilter, caller: Caller) -> UsageFilter:
-    """All of it with the scope "manage", its tenant's with "usage", its own otherwise."""
+    """Restrict ``what`` to what ``caller`` may see: everything with the scope "manage", its tenant's usage with
+    "usage", otherwise its own. Raises ``PermissionDenied``."""
     if caller.manages:
         return what
     if what.tenant not in (None, caller.tenant):
@@ -103,7 +107,7 @@ def _sums(source: Usage, what: UsageFilter, asked: Mapping[str, str]) -> Answer:
     for total in source.sums(what, by):
         found.append(total.to_wire(by))
     names = ("tenant", "endpoint", "entity", "unit_minutes", "cost")
-    # reserved time is its tenant's: no key's by itself
+    # reserved time belongs to a tenant, not to a single key
     rows = () if what.key_id is not None else source.provisioned_cost(what)
     reserved = [dict(zip(names, (*row[:-1], units(row[-1])), strict=True)) for row in rows]
     return json_answer({"currency": source.currency(), "usage": found, "provisioned": reserved})
@@ -111,7 +115,7 @@ def _sums(source: Usage, what: UsageFilter, asked: Mapping[str, str]) -> Answer:
 
 def _csv(source: Usage, what: UsageFilter) -> Answer:
     lines = csv_lines(source, what)
-    first = next(lines)  # before the status line goes out; the rows are read while they are sent
+    first = next(lines)  # read before the status line is sent; the rows are read while they are sent
 
     def chunks() -> Iterator[bytes]:
         yield first.encode()

@@ -1,4 +1,4 @@
-"""Builds what the requests of one process share: store, endpoints as the controller's plan has them, keys, ledger."""
+"""Build the objects that the requests of one process share: store, endpoints of the controller's plan, keys, ledger."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ..transport.client.gevent_client import attach
 from . import gevent_wait
 from .server import Server, make_load_shedder, make_server
 
-if TYPE_CHECKING:  # libraries that a server without them does not load
+if TYPE_CHECKING:  # each imports a library that a server which does not use it must not load
     from ..metering.keys import Keys
     from ..metering.ledger import Ledger
     from ..metering.store import Store
@@ -36,11 +36,11 @@ if TYPE_CHECKING:  # libraries that a server without them does not load
 
 
 def worker_server(spec: ServeSpec, directory: Path, cache_secret: bytes | None = None) -> Server:
-    """That of one process. ``directory`` and ``cache_secret`` are the server's.
+    """Build the ``Server`` of one process. ``directory`` and ``cache_secret`` are shared by the whole server.
 
-    The controller process has proven the engines before they are in the plan. It is not done here again: a worker that
-    takes the place of a killed one would answer nobody, not even ``/health``, for as long as an engine stands still or
-    has no room.
+    The controller process tests the engines before it puts them into the plan. The test is not repeated here:
+    otherwise a worker that replaces a killed one could not answer anybody, not even ``/health``, while an engine is
+    stalled or full.
     """
     logs.configure(spec.settings.log_level)
     gevent_wait.install()
@@ -63,7 +63,7 @@ def worker_server(spec: ServeSpec, directory: Path, cache_secret: bytes | None =
     )
     follower.adopt()
     if ledger is not None:
-        ledger.start()  # here we are after the fork
+        ledger.start()  # must be after the fork, which it is here
     find = ResolverPool(directory, limit=settings.max_resolvers, timeout=settings.resolve_timeout)
     located = functools.partial(locate, overrides=spec.engine, metered=ledger is not None, find=find)
     server = make_server(
@@ -85,13 +85,13 @@ def worker_server(spec: ServeSpec, directory: Path, cache_secret: bytes | None =
 
 
 def _open_engines(settings: ServerSettings, ledger: Ledger | None) -> Callable[..., Any]:
-    """Attaches to engines; what they journal is read by ``ledger``."""
+    """Return a function that attaches to engines; ``ledger`` reads what they write to the journal."""
     journal = str(ledger.journal_dir) if ledger is not None else ""
     return functools.partial(attach, journal=journal, timeout=settings.engine_timeout)
 
 
 def _tokens(settings: ServerSettings) -> Tokens | None:
-    """What checks bearer tokens, where the server takes them."""
+    """Return the verifier of bearer tokens, if the server accepts them."""
     if settings.jwt_jwks is None:
         return None
     from .jwks import KeySource
@@ -110,12 +110,12 @@ def _store(url: str) -> Store:
     from ..metering.store import Store
     from .store_threads import StoreThreads
 
-    # the controller has opened it: what does not answer now will
+    # patient: the controller has opened the store before, so if it does not answer now, it will later
     return Store(url, run=StoreThreads.for_url(url), patient=True)
 
 
 def _metering(spec: ServeSpec, store: Store) -> tuple[Keys | None, Ledger | None]:
-    """Keys and ledger, where the server has a database of its own."""
+    """Return keys and ledger, if the server has its own database."""
     if spec.settings.database is None:
         return None, None
     from ..metering.keys import Keys
