@@ -63,7 +63,7 @@ class InjectionGuard:
         return any(map(self.found_in, value)) if isinstance(value, list | tuple) else False
 
     def mark(self, value: Any) -> Any:
-        """Return ``value`` with marks around the control tokens in its strings; marks that it had before are removed."""
+        """Return ``value`` with marks around the control tokens in its strings; removes marks that it had before."""
         if type(value) is str:
             return self._marked(unmarked(value))
         if isinstance(value, dict):

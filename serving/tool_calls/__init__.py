@@ -1,1 +1,1 @@
-"""How models call tools: formats as data, calls read from a text, calls forced by a grammar."""
+"""Tool calls of models: their formats as data, parsing calls from a text, and forcing calls with a grammar."""

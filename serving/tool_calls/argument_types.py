@@ -1,4 +1,4 @@
-"""Which JSON types the arguments of tools have: formats with parameters write a text and a number alike."""
+"""The JSON types of tools' arguments: needed because formats with parameters write strings and numbers alike."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ from typing import Any
 from ..request import Tool
 from .formats import CUSTOM_INPUT
 
-MAX_DEPTH = 8  # of unions and references in each other
+MAX_DEPTH = 8  # of nested unions and references
 
 
 def argument_types(tools: Iterable[Tool]) -> dict[str, dict[str, tuple[str, ...]]]:
-    """The JSON types that each argument of each tool may have, by the tool's name and the argument's; no entry for an
-    argument whose schema leaves them open."""
+    """Return the JSON types that each argument may have, by the names of tool and argument.
+
+    An argument whose schema leaves the types open has no entry.
+    """
     return {tool.name: _of_tool(tool) for tool in tools}
 
 
 def _of_tool(tool: Tool) -> dict[str, tuple[str, ...]]:
     if tool.kind == "custom":
-        return {CUSTOM_INPUT: ("string",)}  # 12 is a text there
+        return {CUSTOM_INPUT: ("string",)}  # so that even an input like 12 stays a string
     root = tool.parameters or {}
     properties = root.get("properties")
     if not isinstance(properties, Mapping):
@@ -52,7 +54,7 @@ def _types(schema: Any, root: Mapping[str, Any], depth: int) -> list[str]:
 
 
 def _at(reference: str, root: Mapping[str, Any]) -> Any:
-    """What a JSON pointer within the same schema points at; None for any other."""
+    """Return the target of a JSON pointer within the same schema; None for any other reference."""
     found: Any = root
     if not reference.startswith("#"):
         return None

@@ -1,8 +1,8 @@
-"""The arguments of one call, read as they come and said as JSON.
+"""Reads the arguments of one call as they arrive and gives them out as JSON.
 
-A reader gets the text from where its arguments begin and says how far it has read; what it leaves is not yet certain
-and comes again with more. It is ``sure`` once the text can be nothing but arguments, ``done`` at their end, and
-``broken`` where they stop being arguments.
+A reader gets the text from the beginning of the arguments and returns how far it has read. Text that it leaves unread
+is not certain yet and is passed again with more text. The reader is ``sure`` once the text can only be arguments,
+``done`` at their end, and ``broken`` where they stop being arguments.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ _KEY = re.compile('[^<>\n"\ud800-\udfff]*')
 
 
 class ArgumentsReader(Protocol):
-    """``final``: no more text will come; ``finish`` is then called once, ``cut`` where the text has reached its length
-    limit and not its end."""
+    """Reads arguments in one format.
+
+    ``final`` says that no more text follows; ``finish`` is then called once. ``cut`` says that the text has ended at
+    its length limit and not by itself.
+    """
 
     sure: bool
     done: bool
@@ -36,7 +39,7 @@ class ArgumentsReader(Protocol):
 
 
 class JsonArguments:
-    """A JSON object, given out as it was written."""
+    """Reads a JSON object and gives it out unchanged."""
 
     def __init__(self, say: Say) -> None:
         self._say = say
@@ -64,7 +67,7 @@ class JsonArguments:
 
 
 class QuotedArguments:
-    """An object written as a JSON string, as some models do: what it says is given out."""
+    """Reads an object that is written as a JSON string, as some models do, and gives out the string's content."""
 
     def __init__(self, say: Say) -> None:
         self._say = say
@@ -89,7 +92,7 @@ class QuotedArguments:
 
 
 class KeywordArguments:
-    """``name=value, …`` up to the closing bracket, which is read with them."""
+    """Reads ``name=value, …`` up to and including the closing parenthesis."""
 
     def __init__(self, say: Say) -> None:
         self._say = say
@@ -154,11 +157,11 @@ class KeywordArguments:
 
 
 class ParameterArguments:
-    """Tagged parameters, up to the end of the call, which is read with them.
+    """Reads tagged parameters, up to and including the end of the call.
 
-    A value is ended by its end tag alone where another parameter or the call's end follows: a text may speak of tags.
-    Where the end tag is missing, the next parameter ends the value, or an end of the call with nothing but a call or
-    the end of the text behind it.
+    An end tag ends a value only if another parameter or the end of the call follows it, because a text may mention
+    tags. If the end tag is missing, the value ends at the next parameter, or at an end of the call that only another
+    call, the end of the calls or the end of the text follows.
     """
 
     def __init__(self, say: Say, literals: Literals, types: Mapping[str, tuple[str, ...]]) -> None:
@@ -166,15 +169,15 @@ class ParameterArguments:
         self._literals = literals
         self._types = types
         format = literals.format
-        self._leads = format.value_end.startswith("\n")  # one line break before the end of a value is not the value's
-        self._trails = format.key_end.endswith("\n")  # nor is one after its beginning
+        self._leads = format.value_end.startswith("\n")  # one line break before the end tag is not part of the value
+        self._trails = format.key_end.endswith("\n")  # nor is one line break before its first character
         firsts = {marker.first for marker in (literals.value_end, literals.call_end, literals.parameter_begin)}
         self._first = re.compile("[" + "".join(map(re.escape, sorted(firsts))) + "]")
         self._key: str | None = None
         self._value: ParameterValue | None = None
-        self._at_start = self._is_fresh = False  # before a value's first line break; before anything else of it
+        self._at_start = self._is_fresh = False  # before a value's leading line break; before its first character
         self._seen: set[str] = set()
-        self._waits = False  # for more text
+        self._waits = False  # whether more text is needed
         self.sure = self.done = self.broken = False
 
     def push(self, text: str, at: int, final: bool) -> int:
@@ -270,7 +273,7 @@ class ParameterArguments:
         return end
 
     def _find_end(self, text: str, at: int, final: bool) -> tuple[int, int]:
-        """``(where the certain part of the value ends, where the value's end tag ends or NO)``."""
+        """Return where the certain part of the value ends, and where its end tag ends, or NO for the latter."""
         start = at
         while found := self._first.search(text, at):
             at = found.start()
@@ -283,7 +286,7 @@ class ParameterArguments:
         return len(text) - held, NO
 
     def _end_at(self, text: str, at: int, final: bool, begins_line: bool) -> int:
-        """Where reading goes on if the value ends at ``at``; PARTIAL where that is not known yet, NO if it does not."""
+        """Return where reading goes on if the value ends at ``at``; NO if it does not, PARTIAL if that is still open."""
         literals = self._literals
         results = (
             self._followed(literals.value_end, text, at, final, (literals.parameter_begin, literals.call_end)),
@@ -310,7 +313,7 @@ class ParameterArguments:
         return (end if final else PARTIAL) if PARTIAL in follows else NO
 
     def _next_parameter(self, text: str, at: int) -> int:
-        """Another parameter begins without an end of this one; where ends stand in lines of their own, so must it."""
+        """Return ``at`` if another parameter begins there without an end tag of this one; otherwise PARTIAL or NO."""
         begin = self._literals.parameter_begin.match(text, at)
         if begin < 0:
             return begin
@@ -328,4 +331,4 @@ class ParameterArguments:
 
 
 def _nothing(text: str) -> None:
-    """What is written a second time is not said again: an object has no key twice."""
+    """Ignore the value of a key that the model has already written: an object has each key only once."""

@@ -1,4 +1,4 @@
-"""A call written as a JSON object, up to where its arguments begin."""
+"""Reads a call that is written as a JSON object, up to the beginning of its arguments."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _Role: TypeAlias = Literal["key", "name", "arguments", "other"]
 class CallObject:
     """Reads ``{"name": …, "arguments": …}`` in any order, also within ``{"type": "function", "function": {…}}``.
 
-    ``status``: "arguments" where their value begins and the name is known, "held" where the name came after them
-    (``arguments`` is their text), "closed" at the end of an object that has a name and no arguments, "failed" where the
-    text is no such object, or not of one of ``names``.
+    ``status`` is "arguments" where their value begins and the name is known, "held" if the name came after them
+    (``arguments`` is their text), "closed" at the end of an object with a name and no arguments, and "failed" if the
+    text is no such object or its name is not one of ``names``.
     """
 
     def __init__(self, format: ToolFormat, names: Collection[str]) -> None:
@@ -38,7 +38,10 @@ class CallObject:
         self.status: Status = "open"
 
     def push(self, text: str, at: int) -> int:
-        """How far the object is read; it fails where more than ``MAX_HELD`` characters do not say what it calls."""
+        """Read the object in ``text`` from ``at`` on and return where reading stopped.
+
+        The object fails if it does not tell within ``MAX_HELD`` characters which tool it calls.
+        """
         text = text[: at + self._room]
         begun, at = at, self._push(text, at)
         self._room -= at - begun
@@ -88,7 +91,7 @@ class CallObject:
                 self.status = "held"
 
     def _token(self, char: str) -> int:
-        """How many characters the next token takes: none where a value begins."""
+        """Read the next token and return how many characters it takes: none where a value begins."""
         expect = self._expect
         if expect == "begin" and char == "{":
             self.depth, self._expect = 1, "first"

@@ -1,8 +1,9 @@
-"""The reader of OpenAI's harmony: a text is messages, each with a header that says who is to read it.
+"""The parser of OpenAI's harmony format: a text is a sequence of messages, and each message has a header that names its
+channel and its recipient.
 
 ``<|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>commentary to=functions.NAME
-<|constrain|>json<|message|>{…}<|call|>``; a prompt ends in ``<|start|>assistant``. The recipient may stand before the
-channel too (https://github.com/openai/harmony, docs/format.md).
+<|constrain|>json<|message|>{…}<|call|>``; a prompt ends with ``<|start|>assistant``. The recipient may also stand
+before the channel (https://github.com/openai/harmony, docs/format.md).
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from .parts import Part
 from .reading import Reading
 
 TOKENS = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>", "<|return|>")
-MAX_HEADER = 1024  # characters; what is longer is text
+MAX_HEADER = 1024  # characters; anything longer is text
 _RECIPIENT = re.compile(r"to=(?:functions\.)?([\w.\-/]+)")
 _OPENS = ("<|channel|>", "<|start|>", "<|message|>", "<|constrain|>", "to=")
 
 
 class ChannelReader(Reading):
-    """Analysis is reasoning, what is addressed to a known function is a call, everything else is text."""
+    """Parses harmony: analysis is reasoning, a message to a known function is a call, everything else is text."""
 
     def __init__(
         self, literals: Literals, tools: ToolUse | None, in_reasoning: bool = False, show_special: bool = False
@@ -52,7 +53,7 @@ class ChannelReader(Reading):
         return self._parts.take()
 
     def _begin(self) -> bool:
-        """The first message: a text without any header is taken too."""
+        """Read the beginning of a message; a text without a header is accepted too."""
         start = skip_space(self._text, self._at)
         self._say(self._text[self._at : start])
         self._at = start
@@ -64,7 +65,7 @@ class ChannelReader(Reading):
         return self._enter(self._header if max(ends) >= 0 else self._body)
 
     def _header(self) -> bool:
-        """Up to the message, or to what ends a header that has none."""
+        """Read a header up to its message, or up to the token that ends a header without a message."""
         start, kind, end = self._tokens.find(self._text, self._at)
         while kind in ("<|channel|>", "<|constrain|>") or (kind == "<|start|>" and start == self._at):
             start, kind, end = self._tokens.find(self._text, end)
@@ -79,7 +80,7 @@ class ChannelReader(Reading):
         return self._begin_message(header)
 
     def _end_header(self, end: int) -> bool:
-        """A header without a message: what stands behind its channel is text."""
+        """End a header that has no message: the text after its channel token is text of the reply."""
         self._at_marker()
         self.in_reasoning = False
         header = self._text[self._at : end].removeprefix(self._start)

@@ -1,4 +1,5 @@
-"""Texts that are partly ours: a marker that we write in a message is a token, the same one from a caller is text."""
+"""Texts that are written partly by this server: a marker that the server writes into a message becomes a token, while
+the same marker from a caller is encoded as text."""
 
 from __future__ import annotations
 
@@ -6,18 +7,18 @@ from typing import Any
 
 
 class Own(str):
-    """A text of ours: its control tokens are tokens."""
+    """A text written by this server: its control tokens are encoded as tokens."""
 
     __slots__ = ()
 
 
 class Composed(str):
-    """``parts`` joined: ``Own`` ones are ours, all others a caller's."""
+    """A string of joined ``parts``: those of type ``Own`` are the server's, all others are a caller's."""
 
     parts: tuple[str, ...]
 
     def __new__(cls, *parts: str) -> Composed:
-        """What is composed itself counts by its parts."""
+        """Join ``parts``; a part that is itself ``Composed`` is replaced by its own parts."""
         made = super().__new__(cls, "".join(parts))
         made.parts = tuple(
             part for given in parts for part in (given.parts if isinstance(given, Composed) else (given,))
@@ -29,7 +30,7 @@ class Composed(str):
 
 
 def joined(separator: str, texts: list[Composed]) -> Composed:
-    """``texts`` with ``separator``, which is ours, between them."""
+    """Return ``texts`` joined with ``separator``, which counts as written by the server."""
     parts: list[str] = []
     for text in texts:
         parts += [Own(separator), text] if parts else [text]

@@ -1,5 +1,5 @@
-"""Which format a model's calls have: by transformers' ``response_template`` where its tokenizer has one, else by what
-its chat template and its vocabulary name."""
+"""Detects the format of a model's calls: from transformers' ``response_template`` if its tokenizer has one, otherwise
+from its chat template and its vocabulary."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .formats import FORMATS, REASONING, Reasoning, ToolFormat
 
 GENERIC = FORMATS["generic"]
 
-# The first format whose marks stand in the text of a template, all of the first and none of the second.
+# A template has the first format for which its text contains all of the first marks and none of the second ones.
 _MARKS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("harmony", ("<|channel|>", "<|message|>", "commentary"), ()),
     ("kimi_k2", ("<|tool_calls_section_begin|>", "<|tool_call_argument_begin|>"), ()),
@@ -38,9 +38,9 @@ _MARKS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
 
 
 def detect(source: str, tokens: Collection[str] = (), response: Mapping[str, Any] | None = None) -> ToolFormat | None:
-    """The format of the calls in the chat template ``source``, with its reasoning; None for one that is not known.
+    """Return the format of calls and reasoning in the chat template ``source``; None if it is unknown.
 
-    ``tokens`` are the tokenizer's special and added tokens, ``response`` its ``response_template``.
+    ``tokens`` are the tokenizer's special and added tokens, ``response`` is its ``response_template``.
     """
     if response is not None and (found := _of_response(response)) is not None:
         return _reasoning(found, source, tokens, response)
@@ -49,14 +49,16 @@ def detect(source: str, tokens: Collection[str] = (), response: Mapping[str, Any
 
 
 def detect_or_generic(source: str, tokens: Collection[str] = (), response: Any = None) -> ToolFormat:
-    """As ``detect``; the generic format where the template has none that is known. ``response`` is not trusted."""
+    """Return what ``detect`` returns, or the generic format if the template's is unknown. ``response`` is untrusted."""
     table = response if isinstance(response, Mapping) else None
     return detect(source, tokens, table) or _reasoning(GENERIC, source, tokens, table)
 
 
 def formats_of(templates: Mapping[str, str], tokenizer: Any, given: ToolFormat | None = None) -> dict[str, ToolFormat]:
-    """The format after each chat template of a tokenizer of transformers, by the template's name; ``given`` for all of
-    them where it is not None. With the model's reasoning, unless ``given`` has its own."""
+    """Return the format of each chat template of a transformers tokenizer, by the template's name.
+
+    If ``given`` is not None, all of them have that format. The model's reasoning is added unless ``given`` has its own.
+    """
     tokens = [token.content for token in tokenizer.added_tokens_decoder.values()]
     response = getattr(tokenizer, "response_template", None)
     table = response if isinstance(response, Mapping) else None
@@ -74,8 +76,10 @@ def _marked(text: str) -> str | None:
 
 
 def _of_response(response: Mapping[str, Any]) -> ToolFormat | None:
-    """The format of the field "tool_calls": a known one by its marks, or one of its own where a region of literal ends
-    holds a JSON object for each call."""
+    """Return the format of the field "tool_calls"; None if it is unknown.
+
+    It is a known format, found by its marks, or a new one if each call is a JSON object between literal markers.
+    """
     field = _field(response, "tool_calls")
     if field is None:
         return None
@@ -102,7 +106,7 @@ def _field(response: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
 
 
 def _unescaped(value: Any) -> str:
-    """All texts in ``value``, expressions without their escapes: what marks are looked for in."""
+    """Return all strings in ``value``, with regular-expression escapes removed, to search for marks in them."""
     if isinstance(value, str):
         return re.sub(r"\\(.)", r"\1", value)
     entries = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()

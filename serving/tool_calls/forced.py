@@ -1,8 +1,8 @@
-"""Which calls a reply may have, as a grammar: forced ones, those of strict tools, those beside a text that has a form
-of its own.
+"""Grammars for the calls in a reply: forced calls, calls of strict tools, and calls as an alternative to a text with a
+grammar of its own.
 
-What is forced is written as the model's format writes it (``formats``), so that the model says what it was trained to
-say. Special tokens among the marks are tokens in the grammar: no text can imitate them.
+Calls are written in the model's own format (``formats``), so that the model generates what it was trained to generate.
+Special tokens in the markers are tokens in the grammar, so no text can imitate them.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ def call_grammar(
     special: Mapping[str, int] | None = None,
     in_reasoning: bool = False,
 ) -> Grammar | None:
-    """What a reply is held to; None where nothing is asked that is to be enforced.
+    """Return the grammar of a reply; None if there is nothing to enforce.
 
-    ``choice`` None is "auto" where there are tools. ``parallel`` False: one call at most. ``response`` is what a text
-    is held to that is no call. ``special`` are the ids of the tokenizer's special tokens by their texts.
-    ``in_reasoning``: the prompt has opened the reasoning. Raises ``InvalidField`` for a schema or a syntax that cannot
-    be held to, by its path in ``tools``.
+    If ``choice`` is None and there are tools, it is "auto". With ``parallel`` False, at most one call is allowed.
+    ``response`` is the grammar of a text that is not a call. ``special`` are the ids of the tokenizer's special tokens
+    by their texts. ``in_reasoning`` says that the prompt has opened the reasoning. Raises ``InvalidField``, with the
+    path in ``tools``, for a schema or a syntax that cannot be enforced.
     """
     chosen = choice or ToolChoice(mode="auto" if tools else "none")
     if chosen.mode == "none" or not tools:
@@ -68,14 +68,16 @@ def call_grammar(
 def _is_held(
     tools: Sequence[Tool], called: Sequence[tuple[int, Tool]], parallel: bool, response: Grammar | None
 ) -> bool:
-    """Whether the reply of a model that may call as it likes has anything to be held to."""
+    """Whether there is anything to enforce in the reply of a model that may call tools freely."""
     held = any(tool.strict or tool.syntax is not None for _, tool in called)
     return held or not parallel or response is not None or len(called) < len(tools)
 
 
 class _Maker:
-    """``several``: there may be more than one call. ``forced``: all schemas are held to, not only those of strict
-    tools."""
+    """Builds the grammar of one reply.
+
+    ``several`` allows more than one call. ``forced`` enforces all schemas, not only those of strict tools.
+    """
 
     def __init__(
         self,
@@ -95,20 +97,20 @@ class _Maker:
         self._lark = Lark(special)
 
     def answer(self, response: Grammar) -> str:
-        """No call, only a text of a form, after reasoning if there is any."""
+        """Return the grammar of a text that follows ``response``, after reasoning if there is any, without calls."""
         return self._lark.source(f"{self._thoughts()} {self._text_of(response)}")
 
     def forced(self) -> str:
-        """Calls and nothing else."""
+        """Return the grammar of calls and nothing else, after reasoning if there is any."""
         return self._lark.source(f"{self._thoughts()} {self._calls()}")
 
     def auto_or(self, response: Grammar) -> str:
-        """Calls, or else a text of a form."""
+        """Return the grammar of either calls or a text that follows ``response``."""
         options = (self._calls(marked=True), self._text_of(response))
         return self._lark.source(f"{self._thoughts()} {one_of(map(self._lark.rule, options))}")
 
     def auto(self) -> str:
-        """Any text, in which calls are held to what they may be."""
+        """Return the grammar of any text, in which calls must be valid."""
         if self._format.layout == "channels":
             return self._lark.source(f"{self._thoughts()} {self._channels()}")
         bodies = [self._lark.until(mark, self._no_call()) + " " + rest for mark, rest in self._marked()]
@@ -145,7 +147,8 @@ class _Maker:
         return f"({aside})? ({final} | {self._calls()})"
 
     def _no_call(self) -> str:
-        """What keeps a text from being a call without a mark, which is read at its beginning alone."""
+        """Return the condition that a text does not begin as a call without a marker; "" if the format has no such
+        calls."""
         if not self._format.is_bare:
             return ""
         if self._format.array:
@@ -159,11 +162,11 @@ class _Maker:
     # -- regions
 
     def _bare(self) -> list[str]:
-        """Calls without a mark."""
+        """Return the calls without a marker; [] if the format has none."""
         return [self._lark.rule(self._several(self._call()))] if self._format.is_bare else []
 
     def _marked(self) -> list[tuple[str, str]]:
-        """Marks that a model may begin calls with, and what follows each."""
+        """Return the markers with which a model may begin calls, each with the expression of what follows it."""
         format, lark = self._format, self._lark
         end = lark.text(format.end)
         found = []
@@ -179,8 +182,10 @@ class _Maker:
         return found
 
     def _calls(self, *, marked: bool = False) -> str:
-        """All calls of a forced reply. ``marked``: with a mark where the format has one, for a text may follow it that
-        begins as a call would."""
+        """Return all calls of a forced reply.
+
+        ``marked`` uses a marker if the format has one, for replies that may be a text which begins as a call would.
+        """
         format, lark = self._format, self._lark
         begins = [begin for begin in format.begin if begin or not marked]
         begin = begins[0] if begins else ""
@@ -199,7 +204,7 @@ class _Maker:
     # -- calls
 
     def _call(self, *, begun: bool = False) -> str:
-        """Any of the calls; ``begun``: behind its mark."""
+        """Return a call of any of the tools. ``begun`` leaves out the marker before it."""
         return self._lark.rule(one_of(self._call_of(i, tool, begun) for i, tool in self._tools))
 
     def _call_of(self, index: int, tool: Tool, begun: bool) -> str:
@@ -225,7 +230,7 @@ class _Maker:
         return ArgumentsGrammar(self._lark, self._format, schema_value(schema, path), path).written()
 
     def _custom(self, tool: Tool, field: str) -> str:
-        """The one text that a custom tool takes, of its own form if it has one."""
+        """Return the arguments of a custom tool: one string, in the tool's own syntax if it has one."""
         syntax, text = tool.syntax, dict[str, Any](type="string")
         if syntax is not None and syntax.kind == "lark":
             return self._in_grammar(syntax)
@@ -241,13 +246,16 @@ class _Maker:
         return ArgumentsGrammar(self._lark, self._format, schema_value(schema, path), path).written()
 
     def _in_grammar(self, syntax: Constraint) -> str:
-        """A text of a grammar, as it is where the format has it so, else escaped between quotes (JSON's escapes are
-        Python's too)."""
+        """Return the input of a custom tool that has a grammar.
+
+        It is unquoted if the format writes strings so; otherwise it is escaped between quotes (Python has all of JSON's
+        escapes).
+        """
         format, lark = self._format, self._lark
         if format.arguments == "parameters":
             begin = lark.text(format.parameter_begin + CUSTOM_INPUT + format.key_end)
             end = format.value_end.rstrip()
-            if not lark.text(end.strip()).startswith("<["):  # a token cannot be a part of the text
+            if not lark.text(end.strip()).startswith("<["):  # a special token cannot be a part of the text
                 marks = [mark.strip() for mark in (end, format.parameter_begin, format.call_end)]
                 if ended := ended_grammar(syntax, end, marks):
                     return f"{begin} {lark.other(ended)} {lark.text(format.value_end[len(end) :])}"

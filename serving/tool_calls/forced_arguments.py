@@ -1,4 +1,4 @@
-"""The arguments of a forced call as a format writes them, held to a schema."""
+"""The grammar of a forced call's arguments, as a format writes them and a schema restricts them."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ from ..errors import InvalidField
 from .formats import ToolFormat
 from .lark import Lark, one_of, quoted, times
 
-MAX_OPEN = 32  # arguments that the schema does not name
+MAX_OPEN = 32  # arguments with names that the schema does not give
 _KEY = "/[A-Za-z_][A-Za-z0-9_]{0,63}/"
-_NOT_A_WORD = " & ~/(?i:true|false|null|none|nan|inf|infinity)(?s:.*)/"  # what a reader takes for another type
+_NOT_A_WORD = " & ~/(?i:true|false|null|none|nan|inf|infinity)(?s:.*)/"  # a parser may read these as another type
 _SINGLE_QUOTED = r"""/'(?:[^'\\\x00-\x1F]|\\[nrtbf'"\\])*'/"""
 _NO_MARK = "^(?:(?:[^<]|<[^<A-Za-z/])*)$"
 _SURE = re.compile(r"(?!(?i:true|false|null|none|nan|inf))[A-Za-z]")
 
 
 class ArgumentsGrammar:
-    """``schema`` is one as ``structured`` writes it: an object, alternatives of such, or a reference to one."""
+    """Writes the grammar of one call's arguments.
+
+    ``schema`` is in the form that ``structured`` writes: an object, alternatives of objects, or a reference to one.
+    """
 
     def __init__(self, lark: Lark, format: ToolFormat, schema: Mapping[str, Any], field: str) -> None:
         self._lark = lark
@@ -31,7 +34,7 @@ class ArgumentsGrammar:
         self._field = field
 
     def written(self) -> str:
-        """What stands in the place of the arguments."""
+        """Return the grammar expression of the arguments."""
         if self._format.arguments == "json":
             return self._lark.json(self._schema)
         objects = [each for each in self._leaves(self._schema) if each.get("type") == "object"]
@@ -60,7 +63,7 @@ class ArgumentsGrammar:
         return " ".join(argument if needed else f"({argument})?" for argument, needed in each)
 
     def _check(self, schema: Mapping[str, Any], properties: Mapping[str, Any], required: set[str]) -> None:
-        """Raises ``InvalidField`` for what only a format with JSON can hold."""
+        """Raise ``InvalidField`` for restrictions that only a format with JSON arguments can enforce."""
         bounds = {"minProperties", "maxProperties", "patternProperties"} & schema.keys()
         names = [name for name in properties if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_.\-]*", name)]
         if self._format.arguments == "keywords":
@@ -75,7 +78,7 @@ class ArgumentsGrammar:
         raise InvalidField(self._field, what, why)
 
     def _open(self, schema: Mapping[str, Any]) -> str:
-        """Arguments by any names."""
+        """Return arguments with any names."""
         key = self._lark.terminal(_KEY)
         one = self._lark.rule(self._named(key, schema))
         if self._format.arguments == "keywords":
@@ -84,8 +87,11 @@ class ArgumentsGrammar:
         return times(one, 0, MAX_OPEN)
 
     def _separated(self, arguments: list[tuple[str, bool]]) -> str:
-        """Arguments in order with commas between those that are there, from the last one back: ``first`` where none is
-        written yet, ``more`` behind one."""
+        """Return arguments in order, with commas between those that are present.
+
+        The rules are built from the last argument back: ``first`` is the rest if no argument has been written yet,
+        ``more`` the rest after an argument.
+        """
         first = more = ""
         for argument, needed in reversed(arguments):
             rest = self._lark.rule(f'", " {argument} {more}')
@@ -98,7 +104,7 @@ class ArgumentsGrammar:
         return self._lark.rule(self._named(self._lark.text(name), schema))
 
     def _named(self, key: str, schema: Mapping[str, Any]) -> str:
-        """A key and its value."""
+        """Return a key and its value."""
         format, lark = self._format, self._lark
         leaves = list(self._leaves(schema))
         if format.arguments == "keywords":
@@ -124,19 +130,19 @@ class ArgumentsGrammar:
         return f"{begin} {one_of(written)}"
 
     def _is_text(self, value: Any, alone: bool) -> bool:
-        """Whether a reader takes a text for one, where other types are allowed beside it."""
+        """Whether a parser reads ``value`` as a string; ``alone`` says that no other type is allowed."""
         if not isinstance(value, str) or any(mark in value for mark in self._marks()):
             return False
         return alone or _SURE.match(value) is not None
 
     def _marks(self) -> list[str]:
-        """What a text may not have in it, or a reader would see its end."""
+        """Return the markers that a string must not contain, because a parser would see its end there."""
         format = self._format
         marks = (format.value_end, format.parameter_begin, format.key_end, format.call_begin, format.call_end)
         return [mark.strip() for mark in (*marks, format.end, *format.begin) if mark.strip()]
 
     def _text(self, schema: Mapping[str, Any], alone: bool) -> str:
-        """A text as it is, up to what ends it and with it."""
+        """Return an unquoted string, up to and including the marker that ends it."""
         end = self._format.value_end
         rules = ("" if alone else " & /[A-Za-z](?s:.*)/" + _NOT_A_WORD) + _rules(schema)
         lark, mark = self._lark, end.strip()
@@ -151,7 +157,7 @@ class ArgumentsGrammar:
         return self._lark.json({**schema, **self._shared})
 
     def _python(self, schema: Mapping[str, Any]) -> str:
-        """A value as Python writes it: strings in quotes of either kind (JSON's escapes are Python's too)."""
+        """Return a value in Python's notation: strings in either kind of quotes (Python has all of JSON's escapes)."""
         if schema.get("type") == "boolean":
             return '("True" | "False")'
         if schema.get("type") == "null":
@@ -164,8 +170,10 @@ class ArgumentsGrammar:
 
 
 def _without_marks(schema: Any, *, within: bool = False) -> Any:
-    """A schema whose texts within lists and objects of arguments look like no mark, which a reader could take for the
-    end of the value: no "<" before a letter or a slash."""
+    """Return the schema with a pattern on strings inside lists and objects: no "<" before a letter or a slash.
+
+    A parser could otherwise take such a string for a marker that ends the value.
+    """
     if isinstance(schema, list):
         return [_without_marks(each, within=within) for each in schema]
     if not isinstance(schema, Mapping) or "enum" in schema:
@@ -183,7 +191,7 @@ def _without_marks(schema: Any, *, within: bool = False) -> Any:
 
 
 def _nested(schema: Any, *, within: bool) -> Any:
-    """An argument, whose own text stands as it is, or what is within one."""
+    """Return the schema of an argument, whose own string needs no pattern, or of a value inside one."""
     if not within and isinstance(schema, Mapping) and schema.get("type") == "object":
         return {
             **schema,
@@ -201,7 +209,7 @@ def _single_quoted(schema: Mapping[str, Any]) -> str:
 
 
 def _rules(schema: Mapping[str, Any]) -> str:
-    """What else than being a text a schema asks of one, in the notation of terminals."""
+    """Return a string schema's length and pattern in the notation of terminals."""
     least, most, rules = schema.get("minLength"), schema.get("maxLength"), ""
     if least is not None or most is not None:
         rules += f" & /(?s:.){{{least or 0},{'' if most is None else most}}}/"
@@ -211,5 +219,5 @@ def _rules(schema: Mapping[str, Any]) -> str:
 
 
 def slashed(expression: str) -> str:
-    """An expression between slashes."""
+    """Return an expression with slashes and line breaks escaped, so that it can stand between slashes."""
     return re.sub(r"\\.|/|\n", lambda found: {"/": r"\/", "\n": r"\n"}.get(found[0], found[0]), expression)

@@ -1,11 +1,11 @@
-"""How families of models write tool calls and reasoning, as data: a ``ToolFormat`` each, in ``FORMATS`` by name.
+"""The formats in which families of models write tool calls and reasoning, as data: ``FORMATS`` has them by name.
 
-A format is read (``parser``) and written (``forced``) by the same literals. White space at the ends of a literal is
-what is written; a reader takes any there, and none (beside a VALUE that is a text: at most what is written). A literal
-may hold special tokens of the tokenizer: which of them are is the tokenizer's to say, not the format's, for fine-tunes
-differ in it.
+A format is parsed (``parser``) and written (``forced``) with the same literals. White space at the ends of a literal is
+written as given; a parser accepts any amount there, including none (next to a VALUE that is a string: at most the
+amount that is written). A literal may contain special tokens of the tokenizer. The tokenizer determines which parts of
+it are special tokens, not the format, because fine-tunes of a model differ in that.
 
-A forced text of calls is, by the fields below::
+A forced text of calls has this form, with the fields below::
 
     region     = begin[0] calls end            no begin, or "": the calls stand by themselves, without end
     calls      = call (separator call)*        in "[" and "]" where array
@@ -15,14 +15,14 @@ and a call, by layout::
 
     object     {name_key: NAME, arguments_keys[0]: ARGUMENTS}
     named      call_begin NAME name_end ARGUMENTS call_end
-    channels   the same as named; what else is written stands in messages with headers, as OpenAI's harmony has them
+    channels   the same as named; everything else is written in messages with headers, as in OpenAI's harmony
 
 and ARGUMENTS, by arguments::
 
     json       a JSON object
-    keywords   k=v, k=v                        values as Python writes them
+    keywords   k=v, k=v                        values in Python's notation
     parameters (parameter_begin KEY key_end VALUE value_end)*
-               a text as it is, any other value as JSON
+               a string without quotes, any other value as JSON
 """
 
 from __future__ import annotations
@@ -34,28 +34,29 @@ from msgspec import Struct
 
 Layout: TypeAlias = Literal["object", "named", "channels"]
 Arguments: TypeAlias = Literal["json", "keywords", "parameters"]
-CUSTOM_INPUT = "input"  # the one argument, a text, as which formats write what a custom tool takes
+CUSTOM_INPUT = "input"  # the string argument that stands for the input of a custom tool in all formats
 
 
 class Reasoning(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What stands before and after a model's reasoning."""
+    """The literals before and after a model's reasoning."""
 
     begin: str
     end: str
 
 
 class ToolFormat(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """How a model writes calls and reasoning; as JSON it is packaged with the model and open to override.
+    """How a model writes calls and reasoning. It is packaged with the model as JSON, where it can be changed.
 
-    ``begin`` is what may open a region of calls, and ``arguments_keys`` what an object may call its arguments: the
-    first is written, all are read. ``begin_optional``: calls are read without a region too. ``id_begin``: what may
-    stand between a name and ``name_end``, before an id, which is read over. ``key_end_json``: a ``key_end`` after which
-    the value is JSON whatever its type, where the format says it for each value. ``ids``: the form that the template
-    asks of the ids of calls, "alnum9" being nine letters and digits (Mistral), "" for any.
+    ``begin`` are the literals that may open a region of calls, and ``arguments_keys`` the keys that an object may have
+    for its arguments: the first is written, all are parsed. With ``begin_optional``, calls are also parsed outside a
+    region. ``id_begin`` is a literal that may stand between a name and ``name_end``, before an id, which is skipped.
+    ``key_end_json`` is a ``key_end`` after which the value is JSON of any type, in formats that mark each value so.
+    ``ids`` is the form of call ids that the template requires: "alnum9" is nine letters and digits (Mistral), "" is
+    any form.
 
-    ``text_before``, ``text_after``: whether models write text there in the same turn; ``parallel``: whether they write
-    several calls. These three are for what is forced; whatever a model writes is read. ``calls_in_reasoning``: a call
-    ends the reasoning, whose end the model then leaves out.
+    ``text_before`` and ``text_after`` say whether models write text before and after calls in the same turn;
+    ``parallel``, whether they write several calls. These three apply only to forced calls; a parser accepts all of it.
+    With ``calls_in_reasoning``, a call ends the reasoning, and the model then leaves out the end of the reasoning.
     """
 
     name: str
@@ -86,7 +87,7 @@ class ToolFormat(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
 
     @property
     def literals(self) -> Iterator[str]:
-        """Every literal that may hold special tokens."""
+        """All literals, each of which may contain special tokens."""
         yield from self.begin
         yield from (self.end, self.separator, self.call_begin, self.name_end, self.id_begin, self.call_end)
         yield from (self.parameter_begin, self.key_end, self.key_end_json, self.value_end)
@@ -95,7 +96,7 @@ class ToolFormat(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
 
     @property
     def is_bare(self) -> bool:
-        """Whether a call may have no mark: such a one is read at the beginning of a text alone."""
+        """Whether a call may have no marker; such a call is parsed only at the beginning of a text."""
         return "" in self.begin or not (self.begin or self.call_begin)
 
 
@@ -146,7 +147,7 @@ _ALL = (
         text_after=False,
         parallel=False,
     ),
-    # Llama 4; Llama 3.2 too, where its system prompt asks for it
+    # Llama 4; also Llama 3.2 if its system prompt asks for it
     ToolFormat(
         name="llama4_pythonic",
         layout="named",
@@ -191,7 +192,7 @@ _ALL = (
         parallel=False,
     ),
     ToolFormat(name="glm4", layout="named", name_end="\n", text_before=False, text_after=False, parallel=False),
-    # GLM-4.5, 4.6; GLM-4.7 and 5 write it without the white space
+    # GLM-4.5, 4.6; GLM-4.7 and 5 omit the white space
     ToolFormat(
         name="glm45",
         layout="named",
@@ -266,7 +267,7 @@ _ALL = (
         call_end="<|tool_call_end|>",
         text_after=False,
     ),
-    # ours, for templates that have no tools: the form that small models meet most often
+    # this server's own format, for templates without tools: the form that small models have seen most often
     ToolFormat(
         name="generic",
         layout="object",

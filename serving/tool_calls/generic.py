@@ -1,7 +1,7 @@
-"""Tools, calls and results as plain text, for chat templates that know none of them.
+"""Tools, calls and results as plain text, for chat templates that do not support them.
 
-The words are what Hermes' models and Qwen's were trained with, which small models have met most often; the calls are
-written in any format.
+The wording is the one that the Hermes and Qwen models were trained with, which small models have seen most often. The
+calls can be in any format.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _EXAMPLE = ToolCall(id="", name="function-name", arguments={"argument-name": "va
 
 
 def tools_text(format: ToolFormat, tools: Sequence[dict[str, Any]]) -> Composed:
-    """What a system message says of ``tools``, which are in transformers' form. Same tools, same text."""
+    """Return the text about ``tools``, in transformers' form, for a system message. Equal tools give equal texts."""
     several = "one or more functions" if format.parallel else "a function"
     return Composed(
         Own(f"# Tools\n\nYou may call {several} to assist with the user query.\n\n"),
@@ -31,5 +31,5 @@ def tools_text(format: ToolFormat, tools: Sequence[dict[str, Any]]) -> Composed:
 
 
 def result_text(content: str) -> Composed:
-    """The result of a call, as a part of a user's message."""
+    """Return the result of a call as a part of a user message."""
     return Composed(Own("<tool_response>\n"), content, Own("\n</tool_response>"))

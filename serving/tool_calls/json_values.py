@@ -1,4 +1,4 @@
-"""JSON that comes piece by piece: where a value ends, and what a string says."""
+"""Incremental reading of JSON: finds where a value ends, and decodes strings."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ import re
 from .markers import SPACE
 
 _STRING = re.compile(r'[^"\\]*')
-_PLAIN = re.compile(r"[ \t\r\n,:0-9A-Za-z+\-.]*")  # what may stand between strings and brackets
+_PLAIN = re.compile(r"[ \t\r\n,:0-9A-Za-z+\-.]*")  # the characters allowed between strings and brackets
 _SCALAR = re.compile(r"[0-9A-Za-z+\-.]*")
 _CLOSES = {"}": "{", "]": "["}
 
 
 class JsonScanner:
-    """Finds the end of one value. It is no validator: it counts brackets, knows strings, and calls ``broken`` what can
-    be in no JSON, such as the marker that ends a call."""
+    """Finds the end of one JSON value.
+
+    It does not validate: it matches brackets and strings, and sets ``broken`` at characters that cannot occur in JSON,
+    such as the marker that ends a call.
+    """
 
     __slots__ = ("_escaped", "_in_scalar", "_in_string", "_open", "broken", "done")
 
@@ -25,8 +28,11 @@ class JsonScanner:
         self.done = self.broken = False
 
     def scan(self, text: str, at: int) -> int:
-        """How far the value goes in ``text``: to the end of the text, or to its own (``done``), or to what is not JSON
-        (``broken``). It must begin at once, without white space."""
+        """Read the value in ``text`` from ``at`` on and return where reading stopped.
+
+        That is the end of the text, the end of the value (``done``), or the first character that is not JSON
+        (``broken``). The value must begin at once, without white space.
+        """
         while at < len(text) and not (self.done or self.broken):
             if self._in_string:
                 at = self._string(text, at)
@@ -37,7 +43,7 @@ class JsonScanner:
         return at
 
     def finish(self) -> None:
-        """The text has ended: a number or a word ends with it."""
+        """Note the end of the text, which also ends a number or a word."""
         if self._in_scalar:
             self.done = True
 
@@ -86,7 +92,7 @@ class JsonScanner:
 
 
 class StringDecoder:
-    """What a JSON string says, without its quotes, as it comes. Half of a surrogate pair waits for the other."""
+    """Decodes a JSON string, without its quotes, as it arrives. Half of a surrogate pair waits for the other half."""
 
     __slots__ = ("_held",)
 
@@ -94,14 +100,14 @@ class StringDecoder:
         self._held = ""
 
     def push(self, text: str) -> str:
-        """``text`` must be of the inside of one string."""
+        """Return the decoded text; ``text`` is the next piece inside the quotes of one string."""
         text = self._held + text
         cut = _complete(text)
         text, self._held = text[:cut], text[cut:]
         return _ESCAPES.sub(_said, text) if "\\" in text else text
 
     def flush(self) -> str:
-        """An escape that was never completed, as it stands."""
+        """Return an escape that was never completed, undecoded."""
         rest, self._held = self._held, ""
         return rest
 
@@ -113,7 +119,7 @@ _TAIL = re.compile(r"(?:\\u[dD][89abAB][0-9A-Fa-f]{2})?\\(?:u[0-9A-Fa-f]{0,3})?\
 
 
 def _said(found: re.Match[str]) -> str:
-    """The character that an escape means; one that JSON does not have as it stands."""
+    """Return the character that an escape stands for; an escape that JSON does not define is returned unchanged."""
     try:
         return str(json.loads(f'"{found[0]}"'))
     except ValueError:
@@ -121,9 +127,9 @@ def _said(found: re.Match[str]) -> str:
 
 
 def _complete(text: str) -> int:
-    """How much of ``text`` does not end amid an escape."""
+    """Return the length of the part of ``text`` before an incomplete escape at its end."""
     start = max(0, len(text) - 12)
-    # an even run of backslashes before the window's end is complete escapes
+    # do not begin the window within a run of backslashes: their number decides which of them are escapes
     while start > 0 and text[start - 1] == "\\":
         start -= 1
     at = start
@@ -136,9 +142,9 @@ def _complete(text: str) -> int:
 
 
 class MemberText:
-    """The text of the one member of an object, ``{"input": "…"}``, as it comes: what a custom tool is called with.
+    """Streams the string in an object of one member, ``{"input": "…"}``: the input of a custom tool's call.
 
-    An object of any other form comes out as it stands.
+    An object of any other form is given out unchanged.
     """
 
     __slots__ = ("_begin", "_decoder", "_ended", "_held", "_raw", "_string")
@@ -151,7 +157,7 @@ class MemberText:
         self._decoder = StringDecoder()
 
     def push(self, text: str) -> str:
-        """``text``: more of the object."""
+        """Return the part of the string that is known once ``text``, the next piece of the object, is added."""
         if self._raw:
             return text
         if self._ended:
@@ -172,12 +178,12 @@ class MemberText:
         return self._decoder.push(text[: end - 1] if self._ended else text[:end])
 
     def flush(self) -> str:
-        """The rest, at the end of the call."""
+        """Return the rest at the end of the call."""
         return self._held if self._string is None and not self._raw else self._decoder.flush()
 
 
 def _hopeless(text: str) -> bool:
-    """Whether this beginning of an object can be none with one text: its value begins with something else."""
+    """Whether an object that begins with ``text`` cannot have one string as its member, or is too long to tell."""
     if len(text) > 256:
         return True
     body = text.strip(SPACE)

@@ -1,4 +1,4 @@
-"""A grammar in llguidance's Lark notation, put together rule by rule."""
+"""Builds a grammar in llguidance's Lark notation, rule by rule."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ ANY_TEXT = "/(?s:.*)/"
 
 
 class Lark:
-    """``special`` are the tokenizer's special tokens, which no text can imitate, by their texts. Rules are named in the
-    order in which they are made; equal ones are one."""
+    """A grammar under construction; most methods return an expression that refers to it.
+
+    ``special`` has the ids of the tokenizer's special tokens by their texts; no ordinary text can imitate these tokens.
+    Rules are named in the order in which they are made; equal rules get the same name.
+    """
 
     def __init__(self, special: Mapping[str, int]) -> None:
         self._special = special
@@ -25,28 +28,31 @@ class Lark:
         self._others: list[dict[str, Any]] = []
 
     def rule(self, body: str, options: str = "") -> str:
-        """The name of a rule; "" for an empty one."""
+        """Add a rule and return its name; "" for an empty rule."""
         if not body.strip():
             return ""
         written = f"{options}: {body}"
         return self._names.setdefault(written, f"r{len(self._names)}")
 
     def terminal(self, body: str) -> str:
-        """The name of an expression in the notation of terminals."""
+        """Add a terminal with ``body`` as its expression and return its name."""
         return self._names.setdefault(f": {body}", f"T{len(self._names)}")
 
     def text(self, text: str) -> str:
-        """Exactly ``text``, special tokens in it as tokens; "" for nothing."""
+        """Return an expression for exactly ``text``, with special tokens in it as tokens; "" for an empty text."""
         return " ".join(self._piece(piece) for piece in self._split(text))
 
     @staticmethod
     def plain(text: str) -> str:
-        """Exactly ``text`` of a caller's, in which special tokens are letters."""
+        """Return an expression for exactly ``text`` of a caller, in which special tokens are ordinary characters."""
         return json.dumps(text, ensure_ascii=False)
 
     def until(self, mark: str, where: str = "") -> str:
-        """Any text up to the first ``mark``, and this; white space at its beginning belongs to the text. ``where``:
-        what else holds of the text, as in " & ~/x/"."""
+        """Return an expression for any text up to and including the first ``mark``.
+
+        White space at the beginning of the mark belongs to the text. ``where`` is a further condition on the text, such
+        as " & ~/x/".
+        """
         core = mark.lstrip()
         first, *rest = self._split(core)
         after = self.text("".join(rest))
@@ -57,18 +63,18 @@ class Lark:
         return f"{head} {self.text(first[len(seen) :])} {after}"
 
     def free(self, marks: Iterable[str], where: str = "") -> str:
-        """Any text, or none, without one of ``marks``."""
+        """Return an expression for any text, also the empty one, that contains none of ``marks``."""
         cores = [first.strip() for mark in marks if (first := next(iter(self._split(mark.strip())), ""))]
         seen = "|".join(quoted(core) for core in cores if core and core not in self._special)
         without = f" & ~/(?s:.*)(?:{seen})(?s:.*)/" if seen else ""
         return self.terminal(ANY_TEXT + without + where)
 
     def json(self, schema: Mapping[str, Any]) -> str:
-        """A value of a schema as ``structured`` writes it."""
+        """Return an expression for a JSON value of ``schema``, which is in the form that ``structured`` writes."""
         return self.rule("%json " + json.dumps(schema, ensure_ascii=False))
 
     def other(self, grammar: Grammar) -> str:
-        """A whole grammar as a part of this one."""
+        """Add a whole grammar as a part of this one and return an expression for it."""
         [source] = json.loads(grammar.source)["grammars"]
         if source not in (known := [{k: v for k, v in one.items() if k != "name"} for one in self._others]):
             self._others.append({"name": f"g{len(self._others)}", **source})
@@ -76,7 +82,7 @@ class Lark:
         return f"@g{known.index(source)}"
 
     def source(self, start: str) -> str:
-        """The whole grammar, serialised."""
+        """Return the whole grammar, serialised; ``start`` is the expression of its start rule."""
         rules = "".join(f"{name}{body}\n" for body, name in self._names.items())
         grammars = [{"lark_grammar": f"start: {start}\n{rules}"}, *self._others]
         return json.dumps({"grammars": grammars}, ensure_ascii=False, separators=(",", ":"))
@@ -91,18 +97,18 @@ class Lark:
 
 
 def quoted(text: str) -> str:
-    """An expression of ``text`` alone, as it stands between slashes."""
+    """Return a regular expression for exactly ``text``, escaped for use between slashes."""
     return in_slashes(literal(text))
 
 
 def one_of(options: Iterable[str]) -> str:
-    """Any of ``options``, each written once."""
+    """Return an expression for any of ``options``; duplicates are dropped."""
     given = list(dict.fromkeys(options))
     return given[0] if len(given) == 1 else "(" + " | ".join(given) + ")"
 
 
 def times(item: str, least: int, most: int) -> str:
-    """``item`` so often; "" for never."""
+    """Return an expression for ``least`` to ``most`` repeats of ``item``; "" if ``most`` is 0 or less."""
     if most <= 0:
         return ""
     return f"({item})" if (least, most) == (1, 1) else f"({item}){{{least},{most}}}"

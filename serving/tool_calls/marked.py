@@ -1,4 +1,4 @@
-"""The reader of formats that put calls between markers, or at the beginning of a text without any."""
+"""The parser of formats in which calls stand between markers, or without markers at the beginning of a text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ _NAME = re.compile(r"[\w.\-/]*")
 
 
 class MarkedReader(Reading):
-    """``_mark`` is where that began which is held until it is known to be a call; what turns out to be none is text."""
+    """Parses texts with marked calls.
+
+    ``_mark`` is the beginning of the text that is held until it is known to be a call; if it is none, it becomes text.
+    """
 
     def __init__(
         self, literals: Literals, tools: ToolUse | None, in_reasoning: bool = False, show_special: bool = False
@@ -29,7 +32,7 @@ class MarkedReader(Reading):
         self._in_array = False
         self._name = ""
         self._object: CallObject | None = None
-        self._rest: JsonScanner | None = None  # of a call's object, behind its arguments
+        self._rest: JsonScanner | None = None  # scans the rest of a call's object after its arguments
         self._reads_calls = tools is not None
         calls = {} if tools is None else {f"region{i}": each for i, each in enumerate(literals.begins)}
         if tools is not None and (format.begin_optional or not format.begin):
@@ -57,7 +60,7 @@ class MarkedReader(Reading):
         return self._parts.take()
 
     def _is_unmarked(self, mark: int) -> bool:
-        """Whether what is held from ``mark`` on has begun without a marker."""
+        """Whether the text held from ``mark`` on has begun without a marker."""
         firsts = {marker.first for marker in (*self._literals.begins, self._literals.call_begin) if marker}
         return self._format.is_bare and not self.num_calls and self._text[mark : mark + 1] not in firsts
 
@@ -68,7 +71,10 @@ class MarkedReader(Reading):
         self._mark = None if self._mark is None else 0
 
     def _end_marker(self) -> Marker:
-        """What ends a call behind its arguments: keywords are read with their bracket, parameters with all of it."""
+        """Return the marker that ends a call after its arguments.
+
+        The readers of keywords and parameters have already read a part of it, or all of it.
+        """
         if self._format.arguments == "parameters":
             return Marker("")
         if self._format.arguments == "keywords":
@@ -76,7 +82,7 @@ class MarkedReader(Reading):
         return self._literals.call_end
 
     def _strays(self) -> dict[str, Marker]:
-        """Ends that models write once too often, after a call; not such as an ordinary text may have."""
+        """Return the end markers that models sometimes repeat after a call, except those that ordinary text may have."""
         if not self._reads_calls:
             return {}
         ends = {"end": self._literals.end, "call_end": self._call_end}
@@ -87,7 +93,7 @@ class MarkedReader(Reading):
     # -- text and reasoning
 
     def _begin(self) -> bool:
-        """Where nothing has been said: calls without marks are read here alone."""
+        """Read the beginning of the reply's text; only here are calls without markers recognised."""
         if not (self._reads_calls and self._format.is_bare):
             return self._enter(self._content_state)
         start = skip_space(self._text, self._at)
@@ -125,7 +131,7 @@ class MarkedReader(Reading):
     def _begin_reasoning(self, start: int, end: int) -> bool:
         self._at = end
         if self._content.is_begun and not self._literals.is_special(self._literals.reasoning_begin):
-            self._say(self._text[start:end])  # a text that speaks of the marker
+            self._say(self._text[start:end])  # the text mentions the marker
             return True
         self._at_marker()
         self.in_reasoning = True
@@ -143,7 +149,7 @@ class MarkedReader(Reading):
         return self._enter(self._begin)
 
     def _fail(self) -> bool:
-        """What is held is no call."""
+        """Give out the held text as text, because it is not a call."""
         assert self._mark is not None
         held = self._text[self._mark : self._at]
         self._mark = self._reader = self._object = self._early = None
@@ -154,7 +160,7 @@ class MarkedReader(Reading):
     # -- the beginning of a call
 
     def _region(self) -> bool:
-        """Within a region, or in its list, where a call may begin."""
+        """Read the place in a region, or in its list, where a call may begin."""
         text = self._text
         start = past_gap(text, self._at)
         if start < 0:
@@ -195,7 +201,7 @@ class MarkedReader(Reading):
         return self._enter(self._behind_name) if self._name in self._names else self._fail()
 
     def _behind_name(self) -> bool:
-        """An id, and what stands before the arguments."""
+        """Read an id and the marker before the arguments."""
         literals, text = self._literals, self._text
         start = past_gap(text, self._at)
         if start < 0:
@@ -258,7 +264,7 @@ class MarkedReader(Reading):
         return QuotedArguments(self._say_arguments) if char == '"' else JsonArguments(self._say_arguments)
 
     def _begin_held(self, arguments: str) -> bool:
-        """Arguments that are known as a whole."""
+        """Give out a call whose arguments are known completely."""
         if arguments == "null":
             arguments = "{}"
         if arguments[0] not in '{"':
@@ -301,7 +307,7 @@ class MarkedReader(Reading):
         return False
 
     def _no_object(self) -> bool:
-        """Instead of arguments: null, where a call's object says that there are none."""
+        """Read null in place of arguments, which an object may have for a call without arguments."""
         if self._object is None:
             return self._fail()
         if self._text.startswith("null", self._at):
@@ -317,7 +323,7 @@ class MarkedReader(Reading):
             self._flush_call()
 
     def _behind_object(self) -> bool:
-        """The rest of a call's object."""
+        """Read the rest of a call's object."""
         assert self._rest is not None
         self._at = self._rest.scan(self._text, self._at)
         if self._rest.done or self._rest.broken:
@@ -335,7 +341,7 @@ class MarkedReader(Reading):
         return self._enter(self._behind_call)
 
     def _behind_call(self) -> bool:
-        """Another call, the end of the region, or text."""
+        """Read what follows a call: another call, the end of the region, or text."""
         text, literals = self._text, self._literals
         start = past_gap(text, self._at)
         if start == PARTIAL:

@@ -1,7 +1,7 @@
-"""The literals of a format, ready to be looked for in a text that grows.
+"""The literals of a format as markers that can be searched for in a growing text.
 
-Special tokens come to a parser as one character each, a surrogate, which no decoded text has: an ordinary text that
-spells a special token's name is not taken for one.
+A parser gets each special token as one surrogate character, which no decoded text contains. Ordinary text that spells
+a special token's name is therefore not taken for the token.
 """
 
 from __future__ import annotations
@@ -15,21 +15,27 @@ from .formats import ToolFormat
 FIRST_SURROGATE = 0xD800
 SPACE = " \t\r\n"
 MAX_SPACE = 64  # characters of white space within a marker
-MAX_GAP = 256  # and between the parts of what may become a call
+MAX_GAP = 256  # characters of white space between the parts of a possible call
 NO, PARTIAL = -1, -2
 _SPACES = re.compile(f"[{SPACE}]*")
 _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 def stand_ins(special_tokens: Iterable[str], format: ToolFormat, known: tuple[str, ...] = ()) -> dict[str, str]:
-    """The character that stands for each special token that is ``known`` or in a literal of ``format``, by its text."""
+    """Return the stand-in character, by the token's text, of each special token that a parser looks for.
+
+    These are the tokens that are ``known`` or that occur in a literal of ``format``.
+    """
     texts = (*format.literals, *known)
     found = sorted(token for token in set(special_tokens) if token and any(token in each for each in texts))
     return {token: chr(FIRST_SURROGATE + i) for i, token in enumerate(found)}
 
 
 class Marker:
-    """A literal whose white space may be any amount of it. ``first`` is what it begins with; "" matches everywhere."""
+    """A literal in which white space matches any amount of white space, at most ``MAX_SPACE`` characters.
+
+    ``first`` is its first character. An empty literal matches everywhere.
+    """
 
     __slots__ = ("_pieces", "first")
 
@@ -41,7 +47,10 @@ class Marker:
         return bool(self._pieces)
 
     def match(self, text: str, at: int) -> int:
-        """Where the marker that begins at ``at`` ends; NO where there is none, PARTIAL where ``text`` ends in one."""
+        """Return where the marker that begins at ``at`` ends.
+
+        Return NO if there is none, PARTIAL if ``text`` ends within a possible marker.
+        """
         for i, piece in enumerate(self._pieces):
             if i:
                 at = skip_space(text, begun := at)
@@ -57,12 +66,12 @@ class Marker:
 
 
 def skip_space(text: str, at: int) -> int:
-    """The place of the first character from ``at`` on that is not white space."""
+    """Return the position of the first character from ``at`` on that is not white space."""
     return _SPACES.match(text, at).end()  # type: ignore[union-attr]
 
 
 def past_gap(text: str, at: int) -> int:
-    """``skip_space``; PARTIAL where the text ends in white space, NO where there is too much of it."""
+    """Do the same as ``skip_space``, but return PARTIAL if the text ends there and NO if there is too much space."""
     end = skip_space(text, at)
     if end - at > MAX_GAP:
         return NO
@@ -70,7 +79,7 @@ def past_gap(text: str, at: int) -> int:
 
 
 class Search:
-    """Which of some markers comes first."""
+    """Finds the first of several markers."""
 
     __slots__ = ("_first", "_markers")
 
@@ -80,8 +89,11 @@ class Search:
         self._first = re.compile(f"[{chars}]") if chars else None
 
     def find(self, text: str, at: int) -> tuple[int, str, int]:
-        """``(start, kind, end)`` of the first marker from ``at`` on. ``end`` is PARTIAL where ``text`` may end in one;
-        without any, ``start`` is the end of the text and ``kind`` is ""."""
+        """Return ``(start, kind, end)`` of the first marker from ``at`` on.
+
+        Without a marker ``kind`` is "" and ``start`` is the end of the text. If ``text`` may end within a marker,
+        ``kind`` is "", ``end`` is PARTIAL and ``start`` is the marker's possible beginning.
+        """
         while self._first is not None and (found := self._first.search(text, at)):
             at = found.start()
             partial = False
@@ -97,7 +109,7 @@ class Search:
 
 
 class Literals:
-    """A format's literals as markers, with the characters that stand for special tokens in them."""
+    """A format's literals as markers, in which stand-in characters replace special tokens."""
 
     def __init__(self, format: ToolFormat, specials: Mapping[str, str]) -> None:
         self._names = {char: token for token, char in specials.items()}
@@ -122,25 +134,25 @@ class Literals:
         return Marker(self.encode(literal))
 
     def encode(self, text: str) -> str:
-        """``text`` with the names of special tokens replaced by what stands for them."""
+        """Return ``text`` with the names of special tokens replaced by their stand-in characters."""
         for token, char in self._specials:
             text = text.replace(token, char)
         return text
 
     def is_special(self, marker: Marker) -> bool:
-        """Whether ``marker`` begins with a special token, which no ordinary text can be."""
+        """Whether ``marker`` begins with a special token, which ordinary text cannot imitate."""
         return marker.first in self._names
 
     def named(self, text: str) -> str:
-        """``text`` with the names of special tokens."""
+        """Return ``text`` with stand-in characters replaced by the names of their special tokens."""
         return _SURROGATES.sub(lambda found: self._names.get(found[0], ""), text) if self._names else text
 
     def without(self, text: str) -> str:
-        """``text`` without special tokens."""
+        """Return ``text`` without the stand-in characters of special tokens."""
         return _SURROGATES.sub("", text) if self._names else text
 
 
 @lru_cache(maxsize=64)
 def literals(format: ToolFormat, specials: tuple[tuple[str, str], ...]) -> Literals:
-    """The literals of a format for one tokenizer; ``specials`` are the items of ``stand_ins``."""
+    """Return the literals of a format for one tokenizer; ``specials`` are the sorted items of ``stand_ins``."""
     return Literals(format, dict(specials))

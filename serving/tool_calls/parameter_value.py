@@ -1,4 +1,4 @@
-"""The value of one tagged parameter, a text that may stand for a value of another type, made into JSON as it comes."""
+"""Converts the value of one tagged parameter to JSON as it arrives; its text may stand for a value of another type."""
 
 from __future__ import annotations
 
@@ -15,9 +15,13 @@ _WORDS = {"null": ("null", "None"), "boolean": ("true", "false", "True", "False"
 
 
 class ParameterValue:
-    """``types`` are those that the tool's schema allows, () where it says nothing, ("json",) where the format says that
-    the value is JSON. A text is said as it comes, once it can be nothing else; objects and lists too where no text is
-    allowed. What may be either is held to its end. ``broken``: it was said as an object and is none."""
+    """The value of one parameter; ``say`` gets its JSON.
+
+    ``types`` are the types that the tool's schema allows: () if it does not say, ("json",) if the format says that the
+    value is JSON. A string is streamed as soon as it can be nothing else; so are objects and lists if no string is
+    allowed. A value that may still be either is held until its end. ``broken`` means that a value was streamed as an
+    object or list but turned out not to be one.
+    """
 
     __slots__ = ("_held", "_kind", "_pieces", "_say", "_structure", "_types", "broken")
 
@@ -26,14 +30,14 @@ class ParameterValue:
         self._types = frozenset(types)
         self._held = ""
         self._kind: Literal["open", "text", "structure", "either"] = "open"
-        self._pieces: list[str] = []  # of what may be an object or a text
+        self._pieces: list[str] = []  # the pieces of a value that may be an object or a string
         self._structure = PythonValue(say)
         self.broken = False
         if self._types == {"string"}:
             self._begin_text()
 
     def push(self, text: str) -> int:
-        """How much of ``text`` is read: all of it, or up to where it is ``broken``."""
+        """Read ``text`` and return how much of it was read: all, or up to the place where it is ``broken``."""
         size = len(text)
         if self._kind == "open":
             self._held += text
@@ -51,7 +55,7 @@ class ParameterValue:
         return size
 
     def end(self) -> None:
-        """The value is complete."""
+        """Finish the value, which is complete."""
         if self._kind == "either":
             self._kind, self._held = "open", "".join(self._pieces)
         if self._kind == "open":
@@ -61,7 +65,7 @@ class ParameterValue:
             self._say('"')
 
     def cut(self) -> None:
-        """The text has ended within the value: what is held is said, as the beginning of a text."""
+        """Finish a value within which the text has ended: held text is given out as the beginning of a string."""
         if self._kind == "either":
             self._kind, self._held = "open", "".join(self._pieces)
         if self._kind == "open" and self._held.strip(SPACE) and not self._types.isdisjoint({"string"}):
@@ -73,7 +77,7 @@ class ParameterValue:
         self._say('"')
 
     def _decide(self) -> str:
-        """What of the held text is to be said, once it is known as what."""
+        """Return the held text once the kind of the value is known, and set the kind; "" before that."""
         body = self._held.strip(SPACE)
         if not body:
             return ""
@@ -90,7 +94,7 @@ class ParameterValue:
         return held
 
     def _may_be_other(self, body: str) -> bool:
-        """Whether ``body`` may go on to be something else than a text."""
+        """Whether ``body`` may become something other than a string when it continues."""
         if body[0] in "{[":
             return self._allows("object", "array")
         if _NUMBER.fullmatch(body):
@@ -101,7 +105,7 @@ class ParameterValue:
         return not self._types or "json" in self._types or not self._types.isdisjoint(kinds)
 
     def _converted(self, body: str) -> str | None:
-        """``body`` as JSON of an allowed type; None where it is a text."""
+        """Return ``body`` as JSON of an allowed type; None if it is a string."""
         if body.lower() in ("true", "false") and self._allows("boolean"):
             return body.lower()
         if body in ("null", "None"):
@@ -128,7 +132,7 @@ def _structure(body: str) -> str | None:
 
 
 def _loaded(body: str) -> str | None:
-    """``body``, if it is JSON."""
+    """Return ``body`` if it is JSON, otherwise None."""
     try:
         json.loads(body, parse_constant=_refuse)
     except (ValueError, RecursionError):

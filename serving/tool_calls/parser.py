@@ -1,4 +1,4 @@
-"""A model's text read as it comes: what is text, what reasoning, and which tools are called."""
+"""Makes parsers that divide a model's text, as it arrives, into text, reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ID_CHARS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
 
 def special_stand_ins(special_tokens: Iterable[str], format: ToolFormat) -> dict[str, str]:
-    """The character that a parser of ``format`` gets for each special token that it looks for, by the token's text."""
+    """Return the characters that a parser of ``format`` gets for the special tokens it looks for, by token text."""
     return stand_ins(special_tokens, format, TOKENS if format.layout == "channels" else ())
 
 
@@ -30,15 +30,18 @@ def make_parser(
     specials: dict[str, str] | None = None,
     show_special: bool = False,
 ) -> Parser:
-    """A parser of one text. ``tools`` None: none may be called, and only reasoning is read. ``specials`` is what
-    ``special_stand_ins`` gave; ``show_special``: special tokens that mean nothing here are shown, not left out."""
+    """Return a parser for one text.
+
+    If ``tools`` is None, no tool may be called and only reasoning is parsed. ``specials`` is the result of
+    ``special_stand_ins``. With ``show_special``, special tokens that are not part of a marker appear in the text.
+    """
     compiled = literals(format, tuple(sorted((specials or {}).items())))
     reader = ChannelReader if format.layout == "channels" else MarkedReader
     return reader(compiled, tools, in_reasoning, show_special)
 
 
 def call_id(request_id: str, choice: int, call: int) -> str:
-    """The id of a call: the same for the same place in the same reply, as OpenAI's look."""
+    """Return the id of a call in the form of OpenAI's ids; it depends only on the call's place in the reply."""
     number = int.from_bytes(hashlib.sha256(f"{request_id}/{choice}/{call}".encode()).digest())
     chars = []
     for _ in range(24):

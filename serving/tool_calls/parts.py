@@ -1,4 +1,4 @@
-"""What a model's text is made of, once it is read, and the white space that is held until it is known to be text."""
+"""The parts into which a model's text is parsed, and the handling of white space next to markers."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ Part: TypeAlias = Text | Thought | CallBegin | CallArguments | CallEnd
 
 
 class Trimmed:
-    """A stretch of text whose white space next to markers is not a part of it.
+    """A text without the white space that stands next to markers.
 
-    White space is held until text follows. What stands beside a marker (``at_marker``) is dropped, at the beginning and
-    at the end of the text; within it everything is kept.
+    White space is held until text follows. At the beginning and at the end of the text, white space next to a marker
+    (``at_marker``) is dropped; within the text everything is kept.
     """
 
     __slots__ = ("_after_marker", "_begun", "_flows", "_held")
@@ -54,16 +54,16 @@ class Trimmed:
     def __init__(self, after_marker: bool = False) -> None:
         self._held = ""
         self._begun = False
-        self._flows = False  # a run of white space so long that it is text
+        self._flows = False  # whether a run of white space is so long that it counts as text
         self._after_marker = after_marker
 
     @property
     def is_begun(self) -> bool:
-        """Whether anything but white space has come since the last marker."""
+        """Whether anything except white space has arrived since the last marker."""
         return self._begun and not self._after_marker
 
     def push(self, text: str) -> str:
-        """What is certain to be text."""
+        """Add ``text`` and return what is now certain to be text."""
         body = text.rstrip(SPACE)
         if body:
             if self._after_marker and not self._begun:
@@ -79,20 +79,20 @@ class Trimmed:
         return out
 
     def at_marker(self) -> None:
-        """A marker stands here."""
+        """Note that a marker stands at this place."""
         self._after_marker = True
         self._flows = False
         if not self._begun:
             self._held = ""
 
     def flush(self) -> str:
-        """What is still held, at the end of everything."""
+        """Return the white space still held at the end of the whole text, unless it stands after a marker."""
         out, self._held = "" if self._after_marker else self._held, ""
         return out
 
 
 class Parts:
-    """Gathers parts, neighbours of a kind joined."""
+    """Collects parts and joins adjacent texts of the same kind."""
 
     def __init__(self) -> None:
         self._done: list[Part] = []
@@ -100,7 +100,7 @@ class Parts:
         self._kind: type[Text] | type[Thought] | type[CallArguments] | None = None
 
     def add(self, kind: type[Text] | type[Thought] | type[CallArguments], text: str) -> None:
-        """More text of a kind."""
+        """Add text of a kind."""
         if not text:
             return
         if self._kind is not kind:
@@ -109,12 +109,12 @@ class Parts:
         self._pieces.append(text)
 
     def put(self, part: CallBegin | CallEnd) -> None:
-        """A part that is not text."""
+        """Add a part that is not text."""
         self._close()
         self._done.append(part)
 
     def take(self) -> list[Part]:
-        """All parts since the last time."""
+        """Return all parts since the last call."""
         self._close()
         done, self._done = self._done, []
         return done

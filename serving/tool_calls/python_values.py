@@ -1,4 +1,4 @@
-"""Values as Python writes them, made into JSON as they come. JSON itself is taken too: its words and its strings."""
+"""Converts values in Python's notation to JSON as they arrive. JSON's own words and strings are accepted too."""
 
 from __future__ import annotations
 
@@ -23,12 +23,15 @@ _Expect: TypeAlias = Literal["value", "key", "colon", "comma"]
 
 
 def text_json(text: str) -> str:
-    """``text`` as the inside of a JSON string."""
+    """Return ``text`` escaped for the inside of a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def scalar_json(word: str) -> str | None:
-    """A number or a word of Python or JSON as JSON, a number that is JSON as it stands; None for anything else."""
+    """Return a number or a word of Python or JSON as JSON; None for anything else.
+
+    A number that is already JSON is returned unchanged.
+    """
     if word in _WORDS:
         return _WORDS[word]
     if _NUMBER.fullmatch(word):
@@ -45,20 +48,23 @@ def scalar_json(word: str) -> str | None:
 
 
 class PythonString:
-    """A string from its opening quote on; ``say`` gets its text, escapes resolved. ``done`` after the closing quote."""
+    """Reads one string from its opening quote on.
+
+    ``say`` gets its text with escapes resolved. ``done`` is set after the closing quote.
+    """
 
     __slots__ = ("_held", "_high", "_inside", "_quote", "_say", "done")
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
         self._quote = ""
-        self._held = ""  # quotes or an escape, not yet complete
-        self._high = 0  # half of a surrogate pair
+        self._held = ""  # quotes or an escape that are not complete yet
+        self._high = 0  # the first half of a surrogate pair
         self._inside: re.Pattern[str] | None = None
         self.done = False
 
     def push(self, text: str, at: int) -> int:
-        """How far the string goes in ``text``."""
+        """Read the string in ``text`` from ``at`` on and return where reading stopped."""
         while at < len(text) and not self.done:
             if self._inside is None:
                 at = self._open(text[at], at)
@@ -71,7 +77,7 @@ class PythonString:
         return at
 
     def finish(self) -> None:
-        """The text has ended: two quotes were an empty string."""
+        """Note the end of the text: two quotes at its end are an empty string."""
         self.done = self.done or (self._inside is None and len(self._held) == 2)
 
     def _open(self, char: str, at: int) -> int:
@@ -104,7 +110,7 @@ class PythonString:
         return self._close(text[at], at)
 
     def _close(self, char: str, at: int) -> int:
-        if char != self._quote[0]:  # after one or two of three
+        if char != self._quote[0]:  # after one or two of three quotes
             held, self._held = self._held, ""
             self._out(held)
             return at
@@ -158,14 +164,17 @@ class PythonString:
             self._say(text)
 
     def _flush(self) -> None:
-        """A half without its other half is no character."""
+        """Give out U+FFFD for half of a surrogate pair whose other half did not follow."""
         if self._high:
             self._high = 0
             self._say("\ufffd")
 
 
 class PythonValue:
-    """One value; ``say`` gets it as JSON like ``json.dumps`` has it. ``done`` after it, ``broken`` where it is none."""
+    """Reads one value; ``say`` gets it as JSON, formatted like the output of ``json.dumps``.
+
+    ``done`` is set after the value, ``broken`` if the text is not a value.
+    """
 
     __slots__ = ("_after_comma", "_expect", "_open", "_say", "_string", "_word", "broken", "done")
 
@@ -173,13 +182,13 @@ class PythonValue:
         self._say = say
         self._open: list[str] = []
         self._expect: _Expect = "value"
-        self._after_comma = False  # a comma is written with what follows it
+        self._after_comma = False  # a comma is written only when an item follows it
         self._string: PythonString | None = None
         self._word = ""
         self.done = self.broken = False
 
     def push(self, text: str, at: int) -> int:
-        """How far the value goes in ``text``."""
+        """Read the value in ``text`` from ``at`` on and return where reading stopped."""
         while at < len(text) and not (self.done or self.broken):
             if self._string is not None:
                 at = self._in_string(text, at)
@@ -192,7 +201,7 @@ class PythonValue:
         return at
 
     def finish(self) -> None:
-        """The text has ended: a number, a word or an empty string may end with it."""
+        """Note the end of the text, which may also end a number, a word or an empty string."""
         if self._word:
             self._end_word()
         elif self._string is not None:

@@ -1,4 +1,4 @@
-"""What every reader of a model's text does: it gives out text, reasoning and calls, without the space at markers."""
+"""The base of all parsers of a model's text: it gives out text, reasoning and calls, without white space at markers."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ NO_TOOLS = ToolUse(names=())
 
 
 class Parser(Protocol):
-    """Takes a model's text piece by piece; how it is cut never changes what comes out.
+    """Takes a model's text piece by piece; the division into pieces never changes the result.
 
-    ``in_reasoning``: what comes next is reasoning, as far as is known. ``num_calls`` that have begun. ``is_complete``:
-    a call has ended and no other is wanted; what follows is not read.
+    ``in_reasoning`` says whether the following text is reasoning, as far as is known. ``num_calls`` is the number of
+    calls that have begun. ``is_complete`` is set when a call has ended and no further call is allowed; later text is
+    not read.
     """
 
     in_reasoning: bool
@@ -29,15 +30,22 @@ class Parser(Protocol):
     def push(self, text: str) -> list[Part]: ...
 
     def flush(self, cut: bool) -> list[Part]:
-        """The rest, at the end; ``cut``: at its length limit, and not where the model ended it. A call that has begun
-        stays as it is; one of which only the beginning has been seen, without its name, is dropped where it was cut,
-        and otherwise is text."""
+        """Return the remaining parts at the end of the text.
+
+        ``cut`` says that the text ended at its length limit and not where the model ended it. A call that has begun
+        stays incomplete. If the text ends within what may be a call but has not begun as one, that text is dropped with
+        ``cut``, and is text otherwise.
+        """
         ...
 
 
 class Reading:
-    """What readers share: the text not yet read (``_text`` from ``_at`` on), what has come of the rest, and a state
-    machine over it. A state reads what is certain and says whether reading goes on, in it or in the one it entered."""
+    """The state that all parsers share: the text not yet read (``_text`` from ``_at`` on), the parts of the text before
+    it, and a state machine.
+
+    A state is a method that reads the text that is certain and returns whether reading goes on, in this state or in the
+    one that it has entered.
+    """
 
     _state: Callable[[], bool]
 
@@ -54,7 +62,7 @@ class Reading:
         self._thought = Trimmed(after_marker=True)
         self._custom: MemberText | None = None
         self._reader: ArgumentsReader | None = None
-        self._early: list[str] | None = None  # arguments of a call that is not yet sure to be one
+        self._early: list[str] | None = None  # arguments of what may still turn out not to be a call
         self.in_reasoning = in_reasoning
         self.num_calls = 0
         self.is_complete = False
@@ -77,11 +85,11 @@ class Reading:
         return True
 
     def _compact(self) -> None:
-        """Forget what has been read."""
+        """Drop the text that has been read."""
         self._text, self._at = self._text[self._at :], 0
 
     def _say(self, text: str) -> None:
-        """``text`` is of the reply, or of the reasoning where that goes on."""
+        """Give out ``text`` as text of the reply, or as reasoning while that goes on."""
         shown = self._literals.named(text) if self._show_special else self._literals.without(text)
         if not shown:
             return
@@ -91,14 +99,14 @@ class Reading:
             self._parts.add(Text, self._content.push(shown))
 
     def _say_up_to(self, markers: Search) -> tuple[int, str, int]:
-        """Read the text before the first of ``markers``, of which ``Search.find`` is returned."""
+        """Give out the text before the first of ``markers``, and return what ``Search.find`` returned for them."""
         found = markers.find(self._text, self._at)
         self._say(self._text[self._at : found[0]])
         self._at = found[0]
         return found
 
     def _at_marker(self) -> None:
-        """A marker has been read: white space beside it is not text."""
+        """Note that a marker has been read; white space next to it is not text."""
         self._content.at_marker()
         self._thought.at_marker()
 
@@ -114,7 +122,7 @@ class Reading:
         self._parts.add(CallArguments, text if self._custom is None else self._custom.push(text))
 
     def _begin_call(self, name: str) -> None:
-        """The call is sure; what is known of its arguments goes out with it."""
+        """Give out the beginning of a call that is now certain, with the arguments known so far."""
         self._at_marker()
         self.in_reasoning = False
         self.num_calls += 1

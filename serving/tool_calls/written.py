@@ -1,4 +1,4 @@
-"""Calls as their format writes them: for templates that leave calls to the text of a message."""
+"""Writes calls in a format, for templates that take calls as part of a message's text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .formats import ToolFormat
 
 
 def written_calls(format: ToolFormat, calls: Sequence[ToolCall]) -> Composed:
-    """The text with which a model of this format would have made ``calls``."""
+    """Return the text with which a model of this format would make ``calls``."""
     begin = Own(format.begin[0] if format.begin else "")
     end = Own(format.end if begin else "")
     texts = [_call(format, call) for call in calls]
