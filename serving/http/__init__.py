@@ -1,1 +1,1 @@
-"""The HTTP API: a Flask application over routes, and what answers them; no server of its own."""
+"""The HTTP API: a Flask application, its routes and their handlers. It does not open sockets itself."""

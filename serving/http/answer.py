@@ -1,4 +1,4 @@
-"""The HTTP response in our own type, before a web framework turns it into its own."""
+"""The type of HTTP responses, independent of the web framework, which converts them to its own type."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def _answer(server: Server, route: Route, path: dict[str, str], record: AccessRe
         listens = _check_listener(server, route, probes=came_to_probes(environ))
         if not server.requires_key:
             check_cross_site(environ, listens, server.settings.allowed_hosts)
-        charged = not route.auth.is_open  # set after the cross-site check: other sites' pages must not charge a user
+        charged = not route.auth.is_open  # not before: another site's page must not use up a user's refusals
         caller = authenticate(server, route.auth, flask_request.headers, address, record)
         check_content_type(environ, route.takes)
         request = Request(

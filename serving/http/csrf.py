@@ -58,8 +58,8 @@ def name_of(host: str) -> str:
 
 
 def _is_ours(name: str, listens: str, allowed: tuple[str, ...]) -> bool:
-    """Return whether ``name`` means this server. Anything passes unless it listens on loopback or ``allowed`` is set,
-    because otherwise its names are not known."""
+    """Return whether ``name`` may mean this server. Every name passes unless the server listens on loopback or
+    ``allowed`` is set, because otherwise the server's names are not known."""
     if not allowed and not is_loopback(listens):
         return True
     return is_loopback(name) or name == listens.lower() or name in [host.lower() for host in allowed]

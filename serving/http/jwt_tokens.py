@@ -1,5 +1,5 @@
-"""Verify JWT bearer tokens (RFC 7519) and turn them into callers. An issuer with known public keys has signed the
-tokens for this server.
+"""Verify JWT bearer tokens (RFC 7519) and turn them into callers. A token must be signed by an issuer whose public keys
+are known, and must be issued for this server.
 
 The algorithms come from an allow-list that has no symmetric algorithm and not ``none``: otherwise a public key could be
 used as a secret to sign with (algorithm confusion). A key is used only with the algorithms of its own type. A bearer is

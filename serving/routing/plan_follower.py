@@ -29,8 +29,8 @@ from .replica_set import ReplicaSet
 from .served_endpoints import ServedEndpoint, ServedEndpoints, ServedEntity
 from .traffic import TrafficSplit
 
-TURN = 0.1  # seconds between looks at the plan
-FIRST_NAMES = 1.0  # seconds in which engines list their adapters before requests come
+TURN = 0.1  # seconds between checks of the plan
+FIRST_NAMES = 1.0  # seconds to wait for engines to list their adapters before their endpoints are served
 FIRST_SECONDS = 5.0  # to attach to an engine of another host, which the controller process has just connected to
 RETRY = 10  # turns after which the worker tries again to reach a replica that did not answer
 

@@ -300,7 +300,7 @@ class _WaitingStream:
         return self._stream is None or (isinstance(self._stream, TappableStream) and self._stream.tap(take))
 
     def have_reader(self, run: Callable[[], object]) -> None:
-        stream: Any = self._stream  # ``take`` is not called, so this is not called, before the stream exists
+        stream: Any = self._stream  # it exists by now: before that, ``take`` is not called, which leads here
         stream.have_reader(run)
 
     def finish(self, index: int) -> None:

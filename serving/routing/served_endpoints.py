@@ -120,7 +120,7 @@ class ServedEndpoints:
         self._by_name = {one.name: one for one in served}
 
     def seen_by(self, caller: Caller) -> ServedEndpoints:
-        """Return the current endpoints that ``caller`` may see. Its error messages never mention the other ones."""
+        """Return the current endpoints that ``caller`` may see. Error messages of the result never mention others."""
         if caller.endpoints is None:
             return self
         seen = ServedEndpoints()

@@ -15,9 +15,9 @@ from typing import Any, Protocol
 class Limited(Protocol):
     """A connection that is counted.
 
-    ``waiting_since`` says what the connection waits for from its client, and since when (monotonic seconds). The lowest
-    value is evicted first: 0 waits for the head of a request, 1 for its body, 2 for the client to read the response.
-    It is None while the connection waits for the server.
+    ``waiting_since`` is None while the connection waits for the server. Otherwise it is what the connection waits for
+    (0: the head of a request, 1: its body, 2: the client reading the response), and since when (monotonic seconds). The
+    connection with the lowest value is evicted first.
     """
 
     address: str
