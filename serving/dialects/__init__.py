@@ -1,4 +1,4 @@
-"""The dialects by name. A new one is a module with a class of the protocol in ``base.py`` and a line here."""
+"""The dialects by name. To add one, write a module with a class of the protocol in ``base.py``, and add a line here."""
 
 from __future__ import annotations
 
@@ -40,13 +40,15 @@ FALLBACK = DIALECTS["mlflow"]
 
 @functools.cache
 def _pattern(path: str) -> re.Pattern[str]:
-    """What a route's path takes: a segment for ``<name>``, any number of them for ``<path:name>``."""
+    """Return the pattern of a route's path: ``<name>`` matches one segment, ``<path:name>`` one or more."""
     return re.compile(re.sub(r"<\w+>", "[^/]+", re.sub(r"<path:\w+>", ".+", re.escape(path))))
 
 
 def dialect_of(path: str) -> Dialect:
-    """The dialect in whose form a request to ``path`` is refused before a route has taken it: the route's own, or that
-    of the longest prefix; MLflow's for the rest."""
+    """Return the dialect for the error of a request to ``path`` that fails before a route handles it.
+
+    It is the dialect of the matching route, else the one with the longest matching prefix, else MLflow's.
+    """
     path = path.rstrip("/")
     for dialect in DIALECTS.values():
         if any(_pattern(route.path).fullmatch(path) for route in dialect.routes):

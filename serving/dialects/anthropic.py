@@ -1,8 +1,8 @@
 """Anthropic's Messages API.
 
 Source of the format: the API reference of ``/v1/messages``. Bodies are read by ``anthropic_requests``, replies written
-by ``anthropic_replies``. An error is ``{"type": "error", "error": {"type", "message"}}``. Tokens are counted without an
-answer at ``/v1/messages/count_tokens``, which is a route of ``http.count_tokens``.
+by ``anthropic_replies``. An error is ``{"type": "error", "error": {"type", "message"}}``. The route
+``/v1/messages/count_tokens``, which counts tokens without generating a reply, is in ``http.count_tokens``.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ ERROR_TYPES: Mapping[str, str] = {
     "deadline_exceeded": "timeout_error",
     "aborted": "invalid_request_error",
 }
-# Fields whose refusal clients know by a code: the tool runner then sends whole conversations
+# Fields whose refusal clients recognise by a code: the tool runner then sends whole conversations
 _DETAILS = {"thread": "thread_unsupported_request"}
-# How messages begin about fields that everything below the dialects knows by another name
+# Beginnings of error messages with the field names used below the dialects, and the names of this API
 _NAMES = (
     (re.compile(r"stop(?=[:\[])"), "stop_sequences"),
     (re.compile(r"(tools\[\d+\])\.function\.parameters"), r"\1.input_schema"),
@@ -95,7 +95,7 @@ class AnthropicDialect:
 
 
 def error_body(error: ServingError) -> dict[str, Any]:
-    """The object of an error, by ``error_schema``."""
+    """Return the object of an error, as in ``error_schema``."""
     found: dict[str, Any] = {"type": ERROR_TYPES[error.kind], "message": _message(error)}
     if error.param in _DETAILS:
         found["details"] = {"error_code": _DETAILS[error.param]}
@@ -103,8 +103,10 @@ def error_body(error: ServingError) -> dict[str, Any]:
 
 
 def _message(error: ServingError) -> str:
-    """With the field that the caller sent where the message begins with another name of it. Agents know a prompt that
-    is too long by these words, and make it shorter."""
+    """Return the error's message; if it begins with an internal name of a field, with the name that the caller sent.
+
+    Agents recognise a prompt that is too long by the words added here, and shorten it.
+    """
     if isinstance(error, ContextTooLong):
         return f"prompt is too long: {error.message}"
     if error.param is None or not error.message.startswith(error.param):

@@ -1,4 +1,4 @@
-"""Content blocks of the Messages API: their shape on the wire and its JSON schema, read into records by type.
+"""Content blocks of the Messages API: their JSON schemas and readers, by type.
 
 Source of the format: the API reference of ``/v1/messages``.
 """
@@ -32,7 +32,7 @@ NO_SERVER_TOOLS = "this server runs no tools of its own"
 NAME = short_text(MAX_NAME)
 ID = short_text(MAX_ID)
 
-# What a breakpoint asks for happens without it: every prefix of a prompt is kept and found again.
+# A breakpoint has no effect, because every prefix of a prompt is cached and found again without it.
 CACHE_CONTROL = record(
     type=type_of("ephemeral"),
     ttl=Entry(one_of("5m", "1h"), "prefixes stay as long as there is room"),
@@ -66,7 +66,7 @@ SERVER_BLOCKS = dict.fromkeys(
 
 
 def texts_or(block: Reader[Any], *, least: int = 0) -> Reader[str | tuple[dict[str, Any], ...]]:
-    """A string, or a list of blocks."""
+    """Return a reader of a string or a list of at least ``least`` blocks."""
     blocks = list_of(block, "a string or a list of content blocks" + (", not empty" if least else ""), least=least)
 
     @reader(**any_of(string.schema, blocks.schema))

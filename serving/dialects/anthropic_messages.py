@@ -1,7 +1,7 @@
-"""The turns of the Messages API, as ``request.Message``: what belongs together is put together here.
+"""Convert the turns of the Messages API to ``request.Message``.
 
-Turns of one role in a row are one turn. A user's tool results become messages of role tool, before the turn's text. An
-assistant's texts stand before its calls, as chat templates have them.
+Consecutive turns of one role become one turn. A user's tool results become messages of role tool, before the turn's
+text. An assistant's texts come before its calls, as in chat templates.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from ..readers import Entry, any_of, one_of, reader, record
 from ..request import MAX_MESSAGES, Message, Part, Role, TextPart, ToolCall
 from .anthropic_blocks import ASSISTANT_BLOCK, SYSTEM_BLOCK, USER_BLOCK, texts_or
 
-BETWEEN_TURNS = TextPart("\n\n")  # between the texts of two turns that are taken for one
-ERROR = "Error: "  # before the content of a tool result that ``is_error``
+BETWEEN_TURNS = TextPart("\n\n")  # between the texts of two turns that are joined
+ERROR = "Error: "  # before the content of a tool result with ``is_error``
 
 
 class Block(NamedTuple):
-    """A content block and where it stands; ``fields`` as its reader holds them."""
+    """A content block and its path; ``fields`` are as its reader returned them."""
 
     fields: dict[str, Any]
     path: str
-    begins: bool = False  # a turn that was joined to the one before it
+    begins: bool = False  # it is the first block of a turn that was joined to the one before
 
     @property
     def type(self) -> str:
@@ -54,8 +54,10 @@ _TURNS = {
     maxItems=MAX_MESSAGES,
 )
 def read_turns(value: Any, path: str) -> tuple[Turn, ...]:
-    """A non-empty list of turns, joined where their roles are the same. What the schema cannot say is for
-    ``messages_of``: which calls have results."""
+    """Read a non-empty list of turns; consecutive turns of the same role are joined.
+
+    ``chat_of`` checks what the schema cannot express: which calls have results.
+    """
     if not isinstance(value, list | tuple) or not value:
         raise InvalidField(path, value, "a non-empty list of messages")
     if len(value) > MAX_MESSAGES:
@@ -91,22 +93,25 @@ def _blocks(content: str | Sequence[dict[str, Any]], path: str) -> list[Block]:
 
 
 def text_of(content: str | Sequence[dict[str, Any]]) -> str | tuple[Part, ...]:
-    """The texts of a string or of text blocks, apart."""
+    """Return a string unchanged, or the texts of text blocks as separate parts."""
     return content if isinstance(content, str) else tuple(TextPart(block["text"]) for block in content)
 
 
 class Chat(NamedTuple):
-    """``is_begun``: the last message is the beginning of the reply, to be continued."""
+    """The messages of a chat. If ``is_begun``, the last one is the beginning of the reply, which is to be continued."""
 
     messages: tuple[Message, ...]
     is_begun: bool
 
 
 def chat_of(turns: Sequence[Turn], system: str | tuple[Part, ...] | None) -> Chat:
-    """Raises ``InvalidField`` for a call without its result, a result without its call, and a beginning of the reply
-    that cannot be continued exactly."""
+    """Convert turns and system prompt to a chat.
+
+    Raises ``InvalidField`` for a call without its result, a result without its call, and a beginning of the reply that
+    cannot be continued exactly.
+    """
     messages = [] if system is None else [Message(role="system", content=system)]
-    calls: dict[str, str] = {}  # the ids that the next turn answers, and where they stand
+    calls: dict[str, str] = {}  # ids of the calls that the next turn must answer, and their paths
     for turn in turns:
         if calls and turn.role != "user":
             raise _unanswered(calls, turn.path)
@@ -123,14 +128,14 @@ def chat_of(turns: Sequence[Turn], system: str | tuple[Part, ...] | None) -> Cha
     last = turns[-1]
     if last.role != "assistant":
         return Chat(tuple(messages), is_begun=False)
-    if not last.blocks and len(messages) > 1:  # the one turn that may be empty: the reply begins at its beginning
+    if not last.blocks and len(messages) > 1:  # the only turn that may be empty: the reply has no beginning yet
         return Chat(tuple(messages[:-1]), is_begun=False)
     _check_beginning(last)
     return Chat(tuple(messages), is_begun=True)
 
 
 def _user(turn: Turn, calls: dict[str, str]) -> list[Message]:
-    """Results first, each as a message of its own; then the text, if there is any."""
+    """Return the messages of a user's turn: first each result as its own message, then the text, if there is any."""
     found: list[Message] = []
     texts: list[Block] = []
     open_calls = dict(calls)
@@ -202,7 +207,10 @@ def _texts(blocks: Sequence[Block]) -> str | tuple[Part, ...]:
 
 
 def _check_beginning(turn: Turn) -> None:
-    """A reply goes on exactly after a text that ends in no blanks: templates cut those off."""
+    """Raise ``InvalidField`` unless the turn ends in text without blanks at its end.
+
+    The reply must continue exactly this text, and templates cut off blanks at the end.
+    """
     last = turn.blocks[-1] if turn.blocks else None
     if last is None or last.type != "text" or not last.fields["text"]:
         allowed = "text: the reply continues the last message, which is the assistant's"

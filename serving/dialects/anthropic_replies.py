@@ -1,7 +1,7 @@
 """Replies of the Messages API: the message object, and the events of a stream.
 
-Source of the format: the API reference of ``/v1/messages`` and its page on streaming. Input tokens are counted without
-those that the prefix cache had: ``input_tokens + cache_read_input_tokens`` is the prompt.
+Source of the format: the API reference of ``/v1/messages`` and its page on streaming. ``input_tokens`` does not include
+the tokens that the prefix cache had: the prompt has ``input_tokens + cache_read_input_tokens``.
 """
 
 from __future__ import annotations
@@ -39,8 +39,11 @@ def _head(request: ValidRequest) -> dict[str, Any]:
 
 
 def _end(request: ValidRequest, finish: str, stop: str | int | None, called: bool) -> dict[str, Any]:
-    """Why a reply ended. A text that was cut off ended so whatever stood in it, a call in the middle of its arguments
-    as well; of a choice that was named, too, a call is a reason of its own here."""
+    """Return why a reply ended.
+
+    A reply that was cut off has that reason even if it contains calls, or ends within the arguments of one. Otherwise a
+    call is a reason of its own here, even if the request named the tool.
+    """
     if finish == "stop" and isinstance(stop, str) and stop in request.stop:
         return {"stop_reason": "stop_sequence", "stop_sequence": stop}
     if finish in ("stop", "tool_calls") and called:
@@ -75,13 +78,16 @@ def _content(request: ValidRequest, choice: Choice) -> Iterator[dict[str, Any]]:
 
 
 def _signature(request: ValidRequest) -> str:
-    """Opaque to callers, who send it back with the block; the reply that it came with is what it says."""
+    """Return a block's signature, which names its reply. To callers, who send it back with the block, it is opaque."""
     return request.request_id
 
 
 def _tool_use(call: ReplyCall) -> dict[str, Any]:
-    """A call whose arguments were cut off has as much of them as there is; what is no object at all is given as the
-    text that it is, for it calls nothing."""
+    """Return the block of a call.
+
+    Arguments that were cut off are included as far as they go. If they are not even the beginning of an object, they
+    call nothing and are returned as a text block.
+    """
     found = _arguments(call.arguments)
     if found is None:
         return {"type": "text", "text": call.arguments}
@@ -94,7 +100,7 @@ def _arguments(text: str) -> dict[str, Any] | None:
     try:
         found = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError):
-        from pydantic_core import from_json  # what the API's own client reads unfinished arguments with
+        from pydantic_core import from_json  # the API's own client reads unfinished arguments with it
 
         try:
             found = from_json(text, allow_partial="trailing-strings")
@@ -109,8 +115,8 @@ def _event(kind: str, **fields: Any) -> bytes:
 
 
 class Stream:
-    """Encodes one streamed reply: ``message_start``, for each block of its content start, deltas and stop, then
-    ``message_delta`` and ``message_stop``. Blocks do not interleave."""
+    """Encodes one streamed reply: ``message_start``; start, deltas and stop of each content block; ``message_delta``
+    and ``message_stop``. Blocks do not interleave."""
 
     content_type = "text/event-stream; charset=utf-8"
     headers: Mapping[str, str] = {}
@@ -119,9 +125,9 @@ class Stream:
         self._request = request
         self._error_body = error_body
         self._started = False
-        self._index = -1  # of the last block that was begun
-        self._open: tuple[str, int] | None = None  # its type, and which call it is
-        self.template: TextTemplate | None = None  # of the block of text that is open
+        self._index = -1  # of the last block that was started
+        self._open: tuple[str, int] | None = None  # type of the open block, and the index of its call
+        self.template: TextTemplate | None = None  # that of the open text block
         self._called = False
         self._ended = Ended(index=0, finish_reason="abort")
 
@@ -156,7 +162,7 @@ class Stream:
             yield self._changed({"type": "input_json_delta", "partial_json": call.arguments})
 
     def _begin(self, kind: str, fields: dict[str, Any], number: int = 0) -> Iterator[bytes]:
-        """The start of a block, unless one like it is open."""
+        """Start a block, unless it is the one that is open."""
         if self._open == (kind, number):
             return
         yield from self._start()
@@ -179,7 +185,7 @@ class Stream:
         yield _event("content_block_stop", index=self._index)
 
     def _start(self) -> Iterator[bytes]:
-        """What the prefix cache had of the prompt is known at the end: ``message_delta`` has the counts again."""
+        """Start the message. The number of cached tokens is known only at the end: ``message_delta`` has all counts."""
         if self._started:
             return
         self._started = True

@@ -1,7 +1,7 @@
 """Bodies of the Messages API, read into ``request.RawChat``.
 
-Source of the format: the API references of ``/v1/messages`` and ``/v1/messages/count_tokens``. Every field is known, or
-refused by name; those that only the hosted service gives a meaning stand in ``_REFUSED``, with why.
+Source of the format: the API references of ``/v1/messages`` and ``/v1/messages/count_tokens``. Every field is either
+supported or refused by name; ``_REFUSED`` has the fields without a meaning on this server, with the reasons.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from .text_readers import STOPS, stop_strings
 from .tool_fields import PARAMETERS, tool_parameters
 
 VERSION_HEADER = "anthropic-version"
-# The newest takes temperature, top_p and top_k away, which the hosted models have no more; these models have them, and
-# they are taken whatever the version. The oldest streams text completions in another way, which are not served.
+# The newest removes temperature, top_p and top_k, which the hosted models no longer have; models here have them, so
+# they are accepted in every version. The oldest differs in how it streams text completions, which are not served.
 VERSIONS = ("2026-10-21", "2023-06-01", "2023-01-01")
 MIN_BUDGET = 1024  # tokens of thinking
 MAX_TOOLS = 4096
@@ -68,7 +68,7 @@ _REFUSED: Mapping[str, str] = {
 
 @reader(**PARAMETERS, required=["type"])
 def _input_schema(value: Any, path: str) -> dict[str, Any]:
-    """The JSON schema of an object."""
+    """Read the JSON schema of an object."""
     found = obj(value, path)
     if found.get("type") != "object":
         raise InvalidField(f"{path}.type", found.get("type"), '"object": a tool is called with an object')
@@ -188,15 +188,17 @@ BODY = record(
 
 
 def check_headers(headers: Headers) -> None:
-    """Raises ``InvalidField`` for a version of the API that there is not. ``anthropic-beta`` is not read: what a beta
-    adds to a body is known there, or refused by name."""
+    """Raise ``InvalidField`` for an unknown version of the API.
+
+    ``anthropic-beta`` is not read: the fields that a beta adds to a body are supported or refused by name.
+    """
     version = headers.get(VERSION_HEADER)
     if version is not None and version not in VERSIONS:
         raise InvalidField(VERSION_HEADER, version, "one of " + ", ".join(VERSIONS))
 
 
 def read_message_request(body: dict[str, Any]) -> RawChat:
-    """A body of ``/v1/messages``. Raises ``InvalidField``."""
+    """Read a body of ``/v1/messages``. Raises ``InvalidField``."""
     found = BODY(body, "")
     max_tokens = found["max_tokens"]
     budget = found.get("thinking", {}).get("budget_tokens")
@@ -216,7 +218,7 @@ def read_message_request(body: dict[str, Any]) -> RawChat:
 
 
 def read_count_request(body: dict[str, Any]) -> RawChat:
-    """A body of ``/v1/messages/count_tokens``. Raises ``InvalidField``."""
+    """Read a body of ``/v1/messages/count_tokens``. Raises ``InvalidField``."""
     found = COUNT_BODY(body, "")
     return _chat(found, RawSampling(constraint=_constraint(found)))
 
@@ -262,7 +264,7 @@ def _check_names(tools: tuple[Tool, ...]) -> None:
 
 
 def _tool_choice(found: dict[str, Any] | None, tools: tuple[Tool, ...]) -> tuple[ToolChoice | None, bool | None]:
-    """The choice, and whether there may be several calls."""
+    """Return the choice, and whether several calls are allowed."""
     if found is None:
         return None, None
     kind = found["type"]
@@ -280,7 +282,10 @@ def _tool_choice(found: dict[str, Any] | None, tools: tuple[Tool, ...]) -> tuple
 
 
 def _check_begun(sampling: RawSampling, choice: ToolChoice | None) -> None:
-    """What a reply is held to begins where the reply does, not within a text that the caller has written."""
+    """Raise ``InvalidField`` for constraints on a reply that the caller has begun.
+
+    A constraint applies from the beginning of a reply, not from within a text that the caller has written.
+    """
     allowed = "null where the last message is the assistant's, which the reply continues"
     if sampling.constraint is not None:
         raise InvalidField(sampling.constraint.field, sampling.constraint.value, allowed)

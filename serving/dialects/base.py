@@ -1,9 +1,9 @@
-"""A dialect is a pure codec: a request's headers and bytes in, an answer's headers and bytes out; no Flask, no clock,
-no engine.
+"""A dialect is a pure codec: it reads a request's headers and bytes, and writes a response's headers and bytes.
 
-It owns its routes, the path prefixes in whose errors it speaks, the JSON schemas that describe it, and its form of
-error. A new dialect is a module with a class of the protocol ``Dialect`` and a line in ``dialects/__init__.py``: the
-server's routes, its OpenAPI document and its refusals follow from them. Ours are the same.
+It uses no Flask, no clock and no engine. It owns its routes, the path prefixes under which errors take its form, the
+JSON schemas that describe it, and its form of error. To add a dialect, write a module with a class of the protocol
+``Dialect`` and add a line to ``dialects/__init__.py``: the server's routes, its OpenAPI document and its error
+responses follow from them. The built-in dialects are added in the same way.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ JSON = "application/json"
 
 
 class Headers(Protocol):
-    """A request's headers, found whatever the case of their names."""
+    """A request's headers; the case of their names does not matter."""
 
     def get(self, name: str, /) -> str | None:
-        """The value of a header; None where there is none."""
+        """Return the value of a header, or None if the request does not have it."""
         ...
 
 
 class InferenceRoute(Struct, frozen=True):
     """A path to which tasks are posted.
 
-    ``<name>`` in ``path`` (werkzeug's notation) is the endpoint; without it the body names one. ``task`` None: it
-    follows from the body. ``content_types`` are those of bodies; with JSON's, ``+json`` types are taken too, with "" a
-    body of no type.
+    ``<name>`` in ``path`` (werkzeug's notation) is the endpoint; without it the body names one. If ``task`` is None, it
+    follows from the body. ``content_types`` are the accepted types of bodies; JSON's includes ``+json`` types, and ""
+    accepts a body without a type.
     """
 
     path: str
@@ -44,7 +44,7 @@ class InferenceRoute(Struct, frozen=True):
 
 
 class Head(Struct, frozen=True):
-    """What comes before a body. ``path`` has what stands in the place of the route's ``<variables>``."""
+    """What comes before a body. ``path`` has the values of the route's ``<variables>``."""
 
     route: InferenceRoute
     headers: Headers
@@ -52,7 +52,7 @@ class Head(Struct, frozen=True):
 
 
 class Encoded(Struct, frozen=True, kw_only=True):
-    """A whole answer as it goes over HTTP."""
+    """A complete response as it is sent over HTTP."""
 
     body: bytes
     status: int = 200
@@ -61,32 +61,38 @@ class Encoded(Struct, frozen=True, kw_only=True):
 
 
 class StreamEncoder(Protocol):
-    """Encodes one streamed reply. It may keep state (the first chunk carries the role); one a request."""
+    """Encodes one streamed reply. It may keep state (the first chunk carries the role), so each request has its own."""
 
     content_type: str
     headers: Mapping[str, str]
 
     def encode(self, piece: Piece) -> bytes:
-        """Bytes for one piece; b"" where the dialect says nothing of it. ``Done`` closes the stream."""
+        """Return the bytes for one piece; b"" if the dialect sends nothing for it. ``Done`` closes the stream."""
         ...
 
     def error(self, error: ServingError) -> bytes:
-        """The last bytes of a stream that breaks off: the status line has gone out."""
+        """Return the last bytes of a stream that breaks off: its status line has already been sent."""
         ...
 
 
 @runtime_checkable
 class TemplatedEncoder(Protocol):
-    """A ``StreamEncoder`` of which the text alone goes into a template, as long as it has one: where the next delta of
-    the reply's only choice is nothing but text, ``fill`` makes the bytes of ``encode``."""
+    """A ``StreamEncoder`` with a template for deltas that are only text.
+
+    While ``template`` is not None, and the next delta of the reply's only choice has nothing but text,
+    ``template.fill`` makes the same bytes as ``encode``.
+    """
 
     template: TextTemplate | None
 
 
 class Dialect(Protocol):
-    """``prefixes``: paths under which a request is refused in this dialect's form though no route of its own is there.
-    ``request_id_header``: where its clients look for a request's id, beside ``X-Request-Id``; None for nowhere else.
-    ``request_schemas`` and ``error_schema`` are JSON schemas, for the OpenAPI document."""
+    """The protocol of a dialect.
+
+    ``prefixes`` are paths under which errors take this dialect's form even if none of its routes matches.
+    ``request_id_header`` is the header, besides ``X-Request-Id``, in which its clients look for a request's id; None if
+    there is no other. ``request_schemas`` and ``error_schema`` are JSON schemas, for the OpenAPI document.
+    """
 
     @property
     def name(self) -> str: ...
@@ -107,19 +113,24 @@ class Dialect(Protocol):
     def error_schema(self) -> Mapping[str, Any]: ...
 
     def decode(self, head: Head, body: bytes) -> RawRequest:
-        """Raises ``InvalidField`` for a field that is unknown, of a wrong type, out of range, or not built yet, and
-        ``RequestError`` for a body that cannot be read. Nothing is resolved here: that is ``tasks.prepare``."""
+        """Read a request. Nothing is resolved here; ``tasks.prepare`` does that.
+
+        Raises ``InvalidField`` for a field that is unknown, of a wrong type, out of range or not implemented, and
+        ``RequestError`` for a body that cannot be read.
+        """
         ...
 
     def encode(self, request: ValidRequest, reply: Reply, echoed: bytes = b"") -> Encoded:
-        """A reply that is not streamed. ``echoed`` is what ``decode`` kept of the request (``Raw.echoed``)."""
+        """Encode a reply that is not streamed. ``echoed`` is what ``decode`` kept of the request (``Raw.echoed``)."""
         ...
 
     def stream(self, request: ValidRequest, echoed: bytes = b"") -> StreamEncoder:
-        """A new encoder for a reply that is streamed."""
+        """Return a new encoder for a streamed reply."""
         ...
 
     def error(self, error: ServingError) -> Encoded:
-        """A request that is refused or has failed, with the status of the error's class. Every class of the tree in
-        ``errors`` has a rendering."""
+        """Encode the error of a request that was refused or has failed, with the status of the error's class.
+
+        Every class of the tree in ``errors`` can be encoded.
+        """
         ...

@@ -1,4 +1,4 @@
-"""Beam search in the words of vLLM: ``use_beam_search`` with ``best_of`` beams, of which the best ``n`` are sent."""
+"""Beam search with vLLM's fields: ``use_beam_search`` with ``best_of`` beams, of which the best ``n`` are returned."""
 
 from __future__ import annotations
 
@@ -54,25 +54,27 @@ BEAMS = (
     ),
 )
 
-# what a search does not do, with the values that ask for nothing
+# sampling fields that a beam search does not use, with the values that have no effect
 _DRAWS: Mapping[str, Any] = {"temperature": 0, "top_p": 1, "top_k": 0, "min_p": 0, "typical_p": 1}
 
 
 def take_beams(found: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a search, out of ``found``."""
+    """Remove the fields of a beam search from ``found`` and return them."""
     return {key.removeprefix("beams."): found.pop(key) for key in list(found) if key.startswith("beams.")}
 
 
 def check_nothing_drawn(sampling: Mapping[str, Any], body: Mapping[str, Any], search: str) -> None:
-    """Raises ``InvalidField`` for what asks for drawing beside ``search``."""
+    """Raise ``InvalidField`` for fields that ask for sampling together with ``search``."""
     for name, nothing in _DRAWS.items():
         if sampling.get(name) not in (None, nothing):
             raise InvalidField(name, body[name], f"null or {nothing} with {search}: nothing is drawn")
 
 
 def beams_of(found: dict[str, Any], sampling: Mapping[str, Any], body: Mapping[str, Any]) -> RawBeams | None:
-    """Take the fields of a search out of ``found``; None where none is asked for. Raises ``InvalidField`` for fields
-    that say something of a search that is none, or of sampling that there is not."""
+    """Remove the fields of a beam search from ``found`` and return the search, or None if none is asked for.
+
+    Raises ``InvalidField`` for search fields without a search, and for sampling fields with one.
+    """
     given = take_beams(found)
     n = sampling.get("n") or 1
     best_of = given.pop("best_of", None)

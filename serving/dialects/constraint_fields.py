@@ -1,8 +1,8 @@
-"""Fields that say what form a text must have, read into a ``Constraint``.
+"""Fields that constrain the form of a text, read into a ``Constraint``.
 
-``response_format`` is OpenAI's, ``guided_json`` and its kin are vLLM's of before 0.12, ``structured_outputs`` is what
-replaced them. A request has at most one of all (``only``). What a schema, an expression or a grammar may say is for
-``structured`` to judge.
+``response_format`` is OpenAI's, ``guided_json`` and the like are vLLM's before 0.12, ``structured_outputs`` is what
+replaced them. A request has at most one of them (``only``). ``structured`` checks what a schema, an expression or a
+grammar contains.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _OBJECT_TEXT = re.compile(r"\s*\{[\s\S]*\}\s*")
 
 @reader(type="object")
 def json_object(value: Any, path: str) -> dict[str, Any]:
-    """An object as JSON carries it: what Python's callers may put into one beside is refused."""
+    """Read an object of JSON values; other values, which callers from Python may send, are refused."""
     found = obj(value, path)
     try:
         plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(found))
@@ -36,7 +36,7 @@ def json_object(value: Any, path: str) -> dict[str, Any]:
 
 @reader(**any_of({"type": "object"}, {"type": "string", "pattern": f"^{_OBJECT_TEXT.pattern}$"}))
 def _schema_or_its_text(value: Any, path: str) -> dict[str, Any]:
-    """A JSON schema, or the text of one, which vLLM's clients may send."""
+    """Read a JSON schema, or the text of one, which vLLM's clients may send."""
     if not isinstance(value, str):
         return json_object(value, path)
     try:
@@ -132,7 +132,7 @@ _REFUSED: Mapping[str, str] = {
 
 
 def _structured_outputs_schema() -> dict[str, Any]:
-    """One kind in each alternative, which has null for all others."""
+    """Return one alternative for each kind, in which all other kinds are null."""
     null = {"type": "null"}
     beside = {name: or_null(read.schema) for name, read in _ASKS_NOTHING.items()} | dict.fromkeys(_REFUSED, null)
     kinds = {name: dict(read.schema) for name, read in KINDS.items()} | {"json_object": {"const": True}}
@@ -177,7 +177,7 @@ def structured_outputs(value: Any, path: str) -> Constraint:
 
 
 def only(found: list[Constraint]) -> Constraint:
-    """The constraint of a request. Raises ``InvalidField`` for a second one; "text" beside another says nothing."""
+    """Return a request's constraint. Raises ``InvalidField`` for a second one; "text" beside another one is ignored."""
     asked = [each for each in found if each.kind != "text"] or found
     if len(asked) > 1:
         raise InvalidField(asked[1].field, asked[1].kind, f"null: {asked[0].field} says what form the text has")

@@ -1,9 +1,11 @@
-"""The Databricks Foundation Model API (its REST reference; the open points are settled as docs/structures.md says).
+"""The Databricks Foundation Model API.
 
-Replies are OpenAI's objects without the details of usage; a stream's last chunk with choices carries ``usage``;
-embeddings carry an ``id``. An error is ``{"error_code", "message"}``. Completions are numbered by their prompt, as the
-document says, on endpoints of a Databricks profile; elsewhere flat, as OpenAI does. ``n`` and ``error_behavior`` belong
-to kinds of endpoints, not to the format: ``tasks.prepare`` refuses them by the endpoint's profile.
+Source of the format: its REST reference; docs/structures.md says how open points are settled. Replies are OpenAI's
+objects without the details of usage; a stream's last chunk with choices carries ``usage``; embeddings carry an ``id``.
+An error is ``{"error_code", "message"}``. On endpoints with a Databricks profile the index of a completion is that of
+its prompt, as the document says; elsewhere it is the place among all choices, as in OpenAI's API. ``n`` and
+``error_behavior`` depend on the kind of endpoint, not on the format: ``tasks.prepare`` refuses them by the endpoint's
+profile.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ ERROR_CODES: dict[str, str] = {
 
 
 class DatabricksDialect(CodedErrorDialect):
-    """Databricks' routes; bodies name their task by their fields where the path does not."""
+    """Databricks' routes. If the path does not name the task, it follows from the fields of the body."""
 
     name = "databricks"
     tables = DATABRICKS
@@ -57,7 +59,7 @@ class DatabricksDialect(CodedErrorDialect):
     prefixes = ("/serving-endpoints", "/api/2.0/serving-endpoints", "/.well-known")
 
     def read(self, body: dict[str, Any], task: Task | None = None) -> RawRequest:
-        """``use_raw_prompt`` is false unless given, as the document has it: the template is applied."""
+        """Read a body. ``use_raw_prompt`` is false by default, as in the document: the chat template is applied."""
         raw = super().read(body, task)
         if isinstance(raw, RawCompletion) and raw.use_raw_prompt is None:
             return msgspec.structs.replace(raw, use_raw_prompt=False)

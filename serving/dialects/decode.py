@@ -1,4 +1,4 @@
-"""From a body's fields to a raw request: what the OpenAI, Databricks and MLflow dialects have in common."""
+"""Build a raw request from a body's fields, for OpenAI's dialect and those with its fields (Databricks, MLflow, …)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .fields import Table, task_of
 from .scoring_fields import read_score
 from .tool_fields import chosen
 
-# takes the fields of a search out of the first; the second has those of sampling, the third is the body
+# removes the fields of a beam search from the first argument; the second has the sampling fields, the third is the body
 Beams = Callable[[dict[str, Any], Mapping[str, Any], Mapping[str, Any]], RawBeams | None]
 
 
 def decode(tables: Mapping[Task, Table], body: Any, task: Task | None, beams_of: Beams = beams_of) -> RawRequest:
-    """Raises ``InvalidField``; reads only, the body is left as it was. ``beams_of``: the dialect's own search."""
+    """Read a body, without changing it. ``beams_of`` reads the dialect's own beam search. Raises ``InvalidField``."""
     name = task_of(body, task)
     found = tables[name].read(body)
     if name == "embeddings":

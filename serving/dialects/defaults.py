@@ -1,4 +1,4 @@
-"""The request fields that a model was logged with, for requests that do not have them (``tasks.prepare``)."""
+"""Request fields that a model was logged with: the defaults of requests without these fields (``tasks.prepare``)."""
 
 from __future__ import annotations
 
@@ -23,21 +23,22 @@ _CONTENT: Mapping[Task, dict[str, Any]] = {
 
 
 def request_defaults(*layers: Mapping[str, Any]) -> dict[str, Any]:
-    """One set of defaults from several; a later one wins, and a null in it takes an earlier one away."""
+    """Merge several sets of defaults; a later value wins, and a null removes an earlier value."""
     merged: dict[str, Any] = {}
     for layer in layers:
         merged |= layer
     return {name: value for name, value in merged.items() if value is not None}
 
 
-# What tools there are is for who calls them: a reply with a call to a caller that knows none would be of no use.
+# Only the caller runs tools: a tool call would be of no use to a caller that did not send the tools.
 _TOOLS = ("tools", "tool_choice")
 _SIDES = ("documents", "text_2")
 NO_DEFAULT = (*CONTENT, *_SIDES, "model", "adapter", "stream", "stream_options", *_TOOLS, *REFUSED_FIELDS)
 
 
 def check_defaults(values: Mapping[str, Any], parent: str = "defaults") -> None:
-    """Raises ``InvalidField`` for what is no request field, cannot have a default, or is a value that no task takes."""
+    """Raise ``InvalidField`` for a name that is not a request field or cannot have a default, and for a value that is
+    not valid in every task with this field."""
     known = [name for name in dict.fromkeys(chain(*FIELDS.values())) if name not in NO_DEFAULT]
     for name, value in values.items():
         if name not in known:
@@ -51,15 +52,18 @@ def check_defaults(values: Mapping[str, Any], parent: str = "defaults") -> None:
 
 
 def _check_form(raw: RawRequest | None) -> None:
-    """Raises ``InvalidField`` for a form that no text can be held to."""
+    """Raise ``InvalidField`` for a constraint that is invalid or not supported."""
     constraint = raw.sampling.constraint if isinstance(raw, RawChat | RawCompletion) else None
     if constraint is not None and constraint.kind != "text":
         grammar_of(constraint)
 
 
 def defaults_of(values: Mapping[str, Any]) -> Callable[[Task], RawRequest | None]:
-    """``values`` as they would be read in a request of each task, whose own content means nothing; fields that a task
-    does not have are left out. What is returned raises ``InvalidField`` for a value that the task does not take."""
+    """Return a function that reads ``values`` as the fields of a request of a given task.
+
+    Fields that the task does not have are left out; if none remain, it returns None. The content of the request that it
+    returns has no meaning. It raises ``InvalidField`` for a value that the task does not accept.
+    """
 
     @functools.cache
     def read(task: Task) -> RawRequest | None:

@@ -1,4 +1,4 @@
-"""What the dialects share in rendering errors."""
+"""The rendering of errors that the dialects share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import ServingError
 
-MAX_RETRY_AFTER = 60  # clients sleep as long as they are asked to, some without a bound: a month's budget would be days
+MAX_RETRY_AFTER = 60  # seconds: some clients sleep as long as asked, and a monthly budget would ask for days
 
 # kind -> (type, code); clients pick their exception by status and read these for details
 OPENAI_ERRORS: dict[str, tuple[str, str | None]] = {
@@ -57,16 +57,21 @@ CODED_ERROR_SCHEMA: Mapping[str, Any] = {
 
 
 def retry_headers(error: ServingError) -> dict[str, str]:
-    """``Retry-After`` in whole seconds, rounded up: a client that waits less comes too early. ``MAX_RETRY_AFTER`` at
-    most."""
+    """Return ``Retry-After`` in whole seconds, at most ``MAX_RETRY_AFTER``.
+
+    It is rounded up, because a client that waits less would come back too early.
+    """
     if error.retry_after is None:
         return {}
     return {"Retry-After": str(min(MAX_RETRY_AFTER, max(1, math.ceil(error.retry_after))))}
 
 
 def openai_error(error: ServingError) -> dict[str, Any]:
-    """``{"error": {"message", "type", "param", "code"}}``, by which OpenAI's clients know an error within a stream."""
+    """Return ``{"error": {"message", "type", "param", "code"}}``.
+
+    By this key OpenAI's clients recognise an error within a stream.
+    """
     kind, code = OPENAI_ERRORS[error.kind]
     if error.kind == "not_found" and error.param == "model":
-        code = "model_not_found"  # OpenAI's, by which LiteLLM knows the error
+        code = "model_not_found"  # OpenAI's code, by which LiteLLM recognises the error
     return {"error": {"message": error.message, "type": kind, "param": error.param, "code": code}}

@@ -17,10 +17,13 @@ from ..request import Task
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Field:
-    """One request field. ``target`` is the attribute of the raw request (``sampling.top_k`` for sampling's own);
-    None is a field that is checked and then means nothing to this server, ``note`` says why. ``default`` holds on every
-    endpoint; what models and endpoints set themselves (``default_words``) is in words: a client generated from the
-    schema would send it."""
+    """One request field.
+
+    ``target`` is the attribute of the raw request (``sampling.top_k`` for one of its sampling settings). None means
+    that the field is checked but has no effect on this server; ``note`` says why. ``default`` applies on every
+    endpoint. A default that models and endpoints can set is only described (``default_words``): a client generated from
+    the schema would send ``default``.
+    """
 
     name: str
     read: Reader[Any]
@@ -33,16 +36,18 @@ class Field:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """The fields of one task in one dialect, by name. ``refused`` are fields that are known but not built, with
-    readers that take only what asks for nothing. Null always means the default; ``required`` has none, and is "" where
-    there is no such field."""
+    """The fields of one task in one dialect, by name.
+
+    ``refused`` are fields that are known but not implemented; their readers accept only values that ask for nothing.
+    Null always means the default. The field ``required`` has no default; "" means that no field is required.
+    """
 
     required: str
     fields: Mapping[str, Field]
     refused: Mapping[str, Reader[Any]] = field(default_factory=dict)
 
     def read(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """``{target: value}`` of the fields present and not null. Raises ``InvalidField``."""
+        """Return ``{target: value}`` of the fields that are present and not null. Raises ``InvalidField``."""
         found: dict[str, Any] = {}
         for name, value in body.items():
             known = self.fields.get(name) if isinstance(name, str) else None
@@ -59,7 +64,7 @@ class Table:
         return found
 
     def schema(self) -> dict[str, Any]:
-        """The JSON schema of the bodies that ``read`` takes, what matters most first."""
+        """Return the JSON schema of the bodies that ``read`` accepts, with the required field first."""
         properties: dict[str, Any] = {}
         for name, known in sorted(self.fields.items(), key=lambda entry: entry[0] != self.required):
             schema = dict(known.read.schema) if name == self.required else or_null(known.read.schema)
@@ -79,7 +84,7 @@ class Table:
 
 
 def unknown_field(name: Any, value: Any, known: Mapping[str, Any] | Sequence[str], parent: str = "") -> InvalidField:
-    """The error for an unknown field, with the nearest known name."""
+    """Return the error for an unknown field, with the nearest known name."""
     shown_name = str(name)[:64]
     near = nearest(shown_name, known)
     hint = f"; did you mean {near!r}?" if near else ""
@@ -87,7 +92,7 @@ def unknown_field(name: Any, value: Any, known: Mapping[str, Any] | Sequence[str
 
 
 def nearest(name: str, known: Mapping[str, Any] | Sequence[str]) -> str | None:
-    """The known name that ``name`` may be a misspelling of."""
+    """Return the known name that ``name`` may be a misspelling of, or None."""
     return next(iter(difflib.get_close_matches(name[:64], list(known), n=1)), None)
 
 
@@ -102,7 +107,7 @@ CONTENT: Mapping[str, Task] = {
 
 
 def task_of(body: Any, task: Task | None) -> Task:
-    """The task a body asks for, by its ``CONTENT``."""
+    """Return ``task`` or, if it is None, the task of the body's ``CONTENT`` field. Raises ``InvalidField``."""
     if not isinstance(body, dict):
         raise InvalidField("body", body, "a JSON object")
     if task is not None:

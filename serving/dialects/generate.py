@@ -1,7 +1,7 @@
 """Triton's ``generate`` and ``generate_stream`` as MindIE's server has them.
 
 Source of the format: the document of MindIE Server's inference interface ``/v2/models/{model}/generate_stream``. An
-error is ``{"error", "error_type"}``; what Triton itself takes at these paths is ``triton_generate``'s.
+error is ``{"error", "error_type"}``. ``triton_generate`` has the form that Triton itself accepts at these paths.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class GenerateDialect:
     prefixes: tuple[str, ...] = ()
     request_id_header: str | None = None
     request_schemas: Mapping[Task, Mapping[str, Any]] = {"completions": body_schema()}
-    error_schema: Mapping[str, Any] = {**ERROR_SCHEMA, "required": ["error"]}  # Triton's form has no more
+    error_schema: Mapping[str, Any] = {**ERROR_SCHEMA, "required": ["error"]}  # Triton's form has no error_type
 
     def decode(self, head: Head, body: bytes) -> RawRequest:
         version, stream = head.path.get("model_version"), streams(head.route)
@@ -55,5 +55,5 @@ class GenerateDialect:
 
 
 def streams(route: InferenceRoute) -> bool:
-    """Whether a route streams its replies."""
+    """Return whether a route streams its replies."""
     return route.path.endswith("_stream")

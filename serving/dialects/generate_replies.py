@@ -16,8 +16,8 @@ from .mindie_errors import error_body
 from .mindie_replies import milliseconds
 from .openai_replies import model_name
 
-END_TEXT = "</s>"  # the literal of the document's last event, whatever the model's end of text is called
-# what everything below the dialects calls otherwise
+END_TEXT = "</s>"  # the literal in the document's last event, whatever the model's own end-of-text token
+# field names used below the dialects, and their names here
 _NAMES = (
     (re.compile(r"max_tokens(?=:)"), "parameters.max_new_tokens"),
     (re.compile(r"top_k(?=:)"), "parameters.top_k"),
@@ -27,12 +27,12 @@ _encoder = msgspec.json.Encoder()
 
 
 def event(data: dict[str, Any]) -> bytes:
-    """One server-sent event, without a space after the colon."""
+    """Encode one server-sent event, without a space after the colon."""
     return b"data:" + _encoder.encode(data) + b"\n\n"
 
 
 def error_of(error: ServingError) -> dict[str, Any]:
-    """The object of an error, with the fields' names in this form."""
+    """Return the object of an error, with the field names of this form."""
     found = error_body(error)
     for pattern, name in _NAMES:
         if match := pattern.match(error.message):
@@ -41,14 +41,14 @@ def error_of(error: ServingError) -> dict[str, Any]:
 
 
 def finish_reason(reason: ReplyFinish, stop_reason: str | int | None) -> str:
-    """``length``, ``stop_sequence`` for a stop string or id of the caller's or endpoint's, else ``eos_token``."""
+    """Return ``length``, ``stop_sequence`` for a stop string or id of the caller or the endpoint, or ``eos_token``."""
     if reason in ("length", "abort"):
         return "length"
     return "eos_token" if stop_reason is None else "stop_sequence"
 
 
 def head(request: ValidRequest, echo: Echo, text: str) -> dict[str, Any]:
-    """id, model_name, model_version, text_output: how every reply and event begins. The version is the URL's."""
+    """Return id, model_name, model_version (that of the URL) and text_output, with which replies and events begin."""
     return {
         "id": echo.id or request.request_id,
         "model_name": model_name(request),
@@ -81,15 +81,15 @@ def microseconds(seconds: float) -> int:
 
 
 def _costs(request: ValidRequest, first: float | None, later: float) -> dict[str, Any]:
-    """Milliseconds to the first token and since then, of seconds; null where the endpoint keeps to the document, which
-    has them so."""
+    """Return the milliseconds up to the first token and after it, from seconds; null if the endpoint follows the
+    document, where they are null."""
     if not request.form.times or first is None:
         return {"first_token_cost": None, "decode_cost": None}
     return {"first_token_cost": milliseconds(first), "decode_cost": milliseconds(later)}
 
 
 def perf_stat(steps: tuple[Step, ...] | list[Step]) -> dict[str, Any]:
-    """How long each step took and waited, in the words of MindIE's chats and of ``details``."""
+    """Return how long each step took and waited, with the field names of MindIE's chats and of ``details``."""
     times = [milliseconds(step.elapsed) for step in steps]
     return {
         "prefill_time": times[0] if times else None,
@@ -102,8 +102,8 @@ def perf_stat(steps: tuple[Step, ...] | list[Step]) -> dict[str, Any]:
 class Stream:
     """Encodes one streamed reply: an event for each text, and a last one that says why it ended; no ``[DONE]``.
 
-    Details of an event are of the steps since the one before: ``queue_wait_time`` their sum, ``batch_size`` the last
-    one's. In the last event it is the sum of all steps, as in the document.
+    An event's details cover the steps since the event before: ``queue_wait_time`` is their sum, ``batch_size`` that of
+    the last step. In the last event ``queue_wait_time`` is the sum over all steps, as in the document.
     """
 
     content_type = "text/event-stream"
@@ -112,7 +112,7 @@ class Stream:
     def __init__(self, request: ValidRequest, echoed: bytes) -> None:
         self._request, self._echo = request, echo_of(echoed)
         self._steps: list[Step] = []
-        self._told = 0  # of the steps, in events
+        self._told = 0  # number of steps that events have covered
         self._later = 0.0  # seconds of all steps but the first
         self._num_tokens = 0
         self._ended: Ended | None = None

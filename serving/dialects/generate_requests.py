@@ -16,7 +16,7 @@ from .fields import Field, Table
 from .mindie_requests import FLOAT_MAX
 
 MAX_TEXT = 512 * 2**10  # characters
-MAX_NEW_TOKENS = 20  # of requests that do not say
+MAX_NEW_TOKENS = 20  # the default
 ID = re.compile(r"[A-Za-z0-9_-]{1,256}")
 
 
@@ -145,7 +145,7 @@ BODY = Table(
 
 
 class Echo(Struct, frozen=True, kw_only=True, array_like=True):
-    """What the reply repeats of the request, or goes by. ``version`` is the path's."""
+    """What the reply repeats or needs from the request. ``version`` is the one in the path."""
 
     id: str | None = None
     version: str | None = None
@@ -158,19 +158,19 @@ _decoder = msgspec.msgpack.Decoder(Echo)
 
 
 def echo_of(echoed: bytes) -> Echo:
-    """What ``read_generate`` kept."""
+    """Decode what ``read_generate`` kept of a request."""
     return _decoder.decode(echoed)
 
 
 def body_schema() -> dict[str, Any]:
-    """The JSON schema of the bodies that ``read_generate`` takes."""
+    """Return the JSON schema of the bodies that ``read_generate`` accepts."""
     found = BODY.schema()
     found["properties"]["parameters"] = {"anyOf": [PARAMETERS.schema(), {"type": "null"}]}
     return found
 
 
 def read_generate(body: Mapping[str, Any], *, version: str | None, stream: bool) -> RawCompletion:
-    """Raises ``InvalidField``, of a parameter as ``parameters.<name>``."""
+    """Read a body. Raises ``InvalidField``, which names a parameter as ``parameters.<name>``."""
     found = BODY.read(body)
     try:
         given = PARAMETERS.read(found.get("parameters", {}))
@@ -179,7 +179,7 @@ def read_generate(body: Mapping[str, Any], *, version: str | None, stream: bool)
         raise
     sampling = {key.removeprefix("sampling."): given.pop(key) for key in list(given) if key.startswith("sampling.")}
     if not given.get("do_sample"):
-        sampling["temperature"] = 0.0  # of what top_k, top_p and typical_p leave, the best
+        sampling["temperature"] = 0.0  # greedy, among the tokens that top_k, top_p and typical_p leave
     details, perf_stat = bool(given.get("details")), bool(given.get("perf_stat"))
     echo = Echo(id=found.get("id"), version=version, details=details, perf_stat=perf_stat)
     return RawCompletion(
@@ -193,5 +193,6 @@ def read_generate(body: Mapping[str, Any], *, version: str | None, stream: bool)
 
 
 def _with_default_length(sampling: dict[str, Any]) -> dict[str, Any]:
-    """The default gives way to what context and endpoint leave; what was asked for does not."""
+    """Add the default of ``max_tokens``, which is reduced to what context and endpoint allow; a requested value is
+    not."""
     return sampling if "max_tokens" in sampling else sampling | {"max_tokens": MAX_NEW_TOKENS, "clip_max_tokens": True}

@@ -1,4 +1,4 @@
-"""JSON bodies: from bytes, with errors that name the field wherever there is one to name, and to bytes."""
+"""Read and write JSON bodies; errors name the field wherever possible."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from msgspec import Struct
 from ..errors import InvalidField, RequestError
 from ..readers import string
 
-MAX_REREAD = 1 << 20  # bytes of a broken body that are read once more, for the field's name
+MAX_REREAD = 1 << 20  # bytes of an invalid body that is parsed again to find the name of the field
 PATH_END = 128  # characters of a path that are shown at each end
-MANY = 16  # entries of a list
+MANY = 16  # entries of a list; longer ones are encoded one entry at a time
 
 T = TypeVar("T")
 _encoder = msgspec.json.Encoder()
 
 
 def read_object(body: bytes, read: Callable[[dict[str, Any]], T]) -> T:
-    """What ``read`` makes of the JSON object in ``body``. Raises what it raises; ``RequestError`` for no object."""
+    """Return ``read`` of the JSON object in ``body``. Raises ``RequestError`` for no object, and what ``read`` does."""
     try:
         found = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -31,7 +31,7 @@ def read_object(body: bytes, read: Callable[[dict[str, Any]], T]) -> T:
         raise RequestError(f"body: expected a JSON object ({reason})", param="body") from None
     if not isinstance(found, dict):
         raise InvalidField("body", found, "a JSON object")
-    if body.count(b":") > len(found):  # else there is no key beside those that were found
+    if body.count(b":") > len(found):  # otherwise every colon belongs to a key in ``found``
         _check_keys(body)
     return read(found)
 
@@ -41,29 +41,31 @@ class _KeyTwice(Exception):
 
 
 class _Twice(Struct):
-    """Stands for an object that has the key twice."""
+    """Stands for an object that has the key ``name`` twice."""
 
     name: str
     value: Any
 
 
 def _check_keys(body: bytes) -> None:
-    """Raises ``InvalidField`` for a key that an object has twice: parsers differ in which of the two they take, and so
-    would whoever looked at the request before us. The body is known to be JSON."""
+    """Raise ``InvalidField`` if an object has a key twice. The body is known to be JSON.
+
+    Parsers differ in which of the two values they use, so a proxy before this server may have checked the other one.
+    """
     try:
         try:
             json.loads(body, object_pairs_hook=_each_once)
             return
         except _KeyTwice:
             found = json.loads(body, object_pairs_hook=_marked)
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or deeper than this parser goes
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or nested too deeply
         raise RequestError(f"body: {str(error)[:120]}", param="body") from None
     path, twice = next((path, value) for path, value in _within(found) if isinstance(value, _Twice))
     raise InvalidField(_shown(_joined(path, twice.name)), twice.value, "one value: the key is there twice")
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> None:
-    """Of an object nothing is kept: most have no such key."""
+    """Raise ``_KeyTwice`` for a duplicate key. Values are not kept, because most bodies have no duplicate key."""
     if len(dict(pairs)) != len(pairs):
         raise _KeyTwice
 
@@ -78,7 +80,7 @@ def _marked(pairs: list[tuple[str, Any]]) -> Any:
 
 
 def _within(found: Any) -> Iterator[tuple[str, Any]]:
-    """All values in the order in which they stand, with their paths; lists and objects before what is in them."""
+    """Yield all values with their paths, in document order; a list or an object comes before its contents."""
     waiting = [("", found)]
     while waiting:
         path, value = waiting.pop()
@@ -94,13 +96,16 @@ def _joined(path: str, name: str) -> str:
 
 
 def _shown(path: str) -> str:
-    """Of a path without end its ends."""
+    """Shorten a very long path to its beginning and its end."""
     return path if len(path) <= 2 * PATH_END else f"{path[:PATH_END]}…{path[-PATH_END:]}"
 
 
 def leniently(body: bytes) -> Any:
-    """What the standard library makes of a body that is no JSON for its values alone: NaN, half a surrogate pair, bytes
-    that are no UTF-8, a number beyond all bounds. None for what is no JSON otherwise, or long."""
+    """Parse, with the standard library, a body whose structure is JSON but whose values are not.
+
+    Such values are NaN, half a surrogate pair, bytes that are not UTF-8, and numbers out of range. Returns None for a
+    body that is otherwise not JSON, or longer than ``MAX_REREAD``.
+    """
     if len(body) > MAX_REREAD:
         return None
     try:
@@ -110,8 +115,10 @@ def leniently(body: bytes) -> Any:
 
 
 def _reread(body: bytes, read: Callable[[dict[str, Any]], object]) -> None:
-    """Raises ``InvalidField`` where a field's value is what is wrong (``leniently``): ``read`` refuses it by name, or,
-    in a field that is free in what it holds, its place is looked for."""
+    """Raise ``InvalidField`` if a field's value is what makes the body invalid (``leniently``).
+
+    ``read`` refuses the field by name. In a field that accepts any content, the path of the value is searched for.
+    """
     found = leniently(body)
     if not isinstance(found, dict):
         return
@@ -124,7 +131,8 @@ def _reread(body: bytes, read: Callable[[dict[str, Any]], object]) -> None:
 
 
 def json_bytes(value: Any) -> bytes:
-    """Entries of long lists one by one: in one call a thousand vectors would keep all other threads waiting."""
+    """Encode an object. Entries of long lists are encoded one by one: encoding a thousand vectors in one call would
+    block all other threads."""
     if isinstance(value, dict):
         value = {key: _entries(entry) if isinstance(entry, list) else entry for key, entry in value.items()}
     return _encoder.encode(value)

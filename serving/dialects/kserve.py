@@ -1,6 +1,6 @@
 """KServe's inference protocol (v2) with TensorRT-LLM's tensors: JSON and binary, for token ids and for texts.
 
-What the server, its models and their tensors are is said by ``http.kserve``. An error is ``{"error": "..."}``.
+``http.kserve`` describes the server, its models and their tensors. An error is ``{"error": "..."}``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .tensor_replies import OUTPUTS, tensor
 from .tensor_requests import PARAMETERS, Echo, echo_of, raw_request
 from .tensors import DATATYPES, Tensor
 
-# Fields that everything below the dialects knows by another name, with what callers of texts call them.
+# Field names used below the dialects, and their names here, with those of text requests in parentheses.
 _NAMES = (
     (r"max_tokens", "request_output_len (max_tokens)"),
     (r"min_tokens", "min_length (min_tokens)"),
@@ -36,11 +36,11 @@ _NAMES = (
     (r"prompt_table", "prompt_embedding_table"),
 )
 NAMES = tuple((re.compile(pattern), name) for pattern, name in _NAMES)
-_TYPES = (JSON, BINARY, "")  # Triton's own clients say none
+_TYPES = (JSON, BINARY, "")  # Triton's own clients send no type
 
 
 def message_of(error: ServingError) -> str:
-    """The error's message, with the name that its field has here."""
+    """Return the error's message, with the name that its field has here."""
     param = error.param
     if param is None or not error.message.startswith(param):
         return error.message
@@ -51,7 +51,7 @@ def message_of(error: ServingError) -> str:
 
 
 def reply_tensors(request: ValidRequest, reply: Reply, echo: Echo) -> list[tuple[Tensor, bool]]:
-    """The tensors of a reply that were asked for, each with whether it is to be binary."""
+    """Return the requested tensors of a reply, each with whether it is to be sent as binary."""
     assert request.sampling is not None
     pad_id = echo.pad_id
     if pad_id is None:
@@ -65,13 +65,13 @@ def reply_tensors(request: ValidRequest, reply: Reply, echo: Echo) -> list[tuple
 
 
 def reply_head(request: ValidRequest, echo: Echo) -> dict[str, Any]:
-    """What stands before an answer's tensors."""
+    """Return the fields of a response before its tensors."""
     named = {"id": echo.id} if echo.id else {}
     return {**named, "model_name": request.model, "model_version": request.model_version}
 
 
 class KServeDialect:
-    """Errors of every path below ``/v2`` have its form."""
+    """A pure codec. Errors on all paths below ``/v2`` have its form."""
 
     name = "kserve"
     routes = (

@@ -1,8 +1,8 @@
-"""An inference request of KServe's protocol (v2), from HTTP's bytes, and its answer back into them.
+"""Decode the HTTP body of an inference request of KServe's protocol (v2), and encode that of the response.
 
-A body is JSON, or JSON and behind it the bytes of the tensors that have ``binary_data_size``, in the order of
-``inputs``; ``Inference-Header-Content-Length`` then says how long the JSON is. Both kinds may be mixed. Source of the
-format: the Open Inference Protocol and its binary tensor data extension.
+A body is JSON, or JSON followed by the bytes of the tensors that have ``binary_data_size``, in the order of
+``inputs``; ``Inference-Header-Content-Length`` is then the length of the JSON. A body may have tensors of both kinds.
+Source of the format: the Open Inference Protocol and its binary tensor data extension.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SHARED_MEMORY = re.compile("shared_memory_(region|byte_size|offset)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestedOutput:
-    """A tensor that the answer is to have; ``binary`` None: as the request says of all."""
+    """A tensor that the response must have. If ``binary`` is None, the request's setting for all tensors applies."""
 
     name: str
     binary: bool | None = None
@@ -36,7 +36,7 @@ class RequestedOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InferCall:
-    """A request for inference, over HTTP or gRPC. ``outputs`` () asks for all that there are."""
+    """A request for inference, over HTTP or gRPC. ``outputs`` () asks for all available outputs."""
 
     id: str = ""
     parameters: Mapping[str, Any] = field(default_factory=dict)
@@ -45,8 +45,8 @@ class InferCall:
 
 
 def read_call(body: bytes, header_length: str | None) -> InferCall:
-    """The call in ``body``. Raises ``InvalidField`` for what is no such call: for lengths that are not true, tensors
-    that are not what they say, and fields that are not known."""
+    """Return the call in ``body``. Raises ``InvalidField`` for wrong lengths, for tensors that do not match their own
+    description, and for unknown fields."""
     size = len(body) if header_length is None else _length(header_length, len(body))
     call, rest = read_object(body[:size], lambda found: _Reading(found, memoryview(body)[size:]).call())
     if rest:
@@ -61,14 +61,14 @@ def _length(header: str, most: int) -> int:
 
 
 class _Reading:
-    """The tensors' bytes are taken from the front of ``data``."""
+    """Reads a call; the bytes of tensors are taken from the front of ``data``."""
 
     def __init__(self, found: dict[str, Any], data: memoryview) -> None:
         self._found = found
         self._data = data
 
     def call(self) -> tuple[InferCall, int]:
-        """And how many bytes are left."""
+        """Return the call, and how many bytes are left."""
         known = ("id", "parameters", "inputs", "outputs")
         for name, value in self._found.items():
             if name not in known:
@@ -117,7 +117,7 @@ class _Reading:
 
 
 def read_id(value: Any, path: str) -> str:
-    """A request's id; "" for none."""
+    """Read a request's id; "" if it has none."""
     if value is None:
         return ""
     if len(string(value, path)) > MAX_ID:
@@ -126,7 +126,7 @@ def read_id(value: Any, path: str) -> str:
 
 
 def by_name(tensors: Iterable[Tensor]) -> dict[str, Tensor]:
-    """Raises ``InvalidField`` for two of a name."""
+    """Return the tensors by name. Raises ``InvalidField`` if two have the same name."""
     found: dict[str, Tensor] = {}
     for tensor in tensors:
         if tensor.name in found:
@@ -136,7 +136,7 @@ def by_name(tensors: Iterable[Tensor]) -> dict[str, Tensor]:
 
 
 def check_parameters(parameters: Mapping[str, Any], path: str, known: tuple[str, ...] = ()) -> None:
-    """Raises ``InvalidField`` for parameters of a tensor that ask for what is not there."""
+    """Raise ``InvalidField`` for parameters of a tensor that are unknown or ask for something unsupported."""
     for name, value in parameters.items():
         if _SHARED_MEMORY.fullmatch(name):
             raise InvalidField(f"{path}.{name}", value, "null: tensors in shared memory are not taken")
@@ -163,7 +163,7 @@ def _output(entry: Any, path: str) -> RequestedOutput:
 
 
 def encoded(head: Mapping[str, Any], tensors: Iterable[tuple[Tensor, bool]]) -> Encoded:
-    """An answer of ``head`` and tensors, each with whether its values are binary."""
+    """Encode a response of ``head`` and tensors, each with whether its values are sent as binary."""
     outputs: list[dict[str, Any]] = []
     parts: list[bytes] = []
     for tensor, binary in tensors:

@@ -1,4 +1,4 @@
-"""What KServe's protocol (v2) says of a server and its models, and the configuration that Triton's clients ask for."""
+"""Metadata of server and models in KServe's protocol (v2), and the configuration that Triton's clients ask for."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ EXTENSIONS = ("binary_tensor_data", "model_configuration", "model_repository")
 
 
 def server_metadata() -> dict[str, Any]:
-    """Of ``GET /v2``."""
+    """Return the response to ``GET /v2``."""
     return {"name": SERVER, "version": __version__, "extensions": list(EXTENSIONS)}
 
 
 def model_metadata(name: str, versions: Sequence[str], *, generates: bool) -> dict[str, Any]:
-    """A model's tensors; of a model that writes no text none are taken."""
+    """Return a model's tensors; a model that generates no text has none."""
     inputs = FIELDS.values() if generates else ()
     outputs = OUTPUTS.values() if generates else ()
     return {
@@ -35,7 +35,7 @@ def model_metadata(name: str, versions: Sequence[str], *, generates: bool) -> di
 
 
 def model_config(name: str, *, generates: bool, max_model_len: int, vocab_size: int) -> dict[str, Any]:
-    """As Triton's model configuration. Shapes have their batch of one in them, which ``max_batch_size`` 0 says."""
+    """Return Triton's model configuration. ``max_batch_size`` 0: shapes include the batch dimension, which is 1."""
     return {
         "name": name,
         "platform": PLATFORM,
@@ -52,13 +52,13 @@ def model_config(name: str, *, generates: bool, max_model_len: int, vocab_size: 
 
 
 def index_entry(name: str, version: str, *, is_ready: bool) -> dict[str, Any]:
-    """A model in the repository's index."""
+    """Return a model's entry in the repository's index."""
     state = {"state": "READY", "reason": ""} if is_ready else {"state": "UNAVAILABLE", "reason": "no engine is ready"}
     return {"name": name, "version": version, **state}
 
 
 def data_type(datatype: str) -> str:
-    """A datatype as model configurations spell it."""
+    """Return a datatype as model configurations spell it."""
     return "TYPE_STRING" if datatype == BYTES else f"TYPE_{datatype}"
 
 
@@ -71,7 +71,7 @@ def _input(field: TensorField) -> dict[str, Any]:
         "name": field.name,
         "data_type": data_type(field.datatypes[0]),
         "dims": list(field.shape),
-        "optional": True,  # input_ids or text_input, request_output_len or max_tokens
+        "optional": True,  # there are alternatives: input_ids or text_input, request_output_len or max_tokens
     }
 
 

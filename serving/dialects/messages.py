@@ -1,4 +1,4 @@
-"""Chat messages: their shape on the wire and its JSON schema, read into ``request.Message``. Parts stay apart."""
+"""Chat messages: their JSON schema, and reading them into ``request.Message``. Content parts are not joined."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROLES: Mapping[str, Role] = {
     "assistant": "assistant",
     "tool": "tool",
 }
-# Keys that clients copy back from our own replies; only null (or an empty list) says nothing.
+# Keys that clients copy back from this server's replies; only null or an empty list is accepted.
 EMPTY_ONLY = ("refusal", "audio", "function_call", "annotations")
 KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", *EMPTY_ONLY)
 _KNOWN, _EMPTY_ONLY = frozenset(KEYS), frozenset(EMPTY_ONLY)
@@ -75,7 +75,7 @@ _CALLS = {"type": "array", "items": {"anyOf": [_CALL, _CUSTOM_CALL]}}
 
 
 def _messages_schema() -> dict[str, Any]:
-    """``content`` may be missing only beside tool calls."""
+    """Return the schema of a list of messages; ``content`` may be missing only if there are tool calls."""
     common = {"name": _TEXT_OR_NULL, "reasoning_content": _TEXT_OR_NULL} | dict.fromkeys(EMPTY_ONLY, _NOTHING)
     plain = common | {"content": _CONTENT, "tool_calls": _NOTHING, "tool_call_id": _NO_ID}
     calling = common | {"content": {"anyOf": [_CONTENT, {"type": "null"}]}, "tool_call_id": _NO_ID}
@@ -99,7 +99,7 @@ def _message_schema(roles: tuple[str, ...], properties: Mapping[str, Any], *requ
 
 @reader(**_messages_schema())
 def read_messages(value: Any, path: str) -> tuple[Message, ...]:
-    """A non-empty list of messages. What the schema cannot say: that arguments in a string are JSON."""
+    """Read a non-empty list of messages. The schema cannot express that arguments in a string must be JSON."""
     if not isinstance(value, list | tuple) or not value:
         raise InvalidField(path, value, "a non-empty list of messages")
     if len(value) > MAX_MESSAGES:
@@ -108,7 +108,7 @@ def read_messages(value: Any, path: str) -> tuple[Message, ...]:
 
 
 def read_message(value: Any, path: str, parts: PartReaders | None = None) -> Message:
-    """One message; ``parts`` are the kinds that its content may have, ``PARTS`` where None is given."""
+    """Read one message; ``parts`` are the kinds of parts that its content may have, by default ``PARTS``."""
     if not isinstance(value, dict):
         raise InvalidField(path, value, "an object with role and content")
     for key in value:
@@ -163,7 +163,7 @@ def text_part(value: dict[str, Any], path: str) -> TextPart:
     return TextPart(string(value.get("text"), f"{path}.text"))
 
 
-# By "type". A kind that is not here is refused by the part's path; a new one has its schema in ``_CONTENT``.
+# Readers by "type". Any other kind is refused, with the path of the part. A new kind needs its schema in ``_CONTENT``.
 PARTS: PartReaders = {"text": text_part}
 
 
@@ -216,7 +216,7 @@ def _tool_call(value: Any, path: str) -> ToolCall:
 
 
 def call_arguments(value: Any, path: str) -> Any:
-    """The arguments' JSON text as the object that templates print; the document's dict is taken as well."""
+    """Read the arguments' JSON text into the object that templates print; the document's dict is accepted too."""
     if isinstance(value, dict):
         return obj(value, path)
     text = string(value, path)

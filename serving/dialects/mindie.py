@@ -1,7 +1,7 @@
 """MindIE's chat completions.
 
-Source of the format: the document of MindIE Server's inference interface ``/v1/chat/completions``. Under ``/mindie``
-this dialect is always spoken; at OpenAI's own path where the endpoint or the server says so (``openAiSupport``:
+Source of the format: the document of MindIE Server's inference interface ``/v1/chat/completions``. This dialect is
+always used below ``/mindie``, and at OpenAI's own path if the endpoint or the server says so (``openAiSupport``:
 ``http.dialect_choice``). An error is ``{"error", "error_type"}``.
 """
 
@@ -22,7 +22,7 @@ from .mindie_replies import Stream
 from .mindie_replies import reply as whole_reply
 from .mindie_requests import read_chat, request_schema
 
-SHARED_PATH = "/v1/chat/completions"  # with OpenAI's dialect
+SHARED_PATH = "/v1/chat/completions"  # shared with OpenAI's dialect
 
 
 class MindieDialect:

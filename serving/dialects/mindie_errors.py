@@ -38,5 +38,5 @@ ERROR_SCHEMA: Mapping[str, Any] = {
 
 
 def error_body(error: ServingError) -> dict[str, Any]:
-    """The object of an error, by ``ERROR_SCHEMA``."""
+    """Return the object of an error, as in ``ERROR_SCHEMA``."""
     return {"error": error.message, "error_type": ERROR_TYPES[error.kind]}

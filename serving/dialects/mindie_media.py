@@ -1,4 +1,4 @@
-"""Media parts of MindIE's messages: images, videos and sounds by a local path, a URL or in base64."""
+"""Media parts of MindIE's messages: images, videos and sounds, given by a local path, a URL or in base64."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DATA = re.compile(r"data:([a-z]+)/([A-Za-z0-9.+-]{1,40});base64,", re.ASCII)
 
 
 class Medium(NamedTuple):
-    """``types``: extensions of files, and what may stand for them in a media type."""
+    """A kind of media. ``types`` has file extensions, each with the subtypes of its media type."""
 
     kind: Literal["image", "video", "audio"]
     most: int  # bytes
@@ -44,7 +44,7 @@ MEDIA: Mapping[str, Medium] = {
 
 
 def media_schema(name: str) -> dict[str, Any]:
-    """The JSON schema of a part of type ``name``."""
+    """Return the JSON schema of a part of type ``name``."""
     text = {"type": "string", "minLength": 1}
     url = {"type": "object", "required": ["url"], "properties": {"url": text}, "additionalProperties": False}
     return {
@@ -56,8 +56,10 @@ def media_schema(name: str) -> dict[str, Any]:
 
 
 def media_part(value: dict[str, Any], path: str) -> MediaPart:
-    """A part whose ``type`` is one of ``MEDIA``. Raises ``InvalidField`` for what needs no look at a file: its form,
-    its type, and in base64 its size."""
+    """Read a part whose ``type`` is one of ``MEDIA``.
+
+    Raises ``InvalidField`` for what can be checked without opening a file: the form, the type, and in base64 the size.
+    """
     name = value["type"]
     medium = MEDIA[name]
     for key in value:

@@ -1,4 +1,4 @@
-"""Messages of MindIE's chats: OpenAI's, with rules and parts of their own."""
+"""Messages of MindIE's chats: OpenAI's, with additional rules and parts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _CONTENT = any_of(
 
 
 def _schema() -> dict[str, Any]:
-    """OpenAI's, where ``content`` says something unless there are tool calls."""
+    """Return OpenAI's schema, in which ``content`` must not be empty unless there are tool calls."""
     kinds = []
     for kind in read_messages.schema["items"]["anyOf"]:
         properties = dict(kind["properties"])
@@ -48,7 +48,7 @@ def _schema() -> dict[str, Any]:
 
 @reader(**_schema())
 def messages(value: Any, path: str) -> tuple[Message, ...]:
-    """A list of messages of at most ``MAX_CONTENT`` characters and ``MAX_MEDIA`` media."""
+    """Read a list of messages with at most ``MAX_CONTENT`` characters and ``MAX_MEDIA`` media."""
     if not isinstance(value, list | tuple) or not value:
         raise InvalidField(path, value, "a non-empty list of messages")
     if len(value) > MAX_MESSAGES:
@@ -61,7 +61,7 @@ def messages(value: Any, path: str) -> tuple[Message, ...]:
 
 
 def _check_number_of_media(value: Sequence[Any], path: str) -> None:
-    """Before any of them is looked at."""
+    """Raise ``InvalidField`` for too many media, before any of them is read."""
     number = 0
     for entry in value:
         content = entry.get("content") if isinstance(entry, dict) else None
@@ -95,7 +95,7 @@ def _check_role(value: dict[str, Any], path: str) -> None:
 
 
 def _without_other_ids(value: dict[str, Any], path: str) -> dict[str, Any]:
-    """``tool_call_id`` may stand in any message and means something in a tool's alone."""
+    """Clear ``tool_call_id`` unless the role is tool: any message may have it, but only a tool's uses it."""
     given = value.get("tool_call_id")
     if value["role"] == "tool" or given is None:
         return value

@@ -11,12 +11,15 @@ from ..request import ValidRequest
 from .mindie_errors import error_body
 from .openai_replies import DONE, event, head
 
-ID_LENGTH = len("call_") + 8  # as the document's ids of calls are
+ID_LENGTH = len("call_") + 8  # as the ids of calls in the document
 
 
 def reply(request: ValidRequest, whole: Reply) -> dict[str, Any]:
-    """The object of a reply that is not streamed. Times are milliseconds: ``prefill_time`` to the first token, 0 where
-    the form that the text must have left the model nothing to say, then one for each step that gave more."""
+    """Return the object of a reply that is not streamed.
+
+    Times are in milliseconds: ``prefill_time`` to the first token (0 if a constraint left the model nothing to
+    generate), then ``decode_time_arr`` with one for each step that gave more tokens.
+    """
     choice = whole.choices[0]
     times = [milliseconds(step.elapsed) for step in choice.steps]
     return {
@@ -35,7 +38,7 @@ def reply(request: ValidRequest, whole: Reply) -> dict[str, Any]:
 
 
 def milliseconds(seconds: float) -> float:
-    """Rounded to microseconds."""
+    """Convert seconds to milliseconds, rounded to microseconds."""
     return round(seconds * 1000, 3)
 
 
@@ -54,8 +57,8 @@ def _call(call: ReplyCall) -> dict[str, Any]:
 
 
 def finish_reason(reason: ReplyFinish, stop: str | int | None, *, called: bool) -> str:
-    """``length``, ``stop`` of a stop string, which may have cut a call off, else ``tool_calls``, else ``stop``."""
-    if reason in ("length", "abort"):  # which says that the text is not whole
+    """Return ``length``; ``stop`` after a stop string, which may have cut off a call; ``tool_calls``; else ``stop``."""
+    if reason in ("length", "abort"):  # "length" says that the text is not complete
         return "length"
     return "tool_calls" if called and not isinstance(stop, str) else "stop"
 
@@ -69,10 +72,10 @@ def _usage(counts: Usage) -> dict[str, Any]:
 
 
 class Stream:
-    """Encodes one streamed reply: every chunk has a role, the last one usage, then ``[DONE]``.
+    """Encodes one streamed reply: every chunk has a role, the last one also usage; then comes ``[DONE]``.
 
-    With ``fullTextEnabled`` chunks have all that was said so far, and the last one ``full_text``. Of calls they have
-    what is new, as OpenAI's deltas do.
+    With ``fullTextEnabled`` every chunk has the whole text so far, and the last one ``full_text``. Calls are always
+    sent as deltas, as in OpenAI's API.
     """
 
     content_type = "text/event-stream; charset=utf-8"

@@ -1,4 +1,4 @@
-"""Requests of MindIE's chat completions: the fields of its document with their bounds, and ours beside them."""
+"""Requests of MindIE's chat completions: the fields of its document with their bounds, and this server's own fields."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from .tool_fields import Bounds, tool_choice, tools_reader
 FLOAT_MAX = 3.4e38
 MAX_STOP = 32 * 2**10  # characters of all stop strings together
 INT32_MIN = -INT32_MAX - 1
-# of our own that change nothing of the document's replies
+# this server's own fields, which do not change the form of the document's replies
 _OURS = (
     "user",
     "cache_salt",
@@ -69,7 +69,7 @@ _STOPS = list_of(short_text(MAX_STOP), "a string or a list of strings")
 
 @reader(type="integer", anyOf=[{"const": -1}, {"minimum": 1}], maximum=INT32_MAX)
 def _top_k(value: Any, path: str) -> int:
-    """-1 is the whole vocabulary."""
+    """Read ``top_k``; -1 means the whole vocabulary."""
     if value == -1 and not isinstance(value, bool):
         return 0
     return _POSITIVE(value, path)
@@ -77,7 +77,7 @@ def _top_k(value: Any, path: str) -> int:
 
 @reader(**any_of(short_text(MAX_STOP).schema, _STOPS.schema))
 def _stop(value: Any, path: str) -> tuple[str, ...] | None:
-    """A string or a list of them, of ``MAX_STOP`` characters together; an empty list is none."""
+    """Read a string or a list of strings, of at most ``MAX_STOP`` characters together; an empty list means none."""
     found = (short_text(MAX_STOP)(value, path),) if isinstance(value, str) else _STOPS(value, path)
     if (size := sum(map(len, found))) > MAX_STOP:
         raise InvalidField(path, f"{size} characters", f"at most {MAX_STOP} in total")
@@ -86,7 +86,7 @@ def _stop(value: Any, path: str) -> tuple[str, ...] | None:
 
 @reader(type="array", items={"type": "integer"})
 def _stop_token_ids(value: Any, path: str) -> tuple[int, ...]:
-    """Ids beyond 32 bits are left out, as the document says; null is no id."""
+    """Read token ids. Those beyond 32 bits are ignored, as the document says; null in the list is refused."""
     if not isinstance(value, list | tuple):
         raise InvalidField(path, value, "a list of token ids")
     found = []
@@ -183,14 +183,14 @@ TABLES: Mapping[Task, Table] = {"chat": TABLE}
 
 
 def request_schema() -> dict[str, Any]:
-    """The JSON schema of the bodies that ``read_chat`` takes."""
+    """Return the JSON schema of the bodies that ``read_chat`` accepts."""
     found = TABLE.schema()
     found["properties"]["model"] = dict(string.schema) | {"description": TABLE.fields["model"].description}
     return {**found, "required": ["model", "messages"]}
 
 
 def read_chat(body: dict[str, Any]) -> RawChat:
-    """Raises ``InvalidField``."""
+    """Read a body. Raises ``InvalidField``."""
     if body.get("model") is None:
         raise InvalidField("model", None, "the name of an endpoint")
     raw = decode(TABLES, body, "chat")

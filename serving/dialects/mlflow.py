@@ -1,6 +1,6 @@
-"""MLflow's form: what ``predict`` of a logged model, the scoring server and the deployments server take and give.
+"""MLflow's form: what ``predict`` of a logged model, the scoring server and the deployments server accept and return.
 
-Requests may use the fields of OpenAI and Databricks alike, and ``adapter``. Replies are OpenAI's objects; embeddings
+Requests may use the fields of both OpenAI and Databricks, and ``adapter``. Replies are OpenAI's objects; embeddings
 carry an ``id``; a stream's last chunk with choices carries ``usage``. An error is ``{"error_code", "message"}`` with
 the codes of MLflow's REST API.
 """
@@ -13,7 +13,7 @@ from .openai_codec import CodedErrorDialect
 from .openai_replies import Style
 from .tables import MLFLOW
 
-# MLflow's own names where they say more; all are in mlflow.protos.databricks_pb2.ErrorCode
+# MLflow's own codes where they are more precise; all are in mlflow.protos.databricks_pb2.ErrorCode
 ERROR_CODES: dict[str, str] = {
     **DATABRICKS_CODES,
     "bad_request": "BAD_REQUEST",
@@ -27,7 +27,7 @@ ERROR_CODES: dict[str, str] = {
 
 
 class MlflowDialect(CodedErrorDialect):
-    """The routes of MLflow's servers; also the form in which ``predict`` takes and gives objects."""
+    """The routes of MLflow's servers; also the form in which ``predict`` accepts and returns objects."""
 
     name = "mlflow"
     tables = MLFLOW

@@ -1,5 +1,4 @@
-"""The codec of the dialects that speak in OpenAI's JSON objects; each brings its tables, its style and its form of
-error."""
+"""The codec of the dialects that use OpenAI's JSON objects. Each has its own tables, style and form of error."""
 
 from __future__ import annotations
 
@@ -20,8 +19,8 @@ from .json_body import json_bytes, read_object
 
 
 class ObjectDialect:
-    """A pure codec; one object serves every request. ``read`` and ``written`` are the same in objects, for callers in
-    this process."""
+    """A pure codec; one object serves every request. ``read`` and ``written`` are ``decode`` and ``encode`` with Python
+    objects instead of bytes, for callers in this process."""
 
     name: str
     routes: tuple[InferenceRoute, ...]
@@ -39,14 +38,14 @@ class ObjectDialect:
         return read_object(body, lambda found: self.read(found, head.route.task))
 
     def read(self, body: dict[str, Any], task: Task | None = None) -> RawRequest:
-        """``task`` None: it follows from the body. Raises ``InvalidField``."""
+        """Read a body. If ``task`` is None, it follows from the body. Raises ``InvalidField``."""
         return decode(self.tables, body, task)
 
     def encode(self, request: ValidRequest, reply: Reply, echoed: bytes = b"") -> Encoded:
         return Encoded(body=json_bytes(self.written(request, reply)))
 
     def written(self, request: ValidRequest, reply: Reply) -> dict[str, Any]:
-        """The object that ``encode`` puts into JSON."""
+        """Return the object that ``encode`` writes as JSON."""
         return replies.reply(request, reply, self.style)
 
     def stream(self, request: ValidRequest, echoed: bytes = b"") -> StreamEncoder:
@@ -57,19 +56,19 @@ class ObjectDialect:
         return Encoded(status=error.status, body=body, headers=retry_headers(error))
 
     def error_body(self, error: ServingError) -> dict[str, Any]:
-        """The object of an error, by ``error_schema``."""
+        """Return the object of an error, as in ``error_schema``."""
         raise NotImplementedError
 
     def streamed_error(self, error: ServingError) -> dict[str, Any]:
-        """What a stream that has begun says of an error, before its ``[DONE]``."""
+        """Return the object of an error in a stream that has begun; ``[DONE]`` follows it."""
         return self.error_body(error)
 
 
 class CodedErrorDialect(ObjectDialect):
-    """Errors are ``{"error_code", "message"}``; ``error_codes`` has the code of each kind.
+    """A dialect whose errors are ``{"error_code", "message"}``; ``error_codes`` has the code of each kind.
 
-    Within a stream OpenAI's ``error`` stands beside them: its clients, which these routes have too, take an event
-    without that key for one more chunk, and a stream that broke off for a whole one.
+    In a stream OpenAI's ``error`` is added: OpenAI's clients, which use these routes too, take an event without that
+    key for one more chunk, and so would take a stream that broke off for a complete one.
     """
 
     error_codes: ClassVar[Mapping[str, str]]

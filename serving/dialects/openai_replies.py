@@ -20,13 +20,12 @@ _encoder = msgspec.json.Encoder()
 
 
 class Style(NamedTuple):
-    """Where the dialects that speak OpenAI's objects differ.
+    """The differences between the dialects that use OpenAI's objects.
 
-    ``usage_details``: usage has prompt_tokens_details, and completion_tokens_details where there was reasoning, a
-    prediction or a draft.
-    ``usage_in_last``: a stream's last chunk with choices carries
-    usage unasked. ``index_by_prompt``: a completion's index is its prompt's (the Databricks document) instead of flat,
-    on endpoints whose profile asks for it. ``embedding_id``: embeddings carry an id.
+    ``usage_details``: usage has prompt_tokens_details, and completion_tokens_details if there was reasoning, a
+    prediction or a draft. ``usage_in_last``: a stream's last chunk with choices carries usage even if it was not asked
+    for. ``index_by_prompt``: a completion's index is that of its prompt (the Databricks document), not its place among
+    all choices, on endpoints whose profile asks for it. ``embedding_id``: embeddings carry an id.
     """
 
     usage_details: bool = True
@@ -36,12 +35,12 @@ class Style(NamedTuple):
 
 
 def event(data: dict[str, Any]) -> bytes:
-    """One server-sent event. Only ``data:`` lines: MLflow's client refuses any other."""
+    """Encode one server-sent event. It has only ``data:`` lines, because MLflow's client refuses any other."""
     return b"data: " + _encoder.encode(data) + b"\n\n"
 
 
 def usage(request: ValidRequest, counts: Usage, style: Style) -> dict[str, Any]:
-    """The ``usage`` object: embeddings have prompt and total only."""
+    """Return the ``usage`` object; that of embeddings has only the prompt and the total."""
     found: dict[str, Any] = {"prompt_tokens": counts.prompt_tokens}
     if request.task != "embeddings":
         found["completion_tokens"] = counts.completion_tokens
@@ -54,7 +53,7 @@ def usage(request: ValidRequest, counts: Usage, style: Style) -> dict[str, Any]:
 
 
 def completion_details(counts: Usage) -> dict[str, int]:
-    """``completion_tokens_details``: OpenAI's fields and ``draft_details``, each where there is something to say."""
+    """Return ``completion_tokens_details``: OpenAI's fields and ``draft_details``, without those that do not apply."""
     found: dict[str, int] = {}
     if counts.reasoning_tokens:
         found["reasoning_tokens"] = counts.reasoning_tokens
@@ -65,14 +64,14 @@ def completion_details(counts: Usage) -> dict[str, int]:
 
 
 def draft_details(counts: Usage) -> dict[str, int]:
-    """Drafts of all sources, predictions included, which are no part of OpenAI's objects."""
+    """Return the counts of drafts from all sources, predictions included; OpenAI's objects do not have them."""
     if not counts.draft_tokens:
         return {}
     return {"draft_tokens": counts.draft_tokens, "accepted_draft_tokens": counts.accepted_draft_tokens}
 
 
 def head(request: ValidRequest, streamed: bool = False) -> dict[str, Any]:
-    """id, object, created, model: how every reply and chunk begins."""
+    """Return id, object, created and model, with which every reply and chunk begins."""
     if request.task == "chat":
         prefix, kind = "chatcmpl-", "chat.completion.chunk" if streamed else "chat.completion"
     else:
@@ -81,14 +80,17 @@ def head(request: ValidRequest, streamed: bool = False) -> dict[str, Any]:
 
 
 def model_name(request: ValidRequest) -> str:
-    """``endpoint:adapter`` where an adapter answers, as ``/v1/models`` lists it: caches and costs go by it."""
+    """Return the model's name; if an adapter answers, ``endpoint:adapter``, as in ``/v1/models``.
+
+    Caches and costs depend on this name.
+    """
     if request.adapter is None or request.model.endswith(f":{request.adapter}"):
         return request.model
     return f"{request.model}:{request.adapter}"
 
 
 def reply(request: ValidRequest, whole: Reply, style: Style) -> dict[str, Any]:
-    """The object of a reply that is not streamed: a chat completion, a text completion, or a list of embeddings."""
+    """Return the object of a reply that is not streamed: a chat or text completion, embeddings, or scores."""
     if request.task == "embeddings":
         return _embeddings(request, whole, style)
     if request.task == "score":
@@ -108,8 +110,10 @@ def _chat_choice(request: ValidRequest, choice: Choice, style: Style) -> dict[st
 
 
 def message(choice: Choice) -> dict[str, Any]:
-    """A choice as a message of the assistant, which a client may send back. ``content`` is null where there are calls
-    and no text; reasoning and calls are left out where there are none."""
+    """Return a choice as a message of the assistant, which a client may send back.
+
+    ``content`` is null if there are calls and no text; reasoning and calls are left out if there are none.
+    """
     found: dict[str, Any] = {"role": "assistant", "content": choice.text or (None if choice.calls else "")}
     if choice.reasoning:
         found["reasoning_content"] = choice.reasoning
@@ -125,7 +129,7 @@ def _call(call: ReplyCall) -> dict[str, Any]:
 
 
 def _call_delta(call: CallDelta) -> dict[str, Any]:
-    """Clients join the texts of what comes under one index: what a first delta has said is never said again."""
+    """Encode a piece of a call. Clients join the strings under one index, so only the first delta has id and name."""
     kind, argument = ("custom", "input") if call.custom else ("function", "arguments")
     if call.name is None:
         return {"index": call.index, kind: {argument: call.arguments}}
@@ -168,12 +172,12 @@ def _index(request: ValidRequest, index: int, style: Style) -> int:
 
 
 def finish_reason(reason: str) -> str:
-    """An aborted choice has no word of its own in this API; "stop" would claim that the text is whole."""
+    """Return the API's word for ``reason``. It has none for an aborted choice: "stop" would mean a complete text."""
     return "length" if reason == "abort" else reason
 
 
 def chat_logprobs(request: ValidRequest, found: tuple[TextLogprob, ...]) -> dict[str, Any] | None:
-    """The chat API's ``logprobs``: an entry a token, each with its alternatives. None where none were asked for."""
+    """Return the chat API's ``logprobs``: an entry per token with its alternatives, or None if not asked for."""
     if request.sampling is None or request.sampling.logprobs is None:
         return None
     content = [{**_chat_logprob(entry), "top_logprobs": [_chat_logprob(top) for top in entry.top]} for entry in found]
@@ -185,7 +189,7 @@ def _chat_logprob(entry: TextLogprob) -> dict[str, Any]:
 
 
 def text_logprobs(request: ValidRequest, found: tuple[TextLogprob, ...]) -> dict[str, Any] | None:
-    """The completions API's parallel lists."""
+    """Return the completions API's ``logprobs``, which are parallel lists, or None if not asked for."""
     if request.sampling is None or request.sampling.logprobs is None:
         return None
     return {
@@ -197,7 +201,7 @@ def text_logprobs(request: ValidRequest, found: tuple[TextLogprob, ...]) -> dict
 
 
 def _named(entry: TextLogprob) -> str:
-    """The token's text, or as OpenAI writes a part of a character: ``bytes:\\xe6\\x97``."""
+    """Return the token's text; a part of a character is written as OpenAI does: ``bytes:\\xe6\\x97``."""
     data = bytes(entry.bytes)
     try:
         return data.decode()
@@ -206,7 +210,8 @@ def _named(entry: TextLogprob) -> str:
 
 
 def _top(entry: TextLogprob) -> dict[str, float | None] | None:
-    """Two tokens can have one text (a special token's name and the same words): the likelier, first, keeps the key."""
+    """Return log probabilities by text. Two tokens can have the same text (a special token's name and the same words);
+    the likelier one, which comes first, is kept."""
     if entry.logprob is None:
         return None
     found: dict[str, float | None] = {}
@@ -231,9 +236,9 @@ class Stream:
         self._error_body = error_body
         self._head = head(request, streamed=True)
         self._started: set[int] = set()
-        self._templates: dict[int, TextTemplate] = {}  # of choices, for deltas that are text alone
-        self.template: TextTemplate | None = None  # of the only choice
-        self._held: dict[str, Any] | None = None  # the last chunk with choices, where it is to carry usage
+        self._templates: dict[int, TextTemplate] = {}  # by choice, for deltas that are only text
+        self.template: TextTemplate | None = None  # that of the only choice
+        self._held: dict[str, Any] | None = None  # the last chunk with choices, until its usage is known
 
     def encode(self, piece: Piece) -> bytes:
         if isinstance(piece, Delta):
@@ -254,7 +259,7 @@ class Stream:
         return b""
 
     def _is_started(self, index: int) -> bool:
-        """Whether a chunk of its text is like the one before."""
+        """Return whether the choice's next chunk of text has the same form as the one before."""
         return index in self._started or self._request.task != "chat"
 
     def _template(self, index: int) -> TextTemplate:
@@ -274,8 +279,8 @@ class Stream:
         return held + event(self._error_body(error)) + DONE
 
     def _parsed_deltas(self, piece: Delta) -> Iterator[dict[str, Any]]:
-        """One for each piece of a call: clients that begin with a list of calls take it as it is, two pieces of the
-        same call for two calls."""
+        """Yield a delta for each piece of a call: some clients take the first list of calls as it is, and would take
+        two pieces of the same call for two calls."""
         said: list[dict[str, Any]] = [{"tool_calls": [_call_delta(call)]} for call in piece.calls]
         if piece.reasoning:
             said.append({"reasoning_content": piece.reasoning})

@@ -1,8 +1,8 @@
 """OpenVINO Model Server's API below ``/v3``: chat completions, completions and embeddings.
 
 Source of the format: its document of ``/v3/chat/completions``. Replies are OpenAI's objects, with the ``id`` and
-``usage`` that the document leaves out. An error is ``{"error": "..."}``. ``/v1/config`` and the lists of models are
-``http.openvino``'s.
+``usage`` that the document leaves out. An error is ``{"error": "..."}``. ``/v1/config`` and the lists of models are in
+``http.openvino``.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class OpenVINODialect(ObjectDialect):
 
 
 def _schema(task: Task) -> Mapping[str, Any]:
-    """``model`` is needed."""
+    """Return the schema of a task, in which ``model`` is required."""
     found = TABLES[task].schema()
     found["properties"]["model"] = {"type": "string", "description": TABLES[task].fields["model"].description}
     return {**found, "required": ["model", *found["required"]]}

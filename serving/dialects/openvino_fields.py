@@ -1,7 +1,7 @@
-"""The request fields of OpenVINO Model Server: OpenAI's, with defaults, limits and a beam search of its own.
+"""The request fields of OpenVINO Model Server: OpenAI's, with their own defaults, limits and beam search.
 
-Source of the format: its document of ``/v3/chat/completions``. What that lists as unsupported is OpenAI's here, and
-vLLM's where ours has it; the rest of vLLM's is refused by name.
+Source of the format: its document of ``/v3/chat/completions``. The fields that it lists as unsupported are read as in
+this server's OpenAI dialect, vLLM's fields included; vLLM's other fields are refused by name.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ TABLES: Mapping[Task, Table] = {
 
 
 def read_request(body: dict[str, Any], task: Task | None) -> RawRequest:
-    """Raises ``InvalidField``."""
+    """Read a body. Raises ``InvalidField``."""
     name = task_of(body, task)
     if name not in TABLES:
         raise InvalidField("body", sorted(map(str, body))[:8], "a chat, a completion or embeddings")
@@ -154,7 +154,7 @@ def read_request(body: dict[str, Any], task: Task | None) -> RawRequest:
 
 
 def _with_defaults(asked: RawSampling) -> RawSampling:
-    """The document's defaults stand before a model's own: the same request gets the same text from any server."""
+    """Add the document's defaults, which win over a model's own: any server gives the same text for a request."""
     filled = {name: value for name, value in DEFAULTS.items() if getattr(asked, name) is None}
     if asked.ignore_eos:
         if asked.max_tokens is None:
@@ -165,7 +165,7 @@ def _with_defaults(asked: RawSampling) -> RawSampling:
 
 
 def _beams_of(found: dict[str, Any], sampling: Mapping[str, Any], body: Mapping[str, Any]) -> RawBeams | None:
-    """The search that ``best_of`` asks for, and nothing without one."""
+    """Remove the fields of a beam search from ``found`` and return the search, or None if none is asked for."""
     given = take_beams(found)
     width, n, use = given.pop("best_of", 1), sampling.get("n", 1), given.pop("use", None)
     if n > width:
@@ -192,7 +192,7 @@ def _beams_of(found: dict[str, Any], sampling: Mapping[str, Any], body: Mapping[
     return RawBeams(width=width, field="best_of", **given)
 
 
-# what may be said of a search where there is none: its defaults
+# the values that search fields may have without a search: their defaults
 _NO_SEARCH: Mapping[str, tuple[Any, ...]] = {
     "length_penalty": (1.0,),
     "diversity_penalty": (DIVERSITY_PENALTY, 0.0),

@@ -1,4 +1,4 @@
-"""OpenAI's ``prediction``: what the caller expects the text to be, such as a file of which little will change."""
+"""OpenAI's ``prediction``: the text that the caller expects, such as a file in which little will change."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PARTS = list_of(record(type=type_of("text"), text=Entry(string, required="a tex
 
 @reader(**any_of(string.schema, _PARTS.schema))
 def _content(value: Any, path: str) -> str:
-    """A text, or parts that make it up."""
+    """Read a text, or text parts, which are joined."""
     if isinstance(value, str):
         return string(value, path)
     if not isinstance(value, list | tuple):

@@ -16,11 +16,11 @@ from .openai_codec import ObjectDialect
 from .openai_replies import Style
 from .tables import RERANK
 
-COHERE = "/v2/rerank"  # whose replies have no documents, unless they are asked for
+COHERE = "/v2/rerank"  # its replies have documents only if the request asks for them
 
 
 class RerankDialect(ObjectDialect):
-    """One task, under each of the paths that clients know."""
+    """One task, on each of the paths that clients use."""
 
     name = "rerank"
     tables: ClassVar[Mapping[Task, Table]] = {"score": RERANK}

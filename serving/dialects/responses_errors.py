@@ -1,4 +1,4 @@
-"""Errors of the Responses API: OpenAI's object, with the names of fields that the caller sent."""
+"""Errors of the Responses API: OpenAI's object, with field names as the caller sent them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 from ..errors import ServingError
 from .errors import openai_error
 
-# Fields that everything below the dialects knows by another name. Where that is not the same field under a name of
-# its own, the message says both: one item of ``input`` is not one message.
+# Field names used below the dialects, and their names here. Where the two do not mean exactly the same, the message has
+# both names: for example, an item of ``input`` is not always one message.
 _NAMES = (
     (re.compile(r"max_tokens$"), "max_output_tokens"),
     (re.compile(r"(tools\[\d+\]|tool_choice)\.(?:function|custom)\."), r"\1."),
@@ -19,7 +19,7 @@ _NAMES = (
     (re.compile(r"chat_template_kwargs\.reasoning_effort$"), r"reasoning.effort (\g<0>)"),
 )
 
-# kind -> code, of the few that a response's error may have
+# kind -> code; a response's error may have only a few codes
 _FAILURES = {
     "bad_request": "invalid_prompt",
     "invalid_field": "invalid_prompt",
@@ -30,7 +30,7 @@ _FAILURES = {
 
 
 def error_object(error: ServingError) -> dict[str, Any]:
-    """``{"error": {"message", "type", "param", "code"}}``."""
+    """Return ``{"error": {"message", "type", "param", "code"}}``."""
     found = openai_error(error)
     if (param := error.param) is None:
         return found
@@ -46,5 +46,5 @@ def error_object(error: ServingError) -> dict[str, Any]:
 
 
 def failure(error: ServingError) -> dict[str, Any]:
-    """The error of a response that has failed."""
+    """Return the error of a response that has failed."""
     return {"code": _FAILURES.get(error.kind, "server_error"), "message": error_object(error)["error"]["message"]}

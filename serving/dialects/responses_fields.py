@@ -1,7 +1,7 @@
 """Bodies of the Responses API, read into ``request.RawChat``.
 
-Source of the format: the API reference of ``/v1/responses``. Sampling fields beyond it are those of our chat
-completions, which its clients send as ``extra_body``. What needs responses that are stored is refused by name.
+Source of the format: the API reference of ``/v1/responses``. Additional sampling fields are those of this server's chat
+completions; clients send them as ``extra_body``. Fields that need stored responses are refused by name.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _LABEL = {"type": "string", "maxLength": 512}
 
 @reader(**_METADATA, additionalProperties=_LABEL)
 def _metadata(value: Any, path: str) -> dict[str, str]:
-    """Labels: at most 16, of at most 64 characters, with texts of at most 512."""
+    """Read at most 16 labels, each of at most 64 characters with a text of at most 512."""
     if not isinstance(value, dict) or len(value) > 16:
         raise InvalidField(path, value, "an object of at most 16 labels")
     for name, label in value.items():
@@ -101,7 +101,7 @@ _OWN = (
     ),
     _field("safety_identifier", short_text(512), "echoed.safety_identifier", note="OpenAI's abuse reports only"),
 )  # fmt: skip
-# Names of chat completions that clients bring along, and what they are called here.
+# Field names of chat completions that clients may send by mistake, and their names here.
 _CHAT_NAMES = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
@@ -121,7 +121,7 @@ _REFUSED: Mapping[str, Reader[Any]] = {
     "moderation": refused("texts are not moderated"),
     "prompt_cache_options": one_of({"mode": "implicit"}, why="every prefix is kept while there is room"),
 }
-# Of chat completions: what both APIs have, and what clients of this one send as ``extra_body``.
+# Fields of chat completions that both APIs have, or that clients of this one send as ``extra_body``.
 _SHARED = (
     "model", "user", "stream", "temperature", "top_p", "cache_salt", "stop", "seed", "presence_penalty",
     "frequency_penalty", "logit_bias", "top_k", "min_p", "typical_p", "repetition_penalty", "min_tokens",
@@ -140,24 +140,24 @@ _COUNTED = (
     "input", "model", "instructions", "tools", "tool_choice", "parallel_tool_calls", "text", "reasoning", "truncation",
     "cache_salt", "chat_template", "chat_template_kwargs",
 )  # fmt: skip
-# Of a request for the number of its tokens.
+# The fields of a request to count its tokens.
 COUNT_TABLE = Table(
     required="input",
     fields={name: TABLE.fields[name] for name in _COUNTED},
     refused={name: _REFUSED[name] for name in ("previous_response_id", "conversation", "messages")},
 )
-# Fields that the reply repeats as they were sent; those that it alone reads have their target there.
+# Fields that the reply repeats as they were sent. Fields that only the reply reads have a target in ``echoed``.
 _SENT = ("instructions", "tool_choice", "parallel_tool_calls", "reasoning", "truncation", "user")
 _SHOWN: Mapping[str, Callable[[Any], Any]] = {"text": shown_text, "tools": shown_tools}
 
 
 def read_count_request(body: dict[str, Any]) -> RawChat:
-    """A body of ``/v1/responses/input_tokens``. Raises ``InvalidField``."""
+    """Read a body of ``/v1/responses/input_tokens``. Raises ``InvalidField``."""
     return read_response_request(body, COUNT_TABLE)
 
 
 def read_response_request(body: dict[str, Any], table: Table = TABLE) -> RawChat:
-    """A body of ``/v1/responses``; read only, it is left as it was. Raises ``InvalidField``."""
+    """Read a body of ``/v1/responses``, without changing it. Raises ``InvalidField``."""
     found = table.read(body)
     sampling, echoed = _taken(found, "sampling."), _taken(found, "echoed.")
     echoed |= {name: body[name] for name in _SENT if body.get(name) is not None}
@@ -194,7 +194,7 @@ def _ask_logprobs(sampling: dict[str, Any], include: tuple[str, ...]) -> None:
 
 
 def _with_effort(given: dict[str, Any], effort: str) -> dict[str, Any]:
-    """``chat_template_kwargs`` with what ``reasoning`` asks of the template."""
+    """Return ``chat_template_kwargs`` with the effort that ``reasoning`` asks for."""
     if given.get("reasoning_effort", effort) != effort:
         raise InvalidField(
             "chat_template_kwargs.reasoning_effort", given["reasoning_effort"], f"{effort!r}, or nothing"
@@ -203,10 +203,10 @@ def _with_effort(given: dict[str, Any], effort: str) -> dict[str, Any]:
 
 
 def _json(echoed: dict[str, Any]) -> bytes:
-    """Raises ``InvalidField`` for what is within a field that takes any object and that JSON cannot carry."""
+    """Encode the repeated fields. Raises ``InvalidField`` for a field of any content that JSON cannot represent."""
     for name, value in echoed.items():
         try:
             msgspec.json.encode(value)
-        except (ValueError, OverflowError, RecursionError):  # half a surrogate pair, a number beyond all bounds
+        except (ValueError, OverflowError, RecursionError):  # half a surrogate pair, or a number out of range
             raise InvalidField(name, value, "valid Unicode texts, and numbers of 64 bits") from None
     return msgspec.json.encode(echoed)

@@ -1,7 +1,7 @@
-"""Input items of the Responses API: their shape on the wire and its JSON schema, read into ``request.Message``.
+"""Input items of the Responses API: their JSON schemas, and reading them into ``request.Message``.
 
-Source of the format: the API reference of ``/v1/responses``. Items come back as replies had them, so what belongs to
-one turn of the assistant (reasoning, texts, calls) stands in several items here, and in one message for a template.
+Source of the format: the API reference of ``/v1/responses``. Clients send items back as replies had them: one turn of
+the assistant (reasoning, texts, calls) is several items here, but one message for a template.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _DIRECT = one_of({"type": "direct"}, why=NO_TOOLS_OF_ITS_OWN)
 
 @reader(type="array")
 def _any_list(value: Any, path: str) -> None:
-    """What a reply had, and no template reads."""
+    """Accept a list that a reply had and that no template reads."""
     if not isinstance(value, list | tuple):
         raise InvalidField(path, value, "a list")
 
 
-# Beside what an item says: what replies name it by. Nothing is stored that an id could mean.
+# Fields that replies add to an item. They have no effect here: nothing is stored under an id.
 _COMMON = {
     "id": Entry(string, "as the reply had it; nothing is stored under it"),
     "status": Entry(one_of("in_progress", "completed", "incomplete"), "as the reply had it"),
@@ -72,7 +72,7 @@ _MEDIA = dict.fromkeys(("input_image", "input_file", "input_audio"), TEXT_ONLY)
 
 
 def _texts(parts: Mapping[str, Reader[dict[str, Any]]]) -> Reader[str | tuple[Part, ...]]:
-    """A string, or a list of parts with a text each."""
+    """Return a reader of a string, or of a list of parts with a text each."""
     entries = list_of(one_of_types(parts, _MEDIA, "a part"), "a string or a list of parts")
 
     @reader(**any_of(string.schema, entries.schema))
@@ -150,7 +150,7 @@ _TYPED = one_of_types({"message": _USER, **_ITEMS}, _REFUSED, "an item")
 
 @reader(**any_of(_USER.schema, _ASSISTANT.schema, *(item.schema for item in _ITEMS.values())))
 def _item(value: Any, path: str) -> dict[str, Any]:
-    """One item; ``type`` may be left out of a message, and so it is always there in what is returned."""
+    """Read one item. A message may leave out ``type``; the returned item always has it."""
     if not isinstance(value, dict):
         raise InvalidField(path, value, "a message or another item: an object")
     if value.get("type") not in (None, "message"):
@@ -166,8 +166,10 @@ _LIST = list_of(_item, f"a string or a list of 1 to {MAX_MESSAGES} items", least
 
 @reader(**any_of(string.schema, _LIST.schema))
 def read_input(value: Any, path: str) -> tuple[Message, ...]:
-    """A string, which is what the user says, or a list of items. What the schema cannot say: that arguments are JSON,
-    and that an output has its call before it."""
+    """Read a string, which is a message of the user, or a list of items.
+
+    The schema cannot express that arguments must be JSON, and that an output must follow its call.
+    """
     if isinstance(value, str):
         return (Message(role="user", content=string(value, path)),)
     turns = _Turns()
@@ -179,11 +181,11 @@ def read_input(value: Any, path: str) -> tuple[Message, ...]:
 
 
 class _Turns:
-    """Items put together into messages: what the assistant thought, said and called in a row is one message."""
+    """Joins items into messages: consecutive reasoning, texts and calls of the assistant are one message."""
 
     def __init__(self) -> None:
         self._messages: list[Message] = []
-        self._open: dict[str, str] = {}  # the call_id of each call without its output, and the type of that item
+        self._open: dict[str, str] = {}  # call_id of each call without an output, and the item type of that output
         self._thoughts: list[str] = []
         self._said: tuple[Part, ...] | str | None = None
         self._called: list[ToolCall] = []
@@ -208,7 +210,7 @@ class _Turns:
         return tuple(self._messages)
 
     def _say(self, content: str | tuple[Part, ...]) -> None:
-        """A text after calls belongs to their message: their outputs follow it."""
+        """Add a text. A text after calls belongs to the message of the calls, whose outputs follow it."""
         if self._said is not None and not self._called:
             self._close()
         self._said = content if self._said is None else (*_parts(self._said), *_parts(content))
@@ -233,7 +235,7 @@ class _Turns:
         self._messages.append(Message(role="tool", content=item["output"], name=item.get("name"), tool_call_id=call_id))
 
     def _close(self) -> None:
-        """Ends the assistant's turn, if it is one."""
+        """End the assistant's turn, if one is open."""
         if self._said is not None or self._called or self._thoughts:
             self._messages.append(
                 Message(

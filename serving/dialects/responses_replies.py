@@ -1,6 +1,6 @@
 """The response object of the Responses API and the items of its output.
 
-Source of the format: the API reference of ``/v1/responses``; the types of OpenAI's client are its tests.
+Source of the format: the API reference of ``/v1/responses``; tests check it with the types of OpenAI's client.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..request import ValidRequest
 from .openai_replies import draft_details, model_name
 from .responses_tools import shown_text
 
-# What a response says of a request that did not say it; the types require many of them.
+# Values that a response has for fields that the request did not have; the client's types require many of them.
 _UNSAID: dict[str, Any] = {
     "instructions": None,
     "max_output_tokens": None,
@@ -32,11 +32,11 @@ _UNSAID: dict[str, Any] = {
     "truncation": "disabled",
     "user": None,
 }
-_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])  # of what is repeated, as bytes: tools may be megabytes
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])  # keeps values as bytes: tools may be megabytes
 
 
 def response_head(request: ValidRequest, echoed: bytes) -> dict[str, Any]:
-    """The response before it has any output: in progress."""
+    """Return the response before it has any output: in progress."""
     asked = _FIELDS.decode(echoed) if echoed else {}
     sampling = request.sampling
     assert sampling is not None
@@ -63,19 +63,19 @@ def response_head(request: ValidRequest, echoed: bytes) -> dict[str, Any]:
 
 
 def ended(request: ValidRequest, reason: str, usage: Usage, *, is_cut: bool = False) -> dict[str, Any]:
-    """What a response has at its end: status, and why it is incomplete. ``is_cut``: see ``cuts``."""
+    """Return the fields of a response at its end: status, usage, and why it is incomplete (``is_cut``: ``cuts``)."""
     if reason in ("stop", "tool_calls") and not is_cut:
         return {"status": "completed", "usage": response_usage(usage)}
     assert request.sampling is not None
-    # a prompt or a call that was cut, and time that ran out, have no word in this API
+    # this API has no reason for a truncated prompt, a call that was cut off, or a timeout
     used_up = not is_cut and usage.completion_tokens >= request.sampling.max_tokens
     details = {"reason": "max_output_tokens" if used_up else None}
     return {"status": "incomplete", "incomplete_details": details, "usage": response_usage(usage)}
 
 
 def cuts(stop: str | int | None, arguments: str) -> bool:
-    """Whether ``stop``, which ended the reply, did so within the ``arguments`` of a call. A custom tool's are a text,
-    whose end nothing tells."""
+    """Return whether ``stop`` ended the reply within the ``arguments`` of a call. Not for a custom tool, whose input is
+    a text: it cannot be seen whether that is complete."""
     if stop is None:
         return False
     try:
@@ -86,7 +86,7 @@ def cuts(stop: str | int | None, arguments: str) -> bool:
 
 
 def response_usage(usage: Usage) -> dict[str, Any]:
-    """Writing to the prefix cache costs nothing, and is not counted."""
+    """Return the ``usage`` object. Writing to the prefix cache costs nothing, and is not counted."""
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
@@ -97,7 +97,7 @@ def response_usage(usage: Usage) -> dict[str, Any]:
 
 
 def response(request: ValidRequest, choice: Choice, usage: Usage, echoed: bytes) -> dict[str, Any]:
-    """The response object of a whole reply: reasoning, then the text, then calls."""
+    """Return the response object of a whole reply: reasoning, then the text, then calls."""
     last = choice.calls[-1] if choice.calls else None
     is_cut = last is not None and not last.custom and cuts(choice.stop_reason, last.arguments)
     end = ended(request, choice.finish_reason, usage, is_cut=is_cut)
@@ -118,33 +118,33 @@ _PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc", "custom
 
 
 def item_id(request: ValidRequest, kind: str, index: int) -> str:
-    """The id of item ``index`` of the output."""
+    """Return the id of item ``index`` of the output."""
     return f"{_PREFIXES[kind]}_{request.request_id}_{index}"
 
 
 def reasoning_item(item: str, text: str) -> dict[str, Any]:
-    """What the model thought, as it is."""
+    """Return the item of the model's reasoning, unchanged."""
     content = [{"type": "reasoning_text", "text": text}]
     return {"id": item, "type": "reasoning", "summary": [], "content": content, "status": "completed"}
 
 
 def text_part(text: str, found: Any) -> dict[str, Any]:
-    """The part of a message that has its text, with the list of its log probabilities."""
+    """Return the part of a message that has its text, with ``found``, the list of its log probabilities."""
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": found}
 
 
 def message_item(item: str, *content: dict[str, Any]) -> dict[str, Any]:
-    """What the model said."""
+    """Return the item of a message of the model."""
     return {"id": item, "type": "message", "role": "assistant", "status": "completed", "content": list(content)}
 
 
 def call_type(custom: bool) -> str:
-    """The type of the item of a call."""
+    """Return the item type of a call."""
     return "custom_tool_call" if custom else "function_call"
 
 
 def call_item(item: str, call: ReplyCall) -> dict[str, Any]:
-    """A call; its id is not the item's."""
+    """Return the item of a call; the call and the item have different ids."""
     head = {"id": item, "type": call_type(call.custom), "call_id": call.id, "name": call.name}
     if call.custom:
         return head | {"input": call.arguments}
@@ -152,12 +152,12 @@ def call_item(item: str, call: ReplyCall) -> dict[str, Any]:
 
 
 def incomplete(item: dict[str, Any]) -> dict[str, Any]:
-    """``item`` where the reply ended before it did; a custom tool's call has no status."""
+    """Return ``item`` as cut off by the end of the reply; a custom tool's call has no status."""
     return item | {"status": "incomplete"} if "status" in item else item
 
 
 def logprobs(found: tuple[TextLogprob, ...], *, with_bytes: bool = True) -> list[dict[str, Any]]:
-    """An entry a token, each with its alternatives; those in events have no bytes."""
+    """Return an entry per token with its alternatives; entries in events have no bytes."""
     return [
         {**_logprob(entry, with_bytes), "top_logprobs": [_logprob(top, with_bytes) for top in entry.top]}
         for entry in found

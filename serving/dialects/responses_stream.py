@@ -1,8 +1,8 @@
 """The events of a streamed response, in order and numbered.
 
 Source of the format: the API reference of the streaming events of ``/v1/responses``. Items do not interleave: each is
-added, grows, and is done before the next. A stream ends with ``response.completed``, ``response.incomplete``, or, where
-it broke off, ``error`` and ``response.failed``; there is no ``[DONE]``.
+added, grows, and is done before the next. A stream ends with ``response.completed``, ``response.incomplete``, or, if it
+breaks off, ``error`` and ``response.failed``; there is no ``[DONE]``.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _encoder = msgspec.json.Encoder()
 
 
 class _Item:
-    """An item of the output that grows. ``call`` is its call, where it is one. Log probabilities are kept as they are
-    sent: the last events have all of them once more."""
+    """An item of the output that grows. ``call`` is its call, if it is one. Log probabilities are kept in encoded form,
+    because the last events repeat all of them."""
 
     def __init__(self, kind: str, item: str, call: CallDelta | None = None) -> None:
         self.kind, self.id, self.call = kind, item, call
@@ -44,7 +44,7 @@ class _Item:
         self._scored_with_bytes: list[bytes] = []
 
     def grow(self, text: str, found: tuple[TextLogprob, ...] = ()) -> msgspec.Raw:
-        """Returns the log probabilities as an event has them."""
+        """Add a text, and return its log probabilities as an event has them."""
         self._texts.append(text)
         scored = [_encoder.encode(entry) for entry in logprobs(found, with_bytes=False)]
         self._scored += scored
@@ -61,7 +61,7 @@ class _Item:
         return _list(self._scored)
 
     def begun(self) -> dict[str, Any]:
-        """As it is added: a message and reasoning without their part, which is added next."""
+        """Return the item as it is added: a message and reasoning do not have their part yet, which is added next."""
         found = self._whole("", _NONE)
         if "status" in found:
             found["status"] = "in_progress"
@@ -71,7 +71,7 @@ class _Item:
         return self._part("", _NONE)
 
     def part(self) -> dict[str, Any]:
-        """The part that has its text."""
+        """Return the part that has the item's text."""
         return self._part(self.text, _list(self._scored_with_bytes))
 
     def whole(self) -> dict[str, Any]:
@@ -159,7 +159,7 @@ class ResponseStream:
             yield self._of_item(f"{_GROWS[item.kind][0]}.delta", item, delta=call.arguments)
 
     def _open(self, kind: str) -> Generator[bytes, None, _Item]:
-        """Returns the item of ``kind`` that is open, added if it is not."""
+        """Return the open item of ``kind``; if there is none, close the open item and add one."""
         if self._item is None or self._item.kind != kind:
             yield from self._close()
             yield from self._add(kind)
@@ -173,7 +173,7 @@ class ResponseStream:
             yield self._of_part("response.content_part.added", item, part=item.empty_part())
 
     def _close(self, *, is_cut: bool = False) -> Iterator[bytes]:
-        """The open item is done; ``is_cut``: the reply ended before it did."""
+        """End the open item; if ``is_cut``, the end of the reply cut it off."""
         if (item := self._item) is None:
             return
         text = item.text
@@ -223,7 +223,7 @@ class ResponseStream:
         return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
 
 
-# By the type of an item: the events by which it grows and is done, and what the latter call its text.
+# By item type: the event with which it grows and is done, and the name of the text in the latter.
 _GROWS = {
     "message": ("response.output_text", "text"),
     "reasoning": ("response.reasoning_text", "text"),

@@ -1,4 +1,4 @@
-"""Tools, the choice among them and the form of the text, as the Responses API has them: flat, where chats nest them.
+"""Tools, tool choice and text format of the Responses API, which are flat where chat completions nest them.
 
 Source of the format: the API reference of ``/v1/responses``.
 """
@@ -96,7 +96,7 @@ _TOOLS = list_of(_tool, f"a list of at most {MAX_TOOLS} tools", most=MAX_TOOLS)
 
 @reader(**_TOOLS.schema)
 def read_tools(value: Any, path: str) -> tuple[Tool, ...]:
-    """What the schema cannot say: that no two tools have one name."""
+    """Read a list of tools. The schema cannot express that names must be distinct."""
     tools = _TOOLS(value, path)
     seen: set[str] = set()
     for i, tool in enumerate(tools):
@@ -123,7 +123,7 @@ _OBJECTS = one_of_types({**_NAMES, "allowed_tools": _ALLOWED}, _REFUSED, "none, 
 
 @reader(**any_of(_WORDS.schema, _OBJECTS.schema))
 def read_tool_choice(value: Any, path: str) -> AskedChoice:
-    """A word, the tool to call, or those that may be called."""
+    """Read a word, the tool to call, or the tools that may be called."""
     if isinstance(value, str):
         return AskedChoice(ToolChoice(mode=_WORDS(value, path)))
     found = _OBJECTS(value, path)
@@ -161,7 +161,7 @@ _TEXT = record(
 
 @reader(**_TEXT.schema)
 def read_text(value: Any, path: str) -> Constraint | None:
-    """What the text is held to; None where that is not said."""
+    """Read the constraint on the text; None if the request has none."""
     found = _TEXT(value, path).get("format")
     if found is None:
         return None
@@ -174,12 +174,12 @@ _UNSAID = {"description": None, "parameters": None, "strict": True}
 
 
 def shown_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Tools as a response repeats them: functions with what they are unless given."""
+    """Return the tools as a response repeats them: functions have their default values."""
     return [_UNSAID | _given(tool) if tool["type"] == "function" else tool for tool in tools]
 
 
 def shown_text(given: dict[str, Any]) -> dict[str, Any]:
-    """``text`` as a response repeats it."""
+    """Return ``text`` as a response repeats it."""
     return {"format": {"type": "text"}, "verbosity": "medium"} | _given(given)
 
 

@@ -1,4 +1,4 @@
-"""Requests that compare texts: the readers of their texts, and a table of fields that may be named in several ways."""
+"""Requests that compare texts: readers of their texts, and a table whose fields may have several names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TEXT = any_of(
 
 @reader(**any_of(*_TEXT["anyOf"], {"type": "array", "items": _TEXT, "minItems": 1, "maxItems": MAX_PROMPTS}))
 def texts(value: Any, path: str) -> tuple[str, ...]:
-    """A text or a list of them, each a string or ``{"text": …}`` as in Jina's and Cohere's APIs."""
+    """Read a text or a list of texts, each a string or ``{"text": …}`` as in Jina's and Cohere's APIs."""
     if isinstance(value, str | dict):
         return (_text(value, path),)
     if not isinstance(value, list | tuple) or not 1 <= len(value) <= MAX_PROMPTS:
@@ -30,7 +30,7 @@ def texts(value: Any, path: str) -> tuple[str, ...]:
 
 @reader(type="string")
 def query(value: Any, path: str) -> tuple[str, ...]:
-    """The one text that all others are compared with."""
+    """Read the one text that all others are compared with."""
     return (string(value, path),)
 
 
@@ -45,7 +45,7 @@ def _text(value: Any, path: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreTable(Table):
-    """``forms`` are the pairs of names under which the two sides may come, of which a body has one."""
+    """A table with ``forms``: the pairs of names that the two sides may have. A body uses one of these pairs."""
 
     forms: tuple[tuple[str, str], ...]
 
@@ -82,7 +82,10 @@ class ScoreTable(Table):
 
 
 def read_score(found: dict[str, Any]) -> RawScore:
-    """Of the fields that a ``ScoreTable`` has read. Raises ``InvalidField`` for what only a ranking has."""
+    """Build a request from the fields that a ``ScoreTable`` has read.
+
+    Raises ``InvalidField`` for fields of a ranking in a request that asks for no ranking.
+    """
     if not found["ranked"]:
         for name in ("top_n", "return_documents"):
             if found.get(name) is not None:

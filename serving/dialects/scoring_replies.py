@@ -1,4 +1,4 @@
-"""The objects of replies with scores: vLLM's list of them, and the ranking of Jina's and Cohere's APIs."""
+"""The objects of replies with scores: vLLM's list of scores, and the ranking of Jina's and Cohere's APIs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..request import ValidRequest
 
 
 def score_reply(request: ValidRequest, whole: Reply, model: str) -> dict[str, Any]:
-    """Scores in the order of the texts; where a ranking was asked for, the documents' places, best first."""
+    """Return the scores in the order of the texts or, for a ranking, the documents' indexes, best first."""
     usage = {"prompt_tokens": whole.usage.prompt_tokens, "total_tokens": whole.usage.total_tokens}
     if request.scoring is not None and request.scoring.ranked:
         return {
@@ -29,7 +29,7 @@ def score_reply(request: ValidRequest, whole: Reply, model: str) -> dict[str, An
 
 
 def ranking(request: ValidRequest, whole: Reply) -> list[dict[str, Any]]:
-    """Best first; of equal scores the one that came first in the request."""
+    """Return the results, best first; equal scores are in the order of the request."""
     assert request.scoring is not None
     scores, documents = whole.scores, request.scoring.documents
     found: list[dict[str, Any]] = []
@@ -42,7 +42,7 @@ def ranking(request: ValidRequest, whole: Reply) -> list[dict[str, Any]]:
 
 
 def order(request: ValidRequest, whole: Reply) -> list[int]:
-    """The documents of a ranking by their indexes, as many as were asked for."""
+    """Return the indexes of a ranking's documents, best first, at most as many as were asked for."""
     assert request.scoring is not None
     scores = whole.scores
     return sorted(range(len(scores)), key=lambda index: (-scores[index], index))[: request.scoring.top_n]

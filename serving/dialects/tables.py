@@ -1,7 +1,7 @@
-"""The request fields that our dialects share, each written once.
+"""The request fields that the dialects share, each defined once.
 
-``FIELDS[task]`` are the names of every field any of the OpenAI, Databricks and MLflow dialects accepts for a task: the
-MLflow signature lists exactly these, and ``schema`` of each table goes into the OpenAPI document.
+``FIELDS[task]`` has the names of all fields that any of the OpenAI, Databricks and MLflow dialects accepts for a task:
+the MLflow signature lists exactly these. The ``schema`` of each table goes into the OpenAPI document.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ def _field(
     default: bool | float | str | None = None,
     or_own: str = "",
 ) -> Field:
-    """``or_own`` is the default where neither the model (``generation_config.json``) nor the endpoint has one."""
+    """Create a field. ``or_own`` is its default if neither the model (``generation_config.json``) nor the endpoint has
+    one."""
     return Field(
         name=name,
         read=read,
@@ -138,7 +139,7 @@ _TOP_K_OR_OFF = integer(-1, MAX_TOKENS)
 
 @reader(**_TOP_K_OR_OFF.schema)
 def _top_k_or_off(value: Any, path: str) -> int:
-    """-1 and 0 mean no limit to vLLM's clients, also where the model's own default is one."""
+    """Read ``top_k``. In vLLM -1 and 0 mean no limit, even if the model's own default is a limit."""
     return max(0, _TOP_K_OR_OFF(value, path))
 
 
@@ -207,7 +208,7 @@ _FORMS = {
     "guided_choice": "strings of which the text must be one",
     "guided_grammar": "a grammar in Lark's notation or GBNF that the text must follow",
 }
-# What form the text must have: at most one of these in a request (``decode``).
+# Constraints on the form of the text; a request has at most one of them (``decode``).
 CONSTRAINTS = (
     _field(
         "response_format",
@@ -311,7 +312,7 @@ OTHER_PAIRS = tuple(
 )
 INSTRUCTION = (_field("instruction", string, "instruction", "prepended to each input, as the model card says"),)
 
-# Fields that ask for something of another service around the model; the reason is each field's note.
+# Fields that are meant for other services around the model; each field's note says why it has no effect here.
 WITHOUT_MEANING = (
     _field("metadata", obj, None, note="labels for OpenAI's stored completions; nothing is stored here"),
     _field("store", one_of(False, why="completions are not stored"), None, note="nothing is stored"),
@@ -326,7 +327,7 @@ WITHOUT_MEANING = (
     _field("modalities", one_of(["text"], why="the model writes text"), None, note="only text is generated"),
 )
 DATABRICKS_WITHOUT_MEANING = (
-    # mlflow.genai.to_predict_fn adds {"return_trace": true} and copes with an answer that has no trace
+    # mlflow.genai.to_predict_fn adds {"return_trace": true} and accepts a response without a trace
     _field("databricks_options", obj, None, note="MLflow's evaluation asks for a trace if there is one"),
     _field("usage_context", obj, None, note="labels for the platform's usage table"),
     _field("client_request_id", string, None, note="a label for the platform's inference table"),
@@ -384,7 +385,7 @@ _EMBEDDING_EXTRAS = (
 )
 _DATABRICKS_ANY = (ADAPTER, DATABRICKS_WITHOUT_MEANING)
 
-# The document's own ``top_k`` ("null or an integer above zero") stands after the extensions' and so wins over it.
+# ``TOP_K`` is the document's ("null or an integer above zero"): it comes after the extensions' and so replaces it.
 DATABRICKS: Mapping[Task, Table] = {
     "chat": Table(
         required="messages",
@@ -416,7 +417,7 @@ DATABRICKS: Mapping[Task, Table] = {
     ),
 }
 
-# The pyfunc form takes what either accepts; comparisons of texts have no form of OpenAI's.
+# The pyfunc form accepts the fields of both; scores are read in the form of Databricks, as OpenAI has none.
 MLFLOW: Mapping[Task, Table] = {
     task: Table(
         required=OPENAI[task].required,
@@ -433,5 +434,5 @@ FIELDS: Mapping[Task, tuple[str, ...]] = {
     "embeddings": tuple(MLFLOW["embeddings"].fields),
     "score": tuple(MLFLOW["score"].fields),
 }
-# Named so that a signature carries them to where they are refused, rather than dropping them unseen.
+# In the MLflow signature too, so that these fields reach the reader that refuses them and are not silently dropped.
 REFUSED_FIELDS: tuple[str, ...] = tuple(NOT_BUILT)

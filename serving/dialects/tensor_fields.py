@@ -1,8 +1,8 @@
-"""The request tensors of TensorRT-LLM, each written once: name, datatype, shape, and where its value goes.
+"""The request tensors of TensorRT-LLM, each defined once: name, datatype, shape, and where its value goes.
 
-Source: TensorRT-LLM's table of an inference request. Beside it stand the names that its models for Triton have, and
-texts for callers without a tokenizer. Shapes are strict but for the batch of one: [1], [1, 1] and [n], [1, n] mean the
-same. Scalars may stand in ``parameters`` instead.
+Source: TensorRT-LLM's table of an inference request. Added are the names that its models for Triton use, and texts for
+callers without a tokenizer. Shapes are strict except for the batch dimension of 1: [1] means the same as [1, 1], and
+[n] the same as [1, n]. Scalars may be sent in ``parameters`` instead.
 """
 
 from __future__ import annotations
@@ -30,8 +30,11 @@ FP = ("FP32", "FP16", "BF16")  # "float (model data type)"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorField:
-    """``shape`` is the document's, ``ANY`` where the request chooses. ``scalar`` reads the value where it is one;
-    ``read`` a whole tensor. ``target`` is what the value is of, the same for two names of one thing."""
+    """A request tensor.
+
+    ``shape`` is the document's, with ``ANY`` for a size that the request chooses. ``scalar`` reads a single value,
+    ``read`` a whole tensor. ``target`` is what the value sets, the same for two names of one thing.
+    """
 
     name: str
     datatypes: tuple[str, ...]
@@ -42,7 +45,7 @@ class TensorField:
     read: Callable[[Tensor], Any] | None = None
 
     def value(self, tensor: Tensor) -> Any:
-        """What the tensor says. Raises ``InvalidField`` for a datatype or a shape that it may not have."""
+        """Return the tensor's value. Raises ``InvalidField`` for a datatype or a shape that is not accepted."""
         if tensor.datatype not in self.datatypes:
             raise InvalidField(self.name, tensor.datatype, f"the datatype {' or '.join(self.datatypes)}")
         if not any(_fits(tensor.shape, shape) for shape in self.shapes):
@@ -55,7 +58,7 @@ class TensorField:
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Those that are taken: the document's, and with or without the batch of one."""
+        """The accepted shapes: the document's, with and without the batch dimension of 1."""
         if self.scalar is not None or self.target == "text":
             return ((1,), (1, 1))
         if self.target == "prompt":
@@ -71,7 +74,7 @@ def _fits(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
 
 
 def _ids(tensor: Tensor) -> tuple[int, ...]:
-    """Token ids; whether the model has them is for validation to say."""
+    """Read token ids; validation checks later whether the model has them."""
     if tensor.array.size and tensor.array.min() < 0:
         raise InvalidField(tensor.name, int(tensor.array.min()), f"token ids, in [0, {INT32_MAX}]")
     return tuple(tensor.array.tolist())
@@ -84,7 +87,7 @@ def _prompt(tensor: Tensor) -> tuple[int, ...]:
 
 
 def _floats(tensor: Tensor) -> bytes:
-    """float32, little-endian."""
+    """Return the values as little-endian float32."""
     values = tensor.array.astype("<f4", copy=False)
     if not np.isfinite(values).all():
         raise InvalidField(tensor.name, "NaN or an infinity", "finite numbers")
@@ -92,14 +95,14 @@ def _floats(tensor: Tensor) -> bytes:
 
 
 def _bias(tensor: Tensor) -> bytes:
-    """See ``_logits``; for all tokens, or the tensor is left out."""
+    """Read a bias for each token of the vocabulary, as ``_logits`` does; an empty tensor is refused."""
     if not tensor.array.size:
         raise InvalidField(tensor.name, list(tensor.shape), "the shape [1, vocab_size]")
     return _logits(tensor)
 
 
 def _logits(tensor: Tensor) -> bytes:
-    """float32, little-endian; -inf is a token of probability 0."""
+    """Return the values as little-endian float32; -inf means a token of probability 0."""
     values = tensor.array.astype("<f4", copy=False)
     if np.isnan(values).any() or np.isposinf(values).any():
         raise InvalidField(tensor.name, "NaN or an infinity", "numbers and -inf")
@@ -107,12 +110,12 @@ def _logits(tensor: Tensor) -> bytes:
 
 
 def _draft_logits(tensor: Tensor) -> tuple[int, bytes]:
-    """Rows, and their values."""
+    """Return the number of rows, and their values."""
     return tensor.shape[-2], _logits(tensor)
 
 
 def _words(tensor: Tensor) -> tuple[tuple[int, ...], ...]:
-    """Runs of tokens: row 0 has their ids, row 1 where each ends, -1 behind the last::
+    """Read sequences of tokens: row 0 has their ids, row 1 the end of each sequence, then -1::
 
     [[5, 7, 3,  9,  2],     (5, 7, 3), (9, 2)
      [3, 5, -1, -1, -1]]
@@ -167,7 +170,7 @@ def _lora_config(tensor: Tensor) -> tuple[tuple[int, ...], ...]:
 
 
 def _prompt_table(tensor: Tensor) -> tuple[int | None, bytes]:
-    """Rows, where the shape says how many, and float32, little-endian."""
+    """Return the number of rows (None if the shape does not have it), and the values as little-endian float32."""
     return (tensor.shape[-2] if len(tensor.shape) > 1 else None), _floats(tensor)
 
 

@@ -20,8 +20,11 @@ ANY = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputField:
-    """``needs`` is what the request must ask for; None: it is always made. ``of_text``: texts are answered with it,
-    token ids without, unless it is asked for by name; None for either."""
+    """A response tensor.
+
+    ``needs`` is what the request must ask for; None means that the tensor is always made. With ``of_text`` True it is
+    sent for a text, with False for token ids, with None for both; a request can also ask for it by name.
+    """
 
     name: str
     datatype: str
@@ -33,7 +36,7 @@ class OutputField:
 
 
 def tensor(name: str, reply: Reply, pad_id: int) -> Tensor:
-    """The tensor ``name`` of ``OUTPUTS``; ``pad_id`` stands behind the ids of the shorter texts."""
+    """Return the tensor ``name`` of ``OUTPUTS``; the ids of shorter texts are padded with ``pad_id``."""
     field = OUTPUTS[name]
     shape, values = field.make(reply, pad_id)
     return Tensor(name=name, datatype=field.datatype, shape=shape, values=values)
@@ -79,7 +82,7 @@ def _context_logits(reply: Reply, pad_id: int) -> tuple[tuple[int, ...], Values]
 
 
 def _generation_logits(reply: Reply, pad_id: int) -> tuple[tuple[int, ...], Values]:
-    """Zeros stand behind those of the shorter texts."""
+    """Return the logits; those of shorter texts are padded with zeros."""
     rows = [_rows(choice.generation_logits, len(choice.token_ids)) for choice in reply.choices]
     found = np.zeros((len(rows), max(map(len, rows)), max(row.shape[1] for row in rows)), "<f4")
     for place, row in enumerate(rows):

@@ -1,7 +1,7 @@
-"""From a call of KServe's protocol to a raw request, with TensorRT-LLM's defaults.
+"""Convert a call of KServe's protocol to a raw request, with TensorRT-LLM's defaults.
 
-They stand whatever the model was logged with: greedy unless top_k or top_p says otherwise, seed 0, no length penalty,
-and presence and frequency penalties count the prompt's tokens.
+These apply whatever defaults the model was logged with: greedy unless top_k or top_p is set, seed 0, no length penalty,
+and presence and frequency penalties that count the prompt's tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DAY = 86400 * 10**6  # microseconds
 _NO_SEQUENCES = "0: each request stands by itself"
 _STREAMS = "POST …/generate_stream, or gRPC's ModelStreamInfer, sends tokens as they come"
 _BOTH = "lora_weights and lora_config together, or neither of an adapter that is cached"
-# what a text is asked for with, beside the tensors
+# the parameters of a request that are not tensors
 PARAMETERS: Mapping[str, str] = {
     BINARY_OUTPUT: "return outputs as bytes unless they say otherwise",
     "timeout": "microseconds that this request may take",
@@ -38,8 +38,11 @@ _NAMES = {field.target: field.name for field in reversed(tuple(FIELDS.values()))
 
 
 class Echo(Struct, frozen=True, kw_only=True, array_like=True):
-    """What the reply needs of the call: ``outputs`` are names and whether they are binary, () all that there are.
-    ``streams``: several responses may follow each other; with ``empty_final`` an empty one is the last."""
+    """What the reply needs from the call.
+
+    ``outputs`` are names, each with whether it is binary; () means all available. If ``streams``, several responses may
+    follow each other; if ``empty_final``, the last one is empty.
+    """
 
     id: str = ""
     outputs: tuple[tuple[str, bool], ...] = ()
@@ -58,12 +61,12 @@ _decoder = msgspec.msgpack.Decoder(Echo)
 
 
 def echo_of(echoed: bytes) -> Echo:
-    """What ``raw_request`` kept of a call."""
+    """Decode what ``raw_request`` kept of a call."""
     return _decoder.decode(echoed) if echoed else Echo()
 
 
 def raw_request(call: InferCall, *, streams: bool = False, empty_final: bool = False) -> RawCompletion:
-    """``streams`` and ``empty_final``: see ``Echo``. Raises ``InvalidField``."""
+    """Convert a call. For ``streams`` and ``empty_final`` see ``Echo``. Raises ``InvalidField``."""
     found = _values(call)
     stream = found.pop("streaming", False)
     if stream and not streams:
@@ -91,8 +94,8 @@ def raw_request(call: InferCall, *, streams: bool = False, empty_final: bool = F
 
 
 def _values(call: InferCall) -> dict[str, Any]:
-    """What tensors and parameters say, by target. Raises ``InvalidField`` for two names of one thing, and for what is
-    missing."""
+    """Return the values of tensors and parameters by target. Raises ``InvalidField`` for two names of one thing, and
+    for a missing prompt or ``max_tokens``."""
     found: dict[str, Any] = {}
     names: dict[str, str] = {}
     for name, tensor in call.inputs.items():
@@ -104,7 +107,7 @@ def _values(call: InferCall) -> dict[str, Any]:
     for name, value in call.parameters.items():
         field = FIELDS.get(name)
         if field is None:
-            continue  # one of ``PARAMETERS``, or unknown, which ``_echo`` says
+            continue  # one of ``PARAMETERS``, or unknown: ``_echo`` checks that
         if field.scalar is None:
             raise InvalidField(f"parameters.{name}", value, f"no such parameter: {name} is a tensor, one of inputs")
         _once(names, field.target, name)
@@ -227,7 +230,7 @@ def _sampling(found: dict[str, Any], timeout: Any) -> RawSampling:
 
 
 def _drawn(found: dict[str, Any]) -> dict[str, Any]:
-    """Greedy where neither top_k nor top_p is set."""
+    """Return the sampling settings: greedy if neither top_k nor top_p is set."""
     temperature, top_k, top_p = found.pop("temperature", 1.0), found.pop("top_k", 0), found.pop("top_p", 0.0)
     if not top_k and not top_p:
         return {"temperature": 0.0, "top_k": 0, "top_p": 1.0}
@@ -235,7 +238,7 @@ def _drawn(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _beams(found: dict[str, Any]) -> RawBeams | None:
-    """Their fields mean nothing to a single text, and clients send them with each request."""
+    """Read the beam search. For a single beam its fields are ignored, because clients send them with each request."""
     width, penalty, early = found.pop("beam_width", 1), found.pop("len_penalty", 0.0), found.pop("early_stopping", 0)
     if width == 1:
         return None

@@ -1,8 +1,8 @@
-"""Tensors of KServe's inference protocol (v2): their datatypes, their values from JSON and from bytes, and back.
+"""Tensors of KServe's inference protocol (v2): datatypes, and conversion of values from and to JSON and bytes.
 
 Bytes are little-endian and row-major, without padding; an element of a BYTES tensor is its length (uint32) and that
-many bytes. Values are held flat: an array, or a tuple of byte strings. BF16 becomes float32, which holds it exactly.
-Source of the format: the Open Inference Protocol and its binary tensor data extension.
+many bytes. Values are stored flat, in an array or a tuple of byte strings. BF16 becomes float32, which represents it
+exactly. Source of the format: the Open Inference Protocol and its binary tensor data extension.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ else:
 MAX_DIMS = 8
 MAX_ELEMENTS = 2**31 - 1
 BYTES, BOOL, BF16 = "BYTES", "BOOL", "BF16"
-INTEGERS = {  # numpy's names
+INTEGERS = {  # with numpy's names
     f"{prefix}INT{bits}": f"<{kind}{bits // 8}" for prefix, kind in (("", "i"), ("U", "u")) for bits in (8, 16, 32, 64)
 }
 FLOATS = {"FP16": "<f2", BF16: "<f4", "FP32": "<f4", "FP64": "<f8"}
@@ -38,7 +38,7 @@ Values: TypeAlias = "np.ndarray[Any, Any] | tuple[bytes, ...]"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor:
-    """``values`` are flat: ``shape`` says how they stand."""
+    """A tensor. ``values`` are flat, in row-major order; ``shape`` has their dimensions."""
 
     name: str
     datatype: str
@@ -59,14 +59,14 @@ class Tensor:
 
 
 def read_datatype(value: Any, path: str) -> str:
-    """One of ``DATATYPES``. Raises ``InvalidField``."""
+    """Read one of ``DATATYPES``. Raises ``InvalidField``."""
     if not isinstance(value, str) or value not in DATATYPES:
         raise InvalidField(path, value, "one of " + ", ".join(DATATYPES))
     return value
 
 
 def read_shape(value: Any, path: str) -> tuple[int, ...]:
-    """Up to ``MAX_DIMS`` sizes. Raises ``InvalidField``."""
+    """Read up to ``MAX_DIMS`` sizes. Raises ``InvalidField``."""
     if not isinstance(value, Sequence) or isinstance(value, str) or len(value) > MAX_DIMS:
         raise InvalidField(path, value, f"a list of at most {MAX_DIMS} sizes")
     if not all(type(size) is int and size >= 0 for size in value) or math.prod(value) > MAX_ELEMENTS:
@@ -75,7 +75,7 @@ def read_shape(value: Any, path: str) -> tuple[int, ...]:
 
 
 def from_bytes(name: str, datatype: str, shape: tuple[int, ...], data: bytes, path: str) -> Tensor:
-    """A tensor whose values are ``data``. Raises ``InvalidField`` where they are not as many as ``shape`` has."""
+    """Return a tensor with the values in ``data``. Raises ``InvalidField`` if they do not match shape and datatype."""
     count = math.prod(shape)
     if datatype == BYTES:
         return Tensor(name=name, datatype=datatype, shape=shape, values=tuple(_elements(data, count, path)))
@@ -95,7 +95,7 @@ def from_bytes(name: str, datatype: str, shape: tuple[int, ...], data: bytes, pa
 
 
 def _elements(data: bytes, count: int, path: str) -> Iterable[bytes]:
-    """``count`` byte strings, each after its length."""
+    """Yield ``count`` byte strings; in ``data`` each follows its length."""
     place = 0
     for number in range(count):
         if place + 4 > len(data):
@@ -110,7 +110,7 @@ def _elements(data: bytes, count: int, path: str) -> Iterable[bytes]:
 
 
 def from_json(name: str, datatype: str, shape: tuple[int, ...], data: Any, path: str) -> Tensor:
-    """A tensor whose values are a list, flat or nested by ``shape``. Raises ``InvalidField``."""
+    """Return a tensor with the values in a list, flat or nested as ``shape`` says. Raises ``InvalidField``."""
     flat = _flat(data, shape, path)
     values = _texts(flat, path) if datatype == BYTES else _numbers(flat, datatype, path)
     return Tensor(name=name, datatype=datatype, shape=shape, values=values)
@@ -163,7 +163,7 @@ def _numbers(flat: list[Any], datatype: str, path: str) -> np.ndarray[Any, Any]:
     with np.errstate(over="ignore"):
         try:
             values = np.array(flat, dtype=dtype)
-        except OverflowError:  # an integer beyond all floats
+        except OverflowError:  # an integer that is too large for a float
             values = np.array([_float(entry) for entry in flat], dtype=dtype)
     if datatype in FLOATS and not (finite := np.isfinite(values)).all():
         place = int(np.flatnonzero(~finite)[0])
@@ -179,14 +179,14 @@ def _float(value: float) -> float:
 
 
 def to_bytes(tensor: Tensor) -> bytes:
-    """The values as they follow a message's JSON. Not for BF16, which no answer has."""
+    """Return the values as the bytes that follow a body's JSON. Not for BF16, which no response has."""
     if isinstance(tensor.values, tuple):
         return b"".join(struct.pack("<I", len(entry)) + entry for entry in tensor.values)
     return tensor.values.tobytes()
 
 
 def to_list(tensor: Tensor) -> list[Any]:
-    """The values as JSON has them, flat. JSON has no infinity: the largest number of the type stands for it."""
+    """Return the values as a flat list for JSON, which has no infinity: it becomes the largest number of the type."""
     if isinstance(tensor.values, tuple):
         return [entry.decode(errors="replace") for entry in tensor.values]
     values = tensor.values

@@ -1,4 +1,4 @@
-"""Readers of the values that only requests for text have: prompts, stop strings, biases of tokens."""
+"""Readers of values that only requests for text have: prompts, stop strings, token biases."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STOPS: Mapping[str, Any] = {"type": "array", "items": _STOP}
 
 @reader(**any_of(_STOP, STOPS))
 def stop_strings(value: Any, path: str) -> tuple[str, ...]:
-    """One stop string or a list of them; how many is for the endpoint's profile to say."""
+    """Read one stop string or a list of them; the endpoint's profile limits their number."""
     allowed = "a non-empty string or a list of them"
     entries = [value] if isinstance(value, str) else value
     if not isinstance(entries, list | tuple):
@@ -35,7 +35,7 @@ _WORDS = 1024
 
 @reader(type="array", items=any_of(_STOP, TOKENS.schema), maxItems=_WORDS)
 def bad_words(value: Any, path: str) -> tuple[str | tuple[int, ...], ...]:
-    """A list of texts, each of which may also be a list of its token ids."""
+    """Read a list of texts, each of which may also be a list of its token ids."""
     if not isinstance(value, list | tuple) or len(value) > _WORDS:
         raise InvalidField(path, value, f"a list of at most {_WORDS} texts or lists of token ids")
     found: list[str | tuple[int, ...]] = []
@@ -52,7 +52,7 @@ def bad_words(value: Any, path: str) -> tuple[str | tuple[int, ...], ...]:
 
 def _token_ids(value: Sequence[Any], path: str) -> tuple[int, ...]:
     if value and all(type(entry) is int and 0 <= entry <= INT32_MAX for entry in value):
-        return tuple(value)  # prompts may have a million of them
+        return tuple(value)  # faster: a prompt may have a million token ids
     return TOKENS(value, path)
 
 
@@ -65,7 +65,7 @@ def _token_ids(value: Sequence[Any], path: str) -> tuple[int, ...]:
     )
 )
 def texts_or_tokens(value: Any, path: str) -> tuple[tuple[str | tuple[int, ...], ...], bool]:
-    """``(prompts, batched)`` of a string, a list of strings, a list of token ids or a list of such lists."""
+    """Return ``(prompts, batched)`` of a string, a list of strings, a list of token ids or a list of such lists."""
     allowed = "a string, a list of strings, a list of token ids or a list of such lists"
     if isinstance(value, str):
         return (string(value, path),), False
@@ -91,8 +91,10 @@ VARIABLES_MOST = 64 * 2**10  # characters and values of chat_template_kwargs
 
 @reader(**obj.schema)
 def template_variables(value: Any, path: str) -> dict[str, Any]:
-    """An object of at most ``VARIABLES_MOST`` characters, keys and values together: a template
-    may print each many times."""
+    """Read an object of at most ``VARIABLES_MOST`` characters, keys and values together.
+
+    They are limited because a template may print each of them many times.
+    """
     found = obj(value, path)
     left = VARIABLES_MOST
     inside: list[Any] = [found]
@@ -119,7 +121,7 @@ _BIASES = 1024
     maxProperties=_BIASES,
 )
 def logit_bias(value: Any, path: str) -> dict[int, float]:
-    """``{"token id": bias}``."""
+    """Read ``{"token id": bias}``."""
     if not isinstance(value, dict) or len(value) > _BIASES:
         raise InvalidField(path, value, f"an object of at most {_BIASES} token ids to numbers in [-100, 100]")
     found = {}

@@ -1,4 +1,4 @@
-"""The bytes around a streamed text, which are the same from delta to delta, prepared once a stream."""
+"""The bytes around the text of a delta, which are the same for all deltas of a stream and prepared once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ _encoder = msgspec.json.Encoder()
 
 
 class TextTemplate:
-    """``encode`` makes an event of any text, whose JSON string stands in it once; ``fill`` makes the same bytes."""
+    """A template of ``encode``, which makes an event that contains a text once, as a JSON string.
+
+    ``fill`` makes the same bytes without calling ``encode``.
+    """
 
     __slots__ = ("_after", "_before")
 

@@ -1,6 +1,6 @@
 """The objects of ``/tokenize`` and ``/detokenize``, in vLLM's form (its ``entrypoints/serve/tokenize/protocol.py``).
 
-Where a template's source may stand there, ``chat_template`` names one of the model's here, as in a chat.
+In vLLM's form ``chat_template`` may be the source of a template; here it names one of the model's, as in a chat.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_TOKENS = 2**20  # of one detokenize request
 
 
 class RawTokenize(Raw, frozen=True, kw_only=True):
-    """A text or a chat, ``chat`` None, whose tokens are asked for. ``add_special_tokens`` None: as a request's."""
+    """A chat to tokenize or, if ``chat`` is None, a text. ``add_special_tokens`` None means as in a request."""
 
     prompt: str = ""
     chat: RawChat | None = None
@@ -68,7 +68,7 @@ def _of_chat(found: dict[str, Any]) -> RawTokenize:
 
 
 def _end(found: dict[str, Any]) -> ChatEnd:
-    """Takes both fields of ``found``."""
+    """Return the end of the chat; its two fields are removed from ``found``."""
     begins, goes_on = found.pop("add_generation_prompt", None), found.pop("continue_final_message", False)
     if goes_on and begins:
         raise InvalidField("add_generation_prompt", True, "false or null with continue_final_message")
@@ -91,10 +91,10 @@ read_detokenize = Reader(lambda value, path: RawDetokenize(**_DETOKENIZE(value, 
 
 
 def tokenized(tokens: Sequence[int], max_model_len: int, names: list[str] | None) -> dict[str, Any]:
-    """The reply of ``/tokenize``; ``names`` are the tokens' strings where they were asked for."""
+    """Return the response of ``/tokenize``; ``names`` are the tokens' strings, if they were asked for."""
     return {"count": len(tokens), "max_model_len": max_model_len, "tokens": list(tokens), "token_strs": names}
 
 
 def detokenized(text: str) -> dict[str, Any]:
-    """The reply of ``/detokenize``."""
+    """Return the response of ``/detokenize``."""
     return {"prompt": text}

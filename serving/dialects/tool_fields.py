@@ -1,4 +1,4 @@
-"""Tools and how they are chosen, as OpenAI's chat completions have them: ``tools`` and ``tool_choice``."""
+"""Tools and tool choice of OpenAI's chat completions: ``tools`` and ``tool_choice``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..readers import Reader, any_of, boolean, or_null, reader, string
 from ..request import Tool, ToolChoice
 from .constraint_fields import NAME, json_object
 
-MAX_TOOLS = 128  # OpenAI's
+MAX_TOOLS = 128  # OpenAI's limit
 CHOICES = ("none", "auto", "required")
 Kind = Literal["function", "custom"]
 SYNTAXES: Mapping[str, Literal["lark", "regex"]] = {"lark": "lark", "regex": "regex"}
@@ -23,8 +23,8 @@ _BLANK = re.compile(r"\s*")
 
 
 class Bounds(NamedTuple):
-    """What a dialect's document allows beyond OpenAI's: how many tools, how many properties each has at most, whether
-    each must be described, and whether there are custom tools."""
+    """A dialect's limits on tools, by default OpenAI's: how many tools, how many properties each may have, whether each
+    needs a description, and whether custom tools are allowed."""
 
     most: int = MAX_TOOLS
     properties: int | None = None
@@ -36,7 +36,7 @@ OPENAI = Bounds()
 DATABRICKS = Bounds(most=32, properties=15, described=True, custom=False)
 
 
-# The schema of a function's arguments, as far as it is read where they are not held to it.
+# The part of a function's parameter schema that is checked even if its arguments are not constrained to it.
 PARAMETERS: Mapping[str, Any] = {
     "type": "object",
     "properties": {
@@ -82,7 +82,7 @@ _CUSTOM_SCHEMA = _closed(
 
 
 def tools_reader(bounds: Bounds = OPENAI) -> Reader[tuple[Tool, ...]]:
-    """``tools`` within ``bounds``. What the schema cannot say: that each has a name of its own."""
+    """Return a reader of ``tools`` within ``bounds``. The schema cannot express that names must be distinct."""
     items = [_function_schema(bounds), *([_CUSTOM_SCHEMA] if bounds.custom else ())]
 
     @reader(type="array", items=any_of(*items), maxItems=bounds.most)
@@ -110,7 +110,7 @@ def _tool(value: Any, path: str, bounds: Bounds) -> Tool:
 
 
 def _typed(value: Any, path: str, kinds: Sequence[str]) -> tuple[str, Any]:
-    """``(kind, value[kind])`` of an object that says its type and has that alone beside it."""
+    """Return ``(kind, value[kind])`` of an object that has only ``type`` and the key of that name."""
     if not isinstance(value, dict):
         raise InvalidField(path, value, "an object with type and " + " or ".join(kinds))
     kind = value.get("type")
@@ -145,7 +145,10 @@ def _description(value: Any, path: str, needed: bool) -> str | None:
 
 
 def tool_parameters(value: Any, path: str, most: int | None) -> dict[str, Any] | None:
-    """See ``PARAMETERS``; with ``most`` properties, None for any number. Raises ``InvalidField``."""
+    """Read a parameter schema (``PARAMETERS``) of at most ``most`` properties (None: any number).
+
+    Raises ``InvalidField``.
+    """
     if value is None:
         return None
     found = json_object(value, path)
@@ -196,7 +199,7 @@ def _syntax(value: Any, path: str) -> Constraint | None:
 
 
 def custom_syntax(value: Any, path: str) -> Constraint:
-    """The form of a custom tool's text: ``{"syntax": "lark" or "regex", "definition": …}``."""
+    """Read the form of a custom tool's text: ``{"syntax": "lark" or "regex", "definition": …}``."""
     if not isinstance(value, dict):
         raise InvalidField(path, value, "an object with syntax and definition")
     _known(value, path, ("syntax", "definition"))
@@ -209,7 +212,7 @@ def custom_syntax(value: Any, path: str) -> Constraint:
 
 
 class Named(NamedTuple):
-    """A tool that a choice names, and where."""
+    """A tool that a choice names, and the path of the name in the request."""
 
     name: str
     kind: str
@@ -217,7 +220,7 @@ class Named(NamedTuple):
 
 
 class AskedChoice(NamedTuple):
-    """A ``tool_choice``, and what it says of the tools that it names: ``chosen`` compares it with them."""
+    """A ``tool_choice`` and the tools that it names, which ``chosen`` compares with the request's tools."""
 
     choice: ToolChoice
     named: tuple[Named, ...] = ()
@@ -238,7 +241,7 @@ _ALLOWED_SCHEMA = _closed(["type", "allowed_tools"], type={"const": "allowed_too
 
 @reader(**any_of({"enum": list(CHOICES)}, *_REFERENCES, _ALLOWED_SCHEMA))
 def tool_choice(value: Any, path: str) -> AskedChoice:
-    """A word, the tool to call, or those that may be called."""
+    """Read a word, the tool to call, or the tools that may be called."""
     if isinstance(value, str) and value in CHOICES:
         words: Mapping[str, ToolChoice] = {
             "none": ToolChoice(mode="none"),
@@ -279,8 +282,8 @@ def _allowed(value: Any, path: str) -> AskedChoice:
 
 
 def chosen(asked: AskedChoice, tools: Sequence[Tool] | None) -> ToolChoice:
-    """The choice. Raises ``InvalidField`` where a tool that it names is of the other kind; that it is there at all is
-    for ``tasks.prepare`` to check."""
+    """Return the choice. Raises ``InvalidField`` if a tool that it names is of the other kind; ``tasks.prepare`` checks
+    that the tool exists."""
     kinds = {tool.name: tool.kind for tool in tools or ()}
     for named in asked.named:
         if kinds.get(named.name, named.kind) != named.kind:

@@ -1,8 +1,8 @@
-"""Triton's own ``generate`` extension, as its models of TensorRT-LLM and vLLM have it.
+"""Triton's own ``generate`` extension, as in its models of TensorRT-LLM and vLLM.
 
-Keys of a body that are inputs of the model become tensors, all others parameters; source: Triton's documents of the
-extension, for the names ``tensor_fields``. It shares its paths with MindIE's form (``generate``), and is what a body is
-meant in that has a key which only this one knows (``is_meant``). An error is ``{"error": "..."}``.
+Keys of a body that are inputs of the model become tensors, all others become parameters. Source: Triton's documents of
+the extension; ``tensor_fields`` for the names. It shares its paths with MindIE's form (``generate``); a body with a key
+that only this form has is read in this form (``is_meant``). An error is ``{"error": "..."}``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _encoder = msgspec.json.Encoder()
 
 
 class _Echo(Struct, frozen=True, array_like=True):
-    """``once``: a stream is to have its text in one event."""
+    """What the reply needs from the request. If ``once``, a stream has its text in one event."""
 
     call: bytes
     once: bool = False
@@ -47,11 +47,11 @@ _pack, _unpack = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(_Echo
 
 
 def is_meant(body: bytes) -> bool:
-    """Whether a body is of this form: it has a key, or a parameter, that this one knows and MindIE's does not."""
+    """Return whether a body has this form: a key or a parameter that this form has and MindIE's does not."""
     try:
         found = msgspec.json.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        found = leniently(body)  # its keys say in which form the value that is wrong is refused
+        found = leniently(body)  # its keys decide in which form the invalid value is refused
     if not isinstance(found, dict):
         return False
     given = found.get("parameters")
@@ -132,7 +132,7 @@ def _read(body: dict[str, Any], *, streams: bool) -> RawRequest:
 
 
 def _tensor(name: str, value: Any) -> Tensor:
-    """A value as JSON has it: one of its own, or lists."""
+    """Convert a JSON value, either a single value or nested lists, to a tensor."""
     datatype = FIELDS[name].datatypes[0]
     data = value if isinstance(value, list) else [value]
     shape: list[int] = []
@@ -141,7 +141,7 @@ def _tensor(name: str, value: Any) -> Tensor:
         shape.append(len(level))
         level = level[0] if level else None
     if name == "input_ids" and len(shape) == 1:
-        shape = [1, *shape]  # the batch of one, which is clear without saying so
+        shape = [1, *shape]  # the batch dimension of 1, which may be left out
     if datatype in FLOATS:
         datatype = "FP32"
     if datatype == BYTES and not isinstance(value, str | list):
@@ -159,7 +159,7 @@ def _object(request: ValidRequest, reply: Reply, echoed: bytes) -> dict[str, Any
 
 
 class _Stream:
-    """An event for each text, or for the tokens of a request without one; no ``[DONE]``."""
+    """Encodes one streamed reply: an event for each text, or for tokens if the prompt was token ids; no ``[DONE]``."""
 
     content_type = "text/event-stream; charset=utf-8"
     headers: Mapping[str, str] = {}
