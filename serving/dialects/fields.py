@@ -96,7 +96,7 @@ def nearest(name: str, known: Mapping[str, Any] | Sequence[str]) -> str | None:
     return next(iter(difflib.get_close_matches(name[:64], list(known), n=1)), None)
 
 
-# The field that says which task a body is for.
+# The field that decides which task a body is for.
 CONTENT: Mapping[str, Task] = {
     "messages": "chat",
     "prompt": "completions",

@@ -16,7 +16,7 @@ from .mindie_errors import error_body
 from .mindie_replies import milliseconds
 from .openai_replies import model_name
 
-END_TEXT = "</s>"  # the literal in the document's last event, whatever the model's own end-of-text token
+END_TEXT = "</s>"  # the literal in the document's last event, whatever the model's end-of-text token is
 # field names used below the dialects, and their names here
 _NAMES = (
     (re.compile(r"max_tokens(?=:)"), "parameters.max_new_tokens"),

@@ -27,7 +27,7 @@ _PREDICTION = record(type=type_of("content"), content=Entry(_content, required="
 
 @reader(**_PREDICTION.schema)
 def prediction(value: Any, path: str) -> Draft:
-    """``{"type": "content", "content": …}``."""
+    """Read ``{"type": "content", "content": …}``."""
     return Draft(text=_PREDICTION(value, path)["content"], field=path)
 
 

@@ -203,7 +203,7 @@ def _with_effort(given: dict[str, Any], effort: str) -> dict[str, Any]:
 
 
 def _json(echoed: dict[str, Any]) -> bytes:
-    """Encode the repeated fields. Raises ``InvalidField`` for a field of any content that JSON cannot represent."""
+    """Encode the repeated fields. Raises ``InvalidField`` for a field whose content JSON cannot represent."""
     for name, value in echoed.items():
         try:
             msgspec.json.encode(value)

@@ -63,7 +63,10 @@ def response_head(request: ValidRequest, echoed: bytes) -> dict[str, Any]:
 
 
 def ended(request: ValidRequest, reason: str, usage: Usage, *, is_cut: bool = False) -> dict[str, Any]:
-    """Return the fields of a response at its end: status, usage, and why it is incomplete (``is_cut``: ``cuts``)."""
+    """Return the fields of a response at its end: status, usage, and why it is incomplete.
+
+    ``is_cut`` is the result of ``cuts`` for the last call.
+    """
     if reason in ("stop", "tool_calls") and not is_cut:
         return {"status": "completed", "usage": response_usage(usage)}
     assert request.sampling is not None
