@@ -1,1 +1,1 @@
-"""JSON schemas, expressions and grammars of requests, made into grammars that an engine holds a text to."""
+"""Turns the JSON schemas, regular expressions and grammars of requests into grammars that an engine enforces."""

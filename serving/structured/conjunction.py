@@ -1,6 +1,6 @@
-"""All that a schema says of a text, brought together: references followed, ``allOf`` merged, ``anyOf`` multiplied out.
+"""Combines all rules of a schema for a value: follows references, merges ``allOf`` and multiplies out ``anyOf``.
 
-What is made accepts no text that the schema rejects. Where it accepts less, that is said in docs/structured-output.md.
+The result accepts no text that the schema rejects. Where it accepts less, docs/structured-output.md says so.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from .keywords import OF_TYPE, TYPES, Keywords
 from .scalars import Scalars
 
 MAX_FORMS = 5_000
-MAX_BESIDE = 200  # schemas that hold for one value
-MAX_LEVELS = 24  # of arrays and objects, the caller's own, a schema that refers to itself among them
-MAX_DEPTH = 150  # of calls of ``form`` within each other, each some frames of Python
+MAX_BESIDE = 200  # schemas that apply to one value
+MAX_LEVELS = 24  # of nested arrays and objects in the caller's schema, including recursion by reference
+MAX_DEPTH = 150  # of nested calls of ``_form``, each of which takes several Python frames
 _REFUSED = {
     "not": "say what is allowed in place of what is not",
     "if": "anyOf with the cases written out",
@@ -32,7 +32,7 @@ _ASSERTIONS = {"type", "enum", "const"}.union(*OF_TYPE.values())
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """An ``anyOf`` or ``oneOf``. ``ancestors``: the places that it was reached through without a step into a value."""
+    """An ``anyOf`` or ``oneOf``. ``ancestors`` are the places on the way to it that apply to the same value."""
 
     kind: Literal["anyOf", "oneOf"]
     place: Place
@@ -46,20 +46,20 @@ class Group:
 
 @dataclass(slots=True)
 class _Rules:
-    """Places that say something of a value by themselves, and the choices beside them."""
+    """The schemas with rules of their own for a value, and the choices that apply to the same value."""
 
     simples: tuple[Place, ...]
     groups: tuple[Group, ...]
 
 
 class Conjunction:
-    """Forms of places. One is made once for each set of places and each level of nesting."""
+    """Makes the forms of places: each set of places once per level of nesting."""
 
     def __init__(self, document: Document) -> None:
         self.document = document
         self.keywords = Keywords(document)
-        self._levels: dict[Any, int] = {}  # at which each set of places was first met
-        self.was_cut = False  # where nesting reached its end
+        self._levels: dict[Any, int] = {}  # the level at which each set of places was first met
+        self.was_cut = False  # whether nesting has been cut off anywhere
         self._made: dict[Any, Form] = {}
         self._depth = 0
         self._scalars = Scalars(self.keywords)
@@ -67,14 +67,14 @@ class Conjunction:
         self._ancestors: dict[str, frozenset[str]] = {}
 
     def of(self, places: list[Place], level: int) -> Form:
-        """What all of these places allow at a level of nesting."""
+        """Return the form that all of these places allow together at a level of nesting."""
         rules = self._expanded(places, frozenset())
         return NOTHING if rules is None else self._form(rules, level)
 
-    # ---- what holds beside each other ----
+    # ---- schemas that apply together ----
 
     def _expanded(self, places: list[Place], ancestors: frozenset[str]) -> _Rules | None:
-        """References and ``allOf`` followed. None where a schema is false."""
+        """Follow references and ``allOf``. Return None if one of the schemas is false."""
         simples: dict[str, Place] = {}
         groups: dict[str, Group] = {}
         seen: set[str] = set()
@@ -98,7 +98,7 @@ class Conjunction:
     def _look(
         self, place: Place, above: frozenset[str], simples: dict[str, Place], groups: dict[str, Group]
     ) -> list[Place]:
-        """Note what a place says; answer with the places that hold beside it."""
+        """Record the rules of a place, and return the places that apply to the same value."""
         has, get = self.keywords.has, self.keywords.get
         if has(place, "$ref") and self.document.draft <= 7:
             return [self.document.resolve(place)]
@@ -126,11 +126,11 @@ class Conjunction:
         for keyword, instead in _REFUSED.items():
             if self.keywords.has(place, keyword):
                 if keyword == "if" and not {"then", "else"} & place.schema.keys():
-                    continue  # says nothing by itself
+                    continue  # has no effect alone
                 raise self.keywords.unsupported(place, keyword, instead)
 
     def _dependents(self, place: Place, above: frozenset[str]) -> list[Group]:
-        """A property that asks for others, as a choice: without it, or with what it asks for."""
+        """Return a choice for each property that requires more: either without it, or with what it requires."""
         found: list[Group] = []
         if not self.keywords.any_of(place, _DEPENDENT.keys()):
             return found
@@ -147,10 +147,10 @@ class Conjunction:
         return found
 
     def _is_beneath(self, place: Place, other: Place) -> bool:
-        """Whether a place is one of those that another one brings in: all that it evaluates is evaluated there."""
+        """Whether ``other`` includes a place, so that properties evaluated in the place count as evaluated there."""
         return other.pointer in self._ancestors.get(place.pointer, frozenset()) or place.synthetic
 
-    # ---- what may be chosen ----
+    # ---- choices ----
 
     def _form(self, rules: _Rules, level: int) -> Form:
         key = (*(place.pointer for place in rules.simples), *(group.key for group in rules.groups), level)
@@ -215,17 +215,17 @@ class Conjunction:
         return Form(leaves)
 
     def _cut(self, simples: tuple[Place, ...], level: int) -> None:
-        """End the nesting of a schema that has come back to itself; any other is refused."""
+        """Cut off the nesting of a recursive schema; refuse any other that is nested too deeply."""
         if self._levels.get(tuple(place.pointer for place in simples), level) == level:
             raise self.document.error(simples[0], "the schema", f"at most {MAX_LEVELS} levels of arrays and objects")
         self.was_cut = True
 
     def _contradict(self, simples: tuple[Place, ...]) -> bool:
-        """Whether no value can be left, whatever is chosen beside these."""
+        """Whether these schemas allow no value, whatever the choices are."""
         return self._listed_values(simples) == [] or not self._types(simples)[0]
 
     def _listed_values(self, simples: tuple[Place, ...]) -> list[Any] | None:
-        """The values that ``const`` and ``enum`` leave, None where there is neither."""
+        """Return the values that ``const`` and ``enum`` allow; None if there is neither."""
         listed: dict[Any, Any] | None = None
         for place in simples:
             for keyword in ("enum", "const"):
@@ -243,7 +243,11 @@ class Conjunction:
                 raise self.document.error(f"{place.pointer}/{keyword}", value, allowed)
 
     def _types(self, simples: tuple[Place, ...]) -> tuple[list[str], bool]:
-        """The types that all places allow; where none names any, those that their keywords speak of, and True."""
+        """Return the types that all places allow, and False.
+
+        If no place names a type, return the types that their keywords apply to, and True; all types, and False, if
+        there are no such keywords either.
+        """
         allowed: list[str] | None = None
         for place in simples:
             named = self.keywords.get(place, "type")
@@ -264,13 +268,13 @@ class Conjunction:
 
 
 def _common(ours: list[str], others: list[str]) -> list[str]:
-    """Types in both; an integer is a number."""
+    """Return the types that are in both lists; an integer is also a number."""
     kept = [name for name in ours if name in others or (name == "integer" and "number" in others)]
     return kept + (["integer"] if "number" in ours and "integer" in others and "integer" not in kept else [])
 
 
 def _tag(place: Place) -> str | None:
-    """OpenAPI's hint on which property tells the branches apart."""
+    """Return the property that distinguishes the branches, from OpenAPI's ``discriminator``."""
     discriminator = place.schema.get("discriminator")
     name = discriminator.get("propertyName") if isinstance(discriminator, dict) else None
     return name if isinstance(name, str) else None

@@ -1,7 +1,7 @@
-"""Objects and arrays: their rules brought together, each part of them a form.
+"""Combines the rules for objects and arrays; each property and item is a form.
 
-An object that names properties has no others, and a tuple no items behind it, unless the schema says which: what
-``additionalProperties`` and ``items`` leave open a model would fill.
+An object with named properties may have no others, and a tuple no further items, unless the schema says which:
+otherwise a model would fill what ``additionalProperties`` and ``items`` leave open.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from .expression import whole_text_pattern
 from .forms import ANY, NOTHING, Form, Leaf
 from .keywords import Keywords
 
-MAX_ITEMS = 1_000  # of an array that says how many it has, and of an object
-MAX_OPTIONAL = 64  # properties of which at least one is to be there
+MAX_ITEMS = 1_000  # of an array or an object with a bound on their number
+MAX_OPTIONAL = 64  # properties of which at least one must be present
 MAX_PATTERNS = 64  # of properties
-MAX_CHOSEN = 6  # properties or items of which all choices are written out
+MAX_CHOSEN = 6  # properties or items of which all combinations are written out
 
 _BEGINNING = re.compile(
     r"\^([\w -]+)(?![\w -]|[*?{|])(?!.*\|)", re.DOTALL
-)  # and nothing that makes it another beginning
-_LISTED = re.compile(r"\^\((?:\?:)?([\w -]+(?:\|[\w -]+)*)\)\$|\^([\w -]+)\$")  # names: a few, which may all be there
+)  # a literal prefix that nothing after it changes
+_LISTED = re.compile(r"\^\((?:\?:)?([\w -]+(?:\|[\w -]+)*)\)\$|\^([\w -]+)\$")  # a list of literal names
 _OWN_NAMES = ("properties", "patternProperties", "additionalProperties", "propertyNames", "unevaluatedProperties")
 
 
 class Containers:
-    """``of(places, level)`` makes the form of a part."""
+    """Makes the leaves of arrays and objects. ``of(places, level)`` makes the form of an item or property."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Containers:
         self.keywords, self.of, self.is_beneath = keywords, of, is_beneath
 
     def leaves(self, name: str, places: tuple[Place, ...], level: int) -> list[Leaf]:
-        """The forms of a type under the rules of all places; none where they contradict each other."""
+        """Return the leaves of a type under the rules of all places; [] if they contradict each other."""
         return self._arrays(places, level) if name == "array" else self._objects(places, level)
 
     def _all(self, places: tuple[Place, ...], keyword: str) -> list[Any]:
@@ -80,7 +80,7 @@ class Containers:
                     raise self.keywords.unsupported(place, keyword, "items and prefixItems")
 
     def _tuple(self, place: Place) -> tuple[list[Place], Place | None]:
-        """The schemas of the first items, and that of the others."""
+        """Return the schemas of the first items, and the schema of all others."""
         items = self.keywords.get(place, "items")
         if isinstance(items, list | tuple):
             own = [place.child("items", index) for index in range(len(items))]
@@ -112,7 +112,7 @@ class Containers:
     def _unique(
         self, places: tuple[Place, ...], prefix: list[Form], items: Form, least: int, most: int | None
     ) -> list[Leaf]:
-        """Every choice of a few listed values, in the order in which they are listed."""
+        """Return all combinations of the few listed values, each in the order of the list."""
         listed = [value for leaf in items.leaves for value in _listed(leaf)]
         few = [*values.distinct(listed)]
         are_listed = all(leaf.type in ("values", "boolean", "null") for leaf in items.leaves)
@@ -163,7 +163,7 @@ class Containers:
                 raise self.keywords.unsupported(with_patterns, "patternProperties", "one schema for all properties")
 
     def _additional(self, places: tuple[Place, ...], level: int) -> Form:
-        """What properties that nobody names hold; nothing where there are none."""
+        """Return the form of properties that are not named; NOTHING if there may be none."""
         own = self._children(places, "additionalProperties")
         if own:
             return self.of([*own, *self._children(places, "unevaluatedProperties")], level)
@@ -173,7 +173,7 @@ class Containers:
         return self._part(self._children(places, "unevaluatedProperties"), level)
 
     def _named(self, place: Place) -> tuple[Place, dict[str, Any], Place | None]:
-        """The properties that a place names, and what it says of all others."""
+        """Return a place, the properties that it names, and its schema for all others."""
         others = None
         if self.keywords.get(place, "additionalProperties") is not None:
             others = None if self.keywords.get(place, "patternProperties") else place.child("additionalProperties")
@@ -207,7 +207,7 @@ class Containers:
         return refuse
 
     def _hold_names(self, leaf: Leaf, places: tuple[Place, ...], level: int) -> None:
-        """``propertyNames``: names that are listed become properties, a shape of names a pattern."""
+        """Apply ``propertyNames``: listed names become properties, a rule for names becomes a pattern."""
         own = self._children(places, "propertyNames")
         if not own:
             return
@@ -233,8 +233,11 @@ class Containers:
             leaf.patterns, leaf.additional = {pattern: leaf.additional}, None
 
     def _counted(self, leaf: Leaf, places: tuple[Place, ...]) -> list[Leaf]:
-        """``minProperties`` and ``maxProperties``: said in the schema where every named property is required, otherwise
-        by writing out which are there."""
+        """Apply ``minProperties`` and ``maxProperties``.
+
+        They are kept in the schema if every named property is required; otherwise the possible sets of properties are
+        written out.
+        """
         least = int(max(self._all(places, "minProperties"), default=0))
         most = min(self._all(places, "maxProperties"), default=None)
         asked = {*leaf.required}
@@ -270,14 +273,14 @@ class Containers:
 
 
 def _begin_apart(one: str, other: str) -> bool:
-    """Whether no name can match both expressions, by the texts that they begin with."""
+    """Whether no name can match both expressions, because they begin with different literal texts."""
     found = [_BEGINNING.match(each) for each in (one, other)]
     texts = [each[1] for each in found if each]
     return len(texts) == 2 and not texts[0].startswith(texts[1]) and not texts[1].startswith(texts[0])
 
 
 def _with(leaf: Leaf, kept: list[str], required: list[str]) -> Leaf:
-    """The object with these of its optional properties alone, of which some are required."""
+    """Return the object with only the ``kept`` ones of its optional properties, and with ``required`` ones added."""
     names = {name: form for name, form in leaf.properties.items() if name in kept or name in leaf.required}
     return Leaf(
         type="object",
@@ -294,7 +297,7 @@ def _listed(leaf: Leaf) -> list[Any]:
 
 
 def _as_pattern(rules: dict[str, Any]) -> str | None:
-    """The rules of a text as one expression, None where there is more than one."""
+    """Return the rules of a string as one expression; None if they cannot be."""
     if rules.keys() == {"pattern"}:
         return str(rules["pattern"])
     if rules.keys() <= {"minLength", "maxLength"}:

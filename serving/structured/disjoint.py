@@ -1,6 +1,6 @@
-"""Whether no value fits two forms at once: what makes ``oneOf`` the same as ``anyOf``.
+"""Proves that no value matches two forms at once, in which case ``oneOf`` is the same as ``anyOf``.
 
-A form may allow less than its schema does (``conjunction``), so only what the schema itself says counts as a proof:
+A form may allow less than its schema does (``conjunction``), so only the schema's own statements count as a proof:
 types that the caller named, listed values, and properties that have no value in common.
 """
 
@@ -12,13 +12,15 @@ from itertools import combinations
 from ..structured import values
 from .forms import Form, Leaf
 
-MAX_LEAVES = 300  # each is looked at beside each other
-MAX_DEPTH = 3  # of objects in objects that are looked at
+MAX_LEAVES = 300  # each is compared with each other
+MAX_DEPTH = 3  # levels of nested objects that are compared
 
 
 def told_apart(forms: list[Form], tag: str | None) -> list[Form] | None:
-    """The forms, none of which shares a value with another one; where a property tells them apart that need not be
-    there it is required. None where they cannot be told apart. ``tag``: the property to look at first."""
+    """Return the forms such that none shares a value with another; None if that cannot be proved.
+
+    An optional property that distinguishes two forms becomes required. ``tag`` is the property to check first.
+    """
     leaves = [list(form.leaves) for form in forms]
     if sum(map(len, leaves)) > MAX_LEAVES:
         return None
@@ -49,7 +51,7 @@ def _share_nothing(ours: Leaf, other: Leaf, depth: int = 0) -> bool:
     if ours.type == other.type == "values":
         return not {values.key(value) for value in ours.values} & {values.key(value) for value in other.values}
     if ours.inferred or other.inferred:
-        return False  # its schema allows every value of the other types
+        return False  # a schema without a named type allows every value of the other types
     if ours.type == "values":
         return not any(values.is_of(value, (other.type,)) for value in ours.values)
     if other.type == "values":
@@ -65,8 +67,11 @@ def _objects_apart(ours: Leaf, other: Leaf, tag: str | None) -> tuple[Leaf, Leaf
 
 
 def _tells(ours: Leaf, other: Leaf, tag: str | None, depth: int, *, required: bool = False) -> str | None:
-    """A property that, where it is there, keeps every value of ours out of the other's schema; "" where they are kept
-    out without one. Those that ours requires are looked at first, and alone if ``required``."""
+    """Return a property that, if present, excludes every value of ours from the other's schema; None if there is none.
+
+    Return "" if they are excluded without such a property. Properties that ours requires are checked first, and only
+    those are checked if ``required``.
+    """
     may_tell = [*ours.required] if required else [*ours.required, *ours.properties]
     if tag in may_tell and _keeps_out(ours, other, tag, depth):
         return tag

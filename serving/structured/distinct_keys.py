@@ -1,7 +1,8 @@
-"""Keys that an object of a text has already: a grammar cannot keep a key that no schema names from coming twice.
+"""Tracks the keys that the JSON objects in a text already have, because a grammar cannot prevent the repetition of a
+key that no schema names.
 
-``Keys`` follows the JSON in a text by its bytes; what stands around it (a marker of a call) is passed over. Grammars of
-ours write every key in one way, so that keys are equal where their bytes are.
+``Keys`` follows the JSON in a text byte by byte and skips what is around it (markers of a call). The server's grammars
+allow only one spelling of each key, so keys are equal exactly when their bytes are.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ _CLOSE = frozenset(b"}]")
 
 
 class KeyTokens:
-    """The tokens of a vocabulary that can end a key: those with a quote in them. ``table``: bytes by token id."""
+    """The tokens of a vocabulary that can end a key: those that contain a quote. ``table`` has bytes by token id."""
 
     def __init__(self, table: Sequence[bytes]) -> None:
         quoted = [(data, token_id) for token_id, data in enumerate(table) if b'"' in data]
         self._sorted = sorted(quoted)
-        self.whole = [(data, token_id) for data, token_id in quoted if data.count(b'"') > 1]  # may have a key in them
+        self.whole = [(data, token_id) for data, token_id in quoted if data.count(b'"') > 1]  # may contain a whole key
 
     def beginning(self, prefix: bytes) -> Iterable[int]:
-        """The ids of the tokens that begin with ``prefix``, which has a quote in it."""
+        """Yield the ids of the tokens that begin with ``prefix``, which contains a quote."""
         start = bisect_left(self._sorted, (prefix, -1))
         for data, token_id in self._sorted[start:]:
             if not data.startswith(prefix):
@@ -32,17 +33,20 @@ class KeyTokens:
 
 
 class Keys:
-    """Where a text is in its objects. ``feed`` it all bytes in order. What looks like an object and is none (a block of
-    code) is left at the first byte that our JSON would not have there."""
+    """The position of a text within its JSON objects; ``feed`` takes all its bytes in order.
+
+    Text that looks like an object but is none (a block of code) is abandoned at the first byte that JSON as the
+    server's grammars write it cannot have there.
+    """
 
     __slots__ = ("_escaped", "_has_begun", "_in_key", "_in_text", "_objects", "_part", "_wanted", "came_twice")
 
     def __init__(self) -> None:
-        self._objects: list[set[bytes] | None] = []  # open ones, the innermost last; None is an array
+        self._objects: list[set[bytes] | None] = []  # keys of open objects, the innermost last; None for an array
         self._in_key = self._in_text = self._escaped = False
-        self._wanted = b""  # of which the next byte must be one
-        self._has_begun = False  # a text that begins with a quote is one text of JSON
-        self._part = bytearray()  # of the key that is being written
+        self._wanted = b""  # the bytes of which the next one must be one; b"" allows any
+        self._has_begun = False  # only before that does a quote begin a string outside objects and arrays
+        self._part = bytearray()  # the bytes so far of the string that is being written
         self.came_twice = False
 
     def copy(self) -> Keys:
@@ -66,7 +70,7 @@ class Keys:
             self._has_begun = True
 
     def _sign(self, byte: int) -> None:
-        """A byte outside of texts."""
+        """Take a byte outside strings."""
         if byte == _QUOTE:
             self._in_text = bool(self._objects) or not self._has_begun
             self._part.clear()
@@ -101,7 +105,7 @@ class Keys:
         self._in_key, self._wanted = False, b":"
 
     def forbidden(self, tokens: KeyTokens, allows: Callable[[int], bool]) -> Iterable[int]:
-        """The ids of the tokens with which a key would come twice, of those that something else allows."""
+        """Yield the ids of tokens that would repeat a key; some of those that ``allows`` rejects may be left out."""
         used = self._objects[-1] if self._objects else None
         if self._in_key and self._in_text and used:
             part = bytes(self._part)

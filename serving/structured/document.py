@@ -1,4 +1,4 @@
-"""A caller's JSON schema as a document: its size, its draft, and where a ``$ref`` leads. Nothing is ever fetched."""
+"""A caller's JSON schema as a document: checks its size, finds its draft and resolves ``$ref``. It fetches nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from urllib.parse import unquote, urldefrag, urljoin
 from ..errors import InvalidField
 
 MAX_CHARS = 1 << 20
-MAX_VALUES = 50_000  # objects, lists, texts, numbers …
+MAX_VALUES = 50_000  # objects, lists, strings, numbers …
 MAX_DEPTH = 100
 
 DRAFTS = {
@@ -33,15 +33,18 @@ _SCHEMA_MAPS = {"properties", "patternProperties", "dependentSchemas", "dependen
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """A schema and where it stands: a JSON pointer from the root. ``base``: URI of the nearest ``$id`` around it."""
+    """A schema and its place in the document.
+
+    ``pointer`` is a JSON pointer from the root, ``base`` the URI of the nearest enclosing ``$id``.
+    """
 
     schema: Any
     pointer: str
     base: str
-    synthetic: bool = False  # made by us: says nothing of what the caller wants an object to hold
+    synthetic: bool = False  # made by this package: not the caller's statement about the properties of an object
 
     def child(self, *steps: str | int) -> Place:
-        """The schema at these steps below; its own ``$id`` is looked at by ``Document.enter``."""
+        """Return the place that these steps lead to; ``Document.enter`` applies its own ``$id``."""
         schema = self.schema
         for step in steps:
             schema = schema[step]
@@ -53,8 +56,11 @@ def pointer(*steps: str | int) -> str:
 
 
 class Document:
-    """``field`` is the request field that brought the schema. Raises ``InvalidField`` where it is too large, no JSON,
-    of an unknown draft, or has a key that is ours."""
+    """A caller's schema; ``field`` is the request field that contains it.
+
+    Raises ``InvalidField`` if the schema is too large, not JSON or of an unknown draft, or if it has the server's own
+    key (``x-guidance``).
+    """
 
     def __init__(self, schema: Any, field: str) -> None:
         self.field = field
@@ -70,14 +76,14 @@ class Document:
         self._look_through(self.root)
 
     def error(self, place: Place | str, keyword: Any, allowed: str) -> InvalidField:
-        """What stands at a place is not allowed. The error's ``param`` is the request field alone."""
+        """Return the error for a value at a place that is not allowed. Its ``param`` is only the request field."""
         where = place if isinstance(place, str) else place.pointer
         error = InvalidField(f"{self.field}#{where}", keyword, allowed)
         error.param = self.field
         return error
 
     def enter(self, place: Place) -> Place:
-        """The place with the base that its own ``$id`` makes."""
+        """Return the place with the base URI that results from its own ``$id``."""
         base = self._bases.get(place.pointer)
         if base is None:
             base = place.base
@@ -87,7 +93,7 @@ class Document:
         return Place(schema=place.schema, pointer=place.pointer, base=base)
 
     def resolve(self, place: Place) -> Place:
-        """Where the ``$ref`` of a place leads."""
+        """Return the place that the ``$ref`` of a place refers to."""
         reference = place.schema["$ref"]
         local = "a reference within the schema (#/$defs/…); others are never fetched"
         if not isinstance(reference, str):
@@ -105,19 +111,19 @@ class Document:
         return target
 
     def _hides_siblings(self, schema: dict[str, Any]) -> bool:
-        """Up to draft 7 nothing that stands beside a ``$ref`` counts."""
+        """Whether the keywords next to a ``$ref`` are ignored, as up to draft 7."""
         return self.draft <= 7 and "$ref" in schema
 
     def _joined(self, place: Place, reference: str) -> str:
         if reference.startswith("#"):
-            return urldefrag(place.base).url + reference  # urljoin does not know the schemes of all names (urn:)
+            return urldefrag(place.base).url + reference  # urljoin does not support all URI schemes (urn:)
         try:
             return urljoin(place.base, reference)
         except ValueError:
             raise self.error(place, reference, "a URI") from None
 
     def _walk(self, resource: Place, fragment: str) -> Place | None:
-        """Down a JSON pointer from a resource; None where there is nothing."""
+        """Follow a JSON pointer from a resource; return None if it leads nowhere."""
         place = resource
         for step in fragment.split("/")[1:]:
             key = step.replace("~1", "/").replace("~0", "~")
@@ -131,11 +137,11 @@ class Document:
             if place.pointer in self._bases:
                 place = self.enter(place)
         if isinstance(place.schema, dict) and place.pointer not in self._bases:
-            self._look_through(place)  # not where schemas stand ("#/components/…")
+            self._look_through(place)  # it stands where schemas usually do not ("#/components/…")
         return place
 
     def _look_through(self, root: Place) -> None:
-        """Note the ``$id`` and anchors of all schemas below; refuse the key that carries our options."""
+        """Record the ``$id`` and anchors of all schemas below; refuse the key of the server's own options."""
         places = [root]
         while places:
             place = self.enter(places.pop())
@@ -183,7 +189,7 @@ class Document:
 
 
 def _below(place: Place) -> Iterator[Place]:
-    """The schemas right below a schema."""
+    """Yield the direct subschemas of a schema."""
     for key, value in place.schema.items():
         if key in _SCHEMA_MAPS and isinstance(value, dict):
             yield from (place.child(key, name) for name in value if isinstance(value[name], dict))
@@ -194,8 +200,10 @@ def _below(place: Place) -> Iterator[Place]:
 
 
 def _values(root: Any) -> Iterator[tuple[int, Any]]:
-    """All values of a JSON text, keys among them, with their depth; without recursion, and of a value that holds itself
-    without end: the caller counts."""
+    """Yield all values in a JSON value, including keys, with their depth.
+
+    It does not recurse. It never ends for a value that contains itself, so the caller has to count.
+    """
     waiting = [(0, root)]
     while waiting:
         depth, value = waiting.pop()
@@ -219,5 +227,5 @@ def _is_json(value: Any) -> bool:
 
 
 def is_unicode(text: str) -> bool:
-    """False for a text with half a surrogate pair, which no bytes can spell."""
+    """Return False for a text with half of a surrogate pair, which cannot be encoded."""
     return text.isascii() or not any("\ud800" <= char <= "\udfff" for char in text)

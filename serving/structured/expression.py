@@ -1,9 +1,10 @@
-"""Regular expressions of callers, read and written again in the syntax of llguidance (Rust's ``regex-syntax`` without
+"""Callers' regular expressions, parsed and rewritten in the syntax of llguidance (Rust's ``regex-syntax`` without
 look-around), which matches a text as a whole.
 
-What JavaScript, Python and Rust mean alike is taken; where they differ the smaller language is written: ``\\d`` and
-``\\w`` are ASCII, a dot matches no line break. A lazy quantifier is a plain one: it changes what a search captures, not
-which texts match. What has no place in a regular language (look-around, backreferences …) is refused by its name.
+Syntax with the same meaning in JavaScript, Python and Rust is accepted. Where the meanings differ, the narrower one is
+written: ``\\d`` and ``\\w`` are ASCII, a dot matches no line break. A lazy quantifier becomes a plain one: it changes
+what a search captures, but not which texts match. Syntax that is not regular (look-around, backreferences …) is refused
+with its name.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ _PROPERTY = re.compile(r"[pP](?:\{\^?[A-Za-z0-9_=]{1,64}\}|[A-Z])")
 _FLAGS = re.compile(r"\?([a-zA-Z]*)(?:-([a-zA-Z]+))?([:)])")
 _NAME = re.compile(r"\?P?<([A-Za-z_][A-Za-z0-9_]*)>")
 
-# what pydantic 2.12 and 2.13 write for a Decimal, with look-ahead: any; of so many places; of so many digits
+# The patterns with look-ahead that pydantic 2.12 and 2.13 write for a Decimal: the common prefix, then the rest for any
+# Decimal or one with a maximum of decimal places, and for one with a maximum of digits.
 _DECIMAL = re.compile(r"\^\(\?!\^\[-\+\.\]\*\$\)\[\+-\]\?0\*(.*)")
 _DECIMAL_PLACES = re.compile(r"\\d\*\\\.\?\\d(?:\*|\{0,(\d{1,3})\}0\*)\$")
 _DECIMAL_DIGITS = re.compile(
@@ -67,22 +69,24 @@ class _Repeated:
     times: str
 
 
-_Node: TypeAlias = "str | _Choice | _Repeated"  # "^" and "$" are anchors; what matches these characters is escaped
+_Node: TypeAlias = "str | _Choice | _Repeated"  # "^" and "$" are anchors; the characters themselves are escaped
 
 
 def lark_expression(text: object, name: str) -> str:
-    """What stands between the slashes of Lark's ``/…/``: texts that match as a whole. ``name``: the request field."""
+    """Return the expression for Lark's ``/…/``, which matches whole texts. ``name`` is the request field."""
     return in_slashes(_translated(text, _refusal(name, text), ""))
 
 
 def whole_text_pattern(text: object, refuse: Callable[[str], NoReturn]) -> str:
-    """A schema's ``pattern``, which a text matches that has a match anywhere, as an expression for the whole text.
-    ``refuse(allowed)`` raises."""
+    """Return an expression for the whole text from a schema's ``pattern``, which may match anywhere in the text.
+
+    ``refuse(allowed)`` raises.
+    """
     return f"^(?:{_translated(text, refuse, ANY_TEXT)})$"
 
 
 def literal(text: str) -> str:
-    """An expression that matches this text alone."""
+    """Return an expression that matches only this text."""
     return "".join(map(_literal, text))
 
 
@@ -108,7 +112,7 @@ def _refusal(name: str, value: object) -> Callable[[str], NoReturn]:
 
 
 def _decimal(text: str) -> str | None:
-    """pydantic's expression of a Decimal, without the look-ahead and with bounds; None for any other."""
+    """Return pydantic's expression of a Decimal without look-ahead and with bounds; None for any other expression."""
     outer = _DECIMAL.fullmatch(text)
     if outer is None:
         return None
@@ -123,7 +127,7 @@ def _decimal(text: str) -> str | None:
 
 
 def _digits(whole: int, places: int) -> str:
-    """A sign or none, and digits before and behind a point, at least one of them."""
+    """Return an optional sign, then digits before and after a point, at least one in total."""
     options = []
     if whole:
         options.append(rf"[0-9]{{1,{whole}}}" + (rf"(?:\.[0-9]{{0,{places}}})?" if places else ""))
@@ -133,7 +137,7 @@ def _digits(whole: int, places: int) -> str:
 
 
 class _Reader:
-    """Expression to tree."""
+    """Parses an expression into a tree."""
 
     def __init__(self, text: str, refuse: Callable[[str], NoReturn]) -> None:
         self.text, self.at, self.refuse = text, 0, refuse
@@ -194,7 +198,7 @@ class _Reader:
             self.refuse(f"something to repeat before {times!r}")
         items[-1] = _Repeated(items[-1], times)
         if self.text[self.at : self.at + 1] == "?":
-            self.at += 1  # lazy: the same texts match
+            self.at += 1  # a lazy quantifier matches the same texts
         elif self.text[self.at : self.at + 1] == "+":
             self.refuse("no possessive quantifier (a++)")
 
@@ -256,7 +260,7 @@ class _Reader:
         return self._escaped_set() or _literal(self._escaped_char())
 
     def _escaped_set(self) -> str:
-        """``\\d``, ``\\W``, ``\\p{L}`` … as it may stand in a class or alone; "" where there is none."""
+        """Return a set (``\\d``, ``\\W``, ``\\p{L}`` …) in a form valid in a class and alone; "" if there is none."""
         char = self.text[self.at : self.at + 1]
         if char in _SETS:
             self.at += 1
@@ -320,7 +324,7 @@ class _Reader:
         return f"{_in_class(first)}-{_in_class(last)}"
 
     def _class_char(self) -> str:
-        """A character as it is, or a set in brackets."""
+        """Return one character of a class unescaped, or a set in its written form."""
         char = self._next()
         if char != "\\":
             return char
@@ -331,13 +335,17 @@ class _Reader:
 
 
 class _Writer:
-    """Tree to expression. ``around`` is what may stand before and behind a match that is not anchored."""
+    """Writes a tree as an expression. ``around`` is what may precede and follow a match without anchors."""
 
     def __init__(self, refuse: Callable[[str], NoReturn], around: str) -> None:
         self.refuse, self.around = refuse, around
 
     def choice(self, choice: _Choice, left: str | None, right: str | None) -> str:
-        """``left`` and ``right``: what is put where the text may go on; None where an anchor is out of place."""
+        """Return the expression of a choice.
+
+        ``left`` and ``right`` are put where the text may extend beyond the match; None if an anchor is not allowed
+        there.
+        """
         written = "|".join(self._sequence(option.items, left, right) for option in choice.options)
         return f"{choice.opening}{written})"
 

@@ -1,7 +1,7 @@
-"""The formats of texts that are enforced; every other ``format`` is an annotation, as JSON Schema has it.
+"""The string formats that are enforced; every other ``format`` is only an annotation, as in JSON Schema.
 
-Dates and times are those that exist and that parsers read: years from 0001, the 29th of February in leap years, seconds
-to 59, a fraction of six digits at most. The others are llguidance's own.
+Dates and times must exist and be accepted by parsers: years from 0001, February 29 only in leap years, seconds up to
+59, at most six digits of a fraction. The formats in ``NAMED`` are llguidance's own.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NAMED = {"email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
 
 
 def enforced(name: str) -> dict[str, str] | None:
-    """What is written into a schema for a format; None where it is an annotation."""
+    """Return the keywords that enforce a format in a schema; None if it is only an annotation."""
     if name in PATTERNS:
         return {"pattern": f"^(?:{PATTERNS[name]})$"}
     return {"format": name} if name in NAMED else None

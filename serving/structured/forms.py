@@ -1,7 +1,7 @@
-"""A schema brought into one form: alternatives, each of one type, with every rule of that type in one place.
+"""The normalized form of a schema: alternatives, each of one type, with all rules of that type in one place.
 
-Of ``allOf``, references and siblings nothing is left. ``written`` makes a JSON schema of it again, of the few keywords
-that llguidance holds to exactly.
+It has no ``allOf`` and no references, and nothing applies in addition to an alternative. ``written`` turns it back into
+a JSON schema that uses only the few keywords that llguidance enforces exactly.
 """
 
 from __future__ import annotations
@@ -11,14 +11,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-MAX_INLINE_DEPTH = 12  # readers of JSON take 128 levels, of which a form has up to four
-ANY_LEVELS = 8  # of arrays and objects in JSON of any kind
+MAX_INLINE_DEPTH = 12  # JSON parsers accept 128 levels, and one form takes up to four of them
+ANY_LEVELS = 8  # of arrays and objects in arbitrary JSON
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Leaf:
-    """``type``: "any", "values" (one of ``values``), or a type of JSON. ``rules``: the keywords of a number or a text.
-    ``inferred``: the caller named no type, it is that of his keywords."""
+    """One alternative of a form.
+
+    ``type`` is "any", "values" (one of ``values``), or a JSON type. ``rules`` are further keywords of the type.
+    ``inferred`` says that the caller named no type, so the type is the one that the keywords apply to.
+    """
 
     type: str
     rules: dict[str, Any] = field(default_factory=dict)
@@ -30,7 +33,7 @@ class Leaf:
     required: list[str] = field(default_factory=list)
     additional: Form | None = None
     demanded: tuple[str, ...] = ()  # required by the schema itself
-    sealed: bool = False  # the caller himself says that there are no other properties
+    sealed: bool = False  # the schema itself says that there are no other properties
     # of an array
     prefix: list[Form] = field(default_factory=list)
     items: Form | None = None
@@ -50,7 +53,7 @@ class Leaf:
 
 @dataclass(slots=True, eq=False)
 class Form:
-    """Any one of its leaves; without leaves nothing at all."""
+    """Allows the values of any of its leaves; a form without leaves allows no value."""
 
     leaves: list[Leaf]
 
@@ -68,14 +71,14 @@ def alternatives(forms: list[Form]) -> Form:
 
 
 def has_open_keys(form: Form) -> bool:
-    """Whether a text may have keys that no schema names, which a grammar cannot keep from coming twice."""
+    """Whether a text may have keys that no schema names, whose repetition a grammar cannot prevent."""
     return any(
         leaf.type == "any" or leaf.patterns or leaf.additional for each in _all_forms(form) for leaf in each.leaves
     )
 
 
 def written(form: Form) -> dict[str, Any]:
-    """As one JSON schema; what is used more than once stands in ``$defs``."""
+    """Return the form as one JSON schema; forms that are used more than once or nested deeply are in ``$defs``."""
     uses = Counter(id(used) for each in _all_forms(form) for leaf in each.leaves for used in leaf.forms())
     writer = _Writer({used for used, times in uses.items() if times > 1})
     root = writer.form(form)
@@ -151,7 +154,7 @@ class _Writer:
         return self.form(form) if form else False
 
     def _any(self, levels: int) -> dict[str, Any]:
-        """JSON of any kind, so many levels deep."""
+        """Return the schema of arbitrary JSON with at most ``levels`` nested arrays and objects."""
         name = f"any{levels}"
         if name not in self.definitions:
             self.definitions[name] = {"anyOf": [*SCALARS, *(self._containers(levels) if levels else ())]}

@@ -1,8 +1,8 @@
-"""From what a caller says a text must be to the grammar that an engine holds it to. Nothing is compiled here: the
-engine does that, beside its loop. Works without torch, in any process.
+"""Turns a caller's constraint on a text into the grammar that an engine enforces. Nothing is compiled here: the engine
+does that, outside its loop. This works without torch, in any process.
 
-Sources are llguidance's serialised form: ``{"grammars": [{"json_schema": …} or {"lark_grammar": …}]}``. A schema has
-our options under the key "x-guidance", which is why a caller's schema may not have it.
+Sources are in llguidance's serialised form: ``{"grammars": [{"json_schema": …} or {"lark_grammar": …}]}``. A schema
+has the server's options under the key "x-guidance"; therefore a caller's schema may not have that key.
 """
 
 from __future__ import annotations
@@ -32,8 +32,11 @@ JSON_OPTIONS = {
 
 
 def grammar_of(constraint: Constraint) -> Grammar:
-    """Raises ``InvalidField``, naming the constraint's field; in a schema also the keyword and where it stands (a JSON
-    pointer)."""
+    """Return the grammar of a constraint.
+
+    Raises ``InvalidField``, which names the constraint's field, and in a schema also the keyword and its place (a JSON
+    pointer).
+    """
     kind, value, field = constraint.kind, constraint.value, constraint.field
     assert kind != "text"  # any text has no grammar
     if kind in ("json_object", "json_schema"):
@@ -47,28 +50,36 @@ def grammar_of(constraint: Constraint) -> Grammar:
 
 
 def quoted_grammar(constraint: Constraint) -> Grammar:
-    """What a text in Lark's notation is held to where it stands between the quotes of JSON, without these."""
+    """Return the grammar of a constraint in Lark's notation for a text between the quotes of a JSON string.
+
+    The quotes are not part of it.
+    """
     assert constraint.kind == "lark"
     lark, _ = checked_lark(constraint.value, constraint.field, _schema_and_keys)
     return Grammar(source=_lark_source(quoted_lark(lark, constraint.field)), field=constraint.field)
 
 
 def ended_grammar(constraint: Constraint, end: str, marks: Sequence[str]) -> Grammar | None:
-    """What a text in Lark's notation and ``end`` behind it are held to, where a terminal could go on over ``end``; None
-    where ``grammar_of`` with ``end`` behind it does. ``marks``: what the text may not have in it."""
+    """Return the grammar of a constraint in Lark's notation followed by ``end``, if a terminal could run past ``end``.
+
+    None if ``grammar_of`` followed by ``end`` does the same. ``marks`` are texts that the text must not contain.
+    """
     lark, _ = checked_lark(constraint.value, constraint.field, _schema_and_keys)
     ended = ended_lark(lark, end, marks)
     return None if ended is None else Grammar(source=_lark_source(ended), field=constraint.field)
 
 
 def schema_value(schema: Any, field: str) -> dict[str, Any]:
-    """A JSON schema (an object, or true) as it may stand in a larger Lark grammar: ``%json`` and this, as JSON. Held to
-    the same rules as ``response_format``; the larger grammar is one with ``distinct_keys``. Raises ``InvalidField``."""
+    """Return a JSON schema (an object, or true) for use in a larger Lark grammar, as JSON after ``%json``.
+
+    The same rules apply as for ``response_format``. The larger grammar needs ``distinct_keys``. Raises
+    ``InvalidField``.
+    """
     return _schema_and_keys(schema, field)[0]
 
 
 def _schema_and_keys(schema: Any, field: str) -> tuple[dict[str, Any], bool]:
-    """The schema with our options, and whether its texts may have keys that it does not name."""
+    """Return the schema with the server's options, and whether its texts may have keys that it does not name."""
     made, has_open_keys = normalized(schema, field)
     return {**made, "x-guidance": JSON_OPTIONS}, has_open_keys
 

@@ -1,4 +1,4 @@
-"""The keywords of JSON Schema: which type each speaks of, since which draft it is one, and the shape of its value."""
+"""The keywords of JSON Schema: the type each applies to, the drafts that have it, and the valid form of its value."""
 
 from __future__ import annotations
 
@@ -98,20 +98,20 @@ SHAPES: dict[str, _Shape] = {
 
 
 class Keywords:
-    """What the keywords of a place say, by the document's draft. Raises ``InvalidField`` where one has no sense."""
+    """Reads the keywords of places, according to the document's draft. Raises ``InvalidField`` for an invalid value."""
 
     def __init__(self, document: Document) -> None:
         self.document = document
         draft = document.draft
         later = {name for name, since in _SINCE.items() if draft < since}
         self._unknown = later | {name for name, until in _UNTIL.items() if draft > until}
-        self._sound: set[tuple[int, str]] = set()  # schemas, by identity, and their keywords whose shape is right
+        self._sound: set[tuple[int, str]] = set()  # (identity of a value, keyword) whose form has been checked
 
     def has(self, place: Place, keyword: str) -> bool:
         return keyword in place.schema and keyword not in self._unknown
 
     def get(self, place: Place, keyword: str) -> Any:
-        """The keyword's value, None where it is not there: null is no value that a keyword may have."""
+        """Return the keyword's value, or None if it is absent; null is not a valid value of any keyword."""
         if not self.has(place, keyword):
             return None
         value = place.schema[keyword]
@@ -120,7 +120,7 @@ class Keywords:
             if not fits(value):
                 raise self.document.error(f"{place.pointer}/{keyword}", value, allowed)
             if isinstance(value, dict | list | tuple):
-                self._sound.add((id(value), keyword))  # the document holds it
+                self._sound.add((id(value), keyword))  # the document keeps the value alive, so its id stays unique
         return value
 
     def any_of(self, place: Place, keywords: Set[str]) -> bool:

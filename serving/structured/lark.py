@@ -1,8 +1,8 @@
-"""Grammars of callers: Lark's notation as llguidance has it, or GBNF (``root ::= …``), which is made into it.
+"""Callers' grammars: llguidance's variant of Lark's notation, or GBNF (``root ::= …``), which is converted to it.
 
-A caller's grammar says which text is written, nothing else. What reaches past the text is refused by name: special
-tokens, which would end a turn or open another, options of sampling and of the engine, other grammars. A schema within
-it (``%json``) is held to the rules of all schemas. Whether the grammar makes sense is found out where it is compiled.
+A caller's grammar may only describe text. Anything beyond that is refused with its name: special tokens, which would
+end a turn or begin another, options of sampling and of the engine, other grammars. A schema in a grammar (``%json``)
+follows the rules of all schemas. Whether the grammar is otherwise valid is found out when it is compiled.
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ _Schema: TypeAlias = Callable[[Any, str], tuple[dict[str, Any], bool]]
 
 
 def checked_lark(value: Any, field: str, schema: _Schema) -> tuple[str, bool]:
-    """The grammar in Lark's notation, and whether schemas within it leave keys open. ``schema`` rewrites those, and
-    says it of each. Raises ``InvalidField``."""
+    """Return the grammar in Lark's notation, and whether schemas in it allow keys that they do not name.
+
+    ``schema`` rewrites each schema, and returns the same information about it. Raises ``InvalidField``.
+    """
     if not isinstance(value, str) or not value.strip() or len(value) > MAX_CHARS or not is_unicode(value):
         raise InvalidField(field, value, f"a grammar in Lark's notation or GBNF, of at most {MAX_CHARS:,} characters")
     checker = _Checker(_from_gbnf(value, field) if _GBNF.search(value) else value, field, schema)
@@ -42,13 +44,13 @@ def checked_lark(value: Any, field: str, schema: _Schema) -> tuple[str, bool]:
 
 
 def _from_gbnf(text: str, field: str) -> str:
-    from llguidance.gbnf_to_lark import gbnf_to_lark  # not before somebody asks for it: 40 ms
+    from llguidance.gbnf_to_lark import gbnf_to_lark  # imported when first needed, because it takes 40 ms
 
     if len(_GBNF.findall(text)) > MAX_GBNF_RULES:
         raise InvalidField(field, "the grammar", f"at most {MAX_GBNF_RULES} rules in GBNF")
     try:
         return str(gbnf_to_lark(text))
-    except Exception as error:  # it raises whatever its parser meets
+    except Exception as error:  # its parser may raise any error
         raise InvalidField(field, "the grammar", f"a grammar in GBNF: {reason(error)}") from None
 
 

@@ -1,4 +1,4 @@
-"""Lark's notation, as llguidance has it, made into trees of rules and terminals."""
+"""Parses llguidance's variant of Lark's notation into trees of rules and terminals."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TOKENS = re.compile(
     re.DOTALL,
 )
 _ANY = frozenset(SPECIAL)
-# what `%import common` has (llguidance's parser/src/lark/common.rs)
+# the terminals of `%import common` (llguidance's parser/src/lark/common.rs)
 _COMMON = {
     "DIGIT": "[0-9]",
     "HEXDIGIT": "[a-fA-F0-9]",
@@ -52,7 +52,11 @@ _COMMON = {
 
 @dataclass(slots=True)
 class LarkGrammar:
-    """Rules and terminals by name; ``ignored`` may stand between terminals; ``options`` are ``%llguidance``'s."""
+    """A parsed grammar: rules and terminals by name.
+
+    ``ignored`` may stand between terminals, ``options`` are those of ``%llguidance``, ``unwritable`` are the parts that
+    cannot be written between quotes, and ``special`` are the ``SPECIAL`` characters that texts may contain.
+    """
 
     rules: dict[str, Node] = field(default_factory=dict)
     terminals: dict[str, Node] = field(default_factory=dict)
@@ -63,7 +67,7 @@ class LarkGrammar:
 
 
 def read(text: str, refuse: Callable[..., NoReturn]) -> LarkGrammar:
-    """``refuse(what, line, allowed)`` raises, where the notation is not understood."""
+    """Return the parsed grammar. ``refuse(what, line, allowed)`` raises; it is called for unsupported notation."""
     return _Reader(text, refuse).read()
 
 
@@ -75,7 +79,7 @@ class _Token:
     value: object = None
 
 
-_RuleBody: TypeAlias = tuple[str, bool, "int | None", int]  # its name; lazy; where its suffix and its body begin
+_RuleBody: TypeAlias = tuple[str, bool, "int | None", int]  # name, lazy, and the tokens where suffix and body begin
 
 
 class _Reader:
@@ -84,7 +88,7 @@ class _Reader:
         self.tokens = self._tokens(text)
         self.at = 0
         self.grammar = LarkGrammar()
-        self.definitions: dict[str, tuple[int, int]] = {}  # of terminals: where the body begins, its line
+        self.definitions: dict[str, tuple[int, int]] = {}  # of terminals: the token where the body begins, and its line
         self.open: set[str] = set()
 
     def _tokens(self, text: str) -> list[_Token]:
@@ -98,7 +102,7 @@ class _Reader:
             if token[0] in ("%json", "%regex", "%llguidance"):
                 start = re.compile(r"\s*").match(text, at)
                 assert start is not None
-                value, at = json.JSONDecoder().raw_decode(text, start.end())  # has been checked
+                value, at = json.JSONDecoder().raw_decode(text, start.end())  # known to be valid: it has been checked
             line += text.count("\n", token.start(), at)
             if kind != "blank":
                 found.append(_Token(kind, token[0], begin, value))
@@ -122,7 +126,7 @@ class _Reader:
         return token.text
 
     def has(self, *signs: str) -> bool:
-        """Takes a sign if it is there."""
+        """Consume one of ``signs`` if it is next, and return whether it was."""
         if self.next.kind == "sign" and self.next.text in signs:
             self.at += 1
             return True
@@ -131,7 +135,7 @@ class _Reader:
     # -- items
 
     def read(self) -> LarkGrammar:
-        """Terminals are read when their names are known: they may be used before they are defined."""
+        """Parse the grammar. Bodies are parsed once all names are known, since these may be used before definition."""
         bodies: list[_RuleBody] = []
         ignored: list[int] = []
         while self.next.kind != "end":
@@ -164,7 +168,7 @@ class _Reader:
         return self.grammar
 
     def _lazy(self, suffix: int | None) -> Terminal:
-        """A rule that ends as soon as it can, with its suffix if it has one."""
+        """Return a rule that ends as soon as it can, with its suffix if it has one."""
         body = self._body(None)
         if suffix is None:
             return Terminal(body, True)
@@ -187,7 +191,7 @@ class _Reader:
         self._skip_body()
 
     def _options(self, name: str) -> tuple[bool, int | None]:
-        """Whether a rule is lazy, and where its suffix stands. Names of captures say nothing about texts."""
+        """Return whether a rule is lazy, and the token of its suffix. Capture names are ignored."""
         self.take("sign", "[")
         lazy, suffix = False, None
         while not self.has("]"):
@@ -209,7 +213,7 @@ class _Reader:
         return lazy, suffix
 
     def _skip_body(self) -> None:
-        """To behind a body: it goes on in a line that begins with "|"."""
+        """Skip a body, which continues in a following line that begins with "|"."""
         while self.next.kind != "line" or self.tokens[self.at + 1].text == "|":
             if self.next.text == "%if" or self.next.kind == "end":
                 self.refuse()
@@ -243,7 +247,7 @@ class _Reader:
             self.open.discard(name)
         return self.grammar.terminals[name]
 
-    # -- bodies: of a rule where it has a name, else of a terminal
+    # -- bodies: of a rule if ``rule`` is its name, or of a terminal if it is None
 
     def _body(self, rule: str | None) -> Node:
         return self._choice(rule, 0)
@@ -383,7 +387,7 @@ class _Reader:
 
 
 def specials(node: Node) -> frozenset[str]:
-    """Which of ``SPECIAL`` its texts may have."""
+    """Return the ``SPECIAL`` characters that the node's texts may contain."""
     if isinstance(node, Chars | Unwritable):
         return node.special
     if isinstance(node, Sequence):

@@ -1,16 +1,16 @@
-r"""Grammars in Lark's notation, written again for texts that stand between the quotes of JSON.
+r"""Rewrites grammars in Lark's notation for texts between the quotes of a JSON string.
 
-Escaping the terminals one by one is not enough. llguidance ends a terminal at the first byte with which it cannot go
-on; between quotes the line break behind ``/[^\n]*/`` begins with a backslash, with which it could (``\"``, ``\\``),
-and the ``n`` behind it comes too late. So a backslash belongs to the terminal before it: what follows is decided by
-the one byte behind it, as without quotes. Each terminal comes in forms: beginning with a whole character or behind
-a backslash, and ending with a character or with the backslash of the next one. Each rule comes in as many, by the
-states that it leads between::
+It is not enough to escape the terminals one by one. llguidance ends a terminal at the first byte that cannot continue
+it. Between quotes, the line break after ``/[^\n]*/`` begins with a backslash, which could continue the terminal
+(``\"``, ``\\``), and the ``n`` after it comes too late. Therefore a backslash belongs to the terminal before it, and
+the one byte after the backslash decides what follows, as it does without quotes. Each terminal has several forms: it
+begins with a whole character or after a backslash, and it ends with a character or with the backslash of the next one.
+Each rule has the same forms, by the states that it connects::
 
     START ──a──► WHOLE ──"b"──► WHOLE        a "\n" b   is   a\ n b      (a with its backslash, n, b)
              └─a\──► BACKSLASH ──n──► WHOLE
 
-What is ignored is written out: before each terminal but the first.
+Ignored terminals are written out, before each terminal except the first.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ MAX_CHARS = 512 * 1024
 START, WHOLE, BACKSLASH = 0, 1, 2
 
 _Symbol = tuple[Node, int, int]
-_Option = list["_Symbol | str"]  # symbols, and expressions
+_Option = list["_Symbol | str"]  # a sequence of symbols and expressions
 
 
 def quoted_lark(text: str, field: str) -> str:
-    """The grammar of the escaped texts of ``text``, which has been checked; without the quotes. Raises
-    ``InvalidField`` for what cannot be written so, with its line."""
+    """Return the grammar of the escaped texts of the grammar ``text``, without the quotes.
+
+    ``text`` has been checked. Raises ``InvalidField``, with the line, for what cannot be written between quotes.
+    """
 
     def refuse(what: str, line: int, allowed: str = "") -> NoReturn:
         raise InvalidField(field, what, f"{allowed or _ALLOWED} (line {line})")
@@ -47,19 +49,19 @@ def quoted_lark(text: str, field: str) -> str:
         for found in grammar.unwritable[:1]:
             refuse(found.what, found.line)
         return LarkWriter(grammar, refuse).written()
-    except (TooLarge, RecursionError):  # also where terminals are made of each other more than a hundred deep
+    except (TooLarge, RecursionError):  # the latter if terminals refer to each other more than a hundred levels deep
         raise InvalidField(field, "the grammar", "a smaller one: within quotes it has too many forms") from None
 
 
 class LarkWriter:
-    """Writes rules between states. ``states`` are those but ``START``."""
+    """Writes a grammar whose rules connect states. ``states`` are all states except ``START``."""
 
     states: tuple[int, ...] = (WHOLE, BACKSLASH)
 
     def __init__(self, grammar: LarkGrammar, refuse: Callable[..., NoReturn]) -> None:
         self._grammar, self._refuse = grammar, refuse
         self._quoted = Quoted()
-        self._known: dict[object, Node] = {}  # nodes made of others: each is made once
+        self._known: dict[object, Node] = {}  # nodes derived from others; each is made once
         ignored = Terminal(Choice(tuple(grammar.ignored))) if grammar.ignored else None
         self._ignored = ignored
         once = grammar.options.get("ignore_once")
@@ -78,7 +80,7 @@ class LarkWriter:
         return WHOLE if self._grammar.options.get("allow_initial_skip") else START, self._grammar.rules["start"]
 
     def _named(self, firsts: list[_Symbol]) -> dict[_Symbol, str]:
-        """The names of all symbols that texts are made of."""
+        """Return the names of all symbols that occur in some text."""
         self._follow(firsts)
         names = self._reachable(firsts, self._productive())
         if not names:
@@ -147,7 +149,7 @@ class LarkWriter:
         elif least:
             more = self._times(inner, 0, None if most is None else most - least)
             yield from self._between(self._times(inner, least, least), more, begin, end)
-        else:  # fewer than half, or half and up to as many again: each number in one way
+        else:  # either fewer than half, or half and up to as many again, so that each number has one derivation
             assert most is not None
             many = (most + 1) // 2
             yield [(self._times(inner, 0, many - 1), begin, end)]
@@ -166,7 +168,7 @@ class LarkWriter:
         if nullable and begin == end:
             yield []
         if end == START or (node.lazy and (nullable or end != WHOLE)):
-            return  # what is lazy ends with its last character, whatever follows
+            return  # a lazy terminal ends with its last character, whatever follows
         skips = self._skipped is not None and node is not self._ignored and begin != START
         for state in self.states if skips else (begin,):
             found = self.expression(node, state, end)
@@ -177,14 +179,14 @@ class LarkWriter:
                 yield [found]
 
     def expression(self, node: Terminal, begin: int, end: int) -> str | None:
-        """What is written for a terminal between two states; None: it does not lead there."""
+        """Return the expression of a terminal between two states; None if it does not connect them."""
         quoted = self._quoted
         body = quoted.suffixed(node.node) if begin == BACKSLASH else quoted.nonempty(node.node)
         ending = r"\\" if end == BACKSLASH else ""
         return None if body is None else f"{'lazy' if node.lazy else ''}/{in_slashes(body)}{ending}/"
 
     def _productive(self) -> set[_Symbol]:
-        """Symbols that some text is of."""
+        """Return the symbols that derive some text."""
         users: dict[_Symbol, list[tuple[_Symbol, int]]] = {}
         missing: list[int] = []
         found: list[_Symbol] = []
@@ -209,7 +211,10 @@ class LarkWriter:
         return known
 
     def _reachable(self, firsts: list[_Symbol], productive: set[_Symbol]) -> dict[_Symbol, str]:
-        """Their names in the grammar that is written."""
+        """Return the names, in the written grammar, of the productive symbols that can be reached from ``firsts``.
+
+        Options that are not productive are dropped.
+        """
         names: dict[_Symbol, str] = {}
         waiting = [first for first in firsts if first in productive]
         while waiting:

@@ -1,7 +1,8 @@
-r"""Grammars in Lark's notation for texts that stand as they are, up to a mark that ends them.
+r"""Grammars in Lark's notation for unquoted texts that end with a mark.
 
-A terminal ends where it cannot go on, and one that may have the mark in it could go on for ever: ``/[^;]+/`` takes
-``\n</parameter>``, too. So the text's last terminal may take the mark with it, and no terminal has one in it.
+A terminal ends where it cannot continue. A terminal that can match the mark could continue for ever: ``/[^;]+/`` also
+matches ``\n</parameter>``. Therefore the text's last terminal may include the mark, and otherwise no terminal may
+contain one.
 """
 
 from __future__ import annotations
@@ -18,12 +19,15 @@ from .quoted_lark import WHOLE, LarkWriter
 from .regular import Chars, Choice, Node, Quoted, Repeated, Terminal, TooLarge
 from .regular import Sequence as Items
 
-_ENDED = 3  # behind the mark
+_ENDED = 3  # the state after the mark
 
 
 def ended_lark(text: str, end: str, marks: Sequence[str]) -> str | None:
-    """The grammar of the texts of ``text``, which has been checked, each with ``end`` behind it. ``marks``: what no
-    terminal may have in it. None where ``text`` with ``end`` behind it says the same, or nothing else can be said."""
+    """Return the grammar of the texts of the grammar ``text``, each followed by ``end``.
+
+    ``text`` has been checked. ``marks`` are the texts that no terminal may contain. None if ``text`` followed by
+    ``end`` is the same, or if the grammar cannot be rewritten.
+    """
 
     def refuse(what: str, line: int, allowed: str = "") -> NoReturn:
         raise InvalidField("", what, allowed)
@@ -35,11 +39,11 @@ def ended_lark(text: str, end: str, marks: Sequence[str]) -> str | None:
         return None
 
 
-_RUST_ALONE = re.compile(r"[pPuUx]\{|\\[pPuUx]|\[\[|.\[|&&|--|~~|\[:")  # what Python reads otherwise
+_RUST_ALONE = re.compile(r"[pPuUx]\{|\\[pPuUx]|\[\[|.\[|&&|--|~~|\[:")  # syntax that Python reads differently
 
 
 class _Plain(Quoted):
-    """Expressions of nodes as they are."""
+    """The expressions of nodes without escaping for quotes."""
 
     def _make_whole(self, node: Node) -> str:
         if not isinstance(node, Chars):
@@ -48,7 +52,7 @@ class _Plain(Quoted):
 
 
 def _may_hold(node: Node, char: str) -> bool:
-    """Whether its texts may have ``char``; true where that is hard to say."""
+    """Whether the node's texts may contain ``char``; True if that is hard to determine."""
     if isinstance(node, Chars):
         if node.is_special or _RUST_ALONE.search(node.expression):
             return not node.is_special
@@ -74,7 +78,7 @@ class _Writer(LarkWriter):
         names = self._named(firsts)
         begins = self._end.lstrip()[0]
         if not any(isinstance(node, Terminal) and _may_hold(node.node, begins) for node, _, _ in names):
-            return None  # no text has a mark in it
+            return None  # no text can contain a mark
         mark = json.dumps(self._end)
         return self._text(
             [names[each] + ("" if each is firsts[0] else f" {mark}") for each in firsts if each in names], names
@@ -91,7 +95,7 @@ class _Writer(LarkWriter):
         return written if end == WHOLE else f"({written}) /{in_slashes(literal(self._end))}/"
 
     def _may_hold_end(self, node: Terminal) -> bool:
-        """Whether it could go on where the mark begins."""
+        """Whether the terminal could continue where the mark begins."""
         if node is self._ignored or node.lazy:
             return False
         return ("\n" in specials(node.node) or self._end[0] != "\n") and _may_hold(node.node, self._end.lstrip()[0])

@@ -1,8 +1,8 @@
-"""Regular languages as trees, and what their texts look like between the quotes of JSON.
+"""Regular languages as trees, and the expressions of their texts between the quotes of a JSON string.
 
-Between quotes a character is itself or an escape, a backslash and a suffix (``n`` for a line break); each has one
-spelling. So the escaped texts of a regular language are regular again. ``suffixed`` are those that begin with an
-escape whose backslash has been taken already (``quoted_lark`` says why).
+Between quotes a character is written as itself or as an escape: a backslash and a suffix (``n`` for a line break). Each
+character has only one spelling, so the escaped texts of a regular language are regular too. ``suffixed`` gives the
+texts that begin with an escape whose backslash has already been read (``quoted_lark`` explains why).
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import TypeAlias
 
 SPECIAL = frozenset(map(chr, range(32))) | {'"', "\\"}  # written as escapes
 MAX_EXPRESSION = 65_536
-MAX_CHARS = 2 << 20  # of all that expressions are made of
+MAX_CHARS = 2 << 20  # of all expressions together, including parts of others
 
 _SUFFIXES = {char: json.dumps(char)[2:-1] for char in SPECIAL}
 _UNESCAPED = r'[^"\\\x00-\x1F]'
 
 
 class TooLarge(Exception):
-    """Of ``MAX_EXPRESSION``, ``MAX_CHARS`` or the bounds of a grammar."""
+    """An expression or grammar exceeds ``MAX_EXPRESSION``, ``MAX_CHARS`` or the bounds of a grammar."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chars:
-    """One character: ``expression`` in Rust's syntax with its flags, and which of ``SPECIAL`` it takes."""
+    """One character: ``expression`` in Rust's syntax with its flags, and the ``SPECIAL`` characters that it matches."""
 
     expression: str
     special: frozenset[str]
@@ -55,7 +55,7 @@ class Repeated:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Unwritable:
-    """What cannot be written between quotes: ``what`` at ``line``."""
+    """A part of a grammar that cannot be written between quotes: ``what`` at ``line``."""
 
     what: str
     line: int
@@ -70,7 +70,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Terminal:
-    """A terminal where it stands in a rule; lazy: it ends as soon as it can."""
+    """A use of a terminal in a rule. If ``lazy``, it ends as soon as it can."""
 
     node: Node
     lazy: bool = False
@@ -82,7 +82,7 @@ _OfChars: TypeAlias = Callable[[Chars], str | None]
 
 
 def char(text: str) -> Chars:
-    """A single character, as it is."""
+    """Return a node for exactly one character."""
     return Chars("", frozenset(text)) if text in SPECIAL else Chars(escaped(text), frozenset())
 
 
@@ -95,14 +95,17 @@ def literal(text: str, flags: str = "") -> Sequence:
 
 
 def escaped(text: str) -> str:
-    """A character in Rust's syntax, in a class or outside of one."""
+    """Return a character in Rust's syntax, for use inside or outside a class."""
     if text.isalnum() or text in " _<>%@!,;:'\"=":
         return text
     return f"\\x{{{ord(text):X}}}"
 
 
 class Quoted:
-    """Expressions of nodes between quotes. None: no text. Kept by node, for terminals are used many times."""
+    """The expressions of nodes between quotes; None if a node has no such text.
+
+    They are cached by node, because terminals are used many times.
+    """
 
     def __init__(self) -> None:
         self._whole: dict[Node, str] = {}
@@ -130,7 +133,7 @@ class Quoted:
         return isinstance(node, Repeated) and (node.least == 0 or self.is_nullable(node.node))
 
     def whole(self, node: Node) -> str:
-        """All texts."""
+        """Return the expression of all texts."""
         if node not in self._whole:
             self._whole[node] = self._checked(self._make_whole(node))
         return self._whole[node]
@@ -150,13 +153,13 @@ class Quoted:
         raise AssertionError(node)  # has been refused
 
     def suffixed(self, node: Node) -> str | None:
-        """Texts that begin with an escape, without its backslash."""
+        """Return the expression of the texts that begin with an escape, without its backslash."""
         if node not in self._suffixed:
             self._suffixed[node] = self._first(node, self.suffixed, lambda it: _suffix(it.special) or None)
         return self._suffixed[node]
 
     def nonempty(self, node: Node) -> str | None:
-        """All texts but the empty one."""
+        """Return the expression of all texts except the empty one."""
         if not self.is_nullable(node):
             return self.whole(node)
         if node not in self._plain:
@@ -164,7 +167,7 @@ class Quoted:
         return self._plain[node]
 
     def _first(self, node: Node, first: _First, of_chars: _OfChars) -> str | None:
-        """Texts by what their first character is."""
+        """Return the expression of the texts whose first character ``of_chars`` accepts; ``first`` recurses."""
         if isinstance(node, Chars):
             return of_chars(node)
         options: list[str | None] = []

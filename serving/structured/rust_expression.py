@@ -1,4 +1,4 @@
-"""Regular expressions in Rust's syntax (``regex-syntax``), as llguidance reads them in Lark, made into trees."""
+"""Parses regular expressions in Rust's syntax (``regex-syntax``), as llguidance reads them in Lark, into trees."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _GENERAL_CATEGORIES = "l lu ll lt lm lo lc m mn mc me n nd nl no s sc sk sm so z
 _LETTERS = """
 letter uppercaseletter lowercaseletter mark number decimalnumber symbol separator alphabetic uppercase lowercase latin
 greek cyrillic han hiragana katakana arabic hebrew hangul thai devanagari"""
-_PROPERTIES = {  # which special characters have them
+_PROPERTIES = {  # the special characters that have each property
     **dict.fromkeys((_GENERAL_CATEGORIES + _LETTERS).split(), _NONE),
     **dict.fromkeys(("cc", "control", "c", "other"), _CONTROL),
     **dict.fromkeys(("p", "punctuation", "po"), frozenset('"\\')),
@@ -42,7 +42,8 @@ _POSIX_CLASSES = {
 
 
 def tree(text: str, flags: str, refuse: Callable[[str], NoReturn]) -> Node:
-    """``refuse(allowed)`` raises, for what is not known to be written here in the same meaning."""
+    """Return the tree of an expression. ``refuse(allowed)`` raises; it is called for syntax that may mean something
+    else here."""
     return _Reader(text, refuse).read(flags)
 
 
@@ -51,7 +52,7 @@ class _Reader:
         self.text, self.at, self.refuse = text, 0, refuse
 
     def read(self, flags: str) -> Node:
-        """Anchors at the very ends say nothing, for a terminal matches as a whole."""
+        """Parse the expression. Anchors at both ends are dropped: a terminal always matches as a whole."""
         begin, end = _BEGIN.match(self.text), _END.search(self.text)
         if end:
             self.text = self.text[: end.start(1)]
@@ -78,7 +79,7 @@ class _Reader:
             if found:
                 inner = self._changed(flags, found[1], found[2] or "")
                 if found[3] == ")":
-                    flags = inner  # up to the end of this group
+                    flags = inner  # they apply up to the end of this group
                 else:
                     options[-1].append(self._group(inner, depth))
             elif self.text[self.at] == "|":
@@ -125,7 +126,7 @@ class _Reader:
         if most is not None and least > most:
             self.refuse("quantifiers from fewer to more")
         if self.text[self.at : self.at + 1] == "?":
-            self.at += 1  # lazy: the same texts match
+            self.at += 1  # a lazy quantifier matches the same texts
         items[-1] = Repeated(items[-1], least, most)
 
     def _atom(self, flags: str, depth: int) -> Node:
@@ -151,7 +152,7 @@ class _Reader:
         return char(sign) if sign in SPECIAL else _with(_one(sign), _NONE, flags)
 
     def _escape(self) -> tuple[frozenset[str], bool]:
-        """Which special characters it takes, and whether it is a set of characters."""
+        """Parse an escape; return the special characters that it matches, and whether it is a set of characters."""
         if found := self._take(_CODE):
             code = int(next(filter(None, found.groups())), 16)
             if code > 0x10FFFF or 0xD800 <= code < 0xE000:
@@ -177,7 +178,7 @@ class _Reader:
         return frozenset(sign) & SPECIAL, False
 
     def _class(self, depth: int) -> frozenset[str]:
-        """Behind its bracket, up to behind its end: which special characters it takes."""
+        """Parse a class after its opening bracket, including its end; return the special characters it matches."""
         if depth > MAX_GROUPS_DEEP:
             self.refuse(f"at most {MAX_GROUPS_DEEP} classes within each other")
         negated = self.text[self.at : self.at + 1] == "^"
@@ -216,7 +217,7 @@ class _Reader:
         return frozenset(each for each in SPECIAL if low <= ord(each) <= high)
 
     def _class_char(self) -> tuple[frozenset[str], int]:
-        """Special characters it takes, and its code; -1 for a set."""
+        """Parse one character of a class; return the special characters it matches, and its code (-1 for a set)."""
         sign = self._next()
         if sign != "\\":
             return frozenset(sign) & SPECIAL, ord(sign)

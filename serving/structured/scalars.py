@@ -1,4 +1,4 @@
-"""Numbers and texts: their rules brought together, with bounds to the digits of a number."""
+"""Combines the rules for numbers and strings, and limits the digits of numbers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .keywords import OF_TYPE, Keywords
 from .values import type_of
 
 MAX_LENGTH = 100_000
-_MAX_COEFFICIENT = 10_000  # an automaton with so many states is made in 3 ms, with 10,000,000 in 12 s
+_MAX_COEFFICIENT = 10_000  # an automaton with so many states is built in 3 ms, one with 10,000,000 in 12 s
 
 
 class Scalars:
@@ -24,7 +24,7 @@ class Scalars:
         self.keywords = keywords
 
     def leaves(self, name: str, places: tuple[Place, ...]) -> list[Leaf]:
-        """The one form of a type under the rules of all places, or none where they contradict each other."""
+        """Return the leaf of a type under the rules of all places; [] if they contradict each other."""
         if name in ("null", "boolean"):
             return [Leaf(type=name)]
         rules = self._text(places) if name == "string" else self._number(places, integer=name == "integer")
@@ -35,7 +35,7 @@ class Scalars:
         return formats.enforced(self.keywords.get(place, "format") or "") is not None
 
     def among(self, listed: list[Any], places: tuple[Place, ...]) -> list[Any]:
-        """Of values that a schema lists, those that its other rules allow."""
+        """Return those of the schema's listed values that its other rules allow."""
         for place in places:
             for value in listed:
                 self._refuse_beside(place, type_of(value))
@@ -58,7 +58,7 @@ class Scalars:
     # ---- numbers ----
 
     def _bounds(self, places: tuple[Place, ...]) -> tuple[tuple[Any, bool], tuple[Any, bool]]:
-        """The highest minimum and the lowest maximum, each with whether it is itself left out."""
+        """Return the highest minimum and the lowest maximum, each with whether the bound itself is excluded."""
         low: tuple[Any, bool] = (-math.inf, False)
         high: tuple[Any, bool] = (math.inf, False)
         for place in places:
@@ -114,7 +114,7 @@ class Scalars:
         return {**rules, "multipleOf": 10.0 ** -_places(low, high)}
 
     def _step(self, places: tuple[Place, ...], *, integer: bool) -> Fraction | None:
-        """The least common multiple of every ``multipleOf``."""
+        """Return the least common multiple of all ``multipleOf``."""
         steps = [Fraction(Decimal(repr(step))) for step in self._all(places, "multipleOf")]
         if not steps:
             return None
@@ -133,7 +133,7 @@ class Scalars:
         place, name = next((place, name) for place in places for name in names if self.keywords.has(place, name))
         raise self.keywords.document.error(f"{place.pointer}/{name}", place.schema[name], allowed)
 
-    # ---- texts ----
+    # ---- strings ----
 
     def _length(self, places: tuple[Place, ...]) -> tuple[int, float]:
         least = max(self._all(places, "minLength"), default=0)
@@ -168,7 +168,7 @@ class Scalars:
 
 
 def _ends(bound: Any, exclusive: Any) -> list[tuple[Any, bool]]:
-    """Draft 4 has true and false beside the bound, later ones a bound of its own."""
+    """Return the bounds of one side. Draft 4 has a boolean next to the bound, later drafts a separate bound."""
     if isinstance(exclusive, bool):
         return [] if bound is None else [(bound, exclusive)]
     ends = [] if bound is None else [(bound, False)]
@@ -176,14 +176,14 @@ def _ends(bound: Any, exclusive: Any) -> list[tuple[Any, bool]]:
 
 
 def _places(low: tuple[Any, bool], high: tuple[Any, bool]) -> int:
-    """Digits behind the point: as many as keep a number a double's width away from a bound that is left out."""
+    """Return how many decimal places a number may have, so that doubles can tell it from an excluded bound."""
     open_ends = [abs(end) for end, left_out in (low, high) if left_out]
     whole = len(str(int(max(open_ends, default=0))))
     return PARTS_DIGITS if whole <= 5 else max(1, 15 - whole)
 
 
 def _is_read_exactly(step: Fraction) -> bool:
-    """llguidance makes a whole number and a power of ten of the double, ten by ten: only where that comes out right."""
+    """Whether llguidance reads ``step`` exactly: it multiplies the double by ten until it is a whole number."""
     value, power = float(step), 0
     while value % 1 and power <= PARTS_DIGITS:
         value, power = value * 10, power + 1

@@ -1,7 +1,7 @@
-"""A caller's JSON schema as one that llguidance holds to: the front of this package's work on schemas.
+"""Turns a caller's JSON schema into one that llguidance enforces exactly: the entry point for schemas in this package.
 
-``document`` reads it, ``conjunction`` brings it into one form (``scalars``, ``containers``, ``disjoint``), ``forms``
-writes that down again.
+``document`` reads the schema, ``conjunction`` normalizes it (with ``scalars``, ``containers`` and ``disjoint``), and
+``forms`` writes the result as a schema again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .forms import has_open_keys, written
 
 
 def normalized(schema: Any, field: str) -> tuple[dict[str, Any], bool]:
-    """The schema, and whether its texts may have keys that it does not name. Raises ``InvalidField``."""
+    """Return the schema, and whether its texts may have keys that it does not name. Raises ``InvalidField``."""
     document = Document(schema, field)
     conjunction = Conjunction(document)
     form = conjunction.of([document.root], level=0)

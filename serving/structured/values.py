@@ -1,4 +1,4 @@
-"""Values of JSON that a schema names one by one: equal as JSON Schema has it, and of which type."""
+"""JSON values that a schema lists: their types, and equality as in JSON Schema."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def is_of(value: Any, types: Iterable[str]) -> bool:
 
 
 def key(value: Any) -> Any:
-    """Equal for equal values: 1 is 1.0, and True is not 1; hashable."""
+    """Return a hashable key that is equal for equal values: 1 equals 1.0, but True does not equal 1."""
     if isinstance(value, dict):
         return "object", frozenset((name, key(entry)) for name, entry in value.items())
     if isinstance(value, list | tuple):
@@ -41,7 +41,8 @@ def distinct(values: Iterable[Any]) -> list[Any]:
 
 
 def can_be_written(value: Any) -> bool:
-    """False for numbers that no double is equal to, and texts with control characters that JSON escapes by number."""
+    """Return False for numbers that no double equals, and for strings with control characters that have no short
+    escape in JSON."""
     if isinstance(value, dict):
         return all(can_be_written(part) for pair in value.items() for part in pair)
     if isinstance(value, list | tuple):
@@ -49,5 +50,5 @@ def can_be_written(value: Any) -> bool:
     if isinstance(value, str):
         return not any((char < " " and char not in SPELLED) or char == "\x7f" for char in value)
     if isinstance(value, float):
-        return abs(value) < 1 << 53  # a larger one is written with other digits than its own
+        return abs(value) < 1 << 53  # a larger one is written with different digits
     return not isinstance(value, int) or (abs(value) < 1 << 63 and int(float(value)) == value)

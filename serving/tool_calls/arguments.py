@@ -286,7 +286,7 @@ class ParameterArguments:
         return len(text) - held, NO
 
     def _end_at(self, text: str, at: int, final: bool, begins_line: bool) -> int:
-        """Return where reading goes on if the value ends at ``at``; NO if it does not, PARTIAL if that is still open."""
+        """Return where reading goes on if the value ends at ``at``; NO if it does not, PARTIAL if that is not known."""
         literals = self._literals
         results = (
             self._followed(literals.value_end, text, at, final, (literals.parameter_begin, literals.call_end)),

@@ -82,7 +82,7 @@ class MarkedReader(Reading):
         return self._literals.call_end
 
     def _strays(self) -> dict[str, Marker]:
-        """Return the end markers that models sometimes repeat after a call, except those that ordinary text may have."""
+        """Return the end markers that models may repeat after a call, except those that occur in ordinary text."""
         if not self._reads_calls:
             return {}
         ends = {"end": self._literals.end, "call_end": self._call_end}
