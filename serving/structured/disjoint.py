@@ -67,10 +67,10 @@ def _objects_apart(ours: Leaf, other: Leaf, tag: str | None) -> tuple[Leaf, Leaf
 
 
 def _tells(ours: Leaf, other: Leaf, tag: str | None, depth: int, *, required: bool = False) -> str | None:
-    """Return a property that, if present, excludes every value of ours from the other's schema; None if there is none.
+    """Return a property that, if present, keeps every value of ``ours`` out of the schema of ``other``.
 
-    Return "" if they are excluded without such a property. Properties that ours requires are checked first, and only
-    those are checked if ``required``.
+    None if there is none; "" if the values are excluded without it. Properties that ``ours`` requires are checked
+    first, and only those if ``required``.
     """
     may_tell = [*ours.required] if required else [*ours.required, *ours.properties]
     if tag in may_tell and _keeps_out(ours, other, tag, depth):

@@ -7,7 +7,7 @@ it are special tokens, not the format, because fine-tunes of a model differ in t
 
 A forced text of calls has this form, with the fields below::
 
-    region     = begin[0] calls end            no begin, or "": the calls stand by themselves, without end
+    region     = begin[0] calls end            no begin, or "": only the calls, without end
     calls      = call (separator call)*        in "[" and "]" where array
     text       = region                        one_per_region: region (separator region)*, a call in each
 
