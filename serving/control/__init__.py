@@ -1,1 +1,1 @@
-"""The controller process: makes true what the store says is to be served. And what it shares with the workers."""
+"""The controller process, which makes the server serve what the store says, and what it shares with the workers."""

@@ -1,4 +1,4 @@
-"""Which adapters the engines of served entities are to have beside their models' own, and which they have."""
+"""Which adapters the engines of served entities should have in addition to their models' own, and which they have."""
 
 from __future__ import annotations
 
@@ -12,25 +12,28 @@ from .deployed import DeployedEndpoint, DeployedEntity
 from .plan import Plan, PlannedAdapter
 
 Loaded = Mapping[str, tuple[DynamicAdapter, ...]]
-"""By endpoint, as the store has them."""
+"""The adapters of each endpoint, by its name, as the store has them."""
 UNPINNED = "an endpoint that shares its engine has this adapter, and not pinned"
 TAKEN = "an endpoint that shares its engine has another adapter of this name"
 
 
 class EngineAdapters:
-    """Owned by the reconciler's thread. ``plan``: of a controller process that ended, whose engines may run on."""
+    """The dynamic adapters of all engines. Owned by the reconciler's thread.
+
+    ``plan`` is the plan of an earlier controller process, whose engines may still run.
+    """
 
     def __init__(self, plan: Plan) -> None:
-        self._known: dict[str, set[str]] = {}  # names that an engine may have, by its key
+        self._known: dict[str, set[str]] = {}  # by engine key: the names that the engine may have
         self._wanted: Loaded = {}
-        self._owner: dict[tuple[str, str], DynamicAdapter] = {}  # by engine and name
+        self._owner: dict[tuple[str, str], DynamicAdapter] = {}  # by engine key and adapter name
         for endpoint in plan.endpoints:
             for entity in endpoint.entities:
                 names = {*(adapter.name for adapter in entity.adapters), *entity.withdrawn}
                 self._known.setdefault(entity.key, set()).update(names)
 
     def want(self, wanted: Loaded, deployed: Iterable[DeployedEndpoint], supervisor: Supervisor) -> None:
-        """Tell the engines of ``deployed`` what they are to have."""
+        """Tell the engines of ``deployed`` which adapters they should have."""
         self._wanted, self._owner = wanted, {}
         keys: dict[str, dict[str, WantedAdapter]] = {}
         for endpoint in sorted(deployed, key=lambda one: one.name):
@@ -47,13 +50,16 @@ class EngineAdapters:
                 withdrawn = frozenset(known - adapters.keys())
                 supervisor.set_adapters(key, WantedAdapters(adapters=adapters, withdrawn=withdrawn))
             except NotFound:
-                continue  # it has just been removed
+                continue  # the engine has just been removed
 
     def planned(
         self, entity: DeployedEntity, status: EngineStatus, before: tuple[PlannedAdapter, ...]
     ) -> tuple[tuple[PlannedAdapter, ...], tuple[str, ...]]:
-        """What workers may send requests for, and what no more. While no replica is ready it is as ``before``, and
-        where none is wanted, everything: one that is started has them first."""
+        """Return the adapters that workers may send requests for, and the names of those that they no longer may.
+
+        While no replica is ready, adapters stay as ``before``. If no replica is wanted, all adapters are available: a
+        replica that starts loads them before it takes requests.
+        """
         wanted = self._wanted.get(entity.endpoint, ())
         found = []
         for adapter in wanted:
@@ -65,7 +71,7 @@ class EngineAdapters:
             if refusal or _is_there(status, owner) or (not status.ready and entry in before):
                 found.append(entry)
             elif old := next((one for one in before if one.name == adapter.name and not one.refusal), None):
-                found.append(old)  # it is being replaced: until then the name means what it did
+                found.append(old)  # it is being replaced: until then the name means the old adapter
         names = {adapter.name for adapter in wanted}
         return tuple(found), tuple(sorted(self._known.get(entity.key, set()) - names))
 

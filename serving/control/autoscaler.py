@@ -1,4 +1,4 @@
-"""How many replicas each served entity has, and what is measured of it before it takes requests."""
+"""How many replicas each served entity has, and how an entity is measured before it takes requests."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from .deployed import DeployedEntity
 from .scaling import Load, ScalePolicy, ScaleState, decide
 from .settings import ServerSettings
 
-WANTED_SECONDS = 3.0  # a request that waits for a replica says so each second
-PREPARED_SECONDS = 120.0  # within which what was prepared is served, or never will be
-SMOOTH_SECONDS = 5.0  # over which demand is averaged: heartbeats bring counters only so often
+WANTED_SECONDS = 3.0  # how long a request for a replica counts; a waiting request repeats it every second
+PREPARED_SECONDS = 120.0  # an entity that is not served within this time after its preparation never will be
+SMOOTH_SECONDS = 5.0  # the time over which demand is averaged, since counters only come with heartbeats
 
 _Place = tuple[str, int, str]
 
 
 class _Counters(Struct, frozen=True):
-    """Of all replicas together, since their starts."""
+    """Counters summed over all replicas, since their starts."""
 
     steps: int
     provisioned: int
@@ -48,7 +48,7 @@ class _Counters(Struct, frozen=True):
 
 
 class _Seen(Struct):
-    """An entity's scaling state, when and with which counters it was last seen, and its tokens/s of late."""
+    """An entity's scaling state, its counters at the last step and when that was, and its recent tokens/s."""
 
     state: ScaleState
     at: float
@@ -59,16 +59,16 @@ class _Seen(Struct):
 class Autoscaler:
     """Decides how many replicas the served entities have, in the controller process.
 
-    An entity without provisioned throughput has one replica, or none when idle and allowed to; on engines of other
-    hosts it has as many as there are.
+    An entity without provisioned throughput has one replica, or none if it is idle and may scale to zero. An entity
+    whose engines run on other hosts has one replica for each of them.
 
-    ``reserved_time`` None: there is no ledger, so nothing can be reserved. ``idle_seconds`` without a request scale an
-    entity to zero that may be.
+    If ``reserved_time`` is None, there is no ledger and nothing can be reserved. An entity that may scale to zero does
+    so after ``idle_seconds`` without a request.
     """
 
     @classmethod
     def of(cls, settings: ServerSettings, store: Store) -> Autoscaler:
-        """That of a server; without a database of its own it keeps no ledger."""
+        """Return the autoscaler of a server. A server without a database has no ledger."""
         reserved_time = ReservedTime(store, now=MonotonicClock().now) if settings.database is not None else None
         return cls(reserved_time, idle_seconds=settings.scale_to_zero_after)
 
@@ -78,15 +78,15 @@ class Autoscaler:
         self._reserved_time = reserved_time
         self._idle_seconds, self._settle_seconds = idle_seconds, settle_seconds
         self._capacity: dict[str, Capacity] = {}  # by engine key
-        self._shares: dict[_Place, tuple[float, float]] = {}  # of the machine that each has reserved, and when
+        self._shares: dict[_Place, tuple[float, float]] = {}  # (reserved share of the machine, when it was reserved)
         self._seen: dict[_Place, _Seen] = {}
         self._lock = threading.Lock()
 
     def prepare(self, entity: DeployedEntity, engine: Engine) -> dict[str, Any]:
-        """Measure an entity whose engine is ready: the facts that every worker gets. Raises ``InvalidField`` to refuse
-        it.
+        """Measure an entity whose engine is ready, and return the facts that every worker gets.
 
-        Runs on a thread of its own, one entity at a time, and takes some seconds the first time for an engine.
+        Raises ``InvalidField`` to refuse the entity. Runs on a separate thread, one entity at a time, and takes some
+        seconds the first time for an engine.
         """
         if not entity.config.provisioned:
             return {}
@@ -115,9 +115,9 @@ class Autoscaler:
         requested_at: float | None,
         now: float,
     ) -> int:
-        """Take in how an entity does, bill what it has reserved, and decide: the replicas that it should have.
+        """Observe an entity, bill its reserved throughput, and return how many replicas it should have.
 
-        To be called about every second. ``requested_at`` is when a request last found no replica; both times are
+        Call this about every second. ``requested_at`` is when a request last found no replica; both times are
         ``time.monotonic``.
         """
         measured = msgspec.convert(facts, Measured) if facts else None
@@ -137,7 +137,7 @@ class Autoscaler:
         return seen.state.replicas
 
     def forget(self, entity: DeployedEntity) -> None:
-        """Drop what is known of an entity that is served no more."""
+        """Drop the state of an entity that is no longer served."""
         self._seen.pop(_place(entity), None)
         with self._lock:
             self._shares.pop(_place(entity), None)
@@ -145,9 +145,9 @@ class Autoscaler:
             self._reserved_time.forget(entity.endpoint, entity.config.name)
 
     def _reserve(self, entity: DeployedEntity, capacity: Capacity, most: int) -> None:
-        """Note the part of the machine that the minimum takes. Raises ``InvalidField`` where that is more than is left.
+        """Reserve the share of the machine that the minimum needs. Raises ``InvalidField`` if too little is left.
 
-        Another version of the same endpoint takes the place of this one, so it does not count.
+        Other versions of the same endpoint do not count, since this version replaces them.
         """
         minimum, maximum = entity.config.min_provisioned_throughput or 0, entity.config.max_provisioned_throughput or 0
         check_throughput(minimum, maximum, capacity, max_replicas=most)
@@ -166,7 +166,7 @@ class Autoscaler:
             self._shares[_place(entity)] = (share, time.monotonic())
 
     def _policy(self, config: EntityConfig, measured: Measured | None) -> ScalePolicy | None:
-        """The bounds of an entity's scaling; None where there is nothing to decide."""
+        """Return the limits of an entity's scaling, or None if there is nothing to decide."""
         if measured is None and not config.scale_to_zero_enabled:
             return None
         return ScalePolicy(
@@ -187,7 +187,7 @@ class Autoscaler:
 
 
 def replicas_on_this_machine(config: EntityConfig) -> int:
-    """The replicas that have processors of their own: an engine that uses all of them leaves none for another."""
+    """Return how many replicas can have separate processors: an engine that uses all of them allows only one."""
     threads = config.model.engine.threads
     if not threads:
         return 1
@@ -203,8 +203,10 @@ def _place(entity: DeployedEntity) -> _Place:
 def _observe(
     seen: _Seen, measured: Measured | None, status: EngineStatus, requested_at: float | None, now: float
 ) -> Load:
-    """Take in the counters and give the load: demand is what is used of the reserve; a request of any kind keeps an
-    entity from being idle."""
+    """Update ``seen`` with the counters and return the load.
+
+    The demand is the provisioned throughput in use; any kind of request keeps an entity from being idle.
+    """
     counters, before, seconds = _Counters.of(status), seen.counters, max(now - seen.at, 0.05)
     used = 0.0
     if measured is not None:

@@ -11,8 +11,9 @@ from ..endpoints.config import EndpointConfig, EntityConfig
 
 
 class DeployedEntity(Struct, frozen=True, kw_only=True):
-    """A served entity of a configuration version that the controller process runs. ``key`` is its engine's name in the
-    supervisor; endpoints may share an engine."""
+    """A served entity of a configuration version that the controller process runs.
+
+    ``key`` is the name of its engine in the supervisor; endpoints may share an engine."""
 
     endpoint: str
     version: int
@@ -22,8 +23,8 @@ class DeployedEntity(Struct, frozen=True, kw_only=True):
 
 @dataclass(kw_only=True, slots=True)
 class DeployedEndpoint:
-    """An endpoint whose configuration ``version`` has its engines running. ``facts`` are by the served entity's
-    name."""
+    """An endpoint for whose configuration ``version`` the engines run. The keys of ``facts`` are names of served
+    entities."""
 
     name: str
     id: str

@@ -1,11 +1,11 @@
 """Many models on one machine: which engines are loaded, within a memory budget.
 
-An engine that is wanted and not there needs room. Where the budget has none, engines that are idle are unloaded, the
-one that was used longest ago first; they come back when a request wants them. An engine that works, one that has just
-been asked for, and one that keeps a provisioned minimum are never unloaded: then what is wanted waits.
+An engine that is wanted and not loaded needs room. If the budget has none, idle engines are unloaded, the least
+recently used one first; they are loaded again when a request wants them. An engine that is working, that was just asked
+for, or that keeps a provisioned minimum is never unloaded: in that case the wanted engine waits.
 
-What an engine takes is measured once it is loaded (its proportional set size, so that files that several map are
-counted once), and before that estimated by its files.
+An engine's size is measured once it is loaded (as the proportional set size, so that files mapped by several processes
+count once); before that, it is estimated from its files.
 """
 
 from __future__ import annotations
@@ -25,15 +25,17 @@ from ..supervision.supervisor import EngineStatus
 
 logger = logging.getLogger(__name__)
 
-GRACE = 3.0  # seconds after its last use in which an engine is not idle yet: what was asked of it may be on its way
+GRACE = 3.0  # seconds after its last use before an engine counts as idle: another request may be on its way
 MEASURE_EVERY = 5.0  # seconds
 WEIGHTS = (".safetensors", ".gguf", ".bin")
 GIB = 2**30
 
 
 class EngineUse(Struct, kw_only=True):
-    """What is known of an engine. ``size`` is bytes of one replica, ``unloaded`` why it is not loaded, "" where it is
-    or never was. ``was_loaded``: an earlier controller process had it, and it may be running still."""
+    """What is known about an engine.
+
+    ``size`` is in bytes, of one replica. ``unloaded`` is the reason why the engine is not loaded, "" if it is or never
+    was. ``was_loaded`` says that an earlier controller process had it loaded, so that it may still be running."""
 
     name: str
     size: int
@@ -51,7 +53,7 @@ class EngineUse(Struct, kw_only=True):
     complained: bool = False
 
     def is_wanted(self, now: float) -> bool:
-        """Whether a request asks for it just now."""
+        """Return whether a request has asked for the engine within the last ``GRACE`` seconds."""
         return self.requested_at is not None and now - self.requested_at < GRACE
 
     def is_idle(self, now: float) -> bool:
@@ -59,9 +61,10 @@ class EngineUse(Struct, kw_only=True):
 
 
 class EngineMemory:
-    """Decides which of the engines on this machine run. ``budget`` bytes, None for no bound; ``measure(pid)`` gives
-    bytes; ``known`` is what an earlier controller process has seen. One thread calls it; times are
-    ``time.monotonic``."""
+    """Decides which of the engines on this machine run. Used by one thread; times are ``time.monotonic``.
+
+    ``budget`` is in bytes, None for no limit. ``measure(pid)`` returns bytes. ``known`` is what an earlier controller
+    process has recorded."""
 
     def __init__(
         self,
@@ -77,8 +80,11 @@ class EngineMemory:
         self._warming: set[str] = set()
 
     def admit(self, key: str, entity: EntityConfig, endpoint: str) -> None:
-        """An engine is to be kept for an entity. Raises ``PackagingError`` for one that can never be: larger than the
-        budget, or than what engines that are never unloaded leave of it."""
+        """Add an engine for an entity.
+
+        Raises ``PackagingError`` if it can never be loaded: it is larger than the budget, or it is never unloaded and
+        larger than what other such engines leave of the budget.
+        """
         source = entity.model
         known = self._engines.get(key)
         if known is None:
@@ -94,7 +100,7 @@ class EngineMemory:
         self._warming.add(key)
 
     def check(self, key: str) -> None:
-        """As ``admit``, once it is known what the engine takes. Raises ``PackagingError``."""
+        """Check the engine against the budget once its size is measured. Raises ``PackagingError``."""
         known = self._engines[key]
         self._check(known, known.pinned, 0)
 
@@ -113,17 +119,17 @@ class EngineMemory:
             raise PackagingError(f"{text} others like it leave {left} of engine_memory_budget")
 
     def is_known(self, key: str) -> bool:
-        """Whether it is known what an engine that is ready takes, where that matters."""
+        """Return whether the size of a ready engine is measured, or no budget makes that unnecessary."""
         return self.budget is None or self._engines[key].measured_at > -math.inf
 
     def pin(self, keys: Iterable[str]) -> None:
-        """These engines keep a provisioned minimum, and no others."""
+        """Note that exactly these engines keep a provisioned minimum."""
         pinned = set(keys)
         for key, one in self._engines.items():
             one.pinned = key in pinned
 
     def warmed(self, key: str) -> None:
-        """It has given a token: from now on it may be unloaded."""
+        """Note that the engine has generated a token: from now on it may be unloaded."""
         self._warming.discard(key)
 
     def is_warming(self, key: str) -> bool:
@@ -136,7 +142,7 @@ class EngineMemory:
         self._warming &= kept
 
     def records(self) -> dict[str, EngineRecord]:
-        """What workers are to show, by engine key."""
+        """Return the records that workers show, by engine key."""
         return {
             key: EngineRecord(
                 memory=one.size >> 20 << 20,
@@ -149,14 +155,14 @@ class EngineMemory:
         }
 
     def look(self, key: str, status: EngineStatus, requested_at: float | None, now: float) -> None:
-        """Take in how an engine does; ``requested_at`` is when a request last found it away."""
+        """Update what is known about an engine; ``requested_at`` is when a request last found it not loaded."""
         one = self._engines[key]
         health = [replica.health for replica in status.replicas]
         steps = sum(h.steps for h in health)
         if steps != one.steps or any(h.num_running or h.num_waiting for h in health):
             one.steps, one.used_at = steps, now
         if status.replicas and not status.ready:
-            one.used_at = now  # somebody waits for it
+            one.used_at = now  # it is starting, so something waits for it
         one.requested_at = requested_at
         if requested_at is not None:
             one.used_at = max(one.used_at, requested_at)
@@ -169,7 +175,7 @@ class EngineMemory:
                 one.size, one.measured = max(sizes) * (1 + status.info.num_standbys), True
 
     def fit(self, wanted: Mapping[str, int], status: Mapping[str, EngineStatus], now: float) -> dict[str, int]:
-        """The replicas that each engine is to have, of those that it is wanted to have. Every engine was looked at."""
+        """Return how many of the wanted replicas each engine may have. Call ``look`` for every engine before."""
         decided = {key: number if self._is_due(key, now) else 0 for key, number in wanted.items()}
         for key in wanted:
             if not wanted[key] and status[key].wanted:
@@ -186,9 +192,9 @@ class EngineMemory:
         return not one.unloaded or one.pinned or key in self._warming or one.is_wanted(now)
 
     def _fit(self, decided: dict[str, int], status: Mapping[str, EngineStatus], now: float, budget: int) -> None:
-        """Make ``decided`` fit into ``budget``, by unloading what is idle and letting wait what has no room."""
+        """Make ``decided`` fit into ``budget``: idle engines are unloaded, and engines without room wait."""
         running = {key: min(number, status[key].wanted) for key, number in decided.items()}
-        held = sum(self._engines[key].size * len(status[key].replicas) for key in decided)  # draining ones too
+        held = sum(self._engines[key].size * len(status[key].replicas) for key in decided)  # including draining ones
         kept = sum(self._engines[key].size * number for key, number in running.items())
         claims = [key for key, number in decided.items() if number > running[key]]
         for key, one in self._engines.items():
@@ -210,7 +216,7 @@ class EngineMemory:
                 decided[victim] = 0
                 self._unload(victim, f"its {_gib(self._engines[victim].size)} were needed for {one.name}")
             kept += need - freed
-            if held + need > budget:  # until those that were unloaded are gone
+            if held + need > budget:  # wait until the unloaded engines have ended
                 decided[key] = running[key]
             else:
                 held += need
@@ -221,7 +227,8 @@ class EngineMemory:
             self._unload(victim, f"engines took more than engine_memory_budget has: {_gib(budget)}")
 
     def _precedence(self, key: str) -> tuple[bool, bool, float]:
-        """Of engines that want room: what must run, what may be running still, what has waited longest."""
+        """Return the sort key of engines that want room: those that must run come first, then those that may still be
+        running, then those that have waited longest."""
         one = self._engines[key]
         return (not one.pinned, not one.was_loaded, one.claimed_at or 0.0)
 
@@ -230,7 +237,7 @@ class EngineMemory:
         return not one.pinned and key not in self._warming and bool(one.size) and one.is_idle(now)
 
     def _victims(self, idle: list[str], running: Mapping[str, int], missing: int) -> tuple[list[str], int]:
-        """Those of ``idle``, the first of them, that give ``missing`` bytes back, and how many they give."""
+        """Return as many engines from the front of ``idle`` as free ``missing`` bytes, and the bytes that they free."""
         victims, freed = [], 0
         for key in idle:
             if freed >= missing:
@@ -254,14 +261,14 @@ class EngineMemory:
 
 
 def estimated_size(source: ModelSource) -> int:
-    """Bytes that an engine will take, by the files of its weights and the KV cache that its settings ask for."""
+    """Estimate an engine's size in bytes, from its weight files and the KV cache size in its settings."""
     root = Path(source.bundle.model_dir)
     files = [path for path in root.rglob("*") if path.suffix in WEIGHTS] if root.is_dir() else [root]
     return sum(path.stat().st_size for path in files if path.is_file()) + (source.engine.kv_cache_memory or 0)
 
 
 def proportional_set_size(pid: int) -> int:
-    """Bytes of a process, what it shares with others in part; 0 where it is gone."""
+    """Return the size of a process in bytes, with shared memory counted proportionally; 0 if it has ended."""
     try:
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
             if line.startswith("Pss:"):

@@ -1,4 +1,4 @@
-"""Settings of a server about addresses and connections: where it listens, and whom it lets in."""
+"""Settings of a server's addresses and connections: where it listens, and which clients it accepts."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class ListenSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address or name."""
+    """Return whether only this machine can reach an address or name."""
     if host.lower() == "localhost":
         return True
     try:

@@ -1,9 +1,9 @@
 """The controller process: it follows the endpoints' store, keeps a server's engines running and publishes the plan.
 
-``python -m mlflow_llm.serving.control.main DIRECTORY`` reads ``DIRECTORY/spec.json``, writes one JSON line of progress
-for each step to standard output, ``{"stage": "ready"}`` once every endpoint has generated a token, and ends at the end
-of its standard input, which the server holds open for as long as it lives, however it ends. Killed and started again,
-it finds its engines running and goes on.
+``python -m mlflow_llm.serving.control.main DIRECTORY`` reads ``DIRECTORY/spec.json``. It writes one JSON line of
+progress for each step to standard output, and ``{"stage": "ready"}`` once every endpoint has generated a token. It ends
+when its standard input is closed, which the server keeps open as long as it lives. If it is killed and started again,
+it finds its engines still running and continues.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ ORPHANED_SECONDS = 120.0  # for the workers' last replies, when the server was k
 def say(stage: str, **fields: object) -> None:
     """Write a line of progress to standard output, for the server."""
     with contextlib.suppress(BrokenPipeError):
-        # unbuffered: what a server that is gone did not take would be complained of at the end
+        # unbuffered: otherwise the interpreter complains at exit about output that a dead server never read
         os.write(sys.stdout.fileno(), json.dumps({"stage": stage, **fields}).encode() + b"\n")
 
 
 def main(argv: list[str]) -> int:
-    """Run until standard input closes; the exit status, 1 where the start failed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the server decides when we end
+    """Run until standard input closes, and return the exit status, 1 if the start failed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group, but the server decides when we end
     logs.configure("warning")
     directory = Path(argv[0])
     spec = msgspec.json.decode((directory / SPEC).read_bytes(), type=ServeSpec)
@@ -96,9 +96,12 @@ def main(argv: list[str]) -> int:
 
 
 def _watch_stdin(over: threading.Event, orphaned: threading.Event, changed: threading.Event) -> None:
-    """A server that is killed closes it without a word, and is our parent for a while yet."""
+    """Wait for the end of standard input, and set ``orphaned`` if it came without the server's farewell.
+
+    A killed server closes the pipe without it, and may still be our parent for a while.
+    """
     said = b""
-    while last := os.read(0, 4096):  # not sys.stdin: its lock, held here, would be waited for when the interpreter ends
+    while last := os.read(0, 4096):  # not sys.stdin: the interpreter would wait at exit for its lock, held here
         said = last
     if not said.endswith(child.FAREWELL):
         orphaned.set()
@@ -107,7 +110,7 @@ def _watch_stdin(over: threading.Event, orphaned: threading.Event, changed: thre
 
 
 def _remove_after_workers(plan_directory: PlanDirectory, directory: Path) -> None:
-    """Remove what the server can remove no more, once its workers have finished."""
+    """Remove the directory in place of the dead server, once its workers have finished."""
     until = time.monotonic() + ORPHANED_SECONDS
     while plan_directory.workers() and time.monotonic() < until:
         time.sleep(0.1)

@@ -1,8 +1,8 @@
-"""Where MLflow meets the server: model URIs become bundles. The only module of the server that imports MLflow.
+"""Resolve model URIs to bundles with MLflow. The only module of the server that imports MLflow.
 
-``python -m mlflow_llm.serving.control.mlflow_resolver URI… [--texts URI…]`` runs in a process of its own and prints one
-JSON object: the server's own processes need no MLflow, whose import would cost each of them seconds and a few hundred
-megabytes. Of URIs after ``--texts`` the weights stay where they are: their engines are on other hosts.
+``python -m mlflow_llm.serving.control.mlflow_resolver URI… [--texts URI…]`` runs in a separate process and prints one
+JSON object, so that the server's own processes do not import MLflow, which would cost each of them seconds and a few
+hundred megabytes. The weights of URIs after ``--texts`` are not fetched: their engines are on other hosts.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ OF_GENERATION = {"kv_cache_dtype": "auto", "kv_block_size": None, "draft_model":
 
 
 class ResolvedModel(Struct, frozen=True, kw_only=True):
-    """A model that was found. ``config`` is the saved ``model_config`` (engine settings among it); ``uri`` names a
-    version, never an alias."""
+    """A model that was found. ``config`` is the saved ``model_config``, which includes engine settings; ``uri`` names
+    a version, never an alias."""
 
     bundle: Bundle
     config: dict[str, object] = {}
@@ -41,8 +41,8 @@ class ResolvedModel(Struct, frozen=True, kw_only=True):
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """Request fields for requests that lack them: of the model's ``generation_config.json``, under those that it
-        was logged with."""
+        """Default values of request fields: those that the model was logged with override those of its
+        ``generation_config.json``."""
         layers: list[Any] = [self.config.get(name) or {} for name in ("generation_config", "defaults")]
         return request_defaults(*layers)
 
@@ -51,19 +51,20 @@ class ResolvedModel(Struct, frozen=True, kw_only=True):
         return not POOLED.issuperset(self.bundle.tasks)
 
     def unused(self, overrides: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of a whole server's engine settings that this model has no use for."""
+        """Return the server-wide engine settings that this model has no use for."""
         given = {} if self.generates else overrides
         return {k: v for k, v in given.items() if k in OF_GENERATION and v != OF_GENERATION[k]}
 
     def settings(self, overrides: dict[str, Any], own: Mapping[str, Any] | None = None) -> EngineSettings:
-        """The saved engine settings under ``overrides``, those of a whole server, as far as they are of use, under
-        ``own`` of the served entity. Raises ``PackagingError``.
+        """Return the engine settings for this model. Raises ``PackagingError``.
 
-        A model does not grant itself ``trust_remote_code``: who writes to a registry is not who runs its servers.
+        ``overrides``, the server-wide settings that the model has a use for, override the saved settings; ``own``, the
+        served entity's settings, override both. A model cannot grant itself ``trust_remote_code``: the people who write
+        to a registry are not those who run the servers.
         """
         unused = self.unused(overrides)
         given = {k: v for k, v in overrides.items() if k not in unused} | dict(own or {})
-        known = set(EngineSettings.__struct_fields__) - {"in_process"}  # which is for notebooks
+        known = set(EngineSettings.__struct_fields__) - {"in_process"}  # in_process is for notebooks
         saved = {k: v for k, v in self.config.items() if k in known and v is not None}
         if saved.get("trust_remote_code") and "trust_remote_code" not in given:
             raise PackagingError(
@@ -82,8 +83,10 @@ TEXTS = "--texts"
 def resolve(
     uris: tuple[str, ...], texts: tuple[str, ...] = (), *, timeout: float | None = None
 ) -> tuple[ResolvedModel, ...]:
-    """The bundles of model URIs or local directories, then those of ``texts``, without weights, within ``timeout``
-    seconds. Raises ``PackagingError``, or ``NotFound`` for no such model."""
+    """Return the models of URIs or local directories, followed by those of ``texts``, without their weights.
+
+    Raises ``PackagingError`` (also after ``timeout`` seconds), or ``NotFound`` if a model does not exist.
+    """
     output, status = _run(child.python_command("serving.control.mlflow_resolver", *uris, TEXTS, *texts), timeout)
     lines = output.decode().strip().splitlines()
     try:
@@ -100,8 +103,10 @@ def resolve(
 def with_drafts(
     bundles: Sequence[Bundle], engines: Sequence[EngineSettings], find: Callable[..., tuple[ResolvedModel, ...]]
 ) -> tuple[Bundle, ...]:
-    """Each of ``bundles`` with the draft model that its engine's settings name, where they name one; ``find`` is
-    ``resolve``. Raises as it does."""
+    """Return ``bundles``, each with the draft model that its engine's settings name, if any.
+
+    ``find`` is called like ``resolve`` and raises the same errors.
+    """
     uris = tuple(dict.fromkeys(engine.draft_model for engine in engines if engine.draft_model is not None))
     if not uris:
         return tuple(bundles)
@@ -113,8 +118,11 @@ def with_drafts(
 
 
 def _run(command: list[str], timeout: float | None) -> tuple[bytes, int]:
-    """What it writes, and its exit status. It ends with us, however we end: its standard input is a pipe that only we
-    hold open. In a session of its own: Ctrl-C is ours to answer, and ends it, and what it started, without a trace."""
+    """Run ``command`` and return its output and exit status.
+
+    The process ends with this one, however this one ends: its standard input is a pipe that only this process holds
+    open. It has its own session, so that Ctrl-C only reaches this process, which then kills it and what it started.
+    """
     lifeline, held = os.pipe()
     try:
         process = subprocess.Popen(
@@ -138,7 +146,7 @@ def _run(command: list[str], timeout: float | None) -> tuple[bytes, int]:
 
 
 def end_with_parent(lifeline: int = 0) -> None:
-    """End this process, and its session's others, when the other end of the pipe ``lifeline`` is closed everywhere."""
+    """End this process and its process group when no process holds the other end of the pipe ``lifeline`` open."""
 
     def watch() -> None:
         while os.read(lifeline, 1):
@@ -151,9 +159,9 @@ def end_with_parent(lifeline: int = 0) -> None:
 
 
 def main(words: list[str]) -> int:
-    """Print what was found, or the error, as one line of JSON; the exit status.
+    """Print the models or the error as one line of JSON, and return the exit status.
 
-    MLflow is imported for a model that is no directory of this machine, and for one that is not logged yet.
+    MLflow is only imported for a model that is not a directory on this machine, or that is not logged yet.
     """
     from mlflow_llm.flavors.llm.bundle_reader import configured
 
@@ -177,13 +185,14 @@ def main(words: list[str]) -> int:
 
 
 def _expected() -> tuple[type[Exception], ...]:
-    """The errors that are answers; MLflow's where it was imported, and can have raised one."""
+    """Return the errors that are reported as answers; MLflow's only if MLflow was imported."""
     module = sys.modules.get("mlflow.exceptions")
     return (PackagingError, OSError) if module is None else (PackagingError, OSError, module.MlflowException)
 
 
 def _root(uri: str, *, weights: bool) -> tuple[Path, str]:
-    """The folder of a model, and its URI with a version; what is not logged yet is logged into the user's cache."""
+    """Return a model's folder and its URI with a version. A model that is not logged yet is logged into the user's
+    cache."""
     from mlflow_llm.flavors.llm.fetch import local_root
     from mlflow_llm.flavors.llm.model_cache import logged
     from mlflow_llm.flavors.llm.model_registry import pinned
@@ -196,7 +205,7 @@ def _root(uri: str, *, weights: bool) -> tuple[Path, str]:
 
 
 def _check_defaults(values: dict[str, Any], bundle: Bundle) -> None:
-    """Before a request meets them. Raises ``PackagingError``."""
+    """Check a model's request defaults before any request uses them. Raises ``PackagingError``."""
     from ..dialects.defaults import defaults_of
 
     read = defaults_of(values)

@@ -1,4 +1,4 @@
-"""The models of served entities, found through MLflow (``mlflow_resolver``) and kept with the configuration."""
+"""The models of served entities, found through MLflow (``mlflow_resolver``) and stored with the configuration."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def not_applied(name: str, unused: Mapping[str, Any]) -> str:
-    """What is said of a model and those of a whole server's engine settings that it is run without."""
+    """Return the message about the server-wide engine settings that are not applied to a model."""
     given = ", ".join(f"{key}={value}" for key, value in unused.items())
     return f"{name} runs without the server's {given}: it makes no text"
 
@@ -32,12 +32,12 @@ def locate(
     metered: bool = True,
     find: Callable[..., tuple[ResolvedModel, ...]] | None = None,
 ) -> tuple[ModelSource, ...]:
-    """Where the models of ``entities`` are; seconds, in a process that ends. ``overrides`` are the server's settings,
-    for models that have a use for them.
+    """Find the models of ``entities``. This takes seconds and runs in a separate process.
 
-    ``metered``: there is a ledger, without which no throughput can be reserved. ``find`` is
-    ``mlflow_resolver.resolve``, or a ``ResolverPool``, which bounds it. Raises ``NotFound`` for a model that the
-    registry does not have, ``InvalidField`` for one that cannot be served, by its place in a config.
+    ``overrides`` are the server's engine settings, for models that have a use for them. ``metered`` says that there is
+    a ledger; without one, no throughput can be reserved. ``find`` is ``mlflow_resolver.resolve`` or a ``ResolverPool``,
+    which limits the lookups. Raises ``NotFound`` for a model that the registry does not have, and ``InvalidField``,
+    with its path in the config, for one that cannot be served.
     """
     for place, entity in enumerate(entities):
         check_defaults(entity.defaults, f"served_entities[{place}].defaults")
@@ -69,9 +69,9 @@ def locate(
 
 
 def with_files(entity: EntityConfig, *, find: Callable[..., tuple[ResolvedModel, ...]] | None = None) -> EntityConfig:
-    """``entity`` with its model's files on this machine, fetched again where they are gone; ``find`` as of ``locate``.
+    """Return ``entity`` with its model's files on this machine; files that are gone are fetched again.
 
-    Raises ``PackagingError``, ``NotFound``.
+    ``find`` is the same as in ``locate``. Raises ``PackagingError``, ``NotFound``.
     """
     source = entity.model
     folders = [source.bundle.model_dir, source.bundle.tokenizer_dir]
@@ -89,7 +89,7 @@ def with_files(entity: EntityConfig, *, find: Callable[..., tuple[ResolvedModel,
 
 
 def config_of(spec: EndpointSpec) -> EndpointConfig:
-    """What the command line asked for, as a configuration of one served entity."""
+    """Return the configuration, with one served entity, that the command line asked for."""
     if spec.addresses and (spec.scale_to_zero_enabled or spec.max_provisioned_throughput is not None):
         raise PackagingError(f"{spec.name}: engines of other hosts are neither provisioned nor scaled to zero")
     name, version = _named(spec.entity)
@@ -122,9 +122,9 @@ def config_of(spec: EndpointSpec) -> EndpointConfig:
 
 
 def _named(uri: str) -> tuple[str, str]:
-    """(name, version or alias) of a registered model: ``models:/assistant@champion`` is (assistant, champion).
+    """Return (name, version or alias) of a registered model: (assistant, champion) for ``models:/assistant@champion``.
 
-    (``uri``, "") for everything else.
+    Return (``uri``, "") for everything else.
     """
     named = parse(uri)
     version = (named.alias or named.version) if named is not None else None

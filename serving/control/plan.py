@@ -1,16 +1,16 @@
-"""The plan: what a server's workers are to serve, and the files by which controller process and workers agree on it.
+"""The plan says what a server's workers serve; controller process and workers agree on it through files.
 
 ::
 
     plan.json            what is served, replaced as a whole; ``generation`` grows with every change
     workers/<id>         held (flock) by a worker as long as it lives
     workers/<id>.json    its ``WorkerState``: the generation it has adopted, the engines it may still have requests on
-    logs/<hash>          what an engine wrote whose load failed, by endpoint and served entity
-    engines.json         what the controller process has seen of each engine (``EngineRecord``)
+    logs/<hash>          the log of an engine whose load failed, by endpoint and served entity
+    engines.json         what the controller process has recorded of each engine (``EngineRecord``)
     wanted/<key>         touched by a worker that has a request and no replica to run it
-    changed              touched by a worker that has done so, or changed the endpoints' store
+    changed              touched by a worker after that, or after it has changed the endpoints' store
 
-The endpoints' store is the truth; the plan is what the controller process has made of it on this machine.
+The endpoints' store is authoritative; the plan is what the controller process has realised of it on this machine.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ from ..settings import PrefixSharing
 
 
 class PlannedAdapter(Struct, frozen=True, kw_only=True):
-    """An adapter that was loaded while its endpoint was served: every replica has it, or one refused it, and why."""
+    """An adapter that was loaded while its endpoint was served.
+
+    Every replica has it, unless ``refusal`` says why one refused it.
+    """
 
     name: str
     revision: str
@@ -43,9 +46,11 @@ class PlannedAdapter(Struct, frozen=True, kw_only=True):
 
 
 class PlannedEntity(Struct, frozen=True, kw_only=True):
-    """A served entity whose engines run. ``key`` names its engine, ``addresses`` are the replicas that requests may go
-    to, ``facts`` what was measured of it (``Autoscaler.prepare``). ``withdrawn`` are adapters that engines may have
-    still, and requests no more."""
+    """A served entity whose engines run.
+
+    ``key`` names its engine, ``addresses`` are the replicas that requests may go to, and ``facts`` what
+    ``Autoscaler.prepare`` has measured. ``withdrawn`` are adapters that engines may still have, but that requests may
+    no longer use."""
 
     config: EntityConfig = field(name="served")
     key: str
@@ -57,8 +62,8 @@ class PlannedEntity(Struct, frozen=True, kw_only=True):
 
 
 class PlannedEndpoint(Struct, frozen=True, kw_only=True):
-    """An endpoint as workers are to serve it. ``created`` is Unix seconds; ``id`` tells it from an earlier one of the
-    same name."""
+    """An endpoint as workers serve it. ``created`` is in Unix seconds; ``id`` differs from that of an earlier endpoint
+    with the same name."""
 
     name: str
     id: str
@@ -73,28 +78,28 @@ class PlannedEndpoint(Struct, frozen=True, kw_only=True):
 
 
 class Plan(Struct, frozen=True, kw_only=True):
-    """All that a server's workers serve; ``generation`` 0 before the first."""
+    """Everything that a server's workers serve; ``generation`` is 0 before the first plan."""
 
     generation: int = 0
     endpoints: tuple[PlannedEndpoint, ...] = ()
 
 
 class WorkerState(Struct, frozen=True, kw_only=True):
-    """What a worker has adopted, and the addresses of engines that it may still have requests on."""
+    """The plan generation that a worker has adopted, and the addresses of engines that may still have its requests."""
 
     generation: int = -1
     addresses: tuple[str, ...] = ()
 
 
 class EngineRecords(Struct, frozen=True, kw_only=True):
-    """By engine key; ``budget`` is the server's ``engine_memory_budget``."""
+    """The records of the engines, by engine key; ``budget`` is the server's ``engine_memory_budget``."""
 
     budget: int | None = None
     engines: dict[str, EngineRecord] = {}
 
 
 class PlanDirectory:
-    """The plan's files in the server's ``directory``. Controller process and workers have an object each."""
+    """The plan's files in the server's ``directory``. The controller process and each worker have their own object."""
 
     def __init__(self, directory: str | Path) -> None:
         self._plan = Path(directory, "plan.json")
@@ -109,27 +114,27 @@ class PlanDirectory:
         replace_file(self._plan, msgspec.json.encode(plan))
 
     def read(self) -> Plan:
-        """The newest plan; an empty one before the first."""
+        """Return the newest plan; an empty one before the first."""
         try:
             return msgspec.json.decode(self._plan.read_bytes(), type=Plan)
         except FileNotFoundError:
             return Plan()
 
     def stamp(self) -> tuple[int, int]:
-        """Changes whenever the plan does; cheap enough to be asked many times a second."""
+        """Return a value that changes whenever the plan does; cheap enough to call many times a second."""
         return _stamp(self._plan)
 
     def note_change(self) -> None:
-        """Have the controller process look at the endpoints' store and at requests for replicas at once."""
-        with contextlib.suppress(OSError):  # else it looks soon; the server's directory is gone at its end
+        """Have the controller process check the endpoints' store and the requests for replicas at once."""
+        with contextlib.suppress(OSError):  # it checks soon anyway; the directory is gone when the server ends
             self._changed.touch()
 
     def change_stamp(self) -> tuple[int, int]:
-        """Changes with every ``note_change``."""
+        """Return a value that changes with every ``note_change``."""
         return _stamp(self._changed)
 
     def add_worker(self) -> WorkerFile:
-        """A new worker's file. Those of workers that were killed are removed."""
+        """Create a new worker's file, and remove those of workers that were killed."""
         self._workers.mkdir(exist_ok=True)
         for path in self._locks():
             lock = try_acquire(str(path))
@@ -139,7 +144,7 @@ class PlanDirectory:
         return WorkerFile(self._workers)
 
     def workers(self) -> tuple[WorkerState, ...]:
-        """What the living workers have written."""
+        """Return the states that the live workers have written."""
         found = []
         for lock in self._locks():
             if is_held(str(lock)):
@@ -154,15 +159,15 @@ class PlanDirectory:
             return []
 
     def is_adopted(self, generation: int) -> bool:
-        """Whether every living worker serves plan ``generation`` or a later one."""
+        """Return whether every live worker serves plan ``generation`` or a later one."""
         return all(worker.generation >= generation for worker in self.workers())
 
     def in_use(self, address: str) -> bool:
-        """Whether a living worker may still have requests on the engine at ``address``."""
+        """Return whether a live worker may still have requests on the engine at ``address``."""
         return any(address in worker.addresses for worker in self.workers())
 
     def save_failed_log(self, endpoint_id: str, entity: str, text: str) -> None:
-        """Keep what an engine wrote that failed to load; no ``text``: it loads again."""
+        """Save the log of an engine that failed to load; an empty ``text`` removes it, since the engine loads again."""
         path = self._log_of(endpoint_id, entity)
         if not text:
             path.unlink(missing_ok=True)
@@ -171,7 +176,7 @@ class PlanDirectory:
         replace_file(path, text.encode(errors="replace"))
 
     def failed_log(self, endpoint_id: str, entity: str) -> str:
-        """What an engine of ``entity`` wrote whose load failed; empty where none has."""
+        """Return the log of an engine of ``entity`` whose load failed, "" if there is none."""
         try:
             return self._log_of(endpoint_id, entity).read_text(encoding="utf-8")
         except FileNotFoundError:
@@ -181,26 +186,28 @@ class PlanDirectory:
         return self._logs / hashlib.sha256(f"{endpoint_id}\n{entity}".encode()).hexdigest()
 
     def save_engines(self, records: EngineRecords) -> None:
-        """Replace what is known of the engines. Raises ``OSError``."""
+        """Replace the records of the engines. Raises ``OSError``."""
         replace_file(self._engines, msgspec.json.encode(records))
 
     def engines(self) -> EngineRecords:
-        """What is known of the engines; nothing before the first look."""
+        """Return the records of the engines; empty before the first are saved."""
         try:
             return msgspec.json.decode(self._engines.read_bytes(), type=EngineRecords)
         except FileNotFoundError:
             return EngineRecords()
 
     def request_replica(self, key: str) -> None:
-        """A worker has a request for the engine ``key`` and no replica. Raises ``OSError`` after the server's end."""
+        """Ask for a replica of the engine ``key`` for a waiting request. Raises ``OSError`` after the server's end."""
         self._wanted.mkdir(exist_ok=True)
         (self._wanted / key).touch()
         os.utime(self._wanted / key, (now := time.monotonic(), now))
         self.note_change()
 
     def replica_requested_at(self, key: str) -> float | None:
-        """When ``request_replica`` was last called, by ``time.monotonic``, which all processes of a host share; None
-        for never."""
+        """Return when ``request_replica`` was last called, or None for never.
+
+        The time is ``time.monotonic``, which all processes of a host share.
+        """
         try:
             return os.stat(self._wanted / key).st_mtime
         except FileNotFoundError:
@@ -216,19 +223,19 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 
 class WorkerFile:
-    """A living worker's state, for the controller process to read."""
+    """A live worker's state, which the controller process reads."""
 
     def __init__(self, workers: Path) -> None:
         name = uuid.uuid4().hex
         self._path = workers / f"{name}.json"
-        self.write(WorkerState())  # before the lock, by which it is found: a living worker always has one
+        self.write(WorkerState())  # before the lock, by which workers are found: a live worker always has a state
         self._lock = create_locked(str(workers / name))
 
     def write(self, state: WorkerState) -> None:
-        """Replace what the controller process reads of this worker."""
+        """Replace the state that the controller process reads."""
         replace_file(self._path, msgspec.json.encode(state))
 
     def remove(self) -> None:
-        """The worker ends."""
+        """Remove the files when the worker ends."""
         self._path.unlink(missing_ok=True)
         self._lock.release(unlink=True)

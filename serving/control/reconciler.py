@@ -1,9 +1,9 @@
-"""The reconciler: makes true what the store says is to be served. Engines start and end, the plan is published,
-outcomes are reported.
+"""The reconciler makes the server serve what the store says: it starts and ends engines, publishes the plan and reports
+the outcomes.
 
-One thread calls ``tick``. An update goes: its engines warm (``rollout``), the plan with it is published, every worker
-has adopted the plan, the endpoint is ready in the store, the engines that are needed no more drain. A config that fails
-leaves plan and engines as they were.
+One thread calls ``tick``. The steps of an update are: its engines warm up (``rollout``); the plan with it is published;
+every worker adopts the plan; the store marks the endpoint ready; the engines that are no longer needed drain. A config
+that fails leaves the plan and the engines as they were.
 """
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ from .rollout import Rollout
 logger = logging.getLogger(__name__)
 
 TICK = 0.1
-QUIET_TICK = 0.5  # between looks at the store while nothing is under way and nobody says that it changed
-ADOPTION_SECONDS = 60.0  # after which a worker that does not answer holds up an update no longer
+QUIET_TICK = 0.5  # seconds between checks of the store while nothing is under way and no change was signalled
+ADOPTION_SECONDS = 60.0  # after this time, a worker that does not adopt the plan no longer delays an update
 SCALE_SECONDS = 0.5
-UNREADY_SECONDS = 1.0  # an engine that is back sooner was never away
+UNREADY_SECONDS = 1.0  # an engine that is back sooner does not count as unready
 Say = Callable[..., None]
 COMMAND_LINE = Actor(name="command line", via="command")
 
 
 class Reconciler:
-    """Compares what is wanted with what runs, and acts. ``say(stage, endpoint=…, **fields)`` gets the steps of the
-    start, which ``over`` ends."""
+    """Compares what is wanted with what runs, and acts.
+
+    ``say(stage, endpoint=…, **fields)`` is called with the steps of the start; setting ``over`` ends the start."""
 
     def __init__(
         self,
@@ -64,26 +65,26 @@ class Reconciler:
         self._memory = memory or EngineMemory()
         self._engines = EngineRecords()
         self._over = over or threading.Event()
-        self._plan = plan_directory.read()  # of a controller process that was killed: it holds until we know better
+        self._plan = plan_directory.read()  # of a controller process that was killed: valid until we know better
         self._adapters = EngineAdapters(self._plan)
         self._deployed: dict[str, DeployedEndpoint] = {}
         self._rollouts: dict[tuple[str, int], Rollout] = {}
         self._published: dict[tuple[str, int], float] = {}
         self._unready: dict[str, float] = {}
         self._scaled_at = 0.0
-        # measuring is one at a time, so that no measurement disturbs another
+        # one measurement at a time, so that they do not disturb each other
         self._finders, self._preparers = ThreadPoolExecutor(2), ThreadPoolExecutor(1)
 
     def start(self, declared: dict[str, EndpointConfig]) -> None:
-        """Serve ``declared`` and what the store has besides. Returns when all is served that can be.
+        """Serve ``declared`` and the store's other endpoints. Return when everything is served that can be.
 
-        Raises ``PackagingError`` where one of ``declared`` cannot be; the others are tried further.
+        Raises ``PackagingError`` if one of ``declared`` cannot be served; other endpoints that fail are retried later.
         """
         for state in self._endpoints.states():
             if state.ready and not any(known.id == state.id for known in self._plan.endpoints):
                 with contextlib.suppress(NotFound):
                     self._endpoints.set_ready(state.name, False)
-        if not self._plan.generation:  # else it was declared already, and may have been changed since
+        if not self._plan.generation:  # otherwise they were declared before, and may have been changed since
             for name, config in declared.items():
                 self._endpoints.declare(name, config, by=COMMAND_LINE)
         for state in self._endpoints.states():
@@ -99,7 +100,7 @@ class Reconciler:
             time.sleep(TICK / 2)
 
     def _runs_on(self, name: str) -> dict[str, str]:
-        """Which kernels the engines of an endpoint run on, in words, and how many tokens a step of theirs takes."""
+        """Return which kernels an endpoint's engines use, as text, and how many tokens one of their steps takes."""
         entities = [entity for one in self._deployed.values() if one.name == name for entity in one.entities]
         infos = [self._supervisor.status(entity.key).info for entity in entities]
         known = [info for info in infos if info is not None]
@@ -123,16 +124,17 @@ class Reconciler:
 
     @property
     def pause(self) -> float:
-        """Seconds until the next tick, where nothing changes meanwhile."""
+        """Seconds until the next tick if nothing changes before."""
         return TICK if self._rollouts else QUIET_TICK
 
     def close(self) -> None:
-        """Begin nothing any more; what is under way on threads is left to end with the process."""
+        """Start nothing more; work that is under way on threads ends with the process."""
         for executor in (self._finders, self._preparers):
             executor.shutdown(wait=False, cancel_futures=True)
 
     def tick(self) -> None:
-        """Compare and act once. What fails, a store that does not answer most of all, is tried again next time."""
+        """Compare and act once. Steps that fail, for example because the store does not answer, are retried next
+        time."""
         try:
             states = {state.id: state for state in self._endpoints.states()}
             self._begin_rollouts(states)
@@ -170,7 +172,7 @@ class Reconciler:
         try:
             config = self._endpoints.config(state.name, version)
         except NotFound:
-            return  # deleted just now
+            return  # it has just been deleted
         before = next((p for p in self._plan.endpoints if (p.id, p.version) == (state.id, version)), None)
         self._rollouts[state.id, version] = Rollout(
             state,
@@ -193,7 +195,7 @@ class Reconciler:
             if rollout.generation is not None:
                 continue
             if rollout.is_stuck:
-                del self._rollouts[rollout.endpoint.id, rollout.version]  # and begun again
+                del self._rollouts[rollout.endpoint.id, rollout.version]  # the next tick begins it again
                 continue
             stage = rollout.poll()
             state = states[rollout.endpoint.id]
@@ -202,7 +204,7 @@ class Reconciler:
                     self._plan_directory.save_failed_log(state.id, entity.config.name, "")
                 old = self._deployed.get(state.id)
                 self._deployed[state.id] = rollout.deployed()
-                rollout.generation = -1  # published with the next plan
+                rollout.generation = -1  # until it is published with the next plan
                 if old is not None:
                     self._forget(old)
             elif stage == "failed":
@@ -210,12 +212,12 @@ class Reconciler:
                     logger.warning("endpoint %s, config %d: %s", state.name, rollout.version, rollout.message)
                     for name, text in rollout.failed_logs.items():
                         self._plan_directory.save_failed_log(state.id, name, text or rollout.message)
-                if state.pending_version == rollout.version:  # until the store has taken it
+                if state.pending_version == rollout.version:  # repeated until the store has recorded it
                     with contextlib.suppress(NotFound):
                         self._endpoints.mark_failed(state.name, rollout.version, rollout.message)
 
     def _confirm(self) -> None:
-        """Report to the store what all workers serve."""
+        """Report to the store the updates that all workers serve."""
         for place, rollout in list(self._rollouts.items()):
             if rollout.generation is None:
                 continue
@@ -244,12 +246,12 @@ class Reconciler:
                 wanted[entity.key] = max(number, wanted.get(entity.key, 0))
         warming = {key for rollout in self._rollouts.values() for key in rollout.needs_now()}
         if self._memory.budget is None:
-            warming &= wanted.keys()  # a rollout has started the others
+            warming &= wanted.keys()  # rollouts have started the others
         wanted |= {key: max(1, wanted.get(key, 0), self._supervisor.status(key).wanted) for key in warming}
         self._set_replicas(wanted)
 
     def _set_replicas(self, wanted: dict[str, int]) -> None:
-        """Have so many replicas of each engine, as far as the machine's memory goes."""
+        """Set the number of replicas of each engine to ``wanted``, as far as the machine's memory allows."""
         now = time.monotonic()
         status = {key: self._supervisor.status(key) for key in wanted}
         for key in wanted:
@@ -349,8 +351,11 @@ class Reconciler:
 
 
 def _addresses(status: EngineStatus, *, elsewhere: bool) -> tuple[str, ...]:
-    """Replicas that have been ready; one that is being started again keeps its requests. One that cannot be is left out
-    while there is another, as is one ``elsewhere``: whether it is being started is not known."""
+    """Return the addresses of the replicas that have been ready.
+
+    A replica that is being restarted keeps its requests. While there is another, a failed replica is left out; so is
+    one ``elsewhere`` (on other hosts) that is not ready, since it is unknown whether it is being restarted.
+    """
     were_ready = [r for r in status.replicas if r.was_ready and r.index < status.wanted]
     well = [r for r in were_ready if r.state == "ready" or not (elsewhere or r.state == "failed")]
     return tuple(r.address for r in well or were_ready)

@@ -1,12 +1,13 @@
 """The processes that look models up (``mlflow_resolver``), few at a time: each imports MLflow and takes some 200 MB.
 
-A place among ``limit`` is a lock on a file of the server's directory, which all of its processes share and the kernel
-gives back when its holder dies. A question that is already being looked up, in whichever process, is not asked again:
-its answer goes to all that wait for it. Others wait for a place, those of a process in the order in which they came::
+Each of the ``limit`` places is a lock on a file in the server's directory, which all processes of the server share; the
+kernel releases it when its holder dies. If a lookup is already running in any process, the same question is not asked
+again: its answer goes to all that wait for it. Other lookups wait for a place; those of one process in the order of
+their arrival::
 
     resolver-<n>.lock       held by a lookup, for its place
-    lookup-<key>.lock       held by the process that looks ``key`` up, the SHA-256 of what is asked for
-    lookup-<key>.json       its answer, for processes that asked meanwhile
+    lookup-<key>.lock       held by the process that looks ``key`` up (the SHA-256 of the question)
+    lookup-<key>.json       its answer, for processes that asked in the meantime
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ from ..files import replace_file
 from .mlflow_resolver import ResolvedModel, resolve
 
 POLL_INTERVAL = 0.05
-MAX_WAITING = 64  # lookups of a process, those under way among them
+MAX_WAITING = 64  # lookups of a process, including those under way
 RETRY_AFTER = 5.0
-ANSWERS_KEPT = 60.0  # seconds: each process that waits for one looks every POLL_INTERVAL
+ANSWERS_KEPT = 60.0  # seconds; each process that waits for an answer checks every POLL_INTERVAL
 
 Uris = tuple[str, ...]
 SHARED = {kind.__name__: kind for kind in (NotFound, Overloaded, PackagingError)}
 
 
 class _Answer(Struct, frozen=True, kw_only=True):
-    """What lookup ``number`` gave: models, or one of the ``SHARED`` errors."""
+    """The result of lookup ``number``: models, or one of the ``SHARED`` errors."""
 
     number: str
     found: tuple[ResolvedModel, ...] = ()
@@ -45,7 +46,7 @@ class _Answer(Struct, frozen=True, kw_only=True):
     message: str = ""
 
     def given(self) -> tuple[ResolvedModel, ...]:
-        """Raises the error."""
+        """Return the models, or raise the error."""
         if self.error is None:
             return self.found
         kind = SHARED[self.error]
@@ -53,14 +54,14 @@ class _Answer(Struct, frozen=True, kw_only=True):
 
 
 class _Answers:
-    """The files of one question. Raises ``ShuttingDown`` where the server's directory is gone."""
+    """The files of one question. Raises ``ShuttingDown`` if the server's directory is gone."""
 
     def __init__(self, directory: Path, key: tuple[Uris, Uris]) -> None:
         name = f"lookup-{hashlib.sha256(msgspec.json.encode(key)).hexdigest()}"
         self._directory, self._lock, self._file = directory, directory / f"{name}.lock", directory / f"{name}.json"
 
     def begin(self) -> FileLock | None:
-        """None while another process looks this up."""
+        """Return the question's lock, or None while another process looks it up."""
         return _locked(self._lock)
 
     def last(self) -> _Answer | None:
@@ -70,7 +71,7 @@ class _Answers:
             return None
 
     def give(self, answer: _Answer) -> None:
-        """Where this fails, whoever waits looks it up again."""
+        """Write the answer. If this fails, those that wait look it up again."""
         with contextlib.suppress(OSError):
             self._remove_old()
             replace_file(self._file, msgspec.json.encode(answer))
@@ -83,7 +84,7 @@ class _Answers:
 
 
 def _locked(path: Path) -> FileLock | None:
-    """None while another has it."""
+    """Return the held lock, or None while another process has it."""
     try:
         return try_acquire(str(path))
     except FileNotFoundError:
@@ -91,7 +92,10 @@ def _locked(path: Path) -> FileLock | None:
 
 
 class _Lookup:
-    """One that this process waits for; ``found`` and ``error`` stay None where the caller that began it was stopped."""
+    """A lookup that this process waits for.
+
+    ``found`` and ``error`` stay None if the caller that began the lookup was interrupted.
+    """
 
     def __init__(self) -> None:
         self.over = threading.Event()
@@ -100,8 +104,10 @@ class _Lookup:
 
 
 class ResolverPool:
-    """Called as ``mlflow_resolver.resolve`` is. ``directory`` is the server's, ``timeout`` (seconds) each lookup's, and
-    that of the wait for a place. Thread-safe, and for greenlets where gevent has patched the process."""
+    """Looks models up; it is called like ``mlflow_resolver.resolve``.
+
+    ``directory`` is the server's directory; ``timeout`` (seconds) is for each lookup, and the same for the wait for a
+    place. Thread-safe, and safe for greenlets if gevent has patched the process."""
 
     def __init__(
         self,
@@ -119,7 +125,7 @@ class ResolverPool:
         self._lock, self._turn = threading.Lock(), threading.Lock()
 
     def __call__(self, uris: Uris, texts: Uris = ()) -> tuple[ResolvedModel, ...]:
-        """Raises as ``mlflow_resolver.resolve`` does, and ``Overloaded``, ``ShuttingDown``."""
+        """Look models up. Raises what ``mlflow_resolver.resolve`` raises, and ``Overloaded``, ``ShuttingDown``."""
         key = (uris, texts)
         while True:
             lookup, mine = self._join(key)
@@ -153,10 +159,10 @@ class ResolverPool:
             lookup.over.set()
 
     def _ask_once(self, key: tuple[Uris, Uris]) -> tuple[ResolvedModel, ...]:
-        """Ask, or take the answer of the process that does: one that was given after we came."""
+        """Ask, or take the answer of a process that is already asking, if it is newer than this call."""
         answers = _Answers(self._directory, key)
         before = answers.last()
-        deadline = self._clock() + 2 * self._timeout  # of one that has just begun: its wait for a place, then its own
+        deadline = self._clock() + 2 * self._timeout  # enough for another's wait for a place and then its lookup
         while True:
             begun = answers.begin()
             try:

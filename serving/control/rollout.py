@@ -2,8 +2,8 @@
 
 ::
 
-    finding ──► warming ──► preparing ──► ready          finding: are the model's files (still) there
-        └──────────┴────────────┴───────► failed         warming: each entity's first replica gives a token
+    finding ──► warming ──► preparing ──► ready          finding: check that the model's files are (still) there
+        └──────────┴────────────┴───────► failed         warming: each entity's first replica generates a token
                                                          preparing: ``Autoscaler.prepare`` measures each entity
 """
 
@@ -29,8 +29,9 @@ Find = Callable[[EntityConfig], EntityConfig]
 
 
 class Rollout:
-    """A configuration on its way into service, driven by ``poll``, which never blocks. ``known`` are facts of an
-    earlier controller process, which are not measured again."""
+    """A configuration on its way into service, driven by ``poll``, which never blocks.
+
+    ``known`` are the facts from an earlier controller process, which are not measured again."""
 
     def __init__(
         self,
@@ -49,10 +50,10 @@ class Rollout:
         self.endpoint, self.version, self.config = endpoint, version, config
         self.stage: Stage = "finding"
         self.message = ""
-        self.failed_logs: dict[str, str] = {}  # of engines that did not load, by entity entity
+        self.failed_logs: dict[str, str] = {}  # of engines that did not load, by the served entity's name
         self.entities: tuple[DeployedEntity, ...] = ()
         self.facts = dict(known or {})
-        self.generation: int | None = None  # of the plan that has it
+        self.generation: int | None = None  # of the plan that contains it
         self._supervisor, self._autoscaler, self._preparers = supervisor, autoscaler, preparers
         self._memory = memory or EngineMemory()
         self._warmed: set[str] = set()
@@ -60,22 +61,25 @@ class Rollout:
         self._work: Future[Any] = finders.submit(self._found, find)
 
     def needs(self) -> set[str]:
-        """The engines that it needs."""
+        """Return the keys of the engines that the rollout needs."""
         return {entity.key for entity in self.entities}
 
     def needs_now(self) -> set[str]:
-        """Those that have to run for it to go on: all but those that have given a token, where that is enough."""
+        """Return the keys of the engines that have to run for the rollout to continue.
+
+        An engine that has generated a token need not run any more, unless its entity still has to be measured.
+        """
         if self.stage == "preparing":
             return {entity.key for entity in self.entities if entity.config.provisioned}
         return self.needs() - self._warmed
 
     @property
     def is_stuck(self) -> bool:
-        """Failed before it had engines, and long ago: only another rollout can do better."""
+        """Whether it failed before it had engines, some time ago: then only a new rollout can succeed."""
         return self.stage == "failed" and not self.entities and time.monotonic() - self._failed_at > AGAIN_SECONDS
 
     def poll(self) -> Stage:
-        """Go as far as it goes now. A failed start is reported, and goes on being tried until it is given up."""
+        """Go as far as is possible now. A failed start is reported, but retried until the rollout is dropped."""
         try:
             if self.stage == "finding" and self._work.done():
                 self._warm(self._work.result())
@@ -90,7 +94,7 @@ class Rollout:
         return self.stage
 
     def deployed(self) -> DeployedEndpoint:
-        """What is deployed once the stage is "ready"."""
+        """Return the deployed endpoint, once the stage is "ready"."""
         return DeployedEndpoint(
             name=self.endpoint.name,
             id=self.endpoint.id,
@@ -123,7 +127,7 @@ class Rollout:
             self._memory.admit(entity.key, entity.config, entity.endpoint)
         for entity, model in found:
             running = self._supervisor.status(entity.key).wanted if entity.key in kept else 0
-            least = 1 if self._memory.budget is None else 0  # else there is room first (``Reconciler``)
+            least = 1 if self._memory.budget is None else 0  # with a budget, the reconciler makes room first
             self._supervisor.add(entity.key, model, replicas=max(least, running, len(model.addresses)))
         self.entities = tuple(entity for entity, _ in found)
         self.stage = "warming"

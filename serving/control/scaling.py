@@ -1,6 +1,6 @@
-"""How many replicas a served entity should have: a pure decision over what was seen, one call a few seconds.
+"""How many replicas a served entity should have: a pure function of the observed load, called every few seconds.
 
-Up at once, down slowly: a replica that is missing is a queue, one too many costs a little for a minute.
+It scales up at once and down slowly: a missing replica causes a queue, while one too many costs little for a minute.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from msgspec import Struct
 
 
 class ScalePolicy(Struct, frozen=True, kw_only=True):
-    """``per_replica`` is tokens/s of one replica; there are enough for ``min_throughput`` and never more than
-    ``max_throughput`` needs, nor than ``most``, for which the machine has room.
+    """The limits of a served entity's scaling. Throughputs are in tokens/s, ``per_replica`` is that of one replica.
 
-    Between ``low`` and ``high`` (shares of capacity in use) nothing changes; below ``low`` for ``settle_seconds`` one
-    replica goes; with ``scale_to_zero`` the last goes after ``idle_seconds`` without a request.
+    There are enough replicas for ``min_throughput``, but never more than ``max_throughput`` needs or than ``most``, for
+    which the machine has room. Between ``low`` and ``high`` (shares of the capacity in use) nothing changes; after
+    ``settle_seconds`` below ``low``, one replica is removed; with ``scale_to_zero``, the last one is removed after
+    ``idle_seconds`` without a request.
     """
 
     per_replica: int
@@ -38,7 +39,7 @@ class ScalePolicy(Struct, frozen=True, kw_only=True):
 
 
 class Load(Struct, frozen=True, kw_only=True):
-    """``tokens_per_second`` as demanded lately, ``waiting`` and ``running`` requests now."""
+    """The load: ``tokens_per_second`` is the recent demand, ``waiting`` and ``running`` count current requests."""
 
     tokens_per_second: float
     waiting: int = 0
@@ -50,7 +51,7 @@ class Load(Struct, frozen=True, kw_only=True):
 
 
 class ScaleState(Struct, frozen=True, kw_only=True):
-    """Carried from one decision to the next. ``low_since``, ``idle_since``: seconds, None while it is not so."""
+    """The state between decisions. ``low_since`` and ``idle_since`` are seconds, None while the load is not so."""
 
     replicas: int
     low_since: float | None = None
@@ -58,12 +59,12 @@ class ScaleState(Struct, frozen=True, kw_only=True):
 
 
 def decide(policy: ScalePolicy, state: ScaleState, load: Load, now: float) -> ScaleState:
-    """The next state; start or stop replicas until there are ``state.replicas``. ``now`` in seconds, monotonic."""
+    """Return the next state; its ``replicas`` is how many there should be. ``now`` is in monotonic seconds."""
     if load.idle:
         return _idle(policy, state, now)
     wanted = max(policy.min_replicas, math.ceil(load.tokens_per_second / (policy.per_replica * policy.high)))
     if load.waiting and state.replicas:
-        wanted = max(wanted, state.replicas + 1)  # a queue: the demand is more than what was generated
+        wanted = max(wanted, state.replicas + 1)  # there is a queue: the demand exceeds what was generated
     wanted = min(wanted, policy.max_replicas)
     if wanted > state.replicas:
         return ScaleState(replicas=wanted)
@@ -82,8 +83,10 @@ def _idle(policy: ScalePolicy, state: ScaleState, now: float) -> ScaleState:
 
 
 def _shrink(policy: ScalePolicy, state: ScaleState, demand: float, now: float, idle_since: float | None) -> ScaleState:
-    """One replica less once the rest would have been under ``low`` long enough; ``low`` < ``high`` keeps it from
-    coming back at once."""
+    """Remove one replica when the others would have been below ``low`` for long enough.
+
+    ``low`` < ``high`` keeps the replica from being added again at once.
+    """
     if state.replicas > policy.max_replicas:
         return ScaleState(replicas=policy.max_replicas, idle_since=idle_since)
     rest = (state.replicas - 1) * policy.per_replica

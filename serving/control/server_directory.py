@@ -1,7 +1,7 @@
-"""A server's own directory: spec, plan, counters and sockets of its processes, for as long as one of them lives.
+"""A server's own directory: spec, plan, counters and sockets of its processes, as long as one of them lives.
 
-The server removes it at its end, a controller process whose server was killed does when the workers have finished, and
-the next server's start removes what was left where all of them were killed.
+The server removes it when it ends. If the server was killed, its controller process removes it when the workers have
+finished; if all of them were killed, the next start of a server does.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LOCK = "server.lock"  # held by the server as long as it lives
 
 @contextlib.contextmanager
 def server_directory() -> Iterator[Path]:
-    """A new one, removed at the end."""
+    """Create a new server directory, and remove it at the end of the ``with`` block."""
     sweep()
     directory = Path(tempfile.mkdtemp(prefix=PREFIX))
     lock = create_locked(str(directory / LOCK))  # a sweep never sees it free
@@ -38,7 +38,7 @@ def sweep() -> None:
     with os.scandir(tempfile.gettempdir()) as found:
         named = [entry for entry in found if entry.name.startswith(PREFIX) and entry.is_dir(follow_symlinks=False)]
     for entry in named:
-        with contextlib.suppress(OSError):  # another start sweeps, too
+        with contextlib.suppress(OSError):  # another server may sweep at the same time
             if entry.stat(follow_symlinks=False).st_uid == os.geteuid() and _is_left(Path(entry.path)):
                 shutil.rmtree(entry.path, ignore_errors=True)
 

@@ -16,7 +16,7 @@ from ..settings import Bytes, Count, CountOrZero, PrefixSharing, Seconds, Second
 from ..tasks.reply_size import MAX_REPLY_BYTES
 from .listen_settings import ListenSettings, is_loopback
 
-# asymmetric ones alone: the public keys of a set are no secrets to sign with
+# only asymmetric algorithms: the public keys of a key set are no secrets, so they must not serve as signing keys
 ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA", "Ed25519")
 MODELS = "models:/"
 Claim = Annotated[str, Meta(min_length=1, max_length=256, description="the name of a claim")]
@@ -123,7 +123,7 @@ class ServerSettings(ListenSettings, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def adapter_places(self) -> tuple[str, ...]:
-        """Each of ``adapter_sources``."""
+        """The entries of ``adapter_sources``."""
         return tuple(place.strip() for place in self.adapter_sources.split(",") if place.strip())
 
     def _check_tokens(self) -> None:
@@ -143,7 +143,7 @@ class ServerSettings(ListenSettings, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def algorithms(self) -> tuple[str, ...]:
-        """Those in which a token may be signed."""
+        """The algorithms that a token may be signed with."""
         return tuple(name.strip() for name in self.jwt_algorithms.split(","))
 
     @property
@@ -153,20 +153,25 @@ class ServerSettings(ListenSettings, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def is_open_to_others(self) -> bool:
-        """Whether other machines may use it without a key."""
+        """Whether other machines may use the server without a key."""
         return not self.asks_who and not is_loopback(self.host)
 
 
 def default_state_dir() -> Path:
-    """Where a user's servers keep what must outlive them: ``MLFLOW_LLM_STATE``, else in XDG's state directory."""
+    """Return where a user's servers keep data that must outlive them.
+
+    This is ``MLFLOW_LLM_STATE``, or else a directory in XDG's state directory.
+    """
     if own := os.environ.get(STATE_VARIABLE):
         return Path(own).absolute()
     return Path(xdg_dir("XDG_STATE_HOME") or os.path.expanduser("~/.local/state"), "mlflow-llm")
 
 
 def ledger_dir(settings: ServerSettings) -> Path:
-    """The ledger's part of the state directory, made where it is not there. Raises ``PackagingError`` where it cannot
-    be written."""
+    """Return the ledger's part of the state directory, which is created if missing.
+
+    Raises ``PackagingError`` if it cannot be written.
+    """
     place = Path(settings.state_dir or default_state_dir(), "ledger").absolute()
     try:
         place.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -1,4 +1,4 @@
-"""What is to be served, as one value that crosses from the command to controller process and workers."""
+"""What a server serves, as one value that the command passes to the controller process and the workers."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ ProfileName = Literal["open", "databricks-provisioned", "databricks-pay-per-toke
 
 
 class EndpointSpec(Struct, frozen=True, kw_only=True):
-    """An endpoint of the command line. ``entity`` names the served model (its URI's last part by default).
+    """An endpoint of the command line. ``entity`` names the served model (by default, the last part of its URI).
 
-    ``core``, ``defaults``, ``addresses`` and ``key_file``: see ``endpoints.config.ModelSource``. The last three are as
-    in the management API: tokens/s reserved, and whether an idle engine may end; engines of other hosts have neither.
+    For ``core``, ``defaults``, ``addresses`` and ``key_file`` see ``endpoints.config.ModelSource``. The last three
+    fields are those of the management API: the reserved tokens/s, and whether an idle engine may end; they are not for
+    engines on other hosts.
     """
 
     name: str
@@ -45,9 +46,10 @@ class EndpointSpec(Struct, frozen=True, kw_only=True):
 
 
 class ServeSpec(Struct, frozen=True, kw_only=True):
-    """``endpoints`` are those of the command line; the store may have more. ``engine`` (engine settings) and
-    ``profile`` are for models served later, ``dialects`` for endpoints that say nothing of them. ``runtime_dir``
-    is where engine processes are found; None is the user's own."""
+    """What a server serves. ``endpoints`` are those of the command line; the store may have more.
+
+    ``engine`` (engine settings) and ``profile`` are for models that are served later, ``dialects`` for endpoints
+    without such settings. ``runtime_dir`` is where engine processes are found; None is the user's own."""
 
     endpoints: tuple[EndpointSpec, ...] = ()
     settings: ServerSettings = ServerSettings()
@@ -57,8 +59,10 @@ class ServeSpec(Struct, frozen=True, kw_only=True):
     dialects: DialectSettings = DialectSettings()
 
     def resolved(self) -> ServeSpec:
-        """With each endpoint's own settings of dialects, and those of them that are its engine's. Raises
-        ``InvalidField``."""
+        """Return the spec with complete dialect settings for each endpoint, some of which set its engine's settings.
+
+        Raises ``InvalidField``.
+        """
         own = [one.dialects.over(self.dialects) for one in self.endpoints]
         for dialects in (self.dialects, *own):
             dialects.check()
@@ -74,7 +78,7 @@ class ServeSpec(Struct, frozen=True, kw_only=True):
 
     @property
     def trusts_remote_code(self) -> bool:
-        """Whether code that comes with a model may run in this server."""
+        """Whether this server may run code that comes with a model."""
         own = any(endpoint.engine.trust_remote_code for endpoint in self.endpoints)
         return own or bool(self.engine.get("trust_remote_code"))
 
@@ -84,5 +88,6 @@ def _with_batch(engine: EngineSettings, dialects: DialectSettings) -> EngineSett
 
 
 def store_url(spec: ServeSpec, directory: Path) -> str:
-    """The store of endpoints: the server's database, else one in its ``directory`` that lives as long as it does."""
+    """Return the URL of the endpoint store: the server's database, or else one in ``directory``, which lives only as
+    long as the server."""
     return spec.settings.database or f"sqlite:///{directory / 'endpoints.db'}"
