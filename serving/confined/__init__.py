@@ -1,6 +1,7 @@
-"""Sandboxed processes for text that came with a model: templates, regular expressions, tokenizers.
+"""Sandboxed processes for data that comes with a model: chat templates, regular expressions, tokenizers.
 
-They have limits of time, memory and output and can be killed: no interpreter can bound such work inside itself.
+The processes have limits on time, memory and output and can be killed: an interpreter cannot limit such work from
+within.
 """
 
 from .limits import CHECK, MAX_TEMPLATE, Ended, Exceeded, Limits, NoProcess, Refused, render_limits

@@ -1,13 +1,13 @@
-"""The confined process: a script that reads requests from standard input and ends with it.
+"""The confined process: a script that reads requests from standard input and ends when that is closed.
 
-It imports the standard library alone until work needs more, and nothing of this package: it costs 0.1 s and 20 MB.
+It imports only the standard library until work needs more, and nothing of this package, so it costs 0.1 s and 20 MB.
 
 ::
 
     in    24 bytes (length, processor seconds, bytes of memory), then JSON: {"work": name, ...}
     out   9 bytes (kind, length), then UTF-8
-          v  the work's value as JSON         t  a text as it stands
-          e  what it raised, as JSON          m  out of memory      o  too much output
+          v  the work's value as JSON         t  a plain text
+          e  the exception, as JSON           m  out of memory      o  too much output
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 
 HEAD = struct.Struct("<Qdq")
 ANSWER = struct.Struct("<cQ")
-SOURCES: dict[str, str] = {}  # chat templates by the key under which they come again
+SOURCES: dict[str, str] = {}  # chat templates, by the key that later requests send instead of the template
 
 
 class TooLong(Exception):
@@ -45,7 +45,7 @@ def render(
     source: str | None = None,
     end: str = "generation_prompt",
 ) -> str:
-    """Render a chat as transformers' ``apply_chat_template(tokenize=False)`` does; ``end`` as ``RawChat`` has it."""
+    """Render a chat as transformers' ``apply_chat_template(tokenize=False)`` does; for ``end`` see ``RawChat``."""
     texts, _ = _transformers().render_jinja_template(
         conversations=[messages],
         chat_template=_source(key, source),
@@ -60,15 +60,15 @@ def render(
 
 
 def reads(key: str, source: str | None = None) -> list[str] | None:
-    """The variables that a chat template reads from its context; None where they cannot be determined."""
+    """Return the variables that a chat template reads from its context, or None if they cannot be determined."""
     from jinja2 import meta, nodes
     from jinja2.ext import Extension
-    from jinja2.sandbox import SandboxedEnvironment  # another would compute constants while it compiles
+    from jinja2.sandbox import SandboxedEnvironment  # other environments evaluate constants while they compile
 
     class Generation(Extension):
         """transformers' ``{% generation %}``, which marks the assistant's text for training."""
 
-        tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
+        tags = {"generation"}  # noqa: RUF012 - Jinja declares it so
 
         def parse(self, parser: Any) -> list[nodes.Node]:
             next(parser.stream)
@@ -79,12 +79,12 @@ def reads(key: str, source: str | None = None) -> list[str] | None:
         return sorted(meta.find_undeclared_variables(environment.parse(_source(key, source))))
     except MemoryError:
         raise
-    except Exception:  # rendering will say what is wrong with it, or it has tags of its own
+    except Exception:  # it is invalid, which rendering will report, or it has tags that are unknown here
         return None
 
 
 def match(patterns: list[str], names: list[str]) -> list[int]:
-    """By peft's rule, for each name the index of the first pattern that matches its dotted suffix, -1 for none."""
+    """Return for each name the index of the first pattern that matches its dotted suffix (peft's rule), or -1."""
     import re
 
     compiled = [re.compile(rf"(.*\.)?({pattern})$") for pattern in patterns]
@@ -92,7 +92,7 @@ def match(patterns: list[str], names: list[str]) -> list[int]:
 
 
 def tokenizer(path: str, probes: list[str]) -> list[int]:
-    """How many tokens a tokenizer.json makes of each probe, which is encoded with special tokens and decoded again."""
+    """Return into how many tokens a tokenizer.json encodes each probe, with special tokens; also decode them again."""
     from tokenizers import Tokenizer
 
     found = Tokenizer.from_file(path)
@@ -114,15 +114,15 @@ def _source(key: str, source: str | None) -> str:
 
 
 def _transformers() -> Any:
-    """transformers' module of chat templates, loaded without the rest of its package (0.8 s, 40 MB).
+    """Load transformers' chat template module without the rest of its package (0.8 s, 40 MB).
 
-    The file is transformers' own; modules that it needs for other things than rendering are replaced by stubs. Where
-    those do not suffice, the whole package is imported.
+    The file is transformers' own; modules that it needs for purposes other than rendering are replaced by stubs. If the
+    stubs do not suffice, the whole package is imported.
     """
     name = "transformers.utils.chat_template_utils"
     if name in sys.modules:
         return sys.modules[name]
-    spec = importlib.util.find_spec("transformers")  # finds it without running it
+    spec = importlib.util.find_spec("transformers")  # does not run the package
     places = spec.submodule_search_locations if spec is not None else None
     assert places, "the package depends on it"
     root = places[0]
@@ -140,7 +140,7 @@ def _transformers() -> Any:
             is_torch_available=no,
             is_vision_available=no,
         )
-        if "numpy" not in sys.modules:  # what comes as JSON has none of its scalars
+        if "numpy" not in sys.modules:  # values from JSON include no NumPy scalars
             _stand_in("numpy", generic=type("generic", (), {}))
         return importlib.import_module(name)
     except Exception:
@@ -162,7 +162,7 @@ def _stand_in(name: str, **attributes: Any) -> None:
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    os.closerange(3, 4096)  # what whoever started us had not marked as its own
+    os.closerange(3, 4096)  # descriptors that the parent did not mark as close-on-exec
     sys.path[:] = json.loads(sys.argv[1])
     _give_up_rights()
     while head := _read(HEAD.size):
@@ -177,7 +177,7 @@ def main() -> None:
 
 
 def _answer(request: bytes) -> tuple[bytes, bool]:
-    """The answer, and whether this process can take more work."""
+    """Do the work; return the answer, and whether this process can take more work."""
     try:
         asked = json.loads(request)
         value = WORK[asked.pop("work")](**asked)
@@ -188,7 +188,7 @@ def _answer(request: bytes) -> tuple[bytes, bool]:
         return _framed(b"m", b""), False
     except TooLong:
         return _framed(b"o", b""), False
-    except BaseException as error:  # a template may raise anything; what it raised may not even have a text
+    except BaseException as error:  # a template may raise anything, even an exception whose str() fails
         try:
             raised = {
                 "kind": type(error).__name__,
@@ -201,16 +201,16 @@ def _answer(request: bytes) -> tuple[bytes, bool]:
 
 
 def _limit(seconds: float, memory: int) -> None:
-    """Set the limits of this request. SIGPROF kills by default, also inside a single call into C."""
+    """Set the limits of this request. SIGPROF kills the process by default, even during a single call into C."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
-    with contextlib.suppress(OSError, ValueError):  # a system without: time and output are limited all the same
+    with contextlib.suppress(OSError, ValueError):  # on a system without /proc, time and output are still limited
         with open("/proc/self/statm") as file:
             used = int(file.read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + memory, resource.RLIM_INFINITY))
 
 
 def _give_up_rights() -> None:
-    """Give up writing files and starting processes, should a template ever escape from Jinja's sandbox."""
+    """Give up the rights to write files and start processes, in case a template escapes from Jinja's sandbox."""
     for name, most in (("RLIMIT_CORE", 0), ("RLIMIT_FSIZE", 0), ("RLIMIT_NPROC", 0), ("RLIMIT_NOFILE", 64)):
         with contextlib.suppress(AttributeError, OSError, ValueError):
             resource.setrlimit(getattr(resource, name), (most, most))
@@ -221,7 +221,7 @@ def _framed(kind: bytes, data: bytes) -> bytes:
 
 
 def _read(size: int) -> bytes:
-    """Exactly ``size`` bytes; b"" at the end."""
+    """Read exactly ``size`` bytes; return b"" at the end of the input."""
     parts = []
     while size:
         part = os.read(0, min(size, 1 << 20))

@@ -1,4 +1,4 @@
-"""Limits of confined work, and the ways in which it fails."""
+"""Limits of confined work, and the exceptions for the ways in which it fails."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ MAX_TEMPLATE = MIB  # characters of a chat template; the longest known have 30,0
 
 
 class Limits(Struct, frozen=True, kw_only=True):
-    """Bounds of one piece of work.
+    """Limits of one piece of work.
 
-    ``seconds`` are of processor time, so that a busy machine causes no refusal; ``memory`` is in bytes beyond what the
-    process had; ``output`` is in characters. After ``patience`` seconds of wall time the process is killed in any case.
+    ``seconds`` is processor time, so that a busy machine causes no refusal; ``memory`` is in bytes beyond what the
+    process had before; ``output`` is in characters. After ``patience`` seconds of elapsed time, the process is killed
+    in any case.
     """
 
     seconds: float
@@ -21,14 +22,14 @@ class Limits(Struct, frozen=True, kw_only=True):
     patience: float = 120.0
 
 
-CHECK = Limits(seconds=60.0, memory=4096 * MIB, output=MIB)  # of a tokenizer or an adapter, when it is logged or loaded
+CHECK = Limits(seconds=60.0, memory=4096 * MIB, output=MIB)  # to check a tokenizer or adapter that is logged or loaded
 
 
 def render_limits(size: int, context: int | None) -> Limits:
-    """Limits of one rendering, for a request of ``size`` bytes and a model with a context of ``context`` tokens.
+    """Return the limits for rendering a request of ``size`` bytes, for a model with a context of ``context`` tokens.
 
     All three grow with the request, so that only a template can exceed them. The output has room for the whole context,
-    at more characters a token than the text of any language has.
+    with more characters per token than text in any language has.
     """
     return Limits(
         seconds=2.0 + size / MIB,
@@ -42,7 +43,7 @@ class Exceeded(Exception):
 
 
 class Refused(Exception):
-    """The work itself raised: ``kind`` is the exception's class, ``line`` that of a template's syntax error."""
+    """The work itself raised an exception of class ``kind``; ``line`` is the line of a template's syntax error."""
 
     def __init__(self, kind: str, message: str, line: int | None = None) -> None:
         super().__init__(message)
@@ -55,7 +56,7 @@ class Refused(Exception):
 
 
 class Ended(Exception):
-    """The process ended during the work: it crashed, or was killed by another program; the text names the signal."""
+    """The process ended during the work, usually because another program killed it; the text names the signal."""
 
 
 class NoProcess(Exception):

@@ -1,8 +1,8 @@
 """A pool of confined processes, started on demand and shared by all models of this process.
 
-Its semaphore is a pipe with a byte for each free place: a thread or, with ``use_wait``, a greenlet waits for it as for
-any other descriptor, without a lock. Each model has places of its own (``Share``), so that slow templates of one keep
-no other waiting.
+Its semaphore is a pipe with one byte for each free place: a thread or, with ``use_wait``, a greenlet waits for it as
+for any other descriptor, without a lock. Each model has its own places (``Share``), so that slow templates of one model
+do not keep other models waiting.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Any
 from .limits import Ended, Limits, NoProcess, Refused
 from .process import Process, Wait
 
-PLACES = 4  # for work outside of any served model; as many idle processes are kept
+PLACES = 4  # for work that belongs to no served model; also the number of idle processes that are kept
 SHARE = 2  # places of one model
 WAIT = 30.0  # seconds for a free place
-_poll = select.poll  # the system's; where gevent was loaded before, ``use_wait`` replaces it
+_poll = select.poll  # the system's; if gevent was loaded before, ``use_wait`` replaces it
 
 
 def thread_wait(fd: int, writing: bool, seconds: float) -> bool:
-    """Block this thread until ``fd`` can be read (or written); False after ``seconds``."""
+    """Block this thread until ``fd`` can be read (or written); return False after ``seconds``."""
     poll = _poll()
     poll.register(fd, select.POLLOUT if writing else select.POLLIN)
     return bool(poll.poll(seconds * 1000))
@@ -35,21 +35,21 @@ _wait: Wait = thread_wait
 
 
 def use_wait(wait: Wait) -> None:
-    """Set how this process waits for a descriptor from now on."""
+    """Set the function with which this process waits for descriptors from now on."""
     global _wait
     _wait = wait
 
 
 class _Semaphore:
-    """A counting semaphore for threads and greenlets alike. A forked process begins with all places free."""
+    """A counting semaphore for threads and greenlets. In a forked process, all places are free at first."""
 
     def __init__(self, places: int) -> None:
         self._places = places
-        self._pipes: dict[int, tuple[int, int]] = {}  # by process
+        self._pipes: dict[int, tuple[int, int]] = {}  # by process id
 
     @contextlib.contextmanager
     def hold(self, until: float) -> Iterator[None]:
-        """Hold one place. Raises ``NoProcess`` where none is free before ``until`` (monotonic seconds)."""
+        """Hold one place. Raises ``NoProcess`` if none is free before ``until`` (monotonic seconds)."""
         reader, writer = self._open()
         while True:
             try:
@@ -63,7 +63,7 @@ class _Semaphore:
         try:
             yield
         finally:
-            if self._pipes.get(os.getpid()) == (reader, writer):  # else this is a fork's copy of a waiting frame
+            if self._pipes.get(os.getpid()) == (reader, writer):  # not in a forked copy of a frame that holds a place
                 os.write(writer, b".")
 
     def _open(self) -> tuple[int, int]:
@@ -74,7 +74,7 @@ class _Semaphore:
         made = os.pipe()
         os.set_blocking(made[0], False)
         os.write(made[1], b"." * self._places)
-        found = self._pipes.setdefault(mine, made)  # one step, also between threads
+        found = self._pipes.setdefault(mine, made)  # atomic, also between threads
         _close(made if found is not made else ())
         for other in self._pipes.keys() - {mine}:
             _close(self._pipes.pop(other, ()))
@@ -113,9 +113,10 @@ class Pool:
     def run(
         self, work: str, limits: Limits, *, source: str | None = None, share: Share | None = None, **asked: Any
     ) -> Any:
-        """The value of ``work`` (``child.WORK``). Raises ``Exceeded``, ``Refused``, ``Ended`` and ``NoProcess``.
+        """Do ``work`` (a name in ``child.WORK``) and return its value.
 
-        Work whose process was killed by another program (the kernel, out of memory) is tried once more.
+        Work whose process was killed by another program (the kernel, out of memory) is tried once more. Raises
+        ``Exceeded``, ``Refused``, ``Ended`` and ``NoProcess``.
         """
         until = time.monotonic() + WAIT
         with (self._places if share is None else share.places).hold(until):
@@ -125,7 +126,7 @@ class Pool:
                 return self._run({"work": work, **asked}, source, limits)
 
     def close(self) -> None:
-        """End the idle processes. The pool can still be used: it starts others."""
+        """End the idle processes. The pool can still be used: it starts new ones."""
         while self._idle:
             self._drop(self._idle.pop())
 
@@ -158,7 +159,8 @@ class Pool:
         process.close()
 
     def _forget(self) -> None:
-        """In a forked process: the pool is its parent's, and must not be kept alive by our copies of its sockets."""
+        """Drop the processes in a forked child: they are the parent's, and our copies of their pipes must not keep them
+        alive."""
         self._idle.clear()
         for process in self._all:
             process.close()

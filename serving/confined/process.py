@@ -1,4 +1,4 @@
-"""The parent's side of one confined process: started, given work, killed. For one thread or greenlet at a time."""
+"""The parent's side of one confined process: start it, give it work, kill it. For one thread or greenlet at a time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
-import posix  # what gevent replaces in ``os`` works on a worker's main thread alone
+import posix  # the functions that gevent replaces in ``os`` only work on a worker's main thread
 import signal
 import sys
 import time
@@ -18,21 +18,21 @@ from .child import ANSWER, HEAD
 from .limits import MIB, Ended, Exceeded, Limits, NoProcess, Refused
 
 Wait = Callable[[int, bool, float], bool]
-"""``wait(fd, writing, seconds)``: whether ``fd`` can be read (or written) within the time."""
+"""``wait(fd, writing, seconds)`` returns whether ``fd`` can be read (or written) within the time."""
 
 LARGE = 2 << 30
-MAX_SOURCES = 64  # templates that one process knows; then it has served its time
+MAX_SOURCES = 64  # templates that one process may know before it is replaced
 CHUNK = 1 << 18
 CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGSYS)
-# What rendering depends on (the time zone), and what an interpreter needs to start; no keys and no tokens.
+# variables that rendering depends on (the time zone) or that an interpreter needs to start; no keys and no tokens
 ENVIRONMENT = ("PATH", "LANG", "LANGUAGE", "TZ", "TZDIR", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT", "HOME")
 
 
 class Process:
-    """A confined process and the pipes to it. Raises ``NoProcess`` where none can be started."""
+    """A confined process and the pipes to it. Raises ``NoProcess`` if it cannot be started."""
 
     def __init__(self) -> None:
-        # pipes, not sockets: gevent has sockets of its own, which belong to the thread that makes them
+        # pipes, not sockets: gevent replaces sockets by its own, which belong to the thread that makes them
         asks, self._writer = os.pipe()
         self._reader, answers = os.pipe()
         try:
@@ -46,7 +46,7 @@ class Process:
             os.close(answers)
         os.set_blocking(self._reader, False)
         os.set_blocking(self._writer, False)
-        # a pid may be reused once another thread has waited for every child
+        # the pid may be reused if another thread waits for all children
         self._handle = os.pidfd_open(self.pid) if hasattr(os, "pidfd_open") else -1
         self.owner = os.getpid()
         self._known: set[str] = set()
@@ -54,13 +54,14 @@ class Process:
 
     @property
     def is_used_up(self) -> bool:
-        """Whether it should be replaced: it knows too many templates, or has had limits of gigabytes."""
+        """Whether it should be replaced: it knows too many templates, or its last memory limit was gigabytes."""
         return self._is_large or len(self._known) >= MAX_SOURCES
 
     def run(self, work: dict[str, Any], source: str | None, limits: Limits, wait: Wait) -> Any:
-        """The value of ``work``, which may refer to a template ``source``. Raises ``Exceeded``, ``Refused``, ``Ended``.
+        """Do ``work``, which may use a template ``source``, and return its value.
 
-        After any other exception than ``Refused`` the process has ended, or must: ``close`` it.
+        Raises ``Exceeded``, ``Refused``, ``Ended``. After any exception other than ``Refused``, the process has ended
+        or is unusable: ``close`` it.
         """
         if source is not None:
             key = hashlib.sha256(source.encode(errors="surrogatepass")).hexdigest()
@@ -84,7 +85,7 @@ class Process:
         """Kill the process and wait for its end. Call it once."""
         os.close(self._reader)
         os.close(self._writer)
-        if self.owner == os.getpid():  # else it is of the process that this one was forked from
+        if self.owner == os.getpid():  # otherwise it belongs to the process that this one was forked from
             with contextlib.suppress(ProcessLookupError, ChildProcessError):
                 if self._handle >= 0:
                     signal.pidfd_send_signal(self._handle, signal.SIGKILL)
@@ -95,7 +96,7 @@ class Process:
             os.close(self._handle)
 
     def _end(self, limits: Limits, elapsed: float) -> Exception:
-        """Why it ended. Where another thread has waited for every child, its age decides."""
+        """Return why the process ended. If another thread has already waited for it, the elapsed time decides."""
         try:
             died = _signal(os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT))
         except ChildProcessError:
@@ -135,7 +136,7 @@ def _await(fd: int, writing: bool, until: float, wait: Wait) -> None:
 
 
 def _signal(ended: Any) -> int | None:
-    """The signal that killed a process, None where it exited."""
+    """Return the signal that killed a process, or None if it exited."""
     return ended.si_status if ended.si_code in (os.CLD_KILLED, os.CLD_DUMPED) else None
 
 
@@ -154,7 +155,7 @@ def _spawn(asks: int, answers: int) -> int:
             (os.POSIX_SPAWN_OPEN, 2, os.devnull, os.O_WRONLY, 0),
         ],
         setsigmask=[],
-        setpgroup=0,  # a terminal's Ctrl-C is not for it
+        setpgroup=0,  # so that a terminal's Ctrl-C does not reach it
     )
 
 
@@ -178,6 +179,7 @@ def _too_long(limits: Limits) -> str:
 
 
 def _placeholder(value: Any) -> Any:
-    """A value that is no JSON, as transformers shows it to a template."""
-    item = getattr(value, "item", None)  # NumPy's scalars
+    """Return a replacement for a value that JSON cannot hold, in the form in which transformers shows it to a
+    template."""
+    item = getattr(value, "item", None)  # for NumPy scalars
     return item() if callable(item) and getattr(value, "shape", None) == () else f"<{type(value).__name__}>"
