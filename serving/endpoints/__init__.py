@@ -1,1 +1,1 @@
-"""Endpoints as the management API has them: what is asked for, kept in the store, and shown."""
+"""Endpoints of the management API: how they are requested, stored and shown."""

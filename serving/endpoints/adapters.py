@@ -1,6 +1,6 @@
-"""Adapters that are loaded into an endpoint while it is served: rows beside the endpoint's, which outlive the server.
+"""Adapters that are loaded into an endpoint while it is served: rows in the store, which outlive the server.
 
-Workers write them, the controller process makes its engines have them (``supervision.adapter_sync``).
+Workers write the rows; the controller process makes its engines load the adapters (``supervision.adapter_sync``).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from .rows import find_row
 
 
 class DynamicAdapter(Struct, frozen=True, kw_only=True):
-    """``uri`` is what was asked for, ``path`` the directory in peft's layout. Each load is a ``revision`` of its
-    own. ``pinned``: engines never evict it."""
+    """A loaded adapter. ``uri`` is what was asked for, ``path`` the directory in peft's layout. Each load has its own
+    ``revision``. Engines never evict a ``pinned`` adapter."""
 
     name: str
     uri: str
@@ -30,14 +30,15 @@ class DynamicAdapter(Struct, frozen=True, kw_only=True):
 
 
 class EndpointAdapters:
-    """Methods that take an ``endpoint`` raise ``NotFound`` for an unknown one. ``clock`` gives Unix seconds,
-    ``changed()`` is called after each change."""
+    """The dynamic adapters of all endpoints. Methods that take an ``endpoint`` raise ``NotFound`` if it is unknown.
+
+    ``clock`` returns Unix seconds; ``changed()`` is called after each change."""
 
     def __init__(self, store: Store, clock: Callable[[], float], changed: Callable[[], None] = lambda: None) -> None:
         self._store, self._clock, self._changed = store, clock, changed
 
     def all(self) -> dict[str, tuple[DynamicAdapter, ...]]:
-        """By endpoint; cheap enough to be asked many times a second."""
+        """Return the adapters by endpoint; cheap enough to call many times a second."""
         query = sa.select(endpoint_adapters).order_by(endpoint_adapters.c.name, endpoint_adapters.c.adapter)
         found: dict[str, tuple[DynamicAdapter, ...]] = {}
         for row in self._store.read(lambda connection: connection.execute(query).all()):
@@ -55,8 +56,10 @@ class EndpointAdapters:
         pinned: bool = False,
         by: Actor | None = None,
     ) -> tuple[DynamicAdapter, DynamicAdapter | None]:
-        """The new adapter and the one that it replaces. Raises ``RequestError`` where there is one and ``replace`` is
-        not asked for, in vLLM's words."""
+        """Add an adapter; return it and the one that it replaces.
+
+        Raises ``RequestError``, with vLLM's message, if there is one of this name and ``replace`` is False.
+        """
         new = DynamicAdapter(name=name, uri=uri, path=path, revision=secrets.token_hex(16), pinned=pinned)
 
         def work(connection: sa.Connection) -> DynamicAdapter | None:
@@ -79,7 +82,7 @@ class EndpointAdapters:
         return new, replaced
 
     def take_back(self, endpoint: str, new: DynamicAdapter, old: DynamicAdapter | None) -> None:
-        """``new``, which no engine takes, was never there, unless another one is in its place by now."""
+        """Undo the addition of ``new``, which the engines refuse, unless another one has replaced it by now."""
 
         def work(connection: sa.Connection) -> None:
             now = _find(connection, endpoint, new.name)
@@ -93,7 +96,7 @@ class EndpointAdapters:
         self._changed()
 
     def remove(self, endpoint: str, name: str, *, by: Actor | None = None) -> None:
-        """Raises ``NotFound`` in vLLM's words."""
+        """Remove an adapter. Raises ``NotFound`` with vLLM's message."""
 
         def work(connection: sa.Connection) -> None:
             find_row(connection, endpoint)

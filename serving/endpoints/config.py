@@ -16,11 +16,11 @@ from ..settings import EngineSettings, PrefixSharing
 class ModelSource(Struct, frozen=True, kw_only=True):
     """The model behind a served entity, as it was found when the endpoint's configuration was accepted.
 
-    ``uri`` names a version even where an alias was asked for, so that a configuration never changes by itself.
+    ``uri`` names a version even if an alias was asked for, so that a configuration never changes by itself.
 
-    ``defaults`` are request fields for requests that lack them. ``core`` replaces the engine's own class.
-    ``addresses`` (``tcp://host:port``) are engines that other hosts keep, with the key in ``key_file``: a replica
-    each, and none is started here.
+    ``defaults`` are values for request fields that a request lacks. ``core`` replaces the engine's own class.
+    ``addresses`` (``tcp://host:port``) are engines that run on other hosts, with the key in ``key_file``: each is one
+    replica, and none is started here.
     """
 
     uri: str
@@ -33,12 +33,12 @@ class ModelSource(Struct, frozen=True, kw_only=True):
 
 
 class EntityConfig(Struct, frozen=True, kw_only=True):
-    """A served entity as it was asked for: a registry model and version (or ``@alias``), or a URI or directory, which
+    """A served entity as it was asked for: a registered model and version (or ``@alias``), or a URI or directory, which
     has no version.
 
-    With ``max_provisioned_throughput`` it is provisioned, tokens/s. ``engine_settings`` replace those saved with the
-    model, ``defaults`` (request fields) stand over its own. ``source`` is the model that was found; it is stored, and
-    of it only the request defaults that hold are shown.
+    With ``max_provisioned_throughput`` (tokens/s), it is provisioned. ``engine_settings`` replace those saved with the
+    model; ``defaults`` (request fields) override the model's own. ``source`` is the model that was found; it is stored,
+    but only its effective request defaults are shown.
     """
 
     name: str
@@ -59,7 +59,7 @@ class EntityConfig(Struct, frozen=True, kw_only=True):
 
     @property
     def uri(self) -> str:
-        """What MLflow fetches the model by."""
+        """The URI by which MLflow fetches the model."""
         if not self.entity_version:
             return self.entity_name
         return by_version(self.entity_name, self.entity_version).uri
@@ -84,9 +84,11 @@ class Route(Struct, frozen=True, kw_only=True):
 
 
 class EndpointConfig(Struct, frozen=True, kw_only=True):
-    """``sticky``: a caller with an API key stays with the served entity that the key falls to. ``profile`` names the
-    defaults and limits of its requests, ``prefix_sharing`` says who reuses whose prompt prefixes; None is the server's,
-    as it is of settings of ``dialects``.
+    """The configuration of an endpoint.
+
+    With ``sticky``, all requests of an API key go to the served entity that the key is assigned to. ``profile`` names
+    the defaults and limits of requests; ``prefix_sharing`` says who reuses whose prompt prefixes. For both, and for the
+    settings of ``dialects``, None means the server's value.
     """
 
     served_entities: tuple[EntityConfig, ...]
@@ -98,7 +100,8 @@ class EndpointConfig(Struct, frozen=True, kw_only=True):
 
 
 def config_to_wire(config: EndpointConfig) -> dict[str, Any]:
-    """As the API returns it: both spellings of entities, both names in a route (clients read either)."""
+    """Return the configuration in the API's form, with both spellings of entities and both names in a route, since
+    clients read either."""
     entities = [
         {
             key: value

@@ -1,5 +1,6 @@
-"""The configuration of an endpoint as the Databricks management API sends it: the shape of the body, read by readers
-that have their JSON schemas, and then what its fields say of each other."""
+"""Read the configuration of an endpoint in the form of the Databricks management API.
+
+Readers that carry their JSON schemas check the shape of the body; then the fields are checked against each other."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ _VERSION = text(re.compile(f"{VERSION.pattern}|"), _VERSION_ALLOWED)
 
 @reader(**any_of(_VERSION.schema, _NUMBER.schema))
 def _version(value: Any, path: str) -> str:
-    """A number or an alias; empty for a URI, which has none."""
+    """Read a version number or an alias; empty for a URI, which has neither."""
     if isinstance(value, str):
         return _VERSION(value, path)
     try:
@@ -56,7 +57,7 @@ def _engine_schema() -> dict[str, Any]:
 
 @reader(**_engine_schema())
 def _engine_settings(value: Any, path: str) -> dict[str, Any]:
-    """Settings of the engine that replace those saved with the model."""
+    """Read the engine settings that replace those saved with the model."""
     if not isinstance(value, dict):
         raise InvalidField(path, value, "an object")
     if value.get("trust_remote_code"):
@@ -79,7 +80,7 @@ _ENTITY = {
     "engine_settings": Entry(_engine_settings, "Settings that replace those saved with the model"),
     "defaults": Entry(obj, "Request fields for requests that lack them, over the model's own; null takes one away"),
 }
-# what older clients call the same
+# the older names of fields, which older clients use
 OLDER = {"served_entities": "served_models", "entity_name": "model_name", "entity_version": "model_version"}
 _NEWER = {older: newer for newer, older in OLDER.items()}
 
@@ -128,10 +129,10 @@ OLD_SHAPE = record(served_models=_entities(OLDER), **_COMMON)
 
 @reader(**any_of(NEW_SHAPE.schema, OLD_SHAPE.schema))
 def config_body(value: Any, path: str) -> EndpointConfig:
-    """``{"served_entities": […], "traffic_config": {"routes": […]}}`` to a config.
+    """Read ``{"served_entities": […], "traffic_config": {"routes": […]}}`` into a config.
 
-    ``served_models`` (``model_name``, ``model_version``) is the older spelling and read the same. Without routes
-    a single entity gets all traffic.
+    ``served_models`` (``model_name``, ``model_version``) is the older spelling and is read the same way. Without
+    routes, a single entity gets all traffic.
     """
     older = _is_older(value)
     found = (OLD_SHAPE if older else NEW_SHAPE)(value, path)
@@ -142,8 +143,10 @@ def config_body(value: Any, path: str) -> EndpointConfig:
 
 @contextmanager
 def as_written(body: Any, parent: str) -> Iterator[None]:
-    """Errors inside, in the newer spelling, name their field as ``body`` spells it; it stands at ``parent`` of the
-    request."""
+    """Rename the fields in errors raised inside from the newer spelling to the one that ``body`` uses.
+
+    ``parent`` is the path of ``body`` in the request.
+    """
     try:
         yield
     except InvalidField as error:

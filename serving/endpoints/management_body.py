@@ -1,4 +1,4 @@
-"""The bodies of the Databricks management API: create an endpoint, change its tags and its calls a minute."""
+"""Request bodies of the Databricks management API: create an endpoint, change its tags and its rate limits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _short(least: int, most: int) -> Reader[str]:
     def read(value: Any, path: str) -> str:
         if not isinstance(value, str) or not least <= len(value) <= most:
             raise InvalidField(path, value, allowed)
-        if "\0" in value:  # PostgreSQL keeps none
+        if "\0" in value:  # PostgreSQL stores no NUL
             raise InvalidField(path, value, f"{allowed} without NUL")
         return string(value, path)
 
@@ -31,7 +31,7 @@ _TAGS = list_of(
 
 @reader(**_TAGS.schema)
 def tags(value: Any, path: str) -> dict[str, str]:
-    """``[{"key": …, "value": …}]``; a missing value is empty."""
+    """Read ``[{"key": …, "value": …}]``; a missing value becomes ""."""
     return {tag["key"]: tag.get("value", "") for tag in _TAGS(value, path)}
 
 
@@ -45,7 +45,7 @@ _RATE_LIMITS = list_of(_CALLS, "a list of limits")
 
 @reader(**_RATE_LIMITS.schema)
 def rate_limits(value: Any, path: str) -> dict[tuple[str, str], int]:
-    """``[{"calls": 100, "key": "endpoint", "renewal_period": "minute"}]`` to {(scope, kind): value}."""
+    """Read ``[{"calls": 100, "key": "endpoint", "renewal_period": "minute"}]`` into {(scope, kind): value}."""
     found: dict[tuple[str, str], int] = {}
     for place, limit in enumerate(_RATE_LIMITS(value, path)):
         scope = limit.get("key", "endpoint")

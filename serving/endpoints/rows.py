@@ -17,7 +17,7 @@ from .config import EndpointConfig, EntityConfig
 
 
 def find_row(connection: sa.Connection, name: str) -> sa.Row:
-    """The endpoint's row, locked where the transaction may write. Raises ``NotFound``."""
+    """Return the endpoint's row, locked if the transaction may write. Raises ``NotFound``."""
     query = sa.select(endpoints).where(endpoints.c.name == name)
     if not connection.get_execution_options().get("mlflow_llm_read", False):
         query = query.with_for_update()
@@ -28,13 +28,13 @@ def find_row(connection: sa.Connection, name: str) -> sa.Row:
 
 
 def must_be_new(connection: sa.Connection, name: str) -> None:
-    """Raises ``AlreadyExists``."""
+    """Raise ``AlreadyExists`` if there is an endpoint ``name``."""
     if connection.execute(sa.select(endpoints.c.name).where(endpoints.c.name == name)).first() is not None:
         raise AlreadyExists(f"there is an endpoint {name!r} already")
 
 
 def tasks_of(entity: EntityConfig) -> tuple[Task, ...]:
-    """The tasks of a served entity whose model was found."""
+    """Return the tasks of a served entity whose model was found."""
     return tuple(sorted(entity.model.bundle.tasks))
 
 
@@ -48,20 +48,20 @@ def insert_endpoint(
     by: Actor | None,
     description: str = "",
 ) -> None:
-    """A new endpoint whose first config is pending. Raises ``AlreadyExists``."""
+    """Insert a new endpoint whose first config is pending. Raises ``AlreadyExists``."""
     row: dict[str, str | None] = {"name": name, "id": secrets.token_hex(16), "description": description}
     row |= {"creator": by.name if by else "", "tenant": by.tenant if by else None}
     row |= {"tasks": " ".join(tasks_of(config.served_entities[0])), "message": ""}
     row |= {"ready": "NOT_READY", "config_update": "IN_PROGRESS"}
     new = store.insert(endpoints).values(**row, created_ms=now_ms, updated_ms=now_ms, pending_version=1, last_version=1)
-    counted = {"preserve_rowcount": True}  # psycopg's is -1 for an INSERT otherwise
+    counted = {"preserve_rowcount": True}  # otherwise psycopg's rowcount is -1 for an INSERT
     if connection.execute(new.on_conflict_do_nothing(), execution_options=counted).rowcount != 1:
         raise AlreadyExists(f"there is an endpoint {name!r} already")
     _add_config(connection, name, 1, config, now_ms)
 
 
 def begin_update(connection: sa.Connection, row: sa.Row, config: EndpointConfig, now_ms: int) -> int:
-    """``config`` as the pending one of the endpoint ``row``: its version."""
+    """Make ``config`` the pending config of the endpoint ``row``, and return its version."""
     version: int = row.last_version + 1
     _add_config(connection, row.name, version, config, now_ms)
     values = {"config_update": "IN_PROGRESS", "message": "", "pending_version": version, "last_version": version}
@@ -76,14 +76,14 @@ def _add_config(connection: sa.Connection, name: str, version: int, config: Endp
 
 
 def change_endpoint(connection: sa.Connection, name: str, now_ms: int | None, **values: Any) -> None:
-    """``now_ms`` is the time of a change that a person made; None for what happens by itself."""
+    """Change an endpoint's row. ``now_ms`` is the time of a user's change; None for changes by the system."""
     if now_ms is not None:
         values["updated_ms"] = now_ms
     connection.execute(sa.update(endpoints).where(endpoints.c.name == name).values(**values))
 
 
 def delete_endpoint(connection: sa.Connection, name: str) -> None:
-    """With its configs, tags, limits and what was counted towards them."""
+    """Delete an endpoint with its configs, tags, limits and the windows counted towards them."""
     for table in (limits, windows):
         connection.execute(sa.delete(table).where(table.c.scope == "endpoint", table.c.subject == name))
     connection.execute(sa.delete(limits).where(limits.c.scope == "user", limits.c.subject == name))
@@ -97,7 +97,7 @@ def decode_config(text: str) -> EndpointConfig:
 
 
 def stored_config(connection: sa.Connection, name: str, version: int) -> tuple[EndpointConfig, tuple[Task, ...]]:
-    """A config that is there, and the tasks of its entities."""
+    """Return an existing config and the tasks of its entities."""
     table = endpoint_configs.c
     query = sa.select(table.config, table.tasks).where(table.name == name, table.version == version)
     text, tasks = connection.execute(query).one()
@@ -105,7 +105,7 @@ def stored_config(connection: sa.Connection, name: str, version: int) -> tuple[E
 
 
 def set_outcome(connection: sa.Connection, name: str, version: int, outcome: str) -> None:
-    """Note how the config ``version`` ended: "active" or "failed"."""
+    """Record the outcome of the config ``version``: "active" or "failed"."""
     table = endpoint_configs.c
     this = sa.and_(table.name == name, table.version == version)
     connection.execute(sa.update(endpoint_configs).where(this).values(outcome=outcome))
@@ -121,8 +121,10 @@ def set_tags(connection: sa.Connection, name: str, added: dict[str, str], delete
 
 
 def set_rates(connection: sa.Connection, name: str, rates: dict[tuple[str, str], int]) -> None:
-    """Replace the calls a minute of the endpoint and of its users. Windows stay: they are rebuilt from the ledger when
-    they are missing, and are right when they are not."""
+    """Replace the limits on calls per minute of the endpoint and of its users.
+
+    The windows stay: existing ones are correct, and missing ones are rebuilt from the ledger.
+    """
     of_calls = sa.and_(limits.c.subject == name, limits.c.kind == "qpm", limits.c.scope.in_(("endpoint", "user")))
     connection.execute(sa.delete(limits).where(of_calls))
     if rates:

@@ -1,4 +1,4 @@
-"""Endpoints behind the Databricks management API: one row each in the metering store, changed in transactions.
+"""The endpoints of the Databricks management API: one row each in the metering store, changed in transactions.
 
 ::
 
@@ -7,9 +7,9 @@
                          │                      └─ mark_failed ─► UPDATE_FAILED             the old one stays active
                          └──── mark_ready ◄── IN_PROGRESS ◄── update ──┘
 
-``ready`` is READY while an active config is being served. The reconciler watches ``states``, warms the pending
-entities up and then calls ``mark_ready`` or ``mark_failed`` with the config's version: a report on another version than
-the pending one is stale and changes nothing.
+``ready`` is READY while an active config is being served. The reconciler watches ``states``, warms up the pending
+entities and then calls ``mark_ready`` or ``mark_failed`` with the config's version. A report about a version that is
+not the pending one is stale and changes nothing.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from .views import endpoint_in_brief, endpoint_to_wire, rate_limits_to_wire, tag
 
 
 class EndpointState(Struct, frozen=True, kw_only=True):
-    """Where an endpoint stands, without its configs. ``id`` differs from that of an earlier endpoint of the same
+    """The state of an endpoint, without its configs. ``id`` differs from that of an earlier endpoint with the same
     name."""
 
     name: str
@@ -60,12 +60,11 @@ class EndpointState(Struct, frozen=True, kw_only=True):
 
 
 class EndpointStore:
-    """The endpoints of a store, as the management API changes and shows them. ``locate(entities)`` finds the models of
-    served entities, and raises ``NotFound``, ``InvalidField``. ``changed()`` is called after a change of what is to be
-    served.
+    """The endpoints of a store, as the management API changes and shows them.
 
-    It may take seconds and is called outside transactions. Methods that take a ``name`` raise ``NotFound`` for an
-    unknown one.
+    ``locate(entities)`` finds the models of served entities and raises ``NotFound``, ``InvalidField``. It may take
+    seconds and is called outside transactions. ``changed()`` is called after a change of what is served. Methods that
+    take a ``name`` raise ``NotFound`` if it is unknown.
     """
 
     def __init__(
@@ -83,10 +82,10 @@ class EndpointStore:
         self.adapters = EndpointAdapters(store, clock, changed)
 
     def create(self, body: dict[str, Any], *, by: Actor | None = None) -> dict[str, Any]:
-        """``POST /api/2.0/serving-endpoints``. Raises ``AlreadyExists``, ``InvalidField``."""
+        """Create an endpoint (``POST /api/2.0/serving-endpoints``). Raises ``AlreadyExists``, ``InvalidField``."""
         given = NEW_ENDPOINT(body, "")
         name = given["name"]
-        self._store.read(lambda connection: must_be_new(connection, name))  # before the work of looking models up
+        self._store.read(lambda connection: must_be_new(connection, name))  # before models are looked up
         config = self._located(given["config"], body["config"], "config")
 
         def work(connection: sa.Connection) -> None:
@@ -102,13 +101,13 @@ class EndpointStore:
         return self.get(name)
 
     def get(self, name: str, caller: Caller = ANONYMOUS) -> dict[str, Any]:
-        """As ``caller`` may see it; what it may not see is not there. Raises ``NotFound``."""
+        """Return an endpoint as ``caller`` may see it. Raises ``NotFound``, also if the caller may not see it."""
         if not caller.may_see(name):
             raise NotFound(f"there is no endpoint {name!r}")
         return self._store.read(lambda connection: self._view(connection, find_row(connection, name), caller))
 
     def list(self, caller: Caller = ANONYMOUS) -> dict[str, Any]:
-        """``{"endpoints": […]}`` by name, those that ``caller`` may see."""
+        """Return ``{"endpoints": […]}``, sorted by name, with those that ``caller`` may see."""
 
         def work(connection: sa.Connection) -> dict[str, Any]:
             rows = connection.execute(sa.select(endpoints).order_by(endpoints.c.name)).all()
@@ -117,7 +116,7 @@ class EndpointStore:
         return self._store.read(work)
 
     def delete(self, name: str, *, by: Actor | None = None) -> None:
-        """The endpoint, its configs, tags and limits go; its ledger rows stay."""
+        """Delete an endpoint with its configs, tags and limits; its ledger rows stay."""
 
         def work(connection: sa.Connection) -> None:
             self._store.lock_ledger(connection)
@@ -129,7 +128,7 @@ class EndpointStore:
         self._changed()
 
     def update_config(self, name: str, body: dict[str, Any], *, by: Actor | None = None) -> dict[str, Any]:
-        """``PUT …/{name}/config``. Raises ``Conflict`` while an update runs, ``InvalidField``."""
+        """Begin an update (``PUT …/{name}/config``). Raises ``Conflict`` while another one runs, ``InvalidField``."""
         config = config_body(body, "")
         if body.get("name") not in (None, name):
             raise InvalidField("name", body["name"], f"{name!r}: an endpoint keeps its name")
@@ -152,9 +151,9 @@ class EndpointStore:
         return version
 
     def declare(self, name: str, config: EndpointConfig, *, by: Actor | None = None) -> int:
-        """Make ``name`` serve ``config``, whose sources are known: the version that has it or is to have it.
+        """Make ``name`` serve ``config``, whose sources are known, and return the version of that config.
 
-        For the reconciler: an update that is in progress is replaced.
+        This is for the reconciler; it replaces an update that is in progress.
         """
 
         def work(connection: sa.Connection) -> int:
@@ -172,7 +171,7 @@ class EndpointStore:
         return self._store.write(work)
 
     def put_rate_limits(self, name: str, body: dict[str, Any], *, by: Actor | None = None) -> dict[str, Any]:
-        """``PUT …/{name}/rate-limits``: replaces the calls a minute of the endpoint and of each of its users."""
+        """Replace the calls per minute of the endpoint and of each of its users (``PUT …/{name}/rate-limits``)."""
         rates = NEW_RATE_LIMITS(body, "").get("rate_limits", {})
 
         def work(connection: sa.Connection) -> dict[str, Any]:
@@ -186,7 +185,7 @@ class EndpointStore:
         return self._store.write(work)
 
     def patch_tags(self, name: str, body: dict[str, Any], *, by: Actor | None = None) -> dict[str, Any]:
-        """``PATCH …/{name}/tags`` with ``add_tags`` and ``delete_tags``; the tags as they are then."""
+        """Apply ``add_tags`` and ``delete_tags`` (``PATCH …/{name}/tags``) and return the resulting tags."""
         change = TAG_CHANGES(body, "")
 
         def work(connection: sa.Connection) -> dict[str, Any]:
@@ -201,14 +200,14 @@ class EndpointStore:
         return self._store.write(work)
 
     def states(self) -> tuple[EndpointState, ...]:
-        """Every endpoint, by name; cheap enough to be asked many times a second."""
+        """Return the state of every endpoint, sorted by name; cheap enough to call many times a second."""
         fields = [field for field in EndpointState.__struct_fields__ if field != "ready"]
         query = sa.select(*(endpoints.c[field] for field in fields), endpoints.c.ready).order_by(endpoints.c.name)
         found = self._store.read(lambda connection: connection.execute(query).mappings().all())
         return tuple(EndpointState(**{**row, "ready": row["ready"] == "READY"}) for row in found)
 
     def config(self, name: str, version: int) -> EndpointConfig:
-        """The stored config ``version``, which never changes."""
+        """Return the stored config ``version``, which never changes."""
 
         def work(connection: sa.Connection) -> EndpointConfig:
             find_row(connection, name)
@@ -217,7 +216,7 @@ class EndpointStore:
         return self._store.read(work)
 
     def mark_ready(self, name: str, version: int) -> bool:
-        """``version`` is served now. False where it is not the pending one (nothing changes)."""
+        """Record that ``version`` is served now. Return False, and change nothing, if it is not the pending one."""
 
         def work(connection: sa.Connection) -> bool:
             row = find_row(connection, name)
@@ -232,7 +231,10 @@ class EndpointStore:
         return self._store.write(work)
 
     def mark_failed(self, name: str, version: int, message: str) -> bool:
-        """``version`` cannot be served: the endpoint stays on its active config. False where it is not pending."""
+        """Record that ``version`` cannot be served; the endpoint stays on its active config.
+
+        Return False, and change nothing, if it is not the pending version.
+        """
 
         def work(connection: sa.Connection) -> bool:
             row = find_row(connection, name)
@@ -246,7 +248,7 @@ class EndpointStore:
         return self._store.write(work)
 
     def set_ready(self, name: str, ready: bool) -> None:
-        """Whether the active config is being served at the moment (an engine died; it is back)."""
+        """Record whether the active config is being served at the moment (an engine may die and come back)."""
 
         def work(connection: sa.Connection) -> None:
             row = find_row(connection, name)
@@ -257,8 +259,11 @@ class EndpointStore:
         self._store.write(work)
 
     def _located(self, config: EndpointConfig, body: dict[str, Any], parent: str) -> EndpointConfig:
-        """``config`` with its models found, all of the same tasks; errors name its fields as ``body`` does, which
-        stands at ``parent`` of the request. Raises ``InvalidField``, ``NotFound``."""
+        """Return ``config`` with its models found; they must all have the same tasks.
+
+        Raises ``InvalidField``, ``NotFound``. Errors name fields in the spelling of ``body``, whose path in the request
+        is ``parent``.
+        """
         with as_written(body, parent):
             entities = config.served_entities
             found = tuple(
@@ -274,7 +279,8 @@ class EndpointStore:
         return endpoint_to_wire(connection, row, lambda version: stored_config(connection, row.name, version)[0])
 
     def _audited(self, connection: sa.Connection, row: sa.Row) -> dict[str, Any]:
-        """What the audit log keeps of an endpoint: what was asked for, not how far it is; ``config`` is the newest."""
+        """Return what the audit log keeps of an endpoint: what was asked for, without progress; ``config`` is the
+        newest."""
         version = row.active_version if row.pending_version is None else row.pending_version
         config = None if version is None else config_to_wire(stored_config(connection, row.name, version)[0])
         shown = {"description": row.description, "config": config, "tags": tags_to_wire(connection, row.name)}

@@ -1,4 +1,4 @@
-"""Endpoints as the Databricks management API returns them."""
+"""Endpoints in the form in which the Databricks management API returns them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TASK_NAMES = {task: f"llm/v1/{task}" for task in get_args(Task)}
 
 
 def endpoint_to_wire(connection: sa.Connection, row: sa.Row, config: Callable[[int], EndpointConfig]) -> dict[str, Any]:
-    """``row`` of the endpoints table; ``config(version)`` reads a stored one."""
+    """Return the full view of the endpoint ``row``; ``config(version)`` reads a stored config."""
     body: dict[str, Any] = {
         "name": row.name,
         "id": row.id,
@@ -27,7 +27,7 @@ def endpoint_to_wire(connection: sa.Connection, row: sa.Row, config: Callable[[i
         "state": {"ready": row.ready, "config_update": row.config_update},
         "tags": tags_to_wire(connection, row.name),
         "task": task_name(tuple(row.tasks.split())),
-        "permission_level": "CAN_MANAGE",  # others see it in brief
+        "permission_level": "CAN_MANAGE",  # other callers get the brief view
     }
     if row.active_version is not None:
         message = "" if row.ready == "READY" else row.message
@@ -43,7 +43,7 @@ def endpoint_to_wire(connection: sa.Connection, row: sa.Row, config: Callable[[i
 
 
 def endpoint_in_brief(row: sa.Row, caller: Caller) -> dict[str, Any]:
-    """An endpoint for callers that do not manage: without models, settings, limits, tags, reasons and people."""
+    """Return the view for callers that do not manage: without models, settings, limits, tags, messages and creator."""
     return {
         "name": row.name,
         "id": row.id,
@@ -64,19 +64,19 @@ def _config(config: EndpointConfig, version: int, ready: bool, message: str) -> 
 
 
 def task_name(tasks: tuple[str, ...]) -> str:
-    """One name for what may be several tasks: the first that the entities have of chat, completions, embeddings."""
+    """Return one name for possibly several tasks: the first of chat, completions, embeddings that the entities have."""
     return next(_TASK_NAMES[task] for task in _TASK_NAMES if task in tasks)
 
 
 def tags_to_wire(connection: sa.Connection, name: str) -> list[dict[str, str]]:
-    """The tags by key, as the API has them."""
+    """Return the tags, sorted by key, in the API's form."""
     table = endpoint_tags.c
     query = sa.select(table.key, table.value).where(table.name == name).order_by(table.key)
     return [{"key": key, "value": value} for key, value in connection.execute(query)]
 
 
 def rate_limits_to_wire(connection: sa.Connection, name: str) -> list[dict[str, Any]]:
-    """The calls a minute of the endpoint and of its users, as the API has them."""
+    """Return the limits on calls per minute of the endpoint and of its users, in the API's form."""
     of_calls = sa.and_(limits.c.subject == name, limits.c.kind == "qpm", limits.c.scope.in_(("endpoint", "user")))
     query = sa.select(limits.c.scope, limits.c.value).where(of_calls).order_by(limits.c.scope)
     return [{"calls": value, "key": scope, "renewal_period": "minute"} for scope, value in connection.execute(query)]
