@@ -1,6 +1,6 @@
 """A mode decides how a request is admitted and what it costs. Nothing below the mode lookup branches on a mode.
 
-A new mode is a class that offers ``Mode`` and is named in ``modes/__init__.py``; ours are the same.
+A new mode is a class that implements ``Mode`` and is exported by ``modes/__init__.py``, like the existing modes.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from ..request import ValidRequest
 
 
 class ModeProfile(Struct, frozen=True, kw_only=True):
-    """Which request fields a mode takes, as the Databricks API has it (``tasks.prepare`` refuses the others), and
-    whether it reserves capacity."""
+    """Which request fields a mode accepts, as in the Databricks API (``tasks.prepare`` refuses the others), and whether
+    it reserves capacity."""
 
     name: str
     accepts_n: bool
@@ -34,21 +34,21 @@ class Target(Struct, frozen=True, kw_only=True):
 
 
 class Mode(Protocol):
-    """How requests of a served entity are admitted and paid."""
+    """How requests of a served entity are admitted and paid for."""
 
     @property
     def profile(self) -> ModeProfile: ...
 
     def admit(self, valid: ValidRequest, caller: Caller, target: Target) -> Admission:
-        """Reserve what ``valid`` may use. Raises ``LimitExceeded``, ``Unavailable``."""
+        """Reserve the tokens that ``valid`` may use. Raises ``LimitExceeded``, ``Unavailable``."""
         ...
 
 
 class Admission:
     """The context manager around a request's run: ``with mode.admit(…) as admitted: engine.submit(admitted.request)``.
 
-    ``request`` is the ``ValidRequest`` as the engine gets it, ``provisioned`` where the mode says so. Leaving settles
-    (see ``Lease``).
+    ``request`` is the ``ValidRequest`` for the engine, marked ``provisioned`` if the mode decides so. Leaving the
+    context settles the lease (see ``Lease``).
     """
 
     def __init__(self, lease: Lease, request: ValidRequest) -> None:
@@ -93,7 +93,10 @@ class Admission:
 def reservation_of(
     valid: ValidRequest, caller: Caller, target: Target, mode: str, bucket: Bucket | None = None
 ) -> Reservation:
-    """What ``valid`` may use at most: each prompt once, ``max_tokens`` a sequence. Reserves are paid by time."""
+    """Return a reservation of the most that ``valid`` may use: each prompt once, and ``max_tokens`` per sequence.
+
+    With a ``bucket`` (reserved throughput), the tokens are not paid for, since the reserve is paid by time.
+    """
     return Reservation(
         request_id=valid.request_id,
         key_id=caller.key_id,

@@ -1,4 +1,4 @@
-"""Bills reserved time: each minute of each provisioned entity, as long as it is served."""
+"""Bill reserved time: each minute of each provisioned entity, as long as it is served."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ..metering.tables import api_keys, endpoints
 
 logger = logging.getLogger(__name__)
 
-AGAIN = 5.0  # seconds after which a store that did not answer is asked again
-BACKLOG = 100_000  # minutes kept for such a store
+AGAIN = 5.0  # seconds before another attempt when the store did not answer
+BACKLOG = 100_000  # the most minutes that are kept until the store answers
 
 
 class Minute(Struct, frozen=True):
-    """Minute number ``minute`` since the epoch of one served entity."""
+    """One minute of one served entity; ``minute`` is its number since the epoch."""
 
     endpoint: str
     entity: str
@@ -28,9 +28,10 @@ class Minute(Struct, frozen=True):
 
 
 class ReservedTime:
-    """``hold`` says what is reserved at this moment; once a minute, and when it grows, the ledger gets it.
+    """Records reserved throughput in the ledger. Called from one thread.
 
-    Where the store does not answer minutes are recorded later, each as it was. Called from one thread.
+    ``hold`` says what is reserved at this moment; it is recorded once a minute and whenever it grows. If the store does
+    not answer, the minutes are recorded later, each with its own time.
     """
 
     def __init__(self, store: Store, *, now: Callable[[], float]) -> None:
@@ -44,7 +45,7 @@ class ReservedTime:
         self._retry_at = 0.0
 
     def hold(self, endpoint: str, entity: str, units: int) -> None:
-        """Take note that ``units`` tokens/s are reserved now."""
+        """Note that ``units`` tokens/s are reserved now."""
         if units < 1:
             return
         now = self._now()
@@ -56,7 +57,7 @@ class ReservedTime:
         self._settle()
 
     def forget(self, endpoint: str, entity: str) -> None:
-        """The entity is served no more."""
+        """Drop the state of an entity that is no longer served."""
         self._recorded.pop((endpoint, entity), None)
         self._tenants.pop(endpoint, None)
 
@@ -75,7 +76,7 @@ class ReservedTime:
             del self._owed[minute]
 
     def _tenant(self, endpoint: str) -> str:
-        """The tenant that pays: that of the caller who created the endpoint."""
+        """Return the tenant that pays: the tenant of the caller who created the endpoint."""
         if endpoint not in self._tenants:
             found = sa.select(endpoints.c.creator, endpoints.c.tenant).where(endpoints.c.name == endpoint)
             row = self._store.read(lambda connection: connection.execute(found).one_or_none())

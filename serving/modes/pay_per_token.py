@@ -1,4 +1,4 @@
-"""Pay-per-token: every token has a price, served as best effort."""
+"""Pay-per-token: every token has a price, and requests are served as best effort."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PROFILE = ModeProfile(name="pay_per_token", accepts_n=False, accepts_error_behav
 
 
 class PayPerToken:
-    """Reserves a request's tokens in the ledger; they are paid by their price."""
+    """Reserves a request's tokens in the ledger; each is paid for at its price."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger

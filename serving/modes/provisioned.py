@@ -1,8 +1,8 @@
 """Provisioned throughput: tokens/s reserved for an endpoint, paid by the minute, used first.
 
-A request within the reserve runs before every pay-per-token request and keeps its pace beside them
-(``engine.best_effort``); one beyond it is not refused but runs among them, as best effort. The reserve is a bucket in
-the metering store, so all workers and hosts draw from the same one.
+A request within the reserve runs before every pay-per-token request and keeps its speed next to them
+(``engine.best_effort``). A request beyond the reserve is not refused, but runs among them as best effort. The reserve
+is a bucket in the metering store, so that all workers and hosts draw from the same one.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from .calibration import Capacity
 
 
 class Measured(Struct, frozen=True, kw_only=True):
-    """What calibration found of a provisioned entity: tokens/s of one replica, thousandths of a generated token that a
-    prompt token costs, and how many replicas the machine has processors for."""
+    """The calibration of a provisioned entity: tokens/s of one replica, the cost of a prompt token in thousandths of a
+    generated token, and for how many replicas the machine has processors."""
 
     tokens_per_second: int
     prompt_weight_milli: int
@@ -52,16 +52,16 @@ class Provisioned:
 
 
 def reserved_units(per_replica: int, maximum: int, replicas: int) -> int:
-    """Tokens/s that ``replicas`` reserve, for requests and on the bill: all they give, up to the maximum."""
+    """Return the tokens/s that ``replicas`` reserve, for requests and on the bill: all they give, up to the maximum."""
     return min(maximum, per_replica * replicas)
 
 
 def check_throughput(
     minimum: int, maximum: int | None, capacity: Capacity | None = None, *, max_replicas: int = 1
 ) -> None:
-    """Raise ``InvalidField`` for a range that makes no sense or, once it is measured, exceeds the machine.
+    """Raise ``InvalidField`` for a range that is invalid or, if ``capacity`` is measured, exceeds the machine.
 
-    ``maximum`` None: the minimum was given alone, and is both.
+    If ``maximum`` is None, only the minimum was given, and it is also the maximum.
     """
     if minimum < 0:
         raise InvalidField("min_provisioned_throughput", minimum, "a number of tokens/s that is not negative")
