@@ -1,1 +1,1 @@
-"""What is kept of requests and engines: access records, metrics, traces."""
+"""Records of requests and engines: access records, metrics, traces."""

@@ -1,4 +1,4 @@
-"""Access record: one request as log, metrics and traces see it: who, what, when, how much, how it ended."""
+"""The access record: the facts about one request for the log, metrics and traces."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ _CALLERS_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 def request_id_from(header: str | None) -> str:
-    """The caller's own ``X-Request-Id`` where it is short and plain, else a new one."""
+    """Return the caller's own ``X-Request-Id`` if it is short and plain, otherwise a new id."""
     return header if header and _CALLERS_ID.fullmatch(header) else f"req-{uuid.uuid4().hex}"
 
 
 @dataclass(slots=True, kw_only=True)
 class AccessRecord:
-    """Times are seconds on the monotonic clock. ``finish`` logs and counts it; a second call does nothing.
+    """The record of one request. Times are seconds of ``time.perf_counter``.
 
-    ``headers`` are those that a successful answer gets beside the dialect's own. ``reply_id`` is the id in the reply's
-    ``id`` and in the ledger. ``body`` is kept, and ``replies`` gathered (by choice), only where content is traced.
+    ``finish`` logs and counts the request; a second call does nothing. ``headers`` are added to the dialect's own in a
+    successful response. ``reply_id`` is the reply's ``id``, also in the ledger. ``body`` and ``replies`` (by choice)
+    are only kept if content is traced.
     """
 
     request_id: str
@@ -63,21 +64,24 @@ class AccessRecord:
     headers: dict[str, str] = field(default_factory=dict)
 
     def accept(self, request: ValidRequest, body: bytes) -> None:
-        """Take note of a request that was found valid, and of its ``body`` where content is traced. Not before: what
-        a caller merely names (an adapter) must not become a label of the metrics."""
+        """Record a valid request, and its ``body`` if content is traced.
+
+        Call this only after validation: a name that a caller merely sends (an adapter's) must not become a label of the
+        metrics.
+        """
         self.task, self.adapter, self.stream = request.task, request.adapter or "", request.stream
         self.reply_id, self.prompt_tokens = request.request_id, request.num_prompt_tokens
         if self.tracer.content and self.trace is not None and self.trace.sampled:
             self.body, self.replies = body[:MAX_CONTENT], {}
 
     def see(self, piece: Piece) -> None:
-        """Take note of a piece on its way to the caller."""
+        """Record a piece on its way to the caller."""
         if isinstance(piece, Delta):
             self._see_tokens(piece)
         elif isinstance(piece, Ended):
             self.finish_reason = self.reasons[piece.index] = piece.finish_reason
             if self.replies is not None:
-                self.replies.setdefault(piece.index, Gathered())  # one that says nothing is a choice too
+                self.replies.setdefault(piece.index, Gathered())  # an empty choice is a choice too
         elif isinstance(piece, Done):
             self.usage = piece.usage
         elif isinstance(piece, Vector | Score):
@@ -90,19 +94,19 @@ class AccessRecord:
             self.replies.setdefault(delta.index, Gathered()).add(said)
 
     def count(self, index: int, num_tokens: int) -> None:
-        """Take note of text of choice ``index`` alone, which ``num_tokens`` tokens made, where no content is traced."""
+        """Record ``num_tokens`` tokens of choice ``index``; sufficient for text if no content is traced."""
         self.last = time.perf_counter()
         if num_tokens:
             if self.first is None:
                 self.first = self.last
             self.delivered += num_tokens
-            # tokens that came together with the choice's first one say nothing of the time between tokens
+            # tokens that arrive together with the choice's first one say nothing about the time between tokens
             before = self.counts.get(index)
             self.counts[index] = 0 if before is None else before + num_tokens
 
     @property
     def ttft(self) -> float | None:
-        """Seconds to the first token; None for a whole reply, whose tokens come in groups."""
+        """Seconds to the first token; None for a reply that is not streamed, whose tokens arrive in groups."""
         return None if self.first is None or not self.stream else self.first - self.started
 
     def finish(self, status: int, error: str | None = None) -> None:
@@ -142,12 +146,12 @@ class AccessRecord:
         )
 
     def _level(self, status: int) -> int:
-        """A look at the management API that found what it asked for is said at debug: waiters ask time and again."""
+        """Return the log level: debug for a successful GET of the management API, since clients poll it."""
         found = self.method == "GET" and status == 200 and self.path.startswith(MANAGEMENT)
         return logging.DEBUG if found else logging.INFO
 
     def _counts(self) -> dict[str, int]:
-        """Tokens by kind: those of the usage, or what was delivered until the request broke off."""
+        """Return the tokens by kind: from the usage, or those delivered until the request was cut off."""
         if self.usage is not None:
             used = self.usage
             return {"prompt": used.prompt_tokens, "cached": used.cached_tokens, "completion": used.completion_tokens}
@@ -196,7 +200,7 @@ class AccessRecord:
 
 
 def _shortened(choice: Choice) -> Choice:
-    """With no more of each text than a span carries."""
+    """Return ``choice`` with each text cut to the length that a span carries."""
     calls = [msgspec.structs.replace(call, arguments=call.arguments[:MAX_CONTENT]) for call in choice.calls]
     return msgspec.structs.replace(
         choice, text=choice.text[:MAX_CONTENT], reasoning=choice.reasoning[:MAX_CONTENT], calls=tuple(calls)

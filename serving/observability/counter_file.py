@@ -1,7 +1,8 @@
-"""prometheus_client's memory-mapped file of counters, with room on the disk for all of it.
+"""prometheus_client's memory-mapped file of counters, with disk space reserved for the whole file.
 
-The library leaves its files full of holes: one that is met on a full disk (a ``/tmp`` in memory, say) is a SIGBUS, and
-the end of the process. Here a counter for which there is no room is kept in memory: no scrape sees it until there is.
+The library creates sparse files. A write into a hole when the disk is full (for example a ``/tmp`` in memory) causes a
+SIGBUS, which ends the process. Here a counter without space is kept in memory, and no scrape sees it until there is
+space.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from prometheus_client.mmap_dict import MmapedDict
 
 log = logging.getLogger(__name__)
 
-_FIRST_BYTES = 1 << 16  # as the library maps them; then twice as many, again and again
-_ENTRY_BYTES = 4 + 8 + 16  # of a counter beside its name: the name's length, what fills it up, value and time
+_FIRST_BYTES = 1 << 16  # the first size that the library maps; then it doubles the size repeatedly
+_ENTRY_BYTES = 4 + 8 + 16  # of a counter in addition to its name: the name's length, padding, value and time
 
 
 class CounterFile:
-    """Takes the place of ``MmapedDict`` for whoever writes. Not thread-safe, as that is not."""
+    """Replaces ``MmapedDict`` for writers. Not thread-safe; neither is ``MmapedDict``."""
 
-    _warned = False  # once a process is enough
+    _warned = False  # warn once per process
 
     def __init__(self, filename: str) -> None:
         self._filename = filename
@@ -33,7 +34,7 @@ class CounterFile:
         self._homeless: dict[str, tuple[float, float]] = {}
 
     def read_value(self, key: str) -> tuple[float, float]:
-        """Value and time of a counter, 0 and 0 of a new one."""
+        """Return the value and time of a counter; both are 0 for a new one."""
         if self.has_room([key]):
             found: tuple[float, float] = self._file.read_value(key)  # type: ignore[union-attr]
             return found
@@ -48,7 +49,7 @@ class CounterFile:
             self._homeless[key] = value, timestamp
 
     def has_room(self, keys: Iterable[str]) -> bool:
-        """Whether the file has all of ``keys``, or the disk room for them, which is then the file's."""
+        """Return whether the file has all of ``keys`` or space for them; the space is then reserved."""
         try:
             if self._file is None:
                 self._make()
@@ -71,7 +72,10 @@ class CounterFile:
         file._m = mmap.mmap(file._f.fileno(), file._capacity)
 
     def _make(self) -> None:
-        """The file, if it is not there; a scrape finds it whole or not at all. Raises ``OSError``."""
+        """Create the file if it does not exist, atomically, so that a scrape sees no partial file.
+
+        Raises ``OSError``.
+        """
         if os.path.exists(self._filename):
             return
         making = f"{self._filename}.new"
@@ -92,4 +96,4 @@ class CounterFile:
         self._file = None
 
 
-values.MmapedDict = CounterFile  # type: ignore[assignment, attr-defined]  # which the library's counters write into
+values.MmapedDict = CounterFile  # type: ignore[assignment, attr-defined]  # the library's counters write into it

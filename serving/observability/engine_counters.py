@@ -1,17 +1,17 @@
-"""What engine processes have counted, added up so that no scrape shows less than the one before.
+"""Sums of the counters of engine processes that never decrease from one scrape to the next.
 
-An engine process counts from 0, and a worker knows of those only that it was connected to, each as of its last
-heartbeat. Were their counts summed as they are, the sum would fall whenever one of several ends or starts again, which
-Prometheus takes for a new beginning: it would count once more all that the others had. So every worker notes what
-it knows by engine process, and of each the highest counts stay, in one file of all workers::
+An engine process counts from 0, and a worker only knows the processes that it was connected to, each with the counts of
+the last heartbeat. If these counts were simply summed, the sum would fall whenever one of several processes ends or
+restarts. Prometheus takes that for a counter reset and would count everything of the others again. So all workers
+record their counts by engine process in one common file, which keeps the highest counts of each::
 
     engines.json    {endpoint: {served entity: {engine process: [count, …]}}}
 
-An engine of this host keeps its counts in a file of its own instead (``serving.counts``), which says all that it ever
-counted, also of a process that came and went between two scrapes, up to the step in which it was killed::
+An engine on this host keeps its counts in its own file instead (``serving.counts``). That file has everything the
+process ever counted, up to the step in which it was killed, even if it only lived between two scrapes::
 
     engines/<key>/<engine process>    the counts, written by the engine
-    places/<place>/<key>              which engines are of an endpoint's served entity, its former versions included
+    places/<place>/<key>              the engines of an endpoint's served entity, including its former versions
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from ..files import replace_file
 from .worker_counters import counters_locked
 
 FILE = "engines.json"
-KEPT = 256  # engine processes of an entity; the counts of those not heard of for longest are added up
-EARLIER = ""  # under which it is
+KEPT = 256  # engine processes of an entity; the counts of those not seen for the longest time are added up
+EARLIER = ""  # the key of that sum
 
 Place = tuple[str, str]  # endpoint, served entity
 _Known = dict[str, dict[str, dict[str, list[int]]]]
 
 
 class CounterDirectory:
-    """Below ``directory``, the files in which one server's engines keep their counters."""
+    """The files below ``directory`` in which one server's engines keep their counters."""
 
     def __init__(self, directory: Path) -> None:
         self._engines, self._places = directory / "engines", directory / "places"
 
     def root(self, key: str) -> str:
-        """Where the engines of ``key`` are to keep their counts."""
+        """Return the directory in which the engines of ``key`` keep their counts."""
         root = self._engines / key
         root.mkdir(parents=True, exist_ok=True, mode=0o700)
         return str(root)
@@ -55,7 +55,7 @@ class CounterDirectory:
         named.touch()
 
     def counts(self, place: Place) -> dict[str, tuple[int, ...]]:
-        """Of every engine process that ever served ``place``, by generation."""
+        """Return the counts of every engine process that ever served ``place``, by generation."""
         named = self._places / _name(place)
         keys = sorted(os.listdir(named)) if named.is_dir() else []
         return {name: counts for key in keys for name, counts in read_counts(self._engines / key).items()}
@@ -66,17 +66,17 @@ def _name(place: Place) -> str:
 
 
 class EngineCounters:
-    """The counters of all workers that have the same ``directory``, or for None of this object alone."""
+    """The counters of all workers that share ``directory``; with None, only those of this object."""
 
     def __init__(self, directory: Path | None = None) -> None:
         self._directory = directory
         self._known: _Known = {}
 
     def merge(self, seen: Iterable[tuple[Place, Mapping[str, Health]]]) -> dict[Place, dict[str, int]]:
-        """Merge what this process has seen, by place and engine process, into what all have; the sums of ``COUNTERS``
-        of the same places, over all that was ever seen.
+        """Merge the counts that this process has seen, by place and engine process, into those of all workers.
 
-        Raises ``FileNotFoundError`` where the directory is gone.
+        Return the sums of ``COUNTERS`` for the same places, over everything that was ever seen. Raises
+        ``FileNotFoundError`` if the directory is gone.
         """
         in_files = CounterDirectory(self._directory).counts if self._directory is not None else lambda _: {}
         found = [(place, health, in_files(place)) for place, health in seen]
@@ -96,7 +96,7 @@ class EngineCounters:
 
 
 def _merge(known: _Known, seen: Iterable[tuple[Place, Mapping[str, Health]]]) -> bool:
-    """Merge ``seen`` into ``known``; whether there was anything new. Engines that were seen last stand last."""
+    """Merge ``seen`` into ``known``; return whether anything changed. Engines that were seen last come last."""
     new = False
     for (endpoint, entity), engines_seen in seen:
         engines = known.setdefault(endpoint, {}).setdefault(entity, {EARLIER: [0] * len(COUNTERS)})

@@ -1,4 +1,4 @@
-"""Starts the trace exporter beside a server that traces, and ends it after the last span."""
+"""Start the trace exporter of a server that traces, and end it after the last span."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ END_SECONDS = 10.0
 
 @contextlib.contextmanager
 def exporting(directory: Path, *, sample: float, experiment: str) -> Iterator[None]:
-    """The exporter for as long as the block lasts; nothing where ``sample`` is 0. It takes its stores from this
-    process' environment; its standard input closes with the block, or with this process, however that ends."""
+    """Run the exporter for the duration of the ``with`` block; do nothing if ``sample`` is 0.
+
+    The exporter finds its stores in this process's environment. Its standard input closes when the block or this
+    process ends, however that happens.
+    """
     if sample == 0:
         yield
         return
     command = child.python_command("serving.observability.trace_exporter", str(directory), experiment)
-    # MLflow imports LiteLLM where it is installed, which would ask a server of its own for prices
+    # MLflow imports LiteLLM if it is installed, which would fetch a price list from the network
     env = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", **child.environment()}
     process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, env=env)
     assert process.stdin is not None

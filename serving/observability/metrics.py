@@ -1,7 +1,7 @@
-"""What Prometheus scrapes: counters and histograms of all workers, and those of the engines at scrape time.
+"""The metrics for Prometheus: counters and histograms of all workers, and those of the engines at scrape time.
 
-Workers are processes, so prometheus_client keeps their counters in memory-mapped files of one directory
-(``PROMETHEUS_MULTIPROC_DIR``, set by the server before it forks) and a scrape of any worker adds them up.
+Workers are processes, so prometheus_client keeps their counters in memory-mapped files in one directory
+(``PROMETHEUS_MULTIPROC_DIR``, which the server sets before it forks), and a scrape of any worker adds them up.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ E2E = Histogram(
 
 
 class Entity(Protocol):
-    """What metrics need of a served entity: its endpoint's name, its own, its engine."""
+    """The parts of a served entity that metrics need: its endpoint's name, its own name, its engine."""
 
     @property
     def endpoint(self) -> str: ...
@@ -88,7 +88,8 @@ class Entities(Protocol):
 
 
 class EngineCollector(Collector):
-    """Reads the heartbeat of every served entity when asked: sums over its replicas, counters from ``counters``."""
+    """Reads the last heartbeats of every served entity at scrape time: sums over its replicas, and the counters from
+    ``counters``."""
 
     LABELS = ("endpoint", "entity")
     INFO = (
@@ -168,7 +169,7 @@ class EngineCollector(Collector):
 
 
 class LedgerCollector(Collector):
-    """What a ledger knows of itself."""
+    """Reports the state of a ledger and its store."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
@@ -194,11 +195,11 @@ class LedgerCollector(Collector):
                 yield weights
 
 
-_UNSHARED: WeakKeyDictionary[Entities, EngineCounters] = WeakKeyDictionary()  # of processes that share no directory
+_UNSHARED: WeakKeyDictionary[Entities, EngineCounters] = WeakKeyDictionary()  # for processes without a common directory
 
 
 def exposition(endpoints: Entities, ledger: Ledger | None = None) -> bytes:
-    """All metrics of all workers in Prometheus' text format. Raises ``ShuttingDown`` where the server has ended."""
+    """Return all metrics of all workers in Prometheus' text format. Raises ``ShuttingDown`` if the server has ended."""
     if DIRECTORY not in os.environ:
         return generate_latest(OWN) + _read(endpoints, _UNSHARED.setdefault(endpoints, EngineCounters()), ledger)
     directory = Path(os.environ[DIRECTORY])

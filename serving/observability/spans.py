@@ -1,4 +1,4 @@
-"""A finished request as a span: OpenTelemetry's object, with MLflow's attributes or with OpenTelemetry's own."""
+"""Convert a finished request to an OpenTelemetry span, with MLflow's or OpenTelemetry's own attributes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SPAN_TYPES = {"chat": "CHAT_MODEL", "completions": "LLM", "embeddings": "EMBEDDI
 
 
 def readable_span(record: SpanRecord, attributes: dict[str, Any], resource: Any = None) -> ReadableSpan:
-    """``record`` as a finished OpenTelemetry span."""
+    """Return ``record`` as a finished OpenTelemetry span."""
     trace_id = int(record.trace.trace_id, 16)
     state = TraceState.from_header([record.trace.state]) if record.trace.state else None
 
@@ -41,7 +41,7 @@ def readable_span(record: SpanRecord, attributes: dict[str, Any], resource: Any 
 
 
 def usage(record: SpanRecord) -> dict[str, int] | None:
-    """MLflow's token usage; None where the request was refused before anything ran."""
+    """Return MLflow's token usage, or None if the request was refused before anything ran."""
     if record.prompt_tokens is None:
         return None
     found = {
@@ -57,7 +57,7 @@ def model(record: SpanRecord) -> str:
 
 
 def outputs(record: SpanRecord) -> Any:
-    """The reply in OpenAI's form, which MLflow's page shows as a conversation; None where content is not traced."""
+    """Return the reply in OpenAI's form, which MLflow's UI shows as a conversation; None if content is not traced."""
     if record.replies is None:
         return None
     chat = record.task == "chat"
@@ -68,7 +68,7 @@ def outputs(record: SpanRecord) -> Any:
 
 
 def preview(reply: tuple[Choice, str | None]) -> str:
-    """The text of a choice, or the calls that it makes instead of one."""
+    """Return the text of a choice, or its tool calls if it has no text."""
     choice, _ = reply
     return choice.text or "\n".join(f"{call.name}({call.arguments})" for call in choice.calls)
 
@@ -83,7 +83,7 @@ def inputs(record: SpanRecord) -> Any:
 
 
 def mlflow_attributes(record: SpanRecord) -> dict[str, str]:
-    """The attributes MLflow knows, and ours; MLflow keeps every value as JSON."""
+    """Return the attributes that MLflow knows, and ours; MLflow stores every value as JSON."""
     found: dict[str, Any] = {
         "mlflow.traceRequestId": f"tr-{record.trace.trace_id}",
         "mlflow.spanType": SPAN_TYPES.get(record.task, "UNKNOWN"),
@@ -99,7 +99,7 @@ def mlflow_attributes(record: SpanRecord) -> dict[str, str]:
 
 
 def semantic_attributes(record: SpanRecord) -> dict[str, Any]:
-    """OpenTelemetry's names for generative AI, and ours."""
+    """Return OpenTelemetry's attributes for generative AI, and ours."""
     found: dict[str, Any] = {
         "gen_ai.operation.name": {"completions": "text_completion"}.get(record.task, record.task),
         "gen_ai.provider.name": "mlflow-llm",
@@ -127,7 +127,7 @@ def _facts(record: SpanRecord) -> dict[str, Any]:
 
 
 def trace_info(record: SpanRecord, experiment_id: str) -> Any:
-    """MLflow's head of a trace that begins here."""
+    """Return MLflow's ``TraceInfo`` for a trace that begins here."""
     from mlflow.entities import TraceInfo, TraceLocation, TraceState
 
     metadata = {"mlflow.trace_schema.version": "3"}

@@ -1,9 +1,9 @@
-"""The process that exports traces: to MLflow, and to OpenTelemetry where its environment variables name a collector.
+"""The process that exports traces to MLflow, and to an OpenTelemetry collector if environment variables name one.
 
-``python -m mlflow_llm.serving.observability.trace_exporter DIRECTORY EXPERIMENT`` takes the workers' records until its
-standard input closes, which the server holds open for as long as it lives. With ``OTEL_EXPORTER_OTLP_ENDPOINT`` (or
-``…_TRACES_ENDPOINT``) set, spans go there; to MLflow they go too unless only the collector is named and
-``MLFLOW_TRACKING_URI`` is not.
+``python -m mlflow_llm.serving.observability.trace_exporter DIRECTORY EXPERIMENT`` receives the workers' records until
+its standard input closes, which the server keeps open as long as it lives. If ``OTEL_EXPORTER_OTLP_ENDPOINT`` (or
+``…_TRACES_ENDPOINT``) is set, spans go to that collector. They go to MLflow too, unless a collector is named and
+``MLFLOW_TRACKING_URI`` is not set.
 """
 
 from __future__ import annotations
@@ -33,15 +33,16 @@ BATCH = 32
 
 
 class Sink(Protocol):
-    """Where spans go."""
+    """A destination of spans."""
 
     def export(self, records: list[SpanRecord]) -> None:
-        """May raise anything; the records are then lost."""
+        """Export the records. It may raise anything; the records are then lost."""
         ...
 
 
 class MlflowSink:
-    """Traces of an experiment. A span with a parent joins the caller's trace, which its own client completes."""
+    """Exports to an MLflow experiment. A span with a parent joins the caller's trace, which the caller's client
+    completes."""
 
     def __init__(self, experiment: str) -> None:
         import mlflow
@@ -60,13 +61,13 @@ class MlflowSink:
             info = None if record.trace.parent_id else self._client.start_trace(trace_info(record, self.experiment_id))
             try:
                 self._client.log_spans(self.experiment_id, [span])
-            except NotImplementedError:  # a store of files
+            except NotImplementedError:  # MLflow's file store
                 if info is not None:
                     self._client._upload_trace_data(info, TraceData([span]))
 
 
 class OtlpSink:
-    """OpenTelemetry's own exporter, configured by its own environment variables."""
+    """Exports with OpenTelemetry's own exporter, which its own environment variables configure."""
 
     def __init__(self) -> None:
         from opentelemetry.sdk.resources import Resource
@@ -81,7 +82,7 @@ class OtlpSink:
 
 
 def sinks(experiment: str) -> list[Sink]:
-    """Those that the environment asks for. Raises what their construction raises."""
+    """Return the sinks that the environment asks for. Raises what their constructors raise."""
     collector = any(os.environ.get(name) for name in OTLP_VARIABLES)
     found: list[Sink] = [OtlpSink()] if collector else []
     if not collector or os.environ.get("MLFLOW_TRACKING_URI"):
@@ -90,7 +91,7 @@ def sinks(experiment: str) -> list[Sink]:
 
 
 class Exporter:
-    """Takes records from the workers and gives them to the sinks, a few at a time, on this one thread."""
+    """Receives records from the workers and gives them to the sinks in small batches, all on one thread."""
 
     def __init__(self, directory: Path, targets: list[Sink]) -> None:
         self._targets = targets
@@ -100,7 +101,7 @@ class Exporter:
         self._socket.bind(f"ipc://{directory / SOCKET}")
 
     def run(self) -> None:
-        """Until standard input closes; then what is still coming, for ``DRAIN_SECONDS`` at most."""
+        """Export until standard input closes, then records that still arrive, for ``DRAIN_SECONDS`` at most."""
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(sys.stdin.fileno(), zmq.POLLIN)
@@ -119,14 +120,17 @@ class Exporter:
             try:
                 if records:
                     target.export(records)
-            except Exception as error:  # whatever a store or a network does: the next records may do better
+            except Exception as error:  # a store or network may fail in any way; the next records may succeed
                 text = f"{type(error).__name__}: {str(error)[:300]}"
                 logs.event("traces not exported", level=40, lost=len(records), error=text)
 
 
 def _await_sinks(experiment: str) -> list[Sink] | None:
-    """The sinks, tried again until they can be had (a tracking server may come later than we); None where standard
-    input closes first. Meanwhile records wait in the workers, and those beyond their queues are dropped."""
+    """Create the sinks, and retry until that succeeds, since a tracking server may start later than this process.
+
+    Return None if standard input closes first. Meanwhile records wait in the workers' queues; when these are full,
+    records are dropped.
+    """
     backoff = Backoff(RETRY_SECONDS, MAX_RETRY_SECONDS)
     while True:
         try:
@@ -140,8 +144,8 @@ def _await_sinks(experiment: str) -> list[Sink] | None:
 
 
 def main(argv: list[str]) -> int:
-    """Export until standard input closes; the exit status."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the server decides when we end
+    """Export until standard input closes, and return the exit status."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group, but the server decides when we end
     logs.configure()
     targets = _await_sinks(argv[1])
     if targets is None:

@@ -1,9 +1,9 @@
-"""Traces: which requests are traced, under which ids, and their finished spans on the way to the exporter.
+"""Traces: which requests are traced, with which ids, and how finished spans get to the exporter.
 
-A request with a W3C ``traceparent`` goes on in its caller's trace. With tracing on, one in ``sample`` of the others
-begins a trace of its own. A worker only fills in a ``SpanRecord`` and hands it to ZeroMQ without waiting; what MLflow
-and OpenTelemetry make of it happens in a process of its own (``trace_exporter``), because a trace costs tens of
-milliseconds of processor time. Records that the exporter cannot take are dropped and counted, never waited for.
+A request with a W3C ``traceparent`` continues its caller's trace. With tracing on, the share ``sample`` of the other
+requests begin new traces. A worker only fills in a ``SpanRecord`` and hands it to ZeroMQ without waiting; the export to
+MLflow and OpenTelemetry happens in a separate process (``trace_exporter``), because a trace costs tens of milliseconds
+of processor time. Records that the exporter cannot take are dropped and counted, never waited for.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from ..reply import Choice
 from . import metrics
 
 SOCKET = "traces.sock"
-MAX_QUEUED = 1000  # records in the worker's queue, and again in the exporter's
-MAX_STATE = 512  # characters, which W3C asks to carry at least
-MAX_CONTENT = 64 * 2**10  # bytes of a body, characters of a reply that a span carries
+MAX_QUEUED = 1000  # records in the worker's queue, and as many in the exporter's
+MAX_STATE = 512  # characters; W3C requires that at least so many are propagated
+MAX_CONTENT = 64 * 2**10  # bytes of a body and characters of a reply that a span carries
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 
 
 class TraceContext(NamedTuple):
-    """Ids in lower-case hex: 32 digits the trace's, 16 a span's. ``parent_id`` is the caller's span, ``state`` its
-    ``tracestate``."""
+    """The ids of a request in its trace, in lower-case hex: 32 digits for the trace, 16 for a span.
+
+    ``parent_id`` is the caller's span, ``state`` the caller's ``tracestate``."""
 
     trace_id: str
     span_id: str
@@ -41,9 +42,10 @@ class TraceContext(NamedTuple):
 
 
 class SpanRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A finished request. Times are nanoseconds since the epoch. ``body`` and ``replies`` are there where content is
-    traced: the request as it came, and (choice, finish reason) of each, None where it was broken
-    off."""
+    """A finished request. Times are nanoseconds since the epoch.
+
+    ``body`` and ``replies`` are present if content is traced: the request as received, and (choice, finish reason) of
+    each choice; the reason is None if the choice was cut off."""
 
     trace: TraceContext
     request_id: str
@@ -66,7 +68,8 @@ class SpanRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def parse(traceparent: str | None, tracestate: str | None = None) -> TraceContext | None:
-    """The caller's trace with a new span id of ours; None without a valid header, as the W3C recommendation asks."""
+    """Return the caller's trace with a new span id, or None without a valid header (as the W3C recommendation
+    requires)."""
     found = _TRACEPARENT.fullmatch(traceparent.strip()) if traceparent and len(traceparent) < 200 else None
     if found is None:
         return None
@@ -78,9 +81,11 @@ def parse(traceparent: str | None, tracestate: str | None = None) -> TraceContex
 
 
 class Tracer:
-    """One a worker. ``sample`` is the share of requests traced when their caller says nothing; 0 traces none at all,
-    and then a caller's ids are in the log and nowhere else. ``send`` takes a record's bytes; it may drop them (False)
-    and must not wait."""
+    """Decides which requests are traced, and sends their records. There is one per worker.
+
+    ``sample`` is the share of requests that are traced if their caller does not decide. 0 traces none at all; a
+    caller's ids then appear only in the log. ``send`` takes a record's bytes; it returns False if it drops them, and
+    must not wait."""
 
     def __init__(
         self, sample: float = 0.0, *, content: bool = False, send: Callable[[bytes], bool] | None = None
@@ -91,7 +96,7 @@ class Tracer:
         self._encoder = msgspec.msgpack.Encoder()
 
     def context(self, traceparent: str | None, tracestate: str | None = None) -> TraceContext | None:
-        """The ids of a request; None where it has none."""
+        """Return the ids of a request, or None if it has none."""
         found = parse(traceparent, tracestate)
         if self.sample == 0:
             return found._replace(sampled=False) if found else None
@@ -110,7 +115,8 @@ OFF = Tracer()
 
 
 class Outbox:
-    """A ``Tracer``'s way to the exporter of the server in ``directory``; to be made in the worker, after the fork."""
+    """Sends a ``Tracer``'s records to the exporter of the server in ``directory``. Create it in the worker, after the
+    fork."""
 
     def __init__(self, directory: Path) -> None:
         self._socket: Any = zmq.Context.instance().socket(zmq.PUSH)
@@ -125,5 +131,5 @@ class Outbox:
         return True
 
     def close(self) -> None:
-        """Records that are still here go on for a second."""
+        """Close the socket; queued records have one more second to be sent."""
         self._socket.close(1000)

@@ -1,8 +1,8 @@
-"""The counters of workers that have ended, added up in one file of each kind.
+"""The counters of workers that have ended, added up in one file for each kind.
 
-prometheus_client leaves a dead worker's files lying, for its counts must not be lost, and reads all of them at every
-scrape. Here they are moved into ``<kind>_ended.db``, under a lock that scrapes share, so that no scrape sees them
-twice or not at all.
+prometheus_client keeps a dead worker's files, since its counts must not be lost, and reads all of them at every scrape.
+Here they are moved into ``<kind>_ended.db``, under a lock that scrapes share, so that every scrape sees them exactly
+once.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ KINDS = ("counter", "histogram")
 
 
 def counters_locked(directory: Path, *, exclusive: bool) -> AbstractContextManager[None]:
-    """Hold the lock of the counters in ``directory``, for milliseconds: ``exclusive`` to move them, else to read them.
+    """Hold the lock of the counters in ``directory`` for milliseconds: ``exclusive`` to move them, shared to read them.
 
-    Raises ``FileNotFoundError`` where the directory is gone: it goes with its server, which a worker may outlive.
+    Raises ``FileNotFoundError`` if the directory is gone: it is removed with its server, which a worker may outlive.
     """
     return locked(directory / LOCK, exclusive=exclusive)
 
 
 def merge_ended(directory: Path, pid: int) -> None:
-    """Move the counters of the ended process ``pid`` to those of its predecessors.
+    """Add the counters of the ended process ``pid`` to those of its predecessors.
 
-    Does nothing where it left none, or where the server has ended.
+    Does nothing if the process left none, or if the server has ended.
     """
     with contextlib.suppress(FileNotFoundError), counters_locked(directory, exclusive=True):
         for kind in KINDS:
             path = directory / f"{kind}_{pid}.db"
-            # without room for its counts scrapes go on reading them where they are
+            # if there is no disk space for its counts, scrapes continue to read them from the old file
             if path.exists() and _add(path, directory / f"{kind}_ended.db"):
                 path.unlink()
 
 
 def _add(source: Path, target: Path) -> bool:
-    """Whether there was room for it."""
+    """Add the counters in ``source`` to ``target``; return whether there was space for them."""
     if not source.stat().st_size:
         return True  # nothing was ever counted
     into = CounterFile(os.fspath(target))
