@@ -1,1 +1,1 @@
-"""Engine processes kept running: started, probed, watched, started again, drained."""
+"""Keep engine processes running: start, probe, watch, restart and drain them."""

@@ -1,4 +1,4 @@
-"""The adapters that an engine is to have beside those of its model, made so by the thread that keeps its replica."""
+"""Load the adapters that an engine should have in addition to its model's own, on the thread that keeps its replica."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from msgspec import Struct
 from ..engine.interface import Engine
 from ..errors import NotFound, ServingError, Unavailable
 
-RETRY = 1.0  # seconds after what an engine could not do for now
+RETRY = 1.0  # seconds before another attempt at what an engine could not do for the moment
 logger = logging.getLogger(__name__)
 
 
 class WantedAdapter(Struct, frozen=True, kw_only=True):
-    """A directory in peft's layout. Another ``revision`` is another adapter, also in the same place. ``pinned``: never
-    evicted."""
+    """A directory in peft's layout. Another ``revision`` is another adapter, even with the same path. A ``pinned``
+    adapter is never evicted."""
 
     path: str
     revision: str
@@ -25,7 +25,7 @@ class WantedAdapter(Struct, frozen=True, kw_only=True):
 
 
 class WantedAdapters(Struct, frozen=True, kw_only=True):
-    """``adapters`` by name. ``withdrawn``: names that an engine may still have from before."""
+    """The adapters, by name, that an engine should have; ``withdrawn`` are names that it may still have from before."""
 
     adapters: Mapping[str, WantedAdapter] = {}
     withdrawn: frozenset[str] = frozenset()
@@ -35,8 +35,10 @@ NOTHING = WantedAdapters()
 
 
 class AdapterSync:
-    """Of one replica. ``loaded`` is the revision that its engine has of each name, ``refused`` the revision that it did
-    not take and why; both are replaced as a whole, for readers on other threads."""
+    """Synchronizes the adapters of one replica.
+
+    ``loaded`` has the revision of each name that its engine has, ``refused`` the revision that the engine refused and
+    why. Both are replaced as a whole, for readers on other threads."""
 
     def __init__(self, wanted: Callable[[], WantedAdapters]) -> None:
         self._wanted = wanted
@@ -46,12 +48,14 @@ class AdapterSync:
         self.refused: Mapping[str, tuple[str, str]] = {}
 
     def begin(self) -> None:
-        """With another engine process: what it has is not known."""
+        """Start over with another engine process, whose adapters are not known."""
         self._done, self.loaded, self._retry_at = None, {}, 0.0
 
     def sync(self, engine: Engine) -> bool:
-        """Whether anything has changed. What fails for now, a full adapter memory most of all, is tried again at the
-        next call."""
+        """Load and unload adapters as wanted; return whether anything has changed.
+
+        Temporary failures, usually a full adapter memory, are retried at a call after ``RETRY`` seconds.
+        """
         wanted = self._wanted()
         if wanted is self._done or (self._done is None and wanted == NOTHING) or time.monotonic() < self._retry_at:
             return False

@@ -1,4 +1,4 @@
-"""Starting an engine again, but not as fast as it can crash."""
+"""Restart an engine, but not as fast as it can crash."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 from ..backoff import Backoff
 from ..transport.discovery.launcher import Launcher
 
-TURN = 0.05  # seconds between looks whether to go on waiting
+TURN = 0.05  # seconds between checks whether to continue waiting
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 30.0  # seconds
-HEALTHY_LIFE = 2.0  # seconds; an engine that lived so long is started again at once
+HEALTHY_LIFE = 2.0  # seconds; an engine that lived so long is restarted at once
 
 
 class BackoffLauncher(Launcher):
-    """A launcher that waits before it starts an engine again that has just crashed. ``over`` ends the wait."""
+    """A launcher that waits before it restarts an engine that has just crashed; it stops waiting once ``over()``."""
 
     def __init__(self, *args: Any, over: Callable[[], bool], **options: Any) -> None:
         super().__init__(*args, **options)
         self._over = over
         self._backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE, at_once=True)
         self._has_looked = False
-        self._found_at: float | None = None  # by the last search; None where it found nothing, however long it took
+        self._found_at: float | None = None  # when the last search found an engine; None if it found none
 
     def find(self, stalled: str, cancelled: Callable[[], bool]) -> str:
         def ended() -> bool:
@@ -38,7 +38,7 @@ class BackoffLauncher(Launcher):
         return found
 
     def _pause(self) -> float:
-        """Seconds before the next start."""
+        """Return the seconds to wait before the next start."""
         if self._found_at is not None and time.monotonic() - self._found_at >= HEALTHY_LIFE:
             self._backoff.succeeded(at_once=True)
             return 0.0

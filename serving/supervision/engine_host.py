@@ -1,4 +1,4 @@
-"""The engine host, ``mlflow-llm engine``: one supervised engine on this host for servers on others."""
+"""The engine host, ``mlflow-llm engine``: one supervised engine on this host for servers on other hosts."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .supervisor import ReplicaStatus, Supervisor
 
 NAME = "engine"
 TURN = 0.1
-END_SECONDS = 10.0  # an engine may take to end after its drain
+END_SECONDS = 10.0  # that an engine may take to end after its drain
 Say = Callable[..., object]
 
 
 class EngineHost:
-    """``probe(engine)`` raises while the engine cannot work; ``say(stage, **fields)`` reports what happens."""
+    """An engine host. ``probe(engine)`` raises while the engine cannot work; ``say(stage, **fields)`` reports steps."""
 
     def __init__(
         self,
@@ -38,15 +38,17 @@ class EngineHost:
         self._supervisor = Supervisor(state_dir=state_dir, probe=probe)
 
     def stop(self) -> None:
-        """End: the first time when what runs has ended, within the model's ``drain_timeout``, then at once. Safe in a
-        signal handler."""
+        """End the host. Safe in a signal handler.
+
+        The first call lets running requests finish within the model's ``drain_timeout``; the second ends them at once.
+        """
         if self._over.is_set():
             self._at_once.set()
         self._over.set()
 
     def run(self) -> None:
-        """Until ``stop``. Raises ``EngineDied`` where the engine does not come up the first time; later it is tried
-        again and again."""
+        """Run until ``stop``. Raises ``EngineDied`` if the engine fails before it was ready once; later failures are
+        retried."""
         began = time.monotonic()
         self._supervisor.add(NAME, self._model)
         state = self._state()
@@ -89,7 +91,7 @@ class EngineHost:
         return StateDirectory(*os.path.split(status.address))
 
     def _end(self, state: StateDirectory) -> None:
-        """Have the engine end. It is in a session of its own, and would outlive us while servers use it."""
+        """End the engine. It has its own session and would outlive this process while servers use it."""
         if state.engine_alive:
             self._say("draining", seconds=self._model.drain_timeout)
         sent: list[signal.Signals] = []
@@ -108,7 +110,10 @@ class EngineHost:
 
 
 def _send(state: StateDirectory, wanted: signal.Signals) -> bool:
-    """It holds its lock, so the pid is still its own; one that begins to start has not written its down."""
+    """Send a signal to the engine; return False if it has just begun to start and has not written its pid yet.
+
+    The engine holds its lock, so the pid is still its own.
+    """
     status = state.read_status()
     if status is None or status.pid <= 0:
         return False

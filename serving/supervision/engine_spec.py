@@ -1,4 +1,4 @@
-"""Which engine a replica is, and how the process that keeps it running comes to it."""
+"""Which engine a replica runs, and how the process that keeps it running finds it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .backoff_launcher import BackoffLauncher
 
 
 class EngineSpec(Struct, frozen=True, kw_only=True):
-    """Model, settings and place of an engine. Equal ``key``: the same engine.
+    """The model, settings and location of an engine. Specs with equal ``key`` are the same engine.
 
-    ``addresses`` (``tcp://host:port``) are those of engines that other hosts keep, a replica each: none is started
-    here. ``listen`` is where a process started here takes clients of other hosts, which may have adapters
-    loaded from below ``adapter_dirs``. Either needs ``key_file``.
+    ``addresses`` (``tcp://host:port``) are those of engines that run on other hosts, one replica each; none is started
+    here. ``listen`` is where an engine process started here accepts clients on other hosts, which may load adapters
+    from below ``adapter_dirs``. Both need ``key_file``.
     """
 
     bundle: Bundle
@@ -32,11 +32,12 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
     drain_timeout: float = 0.0
 
     def key(self) -> str:
-        """Reads the adapters' files; to be asked once."""
+        """Return the engine's key. This reads the adapters' files, so call it only once."""
         return engine_key(self.bundle, self.settings, " ".join((self.core, *self.addresses)))
 
     def is_same(self, other: EngineSpec) -> bool:
-        """Whether both are one engine, wherever their files lie: a version logged twice is downloaded twice."""
+        """Return whether both are the same engine, even if their files are in different places: a version that is
+        logged twice is downloaded twice."""
         return self._identity() == other._identity()
 
     def _identity(self) -> tuple[object, ...]:
@@ -45,11 +46,11 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
         return (*served, self.settings, self.core, self.addresses)
 
     def address(self, index: int, state_dir: str | None) -> str:
-        """The address of replica ``index``, as ``attach`` takes it."""
+        """Return the address of replica ``index``, as ``attach`` takes it."""
         return self.addresses[index] if self.addresses else self._launcher(index, state_dir).state.path
 
     def finder(self, index: int, state_dir: str | None, over: Callable[[], bool]) -> Attacher | Launcher:
-        """For the process that keeps the replica: of an engine of this host it starts one where there is none."""
+        """Return the finder for the process that keeps the replica; for this host, one that also starts an engine."""
         if self.addresses:
             return Attacher(self.addresses[index], key_file=self.key_file)
         return self._launcher(index, state_dir, over)

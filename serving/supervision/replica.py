@@ -1,4 +1,4 @@
-"""One replica: an engine process that is started, probed, watched, started again and drained. See ``supervisor``."""
+"""One replica: an engine process that is started, probed, watched, restarted and drained. See ``supervisor``."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from .engine_spec import EngineSpec
 logger = logging.getLogger(__name__)
 
 ReplicaState = Literal["starting", "ready", "failed", "draining"]
-TURN = 0.1  # seconds between looks
-AWAY_TIMEOUT = 60.0  # seconds that a probe waits for an engine of another host
+TURN = 0.1  # seconds between checks
+AWAY_TIMEOUT = 60.0  # seconds that a probe waits for an engine on another host
 
 
 class Replica:
-    """Runs on a thread of its own from its construction on. ``ended(self)`` is the last thing that it calls."""
+    """A replica; it runs on its own thread from its construction on. Its last action is to call ``ended(self)``."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Replica:
         self._draining = self._stopping = self._is_over = False
         self._lock = threading.Lock()
         self._num_probes = 0
-        self._trouble = ""  # why the engine, that has been there, is not found
+        self._trouble = ""  # why an engine that was there before is not found
         self._ready_since: float | None = None
 
         def make() -> Finder:
@@ -68,7 +68,7 @@ class Replica:
 
     @property
     def is_here(self) -> bool:
-        """Whether its engine is a process of this host."""
+        """Whether its engine is a process on this host."""
         return not self._model.addresses
 
     @property
@@ -77,15 +77,15 @@ class Replica:
 
     @property
     def failed_log(self) -> str:
-        """What the engine wrote whose start has failed last."""
+        """The log of the last engine whose start failed."""
         return "" if self._finder is None else self._finder.failed_log
 
     def drain(self) -> None:
-        """End the replica once its engine is not used any more."""
+        """End the replica once its engine is no longer used."""
         self._draining = True
 
     def revive(self) -> bool:
-        """Take ``drain`` back; False where it is too late for that."""
+        """Undo ``drain``; return False if it is too late for that."""
         with self._lock:
             self._draining = False
             return not self._is_over
@@ -105,7 +105,7 @@ class Replica:
     def _is_used(self) -> bool:
         try:
             return self._in_use(self.address)
-        except OSError:  # it cannot be known
+        except OSError:  # unknown, so assume that it is used
             return True
 
     def _run(self) -> None:
@@ -132,7 +132,10 @@ class Replica:
         return self._ready_since is not None and time.monotonic() - self._ready_since >= HEALTHY_LIFE
 
     def _keep(self) -> None:
-        """Returns when it is over; raises what keeps the engine from running, but for what its client tries again."""
+        """Keep the engine running until the replica is over.
+
+        Raises the error that prevents it, except errors after which the client itself tries again.
+        """
         self._trouble = ""
         began = time.monotonic()
         engine = RemoteEngine(
@@ -179,7 +182,7 @@ class Replica:
         self._trouble = message
 
     def _wait(self) -> None:
-        """Show why there is no engine while the client looks for it or starts it again."""
+        """Show why there is no engine while the client looks for it or restarts it."""
         self.message = self._trouble or self.message
         self._set("failed" if self._trouble else "starting")
 
@@ -196,7 +199,7 @@ class Replica:
 
 
 def started_since(pid: int, began: float) -> bool:
-    """Whether a process was started after ``began`` (``time.monotonic``), and not found running."""
+    """Return whether a process was started after ``began`` (``time.monotonic``), rather than found running."""
     try:
         return bool(psutil.Process(pid).create_time() >= time.time() - (time.monotonic() - began) - 1.0)
     except psutil.Error:

@@ -2,16 +2,16 @@
 
 ::
 
-    starting ──► ready ──► starting        died or hung: started again
+    starting ──► ready ──► starting        died or hung: restarted
        │  ▲
        ▼  │ after a pause, longer each time
       failed                               ``ReplicaStatus.message`` says why; it stays so until a start succeeds
     any ──► draining ──► gone              fewer replicas, or the entity removed
             draining ──► starting          more replicas again before it is gone
 
-An entity is a served model by a name that the caller chooses; its replicas are numbered from 0. A replica is ready only
-after its engine has passed ``probe`` (it generated a token), after each start anew. A draining replica is still kept
-running until ``in_use(address)`` is false, so that no request on it is lost.
+An entity is a served model under a name that the caller chooses; its replicas are numbered from 0. After each start, a
+replica is only ready when its engine has passed ``probe`` (it generated a token). A draining replica is kept running
+until ``in_use(address)`` is false, so that no request on it is lost.
 """
 
 from __future__ import annotations
@@ -34,10 +34,12 @@ ALIKE = ("dtype", "quantization", "max_model_len")
 
 
 class ReplicaStatus(Struct, frozen=True, kw_only=True):
-    """``address`` is what ``attach`` takes, ``message`` the last failure, ``failed_log`` what its engine wrote;
-    ``restarts`` are starts after the first; ``was_ready``: it has been ready, whatever it is now. ``adapters``: the
-    revision that it has of each that was wanted, ``refused_adapters``: that it did not take, and why. ``pid``: of its
-    engine's process, where that is here."""
+    """The status of a replica.
+
+    ``address`` is what ``attach`` takes, ``message`` the last failure, and ``failed_log`` the log of the engine that
+    failed. ``restarts`` counts the starts after the first; ``was_ready`` says that it has been ready at some time.
+    ``adapters`` has the revision that it has of each wanted adapter, ``refused_adapters`` the revision that it refused,
+    and why. ``pid`` is that of the engine process, if that is on this host."""
 
     index: int
     address: str
@@ -53,8 +55,9 @@ class ReplicaStatus(Struct, frozen=True, kw_only=True):
 
 
 class EngineStatus(Struct, frozen=True, kw_only=True):
-    """``wanted`` replicas; those there are, draining ones among them. ``info`` once a replica has been ready,
-    ``start_seconds``: what the last start took."""
+    """The status of an entity's engine. ``wanted`` is the number of replicas that should run; ``replicas`` are those
+    that exist, including draining ones. ``info`` is set once a replica has passed its probe, ``start_seconds`` is the
+    longest of the replicas' last starts."""
 
     entity: str
     wanted: int
@@ -88,10 +91,11 @@ class _Entity:
 
 
 class Supervisor:
-    """Thread-safe; nothing here blocks on an engine but ``close``. Not for use in a forked child.
+    """Keeps the engines of all entities. Thread-safe. Not for use in a forked child.
 
-    ``probe(engine)`` raises while the engine cannot work. ``changed()`` is called, on a replica's thread, whenever a
-    state changes. ``in_use(address)`` says whether a worker still has requests on a draining replica.
+    Only ``close`` and ``await_ready`` wait for engines. ``probe(engine)`` raises while the engine cannot work.
+    ``changed()`` is called, on a replica's thread, whenever a state changes. ``in_use(address)`` says whether a worker
+    still has requests on a draining replica.
     """
 
     def __init__(
@@ -108,10 +112,10 @@ class Supervisor:
         self._closed = False
 
     def add(self, entity: str, model: EngineSpec, *, replicas: int = 1) -> None:
-        """Keep ``replicas`` engines of ``model`` running as ``entity``. Adding the same again sets the number, and
-        where its files are from now on.
+        """Keep ``replicas`` engines of ``model`` running as ``entity``.
 
-        Raises ``Conflict`` where ``entity`` is another model.
+        Adding the same model again sets the number, and where its files are from now on. Raises ``Conflict`` if
+        ``entity`` is another model.
         """
         with self._lock:
             known = self._entities.get(entity)
@@ -124,7 +128,10 @@ class Supervisor:
             self.set_replicas(entity, replicas)
 
     def set_replicas(self, entity: str, n: int) -> None:
-        """Start or drain replicas until there are ``n``; the last numbers go first. Raises ``NotFound``."""
+        """Start or drain replicas until there are ``n``; those with the highest numbers are drained.
+
+        Raises ``NotFound``, ``InvalidField``.
+        """
         with self._lock:
             found = self._find(entity)
             most = len(found.model.addresses) or MAX_REPLICAS
@@ -142,8 +149,10 @@ class Supervisor:
                     found.replicas[index] = self._start(entity, found, index)
 
     def set_adapters(self, entity: str, adapters: WantedAdapters) -> None:
-        """What all its replicas are to have beside their model's own, those that are started later included. Raises
-        ``NotFound``."""
+        """Set the adapters that all replicas, including later ones, should have in addition to their model's own.
+
+        Raises ``NotFound``.
+        """
         with self._lock:
             found = self._find(entity)
             if found.adapters != adapters:
@@ -158,12 +167,12 @@ class Supervisor:
             self._forget(entity, found)
 
     def entities(self) -> tuple[str, ...]:
-        """Those that are kept; one that is removed is none, though its replicas may still drain."""
+        """Return the names of the entities, without removed ones whose replicas may still drain."""
         with self._lock:
             return tuple(name for name, found in self._entities.items() if not found.removed)
 
     def status(self, entity: str) -> EngineStatus:
-        """Raises ``NotFound``."""
+        """Return the status of ``entity``. Raises ``NotFound``."""
         with self._lock:
             found = self._find(entity)
             started = [r.start_seconds for r in found.replicas.values() if r.start_seconds is not None]
@@ -177,7 +186,7 @@ class Supervisor:
             )
 
     def engine(self, entity: str, index: int = 0) -> Engine:
-        """The supervisor's own client of a replica that is ready. Raises ``NotFound``."""
+        """Return the supervisor's own client of a ready replica. Raises ``NotFound``."""
         with self._lock:
             replica = self._find(entity).replicas.get(index)
             engine = replica.engine if replica is not None and replica.state == "ready" else None
@@ -186,7 +195,7 @@ class Supervisor:
             return engine
 
     def await_ready(self, entity: str, *, replicas: int = 1, timeout: float = 60.0) -> EngineStatus:
-        """Wait until so many replicas are ready, one has failed, or the time is over; the status then."""
+        """Wait until so many replicas are ready, one has failed, or the time is over; return the status."""
         until = time.monotonic() + timeout
         while True:
             status = self.status(entity)
@@ -195,7 +204,7 @@ class Supervisor:
             time.sleep(0.02)
 
     def close(self, *, timeout: float = 10.0) -> None:
-        """Give all engines up, without draining; an engine ends once its last client has left."""
+        """Give up all engines without draining; an engine ends once its last client has left."""
         with self._lock:
             self._closed = True
             replicas = [replica for found in self._entities.values() for replica in found.replicas.values()]
@@ -236,7 +245,10 @@ class Supervisor:
         )
 
     def _check_alike(self, found: _Entity, info: EngineInfo) -> None:
-        """A request may begin on one replica and end on another. Raises ``PackagingError``."""
+        """Check that a replica is like the others, since a request may begin on one and end on another.
+
+        Raises ``PackagingError``.
+        """
         with self._lock:
             ready = [replica.engine for replica in found.replicas.values() if replica.state == "ready"]
         for other in (engine.info for engine in ready if engine is not None):

@@ -12,7 +12,10 @@ from ..request import POOLED, Sampling, Sequence, ValidRequest
 
 
 def generate_one(engine: Engine, *, timeout: float = 120.0) -> float:
-    """Seconds that one token took. Raises the ``ServingError`` that stands in its way."""
+    """Generate one token (or embed one text) and return the seconds it took.
+
+    Raises the ``ServingError`` that prevents it.
+    """
     started = time.monotonic()
     task = engine.info.tasks[0]
     request = ValidRequest(
