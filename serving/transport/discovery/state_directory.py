@@ -231,14 +231,21 @@ class StateDirectory:
 
 
 def tail(path: str, num_bytes: int, *, start: int = 0) -> str:
-    """Return at most the last ``num_bytes`` of a file after byte ``start``; "" if the file cannot be read."""
+    """Return whole lines, at most the last ``num_bytes`` of a file after byte ``start``; "" if the file cannot be read.
+
+    Of a line longer than that, whole words are returned: half a secret would not be recognised and masked as one.
+    """
     try:
         with open(path, "rb") as file:
-            end = file.seek(0, os.SEEK_END)
-            file.seek(max(start, end - num_bytes))
-            return file.read(num_bytes).decode(errors="replace")
+            begin = file.seek(0, os.SEEK_END) - num_bytes
+            file.seek(max(start, begin - 1))
+            text = file.read(num_bytes + 1 if begin > start else num_bytes)
     except OSError:
         return ""
+    if begin > start:  # the byte before tells whether the first line is whole
+        _, newline, lines = text.partition(b"\n")
+        text = lines if newline else text.partition(b" ")[2]
+    return text.decode(errors="replace")
 
 
 def sweep(runtime: str) -> None:
