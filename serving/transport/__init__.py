@@ -1,4 +1,4 @@
-"""An engine in a process of its own, and the clients that share it."""
+"""An engine in a separate process, and the clients that share it."""
 
 from .client.client import RemoteEngine, attach, connect
 

@@ -1,9 +1,9 @@
 """The messages between a client and an engine process: msgspec structs as msgpack, one ZeroMQ frame each.
 
 A client starts with ``Hello`` and the engine answers with ``Welcome``. After each step, the engine sends one ``Events``
-with everything the step produced for this client's requests, and it sends a ``Heartbeat`` between steps. Both sides
-identify a request by the number that its client chose (``Submit``); the number is valid on one connection only, while
-the request's id is the same everywhere.
+(several if there are many logits) with everything the step produced for this client's requests, and it sends a
+``Heartbeat`` between steps. Both sides identify a request by the number that its client chose (``Submit``); the number
+is valid on one connection only, while the request's id is the same everywhere.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Welcome(Struct, frozen=True, tag="welcome", array_like=True):
 
 
 class Events(Struct, frozen=True, tag="events", array_like=True):
-    """Everything that one step produced for this client: pairs (number of the request, event), in order."""
+    """What one step produced for this client: pairs (number of the request, event), in order."""
 
     steps: int
     items: tuple[tuple[int, Event], ...]

@@ -212,7 +212,7 @@ class IoLoop:
         self._watch()
 
     def _count_time(self) -> None:
-        """Count the elapsed time, at most two turns at once.
+        """Count the time since the last call, but never more than two turns.
 
         So the engine is not blamed for the time in which this process is stopped or the machine sleeps.
         """

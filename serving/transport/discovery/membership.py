@@ -21,7 +21,7 @@ class Membership:
         self._lock: FileLock | None = None
 
     def join(self) -> None:
-        """Register the client, again if the directory was made anew. The caller holds the directory's lock."""
+        """Register the client, again if the directory was recreated. The caller holds the directory's lock."""
         if self._lock is None or not self._lock.is_current:
             self._release()
             self._lock = self._state.register_client(self._client_id)

@@ -73,7 +73,7 @@ class MeteredRequests:
     def _journal(self, root: str) -> Journal | None:
         if root not in self._journals:
             try:
-                # a store that reads two directories (of two hosts or two users) finds a journal of this engine in each
+                # one store may read two directories (of two hosts or users) with journals of this engine: names differ
                 self._journals[root] = Journal(Path(root), f"{self._generation}.{secrets.token_hex(4)}")
             except OSError:
                 logger.exception("no journal can be kept in %s", root)

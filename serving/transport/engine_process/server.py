@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 TICK = 0.5  # seconds between heartbeats and between checks of the clients' locks
 SILENCE = 30.0  # seconds without a ping after which a client on another host counts as dead
-EVENTS, READABLE, SNDMORE = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.SNDMORE)  # no enums in every step
+EVENTS, READABLE, SNDMORE = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.SNDMORE)  # plain ints cost less per step
 LOCAL, REMOTE = b"l", b"r"  # prefixes of a client's identity, which is only unique within its socket
 FRAME = 8 * 2**20  # bytes of logits after which a frame is sent
 MESSAGES_PER_TURN = 256  # messages taken before the next step, so that a flood of messages cannot delay it forever
