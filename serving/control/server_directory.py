@@ -25,7 +25,7 @@ def server_directory() -> Iterator[Path]:
     """Create a new server directory, and remove it at the end of the ``with`` block."""
     sweep()
     directory = Path(tempfile.mkdtemp(prefix=PREFIX))
-    lock = create_locked(str(directory / LOCK))  # a sweep never sees it free
+    lock = create_locked(str(directory / LOCK))  # created held, so that a sweep never sees it free
     try:
         yield directory
     finally:
