@@ -92,7 +92,7 @@ def match(patterns: list[str], names: list[str]) -> list[int]:
 
 
 def tokenizer(path: str, probes: list[str]) -> list[int]:
-    """Return into how many tokens a tokenizer.json encodes each probe, with special tokens; also decode them again."""
+    """Encode each probe with a tokenizer.json and special tokens, decode it again, and return the numbers of tokens."""
     from tokenizers import Tokenizer
 
     found = Tokenizer.from_file(path)
