@@ -51,7 +51,7 @@ class Load(Struct, frozen=True, kw_only=True):
 
 
 class ScaleState(Struct, frozen=True, kw_only=True):
-    """The state between decisions. ``low_since`` (or ``idle_since``), seconds, is None unless the load is low (idle)."""
+    """The state between decisions. ``low_since`` (``idle_since``), seconds, is None unless the load is low (idle)."""
 
     replicas: int
     low_since: float | None = None
