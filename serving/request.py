@@ -334,7 +334,7 @@ class Sampling(Struct, frozen=True, kw_only=True):
     greedy. ``top_k`` 0, ``top_p`` 1.0 and ``min_p`` 0.0 are off. ``logprobs`` None is off, 0 gives the sampled token
     alone, and k adds the k most probable ones. Log probabilities are of the distribution before temperature and
     truncation. ``stop_token_ids`` includes the model's end-of-text ids unless ``ignore_eos``. ``grammar`` constrains
-    each text; None is no constraint. With ``beams``, nothing is drawn.
+    each text; None is no constraint. With ``beams``, nothing is sampled.
 
     ``bad_words`` are runs of tokens that never appear whole. ``stop_sequences`` are runs of two or more tokens that end
     the text (a single token is a stop token). No run of ``no_repeat_ngram_size`` tokens appears twice, counting the

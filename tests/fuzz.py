@@ -37,7 +37,7 @@ RAW = "\0raw:"  # a text that stands for what follows it, written as it is
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A route and a sound request to it. ``tail``: bytes behind the JSON (KServe's binary tensors)."""
+    """A route and a sound request to it. ``tail``: bytes after the JSON (KServe's binary tensors)."""
 
     dialect: Dialect
     path: str

@@ -104,7 +104,7 @@ class Process:
         if died == signal.SIGPROF:
             return Exceeded(_too_slow(limits))
         if died in CRASHES:
-            return Exceeded(f"more than it may: it ended its process ({signal.Signals(died).name})")
+            return Exceeded(f"it crashed its process ({signal.Signals(died).name})")
         return Ended(signal.Signals(died).name if died else "it left")
 
     def _send(self, data: bytes, until: float, wait: Wait) -> None:

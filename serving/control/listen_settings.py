@@ -86,7 +86,7 @@ class ListenSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=T
     def _check_socket(self) -> None:
         if self.socket is None:
             if int(self.socket_mode, 8) != 0o600:
-                raise InvalidField("socket_mode", self.socket_mode, "no mode without socket")
+                raise InvalidField("socket_mode", self.socket_mode, "no mode unless socket is set")
             return
         if (self.host, self.port) != ("127.0.0.1", 8000):
             raise InvalidField("socket", self.socket, "null beside host and port: a server listens at one of them")

@@ -129,7 +129,7 @@ class ServerSettings(ListenSettings, frozen=True, kw_only=True, forbid_unknown_f
     def _check_tokens(self) -> None:
         if self.jwt_jwks is None:
             if self.jwt_issuer is not None or self.jwt_audience is not None:
-                raise InvalidField("jwt_jwks", None, "a file or URL with the keys that tokens are checked with")
+                raise InvalidField("jwt_jwks", None, "a file or URL with the keys that verify tokens")
             return
         for name in ("jwt_issuer", "jwt_audience"):
             if not getattr(self, name):

@@ -96,7 +96,7 @@ TOOL_USE = record(
 THINKING = record(
     type=type_of("thinking"),
     thinking=Entry(string, required="a string"),
-    signature=Entry(string, "taken as it comes"),
+    signature=Entry(string, "accepted and not checked"),
 )
 REDACTED_THINKING = record(
     type=type_of("redacted_thinking"),

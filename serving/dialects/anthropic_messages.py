@@ -174,7 +174,7 @@ def _ids(turn: Turn) -> dict[str, str]:
     for block in turn.blocks:
         if block.type == "tool_use":
             if block.fields["id"] in found:
-                raise InvalidField(f"{block.path}.id", block.fields["id"], "an id of its own for each tool_use block")
+                raise InvalidField(f"{block.path}.id", block.fields["id"], "a different id for each tool_use block")
             found[block.fields["id"]] = block.path
     return found
 

@@ -144,7 +144,7 @@ _FORMAT = record(
 )
 _OUTPUT_CONFIG = record(
     format=Entry(_FORMAT, "the text is held to this schema"),
-    effort=Entry(one_of("high", why="the model does what it does")),
+    effort=Entry(one_of("high", why="the model has one level of effort")),
 )
 
 _COUNTED = {
@@ -259,7 +259,7 @@ def _check_names(tools: tuple[Tool, ...]) -> None:
     seen: set[str] = set()
     for i, tool in enumerate(tools):
         if tool.name in seen:
-            raise InvalidField(f"tools[{i}].name", tool.name, "a name of its own for each tool")
+            raise InvalidField(f"tools[{i}].name", tool.name, "a different name for each tool")
         seen.add(tool.name)
 
 

@@ -67,7 +67,7 @@ def check_nothing_drawn(sampling: Mapping[str, Any], body: Mapping[str, Any], se
     """Raise ``InvalidField`` for fields that ask for sampling together with ``search``."""
     for name, nothing in _DRAWS.items():
         if sampling.get(name) not in (None, nothing):
-            raise InvalidField(name, body[name], f"null or {nothing} with {search}: nothing is drawn")
+            raise InvalidField(name, body[name], f"null or {nothing} with {search}: nothing is sampled")
 
 
 def beams_of(found: dict[str, Any], sampling: Mapping[str, Any], body: Mapping[str, Any]) -> RawBeams | None:

@@ -50,7 +50,7 @@ def read_call(body: bytes, header_length: str | None) -> InferCall:
     size = len(body) if header_length is None else _length(header_length, len(body))
     call, rest = read_object(body[:size], lambda found: _Reading(found, memoryview(body)[size:]).call())
     if rest:
-        raise InvalidField("inputs", f"{rest} bytes behind the tensors", "none: binary_data_size counts them all")
+        raise InvalidField("inputs", f"{rest} bytes after the tensors", "none: binary_data_size counts them all")
     return call
 
 
@@ -111,7 +111,7 @@ class _Reading:
         if entry.get("data") is not None:
             raise InvalidField(f"inputs[{name}].data", "values", "null beside binary_data_size")
         if type(size) is not int or not 0 <= size <= len(self._data):
-            raise InvalidField(where, size, f"bytes behind the JSON, of which {len(self._data)} are left")
+            raise InvalidField(where, size, f"bytes after the JSON, of which {len(self._data)} are left")
         data, self._data = bytes(self._data[:size]), self._data[size:]
         return from_bytes(name, datatype, shape, data, where)
 

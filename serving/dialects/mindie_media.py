@@ -91,7 +91,7 @@ def _embedded(given: str, where: str, path: str, medium: Medium) -> MediaPart:
     try:
         size = len(base64.b64decode(text, validate=True))
     except (binascii.Error, ValueError):
-        raise InvalidField(where, "a text", "valid base64 behind the comma") from None
+        raise InvalidField(where, "a text", "valid base64 after the comma") from None
     if not 0 < size <= medium.most:
         raise _too_large(where, size, medium.most)
     return MediaPart(kind=medium.kind, source="data", most=medium.most, field=where, part=path)

@@ -9,7 +9,7 @@ from ..readers import Entry, any_of, list_of, reader, record, string, type_of
 from ..request import Draft
 from .fields import Field
 
-_PARTS = list_of(record(type=type_of("text"), text=Entry(string, required="a text")), "a list of parts of text")
+_PARTS = list_of(record(type=type_of("text"), text=Entry(string, required="a text")), "a list of text parts")
 
 
 @reader(**any_of(string.schema, _PARTS.schema))
@@ -18,11 +18,11 @@ def _content(value: Any, path: str) -> str:
     if isinstance(value, str):
         return string(value, path)
     if not isinstance(value, list | tuple):
-        raise InvalidField(path, value, "a string or a list of parts of text")
+        raise InvalidField(path, value, "a string or a list of text parts")
     return "".join(part["text"] for part in _PARTS(value, path))
 
 
-_PREDICTION = record(type=type_of("content"), content=Entry(_content, required="a string or a list of parts of text"))
+_PREDICTION = record(type=type_of("content"), content=Entry(_content, required="a string or a list of text parts"))
 
 
 @reader(**_PREDICTION.schema)

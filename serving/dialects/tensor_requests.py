@@ -117,7 +117,7 @@ def _values(call: InferCall) -> dict[str, Any]:
         raise InvalidField("input_ids", given, "input_ids, the prompt's tokens [1, n], or text_input instead")
     if "max_tokens" not in found:
         name = "max_tokens" if "text" in found else "request_output_len"
-        raise InvalidField(name, None, "the most tokens to generate, INT32 [1, 1]")
+        raise InvalidField(name, None, "the maximum number of tokens to generate, INT32 [1, 1]")
     return found
 
 
@@ -244,7 +244,7 @@ def _beams(found: dict[str, Any]) -> RawBeams | None:
         return None
     for name, nothing in (("temperature", (0, 1)), ("top_k", (0, 1)), ("top_p", (0, 1))):
         if (value := found.pop(name, 0)) not in nothing:
-            raise InvalidField(_NAMES[name], value, f"0 or 1 with a beam_width of {width}: nothing is drawn")
+            raise InvalidField(_NAMES[name], value, f"0 or 1 with a beam_width of {width}: nothing is sampled")
     stopping: EarlyStopping = "heuristic" if early == 0 else "first" if early == 1 else "never"
     return RawBeams(width=width, length_penalty=penalty, early_stopping=stopping, field="beam_width")
 

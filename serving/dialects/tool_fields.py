@@ -288,6 +288,6 @@ def chosen(asked: AskedChoice, tools: Sequence[Tool] | None) -> ToolChoice:
     for named in asked.named:
         if kinds.get(named.name, named.kind) != named.kind:
             raise InvalidField(
-                named.path, named.name, f"a {named.kind} tool; of that name there is a {kinds[named.name]}"
+                named.path, named.name, f"a {named.kind} tool; the tool of that name is a {kinds[named.name]}"
             )
     return asked.choice

@@ -31,7 +31,7 @@ from .tensor_requests import echo_of, raw_request
 from .tensors import BYTES, FLOATS, Tensor, from_json, to_list
 
 STREAM, EXCLUDE = ("stream", "streaming"), "exclude_input_in_output"
-_ONCE = "false: tokens are streamed without them; ask …/generate"
+_ONCE = "false: a stream does not carry them; use …/generate"
 _MADE = {"logprobs": "return_log_probs"} | {name: f"return_{name}" for name in ("context_logits", "generation_logits")}
 _encoder = msgspec.json.Encoder()
 
@@ -127,7 +127,7 @@ def _read(body: dict[str, Any], *, streams: bool) -> RawRequest:
             if getattr(raw.sampling, attribute):
                 raise InvalidField(name, True, _ONCE)
         if raw.sampling.beams is not None:
-            raise InvalidField("beam_width", raw.sampling.beams.width, "1: a search has its texts at its end")
+            raise InvalidField("beam_width", raw.sampling.beams.width, "1: a beam search has its texts only at its end")
     return msgspec.structs.replace(raw, stream=streams, echo=None if exclude else True, echoed=_pack(echo))
 
 

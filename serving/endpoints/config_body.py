@@ -68,13 +68,16 @@ def _engine_settings(value: Any, path: str) -> dict[str, Any]:
 
 _RATE = Entry(integer(0, MAX_RATE), "tokens/s")
 _ENTITY = {
-    "name": Entry(name_in_urls, "By which traffic is routed and requests may ask for it; made of the model's"),
+    "name": Entry(
+        name_in_urls,
+        "Traffic is routed by it, and requests can ask for it; by default the model's",
+    ),
     "entity_name": Entry(text(re.compile(f"{ENTITY_NAME.pattern}|{URI.pattern}"), _MODEL), _MODEL, required=_MODEL),
     "entity_version": Entry(_version, "A number or an alias; none with a URI"),
     "min_provisioned_throughput": _RATE,
     "max_provisioned_throughput": _RATE,
     "scale_to_zero_enabled": Entry(boolean),
-    "workload_size": Entry(one_of("Small", "Medium", "Large"), "Taken, and left to the provisioned throughput"),
+    "workload_size": Entry(one_of("Small", "Medium", "Large"), "Ignored: the provisioned throughput decides"),
     "workload_type": Entry(one_of("CPU")),
     "environment_vars": Entry(_nothing),
     "engine_settings": Entry(_engine_settings, "Settings that replace those saved with the model"),

@@ -37,7 +37,10 @@ def tags(value: Any, path: str) -> dict[str, str]:
 
 _CALLS = record(
     calls=Entry(integer(0, MAX_RATE), required=f"an integer from 0 to {MAX_RATE}"),
-    key=Entry(one_of("endpoint", "user"), 'Of all, which is meant without it, or of each user; "endpoint" or "user"'),
+    key=Entry(
+        one_of("endpoint", "user"),
+        '"endpoint" (the default): all requests together; "user": those of each user',
+    ),
     renewal_period=Entry(one_of("minute"), required='"minute"'),
 )
 _RATE_LIMITS = list_of(_CALLS, "a list of limits")

@@ -87,7 +87,7 @@ def _all(stream: Any, limit: int, allocation: Allocation | None) -> bytes:
         if allocation is not None:
             allocation.grow(len(piece))
         if size > limit:
-            raise PayloadTooLarge(f"the body is larger than {limit} bytes, which are the most that are taken")
+            raise PayloadTooLarge(f"the body is larger than {limit} bytes, which is the maximum")
         pieces.append(piece)
         if len(piece) == PIECE:
             gevent.sleep(0)

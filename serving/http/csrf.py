@@ -38,11 +38,11 @@ def check_cross_site(environ: Mapping[str, Any], listens: str, allowed: tuple[st
         raise PermissionDenied(f"Origin: {_WHY}pages of other sites")
     if host is not None and not _is_ours(name_of(host), listens, allowed):
         raise PermissionDenied(
-            f"Host: {_WHY}another name than {', '.join((_OWN, *allowed))}; --allowed-host adds those of a proxy"
+            f"Host: {_WHY}names other than {', '.join((_OWN, *allowed))}; --allowed-host adds those of a proxy"
         )
 
 
-_WHY = "this server asks for no keys, so it takes no requests from "
+_WHY = "this server asks for no keys, so it refuses requests from "
 _OWN = "this machine's own"
 
 

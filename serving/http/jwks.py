@@ -56,9 +56,9 @@ def parsed(data: bytes) -> dict[str, PublicKey]:
     try:
         listed = json.loads(data)["keys"]
     except (ValueError, LookupError, TypeError, RecursionError):
-        raise BadKeySet('it is no JSON object with "keys"') from None
+        raise BadKeySet('it is not a JSON object with "keys"') from None
     if not isinstance(listed, list) or len(listed) > MAX_KEYS:
-        raise BadKeySet(f"its keys are no list of at most {MAX_KEYS}")
+        raise BadKeySet(f"its keys are not a list of at most {MAX_KEYS}")
     found: dict[str, PublicKey] = {}
     for one in listed:
         if isinstance(one, dict) and one.get("use") in (None, "sig") and one.get("kty") in KINDS:
@@ -120,7 +120,7 @@ class KeySource:
         if self._may_try():
             self._renew(wait=True)
         if self._is_older_than(STALE):
-            raise Unavailable("the keys that tokens are checked with are not to be had", retry_after=RETRY)
+            raise Unavailable("the keys that verify tokens are not available", retry_after=RETRY)
         found = self._known(kid)
         if found is None:
             raise Unauthenticated("the token is not valid here")

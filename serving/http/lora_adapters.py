@@ -120,7 +120,7 @@ def _endpoint(server: Server, request: Request, called: str | None) -> tuple[Pla
         raise NotFound("this server has no store of endpoints")
     entity, _ = server.endpoints.seen_by(request.caller).route(called)
     if not entity.engine.info.capabilities.adapters:
-        raise InvalidField("model", entity.endpoint, "an endpoint whose model takes adapters")
+        raise InvalidField("model", entity.endpoint, "an endpoint whose model accepts adapters")
     planned, _ = server.follower.planned(entity.endpoint)
     if planned is None:
         raise NotFound(f"endpoint {entity.endpoint} has just been deleted", param="model")

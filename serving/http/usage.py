@@ -81,7 +81,7 @@ def _visible(what: UsageFilter, caller: Caller) -> UsageFilter:
     if caller.manages:
         return what
     if what.tenant not in (None, caller.tenant):
-        raise PermissionDenied(f"tenant: the key is of tenant {caller.tenant!r}; it sees no other", param="tenant")
+        raise PermissionDenied(f"tenant: the key is of tenant {caller.tenant!r}; it sees only that one", param="tenant")
     what = msgspec.structs.replace(what, tenant=caller.tenant)
     if "usage" in caller.scopes:
         return what
@@ -101,7 +101,7 @@ def _limit(value: str | None) -> int:
 def _sums(source: Usage, what: UsageFilter, asked: Mapping[str, str]) -> Answer:
     for name in ("limit", "cursor"):
         if name in asked:
-            raise InvalidField(name, asked[name], "no value with by: sums come in one piece")
+            raise InvalidField(name, asked[name], "no value with by: sums are not paginated")
     by = groups_of(asked["by"])
     found: list[dict[str, Any]] = []
     for total in source.sums(what, by):

@@ -40,9 +40,9 @@ REQUESTS = Counter(
     registry=OWN,
 )
 TOKENS = Counter("mlflow_llm_tokens", "Tokens by kind: prompt, cached, completion", (*BY_ADAPTER, "kind"), registry=OWN)
-DISCONNECTS = Counter("mlflow_llm_disconnects", "Requests that their client left", BY_ADAPTER, registry=OWN)
+DISCONNECTS = Counter("mlflow_llm_disconnects", "Requests whose client disconnected", BY_ADAPTER, registry=OWN)
 TRACES_DROPPED = Counter(
-    "mlflow_llm_traces_dropped", "Traces that their exporter was too far behind to take", registry=OWN
+    "mlflow_llm_traces_dropped", "Traces dropped because the exporter was too far behind", registry=OWN
 )
 STORE_OUTAGES = Counter(
     "mlflow_llm_store_outages", "Times that the store ceased to answer, as each worker saw it", registry=OWN
@@ -103,7 +103,7 @@ class EngineCollector(Collector):
         ("kv_tokens_used", "KV cache in use, tokens", "kv_tokens_used"),
         ("kv_tokens_total", "KV cache size, tokens", "kv_tokens_total"),
         ("last_step_age_seconds", "Seconds since the engine's last step", "last_step_age"),
-        ("processor_wait_ratio", "Time the engine waited for a processor, of that it wanted one", "processor_wait"),
+        ("processor_wait_ratio", "Share of its time that the engine waited for a processor", "processor_wait"),
         ("standbys", "Loaded engine processes that would take over", "num_standbys"),
     )
     COUNTERS = (
@@ -112,7 +112,7 @@ class EngineCollector(Collector):
         ("prefix_query_tokens", "Prompt tokens looked up in the prefix cache", "prefix_query_tokens"),
         ("generated_tokens", "Tokens sampled by the engine, delivered or not", "generated_tokens"),
         ("draft_tokens", "Tokens that speculation proposed", "draft_tokens"),
-        ("accepted_draft_tokens", "Tokens of those proposed that were drawn there", "accepted_tokens"),
+        ("accepted_draft_tokens", "Proposed tokens that were accepted", "accepted_tokens"),
     )
 
     def __init__(self, endpoints: Entities, counters: EngineCounters) -> None:
@@ -147,8 +147,8 @@ class EngineCollector(Collector):
         yield runs
 
     RECORDS = (
-        ("engine_memory_bytes", "What a replica takes, by its files until it is measured", "memory"),
-        ("engine_start_seconds", "What the last start took, up to the first token", "start_seconds"),
+        ("engine_memory_bytes", "Memory of a replica, estimated from its files until it is measured", "memory"),
+        ("engine_start_seconds", "Duration of the last start, up to the first token", "start_seconds"),
     )
 
     def _memory(self, entities: list[Entity]) -> Iterator[Metric]:
@@ -187,7 +187,7 @@ class LedgerCollector(Collector):
         ):
             yield GaugeMetricFamily(f"mlflow_llm_{name}", text, value=float(value))
         if found.answers:
-            text = "Share of an engine beside other tenants, of keys that have another than 1"
+            text = "Weight of a key in the engine's fair queue, for keys whose weight is not 1"
             weights = GaugeMetricFamily("mlflow_llm_key_weight", text, labels=("key",))
             with contextlib.suppress(Unavailable):
                 for key_id, weight in Keys(self.ledger.store).weights().items():

@@ -142,7 +142,7 @@ class ServedEndpoints:
             return
         has = ", ".join(name for name in entity.adapter_names() if caller.may_use(entity.endpoint, name)) or "none"
         if adapter is None:
-            raise NotFound(f"endpoint {entity.endpoint} is there with an adapter only: {has}", param="model")
+            raise NotFound(f"endpoint {entity.endpoint} can be used with an adapter only: {has}", param="model")
         raise NotFound(f"endpoint {entity.endpoint} has no adapter {adapter[:80]!r}; it has {has}", param="model")
 
     def __iter__(self) -> Iterator[ServedEntity]:

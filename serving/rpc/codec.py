@@ -57,7 +57,7 @@ def parsed(data: bytes, kind: Any) -> Any:
     try:
         return kind.FromString(data)
     except DecodeError:
-        raise RequestError(f"the message is no {kind.DESCRIPTOR.name}") from None
+        raise RequestError(f"the message is not a {kind.DESCRIPTOR.name}") from None
 
 
 def framed(messages: Iterable[Any]) -> bytes:

@@ -83,7 +83,7 @@ class Conjunction:
             place, above = waiting.pop()
             place = self.document.enter(place)
             if place.pointer in above:
-                raise self.document.error(place, "$ref", "references that do not come back to themselves")
+                raise self.document.error(place, "$ref", "references that do not lead back to themselves")
             if place.schema is False:
                 return None
             if place.schema is True or place.pointer in seen:

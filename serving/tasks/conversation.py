@@ -123,5 +123,5 @@ def thinking_variables(asked: bool | None, reads: TemplateReads, *, reasons: boo
         if name in (reads.variables or ()):
             return {name: asked}
     if asked and not reasons:
-        raise InvalidField("thinking", "enabled", "disabled: the chat template of this model knows of no reasoning")
+        raise InvalidField("thinking", "enabled", "disabled: this model's chat template does not support reasoning")
     return {}

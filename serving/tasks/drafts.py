@@ -22,7 +22,7 @@ def draft_tokens(asked: RawSampling, endpoint: EndpointView) -> DraftTokens | No
     if draft is None:
         return None
     if asked.beams is not None:
-        raise InvalidField(draft.field, "a draft", "null with beam search, whose texts are not drawn")
+        raise InvalidField(draft.field, "a draft", "null with beam search, which does not sample")
     if draft.text is not None:
         if draft.logits is not None:
             raise InvalidField(LOGITS, "logits", "null unless the draft is given as token ids")
@@ -48,7 +48,7 @@ def _check_logits(draft: Draft, logits: bytes, vocab_size: int) -> None:
     rows = np.frombuffer(logits, dtype="<f4").reshape(count, vocab_size)
     own = rows[np.arange(count), list(draft.token_ids)]
     if np.isnan(rows).any() or np.isposinf(rows).any():
-        raise InvalidField(LOGITS, "NaN or infinity", "numbers, or minus infinity for what is never drawn")
+        raise InvalidField(LOGITS, "NaN or infinity", "numbers, or minus infinity for tokens that are never sampled")
     if not np.isfinite(own).all():
         place = int(np.flatnonzero(~np.isfinite(own))[0])
         allowed = f"finite where {draft.field} has its token, which was drawn from them"

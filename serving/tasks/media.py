@@ -49,4 +49,4 @@ def _check_host(part: MediaPart, allowed: tuple[str, ...]) -> None:
     names = {name.lower() for name in allowed}
     if not names & {host.lower(), part.place.lower()}:
         listed = ", ".join(allowed) if allowed else "none are allowed"
-        raise InvalidField(part.field, part.place, f"a URL of the hosts in {DOMAINS}: {listed}")
+        raise InvalidField(part.field, part.place, f"a URL with one of the hosts in {DOMAINS}: {listed}")

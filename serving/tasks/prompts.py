@@ -148,7 +148,7 @@ def _templated(
     if isinstance(ids, int):
         raise too_long(path, f"more than {longest}", endpoint)
     if not ids:
-        raise InvalidField(path, "", "something: the template made an empty prompt of it")
+        raise InvalidField(path, "", "messages from which the template makes a prompt of at least one token")
     cut, truncated = _fit(ids, endpoint, sampling, path)
     return Prompt(cut, "", truncated)
 

@@ -64,7 +64,7 @@ def check_prompt_table(raw: RawRequest, endpoint: EndpointView) -> None:
     if not endpoint.info.capabilities.prompt_tables:
         raise InvalidField(field, given, "null: this model's engine takes no prompt tables")
     if not isinstance(raw, RawCompletion) or any(isinstance(prompt, str) for prompt in raw.prompts):
-        raise InvalidField(field, given, "null, unless the prompt is token ids: no text has ids of its rows")
+        raise InvalidField(field, given, "null unless the prompt is token ids: no text has ids for its rows")
     most = endpoint.context
     if not 1 <= table.num_tokens <= most:
         raise InvalidField("prompt_vocab_size", table.num_tokens, f"an integer in [1, {most}]")

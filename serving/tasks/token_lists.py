@@ -35,7 +35,7 @@ def bad_words(asked: RawSampling, endpoint: EndpointView) -> tuple[tuple[int, ..
     for i, word in enumerate(given):
         found = next(spelt) if isinstance(word, str) else (word,)
         if not found:
-            raise InvalidField(f"bad_words[{i}]", word, "a text with something beside spaces")
+            raise InvalidField(f"bad_words[{i}]", word, "a text that is not only spaces")
         for run in found:
             _check_run(run, f"bad_words[{i}]", word, endpoint.info.vocab_size)
             runs[run] = None

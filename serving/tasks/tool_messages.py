@@ -63,7 +63,7 @@ def _ids(message: Message, i: int) -> dict[str, None]:
     found: dict[str, None] = {}
     for j, call in enumerate(message.tool_calls):
         if call.id in found:
-            raise InvalidField(f"messages[{i}].tool_calls[{j}].id", call.id, "an id that no call before has")
+            raise InvalidField(f"messages[{i}].tool_calls[{j}].id", call.id, "an id that no earlier call has")
         found[call.id] = None
     return found
 

@@ -126,7 +126,7 @@ class ArgumentsGrammar:
             end = lark.text(format.key_end_json or format.key_end)
             written.append(f"{end} {one_of(map(self._json, others))} {lark.text(format.value_end)}")
         if not written:
-            self._refuse(json.dumps(dict(schema))[:200], "texts that can be nothing else")
+            self._refuse(json.dumps(dict(schema))[:200], "strings that look like no other type")
         return f"{begin} {one_of(written)}"
 
     def _is_text(self, value: Any, alone: bool) -> bool:

@@ -48,13 +48,13 @@ def _try_path(path: str) -> None:
     """Check the path of a Unix socket. A socket file that a killed server left behind is not an error."""
     folder = os.path.dirname(os.path.abspath(path))
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise OSError(errno.EACCES, f"{folder} is no directory that can be written")
+        raise OSError(errno.EACCES, f"{folder} is not a writable directory")
     try:
         kind = os.stat(path).st_mode
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(kind):
-        raise OSError(errno.EEXIST, "it is there already, and no socket")
+        raise OSError(errno.EEXIST, "it exists already and is not a socket")
     with socket.socket(socket.AF_UNIX) as probe:
         probe.settimeout(1)
         try:

@@ -144,7 +144,7 @@ def test_a_search() -> None:
         raw = decoded(width, ("early_stopping", "INT32", [1], [value]), ("length_penalty", "FP32", [1], [2]))
         assert raw.sampling.beams == RawBeams(width=3, length_penalty=2.0, early_stopping=meant)
     for name, datatype, value in (("temperature", "FP32", 0.5), ("runtime_top_k", "INT32", 5)):
-        with pytest.raises(InvalidField, match=f"{name}: {value} .* nothing is drawn"):
+        with pytest.raises(InvalidField, match=f"{name}: {value} .* nothing is sampled"):
             decoded(width, (name, datatype, [1], [value]))
 
 

@@ -137,7 +137,7 @@ def test_bad_tools_are_named(tools, param, words):
         ({"type": "function"}, "tool_choice.function", "an object with name"),
         ({"type": "function", "name": "find"}, "tool_choice.name", "no such field"),
         ({"type": "tool", "name": "find"}, "tool_choice.type", "function, custom, allowed_tools"),
-        ({"type": "custom", "custom": {"name": "find"}}, "tool_choice.custom.name", "there is a function"),
+        ({"type": "custom", "custom": {"name": "find"}}, "tool_choice.custom.name", "of that name is a function"),
         (
             {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}},
             "tool_choice.allowed_tools.tools",
@@ -154,7 +154,7 @@ def test_bad_tools_are_named(tools, param, words):
                 "allowed_tools": {"mode": "auto", "tools": [NAMED, {"type": "custom", "custom": {"name": "find"}}]},
             },
             "tool_choice.allowed_tools.tools[1].custom.name",
-            "there is a function",
+            "of that name is a function",
         ),
     ],
 )

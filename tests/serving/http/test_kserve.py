@@ -211,8 +211,8 @@ def test_word_lists_whose_offsets_lie(client: FlaskClient, words: Any, said: str
         ("7", 0, "body: expected a JSON object"),
         (None, 0, "body: expected a JSON object"),
         ("", 0, "Inference-Header-Content-Length"),
-        ("right", 3, "binary_data_size: 4 is not allowed; expected bytes behind the JSON, of which 1 are left"),
-        ("right", -3, "'3 bytes behind the tensors'"),
+        ("right", 3, "binary_data_size: 4 is not allowed; expected bytes after the JSON, of which 1 are left"),
+        ("right", -3, "'3 bytes after the tensors'"),
     ],
 )
 def test_lengths_that_lie(client: FlaskClient, header: str | None, cut: int, said: str) -> None:

@@ -78,7 +78,7 @@ def test_tensors_that_lie_are_refused(tensor: dict[str, Any], more: dict[str, An
 
 def test_what_is_no_message() -> None:
     """Bytes that protobuf cannot read are refused as such."""
-    with pytest.raises(RequestError, match="no ModelInferRequest"):
+    with pytest.raises(RequestError, match="not a ModelInferRequest"):
         DIALECT.decode(Head(INFER, {}), b"\xff\xff\xff")
 
 

@@ -193,7 +193,7 @@ def test_the_template_for_tools_is_chosen(endpoint_of, text_of):
         (
             (ASKED, Message(role="assistant", tool_calls=(CALL, CALL)), RESULT),
             "messages[1].tool_calls[1].id",
-            "no call before",
+            "no earlier call",
         ),
     ],
 )
