@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -264,7 +265,7 @@ def test_no_request_is_a_fault(client: FlaskClient, data: st.DataObject) -> None
             if isinstance(place[key], dict | list) and place[key] and data.draw(st.booleans()):
                 place = place[key]
                 continue
-            place[key] = data.draw(ODD)
+            place[key] = copy.deepcopy(data.draw(ODD))  # the next change may be in it
             break
     answer = client.post("/v1/responses", json=body)
     if answer.status_code == 200:
