@@ -25,10 +25,10 @@ from mlflow_llm.serving.engine import linear
 from mlflow_llm.serving.engine.assembly import assemble
 from mlflow_llm.serving.engine.kv_cache import Row
 from mlflow_llm.serving.engine.native import library
-from mlflow_llm.serving.engine.native.weight import BF16, F32, INT8, W8A16, NativeWeight
+from mlflow_llm.serving.engine.native.weight import BF16, F32, INT8, ROTATED, NativeWeight
 from mlflow_llm.serving.settings import EngineSettings
 
-FORMS = {"float32": F32, "bfloat16": BF16, "W8A16": W8A16, "int8": INT8}
+FORMS = {"float32": F32, "bfloat16": BF16, "int8, rotated": ROTATED, "int8": INT8}
 
 
 def times(outputs: int, inputs: int, rows: list[int], repeats: int) -> list[dict[str, Any]]:

@@ -26,7 +26,7 @@ from .forward_context import ContextHolder
 from .fp8 import Fp8Weight
 from .fp8 import can_quantize as fits_fp8
 from .native.library import LANES
-from .native.weight import BF16, F32, INT8, W8A16, NativeWeight, can_pack
+from .native.weight import BF16, F32, INT8, ROTATED, NativeWeight, can_pack
 from .quantization import Int8Weight, can_quantize
 from .stored_weights import StoredLinear, joined, stored_of
 from .weight_layouts import PackedWeight, PlainWeight, pack_float
@@ -187,7 +187,7 @@ def _pack(weight: torch.Tensor, bias: torch.Tensor | None, settings: EngineSetti
     int8 = settings.quantization != "none" and can_quantize(weight)  # with int4, linears not stored in four bits
     if settings.kernels == "auto" and can_pack(weight):
         if int8:
-            return NativeWeight(weight, bias, W8A16 if is_head else INT8)
+            return NativeWeight(weight, bias, ROTATED if is_head else INT8)
         return NativeWeight(weight, bias, BF16 if settings.dtype == "bfloat16" else F32)
     return Int8Weight(weight, bias) if int8 and not is_head else pack_float(weight, bias)
 

@@ -19,12 +19,12 @@ from ...processors import num_threads, processors
 logger = logging.getLogger(__name__)
 
 VARIABLE = "MLFLOW_LLM_INSTRUCTION_SET"  # names the kernels' instruction set, one of INSTRUCTION_SETS
-INTERFACE = 6  # increased with every change of the C interface that the sizes of its structures do not show
+INTERFACE = 7  # increased with every change of the C interface that the sizes of its structures do not show
 GROUP = 32  # inputs that share a scale of INT4; its widths must be a multiple of this
 LANES = 16  # widths must be a multiple of this
 PANEL = 32  # columns of a packed weight that are stored together
 RUNS, MULTIPLIES_BF16, BYTE_PRODUCTS = 1, 2, 4  # bits of mlt_supported
-F32, INT8, BF16, INT4, W8A16 = range(5)  # kinds of packed weights
+F32, INT8, BF16, INT4, ROTATED = range(5)  # kinds of packed weights
 NO_TILES, AMX, EMULATED_TILES = 0, 1, 2
 SILU, GELU_TANH, GELU = 0, 1, 2  # activations of a decoder
 SPIN_US = 50  # how long a waiting thread spins: about the cost of putting it to sleep and waking it

@@ -6,8 +6,9 @@
 //
 // Every output is summed over k in the same order whatever the number of rows, so a row's result is bitwise the same
 // alone and in any batch. int8 rows carry a scale each; they are offset by 128 where vpdpbusd takes unsigned times
-// signed bytes, and 128 times the column's sum is taken off again, exactly. Of W8A16, int8 weights too, a row of activations
-// is two rows of such bytes, the higher and the lower ones of whole numbers of 15 bits, whose sums are put together.
+// signed bytes, and 128 times the column's sum is taken off again, exactly. ROTATED is INT8 of weights and activations that
+// both have been multiplied by a Hadamard matrix before they are rounded: (W H) (H x) is W x but for a factor, and what one
+// activation has more than the others is spread over many (Ashkboos et al. 2024, "QuaRot").
 #pragma once
 
 #include <algorithm>
@@ -21,6 +22,7 @@
 #include <utility>
 #include <vector>
 
+#include "hadamard.h"
 #include "simd.h"
 #include "threads.h"
 #include "tiles.h"
@@ -60,7 +62,7 @@ constexpr int LEVELS = 127;
 constexpr int INT4_GROUP = 32;  // k's that share a scale, of weights of four bits (int4.h)
 constexpr size_t INT4_GROUP_BYTES = PANEL * (INT4_GROUP / 2 + 3);
 
-enum class Kind : int { F32 = 0, INT8 = 1, BF16 = 2, INT4 = 3, W8A16 = 4 };
+enum class Kind : int { F32 = 0, INT8 = 1, BF16 = 2, INT4 = 3, ROTATED = 4 };
 
 // Whether bytes are multiplied by the instruction for it, where not all processors of this library have it.
 inline std::atomic<bool>& byte_products() {
@@ -72,10 +74,7 @@ inline std::atomic<bool>& byte_products() {
 inline bool by_words() { return HAS_WORDS && !byte_products() && tile_use() == TileUse::NONE; }
 
 // Whether weights are bytes, by bytes.
-constexpr bool of_bytes(Kind kind) { return kind == Kind::INT8 || kind == Kind::W8A16; }
-
-// Rows that are multiplied for one of activations.
-constexpr int rows_of(Kind kind) { return kind == Kind::W8A16 ? 2 : 1; }
+constexpr bool of_bytes(Kind kind) { return kind == Kind::INT8 || kind == Kind::ROTATED; }
 
 inline void* allocate(size_t bytes) {
     const size_t huge = size_t(2) << 20;
@@ -135,7 +134,7 @@ inline bool by_floats(const Linear& w) { return NARROW && w.kind == Kind::BF16 &
 inline size_t Linear::row_bytes() const {
     if (kind == Kind::INT4) return K + sizeof(float) * (K / INT4_GROUP);
     if (by_floats(*this)) return K * sizeof(float);
-    return of_bytes(kind) && by_words() ? K * sizeof(int16_t) : size_t(K) / lane() * 4 * rows_of(kind);
+    return of_bytes(kind) && by_words() ? K * sizeof(int16_t) : size_t(K) / lane() * 4;
 }
 
 inline uint16_t to_bf16(float value) {
@@ -193,25 +192,9 @@ inline float quantize_row(const float* x, int K, uint8_t* q) {
     return scale;
 }
 
-// One row as whole numbers up to 127 * 128: K high bytes, in steps of 128, then K low ones of -64 to 63; returns their scale.
-inline float quantize_row_twice(const float* x, int K, uint8_t* q) {
-    const float scale = row_scale(x, K) * (1.0f / 128);
-    const __m512i offset = _mm512_set1_epi32(BYTE_OFFSET), half = _mm512_set1_epi32(64);
-    const __m512 by = _mm512_set1_ps(1.0f / scale);
-    for (int k = 0; k < K; k += LANES) {
-        const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x + k), by));
-        const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(whole, half), 7);
-        const __m512i low = _mm512_sub_epi32(whole, _mm512_slli_epi32(high, 7));
-        _mm_storeu_si128((__m128i*)(q + k), _mm512_cvtepi32_epi8(_mm512_add_epi32(high, offset)));
-        _mm_storeu_si128((__m128i*)(q + K + k), _mm512_cvtepi32_epi8(_mm512_add_epi32(low, offset)));
-    }
-    return scale;
-}
-
-// One row as whole numbers up to 127 * `finer`, in words; returns their scale. What quantize_row() and quantize_row_twice()
-// make of it, 1 and 128 times as fine.
-inline float quantize_row_words(const float* x, int K, int finer, int16_t* q) {
-    const float scale = row_scale(x, K) * (1.0f / finer);
+// The same in words.
+inline float quantize_row_words(const float* x, int K, int16_t* q) {
+    const float scale = row_scale(x, K);
     const __m512 by = _mm512_set1_ps(1.0f / scale);
     for (int k = 0; k < K; k += LANES) store_words(q + k, _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x + k), by)));
     return scale;
@@ -248,10 +231,19 @@ inline void pack_row(Linear& w, int n, float scale, const Values& q) {
     w.offset[n] = 128 * sum;
 }
 
+// A row times the Hadamard matrix and `by`, until the thread asks for another.
+inline const float* rotated(const float* row, int K, float by) {
+    static thread_local AlignedFloats own;
+    own.assign(row, row + K);
+    hadamard(own.data(), K, by);
+    return own.data();
+}
+
 inline void pack(Linear& w, const float* dense, const float* bias) {
     make_room(w, bias);
     parallel_for(w.N, [&](int n) {
         const float* row = dense + size_t(n) * w.K;
+        if (w.kind == Kind::ROTATED) row = rotated(row, w.K, 1.0f / hadamard_order(w.K));
         if (w.kind == Kind::F32) {
             for (int k = 0; k < w.K; k++) ((float*)w.packed)[place(w, n, k)] = row[k];
         } else if (w.kind == Kind::BF16) {
@@ -285,6 +277,7 @@ inline void unpack(const Linear& w, float* dense) {
                                          : w.kind == Kind::BF16 ? from_bf16(((uint16_t*)w.packed)[at])
                                                                 : ((int8_t*)w.packed)[at] * w.scale[n];
         }
+        if (w.kind == Kind::ROTATED) hadamard(dense + size_t(n) * w.K, w.K, 1.0f);
     });
 }
 
@@ -304,13 +297,12 @@ class Prepared {
     }
     void fill(const Linear& w, const float* x, int t) {
         const float* row = x + size_t(t) * w.K;
+        if (w.kind == Kind::ROTATED) row = rotated(row, w.K, 1.0f);
         if (of_bytes(w.kind) && by_words()) {
-            int16_t* to = (int16_t*)(bytes.data() + size_t(t) * w.row_bytes());
-            scales[t] = quantize_row_words(row, w.K, w.kind == Kind::W8A16 ? 128 : 1, to);
+            scales[t] = quantize_row_words(row, w.K, (int16_t*)(bytes.data() + size_t(t) * w.row_bytes()));
             return;
         }
-        if (w.kind == Kind::INT8) scales[t] = quantize_row(row, w.K, bytes.data() + size_t(t) * w.K);
-        if (w.kind == Kind::W8A16) scales[t] = quantize_row_twice(row, w.K, bytes.data() + size_t(t) * w.row_bytes());
+        if (of_bytes(w.kind)) scales[t] = quantize_row(row, w.K, bytes.data() + size_t(t) * w.K);
         if (by_floats(w)) return round_to_bf16(row, w.K, (float*)bytes.data() + size_t(t) * w.K);
         if (w.kind == Kind::BF16) to_bf16(row, w.K, (uint16_t*)bytes.data() + size_t(t) * w.K);
         if (w.kind == Kind::INT4) scales[t] = quantize_row_int4(w, row, bytes.data() + size_t(t) * w.row_bytes());
@@ -363,13 +355,6 @@ __attribute__((always_inline)) inline void multiply_add(Sum<KIND>& sum, __m512i 
 #endif
 }
 
-// What the sums of a row's bytes are together; `low` of W8A16 alone.
-template <Kind KIND>
-inline __m512 joined(__m512i sum, __m512i low) {
-    const __m512 value = _mm512_cvtepi32_ps(sum);
-    return KIND == Kind::W8A16 ? _mm512_fmadd_ps(value, _mm512_set1_ps(128.0f), _mm512_cvtepi32_ps(low)) : value;
-}
-
 // The value of 16 columns from n on as it goes to y.
 inline void put_value(const Linear& w, __m512 value, int n, float* y, bool add) {
     const __mmask16 mask = w.N - n >= LANES ? 0xffff : (1u << (w.N - n)) - 1;
@@ -378,30 +363,18 @@ inline void put_value(const Linear& w, __m512 value, int n, float* y, bool add) 
     _mm512_mask_storeu_ps(y + n, mask, value);
 }
 
-// The same of a row's sum, and that of its low bytes. OFFSET: the bytes of activations have it.
+// The same of a row's sum. OFFSET: the bytes of activations have it.
 template <Kind KIND, bool OFFSET = BYTE_OFFSET != 0>
-inline void put(const Linear& w, Sum<KIND> sum, Sum<KIND> low, int n, const float* x_scale, float* y, bool add) {
+inline void put(const Linear& w, Sum<KIND> sum, int n, const float* x_scale, float* y, bool add) {
     __m512 value;
     if constexpr (of_bytes(KIND)) {
-        if (OFFSET) {
-            const __m512i offset = _mm512_load_si512(w.offset + n);
-            sum = _mm512_sub_epi32(sum, offset), low = _mm512_sub_epi32(low, offset);
-        }
-        value = _mm512_mul_ps(joined<KIND>(sum, low), _mm512_set1_ps(*x_scale));
+        if (OFFSET) sum = _mm512_sub_epi32(sum, _mm512_load_si512(w.offset + n));
+        value = _mm512_mul_ps(_mm512_cvtepi32_ps(sum), _mm512_set1_ps(*x_scale));
         value = _mm512_mul_ps(value, _mm512_load_ps(w.scale + n));
     } else {
         value = sum;
     }
     put_value(w, value, n, y, add);
-}
-
-// Of the sums of some rows that of number M, if it is the first of its row of activations.
-template <Kind KIND, size_t M, class Sums>
-__attribute__((always_inline)) inline void put_row(const Linear& w, const Sums& sums, int n, const float* x_scale, float* y,
-                                                   bool add) {
-    constexpr size_t EACH = rows_of(KIND);
-    if constexpr (M % EACH == 0)
-        put<KIND>(w, sums[M], sums[M + EACH - 1], n, x_scale + M / EACH, y + M / EACH * w.N, add);
 }
 
 // As many rows as there are indexes, by one panel. `x` steps by `stride` 32-bit lanes a row; `y` [.., N] is written, or
@@ -423,8 +396,8 @@ __attribute__((noinline)) inline void tile(std::index_sequence<M...>, const Line
          ...);
     }
     const int n = panel * PANEL;
-    (put_row<KIND, M>(w, left, n, x_scale, y, add), ...);
-    if (n + LANES < w.N) (put_row<KIND, M>(w, right, n + LANES, x_scale, y, add), ...);
+    (put<KIND>(w, left[M], n, x_scale + M, y + M * w.N, add), ...);
+    if (n + LANES < w.N) (put<KIND>(w, right[M], n + LANES, x_scale + M, y + M * w.N, add), ...);
 }
 
 // The same by one half of the panel.
@@ -441,7 +414,7 @@ __attribute__((noinline)) inline void half_tile(std::index_sequence<M...>, const
         if (!half) __builtin_prefetch(weights + FETCH_AHEAD), __builtin_prefetch(weights + FETCH_AHEAD + 64);
         (multiply_add<KIND, FAST>(sums[M], _mm512_set1_epi32(at[M * stride]), each), ...);
     }
-    (put_row<KIND, M>(w, sums, n, x_scale, y, add), ...);
+    (put<KIND>(w, sums[M], n, x_scale + M, y + M * w.N, add), ...);
 }
 
 template <Kind KIND, int ROWS, size_t... PAIR>
@@ -451,8 +424,8 @@ inline void pair_tile(std::index_sequence<PAIR...>, const Linear& w, int panel, 
 template <Kind KIND, bool FAST, int M = TILE>
 inline void tile_of(int rows, const Linear& w, int panel, const int32_t* x, int stride, const float* s, float* y,
                     bool add, const char* next) {
-    if constexpr (M > rows_of(KIND))
-        if (rows < M) return tile_of<KIND, FAST, M - rows_of(KIND)>(rows, w, panel, x, stride, s, y, add, next);
+    if constexpr (M > 1)
+        if (rows < M) return tile_of<KIND, FAST, M - 1>(rows, w, panel, x, stride, s, y, add, next);
     constexpr std::make_index_sequence<M> each;
     if constexpr (PAIRS_OF_ROWS && FAST && of_bytes(KIND) && M > 1) {
         constexpr std::make_index_sequence<(M + 1) / 2> pairs;
@@ -493,17 +466,16 @@ inline void each_tile(int T, size_t row, int first, int last, const Multiply& mu
 
 template <Kind KIND, bool FAST = false>
 inline void multiply_panels(const Linear& w, Rows x, int T, float* y, Finish finish, int first, int last) {
-    constexpr int EACH = rows_of(KIND), ROWS = TILE / EACH;
     const int stride = w.K / w.lane();
-    const size_t row = size_t(w.K) * 4 * EACH;
-    const bool at_once = T <= near_rows<ROWS>(row);
-    each_tile<ROWS>(T, row, first, last, [&](int panel, int a, int count, bool begins) {
-        const int32_t* rows = (const int32_t*)x.values + size_t(a) * EACH * stride;
+    const size_t row = size_t(w.K) * 4;
+    const bool at_once = T <= near_rows<TILE>(row);
+    each_tile<TILE>(T, row, first, last, [&](int panel, int a, int count, bool begins) {
+        const int32_t* rows = (const int32_t*)x.values + size_t(a) * stride;
         const float* scale = x.scale ? x.scale + a : nullptr;
         float* out = y + size_t(a) * w.N;
         const bool fetches = begins && at_once && count >= FETCHED_FROM && panel + 1 < last;
         const char* next = fetches ? (const char*)w.packed + (panel + 1) * w.panel_bytes() : nullptr;
-        tile_of<KIND, FAST>(count * EACH, w, panel, rows, stride, scale, out, finish == Finish::ADD, next);
+        tile_of<KIND, FAST>(count, w, panel, rows, stride, scale, out, finish == Finish::ADD, next);
         if (finish == Finish::GELU) gelu_tile(out, count, panel, w.N);
     });
 }
@@ -558,14 +530,12 @@ class PanelValues {
             if (has_bias) bias[i] = _mm512_load_ps(w.bias + n);
         }
     }
-    // Of one half of a row; that of its low bytes is the next.
+    // Of one half of a row.
     __m512 operator()(const int32_t* sums, int half, __m512 x_scale) const {
         __m512 value;
         if constexpr (of_bytes(KIND)) {
             const __m512i sum = _mm512_sub_epi32(_mm512_load_si512(sums + half * LANES), offset[half]);
-            __m512i low = sum;
-            if (KIND == Kind::W8A16) low = _mm512_sub_epi32(_mm512_load_si512(sums + PANEL + half * LANES), offset[half]);
-            value = rounded(_mm512_mul_ps(_mm512_mul_ps(joined<KIND>(sum, low), x_scale), scale[half]));
+            value = rounded(_mm512_mul_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(sum), x_scale), scale[half]));
         } else {
             value = _mm512_load_ps(sums + half * LANES);
         }
@@ -588,7 +558,7 @@ inline void put_rows(const Linear& w, const TileSums& sums, int panel, int count
     float* to = y + n;
     for (int m = 0; m < count; m++, to += w.N) {
         const __m512 by = _mm512_set1_ps(x_scale ? x_scale[m] : 1.0f);
-        const int32_t* sum = sums[m * rows_of(KIND)];
+        const int32_t* sum = sums[m];
         __m512 a = value(sum, 0, by), b = value(sum, 1, by);
         if (finish == Finish::ADD) {
             a = _mm512_add_ps(a, _mm512_maskz_loadu_ps(left, to));
@@ -634,9 +604,7 @@ inline void multiply_tiles(const Linear& w, Rows x, int T, int first, int last, 
 
 template <Kind KIND, class Tiles>
 inline void multiply_tiles(const Linear& w, Rows x, int T, float* y, Finish finish, int first, int last) {
-    constexpr int EACH = rows_of(KIND);
-    multiply_tiles<KIND, 1, Tiles>(w, x, T * EACH, first, last, [&](const TileSums* sums, int panel, int a, int count) {
-        a /= EACH, count /= EACH;
+    multiply_tiles<KIND, 1, Tiles>(w, x, T, first, last, [&](const TileSums* sums, int panel, int a, int count) {
         put_rows<KIND>(w, *sums, panel, count, x.scale ? x.scale + a : nullptr, y + size_t(a) * w.N, finish);
     });
 }
@@ -673,8 +641,7 @@ inline void multiply_float32(const Linear& w, Rows x, int T, float* y, Finish fi
 inline void multiply_range(const Linear& w, Rows x, int T, float* y, Finish finish, int first, int last) {
     if (w.kind == Kind::F32) multiply_float32<Kind::F32>(w, x, T, y, finish, first, last);
     else if (w.kind == Kind::INT4) multiply_int4(w, x, T, y, finish, first, last);
-    else if (w.kind == Kind::INT8) multiply_narrow<Kind::INT8>(w, x, T, y, finish, first, last);
-    else if (w.kind == Kind::W8A16) multiply_narrow<Kind::W8A16>(w, x, T, y, finish, first, last);
+    else if (of_bytes(w.kind)) multiply_narrow<Kind::INT8>(w, x, T, y, finish, first, last);
     else multiply_narrow<Kind::BF16>(w, x, T, y, finish, first, last);
 }
 

@@ -119,7 +119,7 @@ extern "C" {
 // What both sides of this interface have to agree on: its number, counted on with every change that sizes do not show, and
 // the sizes of what is handed over. Returns how many numbers there are; `numbers` has room for `most`.
 API int mlt_interface(int64_t* numbers, int most) {
-    const int64_t found[] = {6,
+    const int64_t found[] = {7,
                              sizeof(Factors),
                              sizeof(Norm),
                              sizeof(Experts),

@@ -40,11 +40,9 @@ inline void pair_tile(std::index_sequence<PAIR...>, const Linear& w, int panel, 
     const auto finish = [&](int pair, bool second) __attribute__((always_inline)) {
         const int m = 2 * pair + second;
         const __m512i sum = sum_of(pair, second);
-        put<KIND>(w, sum, sum, n, x_scale + m, y + size_t(m) * w.N, add);
+        put<KIND>(w, sum, n, x_scale + m, y + size_t(m) * w.N, add);
     };
-    if constexpr (rows_of(KIND) == 2)
-        (put<KIND>(w, sum_of(PAIR, false), sum_of(PAIR, true), n, x_scale + PAIR, y + PAIR * w.N, add), ...);
-    else ((finish(PAIR, false), int(2 * PAIR + 1) < ROWS ? finish(PAIR, true) : void()), ...);
+    ((finish(PAIR, false), int(2 * PAIR + 1) < ROWS ? finish(PAIR, true) : void()), ...);
 }
 
 }  // namespace mlt

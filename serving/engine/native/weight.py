@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .library import BF16, F32, INT4, INT8, LANES, W8A16, free_with, has_bf16, library, required
+from .library import BF16, F32, INT4, INT8, LANES, ROTATED, free_with, has_bf16, library, required
 
 KINDS = {torch.float32: F32, torch.bfloat16: BF16, torch.int8: INT8}  # kinds by the type of the kept numbers
 PARTS = ("packed", "scale", "offset", "bias", "input")  # the parts of native.cpp's linear
@@ -28,8 +28,8 @@ def can_pack(weight: torch.Tensor) -> bool:
 
 class NativeWeight:
     """A packed weight of one ``kind``: F32; INT8, with values by output channel and activations by token; INT4
-    (int4.h); BF16, with both rounded to bfloat16; W8A16, like INT8 but with activations in two bytes, for the output
-    head beside int8 linears."""
+    (int4.h); BF16, with both rounded to bfloat16; ROTATED, like INT8 but of weights and activations
+    that a Hadamard matrix has mixed, for the output head beside int8 linears."""
 
     __slots__ = ("__weakref__", "_kept", "_library", "bias", "dtype", "handle", "in_features", "kind", "out_features")
 
@@ -131,4 +131,4 @@ class NativeWeight:
         return weight
 
 
-__all__ = ["BF16", "F32", "INT8", "KINDS", "W8A16", "NativeWeight", "can_pack"]
+__all__ = ["BF16", "F32", "INT8", "KINDS", "ROTATED", "NativeWeight", "can_pack"]

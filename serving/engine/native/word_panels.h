@@ -5,29 +5,16 @@
 
 namespace mlt {
 
-constexpr int EXACT_WORDS = 1024;  // of W8A16, whose products a sum of 32 bits takes
-
 // Some rows by 32 columns of a panel, `next` as word_sums_of() has it.
 template <Kind KIND>
 inline void word_tile(const Linear& w, int panel, const int16_t* x, int rows, const float* x_scale, float* y, bool add,
                       const char* next) {
-    alignas(64) int32_t sums[WORD_ROWS][PANEL], high[WORD_ROWS][PANEL] = {}, low[WORD_ROWS][PANEL] = {};
-    const int each = KIND == Kind::W8A16 ? EXACT_WORDS : w.K;
+    alignas(64) int32_t sums[WORD_ROWS][PANEL];
     const char* weights = (const char*)w.packed + panel * w.panel_bytes();
-    for (int k = 0; k < w.K; k += each) {
-        const int some = std::min(each, w.K - k);
-        word_sums_of<true>(rows, weights + size_t(k) * PANEL, PANEL * 4, x + k, w.K, some, sums[0], PANEL,
-                           next ? next + size_t(k) * PANEL : nullptr);
-        if (KIND == Kind::W8A16)
-            for (int m = 0; m < rows; m++)
-                for (int n = 0; n < PANEL; n++) high[m][n] += sums[m][n] >> 7, low[m][n] += sums[m][n] & 127;
-    }
+    word_sums_of<true>(rows, weights, PANEL * 4, x, w.K, w.K, sums[0], PANEL, next);
     for (int m = 0; m < rows; m++)
-        for (int n = 0; n < PANEL && panel * PANEL + n < w.N; n += LANES) {
-            const int32_t* sum = KIND == Kind::W8A16 ? high[m] : sums[m];
-            put<KIND, false>(w, _mm512_load_si512(sum + n), _mm512_load_si512(low[m] + n), panel * PANEL + n, x_scale + m,
-                             y + size_t(m) * w.N, add);
-        }
+        for (int n = 0; n < PANEL && panel * PANEL + n < w.N; n += LANES)
+            put<KIND, false>(w, _mm512_load_si512(sums[m] + n), panel * PANEL + n, x_scale + m, y + size_t(m) * w.N, add);
 }
 
 template <Kind KIND>

@@ -3,7 +3,7 @@
 //
 //   a row     [K / 4][4]   of 16 bits: k, k + 2, k + 1, k + 3 of each four, so that its even and odd ones lie together
 //
-// Sums of integers are exact and so those of linear.h and of int8_attention.h, bit for bit; a row of W8A16 is one here.
+// Sums of integers are exact and so those of linear.h and of int8_attention.h, bit for bit.
 #pragma once
 
 #include "simd.h"

@@ -194,7 +194,7 @@ int main() {
     if (!mlt_supported()) return 2;
     std::fprintf(stderr, "supported %d\n", mlt_supported());
     mlt_use_threads(1, 0);
-    for (const Kind kind : {Kind::F32, Kind::INT8, Kind::BF16, Kind::W8A16, Kind::INT4}) linears(kind);
+    for (const Kind kind : {Kind::F32, Kind::INT8, Kind::BF16, Kind::ROTATED, Kind::INT4}) linears(kind);
     Floats32 curve(160);
     mlt_gelu(values(160, 6.0f), curve.data(), 160);
     print(curve.data(), 160);
