@@ -1,6 +1,7 @@
-// A head's numbers times a Hadamard matrix: each becomes a sum of all of them, of either sign.
+// A row's numbers times a Hadamard matrix: each becomes a sum of all of them, of either sign. Of a head of attention, and
+// of both factors of a linear (Kind::ROTATED).
 //
-// Scores do not change, (H q) (H k) = n q k. But what one dimension of a key has is spread over all of them: with one
+// Scores do not change, (H q) (H k) = n q k, and neither do products. But what one dimension of a key has is spread over all of them: with one
 // scale for a key in int8, a dimension that is a hundred times the others (biases of keys do that, in Qwen 2.5) would
 // leave the others no levels. Ashkboos et al. 2024, "QuaRot", 4.2; the matrix is Sylvester's, so it is its own inverse
 // but for a factor.
@@ -10,7 +11,7 @@
 
 namespace mlt {
 
-// Numbers that are mixed with each other: the largest power of two that divides a head's width, a multiple of LANES.
+// Numbers that are mixed with each other: the largest power of two that divides the width, a multiple of LANES.
 inline int hadamard_order(int dim) { return dim & -dim; }
 
 template <int STRIDE>
