@@ -195,12 +195,21 @@ def freshness(cache_control: str, age: str = "") -> float:
     return min(max(float(int(given[:12]) - spent), least), most)
 
 
+def _opened(request: urllib.request.Request) -> Any:
+    """Open ``request``. Raises ``HTTPError`` with its connection closed, which it would otherwise keep open."""
+    try:
+        return urllib.request.build_opener(_NoRedirect).open(request, timeout=FETCH_SECONDS)
+    except urllib.error.HTTPError as error:
+        error.close()
+        raise
+
+
 def download(url: str) -> Fetched:
     """Download a key set. Raises ``OSError`` (for a timeout or an HTTP status of 300 or above) and ``BadKeySet``."""
     until = time.monotonic() + FETCH_SECONDS
     request = urllib.request.Request(url, headers={"Accept": "application/json"})
     data = bytearray()
-    with urllib.request.build_opener(_NoRedirect).open(request, timeout=FETCH_SECONDS) as answer:
+    with _opened(request) as answer:
         while chunk := answer.read1(65_536):
             data += chunk
             if len(data) > MAX_BYTES:

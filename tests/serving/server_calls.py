@@ -28,15 +28,11 @@ def asking(
     server: Running, body: dict | bytes, path: str = "/v1/chat/completions", headers: dict[str, str] | None = None
 ) -> Iterator[http.client.HTTPResponse]:
     """The open answer to a request; leaving closes the connection."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=240)
     data = body if isinstance(body, bytes) else json.dumps(body)
-    connection.request("POST", path, data, {"Content-Type": "application/json"} | (headers or {}))
-    answer = connection.getresponse()
-    try:
-        yield answer
-    finally:
-        answer.close()
-        connection.close()
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=240)) as connection:
+        connection.request("POST", path, data, {"Content-Type": "application/json"} | (headers or {}))
+        with connection.getresponse() as answer:
+            yield answer
 
 
 def ask(server: Running, body: dict | bytes) -> tuple[int, str]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import hmac
 import json
 import threading
+import urllib.error
 import warnings
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -332,9 +334,11 @@ class Answers(BaseHTTPRequestHandler):
 def test_a_set_is_downloaded_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is there is taken; redirects, refusals and large answers are not."""
     monkeypatch.setenv("no_proxy", "*")
-    with HTTPServer(("127.0.0.1", 0), Answers) as server:
+    with HTTPServer(("127.0.0.1", 0), Answers) as server, contextlib.ExitStack() as ending:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
+        ending.callback(thread.join)
+        ending.callback(server.shutdown)  # a failure too: the thread would go on for ever
         url = f"http://127.0.0.1:{server.server_port}/keys"
         server.answer = (200, {}, b'{"keys": []}')
         assert jwks.download(url) == (b'{"keys": []}', jwks.MAX_AGE)
@@ -346,13 +350,12 @@ def test_a_set_is_downloaded_within_bounds(monkeypatch: pytest.MonkeyPatch) -> N
             (404, {}, b""),
         ):
             server.answer = (status, headers, body)
-            with pytest.raises(OSError, match=str(status)):
+            with pytest.raises(urllib.error.HTTPError, match=str(status)) as refused:
                 jwks.download(url)
+            assert refused.value.fp.closed  # else its connection stays open until the error is collected
         server.answer = (200, {}, b"x" * (jwks.MAX_BYTES + 1))
         with pytest.raises(BadKeySet):
             jwks.download(url)
-        server.shutdown()
-        thread.join()
 
 
 def test_over_http(make: Callable[..., Server], tokens: Tokens, keys: dict[str, Any]) -> None:
