@@ -1,10 +1,10 @@
 // A row's numbers times a Hadamard matrix: each becomes a sum of all of them, of either sign. Of a head of attention, and
 // of both factors of a linear (Kind::ROTATED).
 //
-// Scores do not change, (H q) (H k) = n q k, and neither do products. But what one dimension of a key has is spread over all of them: with one
-// scale for a key in int8, a dimension that is a hundred times the others (biases of keys do that, in Qwen 2.5) would
-// leave the others no levels. Ashkboos et al. 2024, "QuaRot", 4.2; the matrix is Sylvester's, so it is its own inverse
-// but for a factor.
+// Scores do not change, (H q) (H k) = n q k, and neither do products. But what one dimension has is spread over all of
+// them: with one scale for a key in int8, a dimension that is a hundred times the others (biases of keys do that, in
+// Qwen 2.5) would leave the others no levels. Ashkboos et al. 2024, "QuaRot", 4.2; the matrix is Sylvester's, so it is its
+// own inverse but for a factor.
 #pragma once
 
 #include "simd.h"

@@ -28,8 +28,8 @@ def can_pack(weight: torch.Tensor) -> bool:
 
 class NativeWeight:
     """A packed weight of one ``kind``: F32; INT8, with values by output channel and activations by token; INT4
-    (int4.h); BF16, with both rounded to bfloat16; ROTATED, like INT8 but of weights and activations
-    that a Hadamard matrix has mixed, for the output head beside int8 linears."""
+    (int4.h); BF16, with both rounded to bfloat16; ROTATED, like INT8 but with weights and
+    activations multiplied by a Hadamard matrix before they are rounded, for the output head beside int8 linears."""
 
     __slots__ = ("__weakref__", "_kept", "_library", "bias", "dtype", "handle", "in_features", "kind", "out_features")
 
