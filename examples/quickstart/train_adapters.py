@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import sys
 import tempfile
@@ -16,6 +17,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+# Read when torch is loaded. Threads that spin while they wait for each other take ten times as long beside other work.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model

@@ -30,7 +30,6 @@ from .membership import Membership
 from .state_directory import (
     KEY_LENGTH,
     LOG,
-    LOG_BYTES,
     SOCKET,
     Sleep,
     StateDirectory,
@@ -141,7 +140,7 @@ class Launcher:
             while generation is None:  # an engine that ends just as we find it is not an error
                 generation = self._wait(self._join(stalled), deadline, cancelled)
         except BaseException:
-            self.failed_log = self.state.log_tail(LOG_BYTES)  # the log file is removed with the engine
+            self.failed_log = self.state.log_tail()  # the log file is removed with the engine
             self.close()
             raise
         self._say("ready")

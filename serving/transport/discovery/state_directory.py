@@ -219,7 +219,7 @@ class StateDirectory:
             self.remove(lock)
         return True
 
-    def log_tail(self, num_bytes: int = 2000) -> str:
+    def log_tail(self, num_bytes: int = LOG_BYTES) -> str:
         """Return the end of the engine's log, "" if there is none."""
         return tail(self.file(LOG), num_bytes)
 
