@@ -28,7 +28,7 @@ from mlflow_llm.serving.engine.native import library
 from mlflow_llm.serving.engine.native.weight import BF16, F32, INT8, ROTATED, NativeWeight
 from mlflow_llm.serving.settings import EngineSettings
 
-FORMS = {"float32": F32, "bfloat16": BF16, "int8, rotated": ROTATED, "int8": INT8}
+FORMS = {"float32": F32, "bfloat16": BF16, "int8": ROTATED, "int8, not rotated": INT8}
 
 
 def times(outputs: int, inputs: int, rows: list[int], repeats: int) -> list[dict[str, Any]]:
@@ -59,10 +59,15 @@ def perplexities(model: str, windows: np.ndarray[Any, Any]) -> list[dict[str, An
     settings = {"kv_cache_dtype": "float32", "packed_cache": 0}
     found = [{"weights": "float32", "perplexity": perplexity(bundle, EngineSettings(**settings), windows)}]  # type: ignore[arg-type]
     packs = linear._pack
-    for name, kind in FORMS.items():
-        linear._pack = lambda weight, bias, _, is_head, kind=kind: NativeWeight(weight, bias, kind if is_head else INT8)  # type: ignore[misc]
-        settings_int8 = EngineSettings(quantization="int8", **settings)  # type: ignore[arg-type]
-        found.append({"weights": f"int8, head {name}", "perplexity": perplexity(bundle, settings_int8, windows)})
+    for linears in ("int8", "int8, not rotated"):
+        for name, kind in FORMS.items():
+            linear._pack = lambda weight, bias, _, is_head, kind=kind, linears=linears: NativeWeight(  # type: ignore[misc]
+                weight, bias, kind if is_head else FORMS[linears]
+            )
+            settings_int8 = EngineSettings(quantization="int8", **settings)  # type: ignore[arg-type]
+            found.append(
+                {"weights": f"{linears}; head {name}", "perplexity": perplexity(bundle, settings_int8, windows)}
+            )
     linear._pack = packs
     return found
 

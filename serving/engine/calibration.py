@@ -1,6 +1,7 @@
 """Calibrated weight-only quantization to four bits: a model's own activations tell what an error of a weight costs.
 
-For linears that share an input, with ``H`` the mean of x x^T over the calibration tokens:
+Inputs and weights are multiplied by a Hadamard matrix first (quantization.py), which makes their numbers more alike.
+For linears that share an input, with ``H`` the mean of x x^T over the calibration tokens, x being rotated:
 
 1. Each input has a factor, ``mean |x| ** a``, that moves from the activations into the weights. The ``a`` that leaves
    the least error is chosen (AWQ: Lin et al. 2023, arxiv.org/abs/2306.00978).
@@ -24,6 +25,7 @@ from torch import nn
 
 from .linear import weight_of
 from .native.library import GROUP
+from .quantization import rotated
 
 LEVELS = 15  # values are 0..15
 EXPONENTS = tuple(i / 8 for i in range(8))
@@ -82,7 +84,8 @@ Linears = Sequence[nn.Module]
 def inputs_of(
     model: Any, groups: Sequence[Linears], texts: Sequence[Sequence[int]]
 ) -> Iterator[tuple[Linears, torch.Tensor, torch.Tensor]]:
-    """Yield each group of linears that share an input with its ``H`` [K, K] and ``mean |x|`` [K] over ``texts``."""
+    """Yield each group of linears that share an input with its ``H`` [K, K] and ``mean |x|`` [K] over ``texts``, of
+    rotated inputs."""
     waiting = list(groups)
     while waiting:
         taken: list[Linears] = []
@@ -105,7 +108,7 @@ class _Inputs:
     count: int = 0
 
     def add(self, module: nn.Module, given: tuple[Any, ...]) -> None:
-        x = given[0].reshape(-1, given[0].shape[-1]).float()
+        x = rotated(given[0].reshape(-1, given[0].shape[-1]))
         self.products += x.t() @ x
         self.sizes += x.abs().sum(0)
         self.count += len(x)
@@ -125,7 +128,7 @@ def _collected(model: Any, linears: Linears, texts: Sequence[Sequence[int]]) -> 
 
 
 def quantised(weights: Sequence[torch.Tensor], products: torch.Tensor, sizes: torch.Tensor) -> list[GroupedWeight]:
-    """Quantise weights [N, K] that share an input, and therefore its factors."""
+    """Quantise rotated weights [N, K] that share an input, and therefore its factors."""
     whole = torch.cat(list(weights))
     factors = _best_factors(whole, products, sizes)
     whole = whole * factors

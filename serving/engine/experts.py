@@ -61,7 +61,7 @@ def _part(packed: PackedWeight, number: int, count: int) -> PackedWeight:
     size = packed.out_features // count
     rows = slice(number * size, (number + 1) * size)
     if isinstance(packed, Int8Weight):
-        return Int8Weight.of(packed.values[rows], packed.scale[rows], None, packed.dtype)
+        return Int8Weight.of(packed.values[rows], packed.scale[rows], None, packed.dtype, is_rotated=packed.is_rotated)
     return PlainWeight(packed.dense()[rows], None)
 
 

@@ -26,7 +26,7 @@ from .forward_context import ContextHolder
 from .fp8 import Fp8Weight
 from .fp8 import can_quantize as fits_fp8
 from .native.library import LANES
-from .native.weight import BF16, F32, INT8, ROTATED, NativeWeight, can_pack
+from .native.weight import BF16, F32, ROTATED, NativeWeight, can_pack
 from .quantization import Int8Weight, can_quantize
 from .stored_weights import StoredLinear, joined, stored_of
 from .weight_layouts import PackedWeight, PlainWeight, pack_float
@@ -178,16 +178,15 @@ def _joined_bias(modules: Sequence[nn.Module], sizes: Sequence[int]) -> torch.Te
 def _pack(weight: torch.Tensor, bias: torch.Tensor | None, settings: EngineSettings, is_head: bool) -> PackedWeight:
     """Pack a weight as the settings say.
 
-    With int8 linears the head is ROTATED. Perplexity over 8,184 tokens was 23.81 in float32, 24.41 with int8 linears
-    and the head in float32 or bfloat16, 24.44 with the head ROTATED, and 24.72 with it in INT8. A packed tied head is a
-    second copy of the embedding, but faster: blocked by oneDNN, the head of SmolLM2-135M takes 2.6 / 3.5 / 9.2 ms at
-    1 / 8 / 32 rows instead of 9.2 / 16 / 24."""
+    With native kernels the head is in int8 like the other linears (quantization.py gives its accuracy). A packed tied
+    head is a second copy of the embedding, but faster: blocked by oneDNN, the head of SmolLM2-135M takes 2.6 / 3.5 /
+    9.2 ms at 1 / 8 / 32 rows instead of 9.2 / 16 / 24."""
     if settings.quantization == "fp8":
         return Fp8Weight(weight, bias) if fits_fp8(weight) and not is_head else pack_float(weight, bias)
     int8 = settings.quantization != "none" and can_quantize(weight)  # with int4, linears not stored in four bits
     if settings.kernels == "auto" and can_pack(weight):
         if int8:
-            return NativeWeight(weight, bias, ROTATED if is_head else INT8)
+            return NativeWeight(weight, bias, ROTATED)
         return NativeWeight(weight, bias, BF16 if settings.dtype == "bfloat16" else F32)
     return Int8Weight(weight, bias) if int8 and not is_head else pack_float(weight, bias)
 
@@ -200,12 +199,15 @@ def _pack_stored(stored: StoredLinear, bias: torch.Tensor | None, settings: Engi
     native = settings.kernels == "auto" and can_pack(like) and stored.shape[1] % LANES == 0
     if stored.zero is not None and stored.inputs is not None:
         if native:
-            return NativeWeight.of_int4(stored.unpacked(), stored.scale, stored.zero, stored.inputs, bias)
+            return NativeWeight.of_int4(
+                stored.unpacked(), stored.scale, stored.zero, stored.inputs, bias, rotated=stored.is_rotated
+            )
         return pack_float(stored.dense(like.dtype, like.device), bias)
     if native:
-        return NativeWeight.of_int8(stored.values, stored.scale, bias)
+        return NativeWeight.of_int8(stored.values, stored.scale, bias, rotated=stored.is_rotated)
     if can_quantize(stored.values.to(like.device)):
-        return Int8Weight.of(stored.values.to(like.device), stored.scale.to(like.device), bias, like.dtype)
+        values, scale = stored.values.to(like.device), stored.scale.to(like.device)
+        return Int8Weight.of(values, scale, bias, like.dtype, is_rotated=stored.is_rotated)
     return pack_float(stored.dense(like.dtype, like.device), bias)
 
 

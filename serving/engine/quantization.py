@@ -4,12 +4,19 @@ Each token has a scale of its own, rather than one scale for the whole tensor: w
 depends on the rest of its batch, and perplexity doubles. The product of int8 rows is exact in int32, so a token's
 result is bitwise the same alone or in any batch.
 
+Both factors are first multiplied by the same Hadamard matrix (``rotated``), which leaves the product as it is, but
+spreads an outlier of the activations over other inputs, so that it does not take their levels (QuaRot: Ashkboos et al.
+2024, arxiv.org/abs/2404.00456). Perplexity of SmolLM2-135M over 8,184 tokens is 23.81 in float32, 23.89 in int8, and
+24.44 in int8 with linears that are not rotated.
+
 Time of 30 layers of SmolLM2-135M's fused shapes, quantisation included, on 2 Zen 4 cores, in ms at 1 / 8 / 32 rows:
 ``_int_mm`` 7.7 / 13 / 25; ``onednn.qlinear`` with zero point 128 11 / 12.5 / 22; ``_weight_int8pack_mm`` 44 / 356 /
 1416. The first is used: it is fastest at one row, exact by construction, and the same op on CUDA.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +25,27 @@ LEVELS = 127  # symmetric: -128 is left unused so that x and -x quantise alike
 TINY = 1e-12  # the scale of a row of zeros, rather than 0: the row quantises to zeros
 CUDA_MIN_ROWS = 17  # torch._int_mm on CUDA refuses 16 rows or fewer
 CUDA_MULTIPLE = 8  # and widths that are not a multiple of this
+
+
+def hadamard_order(width: int) -> int:
+    """How many neighbouring inputs are mixed with each other: the largest power of two that divides the width."""
+    return width & -width
+
+
+def rotated(x: torch.Tensor) -> torch.Tensor:
+    """Rows [.., K] times Sylvester's orthonormal Hadamard matrix, in blocks of ``hadamard_order(K)``: float32.
+
+    It is its own inverse, except for rounding. By sums and differences in the order of native/hadamard.h, and not by a
+    matrix product, a row is bitwise the same alone and in any batch, and by native kernels."""
+    order, stride = hadamard_order(x.shape[-1]), 1
+    found = x.detach().float().contiguous() * (1 / math.sqrt(order))
+    other = torch.empty_like(found)
+    while stride < order:
+        given, made = found.view(-1, 2, stride), other.view(-1, 2, stride)
+        torch.add(given[:, 0], given[:, 1], out=made[:, 0])
+        torch.sub(given[:, 0], given[:, 1], out=made[:, 1])
+        found, other, stride = other, found, stride * 2
+    return found
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -38,27 +66,43 @@ def can_quantize(weight: torch.Tensor) -> bool:
 
 
 class Int8Weight:
-    """A ``PackedWeight`` of int8 values [N, K] and float32 scales [N]."""
+    """A ``PackedWeight`` of int8 values [N, K] and float32 scales [N], of rotated weights or of plain ones."""
 
-    __slots__ = ("bias", "dtype", "in_features", "out_features", "scale", "values")
+    __slots__ = ("bias", "dtype", "in_features", "is_rotated", "out_features", "scale", "values")
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self._hold(*quantize_rows(weight.detach().float()), bias, weight.dtype)
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, *, is_rotated: bool = True) -> None:
+        dense = rotated(weight.detach()) if is_rotated else weight.detach().float()
+        self._hold(*quantize_rows(dense), bias, weight.dtype, is_rotated)
 
     @classmethod
-    def of(cls, values: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> Int8Weight:
+    def of(
+        cls,
+        values: torch.Tensor,
+        scale: torch.Tensor,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+        *,
+        is_rotated: bool,
+    ) -> Int8Weight:
         """From weights that ``quantize_rows`` quantised earlier, for a model in ``dtype``."""
         weight = cls.__new__(cls)
-        weight._hold(values, scale, bias, dtype)
+        weight._hold(values, scale, bias, dtype, is_rotated)
         return weight
 
-    def _hold(self, values: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
+    def _hold(
+        self,
+        values: torch.Tensor,
+        scale: torch.Tensor,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+        is_rotated: bool,
+    ) -> None:
         self.out_features, self.in_features = values.shape
-        self.values, self.scale, self.dtype = values, scale.flatten(), dtype
+        self.values, self.scale, self.dtype, self.is_rotated = values, scale.flatten(), dtype, is_rotated
         self.bias = None if bias is None else bias.float()
 
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
-        q, row_scale = quantize_rows(x)
+        q, row_scale = quantize_rows(rotated(x) if self.is_rotated else x)
         rows = x.shape[0]
         if x.is_cuda and rows < CUDA_MIN_ROWS:
             q = F.pad(q, (0, 0, 0, CUDA_MIN_ROWS - rows))
@@ -69,4 +113,5 @@ class Int8Weight:
         return y.to(x.dtype)
 
     def dense(self) -> torch.Tensor:
-        return (self.values.float() * self.scale[:, None]).to(self.dtype)
+        dense = self.values.float() * self.scale[:, None]
+        return (rotated(dense) if self.is_rotated else dense).to(self.dtype)

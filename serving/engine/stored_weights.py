@@ -16,6 +16,9 @@ int8 is the form "int-quantized" of compressed-tensors (llm-compressor's, which 
 github.com/neuralmagic/compressed-tensors. int4 is this package's own, and has linears whose K is no multiple of 32 in
 int8. ``weight_writer.py`` writes both.
 
+Linears that quantization_config names in ``transform_config``, also of compressed-tensors, have ``weight`` times a
+Hadamard matrix in the files (quantization.py). Models of earlier versions have none.
+
 A linear of such a model is a plain ``nn.Linear`` without a weight and with ``stored``, which ``linear.install`` packs
 from. Until then, while the model's own code is asked what it makes of a few tokens, its weight is made for each call.
 """
@@ -25,8 +28,8 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,6 +45,7 @@ from ..errors import PackagingError, reason, shown
 from ..settings import EngineSettings
 from .config_bounds import in_proportion
 from .native.library import GROUP
+from .quantization import hadamard_order, rotated
 
 Quantization = Literal["int8", "int4"]
 # quant_method and format of quantization_config
@@ -63,6 +67,7 @@ class StoredLinear:
     scale: torch.Tensor
     zero: torch.Tensor | None = None
     inputs: torch.Tensor | None = None
+    is_rotated: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -78,24 +83,26 @@ class StoredLinear:
         """[N, K] of ``dtype``."""
         values, scale = self.unpacked().to(device).float(), self.scale.to(device).float()
         if self.zero is None or self.inputs is None:
-            return (values * scale).to(dtype)
-        grouped = values.view(len(values), scale.shape[1], -1)
-        weight = (grouped - self.zero.to(device).float()[..., None]) * scale[..., None]
-        return (weight.flatten(1) * self.inputs.to(device)).to(dtype)
+            weight = values * scale
+        else:
+            grouped = values.view(len(values), scale.shape[1], -1)
+            weight = (grouped - self.zero.to(device).float()[..., None]) * scale[..., None]
+            weight = weight.flatten(1) * self.inputs.to(device)
+        return (rotated(weight) if self.is_rotated else weight).to(dtype)
 
 
 def joined(parts: list[StoredLinear]) -> StoredLinear:
     """Linears that read the same input, as one. Raises ``PackagingError`` where they cannot be."""
     if len(parts) == 1:
         return parts[0]
-    inputs = parts[0].inputs
-    if any((one.inputs is None) != (inputs is None) for one in parts) or any(
+    inputs, is_rotated = parts[0].inputs, parts[0].is_rotated
+    if any(one.is_rotated != is_rotated or (one.inputs is None) != (inputs is None) for one in parts) or any(
         one.inputs is not None and inputs is not None and not torch.equal(one.inputs, inputs) for one in parts
     ):
         raise PackagingError("linears that share an input are stored in different ways")
     zeros = [one.zero for one in parts if one.zero is not None]
     values, scale = torch.cat([one.values for one in parts]), torch.cat([one.scale for one in parts])
-    return StoredLinear(values, scale, torch.cat(zeros) if zeros else None, inputs)
+    return StoredLinear(values, scale, torch.cat(zeros) if zeros else None, inputs, is_rotated)
 
 
 def stored_of(module: nn.Module) -> StoredLinear | None:
@@ -125,10 +132,45 @@ def quantization_of(folder: str | Path) -> Quantization | None:
     for quantization, expected in FORMATS.items():
         if form == expected:
             return quantization
-    raise PackagingError(
-        f"config.json: quantization_config: {shown(said)} is not allowed; expected weights in floats, or as"
+    raise _not_ours("quantization_config", said)
+
+
+def _not_ours(name: str, said: Any) -> PackagingError:
+    return PackagingError(
+        f"config.json: {name}: {shown(said)} is not allowed; expected weights in floats, or as"
         " log_model(quantize=…) stores them"
     )
+
+
+def transform_config(widths: Mapping[str, int]) -> dict[str, Any]:
+    """Describe, in the format of compressed-tensors, that the linears in ``widths`` (inputs by name) are rotated."""
+    names: dict[int, list[str]] = {}
+    for name, width in sorted(widths.items()):
+        names.setdefault(hadamard_order(width), []).append(name)
+    groups = {}
+    for order, targets in sorted(names.items()):
+        apply = [
+            {"targets": targets, "location": "input"},
+            {"targets": targets, "location": "weight_input", "inverse": True},
+        ]
+        groups[f"hadamard_{order}"] = {"type": "hadamard", "head_dim": order, "apply": apply}
+    return {"config_groups": groups}
+
+
+def _rotated_in(folder: Path) -> dict[str, int]:
+    """The order of the Hadamard matrix by linear, of those that are stored rotated. Raises ``PackagingError``."""
+    said = json.loads((folder / "config.json").read_bytes()).get("quantization_config")
+    config = said.get("transform_config") if isinstance(said, dict) else None
+    if config is None:
+        return {}
+    try:
+        groups = list(config["config_groups"].values())
+        found = {name: group["head_dim"] for group in groups for name in group["apply"][0]["targets"]}
+        if config == transform_config(found):  # the order of a power of two is itself
+            return found
+    except (AttributeError, KeyError, IndexError, TypeError):
+        pass
+    raise _not_ours("quantization_config.transform_config", config)
 
 
 def refuse_other_weights(settings: EngineSettings, stored: str | None) -> None:
@@ -195,7 +237,7 @@ def _without_weights() -> Iterator[None]:
 
 def _fill(model: nn.Module, folder: Path, dtype: torch.dtype) -> None:
     """Give the model its tensors, by the names that it has for them. Parts of a linear may lie in different files."""
-    modules = dict(model.named_modules())
+    modules, orders = dict(model.named_modules()), _rotated_in(folder)
     with contextlib.ExitStack() as stack:
         paths = sorted(folder.glob("*.safetensors"))
         files = [stack.enter_context(safe_open(str(file), framework="pt")) for file in paths]
@@ -208,12 +250,13 @@ def _fill(model: nn.Module, folder: Path, dtype: torch.dtype) -> None:
             value = places[name].get_tensor(name)
             more = [f"{path}.{part}" for part in PARTS[1:]] if own == PARTS[0] else [f"{name}_scale"]
             if own == PARTS[0] or more[0] in places:
-                _store(module, name, (value, *(places[one].get_tensor(one) for one in more if one in places)))
+                parts = (value, *(places[one].get_tensor(one) for one in more if one in places))
+                _store(module, name, parts, orders.get(name.removesuffix(".weight").removesuffix(f".{PARTS[0]}")))
             else:
                 _set(module, name, value.to(dtype) if value.is_floating_point() else value)
 
 
-def _store(module: nn.Module, name: str, parts: tuple[torch.Tensor, ...]) -> None:
+def _store(module: nn.Module, name: str, parts: tuple[torch.Tensor, ...], order: int | None) -> None:
     own = "weight" if name.endswith(PARTS[0]) else name.rpartition(".")[2]
     expected = module._parameters.get(own)
     if expected is None:
@@ -237,12 +280,14 @@ def _store(module: nn.Module, name: str, parts: tuple[torch.Tensor, ...]) -> Non
                 f"{name}: {value.dtype} of shape {tuple(value.shape)} is not allowed; config.json gives"
                 f" {dtype} of {form}"
             )
+    if order is not None and order != hadamard_order(shape[-1]):
+        raise PackagingError(f"{name}: head_dim {order} is not allowed; expected {hadamard_order(shape[-1])}")
     if own != "weight":
-        found = StoredLinear(parts[0].flatten(0, 1), parts[1].flatten(0, 1))
+        found = StoredLinear(parts[0].flatten(0, 1), parts[1].flatten(0, 1), is_rotated=order is not None)
         module.__dict__.setdefault(STORED_EXPERTS, {})[own] = found
         del module._parameters[own]
         return
-    module.__dict__[STORED] = StoredLinear(*parts)
+    module.__dict__[STORED] = replace(StoredLinear(*parts), is_rotated=order is not None)
     del module._parameters["weight"]
 
 

@@ -20,7 +20,7 @@ from . import calibration, experts, latent_attention, sensitivity, stored_weight
 from .linear import groups_of, weight_of
 from .loader import POOLER, from_pretrained
 from .native.library import GROUP
-from .quantization import can_quantize, quantize_rows
+from .quantization import can_quantize, quantize_rows, rotated
 from .stored_weights import FORMATS, PARTS, Quantization, StoredLinear
 
 SHARD = "4GB"
@@ -67,25 +67,27 @@ def quantize_files(
     tensors = _other_tensors(model, {*routed, *(f"{name}.weight" for name in chosen)})
     for name, weight in routed.items():
         _check_finite(name, weight)
-        values, scale = quantize_rows(weight.detach().flatten(0, 1))
+        values, scale = quantize_rows(rotated(weight.detach().flatten(0, 1)))
         tensors |= {name: values.view_as(weight), f"{name}_scale": scale.view(*weight.shape[:-1], 1)}
     if quantization == "int4":
         grouped = [group for group in groups if _bears_four_bits(group)]
         tensors |= _in_four_bits(model, grouped, texts)
     for name, module in chosen.items():
         if f"{name}.weight_packed" not in tensors:
-            values, scale = quantize_rows(weight_of(module).contiguous())
+            values, scale = quantize_rows(rotated(weight_of(module)))
             tensors |= {f"{name}.weight": values, f"{name}.weight_scale": scale}
     kinds = sorted({type(module).__name__ for module in chosen.values()})
     ignored = sorted(name for name, module in model.named_modules() if _is_linear(module) and name not in chosen)
     count = len(chosen) + len(routed)
     four_bits = sum(f"{name}.weight_packed" in tensors for name in chosen)
+    widths = {name: weight_of(module).shape[1] for name, module in chosen.items()}
+    widths |= {name: weight.shape[-1] for name, weight in routed.items()}
     del model, body, groups, routed
     before = _size(folder)
     for old in (*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")):
         old.unlink()
     save_torch_state_dict(tensors, folder, max_shard_size=SHARD, metadata={"format": "pt"})
-    _describe(folder, quantization, kinds, ignored)
+    _describe(folder, quantization, kinds, ignored, widths)
     for file in folder.glob("*.safetensors*"):
         file.chmod((folder / "config.json").stat().st_mode & 0o777)  # the writer makes them private
     stored_weights.load(auto, str(folder), torch.float32, "cpu")  # raises where it could not be served
@@ -103,7 +105,7 @@ def _in_four_bits(
     costs: list[float] = []
     sizes: list[int] = []
     for group, products, inputs in calibration.inputs_of(model, [list(one.values()) for one in groups], texts):
-        weights = [weight_of(module) for module in group]
+        weights = [rotated(weight_of(module)) for module in group]
         rounded = calibration.quantised(weights, products, inputs)
         made.append({})
         costs.append(0.0)
@@ -179,11 +181,14 @@ def _narrowed(value: torch.Tensor) -> torch.Tensor:
     return value
 
 
-def _describe(folder: Path, quantization: Quantization, kinds: list[str], ignored: list[str]) -> None:
+def _describe(
+    folder: Path, quantization: Quantization, kinds: list[str], ignored: list[str], widths: dict[str, int]
+) -> None:
     file = folder / "config.json"
     config = json.loads(file.read_bytes())
     method, form = FORMATS[quantization]
     said: dict[str, Any] = {"quant_method": method, "format": form, "ignore": ignored}
+    said["transform_config"] = stored_weights.transform_config(widths)
     if quantization == "int8":
         group = {"targets": kinds, "weights": WEIGHTS, "input_activations": ACTIVATIONS, "output_activations": None}
         said |= {"quantization_status": "compressed", "config_groups": {"group_0": group}}

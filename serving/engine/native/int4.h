@@ -65,6 +65,7 @@ inline void unpack_int4(const Linear& w, float* dense) {
             const float q = float(*int4_place(w, n, k) >> (k % 8 < 4 ? 0 : 4) & 15);
             dense[size_t(n) * w.K + k] = (q - zeros[n % LANES]) * scales[n % LANES] * w.input[k];
         }
+        if (is_rotated(w.kind)) hadamard(dense + size_t(n) * w.K, w.K, hadamard_scale(w.K));
     });
 }
 

@@ -19,12 +19,12 @@ from ...processors import num_threads, processors
 logger = logging.getLogger(__name__)
 
 VARIABLE = "MLFLOW_LLM_INSTRUCTION_SET"  # names the kernels' instruction set, one of INSTRUCTION_SETS
-INTERFACE = 7  # increased with every change of the C interface that the sizes of its structures do not show
+INTERFACE = 8  # increased with every change of the C interface that the sizes of its structures do not show
 GROUP = 32  # inputs that share a scale of INT4; its widths must be a multiple of this
 LANES = 16  # widths must be a multiple of this
 PANEL = 32  # columns of a packed weight that are stored together
 RUNS, MULTIPLIES_BF16, BYTE_PRODUCTS = 1, 2, 4  # bits of mlt_supported
-F32, INT8, BF16, INT4, ROTATED = range(5)  # kinds of packed weights
+F32, INT8, BF16, INT4, ROTATED, ROTATED_INT4 = range(6)  # kinds of packed weights
 NO_TILES, AMX, EMULATED_TILES = 0, 1, 2
 SILU, GELU_TANH, GELU = 0, 1, 2  # activations of a decoder
 SPIN_US = 50  # how long a waiting thread spins: about the cost of putting it to sleep and waking it
@@ -387,10 +387,9 @@ def _declare(found: ctypes.CDLL) -> None:
     declare("mlt_use_tiles", c_int32, c_int32)
     declare_checked("mlt_each", c_int32, WORK)
     declare_checked("mlt_linear_new", c_int32, c_int32, c_int32, c_void_p, c_void_p, POINTER(c_void_p))
-    declare_checked("mlt_linear_of_int8", c_int32, c_int32, c_void_p, c_void_p, c_void_p, POINTER(c_void_p))
-    declare_checked(
-        "mlt_linear_of_int4", c_int32, c_int32, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, POINTER(c_void_p)
-    )
+    sizes = c_int32, c_int32, c_int32
+    declare_checked("mlt_linear_of_int8", *sizes, c_void_p, c_void_p, c_void_p, POINTER(c_void_p))
+    declare_checked("mlt_linear_of_int4", *sizes, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, POINTER(c_void_p))
     declare("mlt_linear_parts", None, c_void_p, POINTER(c_void_p), POINTER(c_int64))
     declare_checked("mlt_linear_over", c_int32, c_int32, c_int32, POINTER(c_void_p), POINTER(c_void_p))
     declare("mlt_linear_free", None, c_void_p)

@@ -62,7 +62,7 @@ constexpr int LEVELS = 127;
 constexpr int INT4_GROUP = 32;  // k's that share a scale, of weights of four bits (int4.h)
 constexpr size_t INT4_GROUP_BYTES = PANEL * (INT4_GROUP / 2 + 3);
 
-enum class Kind : int { F32 = 0, INT8 = 1, BF16 = 2, INT4 = 3, ROTATED = 4 };
+enum class Kind : int { F32 = 0, INT8 = 1, BF16 = 2, INT4 = 3, ROTATED = 4, ROTATED_INT4 = 5 };
 
 // Whether bytes are multiplied by the instruction for it, where not all processors of this library have it.
 inline std::atomic<bool>& byte_products() {
@@ -75,6 +75,12 @@ inline bool by_words() { return HAS_WORDS && !byte_products() && tile_use() == T
 
 // Whether weights are bytes, by bytes.
 constexpr bool of_bytes(Kind kind) { return kind == Kind::INT8 || kind == Kind::ROTATED; }
+
+// Whether weights are of four bits, by bytes (int4.h).
+constexpr bool of_nibbles(Kind kind) { return kind == Kind::INT4 || kind == Kind::ROTATED_INT4; }
+
+// Whether both factors are multiplied by a Hadamard matrix before they are rounded.
+constexpr bool is_rotated(Kind kind) { return kind == Kind::ROTATED || kind == Kind::ROTATED_INT4; }
 
 inline void* allocate(size_t bytes) {
     const size_t huge = size_t(2) << 20;
@@ -109,11 +115,11 @@ struct Linear {
     float* scale = nullptr;    // of bytes: by output column, panels * PANEL
     int32_t* offset = nullptr; // of bytes: 128 times the column's sum
     float* bias = nullptr;     // or null
-    float* input = nullptr;    // INT4: by k
+    float* input = nullptr;    // of four bits: by k
     bool owned = true;         // else it lies in memory of another, which is longer there
 
     int lane() const { return kind == Kind::F32 ? 1 : kind == Kind::BF16 ? 2 : 4; }
-    size_t panel_bytes() const { return kind == Kind::INT4 ? K / INT4_GROUP * INT4_GROUP_BYTES : size_t(K) / lane() * PANEL * 4; }
+    size_t panel_bytes() const { return of_nibbles(kind) ? K / INT4_GROUP * INT4_GROUP_BYTES : size_t(K) / lane() * PANEL * 4; }
     size_t row_bytes() const;  // of a row of activations, prepared
     ~Linear() {
         if (owned) std::free(packed), std::free(scale), std::free(offset), std::free(bias), std::free(input);
@@ -132,7 +138,7 @@ inline TileUse tiles_for(const Linear& w) {
 inline bool by_floats(const Linear& w) { return NARROW && w.kind == Kind::BF16 && tiles_for(w) == TileUse::NONE; }
 
 inline size_t Linear::row_bytes() const {
-    if (kind == Kind::INT4) return K + sizeof(float) * (K / INT4_GROUP);
+    if (of_nibbles(kind)) return K + sizeof(float) * (K / INT4_GROUP);
     if (by_floats(*this)) return K * sizeof(float);
     return of_bytes(kind) && by_words() ? K * sizeof(int16_t) : size_t(K) / lane() * 4;
 }
@@ -231,11 +237,11 @@ inline void pack_row(Linear& w, int n, float scale, const Values& q) {
     w.offset[n] = 128 * sum;
 }
 
-// A row times the Hadamard matrix and `by`, until the thread asks for another.
-inline const float* rotated(const float* row, int K, float by) {
+// A row times the orthonormal Hadamard matrix, until the thread asks for another.
+inline const float* rotated(const float* row, int K) {
     static thread_local AlignedFloats own;
-    own.assign(row, row + K);
-    hadamard(own.data(), K, by);
+    if (own.size() < size_t(K)) own.resize(K);
+    hadamard(row, own.data(), K, hadamard_scale(K));
     return own.data();
 }
 
@@ -243,7 +249,7 @@ inline void pack(Linear& w, const float* dense, const float* bias) {
     make_room(w, bias);
     parallel_for(w.N, [&](int n) {
         const float* row = dense + size_t(n) * w.K;
-        if (w.kind == Kind::ROTATED) row = rotated(row, w.K, 1.0f / hadamard_order(w.K));
+        if (is_rotated(w.kind)) row = rotated(row, w.K);
         if (w.kind == Kind::F32) {
             for (int k = 0; k < w.K; k++) ((float*)w.packed)[place(w, n, k)] = row[k];
         } else if (w.kind == Kind::BF16) {
@@ -269,7 +275,7 @@ inline void unpack_int4(const Linear& w, float* dense);
 inline float quantize_row_int4(const Linear& w, const float* x, uint8_t* row);
 
 inline void unpack(const Linear& w, float* dense) {
-    if (w.kind == Kind::INT4) return unpack_int4(w, dense);
+    if (of_nibbles(w.kind)) return unpack_int4(w, dense);
     parallel_for(w.N, [&](int n) {
         for (int k = 0; k < w.K; k++) {
             const size_t at = place(w, n, k);
@@ -277,7 +283,7 @@ inline void unpack(const Linear& w, float* dense) {
                                          : w.kind == Kind::BF16 ? from_bf16(((uint16_t*)w.packed)[at])
                                                                 : ((int8_t*)w.packed)[at] * w.scale[n];
         }
-        if (w.kind == Kind::ROTATED) hadamard(dense + size_t(n) * w.K, w.K, 1.0f);
+        if (is_rotated(w.kind)) hadamard(dense + size_t(n) * w.K, w.K, hadamard_scale(w.K));
     });
 }
 
@@ -297,7 +303,7 @@ class Prepared {
     }
     void fill(const Linear& w, const float* x, int t) {
         const float* row = x + size_t(t) * w.K;
-        if (w.kind == Kind::ROTATED) row = rotated(row, w.K, 1.0f);
+        if (is_rotated(w.kind)) row = rotated(row, w.K);
         if (of_bytes(w.kind) && by_words()) {
             scales[t] = quantize_row_words(row, w.K, (int16_t*)(bytes.data() + size_t(t) * w.row_bytes()));
             return;
@@ -305,7 +311,7 @@ class Prepared {
         if (of_bytes(w.kind)) scales[t] = quantize_row(row, w.K, bytes.data() + size_t(t) * w.K);
         if (by_floats(w)) return round_to_bf16(row, w.K, (float*)bytes.data() + size_t(t) * w.K);
         if (w.kind == Kind::BF16) to_bf16(row, w.K, (uint16_t*)bytes.data() + size_t(t) * w.K);
-        if (w.kind == Kind::INT4) scales[t] = quantize_row_int4(w, row, bytes.data() + size_t(t) * w.row_bytes());
+        if (of_nibbles(w.kind)) scales[t] = quantize_row_int4(w, row, bytes.data() + size_t(t) * w.row_bytes());
     }
     // Rows from `first` on.
     Rows of(const Linear& w, const float* x, int first = 0) const {
@@ -640,14 +646,14 @@ inline void multiply_float32(const Linear& w, Rows x, int T, float* y, Finish fi
 // The columns of some panels of y [T, N] = x W^T + b.
 inline void multiply_range(const Linear& w, Rows x, int T, float* y, Finish finish, int first, int last) {
     if (w.kind == Kind::F32) multiply_float32<Kind::F32>(w, x, T, y, finish, first, last);
-    else if (w.kind == Kind::INT4) multiply_int4(w, x, T, y, finish, first, last);
+    else if (of_nibbles(w.kind)) multiply_int4(w, x, T, y, finish, first, last);
     else if (of_bytes(w.kind)) multiply_narrow<Kind::INT8>(w, x, T, y, finish, first, last);
     else multiply_narrow<Kind::BF16>(w, x, T, y, finish, first, last);
 }
 
 // Whether multiply_gated() takes it: two linears one below the other, of whole panels, by tiles.
 inline bool can_multiply_gated(const Linear& w) {
-    const bool narrow = w.kind == Kind::INT8 || w.kind == Kind::BF16;
+    const bool narrow = of_bytes(w.kind) || w.kind == Kind::BF16;
     return narrow && w.N % (2 * PANEL) == 0 && tiles_for(w) != TileUse::NONE;
 }
 
@@ -671,8 +677,8 @@ template <class Act>
 inline void multiply_gated(Team& team, const Linear& w, Rows x, int T, float* y, const Act& act) {
     const bool emulated = tiles_for(w) == TileUse::EMULATED;
     team.ranges(w.panels / 2, PANELS / 2, [&](int first, int last) {
-        if (w.kind == Kind::INT8 && !emulated) multiply_gated<Kind::INT8, HardwareTiles>(w, x, T, y, first, last, act);
-        else if (w.kind == Kind::INT8) multiply_gated<Kind::INT8, EmulatedTiles>(w, x, T, y, first, last, act);
+        if (of_bytes(w.kind) && !emulated) multiply_gated<Kind::INT8, HardwareTiles>(w, x, T, y, first, last, act);
+        else if (of_bytes(w.kind)) multiply_gated<Kind::INT8, EmulatedTiles>(w, x, T, y, first, last, act);
         else if (!emulated) multiply_gated<Kind::BF16, HardwareTiles>(w, x, T, y, first, last, act);
         else multiply_gated<Kind::BF16, EmulatedTiles>(w, x, T, y, first, last, act);
     });

@@ -119,7 +119,7 @@ extern "C" {
 // What both sides of this interface have to agree on: its number, counted on with every change that sizes do not show, and
 // the sizes of what is handed over. Returns how many numbers there are; `numbers` has room for `most`.
 API int mlt_interface(int64_t* numbers, int most) {
-    const int64_t found[] = {7,
+    const int64_t found[] = {8,
                              sizeof(Factors),
                              sizeof(Norm),
                              sizeof(Experts),
@@ -186,20 +186,20 @@ API int mlt_linear_new(int kind, int K, int N, const float* weight, const float*
     });
 }
 
-// Of int8 weights [N, K] with a scale for each row.
-API int mlt_linear_of_int8(int K, int N, const int8_t* values, const float* scale, const float* bias, Linear** made) {
+// Of int8 weights [N, K] with a scale for each row; of INT8 or, rotated already, ROTATED.
+API int mlt_linear_of_int8(int kind, int K, int N, const int8_t* values, const float* scale, const float* bias, Linear** made) {
     return checked([&] {
-        auto linear = std::make_unique<Linear>(Linear{Kind::INT8, K, N, 0});
+        auto linear = std::make_unique<Linear>(Linear{Kind(kind), K, N, 0});
         pack_int8(*linear, values, scale, bias);
         *made = linear.release();
     });
 }
 
-// Of weights of four bits (int4.h), each in a byte, with scales in float16.
-API int mlt_linear_of_int4(int K, int N, const uint8_t* values, const uint16_t* scale, const uint8_t* zero,
+// Of weights of four bits (int4.h), each in a byte, with scales in float16; of INT4 or, rotated already, ROTATED_INT4.
+API int mlt_linear_of_int4(int kind, int K, int N, const uint8_t* values, const uint16_t* scale, const uint8_t* zero,
                            const float* input, const float* bias, Linear** made) {
     return checked([&] {
-        auto linear = std::make_unique<Linear>(Linear{Kind::INT4, K, N, 0});
+        auto linear = std::make_unique<Linear>(Linear{Kind(kind), K, N, 0});
         pack_int4(*linear, values, scale, zero, input, bias);
         *made = linear.release();
     });

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .library import BF16, F32, INT4, INT8, LANES, ROTATED, free_with, has_bf16, library, required
+from .library import BF16, F32, INT4, INT8, LANES, ROTATED, ROTATED_INT4, free_with, has_bf16, library, required
 
 KINDS = {torch.float32: F32, torch.bfloat16: BF16, torch.int8: INT8}  # kinds by the type of the kept numbers
 PARTS = ("packed", "scale", "offset", "bias", "input")  # the parts of native.cpp's linear
@@ -27,9 +27,11 @@ def can_pack(weight: torch.Tensor) -> bool:
 
 
 class NativeWeight:
-    """A packed weight of one ``kind``: F32; INT8, with values by output channel and activations by token; INT4
-    (int4.h); BF16, with both rounded to bfloat16; ROTATED, like INT8 but with weights and
-    activations multiplied by a Hadamard matrix before they are rounded, for the output head beside int8 linears."""
+    """A packed weight of one ``kind``.
+
+    F32; BF16, with both factors rounded to bfloat16; INT8, with a scale per output channel and per token; INT4, in
+    groups (int4.h); ROTATED and ROTATED_INT4, like those but with both factors multiplied by a Hadamard matrix before
+    they are rounded (hadamard.h)."""
 
     __slots__ = ("__weakref__", "_kept", "_library", "bias", "dtype", "handle", "in_features", "kind", "out_features")
 
@@ -75,9 +77,11 @@ class NativeWeight:
         return NativeWeight.over(shape, self.kind, parts)
 
     @classmethod
-    def of_int8(cls, values: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> NativeWeight:
+    def of_int8(
+        cls, values: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, *, rotated: bool = False
+    ) -> NativeWeight:
         """Make a weight from int8 ``values`` [N, K] and a scale per row, as ``__init__`` makes them from floats."""
-        return cls._made("mlt_linear_of_int8", INT8, (values, scale), bias)
+        return cls._made("mlt_linear_of_int8", ROTATED if rotated else INT8, (values, scale), bias)
 
     @classmethod
     def of_int4(
@@ -87,12 +91,14 @@ class NativeWeight:
         zero: torch.Tensor,
         inputs: torch.Tensor,
         bias: torch.Tensor | None,
+        *,
+        rotated: bool = False,
     ) -> NativeWeight:
-        """Make a weight w = (values - zero) * scale * inputs.
+        """Make a weight w = (values - zero) * scale * inputs, of which each row is ``rotated`` or not.
 
         ``values`` is uint8 [N, K] of 0..15, ``scale`` float16 and ``zero`` uint8 [N, K / GROUP], ``inputs`` float32
         [K]."""
-        return cls._made("mlt_linear_of_int4", INT4, (values, scale, zero, inputs), bias)
+        return cls._made("mlt_linear_of_int4", ROTATED_INT4 if rotated else INT4, (values, scale, zero, inputs), bias)
 
     @classmethod
     def _made(cls, maker: str, kind: int, parts: tuple[torch.Tensor, ...], bias: torch.Tensor | None) -> NativeWeight:
@@ -105,7 +111,7 @@ class NativeWeight:
         pointer = None if weight.bias is None else weight.bias.data_ptr()
         made = ctypes.c_void_p()
         make = getattr(weight._library, maker)
-        make(weight.in_features, weight.out_features, *(part.data_ptr() for part in parts), pointer, made)
+        make(kind, weight.in_features, weight.out_features, *(part.data_ptr() for part in parts), pointer, made)
         weight._own(made.value)
         return weight
 

@@ -16,8 +16,8 @@ extern "C" {
 int mlt_supported();
 int mlt_use_threads(int threads, int spin_us);
 int mlt_linear_new(int kind, int K, int N, const float* weight, const float* bias, Linear** made);
-int mlt_linear_of_int4(int K, int N, const uint8_t* values, const uint16_t* scale, const uint8_t* zero, const float* input,
-                       const float* bias, Linear** made);
+int mlt_linear_of_int4(int kind, int K, int N, const uint8_t* values, const uint16_t* scale, const uint8_t* zero,
+                       const float* input, const float* bias, Linear** made);
 int mlt_linear_multiply(const Linear* linear, int T, const float* x, float* y);
 Decoder* mlt_decoder_new(const Shape* shape, const Layer* layers, const float* embedding, const float* positions,
                          const Norm* norm, const Linear* head);
@@ -63,7 +63,7 @@ Linear* linear(Kind kind, int K, int N) {
     return made;
 }
 
-Linear* linear_of_int4(int K, int N) {
+Linear* linear_of_int4(Kind kind, int K, int N) {
     std::vector<uint8_t> q(size_t(K) * N), zero(size_t(K) / INT4_GROUP * N);
     std::vector<uint16_t> scale(zero.size());
     for (uint8_t& value : q) value = uint8_t(8.0f + 8.0f * next());
@@ -72,14 +72,14 @@ Linear* linear_of_int4(int K, int N) {
     scale[0] = 0x0200;  // 2^-15, below the smallest normal one
     Linear* made = nullptr;
     const float *input = values(K, 0.5f, 1.0f), *bias = values(N, 0.1f);
-    check(!mlt_linear_of_int4(K, N, q.data(), scale.data(), zero.data(), input, bias, &made), "linear of int4");
+    check(!mlt_linear_of_int4(int(kind), K, N, q.data(), scale.data(), zero.data(), input, bias, &made), "linear of int4");
     return made;
 }
 
 void linears(Kind kind) {
     constexpr int N = 100, T = 17;
-    const int K = kind == Kind::INT4 ? 96 : 80;
-    const Linear* w = kind == Kind::INT4 ? linear_of_int4(K, N) : linear(kind, K, N);
+    const int K = of_nibbles(kind) ? 96 : kind == Kind::ROTATED ? 384 : 80;
+    const Linear* w = of_nibbles(kind) ? linear_of_int4(kind, K, N) : linear(kind, K, N);
     const float* x = values(K * T, 1.0f);
     Floats32 whole(N * T), row(N);
     mlt_linear_multiply(w, T, x, whole.data());
@@ -194,7 +194,7 @@ int main() {
     if (!mlt_supported()) return 2;
     std::fprintf(stderr, "supported %d\n", mlt_supported());
     mlt_use_threads(1, 0);
-    for (const Kind kind : {Kind::F32, Kind::INT8, Kind::BF16, Kind::ROTATED, Kind::INT4}) linears(kind);
+    for (int kind = 0; kind <= int(Kind::ROTATED_INT4); kind++) linears(Kind(kind));
     Floats32 curve(160);
     mlt_gelu(values(160, 6.0f), curve.data(), 160);
     print(curve.data(), 160);

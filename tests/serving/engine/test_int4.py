@@ -18,6 +18,7 @@ from mlflow_llm.serving.engine import calibration, sensitivity, stored_weights, 
 from mlflow_llm.serving.engine.core import EngineCore
 from mlflow_llm.serving.engine.native import library
 from mlflow_llm.serving.engine.native.weight import NativeWeight
+from mlflow_llm.serving.engine.quantization import rotated
 from mlflow_llm.serving.engine.weight_writer import ATTENDS, quantize_files
 from mlflow_llm.serving.errors import PackagingError
 from mlflow_llm.serving.settings import EngineSettings
@@ -34,17 +35,19 @@ def weight_of(rows: int, columns: int) -> tuple[torch.Tensor, ...]:
     return values, (torch.rand(rows, groups) * 0.1).half(), zero, torch.rand(columns) + 0.5, torch.randn(rows)
 
 
+@pytest.mark.parametrize("is_rotated", [False, True])
 @pytest.mark.parametrize("shape", [(96, 64), (50, 96), (33, 32), (200, 352)])
 @pytest.mark.usefixtures("instructions")
-def test_the_kernel_is_its_definition(shape: tuple[int, int]) -> None:
+def test_the_kernel_is_its_definition(shape: tuple[int, int], is_rotated: bool) -> None:
     """Products are those of activations in int8, summed a group at a time; a row's are the same alone and in any batch,
     of its parts too, and the weights are given back as they were."""
     values, scale, zero, inputs, bias = weight_of(*shape)
-    weight = NativeWeight.of_int4(values, scale, zero, inputs, bias)
+    weight = NativeWeight.of_int4(values, scale, zero, inputs, bias, rotated=is_rotated)
     exact = (values.view(*scale.shape, -1).double() - zero[..., None]) * scale[..., None].double()
-    assert torch.equal(weight.dense(), exact.flatten(1).float() * inputs)
+    dense = exact.flatten(1).float() * inputs
+    assert torch.equal(weight.dense(), rotated(dense) if is_rotated else dense)
     x = torch.randn(29, shape[1])
-    scaled = x * inputs
+    scaled = (rotated(x) if is_rotated else x) * inputs
     row_scale = (scaled.abs().amax(-1, keepdim=True) * (1 / 127)).clamp_min(1e-12)
     rounded = (scaled * row_scale.reciprocal()).round()
     wanted = rounded.double() @ exact.flatten(1).t() * row_scale.double() + bias.double()

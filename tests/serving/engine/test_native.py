@@ -95,9 +95,24 @@ def test_int8_equals_the_other_int8(rows: int) -> None:
     torch.manual_seed(2)
     weight, bias, x = torch.randn(100, 192), torch.randn(100), torch.randn(rows, 192)
     x[0] = 0.0
-    packed, other = NativeWeight(weight, bias, INT8), Int8Weight(weight, bias)
+    packed, other = NativeWeight(weight, bias, INT8), Int8Weight(weight, bias, is_rotated=False)
     assert torch.equal(packed.matmul(x), other.matmul(x))
     assert torch.equal(packed.dense(), other.dense())
+
+
+@on_each_instruction_set
+@pytest.mark.parametrize("width", [16, 96, 192, 384, 640, 1536, 2048, 4096])
+def test_rotated_int8_equals_the_other(width: int) -> None:
+    """Its product is bitwise that of ``Int8Weight`` too, made from floats or from what is stored."""
+    torch.manual_seed(2)
+    weight, bias, x = torch.randn(100, width), torch.randn(100), torch.randn(13, width)
+    x[0] = 0.0
+    packed, other = NativeWeight(weight, bias, ROTATED), Int8Weight(weight, bias)
+    assert torch.equal(packed.dense(), other.dense())
+    found = packed.matmul(x)
+    assert torch.equal(other.matmul(x), found)
+    stored = NativeWeight.of_int8(other.values, other.scale, bias, rotated=True)
+    assert torch.equal(stored.matmul(x), found)
 
 
 @pytest.mark.parametrize("use", [AMX, EMULATED_TILES])
@@ -118,12 +133,12 @@ def test_tiles_change_no_bit(kind: int, rows: int, width: int, use: int) -> None
 
 
 def mixed(x: torch.Tensor) -> torch.Tensor:
-    """Each row times Sylvester's Hadamard matrix of the largest power of two that divides its width."""
+    """Each row times Sylvester's Hadamard matrix of the largest power of two that divides its width, orthonormal."""
     order, x = x.shape[-1] & -x.shape[-1], x.double()
     matrix = torch.ones(1, 1, dtype=torch.float64)
     while len(matrix) < order:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    return (x.reshape(*x.shape[:-1], -1, order) @ matrix).reshape(x.shape)
+    return (x.reshape(*x.shape[:-1], -1, order) @ matrix).reshape(x.shape) / order**0.5
 
 
 @on_each_instruction_set
@@ -135,16 +150,15 @@ def test_rotated_int8_is_int8_of_what_a_hadamard_matrix_mixed(rows: int, width: 
     weight, bias, x = torch.randn(100, width), torch.randn(100), torch.randn(rows, width)
     x[:, ::16] *= 40.0
     packed, plain = NativeWeight(weight, bias, ROTATED), NativeWeight(weight, bias, INT8)
-    order = width & -width
-    mixed_weight = NativeWeight((mixed(weight) / order).float(), bias, INT8)
+    mixed_weight = NativeWeight(mixed(weight).float(), bias, INT8)
     found = packed.matmul(x)
     reference = mixed_weight.matmul(mixed(x).float())
     assert (found - reference).norm() < 2e-3 * reference.norm()  # one that is rounded the other way makes no difference
-    torch.testing.assert_close(mixed(packed.dense()).float() / order, mixed_weight.dense(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(mixed(packed.dense()).float(), mixed_weight.dense(), rtol=1e-4, atol=1e-5)
     dense = packed.dense().double()
     step = mixed(x).abs().amax(1, keepdim=True) / 127
     exact = F.linear(x.double(), dense, bias.double())
-    furthest = step / 2 * (mixed(dense) / order).abs().sum(1) + 1e-5 * exact.abs().amax(1, keepdim=True)
+    furthest = step / 2 * mixed(dense).abs().sum(1) + 1e-5 * exact.abs().amax(1, keepdim=True)
     assert ((found - exact).abs() <= furthest).all()
     unrounded = F.linear(x.double(), weight.double(), bias.double())
     assert (found - unrounded).norm() < 0.8 * (plain.matmul(x) - unrounded).norm()
@@ -200,11 +214,11 @@ def test_shapes_and_types_the_kernels_refuse() -> None:
 
 
 def test_the_setting_leaves_the_kernels_out() -> None:
-    """``kernels="torch"`` packs nothing natively, "auto" everything that fits; beside int8 the head is ROTATED."""
+    """``kernels="torch"`` packs nothing natively, "auto" everything that fits."""
     for settings, kinds in (
         (EngineSettings(kernels="torch"), {None}),
         (EngineSettings(), {F32}),
-        (EngineSettings(quantization="int8"), {INT8, ROTATED}),
+        (EngineSettings(quantization="int8"), {ROTATED}),
     ):
         model = make_model(DECODERS["llama"]())
         found = linear.install(model, linear.ContextHolder(), settings).linears.values()

@@ -136,18 +136,20 @@ def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("name", sorted(FORMS))
 def test_a_token_is_bitwise_the_same_however_it_was_computed(name: str, tmp_path: Path) -> None:
-    """Chunks, neighbours and threads change no bit, in float32, int8 and bfloat16; and the logits are those of the
-    model's own code over the same linears."""
+    """Chunks, neighbours and threads change no bit, in float32, int8 and bfloat16; and the logits are those of torch's
+    kernels in float32 and int8, and near those of float32 in bfloat16."""
     bundle = save_bundle(make_model(FORMS[name]()), tmp_path)
     tokens = np.random.default_rng(0).integers(0, 131, 90)
     threads = library.num_native_threads()
     exact = logits(assemble(bundle, settings_of(kernels="torch")), tokens, [90])
-    for more, tolerance in (({}, 1e-4), ({"quantization": "int8"}, 0.1), ({"dtype": "bfloat16"}, 0.05)):
+    for more, tolerance in (({}, 1e-4), ({"quantization": "int8"}, 0.06), ({"dtype": "bfloat16"}, 0.05)):
         if more.get("dtype") and not library.has_bf16():
             continue
         parts = assemble(bundle, settings_of(**more))
         assert isinstance(parts.runner.step_forward, NativeDecoder)
-        wanted = logits(assemble(bundle, settings_of(kernels="torch", **more)), tokens, [90]) if not more else exact
+        wanted = exact
+        if "dtype" not in more:
+            wanted = logits(assemble(bundle, settings_of(kernels="torch", **more)), tokens, [90])
         try:
             library.use_threads(2)
             whole = logits(parts, tokens, [90])

@@ -6,7 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.engine import loader, stored_weights
 from mlflow_llm.serving.engine.core import EngineCore
 from mlflow_llm.serving.engine.embedder import load_embedder
+from mlflow_llm.serving.engine.quantization import Int8Weight, quantize_rows, rotated
 from mlflow_llm.serving.engine.weight_writer import quantize_files
 from mlflow_llm.serving.errors import PackagingError
 from mlflow_llm.serving.settings import EngineSettings
@@ -72,13 +73,63 @@ def test_nothing_is_kept_twice(tmp_path: Path) -> None:
     found = load_file(tmp_path / "stored/model.safetensors")
     values, scale = found["model.layers.0.mlp.up_proj.weight"], found["model.layers.0.mlp.up_proj.weight_scale"]
     assert (values.dtype, scale.dtype, scale.shape) == (torch.int8, torch.float32, (values.shape[0], 1))
-    weight = model.model.layers[0].mlp.up_proj.weight
+    weight = rotated(model.model.layers[0].mlp.up_proj.weight)
     assert ((values * scale - weight).abs() <= 0.501 * scale).all()
     assert "lm_head.weight" not in found
     assert found["model.embed_tokens.weight"].dtype == torch.bfloat16
     said = json.loads((tmp_path / "stored/config.json").read_text())["quantization_config"]
     assert (said["format"], said["ignore"]) == ("int-quantized", ["lm_head"])
     assert stored_weights.quantization_of(stored.model_dir) == "int8"
+    groups = said["transform_config"]["config_groups"]
+    assert {name: (one["type"], one["head_dim"]) for name, one in groups.items()} == {
+        "hadamard_16": ("hadamard", 16),  # 48 inputs
+        "hadamard_64": ("hadamard", 64),
+        "hadamard_128": ("hadamard", 128),
+    }
+    online, offline = groups["hadamard_16"]["apply"]
+    assert online == {"targets": [f"model.layers.{n}.mlp.down_proj" for n in (0, 1)], "location": "input"}
+    assert offline == online | {"location": "weight_input", "inverse": True}
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_models_of_before_the_rotation(kernels: Literal["auto", "torch"], tmp_path: Path) -> None:
+    """Weights without a transform_config are multiplied as they are."""
+    model = make_model(MODELS["tied head"]())
+    stored = quantised(save_bundle(model, tmp_path / "whole"), tmp_path / "stored")
+    file, name = tmp_path / "stored/config.json", "model.layers.1.mlp.up_proj"
+    tensors = load_file(tmp_path / "stored/model.safetensors")
+    for one in [one for one, value in tensors.items() if value.dtype == torch.int8]:
+        values, scale = quantize_rows(model.get_parameter(one).detach())
+        tensors |= {one: values, f"{one}_scale": scale}
+    save_file(tensors, tmp_path / "stored/model.safetensors", metadata={"format": "pt"})
+    config = json.loads(file.read_text())
+    del config["quantization_config"]["transform_config"]
+    file.write_text(json.dumps(config))
+    loaded = loader.load_model(stored, EngineSettings(quantization="int8", kernels=kernels, packed_cache=0))
+    found = loaded.linears.linears[name]
+    plain = Int8Weight(model.get_parameter(f"{name}.weight"), None, is_rotated=False)
+    assert torch.equal(found.weight, plain.dense())
+    x = torch.randn(3, 64)
+    with torch.inference_mode():
+        assert torch.equal(found(x), plain.matmul(x))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda said: said | {"transform_config": 3},
+        lambda said: said | {"transform_config": {"config_groups": {"a": {"type": "random-hadamard"}}}},
+        lambda said: said | {"transform_config": stored_weights.transform_config({"model.layers.0.mlp.up_proj": 32})},
+    ],
+)
+def test_another_transform_is_refused(change: Callable[[Any], Any], tmp_path: Path) -> None:
+    """Weights that are mixed in another way are not read as if they were ours."""
+    stored = quantised(save_bundle(make_model(MODELS["tied head"]()), tmp_path / "whole"), tmp_path / "stored")
+    file = tmp_path / "stored/config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"quantization_config": change(config["quantization_config"])}))
+    with pytest.raises(PackagingError, match=r"transform_config: .* is not allowed|head_dim 32 is not allowed"):
+        EngineCore(stored, EngineSettings(quantization="int8"))
 
 
 def test_experts_in_the_file(tmp_path: Path) -> None:
