@@ -24,7 +24,7 @@ from ...serving.errors import PackagingError, shown
 from ...serving.request import Task
 from ...serving.tool_calls.formats import ToolFormat
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 PLAIN_VERSION = 1  # the format version of models that earlier releases can serve too
 MANIFEST = "manifest.json"
 DEFAULT_TEMPLATE = "chat_template.jinja"

@@ -34,11 +34,11 @@ def test_what_the_model_says_of_itself(tmp_path, llama_dir):
     llm.save_model(tmp_path / "m", llama_dir, quantize="int8", link_files=True)
     said = Model.load(str(tmp_path / "m"))
     assert said.flavors["llm"]["quantization"] == "int8"
-    assert said.flavors["llm"]["format_version"] == 2
+    assert said.flavors["llm"]["format_version"] == 3
     assert said.flavors["python_function"]["config"]["quantization"] == "int8"
     assert said.model_size_bytes >= (tmp_path / "m/model/model.safetensors").stat().st_size
     manifest = json.loads((tmp_path / "m/manifest.json").read_text())
-    assert (manifest["format_version"], manifest["quantization"]) == (2, "int8")
+    assert (manifest["format_version"], manifest["quantization"]) == (3, "int8")
     assert llm.load_bundle(tmp_path / "m", verify="full").content_hash == manifest["content_hash"]
     llm.save_model(tmp_path / "again", llama_dir, quantize="int8")
     assert llm.load_bundle(tmp_path / "again").content_hash == manifest["content_hash"]
