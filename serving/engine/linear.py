@@ -200,11 +200,11 @@ def _pack_stored(stored: StoredLinear, bias: torch.Tensor | None, settings: Engi
     if stored.zero is not None and stored.inputs is not None:
         if native:
             return NativeWeight.of_int4(
-                stored.unpacked(), stored.scale, stored.zero, stored.inputs, bias, rotated=stored.is_rotated
+                stored.unpacked(), stored.scale, stored.zero, stored.inputs, bias, is_rotated=stored.is_rotated
             )
         return pack_float(stored.dense(like.dtype, like.device), bias)
     if native:
-        return NativeWeight.of_int8(stored.values, stored.scale, bias, rotated=stored.is_rotated)
+        return NativeWeight.of_int8(stored.values, stored.scale, bias, is_rotated=stored.is_rotated)
     if can_quantize(stored.values.to(like.device)):
         values, scale = stored.values.to(like.device), stored.scale.to(like.device)
         return Int8Weight.of(values, scale, bias, like.dtype, is_rotated=stored.is_rotated)

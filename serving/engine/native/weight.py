@@ -78,10 +78,10 @@ class NativeWeight:
 
     @classmethod
     def of_int8(
-        cls, values: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, *, rotated: bool = False
+        cls, values: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, *, is_rotated: bool = False
     ) -> NativeWeight:
         """Make a weight from int8 ``values`` [N, K] and a scale per row, as ``__init__`` makes them from floats."""
-        return cls._made("mlt_linear_of_int8", ROTATED if rotated else INT8, (values, scale), bias)
+        return cls._made("mlt_linear_of_int8", ROTATED if is_rotated else INT8, (values, scale), bias)
 
     @classmethod
     def of_int4(
@@ -92,13 +92,15 @@ class NativeWeight:
         inputs: torch.Tensor,
         bias: torch.Tensor | None,
         *,
-        rotated: bool = False,
+        is_rotated: bool = False,
     ) -> NativeWeight:
-        """Make a weight w = (values - zero) * scale * inputs, of which each row is ``rotated`` or not.
+        """Make a weight w = (values - zero) * scale * inputs, of which each row is rotated or not.
 
         ``values`` is uint8 [N, K] of 0..15, ``scale`` float16 and ``zero`` uint8 [N, K / GROUP], ``inputs`` float32
         [K]."""
-        return cls._made("mlt_linear_of_int4", ROTATED_INT4 if rotated else INT4, (values, scale, zero, inputs), bias)
+        return cls._made(
+            "mlt_linear_of_int4", ROTATED_INT4 if is_rotated else INT4, (values, scale, zero, inputs), bias
+        )
 
     @classmethod
     def _made(cls, maker: str, kind: int, parts: tuple[torch.Tensor, ...], bias: torch.Tensor | None) -> NativeWeight:

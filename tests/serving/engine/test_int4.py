@@ -42,7 +42,7 @@ def test_the_kernel_is_its_definition(shape: tuple[int, int], is_rotated: bool) 
     """Products are those of activations in int8, summed a group at a time; a row's are the same alone and in any batch,
     of its parts too, and the weights are given back as they were."""
     values, scale, zero, inputs, bias = weight_of(*shape)
-    weight = NativeWeight.of_int4(values, scale, zero, inputs, bias, rotated=is_rotated)
+    weight = NativeWeight.of_int4(values, scale, zero, inputs, bias, is_rotated=is_rotated)
     exact = (values.view(*scale.shape, -1).double() - zero[..., None]) * scale[..., None].double()
     dense = exact.flatten(1).float() * inputs
     assert torch.equal(weight.dense(), rotated(dense) if is_rotated else dense)

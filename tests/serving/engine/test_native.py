@@ -111,7 +111,7 @@ def test_rotated_int8_equals_the_other(width: int) -> None:
     assert torch.equal(packed.dense(), other.dense())
     found = packed.matmul(x)
     assert torch.equal(other.matmul(x), found)
-    stored = NativeWeight.of_int8(other.values, other.scale, bias, rotated=True)
+    stored = NativeWeight.of_int8(other.values, other.scale, bias, is_rotated=True)
     assert torch.equal(stored.matmul(x), found)
 
 
