@@ -197,7 +197,7 @@ inline void Decoder::mlp(Team& team, const Layer& layer, int index, const Step& 
     const int H = shape.hidden, I = layer.down->K, T = step.T, W = shape.gated ? 2 * I : I;
     const bool beside = layer.experts.router;
     const Rows rows = rows_for.of(*layer.gate_up, normed.data());
-    const bool together = shape.gated && !adapted && can_multiply_gated(*layer.gate_up);
+    const bool together = shape.gated && !adapted && can_multiply_gated(*layer.gate_up, T);
     if (together) with_activation([&](const auto& act) { multiply_gated(team, *layer.gate_up, rows, T, gated.data(), act); });
     else multiply(team, *layer.gate_up, rows, T, wide.data(), Finish::WRITE);
     each_row(

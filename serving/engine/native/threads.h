@@ -99,12 +99,14 @@ struct Team {
     template <class Work>
     void each(int n, const Work& work);
 
-    // Calls work(first, last) for ranges that make up [0, n), of `least` or more where there are as many.
+    // Calls work(first, last) for ranges that make up [0, n), of `least` or more where there are as many. Every thread has
+    // as many of them as the others.
     template <class Work>
     void ranges(int n, int least, const Work& work) {
         if (n <= 0) return;
         if (!pool) return work(0, n);
-        const int count = std::min(threads * CLAIMS, std::max(n / std::max(least, 1), std::min(n, threads)));
+        const int most = std::min(threads * CLAIMS, n / std::max(least, 1));
+        const int count = most > threads ? most / threads * threads : std::min(n, threads);
         each(count, [&](int i) { work(int(int64_t(n) * i / count), int(int64_t(n) * (i + 1) / count)); });
     }
 };

@@ -1,4 +1,4 @@
-"""Gate and up by tiles go through the activation at once, unless a row of the step has an adapter."""
+"""Gate and up go through the activation at once: by tiles, and of many rows by vectors, unless a row has an adapter."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import transformers as tf
 from peft import LoraConfig, get_peft_model
 from tiny_models import COMMON, make_model, save_bundle
 
+from mlflow_llm.serving.engine import weight_writer
 from mlflow_llm.serving.engine.assembly import EngineParts, assemble
 from mlflow_llm.serving.engine.kv_cache import PrefixKey, Row
 from mlflow_llm.serving.engine.native import library
@@ -31,7 +32,16 @@ MODELS = {
 }
 
 
-@pytest.fixture(autouse=True)
+WEIGHTS: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "int8": {"quantization": "int8"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "int4": {"quantization": "int4"},
+}
+MANY = 70  # tokens: enough rows for what vectors do at once too
+
+
+@pytest.fixture
 def emulated() -> Iterator[None]:
     before = library.tiles()
     if library.use_tiles(library.EMULATED_TILES) != library.EMULATED_TILES:
@@ -53,19 +63,33 @@ def logits(parts: EngineParts, tokens: Any, beside: str | None) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize("settings", [{"quantization": "int8"}, {"dtype": "bfloat16"}], ids=["int8", "bfloat16"])
-@pytest.mark.parametrize("name", MODELS)
-def test_a_row_is_bitwise_the_same_beside_an_adapter_and_without(
-    name: str, settings: dict[str, str], tmp_path: Path
-) -> None:
-    """What goes through the activation at once is what goes by itself, for each of them, with biases and without."""
-    bundle = save_bundle(make_model(MODELS[name]()), tmp_path / "model")
+def check_rows(name: str, settings: dict[str, Any], folder: Path) -> None:
+    """A row is bitwise the same beside many, in a step of few and beside a row with an adapter."""
+    bundle = save_bundle(make_model(MODELS[name]()), folder / "model")
+    if settings.get("quantization") == "int4":
+        weight_writer.quantize_files(folder / "model", bundle.tasks, "int4", [list(range(3, 131))])
     config = LoraConfig(r=4, init_lora_weights=False, target_modules="all-linear")
-    get_peft_model(make_model(MODELS[name]()), config).save_pretrained(tmp_path / "adapter")
+    get_peft_model(make_model(MODELS[name]()), config).save_pretrained(folder / "adapter")
     parts = assemble(bundle, EngineSettings(kv_cache_memory=1 << 24, **settings))
     assert parts.info.kernels == "native"
-    parts.lora.add("adapter", parts.lora.read("adapter", str(tmp_path / "adapter")))
-    tokens = np.random.default_rng(1).integers(0, 131, 70)
+    parts.lora.add("adapter", parts.lora.read("adapter", str(folder / "adapter")))
+    tokens = np.random.default_rng(1).integers(3, 131, MANY)
     alone = logits(parts, tokens, None)
     assert torch.isfinite(alone).all()
     assert torch.equal(logits(parts, tokens, "adapter"), alone)
+    assert torch.equal(logits(parts, tokens[:5], None), alone[:5])
+
+
+@pytest.mark.parametrize("weights", ["int8", "bfloat16"])
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.usefixtures("emulated")
+def test_rows_by_tiles(name: str, weights: str, tmp_path: Path) -> None:
+    check_rows(name, WEIGHTS[weights], tmp_path)
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.usefixtures("instructions")
+def test_rows_by_vectors(name: str, weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_writer, "LOSS", float("inf"))  # all that can be is in four bits
+    check_rows(name, WEIGHTS[weights], tmp_path)
