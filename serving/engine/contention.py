@@ -113,7 +113,7 @@ class Contention:
         if not self.oversubscribed and self.waiting >= BEGINS:
             self._began = now
             cause = max(shares, key=lambda name: shares[name])
-            text = "processors are oversubscribed: the engine waited for one %.0f %% of the time (%s)"
+            text = "processors are oversubscribed: %.0f %% of the time was spent waiting for one (%s)"
             logger.warning(text, 100 * self.waiting, _readable(cause))
         elif self.oversubscribed and self._calm >= CALM:
             logger.info("processors are free again after %.0f seconds", now - self._began)

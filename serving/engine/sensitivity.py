@@ -68,13 +68,11 @@ def cost_of(error: torch.Tensor, products: torch.Tensor, gradients: torch.Tensor
     return 0.5 * float((((error @ products) * error).sum(1) * gradients).sum())
 
 
-def worst(costs: Sequence[float], sizes: Sequence[int], share: float) -> set[int]:
-    """Numbers of those that cost most, weight for weight, and together have at most ``share`` of all weights; none of
-    those that cost nothing."""
-    room = share * sum(sizes)
+def worst(costs: Sequence[float], sizes: Sequence[int], loss: float) -> set[int]:
+    """Numbers of those that cost most, weight for weight: as few as leave no more than ``loss`` to all others."""
     chosen: set[int] = set()
     for number in sorted(range(len(costs)), key=lambda i: costs[i] / sizes[i], reverse=True):
-        if costs[number] > 0 and sizes[number] <= room:
-            chosen.add(number)
-            room -= sizes[number]
+        if sum(cost for i, cost in enumerate(costs) if i not in chosen) <= loss:
+            break
+        chosen.add(number)
     return chosen

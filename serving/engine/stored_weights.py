@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -46,6 +47,8 @@ from ..settings import EngineSettings
 from .config_bounds import in_proportion
 from .native.library import GROUP
 from .quantization import hadamard_order, rotated
+
+logger = logging.getLogger(__name__)
 
 Quantization = Literal["int8", "int4"]
 # quant_method and format of quantization_config
@@ -238,6 +241,10 @@ def _without_weights() -> Iterator[None]:
 def _fill(model: nn.Module, folder: Path, dtype: torch.dtype) -> None:
     """Give the model its tensors, by the names that it has for them. Parts of a linear may lie in different files."""
     modules, orders = dict(model.named_modules()), _rotated_in(folder)
+    if not orders:
+        logger.warning(
+            "the quantised weights are not rotated, as earlier releases stored them; a model logged now is more exact"
+        )
     with contextlib.ExitStack() as stack:
         paths = sorted(folder.glob("*.safetensors"))
         files = [stack.enter_context(safe_open(str(file), framework="pt")) for file in paths]

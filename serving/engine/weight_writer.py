@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceCl
 
 from ..errors import PackagingError
 from ..settings import EngineSettings
-from . import calibration, experts, latent_attention, sensitivity, stored_weights
+from . import calibration, experts, latent_attention, openmp, sensitivity, stored_weights
+from .contention import Contention
 from .linear import groups_of, weight_of
 from .loader import POOLER, from_pretrained
 from .native.library import GROUP
@@ -24,9 +25,7 @@ from .quantization import can_quantize, quantize_rows, rotated
 from .stored_weights import FORMATS, PARTS, Quantization, StoredLinear
 
 SHARD = "4GB"
-IN_EIGHT = 0.2  # of the weights that could be of four bits: those that bear them worst are of eight
-# The last part of a path: q_proj, qkv_proj, Wqkv, query_key_value, c_attn, kv_a_proj_with_mqa, q_b_proj
-ATTENDS = re.compile(r"(?:^|\.)(?:[^.]*qkv[^.]*|query[^.]*|key|value|c_attn|[qkv]|[qkv]{1,2}_[^.]*)$")
+LOSS = 0.0115  # nats a token that four bits may cost, as it is estimated: 3 % of perplexity are 0.03 (docs/quantize.md)
 NARROW = (torch.bfloat16, torch.float16)
 WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
 ACTIVATIONS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
@@ -70,7 +69,7 @@ def quantize_files(
         values, scale = quantize_rows(rotated(weight.detach().flatten(0, 1)))
         tensors |= {name: values.view_as(weight), f"{name}_scale": scale.view(*weight.shape[:-1], 1)}
     if quantization == "int4":
-        grouped = [group for group in groups if _bears_four_bits(group)]
+        grouped = [group for group in groups if all(weight_of(one).shape[1] % GROUP == 0 for one in group.values())]
         tensors |= _in_four_bits(model, grouped, texts)
     for name, module in chosen.items():
         if f"{name}.weight_packed" not in tensors:
@@ -97,7 +96,15 @@ def quantize_files(
 def _in_four_bits(
     model: Any, groups: list[dict[str, nn.Module]], texts: Sequence[Sequence[int]]
 ) -> dict[str, torch.Tensor]:
-    """The tensors that linears are stored as, of groups that share an input; without those that bear it worst."""
+    """The tensors that linears are stored as, of groups that share an input; without those that bear it worst, so that
+    the rest cost no more than ``LOSS``."""
+    with _beside_others(model) as look:
+        return _least_loss(model, groups, texts, look)
+
+
+def _least_loss(
+    model: Any, groups: list[dict[str, nn.Module]], texts: Sequence[Sequence[int]], look: Callable[[], None]
+) -> dict[str, torch.Tensor]:
     texts = [*texts, *calibration.own_text(model)]
     names = {module: name for group in groups for name, module in group.items()}
     gradients = dict(zip(names, sensitivity.squared_gradients(model, list(names), texts), strict=True))
@@ -105,6 +112,7 @@ def _in_four_bits(
     costs: list[float] = []
     sizes: list[int] = []
     for group, products, inputs in calibration.inputs_of(model, [list(one.values()) for one in groups], texts):
+        look()
         weights = [rotated(weight_of(module)) for module in group]
         rounded = calibration.quantised(weights, products, inputs)
         made.append({})
@@ -114,17 +122,22 @@ def _in_four_bits(
             parts = one.parts()
             made[-1] |= {f"{names[module]}.{part}": value for part, value in zip(PARTS, parts, strict=True)}
             costs[-1] += sensitivity.cost_of(StoredLinear(*parts).dense() - weight, products, gradients[module])
-    eight = sensitivity.worst(costs, sizes, IN_EIGHT)
+    eight = sensitivity.worst(costs, sizes, LOSS)
     return {name: value for i, tensors in enumerate(made) if i not in eight for name, value in tensors.items()}
 
 
-def _bears_four_bits(group: dict[str, nn.Module]) -> bool:
-    """Not what makes queries, keys and values, whose four bits cost more than those of all others, weight for weight.
-    Not what has more inputs than outputs, as a second half of an MLP: its inputs are products, of which few are large.
-    (docs/quantize.md)"""
-    weights = [weight_of(one) for one in group.values()]
-    rows, columns = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
-    return columns % GROUP == 0 and rows >= columns and not any(map(ATTENDS.search, group))
+@contextlib.contextmanager
+def _beside_others(model: Any) -> Iterator[Callable[[], None]]:
+    """Calls of ``model``, and of what is given, look whether others run on the processors. While they do, torch's
+    threads do not spin: they would wait for each other for most of the time (docs/quantize.md)."""
+    before = openmp.waiting.brief
+    contention = Contention(lambda oversubscribed: openmp.waiting.set_brief(before or oversubscribed))
+    hook = model.get_input_embeddings().register_forward_pre_hook(lambda *call: contention.look())
+    try:
+        yield contention.look
+    finally:
+        hook.remove()
+        openmp.waiting.set_brief(before)
 
 
 def _is_linear(module: nn.Module) -> bool:

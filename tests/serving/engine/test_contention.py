@@ -47,7 +47,7 @@ def test_an_episode_of_contention_logs_two_lines(machine: Machine, caplog: pytes
     machine.passes(10)
     assert machine.changes == [True, False]
     first, second = caplog.messages
-    assert first.startswith("processors are oversubscribed: the engine waited for one 44 % of the time (others run on")
+    assert first.startswith("processors are oversubscribed: 44 % of the time was spent waiting for one (others run on")
     assert second == "processors are free again after 109 seconds"
 
 

@@ -92,10 +92,13 @@ def test_nothing_is_kept_twice(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
-def test_models_of_before_the_rotation(kernels: Literal["auto", "torch"], tmp_path: Path) -> None:
-    """Weights without a transform_config are multiplied as they are."""
+def test_models_of_before_the_rotation(
+    kernels: Literal["auto", "torch"], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Weights without a transform_config are multiplied as they are, and the log says that others are more exact."""
     model = make_model(MODELS["tied head"]())
     stored = quantised(save_bundle(model, tmp_path / "whole"), tmp_path / "stored")
+    assert "not rotated" not in caplog.text
     file, name = tmp_path / "stored/config.json", "model.layers.1.mlp.up_proj"
     tensors = load_file(tmp_path / "stored/model.safetensors")
     for one in [one for one, value in tensors.items() if value.dtype == torch.int8]:
@@ -106,6 +109,7 @@ def test_models_of_before_the_rotation(kernels: Literal["auto", "torch"], tmp_pa
     del config["quantization_config"]["transform_config"]
     file.write_text(json.dumps(config))
     loaded = loader.load_model(stored, EngineSettings(quantization="int8", kernels=kernels, packed_cache=0))
+    assert "the quantised weights are not rotated" in caplog.text
     found = loaded.linears.linears[name]
     plain = Int8Weight(model.get_parameter(f"{name}.weight"), None, is_rotated=False)
     assert torch.equal(found.weight, plain.dense())
