@@ -322,7 +322,7 @@ class NativeDecoder:
             numbers, tables = self._adapters.numbered(adapters)
         self._rotate_up_to(max(row.start + row.num_tokens for row in rows))
         runs, parts = self._runs(rows, numbers)
-        wanted = np.array(kept, dtype=np.int32)
+        ids, wanted = np.ascontiguousarray(ids, dtype=np.int64), np.array(kept, dtype=np.int32)
         logits = torch.empty(len(kept), self._weights.head.out_features)
         step = library.Step(
             runs=runs.ctypes.data,
