@@ -33,7 +33,8 @@ CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8)
 DAMPINGS = (0.01, 0.1, 1.0)  # times the mean of H's diagonal; the first that makes H invertible is used
 SWEEPS = 3
 SMALLEST = 2.0**-14  # the smallest scale: the smallest float16 that keeps full precision
-AT_ONCE = 1 << 30  # bytes of the matrices H that are collected in one run over the tokens
+AT_ONCE = 1 << 30  # bytes of the matrices H that are collected in one run over the tokens,
+OF_MODEL = 8  # or this part of the model's bytes: each run computes all of it
 SEQUENCES, LENGTH, SEED = 16, 128, 0
 
 
@@ -87,9 +88,10 @@ def inputs_of(
     """Yield each group of linears that share an input with its ``H`` [K, K] and ``mean |x|`` [K] over ``texts``, of
     rotated inputs."""
     waiting = list(groups)
+    most = max(AT_ONCE, sum(p.numel() * p.element_size() for p in model.parameters()) // OF_MODEL)
     while waiting:
         taken: list[Linears] = []
-        room = AT_ONCE
+        room = most
         while waiting and (not taken or room > 0):
             taken.append(waiting.pop(0))
             room -= 4 * _width(taken[-1][0]) ** 2

@@ -265,6 +265,29 @@ def test_what_costs_most_for_its_size_is_chosen() -> None:
     assert sensitivity.cost_of(torch.ones(2, 3), torch.eye(3), torch.tensor([1.0, 3.0])) == 6.0
 
 
+@pytest.mark.parametrize(("at_once", "of_model", "runs"), [(1, 1 << 40, 4), (1 << 30, 8, 1), (1, 1, 1)])
+def test_inputs_are_collected_in_few_runs(
+    at_once: int, of_model: int, runs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many layers at once as an eighth of the model is large, or a gibibyte; the same in any number of runs."""
+    model = make_model(tf.LlamaConfig(**WIDE)).requires_grad_(False)
+    groups = [[layer.self_attn.o_proj] for layer in model.model.layers] + [
+        [layer.mlp.gate_proj, layer.mlp.up_proj] for layer in model.model.layers
+    ]
+    texts = [list(range(3, 40)), [5, 6]]
+    wanted = list(calibration.inputs_of(model, groups, texts))
+    monkeypatch.setattr(calibration, "AT_ONCE", at_once)
+    monkeypatch.setattr(calibration, "OF_MODEL", of_model)
+    calls: list[Any] = []
+    model.model.register_forward_pre_hook(lambda *call: calls.append(call))
+    found = list(calibration.inputs_of(model, groups, texts))
+    assert len(calls) == runs * len(texts)
+    for one, other in zip(found, wanted, strict=True):
+        assert one[0] is other[0]
+        assert torch.equal(one[1], other[1])
+        assert torch.equal(one[2], other[2])
+
+
 def test_a_first_token_that_is_none() -> None:
     """A configuration may keep its family's own, beyond the vocabulary: a text then begins as if it named none."""
     model = make_model(tf.LlamaConfig(**WIDE)).requires_grad_(False)
