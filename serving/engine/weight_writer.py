@@ -70,7 +70,8 @@ def quantize_files(
         tensors |= {name: values.view_as(weight), f"{name}_scale": scale.view(*weight.shape[:-1], 1)}
     if quantization == "int4":
         grouped = [group for group in groups if all(weight_of(one).shape[1] % GROUP == 0 for one in group.values())]
-        tensors |= _in_four_bits(model, grouped, texts)
+        with _beside_others(model) as look:
+            tensors |= _in_four_bits(model, grouped, texts, look)
     for name, module in chosen.items():
         if f"{name}.weight_packed" not in tensors:
             values, scale = quantize_rows(rotated(weight_of(module)))
@@ -94,17 +95,10 @@ def quantize_files(
 
 
 def _in_four_bits(
-    model: Any, groups: list[dict[str, nn.Module]], texts: Sequence[Sequence[int]]
+    model: Any, groups: list[dict[str, nn.Module]], texts: Sequence[Sequence[int]], look: Callable[[], None]
 ) -> dict[str, torch.Tensor]:
     """The tensors that linears are stored as, of groups that share an input; without those that bear it worst, so that
     the rest cost no more than ``LOSS``."""
-    with _beside_others(model) as look:
-        return _least_loss(model, groups, texts, look)
-
-
-def _least_loss(
-    model: Any, groups: list[dict[str, nn.Module]], texts: Sequence[Sequence[int]], look: Callable[[], None]
-) -> dict[str, torch.Tensor]:
     texts = [*texts, *calibration.own_text(model)]
     names = {module: name for group in groups for name, module in group.items()}
     gradients = dict(zip(names, sensitivity.squared_gradients(model, list(names), texts), strict=True))

@@ -58,7 +58,7 @@ constexpr int FETCH_AHEAD = 1024;  // bytes: what takes every second line of wei
 constexpr int FETCHED_FROM = 5;    // rows from which the next panel is fetched meanwhile: with fewer, memory is all that counts
 constexpr int PANELS = 4; // at least, that a thread takes at a time
 constexpr int NEAR = 256 << 10;  // bytes of activations taken at a time
-constexpr int GATED_FROM = 24;  // rows from which gate and up go through the activation at once by vectors too (multiply_gated)
+constexpr int GATED_FROM = 64;  // rows from which gate and up go through the activation at once by vectors too (multiply_gated)
 constexpr int LEVELS = 127;
 constexpr int INT4_GROUP = 32;  // k's that share a scale, of weights of four bits (int4.h)
 constexpr size_t INT4_GROUP_BYTES = PANEL * (INT4_GROUP / 2 + 3);
@@ -118,7 +118,6 @@ struct Linear {
     float* bias = nullptr;     // or null
     float* input = nullptr;    // of four bits: by k
     bool owned = true;         // else it lies in memory of another, which is longer there
-    const void* then = nullptr;  // the panel that is to be near after these
 
     int lane() const { return kind == Kind::F32 ? 1 : kind == Kind::BF16 ? 2 : 4; }
     size_t panel_bytes() const { return of_nibbles(kind) ? K / INT4_GROUP * INT4_GROUP_BYTES : size_t(K) / lane() * PANEL * 4; }
@@ -132,7 +131,7 @@ struct Linear {
 // goes back and forth within a step pays for it (5 % of one with a single row).
 inline TileUse tiles_for(const Linear& w) {
     const bool whole = w.K / w.lane() * 4 % TILE_BYTES == 0;
-    const bool can = of_bytes(w.kind) || multiplies_bf16();
+    const bool can = of_bytes(w.kind) || (w.kind == Kind::BF16 && multiplies_bf16());
     return whole && can ? tile_use().load(std::memory_order_relaxed) : TileUse::NONE;
 }
 
@@ -392,57 +391,6 @@ inline void put(const Linear& w, Sum<KIND> sum, int n, const float* x_scale, flo
     put_value(w, value, n, y, add);
 }
 
-// The value as it is, rounded: the compiler joins no product with a sum that follows.
-inline __m512 rounded(__m512 value) {
-#ifdef MLT_AVX512
-    asm("" : "+v"(value));
-#endif
-    return value;
-}
-
-// What a whole panel's sums are as floats, the same as put() has them; what it needs of the weights is at hand.
-template <Kind KIND>
-class PanelValues {
-  public:
-    PanelValues(const Linear& w, int panel) : has_bias(w.bias) {
-        for (int i = 0; i < 2; i++) {
-            const int n = panel * PANEL + i * LANES;
-            if (of_bytes(KIND)) offset[i] = _mm512_load_si512(w.offset + n), scale[i] = _mm512_load_ps(w.scale + n);
-            if (has_bias) bias[i] = _mm512_load_ps(w.bias + n);
-        }
-    }
-    // Of one half of a row.
-    __m512 operator()(Sum<KIND> sum, int half, __m512 x_scale) const {
-        __m512 value;
-        if constexpr (of_bytes(KIND)) {
-            const __m512i exact = _mm512_sub_epi32(sum, offset[half]);
-            value = rounded(_mm512_mul_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(exact), x_scale), scale[half]));
-        } else {
-            value = sum;
-        }
-        return has_bias ? rounded(_mm512_add_ps(value, bias[half])) : value;
-    }
-    __m512 operator()(const int32_t* sums, int half, __m512 x_scale) const {
-        if constexpr (of_bytes(KIND)) return (*this)(_mm512_load_si512(sums + half * LANES), half, x_scale);
-        else return (*this)(_mm512_load_ps(sums + half * LANES), half, x_scale);
-    }
-
-  private:
-    __m512i offset[2];
-    __m512 scale[2], bias[2];
-    bool has_bias;
-};
-
-// A row's sums by a whole panel, to y or added to it.
-template <Kind KIND>
-__attribute__((always_inline)) inline void put_row(const PanelValues<KIND>& value, Sum<KIND> left, Sum<KIND> right,
-                                                   const float* x_scale, float* y, bool add) {
-    const __m512 by = of_bytes(KIND) ? _mm512_set1_ps(*x_scale) : _mm512_setzero_ps();
-    __m512 a = value(left, 0, by), b = value(right, 1, by);
-    if (add) a = _mm512_add_ps(a, _mm512_loadu_ps(y)), b = _mm512_add_ps(b, _mm512_loadu_ps(y + LANES));
-    _mm512_storeu_ps(y, a), _mm512_storeu_ps(y + LANES, b);
-}
-
 // As many rows as there are indexes, by one panel. `x` steps by `stride` 32-bit lanes a row; `y` [.., N] is written, or
 // added to. `next`, or null: the panel that is to be near after this one. Folds rather than loops, without lambdas, in a
 // function of its own: every accumulator then has a constant index and stays in a register
@@ -462,13 +410,8 @@ __attribute__((noinline)) inline void tile(std::index_sequence<M...>, const Line
          ...);
     }
     const int n = panel * PANEL;
-    if (n + PANEL <= w.N && !NARROW) {
-        const PanelValues<KIND> value(w, panel);
-        (put_row<KIND>(value, left[M], right[M], x_scale + M, y + size_t(M) * w.N + n, add), ...);
-        return;
-    }
-    (put<KIND>(w, left[M], n, x_scale + M, y + size_t(M) * w.N, add), ...);
-    if (n + LANES < w.N) (put<KIND>(w, right[M], n + LANES, x_scale + M, y + size_t(M) * w.N, add), ...);
+    (put<KIND>(w, left[M], n, x_scale + M, y + M * w.N, add), ...);
+    if (n + LANES < w.N) (put<KIND>(w, right[M], n + LANES, x_scale + M, y + M * w.N, add), ...);
 }
 
 // The same by one half of the panel.
@@ -535,11 +478,6 @@ inline void each_tile(int T, size_t row, int first, int last, const Multiply& mu
             }
 }
 
-// What is read after a panel of those before `last`, or null.
-inline const char* panel_after(const Linear& w, int panel, int last) {
-    return panel + 1 < last ? (const char*)w.packed + (panel + 1) * w.panel_bytes() : (const char*)w.then;
-}
-
 template <Kind KIND, bool FAST = false>
 inline void multiply_panels(const Linear& w, Rows x, int T, float* y, Finish finish, int first, int last) {
     const int stride = w.K / w.lane();
@@ -549,8 +487,8 @@ inline void multiply_panels(const Linear& w, Rows x, int T, float* y, Finish fin
         const int32_t* rows = (const int32_t*)x.values + size_t(a) * stride;
         const float* scale = x.scale ? x.scale + a : nullptr;
         float* out = y + size_t(a) * w.N;
-        const bool fetches = begins && at_once && count >= FETCHED_FROM;
-        const char* next = fetches ? panel_after(w, panel, last) : nullptr;
+        const bool fetches = begins && at_once && count >= FETCHED_FROM && panel + 1 < last;
+        const char* next = fetches ? (const char*)w.packed + (panel + 1) * w.panel_bytes() : nullptr;
         tile_of<KIND, FAST>(count, w, panel, rows, stride, scale, out, finish == Finish::ADD, next);
         if (finish == Finish::GELU) gelu_tile(out, count, panel, w.N);
     });
@@ -586,6 +524,43 @@ inline void tile_sums(Tiles& tiles, const char* weights, const uint8_t* x, int r
     tiles.template store<0>(sums[0], PANEL * 4), tiles.template store<1>(sums[0] + LANES, PANEL * 4);
     if (A == 2) tiles.template store<2>(sums[TILE_ROWS], PANEL * 4), tiles.template store<3>(sums[TILE_ROWS] + LANES, PANEL * 4);
 }
+
+// The value as it is, rounded: the compiler joins no product with a sum that follows.
+inline __m512 rounded(__m512 value) {
+#ifdef MLT_AVX512
+    asm("" : "+v"(value));
+#endif
+    return value;
+}
+
+// What a whole panel's sums are as floats, the same as put() has them; what it needs of the weights is at hand.
+template <Kind KIND>
+class PanelValues {
+  public:
+    PanelValues(const Linear& w, int panel) : has_bias(w.bias) {
+        for (int i = 0; i < 2; i++) {
+            const int n = panel * PANEL + i * LANES;
+            if (of_bytes(KIND)) offset[i] = _mm512_load_si512(w.offset + n), scale[i] = _mm512_load_ps(w.scale + n);
+            if (has_bias) bias[i] = _mm512_load_ps(w.bias + n);
+        }
+    }
+    // Of one half of a row.
+    __m512 operator()(const int32_t* sums, int half, __m512 x_scale) const {
+        __m512 value;
+        if constexpr (of_bytes(KIND)) {
+            const __m512i sum = _mm512_sub_epi32(_mm512_load_si512(sums + half * LANES), offset[half]);
+            value = rounded(_mm512_mul_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(sum), x_scale), scale[half]));
+        } else {
+            value = _mm512_load_ps(sums + half * LANES);
+        }
+        return has_bias ? rounded(_mm512_add_ps(value, bias[half])) : value;
+    }
+
+  private:
+    __m512i offset[2];
+    __m512 scale[2], bias[2];
+    bool has_bias;
+};
 
 // Rows of a panel's sums, `count` of activations, as they go to y.
 template <Kind KIND>
@@ -684,14 +659,10 @@ inline void multiply_range(const Linear& w, Rows x, int T, float* y, Finish fini
     else multiply_narrow<Kind::BF16>(w, x, T, y, finish, first, last);
 }
 
-inline TileUse gated_tiles(const Linear& w) {
-    return of_bytes(w.kind) || w.kind == Kind::BF16 ? tiles_for(w) : TileUse::NONE;
-}
-
-// Whether multiply_gated() takes it, two linears one below the other, and is not slower. With few rows all that counts is
-// that weights come in without a pause, which they do from end to end.
+// Whether multiply_gated() takes it, two linears one below the other, and is not slower. With few rows what counts is that
+// weights come in without a pause, which they do from end to end.
 inline bool can_multiply_gated(const Linear& w, int rows) {
-    return w.N % (2 * PANEL) == 0 && (rows >= GATED_FROM || gated_tiles(w) != TileUse::NONE);
+    return w.N % (2 * PANEL) == 0 && (rows >= GATED_FROM || tiles_for(w) != TileUse::NONE);
 }
 
 // y [T, N / 2] = act(gate) * up, of what the upper and the lower half of W make of x: the same as of multiply(), without
@@ -721,11 +692,8 @@ inline void multiply_gated_vectors(const Linear& w, Rows x, int T, float* y, int
         const int from = int(int64_t(T) * i / parts), count = int(int64_t(T) * (i + 1) / parts) - from;
         const Rows rows{(const char*)x.values + size_t(from) * w.row_bytes(), x.scale ? x.scale + from : nullptr};
         for (int panel = first; panel < last; panel++) {
-            Linear upper = panels_of(w, panel, 1), lower = panels_of(w, panel + half, 1);
-            upper.then = lower.packed;
-            if (panel + 1 < last) lower.then = (const char*)upper.packed + w.panel_bytes();
-            multiply_range(upper, rows, count, gate[0], Finish::WRITE, 0, 1);
-            multiply_range(lower, rows, count, up[0], Finish::WRITE, 0, 1);
+            multiply_range(panels_of(w, panel, 1), rows, count, gate[0], Finish::WRITE, 0, 1);
+            multiply_range(panels_of(w, panel + half, 1), rows, count, up[0], Finish::WRITE, 0, 1);
             float* to = y + size_t(from) * width + panel * PANEL;
             for (int m = 0; m < count; m++, to += width)
                 for (int n = 0; n < PANEL; n += LANES)
@@ -736,7 +704,7 @@ inline void multiply_gated_vectors(const Linear& w, Rows x, int T, float* y, int
 
 template <class Act>
 inline void multiply_gated(Team& team, const Linear& w, Rows x, int T, float* y, const Act& act) {
-    const TileUse use = gated_tiles(w);
+    const TileUse use = tiles_for(w);
     team.ranges(w.panels / 2, PANELS / 2, [&](int first, int last) {
         if (use == TileUse::NONE) return multiply_gated_vectors(w, x, T, y, first, last, act);
         const bool emulated = use == TileUse::EMULATED, bytes = of_bytes(w.kind);

@@ -20,7 +20,8 @@ inline void word_tile(const Linear& w, int panel, const int16_t* x, int rows, co
 template <Kind KIND>
 inline void multiply_words(const Linear& w, Rows x, int T, float* y, Finish finish, int first, int last) {
     each_tile<WORD_ROWS>(T, w.K * sizeof(int16_t), first, last, [&](int panel, int a, int count, bool begins) {
-        const char* next = begins ? panel_after(w, panel, last) : nullptr;
+        const bool fetches = begins && panel + 1 < last;
+        const char* next = fetches ? (const char*)w.packed + (panel + 1) * w.panel_bytes() : nullptr;
         const int16_t* rows = (const int16_t*)x.values + size_t(a) * w.K;
         float* out = y + size_t(a) * w.N;
         word_tile<KIND>(w, panel, rows, count, x.scale + a, out, finish == Finish::ADD, next);

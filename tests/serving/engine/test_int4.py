@@ -189,20 +189,27 @@ def test_what_bears_four_bits_worst_has_eight(tmp_path: Path, monkeypatch: pytes
     model = make_model(tf.LlamaConfig(**WIDE | {"intermediate_size": 96}))
     model.model.layers[0].mlp.down_proj.weight.data.zero_()
     estimated: list[float] = []
+    chosen: set[int] = set()
     worst = sensitivity.worst
 
     def noted(costs: Sequence[float], sizes: Sequence[int], loss: float) -> set[int]:
         estimated[:] = costs
-        return worst(costs, sizes, loss)
+        chosen.clear()
+        chosen.update(worst(costs, sizes, loss))
+        return chosen
 
     monkeypatch.setattr(sensitivity, "worst", noted)
     all_four = quantised_tensors(model, tmp_path / "all")
     could = {name for name in all_four if name.endswith("weight_packed")}
     assert len(could) == 2 * 7  # all linears of either layer
-    monkeypatch.setattr(weight_writer, "LOSS", sum(estimated) / 2)
+    assert all_four["model.layers.0.self_attn.o_proj.weight_packed"].dtype == torch.uint8
+    loss = sum(estimated) / 2
+    monkeypatch.setattr(weight_writer, "LOSS", loss)
     found = quantised_tensors(model, tmp_path / "half")
     eight = {name for name in could if name not in found}
     assert 0 < len(eight) < len(could)
+    left = sum(cost for i, cost in enumerate(estimated) if i not in chosen)
+    assert left <= loss < left + max(estimated[i] for i in chosen)
     assert not [name for name in eight if "layers.0.mlp." in name]
     for name in eight:
         assert found[name.replace("weight_packed", "weight")].dtype == torch.int8

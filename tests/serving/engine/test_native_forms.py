@@ -134,6 +134,10 @@ def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float(((found - wanted).norm(dim=-1) / wanted.norm(dim=-1)).median())
 
 
+# In int8 beside float32: rotating gains nothing for weights at random, and this one is 0.107 away.
+FURTHEST = {"granite": 0.12}
+
+
 @pytest.mark.parametrize("name", sorted(FORMS))
 def test_a_token_is_bitwise_the_same_however_it_was_computed(name: str, tmp_path: Path) -> None:
     """Chunks, neighbours and threads change no bit, in float32, int8 and bfloat16; and the logits are those of torch's
@@ -154,7 +158,7 @@ def test_a_token_is_bitwise_the_same_however_it_was_computed(name: str, tmp_path
             library.use_threads(2)
             whole = logits(parts, tokens, [90])
             assert distance(whole, wanted) < (2 * tolerance if more and is_routed(name) else tolerance)
-            assert distance(whole, exact) < (0.2 if is_routed(name) else 0.12)  # not what torch's int8 has wrong too
+            assert distance(whole, exact) < FURTHEST.get(name, 0.2 if is_routed(name) else 0.1)
             for count, cuts, beside in ((1, [5, 33, 64, 89, 90], 2), (3, [1, 2, 88, 89, 90], 0)):
                 library.use_threads(count)
                 assert torch.equal(logits(parts, tokens, cuts, [None] * (beside + 1)), whole)
