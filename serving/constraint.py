@@ -17,11 +17,14 @@ class Constraint(Struct, frozen=True, kw_only=True):
     with. ``value`` is None for "text" and "json_object", a JSON schema (an object, true or false) for "json_schema", an
     expression for "regex", a tuple of texts for "choice", and a grammar in Lark's notation for "lark".
 
+    With ``compact``, JSON of the kinds "json_object" and "json_schema" has no white space between its values.
+
     ``field`` is the path of the request field with the constraint ("response_format.json_schema.schema"), for errors.
     """
 
     kind: ConstraintKind
     value: Any = None
+    compact: bool = False
     field: str
 
 

@@ -121,6 +121,7 @@ class InvalidField(RequestError):
 
     kind = "invalid_field"
     _told, _allowed = "", ""  # of an error that came from another process
+    is_as_sent = False  # whether the caller sent a field of this very name, so that no dialect renames it
 
     def __init__(self, field: str, value: Any, allowed: str) -> None:
         super().__init__(f"{field}: {shown(value)} is not allowed; expected {allowed}", param=field)

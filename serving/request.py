@@ -258,11 +258,12 @@ class RawCompletion(Raw, frozen=True, kw_only=True):
 
 
 class RawEmbedding(Raw, frozen=True, kw_only=True):
-    """An embeddings request. ``inputs`` holds texts or token id lists."""
+    """An embeddings request: ``inputs`` holds texts or token id lists; ``batched`` says whether a list was sent."""
 
     task: ClassVar[Task] = "embeddings"
 
     inputs: tuple[str | tuple[int, ...], ...]
+    batched: bool = False
     instruction: str | None = None
     dimensions: int | None = None
     encoding_format: Literal["float", "base64"] | None = None
@@ -442,10 +443,10 @@ class ValidRequest(Struct, frozen=True, kw_only=True):
     (``tasks.cache_salt``); None shares with no other request.
 
     Input: ``truncated`` says that the prompt was cut for ``error_behavior: truncate``; ``clipped`` says that max_tokens
-    is less than was asked for. ``sampling`` is None for embeddings. ``lora_task`` replaces ``adapter``; its id is valid
-    only for this ``tenant``. Token ids of prompts from the vocabulary's size on are rows of ``prompt_table``. For pairs
-    of texts, ``second_from`` is the token of each sequence from which on token types are the second; () if each
-    sequence is one text.
+    was reduced to what the context leaves. ``sampling`` is None for embeddings. ``lora_task`` replaces ``adapter``; its
+    id is valid only for this ``tenant``. Token ids of prompts from the vocabulary's size on are rows of
+    ``prompt_table``. For pairs of texts, ``second_from`` is the token of each sequence from which on token types are
+    the second; () if each sequence is one text.
 
     Reply: ``stop`` strings are matched above the engine, on text. ``tools`` is None if none may be called. With
     ``begins_in_reasoning``, the prompt's template has opened the reasoning with which the reply continues. ``read_as``

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import logging
 import os
 import shutil
 import signal
@@ -25,6 +26,7 @@ from .. import child, logs
 from ..endpoints.config import EntityConfig, ModelSource
 from ..endpoints.store import EndpointStore
 from ..errors import PackagingError, ServingError
+from ..metering.keys import Keys
 from ..metering.store import Store
 from ..metering.store_checks import NoStore
 from ..supervision.supervisor import Supervisor
@@ -37,6 +39,7 @@ from .reconciler import TICK, Reconciler
 from .resolver_pool import ResolverPool
 from .spec import ServeSpec, store_url
 
+logger = logging.getLogger(__name__)
 SPEC = "spec.json"
 ORPHANED_SECONDS = 120.0  # for the workers' last replies, when the server was killed
 
@@ -58,6 +61,8 @@ def main(argv: list[str]) -> int:
     threading.Thread(target=_watch_stdin, args=(over, orphaned, changed), daemon=True).start()
     try:
         store = Store(store_url(spec, directory))
+        if spec.settings.database is not None and not spec.settings.asks_who:
+            _warn_of_keys(Keys(store))
     except (NoStore, ServingError) as error:
         say("failed", message=str(error))
         return 1
@@ -93,6 +98,19 @@ def main(argv: list[str]) -> int:
         if orphaned.is_set():
             _remove_after_workers(plan_directory, directory)
     return 0
+
+
+def _warn_of_keys(keys: Keys) -> None:
+    """Warn where somebody has made keys and may believe that they count."""
+    now_ms = keys.now_ms()
+    count = sum(key.state(now_ms) == "active" for key in keys.list())
+    if count:
+        logger.warning(
+            "the database has %d active API key%s, which this server does not read without --require-keys: every "
+            "request is anonymous, and limits of keys and tenants do not apply to it",
+            count,
+            "s" * (count > 1),
+        )
 
 
 def _watch_stdin(over: threading.Event, orphaned: threading.Event, changed: threading.Event) -> None:

@@ -117,12 +117,14 @@ KINDS: Mapping[str, Reader[Constraint]] = {
     "grammar": _guided(written, "lark"),
 }
 GUIDED: Mapping[str, Reader[Constraint]] = {f"guided_{name}": read for name, read in KINDS.items()}
+JSON_KINDS = ("json_object", "json_schema")
 BACKEND = one_of("auto", "guidance", "llguidance", why="grammars are llguidance's")
 WHITESPACE = "the white space of JSON is compact"
 
-_ASKS_NOTHING: Mapping[str, Reader[Any]] = {
+_COMPACT = "disable_any_whitespace"  # for JSON; other kinds say themselves what space they have
+_BESIDE: Mapping[str, Reader[Any]] = {
+    _COMPACT: boolean,
     "disable_fallback": boolean,
-    "disable_any_whitespace": boolean,
     "disable_additional_properties": one_of(False, why='say "additionalProperties": false in the schema'),
 }
 _REFUSED: Mapping[str, str] = {
@@ -134,7 +136,7 @@ _REFUSED: Mapping[str, str] = {
 def _structured_outputs_schema() -> dict[str, Any]:
     """Return one alternative for each kind, in which all other kinds are null."""
     null = {"type": "null"}
-    beside = {name: or_null(read.schema) for name, read in _ASKS_NOTHING.items()} | dict.fromkeys(_REFUSED, null)
+    beside = {name: or_null(read.schema) for name, read in _BESIDE.items()} | dict.fromkeys(_REFUSED, null)
     kinds = {name: dict(read.schema) for name, read in KINDS.items()} | {"json_object": {"const": True}}
     unset: dict[str, Any] = dict.fromkeys(kinds, null) | {"json_object": {"enum": [None, False]}}
     return any_of(
@@ -159,7 +161,7 @@ def structured_outputs(value: Any, path: str) -> Constraint:
     found: list[Constraint] = []
     for name, given in value.items():
         where = f"{path}.{name}"
-        if name not in KINDS and name != "json_object" and name not in _ASKS_NOTHING and name not in _REFUSED:
+        if name not in KINDS and name != "json_object" and name not in _BESIDE and name not in _REFUSED:
             raise InvalidField(where, given, f"no such field; known are {kinds}")
         if given is None:
             continue
@@ -170,15 +172,17 @@ def structured_outputs(value: Any, path: str) -> Constraint:
         elif name == "json_object":
             found += [Constraint(kind="json_object", field=where)] if boolean(given, where) else []
         else:
-            _ASKS_NOTHING[name](given, where)
+            _BESIDE[name](given, where)
     if not found:
         raise InvalidField(path, value, f"an object with one of {kinds}")
-    return only(found)
+    asked = only(found)
+    return msgspec.structs.replace(asked, compact=True) if value.get(_COMPACT) and asked.kind in JSON_KINDS else asked
 
 
 def only(found: list[Constraint]) -> Constraint:
     """Return a request's constraint. Raises ``InvalidField`` for a second one; "text" beside another one is ignored."""
     asked = [each for each in found if each.kind != "text"] or found
     if len(asked) > 1:
-        raise InvalidField(asked[1].field, asked[1].kind, f"null: {asked[0].field} says what form the text has")
+        second = asked[1].kind if asked[1].value is None else asked[1].value
+        raise InvalidField(asked[1].field, second, f"null: {asked[0].field} says what form the text has")
     return asked[0]

@@ -24,8 +24,8 @@ def decode(tables: Mapping[Task, Table], body: Any, task: Task | None, beams_of:
     name = task_of(body, task)
     found = tables[name].read(body)
     if name == "embeddings":
-        inputs, _ = found.pop("inputs")
-        return RawEmbedding(inputs=inputs, **found)
+        inputs, batched = found.pop("inputs")
+        return RawEmbedding(inputs=inputs, batched=batched, **found)
     if name == "score":
         return read_score(found)
     sampling = {key.removeprefix("sampling."): found.pop(key) for key in list(found) if key.startswith("sampling.")}

@@ -5,17 +5,24 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from msgspec import Struct
 
 from ..errors import InvalidField, RequestError
+from ..lazy import Lazy
 from ..readers import string
+
+if TYPE_CHECKING:
+    import numpy as np
+else:
+    np = Lazy("numpy")
 
 MAX_REREAD = 1 << 20  # bytes of an invalid body that is parsed again to find the name of the field
 PATH_END = 128  # characters of a path that are shown at each end
 MANY = 16  # entries of a list; longer ones are encoded one entry at a time
+MAX_OBJECTS = 200_000  # objects, lists and keys: a call makes or frees a million in a second, and no stream goes on
 
 T = TypeVar("T")
 _encoder = msgspec.json.Encoder()
@@ -23,6 +30,7 @@ _encoder = msgspec.json.Encoder()
 
 def read_object(body: bytes, read: Callable[[dict[str, Any]], T]) -> T:
     """Return ``read`` of the JSON object in ``body``. Raises ``RequestError`` for no object, and what ``read`` does."""
+    check_objects(body)
     try:
         found = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -34,6 +42,20 @@ def read_object(body: bytes, read: Callable[[dict[str, Any]], T]) -> T:
     if body.count(b":") > len(found):  # otherwise every colon belongs to a key in ``found``
         _check_keys(body)
     return read(found)
+
+
+def check_objects(body: bytes) -> None:
+    """Raise ``RequestError`` for more than ``MAX_OBJECTS`` in a JSON text, before they are made."""
+    if body.count(b"{") + body.count(b"[") + body.count(b":") <= MAX_OBJECTS:
+        return
+    if b"\\" in body:
+        body = body.replace(rb"\\", b"..").replace(rb"\"", b"..")
+    array = np.frombuffer(body, np.uint8)
+    outside = np.cumsum(array == ord('"'), dtype=np.uint8) & 1 == 0
+    count = sum(int(np.count_nonzero((array == ord(mark)) & outside)) for mark in "{[:")
+    if count > MAX_OBJECTS:
+        text = f"body: {count:,} objects, lists and keys are too many; at most {MAX_OBJECTS:,} are allowed"
+        raise RequestError(text, param="body")
 
 
 class _KeyTwice(Exception):

@@ -72,6 +72,8 @@ def _top_k(value: Any, path: str) -> int:
     """Read ``top_k``; -1 means the whole vocabulary."""
     if value == -1 and not isinstance(value, bool):
         return 0
+    if isinstance(value, int) and value < 1:
+        raise InvalidField(path, value, f"-1, or an integer in [1, {INT32_MAX}]")
     return _POSITIVE(value, path)
 
 

@@ -111,8 +111,20 @@ _CHAT_NAMES = {
     "verbosity": "text.verbosity",
     "logprobs": f"include, with {LOGPROBS}",
 }
+
+
+def _named_otherwise(here: str) -> Reader[Any]:
+    @reader(type="null")
+    def read(value: Any, path: str) -> Any:
+        error = InvalidField(path, value, f"null: this API has {here}")
+        error.is_as_sent = True
+        raise error
+
+    return read
+
+
 _REFUSED: Mapping[str, Reader[Any]] = {
-    **{name: refused(f"this API has {here}") for name, here in _CHAT_NAMES.items()},
+    **{name: _named_otherwise(here) for name, here in _CHAT_NAMES.items()},
     "n": integer(1, 1),
     "previous_response_id": refused(NOT_STORED),
     "conversation": refused(NOT_STORED),

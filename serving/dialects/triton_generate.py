@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from ..errors import InvalidField, ServingError
+from ..errors import InvalidField, RequestError, ServingError
 from ..readers import boolean, obj, short_text
 from ..reply import Delta, Done, Piece, Reply
 from ..request import RawRequest, Task, ValidRequest
@@ -22,7 +22,7 @@ from .base import Encoded, Head, StreamEncoder
 from .errors import retry_headers
 from .generate import streams
 from .generate_requests import BODY, PARAMETERS
-from .json_body import json_bytes, leniently, read_object
+from .json_body import check_objects, json_bytes, leniently, read_object
 from .kserve import message_of, reply_head, reply_tensors
 from .kserve_body import MAX_ID, InferCall
 from .tensor_fields import FIELDS
@@ -49,7 +49,10 @@ _pack, _unpack = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(_Echo
 def is_meant(body: bytes) -> bool:
     """Return whether a body has this form: a key or a parameter that this form has and MindIE's does not."""
     try:
+        check_objects(body)
         found = msgspec.json.decode(body)
+    except RequestError:
+        return False  # either form refuses it
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         found = leniently(body)  # its keys decide in which form the invalid value is refused
     if not isinstance(found, dict):

@@ -20,7 +20,7 @@ from .quoted_lark import quoted_lark
 from .raw_lark import ended_lark
 from .schema import normalized
 
-MAX_CHOICES = 10_000
+MAX_CHOICES = 1024
 MAX_CHOICES_CHARS = 512 * 1024
 
 JSON_OPTIONS = {
@@ -29,6 +29,7 @@ JSON_OPTIONS = {
     "key_separator": ":[ ]?",
     "json_allowed_escapes": 'nrbtf\\"',  # no \\u: each text has one spelling, so that a key is known by its bytes
 }
+_COMPACT = {**JSON_OPTIONS, "item_separator": ",", "key_separator": ":"}
 
 
 def grammar_of(constraint: Constraint) -> Grammar:
@@ -41,6 +42,8 @@ def grammar_of(constraint: Constraint) -> Grammar:
     assert kind != "text"  # any text has no grammar
     if kind in ("json_object", "json_schema"):
         schema, has_open_keys = _schema_and_keys({"type": "object"} if kind == "json_object" else value, field)
+        if constraint.compact:
+            schema["x-guidance"] = _COMPACT
         source = _dumps({"grammars": [{"json_schema": schema}]})
         return Grammar(source=source, field=field, distinct_keys=has_open_keys)
     if kind == "lark":

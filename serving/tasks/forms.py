@@ -45,7 +45,9 @@ def grammar(sampling: RawSampling, endpoint: EndpointView) -> Grammar | None:
     if not endpoint.info.capabilities.structured_output:
         raise InvalidField(constraint.field, constraint.kind, NO_GRAMMARS)
     value = msgspec.json.encode(constraint.value)
-    return _cached(constraint.kind, value, constraint.field) if len(value) <= CACHED_BYTES else grammar_of(constraint)
+    if len(value) > CACHED_BYTES:
+        return grammar_of(constraint)
+    return _cached(constraint.kind, value, constraint.compact, constraint.field)
 
 
 def chat_grammar(raw: RawChat, endpoint: EndpointView, format: ToolFormat, *, in_reasoning: bool) -> Grammar | None:
@@ -120,5 +122,5 @@ def _why_held(raw: RawChat) -> tuple[str, Any]:
 
 
 @functools.lru_cache(CACHED)
-def _cached(kind: ConstraintKind, value: bytes, field: str) -> Grammar:
-    return grammar_of(Constraint(kind=kind, value=msgspec.json.decode(value), field=field))
+def _cached(kind: ConstraintKind, value: bytes, compact: bool, field: str) -> Grammar:
+    return grammar_of(Constraint(kind=kind, value=msgspec.json.decode(value), compact=compact, field=field))

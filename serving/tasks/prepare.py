@@ -250,7 +250,7 @@ def _generation(
         suffix=(raw.suffix or "") if isinstance(raw, RawCompletion) else "",
         truncate_on_timeout=asked.error_behavior == "truncate",
         truncated=any(prompt.truncated for prompt in prompts),
-        clipped=asked.max_tokens is not None and sampling.max_tokens < asked.max_tokens,
+        clipped=asked.max_tokens is not None and asked.max_tokens > sampling.max_tokens == endpoint.context - longest,
         created=head.created,
         deadline=head.deadline,
         tenant=head.tenant,

@@ -224,7 +224,7 @@ def _embedded_tokens(raw: RawEmbedding, endpoint: EndpointView) -> Iterator[tupl
     limit = embedding_limit(endpoint)
     for i, entry in enumerate(raw.inputs):
         assert not isinstance(entry, str), "a dialect reads texts or token ids, never both"
-        check_token_ids(entry, endpoint, f"input[{i}]" if len(raw.inputs) > 1 else "input")
+        check_token_ids(entry, endpoint, f"input[{i}]" if raw.batched else "input")
         if raw.instruction is not None:
             raise InvalidField("instruction", raw.instruction, "null where input is token ids")
         yield entry[:limit], len(entry) > limit

@@ -16,6 +16,8 @@ from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.child import FAREWELL
 from mlflow_llm.serving.control.settings import ServerSettings
 from mlflow_llm.serving.control.spec import EndpointSpec, ServeSpec
+from mlflow_llm.serving.metering.keys import Keys
+from mlflow_llm.serving.metering.store import Store
 
 
 def said_at_start(directory: Path, spec: ServeSpec) -> tuple[dict[str, str], str]:
@@ -44,6 +46,27 @@ def test_a_failed_start_ends_with_its_reason_alone(tmp_path: Path, instant_bundl
     assert said["message"].startswith("assistant: ")
     assert "Fatal" not in complained
     assert "stdin" not in complained
+
+
+@pytest.mark.parametrize(("required", "revoked"), [(False, False), (True, False), (False, True)])
+def test_keys_that_are_not_read_are_warned_of(
+    tmp_path: Path, instant_bundle: Bundle, required: bool, revoked: bool
+) -> None:
+    """A server that does not require keys says so if its database has active ones."""
+    database = f"sqlite:///{tmp_path}/s.db"
+    keys = Keys(Store(database))
+    _, key = keys.create("team")
+    if revoked:
+        keys.revoke(key.key_id)
+    broken = msgspec.structs.replace(instant_bundle, model_dir=str(tmp_path / "nowhere"))
+    endpoint = EndpointSpec(name="assistant", entity="assistant", bundle=broken, core=INSTANT_CORE)
+    settings = ServerSettings(database=database, require_keys=required)
+    _, complained = said_at_start(
+        tmp_path, ServeSpec(endpoints=(endpoint,), settings=settings, runtime_dir=str(tmp_path / "r"))
+    )
+    assert ("the database has 1 active API key, which this server does not read" in complained) is not (
+        required or revoked
+    )
 
 
 def test_a_store_that_cannot_be_opened_ends_the_start(tmp_path: Path) -> None:

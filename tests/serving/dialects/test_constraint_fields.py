@@ -46,6 +46,21 @@ def test_each_field_becomes_a_constraint(dialect, body, fields, kind, value, fie
     assert _constraint(dialect, body, **fields) == Constraint(kind=kind, value=value, field=field)
 
 
+@pytest.mark.parametrize(
+    ("fields", "compact"),
+    [
+        ({"json": SCHEMA, "disable_any_whitespace": True}, True),
+        ({"json_object": True, "disable_any_whitespace": True}, True),
+        ({"json": SCHEMA, "disable_any_whitespace": False}, False),
+        ({"json": SCHEMA, "disable_any_whitespace": None}, False),
+        ({"regex": "a b", "disable_any_whitespace": True}, False),
+    ],
+)
+def test_json_without_white_space(fields, compact):
+    """``disable_any_whitespace`` is for JSON; an expression says itself where space is."""
+    assert _constraint(structured_outputs=fields).compact is compact
+
+
 def test_strict_or_not_is_the_same():
     """``strict`` false asks for less than what is done: the schema is held to with any value."""
     for strict in (True, False, None):
@@ -73,6 +88,7 @@ def test_two_forms_are_refused_by_both_names(fields, param, other):
     with pytest.raises(InvalidField, match=f"null: {other} says") as caught:
         _constraint(**fields)
     assert caught.value.param == param
+    assert "regex" not in caught.value.message.partition(" is not allowed")[0].removeprefix(param)
 
 
 @pytest.mark.parametrize(

@@ -393,6 +393,21 @@ def test_errors_have_the_names_of_this_api(param: str | None, message: str, expe
 
 
 @pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"max_tokens": 5}, "max_tokens: 5 is not allowed; expected null: this API has max_output_tokens"),
+        ({"messages": []}, "messages: [] is not allowed; expected null: this API has input"),
+    ],
+)
+def test_a_field_of_chats_keeps_its_name_in_the_error(body: dict[str, Any], message: str) -> None:
+    """The caller has sent that field, whatever the same thing is called here."""
+    with pytest.raises(InvalidField) as caught:
+        DIALECT.decode(HEAD, json.dumps({"input": "x"} | body).encode())
+    error = json.loads(DIALECT.error(caught.value).body)["error"]
+    assert (error["param"], error["message"]) == (next(iter(body)), message)
+
+
+@pytest.mark.parametrize(
     ("body", "param"),
     [
         (b"[]", "body"),

@@ -115,6 +115,8 @@ BIAS = np.array([0.5, -1, 0, 3], "<f4")
         (("stop_words_list", "INT32", [1, 2, 0], []), {}),
         (("bad_words", BYTES, [2], [b"a", b"b c"]), {"bad_words": ("a", "b c")}),
         (("stop_words", BYTES, [1, 1], ["é".encode()]), {"stop": ("é",)}),
+        (("bad_words", BYTES, [1], [b""]), {}),
+        (("stop_words", BYTES, [2], [b"", b"a"]), {"stop": ("a",)}),
         (("return_log_probs", "BOOL", [1], [True]), {"logprobs": True}),
         (("return_context_logits", "BOOL", [1], [True]), {"context_logits": True}),
         (("return_generation_logits", "BOOL", [1], [True]), {"generation_logits": True}),

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from flask.testing import FlaskClient
 
+from mlflow_llm.serving.dialects.json_body import MAX_OBJECTS
 from mlflow_llm.serving.errors import InternalError, Overloaded
 from mlflow_llm.serving.http import invoke
 from mlflow_llm.serving.http.app import create_app
@@ -212,6 +213,31 @@ def test_a_key_that_is_there_twice(client: FlaskClient, fields: bytes, field: st
     answer = client.post("/v1/chat/completions", data=body, content_type="application/json")
     assert (answer.status_code, answer.json["error"]["param"]) == (400, field)
     assert ("there twice" in answer.json["error"]["message"]) == (field != "body")
+
+
+@pytest.mark.parametrize("entry", [b"{}", b"[]", b'{"a": []}', b'"\\\\", []'])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v2/models/m/generate"])
+def test_too_many_objects(client: FlaskClient, path: str, entry: bytes) -> None:
+    """Refused before they are made; marks within texts do not count, however they are escaped."""
+    many = b'{"metadata": [' + b",".join([entry] * (MAX_OBJECTS + 1)) + b"]}"
+    answer = client.post(path, data=many, content_type="application/json")
+    assert answer.status_code in (400, 422)
+    assert "objects, lists and keys are too many; at most 200,000" in answer.text
+    text = json.dumps("\\" + '"{[:' * MAX_OBJECTS + "\\\\").encode()
+    answer = client.post(
+        path, data=b'{"text_input": ' + text + b', "temperature": "x"}', content_type="application/json"
+    )
+    assert answer.status_code in (400, 422)
+    assert "too many" not in answer.text
+
+
+@pytest.mark.parametrize(
+    ("given", "field"), [([9999], "input[0]"), ([[9999]], "input[0][0]"), ([[1], [9999]], "input[1][0]")]
+)
+def test_a_token_that_does_not_exist(client: FlaskClient, given: list[Any], field: str) -> None:
+    """Where it is in what was sent."""
+    answer = client.post("/v1/embeddings", json={"input": given})
+    assert (answer.status_code, answer.json["error"]["param"]) == (400, field)
 
 
 def test_the_template_is_the_default_of_databricks_routes(client: FlaskClient) -> None:

@@ -37,6 +37,15 @@ def test_whitespace_is_one_blank_at_most(text: str, taken: bool) -> None:
     assert texts.takes(texts.of("json_object"), text) is taken
 
 
+@pytest.mark.parametrize("kind", ["json_object", "json_schema"])
+def test_compact_json_has_no_blank(kind: str) -> None:
+    """With ``compact`` not even behind a comma or a colon, but in strings as ever."""
+    value = {"type": "object", "additionalProperties": True} if kind == "json_schema" else None
+    made = texts.matcher(grammar_of(Constraint(kind=kind, value=value, compact=True, field="f")))
+    assert texts.takes(made, '{"a":1,"b":[1,"c d"]}')
+    assert not any(texts.takes(made, text) for text in ('{"a": 1}', '{"a":[1, 2]}', '{"a":1, "b":2}'))
+
+
 def test_digits_and_nesting_have_an_end() -> None:
     """No run of digits and no nesting goes on for as long as a model likes."""
     made = texts.of("json_object")
