@@ -45,7 +45,10 @@ class Record(Birth, frozen=True, kw_only=True):
 
 def directory() -> Path:
     """Return the directory of the records. Raises ``MlflowException`` if it cannot be created."""
-    path = (default_state_dir() / "deployments").absolute()
+    try:
+        path = (default_state_dir() / "deployments").absolute()
+    except OSError as error:
+        raise MlflowException(str(error)) from None
     try:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:

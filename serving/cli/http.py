@@ -181,12 +181,16 @@ def _message(body: Any) -> str:
 
 
 def first_model(client: Client) -> str:
-    """The server's first endpoint. Raises ``ClickException`` where it has none."""
+    """The server's first endpoint, named on standard error if there are others. Raises ``ClickException`` for none."""
     with client.understood():
         models = client.get("/v1/models")["data"]
         if not models:
             raise click.ClickException("the server has no endpoints")
         name: str = models[0]["id"]
+        others = {model["id"].partition(":")[0] for model in models} - {name}
+        if others:
+            shown = visible_line(", ".join([name, *sorted(others)][:8]))
+            click.echo(f"the server has {len(others) + 1} endpoints ({shown}); --model not given: {name}", err=True)
         return name
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import http.client
+import os
 import socket
 import ssl
 from collections.abc import Callable
@@ -38,7 +39,8 @@ def connector(url: str) -> tuple[Connect, str, str]:
     ``BadParameter``.
     """
     if url.startswith("unix:"):
-        path = unquote(url.removeprefix("unix:"))
+        path = url.removeprefix("unix:")
+        path = path if os.path.exists(path) else unquote(path)
         path = "/" + path.lstrip("/") if path.startswith("//") else path
         if not path or "\0" in path:
             raise click.BadParameter(f"{url!r} does not name a Unix socket; write unix:/path/of/socket")

@@ -100,11 +100,8 @@ def say(step: dict[str, Any]) -> None:
     """Print a step of the server's start on standard error."""
     where = f" {step['endpoint']}" if "endpoint" in step else ""
     seconds = f" ({step['seconds']} s)" if "seconds" in step else ""
-    url = (
-        f"unix:{step['socket']}"
-        if "socket" in step
-        else f"{step.get('scheme')}://{step.get('host')}:{step.get('port')}"
-    )
+    host = f"[{step['host']}]" if ":" in step.get("host", "") else step.get("host")
+    url = f"unix:{step['socket']}" if "socket" in step else f"{step.get('scheme')}://{host}:{step.get('port')}"
     text = {
         "reading": "reading the models",
         "loading": f"loading{where}",

@@ -65,8 +65,8 @@ def history_file() -> Path | None:
     """The file of typed turns, readable by the user alone; None where it cannot be written or is another user's."""
     from ..control.settings import default_state_dir
 
-    file = default_state_dir() / HISTORY
     try:
+        file = default_state_dir() / HISTORY
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         descriptor = os.open(file, os.O_CREAT | os.O_APPEND | os.O_RDWR | os.O_NOFOLLOW, 0o600)
     except OSError:

@@ -160,19 +160,27 @@ class ServerSettings(ListenSettings, frozen=True, kw_only=True, forbid_unknown_f
 def default_state_dir() -> Path:
     """Return where a user's servers keep data that must outlive them.
 
-    This is ``MLFLOW_LLM_STATE``, or else a directory in XDG's state directory.
+    This is ``MLFLOW_LLM_STATE``, or else a directory in XDG's state directory. Raises ``OSError`` for a user without a
+    home directory: a directory below the working directory would not be found again from another one.
     """
     if own := os.environ.get(STATE_VARIABLE):
         return Path(own).absolute()
-    return Path(xdg_dir("XDG_STATE_HOME") or os.path.expanduser("~/.local/state"), "mlflow-llm")
+    try:
+        return (xdg_dir("XDG_STATE_HOME") or Path("~/.local/state").expanduser()) / "mlflow-llm"
+    except RuntimeError:
+        raise OSError(f"this user has no home directory; {STATE_VARIABLE} names a state directory") from None
 
 
 def ledger_dir(settings: ServerSettings) -> Path:
     """Return the ledger's part of the state directory, which is created if missing.
 
-    Raises ``PackagingError`` if it cannot be written.
+    Raises ``PackagingError`` if it cannot be written, or found.
     """
-    place = Path(settings.state_dir or default_state_dir(), "ledger").absolute()
+    try:
+        state = settings.state_dir or default_state_dir()
+    except OSError as error:
+        raise PackagingError(str(error)) from None
+    place = Path(state, "ledger").absolute()
     try:
         place.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryFile(dir=place):

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..errors import PackagingError
 from .linear import weight_of
 from .native.library import GROUP
 from .quantization import rotated
@@ -74,6 +75,8 @@ def own_text(model: Any) -> list[list[int]]:
         out = model(input_ids=given, use_cache=True, **{kept: cache})
         cache = getattr(out, kept)
         probabilities = out.logits[:, -1].float().softmax(-1)
+        if not bool(torch.isfinite(probabilities).all()):
+            raise PackagingError("quantize: the model computes logits that are not finite, so it cannot be calibrated")
         given = torch.multinomial(probabilities, 1, generator=generator)
         tokens = torch.cat([tokens, given], -1)
     return [row.tolist() for row in tokens]

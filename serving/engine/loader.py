@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -109,9 +109,11 @@ def load_model(bundle: Bundle, settings: EngineSettings) -> LoadedModel:
     if dtype == torch.bfloat16 and settings.kernels == "auto" and may_run_in_bf16(model, device):
         try:
             return _load(model.float(), bundle, settings, device, key)
-        except NotNative as reason:  # its own code is to run it in bfloat16; the loaded model is float32, so read again
+        except NotNative as error:  # its own code is to run it in bfloat16; the loaded model is float32, so read again
+            reason = str(error)
             logger.warning("%s is not run natively in bfloat16: %s", type(model).__name__, reason)
-            model = from_pretrained(AutoModelForCausalLM, bundle.model_dir, settings, dtype)
+        model = from_pretrained(AutoModelForCausalLM, bundle.model_dir, settings, dtype)
+        return replace(_load(model, bundle, settings, device, key), kernels_reason=reason)
     return _load(model, bundle, settings, device, key)
 
 

@@ -152,12 +152,12 @@ class SegmentPlan:
 
     def add_to(self, key: tuple[str, ...], x: torch.Tensor, y: torch.Tensor) -> None:
         """Add the adapters' part to ``y`` [T, N] in place, from the input ``x`` [T, K] of the linear group ``key``."""
-        if x.shape[0] != self._num_rows:
-            raise InternalError(f"{key[0]} was called with {x.shape[0]} rows in a step of {self._num_rows}")
         for name, first, last in self._segments:
             group = self._groups[name].get(key)
             if group is None:
                 continue
+            if x.shape[0] != self._num_rows:  # as for the head, which has the rows alone whose logits are needed
+                raise InternalError(f"{key[0]} was called with {x.shape[0]} rows in a step of {self._num_rows}")
             h = torch.mm(x[first:last], group.a).mul_(self._scale(group.columns, x))
             for start, end, low, high, b in group.members:
                 y[first:last, start:end].addmm_(h[:, low:high], b)

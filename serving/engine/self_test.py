@@ -122,6 +122,10 @@ class SelfTest:
         for ids in tokens:
             row = torch.from_numpy(ids).to(model.device)[None]
             expected.append(model(input_ids=row, use_cache=False).logits[0].float())
+            if not bool(torch.isfinite(expected[-1]).all()):
+                raise PackagingError(
+                    "the model computes logits that are not finite: its weights hold such values, or they overflow"
+                )
         config = model.config.get_text_config()
         return cls(tokens, expected, any(getattr(config, name, None) for name in EXPERTS), block_size)
 

@@ -61,11 +61,10 @@ def quantize_files(
         raise PackagingError(
             f"quantize: {quantization!r} is of no use: {type(model).__name__} has no linears to quantise"
         )
-    for name, module in chosen.items():
-        _check_finite(f"{name}.weight", weight_of(module))
+    for name, parameter in model.named_parameters():
+        _check_finite(name, parameter)
     tensors = _other_tensors(model, {*routed, *(f"{name}.weight" for name in chosen)})
     for name, weight in routed.items():
-        _check_finite(name, weight)
         values, scale = quantize_rows(rotated(weight.detach().flatten(0, 1)))
         tensors |= {name: values.view_as(weight), f"{name}_scale": scale.view(*weight.shape[:-1], 1)}
     if quantization == "int4":

@@ -113,7 +113,7 @@ class Ledger:
         started = self._clock()
         began = Began(wall_ms=int(started * 1000), monotonic=self.monotonic())
         try:
-            price = self.prices.at(reservation.entity, started)
+            price = self.prices.at(reservation.entity, self._time_of_prices())
         except Unavailable as error:
             self._open_breaker(error)
             raise
@@ -155,7 +155,7 @@ class Ledger:
         """
         if time.monotonic() < self._refusing_until:
             raise Unavailable("the metering store does not answer", retry_after=BREAKER_SECONDS)
-        now = self._clock()
+        now = self._time_of_prices()
         costs = [cost(self.prices.at(entity, now), prompt=1, cached=0, completion=0) for entity in entities or ()]
         least = Amounts(input=1, output=int(generates), queries=1, in_flight=1, money=min(costs, default=0))
         ask = partial(
@@ -166,6 +166,10 @@ class Ledger:
         except Unavailable as error:
             self._open_breaker(error)
             raise
+
+    def _time_of_prices(self) -> float:
+        """The time by which prices are in force: a wall clock that is set back takes none of them back."""
+        return max(self._clock(), self._window_clock.now())
 
     def _open_breaker(self, error: Unavailable) -> None:
         self._refusing_until = self._spooling_until = time.monotonic() + BREAKER_SECONDS

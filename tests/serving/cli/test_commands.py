@@ -24,8 +24,10 @@ from click.testing import CliRunner, Result
 from serving_process import Running, free_port
 
 from mlflow_llm.serving.cli import cli
-from mlflow_llm.serving.cli.http import Client
+from mlflow_llm.serving.cli.http import Client, first_model
+from mlflow_llm.serving.cli.http_connection import connector
 from mlflow_llm.serving.cli.load_generator import Sample, closed_loop, percentile, prompt
+from mlflow_llm.serving.cli.serve import say
 from mlflow_llm.serving.metering import Store
 from mlflow_llm.serving.settings import EngineSettings
 
@@ -55,6 +57,40 @@ def test_chat_prints_the_answer(command: Command, observed: Running) -> None:
     done = command("chat", "--temperature", "0", "--max-tokens", "12", "Hello")
     assert done.exit_code == 0, done.output
     assert done.stdout == spoken(observed, "Hello", max_tokens=12) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("ids", "said"),
+    [
+        (["b", "b:x", "a", "a:x"], "the server has 2 endpoints (b, a); --model not given: b\n"),
+        (["b", "b:x"], ""),
+    ],
+)
+def test_the_first_of_several_endpoints_is_named(
+    ids: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is asked without ``--model`` is said, unless there is nothing else to ask."""
+    client = Client("http://127.0.0.1:1")
+    monkeypatch.setattr(client, "get", lambda path: {"data": [{"id": one} for one in ids]})
+    assert first_model(client) == "b"
+    assert capsys.readouterr() == ("", said)
+
+
+@pytest.mark.parametrize(
+    ("host", "url"), [("::1", "http://[::1]:80"), ("127.0.0.1", "http://127.0.0.1:80"), ("a.b", "http://a.b:80")]
+)
+def test_the_address_of_a_server_is_a_url(host: str, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """One that can be copied, of IPv6 too."""
+    say({"stage": "listening", "scheme": "http", "host": host, "port": 80})
+    assert capsys.readouterr().err == f"listening on {url} (docs at /docs)\n"
+
+
+@pytest.mark.parametrize(("name", "written"), [("a%41", "a%41"), ("a b", "a%20b"), ("a b", "a b")])
+def test_a_socket_is_found_by_its_path_and_by_its_url(tmp_path: Path, name: str, written: str) -> None:
+    """As ``--socket`` takes it, and escaped as in a URL."""
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / name))
+        assert connector(f"unix:{tmp_path}/{written}")[1] == f"unix:{tmp_path}/{name}"
 
 
 def test_chat_remembers_the_conversation(command: Command, observed: Running) -> None:

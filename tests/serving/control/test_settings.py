@@ -254,6 +254,18 @@ def test_the_state_directory_is_the_settings_the_variables_or_xdgs(
     assert os.listdir(tmp_path / "own/ledger") == []
 
 
+def test_a_user_without_a_home_has_no_state_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As a container's bare user id: nothing is created in the working directory, and the variable is named."""
+    for name in ("HOME", "XDG_STATE_HOME", "MLFLOW_LLM_STATE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(PackagingError, match="no home directory; MLFLOW_LLM_STATE names a state directory"):
+        ledger_dir(ServerSettings())
+    assert os.listdir(tmp_path) == []
+    assert ledger_dir(ServerSettings(state_dir=str(tmp_path / "its"))) == tmp_path / "its/ledger"
+
+
 def test_a_state_directory_that_cannot_be_written_ends_the_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

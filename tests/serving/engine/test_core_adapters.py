@@ -98,6 +98,21 @@ def test_a_mixed_batch_equals_peft_one_by_one(family: Family) -> None:
     core.close()
 
 
+def test_segments_beside_a_head_of_few_rows(llama: Family, caplog: pytest.LogCaptureFixture) -> None:
+    """A long prompt of the base beside an adapter's short one is one step: no plan minds that the head has two rows."""
+    core = llama.core(kernels="torch", max_num_batched_tokens=256)
+    before = core.health().steps
+    outcomes = run(
+        core,
+        request_of("base", prompt_of(200, 1), max_tokens=1),
+        request_of("adapted", prompt_of(5, 2), adapter="small", max_tokens=1),
+    )
+    assert [len(outcomes[name].tokens[0]) for name in ("base", "adapted")] == [1, 1]
+    assert core.health().steps - before == 1
+    assert not caplog.records
+    core.close()
+
+
 def test_an_adapter_reuses_only_its_own_prefix(core: EngineCore, llama: Family) -> None:
     """One prompt asked of base and every adapter in turn computes its KV for each; asked again each finds its own."""
     prompt = prompt_of(40, 1)

@@ -44,6 +44,7 @@ def info_of(bundle: Bundle, **settings: Any) -> EngineInfo:
         (tf.LlamaConfig(**WIDE), {"dtype": "float16"}, "dtype is float16"),
         (tf.CohereConfig(**WIDE), {}, "CohereForCausalLM"),
         (tf.LlamaConfig(**COMMON), {}, "heads of"),
+        (tf.LlamaConfig(**COMMON), {"dtype": "bfloat16"}, "heads of"),
     ],
 )
 def test_why_a_decoder_is_not_run_natively(config: Any, settings: Any, reason: str, tmp_path: Path) -> None:

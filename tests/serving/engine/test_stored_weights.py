@@ -279,10 +279,23 @@ def test_foreign_quantisation_is_refused(tmp_path: Path) -> None:
         EngineCore(bundle, EngineSettings())
 
 
-def test_weights_that_are_not_finite(tmp_path: Path) -> None:
-    """They are refused by the linear's name."""
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.down_proj", "model.embed_tokens", "model.norm"])
+def test_weights_that_are_not_finite(name: str, quantization: str, tmp_path: Path) -> None:
+    """They are refused by their name, whether they are to be quantised or not."""
     model = make_model(MODELS["tied head"]())
-    model.model.layers[1].mlp.down_proj.weight.data[3, 4] = torch.inf
+    model.get_submodule(name).weight.data.view(-1)[3] = torch.inf
     bundle = save_bundle(model, tmp_path / "whole")
-    with pytest.raises(PackagingError, match=r"model.layers.1.mlp.down_proj.weight holds values that are not finite"):
-        quantize_files(Path(bundle.model_dir), ("completions",), "int8")
+    with pytest.raises(PackagingError, match=rf"{name}.weight holds values that are not finite"):
+        quantize_files(Path(bundle.model_dir), ("completions",), quantization, [[1, 2, 3]])
+
+
+def test_logits_that_are_not_finite(tmp_path: Path) -> None:
+    """Finite weights may overflow: calibration says so, and so does the engine's self-test."""
+    model = make_model(MODELS["tied head"]())
+    model.model.layers[1].mlp.down_proj.weight.data[3] = 3e38
+    bundle = save_bundle(model, tmp_path / "whole")
+    with pytest.raises(PackagingError, match="logits that are not finite, so it cannot be calibrated"):
+        quantize_files(Path(bundle.model_dir), ("completions",), "int4", [[1, 2, 3]])
+    with pytest.raises(PackagingError, match="the model computes logits that are not finite"):
+        EngineCore(bundle, EngineSettings())

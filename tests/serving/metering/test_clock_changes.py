@@ -6,9 +6,10 @@ import pytest
 from ledger_rows import rows_of
 
 from mlflow_llm.serving.errors import LimitExceeded
-from mlflow_llm.serving.metering import Bucket, Ledger, Limits
+from mlflow_llm.serving.metering import Bucket, Ledger, Limits, Price
 from mlflow_llm.serving.metering.limits import check_integrity
 from mlflow_llm.serving.metering.monotonic_clock import MonotonicClock
+from mlflow_llm.serving.metering.prices import Prices
 from mlflow_llm.serving.metering.staleness import StalenessDetector
 
 HOURS = 7200.0
@@ -72,6 +73,18 @@ def test_a_recovered_row_ends_no_earlier_than_it_started(store, clocks, ledgers,
     ledger.maintain()
     row = rows_of(store)["r1"]
     assert (row.status, row.ended_ms) == ("recovered", row.started_ms)
+
+
+def test_a_price_stays_in_force(store, clocks, ledgers, reserve_of):
+    """A clock that is set back makes no request free, and lets none pass a budget."""
+    Prices(store, clock=clocks.wall).set("*", Price(input=0, output=1_000_000))
+    Limits(store).set("tenant", "acme", "budget_day", 50)
+    ledger = ledgers(clocks)
+    ledger.reserve(reserve_of("r1")).settle(completion=1)
+    clocks.step(-HOURS)
+    ledger.reserve(reserve_of("r2")).settle(completion=1)
+    rows = rows_of(store)
+    assert rows["r2"].cost == rows["r1"].cost > 0
 
 
 @pytest.mark.parametrize("step", [HOURS, -HOURS])
