@@ -68,9 +68,16 @@ def _beginning(value: Any) -> Any:
 
 
 def reason(error: BaseException) -> str:
-    """Return the reason in one short line, for another library's error, whose message may be pages long or empty."""
-    lines = str(error).strip().splitlines()
-    return lines[0][:200] if lines else type(error).__name__
+    """Return the reason in one short line, for another library's error, whose message may be pages long or empty.
+
+    A line that only introduces the next one (it ends in ``:``, or is a heading between ``#``) is joined with it.
+    """
+    said: list[str] = []
+    for line in islice(filter(str.strip, str(error).splitlines()), 3):
+        said.append(line.strip()[:200])
+        if not line.rstrip().endswith((":", "#")):
+            break
+    return " ".join(said) or type(error).__name__
 
 
 def without_password(url: str) -> str:

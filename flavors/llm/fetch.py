@@ -32,17 +32,18 @@ def local_root(model_uri: str | os.PathLike[str], dst_path: str | None = None, *
 def fetch(uri: str, dst_path: str | None = None, *, weights: bool = True) -> Path:
     """Return a local directory with the model at ``uri``. A model in a local store is used in place, not copied.
 
-    Raises ``ModelNotFound``.
+    Raises ``ModelNotFound``; ``PackagingError`` for a model whose manifest cannot be read.
     """
     import mlflow
-    from mlflow.exceptions import MlflowException
 
     model_registry.check_store_exists(uri)
     try:
         if not weights:
             return _fetch_without_weights(uri)
         return Path(mlflow.artifacts.download_artifacts(artifact_uri=uri, dst_path=dst_path))
-    except (MlflowException, OSError) as error:
+    except PackagingError:
+        raise
+    except Exception as error:  # a store's client raises what it likes, such as ImportError, or ValueError for a URI
         raise model_registry.not_found_in_store(uri, reason(error)) from None
 
 

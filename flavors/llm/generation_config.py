@@ -99,14 +99,16 @@ def read(model_dir: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 def of_caller(values: Any) -> dict[str, Any]:
     """Return the caller's defaults in ``values``, a dict or a ``transformers.GenerationConfig``, as request fields.
 
-    Keys may be transformers' names or those of request fields. Raises ``PackagingError`` for another type, or for a
-    setting that has no effect here.
+    Keys may be transformers' names or those of request fields. Raises ``PackagingError`` for another type, for a value
+    that its field does not accept, or for a setting that has no effect here.
     """
     values = values.to_diff_dict() if hasattr(values, "to_diff_dict") else values
     if not isinstance(values, Mapping):
         raise PackagingError(f"generation_config: {shown(values)} is not allowed; expected a dict of sampling defaults")
     found, rest = _sorted(dict(values))
     for name, value in rest.items():
+        if (refused := _refusal(name, value)) is not None:
+            raise PackagingError(f"generation_config: {refused.message}")
         known = (*FIELDS, "do_sample")
         near = nearest(str(name), known)
         hint = f"did you mean {near!r}?" if near else "known are " + ", ".join(known)
@@ -114,17 +116,23 @@ def of_caller(values: Any) -> dict[str, Any]:
     return found
 
 
+def without_effect(name: str, value: Any) -> str:
+    """Describe a setting that has no effect here, with what is allowed if it is the value that is refused."""
+    refused = _refusal(name, value)
+    return f"{name}={shown(value)}" if refused is None else refused.message
+
+
 def _sorted(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     found: dict[str, Any] = {}
     rest: dict[str, Any] = {}
     for name, value in values.items():
-        field = FIELDS.get(name, name if name in OWN else None)
+        field = _field(name)
         if value is None or str(name).startswith("_"):
             continue
         if field is None:
             if name not in IGNORED and not _is_off(value, OFF.get(name, ())):
                 rest[name] = value
-        elif _is_allowed(field, value):
+        elif _refusal(name, value) is None:
             found[field] = value
         else:
             rest[name] = value
@@ -133,13 +141,22 @@ def _sorted(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return found, rest
 
 
+def _field(name: str) -> str | None:
+    return FIELDS.get(name, name if name in OWN else None)
+
+
 def _is_off(value: Any, off: tuple[Any, ...]) -> bool:
     return value in off or value in ([], {}, "")
 
 
-def _is_allowed(field: str, value: Any) -> bool:
+def _refusal(name: str, value: Any) -> InvalidField | None:
+    """Return the error for a value that its field does not accept, under the name that the setting has here."""
+    field = _field(name)
+    if field is None:
+        return None
     try:
         defaults_of({field: value})("completions")
-    except InvalidField:
-        return False
-    return True
+    except InvalidField as error:
+        error.rename(name + (error.param or field).removeprefix(field))
+        return error
+    return None

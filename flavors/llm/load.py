@@ -38,7 +38,7 @@ def load_model(model_uri: str, dst_path: str | None = None, **settings: Unpack[L
 
     Args:
         model_uri: a local directory, or any URI that MLflow can download (``models:/assistant@champion``).
-        dst_path: an existing local directory to download to; None lets MLflow choose.
+        dst_path: a local directory to download to, made if it does not exist; None lets MLflow choose.
         settings: engine settings (``serving.settings.EngineSettings``) that replace the saved ones, such as
             ``dtype="bfloat16"``; also ``default_adapter``, ``defaults`` and ``generation_config`` (``{}`` for none).
 
@@ -59,7 +59,7 @@ def as_responses_agent(
 
     Args:
         model_uri: a local directory, or any URI that MLflow can download.
-        dst_path: an existing local directory to download to; None lets MLflow choose.
+        dst_path: a local directory to download to, made if it does not exist; None lets MLflow choose.
         settings: as for ``load_model``.
 
     Raises:

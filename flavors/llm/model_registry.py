@@ -26,7 +26,8 @@ MAX_SHOWN = 5
 def pinned(uri: str) -> str:
     """Pin ``uri`` to a version: ``models:/name@alias`` and ``models:/name/latest`` → ``models:/name/7``.
 
-    Any other URI is returned unchanged. Raises ``ModelNotFound``, with the nearest names, versions and aliases.
+    A stage (``models:/name/Production``) is pinned to the latest version in it, as MLflow does. Any other URI is
+    returned unchanged. Raises ``ModelNotFound``, with the nearest names, versions and aliases.
     """
     from mlflow import MlflowClient
     from mlflow.exceptions import MlflowException
@@ -71,16 +72,19 @@ def not_found_in_store(uri: str, reason: str) -> ModelNotFound:
 def _version(client: MlflowClient, named: RegisteredModel) -> str:
     if named.alias is not None:
         return str(client.get_model_version_by_alias(named.name, named.alias).version)
-    if named.version == LATEST:
-        return str(max(_versions(client, named.name)))
-    if named.version is None or not named.version.isdecimal():
+    if named.version is None:
         raise ValueError(named.version)
-    return str(client.get_model_version(named.name, named.version).version)
+    if named.version.isdecimal():
+        return str(client.get_model_version(named.name, named.version).version)
+    stage = named.version.lower()
+    return str(max(_versions(client, named.name, None if stage == LATEST else stage)))
 
 
-def _versions(client: MlflowClient, name: str) -> list[int]:
+def _versions(client: MlflowClient, name: str, stage: str | None = None) -> list[int]:
+    """The versions of a model, those in ``stage`` (in lower case) if one is given."""
     quoted = name.replace("'", "''")
-    return sorted(int(found.version) for found in client.search_model_versions(f"name='{quoted}'"))
+    found = client.search_model_versions(f"name='{quoted}'")
+    return sorted(int(one.version) for one in found if stage is None or (one.current_stage or "").lower() == stage)
 
 
 def _nearest(client: MlflowClient, uri: str, named: RegisteredModel) -> str:
@@ -100,6 +104,8 @@ def _nearest(client: MlflowClient, uri: str, named: RegisteredModel) -> str:
         lacks = f"has no alias {named.alias!r}"
     elif named.version is None:
         lacks = "has versions, and none is named"
+    elif not named.version.isdecimal():
+        lacks = f"has no version in a stage {named.version!r}"
     else:
         lacks = f"has no version {named.version!r}"
     has = f"it has version{'s' * (len(versions) > 1)} {_some(versions)}"

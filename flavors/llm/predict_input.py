@@ -24,6 +24,7 @@ from ...serving.dialects.fields import nearest, unknown_field
 from ...serving.errors import InvalidField
 from ...serving.request import Task
 from .request_fields import request_fields
+from .signature import ROW_MARKER
 
 SIDES = ("query", "documents", "text_1", "text_2")  # the sides of a comparison, which needs more than one column
 MAX_DEPTH = 128  # more than any field may have, so that a deep field is refused by its own name
@@ -31,6 +32,7 @@ Row = dict[str, Any] | InvalidField
 """A request of JSON types, or what is wrong with an entry that is none."""
 FORMS = "an object with messages, prompt, input or query; a text; a list of either; or a DataFrame with a row for each"
 ENTRY = "a text, or an object with messages, prompt or input"
+NAMED = "columns by name: in Spark, one column struct('prompt', …) instead of 'prompt', …"
 SPARK = "a Spark DataFrame goes through mlflow.pyfunc.spark_udf, or .toPandas()"
 
 
@@ -94,7 +96,12 @@ def _holds_texts(column: pd.Series, name: Hashable, task: Task) -> bool:
 
 
 def _check(columns: list[Any], frame: pd.DataFrame) -> None:
-    """Raise ``InvalidField`` for a column that is not a field, or that appears twice."""
+    """Raise ``InvalidField`` for a column that is not a field, or that appears twice.
+
+    ``spark_udf`` takes columns without names for those of the signature, by position, and adds all of its other ones.
+    """
+    if ROW_MARKER in columns:
+        raise InvalidField("body", "columns without names", NAMED)
     known = request_fields()
     for place, name in enumerate(columns):
         if name not in known:

@@ -17,7 +17,7 @@ from mlflow.tracking._model_registry import DEFAULT_AWAIT_MAX_SLEEP_SECONDS
 from mlflow.utils.file_utils import get_total_file_size
 from mlflow.utils.model_utils import _validate_and_copy_code_paths
 
-from ...serving.errors import PackagingError, shown
+from ...serving.errors import PackagingError, reason
 from . import generation_config as generation_configs
 from . import manifest as manifests
 from . import model_config as configs
@@ -30,6 +30,7 @@ from .manifest import Manifest
 from .names import FLAVOR_NAME, LOADER_MODULE
 from .options import EngineOptions
 from .requirements import CONDA_ENV, PYTHON_ENV, Requirements, check_requirements, write_environment
+from .save_arguments import check_types, plain_metadata
 from .signature import default_example, lossless_signature
 from .templates import Templates
 
@@ -110,6 +111,19 @@ def save_model(
         MlflowException: ``errors.PackagingError`` if an argument is not allowed or the model would fail when served;
             the message names the argument. Nothing is left in ``path``.
     """
+    check_types(
+        path=path,
+        mlflow_model=mlflow_model,
+        signature=signature,
+        pip_requirements=pip_requirements,
+        extra_pip_requirements=extra_pip_requirements,
+        code_paths=code_paths,
+        link_files=link_files,
+        validate_serving_input=validate_serving_input,
+    )
+    mlflow_model = mlflow_model if mlflow_model is not None else Model()
+    # log_model's are in the model already
+    metadata = plain_metadata(mlflow_model.metadata) | plain_metadata(metadata)
     own = _given(default_adapter=default_adapter, defaults=defaults, generation_config=generation_config)
     given = configs.merge(model_config, dict(settings), own)
     config = configs.parse(given)
@@ -130,7 +144,6 @@ def save_model(
         settings=config.settings,
     )
     check_parts(parts)
-    _check_metadata(metadata, mlflow_model)
     check_requirements(
         pip_requirements=pip_requirements, extra_pip_requirements=extra_pip_requirements, conda_env=conda_env
     )
@@ -158,11 +171,13 @@ def save_model(
         )
         manifest = manifests.with_environment(manifest, root)
         manifests.write(manifest, root)
-        mlflow_model = mlflow_model if mlflow_model is not None else Model()
         _describe(mlflow_model, manifest, config, signature, metadata)
         _write_mlmodel(root, mlflow_model, manifest, config, code_paths, without_effect)
         example = _example(input_example, manifest, run_at_log_time=mlflow_model.model_id and validate_serving_input)
-        _save_example(mlflow_model, example, str(root))
+        try:
+            _save_example(mlflow_model, example, str(root))
+        except TypeError as error:  # of json
+            raise PackagingError(f"input_example: {reason(error)}") from None
         mlflow_model.model_size_bytes = get_total_file_size(root)
         mlflow_model.save(str(root / MLMODEL_FILE_NAME))
     except BaseException:
@@ -223,6 +238,9 @@ def log_model(
         MlflowException: ``errors.PackagingError`` if an argument is not allowed or the model would fail when served;
             the message names the argument. MLflow's store may raise others.
     """
+    if "artifact_path" in settings:
+        raise PackagingError("artifact_path: MLflow 3 has no such argument; use name=")
+    configs.parse(dict(settings))  # other names would be taken for arguments of Model.log
     return Model.log(
         artifact_path=None,
         name=name,
@@ -273,13 +291,6 @@ def mlflow_llm_flavor() -> Any:
     return importlib.import_module(LOADER_MODULE)
 
 
-def _check_metadata(metadata: Any, mlflow_model: Model | None) -> None:
-    """Check the argument of ``save_model`` and that of ``log_model``, which MLflow has already put into the model."""
-    for given in (metadata, None if mlflow_model is None else mlflow_model.metadata):
-        if given is not None and not isinstance(given, dict):
-            raise PackagingError(f"metadata: {shown(given)} is not allowed; expected a dict, or None")
-
-
 def _prepare(root: Path) -> None:
     if root.is_file() or (root.is_dir() and any(True for _ in root.iterdir())):
         raise PackagingError(f"path: {root.name} already exists and is not empty")
@@ -301,12 +312,12 @@ def _describe(
     manifest: Manifest,
     config: configs.ModelConfig,
     signature: ModelSignature | None,
-    metadata: dict[str, Any] | None,
+    metadata: dict[str, Any],
 ) -> None:
     mlflow_model.signature = lossless_signature() if signature is None else signature
     # MLflow and its clients read the task of an endpoint here
     task = {"task": f"llm/v1/{manifest.tasks[0]}"}
-    mlflow_model.metadata = task | (mlflow_model.metadata or {}) | (metadata or {})
+    mlflow_model.metadata = task | metadata
 
 
 def _write_mlmodel(
@@ -347,7 +358,7 @@ def _write_mlmodel(
 
 def _warn(without_effect: dict[str, Any]) -> None:
     if without_effect:
-        listed = ", ".join(f"{name}={shown(value)}" for name, value in without_effect.items())
+        listed = "; ".join(generation_configs.without_effect(name, value) for name, value in without_effect.items())
         logger.warning("generation_config.json: kept in the model, without effect here: %s", listed)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import concurrent.futures
 import json
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ import pandas as pd
 from mlflow.pyfunc import FLAVOR_NAME as PYFUNC
 from mlflow.pyfunc import MAIN, scoring_server
 
-from ...serving.dialects.fields import unknown_field
+from ...serving.dialects.fields import CONTENT, unknown_field
 from ...serving.dialects.tables import DATABRICKS_WITHOUT_MEANING
 from ...serving.errors import InvalidField, RequestError
 from .errors import raises_mlflow
@@ -26,7 +27,7 @@ from .names import LOADER_MODULE
 from .signature import is_lossless
 
 FORMS = ("inputs", "instances", "dataframe_split", "dataframe_records")
-LLM_FORM = ("messages", "prompt", "input")  # a body with one of these is itself a request
+LLM_FORM = tuple(CONTENT)  # a body with one of these is itself a request; MLflow's own list lacks query and text_1
 BESIDE = ("params", *(field.name for field in DATABRICKS_WITHOUT_MEANING))
 
 
@@ -98,9 +99,12 @@ def _decoded(data: Any) -> dict[str, Any]:
         body = data if isinstance(data, dict) else json.loads(data)
     except RecursionError:
         raise RequestError("body: objects and lists lie in each other too deeply") from None
-    except ValueError as error:
-        where = f" at character {error.pos}: {error.msg}" if isinstance(error, json.JSONDecodeError) else ": no UTF-8"
-        raise RequestError(f"body: it is no JSON{where}") from None
+    except json.JSONDecodeError as error:
+        raise RequestError(f"body: it is no JSON at character {error.pos}: {error.msg}") from None
+    except UnicodeDecodeError:
+        raise RequestError("body: it is no JSON: no UTF-8") from None
+    except ValueError:
+        raise RequestError(f"body: an integer has more than {sys.get_int_max_str_digits()} digits") from None
     if not isinstance(body, dict):
         raise InvalidField("body", body, "a JSON object")
     return body
@@ -111,7 +115,13 @@ def _split(value: Any) -> pd.DataFrame:
     allowed = "an object of columns and data, a row a list with a value for each column"
     if not isinstance(value, dict) or not {"columns", "data"} <= value.keys() <= {"columns", "data", "index"}:
         raise InvalidField("dataframe_split", value, allowed)
+    columns, rows = value["columns"], value["data"]
+    if not isinstance(columns, list) or not isinstance(rows, list):
+        raise InvalidField("dataframe_split", value, allowed)
+    for place, row in enumerate(rows):  # pandas fills a short row with nulls
+        if not isinstance(row, list) or len(row) != len(columns):
+            raise InvalidField(f"dataframe_split.data[{place}]", row, f"a list of {len(columns)} values")
     try:
-        return pd.DataFrame(value["data"], columns=value["columns"], dtype=object)
+        return pd.DataFrame(rows, columns=columns, dtype=object)
     except (ValueError, TypeError, AssertionError):
         raise InvalidField("dataframe_split", value, allowed) from None

@@ -96,6 +96,18 @@ def test_packaged_and_shown(tmp_path, qwen_dir, caplog):
     assert json.loads((tmp_path / "m/model/generation_config.json").read_text()) == QWEN
 
 
+def test_a_value_in_the_file_that_is_refused(tmp_path, llama_dir, caplog):
+    """Is kept in the file, and the warning says what is allowed."""
+    folder = tmp_path / "source"
+    shutil.copytree(llama_dir, folder)
+    (folder / "generation_config.json").write_text(json.dumps({"num_beams": 4, "max_new_tokens": -1}))
+    llm.save_model(tmp_path / "m", folder)
+    assert "here: num_beams=4; max_new_tokens: -1 is not allowed; expected an integer" in caplog.text
+    flavor = Model.load(str(tmp_path / "m")).flavors["llm"]
+    assert flavor["request_defaults"] == {}
+    assert flavor["generation_config_without_effect"] == {"num_beams": 4, "max_new_tokens": -1}
+
+
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
@@ -117,7 +129,9 @@ def test_another_at_log_time(tmp_path, qwen_dir, given, expected):
     [
         ({"num_beams": 4}, "generation_config: num_beams: 4 has no effect here; known are temperature"),
         ({"temprature": 1}, "did you mean 'temperature'"),
-        ({"temperature": 9}, "generation_config: temperature: 9"),
+        ({"temperature": 9}, r"generation_config: temperature: 9 is not allowed; expected a number"),
+        ({"max_new_tokens": -1}, "generation_config: max_new_tokens: -1 is not allowed; expected an integer"),
+        ({"bad_words_ids": [["x"]]}, r"generation_config: bad_words_ids\[0\].*: 'x' is not allowed; expected"),
         ([1], r"generation_config: \[1\]"),
     ],
 )

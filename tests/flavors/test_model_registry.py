@@ -9,6 +9,7 @@ import mlflow
 import pytest
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
+from mlflow.store.artifact.utils.models import get_model_name_and_version
 from stores import own_registry, own_stores
 
 from mlflow_llm.flavors import llm
@@ -18,7 +19,7 @@ from mlflow_llm.serving.errors import ModelNotFound
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """``assistant`` with versions 1 to 7 and an alias, ``empty`` without a version."""
+    """``assistant`` with versions 1 to 7, an alias and a stage, ``empty`` without a version."""
     with own_registry(tmp_path_factory.mktemp("registry")) as uri:
         client = MlflowClient()
         client.create_registered_model("assistant")
@@ -26,16 +27,28 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         for _ in range(7):
             client.create_model_version("assistant", source="/nowhere")
         client.set_registered_model_alias("assistant", "champion", "2")
+        for version in ("3", "5"):
+            with pytest.warns(FutureWarning, match="deprecation of model registry stages"):
+                client.transition_model_version_stage("assistant", version, "Production")
         yield uri
 
 
 @pytest.mark.parametrize(
     ("uri", "version"),
-    [("models:/assistant/3", "3"), ("models:/assistant@champion", "2"), ("models:/assistant/latest", "7")],
+    [
+        ("models:/assistant/3", "3"),
+        ("models:/assistant@champion", "2"),
+        ("models:/assistant/latest", "7"),
+        ("models:/assistant/Latest", "7"),
+        ("models:/assistant/Production", "5"),
+        ("models:/assistant/production", "5"),
+    ],
 )
 def test_a_uri_is_fixed_to_a_version(store: str, uri: str, version: str) -> None:
-    """Versions, aliases and ``latest``."""
+    """Versions, aliases, ``latest``, and stages, whose latest version counts; as MLflow finds them."""
     assert model_registry.pinned(uri) == f"models:/assistant/{version}"
+    name, found = get_model_name_and_version(MlflowClient(), uri)
+    assert (name, str(found)) == ("assistant", version)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +62,7 @@ def test_a_uri_is_fixed_to_a_version(store: str, uri: str, version: str) -> None
             "'assistant' in {store} has no version '9'; it has versions 7, 6, 5, 4, 3 and 2 more, and the aliases"
             " @champion (2)",
         ),
-        ("models:/assistant/Production", "'assistant' in {store} has no version 'Production'; it has versions 7, 6"),
+        ("models:/assistant/Staging", "'assistant' in {store} has no version in a stage 'Staging'; it has versions 7"),
         ("models:/assistant@chmpion", "'assistant' in {store} has no alias 'chmpion'; it has versions 7, 6"),
         ("models:/assistant", "'assistant' in {store} has versions, and none is named; it has versions 7, 6"),
     ],
@@ -83,3 +96,17 @@ def test_an_unknown_run_names_the_store(store: str) -> None:
     ) as caught:
         llm.load_model("runs:/abc/model")
     assert caught.value.error_code == "RESOURCE_DOES_NOT_EXIST"
+
+
+def test_what_a_client_raises_is_reported(store: str) -> None:
+    """MLflow's client for a URI's scheme may raise anything: this one a bare ValueError, without a connection."""
+    with pytest.raises(MlflowException, match=r"http://127\.0\.0\.1:1/x cannot be fetched: ") as caught:
+        llm.load_model("http://127.0.0.1:1/x")
+    assert caught.value.error_code == "RESOURCE_DOES_NOT_EXIST"
+
+
+def test_a_folder_to_download_to_is_made(llama_dir: Path, tmp_path: Path) -> None:
+    """``dst_path`` need not exist."""
+    llm.save_model(tmp_path / "saved", llama_dir)
+    with llm.load_model(str(tmp_path / "saved"), dst_path=str(tmp_path / "new" / "folder")):
+        assert list((tmp_path / "new" / "folder").rglob("MLmodel"))

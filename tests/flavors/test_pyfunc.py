@@ -133,6 +133,14 @@ def test_an_entry_that_is_no_request_is_an_error_in_its_place(given, reported):
     assert (text, single) == ({"prompt": "hi"}, False)
 
 
+def test_columns_that_came_without_names():
+    """MLflow's ``spark_udf`` names them by their position, and adds every other column of the signature."""
+    names = lossless_signature().inputs.input_names()
+    frame = pd.DataFrame({names[0]: ["hi"]}, columns=names)
+    with pytest.raises(InvalidField, match=r"columns without names.*struct\('prompt', …\)"):
+        requests_of(frame, "chat")
+
+
 def test_a_deep_row_of_a_frame_is_an_error_in_its_place():
     """As one of a list is."""
     (error, text), _ = requests_of(pd.DataFrame([DEEP, {"prompt": "hi"}]), "completions")

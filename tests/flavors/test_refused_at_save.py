@@ -6,10 +6,13 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import mlflow
+import numpy as np
 import pytest
 import torch
 import transformers as tf
 from flavor_models import byte_tokenizer
+from mlflow.models import Model
 
 from mlflow_llm.flavors import llm
 from mlflow_llm.flavors.llm import encoder_trial
@@ -109,6 +112,64 @@ def test_arguments_that_mean_nothing_here(tmp_path, llama_dir, bert_dir):
     assert refused(tmp_path / "m", model, byte_tokenizer(), revision="main") == words
     said = refused(tmp_path / "m", llama_dir, embedding={"pooling": "mean"})
     assert said.endswith("is of no use; expected None: the model answers chat, completions")
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"signature": "x"}, "signature: 'x' is not allowed; expected an mlflow.models.ModelSignature, or None"),
+        ({"signature": {}}, "signature: {} is not allowed"),
+        ({"mlflow_model": "x"}, "mlflow_model: 'x' is not allowed"),
+        ({"metadata": [1]}, "metadata: [1] is not allowed; expected a dict, or None"),
+        ({"metadata": {"f1": 1j}}, "metadata: 'f1': 1j is not allowed; expected texts, numbers"),
+        ({"pip_requirements": 3}, "pip_requirements: 3 is not allowed; expected a list of requirements"),
+        ({"extra_pip_requirements": [3]}, "extra_pip_requirements: [3] is not allowed"),
+        ({"code_paths": "x.py"}, "code_paths: 'x.py' is not allowed; expected a list of local files and folders"),
+        ({"code_paths": [3]}, "code_paths: [3] is not allowed"),
+        ({"link_files": "no"}, "link_files: 'no' is not allowed; expected True or False"),
+        ({"validate_serving_input": 1}, "validate_serving_input: 1 is not allowed; expected True or False"),
+        ({"input_example": {"prompt": 1j}}, "input_example: Object of type complex is not JSON serializable"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
+)
+def test_arguments_of_another_type(tmp_path, llama_dir, given, words):
+    """Are refused by name."""
+    assert refused(tmp_path / "m", llama_dir, **given).startswith(words)
+
+
+@pytest.mark.parametrize("path", [None, 3, b"m"], ids=str)
+def test_a_path_of_another_type(llama_dir, path):
+    """Is refused by name, too."""
+    with pytest.raises(PackagingError, match=r"path: .* is not allowed; expected a local directory"):
+        llm.save_model(path, llama_dir)
+
+
+def test_metadata_of_numpy(tmp_path, store, llama_dir):
+    """Is saved as numbers and lists: the results of an evaluation are numpy's."""
+    given = {"f1": np.float64(0.5), "counts": [np.int64(3)], "vector": np.arange(2)}
+    expected = {"f1": 0.5, "counts": [3], "vector": [0, 1], "task": "llm/v1/chat"}
+    llm.save_model(tmp_path / "m", llama_dir, metadata=given)
+    assert Model.load(str(tmp_path / "m")).metadata == expected
+    assert llm.log_model(llama_dir, name="m", metadata=given).metadata == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("artifact_path", "artifact_path: MLflow 3 has no such argument; use name="),
+        *(
+            (name, f"model_config: '{name}' is not a setting")
+            for name in ("flavor", "path", "mlflow_model", "flavor_name")
+        ),
+    ],
+    ids=str,
+)
+def test_arguments_that_log_model_lacks(store, llama_dir, name, words):
+    """Are not taken for those that it gives MLflow itself; nothing is logged."""
+    with pytest.raises(PackagingError) as caught:
+        llm.log_model(llama_dir, **{"name": "m", name: "x"})
+    assert str(caught.value).startswith(words)
+    assert mlflow.search_logged_models(output_format="list") == []
 
 
 @pytest.mark.parametrize(

@@ -90,9 +90,17 @@ def test_forms_of_the_scoring_server(ours, form):
     assert served(ours, {form: "text"}) == ["text", None]
 
 
-def test_a_request_as_the_body(ours):
-    """A body in OpenAI's form is the request, none of it taken for a parameter."""
-    body = {"prompt": "x", "temperature": 0.5, "foo": 1}
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": "x", "temperature": 0.5, "foo": 1},
+        {"query": "x", "documents": ["a", "b"], "top_n": 1},
+        {"text_1": "x", "text_2": ["a", "b"]},
+    ],
+    ids=lambda body: next(iter(body)),
+)
+def test_a_request_as_the_body(ours, body):
+    """A body in the form of a request is the request, none of it taken for a parameter."""
     assert served(ours, body) == [body, None]
 
 
@@ -122,14 +130,25 @@ def test_tables_of_the_scoring_server():
     [
         (b'{"inputs": [', "body: it is no JSON at character"),
         (b'{"prompt": "\xff"}', "body: it is no JSON: no UTF-8"),
+        (b'{"prompt": "x", "seed": ' + b"1" * 5000 + b"}", "body: an integer has more than 4300 digits"),
         (b"[" * 100_000, "too deeply"),
         (b"[]", "expected a JSON object"),
         ({"inputs": [], "instances": []}, "exactly one of"),
-        ({"foo": 1}, "exactly one of messages, prompt, input, inputs"),
+        ({"foo": 1}, "exactly one of messages, prompt, input, query, text_1, inputs"),
         ({"inputs": [], "max_tokens": 1}, "max_tokens: 1 is not allowed; expected no such field"),
         ({"inputs": [], "param": {}}, "did you mean 'params'"),
         ({"dataframe_split": {"columns": ["a"]}}, "dataframe_split: "),
-        ({"dataframe_split": {"columns": ["a"], "data": [[1, 2]]}}, "dataframe_split: "),
+        ({"dataframe_split": {"columns": ["a"], "data": 1}}, "dataframe_split: "),
+        ({"dataframe_split": {"columns": "a", "data": [[1]]}}, "dataframe_split: "),
+        (
+            {"dataframe_split": {"columns": ["a"], "data": [[1, 2]]}},
+            r"dataframe_split\.data\[0\]: .* expected a list of 1 values",
+        ),
+        (
+            {"dataframe_split": {"columns": ["prompt", "max_tokens"], "data": [["a", 2], ["b"]]}},
+            r"dataframe_split\.data\[1\]: \['b'\] is not allowed; expected a list of 2 values",
+        ),
+        ({"dataframe_split": {"columns": ["a"], "data": ["x"]}}, r"dataframe_split\.data\[0\]: "),
     ],
 )
 def test_bodies_that_are_refused(ours, body, reported):

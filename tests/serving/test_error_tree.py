@@ -7,9 +7,12 @@ import re
 from http import HTTPStatus
 from pathlib import Path
 
+import pytest
+
 from mlflow_llm.serving import errors
 
 SERVING = Path(errors.__file__).parent
+FAILED_DOWNLOAD = "failures while downloading from http://s: ##### File x ##### 404 Client Error"
 LINE = re.compile(r"^    ([│ ├└─]*)(\w+) +(\d{3})?", re.MULTILINE)
 
 
@@ -47,3 +50,20 @@ def test_a_status_stands_in_the_tree_alone() -> None:
         if isinstance(node, ast.Constant) and type(node.value) is int and node.value in numbers
     ]
     assert found == []
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        ("no such file\nhint: none", "no such file"),
+        ("failures while downloading from http://s:\n##### File x #####\n404 Client Error\nmore", FAILED_DOWNLOAD),
+        ("Error(s) in loading:\n\n\tMissing key: a.weight", "Error(s) in loading: Missing key: a.weight"),
+        ("a:\n" * 9, "a: a: a:"),
+        ("x" * 999, "x" * 200),
+        (" \n ", "ValueError"),
+    ],
+    ids=range(6),
+)
+def test_the_reason_of_another_librarys_error(message: str, told: str) -> None:
+    """Is one short line: the first one, with the next if the first only introduces it."""
+    assert errors.reason(ValueError(message)) == told
