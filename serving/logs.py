@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
-import sys
 import time
 from typing import Any
 
+from .log_queue import QueuedHandler
 from .visible import visible
 
 PACKAGE = "mlflow_llm"  # so that its other parts log in the same form
 NAME = f"{PACKAGE}.server"
+STANDARD_ERROR = 2
 
 
 class JsonLines(logging.Formatter):
@@ -45,9 +47,15 @@ def configure(level: str = "info") -> None:
     log.setLevel(level.upper())
     log.propagate = False
     if not log.handlers:
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(JsonLines())
-        log.addHandler(handler)
+        log.addHandler(handler())
+
+
+@functools.cache
+def handler() -> logging.Handler:
+    """Return the process's one handler for standard error, which keeps the lines of all loggers in order."""
+    found = QueuedHandler(STANDARD_ERROR)
+    found.setFormatter(JsonLines())
+    return found
 
 
 def event(name: str, *, level: int = logging.INFO, exc_info: bool = False, **fields: Any) -> None:

@@ -20,6 +20,7 @@ from .. import child
 from ..bundle import Bundle
 from ..errors import PackagingError, ServingError
 from ..http.gunicorn.listen_addresses import try_address
+from ..main_memory import main_memory
 from ..processors import num_threads, processors
 
 PACKAGES = (
@@ -84,7 +85,6 @@ def versions() -> Section:
 
 
 def machine() -> Section:
-    memory = psutil.virtual_memory()
     return {
         "system": platform.platform(),
         "processor": _processor(),
@@ -92,7 +92,7 @@ def machine() -> Section:
         "cores": str(processors()),
         "threads": f"{num_threads()} (OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'unset')})",
         "accelerator": _accelerator(),
-        "memory": f"{memory.available / 2**30:.1f} GiB free of {memory.total / 2**30:.1f} GiB",
+        "memory": str(main_memory()),
     }
 
 

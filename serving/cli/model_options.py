@@ -38,6 +38,8 @@ def named_models(models: tuple[str, ...], name: str | None) -> dict[str, str]:
     found: dict[str, str] = {}
     for given in models:
         uri, equals, own = given.rpartition("=")
+        if equals and own.startswith("models:/") and "/" not in uri:
+            raise click.UsageError(f"-m {given}: the URI comes first, {own}={uri}")
         uri, own = (uri, own) if equals and "/" not in own else (given, "")
         endpoint = check_name(name or own or name_of(uri), hint="" if name or own else "; write -m URI=name")
         if endpoint in found:

@@ -8,9 +8,8 @@ from urllib.parse import urlencode
 
 import msgspec
 
-from ..errors import InvalidField
 from ..http.paths import USAGE
-from ..metering.money import micro_units
+from ..metering.money import micro_units_of
 from ..metering.usage import MAX_PAGE, MONEY, GroupBy, UsageFilter, UsageRow, UsageSum
 from .http import Client
 
@@ -45,7 +44,7 @@ class RemoteUsage:
         """(tenant, endpoint, entity, unit-minutes, micro-units) of provisioned throughput in the filter's time."""
         found = self._ask(what, by="tenant")["provisioned"]
         names = ("tenant", "endpoint", "entity", "unit_minutes")
-        return tuple((*(row[name] for name in names), _micro(row["cost"])) for row in found)
+        return tuple((*(row[name] for name in names), micro_units_of(row["cost"])) for row in found)
 
     def _ask(self, what: UsageFilter, **more: object) -> dict[str, Any]:
         asked = {name: value for name, value in msgspec.structs.asdict(what).items() if value is not None}
@@ -58,13 +57,6 @@ class RemoteUsage:
 def _read(row: dict[str, Any], kind: type[T], money: tuple[str, ...]) -> T:
     """A row of an answer, its amounts in micro-units. Raises ``ValueError``, ``LookupError``."""
     try:
-        return msgspec.convert(row | {name: _micro(row[name]) for name in money}, kind)
+        return msgspec.convert(row | {name: micro_units_of(row[name]) for name in money}, kind)
     except msgspec.MsgspecError as error:
         raise ValueError(str(error)) from None
-
-
-def _micro(amount: str) -> int:
-    try:
-        return micro_units("cost", amount)
-    except InvalidField as error:
-        raise ValueError(error.message) from None

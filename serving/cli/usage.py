@@ -12,6 +12,7 @@ from ..metering.offline_settlement import WATCH_SECONDS, settle_ended
 from ..metering.retention import fold
 from ..metering.store import Store
 from ..metering.usage import Usage, UsageFilter, UsageSource, UsageSum
+from ..metering.usage import bill as wire_bill
 from ..metering.usage_export import csv_lines, write_parquet
 from ..metering.usage_filter import filter_of, groups_of
 from .accounts import open_store_or_server, store_options
@@ -35,7 +36,7 @@ TITLES = ("requests", "prompt", "cached", "completion", "cost")
     show_default=True,
     help="Columns to sum by; endpoint and key_id are available too.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, with costs as decimal text.")
+@click.option("--json", "as_json", is_flag=True, help="Print the bill as JSON, as /api/2.0/usage has it.")
 @click.option("--csv", "csv_file", type=click.Path(dir_okay=False), help="Write every request to this CSV file.")
 @click.option("--parquet", type=click.Path(dir_okay=False), help="Write every request to this Parquet file.")
 @click.option("--plot", type=click.Path(dir_okay=False), help="Write a chart by day, tenant and model to this file.")
@@ -64,16 +65,19 @@ def usage(
     with open_store_or_server(database, url, key) as found:
         source: UsageSource = Usage(found) if isinstance(found, Store) else RemoteUsage(found)
         _write_files(source, what, asked)
+        if as_json:
+            click.echo(json.dumps(wire_bill(source, what, groups), indent=2))
+            return
         sums, reserved = source.sums(what, groups), source.provisioned_cost(what)
         currency = source.currency()
-    if as_json:
-        click.echo(json.dumps([total.to_wire(groups) for total in sums], indent=2))
-        return
     click.echo(bill(groups, sums, currency))
     for tenant, endpoint, entity, minutes, cost in reserved:
         click.echo(
             f"reserved by {tenant} on {endpoint}, {entity}: {minutes} token/s × minutes, {money(cost, currency)}"
         )
+    if reserved:
+        whole = sum(total.cost for total in sums) + sum(cost for *_, cost in reserved)
+        click.echo(f"total with reserved throughput: {money(whole, currency)}")
 
 
 def bill(groups: tuple[str, ...], sums: tuple[UsageSum, ...], currency: str = "") -> str:

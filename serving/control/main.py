@@ -53,7 +53,8 @@ def say(stage: str, **fields: object) -> None:
 
 def main(argv: list[str]) -> int:
     """Run until standard input closes, and return the exit status, 1 if the start failed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group, but the server decides when we end
+    for ignored in (signal.SIGINT, signal.SIGTERM):  # they may go to all processes, but the server decides when we end
+        signal.signal(ignored, signal.SIG_IGN)
     logs.configure("warning")
     directory = Path(argv[0])
     spec = msgspec.json.decode((directory / SPEC).read_bytes(), type=ServeSpec)

@@ -17,7 +17,7 @@ from .settings import ServerSettings
 ProfileName = Literal["open", "databricks-provisioned", "databricks-pay-per-token"]
 
 
-class EndpointSpec(Struct, frozen=True, kw_only=True):
+class EndpointSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An endpoint of the command line. ``entity`` names the served model (by default, the last part of its URI).
 
     For ``core``, ``defaults``, ``addresses`` and ``key_file`` see ``endpoints.config.ModelSource``. The last three
@@ -45,7 +45,7 @@ class EndpointSpec(Struct, frozen=True, kw_only=True):
         check_name(self.name)
 
 
-class ServeSpec(Struct, frozen=True, kw_only=True):
+class ServeSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a server serves. ``endpoints`` are those of the command line; the store may have more.
 
     ``engine`` (engine settings) and ``profile`` are for models that are served later, ``dialects`` for endpoints

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import psutil
 import torch
 
 from ..bundle import Bundle
 from ..errors import PackagingError
+from ..main_memory import main_memory
 from ..request import POOLED
 from ..settings import EngineSettings
 from . import fp8
@@ -38,6 +38,7 @@ from .stored_weights import quantization_of
 from .virtual_tokens import embedding_width
 
 logger = logging.getLogger(__name__)
+FEWEST_TOKENS = 64  # of KV that are of any use, where nobody has set how many
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,8 @@ def assemble(bundle: Bundle, settings: EngineSettings) -> EngineParts:
     # the native step is batch-invariant anyway and keeps prefix caching: computing a prefix again gives the same bits
     alone = settings.batch_invariant and loaded.decoder is None
     cache = make_cache(loaded, settings, memory, prefix_caching=settings.prefix_caching and not alone)
+    if settings.kv_cache_memory is None:
+        _check_room(cache.num_tokens_total, loaded.max_model_len, memory)
     width = embedding_width(loaded.model)
     lora = LoraPool(loaded.model, loaded.holder)
     forward = step_forward(loaded, cache, lora, settings)
@@ -108,6 +111,20 @@ def assemble(bundle: Bundle, settings: EngineSettings) -> EngineParts:
         batch_invariant=alone,
     )
     return EngineParts(info, cache, scheduler, Runner(forward, cache, batch_invariant=alone), lora, ahead)
+
+
+def _check_room(num_tokens: int, max_model_len: int, memory: int) -> None:
+    """Warn of a KV cache in what memory was free that holds no sequence of ``max_model_len`` tokens. Raises
+    ``PackagingError`` if it holds next to nothing."""
+    if num_tokens >= max_model_len:
+        return
+    text = (
+        f"the KV cache holds {num_tokens} tokens, less than the model's context of {max_model_len}: half of the free "
+        f"memory is {memory / 2**20:.0f} MiB (kv_cache_memory sets more or less)"
+    )
+    if num_tokens < min(FEWEST_TOKENS, max_model_len):
+        raise PackagingError(text)
+    logger.warning(text)
 
 
 def _speculation(
@@ -228,18 +245,8 @@ def _in_blocks(loaded: LoadedModel, memory: int, each: int, block_size: int, *, 
 
 
 def free_memory(device: Any) -> int:
-    """Bytes free on the device; for the CPU, within the limits of the control group too."""
+    """Bytes free on the device; for the CPU, within the limits of this process (``main_memory``)."""
     if device.type == "cuda":
         torch.cuda.empty_cache()  # repacking weights left freed memory in torch's cache, which counts as taken
         return int(torch.cuda.mem_get_info(device)[0])
-    free = int(psutil.virtual_memory().available)
-    for limit, usage in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        try:
-            with open(limit) as most, open(usage) as now:
-                free = min(free, int(most.read()) - int(now.read()))
-        except (OSError, ValueError):  # no such file, or "max"
-            continue
-    return max(free, 0)
+    return main_memory().free

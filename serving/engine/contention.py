@@ -20,7 +20,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..processors import PROC, cpu_groups, quota
+from ..control_groups import PROC, groups
+from ..processors import quota
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ def read(proc: Path = PROC) -> Readings:
     """Read what the system has counted for this thread, its control group and the host so far."""
     ran, waited = _schedstat(proc)
     stolen, total = _steal(proc)
-    throttled = max((_throttled(group) for group in cpu_groups(proc)), default=0.0)
+    throttled = max((_throttled(group) for group in groups("cpu", proc)), default=0.0)
     return Readings(ran=ran, waited=waited, throttled=throttled, stolen=stolen, total=total)
 
 

@@ -15,8 +15,7 @@ import msgspec
 from ..dialects.base import JSON
 from ..errors import InvalidField, NotFound, PermissionDenied
 from ..metering.authorization import Caller
-from ..metering.money import units
-from ..metering.usage import MAX_PAGE, Usage, UsageFilter
+from ..metering.usage import MAX_PAGE, Usage, UsageFilter, bill
 from ..metering.usage_export import csv_lines, write_parquet
 from ..metering.usage_filter import filter_of, groups_of
 from .answer import Answer, json_answer
@@ -103,14 +102,7 @@ def _sums(source: Usage, what: UsageFilter, asked: Mapping[str, str]) -> Answer:
         if name in asked:
             raise InvalidField(name, asked[name], "no value with by: sums are not paginated")
     by = groups_of(asked["by"])
-    found: list[dict[str, Any]] = []
-    for total in source.sums(what, by):
-        found.append(total.to_wire(by))
-    names = ("tenant", "endpoint", "entity", "unit_minutes", "cost")
-    # reserved time belongs to a tenant, not to a single key
-    rows = () if what.key_id is not None else source.provisioned_cost(what)
-    reserved = [dict(zip(names, (*row[:-1], units(row[-1])), strict=True)) for row in rows]
-    return json_answer({"currency": source.currency(), "usage": found, "provisioned": reserved})
+    return json_answer(bill(source, what, by))
 
 
 def _csv(source: Usage, what: UsageFilter) -> Answer:

@@ -19,7 +19,8 @@ _NO_CONTROL = r"[^\x00-\x1f\x7f]"
 
 
 def _named(most: int, *, least: int = 1) -> Reader[str]:
-    allowed = f"a text of {least} to {most} characters" if least else f"a text of at most {most} characters"
+    length = f"{least} to {most}" if least else f"at most {most}"
+    allowed = f"a text of {length} characters, without control characters"
     return text(re.compile(f"{_NO_CONTROL}{{{least},{most}}}"), allowed)
 
 

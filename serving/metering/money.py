@@ -13,11 +13,12 @@ from msgspec import Struct
 from ..errors import Conflict, InvalidField
 from .audit import Actor, record
 from .store import Store
-from .tables import ledger, settings
+from .tables import folded, ledger, provisioned_minutes, settings
 
 MILLION = 1_000_000
 AMOUNT = re.compile(r"[0-9]{1,9}(\.[0-9]{1,6})?|1000000000|\.[0-9]{1,6}")
 AMOUNT_ALLOWED = "a number from 0 to 10**9 with at most 6 decimals"
+WRITTEN = re.compile(r"(-?)([0-9]+)\.([0-9]{2,6})")
 CURRENCY = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,15}")
 CURRENCY_ALLOWED = "a currency such as EUR: 1 to 16 letters, digits, dashes and underscores, a letter first"
 
@@ -67,6 +68,14 @@ def units(micro: int) -> str:
     return f"{'-' if micro < 0 else ''}{whole}.{decimals}"
 
 
+def micro_units_of(amount: str) -> int:
+    """Convert what ``units`` has written, of any size. Raises ``ValueError``."""
+    if not isinstance(amount, str) or not (found := WRITTEN.fullmatch(amount)):
+        raise ValueError(f"{amount!r} is no amount of money")
+    sign, whole, decimals = found.groups()
+    return int(f"{sign}{whole}{decimals.ljust(6, '0')}")
+
+
 def money(micro: int, currency: str) -> str:
     """Format micro-units with their currency, ``"2.50 EUR"``, or as a bare number if there is none."""
     return f"{units(micro)} {currency}".rstrip()
@@ -82,6 +91,12 @@ def currency(store: Store) -> str:
     return store.read(currency_of)
 
 
+def _has_costs(connection: sa.Connection) -> bool:
+    tables = (ledger, folded, provisioned_minutes)
+    queries = (sa.select(sa.true()).select_from(table).where(table.c.cost > 0).limit(1) for table in tables)
+    return any(connection.execute(query).first() is not None for query in queries)
+
+
 def set_currency(store: Store, value: str, *, by: Actor | None = None) -> None:
     """Set the currency. Raises ``InvalidField``, or ``Conflict`` if costs were booked in another currency: changing the
     name would convert nothing."""
@@ -90,8 +105,7 @@ def set_currency(store: Store, value: str, *, by: Actor | None = None) -> None:
 
     def work(connection: sa.Connection) -> None:
         before = currency_of(connection)
-        booked = sa.select(ledger.c.request_id).where(ledger.c.cost > 0).limit(1)
-        if before not in ("", value) and connection.execute(booked).first() is not None:
+        if before not in ("", value) and _has_costs(connection):
             raise Conflict(f"currency: costs are booked in {before}, and another name would convert none of them")
         insert = store.insert(settings).values(name="currency", value=value)
         connection.execute(insert.on_conflict_do_update(index_elements=["name"], set_={"value": value}))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 
 import sqlalchemy as sa
 
@@ -39,7 +40,8 @@ class Prices:
         if not entity or len(entity) > 256 or "\0" in entity:
             raise InvalidField("entity", entity, "a name of 1 to 256 characters")
         if at < now - 1:
-            raise InvalidField("effective", effective, "a time that is not past")
+            shown = datetime.fromtimestamp(at, UTC).isoformat()
+            raise InvalidField("effective", shown, "a time that is not past")
         values = {
             "input": price.input,
             "cached": price.cached,

@@ -115,6 +115,18 @@ class UsageSource(Protocol):
     def provisioned_cost(self, what: UsageFilter) -> tuple[tuple[str, str, str, int, int], ...]: ...
 
 
+def bill(source: UsageSource, what: UsageFilter, by: tuple[GroupBy, ...]) -> dict[str, Any]:
+    """Return sums and reserved throughput in the API's form, with money as decimal strings."""
+    names = ("tenant", "endpoint", "entity", "unit_minutes", "cost")
+    # reserved time belongs to a tenant, not to a single key
+    rows = () if what.key_id is not None else source.provisioned_cost(what)
+    return {
+        "currency": source.currency(),
+        "usage": [total.to_wire(by) for total in source.sums(what, by)],
+        "provisioned": [dict(zip(names, (*row[:-1], units(row[-1])), strict=True)) for row in rows],
+    }
+
+
 _Cursor = tuple[Annotated[int, Meta(ge=0, lt=2**53)], Annotated[str, Meta(max_length=256)]]
 _EXACT = ("tenant", "endpoint", "entity", "key_id", "status")
 _COUNTS = (

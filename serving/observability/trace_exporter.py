@@ -145,7 +145,8 @@ def _await_sinks(experiment: str) -> list[Sink] | None:
 
 def main(argv: list[str]) -> int:
     """Export until standard input closes, and return the exit status."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group, but the server decides when we end
+    for ignored in (signal.SIGINT, signal.SIGTERM):  # they may go to all processes, but the server decides when we end
+        signal.signal(ignored, signal.SIG_IGN)
     logs.configure()
     targets = _await_sinks(argv[1])
     if targets is None:

@@ -7,6 +7,7 @@ its standard input is closed, which the server keeps open as long as it lives. S
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -144,5 +145,6 @@ def end(process: Process, service: Service, server: Server, rpc: grpc.Server) ->
 
 if __name__ == "__main__":
     status = main(sys.argv[1:])
+    logging.shutdown()
     sys.stdout.flush()
     os._exit(status)  # threads of calls may still wait for the loop, which has ended

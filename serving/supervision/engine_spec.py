@@ -14,7 +14,7 @@ from ..transport.process_spec import ENGINE_CORE
 from .backoff_launcher import BackoffLauncher
 
 
-class EngineSpec(Struct, frozen=True, kw_only=True):
+class EngineSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The model, settings and location of an engine. Specs with equal ``key`` are the same engine.
 
     ``addresses`` (``tcp://host:port``) are those of engines that run on other hosts, one replica each; none is started

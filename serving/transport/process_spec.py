@@ -17,8 +17,9 @@ class ProcessSpec(Struct, frozen=True, kw_only=True):
     ``core`` is the ``module:name`` of a ``CoreFactory`` (``engine.interface``). ``lock_fd`` is the inherited file
     descriptor of the engine lock, which is held. ``listen`` is a TCP endpoint for clients on other hosts; ``key_file``
     holds the key shared with them, and ``adapter_dirs`` are the directories they may load adapters from.
-    ``drain_timeout`` is how many seconds running requests get after SIGTERM; SIGQUIT ends them at once. ``control_fd``
-    is a warm standby's control socket to its engine (the standby also holds the engine's lock)."""
+    On SIGTERM, an engine with ``listen`` gives running requests ``drain_timeout`` seconds; any other ends once its last
+    client has gone, or at a second SIGTERM. SIGQUIT ends running requests at once. ``control_fd`` is a warm standby's
+    control socket to its engine (the standby also holds the engine's lock)."""
 
     bundle: Bundle
     settings: EngineSettings

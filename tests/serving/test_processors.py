@@ -6,28 +6,11 @@ import os
 from pathlib import Path
 
 import pytest
+from control_group_files import V2_MOUNT, group, machine, v1_mount
 
 from mlflow_llm.serving import processors as module
-from mlflow_llm.serving.processors import Processors, cpu_groups, num_threads, processors, quota
-
-V2_MOUNT = "30 23 0:26 {root} {top} rw,nosuid - cgroup2 cgroup2 rw,nsdelegate"
-V1_MOUNT = "31 23 0:27 {root} {top} rw,nosuid - cgroup cgroup rw,cpu,cpuacct"
-
-
-def machine(tmp_path: Path, cgroup: str, *mounts: str) -> Path:
-    """A /proc with these lines, the mounts' tops below ``tmp_path``."""
-    own = tmp_path / "proc/self"
-    own.mkdir(parents=True)
-    (own / "cgroup").write_text(cgroup + "\n")
-    (own / "mountinfo").write_text("22 1 8:1 / / rw - ext4 /dev/sda1 rw\n" + "\n".join(mounts) + "\n")
-    return tmp_path / "proc"
-
-
-def group(top: Path, path: str, **files: str) -> None:
-    at = top / path
-    at.mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        (at / name.replace("__", ".")).write_text(text + "\n")
+from mlflow_llm.serving.control_groups import groups
+from mlflow_llm.serving.processors import Processors, num_threads, processors, quota
 
 
 def test_the_least_quota_up_the_tree_binds(tmp_path: Path) -> None:
@@ -37,7 +20,7 @@ def test_the_least_quota_up_the_tree_binds(tmp_path: Path) -> None:
     group(top, "pods/pod/box", cpu__max="400000 100000")
     group(top, "pods/pod", cpu__max="150000 100000")
     group(top, "pods", cpu__max="max 100000")
-    assert list(cpu_groups(proc)) == [top / "pods/pod/box", top / "pods/pod", top / "pods", top]
+    assert list(groups("cpu", proc)) == [top / "pods/pod/box", top / "pods/pod", top / "pods", top]
     assert quota(proc) == 1.5
     group(top, "pods/pod", cpu__max="max 100000")
     assert quota(proc) == 4.0
@@ -46,7 +29,7 @@ def test_the_least_quota_up_the_tree_binds(tmp_path: Path) -> None:
 def test_half_a_processor_of_version_1(tmp_path: Path) -> None:
     """cgroup v1: quota over period of the group and those above; -1 is none."""
     top = tmp_path / "cpu"
-    proc = machine(tmp_path, "4:memory:/x\n3:cpu,cpuacct:/a/b\n0::/", V1_MOUNT.format(root="/", top=top))
+    proc = machine(tmp_path, "4:memory:/x\n3:cpu,cpuacct:/a/b\n0::/", v1_mount("cpu,cpuacct").format(root="/", top=top))
     group(top, "a/b", cpu__cfs_quota_us="-1", cpu__cfs_period_us="100000")
     group(top, "a", cpu__cfs_quota_us="25000", cpu__cfs_period_us="50000")
     assert quota(proc) == 0.5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import resource
 import secrets
@@ -147,6 +148,7 @@ class Application(BaseApplication):
         # the arbiter returns this way, and so does a worker, which must not run the arbiter's code below on the stack
         except SystemExit as ended:
             if os.getpid() != arbiter:
+                logging.shutdown()  # writes the lines that are still queued
                 os._exit(ended.code if isinstance(ended.code, int) else 1)
             if ended.code:
                 raise

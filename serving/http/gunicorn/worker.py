@@ -337,8 +337,7 @@ class JsonLogger(Logger):
 
     def setup(self, cfg: Any) -> None:
         super().setup(cfg)
-        for handler in self.error_log.handlers:
-            handler.setFormatter(logs.JsonLines())
+        self.error_log.handlers[:] = [logs.handler()]
 
     def exception(self, msg: str, *args: Any, **kwargs: Any) -> None:
         if isinstance(sys.exc_info()[1], TimeoutError):

@@ -138,7 +138,9 @@ def _serve(
         standby=standby,
     )
     server.reload_adapters(_predecessor(state))
-    signal.signal(signal.SIGTERM, lambda *_: server.stop())
+    # systemd sends SIGTERM to all processes of a server, whose workers need their engine until they have drained
+    end = server.stop if spec.listen is not None else server.leave
+    signal.signal(signal.SIGTERM, lambda *_: end())
     signal.signal(signal.SIGQUIT, lambda *_: server.stop(at_once=True))
     gc.collect()
     gc.freeze()  # otherwise a full collection walks all objects of torch and transformers: a pause of 0.1 s

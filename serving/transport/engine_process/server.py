@@ -69,8 +69,8 @@ class _Peer:
 class EngineServer:
     """The server of an engine. ``socket`` is a bound ROUTER for clients on this host, ``remote`` one for other hosts.
 
-    ``run`` returns when the last client is gone, after ``stop`` was called, or when clients no longer find this engine
-    (``in_place`` returns False) because its directory was removed."""
+    ``run`` returns when the last client has been gone for ``idle_timeout``, after ``leave`` or ``stop`` was called, or
+    when clients no longer find this engine (``in_place`` returns False) because its directory was removed."""
 
     def __init__(
         self,
@@ -103,9 +103,17 @@ class EngineServer:
         self._in_place, self._standby = in_place, standby
         self._last_tick = 0.0
         self._left_at = time.monotonic()
+        self._is_leaving = False
         self._runtime_adapters: dict[str, RuntimeAdapter] = {}
         self._metered = MeteredRequests(generation)
         self._counters = CounterWriter(generation)
+
+    def leave(self) -> None:
+        """Ask the loop to end as soon as there is no client; the second call is ``stop``. Safe in a signal handler."""
+        if self._is_leaving:
+            self.stop()
+        self._is_leaving = True
+        self._last_tick = 0.0
 
     def stop(self, *, at_once: bool = False) -> None:
         """Ask the loop to end when all requests have ended or the drain time is over; safe in a signal handler."""
@@ -327,7 +335,8 @@ class EngineServer:
             self._send(identity, beat)
         if alive or self._peers:
             self._left_at = now
-        return now - self._left_at > self.settings.idle_timeout and self._end_if_unused()
+        idle_timeout = 0.0 if self._is_leaving else self.settings.idle_timeout
+        return now - self._left_at > idle_timeout and self._end_if_unused()
 
     def _health(self) -> Health:
         health = self.core.health()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import click
 import msgspec
@@ -289,6 +290,27 @@ def test_requiring_keys_without_a_database_is_refused(tmp_path: Path) -> None:
     spec = tmp_path / "spec.json"
     spec.write_text(json.dumps({"endpoints": [], "settings": {"require_keys": True}}))
     assert reason in error_of(invoke("serve", "--spec", str(spec)))
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ({"setings": {"require_keys": True}}, "unknown field `setings`"),
+        ({"endpoints": [{"name": "a", "scale_to_zero": True}]}, r"unknown field `scale_to_zero` - at `$.endpoints[0]`"),
+    ],
+)
+def test_unknown_fields_of_a_spec_are_refused(tmp_path: Path, spec: dict[str, Any], said: str) -> None:
+    """A misspelt name must not leave a server open."""
+    file = tmp_path / "spec.json"
+    file.write_text(json.dumps(spec))
+    assert said in error_of(invoke("serve", "--spec", str(file)))
+
+
+def test_a_model_is_named_after_its_uri() -> None:
+    """Whoever has it the other way round is told how."""
+    done = invoke("serve", "-m", "chat=models:/assistant/1")
+    assert done.exit_code == 2
+    assert "-m chat=models:/assistant/1: the URI comes first, models:/assistant/1=chat" in done.output
 
 
 def test_options_beside_a_spec_are_refused(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from engine_runs import Outcome, run, take
 from tiny_models import greedy, prompt_of, request_of
 
 from mlflow_llm.serving.bundle import Bundle
-from mlflow_llm.serving.engine import slab
+from mlflow_llm.serving.engine import assembly, slab
 from mlflow_llm.serving.engine.core import EngineCore
 from mlflow_llm.serving.engine.in_process import InProcessEngine
 from mlflow_llm.serving.engine.interface import Engine
@@ -35,6 +35,24 @@ def core(tiny_bundle: Bundle) -> Iterator[EngineCore]:
     yield core
     core.check_integrity()
     core.close()
+
+
+def test_too_little_free_memory_is_said(
+    tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Less than the context is warned of, next to nothing is refused; what somebody has set is neither."""
+    free = 0
+    monkeypatch.setattr(assembly, "free_memory", lambda device: free)
+    free = 2 * 100 * TOKEN_BYTES
+    EngineCore(tiny_bundle, settings(kv_cache_memory=None)).close()
+    said = "the KV cache holds 100 tokens, less than the model's context of"
+    assert [said in record.message for record in caplog.records] == [True]
+    caplog.clear()
+    free = 2 * 20 * TOKEN_BYTES
+    with pytest.raises(PackagingError, match=r"the KV cache holds 20 tokens, .*kv_cache_memory sets more or less"):
+        EngineCore(tiny_bundle, settings(kv_cache_memory=None))
+    EngineCore(tiny_bundle, settings(kv_cache_memory=20 * TOKEN_BYTES)).close()
+    assert not caplog.records
 
 
 def test_preemption_changes_no_token(tiny_bundle: Bundle, tiny_llama: Any) -> None:

@@ -19,7 +19,18 @@ from mlflow_llm.serving.cli import cli
 from mlflow_llm.serving.http.app import create_app
 from mlflow_llm.serving.http.paths import AUDIT, CURRENCY, KEYS, LIMITS, PRICES
 from mlflow_llm.serving.http.server import Server
-from mlflow_llm.serving.metering import Audit, AuditFilter, Keys, Ledger, Limits, Price, Prices, Reservation, Store
+from mlflow_llm.serving.metering import (
+    Audit,
+    AuditFilter,
+    Keys,
+    Ledger,
+    Limits,
+    Price,
+    Prices,
+    ProvisionedMinutes,
+    Reservation,
+    Store,
+)
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -231,6 +242,10 @@ def test_commands_over_http(url: str, operator: str, store: Store, tmp_path: Pat
 def test_the_bill_over_http(url: str, operator: str, ledger: Ledger, tmp_path: Path) -> None:
     """Sums, rows and files are those of the database; a tenant's key sees its tenant, and no more."""
     ledger.prices.set("*", Price(input=1_000_000, output=2_000_000))
+    ledger.prices.set("p", Price(unit_minute=10**15))  # a bill of more than a thousand million
+    ProvisionedMinutes(ledger.store, prices=ledger.prices, clock=lambda: ledger.now_ms() / 1000).record(
+        tenant="acme", endpoint="chat", entity="p", units=7
+    )
     for number in range(5):
         tenant = "acme" if number < 3 else "zeta"
         asked = {"key_id": f"key_{tenant}", "tenant": tenant, "endpoint": "chat", "entity": "m", "task": "chat"}
@@ -260,7 +275,7 @@ def test_the_bill_over_http(url: str, operator: str, ledger: Ledger, tmp_path: P
     bill(*served, "--plot", str(tmp_path / "a.svg"))
     assert (tmp_path / "a.svg").read_bytes().startswith(b"<?xml")
     secret, _ = Keys(ledger.store).create("zeta", scopes=("usage",))
-    (own,) = json.loads(bill("--url", url, "--key", secret, "--by", "tenant", "--json"))
+    (own,) = json.loads(bill("--url", url, "--key", secret, "--by", "tenant", "--json"))["usage"]
     assert (own["tenant"], own["requests"], own["completion_tokens"]) == ("zeta", 2, 7)
     refused = CliRunner().invoke(cli, ["usage", "--url", url, "--key", secret, "--tenant", "acme"])
     assert (refused.exit_code, "403: tenant: the key is of tenant 'zeta'" in refused.stderr) == (1, True)

@@ -12,7 +12,8 @@ from click.testing import CliRunner
 
 from mlflow_llm.serving.cli import cli
 from mlflow_llm.serving.errors import Conflict, InvalidField, NotFound, RequestError
-from mlflow_llm.serving.metering import Keys, Limits, Prices, ProvisionedMinutes
+from mlflow_llm.serving.metering import Keys, Limits, Price, Prices, ProvisionedMinutes
+from mlflow_llm.serving.metering.retention import fold
 
 
 @pytest.fixture
@@ -122,6 +123,29 @@ def test_money_has_its_currency(run, store, ledger, reserve_of):
     assert run("prices", "remove", "*") == "*: removed all prices\n"
 
 
+@pytest.mark.parametrize("where", ["folded", "provisioned"])
+def test_a_currency_stays_with_its_costs(run, store, ledger, reserve_of, clock, where):
+    """Also where the requests have become daily sums, and where throughput was reserved and nothing asked."""
+    run("prices", "currency", "EUR")
+    ledger.prices.set("model-1", Price(input=1_000_000, unit_minute=1_000_000))
+    if where == "folded":
+        ledger.reserve(reserve_of("r0")).settle(completion=0)
+        assert fold(store, 32, clock=lambda: clock() + 100 * 86_400) == 1
+    else:
+        ProvisionedMinutes(store, prices=ledger.prices, clock=clock).record(
+            tenant="t", endpoint="chat", entity="model-1", units=1
+        )
+    with pytest.raises(Conflict, match="booked in EUR"):
+        run("prices", "currency", "USD")
+    assert run("prices", "currency") == "EUR\n"
+
+
+def test_a_past_time_is_shown_as_one(run):
+    """Not as seconds since 1970."""
+    with pytest.raises(InvalidField, match=r"effective: '2020-01-01T00:00:00\+00:00' is not allowed"):
+        run("prices", "set", "m", "--input", "1", "--effective", "2020-01-01")
+
+
 def test_prices(run, store):
     """A million tokens in currency units; cached tokens cost as much as others unless said."""
     run("prices", "set", "model-1", "--input", "3", "--output", "15.000001")
@@ -206,10 +230,15 @@ def test_the_bill(run, store, ledger, reserve_of, tmp_path):
     assert lines[1].split() == ["t0", "2", "20", "0", "2", "0.000024"]
     assert lines[3].split() == ["total", "3", "30", "0", "3", "0.000036"]
     assert lines[4] == "reserved by t0 on chat, m: 4 token/s × minutes, 2.00"
+    assert lines[5:] == ["total with reserved throughput: 2.000036"]
     assert [row["request_id"] for row in csv.DictReader(io.StringIO(files["csv"].read_text()))] == ["r0", "r1", "r2"]
     assert pq.read_table(str(files["parquet"])).num_rows == 3
     assert files["png"].stat().st_size > 1000
-    assert json.loads(run("usage", "--by", "tenant", "--tenant", "t1", "--json"))[0]["completion_tokens"] == 1
+    printed = json.loads(run("usage", "--by", "tenant", "--tenant", "t0", "--json"))
+    assert printed["usage"][0]["completion_tokens"] == 2
+    assert printed["provisioned"] == [
+        {"tenant": "t0", "endpoint": "chat", "entity": "m", "unit_minutes": 4, "cost": "2.00"}
+    ]
     assert run("usage", "--end", "2020-01-01", "--by", "day").splitlines()[1].split()[:2] == ["total", "0"]
     assert run("usage", "fold", "32") == "folded 0 requests\n"
 

@@ -228,6 +228,7 @@ def test_a_server_traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
             ]
             status, text = ask(server, BODY)
             assert status == 200
+            until(lambda: '"event": "request"' in server.log())
             (line,) = [json.loads(line) for line in server.log().splitlines() if '"event": "request"' in line]
             assert text.startswith(f'{{"id":"chatcmpl-{line["reply_id"]}"')
             until(lambda: line["request_id"] in spans(collector[1]))

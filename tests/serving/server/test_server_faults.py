@@ -55,6 +55,24 @@ if os.path.exists({flag!r}):
 """
 
 
+UNREAD = """
+import fcntl, os
+unread, stderr = os.pipe()
+fcntl.fcntl(stderr, fcntl.F_SETPIPE_SZ, 4096)
+os.dup2(stderr, 2)
+"""
+
+
+def test_a_log_that_nobody_reads_stops_nothing(tmp_path: Path) -> None:
+    """Requests, health and the end are as ever when a worker's standard error is a full pipe."""
+    with running(write_instant_model(tmp_path), in_worker=UNREAD) as server:
+        for _ in range(50):
+            assert ask(server, BODY)[0] == 200
+        assert health(server)["status"] == "ready"
+        server.terminate()
+        assert server.process.wait(240) == 0
+
+
 def serving(server: Running) -> list[int]:
     """The processes of the workers that have begun to serve, in that order."""
     entries = [json.loads(line) for line in server.log().splitlines() if line.startswith("{")]

@@ -7,7 +7,7 @@ import json
 import socket
 
 import pytest
-from server_calls import BODY, ask
+from server_calls import BODY, ask, until
 from serving_process import Running
 
 from mlflow_llm.serving.control.settings import ServerSettings
@@ -131,6 +131,7 @@ def test_refused_under_the_callers_id(fast: Running) -> None:
     """A refusal has the caller's X-Request-Id where the parser has read it, and is in the log under it."""
     data = request(b"X-Request-Id: mine-1\r\nContent-Length: abc\r\n", GOOD)
     assert b"\r\nX-Request-Id: mine-1\r\n" in raw(fast, data)[1] + b"\r\n"
+    until(lambda: '"mine-1"' in fast.log())
     entries = [json.loads(line) for line in fast.log().splitlines() if '"mine-1"' in line]
     assert [(entry["event"], entry["status"], entry["path"]) for entry in entries] == [("refused", 400, PATH)]
 

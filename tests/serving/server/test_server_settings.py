@@ -155,6 +155,7 @@ def test_a_server_whose_every_place_is_answered(tmp_path: Path) -> None:
                 assert b"too many connections" in refused.read()
             assert [status(f"http://127.0.0.1:{port}/{path}") for path in ("ping", "health", "ready")] == [200] * 3
         until(lambda: status(f"{server.url}/ping") == 200)
+        until(lambda: '"refused"' in server.log())
         lines = [json.loads(line) for line in server.log().splitlines() if '"refused"' in line]
         assert {(line["address"], line["status"]) for line in lines} == {("127.0.0.1", 429)}
 

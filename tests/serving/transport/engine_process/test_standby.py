@@ -106,7 +106,8 @@ def test_all_killed_at_once(place: Place, make_bundle: Callable[..., Bundle]) ->
 
 
 def test_an_engine_that_is_asked_to_end_takes_it_along(place: Place, make_bundle: Callable[..., Bundle]) -> None:
-    """SIGTERM ends both; SIGTERM of the standby alone leaves the engine's files where they are."""
+    """Both end with their last client after a SIGTERM; SIGTERM of the standby alone leaves the engine's files where
+    they are."""
     engine = place.connect(make_bundle(), STANDBY)
     serving, standby = processes_of(place, engine)
     standby.terminate()
@@ -114,8 +115,8 @@ def test_an_engine_that_is_asked_to_end_takes_it_along(place: Place, make_bundle
     serving, again = processes_of(place, engine)
     assert again.pid != standby.pid
     serving.terminate()
-    assert not alive_after([serving, again])
     engine.close()
+    assert not alive_after([serving, again])
     place.assert_clean()
 
 
