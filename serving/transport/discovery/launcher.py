@@ -9,6 +9,8 @@ import contextlib
 import hashlib
 import importlib.metadata
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -42,6 +44,8 @@ from .state_directory import (
 
 Progress = Callable[[str], None]
 POLL_INTERVAL = 0.03
+ROOM = 1 << 20  # bytes; a file system with less is full
+SAYS_WHY = re.compile(r"^[A-Za-z_][\w.]*(Error|Exception)\b|Thread creation failed|cannot allocate", re.I)
 KILL_TIMEOUT = 10.0
 LOCK_TIMEOUT = 1.0  # seconds to wait for a free engine lock: a process that tests the lock holds it for a moment
 
@@ -261,9 +265,18 @@ class Launcher:
         if status.state == "failed":
             raise PackagingError(status.reason) if status.kind == "packaging" else EngineDied(status.reason)
         if not alive and status.state == "loading":
-            raise EngineDied(f"the engine was killed while it loaded (out of memory?): {self._last_line()}")
+            raise EngineDied(self._why_killed())
         self._say("loading")
         return alive and status.state == "ready"
+
+    def _why_killed(self) -> str:
+        """Say why an engine ended without a word, as far as its directory and its log tell."""
+        line = self._last_line()
+        if _is_full(self.state.runtime):
+            return f"the engine ended while it loaded: no space is left in {self.state.runtime} (TMPDIR); {line}"
+        if SAYS_WHY.search(line):
+            return f"the engine ended while it loaded: {line}"
+        return f"the engine was killed while it loaded (out of memory?): {line}"
 
     def _last_line(self) -> str:
         lines = [line for line in self.state.log_tail().splitlines() if line.strip()]
@@ -303,3 +316,10 @@ class Launcher:
 
     def close(self) -> None:
         self._membership.leave()
+
+
+def _is_full(directory: str) -> bool:
+    try:
+        return shutil.disk_usage(directory).free < ROOM
+    except OSError:  # removed by the engine's last user
+        return False

@@ -8,6 +8,7 @@ import signal
 import stat
 import sys
 import threading
+import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from mlflow_llm.serving.errors import EngineDied, PackagingError, Unavailable
 from mlflow_llm.serving.events import Failed, Finished
 from mlflow_llm.serving.settings import EngineSettings
 from mlflow_llm.serving.testing.instant_engine import InstantEngine
-from mlflow_llm.serving.transport.discovery.launcher import engine_key
+from mlflow_llm.serving.transport.discovery.launcher import Launcher, engine_key
 from mlflow_llm.serving.transport.discovery.state_directory import StateDirectory
 
 
@@ -178,6 +179,27 @@ def test_killed_while_loading(place, make_bundle):
         place.connect(bundle)
     killer.join()
     place.assert_clean()
+
+
+@pytest.mark.parametrize(
+    ("log", "free", "said"),
+    [
+        ("", 1 << 30, "the engine was killed while it loaded (out of memory?): its log is empty"),
+        ("loading weights\n", 1 << 30, "the engine was killed while it loaded (out of memory?): loading weights"),
+        ("a\nOSError: [Errno 9] x\n", 1 << 30, "the engine ended while it loaded: OSError: [Errno 9] x"),
+        ("libgomp: Thread creation failed: x\n", 1 << 30, "the engine ended while it loaded: libgomp: Thread cre"),
+        ("loading weights\n", 9, "the engine ended while it loaded: no space is left in {runtime} (TMPDIR); loading"),
+    ],
+)
+def test_why_an_engine_ended_while_it_loaded(tmp_path, make_bundle, monkeypatch, log, free, said):
+    """Memory is the guess only where neither the log nor the disk tells why."""
+    launcher = Launcher(make_bundle(), EngineSettings(), state_dir=str(tmp_path / "run"))
+    lock = launcher.state.lock()
+    launcher.state.prepare()
+    lock.release()
+    Path(launcher.state.file("engine.log")).write_text(log)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: types.SimpleNamespace(free=free))
+    assert launcher._why_killed().startswith(said.format(runtime=launcher.state.runtime))
 
 
 def test_start_timeout(place, make_bundle):
