@@ -47,6 +47,7 @@ class DraftBundle(Struct, frozen=True, kw_only=True):
     content_hash: str
     model_dir: str
     tokenizer_dir: str
+    model_hashes: dict[str, str] = {}
 
 
 class Bundle(Struct, frozen=True, kw_only=True):
@@ -55,7 +56,9 @@ class Bundle(Struct, frozen=True, kw_only=True):
     ``content_hash`` is SHA-256 over the manifest's file hashes. Equal hashes mean equal weights, wherever they are
     stored; processes use it to find an engine that already has them. ``default_adapter`` answers requests that name no
     adapter; None is the base. ``tool_formats`` says, by the name of the chat template, how calls are written; for other
-    templates it is detected. ``draft`` is the draft model, if a setting names one.
+    templates it is detected. ``draft`` is the draft model, if a setting names one. ``model_hashes`` has the SHA-256
+    that the manifest gives for each file in ``model_dir``, by relative path; most loads compare only sizes, so a file
+    may have another. It is empty where there is no manifest.
     """
 
     content_hash: str
@@ -69,6 +72,7 @@ class Bundle(Struct, frozen=True, kw_only=True):
     cross_encoder: CrossEncoderSpec | None = None
     default_adapter: str | None = None
     draft: DraftBundle | None = None
+    model_hashes: dict[str, str] = {}
 
 
 def draft_of(uri: str, found: Bundle) -> DraftBundle:
@@ -76,5 +80,9 @@ def draft_of(uri: str, found: Bundle) -> DraftBundle:
     if "completions" not in found.tasks:
         raise PackagingError(f"draft_model: {uri} does {', '.join(found.tasks)}; expected a model that writes text")
     return DraftBundle(
-        uri=uri, content_hash=found.content_hash, model_dir=found.model_dir, tokenizer_dir=found.tokenizer_dir
+        uri=uri,
+        content_hash=found.content_hash,
+        model_dir=found.model_dir,
+        tokenizer_dir=found.tokenizer_dir,
+        model_hashes=found.model_hashes,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -177,7 +178,19 @@ def make_model(config: Any, seed: int = 0) -> Any:
 
 def save_bundle(model: Any, directory: Path, content_hash: str = "tiny") -> Bundle:
     model.save_pretrained(directory)
-    return Bundle(content_hash=content_hash, tasks=("completions",), model_dir=str(directory), tokenizer_dir="")
+    return Bundle(
+        content_hash=content_hash,
+        tasks=("completions",),
+        model_dir=str(directory),
+        tokenizer_dir="",
+        model_hashes=hashes(directory),
+    )
+
+
+def hashes(directory: Path) -> dict[str, str]:
+    """The SHA-256 of each file, as a manifest has them."""
+    files = (path for path in directory.rglob("*") if path.is_file())
+    return {str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 @torch.inference_mode()

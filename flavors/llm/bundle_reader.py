@@ -45,6 +45,7 @@ def read_bundle(root: Path, verify: Verify | None = None, *, weights: bool = Tru
         cross_encoder=manifest.cross_encoder,
         tool_formats=manifest.tool_formats,
         default_adapter=manifest.default_adapter,
+        model_hashes=manifest.model_hashes,
     )
 
 
@@ -112,4 +113,5 @@ def _over_base(manifest: Manifest, root: Path, own: dict[str, str], base: Bundle
         cross_encoder=manifest.cross_encoder or base.cross_encoder,
         tool_formats=manifest.tool_formats or base.tool_formats,
         default_adapter=manifest.default_adapter,
+        model_hashes=base.model_hashes,
     )

@@ -28,6 +28,7 @@ FORMAT_VERSION = 3
 PLAIN_VERSION = 1  # the format version of models that earlier releases can serve too
 MANIFEST = "manifest.json"
 DEFAULT_TEMPLATE = "chat_template.jinja"
+MODEL = "model/"
 COVERED = ("model", "tokenizer", "adapters", "chat_templates", DEFAULT_TEMPLATE)
 ENVIRONMENT = ("requirements.txt", "conda.yaml", "python_env.yaml", "constraints.txt", "wheels")
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
@@ -74,6 +75,11 @@ class Manifest(Struct, frozen=True, kw_only=True):
     def adapters(self) -> list[str]:
         """The names of the adapters stored in this model."""
         return sorted({path.split("/")[1] for path in self.files if path.startswith("adapters/")})
+
+    @property
+    def model_hashes(self) -> dict[str, str]:
+        """The SHA-256 of each file in ``model/``, by its path there."""
+        return {path[len(MODEL) :]: entry.sha256 for path, entry in self.files.items() if path.startswith(MODEL)}
 
 
 def describe(

@@ -37,6 +37,7 @@ def load_draft_model(
         tasks=("completions",),
         model_dir=draft.model_dir,
         tokenizer_dir=draft.tokenizer_dir,
+        model_hashes=draft.model_hashes,
     )
     try:
         plain = msgspec.structs.replace(settings, max_model_len=None, kv_cache_dtype="auto")

@@ -30,6 +30,7 @@ from .native import library
 from .native.library import NotNative
 from .native_encoder import NativeEncoder, may_run_in_bf16, native_encoder
 from .packed_cache import MappedEncoder, keep_encoder, packed_key
+from .packed_source import PackedSource
 from .pooling import MODES, pool, transformer_dir
 from .self_test import WHOLE_TOLERANCE, relative_maximum, relative_norm
 
@@ -187,6 +188,7 @@ def load_embedder(bundle: Bundle, settings: EngineSettings, holder: ContextHolde
     key = packed_key("encoder", bundle, settings, device, dtype)
     if key is not None and (mapped := _mapped(key, folder, bundle, spec, settings, kept_holder)) is not None:
         return mapped
+    keep_as = None if key is None else (key, PackedSource(bundle))
 
     def load(model: Any) -> Embedder:
         model = model.to(device).eval().requires_grad_(False)
@@ -195,8 +197,8 @@ def load_embedder(bundle: Bundle, settings: EngineSettings, holder: ContextHolde
         linears = linear.install(model, kept_holder, settings)
         check(embedder, tests, expected, settings)
         run_natively(embedder, model, tests, expected, settings)
-        if key is not None and embedder.native is not None:
-            keep_encoder(key, model, linears, tests, expected, settings.packed_cache)
+        if keep_as is not None and embedder.native is not None:
+            keep_encoder(*keep_as, model, linears, tests, expected, settings.packed_cache)
         return embedder
 
     return load_in_dtype(lambda: from_pretrained(AutoModel, folder, settings, dtype), load, settings, device)

@@ -23,6 +23,7 @@ from .native import library
 from .native.library import NotNative
 from .native_decoder import DecoderWeights, NativeDecoder, decoder_weights, may_run_in_bf16
 from .packed_cache import MappedDecoder, keep_decoder, packed_key
+from .packed_source import PackedSource
 from .self_test import LayerUse, SelfTest, model_forward, probe_layers
 from .slot_cache import KEPT_IN_BF16, KEPT_IN_INT8, SlotKVCache
 
@@ -105,20 +106,21 @@ def load_model(bundle: Bundle, settings: EngineSettings) -> LoadedModel:
     key = packed_key("decoder", bundle, settings, device, dtype)
     if key is not None and (mapped := _mapped(key, bundle, settings)) is not None:
         return mapped
+    keep_as = None if key is None else (key, PackedSource(bundle))
     model = from_pretrained(AutoModelForCausalLM, bundle.model_dir, settings, dtype)
     if dtype == torch.bfloat16 and settings.kernels == "auto" and may_run_in_bf16(model, device):
         try:
-            return _load(model.float(), bundle, settings, device, key)
+            return _load(model.float(), settings, device, keep_as)
         except NotNative as error:  # its own code is to run it in bfloat16; the loaded model is float32, so read again
             reason = str(error)
             logger.warning("%s is not run natively in bfloat16: %s", type(model).__name__, reason)
         model = from_pretrained(AutoModelForCausalLM, bundle.model_dir, settings, dtype)
-        return replace(_load(model, bundle, settings, device, key), kernels_reason=reason)
-    return _load(model, bundle, settings, device, key)
+        return replace(_load(model, settings, device, keep_as), kernels_reason=reason)
+    return _load(model, settings, device, keep_as)
 
 
-def _load(model: Any, bundle: Bundle, settings: EngineSettings, device: Any, key: str | None) -> LoadedModel:
-    """Make the model that transformers has read ready for the engine.
+def _load(model: Any, settings: EngineSettings, device: Any, keep_as: tuple[str, PackedSource] | None) -> LoadedModel:
+    """Make the model that transformers has read ready for the engine, and keep it packed under ``keep_as``.
 
     A float32 model, if ``settings`` ask for bfloat16, is to be run in bfloat16 by our kernels. Raises ``NotNative`` if
     they cannot, and ``PackagingError``."""
@@ -156,8 +158,8 @@ def _load(model: Any, bundle: Bundle, settings: EngineSettings, device: Any, key
     decoder, reason, kept = native_decoder(model, uses, test, like, settings)
     if rounded and decoder is None and like.dtype == torch.float32:
         raise NotNative(reason)
-    if key is not None and decoder is not None:
-        keep_decoder(key, model, linears, uses, test, settings.packed_cache)
+    if keep_as is not None and decoder is not None:
+        keep_decoder(*keep_as, model, linears, uses, test, settings.packed_cache)
     return LoadedModel(
         model=model,
         config=config,

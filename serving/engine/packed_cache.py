@@ -35,11 +35,12 @@ from .linear import LinearSet
 from .native import library
 from .native.weight import NativeWeight
 from .packed_cache_file import Array, open_packed, write_packed
+from .packed_source import PackedSource
 from .self_test import LayerUse, SelfTest
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 4
+FORMAT = 5
 KEY_LENGTH = 32
 HASH = re.compile(r"[0-9a-f]{64}")
 Kind = Literal["decoder", "encoder"]
@@ -49,13 +50,13 @@ PACKAGES = ("mlflow-llm", "torch", "transformers")
 def packed_key(kind: Kind, bundle: Bundle, settings: EngineSettings, device: Any, dtype: Any) -> str | None:
     """The name of this model's packed file; None if it cannot have one.
 
-    A model without a content hash cannot be identified, and a model with code of its own may do anything with its
-    weights.
+    A model without a content hash cannot be identified, one without the hashes of its files cannot be checked, and a
+    model with code of its own may do anything with its weights.
     """
     covered = settings.packed_cache and settings.kernels == "auto" and not settings.trust_remote_code
     runs = dtype == torch.float32 or (dtype == torch.bfloat16 and library.has_bf16())
     on_cpu = device.type == "cpu" and runs and library.library() is not None
-    if not (covered and on_cpu and HASH.fullmatch(bundle.content_hash)):
+    if not (covered and on_cpu and bundle.model_hashes and HASH.fullmatch(bundle.content_hash)):
         return None
     code = _code(library.library_path())
     described = (FORMAT, kind, bundle.content_hash, settings.quantization, str(dtype), library.has_bf16(), code)
@@ -148,29 +149,50 @@ def _tensor(array: Array) -> torch.Tensor:
 
 
 def keep_decoder(
-    key: str, model: Any, linears: LinearSet, uses: list[LayerUse], test: SelfTest, limit: int
+    key: str,
+    source: PackedSource,
+    model: Any,
+    linears: LinearSet,
+    uses: list[LayerUse],
+    test: SelfTest,
+    limit: int,
 ) -> threading.Thread:
-    """Write the file that ``MappedDecoder`` maps, on a thread."""
+    """Write the file that ``MappedDecoder`` maps, on a thread, unless ``source`` is not what the manifest says."""
     arrays: dict[str, Array] = {}
     for i, (tokens, expected) in enumerate(zip(test.tokens, test.expected, strict=True)):
         arrays |= {f"test/{i}/tokens": tokens, f"test/{i}/expected": expected.numpy()}
     facts = {"uses": [msgspec.to_builtins(use) for use in uses], "tests": len(test.tokens)}
-    return _keep(key, model, linears, arrays, facts, limit)
+    return _keep(key, source, model, linears, arrays, facts, limit)
 
 
 def keep_encoder(
-    key: str, model: Any, linears: LinearSet, tests: list[list[int]], expected: torch.Tensor, limit: int
+    key: str,
+    source: PackedSource,
+    model: Any,
+    linears: LinearSet,
+    tests: list[list[int]],
+    expected: torch.Tensor,
+    limit: int,
 ) -> threading.Thread | None:
-    """Write the file that ``MappedEncoder`` maps, on a thread; None if a linear outside its layers is not native."""
+    """Write the file that ``MappedEncoder`` maps, as ``keep_decoder`` does; None if a linear outside its layers is not
+    native."""
     if not all(isinstance(one.group.packed, NativeWeight) for one in linears.linears.values()):
         return None
-    return _keep(key, model, linears, {"expected": expected.numpy()}, {"tests": tests}, limit)
+    return _keep(key, source, model, linears, {"expected": expected.numpy()}, {"tests": tests}, limit)
 
 
 def _keep(
-    key: str, model: Any, linears: LinearSet, more: Mapping[str, Array], facts: Mapping[str, Any], limit: int
+    key: str,
+    source: PackedSource,
+    model: Any,
+    linears: LinearSet,
+    more: Mapping[str, Array],
+    facts: Mapping[str, Any],
+    limit: int,
 ) -> threading.Thread:
-    """Write the packed file on a thread, so that the next load of the model is faster. A failure is only logged."""
+    """Write the packed file on a thread, so that the next load of the model is faster. A failure is only logged.
+
+    The source is hashed before, and looked at again after: parameters may be a mapping of its files."""
     arrays = dict(more)
     kinds, held = {}, []
     for of, packed in linears.packed.items():
@@ -184,7 +206,8 @@ def _keep(
 
     def write() -> None:
         try:
-            write_packed(key, arrays, {**facts, "kinds": kinds}, limit)
+            source.check()
+            write_packed(key, arrays, {**facts, "kinds": kinds}, limit, source.check_unchanged)
         except (OSError, ValueError) as error:
             logger.warning("packed weights are not kept: %s", error)
         held.clear()

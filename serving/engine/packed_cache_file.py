@@ -22,7 +22,7 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -117,11 +117,17 @@ def _aligned(offset: int) -> int:
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
-def write_packed(key: str, arrays: Mapping[str, Array], facts: dict[str, Any], limit: int) -> None:
+def write_packed(
+    key: str,
+    arrays: Mapping[str, Array],
+    facts: dict[str, Any],
+    limit: int,
+    confirm: Callable[[], None] = lambda: None,
+) -> None:
     """Write the file of ``key``, within ``limit`` bytes for all such files.
 
-    A file that does not fit, or a disk that is too full, is logged. Raises ``OSError`` or ``ValueError`` if writing
-    fails.
+    ``confirm`` is called when all is written; if it raises, no file is left. A file that does not fit, or a disk that
+    is too full, is logged. Raises ``OSError`` or ``ValueError`` if writing fails, and what ``confirm`` raises.
     """
     sections, offset = {}, 0
     for name, array in arrays.items():
@@ -143,6 +149,7 @@ def write_packed(key: str, arrays: Mapping[str, Array], facts: dict[str, Any], l
             digest = _write(
                 file, (np.ascontiguousarray(a).reshape(-1).view(np.uint8).data for a in arrays.values()), digest
             )
+        confirm()
         os.rename(part, place / f"{key}-{digest.hexdigest()}")
     except BaseException:
         with contextlib.suppress(OSError):

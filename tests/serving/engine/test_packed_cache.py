@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -21,6 +22,7 @@ from mlflow_llm.serving.engine.kv_cache import Row
 from mlflow_llm.serving.engine.lora import LoraPool
 from mlflow_llm.serving.engine.native.library import library
 from mlflow_llm.serving.engine.native_decoder import NativeDecoder
+from mlflow_llm.serving.engine.packed_source import PackedSource
 from mlflow_llm.serving.engine.slot_cache import SlotKVCache
 from mlflow_llm.serving.files import CACHE_VARIABLE
 from mlflow_llm.serving.settings import EngineSettings
@@ -213,6 +215,41 @@ def test_a_model_without_a_content_hash_is_not_kept(tmp_path: Path, load: Callab
     load(bundle_of(tmp_path, content_hash="tiny"))
     load(bundle_of(tmp_path), kernels="torch")
     load(bundle_of(tmp_path), dtype="float16")
+    assert not cache.exists()
+
+
+def test_a_damaged_source_is_not_kept(
+    tmp_path: Path, load: Callable[..., Any], cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A load compares sizes only; whoever loads the intact model under that hash must not get what was made of it."""
+    bundle = bundle_of(tmp_path)
+    weights = tmp_path / "model/model.safetensors"
+    intact = weights.read_bytes()
+    flip(weights)
+    load(bundle)
+    assert list(cache.glob("*")) == []
+    assert f"{weights} was changed: its SHA-256 is not the one in the model's manifest" in caplog.text
+    weights.write_bytes(intact)
+    assert load(bundle)[1] is False
+    assert load(bundle)[1] is True
+
+
+def test_a_source_that_changes_meanwhile_is_not_kept(tmp_path: Path) -> None:
+    """Also one that is as it should be again when it is hashed: what was read may have been something else."""
+    source = PackedSource(bundle_of(tmp_path))
+    weights = tmp_path / "model/model.safetensors"
+    source.check()
+    intact = weights.read_bytes()
+    weights.unlink()
+    weights.write_bytes(intact)
+    for check in (source.check, source.check_unchanged):
+        with pytest.raises(ValueError, match=r"model\.safetensors was changed while the model was loaded"):
+            check()
+
+
+def test_a_model_without_a_manifest_is_not_kept(tmp_path: Path, load: Callable[..., Any], cache: Path) -> None:
+    """Nobody can tell whether its files are what its hash says."""
+    load(msgspec.structs.replace(bundle_of(tmp_path), model_hashes={}))
     assert not cache.exists()
 
 

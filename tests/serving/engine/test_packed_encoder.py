@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
+from tiny_models import hashes
 
 from mlflow_llm.serving.bundle import Bundle, EmbeddingSpec
 from mlflow_llm.serving.engine import embedder, packed_cache_file
@@ -77,6 +78,7 @@ def bundle_of(root: Path, name: str = "bert", content_hash: str = "ab" * 32, **s
         model_dir=str(root / "model"),
         tokenizer_dir="",
         embedding=EmbeddingSpec(**spec),
+        model_hashes=hashes(root / "model"),
     )
 
 
