@@ -216,10 +216,12 @@ class EngineMemory:
                 decided[victim] = 0
                 self._unload(victim, f"its {_gib(self._engines[victim].size)} were needed for {one.name}")
             kept += need - freed
-            if held + need > budget:  # wait until the unloaded engines have ended
+            present = {replica.index for replica in status[key].replicas}  # draining ones are revived, not started
+            new = one.size * len(set(range(decided[key])) - present)
+            if new and held + new > budget:  # wait until the unloaded engines have ended
                 decided[key] = running[key]
             else:
-                held += need
+                held += new
                 one.complained = False
         victims, freed = self._victims(idle, running, kept - budget)
         for victim in victims if len([number for number in running.values() if number]) > 1 else ():

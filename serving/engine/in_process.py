@@ -40,6 +40,10 @@ class InProcessStream:
         """Called by the engine's thread."""
         self._events.put(event)
 
+    @property
+    def is_over(self) -> bool:
+        return self._done
+
     def __iter__(self) -> Iterator[Event]:
         return self
 

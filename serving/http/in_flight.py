@@ -75,6 +75,7 @@ class InterruptibleIterator(Generic[T]):
 
     def close(self) -> None:
         """End the iterator (a generator's ``finally`` runs). Closing twice is harmless."""
+        self._pending = None  # the traceback of an error that was raised leads back to this iterator: a cycle
         close = getattr(self._items, "close", None)
         if close is not None:
             close()

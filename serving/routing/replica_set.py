@@ -32,23 +32,35 @@ PAST = 64  # maximum number of former engine processes whose last counters are k
 
 
 class _Replica:
-    """One engine process of the set. ``streams`` are the streams that callers still hold: this worker's requests."""
+    """One engine process of the set."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.streams: weakref.WeakSet[EventStream] = weakref.WeakSet()
+        self._streams: weakref.WeakSet[EventStream] = weakref.WeakSet()  # those that are over may still be among them
+
+    @property
+    def streams(self) -> list[EventStream]:
+        """This worker's running requests: the streams that callers hold and have neither read to the end nor closed.
+
+        How long the object of a stream lives says nothing: an error's traceback may keep it for minutes.
+        """
+        return [stream for stream in self._streams if not stream.is_over]
+
+    @property
+    def is_used(self) -> bool:
+        return any(not stream.is_over for stream in self._streams)
 
     def submit(self, request: ValidRequest) -> EventStream:
         stream = self.engine.submit(request)
-        self.streams.add(stream)
+        self._streams.add(stream)
         return stream
 
     def hand_over(self, other: _Replica) -> None:
         """Let ``other`` continue all requests that run here, where the engine can move them."""
-        for stream in list(self.streams):
+        for stream in self.streams:
             if self.engine.hand_over(stream, other.engine):
-                self.streams.discard(stream)
-                other.streams.add(stream)
+                self._streams.discard(stream)
+                other._streams.add(stream)
 
     @property
     def is_ready(self) -> bool:
@@ -127,7 +139,7 @@ class ReplicaSet(Engine):
     @property
     def is_settled(self) -> bool:
         """Whether ``rescue`` and ``release_idle`` have nothing to do."""
-        return not self._leaving and all(not len(one.streams) or one.is_ready for one in self._active.values())
+        return not self._leaving and all(not one.is_used or one.is_ready for one in self._active.values())
 
     def rescue(self) -> None:
         """Move requests from replicas that make no progress to one that is ready.
@@ -135,7 +147,7 @@ class ReplicaSet(Engine):
         If no replica is ready, the requests wait, and this method asks for a replica: an engine that is not running
         cannot report that it has work.
         """
-        for replica in (replica for replica in self._each() if len(replica.streams) and not replica.is_ready):
+        for replica in (replica for replica in self._each() if replica.is_used and not replica.is_ready):
             if others := [other for other in self._active.values() if other.is_ready]:
                 replica.hand_over(min(others, key=lambda other: other.load))
             elif time.monotonic() - self._requested_at > ASK_AGAIN:
@@ -148,7 +160,7 @@ class ReplicaSet(Engine):
 
     def release_idle(self) -> bool:
         """Close the clients of former replicas on which no request runs any more. Return whether there were any."""
-        over = [(address, replica) for address, replica in self._leaving if not len(replica.streams)]
+        over = [(address, replica) for address, replica in self._leaving if not replica.is_used]
         for address, replica in over:
             self._leaving.remove((address, replica))
             self._past |= replica.engine.process_health()
@@ -277,6 +289,10 @@ class _WaitingStream:
         self._stream: EventStream | None = None
         self._take: Callable[[Event], bool] | None = None
         self._over = False
+
+    @property
+    def is_over(self) -> bool:
+        return self._over or (self._stream is not None and self._stream.is_over)
 
     def __iter__(self) -> Iterator[Event]:
         return self

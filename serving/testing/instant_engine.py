@@ -86,6 +86,10 @@ class InstantStream:
         if self._open == 0:
             self._engine.forget(self._request.request_id)
 
+    @property
+    def is_over(self) -> bool:
+        return not self._open and not self._events
+
     def __iter__(self) -> Iterator[Event]:
         return self
 

@@ -60,6 +60,12 @@ class EventBuffer:
         self._take, self.put, self.get = take, self._put_tapped, self._get_tapped
         return True
 
+    def untap(self) -> None:
+        """Offer events to nobody any more. ``take`` usually leads back to the stream, so a buffer that kept it would be
+        freed by a garbage collection only."""
+        if self._take is not _take_nothing:
+            self._take, self.put, self.get = _take_nothing, self._events.put, self._events.get
+
     def have_reader(self, run: Callable[[], object]) -> None:
         """Have the reader of a tapped buffer ``run`` something before it takes the next event."""
         self._is_awaited = False
@@ -180,11 +186,15 @@ class RemoteStream:
         self._pid = os.getpid()
         self._closed = False
 
+    @property
+    def is_over(self) -> bool:
+        return self._left <= 0 or self._closed
+
     def __iter__(self) -> Iterator[Event]:
         return self
 
     def __next__(self) -> Event:
-        if self._left <= 0 or self._closed:
+        if self.is_over:
             raise StopIteration
         if self._pid != os.getpid():
             self._left = 0
@@ -220,6 +230,7 @@ class RemoteStream:
         if self._closed:
             return
         self._closed = True
+        self._buffer.untap()
         if self._left > 0 and self._pid == os.getpid():
             self._left = 0
             self.handle.abort()

@@ -28,6 +28,7 @@ class Machine:
         self.sizes = dict(sizes)
         self.running = dict.fromkeys(sizes, 0)
         self.leaving: set[str] = set()
+        self.held: set[str] = set()  # those that a worker still uses, so that they do not end
         self.busy: set[str] = set()
         self.requested: dict[str, float] = {}
         self.steps = dict.fromkeys(sizes, 0)
@@ -53,7 +54,7 @@ class Machine:
             self.admitted.append(key)
 
     def status(self, key: str) -> EngineStatus:
-        number = max(self.running[key], int(key in self.leaving))
+        number = max(self.running[key], int(key in self.leaving | self.held))
         health = Health(status="ready", num_running=int(key in self.busy), steps=self.steps[key])
         replica = ReplicaStatus(index=0, address=key, state="ready", health=health, pid=list(self.sizes).index(key) + 1)
         return EngineStatus(
@@ -135,6 +136,32 @@ def test_the_new_one_starts_when_the_old_one_is_gone(tmp_path: Path) -> None:
     machine.requested["a"] = machine.now + 1.0
     assert machine.tick(seconds=1.0) == set()  # b ends
     assert machine.tick(seconds=0.1) == set()  # and is still there
+    assert machine.tick(seconds=0.1) == {"a"}
+
+
+def test_one_that_is_asked_for_while_it_leaves_comes_back(tmp_path: Path) -> None:
+    """Its process is there: it needs no room besides its own, however long a request keeps it from ending."""
+    machine = Machine(tmp_path, 1.5, {"a": 1, "b": 1})
+    machine.start("a", "b")
+    for _ in range(3):
+        machine.tick()
+    machine.held.add("b")
+    assert machine.request("a") == set()  # which has no room before b has ended
+    machine.tick(seconds=GRACE)
+    machine.requested["b"] = machine.now
+    assert machine.tick(seconds=0.1) == {"b"}
+    machine.held.clear()
+    machine.tick(seconds=GRACE)
+    assert machine.request("a") == {"a"}
+
+
+def test_one_that_scaled_to_zero_comes_back_while_it_leaves(tmp_path: Path) -> None:
+    """As one that made room for another."""
+    machine = Machine(tmp_path, 1.5, {"a": 1})
+    machine.start("a")
+    machine.held.add("a")
+    assert machine.tick({"a": 0}) == set()
+    machine.requested["a"] = machine.now
     assert machine.tick(seconds=0.1) == {"a"}
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, suppress
 from typing import Any
 
 import gevent
@@ -12,9 +14,11 @@ import pytest
 from mlflow_llm.serving.dialects import DIALECTS
 from mlflow_llm.serving.events import Event, Finished, Tokens
 from mlflow_llm.serving.http.gunicorn.write_backpressure import BackpressureSocket
+from mlflow_llm.serving.http.in_flight import ClientGone, InterruptibleIterator
 from mlflow_llm.serving.http.invoke import Stream
 from mlflow_llm.serving.http.token_writer import token_writer
 from mlflow_llm.serving.observability.access_record import AccessRecord
+from mlflow_llm.serving.reply import Piece
 from mlflow_llm.serving.request import Sampling, Sequence, ValidRequest
 from mlflow_llm.serving.tasks import generate
 from mlflow_llm.serving.tasks.text import TextModel
@@ -56,6 +60,7 @@ def stream_of(
     dialect: str = "openai",
     chunked: bool = True,
     record: AccessRecord | None = None,
+    pulled: Callable[[generate.Pieces], InterruptibleIterator[Piece]] = InterruptibleIterator,
 ) -> tuple[Callable[[Event], None], gevent.Greenlet, list[int]]:
     """How its engine's client puts events, the greenlet that answers as gunicorn does, and what that pulled."""
     request = ValidRequest(
@@ -82,18 +87,18 @@ def stream_of(
     encoder = DIALECTS[dialect].stream(request, b"")
     writer = token_writer(source, encoder, record, wire.sock) if direct else None
     assert (writer is not None) == direct
-    stream = Stream(encoder, iter(source), record, ExitStack(), writer)
-    pulled: list[int] = []
+    pull, held = pulled(source), ExitStack()
+    held.callback(pull.close)
+    stream = Stream(encoder, pull, record, held, writer)
+    lengths: list[int] = []
 
     def answer() -> None:
-        try:
+        with closing(stream), suppress(ClientGone):
             for data in stream:
-                pulled.append(len(data))
+                lengths.append(len(data))
                 wire.sock.sendall(b"%X\r\n%b\r\n" % (len(data), data) if chunked else data)
-        finally:
-            stream.close()
 
-    return lambda event: buffer.put(event), gevent.spawn(answer), pulled
+    return lambda event: buffer.put(event), gevent.spawn(answer), lengths
 
 
 def tokens(text: TextModel) -> list[Tokens]:
@@ -245,3 +250,33 @@ def test_an_answer_without_chunks(instant_text: TextModel) -> None:
     lines = wire.data.split(b"\n\n")
     assert all(line.startswith(b"data: ") for line in lines[:-1])
     assert lines[-2:] == [b"data: [DONE]", b""]
+
+
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_a_stream_that_is_over_needs_no_garbage_collection(instant_text: TextModel, is_interrupted: bool) -> None:
+    """Nothing that is left of its request leads back to it: a quiet worker may go without a collection for long."""
+    streams: weakref.WeakSet[RemoteStream] = weakref.WeakSet()
+    pulls: list[InterruptibleIterator[Piece]] = []
+
+    def pulled(source: generate.Pieces) -> InterruptibleIterator[Piece]:
+        streams.add(source.stream)  # type: ignore[arg-type]
+        pulls.append(InterruptibleIterator(source))
+        return pulls[0]
+
+    gc.disable()
+    try:
+        put, greenlet, _ = stream_of(instant_text, Wire(), direct=True, pulled=pulled)
+        for event in tokens(instant_text):
+            put(event)
+            gevent.idle()
+        assert len(streams) == 1
+        if is_interrupted:
+            pulls[0].interrupt(ClientGone())
+        else:
+            put(Finished(0, "stop"))
+        greenlet.get(timeout=30)
+        del put, greenlet
+        pulls.clear()
+        assert not streams
+    finally:
+        gc.enable()

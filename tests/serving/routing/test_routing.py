@@ -202,6 +202,42 @@ def test_a_former_replica_is_held_until_its_requests_have_ended(replicated) -> N
     replicas.close()
 
 
+@pytest.mark.parametrize(
+    ("events", "closes"),
+    [
+        ([Tokens(0, (1,)), Finished(0, "stop")], False),
+        ([Failed("unavailable", "the engine died")], False),
+        ([Tokens(0, (1,))], True),
+        ([], True),
+    ],
+    ids=["ended", "failed", "closed early", "never read"],
+)
+def test_a_former_replica_is_released_when_its_streams_are_over(
+    engine: InstantEngine, events: list[Event], closes: bool
+) -> None:
+    """Not when they are freed: after a disconnect, a traceback still refers to the stream."""
+    buffer = EventBuffer(LocalQueue(), 1)
+    handle = SimpleNamespace(post=lambda command: None, abort=lambda: None)
+    one = SimpleNamespace(
+        submit=lambda request: RemoteStream(handle, buffer, 1),  # type: ignore[arg-type]
+        process_health=dict,
+        close=lambda: None,
+    )
+    replicas = ReplicaSet(engine.info, (), open=lambda address: one, request_replica=lambda: None)
+    replicas.set_addresses(("x",))
+    stream = replicas.submit(request())
+    replicas.set_addresses(())
+    for event in events:
+        assert not replicas.release_idle()
+        buffer.put(event)
+        assert next(stream) == event
+    if closes:
+        assert not replicas.release_idle()
+        stream.close()
+    assert replicas.release_idle()
+    assert replicas.addresses == set()
+
+
 def test_without_a_replica_a_request_waits_and_asks_for_one(replicated) -> None:
     """It runs as soon as there is one; past its deadline it fails; adapters are those of the model meanwhile."""
     replicas = replicated()
@@ -333,4 +369,6 @@ def test_the_stream_of_a_request_that_waited_is_tapped_as_any(engine: InstantEng
     gevent.idle()
     assert read[before:] == ["called"]
     reader.kill()
+    assert not stream.is_over
     stream.close()
+    assert stream.is_over
