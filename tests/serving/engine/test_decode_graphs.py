@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -59,6 +62,81 @@ def test_filled_up_steps_give_what_plain_ones_do(core: EngineCore) -> None:
             wanted = forward._plain.forward(ids, rows, [None] * len(some), range(len(some)))
             torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
             assert torch.equal(found.argmax(-1), wanted.argmax(-1))
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Doubles of what of ``torch.cuda`` records a graph; what is done with them, in order."""
+    done: list[str] = []
+
+    @contextmanager
+    def graph(recorded: Any, *, pool: str) -> Iterator[None]:
+        done.append(f"record in {pool}")
+        yield
+        done.append("recorded")
+
+    @contextmanager
+    def stream(chosen: Any) -> Iterator[None]:
+        done.append("on a side stream")
+        yield
+        done.append("back")
+
+    make = SimpleNamespace(wait_stream=lambda other: None)
+    for name, double in {
+        "Stream": lambda device: make,
+        "current_stream": lambda device: make,
+        "stream": stream,
+        "CUDAGraph": SimpleNamespace,
+        "graph": graph,
+        "graph_pool_handle": lambda: "one pool",
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, double)
+    compute = decode_graphs.RecordedStep._compute
+
+    def noted(self: Any) -> Any:
+        done.append(f"compute {self._size}")
+        return compute(self)
+
+    monkeypatch.setattr(decode_graphs.RecordedStep, "_compute", noted)
+    return done
+
+
+def test_recorded_steps_are_replayed(core: EngineCore, recorder: list[str]) -> None:
+    """Each size is run twice and recorded, the largest first, in one pool; then a step is one replay, and what it
+    returned stays when the next one writes over the graph's memory."""
+    cache, forward = core._parts.cache, core._runner.step_forward
+    with torch.inference_mode():
+        forward._record()
+        per_size = [
+            "on a side stream",
+            "compute {0}",
+            "compute {0}",
+            "back",
+            "record in one pool",
+            "compute {0}",
+            "recorded",
+        ]
+        assert recorder == [line.format(size) for size in (6, 4, 2, 1) for line in per_size]
+        for step in forward._steps.values():  # a graph computes the same again, into the same memory
+            compute = decode_graphs.RecordedStep._compute
+            step._graph.replay = functools.partial(lambda step, run: step._logits.copy_(run(step)), step, compute)
+        tokens = np.array(prompt_of(9, 0), dtype=np.int32)
+        for owner in range(3):
+            cache.acquire(owner, PrefixKey("", ""), tokens)
+            cache.grow(owner, len(tokens) + 1)
+            forward.forward(tokens.astype(np.int64), [Row(owner, 0, len(tokens))], [None], [len(tokens) - 1])
+        rows = [Row(owner, len(tokens), 1) for owner in range(3)]
+        recorder.clear()
+        found, kept = [], []
+        for first in (7, 17):
+            ids = np.arange(first, first + 3)
+            found.append(forward.forward(ids, rows, [None] * 3, range(3)))
+            kept.append(found[-1].clone())
+            wanted = forward._plain.forward(ids, rows, [None] * 3, range(3))
+            torch.testing.assert_close(found[-1], wanted, atol=1e-5, rtol=1e-5)
+        assert recorder == ["compute 4", "compute 4"]
+        assert all(torch.equal(one, other) for one, other in zip(found, kept, strict=True))
+        assert not torch.equal(*found)
 
 
 def test_the_setting_chooses(tiny_bundle: Bundle, tiny_llama: Any) -> None:

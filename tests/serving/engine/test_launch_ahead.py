@@ -10,13 +10,14 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 from engine_runs import Outcome, run, take
 from test_paged_engine import TOKEN_BYTES
 from tiny_models import greedy, prompt_of, request_of
 
 from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.constraint import Grammar
-from mlflow_llm.serving.engine import assembly, sampler
+from mlflow_llm.serving.engine import assembly, launch_ahead, sampler
 from mlflow_llm.serving.engine.core import EngineCore
 from mlflow_llm.serving.engine.launch_ahead import LaunchAhead
 from mlflow_llm.serving.engine.scheduler import Run
@@ -118,6 +119,47 @@ def test_texts_are_those_of_the_plain_loop(tiny_bundle: Bundle, tiny_llama: Any,
     assert texts(ahead) == texts(plain)
     assert len(followed) > 20
     assert ahead["greedy-3"].tokens[0] == greedy(tiny_llama, prompt_of(30, 43), 31)
+
+
+class DeviceTokens(torch.Tensor):
+    """Tokens that say of themselves that they are on a device."""
+
+    device = property(lambda self: torch.device("cuda"))  # type: ignore[assignment]
+
+
+def test_tokens_of_a_device_are_copied_once_it_has_them(
+    tiny_bundle: Bundle, followed: list[list[Run]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Into pinned memory, behind the step on its stream; they are read when the event after the copy has occurred, and
+    that is waited for only when the following step has been launched."""
+    done: list[str] = []
+    draw, empty, follow = launch_ahead.draw_unread, torch.empty, LaunchAhead._follow
+
+    class Event:
+        def record(self, stream: str) -> None:
+            done.append(f"event on {stream}")
+
+        def synchronize(self) -> None:
+            done.append("wait")
+
+    def pinned(*shape: Any, pin_memory: bool = False, **more: Any) -> Any:
+        done.extend(["pinned"] * pin_memory)
+        return empty(*shape, **more)
+
+    def noted(self: LaunchAhead, step: Any) -> Any:
+        done.append("follow")
+        return follow(self, step)
+
+    plain = play(make_core(tiny_bundle, False), mixed())
+    monkeypatch.setattr(launch_ahead, "draw_unread", lambda *given: draw(*given).as_subclass(DeviceTokens))
+    monkeypatch.setattr(torch, "empty", pinned)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of {device}")
+    monkeypatch.setattr(LaunchAhead, "_follow", noted)
+    assert texts(play(make_core(tiny_bundle, True), mixed())) == texts(plain)
+    launch = "pinned, event on the stream of cuda"
+    assert f"{launch}, follow, {launch}, wait, follow, {launch}, wait" in ", ".join(done)
+    assert done.count("wait") == done.count("follow") > 20
 
 
 def test_a_step_is_launched_before_the_last_is_read(tiny_bundle: Bundle, followed: list[list[Run]]) -> None:
