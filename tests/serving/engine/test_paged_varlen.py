@@ -48,6 +48,15 @@ def _no_memory() -> Iterator[None]:
     varlen._computes_right.cache_clear()
 
 
+def test_torchs_own_takes_what_it_is_given(caplog: pytest.LogCaptureFixture) -> None:
+    """All the way to the operator, which has no implementation for the CPU; then prompts go without it, and why is
+    said."""
+    caplog.set_level("INFO")
+    assert not varlen._computes_right(torch.device("cpu"), torch.bfloat16, 16, 2, 64)
+    (said,) = caplog.messages
+    assert said.startswith("prompts are computed block table by block table, not by varlen_attn: Could not run 'aten::")
+
+
 @pytest.mark.usefixtures("_no_memory")
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_prompts_by_varlen_equal_generate(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
