@@ -155,16 +155,19 @@ class MediaPart(Struct, frozen=True, kw_only=True):
     """An image, a video or a sound in a message, whose form has been checked.
 
     ``place`` is the path of a local file, or the host (and port, if given) of a URL; "" for data in the request itself.
-    ``most`` is the most bytes that it may have. ``field`` is the path of the field that names it, ``part`` that of its
-    part.
+    ``content`` is the path, the whole URL, or the data in base64 (checked, without its ``data:`` head). ``most`` is the
+    most bytes that it may have. ``field`` is the path of the field that names it, ``part`` that of its part, ``name``
+    the type of the part in the dialect.
     """
 
     kind: Literal["image", "video", "audio"]
     source: Literal["path", "url", "data"]
     place: str = ""
+    content: str = ""
     most: int
     field: str
     part: str
+    name: str = "image_url"
 
 
 Part: TypeAlias = TextPart | MediaPart
@@ -371,6 +374,18 @@ class Sampling(Struct, frozen=True, kw_only=True):
     draft: DraftTokens | None = None
 
 
+class Picture(Struct, frozen=True, kw_only=True):
+    """A picture of the prompt: ``data`` is RGB, a byte a channel, [height, width, 3] from the top left.
+
+    ``num_tokens`` is how many tokens of the prompt stand for it (``Bundle.pictures``).
+    """
+
+    width: int
+    height: int
+    data: bytes
+    num_tokens: int
+
+
 class Sequence(Struct, frozen=True, kw_only=True):
     """One text to continue or to embed.
 
@@ -445,7 +460,7 @@ class ValidRequest(Struct, frozen=True, kw_only=True):
     Input: ``truncated`` says that the prompt was cut for ``error_behavior: truncate``; ``clipped`` says that max_tokens
     was reduced to what the context leaves. ``sampling`` is None for embeddings. ``lora_task`` replaces ``adapter``; its
     id is valid only for this ``tenant``. Token ids of prompts from the vocabulary's size on are rows of
-    ``prompt_table``. For pairs of texts, ``second_from`` is the token of each sequence from which on token types are
+    ``prompt_table``, or else tokens of ``pictures``, one picture after another. For pairs of texts, ``second_from`` is the token of each sequence from which on token types are
     the second; () if each sequence is one text.
 
     Reply: ``stop`` strings are matched above the engine, on text. ``tools`` is None if none may be called. With
@@ -494,6 +509,7 @@ class ValidRequest(Struct, frozen=True, kw_only=True):
     weight: int = 1
     lora_task: LoraTask | None = None
     prompt_table: PromptTable | None = None
+    pictures: tuple[Picture, ...] = ()
 
     @property
     def num_prompt_tokens(self) -> int:
