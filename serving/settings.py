@@ -84,6 +84,8 @@ class EngineSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=T
         idle_timeout: seconds for which an engine process outlives its last client.
         stall_timeout: seconds without a step, despite work to do, after which an engine is restarted.
         start_timeout: seconds that the start of an engine may take.
+        picture_cache: bytes of the features of pictures that an engine keeps in memory for later requests with the same
+            pictures. 0 keeps none.
         packed_cache: bytes that packed weights may take in this user's cache directory. Later starts map them. 0 turns
             the cache off.
         standby: 1 keeps a second process loaded, which takes over when the engine dies.
@@ -119,6 +121,7 @@ class EngineSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=T
     idle_timeout: SecondsOrZero = 3.0
     stall_timeout: Seconds = 60.0
     start_timeout: Seconds = 900.0
+    picture_cache: BytesOrZero = 256 << 20
     packed_cache: BytesOrZero = 32 << 30
     standby: Annotated[int, Meta(ge=0, le=1)] = 0
     in_process: bool = False

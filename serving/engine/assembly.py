@@ -26,6 +26,7 @@ from .native_decoder import NativeDecoder
 from .paged import decode
 from .paged.decode_graphs import GraphedForward
 from .paged.paged_cache import PagedKVCache
+from .pictures import Pictures
 from .pooling import transformer_dir
 from .runner import ModelForward, Runner, StepForward
 from .scheduler import Scheduler
@@ -51,6 +52,7 @@ class EngineParts:
     scheduler: Any = None
     runner: Any = None
     lora: Any = None
+    pictures: Pictures | None = None
     ahead: GraphedForward | None = None  # launches steps ahead, if the engine does that
     embedder: Any = None
 
@@ -100,7 +102,11 @@ def assemble(bundle: Bundle, settings: EngineSettings) -> EngineParts:
         max_logits_bytes=settings.max_logits_bytes,
         paged=_paged_info(loaded, cache, forward, not_ahead),
         capabilities=Capabilities(
-            structured_output=bool(bundle.tokenizer_dir), beam_search=True, lora_tasks=True, prompt_tables=width > 0
+            structured_output=bool(bundle.tokenizer_dir),
+            beam_search=True,
+            lora_tasks=True,
+            prompt_tables=width > 0,
+            pictures=loaded.reader is not None,
         ),
     )
     scheduler = Scheduler(
@@ -110,7 +116,8 @@ def assemble(bundle: Bundle, settings: EngineSettings) -> EngineParts:
         speculation=speculation,
         batch_invariant=alone,
     )
-    return EngineParts(info, cache, scheduler, Runner(forward, cache, batch_invariant=alone), lora, ahead)
+    runner = Runner(forward, cache, batch_invariant=alone)
+    return EngineParts(info, cache, scheduler, runner, lora, _pictures(loaded, settings, width), ahead)
 
 
 def _check_room(num_tokens: int, max_model_len: int, memory: int) -> None:
@@ -125,6 +132,14 @@ def _check_room(num_tokens: int, max_model_len: int, memory: int) -> None:
     if num_tokens < min(FEWEST_TOKENS, max_model_len):
         raise PackagingError(text)
     logger.warning(text)
+
+
+def _pictures(loaded: LoadedModel, settings: EngineSettings, width: int) -> Pictures | None:
+    if loaded.reader is None:
+        return None
+    if not width:
+        raise PackagingError(f"{type(loaded.model).__name__} is not supported: no vector can stand in for its tokens")
+    return Pictures(loaded.reader, budget=settings.picture_cache, width=width, first_id=loaded.vocab_size)
 
 
 def _speculation(

@@ -38,6 +38,7 @@ from .launch_ahead import LaunchAhead
 from .logits_processors import LogitsProcessors
 from .masks import Masks
 from .native import library
+from .pictures import without_data
 from .request_check import check_beams, check_request, with_learned_prompt
 from .scheduler import Run
 from .sequence import SequenceGroup, SequenceState
@@ -70,6 +71,7 @@ class EngineCore:
             host_budget=adapter_host_memory(settings, self._parts.lora),
             pinned=pinned,
         )
+        self._pictures = self._parts.pictures
         self._inflight = InflightRequests(self._ended)
         self._wake: Callable[[], None] = _ignore
         vocab_size, trust = self._parts.info.vocab_size, settings.trust_remote_code
@@ -111,6 +113,10 @@ class EngineCore:
         if request.lora_task is not None:  # its weights are the pool's now
             task = LoraTask(task_id=request.lora_task.task_id)
             request = msgspec.structs.replace(request, lora_task=task)
+        if request.pictures:
+            assert self._pictures is not None, "check_request refuses them"
+            table = self._pictures.ask(request)
+            request = without_data(request)
         inflight = self._inflight.add(request, client, adapter)
         num_learned = 0
         try:
@@ -132,19 +138,25 @@ class EngineCore:
         inflight.groups = self._groups(request, adapter, table)
         for group in inflight.groups if num_learned else ():
             group.num_learned = num_learned
+        reading = self._pictures.get(request.request_id) if self._pictures is not None else None
         for sequence in inflight.unfinished:
-            if compilation is not None:
+            if reading is not None:
+                sequence.waits_for = "pictures"
+            elif compilation is not None:
                 sequence.waits_for = "grammar"
             self._scheduler.add(sequence)
-        if compilation is None or compilation.is_done:
+        if reading is not None:
+            reading.compilation = compilation
+            reading.compiles = compilation is not None and not compilation.is_done
+        elif compilation is None or compilation.is_done:
             self._begin(inflight, compilation)
 
     def _begin(self, inflight: InflightRequest, compilation: Compilation | None) -> None:
         """Let the sequences run, each within its grammar if it has one. End those that were complete when resumed."""
         for sequence in inflight.unfinished:
             reason = sequence.stop_reason()
+            self._scheduler.let_go(sequence)
             if compilation is not None:
-                self._scheduler.let_go(sequence)
                 beams = sequence.group.beams
                 if isinstance(beams, BeamGroup):
                     beams.read_texts(compilation.tokenizer)
@@ -188,6 +200,8 @@ class EngineCore:
 
     def _ended(self, inflight: InflightRequest) -> None:
         self._adapters.release(inflight.adapter)
+        if self._pictures is not None:
+            self._pictures.forget(inflight.request.request_id)
         if inflight.has_table:
             self._runner.num_tables -= 1
 
@@ -237,7 +251,7 @@ class EngineCore:
     # -- steps ------------------------------------------------------------------------------------------------------
 
     def has_work(self) -> bool:
-        if self._inflight.has_outputs or len(self._inflight) > len(self._grammars):
+        if self._inflight.has_outputs or len(self._inflight) > len(self._grammars) or self._pictures:
             return True
         return bool(self._inflight) and (self._grammars.is_due or self._is_late())
 
@@ -265,7 +279,10 @@ class EngineCore:
             self._scheduler.ran(runs, time.monotonic() - began)
         if self._embeddings:
             self._embed()
-        if runs or self._embeddings:
+        reads = bool(self._pictures)
+        if reads:
+            self._read_pictures()
+        if runs or self._embeddings or reads:
             self._steps += 1
         self._contention.look()
         self._last_step = time.monotonic()
@@ -317,7 +334,25 @@ class EngineCore:
             if inflight is not None and error is not None:
                 self._exits.fail(inflight, error)
             elif inflight is not None:
-                self._begin(inflight, compilation)
+                reading = self._pictures.get(request_id) if self._pictures is not None else None
+                if reading is None:
+                    self._begin(inflight, compilation)
+                else:
+                    reading.compilation, reading.compiles = compilation, False
+
+    def _read_pictures(self) -> None:
+        """Read a piece of a picture. Begin the requests whose pictures are all read, if their grammars are compiled."""
+        assert self._pictures is not None
+        for request_id, reading, error in self._pictures.read():
+            inflight = self._inflight.get(request_id)
+            if inflight is None:
+                continue
+            if error is not None:
+                self._exits.fail(inflight, InternalError(_brief(error)))
+            elif not reading.compiles:
+                self._begin(inflight, reading.compilation)
+            for sequence in inflight.unfinished if reading.compiles else ():
+                sequence.waits_for = "grammar"
 
     def _is_late(self) -> bool:
         now = time.monotonic()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from ..bundle import Bundle
 from ..errors import PackagingError
@@ -24,6 +24,7 @@ from .native.library import NotNative
 from .native_decoder import DecoderWeights, NativeDecoder, decoder_weights, may_run_in_bf16
 from .packed_cache import MappedDecoder, keep_decoder, packed_key
 from .packed_source import PackedSource
+from .picture_model import PictureReader, check_decoder, decoder_of
 from .self_test import LayerUse, SelfTest, model_forward, probe_layers
 from .slot_cache import KEPT_IN_BF16, KEPT_IN_INT8, SlotKVCache
 
@@ -42,7 +43,8 @@ class LoadedModel:
 
     ``layers`` are the KV shapes found by running the model, ``linears`` what ``linear.install`` returned. ``decoder``
     has the weights of a native step; if None, ``kernels_reason`` says why. ``kept`` has the arguments that say how the
-    KV cache stores keys and values. ``kv_cache_reason`` says why a latent attention keeps whole ones."""
+    KV cache stores keys and values. ``kv_cache_reason`` says why a latent attention keeps whole ones. ``reader`` reads
+    pictures, None if the model does not."""
 
     model: Any
     config: Any
@@ -57,6 +59,7 @@ class LoadedModel:
     vocab_size: int
     kept: Mapping[str, Any]
     kv_cache_reason: str = ""
+    reader: PictureReader | None = None
 
 
 def resolve_device(settings: EngineSettings) -> Any:
@@ -103,20 +106,48 @@ def load_model(bundle: Bundle, settings: EngineSettings) -> LoadedModel:
     device = resolve_device(settings)
     kv_block_size(settings, device)
     dtype = resolve_dtype(settings, device)
+    if bundle.pictures is not None:
+        return _load_with_pictures(bundle, settings, device, dtype)
     key = packed_key("decoder", bundle, settings, device, dtype)
     if key is not None and (mapped := _mapped(key, bundle, settings)) is not None:
         return mapped
     keep_as = None if key is None else (key, PackedSource(bundle))
-    model = from_pretrained(AutoModelForCausalLM, bundle.model_dir, settings, dtype)
-    if dtype == torch.bfloat16 and settings.kernels == "auto" and may_run_in_bf16(model, device):
-        try:
-            return _load(model.float(), settings, device, keep_as)
-        except NotNative as error:  # its own code is to run it in bfloat16; the loaded model is float32, so read again
-            reason = str(error)
-            logger.warning("%s is not run natively in bfloat16: %s", type(model).__name__, reason)
-        model = from_pretrained(AutoModelForCausalLM, bundle.model_dir, settings, dtype)
-        return replace(_load(model, settings, device, keep_as), kernels_reason=reason)
-    return _load(model, settings, device, keep_as)
+
+    def read() -> Any:
+        return from_pretrained(AutoModelForCausalLM, bundle.model_dir, settings, dtype)
+
+    return _load_in(dtype, read, settings, device, keep_as)
+
+
+def _load_in(
+    dtype: Any, read: Callable[[], Any], settings: EngineSettings, device: Any, keep_as: tuple[str, PackedSource] | None
+) -> LoadedModel:
+    """Make the model that ``read`` reads ready, in bfloat16 by our kernels if that is what ``settings`` ask for."""
+    model = read()
+    if dtype != torch.bfloat16 or settings.kernels != "auto" or not may_run_in_bf16(model, device):
+        return _load(model, settings, device, keep_as)
+    try:
+        return _load(model.float(), settings, device, keep_as)
+    except NotNative as error:  # its own code is to run it in bfloat16; the loaded model is float32, so read again
+        reason = str(error)
+        logger.warning("%s is not run natively in bfloat16: %s", type(model).__name__, reason)
+    return replace(_load(read(), settings, device, keep_as), kernels_reason=reason)
+
+
+def _load_with_pictures(bundle: Bundle, settings: EngineSettings, device: Any, dtype: Any) -> LoadedModel:
+    """Load a vision-language model: its decoder like any other, and what reads pictures."""
+    readers = []
+
+    def read() -> Any:
+        model = from_pretrained(AutoModelForImageTextToText, bundle.model_dir, settings, dtype).eval()
+        decoder, reader = decoder_of(model), PictureReader(model, bundle)
+        check_decoder(model, decoder, reader)
+        reader.give_up_decoder()
+        readers.append(reader.to(device))
+        return decoder
+
+    loaded = _load_in(dtype, read, settings, device, None)
+    return replace(loaded, reader=readers[-1])
 
 
 def _load(model: Any, settings: EngineSettings, device: Any, keep_as: tuple[str, PackedSource] | None) -> LoadedModel:

@@ -43,13 +43,26 @@ def check_request(request: ValidRequest, info: EngineInfo) -> None:
         )
     if request.prompt_table is not None and not info.capabilities.prompt_tables:
         raise InvalidField("prompt_embedding_table", "a table", "null: this engine takes no prompt tables")
+    _check_pictures(request, info)
     room = info.max_model_len if embeds else info.max_kv_tokens
     most = room - (request.sampling is not None and request.sampling.max_tokens > 0)
-    virtual = 0 if request.prompt_table is None else request.prompt_table.num_tokens
+    virtual = sum(one.num_tokens for one in request.pictures) if request.prompt_table is None else request.prompt_table.num_tokens
     if virtual and request.sampling is not None and request.sampling.prompt_logprobs is not None:
-        raise InvalidField("prompt_embedding_table", "a table", "null where the prompt is scored")
+        named = "messages" if request.pictures else "prompt_embedding_table"
+        raise InvalidField(named, "tokens that are no words", "none where the prompt is scored")
     for sequence in request.sequences:
         _check_tokens(sequence.prompt_token_ids, sequence.resumed_token_ids, info.vocab_size, virtual, room, most)
+
+
+def _check_pictures(request: ValidRequest, info: EngineInfo) -> None:
+    if not request.pictures:
+        return
+    if not info.capabilities.pictures or request.prompt_table is not None:
+        raise InvalidField("messages", "a picture", "text: this engine reads no pictures in such a request")
+    for picture in request.pictures:
+        if len(picture.data) != 3 * picture.width * picture.height or picture.num_tokens < 1:
+            size = f"{picture.width} x {picture.height} pixels of 3 bytes"
+            raise InvalidField("messages", f"a picture of {len(picture.data)} bytes", size)
 
 
 def _check_lists(sampling: Sampling, vocab_size: int) -> None:
@@ -81,6 +94,8 @@ def with_learned_prompt(request: ValidRequest, num_learned: int, info: EngineInf
     allowed = f"null with adapter {request.adapter!r}, which has learned a prompt of its own"
     if request.prompt_table is not None:
         raise InvalidField("prompt_embedding_table", "a table", allowed)
+    if request.pictures:
+        raise InvalidField("messages", "a picture", f"none with adapter {request.adapter!r}, which has learned a prompt")
     if request.sampling.prompt_logprobs is not None:
         raise InvalidField(
             "echo", True, f"false with logprobs and adapter {request.adapter!r}, whose prompt has no words"

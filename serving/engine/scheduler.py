@@ -104,7 +104,7 @@ class Scheduler:
         self.max_num_batched_tokens = max(max_num_batched_tokens, max_num_seqs)
         self.waiting = FairQueue()
         self.running: list[SequenceState] = []
-        self.held: dict[int, SequenceState] = {}  # until their grammars are compiled
+        self.held: dict[int, SequenceState] = {}  # until their grammars are compiled and their pictures read
         self.budget = BestEffortBudget()
         self._batch_invariant = batch_invariant  # runs end where pieces do (``batch_invariance``)
         self.speculation = speculation
@@ -118,7 +118,7 @@ class Scheduler:
     def add(self, sequence: SequenceState) -> None:
         """Take on a sequence as waiting for its turn."""
         self.waiting.admit(sequence)
-        if sequence.waits_for == "grammar":
+        if sequence.waits_for in ("grammar", "pictures"):
             self.held[sequence.id] = sequence
         else:
             self.waiting.add(sequence)

@@ -28,7 +28,7 @@ MOVES: dict[Status, tuple[Status, ...]] = {
     "finished": (),
 }
 
-WaitReason = Literal["turn", "slot", "memory", "prefix", "grammar"]
+WaitReason = Literal["turn", "slot", "memory", "prefix", "grammar", "pictures"]
 """What a waiting sequence waits for: its turn in the queue, one of ``max_num_seqs`` places, KV memory for its prompt,
 a prefix that a running sequence is just computing, or its grammar, which is being compiled."""
 

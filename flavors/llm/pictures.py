@@ -1,0 +1,143 @@
+"""How the prompts of a vision-language model contain pictures: found out by asking the model's own processor."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ...serving.bundle import PictureSpec
+from ...serving.errors import PackagingError, reason, shown
+from ...serving.picture_layout import Size, expanded
+
+# Widths and heights that tell layouts apart: small and large ones, long and high ones, with odd sides.
+SIZES: tuple[Size, ...] = ((64, 64), (640, 480), (37, 411), (1025, 33), (2049, 2047), (1, 1), (300, 900))
+NUM_DRAWN = 6  # further sizes, drawn anew for each model from the same seed
+LARGEST = 2500  # pixels of a side that is drawn
+AROUND = ("Here is", ":\n\n", "\nand what is ")  # texts beside pictures
+
+
+def reads_pictures(config: dict[str, Any]) -> bool:
+    """Return whether the architecture in ``config`` (of config.json) is a vision-language model."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+    known = {
+        name
+        for names in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
+        for name in ((names,) if isinstance(names, str) else names)
+    }
+    given = config.get("architectures") or ()
+    return "vision_config" in config and any(name in known for name in given)
+
+
+def picture_spec(model_dir: Path, tokenizer_dir: Path, config: dict[str, Any]) -> PictureSpec:
+    """Return how the prompts of the model contain pictures.
+
+    Raises ``PackagingError`` if its processor places them in a way that no layout describes."""
+    from ...serving.engine.picture_processor import load_processor
+
+    probe = _Probe(load_processor(model_dir, tokenizer_dir), config)
+    try:
+        spec = probe.fixed() or probe.grid()
+        if spec is not None and all(probe.agrees(spec, sizes) for sizes in _pairs()):
+            return spec
+    except PackagingError:
+        raise
+    except Exception as error:  # of the processor's code
+        raise PackagingError(f"model: its processor cannot read a picture: {reason(error)}") from None
+    name = type(probe.processor).__name__
+    raise PackagingError(f"model: {name} gives pictures tokens in a way that this release does not know")
+
+
+class _Probe:
+    """Asks a processor for the tokens of pictures."""
+
+    def __init__(self, processor: Any, config: dict[str, Any]) -> None:
+        self.processor, self.tokenizer = processor, processor.tokenizer
+        image_id = config.get("image_token_id", config.get("image_token_index"))
+        if not isinstance(image_id, int):
+            raise PackagingError(f"model: config.json has no image_token_id; it is {shown(image_id)}")
+        self.image_id = image_id
+        self.placeholder = self._placeholder()
+
+    def _placeholder(self) -> str:
+        """The token that a template writes for a picture: usually the one that stands for its vectors, too."""
+        names = [getattr(self.processor, name, None) for name in ("boi_token", "image_token")]
+        for name in (*names, self.tokenizer.convert_ids_to_tokens(self.image_id)):
+            text = getattr(name, "content", name)
+            if isinstance(text, str) and len(self._encoded(text)) == 1 and self._takes(text):
+                return text
+        raise PackagingError("model: its processor takes no single token as the place of a picture")
+
+    def _takes(self, text: str) -> bool:
+        try:
+            return self.image_id in self._asked(text, [(64, 64)])
+        except Exception:  # it raises anything for a text without its placeholder
+            return False
+
+    def _encoded(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _asked(self, text: str, sizes: list[Size]) -> list[int]:
+        from PIL import Image
+
+        images = [Image.new("RGB", size) for size in sizes]
+        given = self.processor(text=[text], images=images, return_tensors="pt", add_special_tokens=False)
+        return list(given["input_ids"][0].tolist())
+
+    def ids(self, size: Size) -> tuple[int, ...]:
+        return tuple(self._asked(self.placeholder, [size]))
+
+    def fixed(self) -> PictureSpec | None:
+        """The layout in which every picture has the same tokens; None if they depend on its size."""
+        found = {self.ids(size) for size in SIZES}
+        if len(found) > 1:
+            return None
+        return PictureSpec(placeholder_id=self._encoded(self.placeholder)[0], image_id=self.image_id, ids=found.pop())
+
+    def grid(self) -> PictureSpec | None:
+        """The layout of Idefics 3 and SmolVLM; None if this processor has not the parts of theirs."""
+        processor, images = self.processor, self.processor.image_processor
+        longest, tile = _edge(getattr(images, "size", None)), _edge(getattr(images, "max_image_size", None))
+        around = getattr(processor, "fake_image_token", None)
+        count = getattr(processor, "image_seq_len", None)
+        if not (longest and tile and isinstance(around, str) and isinstance(count, int)):
+            return None
+        whole = getattr(processor, "global_image_tag", None) or getattr(processor, "global_image_token", "")
+        most = max(-(-longest // tile), 1)
+        inner = (self.image_id,) * count
+        once = (*self._encoded(around + whole), *inner, *self._encoded(around))
+        return PictureSpec(
+            placeholder_id=self._encoded(self.placeholder)[0],
+            image_id=self.image_id,
+            layout="grid",
+            ids=inner,
+            longest_edge=longest,
+            tile=tile,
+            tile_heads=tuple(
+                tuple(tuple(self._encoded(f"{around}<row_{row + 1}_col_{column + 1}>")) for column in range(most))
+                for row in range(most)
+            ),
+            row_end=tuple(self._encoded("\n")),
+            whole=(*self._encoded("\n\n"), *once),
+            single=once,
+        )
+
+    def agrees(self, spec: PictureSpec, sizes: tuple[Size, Size]) -> bool:
+        """Whether ``spec`` gives the tokens that the processor gives, for two pictures within a text."""
+        text = self.placeholder.join(AROUND)
+        found, _ = expanded(self._encoded(text), sizes, spec, self.image_id, numbered=False)
+        return list(found) == self._asked(text, list(sizes))
+
+
+def _pairs() -> Iterator[tuple[Size, Size]]:
+    draw = random.Random(0)
+    drawn = [(draw.randint(1, LARGEST), draw.randint(1, LARGEST)) for _ in range(NUM_DRAWN)]
+    sizes = [*SIZES, *drawn]
+    return zip(sizes, reversed(sizes), strict=True)
+
+
+def _edge(size: Any) -> int:
+    found = size.get("longest_edge") if isinstance(size, dict) else getattr(size, "longest_edge", None)
+    return found if isinstance(found, int) else 0

@@ -1,0 +1,49 @@
+"""The processor of a vision-language model: transformers' own, with Pillow as its backend."""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+from ..errors import PackagingError, reason
+from ..request import Picture
+
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "image_processor_config.json")
+
+
+def load_processor(model_dir: str | Path, tokenizer_dir: str | Path) -> Any:
+    """Load the processor from the files in ``model_dir`` (or beside the tokenizer) and the tokenizer.
+
+    Raises ``PackagingError`` if there is none, or it cannot be loaded."""
+    from transformers import AutoProcessor
+
+    try:
+        import PIL.Image  # noqa: F401
+    except ImportError:
+        raise PackagingError("pictures need Pillow: pip install 'mlflow-llm[pictures]'") from None
+    if not any((Path(folder) / name).is_file() for folder in (model_dir, tokenizer_dir) for name in PROCESSOR_FILES):
+        raise PackagingError("model: it reads pictures, but has no preprocessor_config.json or processor_config.json")
+    with tempfile.TemporaryDirectory(prefix="mlx-") as both, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _link(Path(model_dir), Path(both))
+        _link(Path(tokenizer_dir), Path(both))
+        try:
+            return AutoProcessor.from_pretrained(both, local_files_only=True, trust_remote_code=False, backend="pil")
+        except Exception as error:  # of transformers: an unknown class, a missing package
+            raise PackagingError(f"model: its processor cannot be loaded: {reason(error)}") from None
+
+
+def inputs_of(processor: Any, placeholder: str, picture: Picture) -> Any:
+    """Return what the processor makes of a prompt that is one picture: token ids and tensors, by name."""
+    from PIL import Image
+
+    image = Image.frombytes("RGB", (picture.width, picture.height), picture.data)
+    return processor(text=[placeholder], images=[image], return_tensors="pt", add_special_tokens=False)
+
+
+def _link(source: Path, target: Path) -> None:
+    for file in source.iterdir():
+        if file.is_file() and file.suffix in (".json", ".txt", ".model", ".jinja") and not (target / file.name).exists():
+            (target / file.name).symlink_to(file.absolute())

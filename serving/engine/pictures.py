@@ -1,0 +1,166 @@
+"""Pictures of requests: read one piece a step, kept for later requests, and made the virtual tokens of their prompts.
+
+A step reads one picture at most (one tile, where a picture is cut into tiles), so that other requests' tokens do not
+wait for all pictures of a request. Its features are kept, within a budget: a conversation sends its pictures with every
+turn. As with prefixes, only requests with the same ``cache_salt`` use each other's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from ..request import Picture, ValidRequest
+from .picture_model import Piece, PictureReader, Vectors
+from .virtual_tokens import Table
+
+logger = logging.getLogger(__name__)
+Key = tuple[str, str]  # of whom the features are (a salt), and of what
+
+
+@dataclass(slots=True)
+class Reading:
+    """A request whose pictures are not all read. ``missing`` are those, with their rows in ``table``.
+
+    ``compilation`` is that of the request's grammar once it is done; ``compiles`` says whether it is still awaited."""
+
+    rank: tuple[bool, int, int]
+    table: Table
+    missing: list[tuple[Key, Picture, slice]]
+    compiles: bool = False
+    compilation: Any = None
+
+
+@dataclass(slots=True)
+class _Part:
+    """A picture that is being read: the pieces to come, and the features of those before."""
+
+    key: Key
+    pieces: list[Piece]
+    vectors: list[Vectors] = field(default_factory=list)
+
+
+class Pictures:
+    """Reads the pictures of requests. ``budget`` is how many bytes of features are kept."""
+
+    def __init__(self, reader: PictureReader, *, budget: int, width: int, first_id: int) -> None:
+        self._reader, self._budget, self._width, self._first_id = reader, budget, width, first_id
+        self._kept: OrderedDict[Key, Vectors] = OrderedDict()
+        self._num_bytes = 0
+        self._readings: dict[str, Reading] = {}
+        self._part: _Part | None = None
+        self._asked = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._readings)
+
+    def __len__(self) -> int:
+        return len(self._readings)
+
+    def get(self, request_id: str) -> Reading | None:
+        """The request's reading; None if none of its pictures is missing."""
+        return self._readings.get(request_id)
+
+    def ask(self, request: ValidRequest) -> Table:
+        """Return the table of the request's pictures, whose vectors are there when ``get`` finds no reading."""
+        self._asked += 1
+        salt = f"alone-{self._asked}" if request.cache_salt is None else request.cache_salt
+        counts = [picture.num_tokens for picture in request.pictures]
+        vectors = np.zeros((sum(counts), self._width), dtype=np.float32)
+        missing, digests, end = [], hashlib.blake2b(digest_size=16), 0
+        for picture in request.pictures:
+            key = (salt, _digest(picture))
+            digests.update(key[1].encode())
+            rows = slice(end, end := end + picture.num_tokens)
+            kept = self._kept.get(key)
+            if kept is None:
+                missing.append((key, picture, rows))
+            else:
+                self._kept.move_to_end(key)
+                vectors[rows] = kept
+        table = Table(vectors, self._first_id, digests.hexdigest())
+        if missing:
+            rank = (not request.provisioned, request.priority, self._asked)
+            self._readings[request.request_id] = Reading(rank, table, missing)
+        return table
+
+    def forget(self, request_id: str) -> None:
+        """Read no more pictures for a request that has ended."""
+        self._readings.pop(request_id, None)
+
+    def read(self) -> list[tuple[str, Reading, Exception | None]]:
+        """Read one piece of a picture. Return the requests that have all of theirs now, or cannot have them."""
+        part = self._part if self._part is not None and self._is_wanted(self._part.key) else None
+        try:
+            if part is None:
+                part = self._part = self._next()
+            part.vectors.append(self._reader.read(part.pieces.pop(0)))
+            if part.pieces:
+                return []
+            self._part = None
+            vectors = np.concatenate(part.vectors)
+        except Exception as error:
+            logger.exception("a picture cannot be read")
+            self._part = None
+            failed = part.key if part is not None else self._first().missing[0][0]
+            return [(name, reading, error) for name, reading in self._take(failed)]
+        return self._deliver(part.key, vectors)
+
+    def _first(self) -> Reading:
+        return min(self._readings.values(), key=lambda reading: reading.rank)
+
+    def _next(self) -> _Part:
+        key, picture, _ = self._first().missing[0]
+        return _Part(key, self._reader.pieces(picture))
+
+    def _is_wanted(self, key: Key) -> bool:
+        return any(key == missing for reading in self._readings.values() for missing, _, _ in reading.missing)
+
+    def _take(self, key: Key) -> list[tuple[str, Reading]]:
+        """Remove the readings that lack ``key``, and return them."""
+        found = [
+            (name, reading)
+            for name, reading in self._readings.items()
+            if any(key == missing for missing, _, _ in reading.missing)
+        ]
+        for name, _ in found:
+            del self._readings[name]
+        return found
+
+    def _deliver(self, key: Key, vectors: Vectors) -> list[tuple[str, Reading, Exception | None]]:
+        done: list[tuple[str, Reading, Exception | None]] = []
+        for name, reading in list(self._readings.items()):
+            for missing, _, rows in reading.missing:
+                if missing == key:
+                    reading.table.vectors[rows] = vectors
+            reading.missing = [entry for entry in reading.missing if entry[0] != key]
+            if not reading.missing:
+                del self._readings[name]
+                done.append((name, reading, None))
+        self._keep(key, vectors)
+        return done
+
+    def _keep(self, key: Key, vectors: Vectors) -> None:
+        if key[0].startswith("alone-") or vectors.nbytes > self._budget:
+            return
+        self._kept[key] = vectors
+        self._num_bytes += vectors.nbytes
+        while self._num_bytes > self._budget:
+            self._num_bytes -= self._kept.popitem(last=False)[1].nbytes
+
+
+def without_data(request: ValidRequest) -> ValidRequest:
+    """Return ``request`` without the pixels of its pictures, which are read or waited for elsewhere."""
+    bare = tuple(msgspec.structs.replace(picture, data=b"") for picture in request.pictures)
+    return msgspec.structs.replace(request, pictures=bare)
+
+
+def _digest(picture: Picture) -> str:
+    size = f"{picture.width} {picture.height} {picture.num_tokens} ".encode()
+    return hashlib.blake2b(size + picture.data, digest_size=16).hexdigest()
