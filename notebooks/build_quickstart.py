@@ -42,7 +42,8 @@ logging.getLogger("mlflow").setLevel(logging.ERROR)
 logging.getLogger("alembic").setLevel(logging.ERROR)
 
 models = Path(os.environ.get("MLFLOW_LLM_QUICKSTART_MODELS", "../.cache/models"))
-store = Path(tempfile.mkdtemp())
+folder = tempfile.TemporaryDirectory()  # goes with the kernel
+store = Path(folder.name)
 mlflow.set_tracking_uri(f"sqlite:///{store}/mlflow.db")
 experiment = mlflow.create_experiment("quickstart", artifact_location=str(store / "models"))
 _ = mlflow.set_experiment(experiment_id=experiment)""",

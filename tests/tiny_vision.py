@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     CLIPVisionConfig,
     Idefics3Config,
@@ -18,7 +18,8 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING as MODELS
 
-WORDS = [chr(c) for c in range(32, 127)] + ["\n", "\n\n"]
+VOCAB = 320
+NEWLINE = "\u010a"  # as byte-level tokenizers write it
 SPECIAL = ("<s>", "</s>", "<unk>", "<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
 TILES = tuple(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7))
 TEMPLATE = (
@@ -29,10 +30,12 @@ TEMPLATE = (
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Characters are tokens, and so is an empty line, as in many tokenizers."""
-    vocab = {text: i for i, text in enumerate((*SPECIAL, *TILES, *WORDS))}
-    made = Tokenizer(models.BPE(vocab=vocab, merges=[("\n", "\n")], unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.Split("never found", "isolated")
+    """Bytes are tokens, and so is an empty line, as in many tokenizers."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {text: i for i, text in enumerate((*SPECIAL, *TILES, *letters, 2 * NEWLINE))}
+    made = Tokenizer(models.BPE(vocab=vocab, merges=[(NEWLINE, NEWLINE)]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
     given = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "chat_template": TEMPLATE}
     fast = PreTrainedTokenizerFast(tokenizer_object=made, **given)
     fast.add_special_tokens({"additional_special_tokens": [*SPECIAL[3:], *TILES]})
@@ -41,7 +44,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def _decoder(**more: Any) -> dict[str, Any]:
     return LlamaConfig(
-        vocab_size=160, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=2048, bos_token_id=0, eos_token_id=1, **more,
     )  # fmt: skip
 
@@ -89,7 +92,7 @@ def make_model(family: str, seed: int = 0) -> Any:
     model = MODELS[type(config)](config).eval()
     with torch.no_grad():  # fresh weights are so small that no picture would change a token
         for parameter in model.parameters():
-            parameter.mul_(4) if parameter.dim() > 1 else None
+            parameter.mul_(6) if parameter.dim() > 1 else None
     return model
 
 

@@ -22,10 +22,11 @@ from .draft_check import check_draft
 from .encoder_trial import try_encoder
 from .manifest import BaseReference, Manifest, describe, write
 from .manifest import read as read_manifest
-from .meta_model import build, check_complete, check_settings, check_supported, check_weights
+from .meta_model import build, check_complete, check_settings, check_supported, check_weights, decoder_of
+from .pictures import check_templates, picture_spec
 from .quantize import check_quantize, quantize_weights
 from .sources import place_model
-from .tasks import cross_encoder_spec, embedding_spec, is_causal, parse_tasks, read_config, resolve_tasks
+from .tasks import cross_encoder_spec, embedding_spec, is_causal, parse_tasks, read_config, reads_pictures, resolve_tasks
 from .tokenizers import check_vocabulary, load_tokenizer, place_tokenizer
 
 
@@ -95,17 +96,24 @@ def _write_whole(root: Path, parts: Parts) -> tuple[Manifest, Path]:
     source = placed.tokenizer if parts.tokenizer is None else parts.tokenizer
     if source is None:
         raise PackagingError("tokenizer: a model object brings none; pass tokenizer= (an object or a directory)")
-    skeleton = build(model_dir, trust_remote_code=parts.trust_remote_code)
-    check_weights(skeleton, read_shapes(model_dir))
-    check_supported(skeleton, causal=is_causal(read_config(model_dir)))
+    whole, config = build(model_dir, trust_remote_code=parts.trust_remote_code), read_config(model_dir)
+    check_weights(whole, read_shapes(model_dir))
+    skeleton = decoder_of(whole)
+    check_supported(skeleton, causal=is_causal(config))
     place_tokenizer(source, root / "tokenizer", link=parts.link)
     tokenizer = load_tokenizer(root / "tokenizer", trust_remote_code=parts.trust_remote_code)
     check_vocabulary(tokenizer, model_dir)
     found = chat_templates.collect(parts.chat_template, tokenizer)
     tasks = resolve_tasks(parts.task, model_dir, found)
+    pictures = None
+    if reads_pictures(config):
+        _check_beside_pictures(parts)
+        pictures = picture_spec(model_dir, root / "tokenizer", config)
     check_complete(model_dir, tasks, trust_remote_code=parts.trust_remote_code)
     if "chat" in tasks or parts.chat_template is not None:
-        chat_templates.check(found, tokenizer)
+        chat_templates.check(found, tokenizer, parts=pictures is not None)
+    if pictures is not None:
+        check_templates(found, tokenizer, pictures)
     chat_templates.write(found, root)
     names = place_adapters(parts.adapters, placed.peft_model, root, link=parts.link)
     check_adapters(names, root, skeleton)
@@ -122,8 +130,20 @@ def _write_whole(root: Path, parts: Parts) -> tuple[Manifest, Path]:
     manifest = _finish(
         root, parts, tasks, names,
         embedding=spec, cross_encoder=crosses, tool_formats=formats, quantization=parts.quantization,
+        pictures=pictures,
     )  # fmt: skip
     return manifest, model_dir
+
+
+def _check_beside_pictures(parts: Parts) -> None:
+    """Raise ``PackagingError`` for arguments that vision-language models do not take."""
+    if parts.quantize is not None:
+        raise PackagingError(
+            f"quantize: {parts.quantize!r} is not allowed for a model that reads pictures; expected None:"
+            " quantization='int8' quantises its decoder at each start"
+        )
+    if parts.trust_remote_code:
+        raise PackagingError("trust_remote_code: True is not allowed for a model that reads pictures; expected False")
 
 
 def _as_engine_sees(
@@ -146,7 +166,7 @@ def _write_over_base(root: Path, parts: Parts, over: PinnedBase) -> tuple[Manife
     names = place_adapters(parts.adapters, None, root, link=parts.link)
     if twice := sorted(set(names) & base.adapters.keys()):
         raise PackagingError(f"adapters: the base already has an adapter {twice[0]!r}; choose another name")
-    skeleton = build(Path(base.model_dir), trust_remote_code=parts.trust_remote_code)
+    skeleton = decoder_of(build(Path(base.model_dir), trust_remote_code=parts.trust_remote_code))
     check_adapters(names, root, skeleton)
     tokenizer_dir = Path(base.tokenizer_dir)
     if parts.tokenizer is not None:
@@ -159,7 +179,9 @@ def _write_over_base(root: Path, parts: Parts, over: PinnedBase) -> tuple[Manife
     if parts.chat_template is not None:
         tokenizer = load_tokenizer(tokenizer_dir, trust_remote_code=parts.trust_remote_code)
         found = chat_templates.collect(parts.chat_template, tokenizer)
-        chat_templates.check(found, tokenizer)
+        chat_templates.check(found, tokenizer, parts=base.pictures is not None)
+        if base.pictures is not None:
+            check_templates(found, tokenizer, base.pictures)
         chat_templates.write(found, root)
         formats = formats_of(found, tokenizer, parts.tool_format)
     tasks = _tasks_over(base, parts, root)
@@ -167,7 +189,7 @@ def _write_over_base(root: Path, parts: Parts, over: PinnedBase) -> tuple[Manife
     check_draft(parts.settings)
     manifest = _finish(
         root, parts, tasks, [*names, *base.adapters],
-        base=over.reference, tool_formats=formats, quantization=parts.quantization,
+        base=over.reference, tool_formats=formats, quantization=parts.quantization, pictures=base.pictures,
     )  # fmt: skip
     return manifest, Path(base.model_dir)
 
@@ -192,6 +214,7 @@ def _finish(
     cross_encoder: Any = None,
     tool_formats: dict[str, ToolFormat],
     quantization: str | None = None,
+    pictures: PictureSpec | None = None,
 ) -> Manifest:
     default = () if parts.default_adapter is None else (parts.default_adapter,)
     for field, names in (("default_adapter", default), ("pinned_adapters", parts.settings.pinned_adapters)):
@@ -208,6 +231,7 @@ def _finish(
         cross_encoder=cross_encoder,
         tool_formats=tool_formats,
         quantization=quantization,
+        pictures=pictures,
     )
     write(manifest, root)
     return manifest

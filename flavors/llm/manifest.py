@@ -19,12 +19,13 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-from ...serving.bundle import CrossEncoderSpec, EmbeddingSpec
+from ...serving.bundle import CrossEncoderSpec, EmbeddingSpec, PictureSpec
 from ...serving.errors import PackagingError, shown
 from ...serving.request import Task
 from ...serving.tool_calls.formats import ToolFormat
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4  # of models that read pictures
+QUANTIZED_VERSION = 3
 PLAIN_VERSION = 1  # the format version of models that earlier releases can serve too
 MANIFEST = "manifest.json"
 DEFAULT_TEMPLATE = "chat_template.jinja"
@@ -54,8 +55,8 @@ class Manifest(Struct, frozen=True, kw_only=True):
 
     ``files`` are POSIX paths relative to the model root. ``base`` is set if ``model/`` belongs to another model.
     ``default_adapter`` answers requests that name no adapter. ``tool_formats`` says, by the name of the chat template,
-    how tool calls are written. ``quantization`` is how the linears are stored, None if they are stored as they came; a
-    quantised model has format version 2. ``environment`` holds the files of the Python environment, None if an earlier
+    how tool calls are written. ``quantization`` is how the linears are stored, None if they are stored as they came.
+    ``pictures`` says how prompts contain pictures, None if the model reads only text. ``environment`` holds the files of the Python environment, None if an earlier
     release saved the model.
     """
 
@@ -70,6 +71,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
     tool_formats: dict[str, ToolFormat] = {}
     quantization: str | None = None
     environment: dict[str, FileEntry] | None = None
+    pictures: PictureSpec | None = None
 
     @property
     def adapters(self) -> list[str]:
@@ -92,6 +94,7 @@ def describe(
     cross_encoder: CrossEncoderSpec | None = None,
     tool_formats: dict[str, ToolFormat] | None = None,
     quantization: str | None = None,
+    pictures: PictureSpec | None = None,
 ) -> Manifest:
     """Create a manifest of the files under ``root``, reading each file once. Raises ``PackagingError``."""
     files = _entries(root, COVERED)
@@ -105,8 +108,16 @@ def describe(
         cross_encoder=cross_encoder,
         tool_formats=tool_formats or {},
         quantization=quantization,
-        format_version=PLAIN_VERSION if quantization is None else FORMAT_VERSION,
+        pictures=pictures,
+        format_version=_version(quantization, pictures),
     )
+
+
+def _version(quantization: str | None, pictures: PictureSpec | None) -> int:
+    """Return the oldest format version with what the model needs, so that releases without it refuse the model."""
+    if pictures is not None:
+        return FORMAT_VERSION
+    return PLAIN_VERSION if quantization is None else QUANTIZED_VERSION
 
 
 def with_environment(manifest: Manifest, root: Path) -> Manifest:

@@ -11,7 +11,7 @@ from ...serving.bundle import EmbeddingSpec
 from ...serving.errors import PackagingError, reason
 from ...serving.request import POOLED, Task
 from ...serving.settings import EngineSettings
-from .tasks import config_file, is_causal, read_config
+from .tasks import config_file, is_causal, read_config, reads_pictures
 
 logger = logging.getLogger(__name__)
 
@@ -19,15 +19,17 @@ logger = logging.getLogger(__name__)
 def build(model_dir: Path, *, trust_remote_code: bool = False) -> Any:
     """Build the architecture in ``model_dir`` on the meta device, bounded by the size of its weights.
 
-    Raises ``PackagingError`` if transformers lacks the architecture or cannot build it from this configuration.
+    Of a vision-language model this is the whole model; ``decoder_of`` has what the engine runs. Raises ``PackagingError`` if transformers lacks the architecture or cannot build it from this configuration.
     """
     import torch
-    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 
     from ...serving.engine.config_bounds import in_proportion
 
     folder = config_file(model_dir).parent
-    auto = AutoModelForCausalLM if is_causal(read_config(model_dir)) else AutoModel
+    raw = read_config(model_dir)
+    auto: Any = AutoModelForCausalLM if is_causal(raw) else AutoModel
+    auto = AutoModelForImageTextToText if reads_pictures(raw) else auto
     try:
         with in_proportion(folder):
             config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
@@ -38,6 +40,13 @@ def build(model_dir: Path, *, trust_remote_code: bool = False) -> Any:
         raise PackagingError(f"model: {error}") from None
     except Exception as error:  # from transformers, or from the model's own code
         raise PackagingError(f"model: its architecture cannot be built: {reason(error)}") from None
+
+
+def decoder_of(whole: Any) -> Any:
+    """Return the decoder of a vision-language model; any other model is its own. Raises ``PackagingError``."""
+    from ...serving.engine.picture_model import decoder_of
+
+    return decoder_of(whole) if hasattr(whole.config, "vision_config") else whole
 
 
 def check_supported(skeleton: Any, *, causal: bool) -> None:
@@ -87,13 +96,18 @@ def check_complete(model_dir: Path, tasks: tuple[Task, ...], *, trust_remote_cod
     The weights are loaded as the engine loads them, but onto the meta device, which finds every tensor and reads none.
     Any other failure is ignored: the engine's machine may have what this one lacks.
     """
-    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import (
+        AutoModel,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoModelForSequenceClassification,
+    )
 
     from ...serving.engine.config_bounds import in_proportion
     from ...serving.engine.loader import refuse_incomplete
 
     folder = config_file(model_dir).parent
-    auto: Any = AutoModelForCausalLM
+    auto: Any = AutoModelForImageTextToText if reads_pictures(read_config(model_dir)) else AutoModelForCausalLM
     if "score" in tasks:
         auto = AutoModelForSequenceClassification
     elif "embeddings" in tasks:

@@ -18,19 +18,6 @@ LARGEST = 2500  # pixels of a side that is drawn
 AROUND = ("Here is", ":\n\n", "\nand what is ")  # texts beside pictures
 
 
-def reads_pictures(config: dict[str, Any]) -> bool:
-    """Return whether the architecture in ``config`` (of config.json) is a vision-language model."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-
-    known = {
-        name
-        for names in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
-        for name in ((names,) if isinstance(names, str) else names)
-    }
-    given = config.get("architectures") or ()
-    return "vision_config" in config and any(name in known for name in given)
-
-
 def picture_spec(model_dir: Path, tokenizer_dir: Path, config: dict[str, Any]) -> PictureSpec:
     """Return how the prompts of the model contain pictures.
 
@@ -48,6 +35,22 @@ def picture_spec(model_dir: Path, tokenizer_dir: Path, config: dict[str, Any]) -
         raise PackagingError(f"model: its processor cannot read a picture: {reason(error)}") from None
     name = type(probe.processor).__name__
     raise PackagingError(f"model: {name} gives pictures tokens in a way that this release does not know")
+
+
+def check_templates(templates: dict[str, str], tokenizer: Any, spec: PictureSpec) -> None:
+    """Raise ``PackagingError`` unless each template has a place for each of two pictures between texts."""
+    from ...serving.tasks.rendering import Renderer
+
+    parts = [{"type": "image"}, {"type": "text", "text": "one"}, {"type": "image"}, {"type": "text", "text": "two"}]
+    renderer = Renderer(tokenizer, parts=True)
+    for name, template in templates.items():
+        try:
+            text = renderer.text([{"role": "user", "content": parts}], template, {})
+        except Exception as error:  # of the template
+            raise PackagingError(f"chat_template {name!r} does not take pictures: {reason(error)}") from None
+        found = tokenizer(text, add_special_tokens=False)["input_ids"].count(spec.placeholder_id)
+        if found != 2:
+            raise PackagingError(f"chat_template {name!r} writes {found} places for two pictures")
 
 
 class _Probe:

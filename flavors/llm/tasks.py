@@ -144,7 +144,17 @@ def is_causal(config: dict[str, Any]) -> bool:
             f"model: {config.get('model_type')!r} is an encoder-decoder; decoder and encoder models can be served"
         )
     names = config.get("architectures") or _default_architecture(config.get("model_type"))
-    return any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names)
+    return reads_pictures(config) or any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names)
+
+
+def reads_pictures(config: dict[str, Any]) -> bool:
+    """Whether the architecture is a vision-language model, whose decoder generates text."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+    known: set[str] = set()
+    for names in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values():
+        known.update((names,) if isinstance(names, str) else names)
+    return "vision_config" in config and not known.isdisjoint(config.get("architectures") or ())
 
 
 def config_file(model_dir: Path) -> Path:

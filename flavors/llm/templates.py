@@ -51,8 +51,10 @@ def collect(given: Templates, tokenizer: Any) -> dict[str, str]:
     return templates
 
 
-def check(templates: dict[str, str], tokenizer: Any) -> None:
+def check(templates: dict[str, str], tokenizer: Any, *, parts: bool = False) -> None:
     """Render each template as serving does (``tasks.rendering``). Raises ``PackagingError`` with the reason.
+
+    With ``parts``, the content of messages is a list of parts, as for models that read pictures.
 
     The rendered text must contain the user's message. The default template is rendered with a system message or, if it
     refuses that, without one. Any other template has to succeed for one of these: such a conversation, one with tools,
@@ -62,7 +64,7 @@ def check(templates: dict[str, str], tokenizer: Any) -> None:
         attempts: list[tuple[list[dict[str, str]], dict[str, Any]]] = [([SYSTEM, *TURNS], {}), (TURNS, {})]
         if name != DEFAULT:
             attempts += [(TURNS, {"tools": [TOOL]}), (TURNS, {"documents": [{"title": "Sky", "text": "It is blue."}]})]
-        _check_one(name, template, tokenizer, attempts)
+        _check_one(name, template, tokenizer, attempts, parts=parts)
 
 
 def write(templates: dict[str, str], root: Path) -> None:
@@ -79,12 +81,12 @@ def stored(root: Path) -> dict[str, str]:
     return found | {file.stem: str(file) for file in sorted((root / "chat_templates").glob("*.jinja"))}
 
 
-def _check_one(name: str, template: str, tokenizer: Any, attempts: list[tuple[list[dict[str, str]], Any]]) -> None:
+def _check_one(name: str, template: str, tokenizer: Any, attempts: list[tuple[list[dict[str, str]], Any]], *, parts: bool) -> None:
     from ...serving.confined import Ended, Exceeded, NoProcess, Refused
     from ...serving.tasks.rendering import Renderer, check_length
 
     check_length(name, template)
-    renderer, reasons = Renderer(tokenizer), []
+    renderer, reasons = Renderer(tokenizer, parts=parts), []
     for messages, options in attempts:
         try:
             text = renderer.text(messages, template, options)

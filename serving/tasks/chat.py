@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 from ..constraint import Grammar
 from ..errors import InvalidField
-from ..request import RawChat, ToolChoice, ToolUse
+from ..request import Picture, RawChat, ToolChoice, ToolUse
 from ..tool_calls.argument_types import argument_types
 from ..tool_calls.formats import ToolFormat
 from .endpoint import EndpointView
 from .forms import chat_grammar, check_choice
-from .media import check_media
+from .media import pictures_of
 from .prompts import Prompt, chat_prompt
 from .text import DEFAULT_TEMPLATE, TextModel
 from .tool_messages import shown_tools
@@ -33,27 +33,33 @@ class Chat(NamedTuple):
     begins_in_reasoning: bool
     read_as: str | None
     grammar: Grammar | None
+    pictures: tuple[Picture, ...] = ()
 
 
-def prepare_chat(raw: RawChat, endpoint: EndpointView) -> Chat:
-    """Return the prepared chat.
+def prepare_chat(raw: RawChat, endpoint: EndpointView, deadline: float | None = None) -> Chat:
+    """Return the prepared chat. Pictures are fetched until ``deadline``.
 
     Raises ``InvalidField`` for turns, call ids, variables, tools or formats that the endpoint or the template does not
     accept, and ``ContextTooLong``.
     """
-    check_media(raw.messages, endpoint.profile.dialects)
+    reads = endpoint.info.capabilities.pictures and endpoint.text.pictures is not None
+    found = pictures_of(raw.messages, endpoint.profile.dialects, reads_pictures=reads, deadline=deadline)
     tools, template = tool_use(raw), template_name(raw, endpoint.text)
-    prompt = chat_prompt(raw, endpoint)
+    prompt = chat_prompt(raw, endpoint, tuple((one.width, one.height) for one in found))
+    pictures = tuple(
+        Picture(width=one.width, height=one.height, data=one.data, num_tokens=count)
+        for one, count in zip(found, prompt.pictures, strict=True)
+    )
     format = endpoint.text.tool_format(template)
     if tools is None and format.reasoning is None:
         held_to = chat_grammar(raw, endpoint, format, in_reasoning=False)
-        return Chat(prompt, None, begins_in_reasoning=False, read_as=None, grammar=held_to)
+        return Chat(prompt, None, begins_in_reasoning=False, read_as=None, grammar=held_to, pictures=pictures)
     reasoning = _ends_in_reasoning(prompt.token_ids, raw, endpoint.text, format)
     always = format.layout == "channels"  # such a model reasons even though the prompt does not open reasoning
     if raw.thinking is False and raw.end != "open" and (reasoning or always):
         raise InvalidField("thinking", "disabled", "enabled: this model always reasons before it answers")
     held_to = chat_grammar(raw, endpoint, format, in_reasoning=reasoning)
-    return Chat(prompt, tools, reasoning, template or DEFAULT_TEMPLATE, held_to)
+    return Chat(prompt, tools, reasoning, template or DEFAULT_TEMPLATE, held_to, pictures)
 
 
 def tool_use(raw: RawChat) -> ToolUse | None:

@@ -9,17 +9,19 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import InvalidField
-from ..request import ChatEnd, Message, ToolCall
+from ..request import ChatEnd, MediaPart, Message, TextPart, ToolCall
 from .rendering import TemplateReads
 
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return messages as templates read them (transformers' form). Text parts are joined without a separator."""
+    """Return messages as templates read them (transformers' form).
+
+    Text parts are joined without a separator, but those beside pictures are a list with a place for each picture."""
     return [_template_message(message) for message in messages]
 
 
 def _template_message(message: Message) -> dict[str, Any]:
-    found: dict[str, Any] = {"role": message.role, "content": message.text}
+    found: dict[str, Any] = {"role": message.role, "content": _template_content(message)}
     if message.name is not None:
         found["name"] = message.name
     if message.reasoning_content is not None:
@@ -29,6 +31,15 @@ def _template_message(message: Message) -> dict[str, Any]:
     if message.tool_call_id is not None:
         found["tool_call_id"] = message.tool_call_id
     return found
+
+
+def _template_content(message: Message) -> Any:
+    content = message.content
+    if isinstance(content, str) or not any(isinstance(part, MediaPart) for part in content):
+        return message.text
+    return [
+        {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": "image"} for part in content
+    ]
 
 
 def _template_call(call: ToolCall) -> dict[str, Any]:

@@ -54,7 +54,12 @@ def prompt_tokens(given: RawChat | RawCompletion | RawEmbedding, endpoint: Endpo
         return text_tokens(raw.prompts[0], endpoint)
     size = most(endpoint) + 1
     roomy = msgspec.structs.replace(endpoint.info, max_model_len=size, max_kv_tokens=size)
-    profile = dataclasses.replace(endpoint.profile, dialects=DialectSettings())
+    given_dialects = endpoint.profile.dialects
+    dialects = DialectSettings(
+        allowedLocalMediaPath=given_dialects.allowedLocalMediaPath,
+        allowedMediaDomains=given_dialects.allowedMediaDomains,
+    )
+    profile = dataclasses.replace(endpoint.profile, dialects=dialects)
     sampling = RawSampling(max_tokens=1, constraint=raw.sampling.constraint)
     try:
         valid = prepare(
@@ -64,7 +69,10 @@ def prompt_tokens(given: RawChat | RawCompletion | RawEmbedding, endpoint: Endpo
         raise _too_many(error.param or "prompt", endpoint) from None
     if valid.truncated:  # the model's own default of error_behavior has cut it
         raise _too_many("prompt", endpoint)
-    return valid.sequences[0].prompt_token_ids
+    ids, spec = valid.sequences[0].prompt_token_ids, endpoint.text.pictures
+    if not valid.pictures or spec is None:
+        return ids
+    return tuple(spec.image_id if token_id >= endpoint.info.vocab_size else token_id for token_id in ids)
 
 
 def text_tokens(text: str, endpoint: EndpointView, add_special_tokens: bool = True) -> tuple[int, ...]:

@@ -11,7 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import msgspec
+
 from ..errors import ContextTooLong, InvalidField
+from ..picture_layout import Size, expanded
 from ..request import ChatEnd, Message, RawChat, RawCompletion, RawEmbedding, RawSampling
 from .conversation import check_turns, template_messages, template_variables, thinking_variables, with_system
 from .endpoint import EndpointView
@@ -21,11 +24,13 @@ from .tool_prompts import template_name, with_tools
 
 
 class Prompt(NamedTuple):
-    """One prompt. ``text`` is what the caller wrote, for ``echo``; "" for a chat."""
+    """One prompt. ``text`` is what the caller wrote, for ``echo``; "" for a chat. ``pictures`` are the numbers of tokens
+    of its pictures."""
 
     token_ids: tuple[int, ...]
     text: str = ""
     truncated: bool = False
+    pictures: tuple[int, ...] = ()
 
 
 def is_raw(raw: RawCompletion, endpoint: EndpointView) -> bool:
@@ -38,8 +43,8 @@ def is_raw(raw: RawCompletion, endpoint: EndpointView) -> bool:
     return endpoint.profile.raw_prompts or not endpoint.text.templates
 
 
-def chat_prompt(raw: RawChat, endpoint: EndpointView) -> Prompt:
-    """Return the prompt of a chat: the template's text as token ids.
+def chat_prompt(raw: RawChat, endpoint: EndpointView, pictures: tuple[Size, ...] = ()) -> Prompt:
+    """Return the prompt of a chat: the template's text as token ids, with those of ``pictures``, given their sizes.
 
     Raises ``InvalidField`` for turns, variables or tool calls that the endpoint or the template does not accept, and
     ``ContextTooLong``.
@@ -60,7 +65,7 @@ def chat_prompt(raw: RawChat, endpoint: EndpointView) -> Prompt:
     variables = template_variables(raw.chat_template_kwargs, reads) | switched
     messages = with_system(raw.messages, profile.default_system_prompt)
     given, tools = with_tools(messages, raw, endpoint.text)
-    return _templated(given, endpoint, raw.sampling, template, {**variables, **tools}, end=raw.end)
+    return _templated(given, endpoint, raw.sampling, template, {**variables, **tools}, end=raw.end, pictures=pictures)
 
 
 def completion_prompts(raw: RawCompletion, endpoint: EndpointView) -> list[Prompt]:
@@ -139,7 +144,10 @@ def _templated(
     variables: dict[str, Any],
     path: str = "messages",
     end: ChatEnd = "generation_prompt",
+    pictures: tuple[Size, ...] = (),
 ) -> Prompt:
+    if pictures:  # a prompt that is cut could end in the middle of one
+        sampling = msgspec.structs.replace(sampling, error_behavior=None)
     truncate = sampling.error_behavior == "truncate"
     longest = endpoint.longest_prompt
     ids = endpoint.text.chat(
@@ -149,8 +157,24 @@ def _templated(
         raise too_long(path, f"more than {longest}", endpoint)
     if not ids:
         raise InvalidField(path, "", "messages from which the template makes a prompt of at least one token")
+    ids, counts = _with_pictures(ids, pictures, endpoint) if pictures else (ids, ())
     cut, truncated = _fit(ids, endpoint, sampling, path)
-    return Prompt(cut, "", truncated)
+    return Prompt(cut, "", truncated, counts)
+
+
+def _with_pictures(
+    ids: tuple[int, ...], pictures: tuple[Size, ...], endpoint: EndpointView
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return ``ids`` with the tokens of the pictures, and how many each has. Raises ``InvalidField`` if the template did
+    not write a place for each picture."""
+    spec = endpoint.text.pictures
+    assert spec is not None, "pictures are refused before"
+    places = ids.count(spec.placeholder_id)
+    if places != len(pictures):
+        raise InvalidField(
+            "messages", f"{len(pictures)} pictures", f"as many as the model's chat template has written, {places}"
+        )
+    return expanded(ids, pictures, spec, endpoint.info.vocab_size)
 
 
 def _fit(

@@ -19,15 +19,17 @@ _MESSAGE_TOOLS = re.compile(r"""\w\s*\[\s*['"]tools['"]\s*\]|['"]tools['"] in \w
 class Renderer:
     """Renders the chat templates of one tokenizer.
 
+    With ``parts``, the content of every message is a list of parts, as templates of vision-language models read it.
     A tokenizer class with its own rendering code renders here, in this process: that code has been allowed to run.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, *, parts: bool = False) -> None:
         from transformers import PreTrainedTokenizerBase
 
         self._tokenizer = tokenizer
         self._own = type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template
         self._share = Share()
+        self._parts = parts
 
     def render(
         self,
@@ -60,6 +62,8 @@ class Renderer:
         end: ChatEnd = "generation_prompt",
     ) -> str:
         """Return the text of a chat. Raises the same errors as ``confined.Pool.run``."""
+        if self._parts:
+            messages = [_in_parts(message) for message in messages]
         if self._own:
             found: str = self._tokenizer.apply_chat_template(
                 messages,
@@ -85,6 +89,13 @@ class Renderer:
             end=end,
         )
         return text
+
+
+def _in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    content = message.get("content")
+    if not isinstance(content, str):
+        return message
+    return {**message, "content": [{"type": "text", "text": content}] if content else []}
 
 
 class TemplateReads:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
-from ..bundle import Bundle, CrossEncoderSpec, EmbeddingSpec
+from ..bundle import Bundle, CrossEncoderSpec, EmbeddingSpec, PictureSpec
 from ..confined import Refused
 from ..eos import eos_ids
 from ..errors import InvalidField, PackagingError, RequestError, Unavailable, reason
@@ -82,7 +82,8 @@ class TextModel:
         self._formats = self._tool_formats(bundle)
         self._readings: dict[str, Reading] = {}
         self._takes_system: dict[str, bool] = {}
-        self._renderer = Renderer(self._hf)
+        self.pictures: PictureSpec | None = bundle.pictures
+        self._renderer = Renderer(self._hf, parts=bundle.pictures is not None)
         if "score" in bundle.tasks:
             self.pairs  # noqa: B018 - fails now, not at the first request
         self._spare_embedders = [self._copy()] if "embeddings" in bundle.tasks else []

@@ -144,7 +144,7 @@ def calls_as_text(
             else:
                 found.append({"role": "user", "content": part, "_results": True})
         elif role == "user" and found and found[-1].pop("_results", False):
-            found[-1]["content"] = Composed(found[-1]["content"], Own("\n\n"), message["content"])
+            found[-1]["content"] = _before(Composed(found[-1]["content"], Own("\n\n")), message["content"])
         else:
             found.append(message)
     return [{key: value for key, value in message.items() if key != "_results"} for message in found]
@@ -165,4 +165,9 @@ def with_system_text(messages: list[dict[str, Any]], text: str, *, system: bool)
         return [{**first, "content": Composed(content, Own("\n\n" if content else ""), text)}, *messages[1:]]
     if system:
         return [{"role": "system", "content": text}, *messages]
-    return [{**first, "content": Composed(text, Own("\n\n"), first["content"])}, *messages[1:]]
+    return [{**first, "content": _before(Composed(text, Own("\n\n")), first["content"])}, *messages[1:]]
+
+
+def _before(text: Composed, content: Any) -> Any:
+    """Return ``content``, a text or parts with pictures, with ``text`` before it."""
+    return [{"type": "text", "text": text}, *content] if isinstance(content, list) else Composed(text, content)

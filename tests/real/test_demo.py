@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +20,7 @@ def models(smollm2_dir, minilm_dir, adapters_dir, tmp_path_factory):
     """The folder of models as the quickstart's scripts lay it out."""
     folder = tmp_path_factory.mktemp("models")
     for name, source in {"smollm2": smollm2_dir, "minilm": minilm_dir, "adapters": adapters_dir}.items():
-        shutil.copytree(source, folder / name)
+        (folder / name).symlink_to(source, target_is_directory=True)
     return folder
 
 
@@ -44,8 +43,10 @@ def test_demo_prints_three_answers_with_usage(models, tmp_path):
 def test_notebook_runs_cell_by_cell(models, tmp_path, monkeypatch):
     """Every cell of the quickstart notebook runs."""
     monkeypatch.setenv("MLFLOW_LLM_QUICKSTART_MODELS", str(models))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # where its store goes
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     notebook = nbformat.read(ROOT / "notebooks/quickstart.ipynb", as_version=4)
     NotebookClient(notebook, timeout=850, resources={"metadata": {"path": str(tmp_path)}}).execute()
     plots = [o for cell in notebook.cells for o in cell.get("outputs", []) if "image/png" in o.get("data", {})]
     assert len(plots) == 1
+    assert not [path for path in tmp_path.rglob("mlflow.db") if path.is_file()]
