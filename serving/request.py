@@ -460,8 +460,8 @@ class ValidRequest(Struct, frozen=True, kw_only=True):
     Input: ``truncated`` says that the prompt was cut for ``error_behavior: truncate``; ``clipped`` says that max_tokens
     was reduced to what the context leaves. ``sampling`` is None for embeddings. ``lora_task`` replaces ``adapter``; its
     id is valid only for this ``tenant``. Token ids of prompts from the vocabulary's size on are rows of
-    ``prompt_table``, or else tokens of ``pictures``, one picture after another. For pairs of texts, ``second_from`` is the token of each sequence from which on token types are
-    the second; () if each sequence is one text.
+    ``prompt_table``, or tokens of ``pictures``, one picture after another. For pairs of texts, ``second_from`` is the
+    token of each sequence from which on token types are the second; () if each sequence is one text.
 
     Reply: ``stop`` strings are matched above the engine, on text. ``tools`` is None if none may be called. With
     ``begins_in_reasoning``, the prompt's template has opened the reasoning with which the reply continues. ``read_as``

@@ -7,7 +7,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from ...serving.bundle import Bundle, CrossEncoderSpec, EmbeddingSpec
+from ...serving.bundle import Bundle, CrossEncoderSpec, EmbeddingSpec, PictureSpec
 from ...serving.errors import PackagingError, shown
 from ...serving.request import POOLED, Task
 from ...serving.settings import EngineSettings
@@ -26,7 +26,15 @@ from .meta_model import build, check_complete, check_settings, check_supported, 
 from .pictures import check_templates, picture_spec
 from .quantize import check_quantize, quantize_weights
 from .sources import place_model
-from .tasks import cross_encoder_spec, embedding_spec, is_causal, parse_tasks, read_config, reads_pictures, resolve_tasks
+from .tasks import (
+    cross_encoder_spec,
+    embedding_spec,
+    is_causal,
+    parse_tasks,
+    read_config,
+    reads_pictures,
+    resolve_tasks,
+)
 from .tokenizers import check_vocabulary, load_tokenizer, place_tokenizer
 
 

@@ -19,7 +19,9 @@ logger = logging.getLogger(__name__)
 def build(model_dir: Path, *, trust_remote_code: bool = False) -> Any:
     """Build the architecture in ``model_dir`` on the meta device, bounded by the size of its weights.
 
-    Of a vision-language model this is the whole model; ``decoder_of`` has what the engine runs. Raises ``PackagingError`` if transformers lacks the architecture or cannot build it from this configuration.
+    Of a vision-language model this is the whole model; ``decoder_of`` has what the engine runs.
+
+    Raises ``PackagingError`` if transformers lacks the architecture or cannot build it from this configuration.
     """
     import torch
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText

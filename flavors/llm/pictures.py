@@ -107,7 +107,7 @@ class _Probe:
         count = getattr(processor, "image_seq_len", None)
         if not (longest and tile and isinstance(around, str) and isinstance(count, int)):
             return None
-        whole = getattr(processor, "global_image_tag", None) or getattr(processor, "global_image_token", "")
+        whole = str(getattr(processor, "global_image_tag", None) or getattr(processor, "global_image_token", ""))
         most = max(-(-longest // tile), 1)
         inner = (self.image_id,) * count
         once = (*self._encoded(around + whole), *inner, *self._encoded(around))

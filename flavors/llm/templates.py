@@ -81,7 +81,9 @@ def stored(root: Path) -> dict[str, str]:
     return found | {file.stem: str(file) for file in sorted((root / "chat_templates").glob("*.jinja"))}
 
 
-def _check_one(name: str, template: str, tokenizer: Any, attempts: list[tuple[list[dict[str, str]], Any]], *, parts: bool) -> None:
+def _check_one(
+    name: str, template: str, tokenizer: Any, attempts: list[tuple[list[dict[str, str]], Any]], *, parts: bool
+) -> None:
     from ...serving.confined import Ended, Exceeded, NoProcess, Refused
     from ...serving.tasks.rendering import Renderer, check_length
 

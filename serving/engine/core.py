@@ -38,7 +38,6 @@ from .launch_ahead import LaunchAhead
 from .logits_processors import LogitsProcessors
 from .masks import Masks
 from .native import library
-from .pictures import without_data
 from .request_check import check_beams, check_request, with_learned_prompt
 from .scheduler import Run
 from .sequence import SequenceGroup, SequenceState
@@ -115,8 +114,7 @@ class EngineCore:
             request = msgspec.structs.replace(request, lora_task=task)
         if request.pictures:
             assert self._pictures is not None, "check_request refuses them"
-            table = self._pictures.ask(request)
-            request = without_data(request)
+            request, table = self._pictures.ask(request)
         inflight = self._inflight.add(request, client, adapter)
         num_learned = 0
         try:
@@ -176,7 +174,7 @@ class EngineCore:
         assert request.sampling is not None, "check_request refuses it"
         # without a salt only the request's own choices share a prefix: no other request has the same first id
         salt = f"alone-{self._next_id}" if request.cache_salt is None else request.cache_salt
-        key = PrefixKey(adapter, salt if table is None else f"{salt} {table.digest}")
+        key = PrefixKey(adapter, f"{salt} {table.digest}" if table is not None and table.digest else salt)
         now = time.monotonic()
         groups = []
         beams, processors = request.sampling.beams, LogitsProcessors.of(request.sampling)

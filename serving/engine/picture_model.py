@@ -52,7 +52,9 @@ def decoder_of(model: Any) -> Any:
         with torch.device("meta"):
             decoder = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     except Exception as error:  # transformers has no such class, or it cannot be built from this configuration
-        raise PackagingError(f"model: {name} is not supported: its decoder stands alone in no class: {reason(error)}") from None
+        raise PackagingError(
+            f"model: {name} is not supported: its decoder stands alone in no class: {reason(error)}"
+        ) from None
     prefix = decoder.base_model_prefix
     if type(getattr(decoder, prefix, None)) is not type(language):
         raise PackagingError(f"model: {name} is not supported: its decoder is a {type(language).__name__}")
@@ -85,8 +87,8 @@ class PictureReader:
         return self
 
     def pieces(self, picture: Picture) -> list[Piece]:
-        """Return what ``read`` takes, in order: the tiles of a picture one by one, so that none keeps a step waiting for
-        all, or the whole picture. Raises ``RuntimeError`` if the processor finds another number of tokens."""
+        """Return what ``read`` takes, in order: the tiles of a picture one by one, so that no step waits for all of
+        them, or the whole picture. Raises ``RuntimeError`` if the processor finds another number of tokens."""
         found = inputs_of(self._processor, self._placeholder, picture)
         count = found["input_ids"][0].tolist().count(self.spec.image_id)
         if count != picture.num_tokens:
@@ -94,7 +96,9 @@ class PictureReader:
         whole = {name: value for name, value in found.items() if name in self._taken}
         if self.spec.layout == "fixed":
             return [whole]
-        return [{name: value[:, i : i + 1] for name, value in whole.items()} for i in range(whole["pixel_values"].shape[1])]
+        return [
+            {name: value[:, i : i + 1] for name, value in whole.items()} for i in range(whole["pixel_values"].shape[1])
+        ]
 
     @torch.inference_mode()
     def read(self, piece: Piece) -> Vectors:
@@ -157,7 +161,7 @@ def _moved(value: Any, like: Any) -> Any:
 
 def _use_fast_attention(model: Any) -> None:
     """Let the part that reads pictures attend as it does by default: the model was loaded with eager attention."""
-    for name, config in model.config.sub_configs.items() if isinstance(model.config.sub_configs, dict) else ():
+    for name in getattr(model.config, "sub_configs", None) or ():
         if name != "text_config":
             try:
                 model.set_attn_implementation({name: "sdpa"})

@@ -45,5 +45,9 @@ def inputs_of(processor: Any, placeholder: str, picture: Picture) -> Any:
 
 def _link(source: Path, target: Path) -> None:
     for file in source.iterdir():
-        if file.is_file() and file.suffix in (".json", ".txt", ".model", ".jinja") and not (target / file.name).exists():
+        if (
+            file.is_file()
+            and file.suffix in (".json", ".txt", ".model", ".jinja")
+            and not (target / file.name).exists()
+        ):
             (target / file.name).symlink_to(file.absolute())

@@ -3,6 +3,10 @@
 A step reads one picture at most (one tile, where a picture is cut into tiles), so that other requests' tokens do not
 wait for all pictures of a request. Its features are kept, within a budget: a conversation sends its pictures with every
 turn. As with prefixes, only requests with the same ``cache_salt`` use each other's.
+
+In a request, the tokens of its pictures are counted from the vocabulary's size on. In the engine, each picture has ids
+of its own, the same in every request with its salt. So prompts begin alike, for the prefix cache, as long as they have
+the same words and pictures.
 """
 
 from __future__ import annotations
@@ -17,11 +21,14 @@ import msgspec
 import numpy as np
 
 from ..request import Picture, ValidRequest
-from .picture_model import Piece, PictureReader, Vectors
+from .picture_model import PictureReader, Piece, Vectors
 from .virtual_tokens import Table
 
 logger = logging.getLogger(__name__)
 Key = tuple[str, str]  # of whom the features are (a salt), and of what
+ALONE = "alone-"  # the salt of a request without one begins so, as no other does: those are hashes
+MOST_IDS = 2**30  # the engine's ids are int32
+MOST_PICTURES = 2**16  # whose ids are known; others get new ones, and share no prefix
 
 
 @dataclass(slots=True)
@@ -56,6 +63,8 @@ class Pictures:
         self._readings: dict[str, Reading] = {}
         self._part: _Part | None = None
         self._asked = 0
+        self._ids: OrderedDict[Key, int] = OrderedDict()
+        self._next_id, self._epoch = first_id, 0
 
     def __bool__(self) -> bool:
         return bool(self._readings)
@@ -67,28 +76,47 @@ class Pictures:
         """The request's reading; None if none of its pictures is missing."""
         return self._readings.get(request_id)
 
-    def ask(self, request: ValidRequest) -> Table:
-        """Return the table of the request's pictures, whose vectors are there when ``get`` finds no reading."""
+    def ask(self, request: ValidRequest) -> tuple[ValidRequest, Table]:
+        """Return the request with the engine's ids and without pixels, and the table of these ids.
+
+        The table's vectors are there when ``get`` finds no reading."""
         self._asked += 1
-        salt = f"alone-{self._asked}" if request.cache_salt is None else request.cache_salt
+        salt = f"{ALONE}{self._asked}" if request.cache_salt is None else request.cache_salt
         counts = [picture.num_tokens for picture in request.pictures]
         vectors = np.zeros((sum(counts), self._width), dtype=np.float32)
-        missing, digests, end = [], hashlib.blake2b(digest_size=16), 0
+        if self._next_id + len(vectors) > MOST_IDS:
+            self._epoch, self._next_id = self._epoch + 1, self._first_id
+            self._ids.clear()
+        missing, firsts, end = [], dict[int, int](), 0
+        ids = np.empty(len(vectors), dtype=np.int64)
         for picture in request.pictures:
             key = (salt, _digest(picture))
-            digests.update(key[1].encode())
             rows = slice(end, end := end + picture.num_tokens)
+            first = self._first_id_of(key, picture.num_tokens)
+            ids[rows] = np.arange(first, first + picture.num_tokens)
+            firsts.setdefault(first, rows.start)
             kept = self._kept.get(key)
             if kept is None:
                 missing.append((key, picture, rows))
             else:
                 self._kept.move_to_end(key)
                 vectors[rows] = kept
-        table = Table(vectors, self._first_id, digests.hexdigest())
+        digest = f"pictures {self._epoch}" if self._epoch else ""
+        order = np.array(sorted(firsts.items()), dtype=np.int64)
+        table = Table(vectors, self._first_id, digest, order[:, 0], order[:, 1])
         if missing:
             rank = (not request.provisioned, request.priority, self._asked)
             self._readings[request.request_id] = Reading(rank, table, missing)
-        return table
+        return _with_ids(request, ids, self._first_id), table
+
+    def _first_id_of(self, key: Key, count: int) -> int:
+        found = self._ids.pop(key, None)
+        if found is None:
+            found, self._next_id = self._next_id, self._next_id + count
+        self._ids[key] = found  # again as the latest
+        if len(self._ids) > MOST_PICTURES:
+            self._ids.popitem(last=False)
+        return found
 
     def forget(self, request_id: str) -> None:
         """Read no more pictures for a request that has ended."""
@@ -147,7 +175,7 @@ class Pictures:
         return done
 
     def _keep(self, key: Key, vectors: Vectors) -> None:
-        if key[0].startswith("alone-") or vectors.nbytes > self._budget:
+        if key[0].startswith(ALONE) or vectors.nbytes > self._budget:
             return
         self._kept[key] = vectors
         self._num_bytes += vectors.nbytes
@@ -155,10 +183,20 @@ class Pictures:
             self._num_bytes -= self._kept.popitem(last=False)[1].nbytes
 
 
-def without_data(request: ValidRequest) -> ValidRequest:
-    """Return ``request`` without the pixels of its pictures, which are read or waited for elsewhere."""
+def _with_ids(request: ValidRequest, ids: Any, first_id: int) -> ValidRequest:
+    """Return ``request`` with ``ids`` in place of those from ``first_id`` on, and without the pixels."""
+    changed: dict[tuple[int, ...], tuple[int, ...]] = {}
+    sequences = []
+    for sequence in request.sequences:
+        prompt = sequence.prompt_token_ids
+        if prompt not in changed:
+            row = np.array(prompt, dtype=np.int64)
+            virtual = row >= first_id
+            row[virtual] = ids[row[virtual] - first_id]
+            changed[prompt] = tuple(row.tolist())
+        sequences.append(msgspec.structs.replace(sequence, prompt_token_ids=changed[prompt]))
     bare = tuple(msgspec.structs.replace(picture, data=b"") for picture in request.pictures)
-    return msgspec.structs.replace(request, pictures=bare)
+    return msgspec.structs.replace(request, sequences=tuple(sequences), pictures=bare)
 
 
 def _digest(picture: Picture) -> str:

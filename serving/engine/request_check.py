@@ -46,7 +46,11 @@ def check_request(request: ValidRequest, info: EngineInfo) -> None:
     _check_pictures(request, info)
     room = info.max_model_len if embeds else info.max_kv_tokens
     most = room - (request.sampling is not None and request.sampling.max_tokens > 0)
-    virtual = sum(one.num_tokens for one in request.pictures) if request.prompt_table is None else request.prompt_table.num_tokens
+    virtual = (
+        sum(one.num_tokens for one in request.pictures)
+        if request.prompt_table is None
+        else request.prompt_table.num_tokens
+    )
     if virtual and request.sampling is not None and request.sampling.prompt_logprobs is not None:
         named = "messages" if request.pictures else "prompt_embedding_table"
         raise InvalidField(named, "tokens that are no words", "none where the prompt is scored")
@@ -95,7 +99,9 @@ def with_learned_prompt(request: ValidRequest, num_learned: int, info: EngineInf
     if request.prompt_table is not None:
         raise InvalidField("prompt_embedding_table", "a table", allowed)
     if request.pictures:
-        raise InvalidField("messages", "a picture", f"none with adapter {request.adapter!r}, which has learned a prompt")
+        raise InvalidField(
+            "messages", "a picture", f"none with adapter {request.adapter!r}, which has learned a prompt"
+        )
     if request.sampling.prompt_logprobs is not None:
         raise InvalidField(
             "echo", True, f"false with logprobs and adapter {request.adapter!r}, whose prompt has no words"

@@ -174,5 +174,5 @@ def virtual_tokens(runs: Sequence[Run], ids: Any) -> VirtualTokens | None:
         found = first + np.flatnonzero(ids[first:at] >= table.first_id)
         if len(found):
             places.append(found)
-            vectors.append(table.vectors[ids[found] - table.first_id])
+            vectors.append(table.vectors_of(ids[found]))
     return VirtualTokens(np.concatenate(places), np.concatenate(vectors)) if places else None

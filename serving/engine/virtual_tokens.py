@@ -5,7 +5,7 @@ Their ids follow on those of the vocabulary::
     0 … V-1                  V … V+n-1
     the model's embedding    rows of the table
 
-They stand in prompts alone: nothing draws one.
+So do those of pictures (``pictures``), which have ids of their own in the engine. They stand in prompts alone: nothing draws one.
 """
 
 from __future__ import annotations
@@ -25,11 +25,23 @@ Vectors = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """``vectors`` [n, hidden] of the ids from ``first_id`` on. ``digest`` tells one table from another."""
+    """``vectors`` [n, hidden] of the ids from ``first_id`` on. ``digest`` tells one table from another.
+
+    If the ids are not consecutive, they are runs: run ``i`` begins with id ``firsts[i]`` (ascending), row ``rows[i]``.
+    Such ids tell one vector from another by themselves, and ``digest`` is empty."""
 
     vectors: Vectors
     first_id: int
-    digest: str
+    digest: str = ""
+    firsts: npt.NDArray[np.int64] | None = None
+    rows: npt.NDArray[np.int64] | None = None
+
+    def vectors_of(self, ids: npt.NDArray[np.int64]) -> Vectors:
+        """Return the vectors [k, hidden] of ``ids`` [k]."""
+        if self.firsts is None or self.rows is None:
+            return self.vectors[ids - self.first_id]
+        run = np.searchsorted(self.firsts, ids, side="right") - 1
+        return self.vectors[ids - self.firsts[run] + self.rows[run]]
 
 
 @dataclass(frozen=True, slots=True)

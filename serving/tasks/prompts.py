@@ -24,8 +24,9 @@ from .tool_prompts import template_name, with_tools
 
 
 class Prompt(NamedTuple):
-    """One prompt. ``text`` is what the caller wrote, for ``echo``; "" for a chat. ``pictures`` are the numbers of tokens
-    of its pictures."""
+    """One prompt. ``text`` is what the caller wrote, for ``echo``; "" for a chat.
+
+    ``pictures`` are the numbers of tokens of its pictures."""
 
     token_ids: tuple[int, ...]
     text: str = ""
@@ -165,8 +166,9 @@ def _templated(
 def _with_pictures(
     ids: tuple[int, ...], pictures: tuple[Size, ...], endpoint: EndpointView
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return ``ids`` with the tokens of the pictures, and how many each has. Raises ``InvalidField`` if the template did
-    not write a place for each picture."""
+    """Return ``ids`` with the tokens of the pictures, and how many each has.
+
+    Raises ``InvalidField`` if the template did not write a place for each picture."""
     spec = endpoint.text.pictures
     assert spec is not None, "pictures are refused before"
     places = ids.count(spec.placeholder_id)

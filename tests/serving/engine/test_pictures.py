@@ -67,9 +67,7 @@ class Served:
     @torch.inference_mode()
     def expected(self, images: list[Any], text: str = TEXT, **more: Any) -> list[list[int]]:
         given = self.processor(text=[text], images=images, return_tensors="pt", add_special_tokens=False)
-        config = GenerationConfig(
-            max_new_tokens=MAX_TOKENS, do_sample=False, pad_token_id=0, eos_token_id=None, **more
-        )
+        config = GenerationConfig(max_new_tokens=MAX_TOKENS, do_sample=False, pad_token_id=0, eos_token_id=None, **more)
         found = self.model.generate(**given, generation_config=config)[:, given["input_ids"].shape[1] :]
         return [row.tolist() for row in found]
 
@@ -152,9 +150,7 @@ def test_requests_beside_each_other(served: Served, core_of: Any) -> None:
     assert found["text"].tokens == run(core_of(), alone)["text"].tokens
 
 
-def test_features_are_kept_for_the_same_salt(
-    served: Served, core_of: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_features_are_kept_for_the_same_salt(served: Served, core_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     core, images = core_of(), served.images()
     sizes, wanted = reads(core, monkeypatch), served.expected(images)
     first = run(core, served.request("a", images, cache_salt="one"))["a"]
@@ -172,13 +168,16 @@ def test_features_are_kept_for_the_same_salt(
     assert len(sizes) == 4 * once
 
 
-def test_the_same_prompt_with_another_picture_shares_no_prefix(served: Served, core_of: Any) -> None:
+def test_another_picture_shares_no_vector(served: Served, core_of: Any) -> None:
     core = core_of()
     for seed in (0, 1):
         images = served.images(seed)
-        found = run(core, served.request(f"r{seed}", images, cache_salt="one"))[f"r{seed}"]
+        request = served.request(f"r{seed}", images, cache_salt="one")
+        found = run(core, request)[f"r{seed}"]
         assert [found.tokens[0]] == served.expected(images)
-        assert found.finished[0].num_cached_tokens == 0
+        ids = np.array(request.sequences[0].prompt_token_ids)
+        before = int((ids >= served.model.config.text_config.vocab_size).argmax())
+        assert found.finished[0].num_cached_tokens <= before
 
 
 def test_a_picture_twice_is_read_once(served: Served, core_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,10 +274,15 @@ def test_a_picture_that_cannot_be_read_fails_its_requests_alone(
 def test_with_a_grammar(served: Served, core_of: Any, grammar_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The request begins when both its grammar is compiled and its pictures are read."""
     core = core_of()
-    grammar = Grammar(source='start: /[ab]{3,12}/', field="grammar")
+    grammar = Grammar(source="start: /[ab]{3,12}/", field="grammar")
     images, sampling = served.images(), {"grammar": grammar, "stop_token_ids": (1,)}
     if grammar_first:
-        run(core, msgspec.structs.replace(request_of("g", prompt_of(4, 1)), sampling=Sampling(max_tokens=4, grammar=grammar, stop_token_ids=(1,))))
+        run(
+            core,
+            msgspec.structs.replace(
+                request_of("g", prompt_of(4, 1)), sampling=Sampling(max_tokens=4, grammar=grammar, stop_token_ids=(1,))
+            ),
+        )
     found = run(core, served.request("r", images, sampling=sampling))["r"]
     assert found.failed is None
     text = served.processor.tokenizer.decode(found.tokens[0], skip_special_tokens=True)
@@ -339,9 +343,7 @@ def test_a_processor_that_disagrees_fails_the_request(served: Served, core_of: A
     assert refusal(core, msgspec.structs.replace(given, pictures=other)).kind == "internal"
 
 
-def test_a_model_with_attention_in_both_directions_is_refused(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_with_attention_in_both_directions_is_refused(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole model is asked for its logits: one that treats tokens of pictures differently has others."""
     from transformers.models.idefics3.modeling_idefics3 import Idefics3Model
 
@@ -356,3 +358,33 @@ def test_a_model_with_attention_in_both_directions_is_refused(
     monkeypatch.setattr(Idefics3Model, "forward", forward)
     with pytest.raises(PackagingError, match="does not compute tokens of pictures like others"):
         served.core()
+
+
+def test_prefixes_are_shared_up_to_the_first_other_picture(served: Served, core_of: Any) -> None:
+    """A conversation adds pictures; what is before them is not computed again, nor are words before any."""
+    core, (one, two) = core_of(), served.images()
+    words = "A text of some length that comes before: "
+    for name, images, text in (
+        ("t", [], words),
+        ("a", [one], f"{words}<image> is"),
+        ("b", [one, two], f"{words}<image> is <image>"),
+    ):
+        found = run(core, served.request(name, images, text, cache_salt="s"))[name]
+        assert images == [] or [found.tokens[0]] == served.expected(images, text)
+        shared = {
+            "t": 0,
+            "a": len(words),
+            "b": len(words) + len(served.request("x", [one], "<image> is").sequences[0].prompt_token_ids),
+        }
+        assert found.finished[0].num_cached_tokens >= shared[name] - 1
+
+
+def test_ids_begin_again_before_they_are_too_large(
+    served: Served, core_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core, vocab_size = core_of(), served.model.config.text_config.vocab_size
+    monkeypatch.setattr("mlflow_llm.serving.engine.pictures.MOST_IDS", vocab_size + 120)
+    for name, seed in (("a", 0), ("b", 1), ("c", 0), ("d", 1)):
+        images = served.images(seed)
+        assert [run(core, served.request(name, images, cache_salt="s"))[name].tokens[0]] == served.expected(images)
+    assert core._pictures._epoch >= 1
