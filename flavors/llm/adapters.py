@@ -49,13 +49,13 @@ def place_adapters(adapters: dict[str, Any] | None, peft_model: Any, root: Path,
 
 def check_adapters(names: list[str], root: Path, skeleton: Any) -> None:
     """Raise ``PackagingError`` for the first adapter whose type, modules or shapes do not fit the base."""
-    from ...serving.engine.adapter_files import check_fits, read_adapter
+    from ...serving.engine.adapter_files import check_fits, of_decoder, read_adapter
     from ...serving.engine.virtual_tokens import embedding_width
 
     shapes, head = linear_shapes(skeleton)
     width = embedding_width(skeleton)
     for name in names:
-        check_fits(read_adapter(root / "adapters" / name), shapes, head=head, width=width)
+        check_fits(of_decoder(read_adapter(root / "adapters" / name), shapes), shapes, head=head, width=width)
 
 
 def _place_one(name: str, source: Any, target: Path, *, link: bool) -> None:

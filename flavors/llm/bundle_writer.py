@@ -115,8 +115,8 @@ def _write_whole(root: Path, parts: Parts) -> tuple[Manifest, Path]:
     tasks = resolve_tasks(parts.task, model_dir, found)
     pictures = None
     if reads_pictures(config):
-        _check_beside_pictures(parts)
-        pictures = picture_spec(model_dir, root / "tokenizer", config)
+        _check_beside_pictures(parts, tasks)
+        pictures = picture_spec(model_dir, root / "tokenizer", whole.config)
     check_complete(model_dir, tasks, trust_remote_code=parts.trust_remote_code)
     if "chat" in tasks or parts.chat_template is not None:
         chat_templates.check(found, tokenizer, parts=pictures is not None)
@@ -143,8 +143,10 @@ def _write_whole(root: Path, parts: Parts) -> tuple[Manifest, Path]:
     return manifest, model_dir
 
 
-def _check_beside_pictures(parts: Parts) -> None:
+def _check_beside_pictures(parts: Parts, tasks: tuple[Task, ...]) -> None:
     """Raise ``PackagingError`` for arguments that vision-language models do not take."""
+    if POOLED.intersection(tasks):
+        raise PackagingError(f"task: {tasks[0]!r} is not allowed for a model that reads pictures; it writes text")
     if parts.quantize is not None:
         raise PackagingError(
             f"quantize: {parts.quantize!r} is not allowed for a model that reads pictures; expected None:"

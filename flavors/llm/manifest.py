@@ -56,8 +56,8 @@ class Manifest(Struct, frozen=True, kw_only=True):
     ``files`` are POSIX paths relative to the model root. ``base`` is set if ``model/`` belongs to another model.
     ``default_adapter`` answers requests that name no adapter. ``tool_formats`` says, by the name of the chat template,
     how tool calls are written. ``quantization`` is how the linears are stored, None if they are stored as they came.
-    ``pictures`` says how prompts contain pictures, None if the model reads only text. ``environment`` holds the files of
-    the Python environment, None if an earlier release saved the model.
+    ``pictures`` says how prompts contain pictures, None if the model reads only text. ``environment`` holds the files
+    of the Python environment, None if an earlier release saved the model.
     """
 
     format_version: int = PLAIN_VERSION

@@ -18,8 +18,8 @@ LARGEST = 2500  # pixels of a side that is drawn
 AROUND = ("Here is", ":\n\n", "\nand what is ")  # texts beside pictures
 
 
-def picture_spec(model_dir: Path, tokenizer_dir: Path, config: dict[str, Any]) -> PictureSpec:
-    """Return how the prompts of the model contain pictures.
+def picture_spec(model_dir: Path, tokenizer_dir: Path, config: Any) -> PictureSpec:
+    """Return how the prompts of the model with this ``config`` contain pictures.
 
     Raises ``PackagingError`` if its processor places them in a way that no layout describes."""
     from ...serving.engine.picture_processor import load_processor
@@ -56,11 +56,11 @@ def check_templates(templates: dict[str, str], tokenizer: Any, spec: PictureSpec
 class _Probe:
     """Asks a processor for the tokens of pictures."""
 
-    def __init__(self, processor: Any, config: dict[str, Any]) -> None:
+    def __init__(self, processor: Any, config: Any) -> None:
         self.processor, self.tokenizer = processor, processor.tokenizer
-        image_id = config.get("image_token_id", config.get("image_token_index"))
+        image_id = getattr(config, "image_token_id", getattr(config, "image_token_index", None))
         if not isinstance(image_id, int):
-            raise PackagingError(f"model: config.json has no image_token_id; it is {shown(image_id)}")
+            raise PackagingError(f"model: the image_token_id of config.json is {shown(image_id)}; expected a token id")
         self.image_id = image_id
         self.placeholder = self._placeholder()
 

@@ -23,6 +23,7 @@ from .config_bounds import read_header
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
+WITHIN = re.compile(r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?")  # a decoder within a larger model
 FACTOR = re.compile(r"^(?P<module>.+)\.lora_(?P<side>[AB])(\.default)?\.weight$")
 MORE = {  # tensors beside A and B, of shape [out], that are present if the configuration asks for them
     "magnitude": re.compile(r"^(?P<module>.+)\.lora_magnitude_vector(\.default)?(\.weight)?$"),
@@ -111,6 +112,16 @@ def read_adapter(path: str | Path) -> AdapterFiles:
     rank = max(module.rank for module in modules.values())
     base = config.get("base_model_name_or_path")
     return AdapterFiles(path=folder, rank=rank, modules=modules, base_model=base if isinstance(base, str) else None)
+
+
+def of_decoder(adapter: AdapterFiles, base_linear_shapes: Mapping[str, tuple[int, int]]) -> AdapterFiles:
+    """Return ``adapter`` with modules named as the decoder alone names them, if it was trained on a vision-language
+    model around that decoder: ``model.language_model.layers.0…`` is ``model.layers.0…``."""
+    modules = {
+        name if name in base_linear_shapes else WITHIN.sub("model.", name): module
+        for name, module in adapter.modules.items()
+    }
+    return replace(adapter, modules=modules)
 
 
 def check_fits(

@@ -17,7 +17,7 @@ from torch import nn
 
 from ..errors import InvalidField, NotFound, PackagingError, reason
 from ..request import LoraTask
-from .adapter_files import PROMPT, AdapterFiles, AdapterModule, check_fits, read_adapter
+from .adapter_files import PROMPT, AdapterFiles, AdapterModule, check_fits, of_decoder, read_adapter
 from .forward_context import ContextHolder
 from .linear import EngineLinear, LinearGroup
 from .lora_plan import Factors, GroupFactors, LoraPlan, MaskedPlan, SegmentPlan, prefer_segments, segments_of
@@ -74,7 +74,7 @@ class LoraPool:
     def read(self, name: str, path: str) -> Adapter:
         """Read an adapter from a peft directory onto the device. Raises ``InvalidField`` if it does not fit."""
         try:
-            files = read_adapter(path)
+            files = of_decoder(read_adapter(path), self._shapes)
             check_fits(files, self._shapes, self._head, width=self._width)
             if files.prompt is not None:
                 return Adapter({}, 0, self._read_prompt(files))

@@ -30,9 +30,12 @@ def load_processor(model_dir: str | Path, tokenizer_dir: str | Path) -> Any:
         _link(Path(model_dir), Path(both))
         _link(Path(tokenizer_dir), Path(both))
         try:
-            return AutoProcessor.from_pretrained(both, local_files_only=True, trust_remote_code=False, backend="pil")
-        except Exception as error:  # of transformers: an unknown class, a missing package
+            found = AutoProcessor.from_pretrained(both, local_files_only=True, trust_remote_code=False, backend="pil")
+        except Exception as error:  # of transformers: a missing package, a file that is not JSON
             raise PackagingError(f"model: its processor cannot be loaded: {reason(error)}") from None
+    if not hasattr(found, "image_processor") or not hasattr(found, "tokenizer"):  # what is left of an unknown class
+        raise PackagingError(f"model: its processor cannot be loaded: it is a {type(found).__name__}")
+    return found
 
 
 def inputs_of(processor: Any, placeholder: str, picture: Picture) -> Any:

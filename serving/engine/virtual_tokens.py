@@ -5,7 +5,8 @@ Their ids follow on those of the vocabulary::
     0 … V-1                  V … V+n-1
     the model's embedding    rows of the table
 
-So do those of pictures (``pictures``), which have ids of their own in the engine. They stand in prompts alone: nothing draws one.
+So do those of pictures (``pictures``), which have ids of their own in the engine. They stand in prompts alone: nothing
+draws one.
 """
 
 from __future__ import annotations

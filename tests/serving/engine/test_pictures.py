@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -36,9 +35,10 @@ class Served:
     """A model with its processor, and what the engine is to give."""
 
     def __init__(self, family: str, folder: Path) -> None:
+        self.family = family
         self.model = tiny_vision.save(family, folder)
         self.processor = tiny_vision.processor_of(family)
-        self.spec = picture_spec(folder, folder, json.loads((folder / "config.json").read_text()))
+        self.spec = picture_spec(folder, folder, self.model.config)
         self.bundle = Bundle(
             content_hash=family, tasks=("chat", "completions"), model_dir=str(folder), tokenizer_dir=str(folder),
             pictures=self.spec,
@@ -65,10 +65,10 @@ class Served:
         return msgspec.structs.replace(given, pictures=pictures, sampling=Sampling(**sampling), **more)
 
     @torch.inference_mode()
-    def expected(self, images: list[Any], text: str = TEXT, **more: Any) -> list[list[int]]:
+    def expected(self, images: list[Any], text: str = TEXT, *, model: Any = None, **more: Any) -> list[list[int]]:
         given = self.processor(text=[text], images=images, return_tensors="pt", add_special_tokens=False)
         config = GenerationConfig(max_new_tokens=MAX_TOKENS, do_sample=False, pad_token_id=0, eos_token_id=None, **more)
-        found = self.model.generate(**given, generation_config=config)[:, given["input_ids"].shape[1] :]
+        found = (model or self.model).generate(**given, generation_config=config)[:, given["input_ids"].shape[1] :]
         return [row.tolist() for row in found]
 
 
@@ -388,3 +388,20 @@ def test_ids_begin_again_before_they_are_too_large(
         images = served.images(seed)
         assert [run(core, served.request(name, images, cache_salt="s"))[name].tokens[0]] == served.expected(images)
     assert core._pictures._epoch >= 1
+
+
+def test_an_adapter_trained_on_the_whole_model(any_served: Served, tmp_path: Path) -> None:
+    """Its modules are named as in the vision-language model; the engine has the decoder alone."""
+    from peft import LoraConfig, get_peft_model
+
+    targets = r".*(language_model|text_model).*\.(q_proj|down_proj)"
+    config = LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
+    torch.manual_seed(1)
+    tuned = get_peft_model(tiny_vision.make_model(any_served.family), config).eval()
+    tuned.save_pretrained(tmp_path / "tuned")
+    core, images = any_served.core(), any_served.images()
+    core.load_adapter("tuned", str(tmp_path / "tuned"))
+    found = run(core, any_served.request("r", images, adapter="tuned"), any_served.request("b", images))
+    wanted = any_served.expected(images, model=tuned)
+    assert [found["r"].tokens[0]] == wanted != any_served.expected(images) == [found["b"].tokens[0]]
+    core.close()
