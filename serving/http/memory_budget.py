@@ -1,6 +1,7 @@
 """Memory budget: limits the bytes of requests and replies that a worker holds at once, per caller and in total.
 
-The bytes of a body count from their arrival until the body is tokenised. Of a reply that is not streamed, the parts
+The bytes of a body count from their arrival until the body is tokenised, those of decoded pictures until their request
+is over. Of a reply that is not streamed, the parts
 other than generated text count while the reply is being built. Small bodies and replies do not count, because the
 connection limits bound them.
 """
