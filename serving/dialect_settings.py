@@ -33,8 +33,8 @@ class DialectSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=
         generateProfile: whether the details of Triton's ``generate`` have times ("current") or null, as in MindIE's
             document ("seed").
         generateEndText: put ``</s>`` into the last event of ``generate_stream``.
-        allowedLocalMediaPath: directory below which messages may refer to media.
-        allowedMediaDomains: hosts from which messages may refer to media.
+        allowedLocalMediaPath: directory below which files that messages name may be read.
+        allowedMediaDomains: hosts from which URLs that messages name may be fetched.
     """
 
     openAiSupport: Word | None = None

@@ -102,3 +102,40 @@ def save(family: str, directory: Path, seed: int = 0) -> Any:
     model.save_pretrained(directory)
     processor_of(family).save_pretrained(directory)
     return model
+
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{% for part in message.content %}"
+    "{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def save_around(source: Path, directory: Path, *, vision: dict[str, Any], tile: int, longest: int) -> Any:
+    """Write an Idefics 3 model around the decoder in ``source``, whose weights are real; what reads pictures is random.
+
+    Return the model. Its processor has tiles of ``tile`` pixels and pictures of ``longest``."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, Idefics3ForConditionalGeneration
+    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+    from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
+
+    words = AutoTokenizer.from_pretrained(source, local_files_only=True)
+    words.add_special_tokens({"additional_special_tokens": [*SPECIAL[3:], *TILES]})
+    words.chat_template = CHATML
+    decoder = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, local_files_only=True)
+    torch.manual_seed(0)
+    decoder.resize_token_embeddings(len(words), mean_resizing=False)
+    text = decoder.config
+    config = Idefics3Config(
+        text_config=text.to_dict(), vision_config={**vision, "image_size": tile}, scale_factor=2,
+        image_token_id=words.convert_tokens_to_ids("<image>"), pad_token_id=text.eos_token_id, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = Idefics3ForConditionalGeneration(config).eval()
+    model.model.text_model.load_state_dict(decoder.model.state_dict())
+    model.tie_weights()
+    model.generation_config = decoder.generation_config
+    model.save_pretrained(directory)
+    sizes = {"size": {"longest_edge": longest}, "max_image_size": {"longest_edge": tile}}
+    tokens = (tile // vision["patch_size"] // 2) ** 2
+    Idefics3Processor(Idefics3ImageProcessorPil(**sizes), words, image_seq_len=tokens).save_pretrained(directory)
+    return model

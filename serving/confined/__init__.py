@@ -1,15 +1,17 @@
-"""Sandboxed processes for data that comes with a model: chat templates, regular expressions, tokenizers.
+"""Sandboxed processes for data that comes with a model or a request: chat templates, regular expressions, tokenizers,
+pictures.
 
 The processes have limits on time, memory and output and can be killed: an interpreter cannot limit such work from
 within.
 """
 
-from .limits import CHECK, MAX_TEMPLATE, Ended, Exceeded, Limits, NoProcess, Refused, render_limits
-from .pool import POOL, Pool, Share, use_wait
+from .limits import CHECK, MAX_TEMPLATE, Ended, Exceeded, Limits, NoProcess, Refused, decode_limits, render_limits
+from .pool import PICTURES, POOL, Pool, Share, use_wait, wait
 
 __all__ = [
     "CHECK",
     "MAX_TEMPLATE",
+    "PICTURES",
     "POOL",
     "Ended",
     "Exceeded",
@@ -18,6 +20,8 @@ __all__ = [
     "Pool",
     "Refused",
     "Share",
+    "decode_limits",
     "render_limits",
     "use_wait",
+    "wait",
 ]

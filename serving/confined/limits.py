@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from .child import picture_limits
+
 MIB = 1 << 20
 MAX_TEMPLATE = MIB  # characters of a chat template; the longest known have 30,000
 
@@ -12,13 +14,14 @@ class Limits(Struct, frozen=True, kw_only=True):
     """Limits of one piece of work.
 
     ``seconds`` is processor time, so that a busy machine causes no refusal; ``memory`` is in bytes beyond what the
-    process had before; ``output`` is in characters. After ``patience`` seconds of elapsed time, the process is killed
-    in any case.
+    process had before; ``output`` is in characters, ``raw`` is the bytes of output that are no text. After ``patience``
+    seconds of elapsed time, the process is killed in any case.
     """
 
     seconds: float
     memory: int
     output: int
+    raw: int = 0
     patience: float = 120.0
 
 
@@ -36,6 +39,15 @@ def render_limits(size: int, context: int | None) -> Limits:
         memory=256 * MIB + 32 * size,
         output=max(MIB, 64 * (context or 0)) + 8 * size,
     )
+
+
+def decode_limits(pixels: int, size: int) -> Limits:
+    """Return the limits for decoding a picture of at most ``pixels`` from a file of ``size`` bytes.
+
+    The process lowers them when it knows how many pixels there are.
+    """
+    seconds, memory = picture_limits(pixels, size)
+    return Limits(seconds=seconds, memory=memory, output=MIB, raw=3 * pixels)
 
 
 class Exceeded(Exception):

@@ -1,8 +1,8 @@
-"""A pool of confined processes, started on demand and shared by all models of this process.
+"""Pools of confined processes, started on demand and shared by all models of this process.
 
-Its semaphore is a pipe with one byte for each free place: a thread or, with ``use_wait``, a greenlet waits for it as
-for any other descriptor, without a lock. Each model has its own places (``Share``), so that slow templates of one model
-do not keep other models waiting.
+The semaphore of a pool is a pipe with one byte for each free place: a thread or, with ``use_wait``, a greenlet waits
+for it as for any other descriptor, without a lock. Each model has its own places (``Share``), so that slow templates of
+one model do not keep other models waiting.
 """
 
 from __future__ import annotations
@@ -40,6 +40,11 @@ def use_wait(wait: Wait) -> None:
     _wait = wait
 
 
+def wait(fd: int, writing: bool, seconds: float) -> bool:
+    """Wait as this process does: return whether ``fd`` can be read (or written) within the time."""
+    return _wait(fd, writing, seconds)
+
+
 class _Semaphore:
     """A counting semaphore for threads and greenlets. In a forked process, all places are free at first."""
 
@@ -58,7 +63,7 @@ class _Semaphore:
             except BlockingIOError:
                 left = until - time.monotonic()
                 if left <= 0:
-                    raise NoProcess("all places for chat templates are taken") from None
+                    raise NoProcess("all places are taken") from None
                 _wait(reader, False, left)
         try:
             yield
@@ -111,9 +116,16 @@ class Pool:
         os.register_at_fork(after_in_child=self._forget)
 
     def run(
-        self, work: str, limits: Limits, *, source: str | None = None, share: Share | None = None, **asked: Any
+        self,
+        work: str,
+        limits: Limits,
+        *,
+        data: bytes = b"",
+        source: str | None = None,
+        share: Share | None = None,
+        **asked: Any,
     ) -> Any:
-        """Do ``work`` (a name in ``child.WORK``) and return its value.
+        """Do ``work`` (a name in ``child.WORK``) and return its value; for raw bytes, what is said of them and they.
 
         Work whose process was killed by another program (the kernel, out of memory) is tried once more. Raises
         ``Exceeded``, ``Refused``, ``Ended`` and ``NoProcess``.
@@ -121,20 +133,20 @@ class Pool:
         until = time.monotonic() + WAIT
         with (self._places if share is None else share.places).hold(until):
             try:
-                return self._run({"work": work, **asked}, source, limits)
+                return self._run({"work": work, **asked}, data, source, limits)
             except Ended:
-                return self._run({"work": work, **asked}, source, limits)
+                return self._run({"work": work, **asked}, data, source, limits)
 
     def close(self) -> None:
         """End the idle processes. The pool can still be used: it starts new ones."""
         while self._idle:
             self._drop(self._idle.pop())
 
-    def _run(self, work: dict[str, Any], source: str | None, limits: Limits) -> Any:
+    def _run(self, work: dict[str, Any], data: bytes, source: str | None, limits: Limits) -> Any:
         process = self._take()
         whole = False
         try:
-            value = process.run(work, source, limits, _wait)
+            value = process.run(work, data, source, limits, _wait)
             whole = True
             return value
         except Refused:
@@ -168,3 +180,4 @@ class Pool:
 
 
 POOL = Pool()
+PICTURES = Pool(SHARE)  # its processes render nothing: a decoder that was taken over sees no request but pictures

@@ -57,8 +57,8 @@ class Process:
         """Whether it should be replaced: it knows too many templates, or its last memory limit was gigabytes."""
         return self._is_large or len(self._known) >= MAX_SOURCES
 
-    def run(self, work: dict[str, Any], source: str | None, limits: Limits, wait: Wait) -> Any:
-        """Do ``work``, which may use a template ``source``, and return its value.
+    def run(self, work: dict[str, Any], data: bytes, source: str | None, limits: Limits, wait: Wait) -> Any:
+        """Do ``work``, which may use raw ``data`` or a template ``source``, and return its value.
 
         Raises ``Exceeded``, ``Refused``, ``Ended``. After any exception other than ``Refused``, the process has ended
         or is unusable: ``close`` it.
@@ -72,14 +72,16 @@ class Process:
         began = time.monotonic()
         until = began + limits.patience
         try:
-            self._send(HEAD.pack(len(asked), limits.seconds, limits.memory) + asked, until, wait)
-            kind, length = ANSWER.unpack(self._receive(ANSWER.size, until, wait))
-            if length > 4 * limits.output + MIB:
+            self._send(HEAD.pack(len(asked), len(data), limits.seconds, limits.memory) + asked, until, wait)
+            self._send(data, until, wait)
+            kind, length, size = ANSWER.unpack(self._receive(ANSWER.size, until, wait))
+            if length > 4 * limits.output + MIB or size > limits.raw:
                 raise Exceeded(_too_long(limits))
-            data = self._receive(length, until, wait)
+            text = self._receive(length, until, wait)
+            raw = self._receive(size, until, wait)
         except (BrokenPipeError, EOFError):
             raise self._end(limits, time.monotonic() - began) from None
-        return _value(kind, data, limits)
+        return (json.loads(text), raw) if kind == b"b" else _value(kind, text, limits)
 
     def close(self) -> None:
         """Kill the process and wait for its end. Call it once."""

@@ -143,7 +143,7 @@ def _load_with_pictures(bundle: Bundle, settings: EngineSettings, device: Any, d
         decoder, reader = decoder_of(model), PictureReader(model, bundle)
         check_decoder(model, decoder, reader)
         reader.give_up_decoder()
-        readers.append(reader.to(device))
+        readers.append(reader.to(device, settings.kernels))
         return decoder
 
     loaded = _load_in(dtype, read, settings, device, None)

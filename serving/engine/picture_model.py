@@ -27,6 +27,9 @@ from ..bundle import Bundle, PictureSpec
 from ..errors import PackagingError, reason
 from ..picture_layout import expanded
 from ..request import Picture
+from ..settings import EngineSettings
+from . import linear
+from .forward_context import ContextHolder
 from .picture_processor import inputs_of, load_processor
 
 logger = logging.getLogger(__name__)
@@ -73,6 +76,7 @@ class PictureReader:
         _use_fast_attention(model)
         self._processor = load_processor(bundle.model_dir, bundle.tokenizer_dir)
         self._placeholder = self._processor.tokenizer.convert_ids_to_tokens(self.spec.placeholder_id)
+        self._like = next(self._inner.parameters())
         self._taken = frozenset(inspect.signature(self._inner.get_image_features).parameters)
 
     def give_up_decoder(self) -> None:
@@ -81,9 +85,13 @@ class PictureReader:
             if getattr(self._inner, part, None) is not None:
                 setattr(self._inner, part, torch.nn.Module())
 
-    def to(self, device: Any) -> PictureReader:
-        """Move it to ``device``. On CPUs it computes in float32: few have instructions for bfloat16."""
+    def to(self, device: Any, kernels: str) -> PictureReader:
+        """Move it to ``device``. On CPUs it computes in float32, its linears by our kernels if the setting ``kernels``
+        says so: what reads pictures keeps its precision whatever the decoder's is."""
         self._inner.requires_grad_(False).to(device=device, dtype=torch.float32 if device.type == "cpu" else None)
+        self._like = next(self._inner.parameters()).detach()[:0]
+        if device.type == "cpu":
+            linear.install(self._inner, ContextHolder(), EngineSettings(kernels=kernels))
         return self
 
     def pieces(self, picture: Picture) -> list[Piece]:
@@ -103,8 +111,7 @@ class PictureReader:
     @torch.inference_mode()
     def read(self, piece: Piece) -> Vectors:
         """Return the features of a piece, [tokens, hidden]."""
-        like = next(self._inner.parameters())
-        given = {name: _moved(value, like) for name, value in piece.items()}
+        given = {name: _moved(value, self._like) for name, value in piece.items()}
         found = self._inner.get_image_features(**given, return_dict=True).pooler_output
         parts = list(found) if isinstance(found, list | tuple) else [found]
         rows = torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
@@ -117,7 +124,7 @@ def check_decoder(model: Any, decoder: Any, reader: PictureReader) -> None:
     width, height = PROBE_SIZE
     draw = np.random.default_rng(0)
     spec, data = reader.spec, draw.integers(0, 256, (height, width, 3), dtype=np.uint8).tobytes()
-    text = draw.integers(0, min(decoder.config.vocab_size, spec.placeholder_id), 2 * PROBE_TEXT).tolist()
+    text = draw.integers(0, max(min(decoder.config.vocab_size, spec.placeholder_id), 1), 2 * PROBE_TEXT).tolist()
     ids = (*text[:PROBE_TEXT], spec.placeholder_id, *text[PROBE_TEXT:])
     whole, (count,) = expanded(ids, [(width, height)], spec, spec.image_id, numbered=False)
     picture = Picture(width=width, height=height, data=data, num_tokens=count)

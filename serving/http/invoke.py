@@ -90,8 +90,11 @@ def _accept(
         held.callback(server.load_shedder.leave, entity.engine, reserves=reserves, caller=sharer)
         valid = server.offload(len(body), prepare, raw, entity.view, limits)
         record.accept(valid, body)
-    if kept := len(raw.echoed) + sum(len(picture.data) for picture in valid.pictures):
-        held.enter_context(server.memory.allocate(request.payer(server))).grow(kept)
+    if raw.echoed:
+        held.enter_context(server.memory.allocate(request.payer(server))).grow(len(raw.echoed))
+    if valid.pictures:
+        pixels = sum(len(picture.data) for picture in valid.pictures)
+        held.enter_context(server.pixels.allocate(request.payer(server))).grow(pixels)
     return entity, valid, raw.echoed
 
 

@@ -1,7 +1,7 @@
 """Memory budget: limits the bytes of requests and replies that a worker holds at once, per caller and in total.
 
-The bytes of a body count from their arrival until the body is tokenised, those of decoded pictures until their request
-is over. Of a reply that is not streamed, the parts
+The bytes of a body count from their arrival until the body is tokenised. Decoded pictures have a budget of their own,
+in which they count until their request is over: an engine that dies is sent them again. Of a reply that is not streamed, the parts
 other than generated text count while the reply is being built. Small bodies and replies do not count, because the
 connection limits bound them.
 """
@@ -46,10 +46,10 @@ class Allocation:
 
 class MemoryBudget:
     """Allows at most ``total`` bytes in memory, and at most ``by_caller`` bytes of one caller: an API key, or an
-    address if no keys are required."""
+    address if no keys are required. ``what`` is the name of the bytes in errors."""
 
-    def __init__(self, *, total: int, by_caller: int) -> None:
-        self.total, self.by_caller = total, by_caller
+    def __init__(self, *, total: int, by_caller: int, what: str = "body") -> None:
+        self.total, self.by_caller, self.what = total, by_caller, what
         self.used = 0
         self._used_by: dict[str, int] = {}
 
@@ -65,10 +65,10 @@ class MemoryBudget:
     def check(self, caller: str, size: int) -> None:
         own = self._used_by.get(caller, 0)
         if own and own + size > self.by_caller:
-            text = f"body: this caller has {own} bytes of requests in memory, and at most {self.by_caller} at once"
+            text = f"{self.what}: this caller has {own} bytes of requests in memory, and at most {self.by_caller} at once"
             raise LimitExceeded(f"{text}; try again in 1 s", limit="body_bytes", retry_after=RETRY_AFTER)
         if self.used and self.used + size > self.total:
-            raise Overloaded("body: too many large requests are being read; try again", retry_after=RETRY_AFTER)
+            raise Overloaded(f"{self.what}: too many large requests are being read; try again", retry_after=RETRY_AFTER)
 
     def add(self, caller: str, size: int) -> None:
         self.check(caller, size)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # each imports a library that a server which does not use it 
     from .jwt_tokens import Tokens
 
 
+PIXELS = 8  # bytes of decoded pictures for each byte of a body: a photograph in JPEG has about ten times as many
 FindModels = Callable[[tuple[str, ...]], "tuple[ResolvedModel, ...]"]
 
 
@@ -47,6 +48,7 @@ class Server:
     offload: Offload
     salts: CacheSalts
     memory: MemoryBudget
+    pixels: MemoryBudget
     refusals: RefusalLimit
     keys: Keys | None = None
     tokens: Tokens | None = None
@@ -101,6 +103,9 @@ def make_server(
         memory=MemoryBudget(
             total=max(settings.max_held_bytes, settings.max_body_bytes),
             by_caller=max(settings.max_caller_bytes, settings.max_body_bytes),
+        ),
+        pixels=MemoryBudget(
+            total=PIXELS * settings.max_held_bytes, by_caller=PIXELS * settings.max_caller_bytes, what="pictures"
         ),
         refusals=RefusalLimit(settings.refusals_per_minute),
         keys=keys,

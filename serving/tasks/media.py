@@ -1,52 +1,58 @@
-"""Checks of media in messages: which of them may be read. No model here can read any of them.
-
-A path or URL is looked at only if the endpoint's settings allow it: a server that reads whatever a caller names
-exposes its files and its network to everyone.
-"""
+"""The media of a chat: pictures, for models that read them. They are read, and decoded in the order of the messages."""
 
 from __future__ import annotations
 
-import os
+import importlib.util
 from collections.abc import Sequence
 
 from ..dialect_settings import DialectSettings
-from ..errors import InvalidField
+from ..errors import InvalidField, RequestError
 from ..request import MediaPart, Message
+from .media_check import check_places
+from .media_source import Sources
+from .pictures import MAX_ALL_PIXELS, DecodedPicture, decoded
 
-PATHS, DOMAINS = "allowedLocalMediaPath", "allowedMediaDomains"
+MAX_PICTURES = 100  # of one request
 
 
-def check_media(messages: Sequence[Message], settings: DialectSettings) -> None:
-    """Raise ``InvalidField`` if a message contains media, because the model reads only text.
+def pictures_of(
+    messages: Sequence[Message], settings: DialectSettings, *, reads_pictures: bool, deadline: float | None
+) -> tuple[DecodedPicture, ...]:
+    """Return the decoded pictures of the messages, in their order; () if there are none.
 
-    If one of them may not be read or is too large, the error says that instead.
+    ``deadline`` is in seconds of ``time.monotonic()``; what is fetched must come before. Raises ``InvalidField`` for
+    media that the model does not read, that may not be read, cannot be read or are too large; ``RequestError`` if this
+    server has no decoders, ``Overloaded`` if no process can decode now. Blocks the thread or the greenlet.
     """
-    found = [part for message in messages if not isinstance(message.content, str) for part in message.content]
-    media = [part for part in found if isinstance(part, MediaPart)]
+    media = _media_of(messages)
+    if not media:
+        return ()
+    _check(media, settings, reads_pictures)
+    sources, found, left = Sources(settings, deadline), [], MAX_ALL_PIXELS
     for part in media:
-        if part.source == "path":
-            _check_file(part, settings.allowedLocalMediaPath)
-        elif part.source == "url":
-            _check_host(part, settings.allowedMediaDomains or ())
-    if media:
-        raise InvalidField(f"{media[0].part}.type", f"{media[0].kind}_url", '"text": this model reads text only')
+        picture = decoded(sources.read(part), part, left)
+        left -= picture.width * picture.height
+        found.append(picture)
+    return tuple(found)
 
 
-def _check_file(part: MediaPart, allowed: str | None) -> None:
-    if allowed is None:
-        raise InvalidField(part.field, part.place, f"no local path: {PATHS} allows none")
-    root, real = os.path.realpath(allowed), os.path.realpath(part.place)
-    if os.path.commonpath((root, real)) != root:  # checked first, so that the error does not tell whether it exists
-        raise InvalidField(part.field, part.place, f"a path below {allowed} ({PATHS})")
-    if not os.path.isfile(real):
-        raise InvalidField(part.field, part.place, "a file that is there")
-    if not 0 < (size := os.path.getsize(real)) <= part.most:
-        raise InvalidField(part.field, f"{size} bytes", f"1 to {part.most} bytes")
+def _media_of(messages: Sequence[Message]) -> list[MediaPart]:
+    found = [part for message in messages if not isinstance(message.content, str) for part in message.content]
+    return [part for part in found if isinstance(part, MediaPart)]
 
 
-def _check_host(part: MediaPart, allowed: tuple[str, ...]) -> None:
-    host = part.place.rpartition(":")[0] if part.place.rpartition(":")[2].isdigit() else part.place
-    names = {name.lower() for name in allowed}
-    if not names & {host.lower(), part.place.lower()}:
-        listed = ", ".join(allowed) if allowed else "none are allowed"
-        raise InvalidField(part.field, part.place, f"a URL with one of the hosts in {DOMAINS}: {listed}")
+def _check(media: Sequence[MediaPart], settings: DialectSettings, reads_pictures: bool) -> None:
+    """Raise the errors that need nothing to be read."""
+    check_places(media, settings)
+    if not reads_pictures:
+        raise InvalidField(f"{media[0].part}.type", media[0].name, '"text": this model reads text only')
+    only = '"text" or "image_url": this model reads text and pictures'
+    for part in media:
+        if part.kind != "image":
+            raise InvalidField(f"{part.part}.type", part.name, only)
+    if len(media) > MAX_PICTURES:
+        raise InvalidField(media[MAX_PICTURES].field, f"{len(media)} pictures", f"at most {MAX_PICTURES} in a request")
+    if importlib.util.find_spec("PIL") is None:
+        field = media[0].field
+        needed = "reading pictures needs the package pillow: pip install 'mlflow-llm[pictures]'"
+        raise RequestError(f"{field}: {needed}", param=field)

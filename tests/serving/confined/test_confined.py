@@ -196,13 +196,14 @@ def test_it_ends_with_its_parent():
 
 
 def test_it_needs_little(pool):
-    """No torch, no transformers package and no NumPy are loaded for rendering: a process is small and starts fast."""
+    """No torch, transformers package, NumPy or Pillow is loaded for rendering: a process is small and starts fast."""
     render(pool, PLAIN)
     (process,) = pool._all
     with open(f"/proc/{process.pid}/maps") as maps:
         loaded = maps.read()
     assert "torch" not in loaded
     assert "numpy" not in loaded
+    assert "PIL" not in loaded
     with open(f"/proc/{process.pid}/status") as status:
         (resident,) = (int(line.split()[1]) for line in status if line.startswith("VmRSS"))
     assert resident < 40_000
