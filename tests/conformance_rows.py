@@ -155,10 +155,25 @@ SAMPLING: dict[str, Row] = {
     ),
     "watermark": Row(body={"watermark": True}, refused="watermarks are not supported"),
 }
+
+
+def _media(name: str, data: str, note: str = "") -> Row:
+    """A part that a text-only model refuses when its form is sound."""
+    content = [{"type": "text", "text": "What?"}, {"type": name, name: {"url": data}}]
+    return Row(
+        body={"messages": [{"role": "user", "content": content}]},
+        refused="this model reads text only",
+        named="messages[0].content[1].type",
+        note=note,
+    )
+
+
+_PICTURE = _media("image_url", "data:image/png;base64,aGk=", "models that read pictures take it")
 CHAT: dict[str, Row] = {
     "messages": Row(body={}, shows=lambda seen, plain: seen.text),
     "messages[].role": Row(body={"messages": [{"role": "system", "content": "Be short."}, *HI]}),
     "messages[].content": Row(body={"messages": [{"role": "user", "content": "Say yes."}]}, shows=unlike_plain),
+    "messages[].content[].image_url": _PICTURE,
     "messages[].tool_calls": Row(body={"messages": ROUND, "tools": [TOOL]}),
     "messages[].tool_call_id": Row(body={"messages": ROUND, "tools": [TOOL]}),
     "max_completion_tokens": Row(body={"max_tokens": None, "max_completion_tokens": 3}, shows=tokens(3)),
@@ -239,7 +254,7 @@ DATABRICKS_CHAT = {
     **_LABELS,
     **_ADAPTER,
     **_TRUNCATE,
-    "tools[].type": Row(body={"tools": [{**TOOL, "type": "other"}]}, refused="", named="tools[0]"),
+    "tools[].type": Row(body={"tools": [{**TOOL, "type": "other"}]}, refused='expected "function"', named="tools[0]"),
     "tools[].function.name": Row(body={"tools": [TOOL]}),
     "tools[].function.description": Row(body={"tools": [TOOL]}),
     "tools[].function.parameters": Row(body={"tools": [TOOL]}),
@@ -304,17 +319,6 @@ OPENVINO_SAMPLING = {
 }
 
 
-def _media(name: str, data: str) -> Row:
-    """A part that a text-only model refuses when its form is sound."""
-    content = [{"type": "text", "text": "What?"}, {"type": name, name: {"url": data}}]
-    return Row(
-        body={"messages": [{"role": "user", "content": content}]},
-        refused="",
-        named="messages[0].content[1]",
-        note="where the model takes text only",
-    )
-
-
 MINDIE_CHAT = {
     **{
         name: SAMPLING[name]
@@ -341,7 +345,7 @@ MINDIE_CHAT = {
     "messages[].content[].text": Row(
         body={"messages": [{"role": "user", "content": [{"type": "text", "text": "Say yes."}]}]}, shows=unlike_plain
     ),
-    "messages[].content[].image_url": _media("image_url", "data:image/png;base64,aGk="),
+    "messages[].content[].image_url": _PICTURE,
     "messages[].content[].video_url": _media("video_url", "data:video/mp4;base64,aGk="),
     "messages[].content[].audio_url": _media("audio_url", "data:audio/wav;base64,aGk="),
     "n": Row(body={"n": 2}, refused="an integer in [1, 1]"),

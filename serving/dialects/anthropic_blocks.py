@@ -23,10 +23,12 @@ from ..readers import (
     string,
     type_of,
 )
+from .picture_parts import NO_FILES, ONLY_OF_USERS, TYPES, Forms, data_picture, url_picture, url_reader
 
 MAX_NAME = 128  # characters of a tool's name
 MAX_ID = 512
-NO_MEDIA = "this model reads text only"
+ONLY_PICTURES = "this server reads texts and pictures"
+IN_A_RESULT = "chat templates write a tool's result as a text; a picture may be a block of its own after the results"
 NO_SERVER_TOOLS = "this server runs no tools of its own"
 
 NAME = short_text(MAX_NAME)
@@ -46,9 +48,38 @@ TEXT = record(
     **_HINT,
 )
 
-MEDIA = dict.fromkeys(
-    ("image", "document", "search_result", "container_upload", "tool_reference", "browser_state"), NO_MEDIA
+_DATA = record(
+    type=type_of("base64"),
+    media_type=Entry(one_of(*TYPES), required="one of " + ", ".join(TYPES)),
+    data=Entry(string, "base64 without line breaks", required="a text in base64"),
 )
+_FORMS = Forms(data=False, paths=False)
+_URL = record(type=type_of("url"), url=Entry(url_reader(_FORMS), required=_FORMS.allowed))
+_IMAGE = record(
+    type=type_of("image"),
+    source=Entry(
+        one_of_types({"base64": _DATA, "url": _URL}, {"file": NO_FILES}, "an object"),
+        required="an object with the data or the URL of a picture",
+    ),
+    **_HINT,
+)
+
+
+@reader(**_IMAGE.schema)
+def _image(value: Any, path: str) -> dict[str, Any]:
+    """Read a picture, the block's ``part``."""
+    source, where = _IMAGE(value, path)["source"], f"{path}.source"
+    if source["type"] == "base64":
+        part = data_picture(source["data"], f"{where}.data", path, "image")
+    else:
+        part = url_picture(source["url"], f"{where}.url", path, "image", _FORMS)
+    return {"type": "image", "part": part}
+
+
+_NOT_READ = dict.fromkeys(
+    ("document", "search_result", "container_upload", "tool_reference", "browser_state"), ONLY_PICTURES
+)
+_NOT_HERE = _NOT_READ | {"image": ONLY_OF_USERS}
 SERVER_BLOCKS = dict.fromkeys(
     (
         "server_tool_use",
@@ -79,7 +110,7 @@ def texts_or(block: Reader[Any], *, least: int = 0) -> Reader[str | tuple[dict[s
 TOOL_RESULT = record(
     type=type_of("tool_result"),
     tool_use_id=Entry(ID, required="the id of the tool_use block that this answers"),
-    content=Entry(texts_or(one_of_types({"text": TEXT}, MEDIA, "a content block"))),
+    content=Entry(texts_or(one_of_types({"text": TEXT}, _NOT_READ | {"image": IN_A_RESULT}, "a content block"))),
     is_error=Entry(boolean, "the model reads the content after the word Error"),
     toolset_name=Entry(refused(NO_SERVER_TOOLS)),
     **_HINT,
@@ -103,12 +134,14 @@ REDACTED_THINKING = record(
     data=Entry(string, "encrypted, so it says nothing to this model"),
 )
 
-SYSTEM_BLOCK = one_of_types({"text": TEXT}, MEDIA, "a text block")
+SYSTEM_BLOCK = one_of_types({"text": TEXT}, _NOT_HERE, "a text block")
 USER_BLOCK = one_of_types(
-    {"text": TEXT, "tool_result": TOOL_RESULT}, MEDIA | SERVER_BLOCKS, "a content block of a user's turn"
+    {"text": TEXT, "image": _image, "tool_result": TOOL_RESULT},
+    _NOT_READ | SERVER_BLOCKS,
+    "a content block of a user's turn",
 )
 ASSISTANT_BLOCK = one_of_types(
     {"text": TEXT, "tool_use": TOOL_USE, "thinking": THINKING, "redacted_thinking": REDACTED_THINKING},
-    MEDIA | SERVER_BLOCKS,
+    _NOT_HERE | SERVER_BLOCKS,
     "a content block of an assistant's turn",
 )

@@ -1,7 +1,7 @@
 """Convert the turns of the Messages API to ``request.Message``.
 
 Consecutive turns of one role become one turn. A user's tool results become messages of role tool, before the turn's
-text. An assistant's texts come before its calls, as in chat templates.
+text and pictures. An assistant's texts come before its calls, as in chat templates.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from ..errors import InvalidField
 from ..readers import Entry, any_of, one_of, reader, record
 from ..request import MAX_MESSAGES, Message, Part, Role, TextPart, ToolCall
 from .anthropic_blocks import ASSISTANT_BLOCK, SYSTEM_BLOCK, USER_BLOCK, texts_or
+from .picture_parts import MediaLimit
 
-BETWEEN_TURNS = TextPart("\n\n")  # between the texts of two turns that are joined
+PICTURES = frozenset({"image"})
+BETWEEN_TURNS = TextPart("\n\n")  # between two turns that are joined
 ERROR = "Error: "  # before the content of a tool result with ``is_error``
 
 
@@ -63,8 +65,9 @@ def read_turns(value: Any, path: str) -> tuple[Turn, ...]:
     if len(value) > MAX_MESSAGES:
         raise InvalidField(path, f"{len(value)} messages", f"at most {MAX_MESSAGES}")
     turns: list[Turn] = []
+    limit = MediaLimit(value, path, PICTURES)
     for i, entry in enumerate(value):
-        turn = _turn(entry, f"{path}[{i}]")
+        turn = _turn(entry, f"{path}[{i}]", limit)
         if turns and turns[-1].role == turn.role:
             blocks = turns[-1].blocks
             begins = bool(blocks)
@@ -74,7 +77,7 @@ def read_turns(value: Any, path: str) -> tuple[Turn, ...]:
     return tuple(turns)
 
 
-def _turn(value: Any, path: str) -> Turn:
+def _turn(value: Any, path: str, limit: MediaLimit) -> Turn:
     if not isinstance(value, dict):
         raise InvalidField(path, value, "an object with role and content")
     role = value.get("role")
@@ -82,6 +85,8 @@ def _turn(value: Any, path: str) -> Turn:
     if read is None:
         allowed = "one of " + ", ".join(f'"{name}"' for name in _TURNS)
         raise InvalidField(f"{path}.role", role, allowed)
+    if not isinstance(value.get("content"), str):
+        limit.check()
     found = read(value, path)
     return Turn(found["role"], _blocks(found["content"], f"{path}.content"), path)
 
@@ -122,7 +127,7 @@ def chat_of(turns: Sequence[Turn], system: str | tuple[Part, ...] | None) -> Cha
             calls = _ids(turn)
             messages.append(_assistant(turn))
         else:
-            messages.append(Message(role="system", content=_texts(turn.blocks)))
+            messages.append(Message(role="system", content=_content(turn.blocks)))
     if calls:
         raise _unanswered(calls, "messages")
     last = turns[-1]
@@ -135,25 +140,25 @@ def chat_of(turns: Sequence[Turn], system: str | tuple[Part, ...] | None) -> Cha
 
 
 def _user(turn: Turn, calls: dict[str, str]) -> list[Message]:
-    """Return the messages of a user's turn: first each result as its own message, then the text, if there is any."""
+    """Return the messages of a user's turn: first each result as its own message, then texts and pictures."""
     found: list[Message] = []
-    texts: list[Block] = []
+    rest: list[Block] = []
     open_calls = dict(calls)
     for block in turn.blocks:
-        if block.type == "text":
-            texts.append(block)
+        if block.type != "tool_result":
+            rest.append(block)
             continue
         id_ = block.fields["tool_use_id"]
-        if texts:
-            raise InvalidField(f"{block.path}.type", "tool_result", "a text block: tool_result blocks come first")
+        if rest:
+            raise InvalidField(f"{block.path}.type", "tool_result", "text or image: tool_result blocks come first")
         if open_calls.pop(id_, None) is None:
             allowed = "the id of a tool_use block of the message before, each answered once"
             raise InvalidField(f"{block.path}.tool_use_id", id_, allowed)
         found.append(Message(role="tool", content=_result(block), tool_call_id=id_))
     if open_calls:
         raise _unanswered(open_calls, turn.path)
-    if texts or not found:
-        found.append(Message(role="user", content=_texts(texts)))
+    if rest or not found:
+        found.append(Message(role="user", content=_content(rest)))
     return found
 
 
@@ -183,7 +188,7 @@ def _assistant(turn: Turn) -> Message:
     thoughts = [block.fields["thinking"] for block in turn.blocks if block.type == "thinking"]
     return Message(
         role="assistant",
-        content=_texts(turn.blocks),
+        content=_content(turn.blocks),
         reasoning_content="".join(thoughts) if thoughts else None,
         tool_calls=tuple(_call(block.fields) for block in turn.blocks if block.type == "tool_use"),
     )
@@ -193,17 +198,23 @@ def _call(fields: dict[str, Any]) -> ToolCall:
     return ToolCall(id=fields["id"], name=fields["name"], arguments=fields["input"])
 
 
-def _texts(blocks: Sequence[Block]) -> str | tuple[Part, ...]:
-    parts: list[TextPart] = []
+def _content(blocks: Sequence[Block]) -> str | tuple[Part, ...]:
+    """Return the texts and pictures of a turn."""
+    if len(blocks) == 1 and "text" in blocks[0].fields:  # most turns
+        text: str = blocks[0].fields["text"]
+        return text
+    parts: list[Part] = []
     begins = False
     for block in blocks:
         begins = begins or block.begins
-        if block.type == "text":
+        if block.type in ("text", "image"):
             if begins and parts:
                 parts.append(BETWEEN_TURNS)
-            parts.append(TextPart(block.fields["text"]))
+            parts.append(block.fields["part"] if block.type == "image" else TextPart(block.fields["text"]))
             begins = False
-    return parts[0].text if len(parts) == 1 else tuple(parts) or ""
+    if len(parts) == 1 and isinstance(parts[0], TextPart):
+        return parts[0].text
+    return tuple(parts) or ""
 
 
 def _check_beginning(turn: Turn) -> None:

@@ -11,6 +11,7 @@ from ..readers import obj, reader, string
 from ..request import MAX_MESSAGES, Message, Part, Role, TextPart, ToolCall
 from ..tool_calls.formats import CUSTOM_INPUT
 from .fields import unknown_field
+from .picture_parts import ONLY_OF_USERS, MediaLimit, image_url
 
 PartReaders: TypeAlias = Mapping[str, Callable[[dict[str, Any], str], Part]]
 
@@ -25,6 +26,7 @@ ROLES: Mapping[str, Role] = {
 # Keys that clients copy back from this server's replies; only null or an empty list is accepted.
 EMPTY_ONLY = ("refusal", "audio", "function_call", "annotations")
 KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", *EMPTY_ONLY)
+PICTURES = frozenset({"image_url"})
 _KNOWN, _EMPTY_ONLY = frozenset(KEYS), frozenset(EMPTY_ONLY)
 
 _TEXT = {"type": "string"}
@@ -39,6 +41,7 @@ _PART = {
     "additionalProperties": False,
 }
 _CONTENT = {"anyOf": [_TEXT, {"type": "array", "items": _PART, "minItems": 1}]}
+_USER_CONTENT = {"anyOf": [_TEXT, {"type": "array", "items": {"anyOf": [_PART, image_url.schema]}, "minItems": 1}]}
 
 _FUNCTION = {
     "type": "object",
@@ -80,7 +83,8 @@ def _messages_schema() -> dict[str, Any]:
     plain = common | {"content": _CONTENT, "tool_calls": _NOTHING, "tool_call_id": _NO_ID}
     calling = common | {"content": {"anyOf": [_CONTENT, {"type": "null"}]}, "tool_call_id": _NO_ID}
     kinds = [
-        _message_schema(("system", "developer", "user"), plain, "content"),
+        _message_schema(("system", "developer"), plain, "content"),
+        _message_schema(("user",), plain | {"content": _USER_CONTENT}, "content"),
         _message_schema(("assistant",), plain | {"tool_calls": {"anyOf": [_CALLS, {"type": "null"}]}}, "content"),
         _message_schema(("assistant",), calling | {"tool_calls": _CALLS | {"minItems": 1}}, "tool_calls"),
         _message_schema(("tool",), plain | {"tool_call_id": _TEXT | {"minLength": 1}}, "content", "tool_call_id"),
@@ -99,16 +103,24 @@ def _message_schema(roles: tuple[str, ...], properties: Mapping[str, Any], *requ
 
 @reader(**_messages_schema())
 def read_messages(value: Any, path: str) -> tuple[Message, ...]:
-    """Read a non-empty list of messages. The schema cannot express that arguments in a string must be JSON."""
+    """Read a non-empty list of messages.
+
+    The schema cannot express that arguments in a string must be JSON, nor which URLs and data pictures may have.
+    """
     if not isinstance(value, list | tuple) or not value:
         raise InvalidField(path, value, "a non-empty list of messages")
     if len(value) > MAX_MESSAGES:
         raise InvalidField(path, f"{len(value)} messages", f"at most {MAX_MESSAGES}")
-    return tuple(read_message(entry, f"{path}[{i}]") for i, entry in enumerate(value))
+    limit = MediaLimit(value, path, PICTURES)
+    return tuple(read_message(entry, f"{path}[{i}]", limit) for i, entry in enumerate(value))
 
 
-def read_message(value: Any, path: str, parts: PartReaders | None = None) -> Message:
-    """Read one message; ``parts`` are the kinds of parts that its content may have, by default ``PARTS``."""
+def read_message(value: Any, path: str, limit: MediaLimit, parts: PartReaders | None = None) -> Message:
+    """Read one message of those that ``limit`` counts.
+
+    ``parts`` are the kinds of parts that its content may have, by default ``PARTS`` in a user's message and
+    ``TEXT_PARTS`` in others.
+    """
     if not isinstance(value, dict):
         raise InvalidField(path, value, "an object with role and content")
     for key in value:
@@ -123,9 +135,14 @@ def read_message(value: Any, path: str, parts: PartReaders | None = None) -> Mes
     calls = _tool_calls(value.get("tool_calls"), role, path)
     content: str | tuple[Part, ...] = ""
     if value.get("content") is not None:
-        content = _content(value["content"], f"{path}.content", PARTS if parts is None else parts)
+        content = value["content"]
+        if isinstance(content, str):
+            content = string(content, f"{path}.content")
+        else:
+            limit.check()
+            content = _parts(content, f"{path}.content", parts or (PARTS if role == "user" else TEXT_PARTS))
     elif not calls:
-        raise InvalidField(f"{path}.content", None, "a string or a list of text parts")
+        raise InvalidField(f"{path}.content", None, "a string or a list of parts")
     thought = value.get("reasoning_content")
     return Message(
         role=ROLES[role],
@@ -137,11 +154,9 @@ def read_message(value: Any, path: str, parts: PartReaders | None = None) -> Mes
     )
 
 
-def _content(value: Any, path: str, parts: PartReaders) -> str | tuple[Part, ...]:
-    if isinstance(value, str):
-        return string(value, path)
+def _parts(value: Any, path: str, parts: PartReaders) -> tuple[Part, ...]:
     if not isinstance(value, list | tuple) or not value:
-        raise InvalidField(path, value, "a string or a non-empty list of text parts")
+        raise InvalidField(path, value, "a string or a non-empty list of parts")
     return tuple(_part(entry, f"{path}[{i}]", parts) for i, entry in enumerate(value))
 
 
@@ -152,7 +167,8 @@ def _part(value: Any, path: str, parts: PartReaders) -> Part:
     read = parts.get(kind) if isinstance(kind, str) else None
     if read is None:
         kinds = ", ".join(f'"{name}"' for name in parts)
-        raise InvalidField(f"{path}.type", kind, f"{kinds}: this model reads text only" if len(parts) == 1 else kinds)
+        why = f": {ONLY_OF_USERS}" if isinstance(kind, str) and kind in PICTURES else ""
+        raise InvalidField(f"{path}.type", kind, (kinds if len(parts) == 1 else f"one of {kinds}") + why)
     return read(value, path)
 
 
@@ -163,8 +179,10 @@ def text_part(value: dict[str, Any], path: str) -> TextPart:
     return TextPart(string(value.get("text"), f"{path}.text"))
 
 
-# Readers by "type". Any other kind is refused, with the path of the part. A new kind needs its schema in ``_CONTENT``.
-PARTS: PartReaders = {"text": text_part}
+# Readers by "type". Any other kind is refused, with the path of the part. A new kind needs its schema in ``_CONTENT``
+# or ``_USER_CONTENT``.
+TEXT_PARTS: PartReaders = {"text": text_part}
+PARTS: PartReaders = {**TEXT_PARTS, "image_url": image_url}
 
 
 def _tool_call_id(value: Any, role: str, path: str) -> str | None:

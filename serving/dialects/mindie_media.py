@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import posixpath
-import re
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
-from urllib.parse import unquote, urlsplit
+from typing import Any, NamedTuple
 
 from ..errors import InvalidField
-from ..readers import any_of, string
+from ..readers import any_of
 from ..request import MediaPart
 from .fields import unknown_field
+from .picture_parts import MAX_PICTURE, Forms, Kind, Place, data_of, part_of, place_of
 
-MAX_MEDIA = 20  # of one request
-MAX_URL = 4096  # characters of a path or URL
-_DATA = re.compile(r"data:([a-z]+)/([A-Za-z0-9.+-]{1,40});base64,", re.ASCII)
+_FORMS = Forms(data=True, paths=True)
 
 
 class Medium(NamedTuple):
     """A kind of media. ``types`` has file extensions, each with the subtypes of its media type."""
 
-    kind: Literal["image", "video", "audio"]
+    kind: Kind
     most: int  # bytes
     types: Mapping[str, tuple[str, ...]]
 
@@ -33,7 +28,7 @@ class Medium(NamedTuple):
 
 
 MEDIA: Mapping[str, Medium] = {
-    "image_url": Medium("image", 20 * 2**20, {"jpg": ("jpeg", "jpg"), "jpeg": ("jpeg", "jpg"), "png": ("png",)}),
+    "image_url": Medium("image", MAX_PICTURE, {"jpg": ("jpeg", "jpg"), "jpeg": ("jpeg", "jpg"), "png": ("png",)}),
     "video_url": Medium(
         "video", 512 * 2**20, {"mp4": ("mp4",), "avi": ("x-msvideo", "avi"), "wmv": ("x-ms-wmv", "wmv")}
     ),
@@ -74,53 +69,16 @@ def media_part(value: dict[str, Any], path: str) -> MediaPart:
     if not isinstance(given, str) or not given:
         raise InvalidField(where, given, 'a local path, an http or https URL or base64, alone or as {"url": …}')
     if given.startswith("data:"):
-        return _embedded(given, where, path, medium)
-    if len(given) > MAX_URL:
-        raise InvalidField(where, f"{len(given)} characters", f"a path or URL of at most {MAX_URL}, or data:…;base64,…")
-    return _named(string(given, where), where, path, medium)
+        types = [f"{medium.kind}/{kind}" for kinds in medium.types.values() for kind in kinds]
+        place = data_of(given, where, list(dict.fromkeys(types)), medium.most)
+    else:
+        place = place_of(given, where, _FORMS)
+        _check_type(place, where, given, medium)
+    return part_of(place, medium.kind, medium.most, where, path, name)
 
 
-def _embedded(given: str, where: str, path: str, medium: Medium) -> MediaPart:
-    head = _DATA.match(given)
-    types = [f"{medium.kind}/{kind}" for kinds in medium.types.values() for kind in kinds]
-    if head is None or f"{head[1]}/{head[2]}".lower() not in types:
-        raise InvalidField(where, given[:64], "data:TYPE;base64,… of type " + ", ".join(dict.fromkeys(types)))
-    text = given[head.end() :]
-    if len(text) // 4 * 3 > medium.most + 3:
-        raise _too_large(where, len(text) // 4 * 3, medium.most)
-    try:
-        size = len(base64.b64decode(text, validate=True))
-    except (binascii.Error, ValueError):
-        raise InvalidField(where, "a text", "valid base64 after the comma") from None
-    if not 0 < size <= medium.most:
-        raise _too_large(where, size, medium.most)
-    return MediaPart(kind=medium.kind, source="data", most=medium.most, field=where, part=path)
-
-
-def _named(given: str, where: str, path: str, medium: Medium) -> MediaPart:
-    try:
-        url = urlsplit(given)
-        host, port = url.hostname, url.port
-    except ValueError:
-        raise InvalidField(where, given, "a local path or a valid http or https URL") from None
-    if url.scheme in ("http", "https"):
-        if not host or "@" in url.netloc:
-            raise InvalidField(where, given, "a URL with a host, without a user's name")
-        _check_type(url.path, where, given, medium, needed=False)
-        address = host if port is None else f"{host}:{port}"
-        return MediaPart(kind=medium.kind, source="url", place=address, most=medium.most, field=where, part=path)
-    local = unquote(url.path) if url.scheme == "file" and not url.netloc else given
-    if not local.startswith("/") or "\0" in local:
-        raise InvalidField(where, given, "an absolute path, an http or https URL, or data:…;base64,…")
-    _check_type(local, where, given, medium, needed=True)
-    return MediaPart(kind=medium.kind, source="path", place=local, most=medium.most, field=where, part=path)
-
-
-def _check_type(place: str, where: str, given: str, medium: Medium, *, needed: bool) -> None:
-    extension = posixpath.splitext(place)[1].removeprefix(".").lower()
-    if extension not in medium.types and (extension or needed):
+def _check_type(place: Place, where: str, given: str, medium: Medium) -> None:
+    """Raise ``InvalidField`` for another extension, and for a file without one."""
+    extension = posixpath.splitext(place.file)[1].removeprefix(".").lower()
+    if extension not in medium.types and (extension or place.source == "path"):
         raise InvalidField(where, given, f"a file of type {medium.allowed}")
-
-
-def _too_large(where: str, size: int, most: int) -> InvalidField:
-    return InvalidField(where, f"{size} bytes", f"1 to {most} bytes")

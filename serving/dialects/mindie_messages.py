@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from ..errors import InvalidField
 from ..readers import any_of, reader, string
 from ..request import MAX_MESSAGES, Message, TextPart
-from .messages import PartReaders, read_message, read_messages, text_part
-from .mindie_media import MAX_MEDIA, MEDIA, media_part, media_schema
+from .messages import TEXT_PARTS, PartReaders, read_message, read_messages
+from .mindie_media import MEDIA, media_part, media_schema
+from .picture_parts import MediaLimit
 
 MAX_CONTENT = 4 * 2**20  # characters of all messages together
 ROLES = ("system", "user", "assistant", "tool")
-_PARTS: PartReaders = {"text": text_part, **dict.fromkeys(MEDIA, media_part)}
+_PARTS: PartReaders = {**TEXT_PARTS, **dict.fromkeys(MEDIA, media_part)}
 _TEXT = {"type": "string", "minLength": 1}
 _TEXT_PART = {
     "type": "object",
@@ -48,34 +48,23 @@ def _schema() -> dict[str, Any]:
 
 @reader(**_schema())
 def messages(value: Any, path: str) -> tuple[Message, ...]:
-    """Read a list of messages with at most ``MAX_CONTENT`` characters and ``MAX_MEDIA`` media."""
+    """Read a list of messages with at most ``MAX_CONTENT`` characters and ``picture_parts.MAX_MEDIA`` media."""
     if not isinstance(value, list | tuple) or not value:
         raise InvalidField(path, value, "a non-empty list of messages")
     if len(value) > MAX_MESSAGES:
         raise InvalidField(path, f"{len(value)} messages", f"at most {MAX_MESSAGES}")
-    _check_number_of_media(value, path)
-    found = tuple(_message(entry, f"{path}[{i}]") for i, entry in enumerate(value))
+    limit = MediaLimit(value, path, MEDIA, "images, videos and sounds")
+    found = tuple(_message(entry, f"{path}[{i}]", limit) for i, entry in enumerate(value))
     if (size := sum(map(_size, found))) > MAX_CONTENT:
         raise InvalidField(path, f"{size} characters", f"at most {MAX_CONTENT} in all messages together")
     return found
 
 
-def _check_number_of_media(value: Sequence[Any], path: str) -> None:
-    """Raise ``InvalidField`` for too many media, before any of them is read."""
-    number = 0
-    for entry in value:
-        content = entry.get("content") if isinstance(entry, dict) else None
-        parts = content if isinstance(content, list | tuple) else ()
-        number += sum(isinstance(part, dict) and part.get("type") in tuple(MEDIA) for part in parts)
-    if number > MAX_MEDIA:
-        raise InvalidField(path, f"{number} images, videos and sounds", f"at most {MAX_MEDIA}")
-
-
-def _message(value: Any, path: str) -> Message:
+def _message(value: Any, path: str, limit: MediaLimit) -> Message:
     if isinstance(value, dict):
         _check_role(value, path)
         value = _without_other_ids(value, path)
-    message = read_message(value, path, _PARTS)
+    message = read_message(value, path, limit, _PARTS)
     for i, call in enumerate(value.get("tool_calls") or ()):
         if call.get("type") != "function":
             raise InvalidField(f"{path}.tool_calls[{i}].type", call.get("type"), '"function"')

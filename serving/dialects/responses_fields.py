@@ -62,7 +62,7 @@ def _metadata(value: Any, path: str) -> dict[str, str]:
     return value
 
 
-_WHY_NOTHING_ELSE = f"built-in tools and images are not supported: {NO_TOOLS_OF_ITS_OWN}"
+_WHY_NOTHING_ELSE = f"pictures are not sent back, and {NO_TOOLS_OF_ITS_OWN}"
 _INCLUDE = list_of(one_of(LOGPROBS, ENCRYPTED), f"a list of {LOGPROBS} and {ENCRYPTED}: {_WHY_NOTHING_ELSE}")
 _STREAM_OPTIONS = record(include_obfuscation=Entry(one_of(False, why="events are sent as they are")))
 

@@ -24,12 +24,15 @@ from ..readers import (
     string,
     type_of,
 )
-from ..request import MAX_MESSAGES, Message, Part, TextPart, ToolCall
+from ..request import MAX_MESSAGES, MediaPart, Message, Part, TextPart, ToolCall
 from .messages import ROLES, call_arguments
+from .picture_parts import DETAIL, NO_FILES, ONLY_OF_USERS, Forms, MediaLimit, url_picture, url_reader
 
 MAX_ID = 512
 MAX_NAME = 128  # characters of a tool's name
-TEXT_ONLY = "this model reads text only"
+PICTURES = frozenset({"input_image"})
+ONLY_PICTURES = "this server reads texts and pictures"
+IN_AN_OUTPUT = "chat templates write a tool's output as a text; a message of the user after it may have pictures"
 NO_TOOLS_OF_ITS_OWN = "this server runs no tools of its own"
 NOT_STORED = "responses are not stored; send the items themselves"
 
@@ -52,13 +55,31 @@ _COMMON = {
 }
 _CALLED = _COMMON | {"caller": Entry(_DIRECT), "namespace": Entry(refused("tools have no namespaces"))}
 
-_INPUT_TEXT = record(
-    type=type_of("input_text"),
-    text=Entry(string, required="a string"),
-    prompt_cache_breakpoint=Entry(
+_HINT = {
+    "prompt_cache_breakpoint": Entry(
         record(mode=Entry(one_of("explicit"), required='"explicit"')), "a hint, which the prefix cache does not need"
-    ),
+    )
+}
+_INPUT_TEXT = record(type=type_of("input_text"), text=Entry(string, required="a string"), **_HINT)
+_FORMS = Forms(data=True, paths=False)
+_INPUT_IMAGE = record(
+    type=type_of("input_image"),
+    image_url=Entry(url_reader(_FORMS), required=_FORMS.allowed),
+    detail=DETAIL,
+    file_id=Entry(refused(NO_FILES)),
+    **_HINT,
 )
+
+
+@reader(**_INPUT_IMAGE.schema)
+def _input_image(value: Any, path: str) -> dict[str, Any]:
+    """Read a picture, the ``part`` of what is returned."""
+    if isinstance(value, dict) and value.get("image_url") is None and value.get("file_id") is not None:
+        raise InvalidField(f"{path}.file_id", value["file_id"], f"null: {NO_FILES}")
+    found = _INPUT_IMAGE(value, path)
+    return {"part": url_picture(found["image_url"], f"{path}.image_url", path, "input_image", _FORMS)}
+
+
 _OUTPUT_TEXT = record(
     type=type_of("output_text"),
     text=Entry(string, required="a string"),
@@ -68,41 +89,51 @@ _OUTPUT_TEXT = record(
 _REFUSAL = record(
     type=type_of("refusal"), refusal=Entry(string, "what the assistant said instead", required="a string")
 )
-_MEDIA = dict.fromkeys(("input_image", "input_file", "input_audio"), TEXT_ONLY)
+_NOT_READ = dict.fromkeys(("input_file", "input_audio"), ONLY_PICTURES)
 
 
-def _texts(parts: Mapping[str, Reader[dict[str, Any]]]) -> Reader[str | tuple[Part, ...]]:
-    """Return a reader of a string, or of a list of parts with a text each."""
-    entries = list_of(one_of_types(parts, _MEDIA, "a part"), "a string or a list of parts")
+def _content(parts: Mapping[str, Reader[dict[str, Any]]], no_picture: str = "") -> Reader[str | tuple[Part, ...]]:
+    """Return a reader of a string, or of a list of texts and pictures; ``no_picture`` says why there are none."""
+    known = _NOT_READ | ({"input_image": no_picture} if no_picture else {})
+    entries = list_of(one_of_types(parts, known, "a part"), "a string or a list of parts")
 
     @reader(**any_of(string.schema, entries.schema))
     def read(value: Any, path: str) -> str | tuple[Part, ...]:
         if isinstance(value, str):
             return string(value, path)
-        return tuple(TextPart(part.get("text", part.get("refusal", ""))) for part in entries(value, path))
+        return tuple(map(_part_of, entries(value, path)))
 
     return read
 
 
-_GIVEN = _texts({"input_text": _INPUT_TEXT})
-_SAID = _texts({"output_text": _OUTPUT_TEXT, "input_text": _INPUT_TEXT, "refusal": _REFUSAL})
+def _part_of(found: dict[str, Any]) -> Part:
+    picture: MediaPart | None = found.get("part")
+    return picture or TextPart(found.get("text", found.get("refusal", "")))
+
+
+_GIVEN = _content({"input_text": _INPUT_TEXT, "input_image": _input_image})
+_TOLD = _content({"input_text": _INPUT_TEXT}, ONLY_OF_USERS)
+_SAID = _content({"output_text": _OUTPUT_TEXT, "input_text": _INPUT_TEXT, "refusal": _REFUSAL}, ONLY_OF_USERS)
+_RETURNED = _content({"input_text": _INPUT_TEXT}, IN_AN_OUTPUT)
 
 
 def _message(content: Reader[Any], *roles: str) -> Reader[dict[str, Any]]:
     return record(
         type=Entry(one_of("message")),
         role=Entry(one_of(*roles), required="one of " + ", ".join(roles)),
-        content=Entry(content, required="a string or a list of text parts"),
+        content=Entry(content, required="a string or a list of parts"),
         phase=Entry(refused("the chat template reads no phases")),
         **_COMMON,
     )
 
 
-_USER = _message(_GIVEN, "user", "system", "developer")
+_USER = _message(_GIVEN, "user")
+_SYSTEM = _message(_TOLD, "system", "developer")
 _ASSISTANT = _message(_SAID, "assistant")
+_MESSAGES = {"user": _USER, "system": _SYSTEM, "developer": _SYSTEM, "assistant": _ASSISTANT}
 _OUTPUT = {
     "call_id": Entry(_ID, required="the call_id of the call that this answers"),
-    "output": Entry(_GIVEN, required="a string or a list of text parts"),
+    "output": Entry(_RETURNED, required="a string or a list of text parts"),
     "name": Entry(string, "of the tool"),
 }
 _SUMMARY = list_of(record(type=type_of("summary_text"), text=Entry(string, required="a string")), "a list of texts")
@@ -148,7 +179,7 @@ _REFUSED: Mapping[str, str] = {
 _TYPED = one_of_types({"message": _USER, **_ITEMS}, _REFUSED, "an item")
 
 
-@reader(**any_of(_USER.schema, _ASSISTANT.schema, *(item.schema for item in _ITEMS.values())))
+@reader(**any_of(_USER.schema, _SYSTEM.schema, _ASSISTANT.schema, *(item.schema for item in _ITEMS.values())))
 def _item(value: Any, path: str) -> dict[str, Any]:
     """Read one item. A message may leave out ``type``; the returned item always has it."""
     if not isinstance(value, dict):
@@ -157,8 +188,11 @@ def _item(value: Any, path: str) -> dict[str, Any]:
         return _TYPED(value, path)
     if "role" not in value and "id" in value:
         raise InvalidField(path, value, f"a message or another item, not a reference to one: {NOT_STORED}")
-    found = (_ASSISTANT if value.get("role") == "assistant" else _USER)(value, path)
-    return found | {"type": "message"}
+    role = value.get("role")
+    read = _MESSAGES.get(role) if isinstance(role, str) else None
+    if read is None:
+        raise InvalidField(f"{path}.role", role, "one of " + ", ".join(_MESSAGES))
+    return read(value, path) | {"type": "message"}
 
 
 _LIST = list_of(_item, f"a string or a list of 1 to {MAX_MESSAGES} items", least=1, most=MAX_MESSAGES)
@@ -168,10 +202,13 @@ _LIST = list_of(_item, f"a string or a list of 1 to {MAX_MESSAGES} items", least
 def read_input(value: Any, path: str) -> tuple[Message, ...]:
     """Read a string, which is a message of the user, or a list of items.
 
-    The schema cannot express that arguments must be JSON, and that an output must follow its call.
+    The schema cannot express that arguments must be JSON, that an output must follow its call, nor which URLs and data
+    pictures may have.
     """
     if isinstance(value, str):
         return (Message(role="user", content=string(value, path)),)
+    if isinstance(value, list | tuple):
+        MediaLimit(value, path, PICTURES).check()
     turns = _Turns()
     for i, item in enumerate(_LIST(value, path)):
         turns.add(item, f"{path}[{i}]")

@@ -16,7 +16,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -85,7 +85,7 @@ class PictureReader:
             if getattr(self._inner, part, None) is not None:
                 setattr(self._inner, part, torch.nn.Module())
 
-    def to(self, device: Any, kernels: str) -> PictureReader:
+    def to(self, device: Any, kernels: Literal["auto", "torch"]) -> PictureReader:
         """Move it to ``device``. On CPUs it computes in float32, its linears by our kernels if the setting ``kernels``
         says so: what reads pictures keeps its precision whatever the decoder's is."""
         self._inner.requires_grad_(False).to(device=device, dtype=torch.float32 if device.type == "cpu" else None)

@@ -1,9 +1,9 @@
 """Memory budget: limits the bytes of requests and replies that a worker holds at once, per caller and in total.
 
 The bytes of a body count from their arrival until the body is tokenised. Decoded pictures have a budget of their own,
-in which they count until their request is over: an engine that dies is sent them again. Of a reply that is not streamed, the parts
-other than generated text count while the reply is being built. Small bodies and replies do not count, because the
-connection limits bound them.
+in which they count until their request is over: an engine that dies is sent them again. Of a reply that is not
+streamed, the parts other than generated text count while the reply is being built. Small bodies and replies do not
+count, because the connection limits bound them.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class MemoryBudget:
     def check(self, caller: str, size: int) -> None:
         own = self._used_by.get(caller, 0)
         if own and own + size > self.by_caller:
-            text = f"{self.what}: this caller has {own} bytes of requests in memory, and at most {self.by_caller} at once"
-            raise LimitExceeded(f"{text}; try again in 1 s", limit="body_bytes", retry_after=RETRY_AFTER)
+            text = f"this caller has {own} bytes of requests in memory, and at most {self.by_caller} at once"
+            raise LimitExceeded(f"{self.what}: {text}; try again in 1 s", limit="body_bytes", retry_after=RETRY_AFTER)
         if self.used and self.used + size > self.total:
             raise Overloaded(f"{self.what}: too many large requests are being read; try again", retry_after=RETRY_AFTER)
 

@@ -28,6 +28,7 @@ def pictures_of(
     if not media:
         return ()
     _check(media, settings, reads_pictures)
+    _check_roles(messages)
     sources, found, left = Sources(settings, deadline), [], MAX_ALL_PIXELS
     for part in media:
         picture = decoded(sources.read(part), part, left)
@@ -39,6 +40,14 @@ def pictures_of(
 def _media_of(messages: Sequence[Message]) -> list[MediaPart]:
     found = [part for message in messages if not isinstance(message.content, str) for part in message.content]
     return [part for part in found if isinstance(part, MediaPart)]
+
+
+def _check_roles(messages: Sequence[Message]) -> None:
+    for message in messages:
+        if message.role != "user":
+            for part in _media_of((message,)):
+                allowed = '"text": only messages of the user have pictures'
+                raise InvalidField(f"{part.part}.type", part.name, allowed)
 
 
 def _check(media: Sequence[MediaPart], settings: DialectSettings, reads_pictures: bool) -> None:

@@ -51,7 +51,7 @@ def test_a_model_object_with_its_processor(tmp_path: Path) -> None:
     model, processor = tiny_vision.make_model("smolvlm"), tiny_vision.processor_of("smolvlm")
     llm.save_model(tmp_path / "saved", model=model, tokenizer=processor)
     assert read_bundle(tmp_path / "saved").pictures is not None
-    with pytest.raises(PackagingError, match="no preprocessor_config.json"):
+    with pytest.raises(PackagingError, match=r"no preprocessor_config\.json"):
         llm.save_model(tmp_path / "other", model=model, tokenizer=processor.tokenizer)
 
 

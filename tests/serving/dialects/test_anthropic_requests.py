@@ -29,6 +29,8 @@ WEATHER = {"name": "weather", "input_schema": {"type": "object", "properties": {
 CACHED = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
 CALL = {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"city": "Oslo"}}
 RESULT = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "rain"}
+SOURCE = {"type": "base64", "media_type": "image/png", "data": "aGk="}
+IMAGE = {"type": "image", "source": SOURCE}
 
 
 def read(**fields: Any) -> RawChat:
@@ -170,7 +172,10 @@ def test_turns_of_one_role_are_one() -> None:
         ([("user", [])], "messages[0].content"),
         ([("user", [CALL])], "messages[0].content[0].type"),
         ([("assistant", [RESULT])], "messages[0].content[0].type"),
-        ([("user", [{"type": "image", "source": {}}])], "messages[0].content[0].type"),
+        ([("user", [{"type": "image", "source": {}}])], "messages[0].content[0].source.type"),
+        ([("user", "a"), ("assistant", [IMAGE])], "messages[1].content[0].type"),
+        ([("system", [IMAGE]), ("user", "a")], "messages[0].content[0].type"),
+        ([("user", "a"), ("assistant", [CALL]), ("user", [IMAGE, RESULT])], "messages[2].content[1].type"),
         ([("user", [{"type": "document", "source": {}}])], "messages[0].content[0].type"),
         ([("user", "a"), ("assistant", [{"type": "server_tool_use"}])], "messages[1].content[0].type"),
         (
@@ -335,9 +340,18 @@ BLOCKS = [
     RESULT,
     {"type": "thinking", "thinking": "a", "signature": ""},
     {"type": "image"},
+    IMAGE,
+    IMAGE | CACHED,
+    IMAGE | {"more": 1},
+    IMAGE | {"cache_control": {"type": "x"}},
+    *(IMAGE | {"source": SOURCE | more} for more in ({"media_type": "image/bmp"}, {"data": None}, {"url": "x"})),
+    *({"type": "image", "source": source} for source in (
+        None, 5, "x", {}, {"type": "url"}, {"type": "url", "url": "https://h.example/a"}, {"type": "url", "url": ""},
+        {"type": "url", "url": 5}, {"type": "file", "file_id": "f"}, {"type": "base64", "data": "aGk="},
+    )),
     {"type": 5},
     5,
-]
+]  # fmt: skip
 PROBES = {
     "messages": [
         [{"role": role, "content": content}]

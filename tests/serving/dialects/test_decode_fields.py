@@ -245,7 +245,8 @@ def test_bad_prompts(bad):
         ([{"role": "user", "content": 5}], "messages[0].content"),
         ([{"role": "user", "content": []}], "messages[0].content"),
         ([{"role": "user", "content": ["x"]}], "messages[0].content[0]"),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], "messages[0].content[0].type"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], "messages[0].content[0].image_url"),
+        ([{"role": "system", "content": [{"type": "image_url"}]}], "messages[0].content[0].type"),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
         ([{"role": "user", "content": "x", "colour": 1}], "messages[0].colour"),
         ([{"role": "tool", "content": "x"}], "messages[0].tool_call_id"),
@@ -286,10 +287,10 @@ def test_messages_are_read_as_they_were_parted():
 
 
 def test_a_part_of_another_kind_is_refused_by_its_place():
-    """An image is named by the path of its part, not taken for a text or left out."""
-    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
-    content = [{"type": "text", "text": "what is this"}, image]
-    with pytest.raises(InvalidField, match='expected "text": this model reads text only') as caught:
+    """A sound is named by the path of its part, not taken for a text or left out."""
+    sound = {"type": "input_audio", "input_audio": {"data": "AA==", "format": "wav"}}
+    content = [{"type": "text", "text": "what is this"}, sound]
+    with pytest.raises(InvalidField, match=r'expected one of "text", "image_url"$') as caught:
         DIALECTS["openai"].read({"messages": [{"role": "user", "content": content}]})
     assert caught.value.param == "messages[0].content[1].type"
 

@@ -31,6 +31,11 @@ SCORE_TABLES = [OPENAI["score"], DATABRICKS["score"], RERANK]
 CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 CONTENTS = ["x", "", None, 5, [], ["x"], [{"type": "text", "text": "x"}], [{"type": "text"}], [{"type": "image_url"}]]
 CONTENTS += [[{"type": "text", "text": "x", "more": 1}], [{"type": "text", "text": None}]]
+URLS = [{"url": "https://h.example/a.png"}, {"url": "/a.png", "detail": "auto"}, {"url": "data:image/gif;base64,aGk="}]
+URLS += [{"url": "file:///a.png", "detail": None}, {"url": ""}, {"url": 5}, {"url": None}, {}, "x", None, 5]
+URLS += [{"url": "/a.png", **more} for more in ({"detail": "low"}, {"detail": 5}, {"more": 1})]
+CONTENTS += [[{"type": "image_url", "image_url": given}] for given in URLS]
+CONTENTS += [[{"type": "text", "text": "x"}, {"type": "image_url", "image_url": URLS[0], "more": 1}]]
 CALLS = [None, [], {}, 5, [CALL], [{}], [CALL | {"type": "x"}], [CALL | {"id": None}], [CALL | {"more": 1}]]
 CUSTOM_CALL = {"id": "a", "type": "custom", "custom": {"name": "f", "input": "x"}}
 CALLS += [

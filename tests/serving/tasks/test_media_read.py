@@ -285,3 +285,12 @@ def test_a_fifo_at_the_last_moment(inside, allowed, monkeypatch):
 
     monkeypatch.setattr(media_source.os, "stat", swapped)
     assert raised(file_part(target), allowed).endswith("a regular file")
+
+
+@pytest.mark.parametrize("role", ["system", "assistant", "tool"])
+def test_only_messages_of_the_user_have_pictures(role: str) -> None:
+    """MindIE's document has pictures in messages of any role; templates have places for them in the user's."""
+    part = MediaPart(kind="image", source="data", content="aGVsbG8=", most=10, field="f", part="messages[0].content[0]")
+    given = [Message(role=role, content=(part,))]  # type: ignore[arg-type]
+    with pytest.raises(InvalidField, match=r"messages\[0\].content\[0\].type.*only messages of the user"):
+        pictures_of(given, DialectSettings(), reads_pictures=True, deadline=None)
