@@ -37,11 +37,14 @@ TOKENIZER_PACKAGES = ("tokenizers", "sentencepiece", "tiktoken", "protobuf")
 Requirements = list[str] | str | None
 
 
-def get_default_pip_requirements() -> list[str]:
-    """Return ``name==version`` for each installed dependency, mlflow first, without mlflow-llm itself."""
+def get_default_pip_requirements(*, pictures: bool = False) -> list[str]:
+    """Return ``name==version`` for each installed dependency, mlflow first, without mlflow-llm itself.
+
+    With ``pictures``, what decodes them is one of the dependencies."""
     needed = [Requirement(line) for line in distribution().requires or ()]
     names = [r.name for r in needed if r.marker is None or r.marker.evaluate({"extra": ""})]
-    return [pin for name in [*names, *TOKENIZER_PACKAGES] if (pin := _pinned(name)) is not None]
+    extra = ("pillow",) if pictures else ()
+    return [pin for name in [*names, *TOKENIZER_PACKAGES, *extra] if (pin := _pinned(name)) is not None]
 
 
 def get_default_conda_env() -> dict[str, Any]:
@@ -50,13 +53,18 @@ def get_default_conda_env() -> dict[str, Any]:
 
 
 def write_environment(
-    root: Path, *, pip_requirements: Requirements, extra_pip_requirements: Requirements, conda_env: Any = None
+    root: Path,
+    *,
+    pip_requirements: Requirements,
+    extra_pip_requirements: Requirements,
+    conda_env: Any = None,
+    pictures: bool = False,
 ) -> None:
     """Write requirements.txt, python_env.yaml, conda.yaml and the wheel under the model ``root``.
 
     ``pip_requirements`` replaces the list, ``extra_pip_requirements`` adds to it, and the pip part of ``conda_env`` (a
     dict or the path of a YAML file) replaces it too. The wheel and its two lines are added unless the list names
-    mlflow-llm itself: nothing could load the model without it.
+    mlflow-llm itself: nothing could load the model without it. ``pictures`` says that the model reads them.
     """
     try:
         _validate_env_arguments(conda_env, pip_requirements, extra_pip_requirements)
@@ -64,7 +72,7 @@ def write_environment(
         raise PackagingError(str(error)) from None
     try:
         conda, lines, constraints = _process_pip_requirements(
-            get_default_pip_requirements(), pip_requirements or _pip_lines(conda_env), extra_pip_requirements
+            get_default_pip_requirements(pictures=pictures), pip_requirements or _pip_lines(conda_env), extra_pip_requirements
         )
     except (InvalidRequirement, OSError, TypeError) as error:
         raise PackagingError(f"pip requirements: {error}") from None

@@ -44,6 +44,7 @@ def test_saved_and_read_back(directory: Path, tmp_path: Path) -> None:
     assert bundle.pictures is not None
     assert bundle.pictures.layout == ("fixed" if "llava" in directory.name else "grid")
     assert Path(bundle.model_dir, "processor_config.json").is_file()
+    assert "pillow==" in (tmp_path / "saved/requirements.txt").read_text()
 
 
 def test_a_model_object_with_its_processor(tmp_path: Path) -> None:
