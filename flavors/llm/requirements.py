@@ -72,7 +72,9 @@ def write_environment(
         raise PackagingError(str(error)) from None
     try:
         conda, lines, constraints = _process_pip_requirements(
-            get_default_pip_requirements(pictures=pictures), pip_requirements or _pip_lines(conda_env), extra_pip_requirements
+            get_default_pip_requirements(pictures=pictures),
+            pip_requirements or _pip_lines(conda_env),
+            extra_pip_requirements,
         )
     except (InvalidRequirement, OSError, TypeError) as error:
         raise PackagingError(f"pip requirements: {error}") from None
