@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 import warnings
 from pathlib import Path
@@ -32,10 +33,29 @@ def load_processor(model_dir: str | Path, tokenizer_dir: str | Path) -> Any:
         try:
             found = AutoProcessor.from_pretrained(both, local_files_only=True, trust_remote_code=False, backend="pil")
         except Exception as error:  # of transformers: a missing package, a file that is not JSON
-            raise PackagingError(f"model: its processor cannot be loaded: {reason(error)}") from None
+            found = _without_video(Path(both))
+            if found is None:
+                raise PackagingError(f"model: its processor cannot be loaded: {reason(error)}") from None
     if not hasattr(found, "image_processor") or not hasattr(found, "tokenizer"):  # what is left of an unknown class
         raise PackagingError(f"model: its processor cannot be loaded: it is a {type(found).__name__}")
     return found
+
+
+def _without_video(folder: Path) -> Any | None:
+    """Return a processor for a model whose own can also cut videos, for which torchvision is missing; None for others.
+
+    Of pictures SmolVLM's makes what Idefics 3's makes."""
+    from transformers import AutoImageProcessor, AutoTokenizer, Idefics3Processor
+
+    try:
+        given = json.loads((folder / "processor_config.json").read_text())
+        if given.get("processor_class") != "SmolVLMProcessor":
+            return None
+        images = AutoImageProcessor.from_pretrained(folder, local_files_only=True, backend="pil")
+        words = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return Idefics3Processor(images, words, image_seq_len=given["image_seq_len"])
+    except Exception:  # the first error says more
+        return None
 
 
 def inputs_of(processor: Any, placeholder: str, picture: Picture) -> Any:

@@ -122,3 +122,20 @@ def test_refused_directories(llava: Path, tmp_path: Path) -> None:
 
 def _config(folder: Path) -> Any:
     return AutoConfig.from_pretrained(folder)
+
+
+def test_smolvlm_without_what_cuts_videos(tmp_path: Path) -> None:
+    """Its own processor needs torchvision and num2words, if only for videos."""
+    from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+
+    tiny_vision.save("smolvlm", tmp_path / "hf")
+    processor = tiny_vision.processor_of("smolvlm")
+    sizes = {"size": {"longest_edge": 48}, "max_image_size": {"longest_edge": 16}}
+    processor.image_processor = SmolVLMImageProcessorPil(**sizes)
+    processor.save_pretrained(tmp_path / "hf")
+    file = tmp_path / "hf/processor_config.json"
+    file.write_text(file.read_text().replace("Idefics3Processor", "SmolVLMProcessor"))
+    llm.save_model(tmp_path / "saved", model=tmp_path / "hf")
+    assert read_bundle(tmp_path / "saved").pictures == picture_spec(
+        tmp_path / "hf", tmp_path / "hf", _config(tmp_path / "hf")
+    )
