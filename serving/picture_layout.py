@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from .bundle import PictureSpec
 
 LONGEST = 4096  # pixels of a side to which a picture is ever scaled (Idefics 3)
+MAX_RATIO = 50  # of a picture's sides: a processor that scales the shorter one makes a huge picture of a thin one
 Size = tuple[int, int]  # width, height
 
 
@@ -32,6 +33,11 @@ def expanded(
             found.append(next_id if inner == spec.image_id else inner)
             next_id += numbered and inner == spec.image_id
     return tuple(found), tuple(counts)
+
+
+def is_too_thin(size: Size) -> bool:
+    """Return whether one side of a picture is more than ``MAX_RATIO`` times as long as the other."""
+    return max(size) > MAX_RATIO * min(size)
 
 
 def layout_of(size: Size, spec: PictureSpec) -> tuple[int, ...]:

@@ -112,6 +112,8 @@ def _write_whole(root: Path, parts: Parts) -> tuple[Manifest, Path]:
     tokenizer = load_tokenizer(root / "tokenizer", trust_remote_code=parts.trust_remote_code)
     check_vocabulary(tokenizer, model_dir)
     found = chat_templates.collect(parts.chat_template, tokenizer)
+    if not found and (kept := chat_templates.of_processor(root / "tokenizer")) is not None:
+        found = chat_templates.collect(kept, tokenizer)
     tasks = resolve_tasks(parts.task, model_dir, found)
     pictures = None
     if reads_pictures(config):

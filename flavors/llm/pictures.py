@@ -14,6 +14,7 @@ from ...serving.picture_layout import Size, expanded
 # Widths and heights that tell layouts apart: small and large ones, long and high ones, with odd sides.
 SIZES: tuple[Size, ...] = ((64, 64), (640, 480), (37, 411), (1025, 33), (2049, 2047), (1, 1), (300, 900))
 NUM_DRAWN = 6  # further sizes, drawn anew for each model from the same seed
+MOST_TILES = 32  # in a row
 LARGEST = 2500  # pixels of a side that is drawn
 AROUND = ("Here is", ":\n\n", "\nand what is ")  # texts beside pictures
 
@@ -24,8 +25,9 @@ def picture_spec(model_dir: Path, tokenizer_dir: Path, config: Any) -> PictureSp
     Raises ``PackagingError`` if its processor places them in a way that no layout describes."""
     from ...serving.engine.picture_processor import load_processor
 
-    probe = _Probe(load_processor(model_dir, tokenizer_dir), config)
+    processor = load_processor(model_dir, tokenizer_dir)
     try:
+        probe = _Probe(processor, config)
         spec = probe.fixed() or probe.grid()
         if spec is not None and all(probe.agrees(spec, sizes) for sizes in _pairs()):
             return spec
@@ -33,7 +35,7 @@ def picture_spec(model_dir: Path, tokenizer_dir: Path, config: Any) -> PictureSp
         raise
     except Exception as error:  # of the processor's code
         raise PackagingError(f"model: its processor cannot read a picture: {reason(error)}") from None
-    name = type(probe.processor).__name__
+    name = type(processor).__name__
     raise PackagingError(f"model: {name} gives pictures tokens in a way that this release does not know")
 
 
@@ -59,9 +61,9 @@ class _Probe:
     def __init__(self, processor: Any, config: Any) -> None:
         self.processor, self.tokenizer = processor, processor.tokenizer
         image_id = getattr(config, "image_token_id", getattr(config, "image_token_index", None))
-        if not isinstance(image_id, int):
+        if not isinstance(image_id, int) or not 0 <= image_id < 2**31:
             raise PackagingError(f"model: the image_token_id of config.json is {shown(image_id)}; expected a token id")
-        self.image_id = image_id
+        self.image_id, self.problem = image_id, ""
         self.placeholder = self._placeholder()
 
     def _placeholder(self) -> str:
@@ -71,12 +73,14 @@ class _Probe:
             text = getattr(name, "content", name)
             if isinstance(text, str) and len(self._encoded(text)) == 1 and self._takes(text):
                 return text
-        raise PackagingError("model: its processor takes no single token as the place of a picture")
+        why = f": {self.problem}" if self.problem else ""
+        raise PackagingError(f"model: its processor takes no single token as the place of a picture{why}")
 
     def _takes(self, text: str) -> bool:
         try:
             return self.image_id in self._asked(text, [(64, 64)])
-        except Exception:  # it raises anything for a text without its placeholder
+        except Exception as error:  # it raises anything for a text without its placeholder
+            self.problem = reason(error)
             return False
 
     def _encoded(self, text: str) -> list[int]:
@@ -109,6 +113,8 @@ class _Probe:
             return None
         whole = str(getattr(processor, "global_image_tag", None) or getattr(processor, "global_image_token", ""))
         most = max(-(-longest // tile), 1)
+        if most > MOST_TILES:
+            raise PackagingError(f"model: its processor cuts pictures into {most} x {most} tiles; at most {MOST_TILES}")
         inner = (self.image_id,) * count
         once = (*self._encoded(around + whole), *inner, *self._encoded(around))
         return PictureSpec(

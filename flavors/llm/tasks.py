@@ -154,7 +154,8 @@ def reads_pictures(config: dict[str, Any]) -> bool:
     known: set[str] = set()
     for names in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values():
         known.update((names,) if isinstance(names, str) else names)
-    return "vision_config" in config and not known.isdisjoint(config.get("architectures") or ())
+    named = config.get("architectures")
+    return "vision_config" in config and isinstance(named, list) and any(name in known for name in map(str, named))
 
 
 def config_file(model_dir: Path) -> Path:

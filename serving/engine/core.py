@@ -277,7 +277,8 @@ class EngineCore:
             self._scheduler.ran(runs, time.monotonic() - began)
         if self._embeddings:
             self._embed()
-        reads = bool(self._pictures)
+        beside = self._scheduler is not None and self._scheduler.has_provisioned
+        reads = self._pictures is not None and self._pictures.may_read(beside_provisioned=beside)
         if reads:
             self._read_pictures()
         if runs or self._embeddings or reads:

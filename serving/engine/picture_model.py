@@ -126,9 +126,9 @@ def check_decoder(model: Any, decoder: Any, reader: PictureReader) -> None:
     spec, data = reader.spec, draw.integers(0, 256, (height, width, 3), dtype=np.uint8).tobytes()
     text = draw.integers(0, max(min(decoder.config.vocab_size, spec.placeholder_id), 1), 2 * PROBE_TEXT).tolist()
     ids = (*text[:PROBE_TEXT], spec.placeholder_id, *text[PROBE_TEXT:])
-    whole, (count,) = expanded(ids, [(width, height)], spec, spec.image_id, numbered=False)
-    picture = Picture(width=width, height=height, data=data, num_tokens=count)
     try:
+        whole, (count,) = expanded(ids, [(width, height)], spec, spec.image_id, numbered=False)
+        picture = Picture(width=width, height=height, data=data, num_tokens=count)
         wanted = _logits_of_model(model, reader, picture, whole)
         features = np.concatenate([reader.read(piece) for piece in reader.pieces(picture)])
         if len(features) != count:

@@ -11,6 +11,19 @@ from typing import Any
 from ..errors import PackagingError, reason
 from ..request import Picture
 
+LARGEST = 8192
+SIZES = frozenset(
+    (
+        "shortest_edge",
+        "longest_edge",
+        "height",
+        "width",
+        "patch_size",
+        "image_seq_len",
+        "image_seq_length",
+        "num_additional_image_tokens",
+    )
+)
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "image_processor_config.json")
 
 
@@ -30,8 +43,13 @@ def load_processor(model_dir: str | Path, tokenizer_dir: str | Path) -> Any:
         warnings.simplefilter("ignore")
         _link(Path(model_dir), Path(both))
         _link(Path(tokenizer_dir), Path(both))
+        _check_numbers(Path(both))
+        given: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
         try:
-            found = AutoProcessor.from_pretrained(both, local_files_only=True, trust_remote_code=False, backend="pil")
+            try:
+                found = AutoProcessor.from_pretrained(both, backend="pil", **given)
+            except Exception:  # one that also cuts videos does that with torchvision alone
+                found = AutoProcessor.from_pretrained(both, **given)
         except Exception as error:  # of transformers: a missing package, a file that is not JSON
             found = _without_video(Path(both))
             if found is None:
@@ -39,6 +57,22 @@ def load_processor(model_dir: str | Path, tokenizer_dir: str | Path) -> Any:
     if not hasattr(found, "image_processor") or not hasattr(found, "tokenizer"):  # what is left of an unknown class
         raise PackagingError(f"model: its processor cannot be loaded: it is a {type(found).__name__}")
     return found
+
+
+def _check_numbers(folder: Path) -> None:
+    """Raise ``PackagingError`` for sizes with which a small picture would take gigabytes, or hours."""
+    for name in PROCESSOR_FILES:
+        try:
+            found = json.loads((folder / name).read_text())
+        except (OSError, ValueError, RecursionError):
+            continue  # transformers says what is wrong with it
+        todo = [found]
+        while todo:
+            one = todo.pop()
+            todo += one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
+            for key, value in one.items() if isinstance(one, dict) else ():
+                if key in SIZES and isinstance(value, int | float) and not 0 <= value <= LARGEST:
+                    raise PackagingError(f"model: {name}: {key} is {value}; expected 0 to {LARGEST}")
 
 
 def _without_video(folder: Path) -> Any | None:

@@ -1,7 +1,9 @@
 """Pictures of requests: read one piece a step, kept for later requests, and made the virtual tokens of their prompts.
 
 A step reads one picture at most (one tile, where a picture is cut into tiles), so that other requests' tokens do not
-wait for all pictures of a request. Its features are kept, within a budget: a conversation sends its pictures with every
+wait for all pictures of a request. Pictures of provisioned requests come first, and those of others take at most a
+``1 / (1 + REST)`` of the time beside provisioned requests that run; then tenants take turns, picture by picture. The
+features are kept, within a budget: a conversation sends its pictures with every
 turn. As with prefixes, only requests with the same ``cache_salt`` use each other's.
 
 In a request, the tokens of its pictures are counted from the vocabulary's size on. In the engine, each picture has ids
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,17 +30,22 @@ from .virtual_tokens import Table
 logger = logging.getLogger(__name__)
 Key = tuple[str, str]  # of whom the features are (a salt), and of what
 ALONE = "alone-"  # the salt of a request without one begins so, as no other does: those are hashes
+REST = 16  # how long no best-effort picture is read beside provisioned requests, as a multiple of the last piece
 MOST_IDS = 2**30  # the engine's ids are int32
 MOST_PICTURES = 2**16  # whose ids are known; others get new ones, and share no prefix
 
 
 @dataclass(slots=True)
 class Reading:
-    """A request whose pictures are not all read. ``missing`` are those, with their rows in ``table``.
+    """A request whose pictures are not all read. ``missing`` are those, with their rows in ``table``. ``rank`` is its
+    class and priority.
 
     ``compilation`` is that of the request's grammar once it is done; ``compiles`` says whether it is still awaited."""
 
-    rank: tuple[bool, int, int]
+    rank: tuple[bool, int]
+    number: int
+    tenant: str
+    weight: int
     table: Table
     missing: list[tuple[Key, Picture, slice]]
     compiles: bool = False
@@ -46,9 +54,10 @@ class Reading:
 
 @dataclass(slots=True)
 class _Part:
-    """A picture that is being read: the pieces to come, and the features of those before."""
+    """A picture that is being read: the pieces to come, and the features of those before. ``reading`` is charged."""
 
     key: Key
+    reading: Reading
     pieces: list[Piece]
     vectors: list[Vectors] = field(default_factory=list)
 
@@ -61,7 +70,9 @@ class Pictures:
         self._kept: OrderedDict[Key, Vectors] = OrderedDict()
         self._num_bytes = 0
         self._readings: dict[str, Reading] = {}
-        self._part: _Part | None = None
+        self._parts: dict[bool, _Part] = {}  # of provisioned requests and of others
+        self._served: dict[str, float] = {}  # pieces by tenant, divided by the weight of its keys
+        self._rests_until = 0.0
         self._asked = 0
         self._ids: OrderedDict[Key, int] = OrderedDict()
         self._next_id, self._epoch = first_id, 0
@@ -105,8 +116,11 @@ class Pictures:
         order = np.array(sorted(firsts.items()), dtype=np.int64)
         table = Table(vectors, self._first_id, digest, order[:, 0], order[:, 1])
         if missing:
-            rank = (not request.provisioned, request.priority, self._asked)
-            self._readings[request.request_id] = Reading(rank, table, missing)
+            self._enter(request.tenant)
+            rank = (not request.provisioned, request.priority)
+            self._readings[request.request_id] = Reading(
+                rank, self._asked, request.tenant, request.weight, table, missing
+            )
         return _with_ids(request, ids, self._first_id), table
 
     def _first_id_of(self, key: Key, count: int) -> int:
@@ -118,34 +132,63 @@ class Pictures:
             self._ids.popitem(last=False)
         return found
 
+    def _enter(self, tenant: str) -> None:
+        """Let a tenant that had nothing to read begin where the one is that was served least."""
+        active = {reading.tenant for reading in self._readings.values()}
+        if tenant not in active:
+            least = min((self._served[one] for one in active), default=0.0)
+            self._served[tenant] = max(self._served.get(tenant, 0.0), least)
+
     def forget(self, request_id: str) -> None:
         """Read no more pictures for a request that has ended."""
-        self._readings.pop(request_id, None)
+        if self._readings.pop(request_id, None) is not None:
+            self._parts = {kind: part for kind, part in self._parts.items() if self._is_wanted(part.key)}
+            self._rest()
+
+    def _rest(self) -> None:
+        if not self._readings:
+            self._served.clear()
+
+    def may_read(self, *, beside_provisioned: bool) -> bool:
+        """Whether a piece may be read in this step, in which provisioned sequences run or wait to."""
+        if not self._readings:
+            return False
+        is_best_effort, _ = self._first().rank
+        return not (beside_provisioned and is_best_effort) or time.monotonic() >= self._rests_until
 
     def read(self) -> list[tuple[str, Reading, Exception | None]]:
         """Read one piece of a picture. Return the requests that have all of theirs now, or cannot have them."""
-        part = self._part if self._part is not None and self._is_wanted(self._part.key) else None
+        began, first = time.monotonic(), self._first()
+        kind = first.rank[0]
+        part = self._parts.pop(kind, None)
+        if part is not None and not self._is_wanted(part.key):
+            part = None
         try:
             if part is None:
-                part = self._part = self._next()
+                key, picture, _ = first.missing[0]
+                part = _Part(key, first, [])
+                part.pieces = self._reader.pieces(picture)
             part.vectors.append(self._reader.read(part.pieces.pop(0)))
             if part.pieces:
-                return []
-            self._part = None
-            vectors = np.concatenate(part.vectors)
+                self._parts[kind] = part
+                done = []
+            else:
+                done = self._deliver(part.key, np.concatenate(part.vectors))
         except Exception as error:
             logger.exception("a picture cannot be read")
-            self._part = None
-            failed = part.key if part is not None else self._first().missing[0][0]
-            return [(name, reading, error) for name, reading in self._take(failed)]
-        return self._deliver(part.key, vectors)
+            failed = first.missing[0][0] if part is None else part.key
+            done = [(name, reading, error) for name, reading in self._take(failed)]
+        charged = first if part is None else part.reading
+        self._served[charged.tenant] = self._served.get(charged.tenant, 0.0) + 1 / charged.weight
+        if kind:
+            now = time.monotonic()
+            self._rests_until = now + REST * (now - began)
+        self._rest()
+        return done
 
     def _first(self) -> Reading:
-        return min(self._readings.values(), key=lambda reading: reading.rank)
-
-    def _next(self) -> _Part:
-        key, picture, _ = self._first().missing[0]
-        return _Part(key, self._reader.pieces(picture))
+        served = self._served
+        return min(self._readings.values(), key=lambda one: (*one.rank, served.get(one.tenant, 0.0), one.number))
 
     def _is_wanted(self, key: Key) -> bool:
         return any(key == missing for reading in self._readings.values() for missing, _, _ in reading.missing)

@@ -7,6 +7,7 @@ import msgspec
 from ..constraint import GIVEN
 from ..errors import ContextTooLong, InvalidField
 from ..logits_size import check_logits
+from ..picture_layout import is_too_thin
 from ..request import POOLED, DraftTokens, Sampling, ValidRequest
 from .interface import EngineInfo
 
@@ -64,6 +65,8 @@ def _check_pictures(request: ValidRequest, info: EngineInfo) -> None:
     if not info.capabilities.pictures or request.prompt_table is not None:
         raise InvalidField("messages", "a picture", "text: this engine reads no pictures in such a request")
     for picture in request.pictures:
+        if is_too_thin((picture.width, picture.height)):
+            raise InvalidField("messages", f"{picture.width} x {picture.height} pixels", "a picture less thin")
         if len(picture.data) != 3 * picture.width * picture.height or picture.num_tokens < 1:
             size = f"{picture.width} x {picture.height} pixels of 3 bytes"
             raise InvalidField("messages", f"a picture of {len(picture.data)} bytes", size)

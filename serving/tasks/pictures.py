@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from ..confined import PICTURES, Ended, Exceeded, NoProcess, Refused, decode_limits
 from ..errors import InvalidField, Overloaded
+from ..picture_layout import MAX_RATIO, is_too_thin
 from ..request import MediaPart
 
 MAX_PIXELS = 2**25  # of one picture
@@ -62,6 +63,9 @@ def decoded(data: bytes, part: MediaPart, left: int = MAX_ALL_PIXELS) -> Decoded
     width, height = size
     if not 0 < width * height <= most or len(pixels) != 3 * width * height:
         raise _damaged(part, data, "it is damaged")
+    if is_too_thin((width, height)):
+        allowed = f"a picture whose longer side is at most {MAX_RATIO} times the shorter one"
+        raise InvalidField(part.field, f"{width} x {height} pixels", allowed)
     return DecodedPicture(width, height, pixels, part)
 
 

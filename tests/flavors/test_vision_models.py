@@ -139,3 +139,37 @@ def test_smolvlm_without_what_cuts_videos(tmp_path: Path) -> None:
     assert read_bundle(tmp_path / "saved").pictures == picture_spec(
         tmp_path / "hf", tmp_path / "hf", _config(tmp_path / "hf")
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("config", {"image_token_id": -1}, "image_token_id of config.json is -1"),
+        ("config", {"image_token_id": 2**40}, "image_token_id of config.json is 1099511627776"),
+        ("processor_config", {"num_additional_image_tokens": 10**6}, "num_additional_image_tokens is 1000000"),
+        ("processor_config", {"patch_size": 0}, "the place of a picture: "),
+    ],
+)
+def test_numbers_that_cannot_be(llava: Path, tmp_path: Path, name: str, change: dict[str, Any], said: str) -> None:
+    file = llava / f"{name}.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(PackagingError, match=said):
+        llm.save_model(tmp_path / "saved", model=llava)
+
+
+def test_too_many_tiles(tmp_path: Path) -> None:
+    tiny_vision.save("idefics3", tmp_path / "hf")
+    file = tmp_path / "hf/processor_config.json"
+    given = json.loads(file.read_text())
+    given["image_processor"] |= {"size": {"longest_edge": 4096}, "max_image_size": {"longest_edge": 16}}
+    file.write_text(json.dumps(given))
+    with pytest.raises(PackagingError, match="into 256 x 256 tiles"):
+        llm.save_model(tmp_path / "saved", model=tmp_path / "hf")
+
+
+def test_the_template_of_an_earlier_processor(llava: Path, tmp_path: Path) -> None:
+    (llava / "chat_template.jinja").unlink()
+    (llava / "chat_template.json").write_text(json.dumps({"chat_template": tiny_vision.TEMPLATE}))
+    llm.save_model(tmp_path / "saved", model=llava)
+    assert read(tmp_path / "saved").tasks == ("chat", "completions")
+    assert (tmp_path / "saved/chat_template.jinja").read_text() == tiny_vision.TEMPLATE

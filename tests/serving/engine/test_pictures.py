@@ -405,3 +405,60 @@ def test_an_adapter_trained_on_the_whole_model(any_served: Served, tmp_path: Pat
     wanted = any_served.expected(images, model=tuned)
     assert [found["r"].tokens[0]] == wanted != any_served.expected(images) == [found["b"].tokens[0]]
     core.close()
+
+
+def test_tenants_take_turns(served: Served, core_of: Any) -> None:
+    """A tenant with one picture does not wait for all pictures of one with many requests."""
+    core = core_of(max_num_seqs=16)
+    for i in range(6):
+        core.add(served.request(f"many{i}", served.images(i), tenant="a"))
+    one = served.images(9)[:1]
+    core.add(served.request("one", one, "a <image>", tenant="b"))
+    outcomes = {name: Outcome() for name in ("one", *(f"many{i}" for i in range(6)))}
+    pieces = [len(core._pictures._reader.pieces(p)) for p in served.request("x", one, "a <image>").pictures]
+    longest = max(len(core._pictures._reader.pieces(p)) for p in served.request("x", served.images()).pictures)
+    take(core, outcomes, max_steps=sum(pieces) + longest)  # its own, and the picture that was begun
+    assert core._pictures.get("one") is None
+    assert sum(core._pictures.get(f"many{i}") is not None for i in range(6)) >= 5
+    take(core, outcomes)
+    for i in range(6):
+        assert [outcomes[f"many{i}"].tokens[0]] == served.expected(served.images(i))
+    assert [outcomes["one"].tokens[0]] == served.expected(one, "a <image>")
+
+
+def test_provisioned_requests_come_first(served: Served, core_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside a provisioned text, pictures of others are read for a small share of the time; its own are not held up."""
+    core, clock = core_of(), [1000.0]
+    monkeypatch.setattr("mlflow_llm.serving.engine.pictures.time.monotonic", lambda: clock[0])
+    sizes = reads(core, monkeypatch)
+    reader = core._pictures._reader
+    real = reader.read
+
+    def slow(piece: Any) -> Any:
+        clock[0] += 1.0
+        return real(piece)
+
+    monkeypatch.setattr(reader, "read", slow)
+    text = msgspec.structs.replace(request_of("text", prompt_of(5, 1)), sampling=Sampling(max_tokens=60))
+    outcomes = {name: Outcome() for name in ("text", "other", "own")}
+    core.add(msgspec.structs.replace(text, provisioned=True))
+    take(core, outcomes, max_steps=2)
+    core.add(served.request("other", served.images(1)))
+    take(core, outcomes, max_steps=6)
+    assert len(sizes) == 1  # the clock stands still otherwise
+    clock[0] += 16.5
+    take(core, outcomes, max_steps=6)
+    assert len(sizes) == 2
+    core.add(served.request("own", served.images(0), provisioned=True))
+    take(core, outcomes, max_steps=14)
+    assert core._pictures.get("own") is None
+    assert core._pictures.get("other") is not None
+    core.abort("text")
+    take(core, outcomes)
+    for name, seed in (("own", 0), ("other", 1)):
+        assert [outcomes[name].tokens[0]] == served.expected(served.images(seed))
+
+
+def test_thin_pictures_are_refused(served: Served, core_of: Any) -> None:
+    given = served.request("r", served.images(0, ((51, 1), (50, 1))))
+    assert "51 x 1" in refusal(core_of(), given).message

@@ -304,3 +304,12 @@ def test_a_process_cannot_open_anything():
             (line,) = (line for line in limits if line.startswith("Max open files"))
         assert line.split()[3:5] == ["0", "0"]
         assert sorted(map(int, os.listdir(f"/proc/{process.pid}/fd"))) == [0, 1, 2, 3]
+
+
+def test_thin_pictures_are_refused() -> None:
+    """A processor that scales the shorter side to hundreds of pixels would make gigabytes of a hundred bytes."""
+    file = io.BytesIO()
+    Image.new("RGB", (5100, 100)).save(file, "PNG")
+    part = MediaPart(kind="image", source="data", most=10**6, field="f", part="p")
+    with pytest.raises(InvalidField, match="5100 x 100 pixels.* at most 50 times"):
+        decoded(file.getvalue(), part)
