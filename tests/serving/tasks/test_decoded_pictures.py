@@ -311,5 +311,5 @@ def test_thin_pictures_are_refused() -> None:
     file = io.BytesIO()
     Image.new("RGB", (5100, 100)).save(file, "PNG")
     part = MediaPart(kind="image", source="data", most=10**6, field="f", part="p")
-    with pytest.raises(InvalidField, match="5100 x 100 pixels.* at most 50 times"):
+    with pytest.raises(InvalidField, match=r"5100 x 100 pixels.* at most 50 times"):
         decoded(file.getvalue(), part)
