@@ -44,6 +44,7 @@ SIGLIP = {
     "patch_size": 16, "image_size": 512,
 }  # fmt: skip
 TOKENS = 16  # of an answer
+END = 2  # <|im_end|>, which neither writes before
 QUESTION = "<|im_start|>user\n<image>What is on this picture?<|im_end|>\n<|im_start|>assistant\n"
 MORE = "A cat.<|im_end|>\n<|im_start|>user\nAre you sure?<|im_end|>\n<|im_start|>assistant\n"
 
@@ -90,7 +91,7 @@ class Ours:
         )
         return ValidRequest(
             request_id=name, task="completions", model="bench", sequences=(Sequence(prompt_token_ids=prompt),),
-            sampling=Sampling(max_tokens=tokens, temperature=0.0), stream=True, cache_salt="bench", pictures=pictures,
+            sampling=Sampling(max_tokens=tokens, min_tokens=tokens, temperature=0.0, stop_token_ids=(END,)), stream=True, cache_salt="bench", pictures=pictures,
         )  # fmt: skip
 
     def ask(self, name: str, text: str, image: Any) -> tuple[float, list[int]]:
@@ -136,7 +137,9 @@ class Ours:
 def theirs(model: Any, processor: Any, text: str, image: Any, tokens: int) -> tuple[float, list[int]]:
     began = time.perf_counter()
     given = processor(text=[text], images=[image], return_tensors="pt", add_special_tokens=False)
-    config = GenerationConfig(max_new_tokens=tokens, do_sample=False, pad_token_id=0, eos_token_id=None)
+    config = GenerationConfig(
+        max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, pad_token_id=END, eos_token_id=END
+    )
     found = model.generate(**given, generation_config=config)
     return time.perf_counter() - began, found[0, given["input_ids"].shape[1] :].tolist()
 
