@@ -91,7 +91,8 @@ class Ours:
         )
         return ValidRequest(
             request_id=name, task="completions", model="bench", sequences=(Sequence(prompt_token_ids=prompt),),
-            sampling=Sampling(max_tokens=tokens, min_tokens=tokens, temperature=0.0, stop_token_ids=(END,)), stream=True, cache_salt="bench", pictures=pictures,
+            sampling=Sampling(max_tokens=tokens, min_tokens=tokens, temperature=0.0, stop_token_ids=(END,)),
+            stream=True, cache_salt="bench", pictures=pictures,
         )  # fmt: skip
 
     def ask(self, name: str, text: str, image: Any) -> tuple[float, list[int]]:
@@ -164,7 +165,8 @@ def main() -> None:
                 times["generate"].append(theirs(model, processor, QUESTION, image, 1)[0])
                 if i == 0 and kind == "none" and theirs(model, processor, QUESTION, image, TOKENS)[1] != tokens:
                     raise SystemExit("the tokens are not those of generate()")
-            alone, longest = ours.gaps_beside(image)
+            fresh = Image.fromarray(draw.integers(0, 256, (768, 1024, 3), dtype=np.uint8))
+            alone, longest = ours.gaps_beside(fresh)
             first, again, peer = (statistics.median(times[key]) for key in ("first", "again", "generate"))
             rows.append(
                 {
