@@ -106,25 +106,20 @@ def _write_whole(root: Path, parts: Parts) -> tuple[Manifest, Path]:
         raise PackagingError("tokenizer: a model object brings none; pass tokenizer= (an object or a directory)")
     whole, config = build(model_dir, trust_remote_code=parts.trust_remote_code), read_config(model_dir)
     check_weights(whole, read_shapes(model_dir))
-    skeleton = decoder_of(whole)
+    skeleton = decoder_of(whole, model_dir)
     check_supported(skeleton, causal=is_causal(config))
     place_tokenizer(source, root / "tokenizer", link=parts.link)
     tokenizer = load_tokenizer(root / "tokenizer", trust_remote_code=parts.trust_remote_code)
     check_vocabulary(tokenizer, model_dir)
     found = chat_templates.collect(parts.chat_template, tokenizer)
-    if not found and (kept := chat_templates.of_processor(root / "tokenizer")) is not None:
-        found = chat_templates.collect(kept, tokenizer)
     tasks = resolve_tasks(parts.task, model_dir, found)
     pictures = None
     if reads_pictures(config):
         _check_beside_pictures(parts, tasks)
         pictures = picture_spec(model_dir, root / "tokenizer", whole.config)
     check_complete(model_dir, tasks, trust_remote_code=parts.trust_remote_code)
-    if "chat" in tasks or parts.chat_template is not None:
-        chat_templates.check(found, tokenizer, parts=pictures is not None)
-    if pictures is not None:
-        check_templates(found, tokenizer, pictures)
-    chat_templates.write(found, root)
+    is_used = "chat" in tasks or parts.chat_template is not None
+    _place_templates(found, tokenizer, root, pictures, check=is_used)
     names = place_adapters(parts.adapters, placed.peft_model, root, link=parts.link)
     check_adapters(names, root, skeleton)
     spec = embedding_spec(tasks, model_dir, parts.embedding)
@@ -143,6 +138,17 @@ def _write_whole(root: Path, parts: Parts) -> tuple[Manifest, Path]:
         pictures=pictures,
     )  # fmt: skip
     return manifest, model_dir
+
+
+def _place_templates(
+    found: dict[str, str], tokenizer: Any, root: Path, pictures: PictureSpec | None, *, check: bool
+) -> None:
+    """Check the templates, and that they have places for pictures if the model reads them; write them."""
+    if check:
+        chat_templates.check(found, tokenizer, parts=pictures is not None)
+    if pictures is not None:
+        check_templates(found, tokenizer, pictures)
+    chat_templates.write(found, root)
 
 
 def _check_beside_pictures(parts: Parts, tasks: tuple[Task, ...]) -> None:
@@ -178,7 +184,8 @@ def _write_over_base(root: Path, parts: Parts, over: PinnedBase) -> tuple[Manife
     names = place_adapters(parts.adapters, None, root, link=parts.link)
     if twice := sorted(set(names) & base.adapters.keys()):
         raise PackagingError(f"adapters: the base already has an adapter {twice[0]!r}; choose another name")
-    skeleton = decoder_of(build(Path(base.model_dir), trust_remote_code=parts.trust_remote_code))
+    base_dir = Path(base.model_dir)
+    skeleton = decoder_of(build(base_dir, trust_remote_code=parts.trust_remote_code), base_dir)
     check_adapters(names, root, skeleton)
     tokenizer_dir = Path(base.tokenizer_dir)
     if parts.tokenizer is not None:
@@ -191,10 +198,7 @@ def _write_over_base(root: Path, parts: Parts, over: PinnedBase) -> tuple[Manife
     if parts.chat_template is not None:
         tokenizer = load_tokenizer(tokenizer_dir, trust_remote_code=parts.trust_remote_code)
         found = chat_templates.collect(parts.chat_template, tokenizer)
-        chat_templates.check(found, tokenizer, parts=base.pictures is not None)
-        if base.pictures is not None:
-            check_templates(found, tokenizer, base.pictures)
-        chat_templates.write(found, root)
+        _place_templates(found, tokenizer, root, base.pictures, check=True)
         formats = formats_of(found, tokenizer, parts.tool_format)
     tasks = _tasks_over(base, parts, root)
     check_settings(skeleton, parts.settings, tasks, base.embedding or EmbeddingSpec(), parts.quantization)

@@ -44,11 +44,14 @@ def build(model_dir: Path, *, trust_remote_code: bool = False) -> Any:
         raise PackagingError(f"model: its architecture cannot be built: {reason(error)}") from None
 
 
-def decoder_of(whole: Any) -> Any:
-    """Return the decoder of a vision-language model; any other model is its own. Raises ``PackagingError``."""
+def decoder_of(whole: Any, model_dir: Path) -> Any:
+    """Return the decoder of the vision-language model that was built from ``model_dir``; any other model is its own.
+
+    Raises ``PackagingError``.
+    """
     from ...serving.engine.picture_model import decoder_of
 
-    return decoder_of(whole) if hasattr(whole.config, "vision_config") else whole
+    return decoder_of(whole) if reads_pictures(read_config(model_dir)) else whole
 
 
 def check_supported(skeleton: Any, *, causal: bool) -> None:

@@ -89,8 +89,9 @@ class _Probe:
     def _asked(self, text: str, sizes: list[Size]) -> list[int]:
         from PIL import Image
 
-        images = [Image.new("RGB", size) for size in sizes]
-        given = self.processor(text=[text], images=images, return_tensors="pt", add_special_tokens=False)
+        from ...serving.engine.picture_processor import inputs_of
+
+        given = inputs_of(self.processor, text, [Image.new("RGB", size) for size in sizes])
         return list(given["input_ids"][0].tolist())
 
     def ids(self, size: Size) -> tuple[int, ...]:

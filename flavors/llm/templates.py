@@ -5,7 +5,6 @@ The template ``default`` is used for chat requests; others (``tool_use``, ``rag`
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from pathlib import Path
@@ -50,15 +49,6 @@ def collect(given: Templates, tokenizer: Any) -> dict[str, str]:
     if DEFAULT not in templates:
         raise PackagingError(f'chat_template: none of {", ".join(sorted(templates))} is named "{DEFAULT}"')
     return templates
-
-
-def of_processor(tokenizer_dir: Path) -> str | None:
-    """Return the template in ``chat_template.json``, where processors of earlier releases kept theirs."""
-    try:
-        found = json.loads((tokenizer_dir / "chat_template.json").read_text())["chat_template"]
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
-        return None
-    return found if isinstance(found, str) else None
 
 
 def check(templates: dict[str, str], tokenizer: Any, *, parts: bool = False) -> None:

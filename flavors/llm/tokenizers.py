@@ -61,16 +61,31 @@ def place_tokenizer(tokenizer: Any, target: Path, *, link: bool = False) -> None
 
 
 def load_tokenizer(directory: Path, *, trust_remote_code: bool = False) -> Any:
-    """Load the tokenizer in ``directory``. Raises ``PackagingError`` with the reason if it cannot be loaded."""
+    """Load the tokenizer in ``directory``, with the chat template that a processor keeps beside it.
+
+    Raises ``PackagingError`` with the reason if it cannot be loaded.
+    """
     from transformers import AutoTokenizer
 
     from ...serving.tasks.tokenizer_check import check_tokenizer
 
     check_tokenizer(directory)
     try:
-        return AutoTokenizer.from_pretrained(str(directory), trust_remote_code=trust_remote_code)
+        found = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=trust_remote_code)
     except Exception as error:  # tokenizers raises bare Exceptions; a tokenizer's own code may raise anything
         raise PackagingError(f"tokenizer: it cannot be loaded: {reason(error)}") from None
+    if getattr(found, "chat_template", None) is None:
+        found.chat_template = _template_of_processor(directory)
+    return found
+
+
+def _template_of_processor(directory: Path) -> str | None:
+    """The template in ``chat_template.json``, where processors of earlier releases of transformers kept theirs."""
+    try:
+        found = json.loads((directory / "chat_template.json").read_text())["chat_template"]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return None
+    return found if isinstance(found, str) else None
 
 
 def check_vocabulary(tokenizer: Any, model_dir: Path) -> None:

@@ -26,7 +26,7 @@ from .native_decoder import NativeDecoder
 from .paged import decode
 from .paged.decode_graphs import GraphedForward
 from .paged.paged_cache import PagedKVCache
-from .pictures import Pictures
+from .picture_model import PictureReader
 from .pooling import transformer_dir
 from .runner import ModelForward, Runner, StepForward
 from .scheduler import Scheduler
@@ -52,7 +52,7 @@ class EngineParts:
     scheduler: Any = None
     runner: Any = None
     lora: Any = None
-    pictures: Pictures | None = None
+    reader: PictureReader | None = None  # of pictures, if the model reads them
     ahead: GraphedForward | None = None  # launches steps ahead, if the engine does that
     embedder: Any = None
 
@@ -72,6 +72,8 @@ def assemble(bundle: Bundle, settings: EngineSettings) -> EngineParts:
     if settings.kv_cache_memory is None:
         _check_room(cache.num_tokens_total, loaded.max_model_len, memory)
     width = embedding_width(loaded.model)
+    if loaded.reader is not None and not width:
+        raise PackagingError(f"{type(loaded.model).__name__} is not supported: no vector can stand in for its tokens")
     lora = LoraPool(loaded.model, loaded.holder)
     forward = step_forward(loaded, cache, lora, settings)
     num_tokens = settings.max_num_batched_tokens or step_size(forward, cache, loaded.vocab_size, settings.max_num_seqs)
@@ -117,7 +119,7 @@ def assemble(bundle: Bundle, settings: EngineSettings) -> EngineParts:
         batch_invariant=alone,
     )
     runner = Runner(forward, cache, batch_invariant=alone)
-    return EngineParts(info, cache, scheduler, runner, lora, _pictures(loaded, settings, width), ahead)
+    return EngineParts(info, cache, scheduler, runner, lora, loaded.reader, ahead)
 
 
 def _check_room(num_tokens: int, max_model_len: int, memory: int) -> None:
@@ -132,14 +134,6 @@ def _check_room(num_tokens: int, max_model_len: int, memory: int) -> None:
     if num_tokens < min(FEWEST_TOKENS, max_model_len):
         raise PackagingError(text)
     logger.warning(text)
-
-
-def _pictures(loaded: LoadedModel, settings: EngineSettings, width: int) -> Pictures | None:
-    if loaded.reader is None:
-        return None
-    if not width:
-        raise PackagingError(f"{type(loaded.model).__name__} is not supported: no vector can stand in for its tokens")
-    return Pictures(loaded.reader, budget=settings.picture_cache, width=width, first_id=loaded.vocab_size)
 
 
 def _speculation(

@@ -38,6 +38,7 @@ from .launch_ahead import LaunchAhead
 from .logits_processors import LogitsProcessors
 from .masks import Masks
 from .native import library
+from .pictures import Pictures
 from .request_check import check_beams, check_request, with_learned_prompt
 from .scheduler import Run
 from .sequence import SequenceGroup, SequenceState
@@ -70,7 +71,10 @@ class EngineCore:
             host_budget=adapter_host_memory(settings, self._parts.lora),
             pinned=pinned,
         )
-        self._pictures = self._parts.pictures
+        info = self._parts.info
+        self._pictures = Pictures(
+            self._parts.reader, budget=settings.picture_cache, width=info.hidden_size, first_id=info.vocab_size
+        )
         self._inflight = InflightRequests(self._ended)
         self._wake: Callable[[], None] = _ignore
         vocab_size, trust = self._parts.info.vocab_size, settings.trust_remote_code
@@ -113,7 +117,6 @@ class EngineCore:
             task = LoraTask(task_id=request.lora_task.task_id)
             request = msgspec.structs.replace(request, lora_task=task)
         if request.pictures:
-            assert self._pictures is not None, "check_request refuses them"
             request, table = self._pictures.ask(request)
         inflight = self._inflight.add(request, client, adapter)
         num_learned = 0
@@ -136,7 +139,7 @@ class EngineCore:
         inflight.groups = self._groups(request, adapter, table)
         for group in inflight.groups if num_learned else ():
             group.num_learned = num_learned
-        reading = self._pictures.get(request.request_id) if self._pictures is not None else None
+        reading = self._pictures.get(request.request_id)
         for sequence in inflight.unfinished:
             if reading is not None:
                 sequence.waits_for = "pictures"
@@ -198,8 +201,7 @@ class EngineCore:
 
     def _ended(self, inflight: InflightRequest) -> None:
         self._adapters.release(inflight.adapter)
-        if self._pictures is not None:
-            self._pictures.forget(inflight.request.request_id)
+        self._pictures.forget(inflight.request.request_id)
         if inflight.has_table:
             self._runner.num_tables -= 1
 
@@ -277,8 +279,7 @@ class EngineCore:
             self._scheduler.ran(runs, time.monotonic() - began)
         if self._embeddings:
             self._embed()
-        beside = self._scheduler is not None and self._scheduler.has_provisioned
-        reads = self._pictures is not None and self._pictures.may_read(beside_provisioned=beside)
+        reads = bool(self._pictures) and self._pictures.may_read(beside_provisioned=self._scheduler.has_provisioned)
         if reads:
             self._read_pictures()
         if runs or self._embeddings or reads:
@@ -333,7 +334,7 @@ class EngineCore:
             if inflight is not None and error is not None:
                 self._exits.fail(inflight, error)
             elif inflight is not None:
-                reading = self._pictures.get(request_id) if self._pictures is not None else None
+                reading = self._pictures.get(request_id)
                 if reading is None:
                     self._begin(inflight, compilation)
                 else:
@@ -341,7 +342,6 @@ class EngineCore:
 
     def _read_pictures(self) -> None:
         """Read a piece of a picture. Begin the requests whose pictures are all read, if their grammars are compiled."""
-        assert self._pictures is not None
         for request_id, reading, error in self._pictures.read():
             inflight = self._inflight.get(request_id)
             if inflight is None:

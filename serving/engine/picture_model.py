@@ -97,10 +97,20 @@ class PictureReader:
     def pieces(self, picture: Picture) -> list[Piece]:
         """Return what ``read`` takes, in order: the tiles of a picture one by one, so that no step waits for all of
         them, or the whole picture. Raises ``RuntimeError`` if the processor finds another number of tokens."""
-        found = inputs_of(self._processor, self._placeholder, picture)
+        return self.cut(self.inputs(picture), picture.num_tokens)
+
+    def inputs(self, picture: Picture) -> Any:
+        """Return what the processor makes of a prompt that is one picture."""
+        from PIL import Image
+
+        image = Image.frombytes("RGB", (picture.width, picture.height), picture.data)
+        return inputs_of(self._processor, self._placeholder, [image])
+
+    def cut(self, found: Any, num_tokens: int) -> list[Piece]:
+        """Return the ``pieces`` of the processor's ``inputs``."""
         count = found["input_ids"][0].tolist().count(self.spec.image_id)
-        if count != picture.num_tokens:
-            raise RuntimeError(f"the processor gives a picture {count} tokens, its prompt {picture.num_tokens}")
+        if count != num_tokens:
+            raise RuntimeError(f"the processor gives a picture {count} tokens, its prompt {num_tokens}")
         whole = {name: value for name, value in found.items() if name in self._taken}
         if self.spec.layout == "fixed":
             return [whole]
@@ -129,8 +139,9 @@ def check_decoder(model: Any, decoder: Any, reader: PictureReader) -> None:
     try:
         whole, (count,) = expanded(ids, [(width, height)], spec, spec.image_id, numbered=False)
         picture = Picture(width=width, height=height, data=data, num_tokens=count)
-        wanted = _logits_of_model(model, reader, picture, whole)
-        features = np.concatenate([reader.read(piece) for piece in reader.pieces(picture)])
+        inputs = reader.inputs(picture)
+        wanted = _logits_of_model(model, inputs, whole)
+        features = np.concatenate([reader.read(piece) for piece in reader.cut(inputs, count)])
         if len(features) != count:
             raise RuntimeError(f"a picture has {count} tokens and {len(features)} vectors")
         embedded = decoder.get_input_embeddings()(torch.tensor(whole, device=wanted.device))
@@ -147,14 +158,13 @@ def check_decoder(model: Any, decoder: Any, reader: PictureReader) -> None:
         )
 
 
-def _logits_of_model(model: Any, reader: PictureReader, picture: Picture, ids: Sequence[int]) -> Any:
+def _logits_of_model(model: Any, inputs: Any, ids: Sequence[int]) -> Any:
     """[tokens, V], of the whole model given all of the processor's tensors."""
-    found = inputs_of(reader._processor, reader._placeholder, picture)
     like = next(model.parameters())
     names = frozenset(inspect.signature(model.forward).parameters) | {"pixel_values", "pixel_attention_mask"}
     tensors = {
         name: _moved(value, like)
-        for name, value in found.items()
+        for name, value in inputs.items()
         if name in names and name not in ("input_ids", "attention_mask")
     }
     return model(input_ids=torch.tensor([list(ids)], device=like.device), **tensors).logits[0]

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import PackagingError, reason
-from ..request import Picture
 
 LARGEST = 8192
 SIZES = frozenset(
@@ -92,12 +91,9 @@ def _without_video(folder: Path) -> Any | None:
         return None
 
 
-def inputs_of(processor: Any, placeholder: str, picture: Picture) -> Any:
-    """Return what the processor makes of a prompt that is one picture: token ids and tensors, by name."""
-    from PIL import Image
-
-    image = Image.frombytes("RGB", (picture.width, picture.height), picture.data)
-    return processor(text=[placeholder], images=[image], return_tensors="pt", add_special_tokens=False)
+def inputs_of(processor: Any, text: str, images: list[Any]) -> Any:
+    """Return what the processor makes of a prompt with Pillow's ``images``: token ids and tensors, by name."""
+    return processor(text=[text], images=images, return_tensors="pt", add_special_tokens=False)
 
 
 def _link(source: Path, target: Path) -> None:

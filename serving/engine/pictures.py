@@ -2,9 +2,9 @@
 
 A step reads one picture at most (one tile, where a picture is cut into tiles), so that other requests' tokens do not
 wait for all pictures of a request. Pictures of provisioned requests come first, and those of others take at most a
-``1 / (1 + REST)`` of the time beside provisioned requests that run; then tenants take turns, picture by picture. The
-features are kept, within a budget: a conversation sends its pictures with every
-turn. As with prefixes, only requests with the same ``cache_salt`` use each other's.
+``1 / (1 + REST)`` of the time beside provisioned requests that run; then tenants take turns (``tenants``), picture by
+picture. The features are kept, within a budget: a conversation sends its pictures with every turn. As with prefixes,
+only requests with the same ``cache_salt`` use each other's.
 
 In a request, the tokens of its pictures are counted from the vocabulary's size on. In the engine, each picture has ids
 of its own, the same in every request with its salt. So prompts begin alike, for the prefix cache, as long as they have
@@ -25,6 +25,7 @@ import numpy as np
 
 from ..request import Picture, ValidRequest
 from .picture_model import PictureReader, Piece, Vectors
+from .tenants import Tenant, Tenants
 from .virtual_tokens import Table
 
 logger = logging.getLogger(__name__)
@@ -38,13 +39,13 @@ MOST_PICTURES = 2**16  # whose ids are known; others get new ones, and share no 
 @dataclass(slots=True)
 class Reading:
     """A request whose pictures are not all read. ``missing`` are those, with their rows in ``table``. ``rank`` is its
-    class and priority.
+    class and priority. ``tenant`` is charged a piece over ``weight``.
 
     ``compilation`` is that of the request's grammar once it is done; ``compiles`` says whether it is still awaited."""
 
     rank: tuple[bool, int]
     number: int
-    tenant: str
+    tenant: Tenant
     weight: int
     table: Table
     missing: list[tuple[Key, Picture, slice]]
@@ -63,15 +64,15 @@ class _Part:
 
 
 class Pictures:
-    """Reads the pictures of requests. ``budget`` is how many bytes of features are kept."""
+    """Reads the pictures of requests, if there is a ``reader``. ``budget`` is how many bytes of features are kept."""
 
-    def __init__(self, reader: PictureReader, *, budget: int, width: int, first_id: int) -> None:
+    def __init__(self, reader: PictureReader | None, *, budget: int, width: int, first_id: int) -> None:
         self._reader, self._budget, self._width, self._first_id = reader, budget, width, first_id
         self._kept: OrderedDict[Key, Vectors] = OrderedDict()
         self._num_bytes = 0
         self._readings: dict[str, Reading] = {}
         self._parts: dict[bool, _Part] = {}  # of provisioned requests and of others
-        self._served: dict[str, float] = {}  # pieces by tenant, divided by the weight of its keys
+        self._tenants = Tenants()
         self._rests_until = 0.0
         self._asked = 0
         self._ids: OrderedDict[Key, int] = OrderedDict()
@@ -79,9 +80,6 @@ class Pictures:
 
     def __bool__(self) -> bool:
         return bool(self._readings)
-
-    def __len__(self) -> int:
-        return len(self._readings)
 
     def get(self, request_id: str) -> Reading | None:
         """The request's reading; None if none of its pictures is missing."""
@@ -116,11 +114,9 @@ class Pictures:
         order = np.array(sorted(firsts.items()), dtype=np.int64)
         table = Table(vectors, self._first_id, digest, order[:, 0], order[:, 1])
         if missing:
-            self._enter(request.tenant)
             rank = (not request.provisioned, request.priority)
-            self._readings[request.request_id] = Reading(
-                rank, self._asked, request.tenant, request.weight, table, missing
-            )
+            tenant = self._enter(request)
+            self._readings[request.request_id] = Reading(rank, self._asked, tenant, request.weight, table, missing)
         return _with_ids(request, ids, self._first_id), table
 
     def _first_id_of(self, key: Key, count: int) -> int:
@@ -132,32 +128,36 @@ class Pictures:
             self._ids.popitem(last=False)
         return found
 
-    def _enter(self, tenant: str) -> None:
-        """Let a tenant that had nothing to read begin where the one is that was served least."""
-        active = {reading.tenant for reading in self._readings.values()}
-        if tenant not in active:
-            least = min((self._served[one] for one in active), default=0.0)
-            self._served[tenant] = max(self._served.get(tenant, 0.0), least)
+    def _enter(self, request: ValidRequest) -> Tenant:
+        tenant = self._tenants.of(request.tenant, request.provisioned)
+        if not tenant.num_waiting:
+            waiting = [one.tenant for one in self._readings.values() if one.rank[0] != request.provisioned]
+            self._tenants.lift(tenant, min(waiting, key=lambda one: one.used, default=None))
+        tenant.num_waiting += 1
+        tenant.num_unfinished += 1
+        return tenant
+
+    def _leave(self, request_id: str) -> None:
+        tenant = self._readings.pop(request_id).tenant
+        tenant.num_waiting -= 1
+        tenant.num_unfinished -= 1
+        if not tenant.num_waiting:
+            self._tenants.left(tenant)
 
     def forget(self, request_id: str) -> None:
         """Read no more pictures for a request that has ended."""
-        if self._readings.pop(request_id, None) is not None:
+        if request_id in self._readings:
+            self._leave(request_id)
             self._parts = {kind: part for kind, part in self._parts.items() if self._is_wanted(part.key)}
-            self._rest()
-
-    def _rest(self) -> None:
-        if not self._readings:
-            self._served.clear()
 
     def may_read(self, *, beside_provisioned: bool) -> bool:
-        """Whether a piece may be read in this step, in which provisioned sequences run or wait to."""
-        if not self._readings:
-            return False
+        """Whether the next piece may be read in this step, ``beside_provisioned`` sequences that run or wait to."""
         is_best_effort, _ = self._first().rank
         return not (beside_provisioned and is_best_effort) or time.monotonic() >= self._rests_until
 
     def read(self) -> list[tuple[str, Reading, Exception | None]]:
         """Read one piece of a picture. Return the requests that have all of theirs now, or cannot have them."""
+        assert self._reader is not None, "without one, nothing was asked"
         began, first = time.monotonic(), self._first()
         kind = first.rank[0]
         part = self._parts.pop(kind, None)
@@ -179,16 +179,14 @@ class Pictures:
             failed = first.missing[0][0] if part is None else part.key
             done = [(name, reading, error) for name, reading in self._take(failed)]
         charged = first if part is None else part.reading
-        self._served[charged.tenant] = self._served.get(charged.tenant, 0.0) + 1 / charged.weight
+        charged.tenant.used += 1 / charged.weight
         if kind:
             now = time.monotonic()
             self._rests_until = now + REST * (now - began)
-        self._rest()
         return done
 
     def _first(self) -> Reading:
-        served = self._served
-        return min(self._readings.values(), key=lambda one: (*one.rank, served.get(one.tenant, 0.0), one.number))
+        return min(self._readings.values(), key=lambda one: (*one.rank, one.tenant.used, one.number))
 
     def _is_wanted(self, key: Key) -> bool:
         return any(key == missing for reading in self._readings.values() for missing, _, _ in reading.missing)
@@ -201,7 +199,7 @@ class Pictures:
             if any(key == missing for missing, _, _ in reading.missing)
         ]
         for name, _ in found:
-            del self._readings[name]
+            self._leave(name)
         return found
 
     def _deliver(self, key: Key, vectors: Vectors) -> list[tuple[str, Reading, Exception | None]]:
@@ -212,7 +210,7 @@ class Pictures:
                     reading.table.vectors[rows] = vectors
             reading.missing = [entry for entry in reading.missing if entry[0] != key]
             if not reading.missing:
-                del self._readings[name]
+                self._leave(name)
                 done.append((name, reading, None))
         self._keep(key, vectors)
         return done

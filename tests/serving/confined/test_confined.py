@@ -10,6 +10,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from forks import check_fork
 
 from mlflow_llm.serving.confined import Ended, Exceeded, Limits, NoProcess, Pool, Refused, Share
 from mlflow_llm.serving.confined import pool as pools
@@ -160,23 +161,8 @@ def test_models_leave_places_for_others(pool, monkeypatch):
 
 def test_a_fork_has_processes_of_its_own(pool):
     """A forked process renders with its own, and leaves its parent's working."""
-    render(pool, PLAIN)
-    (process,) = pool._all
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        said = b"no"
-        with contextlib.suppress(BaseException):
-            said = b"ok" if not pool._all and render(pool, PLAIN) == "user: Hi\n" else b"wrong"
-            pool.close()
-        os.write(writer, said)
-        os._exit(0)
-    os.close(writer)
-    assert os.read(reader, 16) == b"ok"
-    os.close(reader)
-    os.waitpid(child, 0)
     assert render(pool, PLAIN) == "user: Hi\n"
-    assert pool._all == {process}
+    check_fork(pool, lambda: render(pool, PLAIN))
 
 
 def test_it_ends_with_its_parent():

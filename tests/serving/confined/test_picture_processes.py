@@ -1,12 +1,12 @@
 """Confined processes for pictures: raw bytes in and out, nothing else of the machine within reach."""
 
-import contextlib
 import io
 import os
 import signal
 import sys
 
 import pytest
+from forks import check_fork
 from PIL import Image
 
 from mlflow_llm.serving.confined import PICTURES, POOL, Ended, Exceeded, Limits, Pool, Refused, decode_limits
@@ -156,20 +156,5 @@ def test_without_pillow(pool, monkeypatch, tmp_path):
 
 def test_a_fork_has_processes_of_its_own(pool):
     """A forked process decodes with its own, and leaves its parent's working."""
-    picture(pool)
-    (process,) = pool._all
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        said = b"no"
-        with contextlib.suppress(BaseException):
-            said = b"ok" if not pool._all and picture(pool)[0] == [5, 4] else b"wrong"
-            pool.close()
-        os.write(writer, said)
-        os._exit(0)
-    os.close(writer)
-    assert os.read(reader, 16) == b"ok"
-    os.close(reader)
-    os.waitpid(child, 0)
     assert picture(pool)[0] == [5, 4]
-    assert pool._all == {process}
+    check_fork(pool, lambda: picture(pool)[0])

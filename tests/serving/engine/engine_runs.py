@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +40,23 @@ class Outcome:
             first += event.num_rows
         parts = [np.frombuffer(e.data, dtype="<f4").reshape(e.num_rows, -1) for e in self.rows[of, index]]
         return np.concatenate(parts) if parts else np.empty((0, VOCAB), dtype=np.float32)
+
+
+@contextlib.contextmanager
+def checked_cores(make: Callable[..., EngineCore]) -> Iterator[Callable[..., EngineCore]]:
+    """``make``, whose cores are checked and closed at the end: all memory is accounted for, and nothing is left."""
+    made: list[EngineCore] = []
+
+    def kept(**more: Any) -> EngineCore:
+        made.append(make(**more))
+        return made[-1]
+
+    yield kept
+    for core in made:
+        assert core._runner.num_tables == 0
+        assert not core._pictures
+        core.check_integrity()
+        core.close()
 
 
 def take(core: EngineCore, outcomes: dict[str, Outcome], max_steps: int | None = None) -> dict[str, Outcome]:

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from engine_runs import Outcome, run, take
+from engine_runs import Outcome, checked_cores, run, take
 from lora_tensors import task_of
 from peft import LoraConfig, get_peft_model
 from tiny_models import FAMILIES, greedy, make_model, prompt_of, request_of, save_bundle
@@ -67,16 +67,8 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> Adapters:
 @pytest.fixture
 def core_of(adapters: Adapters) -> Any:
     """``core_of(adapters=…, **settings)``; each is checked and closed at the end."""
-    made: list[EngineCore] = []
-
-    def make(**more: Any) -> EngineCore:
-        made.append(adapters.core(**more))
-        return made[-1]
-
-    yield make
-    for core in made:
-        core.check_integrity()
-        core.close()
+    with checked_cores(adapters.core) as make:
+        yield make
 
 
 def ask(request_id: str, prompt: tuple[int, ...], **more: Any) -> Any:

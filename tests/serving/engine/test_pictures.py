@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tiny_vision
 import torch
-from engine_runs import Outcome, run, take
+from engine_runs import Outcome, checked_cores, run, take
 from PIL import Image
 from tiny_models import prompt_of, request_of
 from transformers import GenerationConfig
@@ -84,18 +84,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
 
 @pytest.fixture
 def core_of(served: Served) -> Any:
-    made: list[EngineCore] = []
-
-    def make(**settings: Any) -> EngineCore:
-        made.append(served.core(**settings))
-        return made[-1]
-
-    yield make
-    for core in made:
-        assert core._runner.num_tables == 0
-        assert not core._pictures
-        core.check_integrity()
-        core.close()
+    with checked_cores(served.core) as make:
+        yield make
 
 
 def reads(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> list[int]:

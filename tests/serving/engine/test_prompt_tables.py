@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_runs import Outcome, run, take
+from engine_runs import Outcome, checked_cores, run, take
 from tiny_models import FAMILIES, VOCAB, make_model, prompt_of, request_of, save_bundle
 from transformers import GenerationConfig
 
@@ -67,17 +67,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
 
 @pytest.fixture
 def core_of(served: Served) -> Any:
-    made: list[EngineCore] = []
-
-    def make(**settings: Any) -> EngineCore:
-        made.append(served.core(**settings))
-        return made[-1]
-
-    yield make
-    for core in made:
-        assert core._runner.num_tables == 0
-        core.check_integrity()
-        core.close()
+    with checked_cores(served.core) as make:
+        yield make
 
 
 def ask(request_id: str, prompt: tuple[int, ...], given: PromptTable | None, **more: Any) -> Any:
