@@ -21,10 +21,10 @@ from typing import Any
 
 from report import publish
 
-from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.engine.core import EngineCore
-from mlflow_llm.serving.request import Sampling, Sequence, ValidRequest
-from mlflow_llm.serving.settings import EngineSettings
+from mlflow_llm.serving.interface.bundle import Bundle
+from mlflow_llm.serving.interface.request import Sampling, Sequence, ValidRequest
+from mlflow_llm.serving.interface.settings import EngineSettings
 
 DOCUMENTS = Path(__file__).parent.parent / "docs"
 

@@ -30,11 +30,11 @@ from load import free_port
 from report import publish
 from transformers import AutoTokenizer
 
-from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.control.settings import ServerSettings
 from mlflow_llm.serving.control.spec import EndpointSpec, ServeSpec
-from mlflow_llm.serving.request import Task
-from mlflow_llm.serving.settings import EngineSettings
+from mlflow_llm.serving.interface.bundle import Bundle
+from mlflow_llm.serving.interface.request import Task
+from mlflow_llm.serving.interface.settings import EngineSettings
 
 CORE = "mlflow_llm.serving.testing.instant_core:InstantCore"
 SIZE = 4 * 10**6

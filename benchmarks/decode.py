@@ -50,11 +50,11 @@ def run_generate(args: argparse.Namespace) -> Any:
 def run_ours(args: argparse.Namespace) -> Any:
     from transformers import AutoTokenizer
 
-    from mlflow_llm.serving.bundle import Bundle
     from mlflow_llm.serving.engine.core import EngineCore
-    from mlflow_llm.serving.events import Tokens
-    from mlflow_llm.serving.request import Sampling, Sequence, ValidRequest
-    from mlflow_llm.serving.settings import EngineSettings
+    from mlflow_llm.serving.interface.bundle import Bundle
+    from mlflow_llm.serving.interface.events import Tokens
+    from mlflow_llm.serving.interface.request import Sampling, Sequence, ValidRequest
+    from mlflow_llm.serving.interface.settings import EngineSettings
 
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     bundle = Bundle(content_hash="bench", tasks=("completions",), model_dir=args.model, tokenizer_dir=args.model)

@@ -21,11 +21,11 @@ import msgspec
 from report import publish
 from transformers import AutoTokenizer
 
-from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.engine.core import EngineCore
-from mlflow_llm.serving.events import Tokens
-from mlflow_llm.serving.request import DraftTokens, Sampling, Sequence, ValidRequest
-from mlflow_llm.serving.settings import EngineSettings
+from mlflow_llm.serving.interface.bundle import Bundle
+from mlflow_llm.serving.interface.events import Tokens
+from mlflow_llm.serving.interface.request import DraftTokens, Sampling, Sequence, ValidRequest
+from mlflow_llm.serving.interface.settings import EngineSettings
 
 NOTES = (
     "The harbour was built in 1731 by a guild of rope makers. Its first wall was made of oak, the second of grey "

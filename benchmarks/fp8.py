@@ -18,9 +18,9 @@ from output_head import perplexity
 from report import publish
 from transformers import AutoTokenizer
 
-from mlflow_llm.serving.bundle import Bundle
-from mlflow_llm.serving.engine.fp8 import Fp8Weight
-from mlflow_llm.serving.settings import EngineSettings
+from mlflow_llm.serving.engine.weights.fp8 import Fp8Weight
+from mlflow_llm.serving.interface.bundle import Bundle
+from mlflow_llm.serving.interface.settings import EngineSettings
 
 FORMS: dict[str, tuple[str, int]] = {  # quantization, and how many rows are few
     "floats": ("none", 0),

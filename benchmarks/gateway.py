@@ -28,11 +28,11 @@ from load import LlmServe, Server, free_port
 from report import publish
 from streams import Call, closed_loop, encode
 
-from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.cli.load_generator import percentile
 from mlflow_llm.serving.control.settings import ServerSettings
 from mlflow_llm.serving.control.spec import EndpointSpec, ServeSpec
-from mlflow_llm.serving.settings import EngineSettings
+from mlflow_llm.serving.interface.bundle import Bundle
+from mlflow_llm.serving.interface.settings import EngineSettings
 
 PATH = "/v1/completions"
 CORE = "mlflow_llm.serving.testing.instant_core:InstantCore"
@@ -128,8 +128,8 @@ def in_process(args: argparse.Namespace) -> None:
     """The engine in this process and on this thread: a line "SIZE FIRST" in, tokens/s of that burst out."""
     from mlflow_llm.serving.cli.model_options import endpoint_specs
     from mlflow_llm.serving.engine.core import EngineCore
-    from mlflow_llm.serving.events import Tokens
-    from mlflow_llm.serving.request import Sampling, Sequence, ValidRequest
+    from mlflow_llm.serving.interface.events import Tokens
+    from mlflow_llm.serving.interface.request import Sampling, Sequence, ValidRequest
 
     (spec,) = endpoint_specs({"bench": args.model}, {})
     core = EngineCore(spec.bundle, spec.engine)

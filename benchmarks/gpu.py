@@ -94,10 +94,10 @@ def floor_seconds(
 
 def run_ours(args: argparse.Namespace, quantization: Literal["none", "fp8"] = "none") -> dict[str, Any]:
     """Seconds a step of pure decoding, by number of sequences."""
-    from mlflow_llm.serving.bundle import Bundle
     from mlflow_llm.serving.engine.core import EngineCore
-    from mlflow_llm.serving.request import Sampling, Sequence, ValidRequest
-    from mlflow_llm.serving.settings import EngineSettings
+    from mlflow_llm.serving.interface.bundle import Bundle
+    from mlflow_llm.serving.interface.request import Sampling, Sequence, ValidRequest
+    from mlflow_llm.serving.interface.settings import EngineSettings
 
     on_cpu: dict[str, Any] = {"kv_block_size": 16, "kernels": "torch"} if args.device == "cpu" else {}
     most = max(args.sequences)

@@ -20,10 +20,10 @@ import transformers
 from bfloat16 import drawn, seconds_a_step, seconds_to_first
 from report import publish
 
-from mlflow_llm.serving.bundle import Bundle
-from mlflow_llm.serving.engine import latent_attention
+from mlflow_llm.serving.engine.attention import latent_attention
 from mlflow_llm.serving.engine.core import EngineCore
-from mlflow_llm.serving.settings import EngineSettings
+from mlflow_llm.serving.interface.bundle import Bundle
+from mlflow_llm.serving.interface.settings import EngineSettings
 
 VOCAB = 20480
 MEMORY = 4 << 30  # of keys and values

@@ -21,12 +21,12 @@ import tempfile
 import time
 from pathlib import Path
 
-from mlflow_llm.serving.http.store_threads import StoreThreads
-from mlflow_llm.serving.metering.lease import Reservation
-from mlflow_llm.serving.metering.ledger import Ledger
-from mlflow_llm.serving.metering.limits import Limits
-from mlflow_llm.serving.metering.money import Price
-from mlflow_llm.serving.metering.store import Store
+from mlflow_llm.serving.frontend.store_threads import StoreThreads
+from mlflow_llm.serving.metering.accounts.limits import Limits
+from mlflow_llm.serving.metering.accounts.money import Price
+from mlflow_llm.serving.metering.ledger.lease import Reservation
+from mlflow_llm.serving.metering.ledger.ledger import Ledger
+from mlflow_llm.serving.metering.store.store import Store
 
 
 def one_request(ledger: Ledger, request_id: str) -> float:

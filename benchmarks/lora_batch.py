@@ -26,12 +26,12 @@ from peft import LoraConfig, get_peft_model
 from report import publish
 from transformers import AutoModelForCausalLM
 
-from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.engine.assembly import assemble
+from mlflow_llm.serving.engine.attention.kv_cache import Row
 from mlflow_llm.serving.engine.core import EngineCore
-from mlflow_llm.serving.engine.kv_cache import Row
-from mlflow_llm.serving.request import Sampling, Sequence, ValidRequest
-from mlflow_llm.serving.settings import EngineSettings
+from mlflow_llm.serving.interface.bundle import Bundle
+from mlflow_llm.serving.interface.request import Sampling, Sequence, ValidRequest
+from mlflow_llm.serving.interface.settings import EngineSettings
 
 RANKS = (4, 8, 16)
 COUNTS = (0, 4, 8, 16)

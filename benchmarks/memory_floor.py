@@ -14,11 +14,11 @@ import time
 import torch
 from report import publish
 
-from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.engine.core import EngineCore
-from mlflow_llm.serving.events import Finished
-from mlflow_llm.serving.request import Sampling, Sequence, ValidRequest
-from mlflow_llm.serving.settings import EngineSettings
+from mlflow_llm.serving.interface.bundle import Bundle
+from mlflow_llm.serving.interface.events import Finished
+from mlflow_llm.serving.interface.request import Sampling, Sequence, ValidRequest
+from mlflow_llm.serving.interface.settings import EngineSettings
 
 
 def seconds_a_step(core: EngineCore, name: str, prompt: int, new: int) -> float:

@@ -24,11 +24,11 @@ import msgspec
 from llguidance import LLMatcher
 from report import publish
 
-from mlflow_llm.serving.bundle import Bundle
-from mlflow_llm.serving.constraint import Grammar
 from mlflow_llm.serving.engine.core import EngineCore
-from mlflow_llm.serving.request import Beams, Sampling, Sequence, ValidRequest
-from mlflow_llm.serving.settings import EngineSettings
+from mlflow_llm.serving.interface.bundle import Bundle
+from mlflow_llm.serving.interface.constraint import Grammar
+from mlflow_llm.serving.interface.request import Beams, Sampling, Sequence, ValidRequest
+from mlflow_llm.serving.interface.settings import EngineSettings
 from mlflow_llm.serving.testing.needle import Answer, again, answer, needles
 from mlflow_llm.serving.transport import connect
 

@@ -20,13 +20,13 @@ import torch
 from report import publish
 from transformers import AutoConfig, AutoTokenizer
 
-from mlflow_llm.serving.bundle import Bundle
-from mlflow_llm.serving.engine import linear
 from mlflow_llm.serving.engine.assembly import assemble
-from mlflow_llm.serving.engine.kv_cache import Row
+from mlflow_llm.serving.engine.attention.kv_cache import Row
 from mlflow_llm.serving.engine.native import library
 from mlflow_llm.serving.engine.native.weight import BF16, F32, INT8, ROTATED, NativeWeight
-from mlflow_llm.serving.settings import EngineSettings
+from mlflow_llm.serving.engine.weights import linear
+from mlflow_llm.serving.interface.bundle import Bundle
+from mlflow_llm.serving.interface.settings import EngineSettings
 
 FORMS = {"float32": F32, "bfloat16": BF16, "int8": ROTATED, "int8, not rotated": INT8}
 

@@ -31,13 +31,13 @@ from transformers import (
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 
-from mlflow_llm.flavors.llm.pictures import picture_spec
-from mlflow_llm.serving.bundle import Bundle
+from mlflow_llm.flavors.llm.save.images import picture_spec
 from mlflow_llm.serving.engine.core import EngineCore
-from mlflow_llm.serving.events import Finished, Tokens
-from mlflow_llm.serving.picture_layout import expanded
-from mlflow_llm.serving.request import Picture, Sampling, Sequence, ValidRequest
-from mlflow_llm.serving.settings import EngineSettings
+from mlflow_llm.serving.interface.bundle import Bundle
+from mlflow_llm.serving.interface.events import Finished, Tokens
+from mlflow_llm.serving.interface.request import Picture, Sampling, Sequence, ValidRequest
+from mlflow_llm.serving.interface.settings import EngineSettings
+from mlflow_llm.serving.model_files.image_layout import expanded
 
 SIGLIP = {
     "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,

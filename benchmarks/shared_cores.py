@@ -38,8 +38,8 @@ BUSY = "while True: pass"
 def hold(args: argparse.Namespace) -> None:
     """A contender: a burst of `size` sequences for each line `size` that comes in; its seconds a token go out."""
     sys.path.insert(0, args.code)
-    from mlflow_llm.serving.bundle import Bundle
-    from mlflow_llm.serving.settings import EngineSettings
+    from mlflow_llm.serving.interface.bundle import Bundle
+    from mlflow_llm.serving.interface.settings import EngineSettings
 
     try:
         process = importlib.import_module("mlflow_llm.serving.transport.engine_process.main")
@@ -53,8 +53,8 @@ def hold(args: argparse.Namespace) -> None:
     from transformers import AutoTokenizer
 
     from mlflow_llm.serving.engine.core import EngineCore
-    from mlflow_llm.serving.events import Tokens
-    from mlflow_llm.serving.request import Sampling, Sequence, ValidRequest
+    from mlflow_llm.serving.interface.events import Tokens
+    from mlflow_llm.serving.interface.request import Sampling, Sequence, ValidRequest
 
     assert process.__file__ is not None
     assert Path(process.__file__).resolve().is_relative_to(Path(args.code).resolve()), process.__file__

@@ -17,16 +17,16 @@ import numpy as np
 import psutil
 import torch
 
-from mlflow_llm.serving.bundle import Bundle
+from mlflow_llm.serving.engine.attention.kv_cache import PrefixKey, Row
+from mlflow_llm.serving.engine.attention.slot_cache import KEPT_IN_BF16, KEPT_IN_INT8, SlotKVCache
 from mlflow_llm.serving.engine.core import EngineCore
-from mlflow_llm.serving.engine.kv_cache import PrefixKey, Row
-from mlflow_llm.serving.engine.loader import load_model
+from mlflow_llm.serving.engine.models.loader import load_model
+from mlflow_llm.serving.engine.models.native_decoder import NativeDecoder
 from mlflow_llm.serving.engine.native import library
-from mlflow_llm.serving.engine.native_decoder import NativeDecoder
-from mlflow_llm.serving.engine.slot_cache import KEPT_IN_BF16, KEPT_IN_INT8, SlotKVCache
-from mlflow_llm.serving.events import Finished, Tokens
-from mlflow_llm.serving.request import Sampling, Sequence, ValidRequest
-from mlflow_llm.serving.settings import EngineSettings
+from mlflow_llm.serving.interface.bundle import Bundle
+from mlflow_llm.serving.interface.events import Finished, Tokens
+from mlflow_llm.serving.interface.request import Sampling, Sequence, ValidRequest
+from mlflow_llm.serving.interface.settings import EngineSettings
 
 CHUNK = 512  # tokens of the prompt in a step
 OWN = 64  # tokens that each sequence has behind the prompt

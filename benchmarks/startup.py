@@ -38,11 +38,11 @@ for name in imports:
         pass
 marks.append((time.perf_counter(), time.process_time()))
 from pathlib import Path
-from mlflow_llm.flavors.llm.bundle_reader import read_bundle
+from mlflow_llm.flavors.llm.model.bundle_reader import read_bundle
 from mlflow_llm.serving.engine.core import EngineCore
-from mlflow_llm.serving.events import Tokens
-from mlflow_llm.serving.request import Sampling, Sequence, ValidRequest
-from mlflow_llm.serving.settings import EngineSettings
+from mlflow_llm.serving.interface.events import Tokens
+from mlflow_llm.serving.interface.request import Sampling, Sequence, ValidRequest
+from mlflow_llm.serving.interface.settings import EngineSettings
 
 bundle = read_bundle(Path(path))
 core = EngineCore(bundle, EngineSettings(quantization=quantization, max_model_len=2048))

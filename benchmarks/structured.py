@@ -41,10 +41,10 @@ class Bench:
         from llguidance import LLMatcher
         from transformers import AutoTokenizer
 
-        from mlflow_llm.serving.bundle import Bundle
-        from mlflow_llm.serving.constraint import Grammar
         from mlflow_llm.serving.engine.core import EngineCore
-        from mlflow_llm.serving.settings import EngineSettings
+        from mlflow_llm.serving.interface.bundle import Bundle
+        from mlflow_llm.serving.interface.constraint import Grammar
+        from mlflow_llm.serving.interface.settings import EngineSettings
 
         bundle = Bundle(content_hash="bench", tasks=("completions",), model_dir=args.model, tokenizer_dir=args.model)
         settings = EngineSettings(
@@ -64,7 +64,7 @@ class Bench:
         self._grammar = Grammar
 
     def request(self, grammar: str | None, max_tokens: int, *, fast_forward: bool = False) -> Any:
-        from mlflow_llm.serving.request import Sampling, Sequence, ValidRequest
+        from mlflow_llm.serving.interface.request import Sampling, Sequence, ValidRequest
 
         number = next(self._numbers)
         ids = tuple(self.tokenizer.encode(f"{number} people, as JSON objects with name, age, mail and tags:\n"))

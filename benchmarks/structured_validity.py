@@ -29,9 +29,9 @@ class Bench:
     def __init__(self, args: argparse.Namespace) -> None:
         from transformers import AutoTokenizer
 
-        from mlflow_llm.serving.bundle import Bundle
         from mlflow_llm.serving.engine.core import EngineCore
-        from mlflow_llm.serving.settings import EngineSettings
+        from mlflow_llm.serving.interface.bundle import Bundle
+        from mlflow_llm.serving.interface.settings import EngineSettings
 
         bundle = Bundle(content_hash="bench", tasks=("completions",), model_dir=args.model, tokenizer_dir=args.model)
         settings = EngineSettings(quantization=args.quantization, max_model_len=2048, max_num_seqs=max(args.batch))
@@ -41,7 +41,7 @@ class Bench:
         self.max_tokens = args.max_tokens
 
     def request(self, name: str, grammar: Any, seed: int) -> Any:
-        from mlflow_llm.serving.request import Sampling, Sequence, ValidRequest
+        from mlflow_llm.serving.interface.request import Sampling, Sequence, ValidRequest
 
         return ValidRequest(
             request_id=name,
@@ -76,8 +76,8 @@ def held(count: int) -> dict[int, tuple[Any, Any]]:
     """Schemas by seed, those that are refused left out."""
     from random_schemas import random_schema
 
-    from mlflow_llm.serving.constraint import Constraint
-    from mlflow_llm.serving.errors import InvalidField
+    from mlflow_llm.serving.interface.constraint import Constraint
+    from mlflow_llm.serving.interface.errors import InvalidField
     from mlflow_llm.serving.structured.grammar import grammar_of
 
     found: dict[int, tuple[Any, Any]] = {}

@@ -15,8 +15,8 @@ from urllib.parse import quote, urlsplit
 from mlflow.deployments import BaseDeploymentClient, PredictionsResponse
 from mlflow.exceptions import MlflowException
 
-from mlflow_llm.flavors.llm.names import FLAVOR_NAME
-from mlflow_llm.serving.files import STATE_VARIABLE
+from mlflow_llm.flavors.llm.model.names import FLAVOR_NAME
+from mlflow_llm.serving.system.files import STATE_VARIABLE
 
 from . import endpoint_calls as endpoints
 from . import http_calls, model_uris, records

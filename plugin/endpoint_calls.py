@@ -10,8 +10,8 @@ import msgspec
 from mlflow.exceptions import MlflowException
 
 from mlflow_llm.serving.control.settings import ServerSettings
-from mlflow_llm.serving.model_uri import by_version, parse
-from mlflow_llm.serving.settings import EngineSettings
+from mlflow_llm.serving.interface.settings import EngineSettings
+from mlflow_llm.serving.model_files.model_uri import by_version, parse
 
 from . import http_calls
 from .model_uris import absolute

@@ -10,14 +10,14 @@ from typing import Any, get_args
 import msgspec
 from mlflow.exceptions import MlflowException
 
-from mlflow_llm.serving.child import environment as child_environment
-from mlflow_llm.serving.child import python_command
 from mlflow_llm.serving.control.settings import DATABASE_VARIABLE, ServerSettings
 from mlflow_llm.serving.control.spec import ProfileName
-from mlflow_llm.serving.dialect_settings import DialectSettings
-from mlflow_llm.serving.errors import InvalidField
 from mlflow_llm.serving.http.gunicorn.listen_addresses import bind
-from mlflow_llm.serving.settings import EngineSettings, check_server_engine
+from mlflow_llm.serving.interface.dialect_settings import DialectSettings
+from mlflow_llm.serving.interface.errors import InvalidField
+from mlflow_llm.serving.interface.settings import EngineSettings, check_server_engine
+from mlflow_llm.serving.system.child import environment as child_environment
+from mlflow_llm.serving.system.child import python_command
 
 from .endpoint_calls import ENGINE_KEYS, ENTITY_KEYS, parsed
 from .model_uris import absolute_store

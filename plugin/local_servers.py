@@ -24,8 +24,8 @@ from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import INVALID_STATE, RESOURCE_ALREADY_EXISTS
 from msgspec.structs import asdict, replace
 
-from mlflow_llm.flavors.llm.names import FLAVOR_NAME
-from mlflow_llm.serving.errors import without_password
+from mlflow_llm.flavors.llm.model.names import FLAVOR_NAME
+from mlflow_llm.serving.interface.errors import without_password
 
 from . import endpoint_calls as endpoints
 from . import http_calls, model_uris, processes, records

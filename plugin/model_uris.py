@@ -11,10 +11,10 @@ import sqlalchemy as sa
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST
 
-from mlflow_llm.flavors.llm.model_registry import pinned
-from mlflow_llm.flavors.llm.names import FLAVOR_NAME
-from mlflow_llm.serving.errors import ModelNotFound, without_password
-from mlflow_llm.serving.model_uri import in_store, is_path
+from mlflow_llm.flavors.llm.model.model_registry import pinned
+from mlflow_llm.flavors.llm.model.names import FLAVOR_NAME
+from mlflow_llm.serving.interface.errors import ModelNotFound, without_password
+from mlflow_llm.serving.model_files.model_uri import in_store, is_path
 
 
 def absolute(uri: Any) -> str:

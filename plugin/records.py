@@ -16,10 +16,10 @@ from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST
 
 from mlflow_llm.serving.control.settings import default_state_dir
-from mlflow_llm.serving.errors import InvalidField
-from mlflow_llm.serving.file_locks import acquire, try_acquire
-from mlflow_llm.serving.files import STATE_VARIABLE, replace_file
-from mlflow_llm.serving.settings import check_name as endpoint_name
+from mlflow_llm.serving.interface.errors import InvalidField
+from mlflow_llm.serving.interface.settings import check_name as endpoint_name
+from mlflow_llm.serving.system.file_locks import acquire, try_acquire
+from mlflow_llm.serving.system.files import STATE_VARIABLE, replace_file
 
 from .processes import Birth
 

@@ -32,8 +32,8 @@ from tiny_models import (  # noqa: E402
 )
 
 from mlflow_llm.serving.engine.core import EngineCore  # noqa: E402
-from mlflow_llm.serving.errors import PackagingError  # noqa: E402
-from mlflow_llm.serving.settings import EngineSettings  # noqa: E402
+from mlflow_llm.serving.interface.errors import PackagingError  # noqa: E402
+from mlflow_llm.serving.interface.settings import EngineSettings  # noqa: E402
 
 LENGTHS = (1, 3, 40, 9, 23, 17)  # longer than the sliding window, longer than a chunk
 # of a width that our kernels take, for those architectures that they know
@@ -106,7 +106,7 @@ is made by running that: `python tests/architectures.py > docs/architectures.md`
 with every change, and compare the list with the cases that there are.
 
 Others are tried when an engine loads them: the logits of the model's own attention are compared with ours
-(`engine/self_test.py`), and what differs, or cannot be replaced, is refused by its name. What their class shows is
+(`engine/models/verification.py`), and what differs, or cannot be replaced, is refused by its name. What their class shows is
 refused when they are logged, and so are encoders and cross-encoders of up to 700 million parameters that differ.
 
 "native": a whole step runs in our kernels, where the processor has what they need ([performance](performance.md));

@@ -17,7 +17,7 @@ import pytest
 from shared_servers import SERVERS, TOGETHER, SharedServers
 
 if TYPE_CHECKING:  # the process that hands the tests out loads this module too, and runs none
-    from mlflow_llm.serving.bundle import Bundle
+    from mlflow_llm.serving.interface.bundle import Bundle
 
 # A shell without job control, which is what runs many a CI, starts background commands with SIGINT ignored; every
 # process of ours would inherit that, and the tests of Ctrl-C would wait for nothing.

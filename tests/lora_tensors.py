@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file
 
-from mlflow_llm.serving.request import LoraTask
+from mlflow_llm.serving.interface.request import LoraTask
 
 IDS = {"q_proj": 1, "k_proj": 2, "v_proj": 3, "o_proj": 4, "gate_proj": 5, "down_proj": 6, "up_proj": 7}
 MODULE = re.compile(r".*\.(\d+)\.[\w.]*?(\w+)\.lora_A\.weight")

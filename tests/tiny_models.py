@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import transformers as tf
 
-from mlflow_llm.serving.bundle import Bundle
-from mlflow_llm.serving.request import Sampling, ValidRequest
-from mlflow_llm.serving.request import Sequence as Prompt
+from mlflow_llm.serving.interface.bundle import Bundle
+from mlflow_llm.serving.interface.request import Sampling, ValidRequest
+from mlflow_llm.serving.interface.request import Sequence as Prompt
 
 VOCAB = 131
 COMMON: dict[str, Any] = {

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, get_args
 
 from mlflow_llm.serving.dialects import DIALECTS
-from mlflow_llm.serving.request import Task
+from mlflow_llm.serving.interface.request import Task
 
 HEAD = """\
 # Request fields

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mlflow_llm.serving import errors
-from mlflow_llm.serving.checked import Checked
 from mlflow_llm.serving.dialects import DIALECTS
+from mlflow_llm.serving.interface import errors
+from mlflow_llm.serving.interface.validated_struct import Checked
 
 ROOT = Path(__file__).parents[2]
 DIRECTIVE = re.compile(r"^\{\{ (\w+)(?:: ([\w.]+))? \}\}$", re.MULTILINE)

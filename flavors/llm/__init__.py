@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import errors
-    from .bundle_loader import load_bundle
-    from .load import _load_pyfunc, as_responses_agent, close, closing, load_model
-    from .names import FLAVOR_NAME
-    from .requirements import get_default_conda_env, get_default_pip_requirements
-    from .save import log_model, save_model
+    from .load.load_model import _load_pyfunc, as_responses_agent, close, closing, load_model
+    from .model.bundle_loader import load_bundle
+    from .model.names import FLAVOR_NAME
+    from .save.requirements import get_default_conda_env, get_default_pip_requirements
+    from .save.save_model import log_model, save_model
 
 __all__ = [
     "FLAVOR_NAME",

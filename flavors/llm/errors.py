@@ -1,7 +1,7 @@
 """The public errors of the flavor: each class of ``serving.errors`` has a twin that is also an ``MlflowException``.
 
 The two trees have the same classes (a test walks both), and each twin inherits from its original. ``except
-MlflowException``, ``except llm.errors.RequestError`` and ``except mlflow_llm.serving.errors.RequestError`` thus all
+MlflowException``, ``except llm.errors.RequestError`` and ``except mlflow_llm.serving.interface.errors.RequestError`` thus all
 catch an ``InvalidField`` from the object API or ``predict``. Errors keep ``kind``, ``param``, ``retry_after`` and the
 status that an HTTP caller gets.
 """
@@ -16,8 +16,8 @@ from typing import Any, ClassVar, ParamSpec, TypeVar
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE, RESOURCE_DOES_NOT_EXIST, ErrorCode
 
-from ...serving import errors
-from ...serving.dialects.mlflow import ERROR_CODES
+from ...serving.dialects.openai.mlflow import ERROR_CODES
+from ...serving.interface import errors
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -11,8 +11,8 @@ import click
 
 from mlflow_llm import __version__
 
-from ..errors import PackagingError, ServingError
-from ..visible import visible
+from ..interface.errors import PackagingError, ServingError
+from ..system.escape import visible
 
 COMMANDS = {  # the module of each, and its name in there where that is another
     "serve": "serve",

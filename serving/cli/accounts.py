@@ -12,10 +12,10 @@ import click
 from click.core import ParameterSource
 
 from ..control.settings import DATABASE_VARIABLE
-from ..http.paths import AUDIT, CURRENCY, KEYS, LIMITS, PRICES
-from ..metering.accounts import Accounts
-from ..metering.audit import here
-from ..metering.store import Store
+from ..http.management.paths import AUDIT, CURRENCY, KEYS, LIMITS, PRICES
+from ..metering.accounts.accounts import Accounts
+from ..metering.accounts.audit import here
+from ..metering.store.store import Store
 from .http import URL_VARIABLE, Client
 from .http_connection import tls_options
 from .key_options import key_options

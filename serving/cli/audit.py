@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
-from ..metering.audit import ACTIONS, here, prune
-from ..metering.time_formats import format_utc
+from ..metering.accounts.audit import ACTIONS, here, prune
+from ..metering.store.time_formats import format_utc
 from .accounts import open_accounts, store_options
 from .store import database, opened, table
 

@@ -12,8 +12,8 @@ from typing import Any
 import click
 from tqdm import tqdm
 
-from ..backoff import Backoff
-from ..errors import PackagingError, ServingError
+from ..interface.errors import PackagingError, ServingError
+from ..system.backoff import Backoff
 from .batch_backends import Backend, ModelBackend, Retry, RowAnswer, ServerBackend, line_of
 from .batch_journal import Journal
 from .batch_rows import Row, Rows

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import click
 
 from ..dialects.errors import OPENAI_ERRORS, openai_error
-from ..errors import InvalidField, ServingError, Unavailable
+from ..interface.errors import InvalidField, ServingError, Unavailable
 from .batch_rows import Row
 from .http import Client, first_model
 
@@ -79,10 +79,10 @@ class ModelBackend:
     """
 
     def __init__(self, uri: str, settings: dict[str, Any], stop: threading.Event) -> None:
-        from mlflow_llm.flavors.llm.bundle_reader import configured
-        from mlflow_llm.flavors.llm.draft import with_draft
-        from mlflow_llm.flavors.llm.model_cache import logged_root
-        from mlflow_llm.flavors.llm.session import Session
+        from mlflow_llm.flavors.llm.load.draft import with_draft
+        from mlflow_llm.flavors.llm.load.model_cache import logged_root
+        from mlflow_llm.flavors.llm.model.bundle_reader import configured
+        from mlflow_llm.flavors.llm.predict.session import Session
 
         bundle, config = configured(logged_root(uri), settings)
         self._session = Session(with_draft(bundle, config.settings), config.settings, config.request_defaults)

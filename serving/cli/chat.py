@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import click
 
-from ..visible import visible, visible_line
+from ..system.escape import visible, visible_line
 from .http import Client, first_model, url_options
 from .local_model import LocalModel
 from .terminal import Wrapped, turns

@@ -16,12 +16,12 @@ from typing import Any
 import click
 import psutil
 
-from .. import child
-from ..bundle import Bundle
-from ..errors import PackagingError, ServingError
 from ..http.gunicorn.listen_addresses import try_address
-from ..main_memory import main_memory
-from ..processors import num_threads, processors
+from ..interface.bundle import Bundle
+from ..interface.errors import PackagingError, ServingError
+from ..system import child
+from ..system.cpus import num_threads, processors
+from ..system.main_memory import main_memory
 
 PACKAGES = (
     "mlflow-llm",
@@ -169,7 +169,7 @@ def try_model(uri: str) -> Section:
 
 def _tool_formats(bundle: Bundle, trust_remote_code: bool) -> str:
     """How the model's calls are written, after each of its chat templates."""
-    from ..tasks.text import TextModel
+    from ..tasks.prompt.text import TextModel
 
     text = TextModel(bundle, trust_remote_code=trust_remote_code)
     found = {name: text.tool_format(name) for name in text.templates}

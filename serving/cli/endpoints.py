@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from ..visible import visible_line
+from ..system.escape import visible_line
 from .http import Client, url_options
 
 REASONS = {

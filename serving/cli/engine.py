@@ -12,8 +12,8 @@ import msgspec
 
 from ..supervision.engine_host import NAME, EngineHost
 from ..supervision.engine_spec import EngineSpec
+from ..system.escape import configure, visible
 from ..transport.auth import check_address, read_key, write_key
-from ..visible import configure, visible
 from .model_options import endpoint_specs, engine_overrides, settings_help
 from .spec_files import read_engine_spec
 

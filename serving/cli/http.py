@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from ..visible import visible, visible_line
+from ..system.escape import visible, visible_line
 from .http_connection import connector, tls_options
 from .key_options import VARIABLE, key_options
 

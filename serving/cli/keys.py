@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
-from ..metering.keys import MAX_WEIGHT, OVERLAP, SCOPES
-from ..metering.time_formats import format_utc
+from ..metering.accounts.keys import MAX_WEIGHT, OVERLAP, SCOPES
+from ..metering.store.time_formats import format_utc
 from .accounts import AccountsApi, print_notes, with_accounts
 from .limits import LIMIT, limits_of
 from .store import table

@@ -6,10 +6,10 @@ from typing import Any
 
 import click
 
-from ..errors import InvalidField
-from ..metering.limits import MAX_VALUE, SCOPES
-from ..metering.money import micro_units
-from ..metering.windows import BUDGETS, KINDS
+from ..interface.errors import InvalidField
+from ..metering.accounts.limits import MAX_VALUE, SCOPES
+from ..metering.accounts.money import micro_units
+from ..metering.accounts.windows import BUDGETS, KINDS
 from .accounts import AccountsApi, print_notes, with_accounts
 from .store import table
 

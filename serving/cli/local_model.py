@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from mlflow_llm.flavors.llm.pyfunc import PyfuncModel
+    from mlflow_llm.flavors.llm.predict.pyfunc import PyfuncModel
 
 
 class LocalModel:
@@ -31,7 +31,7 @@ class LocalModel:
         from mlflow.exceptions import MlflowException
 
         from mlflow_llm.flavors import llm
-        from mlflow_llm.flavors.llm.model_cache import logged_root
+        from mlflow_llm.flavors.llm.load.model_cache import logged_root
 
         logging.getLogger("mlflow").setLevel(logging.ERROR)
         try:

@@ -13,9 +13,9 @@ from typing import Any
 import click
 
 from ..control.spec import EndpointSpec, ProfileName
-from ..dialects.defaults import check_defaults, request_defaults
-from ..model_uri import parse
-from ..settings import EngineSettings, check_name, check_server_engine
+from ..dialects.fields.defaults import check_defaults, request_defaults
+from ..interface.settings import EngineSettings, check_name, check_server_engine
+from ..model_files.model_uri import parse
 from ..transport.auth import check_address, read_key
 
 CLIENT_SETTINGS = ("stall_timeout", "start_timeout", "trust_remote_code")  # that matter where the engine is not

@@ -6,9 +6,9 @@ from typing import Any
 
 import click
 
-from ..errors import InvalidField
-from ..metering.money import micro_units
-from ..metering.time_formats import format_utc
+from ..interface.errors import InvalidField
+from ..metering.accounts.money import micro_units
+from ..metering.store.time_formats import format_utc
 from .accounts import AccountsApi, print_notes, with_accounts
 from .store import table
 

@@ -55,7 +55,7 @@ def _check_tokens(settings: ServerSettings) -> None:
     if settings.jwt_jwks is None:
         return
     try:
-        from ..http import jwks
+        from ..frontend import jwks
     except ModuleNotFoundError:
         raise click.ClickException("--jwt-jwks needs joserfc: pip install 'mlflow-llm[jwt]'") from None
     if jwks.is_url(settings.jwt_jwks):

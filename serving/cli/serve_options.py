@@ -10,7 +10,7 @@ from click import option
 
 from ..control.settings import DATABASE_VARIABLE, ServerSettings
 from ..control.spec import ProfileName
-from ..settings import PrefixSharing
+from ..interface.settings import PrefixSharing
 from .sizes import Size
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 import click
 import msgspec
 
-from ..checked import Checked
 from ..control.settings import ServerSettings
 from ..control.spec import ServeSpec
-from ..dialect_settings import DialectSettings
-from ..errors import InvalidField
-from ..settings import EngineSettings, check_server_engine
+from ..interface.dialect_settings import DialectSettings
+from ..interface.errors import InvalidField
+from ..interface.settings import EngineSettings, check_server_engine
+from ..interface.validated_struct import Checked
 from ..supervision.engine_spec import EngineSpec
 
 T = TypeVar("T")

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 import click
 
 from ..control.settings import DATABASE_VARIABLE
-from ..metering.store import Store
-from ..metering.store_checks import NoStore
-from ..visible import visible_line
+from ..metering.store.checks import NoStore
+from ..metering.store.store import Store
+from ..system.escape import visible_line
 
 DATABASE = "URL of the database, e.g. sqlite:///serving.db (MLFLOW_LLM_DATABASE)."
 database = click.option("--database", envvar=DATABASE_VARIABLE, required=True, help=DATABASE)

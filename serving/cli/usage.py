@@ -7,14 +7,14 @@ import json
 import click
 
 from ..control.settings import ServerSettings, ledger_dir
-from ..metering.money import money, units
-from ..metering.offline_settlement import WATCH_SECONDS, settle_ended
-from ..metering.retention import fold
-from ..metering.store import Store
-from ..metering.usage import Usage, UsageFilter, UsageSource, UsageSum
-from ..metering.usage import bill as wire_bill
-from ..metering.usage_export import csv_lines, write_parquet
-from ..metering.usage_filter import filter_of, groups_of
+from ..metering.accounts.money import money, units
+from ..metering.ledger.offline_settlement import WATCH_SECONDS, settle_ended
+from ..metering.ledger.retention import fold
+from ..metering.store.store import Store
+from ..metering.usage.export import csv_lines, write_parquet
+from ..metering.usage.filter import filter_of, groups_of
+from ..metering.usage.usage import Usage, UsageFilter, UsageSource, UsageSum
+from ..metering.usage.usage import bill as wire_bill
 from .accounts import open_store_or_server, store_options
 from .remote_usage import RemoteUsage
 from .store import database, opened, table
@@ -98,7 +98,7 @@ def _write_files(source: UsageSource, what: UsageFilter, asked: dict[str, str | 
         if parquet is not None:
             write_parquet(source, what, parquet)
         if plot is not None:
-            from ..metering.usage_plot import plot_usage
+            from ..metering.usage.plot import plot_usage
 
             plot_usage(source, what, plot)
     except (OSError, ModuleNotFoundError, ValueError) as error:  # matplotlib's word for an ending it does not know

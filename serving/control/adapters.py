@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from ..endpoints.adapters import DynamicAdapter
-from ..errors import NotFound
+from ..interface.errors import NotFound
 from ..supervision.adapter_sync import WantedAdapter, WantedAdapters
 from ..supervision.supervisor import EngineStatus, Supervisor
 from .deployed import DeployedEndpoint, DeployedEntity

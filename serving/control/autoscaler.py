@@ -10,15 +10,15 @@ import msgspec
 from msgspec import Struct
 
 from ..endpoints.config import EntityConfig
-from ..engine.interface import Engine
-from ..errors import InvalidField
-from ..metering.monotonic_clock import MonotonicClock
-from ..metering.store import Store
+from ..interface.engine import Engine
+from ..interface.errors import InvalidField
+from ..metering.accounts.monotonic_clock import MonotonicClock
+from ..metering.store.store import Store
 from ..modes.billing import ReservedTime
 from ..modes.calibration import Capacity, calibrate
 from ..modes.provisioned import Measured, check_throughput, reserved_units
-from ..processors import processors
 from ..supervision.supervisor import EngineStatus
+from ..system.cpus import processors
 from .deployed import DeployedEntity
 from .scaling import Load, ScalePolicy, ScaleState, decide
 from .settings import ServerSettings

@@ -19,8 +19,8 @@ import psutil
 from msgspec import Struct
 
 from ..endpoints.config import EntityConfig, ModelSource
-from ..engine.interface import EngineRecord
-from ..errors import PackagingError
+from ..interface.engine import EngineRecord
+from ..interface.errors import PackagingError
 from ..supervision.supervisor import EngineStatus
 
 logger = logging.getLogger(__name__)

@@ -7,9 +7,9 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from ..checked import Checked
-from ..errors import InvalidField
-from ..settings import Count, Seconds
+from ..interface.errors import InvalidField
+from ..interface.settings import Count, Seconds
+from ..interface.validated_struct import Checked
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
 # 107 bytes are the kernel's limit

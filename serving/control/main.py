@@ -22,15 +22,15 @@ from pathlib import Path
 
 import msgspec
 
-from .. import child, logs
 from ..endpoints.config import EntityConfig, ModelSource
 from ..endpoints.store import EndpointStore
-from ..errors import PackagingError, ServingError
-from ..metering.keys import Keys
-from ..metering.store import Store
-from ..metering.store_checks import NoStore
+from ..interface.errors import PackagingError, ServingError
+from ..metering.accounts.keys import Keys
+from ..metering.store.checks import NoStore
+from ..metering.store.store import Store
 from ..supervision.supervisor import Supervisor
 from ..supervision.warm_up import generate_one
+from ..system import child, logs
 from .autoscaler import Autoscaler
 from .engine_memory import EngineMemory
 from .model_sources import config_of, with_files

@@ -20,12 +20,12 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from .. import child
-from ..bundle import Bundle, draft_of
-from ..dialects.defaults import request_defaults
-from ..errors import InvalidField, ModelNotFound, NotFound, PackagingError
-from ..request import POOLED
-from ..settings import EngineSettings
+from ..dialects.fields.defaults import request_defaults
+from ..interface.bundle import Bundle, draft_of
+from ..interface.errors import InvalidField, ModelNotFound, NotFound, PackagingError
+from ..interface.request import POOLED
+from ..interface.settings import EngineSettings
+from ..system import child
 
 # engine settings that encoders refuse, with their defaults
 OF_GENERATION = {"kv_cache_dtype": "auto", "kv_block_size": None, "draft_model": None}
@@ -163,7 +163,7 @@ def main(words: list[str]) -> int:
 
     MLflow is only imported for a model that is not a directory on this machine, or that is not logged yet.
     """
-    from mlflow_llm.flavors.llm.bundle_reader import configured
+    from mlflow_llm.flavors.llm.model.bundle_reader import configured
 
     try:
         found = []
@@ -193,9 +193,9 @@ def _expected() -> tuple[type[Exception], ...]:
 def _root(uri: str, *, weights: bool) -> tuple[Path, str]:
     """Return a model's folder and its URI with a version. A model that is not logged yet is logged into the user's
     cache."""
-    from mlflow_llm.flavors.llm.fetch import local_root
-    from mlflow_llm.flavors.llm.model_cache import logged
-    from mlflow_llm.flavors.llm.model_registry import pinned
+    from mlflow_llm.flavors.llm.load.model_cache import logged
+    from mlflow_llm.flavors.llm.model.fetch import local_root
+    from mlflow_llm.flavors.llm.model.model_registry import pinned
 
     made = logged(uri)
     if made is not None:
@@ -206,7 +206,7 @@ def _root(uri: str, *, weights: bool) -> tuple[Path, str]:
 
 def _check_defaults(values: dict[str, Any], bundle: Bundle) -> None:
     """Check a model's request defaults before any request uses them. Raises ``PackagingError``."""
-    from ..dialects.defaults import defaults_of
+    from ..dialects.fields.defaults import defaults_of
 
     read = defaults_of(values)
     try:

@@ -9,10 +9,10 @@ from typing import Any
 
 import msgspec
 
-from ..dialects.defaults import check_defaults, request_defaults
+from ..dialects.fields.defaults import check_defaults, request_defaults
 from ..endpoints.config import EndpointConfig, EntityConfig, ModelSource, Route
-from ..errors import InvalidField, PackagingError
-from ..model_uri import parse
+from ..interface.errors import InvalidField, PackagingError
+from ..model_files.model_uri import parse
 from .mlflow_resolver import ResolvedModel, resolve, with_drafts
 from .spec import EndpointSpec
 

@@ -26,12 +26,12 @@ from typing import Any
 import msgspec
 from msgspec import Struct, field
 
-from ..dialect_settings import DialectSettings
 from ..endpoints.config import EntityConfig, Route
-from ..engine.interface import EngineInfo, EngineRecord
-from ..file_locks import create_locked, is_held, try_acquire
-from ..files import replace_file
-from ..settings import PrefixSharing
+from ..interface.dialect_settings import DialectSettings
+from ..interface.engine import EngineInfo, EngineRecord
+from ..interface.settings import PrefixSharing
+from ..system.file_locks import create_locked, is_held, try_acquire
+from ..system.files import replace_file
 
 
 class PlannedAdapter(Struct, frozen=True, kw_only=True):

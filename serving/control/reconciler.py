@@ -17,8 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from ..endpoints.config import EndpointConfig, EntityConfig
 from ..endpoints.store import EndpointState, EndpointStore
-from ..errors import NotFound, PackagingError, ServingError
-from ..metering.audit import Actor
+from ..interface.errors import NotFound, PackagingError, ServingError
+from ..metering.accounts.audit import Actor
 from ..supervision.supervisor import EngineStatus, Supervisor
 from .adapters import EngineAdapters
 from .autoscaler import Autoscaler

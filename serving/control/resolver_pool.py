@@ -23,9 +23,9 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from ..errors import NotFound, Overloaded, PackagingError, ShuttingDown
-from ..file_locks import FileLock, try_acquire
-from ..files import replace_file
+from ..interface.errors import NotFound, Overloaded, PackagingError, ShuttingDown
+from ..system.file_locks import FileLock, try_acquire
+from ..system.files import replace_file
 from .mlflow_resolver import ResolvedModel, resolve
 
 POLL_INTERVAL = 0.05

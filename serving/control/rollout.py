@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from ..endpoints.config import EndpointConfig, EntityConfig
 from ..endpoints.store import EndpointState
-from ..errors import NotFound, PackagingError, ServingError
+from ..interface.errors import NotFound, PackagingError, ServingError
 from ..supervision.supervisor import EngineSpec, Supervisor
 from ..transport.process_spec import ENGINE_CORE
 from .autoscaler import Autoscaler

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..file_locks import create_locked, is_held
+from ..system.file_locks import create_locked, is_held
 from .plan import PlanDirectory
 
 PREFIX = "mlflow-llm-server-"

@@ -10,9 +10,9 @@ from urllib.parse import urlsplit
 
 from msgspec import Meta
 
-from ..errors import InvalidField, PackagingError
-from ..files import STATE_VARIABLE, xdg_dir
-from ..settings import Bytes, Count, CountOrZero, PrefixSharing, Seconds, SecondsOrZero
+from ..interface.errors import InvalidField, PackagingError
+from ..interface.settings import Bytes, Count, CountOrZero, PrefixSharing, Seconds, SecondsOrZero
+from ..system.files import STATE_VARIABLE, xdg_dir
 from ..tasks.reply_size import MAX_REPLY_BYTES
 from .listen_settings import ListenSettings, is_loopback
 

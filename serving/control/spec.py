@@ -8,10 +8,10 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
-from ..bundle import Bundle
-from ..dialect_settings import BATCH, DialectSettings, batched
-from ..errors import InvalidField
-from ..settings import EngineSettings, PrefixSharing, check_name
+from ..interface.bundle import Bundle
+from ..interface.dialect_settings import BATCH, DialectSettings, batched
+from ..interface.errors import InvalidField
+from ..interface.settings import EngineSettings, PrefixSharing, check_name
 from .settings import ServerSettings
 
 ProfileName = Literal["open", "databricks-provisioned", "databricks-pay-per-token"]

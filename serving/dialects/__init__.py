@@ -5,19 +5,19 @@ from __future__ import annotations
 import functools
 import re
 
-from .anthropic import AnthropicDialect
+from .anthropic.dialect import AnthropicDialect
 from .base import Dialect, Encoded, Head, InferenceRoute, StreamEncoder, TemplatedEncoder
-from .databricks import DatabricksDialect
-from .generate import GenerateDialect
-from .kserve import KServeDialect
-from .mindie import MindieDialect
-from .mlflow import MlflowDialect
-from .openai import OpenAIDialect
-from .openvino import OpenVINODialect
-from .rerank import RerankDialect
-from .responses import ResponsesDialect
-from .tables import FIELDS, REFUSED_FIELDS
-from .triton_generate import TritonGenerateDialect
+from .fields.tables import FIELDS, REFUSED_FIELDS
+from .kserve.dialect import KServeDialect
+from .mindie.dialect import MindieDialect
+from .openai.databricks import DatabricksDialect
+from .openai.dialect import OpenAIDialect
+from .openai.mlflow import MlflowDialect
+from .openai.rerank import RerankDialect
+from .openvino.dialect import OpenVINODialect
+from .responses.dialect import ResponsesDialect
+from .triton.dialect import TritonGenerateDialect
+from .triton.generate import GenerateDialect
 
 DIALECTS: dict[str, Dialect] = {
     d.name: d

@@ -13,9 +13,9 @@ from typing import Any, Protocol, runtime_checkable
 
 from msgspec import Struct
 
-from ..errors import ServingError
-from ..reply import Piece, Reply
-from ..request import RawRequest, Task, ValidRequest
+from ..interface.errors import ServingError
+from ..interface.reply import Piece, Reply
+from ..interface.request import RawRequest, Task, ValidRequest
 from .text_template import TextTemplate
 
 JSON = "application/json"

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import ServingError
+from ..interface.errors import ServingError
 
 MAX_RETRY_AFTER = 60  # seconds: some clients sleep as long as asked, and a monthly budget would ask for days
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 from msgspec import Struct
 
-from ..errors import InvalidField, RequestError
-from ..lazy import Lazy
-from ..readers import string
+from ..interface.errors import InvalidField, RequestError
+from ..interface.readers import string
+from ..system.lazy import Lazy
 
 if TYPE_CHECKING:
     import numpy as np

@@ -11,10 +11,10 @@ from collections.abc import Callable
 import sqlalchemy as sa
 from msgspec import Struct
 
-from ..errors import NotFound, RequestError
-from ..metering.audit import Actor, record
-from ..metering.store import Store
-from ..metering.tables import endpoint_adapters
+from ..interface.errors import NotFound, RequestError
+from ..metering.accounts.audit import Actor, record
+from ..metering.store.store import Store
+from ..metering.store.tables import endpoint_adapters
 from .rows import find_row
 
 

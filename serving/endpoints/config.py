@@ -7,10 +7,10 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from ..bundle import Bundle
-from ..dialect_settings import DialectSettings
-from ..model_uri import by_version
-from ..settings import EngineSettings, PrefixSharing
+from ..interface.bundle import Bundle
+from ..interface.dialect_settings import DialectSettings
+from ..interface.settings import EngineSettings, PrefixSharing
+from ..model_files.model_uri import by_version
 
 
 class ModelSource(Struct, frozen=True, kw_only=True):

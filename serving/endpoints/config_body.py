@@ -11,12 +11,12 @@ from typing import Any, get_args
 
 import msgspec
 
-from ..dialect_settings import NAMES as DIALECT_SETTINGS
-from ..dialect_settings import DialectSettings, batched
-from ..errors import InvalidField
+from ..interface.dialect_settings import NAMES as DIALECT_SETTINGS
+from ..interface.dialect_settings import DialectSettings, batched
+from ..interface.errors import InvalidField
+from ..interface.readers import Entry, any_of, boolean, integer, list_of, obj, one_of, reader, record, string, text
+from ..interface.settings import NAME, NAME_ALLOWED, EngineSettings, PrefixSharing, check_server_engine
 from ..modes.provisioned import check_throughput
-from ..readers import Entry, any_of, boolean, integer, list_of, obj, one_of, reader, record, string, text
-from ..settings import NAME, NAME_ALLOWED, EngineSettings, PrefixSharing, check_server_engine
 from .config import EndpointConfig, EntityConfig, Route
 
 ENTITY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._ -]{0,254}")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..errors import InvalidField
-from ..readers import Entry, Reader, integer, list_of, one_of, reader, record, string
+from ..interface.errors import InvalidField
+from ..interface.readers import Entry, Reader, integer, list_of, one_of, reader, record, string
 from .config_body import MAX_RATE, config_body, name_in_urls
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 import sqlalchemy as sa
 
-from ..errors import AlreadyExists, NotFound
-from ..metering.audit import Actor
-from ..metering.store import Store
-from ..metering.tables import endpoint_configs, endpoint_tags, endpoints, limits, windows
-from ..request import Task
+from ..interface.errors import AlreadyExists, NotFound
+from ..interface.request import Task
+from ..metering.accounts.audit import Actor
+from ..metering.store.store import Store
+from ..metering.store.tables import endpoint_configs, endpoint_tags, endpoints, limits, windows
 from .config import EndpointConfig, EntityConfig
 
 

@@ -22,11 +22,11 @@ import msgspec
 import sqlalchemy as sa
 from msgspec import Struct
 
-from ..errors import Conflict, InvalidField, NotFound
-from ..metering.audit import Actor, record
-from ..metering.authorization import ANONYMOUS, Caller
-from ..metering.store import Store
-from ..metering.tables import endpoints
+from ..interface.errors import Conflict, InvalidField, NotFound
+from ..metering.accounts.audit import Actor, record
+from ..metering.accounts.authorization import ANONYMOUS, Caller
+from ..metering.store.store import Store
+from ..metering.store.tables import endpoints
 from .adapters import EndpointAdapters
 from .config import EndpointConfig, EntityConfig, ModelSource, config_to_wire
 from .config_body import as_written, config_body

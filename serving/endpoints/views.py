@@ -7,9 +7,9 @@ from typing import Any, get_args
 
 import sqlalchemy as sa
 
-from ..metering.authorization import Caller
-from ..metering.tables import endpoint_tags, limits
-from ..request import Task
+from ..interface.request import Task
+from ..metering.accounts.authorization import Caller
+from ..metering.store.tables import endpoint_tags, limits
 from .config import EndpointConfig, config_to_wire
 
 _TASK_NAMES = {task: f"llm/v1/{task}" for task in get_args(Task)}

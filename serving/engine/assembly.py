@@ -10,33 +10,33 @@ from typing import Any
 
 import torch
 
-from ..bundle import Bundle
-from ..errors import PackagingError
-from ..main_memory import main_memory
-from ..request import POOLED
-from ..settings import EngineSettings
-from . import fp8
-from .draft_loader import load_draft_model
-from .interface import Capabilities, EngineInfo, PagedInfo
-from .kv_cache import KVCache
-from .loader import LoadedModel, kv_block_size, load_model, resolve_device, use_threads
-from .lora import LoraPool
+from ..interface.bundle import Bundle
+from ..interface.engine import Capabilities, EngineInfo, PagedInfo
+from ..interface.errors import PackagingError
+from ..interface.request import POOLED
+from ..interface.settings import EngineSettings
+from ..system.main_memory import main_memory
+from .adapters.lora import LoraPool
+from .adapters.virtual_tokens import embedding_width
+from .attention.kv_cache import KVCache
+from .attention.paged import decode
+from .attention.paged.cache import PagedKVCache
+from .attention.slot_cache import SlotKVCache, token_bytes
+from .attention.slot_table import MOST_PARTS
+from .forward.decode_graphs import GraphedForward
+from .forward.draft_loader import load_draft_model
+from .forward.runner import ModelForward, Runner, StepForward
+from .forward.step_size import step_size
+from .models.image_encoder import PictureReader
+from .models.loader import LoadedModel, kv_block_size, load_model, resolve_device, use_threads
+from .models.native_decoder import NativeDecoder
+from .models.pooling import transformer_dir
+from .models.settings_check import refuse_settings
 from .native import library
-from .native_decoder import NativeDecoder
-from .paged import decode
-from .paged.decode_graphs import GraphedForward
-from .paged.paged_cache import PagedKVCache
-from .picture_model import PictureReader
-from .pooling import transformer_dir
-from .runner import ModelForward, Runner, StepForward
-from .scheduler import Scheduler
-from .settings_check import refuse_settings
-from .slot_cache import SlotKVCache, token_bytes
-from .slot_table import MOST_PARTS
-from .speculation import Speculation
-from .step_size import step_size
-from .stored_weights import quantization_of
-from .virtual_tokens import embedding_width
+from .scheduling.scheduler import Scheduler
+from .scheduling.speculation import Speculation
+from .weights import fp8
+from .weights.stored_weights import quantization_of
 
 logger = logging.getLogger(__name__)
 FEWEST_TOKENS = 64  # of KV that are of any use, where nobody has set how many
@@ -200,7 +200,7 @@ def _paged_info(loaded: LoadedModel, cache: KVCache, forward: StepForward, not_a
 
 
 def _pooling_parts(bundle: Bundle, settings: EngineSettings) -> EngineParts:
-    from . import cross_encoder, embedder
+    from .models import cross_encoder, embedder
 
     load = cross_encoder.load_cross_encoder if "score" in bundle.tasks else embedder.load_embedder
     loaded: Any = load(bundle, settings)

@@ -15,35 +15,36 @@ from typing import ClassVar
 import msgspec
 import torch
 
-from ..bundle import Bundle
-from ..checked import Checked
-from ..constraint import Grammar
-from ..errors import Aborted, AlreadyExists, DeadlineExceeded, InternalError, ServingError, ShuttingDown
-from ..events import Finished
-from ..request import POOLED, LoraTask, ValidRequest
-from ..settings import EngineSettings
-from . import grammar_tokenizer, openmp
-from .adapter_registry import AdapterRegistry, adapter_host_memory, pinned_adapters
+from ..interface.bundle import Bundle
+from ..interface.constraint import Grammar
+from ..interface.engine import AdapterInfo, Client, EngineInfo, EngineOutput, Health
+from ..interface.errors import Aborted, AlreadyExists, DeadlineExceeded, InternalError, ServingError, ShuttingDown
+from ..interface.events import Finished
+from ..interface.request import POOLED, LoraTask, ValidRequest
+from ..interface.settings import EngineSettings
+from ..interface.validated_struct import Checked
+from .adapters.registry import AdapterRegistry, adapter_host_memory, pinned_adapters
+from .adapters.virtual_tokens import Table, table_of
 from .assembly import EngineParts, assemble
-from .beam_group import BeamGroup
-from .contention import Contention
-from .delivery import Delivery
-from .embedding_queue import EmbeddingQueue
-from .exits import Exits
-from .grammars import TEXTS, Compilation, Grammars
-from .inflight import InflightRequest, InflightRequests
-from .interface import AdapterInfo, Client, EngineInfo, EngineOutput, Health
-from .kv_cache import PrefixKey
-from .launch_ahead import LaunchAhead
-from .logits_processors import LogitsProcessors
-from .masks import Masks
+from .attention.kv_cache import PrefixKey
+from .beams.beam_group import BeamGroup
+from .constraints import grammar_tokenizer
+from .constraints.bitmasks import Masks
+from .constraints.grammars import TEXTS, Compilation, Grammars
+from .constraints.logits_processors import LogitsProcessors
+from .devices import openmp
+from .devices.cpu_contention import Contention
+from .forward.async_scheduling import LaunchAhead
+from .forward.step_size import DEFAULT
 from .native import library
-from .pictures import Pictures
-from .request_check import check_beams, check_request, with_learned_prompt
-from .scheduler import Run
-from .sequence import SequenceGroup, SequenceState
-from .step_size import DEFAULT
-from .virtual_tokens import Table, table_of
+from .requests.delivery import Delivery
+from .requests.embedding_queue import EmbeddingQueue
+from .requests.finisher import Exits
+from .requests.image_features import Pictures
+from .requests.inflight import InflightRequest, InflightRequests
+from .requests.request_check import check_beams, check_request, with_learned_prompt
+from .scheduling.scheduler import Run
+from .scheduling.sequence import SequenceGroup, SequenceState
 
 logger = logging.getLogger(__name__)
 

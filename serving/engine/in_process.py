@@ -11,13 +11,13 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeAlias
 
-from ..bundle import Bundle
-from ..errors import ShuttingDown
-from ..events import Embedded, Event, Failed, Finished
-from ..request import ValidRequest
-from ..settings import EngineSettings
+from ..interface.bundle import Bundle
+from ..interface.engine import AdapterInfo, Engine, EngineInfo, EngineOutput, EventQueue, EventStream, Health
+from ..interface.errors import ShuttingDown
+from ..interface.events import Embedded, Event, Failed, Finished
+from ..interface.request import ValidRequest
+from ..interface.settings import EngineSettings
 from .core import EngineCore
-from .interface import AdapterInfo, Engine, EngineInfo, EngineOutput, EventQueue, EventStream, Health
 
 logger = logging.getLogger(__name__)
 

@@ -12,9 +12,14 @@ from flask import request as flask_request
 from werkzeug import exceptions as werkzeug
 from werkzeug.exceptions import HTTPException
 
-from .. import logs
 from ..dialects import Dialect, dialect_of
-from ..errors import (
+from ..frontend.answer import Answer, error_answer
+from ..frontend.authentication import authenticate, charge
+from ..frontend.dialect_choice import usual
+from ..frontend.in_flight import ClientGone
+from ..frontend.operation import Request, Spoken
+from ..frontend.worker_state import Server
+from ..interface.errors import (
     Aborted,
     InternalError,
     MethodNotAllowed,
@@ -25,16 +30,12 @@ from ..errors import (
 )
 from ..observability.access_record import REQUEST_ID, AccessRecord, request_id_from
 from ..observability.tracing import OFF, Tracer
-from .answer import Answer, error_answer
-from .authentication import authenticate, charge
-from .bodies import is_large, read_body
-from .csrf import check_content_type, check_cross_site
-from .dialect_choice import usual
-from .in_flight import ClientGone
-from .keep_alive import address_in, came_to_probes, settle
-from .route import Listener, Request, Route, Spoken
+from ..system import logs
+from .route import Listener, Route
 from .routes import ROUTES, one_slash
-from .server import Server
+from .wire.bodies import is_large, read_body
+from .wire.csrf import check_content_type, check_cross_site
+from .wire.keep_alive import address_in, came_to_probes, settle
 
 
 class App(Flask):

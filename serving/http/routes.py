@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 
 from ..dialects import DIALECTS, Dialect
-from . import accounts, count_tokens, engine_logs, kserve, lora_adapters, management, openvino, pages, tokenize, usage
-from .invoke import invoke
-from .openapi import documented
-from .route import Auth, Route
+from ..frontend.invoke import invoke
+from ..frontend.operation import Auth
+from .inference import count_tokens, info_routes, kserve, openvino, tokenize
+from .management import accounts, endpoints, engine_logs, lora_adapters, usage
+from .openapi.document import documented
+from .route import Route
 
 
 def inference_routes(dialect: Dialect) -> tuple[Route, ...]:
@@ -32,10 +34,10 @@ ROUTES = documented(
         *(route for dialect in DIALECTS.values() for route in inference_routes(dialect)),
         *tokenize.ROUTES,
         *count_tokens.ROUTES,
-        *pages.ROUTES,
+        *info_routes.ROUTES,
         *openvino.ROUTES,
         *kserve.ROUTES,
-        *management.ROUTES,
+        *endpoints.ROUTES,
         *lora_adapters.ROUTES,
         *engine_logs.ROUTES,
         *accounts.ROUTES,

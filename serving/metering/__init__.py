@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from .audit import Actor, Audit, AuditEntry, AuditFilter
-from .authorization import ANONYMOUS, Caller
-from .keys import ApiKey, Keys
-from .lease import Bucket, Lease, Reservation
-from .ledger import Ledger
-from .limits import Limit, Limits, LimitStatus
-from .money import Price
-from .prices import Prices
-from .provisioned_minutes import ProvisionedMinutes
-from .store import Store
-from .usage import Usage, UsageFilter, UsagePage, UsageRow, UsageSum
+from .accounts.audit import Actor, Audit, AuditEntry, AuditFilter
+from .accounts.authorization import ANONYMOUS, Caller
+from .accounts.keys import ApiKey, Keys
+from .accounts.limits import Limit, Limits, LimitStatus
+from .accounts.money import Price
+from .accounts.prices import Prices
+from .accounts.provisioned_minutes import ProvisionedMinutes
+from .ledger.lease import Bucket, Lease, Reservation
+from .ledger.ledger import Ledger
+from .store.store import Store
+from .usage.usage import Usage, UsageFilter, UsagePage, UsageRow, UsageSum
 
 __all__ = [
     "ANONYMOUS",

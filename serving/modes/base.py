@@ -10,10 +10,10 @@ from typing import Literal, Protocol
 
 from msgspec import Struct
 
-from ..metering.keys import Caller
-from ..metering.lease import Bucket, Lease, Reservation
-from ..metering.limits import LimitStatus
-from ..request import ValidRequest
+from ..interface.request import ValidRequest
+from ..metering.accounts.keys import Caller
+from ..metering.accounts.limits import LimitStatus
+from ..metering.ledger.lease import Bucket, Lease, Reservation
 
 
 class ModeProfile(Struct, frozen=True, kw_only=True):

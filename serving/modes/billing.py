@@ -8,10 +8,10 @@ from collections.abc import Callable
 import sqlalchemy as sa
 from msgspec import Struct
 
-from ..errors import Unavailable
-from ..metering.provisioned_minutes import ProvisionedMinutes
-from ..metering.store import Store
-from ..metering.tables import api_keys, endpoints
+from ..interface.errors import Unavailable
+from ..metering.accounts.provisioned_minutes import ProvisionedMinutes
+from ..metering.store.store import Store
+from ..metering.store.tables import api_keys, endpoints
 
 logger = logging.getLogger(__name__)
 

@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 from msgspec import Struct
 
-from ..engine.interface import Engine
-from ..errors import from_kind
-from ..events import Embedded, Failed, Finished, Tokens
-from ..request import POOLED, Sampling, Sequence, ValidRequest
+from ..interface.engine import Engine
+from ..interface.errors import from_kind
+from ..interface.events import Embedded, Failed, Finished, Tokens
+from ..interface.request import POOLED, Sampling, Sequence, ValidRequest
 
 SECONDS = 5.0  # roughly how long a calibration may take
 DEADLINE = 120.0  # the most seconds that one of its requests may take

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ..metering.keys import Caller
-from ..metering.ledger import Ledger
-from ..request import ValidRequest
+from ..interface.request import ValidRequest
+from ..metering.accounts.keys import Caller
+from ..metering.ledger.ledger import Ledger
 from .base import Admission, ModeProfile, Target, reservation_of
 
 PROFILE = ModeProfile(name="pay_per_token", accepts_n=False, accepts_error_behavior=True)

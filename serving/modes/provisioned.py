@@ -10,11 +10,11 @@ from __future__ import annotations
 import msgspec
 from msgspec import Struct
 
-from ..errors import InvalidField
-from ..metering.keys import Caller
-from ..metering.lease import Bucket
-from ..metering.ledger import Ledger
-from ..request import ValidRequest
+from ..interface.errors import InvalidField
+from ..interface.request import ValidRequest
+from ..metering.accounts.keys import Caller
+from ..metering.ledger.lease import Bucket
+from ..metering.ledger.ledger import Ledger
 from .base import Admission, ModeProfile, Target, reservation_of
 from .calibration import Capacity
 

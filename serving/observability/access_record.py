@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from .. import logs
-from ..errors import Aborted
-from ..reply import Choice, Delta, Done, Ended, Piece, Score, Usage, Vector
-from ..request import ValidRequest
-from ..tasks.pieces import Gathered
+from ..interface.errors import Aborted
+from ..interface.reply import Choice, Delta, Done, Ended, Piece, Score, Usage, Vector
+from ..interface.request import ValidRequest
+from ..system import logs
+from ..tasks.reply.pieces import Gathered
 from . import metrics, tracing
 from .tracing import MAX_CONTENT, SpanRecord, TraceContext, Tracer
 

@@ -23,9 +23,9 @@ from pathlib import Path
 
 import msgspec
 
-from ..counts import COUNTERS, read_counts
-from ..engine.interface import Health
-from ..files import replace_file
+from ..interface.engine import Health
+from ..system.files import replace_file
+from ..system.shared_counters import COUNTERS, read_counts
 from .worker_counters import counters_locked
 
 FILE = "engines.json"

@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from .. import child
+from ..system import child
 
 END_SECONDS = 10.0
 

@@ -18,10 +18,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
-from ..engine.interface import Engine
-from ..errors import ShuttingDown, Unavailable
-from ..metering.keys import Keys
-from ..metering.ledger import Ledger
+from ..interface.engine import Engine
+from ..interface.errors import ShuttingDown, Unavailable
+from ..metering.accounts.keys import Keys
+from ..metering.ledger.ledger import Ledger
 from .engine_counters import EngineCounters
 from .worker_counters import counters_locked
 

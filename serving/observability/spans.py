@@ -9,9 +9,9 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import Event, ReadableSpan
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState
 
-from ..dialects.openai_replies import message
-from ..errors import RequestError
-from ..reply import Choice
+from ..dialects.openai.replies import message
+from ..interface.errors import RequestError
+from ..interface.reply import Choice
 from .tracing import SpanRecord
 
 SPAN_TYPES = {"chat": "CHAT_MODEL", "completions": "LLM", "embeddings": "EMBEDDING", "score": "RERANKER"}

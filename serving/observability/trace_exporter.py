@@ -20,8 +20,8 @@ from typing import Any, Protocol
 import msgspec
 import zmq
 
-from .. import logs
-from ..backoff import Backoff
+from ..system import logs
+from ..system.backoff import Backoff
 from .spans import mlflow_attributes, readable_span, semantic_attributes, trace_info
 from .tracing import MAX_QUEUED, SOCKET, SpanRecord
 

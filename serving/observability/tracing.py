@@ -19,7 +19,7 @@ import msgspec
 import zmq
 from msgspec import Struct
 
-from ..reply import Choice
+from ..interface.reply import Choice
 from . import metrics
 
 SOCKET = "traces.sock"

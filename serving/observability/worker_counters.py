@@ -14,7 +14,7 @@ from pathlib import Path
 
 from prometheus_client.mmap_dict import MmapedDict
 
-from ..file_locks import locked
+from ..system.file_locks import locked
 from .counter_file import CounterFile
 
 LOCK = "figures.lock"

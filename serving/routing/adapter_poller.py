@@ -12,8 +12,8 @@ from collections.abc import Iterable
 import gevent
 from gevent.event import Event
 
-from ..engine.interface import Engine
-from ..errors import ServingError
+from ..interface.engine import Engine
+from ..interface.errors import ServingError
 
 INTERVAL = 1.0  # seconds from an answer to the next poll
 

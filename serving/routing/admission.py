@@ -12,7 +12,7 @@ from ..control.settings import ServerSettings
 from ..endpoints.config import EntityConfig
 from ..modes import Mode, PayPerToken, Provisioned
 from ..modes.provisioned import Measured, reserved_units
-from ..tasks.endpoint import DATABRICKS_PAY_PER_TOKEN, DATABRICKS_PROVISIONED, Profile
+from ..tasks.prompt.endpoint import DATABRICKS_PAY_PER_TOKEN, DATABRICKS_PROVISIONED, Profile
 
 PROFILES: Mapping[str, Profile] = {
     "open": Profile(),

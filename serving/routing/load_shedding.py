@@ -3,9 +3,9 @@ its share of that queue."""
 
 from __future__ import annotations
 
-from ..engine.interface import QUEUE_FLOOR, Engine
-from ..errors import Overloaded, ShuttingDown
-from ..metering.keys import Caller
+from ..interface.engine import QUEUE_FLOOR, Engine
+from ..interface.errors import Overloaded, ShuttingDown
+from ..metering.accounts.keys import Caller
 
 DRAIN_RETRY_AFTER = 5.0
 

@@ -12,16 +12,16 @@ from typing import Any
 import gevent
 from gevent.event import Event
 
-from .. import logs
 from ..control.plan import Plan, PlanDirectory, PlannedEndpoint, PlannedEntity, WorkerState
-from ..dialect_settings import DialectSettings
-from ..dialects.defaults import defaults_of
+from ..dialects.fields.defaults import defaults_of
 from ..endpoints.config import ModelSource
-from ..engine.interface import AdapterInfo, Engine, EngineRecord
-from ..model_uri import version_of
+from ..interface.dialect_settings import DialectSettings
+from ..interface.engine import AdapterInfo, Engine, EngineRecord
+from ..model_files.model_uri import version_of
 from ..observability.engine_counters import CounterDirectory
-from ..tasks.endpoint import EndpointView, Profile
-from ..tasks.text import TextModel
+from ..system import logs
+from ..tasks.prompt.endpoint import EndpointView, Profile
+from ..tasks.prompt.text import TextModel
 from .adapter_poller import AdapterPoller
 from .admission import PROFILES, mode_of, profile_in
 from .load_shedding import LoadShedder

@@ -12,11 +12,11 @@ from typing import Any, Literal
 
 from gevent.event import Event as Signal
 
-from .. import logs
-from ..engine.interface import AdapterInfo, Engine, EngineInfo, EngineRecord, EventStream, Health, TappableStream
-from ..errors import DeadlineExceeded, ShuttingDown, Unavailable
-from ..events import Event, Failed
-from ..request import ValidRequest
+from ..interface.engine import AdapterInfo, Engine, EngineInfo, EngineRecord, EventStream, Health, TappableStream
+from ..interface.errors import DeadlineExceeded, ShuttingDown, Unavailable
+from ..interface.events import Event, Failed
+from ..interface.request import ValidRequest
+from ..system import logs
 
 ASK_AGAIN = 1.0  # seconds after which a waiting request asks for a replica again
 RETRY_AFTER = 5.0  # seconds, told to callers whose request fails because no engine is running

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from ..engine.interface import Engine
-from ..errors import InvalidField, NotFound
-from ..metering.authorization import ANONYMOUS, Caller
+from ..interface.engine import Engine
+from ..interface.errors import InvalidField, NotFound
+from ..interface.request import Task
+from ..interface.settings import NAME, PrefixSharing
+from ..metering.accounts.authorization import ANONYMOUS, Caller
 from ..modes import Mode
-from ..request import Task
-from ..settings import NAME, PrefixSharing
-from ..tasks.endpoint import EndpointView
+from ..tasks.prompt.endpoint import EndpointView
 from .traffic import TrafficSplit
 
 

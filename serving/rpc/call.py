@@ -10,10 +10,10 @@ from typing import Any
 import grpc
 
 from ..dialects.errors import retry_headers
-from ..dialects.kserve import message_of
-from ..errors import ServingError
-from ..http.in_flight import ClientGone, InterruptibleIterator
-from ..http.invoke import TIMEOUT_HEADER
+from ..dialects.kserve.dialect import message_of
+from ..frontend.in_flight import ClientGone, InterruptibleIterator
+from ..frontend.invoke import TIMEOUT_HEADER
+from ..interface.errors import ServingError
 from ..observability.access_record import REQUEST_ID
 from .loop import Loop
 from .statuses import status_of

@@ -18,13 +18,13 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from ..dialects.base import Encoded, Head, InferenceRoute, StreamEncoder
-from ..dialects.kserve import KServeDialect, message_of, reply_head, reply_tensors
-from ..dialects.kserve_body import InferCall, RequestedOutput, by_name, check_parameters, read_id
-from ..dialects.tensor_requests import Echo, echo_of, raw_request
-from ..dialects.tensors import BYTES, Tensor, from_bytes, from_json, read_datatype, read_shape, to_bytes
-from ..errors import InvalidField, RequestError, ServingError
-from ..reply import Choice, Delta, Done, LogitRows, Piece, Reply, Usage
-from ..request import RawRequest, ValidRequest
+from ..dialects.kserve.body import InferCall, RequestedOutput, by_name, check_parameters, read_id
+from ..dialects.kserve.dialect import KServeDialect, message_of, reply_head, reply_tensors
+from ..dialects.kserve.requests import Echo, echo_of, raw_request
+from ..dialects.kserve.tensors import BYTES, Tensor, from_bytes, from_json, read_datatype, read_shape, to_bytes
+from ..interface.errors import InvalidField, RequestError, ServingError
+from ..interface.reply import Choice, Delta, Done, LogitRows, Piece, Reply, Usage
+from ..interface.request import RawRequest, ValidRequest
 from .messages import ModelInferRequest, ModelInferResponse, ModelStreamInferResponse
 
 PROTOBUF = "application/grpc"

@@ -21,15 +21,15 @@ import grpc
 import msgspec
 from gevent.event import Event
 
-from .. import logs
 from ..control.main import SPEC, say
 from ..control.settings import ServerSettings
 from ..control.spec import ServeSpec
-from ..errors import PackagingError, ServingError, ShuttingDown
-from ..http.offload import give_way
-from ..http.server import Server
-from ..http.worker_server import worker_server
+from ..frontend.offload import give_way
+from ..frontend.worker_server import worker_server
+from ..frontend.worker_state import Server
+from ..interface.errors import PackagingError, ServingError, ShuttingDown
 from ..routing.load_shedding import DRAIN_RETRY_AFTER
+from ..system import logs
 from .loop import Loop
 from .service import Service
 from .tls import credentials

@@ -15,25 +15,26 @@ import gevent
 import grpc
 from google.protobuf import json_format
 
-from .. import logs
-from ..dialects.kserve_metadata import server_metadata
-from ..errors import Aborted, InternalError, NotFound, RequestError, ServingError
-from ..http import kserve
-from ..http.addressing import VERSION
-from ..http.answer import Answer
-from ..http.authentication import authenticate, charge
-from ..http.in_flight import ClientGone
-from ..http.invoke import invoke
-from ..http.route import Auth, Request, Route
-from ..http.server import Server
-from ..metering.authorization import Caller
+from ..dialects.kserve.metadata import server_metadata
+from ..frontend.addressing import VERSION
+from ..frontend.answer import Answer
+from ..frontend.authentication import authenticate, charge
+from ..frontend.in_flight import ClientGone
+from ..frontend.invoke import invoke
+from ..frontend.operation import Auth, Request
+from ..frontend.worker_state import Server
+from ..http.inference import kserve
+from ..http.route import Route
+from ..interface.errors import Aborted, InternalError, NotFound, RequestError, ServingError
+from ..metering.accounts.authorization import Caller
 from ..observability.access_record import REQUEST_ID, AccessRecord, request_id_from
 from ..routing.served_endpoints import ServedEntity
+from ..system import logs
 from .call import Call
 from .codec import INFER, STREAM, RpcDialect, failure, frames, parsed
-from .intake import Intake, Message, Turn, is_small
 from .loop import Loop
 from .messages import SERVICE, message
+from .receive_limiter import Intake, Message, Turn, is_small
 
 DIALECT = RpcDialect()
 AT_ONCE = 64  # concurrent requests of one stream

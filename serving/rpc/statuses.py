@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import grpc
 
-from ..errors import ServingError
+from ..interface.errors import ServingError
 
 _CODES = grpc.StatusCode
 STATUSES: Mapping[str, grpc.StatusCode] = {

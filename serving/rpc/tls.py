@@ -6,9 +6,9 @@ from pathlib import Path
 
 import grpc
 
-from .. import logs
 from ..control.listen_settings import ListenSettings
-from ..files import Renewals
+from ..system import logs
+from ..system.files import Renewals
 
 
 def credentials(settings: ListenSettings) -> grpc.ServerCredentials | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..structured import values
+from . import values
 from .containers import Containers
 from .disjoint import told_apart
 from .document import Document, Place, pointer

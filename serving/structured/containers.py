@@ -11,7 +11,7 @@ from collections.abc import Callable
 from itertools import combinations
 from typing import Any
 
-from ..structured import values
+from . import values
 from .document import Place, pointer
 from .expression import whole_text_pattern
 from .forms import ANY, NOTHING, Form, Leaf

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import combinations
 
-from ..structured import values
+from . import values
 from .forms import Form, Leaf
 
 MAX_LEAVES = 300  # each is compared with each other

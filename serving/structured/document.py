@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
 
-from ..errors import InvalidField
+from ..interface.errors import InvalidField
 
 MAX_CHARS = 1 << 20
 MAX_VALUES = 50_000  # objects, lists, strings, numbers …

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NoReturn, TypeAlias
 
-from ..errors import InvalidField
+from ..interface.errors import InvalidField
 from .document import is_unicode
 
 MAX_CHARS = 16_384

@@ -11,13 +11,13 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from ..constraint import Constraint, Grammar
-from ..errors import InvalidField
+from ..interface.constraint import Constraint, Grammar
+from ..interface.errors import InvalidField
 from .document import is_unicode
 from .expression import in_slashes, lark_expression, literal
 from .lark import checked_lark
-from .quoted_lark import quoted_lark
-from .raw_lark import ended_lark
+from .lark_escapes import ended_lark
+from .lark_strings import quoted_lark
 from .schema import normalized
 
 MAX_CHOICES = 1024

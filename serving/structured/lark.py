@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeAlias
 
-from ..errors import InvalidField, reason
+from ..interface.errors import InvalidField, reason
 from .document import is_unicode
 
 MAX_CHARS = 65_536

@@ -8,7 +8,7 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any, NoReturn
 
-from ..structured import formats
+from . import formats
 from .document import Place
 from .expression import whole_text_pattern
 from .forms import INTEGERS, PARTS_DIGITS, WHOLE_DIGITS, Leaf

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..errors import InvalidField
+from ..interface.errors import InvalidField
 from .conjunction import MAX_LEVELS, Conjunction
 from .document import Document
 from .forms import has_open_keys, written

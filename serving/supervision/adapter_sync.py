@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 
 from msgspec import Struct
 
-from ..engine.interface import Engine
-from ..errors import NotFound, ServingError, Unavailable
+from ..interface.engine import Engine
+from ..interface.errors import NotFound, ServingError, Unavailable
 
 RETRY = 1.0  # seconds before another attempt at what an engine could not do for the moment
 logger = logging.getLogger(__name__)

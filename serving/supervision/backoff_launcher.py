@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ..backoff import Backoff
+from ..system.backoff import Backoff
 from ..transport.discovery.launcher import Launcher
 
 TURN = 0.05  # seconds between checks whether to continue waiting

@@ -9,8 +9,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from ..engine.interface import Engine
-from ..errors import EngineDied
+from ..interface.engine import Engine
+from ..interface.errors import EngineDied
 from ..transport.discovery.state_directory import StateDirectory
 from .engine_spec import EngineSpec
 from .supervisor import ReplicaStatus, Supervisor

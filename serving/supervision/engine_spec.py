@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from msgspec import Struct
 
-from ..bundle import Bundle
-from ..settings import EngineSettings
+from ..interface.bundle import Bundle
+from ..interface.settings import EngineSettings
 from ..transport.discovery.attacher import Attacher
 from ..transport.discovery.launcher import Launcher, engine_key
 from ..transport.process_spec import ENGINE_CORE

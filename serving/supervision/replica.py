@@ -10,9 +10,9 @@ from typing import Literal
 
 import psutil
 
-from ..backoff import Backoff
-from ..engine.interface import Engine
-from ..errors import EngineDied, ShuttingDown
+from ..interface.engine import Engine
+from ..interface.errors import EngineDied, ShuttingDown
+from ..system.backoff import Backoff
 from ..transport.client.client import RemoteEngine
 from ..transport.client.finder import Finder
 from ..transport.client.reconnect import NOT_FOUND

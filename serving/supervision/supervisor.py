@@ -23,8 +23,8 @@ from collections.abc import Callable
 import msgspec
 from msgspec import Struct
 
-from ..engine.interface import Engine, EngineInfo, Health
-from ..errors import Conflict, InvalidField, NotFound, PackagingError
+from ..interface.engine import Engine, EngineInfo, Health
+from ..interface.errors import Conflict, InvalidField, NotFound, PackagingError
 from .adapter_sync import NOTHING, AdapterSync, WantedAdapters
 from .engine_spec import EngineSpec
 from .replica import Replica, ReplicaState

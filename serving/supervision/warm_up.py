@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 import uuid
 
-from ..engine.interface import Engine
-from ..errors import EngineDied, from_kind
-from ..events import Embedded, Failed, Finished
-from ..request import POOLED, Sampling, Sequence, ValidRequest
+from ..interface.engine import Engine
+from ..interface.errors import EngineDied, from_kind
+from ..interface.events import Embedded, Failed, Finished
+from ..interface.request import POOLED, Sampling, Sequence, ValidRequest
 
 
 def generate_one(engine: Engine, *, timeout: float = 120.0) -> float:

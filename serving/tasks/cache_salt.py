@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from ..settings import PrefixSharing
+from ..interface.settings import PrefixSharing
 
 SECRET_BYTES = 32
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..constraint import Grammar
-from ..errors import InvalidField
-from ..request import Picture, RawChat, ToolChoice, ToolUse
+from ..interface.constraint import Grammar
+from ..interface.errors import InvalidField
+from ..interface.request import Picture, RawChat, ToolChoice, ToolUse
 from ..tool_calls.argument_types import argument_types
 from ..tool_calls.formats import ToolFormat
-from .endpoint import EndpointView
-from .forms import chat_grammar, check_choice
-from .media import pictures_of
-from .prompts import Prompt, chat_prompt
-from .text import DEFAULT_TEMPLATE, TextModel
-from .tool_messages import shown_tools
-from .tool_prompts import template_name
+from .grammar_request import chat_grammar, check_choice
+from .media.media import pictures_of
+from .prompt.endpoint import EndpointView
+from .prompt.prompts import Prompt, chat_prompt
+from .prompt.text import DEFAULT_TEMPLATE, TextModel
+from .prompt.tool_messages import shown_tools
+from .prompt.tool_prompts import template_name
 
 END = 16  # tokens at a prompt's end in which the marker of reasoning is looked for
 

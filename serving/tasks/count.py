@@ -10,13 +10,13 @@ import dataclasses
 
 import msgspec
 
-from ..dialect_settings import DialectSettings
-from ..errors import ContextTooLong
-from ..request import RawChat, RawCompletion, RawEmbedding, RawRequest, RawSampling, RawScore
-from .endpoint import EndpointView
+from ..interface.dialect_settings import DialectSettings
+from ..interface.errors import ContextTooLong
+from ..interface.request import RawChat, RawCompletion, RawEmbedding, RawRequest, RawSampling, RawScore
 from .prepare import check_task, prepare, with_defaults
-from .prompts import embedding_limit, instructed, is_raw
-from .scored_texts import pair_limit
+from .prompt.endpoint import EndpointView
+from .prompt.prompts import embedding_limit, instructed, is_raw
+from .prompt.scored_texts import pair_limit
 
 MOST = 2**18  # a prompt of up to this many tokens is counted, however short the context: encoding takes a second
 

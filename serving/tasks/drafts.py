@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..errors import InvalidField
-from ..request import Draft, DraftTokens, RawSampling
-from .endpoint import EndpointView
-from .text import BEGINNING
+from ..interface.errors import InvalidField
+from ..interface.request import Draft, DraftTokens, RawSampling
+from .prompt.endpoint import EndpointView
+from .prompt.text import BEGINNING
 
 LOGITS = "draft_logits"
 

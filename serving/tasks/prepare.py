@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Struct
 
-from ..errors import InvalidField, RequestError
-from ..logits_size import check_logits
-from ..request import (
+from ..interface.errors import InvalidField, RequestError
+from ..interface.logits_size import check_logits
+from ..interface.request import (
     RawChat,
     RawCompletion,
     RawEmbedding,
@@ -34,13 +34,13 @@ from ..request import (
     ValidRequest,
 )
 from .chat import prepare_chat
-from .endpoint import EndpointView, Profile
-from .forms import grammar
-from .prompts import Prompt, completion_prompts, embedding_inputs, is_raw
+from .grammar_request import grammar
+from .prompt.endpoint import EndpointView, Profile
+from .prompt.prompts import Prompt, completion_prompts, embedding_inputs, is_raw
+from .prompt.scored_texts import encoder_texts, pairs
 from .reply_size import check_size
 from .request_weights import adapter_of, check_lora_task, check_prompt_table
 from .sampling import check_nothing_generated, resolve, seeds
-from .scored_texts import encoder_texts, pairs
 
 T = TypeVar("T", bound=Struct)
 MASK = 2**64 - 1

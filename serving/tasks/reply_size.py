@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..errors import InvalidField
-from ..request import RawCompletion, RawRequest, ValidRequest
+from ..interface.errors import InvalidField
+from ..interface.request import RawCompletion, RawRequest, ValidRequest
 
 if TYPE_CHECKING:  # the server's settings import this module; commands and the arbiter must not load tokenizers
-    from .endpoint import Profile
+    from .prompt.endpoint import Profile
 
 MAX_REPLY_BYTES = 32 * 2**20  # the default of a server's settings
 LOGPROB = 96  # bytes: token, number and bytes of one alternative

@@ -5,9 +5,9 @@ This module checks their form and whether the endpoint takes them. The engine ch
 
 from __future__ import annotations
 
-from ..errors import InvalidField
-from ..request import LoraTask, RawCompletion, RawRequest
-from .endpoint import EndpointView
+from ..interface.errors import InvalidField
+from ..interface.request import LoraTask, RawCompletion, RawRequest
+from .prompt.endpoint import EndpointView
 
 MAX_TASK_ID = 2**64 - 1
 FLOAT = 4  # bytes

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
-from ..constraint import Grammar
-from ..errors import ContextTooLong, InvalidField
-from ..request import Beams, RawBeams, RawSampling, Sampling
+from ..interface.constraint import Grammar
+from ..interface.errors import ContextTooLong, InvalidField
+from ..interface.request import Beams, RawBeams, RawSampling, Sampling
 from .drafts import draft_tokens
-from .endpoint import EndpointView
+from .prompt.endpoint import EndpointView
 from .token_lists import bad_words, embedding_bias, end_ids, stop_sequences
 
 MASK = 2**64 - 1

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..errors import InvalidField
-from ..request import RawSampling
-from .endpoint import EndpointView
-from .text import TextModel
+from ..interface.errors import InvalidField
+from ..interface.request import RawSampling
+from .prompt.endpoint import EndpointView
+from .prompt.text import TextModel
 
 MAX_BAD_WORDS = 1024
 MAX_BAD_CHARS = 65_536

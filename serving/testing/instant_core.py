@@ -20,13 +20,12 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from ..bundle import Bundle
-from ..checked import Checked
-from ..constraint import GIVEN
-from ..engine.interface import AdapterInfo, Client, EngineInfo, EngineOutput, Health
-from ..engine.request_check import NO_GRAMMARS
-from ..errors import AlreadyExists, Conflict, InvalidField, NotFound, PackagingError
-from ..events import (
+from ..engine.requests.request_check import NO_GRAMMARS
+from ..interface.bundle import Bundle
+from ..interface.constraint import GIVEN
+from ..interface.engine import AdapterInfo, Client, EngineInfo, EngineOutput, Health
+from ..interface.errors import AlreadyExists, Conflict, InvalidField, NotFound, PackagingError
+from ..interface.events import (
     Embedded,
     Failed,
     Finished,
@@ -38,10 +37,11 @@ from ..events import (
     TokenLogprob,
     Tokens,
 )
-from ..logits_size import check_logits
-from ..request import POOLED, LogitsOf, ValidRequest
-from ..settings import EngineSettings, SecondsOrZero
-from ..stop_rule import StopReason, StopRule
+from ..interface.logits_size import check_logits
+from ..interface.request import POOLED, LogitsOf, ValidRequest
+from ..interface.settings import EngineSettings, SecondsOrZero
+from ..interface.stop_rule import StopReason, StopRule
+from ..interface.validated_struct import Checked
 
 
 class InstantSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -6,11 +6,11 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 
-from ..bundle import Bundle
-from ..engine.interface import AdapterInfo, Engine, EngineInfo, Health
-from ..events import Embedded, Event, Failed, Finished
-from ..request import ValidRequest
-from ..settings import EngineSettings
+from ..interface.bundle import Bundle
+from ..interface.engine import AdapterInfo, Engine, EngineInfo, Health
+from ..interface.events import Embedded, Event, Failed, Finished
+from ..interface.request import ValidRequest
+from ..interface.settings import EngineSettings
 from .instant_core import InstantCore
 
 

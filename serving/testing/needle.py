@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from ..engine.interface import Core, EngineOutput
-from ..events import Failed, Finished, Logits, PromptScored, TokenLogprob, Tokens
-from ..request import LogitsOf, ValidRequest
+from ..interface.engine import Core, EngineOutput
+from ..interface.events import Failed, Finished, Logits, PromptScored, TokenLogprob, Tokens
+from ..interface.request import LogitsOf, ValidRequest
 
 RESUMED = 0.2  # of the needles: they go on as after an engine's death
 COLD = 0.5  # of the needles: their prompts are shared with nobody

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ..request import Tool
+from ..interface.request import Tool
 from .formats import CUSTOM_INPUT
 
 MAX_DEPTH = 8  # of nested unions and references

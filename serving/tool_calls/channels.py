@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import re
 
-from ..request import ToolUse
+from ..interface.request import ToolUse
 from .arguments import JsonArguments
 from .markers import PARTIAL, SPACE, Literals, Marker, Search, skip_space
+from .parser_base import Reading
 from .parts import Part
-from .reading import Reading
 
 TOKENS = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>", "<|return|>")
 MAX_HEADER = 1024  # characters; anything longer is text

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
-from ..errors import InvalidField
+from ..interface.errors import InvalidField
 from .formats import ToolFormat
 from .lark import Lark, one_of, quoted, times
 

@@ -10,10 +10,10 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from ..request import ToolCall
-from .composed import Composed, Own
+from ..interface.request import ToolCall
+from .call_writer import written_calls
 from .formats import ToolFormat
-from .written import written_calls
+from .trusted_text import Composed, Own
 
 _EXAMPLE = ToolCall(id="", name="function-name", arguments={"argument-name": "value"})
 

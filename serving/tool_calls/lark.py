@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ..constraint import Grammar
+from ..interface.constraint import Grammar
 from ..structured.expression import in_slashes, literal
 
 ANY_TEXT = "/(?s:.*)/"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 
-from ..request import ToolUse
+from ..interface.request import ToolUse
 from .channels import TOKENS, ChannelReader
 from .formats import ToolFormat
-from .marked import MarkedReader
+from .marker_parser import MarkedReader
 from .markers import literals, stand_ins
-from .reading import Parser
+from .parser_base import Parser
 
 __all__ = ["Parser", "call_id", "make_parser", "special_stand_ins"]
 

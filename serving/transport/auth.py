@@ -17,7 +17,7 @@ from typing import Any
 import zmq
 from zmq.utils import z85
 
-from ..errors import PackagingError
+from ..interface.errors import PackagingError
 
 MIN_KEY_BYTES = 16
 HEARTBEAT_MS, SILENT_MS = 3_000, 15_000  # TCP alone does not notice that a host is gone

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from ..bundle import Bundle
-from ..settings import EngineSettings
+from ..interface.bundle import Bundle
+from ..interface.settings import EngineSettings
 
 MODULE = "serving.transport.engine_process.main"
 ENGINE_CORE = "mlflow_llm.serving.engine.core:EngineCore"

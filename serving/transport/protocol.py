@@ -13,9 +13,9 @@ from typing import TypeAlias
 import msgspec
 from msgspec import Struct
 
-from ..engine.interface import AdapterInfo, EngineInfo, Health
-from ..events import Event
-from ..request import ValidRequest
+from ..interface.engine import AdapterInfo, EngineInfo, Health
+from ..interface.events import Event
+from ..interface.request import ValidRequest
 
 PROTOCOL = 4
 

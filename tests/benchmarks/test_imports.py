@@ -44,7 +44,11 @@ def test_what_a_script_imports_is_there(script: Path) -> None:
 
 
 def test_programs_in_strings_are_read() -> None:
-    program = "from mlflow_llm.serving import nowhere; import mlflow_llm.serving.files"
+    program = "from mlflow_llm.serving import nowhere; import mlflow_llm.serving.system.files"
     found = list(imports(f"RUN = {program!r}; SAID = 'mlflow_llm: a name'"))
-    assert found == [("mlflow_llm.serving", "nowhere"), ("mlflow_llm.serving.files", "__name__")]
-    assert [is_there(*each) for each in [*found, ("mlflow_llm.serving.files", "nothing")]] == [False, True, False]
+    assert found == [("mlflow_llm.serving", "nowhere"), ("mlflow_llm.serving.system.files", "__name__")]
+    assert [is_there(*each) for each in [*found, ("mlflow_llm.serving.system.files", "nothing")]] == [
+        False,
+        True,
+        False,
+    ]

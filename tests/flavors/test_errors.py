@@ -11,7 +11,7 @@ from mlflow.exceptions import MlflowException
 
 from mlflow_llm.flavors.llm import errors
 from mlflow_llm.flavors.llm.errors import raises_mlflow
-from mlflow_llm.serving import errors as serving
+from mlflow_llm.serving.interface import errors as serving
 
 
 def an(cls: type[serving.ServingError]) -> serving.ServingError:

@@ -22,7 +22,7 @@ from tokenizers.models import BPE
 
 from mlflow_llm.flavors import llm
 from mlflow_llm.plugin import local_config
-from mlflow_llm.serving.files import STATE_VARIABLE
+from mlflow_llm.serving.system.files import STATE_VARIABLE
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"

@@ -9,7 +9,7 @@ from mlflow.exceptions import MlflowException
 
 from mlflow_llm.plugin import deployments, endpoint_calls, http_calls, local_config
 from mlflow_llm.serving.cli.serve import serve
-from mlflow_llm.serving.files import STATE_VARIABLE
+from mlflow_llm.serving.system.files import STATE_VARIABLE
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,7 @@ from mlflow.exceptions import MlflowException
 from stub_deployments import STUB, kill, refused
 
 from mlflow_llm.plugin import processes, records
-from mlflow_llm.serving.files import STATE_VARIABLE
+from mlflow_llm.serving.system.files import STATE_VARIABLE
 
 CREATE = """
 import sys

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from mlflow_llm.serving.engine.core import EngineCore
-from mlflow_llm.serving.events import Tokens
-from mlflow_llm.serving.request import Sampling, Sequence, ValidRequest
+from mlflow_llm.serving.interface.events import Tokens
+from mlflow_llm.serving.interface.request import Sampling, Sequence, ValidRequest
 
 
 def greedy(name: str, prompt: tuple[int, ...], max_tokens: int, adapter: str | None = None) -> ValidRequest:

@@ -23,8 +23,8 @@ from llm_server import served
 from mlflow_llm.flavors.llm import load_bundle
 from mlflow_llm.serving.control.settings import ServerSettings
 from mlflow_llm.serving.control.spec import EndpointSpec, ServeSpec
+from mlflow_llm.serving.interface.settings import EngineSettings
 from mlflow_llm.serving.metering import Keys, Store
-from mlflow_llm.serving.settings import EngineSettings
 
 ROWS = [(part, name) for part in PARTS for name in part.rows]
 PLAIN = Row(body={})

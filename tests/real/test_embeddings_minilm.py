@@ -3,10 +3,10 @@
 import numpy as np
 from sentence_transformers import SentenceTransformer
 
-from mlflow_llm.serving.bundle import Bundle
-from mlflow_llm.serving.engine.embedder import load_embedder
-from mlflow_llm.serving.engine.pooling import read_spec
-from mlflow_llm.serving.settings import EngineSettings
+from mlflow_llm.serving.engine.models.embedder import load_embedder
+from mlflow_llm.serving.engine.models.pooling import read_spec
+from mlflow_llm.serving.interface.bundle import Bundle
+from mlflow_llm.serving.interface.settings import EngineSettings
 
 TEXTS = [
     "A cat sleeps on the sofa.",

@@ -9,9 +9,9 @@ from engine_tokens import greedy, tokens_reported
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.engine.core import EngineCore
-from mlflow_llm.serving.settings import EngineSettings
+from mlflow_llm.serving.interface.bundle import Bundle
+from mlflow_llm.serving.interface.settings import EngineSettings
 
 PROMPT = "The old lighthouse keeper opened the door and"
 CONFIGS = {"wide": (16, 8, "all-linear"), "narrow": (4, 64, ["q_proj", "v_proj"])}  # rank, alpha, modules

@@ -16,11 +16,11 @@ import pytest
 from llguidance import LLMatcher
 from processes import alive_after
 
-from mlflow_llm.serving.bundle import Bundle
-from mlflow_llm.serving.constraint import Grammar
-from mlflow_llm.serving.events import Finished, Tokens
-from mlflow_llm.serving.request import Sampling, Sequence, ValidRequest
-from mlflow_llm.serving.settings import EngineSettings
+from mlflow_llm.serving.interface.bundle import Bundle
+from mlflow_llm.serving.interface.constraint import Grammar
+from mlflow_llm.serving.interface.events import Finished, Tokens
+from mlflow_llm.serving.interface.request import Sampling, Sequence, ValidRequest
+from mlflow_llm.serving.interface.settings import EngineSettings
 from mlflow_llm.serving.transport import connect
 
 SETTINGS = EngineSettings(idle_timeout=0.5, max_model_len=256)

@@ -8,9 +8,9 @@ import torch
 from engine_tokens import greedy, tokens_reported
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.engine.core import EngineCore
-from mlflow_llm.serving.settings import EngineSettings
+from mlflow_llm.serving.interface.bundle import Bundle
+from mlflow_llm.serving.interface.settings import EngineSettings
 
 PROMPTS = ("The capital of France is", "Once upon a time, in a village by the sea,", "def fibonacci(n):\n")
 

@@ -5,14 +5,14 @@ import random
 import pytest
 from transformers import AutoTokenizer
 
-from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.dialects import DIALECTS
-from mlflow_llm.serving.engine.interface import EngineInfo
-from mlflow_llm.serving.events import Finished, Tokens
-from mlflow_llm.serving.tasks import generate
-from mlflow_llm.serving.tasks.endpoint import DATABRICKS_PAY_PER_TOKEN, EndpointView
+from mlflow_llm.serving.interface.bundle import Bundle
+from mlflow_llm.serving.interface.engine import EngineInfo
+from mlflow_llm.serving.interface.events import Finished, Tokens
 from mlflow_llm.serving.tasks.prepare import prepare
-from mlflow_llm.serving.tasks.text import TextModel
+from mlflow_llm.serving.tasks.prompt.endpoint import DATABRICKS_PAY_PER_TOKEN, EndpointView
+from mlflow_llm.serving.tasks.prompt.text import TextModel
+from mlflow_llm.serving.tasks.reply import generate
 
 CHATS = [
     [{"role": "user", "content": "What is 2 + 2?"}],

@@ -14,12 +14,12 @@ import pytest
 from llguidance import LLMatcher
 from transformers import AutoTokenizer
 
-from mlflow_llm.serving.bundle import Bundle
-from mlflow_llm.serving.constraint import Grammar
 from mlflow_llm.serving.engine.core import EngineCore
-from mlflow_llm.serving.events import Finished, Tokens
-from mlflow_llm.serving.request import Sampling, Sequence, ValidRequest
-from mlflow_llm.serving.settings import EngineSettings
+from mlflow_llm.serving.interface.bundle import Bundle
+from mlflow_llm.serving.interface.constraint import Grammar
+from mlflow_llm.serving.interface.events import Finished, Tokens
+from mlflow_llm.serving.interface.request import Sampling, Sequence, ValidRequest
+from mlflow_llm.serving.interface.settings import EngineSettings
 
 PERSON: Any = {
     "type": "object",

@@ -7,15 +7,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mlflow_llm.serving.bundle import Bundle
-from mlflow_llm.serving.engine import linear
-from mlflow_llm.serving.engine.forward_context import ContextHolder
-from mlflow_llm.serving.engine.kv_cache import PrefixKey, Row
-from mlflow_llm.serving.engine.loader import load_model
+from mlflow_llm.serving.engine.attention.kv_cache import PrefixKey, Row
+from mlflow_llm.serving.engine.attention.slot_cache import KEPT_IN_INT8, SlotKVCache
+from mlflow_llm.serving.engine.models.loader import load_model
+from mlflow_llm.serving.engine.models.native_decoder import NativeDecoder
 from mlflow_llm.serving.engine.native.library import library
-from mlflow_llm.serving.engine.native_decoder import NativeDecoder
-from mlflow_llm.serving.engine.slot_cache import KEPT_IN_INT8, SlotKVCache
-from mlflow_llm.serving.settings import EngineSettings
+from mlflow_llm.serving.engine.weights import linear
+from mlflow_llm.serving.engine.weights.forward_context import ContextHolder
+from mlflow_llm.serving.interface.bundle import Bundle
+from mlflow_llm.serving.interface.settings import EngineSettings
 
 TEXT = (Path(__file__).parents[2] / "LICENSE").read_text(encoding="utf-8")
 

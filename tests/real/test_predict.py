@@ -14,7 +14,7 @@ from mlflow.exceptions import MlflowException
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mlflow_llm.flavors import llm
-from mlflow_llm.serving.errors import InvalidField, NotFound
+from mlflow_llm.serving.interface.errors import InvalidField, NotFound
 
 MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
 GREEDY = {"temperature": 0, "max_tokens": 48}

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.engine import core
-from mlflow_llm.serving.engine.best_effort import StepLoad
 from mlflow_llm.serving.engine.core import EngineCore
-from mlflow_llm.serving.engine.scheduler import Run
-from mlflow_llm.serving.events import Finished, Tokens
-from mlflow_llm.serving.request import Sampling, Sequence, ValidRequest
-from mlflow_llm.serving.settings import EngineSettings
+from mlflow_llm.serving.engine.scheduling.scheduler import Run
+from mlflow_llm.serving.engine.scheduling.step_time_budget import StepLoad
+from mlflow_llm.serving.interface.bundle import Bundle
+from mlflow_llm.serving.interface.events import Finished, Tokens
+from mlflow_llm.serving.interface.request import Sampling, Sequence, ValidRequest
+from mlflow_llm.serving.interface.settings import EngineSettings
 
 
 class Clock:

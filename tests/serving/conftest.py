@@ -16,16 +16,16 @@ from instant_model import write_instant_model
 from serving_process import GATED_CORE, Running, running
 from shared_servers import SharedServers
 
-from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.control.settings import ServerSettings
+from mlflow_llm.serving.frontend.worker_state import Server, make_server
 from mlflow_llm.serving.http.app import create_app
-from mlflow_llm.serving.http.server import Server, make_server
+from mlflow_llm.serving.interface.bundle import Bundle
+from mlflow_llm.serving.interface.settings import EngineSettings
 from mlflow_llm.serving.modes import Mode
 from mlflow_llm.serving.routing.admission import profile_in
 from mlflow_llm.serving.routing.served_endpoints import ServedEndpoints, ServedEntity
-from mlflow_llm.serving.settings import EngineSettings
-from mlflow_llm.serving.tasks.endpoint import EndpointView, Profile
-from mlflow_llm.serving.tasks.text import TextModel
+from mlflow_llm.serving.tasks.prompt.endpoint import EndpointView, Profile
+from mlflow_llm.serving.tasks.prompt.text import TextModel
 from mlflow_llm.serving.testing.instant_engine import InstantEngine
 
 PARTS = ("keys", "tokens", "ledger", "tracer", "endpoint_store")  # of a server, beside its settings

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from mlflow_llm.serving.bundle import Bundle
-from mlflow_llm.serving.events import Tokens
-from mlflow_llm.serving.request import ValidRequest
-from mlflow_llm.serving.settings import EngineSettings
+from mlflow_llm.serving.interface.bundle import Bundle
+from mlflow_llm.serving.interface.events import Tokens
+from mlflow_llm.serving.interface.request import ValidRequest
+from mlflow_llm.serving.interface.settings import EngineSettings
 from mlflow_llm.serving.testing.instant_core import InstantCore
 
 CORE = f"{__name__}:CountingCore"

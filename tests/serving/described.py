@@ -11,7 +11,7 @@ import re
 import warnings
 from typing import Any
 
-from mlflow_llm.serving.http.openapi import document
+from mlflow_llm.serving.http.openapi.document import document
 from mlflow_llm.serving.http.routes import ROUTES
 
 with warnings.catch_warnings():

@@ -16,8 +16,8 @@ from pathlib import Path
 import msgspec
 from serving_process import GATED_CORE, free_port, python_path
 
-from mlflow_llm.serving.bundle import Bundle
-from mlflow_llm.serving.settings import EngineSettings
+from mlflow_llm.serving.interface.bundle import Bundle
+from mlflow_llm.serving.interface.settings import EngineSettings
 from mlflow_llm.serving.supervision.engine_spec import EngineSpec
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mlflow_llm.serving.bundle import Bundle
+from mlflow_llm.serving.interface.bundle import Bundle
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())  # a character's id is its place
 TEMPLATE = (

@@ -9,7 +9,7 @@ import psutil
 from processes import gone
 from serving_process import Running
 
-from mlflow_llm.serving.settings import EngineSettings
+from mlflow_llm.serving.interface.settings import EngineSettings
 
 ENGINE = EngineSettings(idle_timeout=0.3)
 

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import msgspec
 
-from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.control.settings import ServerSettings
 from mlflow_llm.serving.control.spec import EndpointSpec, ServeSpec
-from mlflow_llm.serving.settings import EngineSettings
+from mlflow_llm.serving.interface.bundle import Bundle
+from mlflow_llm.serving.interface.settings import EngineSettings
 
 INSTANT_CORE = "mlflow_llm.serving.testing.instant_core:InstantCore"
 GATED_CORE = "gated_core:GatedCore"

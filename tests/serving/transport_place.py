@@ -19,10 +19,10 @@ import msgspec
 import psutil
 import pytest
 
-from mlflow_llm.serving.bundle import Bundle
-from mlflow_llm.serving.events import Event, Finished, Tokens
-from mlflow_llm.serving.request import Sampling, Sequence, ValidRequest
-from mlflow_llm.serving.settings import EngineSettings
+from mlflow_llm.serving.interface.bundle import Bundle
+from mlflow_llm.serving.interface.events import Event, Finished, Tokens
+from mlflow_llm.serving.interface.request import Sampling, Sequence, ValidRequest
+from mlflow_llm.serving.interface.settings import EngineSettings
 from mlflow_llm.serving.testing.instant_core import InstantModel, write_model
 from mlflow_llm.serving.transport.discovery.state_directory import StateDirectory
 
@@ -34,9 +34,9 @@ HASTY = msgspec.structs.replace(SETTINGS, stall_timeout=1.5)  # for engines that
 CLIENT = """
 import os, sys, time, threading, msgspec
 from mlflow_llm.serving.transport import connect
-from mlflow_llm.serving.bundle import Bundle
-from mlflow_llm.serving.settings import EngineSettings
-from mlflow_llm.serving.request import Sampling, Sequence, ValidRequest
+from mlflow_llm.serving.interface.bundle import Bundle
+from mlflow_llm.serving.interface.settings import EngineSettings
+from mlflow_llm.serving.interface.request import Sampling, Sequence, ValidRequest
 
 bundle = msgspec.json.decode(sys.argv[1], type=Bundle)
 settings = msgspec.json.decode(sys.argv[2], type=EngineSettings)

@@ -10,10 +10,10 @@ from tokenizers import Tokenizer
 
 from comparison.drive import versions
 from comparison.embed import Embedder, serve
-from mlflow_llm.serving.bundle import Bundle
-from mlflow_llm.serving.engine.embedder import load_embedder
-from mlflow_llm.serving.engine.pooling import read_spec
-from mlflow_llm.serving.settings import EngineSettings
+from mlflow_llm.serving.engine.models.embedder import load_embedder
+from mlflow_llm.serving.engine.models.pooling import read_spec
+from mlflow_llm.serving.interface.bundle import Bundle
+from mlflow_llm.serving.interface.settings import EngineSettings
 
 
 class Ours(Embedder):
@@ -30,7 +30,7 @@ class Ours(Embedder):
     def embed(self, texts: list[str]) -> Any:
         return self._embedder.embed(
             [one.ids for one in self._tokenizer.encode_batch_fast(texts)]
-        )  # as tasks/text.py does
+        )  # as tasks/prompt/text.py does
 
 
 if __name__ == "__main__":

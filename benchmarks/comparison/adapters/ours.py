@@ -6,11 +6,11 @@ from typing import Any
 
 from comparison.drive import Engine, Piece, serve, versions
 from comparison.kernels import require_native
-from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.engine.core import EngineCore
-from mlflow_llm.serving.events import Failed, Finished, Tokens
-from mlflow_llm.serving.request import Sampling, Sequence, ValidRequest
-from mlflow_llm.serving.settings import EngineSettings
+from mlflow_llm.serving.interface.bundle import Bundle
+from mlflow_llm.serving.interface.events import Failed, Finished, Tokens
+from mlflow_llm.serving.interface.request import Sampling, Sequence, ValidRequest
+from mlflow_llm.serving.interface.settings import EngineSettings
 
 
 class Ours(Engine):

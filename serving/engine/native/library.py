@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ...processors import num_threads, processors
+from ...system.cpus import num_threads, processors
 
 logger = logging.getLogger(__name__)
 

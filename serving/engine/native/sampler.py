@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ...request import Sampling
+from ...interface.request import Sampling
 from . import library
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ... import child
+from ...system import child
 from . import library
 
 

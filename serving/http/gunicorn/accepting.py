@@ -11,8 +11,8 @@ from typing import Any
 from gevent.pool import Group
 from gevent.server import StreamServer
 
-from ... import logs
-from ...errors import LimitExceeded
+from ...interface.errors import LimitExceeded
+from ...system import logs
 from .accept_balancing import WorkerSlot
 from .connection_limits import ConnectionLimits, address_of
 from .lingering_close import linger

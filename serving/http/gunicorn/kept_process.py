@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ... import child, logs
-from ...errors import EngineDied, PackagingError
+from ...interface.errors import EngineDied, PackagingError
+from ...system import child, logs
 
 Progress = Callable[[dict[str, Any]], None]
 RESTART_SECONDS = 2.0

@@ -9,12 +9,12 @@ from typing import Any
 from gunicorn.http import Request, RequestParser
 from gunicorn.http import errors as http
 
-from ... import logs
 from ...dialects import dialect_of
-from ...errors import ExpectationFailed, HeadersTooLarge, RequestError, RequestTimeout, UriTooLong
+from ...interface.errors import ExpectationFailed, HeadersTooLarge, RequestError, RequestTimeout, UriTooLong
 from ...observability.access_record import REQUEST_ID, request_id_from
-from ..bodies import TooSlow
+from ...system import logs
 from ..routes import one_slash
+from ..wire.bodies import TooSlow
 
 REFUSED: tuple[tuple[type[Exception], type[RequestError], str], ...] = (
     (TooSlow, RequestTimeout, "Request Timeout"),

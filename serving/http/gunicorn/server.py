@@ -14,12 +14,12 @@ from typing import Any
 import msgspec
 from gunicorn.app.base import BaseApplication
 
-from ... import logs
 from ...control.server_directory import server_directory
 from ...control.spec import ServeSpec
 from ...observability.exporter_process import exporting
+from ...system import logs
+from ...system.block_torch import hide_torch
 from ...tasks.cache_salt import SECRET_BYTES
-from ...torch_free import hide_torch
 from .accept_balancing import AcceptBalancer
 from .kept_process import KeptProcess, Progress
 from .listen_addresses import addresses, bind, umask

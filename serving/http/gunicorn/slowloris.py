@@ -16,7 +16,7 @@ from typing import Any, Literal
 import gevent
 from gunicorn.http.errors import ParseException
 
-from ..bodies import TooSlow
+from ..wire.bodies import TooSlow
 
 RATE = 2**10  # bytes per second: the slowest honest uploads and downloads are faster
 STALLED = 1.0  # seconds that a reader may lag behind ``RATE`` before its connection counts as waiting for the reader

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ssl
 
-from ... import logs
 from ...control.listen_settings import ListenSettings
-from ...errors import PackagingError
-from ...files import Renewals
+from ...interface.errors import PackagingError
+from ...system import logs
+from ...system.files import Renewals
 
 CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"  # for TLS 1.2; all ciphers of TLS 1.3 are fine
 

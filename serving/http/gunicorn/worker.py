@@ -19,11 +19,11 @@ from gunicorn.glogging import Logger
 from gunicorn.workers.base_async import AsyncWorker
 from gunicorn.workers.ggevent import GeventWorker
 
-from ... import logs
-from ...backoff import Backoff
-from ...errors import ShuttingDown
+from ...interface.errors import ShuttingDown
 from ...routing.load_shedding import DRAIN_RETRY_AFTER
-from .. import request_smuggling
+from ...system import logs
+from ...system.backoff import Backoff
+from ..wire import request_smuggling
 from .accept_balancing import WorkerSlot
 from .connection_limits import ConnectionLimits
 from .lingering_close import linger
@@ -32,7 +32,7 @@ from .tls import Tls, gateway_tls, probe_tls
 from .write_backpressure import BackpressureSocket
 
 if TYPE_CHECKING:  # the arbiter imports this module too, and must load neither tokenizers nor torch
-    from ..server import Server
+    from ...frontend.worker_state import Server
     from .accepting import Acceptor
 
 TICK = 0.1
@@ -115,7 +115,7 @@ class DrainingWorker(GeventWorker):
         AsyncWorker.handle(self, listener, connection, connection.peer)
 
     def handle_request(self, listener_name: Any, req: Any, sock: Any, addr: Any) -> None:
-        from ..keep_alive import RequestBody, asks_to_close
+        from ..wire.keep_alive import RequestBody, asks_to_close
 
         request_smuggling.check(req)
         request_smuggling.strict(req)

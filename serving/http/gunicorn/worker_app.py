@@ -7,9 +7,9 @@ from pathlib import Path
 from flask import Flask
 
 from ...control.spec import ServeSpec
+from ...frontend.offload import give_way
+from ...frontend.worker_server import worker_server
 from ..app import create_app
-from ..offload import give_way
-from ..worker_server import worker_server
 
 
 def build(spec: ServeSpec, directory: Path, cache_secret: bytes | None = None) -> Flask:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from alembic import context
 
-from mlflow_llm.serving.metering.tables import metadata
+from mlflow_llm.serving.metering.store.tables import metadata
 
 context.configure(connection=context.config.attributes["connection"], target_metadata=metadata)
 with context.begin_transaction():

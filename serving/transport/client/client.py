@@ -14,12 +14,12 @@ from typing import Any, Unpack
 
 import msgspec
 
-from ...bundle import Bundle
-from ...engine.interface import AdapterInfo, Engine, EngineInfo, EventQueue, EventStream, Health
-from ...errors import ServingError, ShuttingDown
-from ...events import Failed
-from ...request import ValidRequest
-from ...settings import EngineSettings
+from ...interface.bundle import Bundle
+from ...interface.engine import AdapterInfo, Engine, EngineInfo, EventQueue, EventStream, Health
+from ...interface.errors import ServingError, ShuttingDown
+from ...interface.events import Failed
+from ...interface.request import ValidRequest
+from ...interface.settings import EngineSettings
 from ..discovery.attacher import Attacher
 from ..discovery.launcher import Launcher, Progress
 from .event_stream import RemoteStream, RequestHandle, event_buffer

@@ -6,8 +6,8 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
-from ...events import Event, Failed, Logits, is_terminal
-from ...request import ValidRequest
+from ...interface.events import Event, Failed, Logits, is_terminal
+from ...interface.request import ValidRequest
 from .protocol_state import ClientState
 
 HIGH = 1024  # high watermark: with this many waiting events per sequence, the request is paused

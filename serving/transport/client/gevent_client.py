@@ -15,8 +15,8 @@ import gevent.monkey
 import gevent.queue
 from gevent.hub import Waiter
 
-from ...bundle import Bundle
-from ...settings import EngineSettings
+from ...interface.bundle import Bundle
+from ...interface.settings import EngineSettings
 from ..discovery.attacher import Attacher
 from ..discovery.launcher import Launcher, Progress
 from .client import RemoteEngine

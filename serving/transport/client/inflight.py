@@ -6,10 +6,10 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from ...errors import ServingError
-from ...events import DraftCounts, Event, Failed, Finished, FinishReason, Logits, PromptScored, Timed, Tokens
-from ...request import POOLED, LogitsOf, Sampling, ValidRequest
-from ...stop_rule import StopRule
+from ...interface.errors import ServingError
+from ...interface.events import DraftCounts, Event, Failed, Finished, FinishReason, Logits, PromptScored, Timed, Tokens
+from ...interface.request import POOLED, LogitsOf, Sampling, ValidRequest
+from ...interface.stop_rule import StopRule
 
 Phase = Literal["running", "pausing", "paused"]
 

@@ -14,7 +14,7 @@ from typing import TypedDict, Unpack
 import msgspec
 import zmq
 
-from ...errors import ServingError, ShuttingDown, Unavailable
+from ...interface.errors import ServingError, ShuttingDown, Unavailable
 from .. import protocol as m
 from ..wake_pipe import WakePipe
 from .connection import Connection

@@ -10,9 +10,9 @@ import time
 from collections import deque
 from typing import Protocol
 
-from ...engine.interface import AdapterInfo, EngineInfo, Health
-from ...errors import EngineDied, PoisonRequest, ServingError, ShuttingDown, from_kind
-from ...request import ValidRequest
+from ...interface.engine import AdapterInfo, EngineInfo, Health
+from ...interface.errors import EngineDied, PoisonRequest, ServingError, ShuttingDown, from_kind
+from ...interface.request import ValidRequest
 from .. import protocol as m
 from .inflight import EventSink, InflightRequest
 

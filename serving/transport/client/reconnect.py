@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import zmq
 
-from ...backoff import Backoff
-from ...errors import PackagingError, ServingError, ShuttingDown
+from ...interface.errors import PackagingError, ServingError, ShuttingDown
+from ...system.backoff import Backoff
 from .protocol_state import died
 
 logger = logging.getLogger(__name__)

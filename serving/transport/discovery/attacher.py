@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import Callable
 
-from ...errors import ShuttingDown, Unavailable
+from ...interface.errors import ShuttingDown, Unavailable
 from ..auth import check_address, read_key
 from .membership import Membership
 from .state_directory import SOCKET, Sleep, StateDirectory, check_private

@@ -21,11 +21,11 @@ from typing import Any
 
 import msgspec
 
-from ... import child
-from ...bundle import Bundle
-from ...errors import EngineDied, PackagingError, ShuttingDown
-from ...file_locks import FileLock, acquire
-from ...settings import EngineSettings
+from ...interface.bundle import Bundle
+from ...interface.errors import EngineDied, PackagingError, ShuttingDown
+from ...interface.settings import EngineSettings
+from ...system import child
+from ...system.file_locks import FileLock, acquire
 from ..auth import check_address, read_key
 from ..process_spec import ENGINE_CORE, MODULE, ProcessSpec
 from .membership import Membership

@@ -6,7 +6,7 @@ import time
 
 import psutil
 
-from ...file_locks import FileLock
+from ...system.file_locks import FileLock
 from .state_directory import Sleep, StateDirectory
 
 POLL_INTERVAL = 0.03

@@ -32,9 +32,9 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-from ...errors import PackagingError, Unavailable
-from ...file_locks import FileLock, acquire, create_locked, is_held, try_acquire
-from ...files import is_private, replace_file, xdg_dir
+from ...interface.errors import PackagingError, Unavailable
+from ...system.file_locks import FileLock, acquire, create_locked, is_held, try_acquire
+from ...system.files import is_private, replace_file, xdg_dir
 
 KEY_LENGTH = 16
 SOCKET = "socket"

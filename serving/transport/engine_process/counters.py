@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from ...counts import COUNTERS, CountsFile
-from ...engine.interface import Health
+from ...interface.engine import Health
+from ...system.shared_counters import COUNTERS, CountsFile
 
 logger = logging.getLogger(__name__)
 

@@ -7,10 +7,10 @@ import secrets
 from collections.abc import Iterable
 from pathlib import Path
 
-from ...engine.interface import Client, EngineOutput
-from ...events import Failed, Tokens, is_terminal
-from ...journal import Journal, JournalEntry
-from ...request import POOLED, ValidRequest
+from ...interface.engine import Client, EngineOutput
+from ...interface.events import Failed, Tokens, is_terminal
+from ...interface.request import POOLED, ValidRequest
+from ...system.journal import Journal, JournalEntry
 
 logger = logging.getLogger(__name__)
 

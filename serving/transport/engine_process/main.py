@@ -20,13 +20,13 @@ from typing import Any
 
 import msgspec
 
-from ... import child
-from ...engine.interface import CoreFactory
-from ...errors import InvalidField, PackagingError
-from ...file_locks import FileLock
-from ...processors import num_threads
-from ...settings import EngineSettings
-from ...visible import configure
+from ...interface.engine import CoreFactory
+from ...interface.errors import InvalidField, PackagingError
+from ...interface.settings import EngineSettings
+from ...system import child
+from ...system.cpus import num_threads
+from ...system.escape import configure
+from ...system.file_locks import FileLock
 from ..discovery.state_directory import LOG, SOCKET, RuntimeAdapter, StateDirectory, Status, check_private
 from ..process_spec import ENGINE_CORE, MODULE, ProcessSpec
 from .standby import Successor, WarmStandby, standby_settings
@@ -103,7 +103,7 @@ def _serve(
     context = zmq.Context()
     socket, remote = (None, None) if successor is not None else _bound(context, spec, state)
     if spec.core == ENGINE_CORE and not spec.settings.compile:
-        from ...engine.lean_imports import import_lean
+        from ...engine.models.import_trimming import import_lean
 
         import_lean()
     module, _, name = spec.core.partition(":")
@@ -221,7 +221,7 @@ def _set_threads(settings: EngineSettings) -> None:
     """Set the number of OpenMP threads; variables that the caller has set take precedence over our default.
 
     OpenMP reads them once, when torch is imported. How its threads wait is changed later, while the engine runs
-    (``engine/openmp.py``).
+    (``engine/devices/openmp.py``).
     """
     threads = str(settings.threads or num_threads())
     if settings.threads is not None:

@@ -16,11 +16,11 @@ from typing import Any, TypeAlias, cast
 import msgspec
 import zmq
 
-from ...engine.interface import Core, EngineInfo, EngineOutput, Health
-from ...errors import Aborted, InternalError, PermissionDenied, ServingError
-from ...events import Event, Failed, Logits, is_terminal
-from ...request import ValidRequest
-from ...settings import EngineSettings
+from ...interface.engine import Core, EngineInfo, EngineOutput, Health
+from ...interface.errors import Aborted, InternalError, PermissionDenied, ServingError
+from ...interface.events import Event, Failed, Logits, is_terminal
+from ...interface.request import ValidRequest
+from ...interface.settings import EngineSettings
 from .. import protocol as m
 from ..discovery.state_directory import RuntimeAdapter, StateDirectory
 from ..wake_pipe import WakePipe

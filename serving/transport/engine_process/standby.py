@@ -28,9 +28,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from ... import child
-from ...backoff import Backoff
-from ...file_locks import FileLock
+from ...system import child
+from ...system.backoff import Backoff
+from ...system.file_locks import FileLock
 from ..discovery.state_directory import StateDirectory, Status
 
 logger = logging.getLogger("mlflow_llm.engine")

@@ -22,7 +22,7 @@ from click.testing import CliRunner, Result
 from mlflow_llm.serving.cli import cli
 from mlflow_llm.serving.cli.batch_journal import Journal
 from mlflow_llm.serving.cli.batch_rows import Rows
-from mlflow_llm.serving.errors import InvalidField, RequestError
+from mlflow_llm.serving.interface.errors import InvalidField, RequestError
 
 
 class FakeServer:

@@ -28,8 +28,8 @@ from mlflow_llm.serving.cli.http import Client, first_model
 from mlflow_llm.serving.cli.http_connection import connector
 from mlflow_llm.serving.cli.load_generator import Sample, closed_loop, percentile, prompt
 from mlflow_llm.serving.cli.serve import say
+from mlflow_llm.serving.interface.settings import EngineSettings
 from mlflow_llm.serving.metering import Store
-from mlflow_llm.serving.settings import EngineSettings
 
 IN_USE = "Address already in use; choose another address with --port, --probe-port or --socket"
 

@@ -13,7 +13,7 @@ from mlflow_llm.serving.cli import cli
 from mlflow_llm.serving.cli.model_options import engine_addresses
 from mlflow_llm.serving.control.model_sources import config_of
 from mlflow_llm.serving.control.spec import EndpointSpec
-from mlflow_llm.serving.errors import PackagingError
+from mlflow_llm.serving.interface.errors import PackagingError
 
 ONE, TWO = "tcp://127.0.0.1:5601", "tcp://10.0.0.7:5601"
 

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from mlflow_llm.serving.cli import cli
 from mlflow_llm.serving.control.settings import ServerSettings
-from mlflow_llm.serving.errors import InvalidField
+from mlflow_llm.serving.interface.errors import InvalidField
 
 
 def test_without_grpcio(monkeypatch: pytest.MonkeyPatch) -> None:

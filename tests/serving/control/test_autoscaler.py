@@ -8,19 +8,19 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.control import autoscaler as scaling
 from mlflow_llm.serving.control.autoscaler import Autoscaler
 from mlflow_llm.serving.control.deployed import DeployedEntity
 from mlflow_llm.serving.endpoints.config import EntityConfig, ModelSource
-from mlflow_llm.serving.engine.interface import Capabilities, Health
-from mlflow_llm.serving.errors import InvalidField, Unavailable
+from mlflow_llm.serving.interface.bundle import Bundle
+from mlflow_llm.serving.interface.engine import Capabilities, Health
+from mlflow_llm.serving.interface.errors import InvalidField, Unavailable
+from mlflow_llm.serving.interface.settings import EngineSettings
 from mlflow_llm.serving.metering import Keys, Price, Prices, Store
-from mlflow_llm.serving.metering.tables import provisioned_minutes
+from mlflow_llm.serving.metering.store.tables import provisioned_minutes
 from mlflow_llm.serving.modes import billing
 from mlflow_llm.serving.modes.billing import ReservedTime
 from mlflow_llm.serving.modes.calibration import Capacity, calibrate
-from mlflow_llm.serving.settings import EngineSettings
 from mlflow_llm.serving.supervision.supervisor import EngineStatus, ReplicaStatus
 from mlflow_llm.serving.testing.instant_core import InstantModel, write_model
 from mlflow_llm.serving.testing.instant_engine import InstantEngine

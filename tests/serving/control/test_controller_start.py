@@ -12,12 +12,12 @@ import msgspec
 import pytest
 from serving_process import INSTANT_CORE
 
-from mlflow_llm.serving.bundle import Bundle
-from mlflow_llm.serving.child import FAREWELL
 from mlflow_llm.serving.control.settings import ServerSettings
 from mlflow_llm.serving.control.spec import EndpointSpec, ServeSpec
-from mlflow_llm.serving.metering.keys import Keys
-from mlflow_llm.serving.metering.store import Store
+from mlflow_llm.serving.interface.bundle import Bundle
+from mlflow_llm.serving.metering.accounts.keys import Keys
+from mlflow_llm.serving.metering.store.store import Store
+from mlflow_llm.serving.system.child import FAREWELL
 
 
 def said_at_start(directory: Path, spec: ServeSpec) -> tuple[dict[str, str], str]:

@@ -11,16 +11,16 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.cli.dialect_options import dialect_options, dialects_of
 from mlflow_llm.serving.cli.spec_files import read_serve_spec
 from mlflow_llm.serving.control.model_sources import config_of
 from mlflow_llm.serving.control.spec import EndpointSpec, ServeSpec
-from mlflow_llm.serving.dialect_settings import NAMES, DialectSettings
 from mlflow_llm.serving.endpoints.config import config_to_wire
 from mlflow_llm.serving.endpoints.config_body import config_body
-from mlflow_llm.serving.errors import InvalidField
-from mlflow_llm.serving.settings import EngineSettings
+from mlflow_llm.serving.interface.bundle import Bundle
+from mlflow_llm.serving.interface.dialect_settings import NAMES, DialectSettings
+from mlflow_llm.serving.interface.errors import InvalidField
+from mlflow_llm.serving.interface.settings import EngineSettings
 
 ALL: dict[str, Any] = {
     "openAiSupport": "vllm",

@@ -5,14 +5,14 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.control.adapters import TAKEN, UNPINNED, EngineAdapters
 from mlflow_llm.serving.control.deployed import DeployedEndpoint, DeployedEntity
 from mlflow_llm.serving.control.plan import Plan, PlannedAdapter
 from mlflow_llm.serving.endpoints.adapters import DynamicAdapter
 from mlflow_llm.serving.endpoints.config import EndpointConfig, EntityConfig, ModelSource
-from mlflow_llm.serving.engine.interface import Health
-from mlflow_llm.serving.errors import NotFound
+from mlflow_llm.serving.interface.bundle import Bundle
+from mlflow_llm.serving.interface.engine import Health
+from mlflow_llm.serving.interface.errors import NotFound
 from mlflow_llm.serving.supervision.adapter_sync import WantedAdapter, WantedAdapters
 from mlflow_llm.serving.supervision.supervisor import EngineStatus, ReplicaStatus
 

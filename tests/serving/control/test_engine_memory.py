@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.control.engine_memory import GIB, GRACE, EngineMemory, estimated_size, proportional_set_size
 from mlflow_llm.serving.endpoints.config import EntityConfig, ModelSource
-from mlflow_llm.serving.engine.interface import EngineInfo, Health
-from mlflow_llm.serving.errors import PackagingError
-from mlflow_llm.serving.settings import EngineSettings
+from mlflow_llm.serving.interface.bundle import Bundle
+from mlflow_llm.serving.interface.engine import EngineInfo, Health
+from mlflow_llm.serving.interface.errors import PackagingError
+from mlflow_llm.serving.interface.settings import EngineSettings
 from mlflow_llm.serving.supervision.supervisor import EngineStatus, ReplicaStatus
 
 INFO = EngineInfo(content_hash="x", tasks=("chat",), vocab_size=1, max_model_len=1, max_num_seqs=1, max_kv_tokens=1)

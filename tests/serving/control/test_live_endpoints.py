@@ -20,10 +20,10 @@ from server_calls import BODY, asking, until
 from server_processes import ENGINE, controllers, engines
 from serving_process import INSTANT_CORE, Running, running
 
-from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.control.spec import EndpointSpec
 from mlflow_llm.serving.endpoints.config import ModelSource
 from mlflow_llm.serving.endpoints.store import EndpointStore
+from mlflow_llm.serving.interface.bundle import Bundle
 from mlflow_llm.serving.metering import Store
 
 STREAM = BODY | {"stream": True, "max_tokens": 40, "stream_options": {"include_usage": True}}

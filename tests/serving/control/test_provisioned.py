@@ -16,13 +16,13 @@ from instant_model import write_instant_model
 from server_calls import asking, until
 from serving_process import INSTANT_CORE, Running, running
 
-from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.control.spec import EndpointSpec
 from mlflow_llm.serving.endpoints.config import ModelSource
 from mlflow_llm.serving.endpoints.store import EndpointStore
+from mlflow_llm.serving.interface.bundle import Bundle
+from mlflow_llm.serving.interface.settings import EngineSettings
 from mlflow_llm.serving.metering import Price, Prices, Store, Usage, UsageFilter
-from mlflow_llm.serving.metering.tables import buckets, provisioned_minutes
-from mlflow_llm.serving.settings import EngineSettings
+from mlflow_llm.serving.metering.store.tables import buckets, provisioned_minutes
 
 ENGINE = EngineSettings(idle_timeout=0.2)
 PROMPT = {"prompt": "hello", "max_tokens": 4}

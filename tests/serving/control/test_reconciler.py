@@ -15,17 +15,17 @@ from processes import gone
 from server_calls import until
 from serving_process import INSTANT_CORE
 
-from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.control import rollout
 from mlflow_llm.serving.control.autoscaler import Autoscaler
 from mlflow_llm.serving.control.plan import PlanDirectory
 from mlflow_llm.serving.control.reconciler import QUIET_TICK, TICK, Reconciler, _addresses
 from mlflow_llm.serving.endpoints.config import EntityConfig, ModelSource
 from mlflow_llm.serving.endpoints.store import EndpointStore
-from mlflow_llm.serving.engine.interface import Health
-from mlflow_llm.serving.errors import PackagingError, ServingError, Unavailable
+from mlflow_llm.serving.interface.bundle import Bundle
+from mlflow_llm.serving.interface.engine import Health
+from mlflow_llm.serving.interface.errors import PackagingError, ServingError, Unavailable
+from mlflow_llm.serving.interface.settings import EngineSettings
 from mlflow_llm.serving.metering import Store
-from mlflow_llm.serving.settings import EngineSettings
 from mlflow_llm.serving.supervision.supervisor import EngineStatus, ReplicaStatus, Supervisor
 
 CONFIG = {"served_entities": [{"entity_name": "assistant", "entity_version": "1"}]}

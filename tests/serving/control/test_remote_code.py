@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.control.mlflow_resolver import ResolvedModel
-from mlflow_llm.serving.engine.loader import load_model
-from mlflow_llm.serving.errors import InvalidField, PackagingError
-from mlflow_llm.serving.settings import EngineSettings
-from mlflow_llm.serving.tasks.text import TextModel
+from mlflow_llm.serving.engine.models.loader import load_model
+from mlflow_llm.serving.interface.bundle import Bundle
+from mlflow_llm.serving.interface.errors import InvalidField, PackagingError
+from mlflow_llm.serving.interface.settings import EngineSettings
+from mlflow_llm.serving.tasks.prompt.text import TextModel
 
 CODE = """
 from pathlib import Path

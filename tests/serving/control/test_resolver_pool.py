@@ -14,13 +14,13 @@ import psutil
 import pytest
 from processes import gone
 
-from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.control import mlflow_resolver as entry
 from mlflow_llm.serving.control import resolver_pool as resolvers
 from mlflow_llm.serving.control.mlflow_resolver import ResolvedModel
 from mlflow_llm.serving.control.resolver_pool import ResolverPool
-from mlflow_llm.serving.errors import NotFound, Overloaded, PackagingError, ShuttingDown
-from mlflow_llm.serving.file_locks import try_acquire
+from mlflow_llm.serving.interface.bundle import Bundle
+from mlflow_llm.serving.interface.errors import NotFound, Overloaded, PackagingError, ShuttingDown
+from mlflow_llm.serving.system.file_locks import try_acquire
 
 HOLDER = """
 import os, sys

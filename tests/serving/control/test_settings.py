@@ -13,7 +13,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from mlflow_llm.flavors.llm import model_config
+from mlflow_llm.flavors.llm.model import model_config
 from mlflow_llm.serving.cli import cli
 from mlflow_llm.serving.cli.model_options import endpoint_specs
 from mlflow_llm.serving.control import mlflow_resolver
@@ -22,9 +22,9 @@ from mlflow_llm.serving.control.model_sources import locate
 from mlflow_llm.serving.control.settings import ServerSettings, default_state_dir, ledger_dir
 from mlflow_llm.serving.control.spec import EndpointSpec
 from mlflow_llm.serving.endpoints.config import EntityConfig
-from mlflow_llm.serving.engine.loader import resolve_device
-from mlflow_llm.serving.errors import InvalidField, PackagingError
-from mlflow_llm.serving.settings import EngineSettings
+from mlflow_llm.serving.engine.models.loader import resolve_device
+from mlflow_llm.serving.interface.errors import InvalidField, PackagingError
+from mlflow_llm.serving.interface.settings import EngineSettings
 
 ENGINE = [
     ("max_num_seqs", 0, "an integer from 1 to 2147483647"),

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from mlflow_llm.serving.dialects import DIALECTS, Head, InferenceRoute, dialect_of
-from mlflow_llm.serving.errors import InvalidField, RequestError
+from mlflow_llm.serving.interface.errors import InvalidField, RequestError
 
 CHAT = InferenceRoute("/v1/chat/completions", "chat", "")
 

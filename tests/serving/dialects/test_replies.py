@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from mlflow_llm.serving.dialects import DIALECTS
-from mlflow_llm.serving.dialects.openai_codec import ObjectDialect
-from mlflow_llm.serving.errors import (
+from mlflow_llm.serving.dialects.openai.codec import ObjectDialect
+from mlflow_llm.serving.interface.errors import (
     InvalidField,
     LimitExceeded,
     Overloaded,
@@ -19,9 +19,19 @@ from mlflow_llm.serving.errors import (
     ServingError,
     walk,
 )
-from mlflow_llm.serving.reply import CallDelta, Choice, Delta, Done, Ended, Reply, ReplyCall, TextLogprob, Usage
-from mlflow_llm.serving.request import Sampling, Sequence, ToolUse, ValidRequest
-from mlflow_llm.serving.tasks.pieces import gather
+from mlflow_llm.serving.interface.reply import (
+    CallDelta,
+    Choice,
+    Delta,
+    Done,
+    Ended,
+    Reply,
+    ReplyCall,
+    TextLogprob,
+    Usage,
+)
+from mlflow_llm.serving.interface.request import Sampling, Sequence, ToolUse, ValidRequest
+from mlflow_llm.serving.tasks.reply.pieces import gather
 
 ALL = sorted(name for name, dialect in DIALECTS.items() if isinstance(dialect, ObjectDialect))
 USAGE = Usage(prompt_tokens=5, completion_tokens=3, cached_tokens=2)
@@ -380,7 +390,7 @@ def test_mlflow_error_codes_are_mlflows():
     """Every code of the MLflow dialect is one that MLflow's own clients know."""
     from mlflow.protos.databricks_pb2 import ErrorCode
 
-    from mlflow_llm.serving.dialects.mlflow import ERROR_CODES
+    from mlflow_llm.serving.dialects.openai.mlflow import ERROR_CODES
 
     assert set(ERROR_CODES.values()) <= set(ErrorCode.keys())
 

@@ -14,10 +14,10 @@ from probes import ANY, bounds
 from tool_probes import PROBES
 
 from mlflow_llm.serving.dialects import FIELDS, REFUSED_FIELDS
-from mlflow_llm.serving.dialects.fields import Table
-from mlflow_llm.serving.dialects.scoring_fields import ScoreTable
-from mlflow_llm.serving.dialects.tables import DATABRICKS, MLFLOW, OPENAI, RERANK
-from mlflow_llm.serving.errors import InvalidField
+from mlflow_llm.serving.dialects.fields.fields import Table
+from mlflow_llm.serving.dialects.fields.scoring_fields import ScoreTable
+from mlflow_llm.serving.dialects.fields.tables import DATABRICKS, MLFLOW, OPENAI, RERANK
+from mlflow_llm.serving.interface.errors import InvalidField
 
 HI = [{"role": "user", "content": "hi"}]
 REQUIRED = {"messages": HI, "prompt": "x", "input": "x"}

@@ -7,10 +7,10 @@ import msgspec
 import pytest
 
 from mlflow_llm.serving.dialects import DIALECTS
-from mlflow_llm.serving.errors import DeadlineExceeded, InvalidField, NotFound
-from mlflow_llm.serving.http.answer import error_answer
-from mlflow_llm.serving.reply import Choice, Delta, Done, Ended, Reply, Usage
-from mlflow_llm.serving.request import Sampling, Sequence, ValidRequest
+from mlflow_llm.serving.frontend.answer import error_answer
+from mlflow_llm.serving.interface.errors import DeadlineExceeded, InvalidField, NotFound
+from mlflow_llm.serving.interface.reply import Choice, Delta, Done, Ended, Reply, Usage
+from mlflow_llm.serving.interface.request import Sampling, Sequence, ValidRequest
 
 REPLY = Reply(
     choices=(Choice(index=0, text="Hé", finish_reason="length"),),

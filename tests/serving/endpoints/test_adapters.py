@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.endpoints.config import ModelSource
 from mlflow_llm.serving.endpoints.store import EndpointStore
-from mlflow_llm.serving.errors import NotFound, RequestError
+from mlflow_llm.serving.interface.bundle import Bundle
+from mlflow_llm.serving.interface.errors import NotFound, RequestError
 from mlflow_llm.serving.metering import Actor, Store
 
 BY = Actor(name="ops", via="http")

@@ -12,10 +12,10 @@ from probes import ANY, bounds
 
 from mlflow_llm.serving.endpoints.config_body import NEW_SHAPE, OLD_SHAPE, config_body
 from mlflow_llm.serving.endpoints.management_body import NEW_ENDPOINT, NEW_RATE_LIMITS, TAG_CHANGES
-from mlflow_llm.serving.errors import InvalidField
-from mlflow_llm.serving.http.paths import SERVING_ENDPOINTS
+from mlflow_llm.serving.http.management.paths import SERVING_ENDPOINTS
 from mlflow_llm.serving.http.routes import ROUTES
-from mlflow_llm.serving.readers import Reader
+from mlflow_llm.serving.interface.errors import InvalidField
+from mlflow_llm.serving.interface.readers import Reader
 
 ENTITY = {
     "name": "Llama-3.1",

@@ -13,11 +13,11 @@ from databricks.sdk.service.serving import (
     ServingEndpointDetailed,
 )
 
-from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.endpoints.config import EndpointConfig, ModelSource, Route
 from mlflow_llm.serving.endpoints.config_body import config_body
 from mlflow_llm.serving.endpoints.store import EndpointStore
-from mlflow_llm.serving.errors import AlreadyExists, Conflict, InvalidField, LimitExceeded, NotFound
+from mlflow_llm.serving.interface.bundle import Bundle
+from mlflow_llm.serving.interface.errors import AlreadyExists, Conflict, InvalidField, LimitExceeded, NotFound
 from mlflow_llm.serving.metering import Actor, Ledger, Limits, Reservation, Store
 
 TASKS = {"assistant": ("chat", "completions"), "poet": ("completions", "chat"), "minilm": ("embeddings",)}

@@ -18,7 +18,7 @@ from transformers import (
     RobertaModel,
 )
 
-from mlflow_llm.serving.bundle import Bundle, EmbeddingSpec
+from mlflow_llm.serving.interface.bundle import Bundle, EmbeddingSpec
 
 SIZES = {
     "vocab_size": 100,

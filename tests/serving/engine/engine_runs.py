@@ -13,12 +13,20 @@ import numpy as np
 import numpy.typing as npt
 from tiny_models import VOCAB
 
+from mlflow_llm.serving.engine.attention.kv_cache import PrefixKey
+from mlflow_llm.serving.engine.constraints.logits_processors import LogitsProcessors
 from mlflow_llm.serving.engine.core import EngineCore
-from mlflow_llm.serving.engine.kv_cache import PrefixKey
-from mlflow_llm.serving.engine.logits_processors import LogitsProcessors
-from mlflow_llm.serving.engine.sequence import SequenceGroup, SequenceState
-from mlflow_llm.serving.events import DraftCounts, Failed, Finished, Logits, PromptScored, TokenLogprob, Tokens
-from mlflow_llm.serving.request import LogitsOf, ValidRequest
+from mlflow_llm.serving.engine.scheduling.sequence import SequenceGroup, SequenceState
+from mlflow_llm.serving.interface.events import (
+    DraftCounts,
+    Failed,
+    Finished,
+    Logits,
+    PromptScored,
+    TokenLogprob,
+    Tokens,
+)
+from mlflow_llm.serving.interface.request import LogitsOf, ValidRequest
 
 
 @dataclass

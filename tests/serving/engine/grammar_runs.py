@@ -12,8 +12,8 @@ from tiny_models import COMMON, make_model
 from tokenizer_kinds import KINDS, save
 from transformers import AutoTokenizer
 
-from mlflow_llm.serving.bundle import Bundle
-from mlflow_llm.serving.constraint import Grammar
+from mlflow_llm.serving.interface.bundle import Bundle
+from mlflow_llm.serving.interface.constraint import Grammar
 
 PADDING = 7  # rows of the model that no token has
 COMPACT: Any = {"whitespace_flexible": False}

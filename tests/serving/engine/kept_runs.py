@@ -9,10 +9,10 @@ import torch
 import transformers as tf
 from tiny_models import COMMON
 
-from mlflow_llm.serving.engine.kv_cache import PrefixKey, Row
+from mlflow_llm.serving.engine.attention.kv_cache import PrefixKey, Row
+from mlflow_llm.serving.engine.attention.slot_cache import SlotKVCache
+from mlflow_llm.serving.engine.models.native_decoder import NativeDecoder
 from mlflow_llm.serving.engine.native.library import AMX, library, tiles, use_threads, use_tiles
-from mlflow_llm.serving.engine.native_decoder import NativeDecoder
-from mlflow_llm.serving.engine.slot_cache import SlotKVCache
 
 WIDE: dict[str, Any] = COMMON | {"hidden_size": 64, "max_position_embeddings": 2048}
 MODELS = {

@@ -12,15 +12,16 @@ import torch
 from engine_runs import Outcome, run, take
 from tiny_models import greedy, prompt_of, request_of
 
-from mlflow_llm.serving.bundle import Bundle
-from mlflow_llm.serving.engine import assembly, slab
+from mlflow_llm.serving.engine import assembly
+from mlflow_llm.serving.engine.attention import slab
 from mlflow_llm.serving.engine.core import EngineCore
+from mlflow_llm.serving.engine.forward.runner import ModelForward
 from mlflow_llm.serving.engine.in_process import InProcessEngine
-from mlflow_llm.serving.engine.interface import Engine
-from mlflow_llm.serving.engine.runner import ModelForward
-from mlflow_llm.serving.errors import PackagingError
-from mlflow_llm.serving.events import Finished, Tokens
-from mlflow_llm.serving.settings import EngineSettings
+from mlflow_llm.serving.interface.bundle import Bundle
+from mlflow_llm.serving.interface.engine import Engine
+from mlflow_llm.serving.interface.errors import PackagingError
+from mlflow_llm.serving.interface.events import Finished, Tokens
+from mlflow_llm.serving.interface.settings import EngineSettings
 
 TOKEN_BYTES = 2 * 2 * 8 * 2 * 4  # layers, K and V heads, head width, K and V, float32
 
@@ -253,7 +254,7 @@ def test_one_failing_request_harms_no_other(
 
 def test_a_failing_sampler_fails_one_request(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error after the forward is pinned on its request too; nothing is left without an end."""
-    from mlflow_llm.serving.engine import delivery as module
+    from mlflow_llm.serving.engine.requests import delivery as module
 
     original = module.sample
 

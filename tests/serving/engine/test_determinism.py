@@ -17,11 +17,11 @@ from peft import LoraConfig, get_peft_model
 from tiny_models import COMMON, make_model, prompt_of, request_of
 from tokenizer_kinds import KINDS, save
 
-from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.engine.core import EngineCore
 from mlflow_llm.serving.engine.native.library import AMX, EMULATED_TILES, library, tiles, use_tiles
-from mlflow_llm.serving.request import Beams, ValidRequest
-from mlflow_llm.serving.settings import EngineSettings
+from mlflow_llm.serving.interface.bundle import Bundle
+from mlflow_llm.serving.interface.request import Beams, ValidRequest
+from mlflow_llm.serving.interface.settings import EngineSettings
 from mlflow_llm.serving.testing.needle import Answer, Needles, answer, needles
 
 pytestmark = [

@@ -12,10 +12,10 @@ import pytest
 from flask.testing import FlaskClient
 
 from mlflow_llm.serving.dialects.json_body import MAX_OBJECTS
-from mlflow_llm.serving.errors import InternalError, Overloaded
-from mlflow_llm.serving.http import invoke
+from mlflow_llm.serving.frontend import invoke
+from mlflow_llm.serving.frontend.worker_state import Server
 from mlflow_llm.serving.http.app import create_app
-from mlflow_llm.serving.http.server import Server
+from mlflow_llm.serving.interface.errors import InternalError, Overloaded
 from mlflow_llm.serving.observability import access_record
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5, "temperature": 0}
@@ -367,7 +367,7 @@ def test_fault_shows_nothing(client: FlaskClient, monkeypatch: pytest.MonkeyPatc
     def boom(*_: object, **__: object) -> None:
         raise RuntimeError("secret detail")
 
-    monkeypatch.setattr("mlflow_llm.serving.http.invoke.prepare", boom)
+    monkeypatch.setattr("mlflow_llm.serving.frontend.invoke.prepare", boom)
     answer = client.post("/v1/chat/completions", json=CHAT)
     assert answer.status_code == InternalError.status
     assert "secret" not in answer.text
@@ -424,8 +424,8 @@ def test_docs_page(client: FlaskClient) -> None:
 
 def test_keys(make: Callable[..., Server], tmp_path: Path) -> None:
     """With keys asked for, a request without one is a 401, with a wrong one too, with a right one answered."""
-    from mlflow_llm.serving.metering.keys import Keys
-    from mlflow_llm.serving.metering.store import Store
+    from mlflow_llm.serving.metering.accounts.keys import Keys
+    from mlflow_llm.serving.metering.store.store import Store
 
     store = Store(f"sqlite:///{tmp_path / 'store.db'}")
     try:

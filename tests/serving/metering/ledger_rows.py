@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from mlflow_llm.serving.metering.lease import Reservation
-from mlflow_llm.serving.metering.ledger import Ledger
-from mlflow_llm.serving.metering.usage import Usage
-from mlflow_llm.serving.metering.usage_filter import UsageFilter
+from mlflow_llm.serving.metering.ledger.lease import Reservation
+from mlflow_llm.serving.metering.ledger.ledger import Ledger
+from mlflow_llm.serving.metering.usage.filter import UsageFilter
+from mlflow_llm.serving.metering.usage.usage import Usage
 
 
 def reservation(request_id: str, **changes: object) -> Reservation:

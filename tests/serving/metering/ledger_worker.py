@@ -9,7 +9,7 @@ import os
 import random
 import sys
 
-from mlflow_llm.serving.errors import LimitExceeded, Unavailable
+from mlflow_llm.serving.interface.errors import LimitExceeded, Unavailable
 from mlflow_llm.serving.metering import Ledger, Reservation, Store
 
 

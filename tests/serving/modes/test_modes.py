@@ -4,14 +4,14 @@ import threading
 
 import pytest
 
-from mlflow_llm.serving.engine.interface import EngineInfo
-from mlflow_llm.serving.errors import InvalidField, LimitExceeded, Overloaded
-from mlflow_llm.serving.events import Failed, Finished, Tokens
+from mlflow_llm.serving.interface.engine import EngineInfo
+from mlflow_llm.serving.interface.errors import InvalidField, LimitExceeded, Overloaded
+from mlflow_llm.serving.interface.events import Failed, Finished, Tokens
+from mlflow_llm.serving.interface.request import Sampling, Sequence, ValidRequest
 from mlflow_llm.serving.metering import Caller, Ledger, Limits, Store, Usage, UsageFilter
 from mlflow_llm.serving.modes import PayPerToken, Provisioned, Target
 from mlflow_llm.serving.modes.calibration import Capacity, calibrate
 from mlflow_llm.serving.modes.provisioned import check_throughput
-from mlflow_llm.serving.request import Sampling, Sequence, ValidRequest
 
 CALLER = Caller(key_id="key_1", tenant="acme")
 TARGET = Target(endpoint="chat", entity="model-1")

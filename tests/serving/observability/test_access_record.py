@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from flask.testing import FlaskClient
 
-from mlflow_llm.serving import logs
-from mlflow_llm.serving.errors import InvalidField, from_kind
+from mlflow_llm.serving.frontend.worker_state import Server
 from mlflow_llm.serving.http.app import create_app
-from mlflow_llm.serving.http.server import Server
+from mlflow_llm.serving.interface.errors import InvalidField, from_kind
 from mlflow_llm.serving.metering import Keys, Store
 from mlflow_llm.serving.observability import metrics
+from mlflow_llm.serving.system import logs
 
 SECRET = "my number is 078-05-1120"
 CHAT: dict[str, Any] = {"model": "assistant", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}

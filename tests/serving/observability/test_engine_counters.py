@@ -15,8 +15,8 @@ from scrapes import figures, pick
 from server_calls import BODY, ask, engine_pid, until, well
 from serving_process import running
 
-from mlflow_llm.serving.engine.interface import Engine as EngineProtocol
-from mlflow_llm.serving.engine.interface import EngineRecord, Health
+from mlflow_llm.serving.interface.engine import Engine as EngineProtocol
+from mlflow_llm.serving.interface.engine import EngineRecord, Health
 from mlflow_llm.serving.observability import metrics
 from mlflow_llm.serving.observability.engine_counters import FILE, KEPT, CounterDirectory, EngineCounters
 from mlflow_llm.serving.routing.replica_set import ReplicaSet

@@ -18,8 +18,8 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 from grafana_foundation_sdk.models.prometheus import Dataquery
 from prometheus_client.parser import text_string_to_metric_families
 
+from mlflow_llm.serving.frontend.worker_state import Server
 from mlflow_llm.serving.http.app import create_app
-from mlflow_llm.serving.http.server import Server
 from mlflow_llm.serving.metering import Keys, Ledger, Store
 
 DASHBOARD = json.loads((Path(__file__).parents[3] / "docs" / "grafana.json").read_text())

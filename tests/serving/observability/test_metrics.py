@@ -113,7 +113,7 @@ def test_every_field_of_a_heartbeat_is_exposed() -> None:
 
     from prometheus_client import CollectorRegistry
 
-    from mlflow_llm.serving.engine.interface import EngineRecord, Health
+    from mlflow_llm.serving.interface.engine import EngineRecord, Health
     from mlflow_llm.serving.observability.engine_counters import EngineCounters
     from mlflow_llm.serving.observability.metrics import EngineCollector
 

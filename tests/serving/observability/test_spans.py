@@ -6,11 +6,11 @@ import json
 
 import msgspec
 
+from mlflow_llm.serving.interface.reply import CallDelta, Delta, Ended
+from mlflow_llm.serving.interface.request import Sequence, ValidRequest
 from mlflow_llm.serving.observability.access_record import AccessRecord
 from mlflow_llm.serving.observability.spans import mlflow_attributes, semantic_attributes
 from mlflow_llm.serving.observability.tracing import SpanRecord, TraceContext, Tracer
-from mlflow_llm.serving.reply import CallDelta, Delta, Ended
-from mlflow_llm.serving.request import Sequence, ValidRequest
 
 
 def test_calls_and_reasoning_are_in_a_trace() -> None:

@@ -8,11 +8,11 @@ from collections.abc import Callable
 import pytest
 from flask.testing import FlaskClient
 
-from mlflow_llm.serving import logs
+from mlflow_llm.serving.frontend.worker_state import Server
 from mlflow_llm.serving.http.app import create_app
-from mlflow_llm.serving.http.server import Server
 from mlflow_llm.serving.observability import metrics
 from mlflow_llm.serving.observability.tracing import Tracer, parse
+from mlflow_llm.serving.system import logs
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 HEADER = f"00-{TRACE}-{PARENT}-01"

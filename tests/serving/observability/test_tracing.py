@@ -26,8 +26,8 @@ from server_calls import BODY, ask, until
 from serving_process import running
 from stores import empty_store
 
+from mlflow_llm.serving.frontend.worker_state import Server
 from mlflow_llm.serving.http.app import create_app
-from mlflow_llm.serving.http.server import Server
 from mlflow_llm.serving.observability.tracing import SOCKET, Outbox, Tracer
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"

@@ -19,12 +19,12 @@ from instant_model import write_instant_model
 from server_calls import BODY, ask, asking, engine_pid, idle, until
 from serving_process import Running, running
 
-from mlflow_llm.serving.bundle import Bundle
-from mlflow_llm.serving.engine.interface import AdapterInfo
-from mlflow_llm.serving.errors import Unavailable
+from mlflow_llm.serving.interface.bundle import Bundle
+from mlflow_llm.serving.interface.engine import AdapterInfo
+from mlflow_llm.serving.interface.errors import Unavailable
+from mlflow_llm.serving.interface.settings import EngineSettings
 from mlflow_llm.serving.routing import adapter_poller
 from mlflow_llm.serving.routing.adapter_poller import AdapterPoller
-from mlflow_llm.serving.settings import EngineSettings
 from mlflow_llm.serving.testing.instant_engine import InstantEngine
 from mlflow_llm.serving.transport import attach
 

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from mlflow_llm.serving.engine.interface import EngineInfo, EngineRecord, Health, PagedInfo
-from mlflow_llm.serving.http import pages
-from mlflow_llm.serving.metering.authorization import ANONYMOUS
+from mlflow_llm.serving.http.inference import info_routes
+from mlflow_llm.serving.interface.engine import EngineInfo, EngineRecord, Health, PagedInfo
+from mlflow_llm.serving.metering.accounts.authorization import ANONYMOUS
 from mlflow_llm.serving.routing.replica_set import ReplicaSet
 from mlflow_llm.serving.routing.served_endpoints import ServedEndpoint, ServedEndpoints, ServedEntity
 
@@ -39,7 +39,7 @@ def health_of(**endpoints: dict[str, object]) -> tuple[int, dict]:
             for name, engines in endpoints.items()
         )
     )
-    answer = pages.health(SimpleNamespace(endpoints=served), SimpleNamespace(caller=ANONYMOUS))
+    answer = info_routes.health(SimpleNamespace(endpoints=served), SimpleNamespace(caller=ANONYMOUS))
     return answer.status, json.loads(answer.body)["endpoints"]
 
 

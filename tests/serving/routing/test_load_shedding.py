@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from mlflow_llm.serving.engine.interface import Health
-from mlflow_llm.serving.errors import Overloaded
-from mlflow_llm.serving.metering.keys import Caller
+from mlflow_llm.serving.interface.engine import Health
+from mlflow_llm.serving.interface.errors import Overloaded
+from mlflow_llm.serving.metering.accounts.keys import Caller
 from mlflow_llm.serving.routing.load_shedding import LoadShedder
 
 QUEUE = 256

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from mlflow_llm.serving.bundle import Bundle
-from mlflow_llm.serving.errors import NotFound
-from mlflow_llm.serving.model_uri import version_of
+from mlflow_llm.serving.interface.bundle import Bundle
+from mlflow_llm.serving.interface.errors import NotFound
+from mlflow_llm.serving.interface.settings import EngineSettings
+from mlflow_llm.serving.model_files.model_uri import version_of
 from mlflow_llm.serving.routing.served_endpoints import ServedEndpoint, ServedEndpoints, ServedEntity
-from mlflow_llm.serving.settings import EngineSettings
-from mlflow_llm.serving.tasks.endpoint import EndpointView
-from mlflow_llm.serving.tasks.text import TextModel
+from mlflow_llm.serving.tasks.prompt.endpoint import EndpointView
+from mlflow_llm.serving.tasks.prompt.text import TextModel
 from mlflow_llm.serving.testing.instant_engine import InstantEngine
 
 

@@ -12,20 +12,20 @@ import gevent
 import msgspec
 import pytest
 
-from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.endpoints.config import Route
-from mlflow_llm.serving.engine.interface import AdapterInfo, EngineRecord, Health, TappableStream
-from mlflow_llm.serving.errors import DeadlineExceeded, InvalidField, NotFound, Unavailable
-from mlflow_llm.serving.events import Event, Failed, Finished, Tokens
-from mlflow_llm.serving.metering.authorization import Caller
-from mlflow_llm.serving.request import LoraTask, Sampling, Sequence, ValidRequest
+from mlflow_llm.serving.interface.bundle import Bundle
+from mlflow_llm.serving.interface.engine import AdapterInfo, EngineRecord, Health, TappableStream
+from mlflow_llm.serving.interface.errors import DeadlineExceeded, InvalidField, NotFound, Unavailable
+from mlflow_llm.serving.interface.events import Event, Failed, Finished, Tokens
+from mlflow_llm.serving.interface.request import LoraTask, Sampling, Sequence, ValidRequest
+from mlflow_llm.serving.interface.settings import EngineSettings
+from mlflow_llm.serving.metering.accounts.authorization import Caller
 from mlflow_llm.serving.routing.load_shedding import LoadShedder
 from mlflow_llm.serving.routing.replica_set import ReplicaSet
 from mlflow_llm.serving.routing.served_endpoints import ServedEndpoint, ServedEndpoints, ServedEntity
 from mlflow_llm.serving.routing.traffic import TrafficSplit
-from mlflow_llm.serving.settings import EngineSettings
-from mlflow_llm.serving.tasks.endpoint import EndpointView
-from mlflow_llm.serving.tasks.text import TextModel
+from mlflow_llm.serving.tasks.prompt.endpoint import EndpointView
+from mlflow_llm.serving.tasks.prompt.text import TextModel
 from mlflow_llm.serving.testing.instant_engine import InstantEngine
 from mlflow_llm.serving.transport.client.event_stream import EventBuffer, RemoteStream
 from mlflow_llm.serving.transport.client.gevent_client import LocalQueue

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from mlflow_llm.serving.dialects import Head
-from mlflow_llm.serving.errors import InvalidField, Overloaded, RequestError
-from mlflow_llm.serving.reply import Delta, Done, LogitRows, Usage
-from mlflow_llm.serving.request import RawCompletion, Sampling, Sequence, ValidRequest
+from mlflow_llm.serving.interface.errors import InvalidField, Overloaded, RequestError
+from mlflow_llm.serving.interface.reply import Delta, Done, LogitRows, Usage
+from mlflow_llm.serving.interface.request import RawCompletion, Sampling, Sequence, ValidRequest
 from mlflow_llm.serving.rpc.call import Metadata, address_of
 from mlflow_llm.serving.rpc.codec import INFER, STREAM, RpcDialect, frames
 from mlflow_llm.serving.rpc.messages import ModelInferRequest, ModelStreamInferResponse

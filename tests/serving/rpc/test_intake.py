@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from mlflow_llm.serving.control.settings import ServerSettings
-from mlflow_llm.serving.errors import Aborted, LimitExceeded, Overloaded
-from mlflow_llm.serving.http.memory_budget import MemoryBudget
-from mlflow_llm.serving.rpc.intake import Intake, Message
+from mlflow_llm.serving.frontend.memory_budget import MemoryBudget
+from mlflow_llm.serving.interface.errors import Aborted, LimitExceeded, Overloaded
 from mlflow_llm.serving.rpc.messages import ModelInferRequest
+from mlflow_llm.serving.rpc.receive_limiter import Intake, Message
 
 
 class _Call:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mlflow_llm.serving.errors import walk
+from mlflow_llm.serving.interface.errors import walk
 from mlflow_llm.serving.rpc.messages import DESCRIPTION, POOL, SERVICE
 from mlflow_llm.serving.rpc.statuses import STATUSES
 

@@ -54,7 +54,7 @@ def test_a_reply_that_is_still_being_read(tmp_path: Path) -> None:
 
 
 SLOW_STORE = """
-from mlflow_llm.serving.metering import ledger
+from mlflow_llm.serving.metering.ledger import ledger
 ledger.ADMISSION_TIMEOUT = 600.0
 real = ledger.Ledger.reserve
 def reserve(self, *args, **options):

@@ -15,9 +15,9 @@ from server_calls import BODY, ask, until
 from server_processes import ENGINE
 from serving_process import INSTANT_CORE, Running, running
 
-from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.cli.endpoints import endpoints
 from mlflow_llm.serving.control.spec import EndpointSpec
+from mlflow_llm.serving.interface.bundle import Bundle
 
 BALLAST = 192 << 20
 ONE, BOTH = 384 << 20, 1024 << 20

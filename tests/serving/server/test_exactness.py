@@ -21,11 +21,11 @@ from mixed_load import Load, Record
 from serving_process import Running, running
 
 from mlflow_llm.serving.control.spec import EndpointSpec
+from mlflow_llm.serving.interface.settings import EngineSettings
 from mlflow_llm.serving.metering import Keys, Limits, Price, Prices, Store, Usage, UsageFilter, UsageRow
-from mlflow_llm.serving.metering.limits import check_integrity
-from mlflow_llm.serving.metering.money import cost
-from mlflow_llm.serving.metering.tables import ledger
-from mlflow_llm.serving.settings import EngineSettings
+from mlflow_llm.serving.metering.accounts.limits import check_integrity
+from mlflow_llm.serving.metering.accounts.money import cost
+from mlflow_llm.serving.metering.store.tables import ledger
 
 pytestmark = pytest.mark.timeout(1800)  # the load is the same on a machine that has other things to do
 

@@ -23,7 +23,7 @@ from server_calls import until
 from serving_process import GATED_CORE, Running, free_port, running
 
 from mlflow_llm.serving.metering import Limits, Store, Usage, UsageFilter
-from mlflow_llm.serving.metering.keys import Keys
+from mlflow_llm.serving.metering.accounts.keys import Keys
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -19,7 +19,7 @@ from remote_calls import LASTING, replicas, samples, streams
 from server_calls import BODY, ask, asking, text_and_usage, until, well
 from serving_process import Running, running
 
-from mlflow_llm.serving.bundle import Bundle
+from mlflow_llm.serving.interface.bundle import Bundle
 from mlflow_llm.serving.transport.auth import write_key
 
 NOBODY = "02:00:00:00:00:01"

@@ -13,10 +13,10 @@ from serving_process import Running, running
 from tiny_models import COMMON, make_model
 from transformers import LlamaConfig
 
-from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.control.spec import EndpointSpec
+from mlflow_llm.serving.interface.bundle import Bundle
+from mlflow_llm.serving.interface.settings import EngineSettings
 from mlflow_llm.serving.metering import Keys, Store, Usage, UsageFilter
-from mlflow_llm.serving.settings import EngineSettings
 
 PIN = "483920"
 SECRET = "You are the bank's assistant. The PIN is "

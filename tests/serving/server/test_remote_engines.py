@@ -19,7 +19,7 @@ from remote_calls import LASTING, replicas, samples, streams
 from server_calls import BODY, LONG, ask, asking, health, idle, text_and_usage, until, well, worker_of
 from serving_process import Running, running
 
-from mlflow_llm.serving.bundle import Bundle
+from mlflow_llm.serving.interface.bundle import Bundle
 from mlflow_llm.serving.transport.auth import write_key
 
 

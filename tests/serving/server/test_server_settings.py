@@ -20,7 +20,7 @@ from server_calls import BODY, ask, asking, until
 from serving_process import Running, free_port, running
 
 from mlflow_llm.serving.control.settings import ServerSettings
-from mlflow_llm.serving.errors import InvalidField
+from mlflow_llm.serving.interface.errors import InvalidField
 
 WORKERS = 3
 PLACES = 90

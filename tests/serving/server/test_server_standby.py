@@ -20,9 +20,9 @@ from server_calls import asking, engine_pid, health, text_and_usage, until
 from server_processes import controllers
 from serving_process import Running, running
 
-from mlflow_llm.serving.bundle import Bundle
+from mlflow_llm.serving.interface.bundle import Bundle
+from mlflow_llm.serving.interface.settings import EngineSettings
 from mlflow_llm.serving.metering import Store, Usage, UsageFilter, UsageRow
-from mlflow_llm.serving.settings import EngineSettings
 
 STREAM = {
     "model": "assistant",

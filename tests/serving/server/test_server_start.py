@@ -14,7 +14,7 @@ import pytest
 from instant_model import write_instant_model
 from serving_process import Running, running
 
-from mlflow_llm.serving.bundle import Bundle
+from mlflow_llm.serving.interface.bundle import Bundle
 
 PROOF = 0  # the token that the proof of an engine has for a prompt
 LOOKS = 3.0  # seconds

@@ -22,8 +22,8 @@ from mlflow.exceptions import MlflowException
 from server_calls import BODY, until
 from serving_process import Running, free_port, running
 
-from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.cli import cli
+from mlflow_llm.serving.interface.bundle import Bundle
 
 LONG = BODY | {"stream": True, "max_tokens": 4000}
 JSON = {"Content-Type": "application/json"}

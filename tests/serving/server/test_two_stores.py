@@ -18,10 +18,10 @@ from instant_model import write_instant_model
 from server_calls import BODY, asking, until
 from serving_process import Running, running
 
+from mlflow_llm.serving.interface.settings import EngineSettings
 from mlflow_llm.serving.metering import Store, Usage, UsageFilter
-from mlflow_llm.serving.metering.tables import owners
-from mlflow_llm.serving.metering.usage import UsageRow
-from mlflow_llm.serving.settings import EngineSettings
+from mlflow_llm.serving.metering.store.tables import owners
+from mlflow_llm.serving.metering.usage.usage import UsageRow
 
 ENGINE = EngineSettings(idle_timeout=0.3)
 STREAM: dict[str, Any] = BODY | {"stream": True, "ignore_eos": True, "max_tokens": 4000}

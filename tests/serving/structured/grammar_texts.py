@@ -6,7 +6,7 @@ from typing import Any
 
 import llguidance
 
-from mlflow_llm.serving.constraint import Constraint, Grammar
+from mlflow_llm.serving.interface.constraint import Constraint, Grammar
 from mlflow_llm.serving.structured.grammar import grammar_of
 
 END = 256

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlflow_llm.serving.constraint import Constraint
-from mlflow_llm.serving.errors import InvalidField
+from mlflow_llm.serving.interface.constraint import Constraint
+from mlflow_llm.serving.interface.errors import InvalidField
 from mlflow_llm.serving.structured.grammar import grammar_of
 
 ATOMS = [

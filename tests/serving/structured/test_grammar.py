@@ -8,8 +8,8 @@ from typing import Any
 import grammar_texts as texts
 import pytest
 
-from mlflow_llm.serving.constraint import Constraint
-from mlflow_llm.serving.errors import InvalidField
+from mlflow_llm.serving.interface.constraint import Constraint
+from mlflow_llm.serving.interface.errors import InvalidField
 from mlflow_llm.serving.structured.grammar import grammar_of, schema_value
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import grammar_texts as texts
 import pytest
 
-from mlflow_llm.serving.errors import InvalidField
+from mlflow_llm.serving.interface.errors import InvalidField
 from mlflow_llm.serving.structured.document import DRAFTS
 
 SUITE = json.loads((Path(__file__).parent / "json_schema_test_suite.json").read_text())["drafts"]

@@ -14,7 +14,7 @@ import llguidance
 import numpy as np
 import pytest
 
-from mlflow_llm.serving.errors import InvalidField
+from mlflow_llm.serving.interface.errors import InvalidField
 from mlflow_llm.serving.structured.document import DRAFTS
 from mlflow_llm.serving.structured.keywords import SHAPES
 

@@ -17,7 +17,7 @@ import pydantic
 import pytest
 from pydantic import BaseModel, ConfigDict, Field, RootModel, TypeAdapter
 
-from mlflow_llm.serving.errors import InvalidField
+from mlflow_llm.serving.interface.errors import InvalidField
 
 
 class Colour(enum.Enum):

@@ -8,8 +8,8 @@ import random
 import grammar_texts as texts
 import pytest
 
-from mlflow_llm.serving.constraint import Constraint
-from mlflow_llm.serving.errors import InvalidField
+from mlflow_llm.serving.interface.constraint import Constraint
+from mlflow_llm.serving.interface.errors import InvalidField
 from mlflow_llm.serving.structured.grammar import quoted_grammar
 from mlflow_llm.serving.structured.lark_reading import _COMMON
 

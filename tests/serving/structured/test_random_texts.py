@@ -16,12 +16,12 @@ import pytest
 from random_schemas import random_schema
 from tokenizers import ByteLevelBPETokenizer
 
-from mlflow_llm.serving.constraint import Constraint, Grammar
-from mlflow_llm.serving.engine.grammar_tokenizer import GrammarTokenizer, make
-from mlflow_llm.serving.engine.grammars import compile_grammar
-from mlflow_llm.serving.engine.matching import Matching, unpacked
-from mlflow_llm.serving.errors import InvalidField
-from mlflow_llm.serving.request import Sampling
+from mlflow_llm.serving.engine.constraints.grammar_state import Matching, unpacked
+from mlflow_llm.serving.engine.constraints.grammar_tokenizer import GrammarTokenizer, make
+from mlflow_llm.serving.engine.constraints.grammars import compile_grammar
+from mlflow_llm.serving.interface.constraint import Constraint, Grammar
+from mlflow_llm.serving.interface.errors import InvalidField
+from mlflow_llm.serving.interface.request import Sampling
 from mlflow_llm.serving.structured.grammar import grammar_of
 
 MAX_TOKENS = 2_000

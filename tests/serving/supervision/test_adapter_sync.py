@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from mlflow_llm.serving.bundle import Bundle
-from mlflow_llm.serving.errors import Overloaded
-from mlflow_llm.serving.settings import EngineSettings
+from mlflow_llm.serving.interface.bundle import Bundle
+from mlflow_llm.serving.interface.errors import Overloaded
+from mlflow_llm.serving.interface.settings import EngineSettings
 from mlflow_llm.serving.supervision import adapter_sync
 from mlflow_llm.serving.supervision.adapter_sync import NOTHING, AdapterSync, WantedAdapter, WantedAdapters
 from mlflow_llm.serving.testing.instant_engine import InstantEngine

@@ -13,7 +13,7 @@ import pytest
 from processes import gone
 from transport_place import CORE, SETTINGS, eventually
 
-from mlflow_llm.serving.errors import EngineDied, NotFound, Unavailable
+from mlflow_llm.serving.interface.errors import EngineDied, NotFound, Unavailable
 from mlflow_llm.serving.supervision import backoff_launcher, replica
 from mlflow_llm.serving.supervision.backoff_launcher import BackoffLauncher
 from mlflow_llm.serving.supervision.supervisor import EngineSpec, Supervisor

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from transport_place import CORE, SETTINGS, completion, eventually, timeless
 
-from mlflow_llm.serving.errors import Conflict, NotFound, PackagingError
+from mlflow_llm.serving.interface.errors import Conflict, NotFound, PackagingError
 from mlflow_llm.serving.supervision.supervisor import EngineSpec, Supervisor
 from mlflow_llm.serving.testing.instant_engine import InstantEngine
 from mlflow_llm.serving.transport import attach

@@ -7,10 +7,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from mlflow_llm.serving.bundle import Bundle, EmbeddingSpec
-from mlflow_llm.serving.engine.interface import Capabilities, EngineInfo
-from mlflow_llm.serving.tasks.endpoint import EndpointView, Profile
-from mlflow_llm.serving.tasks.text import TextModel
+from mlflow_llm.serving.interface.bundle import Bundle, EmbeddingSpec
+from mlflow_llm.serving.interface.engine import Capabilities, EngineInfo
+from mlflow_llm.serving.tasks.prompt.endpoint import EndpointView, Profile
+from mlflow_llm.serving.tasks.prompt.text import TextModel
 
 CORPUS = [
     "the quick brown fox jumps over the lazy dog",

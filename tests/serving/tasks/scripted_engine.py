@@ -1,6 +1,6 @@
 """An engine that says what a test wrote down: real events, no weights."""
 
-from mlflow_llm.serving.events import Finished, Tokens
+from mlflow_llm.serving.interface.events import Finished, Tokens
 
 
 class ScriptedStream:

@@ -7,7 +7,7 @@ import multiprocessing
 
 import pytest
 
-from mlflow_llm.flavors.llm import session
+from mlflow_llm.flavors.llm.predict import session
 from mlflow_llm.serving.tasks.cache_salt import CacheSalts
 
 SALTS = CacheSalts(b"s" * 32)

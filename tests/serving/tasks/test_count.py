@@ -2,11 +2,11 @@
 
 import pytest
 
-from mlflow_llm.serving.bundle import EmbeddingSpec
-from mlflow_llm.serving.dialects.decode import decode
-from mlflow_llm.serving.dialects.tables import MLFLOW
-from mlflow_llm.serving.errors import ContextTooLong, InvalidField, RequestError
-from mlflow_llm.serving.request import RawChat, RawSampling
+from mlflow_llm.serving.dialects.fields.decode import decode
+from mlflow_llm.serving.dialects.fields.tables import MLFLOW
+from mlflow_llm.serving.interface.bundle import EmbeddingSpec
+from mlflow_llm.serving.interface.errors import ContextTooLong, InvalidField, RequestError
+from mlflow_llm.serving.interface.request import RawChat, RawSampling
 from mlflow_llm.serving.tasks import count
 from mlflow_llm.serving.tasks.prepare import prepare
 

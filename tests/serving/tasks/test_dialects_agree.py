@@ -12,10 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mlflow_llm.serving.dialects import DIALECTS, Head
-from mlflow_llm.serving.http.server import Server
-from mlflow_llm.serving.request import ValidRequest
-from mlflow_llm.serving.tasks.endpoint import EndpointView
+from mlflow_llm.serving.frontend.worker_state import Server
+from mlflow_llm.serving.interface.request import ValidRequest
 from mlflow_llm.serving.tasks.prepare import prepare
+from mlflow_llm.serving.tasks.prompt.endpoint import EndpointView
 
 TEXTS = st.text(st.characters(codec="utf-8"), min_size=1, max_size=12)
 # what every dialect can say, each in its own words

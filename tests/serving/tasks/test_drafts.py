@@ -8,11 +8,11 @@ import pytest
 from scripted_engine import ScriptedEngine
 
 from mlflow_llm.serving.dialects import DIALECTS
-from mlflow_llm.serving.errors import InvalidField
-from mlflow_llm.serving.events import DraftCounts, Finished, Tokens
-from mlflow_llm.serving.request import Draft, DraftTokens, RawBeams, RawCompletion, RawSampling
-from mlflow_llm.serving.tasks import generate
+from mlflow_llm.serving.interface.errors import InvalidField
+from mlflow_llm.serving.interface.events import DraftCounts, Finished, Tokens
+from mlflow_llm.serving.interface.request import Draft, DraftTokens, RawBeams, RawCompletion, RawSampling
 from mlflow_llm.serving.tasks.prepare import prepare
+from mlflow_llm.serving.tasks.reply import generate
 
 HI = [{"role": "user", "content": "hello world"}]
 

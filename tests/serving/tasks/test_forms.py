@@ -7,9 +7,9 @@ import pytest
 from tool_probes import ALLOWED, CUSTOM, FORM, NAMED, NAMED_CUSTOM, TOOL
 
 from mlflow_llm.serving.dialects import DIALECTS
-from mlflow_llm.serving.dialects.defaults import defaults_of
-from mlflow_llm.serving.errors import InvalidField
-from mlflow_llm.serving.request import ToolChoice, ToolUse
+from mlflow_llm.serving.dialects.fields.defaults import defaults_of
+from mlflow_llm.serving.interface.errors import InvalidField
+from mlflow_llm.serving.interface.request import ToolChoice, ToolUse
 from mlflow_llm.serving.structured.grammar import grammar_of
 from mlflow_llm.serving.tasks.chat import tool_use
 from mlflow_llm.serving.tasks.prepare import prepare

@@ -3,9 +3,9 @@
 import msgspec
 import pytest
 
-from mlflow_llm.serving.engine.interface import Capabilities
-from mlflow_llm.serving.errors import InvalidField
-from mlflow_llm.serving.request import RawBeams, RawCompletion, RawSampling
+from mlflow_llm.serving.interface.engine import Capabilities
+from mlflow_llm.serving.interface.errors import InvalidField
+from mlflow_llm.serving.interface.request import RawBeams, RawCompletion, RawSampling
 from mlflow_llm.serving.tasks.prepare import prepare
 
 

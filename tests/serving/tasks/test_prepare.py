@@ -6,12 +6,12 @@ import math
 import pytest
 
 from mlflow_llm.serving.dialects import DIALECTS, FIELDS
-from mlflow_llm.serving.dialects.defaults import defaults_of
-from mlflow_llm.serving.errors import ContextTooLong, InvalidField, NotFound, RequestError
-from mlflow_llm.serving.request import Message, TextPart, ToolCall
-from mlflow_llm.serving.tasks.conversation import check_turns, template_messages
+from mlflow_llm.serving.dialects.fields.defaults import defaults_of
+from mlflow_llm.serving.interface.errors import ContextTooLong, InvalidField, NotFound, RequestError
+from mlflow_llm.serving.interface.request import Message, TextPart, ToolCall
 from mlflow_llm.serving.tasks.prepare import NO_LIMITS, Limits, prepare
-from mlflow_llm.serving.tasks.rendering import TemplateReads
+from mlflow_llm.serving.tasks.prompt.conversation import check_turns, template_messages
+from mlflow_llm.serving.tasks.prompt.rendering import TemplateReads
 
 HI = [{"role": "user", "content": "hello world"}]
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from mlflow_llm.serving.dialects import DIALECTS
-from mlflow_llm.serving.dialects.text_readers import VARIABLES_MOST, template_variables
-from mlflow_llm.serving.errors import InvalidField
+from mlflow_llm.serving.dialects.fields.text_readers import VARIABLES_MOST, template_variables
+from mlflow_llm.serving.interface.errors import InvalidField
 from mlflow_llm.serving.tasks.prepare import prepare
 from mlflow_llm.serving.tasks.reply_size import fixed_size
 

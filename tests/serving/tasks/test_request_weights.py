@@ -6,9 +6,16 @@ import struct
 import msgspec
 import pytest
 
-from mlflow_llm.serving.engine.interface import Capabilities
-from mlflow_llm.serving.errors import InvalidField
-from mlflow_llm.serving.request import LoraTask, PromptTable, RawChat, RawCompletion, RawEmbedding, RawSampling
+from mlflow_llm.serving.interface.engine import Capabilities
+from mlflow_llm.serving.interface.errors import InvalidField
+from mlflow_llm.serving.interface.request import (
+    LoraTask,
+    PromptTable,
+    RawChat,
+    RawCompletion,
+    RawEmbedding,
+    RawSampling,
+)
 from mlflow_llm.serving.tasks.prepare import Limits, prepare
 
 FLOATS = struct.pack("<8f", *range(8))

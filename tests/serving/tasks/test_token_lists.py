@@ -5,8 +5,8 @@ import pytest
 from msgspec.structs import replace
 
 from mlflow_llm.serving.dialects import DIALECTS
-from mlflow_llm.serving.errors import InvalidField
-from mlflow_llm.serving.request import RawCompletion, RawSampling
+from mlflow_llm.serving.interface.errors import InvalidField
+from mlflow_llm.serving.interface.request import RawCompletion, RawSampling
 from mlflow_llm.serving.tasks.prepare import prepare
 from mlflow_llm.serving.tasks.token_lists import spellings
 

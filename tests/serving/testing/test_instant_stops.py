@@ -7,9 +7,9 @@ from pathlib import Path
 from msgspec.structs import replace
 from tiny_models import request_of
 
-from mlflow_llm.serving.events import Finished, Tokens
-from mlflow_llm.serving.request import ValidRequest
-from mlflow_llm.serving.settings import EngineSettings
+from mlflow_llm.serving.interface.events import Finished, Tokens
+from mlflow_llm.serving.interface.request import ValidRequest
+from mlflow_llm.serving.interface.settings import EngineSettings
 from mlflow_llm.serving.testing.instant_core import InstantCore, write_model
 
 

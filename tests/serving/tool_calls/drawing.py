@@ -10,7 +10,7 @@ from llguidance import LLMatcher, LLParserLimits
 from reading_aloud import Read
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from mlflow_llm.serving.engine.grammar_tokenizer import make
+from mlflow_llm.serving.engine.constraints.grammar_tokenizer import make
 from mlflow_llm.serving.tool_calls.formats import FORMATS
 from mlflow_llm.serving.tool_calls.parser import make_parser, special_stand_ins
 

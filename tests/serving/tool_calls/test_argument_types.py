@@ -2,7 +2,7 @@
 
 import pytest
 
-from mlflow_llm.serving.request import Tool
+from mlflow_llm.serving.interface.request import Tool
 from mlflow_llm.serving.tool_calls.argument_types import argument_types
 
 DEFS = {"Unit": {"enum": ["c", "f"]}, "Loop": {"$ref": "#/$defs/Loop"}}

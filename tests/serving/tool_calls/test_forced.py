@@ -7,14 +7,14 @@ import pytest
 from drawing import vocabulary
 from msgspec.structs import replace
 
-from mlflow_llm.serving.constraint import Constraint
-from mlflow_llm.serving.errors import InvalidField
-from mlflow_llm.serving.request import Tool, ToolCall, ToolChoice, ToolUse
+from mlflow_llm.serving.interface.constraint import Constraint
+from mlflow_llm.serving.interface.errors import InvalidField
+from mlflow_llm.serving.interface.request import Tool, ToolCall, ToolChoice, ToolUse
 from mlflow_llm.serving.structured.grammar import grammar_of
 from mlflow_llm.serving.tool_calls.argument_types import argument_types
-from mlflow_llm.serving.tool_calls.forced import MAX_CALLS, call_grammar
+from mlflow_llm.serving.tool_calls.call_grammar import MAX_CALLS, call_grammar
+from mlflow_llm.serving.tool_calls.call_writer import written_calls
 from mlflow_llm.serving.tool_calls.formats import FORMATS, REASONING
-from mlflow_llm.serving.tool_calls.written import written_calls
 
 WEATHER = Tool(
     name="get_weather",

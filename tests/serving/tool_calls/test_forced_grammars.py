@@ -6,13 +6,13 @@ import lark
 import pytest
 from drawing import vocabulary
 
-from mlflow_llm.serving.constraint import Constraint
-from mlflow_llm.serving.errors import InvalidField
-from mlflow_llm.serving.request import Tool, ToolCall, ToolChoice, ToolUse
+from mlflow_llm.serving.interface.constraint import Constraint
+from mlflow_llm.serving.interface.errors import InvalidField
+from mlflow_llm.serving.interface.request import Tool, ToolCall, ToolChoice, ToolUse
 from mlflow_llm.serving.tool_calls.argument_types import argument_types
-from mlflow_llm.serving.tool_calls.forced import call_grammar
+from mlflow_llm.serving.tool_calls.call_grammar import call_grammar
+from mlflow_llm.serving.tool_calls.call_writer import written_calls
 from mlflow_llm.serving.tool_calls.formats import FORMATS
-from mlflow_llm.serving.tool_calls.written import written_calls
 
 REQUIRED = ToolChoice(mode="required")
 FIELD = "tools[0].custom.format.grammar.definition"

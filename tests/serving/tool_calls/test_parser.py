@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reading_aloud import read, split
 
-from mlflow_llm.serving.request import ToolUse
+from mlflow_llm.serving.interface.request import ToolUse
 from mlflow_llm.serving.tool_calls.formats import FORMATS, REASONING
 from mlflow_llm.serving.tool_calls.parser import call_id, make_parser, special_stand_ins
 from mlflow_llm.serving.tool_calls.parts import CallArguments, CallBegin, Text

@@ -9,7 +9,7 @@ from canitoolcall.fixtures import load_families, load_fixtures
 from canitoolcall.results import Observation, ParsedToolCall, ParseResult, Status
 from reading_aloud import read, split
 
-from mlflow_llm.serving.request import Tool, ToolUse
+from mlflow_llm.serving.interface.request import Tool, ToolUse
 from mlflow_llm.serving.tool_calls.argument_types import argument_types
 from mlflow_llm.serving.tool_calls.formats import FORMATS, REASONING, ToolFormat
 from mlflow_llm.serving.tool_calls.parser import special_stand_ins

@@ -9,7 +9,7 @@ import pytest
 
 from mlflow_llm.serving.http.gunicorn.connection_limits import ConnectionLimits, address_of
 from mlflow_llm.serving.http.gunicorn.slowloris import TimedConnection
-from mlflow_llm.serving.http.keep_alive import RequestBody, address_in
+from mlflow_llm.serving.http.wire.keep_alive import RequestBody, address_in
 
 
 class Limited:

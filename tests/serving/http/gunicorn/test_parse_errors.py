@@ -11,9 +11,9 @@ from gunicorn.config import Config
 from gunicorn.http import RequestParser
 from gunicorn.http.errors import ParseException
 
-from mlflow_llm.serving.http.bodies import TooSlow
 from mlflow_llm.serving.http.gunicorn import parse_errors
 from mlflow_llm.serving.http.gunicorn.slowloris import TimedConnection
+from mlflow_llm.serving.http.wire.bodies import TooSlow
 
 
 @pytest.fixture

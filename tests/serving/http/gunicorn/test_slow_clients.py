@@ -19,11 +19,11 @@ from raw_requests import CHAT, GOOD, NEXT, post, sized
 from server_calls import health, until
 from serving_process import Running, running
 
+from mlflow_llm.serving.frontend.worker_state import Server
 from mlflow_llm.serving.http.app import create_app
 from mlflow_llm.serving.http.gunicorn import slowloris
 from mlflow_llm.serving.http.gunicorn.parse_errors import NotedRequest
 from mlflow_llm.serving.http.gunicorn.worker import DrainingWorker, JsonLogger
-from mlflow_llm.serving.http.server import Server
 
 IO_TIMEOUT = 8.0
 PAUSE = 3.0

@@ -10,8 +10,8 @@ import pytest
 from certificates import Authority
 
 from mlflow_llm.serving.control.settings import ServerSettings
-from mlflow_llm.serving.errors import InvalidField, PackagingError
 from mlflow_llm.serving.http.gunicorn.tls import Tls, gateway_tls, make_context, probe_tls
+from mlflow_llm.serving.interface.errors import InvalidField, PackagingError
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 from transport_place import completion
 
-from mlflow_llm.serving.engine.interface import Capabilities, EngineInfo, Health
-from mlflow_llm.serving.events import Tokens
+from mlflow_llm.serving.interface.engine import Capabilities, EngineInfo, Health
+from mlflow_llm.serving.interface.events import Tokens
 from mlflow_llm.serving.transport import protocol as m
 from mlflow_llm.serving.transport.client.protocol_state import ClientState
 

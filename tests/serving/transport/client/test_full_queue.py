@@ -7,8 +7,8 @@ import pytest
 from long_requests import long, submit_paused
 from transport_place import SETTINGS, by_sequence, completion
 
-from mlflow_llm.serving.engine.interface import EngineInfo, Health
-from mlflow_llm.serving.events import Failed
+from mlflow_llm.serving.interface.engine import EngineInfo, Health
+from mlflow_llm.serving.interface.events import Failed
 from mlflow_llm.serving.testing.instant_engine import InstantEngine
 from mlflow_llm.serving.transport import protocol as m
 from mlflow_llm.serving.transport.client.protocol_state import ClientState

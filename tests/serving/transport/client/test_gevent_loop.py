@@ -11,8 +11,8 @@ import pytest
 import zmq
 from transport_place import completion
 
-from mlflow_llm.serving.engine.interface import EngineInfo, Health
-from mlflow_llm.serving.events import Event, Failed, Tokens
+from mlflow_llm.serving.interface.engine import EngineInfo, Health
+from mlflow_llm.serving.interface.events import Event, Failed, Tokens
 from mlflow_llm.serving.transport import protocol as m
 from mlflow_llm.serving.transport.client import io_loop
 from mlflow_llm.serving.transport.client.gevent_client import GeventPoller

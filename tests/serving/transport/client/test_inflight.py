@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from transport_place import completion
 
-from mlflow_llm.serving.events import (
+from mlflow_llm.serving.interface.events import (
     DraftCounts,
     Embedded,
     Event,
@@ -17,7 +17,7 @@ from mlflow_llm.serving.events import (
     TokenLogprob,
     Tokens,
 )
-from mlflow_llm.serving.request import Beams, ValidRequest
+from mlflow_llm.serving.interface.request import Beams, ValidRequest
 from mlflow_llm.serving.transport.client.inflight import MOVES, InflightRequest
 
 MAX_TOKENS = 1000

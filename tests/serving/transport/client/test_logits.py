@@ -13,8 +13,8 @@ import pytest
 from processes import gone
 from transport_place import by_sequence, completion, eventually
 
-from mlflow_llm.serving.events import Event, Finished, Logits, PromptScored, TokenLogprob, Tokens
-from mlflow_llm.serving.request import Beams, Sequence, ValidRequest
+from mlflow_llm.serving.interface.events import Event, Finished, Logits, PromptScored, TokenLogprob, Tokens
+from mlflow_llm.serving.interface.request import Beams, Sequence, ValidRequest
 from mlflow_llm.serving.testing.instant_engine import InstantEngine
 from mlflow_llm.serving.transport.client.event_stream import HIGH_BYTES, LOW_BYTES, EventBuffer, event_buffer
 from mlflow_llm.serving.transport.client.inflight import InflightRequest

@@ -14,8 +14,8 @@ import msgspec
 import pytest
 from transport_place import SETTINGS, by_sequence, completion, eventually
 
-from mlflow_llm.serving.errors import EngineDied, PackagingError, Unavailable
-from mlflow_llm.serving.file_locks import is_held, try_acquire
+from mlflow_llm.serving.interface.errors import EngineDied, PackagingError, Unavailable
+from mlflow_llm.serving.system.file_locks import is_held, try_acquire
 from mlflow_llm.serving.testing.instant_engine import InstantEngine
 from mlflow_llm.serving.transport import attach
 from mlflow_llm.serving.transport.client import reconnect

@@ -6,9 +6,9 @@ import msgspec
 import pytest
 from transport_place import by_sequence, completion
 
-from mlflow_llm.serving.engine.interface import EngineInfo, Health
-from mlflow_llm.serving.errors import Unavailable
-from mlflow_llm.serving.events import Failed, Finished
+from mlflow_llm.serving.interface.engine import EngineInfo, Health
+from mlflow_llm.serving.interface.errors import Unavailable
+from mlflow_llm.serving.interface.events import Failed, Finished
 from mlflow_llm.serving.testing.instant_engine import InstantEngine
 from mlflow_llm.serving.transport import protocol as m
 from mlflow_llm.serving.transport.client.protocol_state import MAX_RESTARTS, SUSPECT_RESTARTS, ClientState

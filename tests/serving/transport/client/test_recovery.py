@@ -13,7 +13,7 @@ import pytest
 from processes import gone
 from transport_place import HASTY, SETTINGS, by_sequence, completion, eventually
 
-from mlflow_llm.serving.events import Failed, Finished
+from mlflow_llm.serving.interface.events import Failed, Finished
 from mlflow_llm.serving.testing.instant_engine import InstantEngine
 from mlflow_llm.serving.transport.client.protocol_state import MAX_RESTARTS
 

@@ -12,7 +12,7 @@ from long_requests import LENGTH, long, submit_paused
 from processes import gone
 from transport_place import HASTY, by_sequence, completion, eventually
 
-from mlflow_llm.serving.events import Finished
+from mlflow_llm.serving.interface.events import Finished
 from mlflow_llm.serving.testing.instant_engine import InstantEngine
 from mlflow_llm.serving.transport.client.event_stream import HIGH, LOW
 

@@ -17,9 +17,9 @@ import pytest
 from processes import gone
 from transport_place import SETTINGS, by_sequence, completion, eventually, timeless
 
-from mlflow_llm.serving.errors import EngineDied, PackagingError, Unavailable
-from mlflow_llm.serving.events import Failed, Finished
-from mlflow_llm.serving.settings import EngineSettings
+from mlflow_llm.serving.interface.errors import EngineDied, PackagingError, Unavailable
+from mlflow_llm.serving.interface.events import Failed, Finished
+from mlflow_llm.serving.interface.settings import EngineSettings
 from mlflow_llm.serving.testing.instant_engine import InstantEngine
 from mlflow_llm.serving.transport.discovery.launcher import Launcher, engine_key
 from mlflow_llm.serving.transport.discovery.state_directory import StateDirectory

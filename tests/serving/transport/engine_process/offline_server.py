@@ -9,8 +9,8 @@ from typing import Any
 
 import zmq
 
-from mlflow_llm.serving.bundle import Bundle
-from mlflow_llm.serving.settings import EngineSettings
+from mlflow_llm.serving.interface.bundle import Bundle
+from mlflow_llm.serving.interface.settings import EngineSettings
 from mlflow_llm.serving.testing.instant_core import InstantCore, InstantModel, write_model
 from mlflow_llm.serving.transport import protocol as m
 from mlflow_llm.serving.transport.engine_process.server import LOCAL, EngineServer

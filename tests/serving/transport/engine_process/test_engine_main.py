@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from mlflow_llm.serving.processors import processors
-from mlflow_llm.serving.settings import EngineSettings
+from mlflow_llm.serving.interface.settings import EngineSettings
+from mlflow_llm.serving.system.cpus import processors
 from mlflow_llm.serving.transport.engine_process.main import _set_threads
 
 

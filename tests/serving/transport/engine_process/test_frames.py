@@ -10,7 +10,7 @@ import zmq
 from offline_server import ONE, offline_server
 from transport_place import completion
 
-from mlflow_llm.serving.events import Finished, Logits
+from mlflow_llm.serving.interface.events import Finished, Logits
 from mlflow_llm.serving.transport import protocol as m
 from mlflow_llm.serving.transport.engine_process import server as module
 from mlflow_llm.serving.transport.engine_process.server import LOCAL

@@ -17,8 +17,8 @@ import zmq
 from serving_process import free_port
 from transport_place import SETTINGS, completion, eventually, timeless
 
-from mlflow_llm.serving.errors import PackagingError, Unavailable
-from mlflow_llm.serving.events import Finished
+from mlflow_llm.serving.interface.errors import PackagingError, Unavailable
+from mlflow_llm.serving.interface.events import Finished
 from mlflow_llm.serving.testing.instant_core import InstantCore
 from mlflow_llm.serving.testing.instant_engine import InstantEngine
 from mlflow_llm.serving.transport import attach, protocol

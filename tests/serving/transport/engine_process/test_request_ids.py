@@ -10,8 +10,8 @@ import pytest
 from offline_server import ONE, TWO, Server, offline_server
 from transport_place import completion
 
-from mlflow_llm.serving.events import Failed, Finished, Tokens
-from mlflow_llm.serving.journal import journals
+from mlflow_llm.serving.interface.events import Failed, Finished, Tokens
+from mlflow_llm.serving.system.journal import journals
 from mlflow_llm.serving.transport import protocol as m
 from mlflow_llm.serving.transport.client.event_stream import EventBuffer
 from mlflow_llm.serving.transport.client.protocol_state import ClientState

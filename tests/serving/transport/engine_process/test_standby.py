@@ -13,9 +13,9 @@ import pytest
 from processes import alive_after, gone
 from transport_place import SETTINGS, Place, by_sequence, completion, eventually
 
-from mlflow_llm.serving.bundle import Bundle
-from mlflow_llm.serving.errors import InvalidField
-from mlflow_llm.serving.settings import EngineSettings
+from mlflow_llm.serving.interface.bundle import Bundle
+from mlflow_llm.serving.interface.errors import InvalidField
+from mlflow_llm.serving.interface.settings import EngineSettings
 from mlflow_llm.serving.transport import attach
 
 STANDBY = msgspec.structs.replace(SETTINGS, standby=1)

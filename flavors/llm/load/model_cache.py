@@ -1,0 +1,93 @@
+"""The user's cache of logged models, in which ``serve -m`` and ``chat -m`` log a model that is not logged yet."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import stat
+import sys
+import tempfile
+from pathlib import Path
+
+from .... import __version__
+from ....serving.interface.errors import PackagingError
+from ....serving.system.files import CACHE_VARIABLE, cache_dir
+from ..model.fetch import local_root
+from ..model.hub import fetch_snapshot
+from ..model.unlogged_source import source_of
+
+CACHE_PART = "models"
+
+
+def logged_root(uri: str) -> Path:
+    """Return the local root of the model at ``uri``; a model that is not logged yet is logged into the cache.
+
+    Raises ``PackagingError``, ``ModelNotFound``.
+    """
+    return logged(uri) or local_root(uri)
+
+
+def logged(uri: str) -> Path | None:
+    """Return the cached root of a model that is not logged yet, logging it if needed; None for any other ``uri``.
+
+    A copy is keyed by the names, sizes and times of the source's files and by this package's version. Its weights are
+    hard links to the source's if the file system allows. Keys can be guessed, so the cache must be in a place where no
+    other user could have put a model. Raises ``PackagingError``.
+    """
+    source = source_of(uri)
+    if source is None:
+        return None
+    if isinstance(source, str):
+        source = fetch_snapshot(source, None)
+    target = cache_dir(CACHE_PART) / f"{_readable(uri)}-{_fingerprint(source)}"
+    _check_owner(target.parent)
+    if not target.is_dir():
+        _save(source, target, uri)
+    _check_owner(target)
+    return target
+
+
+def _check_owner(path: Path) -> None:
+    """Raise ``PackagingError`` if ``path`` exists and a user other than root or this one could have written it."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        found = path.lstat()
+        private = stat.S_ISDIR(found.st_mode) and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        if found.st_uid not in (0, os.geteuid()) or not private:
+            raise PackagingError(
+                f"{path}: models are not taken from a directory that other users could have written;"
+                f" remove it, or set {CACHE_VARIABLE} to one of your own"
+            )
+
+
+def _save(source: Path, target: Path, uri: str) -> None:
+    """Save atomically: written whole or not at all. If several processes save at once, the first copy stays."""
+    from ..save.save_model import save_model
+
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".unfinished-") as scratch:
+            print(f"logging {uri} into {target}", file=sys.stderr, flush=True)
+            save_model(Path(scratch) / "model", model=source, link_files=True)
+            (Path(scratch) / "model").chmod(0o700)
+            with contextlib.suppress(OSError):
+                (Path(scratch) / "model").rename(target)
+        if not target.is_dir():
+            raise PackagingError(f"{target} was not written")
+    except OSError as error:
+        raise PackagingError(f"{uri} cannot be logged into {target.parent}: {error.strerror or error}") from None
+
+
+def _readable(uri: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(uri).name or "model").strip(".-")[:40] or "model"
+
+
+def _fingerprint(source: Path) -> str:
+    source = source.resolve()
+    files = sorted(path for path in source.rglob("*") if path.is_file()) if source.is_dir() else [source]
+    digest = hashlib.sha256(f"{__version__}\n{source}\n".encode())
+    for path in files:
+        found = path.stat()
+        digest.update(f"{path.relative_to(source.parent)}\n{found.st_size}\n{found.st_mtime_ns}\n".encode())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,142 @@
+"""Chat templates: collected when a model is logged, and rendered once to prove that they work.
+
+The template ``default`` is used for chat requests; others (``tool_use``, ``rag``, a caller's own) are stored beside it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from ....serving.interface.errors import PackagingError, shown
+from .manifest import DEFAULT_TEMPLATE
+
+DEFAULT = "default"
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
+SYSTEM = {"role": "system", "content": "Answer in one word."}
+TURNS = [
+    {"role": "user", "content": "What colour is grass?"},
+    {"role": "assistant", "content": "Green."},
+    {"role": "user", "content": "And the clear sky?"},
+]
+TOOL = {
+    "type": "function",
+    "function": {"name": "look", "description": "Look up.", "parameters": {"type": "object", "properties": {}}},
+}
+
+Templates = str | os.PathLike[str] | dict[str, Any] | list[dict[str, str]] | None
+
+
+def collect(given: Templates, tokenizer: Any) -> dict[str, str]:
+    """Return template texts by name: those ``given``, else the tokenizer's own; empty if there are none.
+
+    Raises ``PackagingError``.
+    """
+    chosen = given if given is not None else getattr(tokenizer, "chat_template", None)
+    if chosen is None:
+        return {}
+    if isinstance(chosen, list):  # the form in tokenizer_config.json
+        chosen = dict(map(_entry, chosen))
+    if not isinstance(chosen, dict):
+        return {DEFAULT: _text(chosen)}
+    for name in chosen:
+        _check_name(name)
+    templates = {name: _text(template) for name, template in chosen.items()}
+    if DEFAULT not in templates and len(templates) == 1:
+        templates = {DEFAULT: next(iter(templates.values()))}
+    if DEFAULT not in templates:
+        raise PackagingError(f'chat_template: none of {", ".join(sorted(templates))} is named "{DEFAULT}"')
+    return templates
+
+
+def check(templates: dict[str, str], tokenizer: Any, *, parts: bool = False) -> None:
+    """Render each template as serving does (``tasks.rendering``). Raises ``PackagingError`` with the reason.
+
+    With ``parts``, the content of messages is a list of parts, as for models that read pictures.
+
+    The rendered text must contain the user's message. The default template is rendered with a system message or, if it
+    refuses that, without one. Any other template has to succeed for one of these: such a conversation, one with tools,
+    or one with documents.
+    """
+    for name, template in templates.items():
+        attempts: list[tuple[list[dict[str, str]], dict[str, Any]]] = [([SYSTEM, *TURNS], {}), (TURNS, {})]
+        if name != DEFAULT:
+            attempts += [(TURNS, {"tools": [TOOL]}), (TURNS, {"documents": [{"title": "Sky", "text": "It is blue."}]})]
+        _check_one(name, template, tokenizer, attempts, parts=parts)
+
+
+def write(templates: dict[str, str], root: Path) -> None:
+    """Write the templates under the model root."""
+    for name, template in templates.items():
+        file = root / DEFAULT_TEMPLATE if name == DEFAULT else root / "chat_templates" / f"{name}.jinja"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(template.encode())
+
+
+def stored(root: Path) -> dict[str, str]:
+    """Return the absolute paths of the templates under a model root, by name."""
+    found = {DEFAULT: str(root / DEFAULT_TEMPLATE)} if (root / DEFAULT_TEMPLATE).is_file() else {}
+    return found | {file.stem: str(file) for file in sorted((root / "chat_templates").glob("*.jinja"))}
+
+
+def _check_one(
+    name: str, template: str, tokenizer: Any, attempts: list[tuple[list[dict[str, str]], Any]], *, parts: bool
+) -> None:
+    from ....serving.sandbox import Ended, Exceeded, NoProcess, Refused
+    from ....serving.tasks.prompt.rendering import Renderer, check_length
+
+    check_length(name, template)
+    renderer, reasons = Renderer(tokenizer, parts=parts), []
+    for messages, options in attempts:
+        try:
+            text = renderer.text(messages, template, options)
+        except (Exceeded, Ended, NoProcess) as error:
+            raise PackagingError(f"chat_template {name!r}: it was stopped: it took {error}") from None
+        except Refused as error:
+            if error.line is not None:
+                raise PackagingError(f"chat_template {name!r}: line {error.line}: {error.reason}") from None
+            reasons.append(f"{error.kind}: {error.reason[:160]}")
+            continue
+        except Exception as error:  # a tokenizer's own code may raise anything
+            reasons.append(f"{type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}")
+            continue
+        if messages[-1]["content"] in text:
+            return
+        reasons.append("the user's message is not in the text")
+    raise PackagingError(f"chat_template {name!r} does not render a conversation: {reasons[-1]}")
+
+
+def _entry(given: Any) -> tuple[str, Any]:
+    """Return the name and template of a list entry. Raises ``PackagingError``."""
+    if not isinstance(given, dict) or given.keys() != {"name", "template"}:
+        allowed = 'expected a list of {"name": …, "template": …}'
+        raise PackagingError(f"chat_template: the entry {shown(given)} is not allowed; {allowed}")
+    _check_name(given["name"])
+    return given["name"], given["template"]
+
+
+def _check_name(name: Any) -> None:
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise PackagingError(f"chat_template: the name {shown(name)} is not allowed; expected letters, digits, _.-")
+
+
+def _text(template: Any) -> str:
+    """Return a template's text; a path (a path object, or a string that names an existing file) is read."""
+    if isinstance(template, os.PathLike):
+        return _read(Path(template))
+    if not isinstance(template, str) or not template.strip():
+        raise PackagingError(f"chat_template: {shown(template)} is not allowed; expected a template or its path")
+    if "\n" not in template and "{" not in template:
+        if Path(template).is_file() or template.endswith((".jinja", ".jinja2", ".j2")):
+            return _read(Path(template))
+        raise PackagingError(f"chat_template: {shown(template)} is neither a file nor a template")
+    return template
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_bytes().decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise PackagingError(f"chat_template: {path.name} cannot be read: {type(error).__name__}") from None

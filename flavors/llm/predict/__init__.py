@@ -1,0 +1,1 @@
+"""A loaded model: ``predict``, the object API, and MLflow's scoring server."""

@@ -1,0 +1,249 @@
+"""The model that ``mlflow.pyfunc.load_model`` returns: ``predict`` and ``predict_stream`` over one engine."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from ....serving.dialects.errors import openai_error
+from ....serving.dialects.fields.fields import unknown_field
+from ....serving.interface.bundle import Bundle
+from ....serving.interface.errors import (
+    InternalError,
+    InvalidField,
+    PackagingError,
+    RequestError,
+    ServingError,
+    ShuttingDown,
+)
+from ....serving.interface.readers import one_of
+from ....serving.interface.reply import Reply
+from ....serving.interface.request import ValidRequest
+from ....serving.interface.settings import EngineSettings
+from ....serving.tasks.prompt.endpoint import Profile
+from ....serving.tasks.reply_size import MAX_REPLY_BYTES
+from .. import errors
+from ..model.request_fields import request_fields
+from ..model.signature import ON_ERROR
+from . import scoring_server, signature_enforcement
+from .language_model import LanguageModel
+from .predict_input import Row, plain, requests_of
+from .session import Session
+from .signature_enforcement import Given
+
+logger = logging.getLogger(__name__)
+
+CONTENT = ("messages", "prompt", "input", "query", "documents", "text_1", "text_2")  # each row has its own
+PROGRESS_FROM = 9  # rows
+PROGRESS = "MLFLOW_LLM_PROGRESS"
+
+
+class PyfuncModel:
+    """A loaded model as MLflow calls it. Thread-safe: the scoring server's threads and workers share an engine's batch.
+
+    The engine starts at the first request; under ``mlflow models serve`` it starts at load, so that the server is ready
+    when it says so. It ends with the last object that uses it. Copies, including pickled ones, are separate clients.
+    """
+
+    def __init__(self, bundle: Bundle, settings: EngineSettings, defaults: Mapping[str, Any] | None = None) -> None:
+        is_server = scoring_server.is_scoring_server()
+        profile = Profile(max_reply_bytes=MAX_REPLY_BYTES) if is_server else None  # no limit in a notebook's process
+        self.session = Session(bundle, settings, defaults, profile)
+        if is_server:
+            scoring_server.admit(settings.max_num_seqs)
+            with _mlflow_errors():
+                self.session.connect()
+
+    def predict(self, model_input: Any, params: dict[str, Any] | None = None) -> Any:
+        """Answer one request or many.
+
+        Args:
+            model_input: a request in OpenAI's form (``messages``, ``prompt`` or ``input``) or a text; a list of these;
+                or a DataFrame with one request per row (``predict_input``).
+            params: request fields for all rows, used if a row leaves a field out; and ``on_error``, which says what
+                happens if a request is refused or fails. "raise" (the default) ends the call; "null" returns None in
+                its place; "return" returns ``{"error": {"message", "type", "param", "code"}}`` in its place. With the
+                last two, the other requests are answered.
+
+        Returns:
+            One reply object for one request or text; for a list or a DataFrame (even of one row), a list in order.
+            With many rows, a progress bar is shown on a terminal or in a notebook; ``MLFLOW_LLM_PROGRESS=0`` hides it.
+
+        Raises:
+            MlflowException: with the status that an HTTP caller gets; for many rows, the first wrong one is named.
+                Input without requests, wrong ``params``, and a model that was closed or cannot be loaded always raise.
+        """
+        with _mlflow_errors():
+            bodies, single = self._requests(model_input)
+            on_error = _check_params(params)
+            rows = [_with_params(body, params) for body in bodies]
+            if on_error != "raise":
+                found = self._predict_each(rows, on_error)
+                return found[0] if single else found
+            if single:
+                request = self._valid(rows[0])
+                return self.session.encode(request, self.session.reply(request))
+            return self._predict_rows(rows)
+
+    def _predict_each(self, rows: list[Row], on_error: str) -> list[dict[str, Any] | None]:
+        """Return a reply, an error or None for each row, independently of the others."""
+        if rows:
+            self.session.connect()
+        asked = [self._valid_or_error(body) for body in rows]
+        requests = [request for request in asked if isinstance(request, ValidRequest)]
+        outcomes = iter(self.session.outcomes(requests, _progress if _shows_progress(len(rows)) else None))
+        answers: list[dict[str, Any] | None] = []
+        failed: list[str] = []
+        for row, request in enumerate(asked):
+            outcome = next(outcomes) if isinstance(request, ValidRequest) else request
+            if isinstance(outcome, ShuttingDown):
+                raise outcome
+            if isinstance(request, ValidRequest) and isinstance(outcome, Reply):
+                answers.append(self.session.encode(request, outcome))
+            else:
+                assert isinstance(outcome, ServingError)
+                failed.append(f"row {row}: {outcome.logged}")
+                answers.append(openai_error(outcome) if on_error == "return" else None)
+        if failed:
+            logger.warning("predict: %d of %d requests failed; %s", len(failed), len(rows), failed[0])
+        return answers
+
+    def _valid(self, row: Row) -> ValidRequest:
+        return self.session.valid(_unstreamed(_body(row)))
+
+    def _valid_or_error(self, row: Row) -> ValidRequest | RequestError:
+        try:
+            return self._valid(row)
+        except RequestError as error:
+            return error
+
+    def _predict_rows(self, rows: list[Row]) -> list[dict[str, Any]]:
+        requests = []
+        for row, body in enumerate(rows):
+            try:
+                requests.append(self._valid(body))
+            except RequestError as error:
+                raise _in_row(error, row) from None
+        try:
+            replies = self.session.replies(requests, _progress if _shows_progress(len(rows)) else None)
+        except ServingError as error:
+            raise _in_row(error, getattr(error, "failed_at", 0)) from None
+        return [self.session.encode(request, reply) for request, reply in zip(requests, replies, strict=True)]
+
+    def predict_stream(self, model_input: Any, params: dict[str, Any] | None = None) -> Iterator[dict[str, Any]]:
+        """Stream one reply as chunk objects in OpenAI's form.
+
+        Args:
+            model_input: one request, in any form that ``predict`` takes.
+            params: request fields, used if the request leaves one out.
+
+        Returns:
+            An iterator over chunks; the last one with choices carries ``usage``. Closing it aborts the request.
+
+        Raises:
+            MlflowException: as ``predict``, when the iteration reaches the error.
+        """
+        with _mlflow_errors():
+            bodies, _ = self._requests(model_input)
+            if _check_params(params) != "raise":
+                raise RequestError("params.on_error: it is for predict; a stream raises its error where it occurs")
+            if len(bodies) != 1:
+                raise RequestError(f"body: {len(bodies)} requests cannot be streamed; expected one")
+            request = self.session.valid(_body(_with_params(bodies[0], params)), stream=True)
+            yield from self.session.chunks(request)
+
+    def _requests(self, model_input: Any) -> tuple[list[Row], bool]:
+        given = model_input.data if isinstance(model_input, Given) else model_input
+        return requests_of(given, self.session.bundle.tasks[0])
+
+    def get_raw_model(self) -> LanguageModel:
+        """Return the object API over the same model, for ``PyFuncModel.get_raw_model``."""
+        return LanguageModel.over(self.session)
+
+    def close(self) -> None:
+        """Release the engine; its process ends when it has no other client. Closing twice is harmless."""
+        self.session.close()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Unpickle in a process that may have loaded no model yet."""
+        signature_enforcement.install()
+        self.__dict__.update(state)
+
+    def __enter__(self) -> PyfuncModel:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _check_params(params: Any) -> str:
+    """Check ``params`` and return its ``on_error``. Raises ``InvalidField``."""
+    if params is not None and not isinstance(params, dict):
+        raise InvalidField("params", params, "an object of request fields")
+    known = [name for name in (*request_fields(), ON_ERROR) if name not in CONTENT]
+    for name, value in (params or {}).items():
+        if name not in known:
+            raise unknown_field(name, value, known, "params.")
+    on_error = (params or {}).get(ON_ERROR)
+    return "raise" if on_error is None else str(one_of("raise", "null", "return")(on_error, f"params.{ON_ERROR}"))
+
+
+def _with_params(row: Row, params: dict[str, Any] | None) -> Row:
+    """Return ``row`` with those fields of ``params`` that it leaves out or gives as null, in JSON's types."""
+    if isinstance(row, InvalidField):
+        return row
+    fields = {name: plain(value) for name, value in (params or {}).items() if name != ON_ERROR}
+    added = {name: value for name, value in fields.items() if value is not None and row.get(name) is None}
+    return {**row, **added}
+
+
+def _body(row: Row) -> dict[str, Any]:
+    if isinstance(row, InvalidField):
+        raise row
+    return row
+
+
+def _unstreamed(body: dict[str, Any]) -> dict[str, Any]:
+    if body.get("stream") not in (None, False):
+        raise InvalidField("stream", body["stream"], "false: predict gives whole replies, predict_stream gives chunks")
+    return body
+
+
+def _in_row(error: ServingError, row: int) -> ServingError:
+    error.message = f"row {row}: {error.message}"
+    return error
+
+
+@contextmanager
+def _mlflow_errors() -> Iterator[None]:
+    """Convert every error inside to a short ``MlflowException``; the stack trace of an unknown one goes to the log."""
+    try:
+        yield
+    except ServingError as error:
+        raise errors.mlflow_error(error) from None
+    except PackagingError as error:
+        raise errors.mlflow_error(InternalError(str(error))) from None
+    except Exception:
+        mark = uuid.uuid4().hex[:12]
+        logger.exception("predict failed (%s)", mark)
+        raise errors.mlflow_error(
+            InternalError(f"internal error {mark}; the log of the server has the details")
+        ) from None
+
+
+def _shows_progress(rows: int) -> bool:
+    asked = os.environ.get(PROGRESS)
+    if rows < PROGRESS_FROM or asked == "0":
+        return False
+    return asked == "1" or sys.stderr.isatty() or "ipykernel" in sys.modules
+
+
+def _progress(replies: Iterator[Any], total: int) -> Iterator[Any]:
+    from tqdm.auto import tqdm
+
+    return iter(tqdm(replies, total=total, unit="request", desc="predict"))

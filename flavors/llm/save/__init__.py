@@ -1,0 +1,1 @@
+"""Logging a model: its parts are found, checked, converted and written."""

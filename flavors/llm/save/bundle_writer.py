@@ -1,0 +1,253 @@
+"""Write a ``Bundle``: the parts of a model under its root, with checks that they fit together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from ....serving.interface.bundle import Bundle, CrossEncoderSpec, EmbeddingSpec, PictureSpec
+from ....serving.interface.errors import PackagingError, shown
+from ....serving.interface.request import POOLED, Task
+from ....serving.interface.settings import EngineSettings
+from ....serving.tool_calls.detect import formats_of
+from ....serving.tool_calls.formats import ToolFormat
+from ..model import templates as chat_templates
+from ..model.base_model import PinnedBase
+from ..model.bundle_reader import read_bundle
+from ..model.manifest import BaseReference, Manifest, describe, write
+from ..model.manifest import read as read_manifest
+from ..model.tasks import (
+    cross_encoder_spec,
+    embedding_spec,
+    is_causal,
+    parse_tasks,
+    read_config,
+    reads_pictures,
+    resolve_tasks,
+)
+from .adapters import check_adapters, place_adapters
+from .checkpoints import read_shapes
+from .draft_check import check_draft
+from .encoder_trial import try_encoder
+from .images import check_templates, picture_spec
+from .meta_model import build, check_complete, check_settings, check_supported, check_weights, decoder_of
+from .quantize import check_quantize, quantize_weights
+from .sources import place_model
+from .tokenizers import check_vocabulary, load_tokenizer, place_tokenizer
+
+
+class Parts(Struct, frozen=True, kw_only=True):
+    """The arguments of ``save_model`` that are parts of the model. ``model`` or ``base`` is set, not both.
+
+    ``over`` is the base that ``base`` names, set once it has been fetched.
+    """
+
+    model: Any = None
+    base: str | None = None
+    over: PinnedBase | None = None
+    tokenizer: Any = None
+    adapters: dict[str, Any] | None = None
+    chat_template: chat_templates.Templates = None
+    task: Any = None
+    embedding: Any = None
+    tool_format: ToolFormat | None = None
+    default_adapter: str | None = None
+    quantize: Any = None
+    calibration: Any = None
+    revision: str | None = None
+    link: bool = False
+    settings: EngineSettings = EngineSettings()
+
+    @property
+    def trust_remote_code(self) -> bool:
+        return self.settings.trust_remote_code
+
+    @property
+    def quantization(self) -> str | None:
+        """How the linears are stored, or will be; None: as floats."""
+        found: str | None = self.quantize if self.over is None else read_manifest(self.over.root).quantization
+        return found
+
+
+def check_parts(parts: Parts) -> None:
+    """Raise ``PackagingError`` for parts that do not go together, before anything is read or fetched."""
+    if (parts.model is None) == (parts.base is None):
+        raise PackagingError("model: pass either model= or, for an adapter over a registered model, base=")
+    check_quantize(
+        parts.quantize, calibration=parts.calibration, base=parts.base, trust_remote_code=parts.trust_remote_code
+    )
+    if parts.base is None:
+        return
+    if not parts.adapters:
+        raise PackagingError("base: it needs adapters= to put over it")
+    for field, value in (("embedding", parts.embedding), ("revision", parts.revision)):
+        if value is not None:
+            raise PackagingError(
+                f"{field}: {shown(value)} is not allowed with base=: expected None, the base has its own"
+            )
+
+
+def write_bundle(root: Path, parts: Parts) -> tuple[Manifest, Path]:
+    """Write model, tokenizer, adapters, templates and manifest under ``root``.
+
+    Returns the manifest and the directory with the model's own files: under ``root``, or the base's. Raises
+    ``PackagingError`` for anything that would fail when the model is served.
+    """
+    return _write_whole(root, parts) if parts.over is None else _write_over_base(root, parts, parts.over)
+
+
+def _write_whole(root: Path, parts: Parts) -> tuple[Manifest, Path]:
+    model_dir = root / "model"
+    placed = place_model(parts.model, model_dir, link=parts.link, revision=parts.revision)
+    source = placed.tokenizer if parts.tokenizer is None else parts.tokenizer
+    if source is None:
+        raise PackagingError("tokenizer: a model object brings none; pass tokenizer= (an object or a directory)")
+    whole, config = build(model_dir, trust_remote_code=parts.trust_remote_code), read_config(model_dir)
+    check_weights(whole, read_shapes(model_dir))
+    skeleton = decoder_of(whole, model_dir)
+    check_supported(skeleton, causal=is_causal(config))
+    place_tokenizer(source, root / "tokenizer", link=parts.link)
+    tokenizer = load_tokenizer(root / "tokenizer", trust_remote_code=parts.trust_remote_code)
+    check_vocabulary(tokenizer, model_dir)
+    found = chat_templates.collect(parts.chat_template, tokenizer)
+    tasks = resolve_tasks(parts.task, model_dir, found)
+    pictures = None
+    if reads_pictures(config):
+        _check_beside_pictures(parts, tasks)
+        pictures = picture_spec(model_dir, root / "tokenizer", whole.config)
+    check_complete(model_dir, tasks, trust_remote_code=parts.trust_remote_code)
+    is_used = "chat" in tasks or parts.chat_template is not None
+    _place_templates(found, tokenizer, root, pictures, check=is_used)
+    names = place_adapters(parts.adapters, placed.peft_model, root, link=parts.link)
+    check_adapters(names, root, skeleton)
+    spec = embedding_spec(tasks, model_dir, parts.embedding)
+    crosses = cross_encoder_spec(tasks, model_dir, root / "tokenizer", tokenizer)
+    formats = formats_of(found, tokenizer, parts.tool_format)
+    longest = EmbeddingSpec(max_length=crosses.max_length) if crosses is not None else spec or EmbeddingSpec()
+    check_settings(skeleton, parts.settings, tasks, longest, parts.quantization)
+    check_draft(parts.settings)
+    if POOLED.intersection(tasks):
+        try_encoder(skeleton, _as_engine_sees(root, tasks, spec, crosses), parts.settings)
+    if parts.quantize is not None:
+        quantize_weights(model_dir, tasks, parts.quantize, parts.calibration, tokenizer)
+    manifest = _finish(
+        root, parts, tasks, names,
+        embedding=spec, cross_encoder=crosses, tool_formats=formats, quantization=parts.quantization,
+        pictures=pictures,
+    )  # fmt: skip
+    return manifest, model_dir
+
+
+def _place_templates(
+    found: dict[str, str], tokenizer: Any, root: Path, pictures: PictureSpec | None, *, check: bool
+) -> None:
+    """Check the templates, and that they have places for pictures if the model reads them; write them."""
+    if check:
+        chat_templates.check(found, tokenizer, parts=pictures is not None)
+    if pictures is not None:
+        check_templates(found, tokenizer, pictures)
+    chat_templates.write(found, root)
+
+
+def _check_beside_pictures(parts: Parts, tasks: tuple[Task, ...]) -> None:
+    """Raise ``PackagingError`` for arguments that vision-language models do not take."""
+    if POOLED.intersection(tasks):
+        raise PackagingError(f"task: {tasks[0]!r} is not allowed for a model that reads pictures; it writes text")
+    if parts.quantize is not None:
+        raise PackagingError(
+            f"quantize: {parts.quantize!r} is not allowed for a model that reads pictures; expected None:"
+            " quantization='int8' quantises its decoder at each start"
+        )
+    if parts.trust_remote_code:
+        raise PackagingError("trust_remote_code: True is not allowed for a model that reads pictures; expected False")
+
+
+def _as_engine_sees(
+    root: Path, tasks: tuple[Task, ...], spec: EmbeddingSpec | None, crosses: CrossEncoderSpec | None
+) -> Bundle:
+    """The model being written, before it has a content hash."""
+    return Bundle(
+        content_hash="",
+        tasks=tasks,
+        model_dir=str(root / "model"),
+        tokenizer_dir=str(root / "tokenizer"),
+        embedding=spec,
+        cross_encoder=crosses,
+    )
+
+
+def _write_over_base(root: Path, parts: Parts, over: PinnedBase) -> tuple[Manifest, Path]:
+    """Write adapters alone: the base is not copied but referred to by URI and content hash."""
+    base = read_bundle(over.root)
+    names = place_adapters(parts.adapters, None, root, link=parts.link)
+    if twice := sorted(set(names) & base.adapters.keys()):
+        raise PackagingError(f"adapters: the base already has an adapter {twice[0]!r}; choose another name")
+    base_dir = Path(base.model_dir)
+    skeleton = decoder_of(build(base_dir, trust_remote_code=parts.trust_remote_code), base_dir)
+    check_adapters(names, root, skeleton)
+    tokenizer_dir = Path(base.tokenizer_dir)
+    if parts.tokenizer is not None:
+        tokenizer_dir = root / "tokenizer"
+        place_tokenizer(parts.tokenizer, tokenizer_dir, link=parts.link)
+        check_vocabulary(load_tokenizer(tokenizer_dir), Path(base.model_dir))
+    formats: dict[str, ToolFormat] = {}
+    if parts.tool_format is not None:
+        formats = dict.fromkeys(base.chat_templates, parts.tool_format)
+    if parts.chat_template is not None:
+        tokenizer = load_tokenizer(tokenizer_dir, trust_remote_code=parts.trust_remote_code)
+        found = chat_templates.collect(parts.chat_template, tokenizer)
+        _place_templates(found, tokenizer, root, base.pictures, check=True)
+        formats = formats_of(found, tokenizer, parts.tool_format)
+    tasks = _tasks_over(base, parts, root)
+    check_settings(skeleton, parts.settings, tasks, base.embedding or EmbeddingSpec(), parts.quantization)
+    check_draft(parts.settings)
+    manifest = _finish(
+        root, parts, tasks, [*names, *base.adapters],
+        base=over.reference, tool_formats=formats, quantization=parts.quantization, pictures=base.pictures,
+    )  # fmt: skip
+    return manifest, Path(base.model_dir)
+
+
+def _tasks_over(base: Bundle, parts: Parts, root: Path) -> Any:
+    if parts.task is None:
+        return base.tasks
+    tasks = parse_tasks(parts.task)
+    if lacking := [task for task in tasks if task not in base.tasks]:
+        raise PackagingError(f"task: the base cannot answer {lacking[0]!r}; it answers {', '.join(base.tasks)}")
+    return tasks
+
+
+def _finish(
+    root: Path,
+    parts: Parts,
+    tasks: Any,
+    adapters: list[str],
+    *,
+    base: BaseReference | None = None,
+    embedding: Any = None,
+    cross_encoder: Any = None,
+    tool_formats: dict[str, ToolFormat],
+    quantization: str | None = None,
+    pictures: PictureSpec | None = None,
+) -> Manifest:
+    default = () if parts.default_adapter is None else (parts.default_adapter,)
+    for field, names in (("default_adapter", default), ("pinned_adapters", parts.settings.pinned_adapters)):
+        for name in names:
+            if name not in adapters:
+                known = ", ".join(sorted(adapters)) or "none"
+                raise PackagingError(f"{field}: {shown(name)} is no adapter of the model; it has {known}")
+    manifest = describe(
+        root,
+        tasks=tasks,
+        base=base,
+        default_adapter=parts.default_adapter,
+        embedding=embedding,
+        cross_encoder=cross_encoder,
+        tool_formats=tool_formats,
+        quantization=quantization,
+        pictures=pictures,
+    )
+    write(manifest, root)
+    return manifest

@@ -1,0 +1,1 @@
+"""Tables of request fields, and the readers that dialects share."""

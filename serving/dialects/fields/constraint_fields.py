@@ -1,0 +1,201 @@
+"""Fields that constrain the form of a text, read into a ``Constraint``.
+
+``response_format`` is OpenAI's, ``guided_json`` and the like are vLLM's before 0.12, ``structured_outputs`` is what
+replaced them. A request has at most one of them (``only``). ``structured`` checks what a schema, an expression or a
+grammar contains.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from ...interface.constraint import Constraint
+from ...interface.errors import InvalidField
+from ...interface.readers import (
+    Entry,
+    Reader,
+    any_of,
+    boolean,
+    list_of,
+    obj,
+    one_of,
+    or_null,
+    reader,
+    record,
+    string,
+    text,
+)
+
+MAX_CHOICES = 1024  # of ``guided_choice``
+NAME = text(re.compile("[a-zA-Z0-9_-]{1,64}"), "1 to 64 letters, digits, underscores and dashes")
+_OBJECT_TEXT = re.compile(r"\s*\{[\s\S]*\}\s*")
+
+
+@reader(type="object")
+def json_object(value: Any, path: str) -> dict[str, Any]:
+    """Read an object of JSON values; other values, which callers from Python may send, are refused."""
+    found = obj(value, path)
+    try:
+        plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(found))
+    except (msgspec.MsgspecError, UnicodeError, TypeError, ValueError, OverflowError, RecursionError):
+        raise InvalidField(path, value, "an object of JSON's values") from None
+    return plain
+
+
+@reader(**any_of({"type": "object"}, {"type": "string", "pattern": f"^{_OBJECT_TEXT.pattern}$"}))
+def _schema_or_its_text(value: Any, path: str) -> dict[str, Any]:
+    """Read a JSON schema, or the text of one, which vLLM's clients may send."""
+    if not isinstance(value, str):
+        return json_object(value, path)
+    try:
+        found = json.loads(string(value, path)) if _OBJECT_TEXT.fullmatch(value) else None
+    except (ValueError, RecursionError):
+        found = None
+    if found is None:
+        raise InvalidField(path, value, "a JSON schema, or the text of one")
+    return json_object(found, path)
+
+
+@reader(type="string", minLength=1)
+def written(value: Any, path: str) -> str:
+    if not isinstance(value, str) or not value:
+        raise InvalidField(path, value, "a text that is not empty")
+    return string(value, path)
+
+
+_CHOICES = list_of(written, f"a list of 1 to {MAX_CHOICES} texts that are not empty", least=1, most=MAX_CHOICES)
+
+_JSON_SCHEMA = record(
+    name=Entry(NAME, required="a name for the form"),
+    description=Entry(string),
+    schema=Entry(json_object, required="a JSON schema"),
+    strict=Entry(boolean, "the schema is held to with true and with false"),
+)
+_FORMATS = ("text", "json_object", "json_schema")
+
+
+def _format_schema() -> dict[str, Any]:
+    plain = {
+        "type": "object",
+        "required": ["type"],
+        "properties": {"type": {"enum": ["text", "json_object"]}, "json_schema": {"type": "null"}},
+        "additionalProperties": False,
+    }
+    with_schema = {
+        "type": "object",
+        "required": ["type", "json_schema"],
+        "properties": {"type": {"const": "json_schema"}, "json_schema": dict(_JSON_SCHEMA.schema)},
+        "additionalProperties": False,
+    }
+    return any_of(plain, with_schema)
+
+
+@reader(**_format_schema())
+def response_format(value: Any, path: str) -> Constraint:
+    """OpenAI's ``response_format``."""
+    if not isinstance(value, dict):
+        raise InvalidField(path, value, 'an object such as {"type": "json_object"}')
+    kind = value.get("type")
+    if not isinstance(kind, str) or kind not in _FORMATS:
+        raise InvalidField(f"{path}.type", kind, "one of " + ", ".join(_FORMATS))
+    for name in value:
+        if name not in ("type", "json_schema"):
+            raise InvalidField(f"{path}.{name}", value[name], "no such field; known are type, json_schema")
+    given = value.get("json_schema")
+    if kind == "json_schema":
+        found = _JSON_SCHEMA(given, f"{path}.json_schema")
+        return Constraint(kind="json_schema", value=found["schema"], field=f"{path}.json_schema.schema")
+    if given is not None:
+        raise InvalidField(f"{path}.json_schema", given, f"null with type {kind}")
+    return Constraint(kind="text" if kind == "text" else "json_object", field=path)
+
+
+def _guided(read: Reader[Any], kind: Any) -> Reader[Constraint]:
+    @reader(**read.schema)
+    def found(value: Any, path: str) -> Constraint:
+        return Constraint(kind=kind, value=read(value, path), field=path)
+
+    return found
+
+
+KINDS: Mapping[str, Reader[Constraint]] = {
+    "json": _guided(_schema_or_its_text, "json_schema"),
+    "regex": _guided(written, "regex"),
+    "choice": _guided(_CHOICES, "choice"),
+    "grammar": _guided(written, "lark"),
+}
+GUIDED: Mapping[str, Reader[Constraint]] = {f"guided_{name}": read for name, read in KINDS.items()}
+JSON_KINDS = ("json_object", "json_schema")
+BACKEND = one_of("auto", "guidance", "llguidance", why="grammars are llguidance's")
+WHITESPACE = "the white space of JSON is compact"
+
+_COMPACT = "disable_any_whitespace"  # for JSON; other kinds say themselves what space they have
+_BESIDE: Mapping[str, Reader[Any]] = {
+    _COMPACT: boolean,
+    "disable_fallback": boolean,
+    "disable_additional_properties": one_of(False, why='say "additionalProperties": false in the schema'),
+}
+_REFUSED: Mapping[str, str] = {
+    "whitespace_pattern": WHITESPACE,
+    "structural_tag": "tools and response_format have the same effect",
+}
+
+
+def _structured_outputs_schema() -> dict[str, Any]:
+    """Return one alternative for each kind, in which all other kinds are null."""
+    null = {"type": "null"}
+    beside = {name: or_null(read.schema) for name, read in _BESIDE.items()} | dict.fromkeys(_REFUSED, null)
+    kinds = {name: dict(read.schema) for name, read in KINDS.items()} | {"json_object": {"const": True}}
+    unset: dict[str, Any] = dict.fromkeys(kinds, null) | {"json_object": {"enum": [None, False]}}
+    return any_of(
+        *(
+            {
+                "type": "object",
+                "required": [name],
+                "properties": unset | {name: schema} | beside,
+                "additionalProperties": False,
+            }
+            for name, schema in kinds.items()
+        )
+    )
+
+
+@reader(**_structured_outputs_schema())
+def structured_outputs(value: Any, path: str) -> Constraint:
+    """vLLM's ``structured_outputs``: an object with one of its kinds."""
+    kinds = ", ".join((*KINDS, "json_object"))
+    if not isinstance(value, dict):
+        raise InvalidField(path, value, f"an object with one of {kinds}")
+    found: list[Constraint] = []
+    for name, given in value.items():
+        where = f"{path}.{name}"
+        if name not in KINDS and name != "json_object" and name not in _BESIDE and name not in _REFUSED:
+            raise InvalidField(where, given, f"no such field; known are {kinds}")
+        if given is None:
+            continue
+        if name in _REFUSED:
+            raise InvalidField(where, given, f"null: {_REFUSED[name]}")
+        if name in KINDS:
+            found.append(KINDS[name](given, where))
+        elif name == "json_object":
+            found += [Constraint(kind="json_object", field=where)] if boolean(given, where) else []
+        else:
+            _BESIDE[name](given, where)
+    if not found:
+        raise InvalidField(path, value, f"an object with one of {kinds}")
+    asked = only(found)
+    return msgspec.structs.replace(asked, compact=True) if value.get(_COMPACT) and asked.kind in JSON_KINDS else asked
+
+
+def only(found: list[Constraint]) -> Constraint:
+    """Return a request's constraint. Raises ``InvalidField`` for a second one; "text" beside another one is ignored."""
+    asked = [each for each in found if each.kind != "text"] or found
+    if len(asked) > 1:
+        second = asked[1].kind if asked[1].value is None else asked[1].value
+        raise InvalidField(asked[1].field, second, f"null: {asked[0].field} says what form the text has")
+    return asked[0]

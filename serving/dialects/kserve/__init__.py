@@ -1,0 +1,1 @@
+"""KServe's Open Inference Protocol: JSON and binary tensors."""

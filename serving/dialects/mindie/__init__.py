@@ -1,0 +1,1 @@
+"""MindIE's dialect of chat."""

@@ -1,0 +1,1 @@
+"""OpenAI's dialect, and its relatives: Databricks, MLflow, reranking, tokenisation."""

@@ -1,0 +1,1 @@
+"""The dialect of OpenVINO Model Server."""

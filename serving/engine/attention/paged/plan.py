@@ -1,0 +1,220 @@
+"""Attention of one flat row of tokens over blocks.
+
+::
+
+    row        | d0 d1 d2 d3 | p p p p p | p p |      single tokens first, then longer runs (chunks of prompts)
+    decode       one call                              split over the length of each sequence (``decode_kernel``)
+    prefill                    all chunks in one call where torch can (``varlen``), else one each, its blocks gathered
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ..kv_cache import LayerShape, Row
+from ..slab import Slab
+from ..slot_attention import attend_latent_prefill, causal_mask, prefill
+from . import decode, varlen
+
+if TYPE_CHECKING:
+    from ..latent_attention import Projections
+    from .cache import PagedKVCache
+
+
+@dataclass(frozen=True, slots=True)
+class LayerBlocks:
+    """``k``, ``v`` [blocks, block size, Hkv, D]; the same memory where values are the keys themselves."""
+
+    shape: LayerShape
+    k: Any
+    v: Any
+
+    @classmethod
+    def of(cls, shape: LayerShape, num_blocks: int, block_size: int, dtype: Any, device: Any) -> LayerBlocks:
+        """Of zeros: what stands in blocks that were never written is finite."""
+
+        def make(dim: int) -> Any:
+            size = (num_blocks, block_size, shape.num_kv_heads, dim)
+            return Slab(math.prod(size), dtype, device).tensor.view(size)
+
+        k = make(shape.key_dim)
+        return cls(shape, k, k if shape.shared else make(shape.value_dim))
+
+    def write(self, indexes: Any, k: Any, v: Any) -> None:
+        """Store k, v [Hkv, T, D] where ``indexes`` [T] say."""
+        for blocks, new in self._pairs(k, v):
+            blocks.flatten(0, 1).index_copy_(0, indexes, new.transpose(0, 1))
+
+    def gather(self, blocks: Any, lo: int, hi: int) -> tuple[Any, Any]:
+        """Keys and values [Hkv, hi - lo, D] of tokens ``[lo, hi)`` of a sequence whose block table is ``blocks``."""
+        size = self.k.shape[1]
+        first = lo // size
+        some = blocks[first : -(-hi // size)]
+        both = [cube[some].flatten(0, 1)[lo - first * size : hi - first * size].transpose(0, 1) for cube in self._cubes]
+        return both[0], both[-1]
+
+    def copy(self, source: int, target: int) -> None:
+        """A whole block."""
+        for cube in self._cubes:
+            cube[target] = cube[source]
+
+    def zero(self, blocks: Sequence[int]) -> None:
+        for cube in self._cubes:
+            cube[list(blocks)] = 0
+
+    @property
+    def _cubes(self) -> tuple[Any, ...]:
+        return (self.k,) if self.shape.shared else (self.k, self.v)
+
+    def _pairs(self, k: Any, v: Any) -> list[tuple[Any, Any]]:
+        return [(self.k, k)] if self.shape.shared else [(self.k, k), (self.v, v)]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens ``[a, b)`` of the row are those from position ``start`` on of a sequence with this block table."""
+
+    a: int
+    b: int
+    start: int
+    blocks: Any
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.b - self.a
+
+
+@dataclass(frozen=True, slots=True)
+class StepTables:
+    """What a step's attention needs to know, on the device. ``indexes`` int64 [T]: where each token's KV goes. Of the
+    single tokens, which come first: ``block_tables`` int32 [B, blocks] and ``lengths`` int32 [B]."""
+
+    indexes: Any
+    block_tables: Any
+    lengths: Any
+    chunks: Sequence[Chunk] = ()
+    longest: int = 0
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], cache: PagedKVCache, device: Any) -> StepTables:
+        tables = [cache.blocks_of(row.owner) for row in rows]
+        n = next((i for i, row in enumerate(rows) if row.num_tokens != 1), len(rows))
+        lengths = [row.start + 1 for row in rows[:n]]
+        chunks, a = [], n
+        for row, table in zip(rows[n:], tables[n:], strict=True):
+            blocks = torch.tensor(table[: cache.num_blocks(row.start + row.num_tokens)], device=device)
+            chunks.append(Chunk(a, a + row.num_tokens, row.start, blocks))
+            a += row.num_tokens
+        return cls(
+            indexes=torch.from_numpy(row_indexes(rows, tables, cache.block_size)).to(device),
+            block_tables=torch.from_numpy(table_array(tables[:n])).to(device),
+            lengths=torch.tensor(lengths, dtype=torch.int32, device=device),
+            chunks=chunks,
+            longest=max(lengths, default=0),
+        )
+
+    @property
+    def num_decodes(self) -> int:
+        return len(self.lengths)
+
+
+def row_indexes(rows: Sequence[Row], tables: Sequence[Sequence[int]], size: int) -> Any:
+    """Where each token's KV goes, int64 [T]: the block's first place and the place within."""
+    parts = []
+    for row, table in zip(rows, tables, strict=True):
+        at = np.arange(row.start, row.start + row.num_tokens)
+        parts.append(np.asarray(table, dtype=np.int64)[at // size] * size + at % size)
+    return np.concatenate(parts)
+
+
+def table_array(tables: Sequence[Sequence[int]]) -> Any:
+    """int32 [B, the most blocks], filled up with the block that is nobody's."""
+    array = np.zeros((len(tables), max(map(len, tables), default=0)), dtype=np.int32)
+    for row, table in zip(array, tables, strict=True):
+        row[: len(table)] = table
+    return array
+
+
+class PagedPlan:
+    """See the module. Used in one forward, or again and again with tables that change in place (``decode_graphs``)."""
+
+    def __init__(self, layers: Sequence[LayerBlocks], tables: StepTables, max_model_len: int) -> None:
+        self._layers = layers
+        self._tables = tables
+        self._split = decode.split_tokens(max_model_len)
+        self._masks: dict[tuple[int, int | None], tuple[int, Any]] = {}
+        self._varlen = varlen.VarlenTables.of(tables) if tables.chunks else None
+
+    def attend(
+        self,
+        layer: int,
+        q: Any,
+        k: Any,
+        v: Any,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Any = None,
+    ) -> Any:
+        """See ``AttentionPlan.attend``."""
+        blocks, tables = self._layers[layer], self._tables
+        blocks.write(tables.indexes, k[0], v[0])
+        n, (H, T) = tables.num_decodes, q.shape[1:3]
+        if not tables.chunks:
+            return self._decode(blocks, q[0].transpose(0, 1), scaling, window, softcap, sinks)[None]
+        out = q.new_empty((1, T, H, blocks.shape.value_dim))
+        if n:
+            single = q[0, :, :n].transpose(0, 1)
+            out[0, :n] = self._decode(blocks, single, scaling, window, softcap, sinks)
+        assert self._varlen is not None
+        if softcap is None and sinks is None and varlen.is_offered(blocks.k, blocks.v, q.shape[-1]):
+            out[0, n:] = self._varlen.attend(q[0, :, n:].transpose(0, 1), blocks.k, blocks.v, scaling, window)
+            return out
+        for chunk in tables.chunks:
+            lo, mask = self._seen(chunk, window, q.device)
+            keys, values = blocks.gather(chunk.blocks, lo, chunk.stop)
+            out[0, chunk.a : chunk.b] = prefill(keys, values, q[0, :, chunk.a : chunk.b], mask, scaling, softcap, sinks)
+        return out
+
+    def attend_latent(
+        self, layer: int, q: Any, kept: Any, projections: Projections, scaling: float, window: int | None
+    ) -> Any:
+        """See ``AttentionPlan.attend_latent``."""
+        blocks, tables = self._layers[layer], self._tables
+        blocks.write(tables.indexes, kept[0], kept[0])
+        n, (H, T) = tables.num_decodes, q.shape[1:3]
+        out = q.new_empty((1, T, H, projections.form.value_dim))
+        if n:
+            absorbed = projections.absorbed(q[0, :, :n], 0).transpose(0, 1)
+            out[0, :n] = projections.values(self._decode(blocks, absorbed, scaling, window, None, None), 0)
+        for chunk in tables.chunks:
+            lo, mask = self._seen(chunk, window, q.device)
+            keys, _ = blocks.gather(chunk.blocks, lo, chunk.stop)
+            row = q[0, :, chunk.a : chunk.b]
+            out[0, chunk.a : chunk.b] = attend_latent_prefill(keys, row, chunk.a, mask, projections, scaling)
+        return out
+
+    def _seen(self, chunk: Chunk, window: int | None, device: Any) -> tuple[int, Any]:
+        """The first token that a chunk reads, and its mask: the same in every layer of one window."""
+        found = self._masks.get((chunk.a, window))
+        if found is None:
+            lo = max(0, chunk.start - window + 1) if window else 0
+            found = self._masks[chunk.a, window] = lo, causal_mask(chunk.start, chunk.stop, lo, window, device)
+        return found
+
+    def _decode(
+        self, blocks: LayerBlocks, q: Any, scaling: float, window: int | None, softcap: float | None, sinks: Any
+    ) -> Any:
+        """q [B, H, D] → [B, H, Dv]."""
+        tables = self._tables
+        use = decode.attend_split if decode.is_offered(blocks.k, blocks.v, q) else decode.attend
+        return use(
+            q, blocks.k, blocks.v, tables.block_tables, tables.lengths, scaling, window, softcap, sinks,
+            longest=tables.longest, split=self._split,
+        )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Constraints on the next token: logits processors, grammars, and their masks."""

@@ -1,0 +1,154 @@
+"""Launches each decode step on a device before the tokens of the previous step are read.
+
+(vLLM calls this asynchronous scheduling, SGLang overlap scheduling.)
+
+::
+
+    host      launch n+1 | read and deliver n | launch n+2 | read and deliver n+1 | …
+    device    ───── n ────────┼──────────── n+1 ─────────────┼───────── n+2 ─────────
+
+Step n+1 takes the tokens of step n from the device. Its sequences do not change until it is read, so whatever happens
+to them before finds them as they would be without it. A row, or a whole step, that nobody wants any more is not read.
+The KV that it wrote comes after all valid KV, in blocks that are freed with their sequence, and the next owner of these
+blocks writes to them later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..attention.kv_cache import KVCache, Row
+from ..devices.transfers import upload, upload_values
+from ..sampling.sampler import UNDECIDED, choose, draw_unread, is_drawn_unread
+from ..scheduling.scheduler import Run, Scheduler
+from ..scheduling.sequence import Sampled
+from .decode_graphs import GraphedForward
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A launched step of ``runs`` of single tokens, with ``logits`` [B, V] and ``tokens`` int64 [B] on the device.
+
+    ``copy``, the tokens on the host, is complete once the CUDA event ``is_copied`` has occurred (None if there is
+    nothing to wait for). ``unfounded``: sequences whose row was computed from a token that is not theirs."""
+
+    runs: Sequence[Run]
+    logits: Any
+    tokens: Any
+    copy: Any
+    is_copied: Any
+    unfounded: set[int] = field(default_factory=set)
+
+    @property
+    def wanted(self) -> list[Run]:
+        """The runs whose tokens are to be delivered."""
+        alive = (run for run in self.runs if run.sequence.status == "running")
+        return [run for run in alive if run.sequence.id not in self.unfounded]
+
+    @property
+    def rows(self) -> dict[int, int]:
+        """The row of each sequence, by its id."""
+        return {run.sequence.id: i for i, run in enumerate(self.runs)}
+
+    def read(self) -> list[int]:
+        """Wait for the tokens and return them."""
+        if self.is_copied is not None:
+            self.is_copied.synchronize()
+        tokens: list[int] = self.copy.tolist()
+        return tokens
+
+
+class LaunchAhead:
+    """Owns the step that is launched but not read, if there is one. With ``graphs`` None nothing is launched ahead."""
+
+    def __init__(self, graphs: GraphedForward | None, scheduler: Scheduler, cache: KVCache) -> None:
+        self._graphs = graphs
+        self._scheduler = scheduler
+        self._cache = cache
+        self._launched: LaunchedStep | None = None
+
+    @property
+    def launched(self) -> list[Run]:
+        """The runs of the launched step that are still wanted. While there are any, nothing else may be scheduled."""
+        return [] if self._launched is None else self._launched.wanted
+
+    def takes(self, runs: Sequence[Run]) -> bool:
+        """Whether a scheduled step can be run this way: each run is one generated token, and the next one can be drawn
+        on the device."""
+        if self._graphs is None or not self._graphs.takes(len(runs)):
+            return False
+        return all(run.num_tokens == 1 and run.start >= run.sequence.num_prompt and _is_plain(run) for run in runs)
+
+    def step(self, runs: Sequence[Run]) -> tuple[list[Run], list[Sampled]]:
+        """Launch ``runs`` if they are not ``launched``, then the step after them if that is certain.
+
+        Returns those of ``runs`` that are wanted, and their tokens. Their KV is marked as valid."""
+        launched, self._launched = self._launched, None
+        if launched is None or not launched.wanted:
+            ids = np.concatenate([run.sequence.slice(run.start, run.start + 1) for run in runs]).astype(np.int64)
+            launched = self._launch(runs, upload(ids, self._device))
+        self._launched = self._follow(launched)
+        return self._read(launched)
+
+    def drop(self) -> None:
+        """Forget the launched step; its runs will be computed again."""
+        self._launched = None
+
+    def _follow(self, step: LaunchedStep) -> LaunchedStep | None:
+        runs = self._scheduler.following(step.wanted)
+        if not runs:
+            return None
+        ids = step.tokens.clamp_min(0)  # a negative number is no token: its sequence ends, or its row is unfounded
+        if len(runs) < len(step.runs):
+            row_of = step.rows
+            rows = [row_of[run.sequence.id] for run in runs]
+            ids = ids.index_select(0, upload_values(rows, torch.int64, self._device))
+        return self._launch(runs, ids)
+
+    def _launch(self, runs: Sequence[Run], ids: Any) -> LaunchedStep:
+        assert self._graphs is not None
+        logits = self._graphs.decode(ids, [Row(run.sequence.id, run.start, 1) for run in runs])
+        tokens = draw_unread(logits, [run.sequence for run in runs], [run.start + 1 for run in runs])
+        if tokens.device.type != "cuda":
+            return LaunchedStep(runs, logits, tokens, tokens, None)
+        copy = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+        copy.copy_(tokens, non_blocking=True)
+        is_copied = torch.cuda.Event()
+        is_copied.record(torch.cuda.current_stream(tokens.device))
+        return LaunchedStep(runs, logits, tokens, copy, is_copied)
+
+    def _read(self, step: LaunchedStep) -> tuple[list[Run], list[Sampled]]:
+        tokens, rows, wanted = step.read(), step.rows, step.wanted
+        for run in wanted:
+            sequence = run.sequence
+            sequence.num_computed = run.start + 1
+            self._cache.computed(sequence.id, sequence.tokens, sequence.num_computed)
+        undecided = [run.sequence for run in wanted if tokens[rows[run.sequence.id]] == UNDECIDED]
+        if undecided:
+            chosen = choose(step.logits[[rows[sequence.id] for sequence in undecided]], undecided)
+            for sequence, token in zip(undecided, chosen, strict=True):
+                tokens[rows[sequence.id]] = token
+            if self._launched is not None:
+                self._launched.unfounded.update(sequence.id for sequence in undecided)
+        return wanted, [Sampled(tokens[rows[run.sequence.id]]) for run in wanted]
+
+    @property
+    def _device(self) -> Any:
+        assert self._graphs is not None
+        return self._graphs.device
+
+    def check_integrity(self) -> None:
+        """Raise ``RuntimeError`` if a launched step is not the next one of its sequences."""
+        for run in self.launched:
+            if not run.start == run.sequence.num_computed == run.sequence.num_tokens - 1:
+                raise RuntimeError(f"sequence {run.sequence.id} was launched at {run.start}, which is not its end")
+
+
+def _is_plain(run: Run) -> bool:
+    sequence = run.sequence
+    return run.samples and sequence.adapter is None and sequence.group.beams is None and is_drawn_unread(sequence)

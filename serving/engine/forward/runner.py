@@ -1,0 +1,178 @@
+"""One forward pass: lay the runs out as a flat row of tokens and compute it, by the model's own code or natively.
+
+::
+
+    StepForward         forward(ids, rows, adapters, kept) -> logits at the places kept
+    ├── ModelForward    transformers' code with our attention, linears and adapters: every architecture, every device
+    └── NativeDecoder   native_decoder.py: a whole step in one call, for the decoders of decoder_forms.py on CPU
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from ..adapters.virtual_tokens import VirtualTokens
+from ..attention.kv_cache import KVCache, Row
+from ..scheduling.batch_invariance import pieces
+from ..scheduling.scheduler import Run
+from ..weights.forward_context import ContextHolder, ForwardContext
+
+
+class StepForward(Protocol):
+    """Computes one step. Used only by the engine's thread, which made the model."""
+
+    @property
+    def wants_decodes_together(self) -> bool:
+        """Whether single tokens must come first, in the order of their slots, with slots side by side."""
+        ...
+
+    def forward(
+        self,
+        ids: Any,
+        rows: Sequence[Row],
+        adapters: Sequence[str | None],
+        kept: Sequence[int],
+        virtual: VirtualTokens | None = None,
+    ) -> Any:
+        """Compute a step: logits [len(kept), V] at the places ``kept`` of the flat row ``ids`` (int64).
+
+        ``rows`` make up the flat row one after the other, each with its adapter. Writes the KV of every token.
+        ``virtual``: the ids outside the vocabulary, and the vectors that they stand for.
+        """
+        ...
+
+
+class ModelForward:
+    """Runs transformers' code. ``lora`` is the adapter pool or None."""
+
+    wants_decodes_together = True
+
+    def __init__(self, model: Any, holder: ContextHolder, cache: KVCache, lora: Any, device: Any) -> None:
+        self._model = model
+        self._holder = holder
+        self._cache = cache
+        self._lora = lora
+        self._device = device
+
+    def forward(
+        self,
+        ids: Any,
+        rows: Sequence[Row],
+        adapters: Sequence[str | None],
+        kept: Sequence[int],
+        virtual: VirtualTokens | None = None,
+    ) -> Any:
+        """See ``StepForward.forward``."""
+        positions = np.concatenate([np.arange(row.start, row.start + row.num_tokens) for row in rows])
+        context = ForwardContext(num_tokens=len(ids), attention=self._cache.plan(rows))
+        if self._lora is not None:
+            context.lora = self._lora.plan(adapters, [row.num_tokens for row in rows])
+        everything = len(kept) == len(ids)
+        wanted = np.array(kept or [0], dtype=np.int64)
+        self._holder.context = context
+        try:
+            logits = self._model(
+                **self._inputs(ids, virtual),
+                position_ids=self._tensor(positions)[None],
+                use_cache=False,
+                logits_to_keep=0 if everything else self._tensor(wanted),
+            ).logits[0]
+        finally:
+            self._holder.context = None
+        return logits[: len(kept)]
+
+    def _inputs(self, ids: Any, virtual: VirtualTokens | None) -> dict[str, Any]:
+        if virtual is None:
+            return {"input_ids": self._tensor(ids)[None]}
+        known = ids.copy()
+        known[virtual.places] = 0
+        embedded = self._model.get_input_embeddings()(self._tensor(known))
+        embedded[self._tensor(virtual.places)] = self._tensor(virtual.vectors).to(embedded.dtype)
+        return {"inputs_embeds": embedded[None]}
+
+    def _tensor(self, array: Any) -> Any:
+        return torch.from_numpy(array).to(self._device)
+
+
+class Runner:
+    """Lays runs out as one flat row, computes it by ``forward`` and marks its KV as valid in ``cache``.
+
+    With ``batch_invariant``, it computes each piece of a run by itself.
+    """
+
+    def __init__(self, forward: StepForward, cache: KVCache, *, batch_invariant: bool = False) -> None:
+        self.step_forward = forward
+        self._cache = cache
+        self._batch_invariant = batch_invariant
+        self.num_steps = 0
+        self.num_tables = 0  # requests in flight with a prompt table
+
+    def forward(self, runs: Sequence[Run]) -> tuple[list[Run], Any]:
+        """Compute the KV of ``runs``.
+
+        Returns the runs in the order in which they were laid out, and logits [sum of ``num_logits``, V] in that order.
+        """
+        if self._batch_invariant:
+            runs, logits = list(runs), torch.cat([part for run in runs for part in self._alone(run)])
+        else:
+            runs = self._lay_out(runs) if self.step_forward.wants_decodes_together else list(runs)
+            ids = np.concatenate([r.sequence.slice(r.start, r.start + r.num_tokens) for r in runs]).astype(np.int64)
+            rows = [Row(r.sequence.id, r.start, r.num_tokens) for r in runs]
+            virtual = virtual_tokens(runs, ids) if self.num_tables else None
+            adapters = [run.sequence.adapter for run in runs]
+            logits = self.step_forward.forward(ids, rows, adapters, rows_kept(runs), virtual)
+        self.num_steps += 1
+        for run in runs:
+            sequence = run.sequence
+            sequence.num_computed = run.start + run.num_known
+            self._cache.computed(sequence.id, sequence.tokens, sequence.num_computed)
+        return runs, logits
+
+    def _alone(self, run: Run) -> Iterator[Any]:
+        """The logits that each piece of ``run`` needs.
+
+        If a piece needs any, they are computed for all of its tokens: the shape must not depend on how many are needed.
+        """
+        sequence, end = run.sequence, run.start + run.num_tokens
+        for start, stop in pieces(run.start, end, sequence.num_prompt):
+            ids = sequence.slice(start, stop).astype(np.int64)
+            needed = max(stop - max(start, end - run.num_logits), 0)
+            kept = range(len(ids)) if needed else ()
+            row = Row(sequence.id, start, len(ids))
+            virtual = virtual_tokens([Run(sequence, start, len(ids))], ids) if self.num_tables else None
+            logits = self.step_forward.forward(ids, [row], [sequence.adapter], kept, virtual)
+            yield logits[len(logits) - needed :]
+
+    def _lay_out(self, runs: Sequence[Run]) -> list[Run]:
+        single = {run.sequence.id: run for run in runs if run.num_tokens == 1}
+        ordered = [single[owner] for owner in self._cache.decode_order(list(single))]
+        return ordered + [run for run in runs if run.num_tokens > 1]
+
+
+def rows_kept(runs: Sequence[Run]) -> list[int]:
+    """Places in the flat row whose logits are needed: the last ``num_logits`` of each run."""
+    kept: list[int] = []
+    end = 0
+    for run in runs:
+        end += run.num_tokens
+        kept += range(end - run.num_logits, end)
+    return kept
+
+
+def virtual_tokens(runs: Sequence[Run], ids: Any) -> VirtualTokens | None:
+    """The tokens of ``ids`` that are rows of their request's prompt table; None if there are none."""
+    places, vectors, at = [], [], 0
+    for run in runs:
+        first, at = at, at + run.num_tokens
+        table = run.sequence.group.table
+        if table is None or run.start >= run.sequence.num_prompt:
+            continue
+        found = first + np.flatnonzero(ids[first:at] >= table.first_id)
+        if len(found):
+            places.append(found)
+            vectors.append(table.vectors_of(ids[found]))
+    return VirtualTokens(np.concatenate(places), np.concatenate(vectors)) if places else None

@@ -1,0 +1,100 @@
+"""Runs a model's norms and gated MLPs by our own kernels, on devices that can run them.
+
+The modules are recognised by their names in transformers and by their parts. Each is tried on an example first, and
+left as it is if the kernel gives something else (Gemma's norms add one to their weights) or does not run.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..devices import triton_support
+from . import fused_residuals
+
+logger = logging.getLogger(__name__)
+WIDEST = 1 << 14  # the widest norm, since a row stays in registers
+BLOCK = 1024
+TOLERANCE = {torch.float32: 1e-5}  # relative to the example's largest value; 0.02 for 16-bit types
+
+
+def install(model: nn.Module) -> int:
+    """Replace the modules' code; return how many modules and layers use kernels now (0 if the device runs none)."""
+    if not triton_support.on(next(model.parameters()).device):
+        return 0
+    refused: set[type] = set()
+    count = 0
+    for module in model.modules():
+        forward = _forward_for(module)
+        if forward is None or type(module) in refused:
+            continue
+        if _agrees(module, forward):
+            object.__setattr__(module, "forward", MethodType(forward, module))
+            count += 1
+        else:
+            refused.add(type(module))
+    if refused:
+        logger.info("torch, not our kernels, computes %s", ", ".join(sorted(kind.__name__ for kind in refused)))
+    return count + fused_residuals.install(model)
+
+
+def _forward_for(module: nn.Module) -> Callable[[Any, Any], Any] | None:
+    name = type(module).__name__
+    weight = getattr(module, "weight", None)
+    if name.endswith("RMSNorm") and weight is not None and hasattr(module, "variance_epsilon"):
+        return norm_forward if weight.dim() == 1 and len(weight) <= WIDEST else None
+    parts = ("gate_proj", "up_proj", "down_proj")
+    if name.endswith("MLP") and all(isinstance(getattr(module, part, None), nn.Linear) for part in parts):
+        return gated_forward if type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation") else None
+    return None
+
+
+def _agrees(module: nn.Module, forward: Callable[[Any, Any], Any]) -> bool:
+    weight: Any = next(module.parameters())
+    make = torch.Generator().manual_seed(0)
+    x = torch.randn(3, weight.shape[-1], generator=make).to(weight.device, weight.dtype)
+    if isinstance(getattr(module, "gate_proj", None), nn.Linear):
+        x = x[:, : module.gate_proj.in_features]
+    try:
+        wanted, found = module(x).float(), forward(module, x).float()
+    except Exception as error:  # from Triton's compiler or the driver
+        logger.warning("%s: the kernel does not run: %s", type(module).__name__, " ".join(str(error).split())[:300])
+        return False
+    return bool((found - wanted).abs().max() <= TOLERANCE.get(weight.dtype, 0.02) * wanted.abs().max())
+
+
+def norm_forward(self: Any, hidden_states: Any) -> Any:
+    """A norm [..., N] → [..., N], in the type that the module's own code gives."""
+    from . import fused_kernels as kernels
+
+    if (normed := fused_residuals.normed(self, hidden_states)) is not None:
+        return normed
+    size = hidden_states.shape[-1]
+    x = hidden_states.contiguous()
+    out = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, self.weight.dtype), device=x.device)
+    rows = x.numel() // size
+    padded = 1 << (size - 1).bit_length()
+    kernels.rms_norm[(rows,)](x, self.weight, out, self.variance_epsilon, N=size, PADDED=padded)
+    return out
+
+
+def gated_forward(self: Any, x: Any) -> Any:
+    """A gated MLP [..., N] → [..., N]."""
+    from . import fused_kernels as kernels
+
+    gate, up = _rows(self.gate_proj(x)), _rows(self.up_proj(x))
+    rows, size = gate.shape
+    out = torch.empty(rows, size, dtype=gate.dtype, device=gate.device)
+    kernels.silu_gate[(rows, -(-size // BLOCK))](gate, up, out, size, gate.stride(0), up.stride(0), BLOCK=BLOCK)
+    return self.down_proj(out.view(*x.shape[:-1], size))
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """View [..., N] as [T, N], copied only if its rows are not contiguous."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(-1) == 1 else rows.contiguous()

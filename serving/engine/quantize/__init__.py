@@ -1,0 +1,1 @@
+"""Quantisation when a model is logged: calibration, sensitivity, and writing the weights."""

@@ -1,0 +1,1 @@
+"""Requests inside an engine: checked, awaited, delivered, finished."""

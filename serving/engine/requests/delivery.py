@@ -1,0 +1,225 @@
+"""Delivers the results of a forward: scores and logits of prompts, tokens, and steps of beam searches."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Container, Sequence
+from typing import Any
+
+import torch
+
+from ...interface.errors import ServingError
+from ...interface.events import PromptScored
+from ...interface.stop_rule import StopReason
+from ..beams.beam_group import BeamGroup
+from ..constraints.logits_processors import nothing_left
+from ..sampling.sampler import sample, score_prompt
+from ..scheduling.scheduler import Run
+from ..scheduling.sequence import NOTHING_LEFT, Place, Sampled, SequenceGroup, SequenceState
+from .finisher import Exits
+from .inflight import InflightRequests
+
+
+class Delivery:
+    """Works on the engine's own parts. ``add_member(group, index)`` adds a sequence to a group."""
+
+    def __init__(
+        self,
+        inflight: InflightRequests,
+        scheduler: Any,
+        cache: Any,
+        exits: Exits,
+        add_member: Callable[[SequenceGroup, int], SequenceState],
+    ) -> None:
+        self._inflight = inflight
+        self._scheduler = scheduler
+        self._cache = cache
+        self._exits = exits
+        self._add_member = add_member
+        self._began, self._batch_size = 0.0, 0  # of the step that is being delivered
+
+    def give_out(self, laid_out: Sequence[Run], logits: Any, over: Container[SequenceState], began: float) -> None:
+        """Score prompts, and sample at every place of each run (``Run.places``): 0 to n tokens per sequence.
+
+        ``logits`` [R, V] are those of ``laid_out``, one run after another. Sequences in ``over`` get no more tokens.
+        ``began`` is the time of the step's start (``time.monotonic``)."""
+        self._began, self._batch_size = began, len(laid_out)
+        rows: list[int] = []
+        places: list[Place] = []
+        shares: list[tuple[Run, int, int]] = []  # runs with the first and last of their places
+        searches: dict[int, SequenceGroup] = {}  # groups whose beams all have their logits
+        at = 0
+        for run in laid_out:
+            first, at = at, at + run.num_logits
+            here = run.places
+            beams = run.sequence.group.beams
+            if here and isinstance(beams, BeamGroup):
+                if beams.take(run.sequence, logits[at - 1]):
+                    searches[id(beams)] = run.sequence.group
+            elif here and run.sequence not in over:
+                shares.append((run, len(places), len(places) + len(here)))
+                start = at - 1 - run.num_drafted
+                rows += range(start, start + len(here))
+                places += here
+            if run.sequence.reads_prompt and run.sequence.status == "running":
+                self._read_prompt(run, logits[first:at])
+        if places:
+            sampled = sample(logits if len(rows) == len(logits) else logits[rows], places)
+            for run, start, end in shares:
+                wanted = logits[rows[start:end]] if run.sequence.sampling.generation_logits else None
+                if run.num_drafted:
+                    self._deliver_verified(run, sampled[start:end], wanted)
+                else:
+                    self._deliver(run.sequence, sampled[start:end], wanted)
+        for group in searches.values():
+            self._search(group)
+
+    def give_out_sampled(self, runs: Sequence[Run], sampled: Sequence[Sampled], began: float) -> None:
+        """Give each of ``runs`` its token, which was drawn on the device. ``began`` is the time of the step's start."""
+        self._began, self._batch_size = began, len(runs)
+        for run, one in zip(runs, sampled, strict=True):
+            self._deliver(run.sequence, [one], None)
+
+    def end_complete(self, sequences: Sequence[SequenceState]) -> frozenset[SequenceState]:
+        """End the sequences whose grammar now allows nothing more, whether their text is complete or a dead end; return
+        them."""
+        over = []
+        for sequence in sequences:
+            if sequence.status != "running":  # a sibling failed the request in this very step
+                over.append(sequence)
+                continue
+            assert sequence.matching is not None
+            try:
+                if not sequence.matching.check():
+                    over.append(sequence)
+                    self._exits.finish(sequence, "stop")
+            except ServingError as error:
+                over.append(sequence)
+                self._exits.lose(sequence, error)
+        return frozenset(over)
+
+    def follow(self, sequence: SequenceState, known: int, reason: StopReason | None) -> StopReason | None:
+        """Follow a sequence's grammar and count the forced tokens; see ``SequenceState.follow``."""
+        before = sequence.num_tokens
+        reason = sequence.follow(known, reason)
+        self._exits.count(sequence, sequence.num_tokens - before)
+        return reason
+
+    def _read_prompt(self, run: Run, logits: Any) -> None:
+        """Deliver what was asked about the prompt's tokens in ``run``."""
+        sequence = run.sequence
+        if sequence.context_row is not None:
+            self._send_context(run, logits)
+        if sequence.prompt_scores is not None:
+            self._score(run, logits)
+        if sequence.status == "running" and not sequence.reads_prompt and not sequence.generates:
+            self._exits.finish(sequence, "length")
+
+    def _send_context(self, run: Run, logits: Any) -> None:
+        sequence = run.sequence
+        row, end = sequence.context_row, min(sequence.num_computed, sequence.num_prompt)
+        assert row is not None
+        assert run.start <= row
+        if end <= row:  # these rows were delivered before the sequence was preempted
+            return
+        wanted = logits[row - run.start : end - run.start]
+        if not bool(torch.isfinite(wanted.amax(-1)).all()):
+            self._exits.fail_not_finite(sequence)
+            return
+        self._inflight.emit_logits(sequence, "context", row, wanted)
+        sequence.context_row = end if end < sequence.num_prompt else None
+
+    def _score(self, run: Run, logits: Any) -> None:
+        sequence = run.sequence
+        scores = sequence.prompt_scores
+        assert scores is not None
+        del scores[run.start :]  # left by a step that failed and is run again
+        scores.extend(score_prompt(logits, run.start, sequence))
+        if sequence.num_computed < sequence.num_prompt:
+            return
+        sequence.prompt_scores = None
+        if any(math.isnan(score.logprob) for score in scores):
+            self._exits.fail_not_finite(sequence)
+            return
+        beams = sequence.group.beams
+        for index in beams.indexes if isinstance(beams, BeamGroup) else (sequence.index,):
+            self._inflight.emit(self._inflight.of(sequence), PromptScored(index, tuple(scores)))
+
+    def _deliver_verified(self, run: Run, sampled: Sequence[Sampled], logits: Any) -> None:
+        """Give a sequence the tokens of a step with drafts. The KV of accepted drafts is already in the cache."""
+        sequence, speculation = run.sequence, self._scheduler.speculation
+        if sequence.status != "running":
+            return
+        first = sequence.num_tokens
+        held = speculation.verify(sequence, sequence.slice(first, first + run.num_drafted).copy(), sampled)
+        sequence.num_computed = first + len(held) - 1
+        self._cache.computed(sequence.id, sequence.slice(0, sequence.num_computed), sequence.num_computed)
+        self._deliver(sequence, held, logits)
+
+    def _deliver(self, sequence: SequenceState, sampled: Sequence[Sampled], logits: Any) -> None:
+        """Give a sequence the tokens of one step. ``logits`` are those they were drawn from, or None if the request
+        does not want them."""
+        if sequence.status != "running":  # a sibling failed the request in this very step
+            return
+        if any(one.token_id < 0 for one in sampled):
+            self._deliver_before(sequence, sampled, logits)
+            return
+        before = sequence.num_tokens
+        reason = sequence.extend(sampled)
+        if sequence.timings is not None:
+            sequence.note_step(self._began, time.monotonic(), self._batch_size)
+        self._exits.count(sequence, sequence.num_tokens - before)
+        if logits is not None:
+            taken = logits[: sequence.num_tokens - before]
+            self._inflight.emit_logits(sequence, "generation", before - sequence.num_prompt, taken)
+        if sequence.matching is not None:
+            try:
+                reason = self.follow(sequence, before, reason)
+            except ServingError as error:
+                self._exits.lose(sequence, error)
+                return
+        if reason is not None:
+            self._exits.finish(sequence, reason)
+        elif not sequence.may_hold:
+            self._inflight.flush(sequence)
+
+    def _deliver_before(self, sequence: SequenceState, sampled: Sequence[Sampled], logits: Any) -> None:
+        """Give a sequence the tokens before the place at which none could be drawn. Unless they end it, it fails."""
+        at = next(i for i, one in enumerate(sampled) if one.token_id < 0)
+        if at:
+            self._deliver(sequence, sampled[:at], logits)
+        if sequence.status != "running":
+            return
+        if sampled[at].token_id == NOTHING_LEFT:
+            self._exits.fail(self._inflight.of(sequence), nothing_left(sequence.sampling))
+        else:
+            self._exits.fail_not_finite(sequence)
+
+    def _search(self, group: SequenceGroup) -> None:
+        """Take a step of a beam search."""
+        beams = group.beams
+        assert isinstance(beams, BeamGroup)
+        if not group.members or group.members[0].status == "finished":  # a sibling failed the request in this step
+            return
+        first = group.members[0]
+        first.charge(beams.width)
+        try:
+            made = beams.advance(self._cache, lambda: self._add_member(group, first.index))
+        except FloatingPointError:
+            self._exits.fail_not_finite(first)
+            return
+        except ServingError as error:
+            if group.sampling.grammar is None:
+                self._exits.fail(self._inflight.of(first), error)
+            else:
+                self._exits.lose(first, error)
+            return
+        for beam in made:
+            self._scheduler.add(beam)
+        settled = beams.settled() if group.request.stream and not beams.search.done else ()
+        if settled:
+            self._exits.count(first, sum(len(text.token_ids) for text in settled), charged=True)
+            self._inflight.send_texts(first, settled)
+        if beams.search.done or not beams.indexes:
+            self._exits.finish(first, "stop")

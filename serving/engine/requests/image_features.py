@@ -1,0 +1,245 @@
+"""Pictures of requests: read one piece a step, kept for later requests, and made the virtual tokens of their prompts.
+
+A step reads one picture at most (one tile, where a picture is cut into tiles), so that other requests' tokens do not
+wait for all pictures of a request. Pictures of provisioned requests come first, and those of others take at most a
+``1 / (1 + REST)`` of the time beside provisioned requests that run; then tenants take turns (``tenants``), picture by
+picture. The features are kept, within a budget: a conversation sends its pictures with every turn. As with prefixes,
+only requests with the same ``cache_salt`` use each other's.
+
+In a request, the tokens of its pictures are counted from the vocabulary's size on. In the engine, each picture has ids
+of its own, the same in every request with its salt. So prompts begin alike, for the prefix cache, as long as they have
+the same words and pictures.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from ...interface.request import Picture, ValidRequest
+from ..adapters.virtual_tokens import Table
+from ..models.image_encoder import PictureReader, Piece, Vectors
+from ..scheduling.tenants import Tenant, Tenants
+
+logger = logging.getLogger(__name__)
+Key = tuple[str, str]  # of whom the features are (a salt), and of what
+ALONE = "alone-"  # the salt of a request without one begins so, as no other does: those are hashes
+REST = 16  # how long no best-effort picture is read beside provisioned requests, as a multiple of the last piece
+MOST_IDS = 2**30  # the engine's ids are int32
+MOST_PICTURES = 2**16  # whose ids are known; others get new ones, and share no prefix
+
+
+@dataclass(slots=True)
+class Reading:
+    """A request whose pictures are not all read. ``missing`` are those, with their rows in ``table``. ``rank`` is its
+    class and priority. ``tenant`` is charged a piece over ``weight``.
+
+    ``compilation`` is that of the request's grammar once it is done; ``compiles`` says whether it is still awaited."""
+
+    rank: tuple[bool, int]
+    number: int
+    tenant: Tenant
+    weight: int
+    table: Table
+    missing: list[tuple[Key, Picture, slice]]
+    compiles: bool = False
+    compilation: Any = None
+
+
+@dataclass(slots=True)
+class _Part:
+    """A picture that is being read: the pieces to come, and the features of those before. ``reading`` is charged."""
+
+    key: Key
+    reading: Reading
+    pieces: list[Piece]
+    vectors: list[Vectors] = field(default_factory=list)
+
+
+class Pictures:
+    """Reads the pictures of requests, if there is a ``reader``. ``budget`` is how many bytes of features are kept."""
+
+    def __init__(self, reader: PictureReader | None, *, budget: int, width: int, first_id: int) -> None:
+        self._reader, self._budget, self._width, self._first_id = reader, budget, width, first_id
+        self._kept: OrderedDict[Key, Vectors] = OrderedDict()
+        self._num_bytes = 0
+        self._readings: dict[str, Reading] = {}
+        self._parts: dict[bool, _Part] = {}  # of provisioned requests and of others
+        self._tenants = Tenants()
+        self._rests_until = 0.0
+        self._asked = 0
+        self._ids: OrderedDict[Key, int] = OrderedDict()
+        self._next_id, self._epoch = first_id, 0
+
+    def __bool__(self) -> bool:
+        return bool(self._readings)
+
+    def get(self, request_id: str) -> Reading | None:
+        """The request's reading; None if none of its pictures is missing."""
+        return self._readings.get(request_id)
+
+    def ask(self, request: ValidRequest) -> tuple[ValidRequest, Table]:
+        """Return the request with the engine's ids and without pixels, and the table of these ids.
+
+        The table's vectors are there when ``get`` finds no reading."""
+        self._asked += 1
+        salt = f"{ALONE}{self._asked}" if request.cache_salt is None else request.cache_salt
+        counts = [picture.num_tokens for picture in request.pictures]
+        vectors = np.zeros((sum(counts), self._width), dtype=np.float32)
+        if self._next_id + len(vectors) > MOST_IDS:
+            self._epoch, self._next_id = self._epoch + 1, self._first_id
+            self._ids.clear()
+        missing, firsts, end = [], dict[int, int](), 0
+        ids = np.empty(len(vectors), dtype=np.int64)
+        for picture in request.pictures:
+            key = (salt, _digest(picture))
+            rows = slice(end, end := end + picture.num_tokens)
+            first = self._first_id_of(key, picture.num_tokens)
+            ids[rows] = np.arange(first, first + picture.num_tokens)
+            firsts.setdefault(first, rows.start)
+            kept = self._kept.get(key)
+            if kept is None:
+                missing.append((key, picture, rows))
+            else:
+                self._kept.move_to_end(key)
+                vectors[rows] = kept
+        digest = f"pictures {self._epoch}" if self._epoch else ""
+        order = np.array(sorted(firsts.items()), dtype=np.int64)
+        table = Table(vectors, self._first_id, digest, order[:, 0], order[:, 1])
+        if missing:
+            rank = (not request.provisioned, request.priority)
+            tenant = self._enter(request)
+            self._readings[request.request_id] = Reading(rank, self._asked, tenant, request.weight, table, missing)
+        return _with_ids(request, ids, self._first_id), table
+
+    def _first_id_of(self, key: Key, count: int) -> int:
+        found = self._ids.pop(key, None)
+        if found is None:
+            found, self._next_id = self._next_id, self._next_id + count
+        self._ids[key] = found  # again as the latest
+        if len(self._ids) > MOST_PICTURES:
+            self._ids.popitem(last=False)
+        return found
+
+    def _enter(self, request: ValidRequest) -> Tenant:
+        tenant = self._tenants.of(request.tenant, request.provisioned)
+        if not tenant.num_waiting:
+            waiting = [one.tenant for one in self._readings.values() if one.rank[0] != request.provisioned]
+            self._tenants.lift(tenant, min(waiting, key=lambda one: one.used, default=None))
+        tenant.num_waiting += 1
+        tenant.num_unfinished += 1
+        return tenant
+
+    def _leave(self, request_id: str) -> None:
+        tenant = self._readings.pop(request_id).tenant
+        tenant.num_waiting -= 1
+        tenant.num_unfinished -= 1
+        if not tenant.num_waiting:
+            self._tenants.left(tenant)
+
+    def forget(self, request_id: str) -> None:
+        """Read no more pictures for a request that has ended."""
+        if request_id in self._readings:
+            self._leave(request_id)
+            self._parts = {kind: part for kind, part in self._parts.items() if self._is_wanted(part.key)}
+
+    def may_read(self, *, beside_provisioned: bool) -> bool:
+        """Whether the next piece may be read in this step, ``beside_provisioned`` sequences that run or wait to."""
+        is_best_effort, _ = self._first().rank
+        return not (beside_provisioned and is_best_effort) or time.monotonic() >= self._rests_until
+
+    def read(self) -> list[tuple[str, Reading, Exception | None]]:
+        """Read one piece of a picture. Return the requests that have all of theirs now, or cannot have them."""
+        assert self._reader is not None, "without one, nothing was asked"
+        began, first = time.monotonic(), self._first()
+        kind = first.rank[0]
+        part = self._parts.pop(kind, None)
+        if part is not None and not self._is_wanted(part.key):
+            part = None
+        try:
+            if part is None:
+                key, picture, _ = first.missing[0]
+                part = _Part(key, first, [])
+                part.pieces = self._reader.pieces(picture)
+            part.vectors.append(self._reader.read(part.pieces.pop(0)))
+            if part.pieces:
+                self._parts[kind] = part
+                done = []
+            else:
+                done = self._deliver(part.key, np.concatenate(part.vectors))
+        except Exception as error:
+            logger.exception("a picture cannot be read")
+            failed = first.missing[0][0] if part is None else part.key
+            done = [(name, reading, error) for name, reading in self._take(failed)]
+        charged = first if part is None else part.reading
+        charged.tenant.used += 1 / charged.weight
+        if kind:
+            now = time.monotonic()
+            self._rests_until = now + REST * (now - began)
+        return done
+
+    def _first(self) -> Reading:
+        return min(self._readings.values(), key=lambda one: (*one.rank, one.tenant.used, one.number))
+
+    def _is_wanted(self, key: Key) -> bool:
+        return any(key == missing for reading in self._readings.values() for missing, _, _ in reading.missing)
+
+    def _take(self, key: Key) -> list[tuple[str, Reading]]:
+        """Remove the readings that lack ``key``, and return them."""
+        found = [
+            (name, reading)
+            for name, reading in self._readings.items()
+            if any(key == missing for missing, _, _ in reading.missing)
+        ]
+        for name, _ in found:
+            self._leave(name)
+        return found
+
+    def _deliver(self, key: Key, vectors: Vectors) -> list[tuple[str, Reading, Exception | None]]:
+        done: list[tuple[str, Reading, Exception | None]] = []
+        for name, reading in list(self._readings.items()):
+            for missing, _, rows in reading.missing:
+                if missing == key:
+                    reading.table.vectors[rows] = vectors
+            reading.missing = [entry for entry in reading.missing if entry[0] != key]
+            if not reading.missing:
+                self._leave(name)
+                done.append((name, reading, None))
+        self._keep(key, vectors)
+        return done
+
+    def _keep(self, key: Key, vectors: Vectors) -> None:
+        if key[0].startswith(ALONE) or vectors.nbytes > self._budget:
+            return
+        self._kept[key] = vectors
+        self._num_bytes += vectors.nbytes
+        while self._num_bytes > self._budget:
+            self._num_bytes -= self._kept.popitem(last=False)[1].nbytes
+
+
+def _with_ids(request: ValidRequest, ids: Any, first_id: int) -> ValidRequest:
+    """Return ``request`` with ``ids`` in place of those from ``first_id`` on, and without the pixels."""
+    changed: dict[tuple[int, ...], tuple[int, ...]] = {}
+    sequences = []
+    for sequence in request.sequences:
+        prompt = sequence.prompt_token_ids
+        if prompt not in changed:
+            row = np.array(prompt, dtype=np.int64)
+            virtual = row >= first_id
+            row[virtual] = ids[row[virtual] - first_id]
+            changed[prompt] = tuple(row.tolist())
+        sequences.append(msgspec.structs.replace(sequence, prompt_token_ids=changed[prompt]))
+    bare = tuple(msgspec.structs.replace(picture, data=b"") for picture in request.pictures)
+    return msgspec.structs.replace(request, sequences=tuple(sequences), pictures=bare)
+
+
+def _digest(picture: Picture) -> str:
+    size = f"{picture.width} {picture.height} {picture.num_tokens} ".encode()
+    return hashlib.blake2b(size + picture.data, digest_size=16).hexdigest()

@@ -1,0 +1,385 @@
+"""Sampling by a Gumbel-max race: from logits to tokens, each sequence by its own parameters and random numbers.
+
+The order is: embedding bias, penalties, logit bias, what bad words and repeated n-grams forbid, min_tokens, the
+grammar's mask, temperature, top_k, top_p, min_p, typical_p, then the race: token t arrives at a time drawn from the
+exponential distribution with its probability as the rate, and the first one wins.
+That is the Gumbel-max trick (Gumbel 1954; Maddison, Tarlow and Minka 2014, "A* Sampling") with -log(time) as the Gumbel
+noise: a token wins with its probability. The times come from (seed, position, t). Logits may differ in their last bits
+with what else is in the batch; in a race that matters only where two tokens arrive together, while cumulated
+probabilities would shift every unlikely token after the first difference. Which algorithm a row takes depends on its
+own parameters alone, so a sequence samples the same alone and in a batch. Where our own kernels run, native/sampler.h
+draws the same winners; on CUDA ``device_race``, of the same random bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...interface.events import TokenLogprob
+from ...interface.request import Sampling
+from ..constraints.grammar_state import unpacked
+from ..devices.transfers import to_device, upload_values
+from ..native import sampler as native
+from ..scheduling.sequence import NOTHING_LEFT, Place, Sampled
+from . import device_sampling
+from .randomness import exponentials
+from .rejection_sampling import draft_of, is_drafted
+from .rejection_sampling import draw as draw_drafted
+
+CANDIDATES = 1024  # tokens looked at before a row with top_p is sorted whole
+UNDECIDED = -3  # in place of a token, where the row has to be sorted first
+
+
+def sample(logits: Any, sequences: Sequence[Place]) -> list[Sampled]:
+    """One token for each row of ``logits`` [B, V], which belong to ``sequences`` [B], with the log probabilities that
+    they want; does not change ``logits``."""
+    tokens = choose(logits, sequences)
+    result = [Sampled(t) for t in tokens]
+    wanted = [i for i, s in enumerate(sequences) if s.sampling.logprobs is not None and tokens[i] >= 0]
+    if wanted:
+        counts = [sequences[i].sampling.logprobs or 0 for i in wanted]
+        scored = logprobs(logits[wanted], [tokens[i] for i in wanted], counts)
+        for i, score in zip(wanted, scored, strict=True):
+            result[i] = Sampled(tokens[i], score)
+    return result
+
+
+def choose(logits: Any, sequences: Sequence[Place]) -> list[int]:
+    """One token id for each row of ``logits``, -1 where they are not finite."""
+    tokens = _largest(logits)
+    special = [i for i, s in enumerate(sequences) if tokens[i] >= 0 and not _is_settled(tokens[i], s)]
+    if special and native.can_draw(logits):
+        as_they_are = [i for i in special if not is_adjusted(sequences[i]) and _is_drawn_natively(sequences[i])]
+        if as_they_are:
+            for i, token in zip(as_they_are, _draw_rows(logits, as_they_are, sequences), strict=True):
+                tokens[i] = token
+            special = [i for i in special if i not in as_they_are]
+    if special:
+        rows = logits if len(special) == len(sequences) else logits[special]
+        chosen = _sample_rows(rows.float().clone(), [sequences[i] for i in special])
+        for i, token in zip(special, chosen, strict=True):
+            tokens[i] = token
+    return tokens
+
+
+def _largest(logits: Any) -> list[int]:
+    """The token of each row's largest logit, -1 where that is not finite."""
+    if native.can_draw(logits):
+        return native.largest(logits)
+    best, token_ids = logits.max(-1)
+    tokens: list[int] = torch.where(torch.isfinite(best), token_ids, -1).tolist()
+    return tokens
+
+
+def _is_settled(largest: int, sequence: Place) -> bool:
+    """Whether the token of the largest logit is the one: a stop that may not come yet changes no other's."""
+    p = sequence.sampling
+    if p.temperature != 0.0 or p.grammar is not None or _is_weighed(sequence):
+        return False
+    return not _forbids_stops(sequence) or largest not in p.stop_token_ids
+
+
+def is_adjusted(sequence: Place) -> bool:
+    """Whether ``adjust`` changes its logits."""
+    return _is_weighed(sequence) or _forbids_stops(sequence)
+
+
+def _forbids_stops(sequence: Place) -> bool:
+    p = sequence.sampling
+    return p.min_tokens > 0 and bool(p.stop_token_ids) and not sequence.stop_rule.may_stop(sequence.num_generated + 1)
+
+
+def _is_weighed(sequence: Place) -> bool:
+    p = sequence.sampling
+    return (
+        p.repetition_penalty != 1.0
+        or p.presence_penalty != 0.0
+        or p.frequency_penalty != 0.0
+        or bool(p.logit_bias)
+        or sequence.processors is not None
+    )
+
+
+def _is_drawn_natively(sequence: Place) -> bool:
+    p = sequence.sampling
+    return p.draft is None or not is_drafted(sequence)
+
+
+def _draw_rows(logits: Any, rows: Sequence[int], sequences: Sequence[Place]) -> list[int]:
+    """Natively, from logits that nothing changes but a mask."""
+    chosen = [sequences[i] for i in rows]
+    masks = [None if s.matching is None else s.matching.allowed for s in chosen]
+    seeds, positions = [s.seed for s in chosen], [s.num_tokens for s in chosen]
+    return native.draw_rows(logits, rows, [s.sampling for s in chosen], seeds, positions, masks)
+
+
+def score_prompt(logits: Any, start: int, sequence: Place) -> list[TokenLogprob]:
+    """Log probabilities of the prompt's tokens that the rows ``logits``, positions from ``start`` on, predict."""
+    following = sequence.tokens[start + 1 : min(start + 1 + len(logits), sequence.num_prompt)].tolist()
+    k = sequence.sampling.prompt_logprobs or 0
+    return logprobs(logits[: len(following)], following, [k] * len(following)) if following else []
+
+
+def logprobs(logits: Any, token_ids: Sequence[int], counts: Sequence[int]) -> list[TokenLogprob]:
+    """Of the unchanged distribution; ``counts`` is how many of the best to name beside each token."""
+    scores = torch.log_softmax(logits.float(), dim=-1)
+    own = scores.gather(1, torch.tensor(token_ids, device=scores.device)[:, None])[:, 0].tolist()
+    most = min(max(counts), scores.shape[-1])
+    if not most:
+        return [TokenLogprob(t, p) for t, p in zip(token_ids, own, strict=True)]
+    values, ids = scores.topk(most, dim=-1)
+    tops = [
+        tuple(zip(i[:n], v[:n], strict=True)) for i, v, n in zip(ids.tolist(), values.tolist(), counts, strict=True)
+    ]
+    return [TokenLogprob(t, p, top) for t, p, top in zip(token_ids, own, tops, strict=True)]
+
+
+def _sample_rows(logits: Any, sequences: Sequence[Place]) -> list[int]:
+    adjust(logits, sequences)
+    restrict(logits, sequences)
+    stuck = _stuck(logits, sequences)
+    if stuck:
+        logits[stuck] = 0.0  # any numbers that can be drawn from
+    tokens: list[int] = [0] * len(sequences)
+    kinds: dict[str, list[int]] = {}
+    for i, sequence in enumerate(sequences):
+        kinds.setdefault(_kind(sequence), []).append(i)
+    for kind, rows in kinds.items():
+        some = logits if len(rows) == len(sequences) else logits[rows]
+        drawn = _draw(kind, some, [sequences[i] for i in rows])
+        for i, token in zip(rows, drawn, strict=True):
+            tokens[i] = token
+    for i in stuck:
+        tokens[i] = NOTHING_LEFT
+    return tokens
+
+
+def _stuck(logits: Any, sequences: Sequence[Place]) -> list[int]:
+    """Rows of ``logits`` in which nothing is left that may come."""
+    rows = [i for i, sequence in enumerate(sequences) if sequence.processors is not None]
+    if not rows:
+        return []
+    dead = (logits[rows].amax(-1) == float("-inf")).tolist()
+    return [i for i, is_dead in zip(rows, dead, strict=True) if is_dead]
+
+
+def _kind(sequence: Place) -> str:
+    p = sequence.sampling
+    if p.temperature == 0.0:
+        return "greedy"
+    if p.draft is not None and is_drafted(sequence):
+        return "drafted"
+    if p.typical_p < 1.0:
+        return "typical"
+    return "truncated" if p.top_k > 0 or p.top_p < 1.0 else "whole"
+
+
+def _draw(kind: str, logits: Any, sequences: Sequence[Place]) -> list[int]:
+    if kind == "greedy":
+        greedy: list[int] = logits.argmax(-1).tolist()
+        return greedy
+    parameters = [s.sampling for s in sequences]
+    seeds, positions = [s.seed for s in sequences], [s.num_tokens for s in sequences]
+    if kind == "drafted":
+        drafts, drafted = zip(*map(draft_of, sequences), strict=True)
+        return draw_drafted(distribution(logits, parameters).cpu(), torch.stack(drafted), drafts, seeds, positions)
+    if native.can_draw(logits):
+        return native.draw(logits, parameters, seeds, positions)
+    tokens: list[int] = _race_rows(kind, logits, parameters, seeds, positions).tolist()
+    for i in [i for i, token in enumerate(tokens) if token == UNDECIDED]:
+        tokens[i] = _draw_sorted(logits[i : i + 1], parameters[i], seeds[i], positions[i])
+    return tokens
+
+
+def is_drawn_unread(sequence: Place) -> bool:
+    """Whether ``draw_unread`` draws the tokens of a sequence: by logits, seed, position and parameters alone, and with
+    nothing else to be told of them."""
+    p = sequence.sampling
+    if p.grammar is not None or p.draft is not None or p.logprobs is not None or p.generation_logits:
+        return False
+    return not is_adjusted(sequence)
+
+
+def draw_unread(logits: Any, sequences: Sequence[Place], positions: Sequence[int]) -> Any:
+    """What ``choose`` gives, int64 [B] on the device of ``logits`` [B, V], without waiting for it; ``UNDECIDED`` where
+    only ``choose`` can tell. ``positions`` are those of the tokens."""
+    best, tokens = logits.max(-1)
+    kinds: dict[str, list[int]] = {}
+    for i, sequence in enumerate(sequences):
+        kinds.setdefault(_kind(sequence), []).append(i)
+    for kind, rows in kinds.items():
+        if kind == "greedy":
+            continue
+        chosen = [sequences[i] for i in rows]
+        own = [s.sampling for s in chosen], [s.seed for s in chosen], [positions[i] for i in rows]
+        if len(rows) == len(sequences):
+            tokens = _race_rows(kind, logits.float(), *own)
+        else:
+            at = upload_values(rows, torch.int64, logits.device)
+            drawn = _race_rows(kind, logits.index_select(0, at).float(), *own)
+            tokens = tokens.index_copy(0, at, drawn)
+    return torch.where(torch.isfinite(best), tokens, -1)
+
+
+def _race_rows(
+    kind: str, logits: Any, parameters: Sequence[Sampling], seeds: Sequence[int], positions: Sequence[int]
+) -> Any:
+    """Tokens int64 [B] on the device of ``logits`` float32 [B, V], ``UNDECIDED`` where "truncated" has to be sorted."""
+    if device_sampling.is_offered(logits.device) and kind == "whole":
+        return device_sampling.race(logits, parameters, seeds, positions)
+    times = _times(seeds, positions, logits)
+    logits = logits / _column(parameters, "temperature", logits)
+    if kind == "whole":
+        return race(_min_p(torch.softmax(logits, -1), parameters), times)
+    if kind == "truncated":
+        return _draw_truncated(logits, parameters, times)
+    return _draw_typical(logits, parameters, times)
+
+
+def _times(seeds: Sequence[int], positions: Sequence[int], like: Any) -> Any:
+    size, device = like.shape[-1], like.device
+    if device_sampling.is_offered(device):
+        return device_sampling.exponentials(seeds, positions, size, device)
+    return to_device(exponentials(seeds, positions, size), device)
+
+
+def _draw_truncated(logits: Any, parameters: Sequence[Sampling], times: Any) -> Any:
+    """Works on the best ``CANDIDATES``; ``UNDECIDED`` are rows for which these are not enough."""
+    V = logits.shape[-1]
+    width = min(V, max([CANDIDATES, *(p.top_k for p in parameters if p.top_k < V)]))
+    values, ids = logits.topk(width, dim=-1)
+    totals = torch.logsumexp(logits, -1, keepdim=True)
+    tokens = ids.gather(1, race(truncate(values, totals, parameters), times.gather(1, ids))[:, None])[:, 0]
+    wanted = [0.0 if 0 < p.top_k <= width else p.top_p for p in parameters]
+    if width == V or not any(wanted):
+        return tokens
+    reached = torch.exp(values - totals).sum(-1).double()
+    return torch.where(reached < upload_values(wanted, torch.float64, logits.device), UNDECIDED, tokens)
+
+
+def _draw_sorted(logits: Any, parameters: Sampling, seed: int, position: int) -> int:
+    """Of a row [1, V] that is sorted whole."""
+    times = _times([seed], [position], logits)
+    logits = logits / parameters.temperature
+    whole, order = logits.sort(-1, descending=True)
+    weights = truncate(whole, torch.logsumexp(logits, -1, keepdim=True), [parameters])
+    return int(order[0, race(weights, times.gather(1, order))[0]])
+
+
+def truncate(values: Any, totals: Any, parameters: Sequence[Sampling]) -> Any:
+    """Probabilities [B, N] (not summing to one) of logits sorted in descending order after top_k, top_p and min_p.
+
+    ``totals`` [B, 1] is the logarithm of the whole row's sum; where top_k cuts, the rest counts as all there is.
+    """
+    width = values.shape[-1]
+    place = torch.arange(width, device=values.device)
+    most = [[p.top_k if 0 < p.top_k < width else width] for p in parameters]
+    top_k = upload_values(most, torch.int64, values.device)
+    limited = upload_values([[p.top_k > 0] for p in parameters], torch.bool, values.device)
+    weights = torch.exp(values.double() - totals.double()).masked_fill(place >= top_k, 0.0)
+    weights = torch.where(limited, weights / weights.sum(-1, keepdim=True), weights)
+    before = weights.cumsum(-1) - weights
+    keep = before < _column(parameters, "top_p", weights)
+    keep[:, 0] = True
+    return _min_p(weights * keep, parameters)
+
+
+def _draw_typical(logits: Any, parameters: Sequence[Sampling], times: Any) -> Any:
+    weights, token_ids = _typical(logits, parameters)
+    return token_ids.gather(1, race(weights, times.gather(1, token_ids))[:, None])[:, 0]
+
+
+def _typical(logits: Any, parameters: Sequence[Sampling]) -> tuple[Any, Any]:
+    """Locally typical sampling (Meister et al. 2022): tokens whose surprise is nearest to the entropy come first.
+    Probabilities [B, V] in that order, after top_k, top_p and min_p too, and the tokens that they are of."""
+    totals = torch.logsumexp(logits, -1, keepdim=True)
+    values, ids = logits.sort(-1, descending=True)
+    weights = truncate(values, totals, parameters)
+    weights = weights / weights.sum(-1, keepdim=True)
+    surprise = -torch.log(weights)
+    entropy = (weights * surprise).nan_to_num(0.0).sum(-1, keepdim=True)
+    distance = (surprise - entropy).abs().nan_to_num(float("inf"))
+    order = torch.argsort(distance, dim=-1, stable=True)
+    ordered = weights.gather(1, order)
+    keep = ordered.cumsum(-1) - ordered < _column(parameters, "typical_p", ordered)
+    keep[:, 0] = True
+    return ordered * keep, ids.gather(1, order)
+
+
+def distribution(logits: Any, parameters: Sequence[Sampling]) -> Any:
+    """What tokens are drawn from, whatever the parameters: probabilities float64 [B, V] that sum to one."""
+    weights, ids = _typical(logits / _column(parameters, "temperature", logits), parameters)
+    found = torch.zeros_like(weights).scatter_(1, ids, weights)
+    return found / found.sum(-1, keepdim=True)
+
+
+def _min_p(weights: Any, parameters: Sequence[Sampling]) -> Any:
+    if all(p.min_p == 0.0 for p in parameters):
+        return weights
+    floor = weights.amax(-1, keepdim=True) * _column(parameters, "min_p", weights)
+    return weights.masked_fill(weights < floor, 0.0)
+
+
+def race(weights: Any, times: Any) -> Any:
+    """Winners [B]: the place with the earliest arrival, time over weight; never one of weight 0.
+
+    ``weights`` [B, N] need not sum to one; ``times`` [B, N] are drawn at rate one.
+    """
+    return (weights / times).argmax(-1)
+
+
+def _column(parameters: Sequence[Sampling], name: str, like: Any) -> Any:
+    return upload_values([[getattr(p, name)] for p in parameters], like.dtype, like.device)
+
+
+def adjust(logits: Any, sequences: Sequence[Place]) -> None:
+    """Biases, penalties, bad words, repeated n-grams and min_tokens on ``logits`` [B, V], in place.
+
+    The repetition penalty is CTRL's (Keskar et al. 2019) over prompt and output, as transformers, vLLM and TensorRT-LLM
+    have it; presence and frequency penalties are OpenAI's, over the output alone, or TensorRT-LLM's, over both. Tokens
+    of a prompt that are behind the vocabulary are no words (``request.PromptTable``)."""
+    V = logits.shape[-1]
+    for i, sequence in enumerate(sequences):
+        p, processors = sequence.sampling, sequence.processors
+        if processors is not None and processors.bias is not None:
+            logits[i] += processors.bias.to(logits.device, logits.dtype)
+        if p.repetition_penalty != 1.0:
+            ids = np.unique(sequence.tokens)
+            seen = _index(ids[: np.searchsorted(ids, V)], logits)
+            values = logits[i, seen]
+            logits[i, seen] = torch.where(values > 0, values / p.repetition_penalty, values * p.repetition_penalty)
+        if (p.presence_penalty or p.frequency_penalty) and (sequence.num_generated or p.penalize_prompt):
+            counted = sequence.tokens if p.penalize_prompt else sequence.output
+            ids, counts = np.unique(counted[counted < V], return_counts=True)
+            times = torch.from_numpy(counts).to(logits.device, logits.dtype)
+            logits[i, _index(ids, logits)] -= p.presence_penalty + p.frequency_penalty * times
+        if p.logit_bias:
+            biased, bias = zip(*p.logit_bias, strict=True)
+            logits[i, _index(np.array(biased), logits)] += torch.tensor(bias, dtype=logits.dtype, device=logits.device)
+        if processors is not None and len(forbidden := processors.forbidden(sequence.tokens)):
+            logits[i, _index(forbidden[forbidden < V], logits)] = float("-inf")
+        if _forbids_stops(sequence):
+            stops = [t for t in p.stop_token_ids if 0 <= t < logits.shape[-1]]
+            if sequence.matching is not None:
+                stops = list(sequence.matching.stops_to_forbid(stops))
+            logits[i, _index(np.array(stops, dtype=np.int64), logits)] = float("-inf")
+
+
+def restrict(logits: Any, sequences: Sequence[Place]) -> None:
+    """The masks of grammars on ``logits`` [B, V], in place: what is not allowed gets no probability."""
+    masked = [(i, s.matching.allowed) for i, s in enumerate(sequences) if s.matching is not None]
+    if masked:
+        rows, masks = zip(*masked, strict=True)
+        allowed = torch.from_numpy(unpacked(np.stack(masks), logits.shape[-1])).to(logits.device)
+        if len(rows) == len(logits):
+            logits.masked_fill_(~allowed, float("-inf"))
+        else:
+            logits[list(rows)] = logits[list(rows)].masked_fill_(~allowed, float("-inf"))
+
+
+def _index(ids: Any, like: Any) -> Any:
+    return torch.from_numpy(ids.astype(np.int64)).to(like.device)

@@ -1,0 +1,1 @@
+"""Weights as an engine computes with them: layouts, quantisation, linears, experts."""

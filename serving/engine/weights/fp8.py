@@ -1,0 +1,178 @@
+"""fp8 linears: weights in float8 (e4m3fn) per output channel, activations unchanged or in float8 per token.
+
+::
+
+    rows     1 … FEW                          more
+    reads    N K bytes                        N K bytes
+    x        as it is                         float8, a scale a row
+    by       fp8_kernel.py, else as floats    torch._scaled_mm, else as floats
+
+With few rows the time goes into reading the weights, and products are as exact as with floats. With many rows it goes
+into the products, which devices from compute capability 8.9 on compute faster in float8. A row's results therefore
+depend on how many rows are computed with it, by more than the last bits.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+
+from ...interface.errors import PackagingError
+from ...interface.settings import EngineSettings
+from ..devices import triton_support
+
+logger = logging.getLogger(__name__)
+LARGEST = 448  # the largest value of e4m3fn
+TINY = 1e-12  # the scale of a row of zeros, rather than 0; it quantises to zeros
+FEW = 32  # rows that a program of the kernel has room for
+MULTIPLE = 16  # widths must be multiples of this for torch._scaled_mm on CUDA
+CAPABILITY = (8, 9)  # Ada, the first with products in float8
+BLOCK_K = 256
+TOLERANCE = {torch.float32: 1e-4}  # relative to the example's largest value; 0.02 for 16-bit types
+
+
+def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise ``x`` [T, K] to float8_e4m3fn [T, K] and float32 scales [T, 1], so that ``x ≈ q * scale``."""
+    scale = x.abs().amax(-1, keepdim=True).float().mul_(1 / LARGEST).clamp_min_(TINY)
+    return (x / scale).to(torch.float8_e4m3fn), scale
+
+
+def can_quantize(weight: torch.Tensor) -> bool:
+    """Whether a weight can be quantised. Gates and scalar heads stay in float: they cost little and matter much. On
+    CUDA the widths must suit torch._scaled_mm."""
+    rows, columns = weight.shape
+    return min(rows, columns) >= 16 and (weight.device.type == "cpu" or rows % MULTIPLE == columns % MULTIPLE == 0)
+
+
+class Fp8Weight:
+    """A ``PackedWeight`` of float8 values [N, K] and float32 scales [N]. Up to ``few`` rows count as few."""
+
+    few: ClassVar[int] = FEW
+    __slots__ = ("bias", "by_kernel", "by_scaled_mm", "dtype", "in_features", "out_features", "scale", "values")
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self.values, scale = quantize_rows(weight.detach().float().contiguous())  # a Conv1D's weight is transposed
+        self.scale, self.dtype = scale.flatten(), weight.dtype
+        self.bias = None if bias is None else bias.float()
+        self.by_kernel = not why_not_kernel(weight.device, weight.dtype)
+        self.by_scaled_mm = not why_not_scaled_mm(weight.device)
+
+    def matmul(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) <= self.few and self.by_kernel:
+            return multiply(x, self.values, self.scale, self.bias)
+        if len(x) > self.few and self.by_scaled_mm:
+            return multiply_quantized(x, self.values, self.scale, self.bias)
+        return multiply_floats(x, self.values, self.scale, self.bias)
+
+    def dense(self) -> torch.Tensor:
+        return (self.values.float() * self.scale[:, None]).to(self.dtype)
+
+
+def multiply(x: torch.Tensor, values: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Multiply x [T, K], of at most ``FEW`` rows, by values [N, K] → [T, N] with the kernel."""
+    from . import fp8_kernel as kernel
+
+    (rows, K), N = x.shape, len(values)
+    block_m = 16 if rows <= 16 else FEW
+    block_n = block_m  # many programs for few rows, and fewer for more rows, since each program reads all of x
+    out = torch.empty(rows, N, dtype=x.dtype, device=x.device)
+    kernel.multiply[(-(-N // block_n),)](
+        x.contiguous(), values.view(torch.uint8), scale, scale if bias is None else bias, out, rows, N, K,
+        HAS_BIAS=bias is not None, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=BLOCK_K, num_warps=4, num_stages=4,
+    )  # fmt: skip
+    return out
+
+
+def multiply_quantized(
+    x: torch.Tensor, values: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Multiply any number of rows, rounded to float8, by the device's float8 products."""
+    q, row_scale = quantize_rows(x.contiguous())
+    # bfloat16 is the only result type that CUDA offers with one scale per row
+    y = torch._scaled_mm(q, values.t(), scale_a=row_scale, scale_b=scale[None], out_dtype=torch.bfloat16)
+    return (y if bias is None else y + bias).to(x.dtype)
+
+
+def multiply_floats(
+    x: torch.Tensor, values: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Multiply by torch, with the weights converted to floats each time: the reference."""
+    return F.linear(x, (values.float() * scale[:, None]).to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+
+@contextmanager
+def all_rows_are_many() -> Iterator[None]:
+    """Treat any number of rows as many, so that a self-test of a few tokens tests that path."""
+    few, Fp8Weight.few = Fp8Weight.few, 0
+    try:
+        yield
+    finally:
+        Fp8Weight.few = few
+
+
+def refuse(settings: EngineSettings, device: Any) -> None:
+    """Raise ``PackagingError`` if fp8 is asked for and not available."""
+    if settings.quantization == "fp8" and device.type == "cpu" and settings.kernels == "auto":
+        raise PackagingError(
+            "quantization: 'fp8' is not allowed; expected 'none' or 'int8' on CPU with kernels auto: our own kernels"
+            " do not support fp8 (kernels: torch does, slowly)"
+        )
+
+
+def reason(settings: EngineSettings, device: Any, dtype: torch.dtype) -> str:
+    """Why few rows or many are multiplied by fp8 weights as floats; empty if neither are."""
+    if settings.quantization != "fp8":
+        return ""
+    reasons = {"few": why_not_kernel(device, dtype), "many": why_not_scaled_mm(device)}
+    return "; ".join(f"{rows} rows are multiplied as floats: {why}" for rows, why in reasons.items() if why)
+
+
+@cache
+def why_not_kernel(device: Any, dtype: torch.dtype) -> str:
+    """Why the kernel does not run; empty if it does."""
+    if not triton_support.on(device):
+        return "Triton is not installed" if device.type == "cuda" else "there is no CUDA device"
+    return _differs(multiply, device, dtype, (3, FEW))
+
+
+@cache
+def why_not_scaled_mm(device: Any) -> str:
+    """Why torch._scaled_mm does not run; empty if it does."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < CAPABILITY:
+        return "the device has no products in float8"
+    return _differs(multiply_quantized, device, torch.bfloat16, (FEW + 1,))
+
+
+def _differs(product: Any, device: Any, dtype: torch.dtype, counts: tuple[int, ...]) -> str:
+    """Why ``product`` is not used, by an example; empty if it agrees. A device's compiler may be missing or wrong."""
+    make = torch.Generator().manual_seed(0)
+    values, scale = quantize_rows(torch.randn(48, 528, generator=make).to(device))
+    bias, far = torch.randn(48, generator=make).to(device), 0.0
+    for count in counts:
+        x = torch.randn(count, 528, generator=make).to(device, dtype)
+        known = x if product is multiply else _rounded(x)
+        try:
+            found = product(x, values, scale.flatten(), bias).float()
+        except Exception as error:  # from Triton's compiler, the C compiler that it needs, or the driver
+            why = f"it does not run: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            break
+        wanted = multiply_floats(known.float(), values, scale.flatten(), bias)
+        far = max(far, float((found - wanted).abs().max() / wanted.abs().max()))
+    else:
+        if far <= TOLERANCE.get(dtype, 0.02):
+            return ""
+        why = f"it differs from the reference by {far:.2g}"
+    logger.warning("fp8: %s is not used: %s", product.__name__, why)
+    return why
+
+
+def _rounded(x: torch.Tensor) -> torch.Tensor:
+    q, scale = quantize_rows(x)
+    return q.float() * scale

@@ -1,0 +1,340 @@
+"""Models whose linears were quantised when they were logged: read as they are stored, never made floats as a whole.
+
+::
+
+    model/config.json         quantization_config: how
+    model/*.safetensors       every other tensor as it was, and for each linear
+
+    int8    <linear>.weight         int8 [N, K]
+            <linear>.weight_scale   float32 [N, 1]         weight = values * scale
+    int4    <linear>.weight_packed  uint8 [N, K / 2]       byte j: value 2 j in its low half, 2 j + 1 in its high half
+            <linear>.weight_scale   float16 [N, K / 32]
+            <linear>.weight_zero    uint8 [N, K / 32]
+            <linear>.weight_inputs  float32 [K]            weight = (values - zero) * scale * inputs
+
+int8 is the form "int-quantized" of compressed-tensors (llm-compressor's, which vLLM and transformers read):
+github.com/neuralmagic/compressed-tensors. int4 is this package's own, and has linears whose K is no multiple of 32 in
+int8. ``weight_writer.py`` writes both.
+
+Linears that quantization_config names in ``transform_config``, also of compressed-tensors, have ``weight`` times a
+Hadamard matrix in the files (quantization.py). Models of earlier versions have none.
+
+A linear of such a model is a plain ``nn.Linear`` without a weight and with ``stored``, which ``linear.install`` packs
+from. Until then, while the model's own code is asked what it makes of a few tokens, its weight is made for each call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import torch
+from safetensors import safe_open
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from transformers import AutoConfig
+from transformers.pytorch_utils import Conv1D
+
+from ...interface.errors import PackagingError, reason, shown
+from ...interface.settings import EngineSettings
+from ..native.library import GROUP
+from .config_bounds import in_proportion
+from .quantization import hadamard_order, rotated
+
+logger = logging.getLogger(__name__)
+
+Quantization = Literal["int8", "int4"]
+# quant_method and format of quantization_config
+FORMATS: dict[Quantization, tuple[str, str]] = {
+    "int8": ("compressed-tensors", "int-quantized"),
+    "int4": ("mlflow-llm", "int4-groups-of-32"),
+}
+PARTS = ("weight_packed", "weight_scale", "weight_zero", "weight_inputs")
+STORED = "stored"  # the attribute of a linear
+STORED_EXPERTS = "stored_experts"  # of all experts of a layer
+KEPT = 1 << 30  # bytes of weights that are kept as floats while the model's own code runs, for it runs several times
+
+
+@dataclass(frozen=True, slots=True)
+class StoredLinear:
+    """Weights [N, K] as they lie in the file. int8: ``values`` [N, K], ``scale`` [N, 1], the others None."""
+
+    values: torch.Tensor
+    scale: torch.Tensor
+    zero: torch.Tensor | None = None
+    inputs: torch.Tensor | None = None
+    is_rotated: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return (self.values.shape[0], self.values.shape[1] * (1 if self.zero is None else 2))
+
+    def unpacked(self) -> torch.Tensor:
+        """[N, K]: int8, or of four bits uint8 of 0..15."""
+        if self.zero is None:
+            return self.values
+        return torch.stack((self.values & 15, self.values >> 4), -1).flatten(1)
+
+    def dense(self, dtype: torch.dtype = torch.float32, device: Any = "cpu") -> torch.Tensor:
+        """[N, K] of ``dtype``."""
+        values, scale = self.unpacked().to(device).float(), self.scale.to(device).float()
+        if self.zero is None or self.inputs is None:
+            weight = values * scale
+        else:
+            grouped = values.view(len(values), scale.shape[1], -1)
+            weight = (grouped - self.zero.to(device).float()[..., None]) * scale[..., None]
+            weight = weight.flatten(1) * self.inputs.to(device)
+        return (rotated(weight) if self.is_rotated else weight).to(dtype)
+
+
+def joined(parts: list[StoredLinear]) -> StoredLinear:
+    """Linears that read the same input, as one. Raises ``PackagingError`` where they cannot be."""
+    if len(parts) == 1:
+        return parts[0]
+    inputs, is_rotated = parts[0].inputs, parts[0].is_rotated
+    if any(one.is_rotated != is_rotated or (one.inputs is None) != (inputs is None) for one in parts) or any(
+        one.inputs is not None and inputs is not None and not torch.equal(one.inputs, inputs) for one in parts
+    ):
+        raise PackagingError("linears that share an input are stored in different ways")
+    zeros = [one.zero for one in parts if one.zero is not None]
+    values, scale = torch.cat([one.values for one in parts]), torch.cat([one.scale for one in parts])
+    return StoredLinear(values, scale, torch.cat(zeros) if zeros else None, inputs, is_rotated)
+
+
+def stored_of(module: nn.Module) -> StoredLinear | None:
+    """What a linear's weights are stored as; None where they are floats."""
+    found: StoredLinear | None = module.__dict__.get(STORED)
+    return found
+
+
+def stored_experts_of(module: nn.Module) -> dict[str, StoredLinear]:
+    """What experts' weights are stored as, those that are not floats: by the parameter's name, one expert below the
+    other."""
+    found: dict[str, StoredLinear] = module.__dict__.get(STORED_EXPERTS, {})
+    return found
+
+
+def quantization_of(folder: str | Path) -> Quantization | None:
+    """How the linears of the model in ``folder`` are stored; None: as floats. Raises ``PackagingError`` for a form that
+    was not written here."""
+    try:
+        config = json.loads((Path(folder) / "config.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None  # building the model says so
+    said = config.get("quantization_config") if isinstance(config, dict) else None
+    if not said:
+        return None
+    form = (said.get("quant_method"), said.get("format")) if isinstance(said, dict) else None
+    for quantization, expected in FORMATS.items():
+        if form == expected:
+            return quantization
+    raise _not_ours("quantization_config", said)
+
+
+def _not_ours(name: str, said: Any) -> PackagingError:
+    return PackagingError(
+        f"config.json: {name}: {shown(said)} is not allowed; expected weights in floats, or as"
+        " log_model(quantize=…) stores them"
+    )
+
+
+def transform_config(widths: Mapping[str, int]) -> dict[str, Any]:
+    """Describe, in the format of compressed-tensors, that the linears in ``widths`` (inputs by name) are rotated."""
+    names: dict[int, list[str]] = {}
+    for name, width in sorted(widths.items()):
+        names.setdefault(hadamard_order(width), []).append(name)
+    groups = {}
+    for order, targets in sorted(names.items()):
+        apply = [
+            {"targets": targets, "location": "input"},
+            {"targets": targets, "location": "weight_input", "inverse": True},
+        ]
+        groups[f"hadamard_{order}"] = {"type": "hadamard", "head_dim": order, "apply": apply}
+    return {"config_groups": groups}
+
+
+def _rotated_in(folder: Path) -> dict[str, int]:
+    """The order of the Hadamard matrix by linear, of those that are stored rotated. Raises ``PackagingError``."""
+    said = json.loads((folder / "config.json").read_bytes()).get("quantization_config")
+    config = said.get("transform_config") if isinstance(said, dict) else None
+    if config is None:
+        return {}
+    try:
+        groups = list(config["config_groups"].values())
+        found = {name: group["head_dim"] for group in groups for name in group["apply"][0]["targets"]}
+        if config == transform_config(found):  # the order of a power of two is itself
+            return found
+    except (AttributeError, KeyError, IndexError, TypeError):
+        pass
+    raise _not_ours("quantization_config.transform_config", config)
+
+
+def refuse_other_weights(settings: EngineSettings, stored: str | None) -> None:
+    """Raises ``PackagingError`` where ``settings`` ask for other weights than those that are ``stored``, None as
+    floats."""
+    if stored is None and settings.quantization == "int4":
+        raise PackagingError(
+            "quantization: 'int4' is not allowed; expected 'none' or 'int8': weights of four bits are made when a model"
+            " is logged (quantize='int4')"
+        )
+    if stored not in (None, settings.quantization):
+        raise PackagingError(
+            f"quantization: {settings.quantization!r} is not allowed; expected {stored!r}: the model was logged with"
+            f" quantize={stored!r}, and its weights as they were are not in it"
+        )
+
+
+def adopted(settings: EngineSettings, folder: str | Path) -> EngineSettings:
+    """``settings``, with the quantization of the model in ``folder`` if it has one, else one that is made at load.
+    Raises ``PackagingError``."""
+    found = quantization_of(folder) or ("int8" if settings.quantization == "int4" else settings.quantization)
+    return msgspec.structs.replace(settings, quantization=found)
+
+
+def load(auto: Any, folder: str, dtype: torch.dtype, device: Any) -> Any:
+    """The model in ``folder`` as ``auto`` names its class, in ``dtype``, its linears as they are stored. Raises
+    ``PackagingError`` where the files make no model, or less than one."""
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        with in_proportion(folder), _without_weights():
+            model = auto.from_config(config, dtype=dtype, attn_implementation="eager", trust_remote_code=False)
+        model.eval().requires_grad_(False)
+        _fill(model, Path(folder), dtype)
+        model.tie_weights()
+    except (PackagingError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # of transformers or safetensors
+        raise PackagingError(f"the model cannot be loaded: {type(error).__name__}: {reason(error)}") from error
+    if missing := sorted(name for name, value in model.named_parameters() if value.is_meta):
+        raise PackagingError(f"the weights are incomplete: they lack {len(missing)} tensors: {', '.join(missing[:5])}")
+    for _, buffer in list(model.named_buffers()):
+        assert not buffer.is_meta, "they are made with the model"
+    model.to(device)
+    _make_runnable(model)
+    return model
+
+
+@contextlib.contextmanager
+def _without_weights() -> Iterator[None]:
+    """Parameters that this thread's modules register are on the meta device; buffers are made."""
+    me = threading.get_ident()
+
+    def to_meta(module: Any, name: str, parameter: Any) -> Any:
+        if threading.get_ident() != me or parameter is None or parameter.is_meta:
+            return None
+        return nn.Parameter(parameter.to("meta"), requires_grad=False)
+
+    hook = register_module_parameter_registration_hook(to_meta)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _fill(model: nn.Module, folder: Path, dtype: torch.dtype) -> None:
+    """Give the model its tensors, by the names that it has for them. Parts of a linear may lie in different files."""
+    modules, orders = dict(model.named_modules()), _rotated_in(folder)
+    if not orders:
+        logger.warning(
+            "the quantised weights are not rotated, as earlier releases stored them; a model logged now is more exact"
+        )
+    with contextlib.ExitStack() as stack:
+        paths = sorted(folder.glob("*.safetensors"))
+        files = [stack.enter_context(safe_open(str(file), framework="pt")) for file in paths]
+        places = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+        for name in sorted(places):
+            path, _, own = name.rpartition(".")
+            module = modules.get(path)
+            if module is None or own in PARTS[1:] or name.removesuffix("_scale") in places.keys() - {name}:
+                continue
+            value = places[name].get_tensor(name)
+            more = [f"{path}.{part}" for part in PARTS[1:]] if own == PARTS[0] else [f"{name}_scale"]
+            if own == PARTS[0] or more[0] in places:
+                parts = (value, *(places[one].get_tensor(one) for one in more if one in places))
+                _store(module, name, parts, orders.get(name.removesuffix(".weight").removesuffix(f".{PARTS[0]}")))
+            else:
+                _set(module, name, value.to(dtype) if value.is_floating_point() else value)
+
+
+def _store(module: nn.Module, name: str, parts: tuple[torch.Tensor, ...], order: int | None) -> None:
+    own = "weight" if name.endswith(PARTS[0]) else name.rpartition(".")[2]
+    expected = module._parameters.get(own)
+    if expected is None:
+        return
+    if expected.dim() < 2 or (own == "weight" and not isinstance(module, nn.Linear | Conv1D)):
+        raise PackagingError(
+            f"{name} is stored with a scale; expected weights of a linear, not of {type(module).__name__}"
+        )
+    shape = tuple(expected.shape[::-1] if isinstance(module, Conv1D) else expected.shape)
+    wanted: list[tuple[torch.dtype, tuple[int, ...]]] = [(torch.int8, shape), (torch.float32, (*shape[:-1], 1))]
+    if name.endswith(PARTS[0]):
+        rows, columns = shape
+        groups = (rows, columns // GROUP)
+        wanted = [(torch.uint8, (rows, columns // 2)), (torch.float16, groups), (torch.uint8, groups)]
+        wanted.append((torch.float32, (columns,)))
+        if len(parts) != len(wanted) or columns % GROUP:
+            raise PackagingError(f"{name}: its scales, zero points or factors are missing")
+    for value, (dtype, form) in zip(parts, wanted, strict=True):
+        if value.dtype != dtype or tuple(value.shape) != form:
+            raise PackagingError(
+                f"{name}: {value.dtype} of shape {tuple(value.shape)} is not allowed; config.json gives"
+                f" {dtype} of {form}"
+            )
+    if order is not None and order != hadamard_order(shape[-1]):
+        raise PackagingError(f"{name}: head_dim {order} is not allowed; expected {hadamard_order(shape[-1])}")
+    if own != "weight":
+        found = StoredLinear(parts[0].flatten(0, 1), parts[1].flatten(0, 1), is_rotated=order is not None)
+        module.__dict__.setdefault(STORED_EXPERTS, {})[own] = found
+        del module._parameters[own]
+        return
+    module.__dict__[STORED] = replace(StoredLinear(*parts), is_rotated=order is not None)
+    del module._parameters["weight"]
+
+
+def _set(module: nn.Module, name: str, value: torch.Tensor) -> None:
+    own = name.rpartition(".")[2]
+    place: dict[str, Any] = module._parameters if own in module._parameters else module._buffers
+    expected = place.get(own)
+    if expected is None:
+        return
+    _check_shape(name, tuple(value.shape), tuple(expected.shape))
+    if value.is_floating_point() != expected.is_floating_point():
+        raise PackagingError(f"{name} is {value.dtype} in the weights; expected {expected.dtype}")
+    place[own] = nn.Parameter(value, requires_grad=False) if place is module._parameters else value
+
+
+def _check_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    if found != expected:
+        raise PackagingError(f"{name} has shape {found} in the weights but config.json gives {expected}")
+
+
+def _make_runnable(model: nn.Module) -> None:
+    """What is stored is there as floats for the time of a call, or from the first one on if it is little."""
+    linears = [(m, "weight", found) for m in model.modules() if (found := stored_of(m)) is not None]
+    linears += [(m, name, found) for m in model.modules() for name, found in stored_experts_of(m).items()]
+    keep = 4 * sum(found.values.numel() for *_, found in linears) <= KEPT
+    for module, name, found in linears:
+        _run_by_calls(module, name, found, keep=keep)
+
+
+def _run_by_calls(module: nn.Module, name: str, found: StoredLinear, *, keep: bool) -> None:
+    def make(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if name not in module.__dict__:
+            dense = found.dense(inputs[0].dtype, inputs[0].device)
+            if name != "weight":
+                dense = dense.unflatten(0, (int(getattr(module, "num_experts", 1)), -1))
+            module.__dict__[name] = dense.t().contiguous() if isinstance(module, Conv1D) else dense
+
+    def drop(module: nn.Module, inputs: Any, output: Any) -> None:
+        del module.__dict__[name]
+
+    module.register_forward_pre_hook(make)
+    if not keep:
+        module.register_forward_hook(drop)

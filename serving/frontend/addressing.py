@@ -1,0 +1,65 @@
+"""Find the endpoint and served entity of a request, and check those limits that need no prepared request."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+
+from ..interface.errors import InvalidField
+from ..interface.request import POOLED, Raw, Task
+from ..routing.served_endpoints import ServedEndpoints, ServedEntity
+from .operation import Request
+from .worker_state import Server
+
+STICKY_HEADER = "X-Sticky-Key"
+STICKY_MAX = 1000  # characters
+VERSION = "model_version"  # the variable in paths that name a version of the endpoint's model
+
+R = TypeVar("R", bound=Raw)
+
+
+def meant(endpoints: ServedEndpoints, request: Request) -> list[ServedEntity]:
+    """Return the served entities that a request may be for, as far as known before its body is read."""
+    served = list(endpoints.entities())
+    return [one for one in served if one.endpoint == request.name] or served
+
+
+def check_limits(server: Server, request: Request, meant: list[ServedEntity], task: Task | None) -> None:
+    """Refuse a large request whose limits are used up. Called before its body is received, and before tokenising."""
+    if server.ledger is None or not request.is_large or not meant or any(one.mode is None for one in meant):
+        return
+    names = {one.endpoint for one in meant}
+    paid = all(one.mode is not None and not one.mode.profile.reserves for one in meant)
+    embeds = task in POOLED or any(not POOLED.isdisjoint(one.tasks) for one in meant)
+    server.ledger.check(
+        key_id=request.caller.key_id,
+        tenant=request.caller.tenant,
+        endpoint=names.pop() if len(names) == 1 else None,
+        entities=[one.entity for one in meant] if paid else None,
+        generates=task in ("chat", "completions") or not embeds,
+    )
+
+
+def address(endpoints: ServedEndpoints, request: Request, raw: R) -> tuple[ServedEntity, R]:
+    """Return the served entity that the path and ``raw`` name, and ``raw`` with ``model`` and ``adapter`` filled in."""
+    asked = raw.adapter
+    entity, adapter = endpoints.route(
+        request.name or raw.model,
+        raw.model if request.name else None,
+        version=request.path.get(VERSION),
+        sticky_key=_sticky_key(request.headers.get(STICKY_HEADER)),
+        caller=request.caller.key_id,
+    )
+    if asked is not None and adapter is not None and asked != adapter:
+        raise InvalidField("adapter", asked, f"the adapter that model names: {adapter}")
+    adapter = adapter or asked
+    if adapter is not None:  # checked before any error message lists the adapters
+        endpoints.check_use(request.caller, entity, adapter)
+    return entity, msgspec.structs.replace(raw, model=entity.endpoint, adapter=adapter)
+
+
+def _sticky_key(header: str | None) -> str | None:
+    if header is not None and len(header) > STICKY_MAX:
+        raise InvalidField(STICKY_HEADER, f"{len(header)} characters", f"at most {STICKY_MAX}")
+    return header

@@ -1,0 +1,285 @@
+"""Run a task of an endpoint: one request, from its received bytes to its response."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+from urllib.parse import quote
+
+from ..dialects import Head, InferenceRoute, StreamEncoder
+from ..interface.errors import Aborted, InternalError, InvalidField, ServingError
+from ..interface.logits_size import logits_size
+from ..interface.reply import Done, Piece, Reply
+from ..interface.request import RawRequest, ValidRequest
+from ..modes import Target
+from ..observability.access_record import AccessRecord
+from ..routing.served_endpoints import ServedEntity
+from ..system import logs
+from ..tasks.prepare import Limits, prepare
+from ..tasks.reply import embed, generate, score
+from ..tasks.reply_size import fixed_size
+from ..tasks.request_weights import adapter_of
+from . import rate_limit_headers
+from .addressing import address, check_limits, meant
+from .answer import Answer
+from .dialect_choice import choose, is_open
+from .in_flight import ClientGone, InterruptibleIterator, interrupt_at_deadline, interrupt_on_disconnect
+from .operation import Request
+from .token_writer import TokenWriter, WriteFailed, token_writer
+from .worker_state import Server
+
+TIMEOUT_HEADER = "X-Request-Timeout"
+SERVED_HEADER = "served-model-name"  # Databricks' header for the name of the entity that answered
+STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+
+def invoke(server: Server, request: Request) -> Answer:
+    """Run a task. Raises ``ServingError`` and ``ClientGone``, after releasing all resources."""
+    server.load_shedder.check_open()
+    known = meant(server.endpoints.seen_by(request.caller), request)
+    check_limits(server, request, known, _inference(request).task)
+    with server.memory.allocate(request.payer(server)) as allocation:
+        with ExitStack() as held:
+            entity, valid, echoed = _accept(server, request, held, is_known=len({e.endpoint for e in known}) == 1)
+            if not valid.stream:
+                info = entity.engine.info
+                allocation.grow(fixed_size(valid, info.embedding_dim) + sum(logits_size(valid, info.vocab_size)))
+            source, pieces = _start(server, entity, valid, request, held)
+            if valid.stream:
+                return _streamed(request, valid, echoed, source, pieces, held.pop_all())
+            reply = generate.gather(pieces)
+        size = reply.size + len(echoed) + (fixed_size(valid, 0) if valid.scoring is not None else 0)
+        return server.offload(size, _whole, request, valid, echoed, reply)
+
+
+def _accept(
+    server: Server, request: Request, held: ExitStack, *, is_known: bool
+) -> tuple[ServedEntity, ValidRequest, bytes]:
+    """Receive, decode, address and prepare a request; ``held`` gets what must be released later.
+
+    Return the served entity, the prepared request, and the part of the body that the reply repeats; no other part of
+    the body is kept. ``is_known`` says that the endpoint's limits have been checked already.
+    """
+    record = request.record
+    with server.memory.allocate(request.payer(server)) as allocation:
+        body = request.receive(allocation)
+        if is_open(request.route):
+            server.offload(len(body), choose, server.endpoints, request, body)
+        raw = server.offload(len(body), _decode, request, body)
+        entity, raw = address(server.endpoints.seen_by(request.caller), request, raw)
+        record.endpoint, record.stream = entity.endpoint, raw.stream
+        adapter = adapter_of(raw, entity.view)
+        server.endpoints.check_use(request.caller, entity, adapter)
+        record.user = entity.view.said(raw, "user")
+        record.headers[SERVED_HEADER] = quote(entity.entity_shown_to(request.caller), safe="/:@ ")
+        limits = _limits(server, entity, request)
+        if not is_known:
+            check_limits(server, request, [entity], _inference(request).task)
+        reserves = entity.mode is not None and entity.mode.profile.reserves
+        sharer = request.caller if server.requires_key else None
+        server.load_shedder.enter(entity.endpoint, entity.engine, reserves=reserves, caller=sharer)
+        held.callback(server.load_shedder.leave, entity.engine, reserves=reserves, caller=sharer)
+        valid = server.offload(len(body), prepare, raw, entity.view, limits)
+        record.accept(valid, body)
+    if raw.echoed:
+        held.enter_context(server.memory.allocate(request.payer(server))).grow(len(raw.echoed))
+    if valid.pictures:
+        pixels = sum(len(picture.data) for picture in valid.pictures)
+        held.enter_context(server.pixels.allocate(request.payer(server))).grow(pixels)
+    return entity, valid, raw.echoed
+
+
+def _limits(server: Server, entity: ServedEntity, request: Request) -> Limits:
+    """Return the request's limits: the shorter of the server's and the header's timeout, the cache salt for shared
+    prefixes, and the tenant and weight by which the engine shares its time."""
+    header, timeout = request.headers.get(TIMEOUT_HEADER), server.settings.timeout
+    sharing = entity.prefix_sharing or server.settings.prefix_sharing
+    return Limits(
+        timeout=timeout if header is None else min(timeout, _seconds(header)),
+        cache_salt=server.salts.of(sharing, tenant=request.caller.tenant, endpoint=entity.endpoint),
+        tenant=server.salts.tenant(request.caller.tenant),
+        weight=request.caller.weight,
+    )
+
+
+def _whole(request: Request, valid: ValidRequest, echoed: bytes, reply: Reply) -> Answer:
+    encoded = request.dialect.encode(valid, reply, echoed)
+    headers = {**encoded.headers, **request.record.headers}
+    return Answer(status=encoded.status, body=encoded.body, content_type=encoded.content_type, headers=headers)
+
+
+def _decode(request: Request, body: bytes) -> RawRequest:
+    return request.dialect.decode(Head(_inference(request), request.headers, request.path), body)
+
+
+def _inference(request: Request) -> InferenceRoute:
+    assert request.route.inference is not None
+    return request.route.inference
+
+
+def _seconds(header: str) -> float:
+    value = float(header) if re.fullmatch(r"[0-9]+(\.[0-9]+)?", header) else 0.0
+    if not 0 < value < math.inf:
+        raise InvalidField(TIMEOUT_HEADER, header, "seconds, a number above 0")
+    return value
+
+
+def _start(
+    server: Server, entity: ServedEntity, valid: ValidRequest, request: Request, held: ExitStack
+) -> tuple[generate.Pieces, Iterator[Piece]]:
+    """Admit and submit a request. Return its pieces, and the same pieces interruptible and counted.
+
+    ``held`` gets everything that must be released, and releases it in reverse order.
+    """
+    admission = None
+    if entity.mode is not None:
+        target = Target(endpoint=entity.endpoint, entity=entity.entity)
+        admission = held.enter_context(entity.mode.admit(valid, request.caller, target))
+        valid = admission.request
+        request.record.headers |= rate_limit_headers.headers(admission.limits)
+    source = _run(entity, valid, admission)
+    pull: InterruptibleIterator[Piece] = InterruptibleIterator(source)
+    held.callback(pull.close)
+    held.enter_context(server.in_flight.track(pull))
+    watch = request.watch or partial(interrupt_on_disconnect, request.sock)
+    held.enter_context(watch(pull))
+    held.enter_context(interrupt_at_deadline(valid.deadline, pull))
+    return source, _counted(pull, admission, request.record)
+
+
+def _run(entity: ServedEntity, valid: ValidRequest, admission: Any) -> generate.Pieces:
+    if valid.task == "embeddings":
+        return embed.run(entity.engine, valid)
+    if valid.task == "score":
+        return score.run(entity.engine, valid)
+    on_tokens = None if admission is None else lambda _, count: admission.count(count)
+    return generate.run(entity.engine, valid, entity.view.text, on_tokens)
+
+
+def _counted(pull: InterruptibleIterator[Piece], admission: Any, record: AccessRecord) -> Iterator[Piece]:
+    for piece in pull:
+        record.see(piece)
+        if admission is not None and isinstance(piece, Done):
+            used = piece.usage
+            admission.settle(
+                prompt=used.prompt_tokens,
+                cached=used.cached_tokens,
+                completion=used.completion_tokens,
+                finish_reason=record.finish_reason,
+                drafts=(used.draft_tokens, used.accepted_draft_tokens),
+            )
+        yield piece
+
+
+def _streamed(
+    request: Request,
+    valid: ValidRequest,
+    echoed: bytes,
+    source: generate.Pieces,
+    pieces: Iterator[Piece],
+    held: ExitStack,
+) -> Answer:
+    """Return a streamed response once its first bytes are ready, so that an earlier error still gets its own status."""
+    record = request.record
+    encoder = request.dialect.stream(valid, echoed)
+    stream = Stream(encoder, pieces, record, held, token_writer(source, encoder, record, request.sock))
+    try:
+        stream.prime()
+    except BaseException as error:
+        stream.release(error)
+        raise
+    return Answer(
+        body=stream,
+        content_type=encoder.content_type,
+        headers={**STREAM_HEADERS, **encoder.headers, **record.headers},
+    )
+
+
+class Stream:
+    """The bytes of a streamed reply. ``close``, which WSGI servers always call, releases everything.
+
+    Nothing is buffered here: a slow reader stops the pulling, and its request leaves the engine while more than some
+    thousand tokens wait for it (``event_stream``). A reader that takes nothing for ``io_timeout`` loses its connection.
+
+    While this iterator waits for its next piece, ``tokens`` writes arriving tokens. It starts after the first bytes
+    were taken, when the response's head has been sent.
+    """
+
+    def __init__(
+        self,
+        encoder: StreamEncoder,
+        pieces: Iterator[Piece],
+        record: AccessRecord,
+        held: ExitStack,
+        tokens: TokenWriter | None = None,
+    ) -> None:
+        self._encoder = encoder
+        self._pieces = pieces
+        self._record = record
+        self._held = held
+        self._tokens = tokens
+        self._first: bytes | None = None
+        self._complete = False
+        self._over = False
+
+    def prime(self) -> None:
+        """Wait for the first bytes. Raises the same errors as ``invoke``."""
+        self._first = self._next_bytes()
+
+    def __iter__(self) -> Iterator[bytes]:
+        return self
+
+    def __next__(self) -> bytes:
+        if self._first is not None:
+            first, self._first = self._first, None
+            return first
+        if self._over:
+            raise StopIteration
+        if self._tokens is not None:
+            self._tokens.begin()
+            self._tokens = None
+        try:
+            data = self._next_bytes()
+        except ServingError as error:
+            return self._fail(error)
+        except (ClientGone, WriteFailed):
+            raise
+        except Exception:
+            logs.event("fault", level=40, exc_info=True, request_id=self._record.request_id)
+            return self._fail(InternalError("internal error; the log has it under the request id"))
+        if not data:
+            self._over = True
+            self.close()
+            raise StopIteration
+        return data
+
+    def _next_bytes(self) -> bytes:
+        """Return the next non-empty chunk, or b"" at the end."""
+        for piece in self._pieces:
+            data = self._encoder.encode(piece)
+            if data:
+                return data
+        self._complete = True
+        return b""
+
+    def _fail(self, error: ServingError) -> bytes:
+        self._over = True
+        self.release(error)
+        self._record.finish(error.status, error.logged)
+        return self._encoder.error(error)
+
+    def release(self, error: BaseException | None = None) -> None:
+        """Abort what still runs and settle, with ``error`` if there was one. Later calls do nothing."""
+        self._held.__exit__(type(error) if error else None, error, None)
+
+    def close(self) -> None:
+        if self._complete:
+            self.release()
+            self._record.finish(200)
+        else:
+            self.release(ClientGone())
+            self._record.finish(Aborted.status, "the client went away")

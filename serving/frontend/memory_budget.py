@@ -1,0 +1,83 @@
+"""Memory budget: limits the bytes of requests and replies that a worker holds at once, per caller and in total.
+
+The bytes of a body count from their arrival until the body is tokenised. Decoded pictures have a budget of their own,
+in which they count until their request is over: an engine that dies is sent them again. Of a reply that is not
+streamed, the parts other than generated text count while the reply is being built. Small bodies and replies do not
+count, because the connection limits bound them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ..interface.errors import LimitExceeded, Overloaded
+
+SMALL = 64 * 2**10  # bytes
+RETRY_AFTER = 1.0  # seconds
+
+
+class Allocation:
+    """The bytes of one request in memory."""
+
+    def __init__(self, budget: MemoryBudget, caller: str) -> None:
+        self._budget, self._caller = budget, caller
+        self._size = self._counted = 0
+
+    def grow(self, size: int) -> None:
+        """Count ``size`` more bytes.
+
+        Raises ``LimitExceeded`` if the caller has too much in memory, and ``Overloaded`` if all callers together have.
+        """
+        self._size += size
+        if self._size > SMALL:
+            self._budget.add(self._caller, self._size - self._counted)
+            self._counted = self._size
+
+    def check(self, size: int) -> None:
+        """Raise the errors of ``grow`` if there is no room now for ``size`` bytes that have not arrived yet."""
+        if size > SMALL:
+            self._budget.check(self._caller, size)
+
+    def release(self) -> None:
+        self._budget.remove(self._caller, self._counted)
+        self._size = self._counted = 0
+
+
+class MemoryBudget:
+    """Allows at most ``total`` bytes in memory, and at most ``by_caller`` bytes of one caller: an API key, or an
+    address if no keys are required. ``what`` is the name of the bytes in errors."""
+
+    def __init__(self, *, total: int, by_caller: int, what: str = "body") -> None:
+        self.total, self.by_caller, self.what = total, by_caller, what
+        self.used = 0
+        self._used_by: dict[str, int] = {}
+
+    @contextmanager
+    def allocate(self, caller: str) -> Iterator[Allocation]:
+        """Provide an allocation for ``caller`` that is released at the end of the context."""
+        allocation = Allocation(self, caller)
+        try:
+            yield allocation
+        finally:
+            allocation.release()
+
+    def check(self, caller: str, size: int) -> None:
+        own = self._used_by.get(caller, 0)
+        if own and own + size > self.by_caller:
+            text = f"this caller has {own} bytes of requests in memory, and at most {self.by_caller} at once"
+            raise LimitExceeded(f"{self.what}: {text}; try again in 1 s", limit="body_bytes", retry_after=RETRY_AFTER)
+        if self.used and self.used + size > self.total:
+            raise Overloaded(f"{self.what}: too many large requests are being read; try again", retry_after=RETRY_AFTER)
+
+    def add(self, caller: str, size: int) -> None:
+        self.check(caller, size)
+        self._used_by[caller] = self._used_by.get(caller, 0) + size
+        self.used += size
+
+    def remove(self, caller: str, size: int) -> None:
+        if size:
+            self.used -= size
+            self._used_by[caller] -= size
+            if not self._used_by[caller]:
+                del self._used_by[caller]

@@ -1,0 +1,165 @@
+"""A route: its method, path and handler, the authentication it needs, and its description in the OpenAPI document."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from ..dialects import DIALECTS, Dialect, InferenceRoute
+from ..dialects.base import JSON, Headers
+from ..dialects.json_body import read_object
+from ..interface.errors import InvalidField
+from ..interface.readers import Reader
+from ..metering.accounts.audit import Actor
+from ..metering.accounts.authorization import ANONYMOUS, Caller
+from ..observability.access_record import AccessRecord
+from .answer import Answer
+from .in_flight import InterruptibleIterator
+from .memory_budget import Allocation
+from .worker_state import Server
+
+Watch = Callable[[InterruptibleIterator[Any]], AbstractContextManager[None]]
+
+
+@dataclass(slots=True)
+class Spoken:
+    """The dialect in which a request is answered, if it is not the route's dialect (``dialect_choice``)."""
+
+    dialect: Dialect | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A request whose caller is known and whose body has not been received yet.
+
+    ``path`` has the values of the route's ``<variables>``; ``parameters()`` returns the values of each query parameter.
+    ``receive`` reads the body; ``is_large`` says whether the body may be large, judging by the head. ``address`` is
+    what the request counts under if no keys are required. ``watch`` makes a context manager that interrupts its
+    argument on a disconnect; without ``watch``, ``sock`` is watched.
+    """
+
+    route: Route
+    record: AccessRecord
+    headers: Headers
+    caller: Caller = ANONYMOUS
+    path: Mapping[str, str] = field(default_factory=dict)
+    parameters: Callable[[], Mapping[str, list[str]]] = dict
+    receive: Callable[[Allocation], bytes] = lambda _: b""
+    is_large: bool = False
+    address: str = ""
+    sock: Any = None
+    watch: Watch | None = None
+    body: bytes = b""  # set for handlers made by ``with_body``
+    spoken: Spoken = field(default_factory=Spoken)
+
+    @property
+    def dialect(self) -> Dialect:
+        """The dialect in which the request is read and answered."""
+        return self.spoken.dialect or self.route.dialect
+
+    @property
+    def name(self) -> str:
+        """The name in the path, such as that of an endpoint or a key."""
+        return self.path.get("name", "")
+
+    @property
+    def actor(self) -> Actor:
+        """The caller in the form for the audit log."""
+        caller = self.caller
+        return Actor(name=caller.key_id, via="http", tenant=caller.tenant, request_id=self.record.request_id)
+
+    def payer(self, server: Server) -> str:
+        """Return the caller under which the request counts in the memory budget."""
+        return self.caller.key_id if server.requires_key else self.address
+
+    def json(self) -> dict[str, Any]:
+        """Return the body as a JSON object. Raises ``RequestError``."""
+        return read_object(self.body, dict)
+
+    def single_parameters(self) -> dict[str, str]:
+        """Return the query parameters. Raises ``InvalidField`` if one is given more than once."""
+        given = self.parameters()
+        for name, values in given.items():
+            if len(values) > 1:
+                raise InvalidField(name[:80], values, "one value")
+        return {name: values[0] for name, values in given.items()}
+
+
+Handler = Callable[[Server, Request], Answer]  # raises ``ServingError``, ``ClientGone``
+
+
+class Auth(Enum):
+    """The authentication that a route requires if the server requires keys.
+
+    Open routes (OPEN, OPTIONAL) respond even while the store of keys is away, because probes depend on them. OPTIONAL
+    routes show more to a caller with a key.
+    """
+
+    OPEN = "open"
+    OPTIONAL = "optional"
+    ANY_KEY = "any key"
+    INVOKE = "invoke"
+    MANAGE = "manage"
+
+    @property
+    def is_open(self) -> bool:
+        return self in (Auth.OPEN, Auth.OPTIONAL)
+
+    @property
+    def scope(self) -> str | None:
+        """The scope that a key must have; None if any key will do."""
+        return self.value if self in (Auth.INVOKE, Auth.MANAGE) else None
+
+
+class Listener(Enum):
+    """The listener that has a route, if probes and metrics have a separate listener (``probe_port``)."""
+
+    GATEWAY = "gateway"
+    BOTH = "both"
+    PROBES = "probes"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """A route of the server.
+
+    ``path`` is in werkzeug's notation. ``dialect`` decides the form of errors, and for a route with ``inference`` also
+    of bodies. ``content_types`` are the accepted media types of a route without ``inference`` (see ``InferenceRoute``).
+
+    The following fields are for the OpenAPI document. ``body`` reads a body of a route without ``inference``; ``query``
+    has the JSON schemas of query parameters; ``produces`` has the media types of responses, the usual one first;
+    ``also`` describes, by status, further responses that have the same body as a 200.
+    """
+
+    method: str
+    path: str
+    handler: Handler
+    summary: str
+    dialect: Dialect = DIALECTS["mlflow"]
+    auth: Auth = Auth.ANY_KEY
+    listener: Listener = Listener.GATEWAY
+    inference: InferenceRoute | None = None
+    body: Reader[Any] | None = None
+    query: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    produces: tuple[str, ...] = (JSON,)
+    also: Mapping[int, str] = field(default_factory=dict)
+    content_types: tuple[str, ...] = (JSON,)
+
+    @property
+    def takes(self) -> tuple[str, ...]:
+        """The accepted media types of bodies."""
+        return self.content_types if self.inference is None else self.inference.content_types
+
+
+def with_body(handler: Handler) -> Handler:
+    """Return a handler that always receives the body, within the memory budget, then calls ``handler`` with it."""
+
+    def received(server: Server, request: Request) -> Answer:
+        with server.memory.allocate(request.payer(server)) as allocation:
+            return handler(server, dataclasses.replace(request, body=request.receive(allocation)))
+
+    return received

@@ -1,0 +1,260 @@
+"""The routes that answer about the server itself: lists of models and endpoints, probes, metrics."""
+
+from __future__ import annotations
+
+from importlib.metadata import version as installed_version
+from typing import Any, get_args
+
+from msgspec import structs
+
+from ...dialects import DIALECTS
+from ...frontend.answer import Answer, json_answer
+from ...frontend.operation import Auth, Request
+from ...frontend.worker_state import Server
+from ...interface.engine import EngineInfo, Health
+from ...interface.errors import NotFound, ShuttingDown, Unauthenticated, Unavailable
+from ...interface.request import Task
+from ...metering.accounts.authorization import UNKNOWN, Caller
+from ...observability import metrics
+from ...routing.replica_set import BEST_FIRST
+from ...routing.served_endpoints import ServedEntity
+from ..route import Listener, Route
+
+# fields of an endpoint's health that every caller may see; most of the others count the work of all tenants
+SHOWN = ("kernels_reason", "instruction_set", "quantization_reason", "kv_cache_dtype", "kv_cache_reason")
+NAMED = (*SHOWN, "max_num_batched_tokens")
+SHOWN_TO_ALL = ("status", "kernels", "quantization", *SHOWN, "paged")
+TASK_TYPES = {task: f"llm/v1/{task}" for task in get_args(Task)}
+
+
+def _model(entity: ServedEntity, caller: Caller, adapter: str | None = None) -> dict[str, Any]:
+    name = entity.endpoint if adapter is None else f"{entity.endpoint}:{adapter}"
+    card = {"id": name, "object": "model", "created": entity.created, "owned_by": "mlflow-llm"}
+    parent = {} if adapter is None else {"parent": entity.endpoint}
+    root = entity.entity_shown_to(caller)
+    return {**card, **parent, "root": root, "max_model_len": entity.engine.info.max_model_len}
+
+
+def list_models(server: Server, request: Request) -> Answer:
+    cards, seen = [], server.endpoints.seen_by(request.caller)
+    for entity in seen:
+        cards.append(_model(entity, request.caller))
+        cards.extend(_model(entity, request.caller, adapter) for adapter in seen.adapters_of(entity))
+    return json_answer({"object": "list", "data": cards})
+
+
+def get_model(server: Server, request: Request) -> Answer:
+    entity, adapter = server.endpoints.seen_by(request.caller).find(request.name)
+    return json_answer(_model(entity, request.caller, adapter))
+
+
+def _entry(entity: ServedEntity, caller: Caller) -> dict[str, Any]:
+    """Return one endpoint in the form of MLflow's deployments server, where ``limit`` is required but may be null."""
+    return {
+        "name": entity.endpoint,
+        "endpoint_type": TASK_TYPES[entity.tasks[0]],
+        "model": {"name": entity.entity_shown_to(caller), "provider": "mlflow-llm"},
+        "endpoint_url": f"/endpoints/{entity.endpoint}/invocations",
+        "limit": None,
+    }
+
+
+def list_endpoints(server: Server, request: Request) -> Answer:
+    seen = server.endpoints.seen_by(request.caller)
+    return json_answer({"endpoints": [_entry(one, request.caller) for one in seen], "next_page_token": None})
+
+
+def get_endpoint(server: Server, request: Request) -> Answer:
+    entity, adapter = server.endpoints.seen_by(request.caller).find(request.name)
+    if adapter is not None:
+        raise NotFound(f"{request.name[:80]!r} is an adapter, not an endpoint", param="name")
+    return json_answer(_entry(entity, request.caller))
+
+
+def databricks_config(server: Server, request: Request) -> Answer:
+    return json_answer({})
+
+
+def ping(server: Server, request: Request) -> Answer:
+    return Answer(body=b"\n", content_type="text/plain")
+
+
+def version(server: Server, request: Request) -> Answer:
+    return Answer(body=installed_version("mlflow").encode(), content_type="text/plain")
+
+
+def health(server: Server, request: Request) -> Answer:
+    """Respond with 200 if every served entity has a replica that makes progress or has nothing to do, else with 503.
+
+    Without a key, on a server that requires one, only the status is shown. Without the scope ``manage``, no counters
+    are shown: steps and requests count the work of all tenants, and reveal a single active tenant's to the token.
+    """
+    found: dict[str, dict[str, ServedEntity]] = {}
+    for entity in server.endpoints.entities():
+        found.setdefault(entity.endpoint, {})[entity.entity] = entity
+    states = {name: _progress_of_all(entities) for name, entities in found.items()}
+    well = all(state["status"] == "ready" for state in states.values())
+    caller = request.caller
+    seen = {name: _shown(state, caller) for name, state in states.items() if caller.may_see(name)}
+    body = {"status": "OK" if well else "UNHEALTHY"} | ({} if caller.key_id == UNKNOWN.key_id else {"endpoints": seen})
+    return json_answer(body, status=200 if well else Unavailable.status)
+
+
+def _shown(state: dict[str, Any], caller: Caller) -> dict[str, Any]:
+    if caller.manages:
+        return state
+    shown = {key: value for key, value in state.items() if key in SHOWN_TO_ALL}
+    entities = {name: _shown(one, caller) for name, one in state.get("entities", {}).items()}
+    return shown | ({"entities": entities} if entities else {})
+
+
+def _progress_of_all(entities: dict[str, ServedEntity]) -> dict[str, Any]:
+    """Return the progress of an endpoint: the state of its worst entity, with the work of all entities summed.
+
+    With several entities, each is also listed separately; a single one adds its own facts instead.
+    """
+    healths = {name: entity.engine.health() for name, entity in entities.items()}
+    worst = max(healths.values(), key=lambda health: BEST_FIRST.index(health.status))
+    names = ("steps", "num_running", "num_waiting")
+    sums = {name: sum(getattr(health, name) for health in healths.values()) for name in names}
+    each = {name: _progress(healths[name]) | _facts(entity) for name, entity in entities.items()}
+    more = {"entities": each} if len(each) > 1 else _facts(next(iter(entities.values())))
+    return _progress(structs.replace(worst, **sums)) | more
+
+
+def _facts(entity: ServedEntity) -> dict[str, Any]:
+    return _kernels(entity.engine.info) | _standbys(entity) | _memory(entity)
+
+
+def _kernels(info: EngineInfo) -> dict[str, Any]:
+    quantized = {} if info.quantization == "none" else {"quantization": info.quantization}
+    more = {name: value for name in NAMED if (value := getattr(info, name))}
+    paged = {} if info.paged is None else {"paged": structs.asdict(info.paged)}
+    return {"kernels": info.kernels} | quantized | more | paged
+
+
+def _memory(entity: ServedEntity) -> dict[str, Any]:
+    """Return the memory of the entity's engine; if it is unloaded, also why, and how long a start takes."""
+    record = entity.engine.record()
+    if not record.unloaded:
+        return {"memory": record.memory} if record.measured else {}
+    return {"unloaded": record.unloaded, "memory": record.memory, "start_seconds": record.start_seconds}
+
+
+def _standbys(entity: ServedEntity) -> dict[str, Any]:
+    """Return the number of ready standbys, if the engine has or should have any."""
+    health = entity.engine.health()
+    return {"standbys": health.num_standbys} if entity.engine.info.num_standbys or health.num_standbys else {}
+
+
+def _progress(health: Health) -> dict[str, Any]:
+    return {
+        "status": health.status,
+        "steps": health.steps,
+        "last_step_age": round(health.last_step_age, 3),
+        "running": health.num_running,
+        "waiting": health.num_waiting,
+        "processor_wait": health.processor_wait,
+    }
+
+
+def ready(server: Server, request: Request) -> Answer:
+    """Respond as ``health`` does, or with an error while draining.
+
+    A worker starts to serve only after each of its engines has generated a token, so a 200 proves that they work.
+    """
+    if server.load_shedder.draining:
+        raise ShuttingDown("the server is shutting down", retry_after=5.0)
+    return health(server, request)
+
+
+def metrics_exposition(server: Server, request: Request) -> Answer:
+    """Return the metrics, which count the requests and tokens of all tenants.
+
+    If keys are required, this needs the scope ``manage`` or a separate listener for probes.
+    """
+    if server.requires_key and server.settings.probe_port is None:
+        if request.caller.key_id == UNKNOWN.key_id:
+            raise Unauthenticated("metrics are every tenant's: send a key with the scope manage, or use --probe-port")
+        request.caller.check_scope("manage")
+    return Answer(body=metrics.exposition(server.endpoints, server.ledger), content_type=metrics.CONTENT_TYPE)
+
+
+_OPENAI, _DATABRICKS, _TEXT = DIALECTS["openai"], DIALECTS["databricks"], ("text/plain",)
+_STALLED = {Unavailable.status: "An engine makes no progress"}
+
+ROUTES = (
+    Route(
+        method="GET",
+        path="/v1/models",
+        handler=list_models,
+        summary="Endpoints and their adapters",
+        dialect=_OPENAI,
+    ),
+    Route(
+        method="GET",
+        path="/v1/models/<path:name>",
+        handler=get_model,
+        summary="One endpoint or endpoint:adapter",
+        dialect=_OPENAI,
+    ),
+    Route(
+        method="GET",
+        path="/.well-known/databricks-config",
+        handler=databricks_config,
+        summary="Discovery; empty",
+        dialect=_DATABRICKS,
+        auth=Auth.OPEN,
+    ),
+    Route(
+        method="GET",
+        path="/api/2.0/endpoints/",
+        handler=list_endpoints,
+        summary="Endpoints, as MLflow's deployments server lists them",
+    ),
+    Route(method="GET", path="/api/2.0/endpoints/<name>", handler=get_endpoint, summary="One endpoint"),
+    Route(
+        method="GET",
+        path="/ping",
+        handler=ping,
+        summary="Is the server up",
+        auth=Auth.OPEN,
+        listener=Listener.BOTH,
+        produces=_TEXT,
+    ),
+    Route(
+        method="GET",
+        path="/health",
+        handler=health,
+        summary="Do the engines make progress",
+        auth=Auth.OPTIONAL,
+        listener=Listener.BOTH,
+        also=_STALLED,
+    ),
+    Route(
+        method="GET",
+        path="/ready",
+        handler=ready,
+        summary="Does the server take requests",
+        auth=Auth.OPTIONAL,
+        listener=Listener.BOTH,
+        also=_STALLED,
+    ),
+    Route(
+        method="GET",
+        path="/version",
+        handler=version,
+        summary="The version of MLflow this server speaks for",
+        auth=Auth.OPEN,
+        produces=_TEXT,
+    ),
+    Route(
+        method="GET",
+        path="/metrics",
+        handler=metrics_exposition,
+        summary="Prometheus metrics",
+        auth=Auth.OPTIONAL,
+        listener=Listener.PROBES,
+        produces=_TEXT,
+    ),
+)

@@ -1,0 +1,1 @@
+"""The management API: endpoints, accounts, usage, adapters, engine logs."""

@@ -1,0 +1,146 @@
+"""Databricks' management API of endpoints (``/api/2.0/serving-endpoints``), on the reconciler's store."""
+
+from __future__ import annotations
+
+import time
+
+from ...dialects import DIALECTS
+from ...endpoints.config_body import config_body
+from ...endpoints.management_body import NEW_ENDPOINT, NEW_RATE_LIMITS, TAG_CHANGES
+from ...frontend.answer import Answer, json_answer
+from ...frontend.operation import Auth, Request, with_body
+from ...frontend.worker_state import Server
+from ...interface.errors import Conflict
+from ...observability import metrics
+from ..route import Route
+from .paths import SERVING_ENDPOINTS
+
+GONE_SECONDS = 2.0
+
+
+def create(server: Server, request: Request) -> Answer:
+    endpoints, body = server.managed_endpoints(), request.json()
+    if body.get("rate_limits"):
+        _check_ledger(server, "rate_limits")
+    return json_answer(endpoints.create(body, by=request.actor))
+
+
+def list_all(server: Server, request: Request) -> Answer:
+    return json_answer(server.managed_endpoints().list(request.caller))
+
+
+def get(server: Server, request: Request) -> Answer:
+    return json_answer(server.managed_endpoints().get(request.name, request.caller))
+
+
+def delete(server: Server, request: Request) -> Answer:
+    """Delete an endpoint. Respond when this worker takes no more requests for it; running requests are finished."""
+    server.managed_endpoints().delete(request.name, by=request.actor)
+    until = time.monotonic() + GONE_SECONDS
+    while any(served.endpoint == request.name for served in server.endpoints) and time.monotonic() < until:
+        time.sleep(0.02)
+    return json_answer({})
+
+
+def update_config(server: Server, request: Request) -> Answer:
+    return json_answer(server.managed_endpoints().update_config(request.name, request.json(), by=request.actor))
+
+
+def put_rate_limits(server: Server, request: Request) -> Answer:
+    endpoints, body = server.managed_endpoints(), request.json()
+    if body.get("rate_limits"):
+        _check_ledger(server, "rate_limits")
+    return json_answer(endpoints.put_rate_limits(request.name, body, by=request.actor))
+
+
+def patch_tags(server: Server, request: Request) -> Answer:
+    return json_answer(server.managed_endpoints().patch_tags(request.name, request.json(), by=request.actor))
+
+
+def get_metrics(server: Server, request: Request) -> Answer:
+    """Return the part of ``/metrics`` about this endpoint. It needs the scope ``manage``, because it shows the requests
+    of all tenants."""
+    request.caller.check_scope("manage")
+    server.managed_endpoints().get(request.name)
+    label = f'endpoint="{request.name}"'.encode()
+    lines = metrics.exposition(server.endpoints).splitlines(keepends=True)
+    kept = b"".join(line for line in lines if line.startswith(b"#") or label in line)
+    return Answer(body=kept, content_type=metrics.CONTENT_TYPE)
+
+
+def _check_ledger(server: Server, field: str) -> None:
+    if server.ledger is None:
+        raise Conflict(f"{field}: this server keeps no ledger to limit by; start it with --database")
+
+
+ONE = f"{SERVING_ENDPOINTS}/<name>"
+_DATABRICKS = DIALECTS["databricks"]
+
+ROUTES = (
+    Route(
+        method="POST",
+        path=SERVING_ENDPOINTS,
+        handler=with_body(create),
+        summary="Create an endpoint; it is ready when its engines are",
+        dialect=_DATABRICKS,
+        auth=Auth.MANAGE,
+        body=NEW_ENDPOINT,
+    ),
+    Route(
+        method="GET",
+        path=SERVING_ENDPOINTS,
+        handler=with_body(list_all),
+        summary="All endpoints",
+        dialect=_DATABRICKS,
+    ),
+    Route(
+        method="GET",
+        path=ONE,
+        handler=with_body(get),
+        summary="One endpoint: its state, config and pending config",
+        dialect=_DATABRICKS,
+    ),
+    Route(
+        method="DELETE",
+        path=ONE,
+        handler=with_body(delete),
+        summary="Delete an endpoint; what runs is finished",
+        dialect=_DATABRICKS,
+        auth=Auth.MANAGE,
+    ),
+    Route(
+        method="PUT",
+        path=f"{ONE}/config",
+        handler=with_body(update_config),
+        summary="Change what is served, without dropping a request",
+        dialect=_DATABRICKS,
+        auth=Auth.MANAGE,
+        body=config_body,
+    ),
+    Route(
+        method="PUT",
+        path=f"{ONE}/rate-limits",
+        handler=with_body(put_rate_limits),
+        summary="Replace the calls a minute",
+        dialect=_DATABRICKS,
+        auth=Auth.MANAGE,
+        body=NEW_RATE_LIMITS,
+    ),
+    Route(
+        method="PATCH",
+        path=f"{ONE}/tags",
+        handler=with_body(patch_tags),
+        summary="Add and delete tags",
+        dialect=_DATABRICKS,
+        auth=Auth.MANAGE,
+        body=TAG_CHANGES,
+    ),
+    Route(
+        method="GET",
+        path=f"{ONE}/metrics",
+        handler=with_body(get_metrics),
+        summary="The metrics of one endpoint",
+        dialect=_DATABRICKS,
+        produces=("text/plain",),
+    ),
+)

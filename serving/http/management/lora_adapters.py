@@ -1,0 +1,213 @@
+"""Load and unload LoRA adapters while their model is served, with vLLM's request fields and messages.
+
+``POST /v1/load_lora_adapter {lora_name, lora_path, load_inplace}``, ``POST /v1/unload_lora_adapter {lora_name}``. Two
+fields are our own: ``model`` names the endpoint if there are several, and ``pinned``. The routes respond when every
+worker and every replica has loaded or unloaded the adapter. The setting ``adapter_sources`` says where adapters may
+come from.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import re
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from ...control.plan import PlannedAdapter, PlannedEndpoint
+from ...control.settings import MODELS
+from ...dialects import DIALECTS
+from ...engine.adapters.files import CONFIG, WEIGHTS
+from ...frontend.answer import Answer
+from ...frontend.operation import Auth, Request, with_body
+from ...frontend.worker_state import Server
+from ...interface.errors import (
+    InvalidField,
+    ModelNotFound,
+    NotFound,
+    PackagingError,
+    PermissionDenied,
+    RequestError,
+    Unavailable,
+)
+from ...interface.readers import Entry, boolean, record, short_text, text
+from ...model_files.model_uri import parse
+from ...routing.plan_follower import PlanFollower
+from ..route import Route
+
+NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,126}[A-Za-z0-9_-])?")
+NAMED = "up to 128 letters, digits, '_', '-' and '.', not starting with '-' or '.' and not ending with '.'"
+WAIT_SECONDS = 60.0
+TURN = 0.05
+LOAD = record(
+    lora_name=Entry(text(NAME, NAMED), required="the name that requests call the adapter by"),
+    lora_path=Entry(short_text(4096), required="a directory in peft's layout, or models:/name/version"),
+    load_inplace=Entry(boolean, "Replace an adapter of that name; requests that run end on the old one"),
+    pinned=Entry(boolean, "Engines never evict it"),
+    model=Entry(short_text(256), "The endpoint, where there are several"),
+)
+UNLOAD = record(
+    lora_name=Entry(text(NAME, NAMED), required="the adapter's name"),
+    model=Entry(short_text(256), "The endpoint, where there are several"),
+)
+
+
+def load(server: Server, request: Request) -> Answer:
+    body = request.json()
+    if not body.get("lora_name") or not body.get("lora_path"):
+        raise RequestError("Both 'lora_name' and 'lora_path' must be provided.", param="lora_name")
+    given = LOAD(body, "")
+    name, uri = given["lora_name"], given["lora_path"]
+    _check_allowed(server, uri)
+    endpoint, follower = _endpoint(server, request, given.get("model"))
+    _check_name(server, endpoint, name)
+    path = _path(server, uri, name)
+    adapters = server.managed_endpoints().adapters
+    replace = given.get("load_inplace", False)
+    pinned = given.get("pinned", False)
+    new, old = adapters.put(endpoint.name, name, uri, path, replace=replace, pinned=pinned, by=request.actor)
+    until = time.monotonic() + WAIT_SECONDS
+    while True:
+        planned, is_adopted = follower.planned(endpoint.name)
+        if planned is None:
+            raise NotFound(f"endpoint {endpoint.name} has just been deleted", param="model")
+        found = [_of(entity.adapters, name, new.revision) for entity in planned.entities]
+        for refusal in (one.refusal for one in found if one is not None and one.refusal):
+            adapters.take_back(endpoint.name, new, old)
+            raise RequestError(f"Loading lora {name} failed: {refusal}", param="lora_path")
+        if is_adopted and all(one is not None for one in found):
+            return _said(f"Success: LoRA adapter '{name}' added successfully.")
+        if time.monotonic() > until:
+            raise Unavailable(f"adapter {name!r} is not in every engine yet; it will be when there is room for it")
+        time.sleep(TURN)
+
+
+def unload(server: Server, request: Request) -> Answer:
+    body = request.json()
+    if not body.get("lora_name"):
+        raise RequestError("'lora_name' needs to be provided to unload a LoRA adapter.", param="lora_name")
+    given = UNLOAD(body, "")
+    name = given["lora_name"]
+    _check_on(server)
+    endpoint, follower = _endpoint(server, request, given.get("model"))
+    server.managed_endpoints().adapters.remove(endpoint.name, name, by=request.actor)
+    until = time.monotonic() + WAIT_SECONDS
+    while True:
+        planned, is_adopted = follower.planned(endpoint.name)
+        left = () if planned is None else tuple(_of(entity.adapters, name) for entity in planned.entities)
+        if is_adopted and not any(left):
+            return _said(f"Success: LoRA adapter '{name}' removed successfully.")
+        if time.monotonic() > until:
+            raise Unavailable(f"adapter {name!r} is not gone from every worker yet")
+        time.sleep(TURN)
+
+
+def _said(words: str) -> Answer:
+    return Answer(body=words.encode(), content_type="text/plain; charset=utf-8")
+
+
+def _of(adapters: Sequence[PlannedAdapter], name: str, revision: str | None = None) -> PlannedAdapter | None:
+    found = (one for one in adapters if one.name == name and revision in (None, one.revision))
+    return next(found, None)
+
+
+def _endpoint(server: Server, request: Request, called: str | None) -> tuple[PlannedEndpoint, PlanFollower]:
+    """Return the endpoint that ``called`` names, and the plan follower.
+
+    Raises ``NotFound``, and ``InvalidField`` if the endpoint's model does not take adapters.
+    """
+    if server.follower is None:
+        raise NotFound("this server has no store of endpoints")
+    entity, _ = server.endpoints.seen_by(request.caller).route(called)
+    if not entity.engine.info.capabilities.adapters:
+        raise InvalidField("model", entity.endpoint, "an endpoint whose model accepts adapters")
+    planned, _ = server.follower.planned(entity.endpoint)
+    if planned is None:
+        raise NotFound(f"endpoint {entity.endpoint} has just been deleted", param="model")
+    return planned, server.follower
+
+
+def _check_name(server: Server, endpoint: PlannedEndpoint, name: str) -> None:
+    """Raise ``RequestError`` or its subclass ``InvalidField`` if ``name`` is already used for something else."""
+    if any(name in (entity.endpoint, entity.entity) for entity in server.endpoints.entities()):
+        raise RequestError(f"The lora adapter name '{name}' conflicts with a served base model.", param="lora_name")
+    if any(name in entity.config.model.bundle.adapters for entity in endpoint.entities):
+        raise InvalidField("lora_name", name, "another name: the model was packaged with an adapter of this one")
+
+
+def _check_on(server: Server) -> tuple[str, ...]:
+    places = server.settings.adapter_places
+    if not places:
+        raise PermissionDenied(
+            "this server loads no adapters over HTTP; --adapter-sources names where they may come from"
+        )
+    return places
+
+
+def _check_allowed(server: Server, uri: str) -> None:
+    """Raise ``PermissionDenied`` if ``uri`` is not below one of ``adapter_sources``, whether it exists or not.
+
+    Symbolic links are resolved, also those of the files in the directory.
+    """
+    places = _check_on(server)
+    if uri.startswith(MODELS):
+        named = parse(uri)
+        if named is not None and any(fnmatch.fnmatchcase(f"{MODELS}{named.name}", place) for place in places):
+            return
+    elif os.path.isabs(uri) and "\0" not in uri:
+        roots = [os.path.realpath(place) for place in places if not place.startswith(MODELS)]
+        real = [os.path.realpath(os.path.join(uri, name)) for name in ("", CONFIG, WEIGHTS)]
+        if any(all(path != root and os.path.commonpath((root, path)) == root for path in real) for root in roots):
+            return
+    raise PermissionDenied(
+        "lora_path: adapters are loaded from adapter_sources only; this is none of them", param="lora_path"
+    )
+
+
+def _path(server: Server, uri: str, name: str) -> str:
+    """Return the adapter's directory. Raises ``NotFound`` and ``RequestError``."""
+    if not uri.startswith(MODELS):
+        if not os.path.isfile(os.path.join(uri, CONFIG)):
+            raise NotFound(f"Loading lora {name} failed: No adapter found for {uri}", param="lora_path")
+        return os.path.realpath(uri)
+    if server.find_models is None:
+        raise NotFound("this server has no registry to find models in", param="lora_path")
+    try:
+        (found,) = server.find_models((uri,))
+    except (ModelNotFound, NotFound) as error:
+        raise NotFound(f"Loading lora {name} failed: No adapter found for {uri}", param="lora_path") from error
+    except PackagingError as error:
+        raise RequestError(f"Loading lora {name} failed: {error}", param="lora_path") from error
+    adapters = found.bundle.adapters
+    chosen: Any = adapters.get(name) or (next(iter(adapters.values())) if len(adapters) == 1 else None)
+    if chosen is None:
+        has = ", ".join(sorted(adapters)) or "none"
+        raise InvalidField(
+            "lora_path", uri, f"a model logged with one adapter, or with one called {name!r}; it has {has}"
+        )
+    return str(chosen)
+
+
+ROUTES = (
+    Route(
+        method="POST",
+        path="/v1/load_lora_adapter",
+        handler=with_body(load),
+        summary="Load a LoRA adapter; it answers requests when this answers",
+        dialect=DIALECTS["openai"],
+        auth=Auth.MANAGE,
+        body=LOAD,
+        produces=("text/plain",),
+    ),
+    Route(
+        method="POST",
+        path="/v1/unload_lora_adapter",
+        handler=with_body(unload),
+        summary="Unload a LoRA adapter; requests that run end on it",
+        dialect=DIALECTS["openai"],
+        auth=Auth.MANAGE,
+        body=UNLOAD,
+        produces=("text/plain",),
+    ),
+)

@@ -1,0 +1,101 @@
+"""The request bodies and parameters for managing keys, limits and prices over HTTP, as readers with their schemas."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from ...interface.errors import InvalidField
+from ...interface.readers import Entry, Reader, integer, list_of, one_of, reader, record, text
+from ..store.time_formats import DURATION, DURATION_ALLOWED, EXPIRY_ALLOWED, TIMESTAMP_ALLOWED
+from .audit import ACTIONS, MAX_PAGE
+from .keys import ALLOWED_ENDPOINT, ENDPOINTS_ALLOWED, MAX_ENDPOINTS, MAX_WEIGHT, SCOPES
+from .limits import MAX_VALUE
+from .limits import SCOPES as LIMIT_SCOPES
+from .money import AMOUNT, AMOUNT_ALLOWED, CURRENCY, CURRENCY_ALLOWED
+from .windows import BUDGETS, KINDS, UNITS
+
+_NO_CONTROL = r"[^\x00-\x1f\x7f]"
+
+
+def _named(most: int, *, least: int = 1) -> Reader[str]:
+    length = f"{least} to {most}" if least else f"at most {most}"
+    allowed = f"a text of {length} characters, without control characters"
+    return text(re.compile(f"{_NO_CONTROL}{{{least},{most}}}"), allowed)
+
+
+_MOMENT = text(re.compile(r"[0-9A-Za-z:+. -]{1,40}"), EXPIRY_ALLOWED)
+_SCOPES = list_of(one_of(*SCOPES), "one or more of " + ", ".join(SCOPES), least=1, most=len(SCOPES))
+_ENDPOINT = text(re.compile(rf"\*|{ALLOWED_ENDPOINT.pattern}"), "endpoint or endpoint:adapter")
+_ENDPOINTS = list_of(_ENDPOINT, ENDPOINTS_ALLOWED, least=1, most=MAX_ENDPOINTS)
+_MONEY = text(AMOUNT, f"{AMOUNT_ALLOWED}, as a text")
+_LIMIT_VALUES = record(
+    **{
+        kind: Entry(
+            _MONEY if kind in BUDGETS else integer(0, MAX_VALUE), f"{'Money ' if kind in BUDGETS else ''}{UNITS[kind]}"
+        )
+        for kind in KINDS
+    }
+)
+
+
+@reader(**_LIMIT_VALUES.schema)
+def _limits(value: Any, path: str) -> dict[str, int | str]:
+    found = _LIMIT_VALUES(value, path)
+    if not found:
+        raise InvalidField(path, value, "one or more of " + ", ".join(KINDS))
+    return found
+
+
+_KEY_FIELDS = {
+    "name": Entry(_named(256, least=0), "A note for people"),
+    "scopes": Entry(_SCOPES, "What the key may do"),
+    "expires": Entry(_MOMENT, EXPIRY_ALLOWED),
+    "endpoints": Entry(_ENDPOINTS, 'What it may use: endpoint, or endpoint:adapter; ["*"] is everything'),
+    "weight": Entry(integer(1, MAX_WEIGHT), "Its share of an engine beside other tenants' keys (1)"),
+}
+NEW_KEY = record(
+    tenant=Entry(_named(128), "Who pays", required="the tenant of the key"),
+    limits=Entry(_limits, "What the key may use"),
+    **_KEY_FIELDS,
+)
+KEY_CHANGES = record(**_KEY_FIELDS)
+ROTATION = record(
+    overlap=Entry(text(DURATION, DURATION_ALLOWED), "How long the old secret is taken as well (24h)"),
+    expires=Entry(_MOMENT, EXPIRY_ALLOWED),
+)
+NEW_LIMITS = record(
+    scope=Entry(one_of(*LIMIT_SCOPES), required="one of " + ", ".join(LIMIT_SCOPES)),
+    subject=Entry(_named(256), "A key's id, a tenant, an endpoint", required="whom the limits are for"),
+    limits=Entry(_limits, required="one or more limits"),
+)
+NEW_PRICE = record(
+    entity=Entry(_named(256), 'A served model\'s name, or "*"', required="a served model's name, or *"),
+    input=Entry(_MONEY, "A million prompt tokens (0)"),
+    cached=Entry(_MONEY, "A million of them found in the cache (as input)"),
+    output=Entry(_MONEY, "A million generated tokens (0)"),
+    unit_minute=Entry(_MONEY, "A reserved token/s for a minute (0)"),
+    effective=Entry(_MOMENT, f"From when on (now): {TIMESTAMP_ALLOWED}"),
+)
+NEW_CURRENCY = record(currency=Entry(text(CURRENCY, CURRENCY_ALLOWED), required=CURRENCY_ALLOWED))
+
+# query parameters
+_NAME = {"type": "string", "minLength": 1, "maxLength": 256}
+_WHEN = {"type": "string", "description": TIMESTAMP_ALLOWED}
+KEYS_QUERY: dict[str, dict[str, Any]] = {"tenant": _NAME}
+LIMITS_QUERY: dict[str, dict[str, Any]] = {"scope": {"enum": list(LIMIT_SCOPES)}, "subject": _NAME}
+LIMIT_QUERY: dict[str, dict[str, Any]] = {**LIMITS_QUERY, "kind": {"enum": list(KINDS)}}
+PRICES_QUERY: dict[str, dict[str, Any]] = {"entity": _NAME}
+PRICE_QUERY: dict[str, dict[str, Any]] = {
+    "entity": _NAME,
+    "effective_ms": {"type": "integer", "minimum": 0, "description": "That price alone, in place of all of the entity"},
+}
+AUDIT_QUERY: dict[str, dict[str, Any]] = {
+    "start": _WHEN,
+    "end": _WHEN,
+    "actor": _NAME,
+    "action": {"enum": list(ACTIONS)},
+    "target": {"type": "string", "minLength": 1, "maxLength": 512},
+    "limit": {"type": "integer", "minimum": 1, "maximum": MAX_PAGE, "description": "Entries of a page (100)"},
+    "cursor": {"type": "string", "description": "next_cursor of the page before"},
+}

@@ -1,0 +1,290 @@
+"""Limits of keys, tenants and endpoints: set by an operator, checked inside the reservation's transaction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Literal, TypeAlias, get_args
+
+import sqlalchemy as sa
+from msgspec import Struct
+
+from ...interface.errors import InvalidField, LimitExceeded, PermissionDenied, RequestError
+from ..store.store import Store
+from ..store.tables import folded, ledger, limits, provisioned_minutes
+from ..store.tables import windows as window_table
+from . import windows
+from .audit import Actor, record
+from .money import money, units
+from .windows import BUDGETS, KINDS, UNITS, Amounts, Kind, WindowState
+
+Scope: TypeAlias = Literal["key", "tenant", "endpoint", "user"]
+SCOPES: tuple[Scope, ...] = get_args(Scope)
+MAX_VALUE = 2**53
+
+Subject: TypeAlias = tuple[str, str]
+"""(scope, subject) of a window. Scope "user" is one key at one endpoint: its limit is set on the endpoint and holds for
+each key by itself; the window's subject is ``user_subject(endpoint, key)``."""
+
+
+class Limit(Struct, frozen=True, kw_only=True):
+    """One limit. ``value`` is in tokens, queries, requests or, for a budget, micro-units."""
+
+    scope: Scope
+    subject: str
+    kind: Kind
+    value: int
+
+
+class LimitStatus(Struct, frozen=True, kw_only=True):
+    """A limit right after an admission: the amount left, and the seconds until all of it is free again."""
+
+    scope: Scope
+    kind: Kind
+    allowed: int
+    remaining: int
+    reset_after: int | None
+
+
+def user_subject(endpoint: str, key_id: str) -> str:
+    return f"{endpoint}\n{key_id}"
+
+
+class Limits:
+    """Set, remove and list limits. A limit also counts amounts charged before it was set."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def set(self, scope: str, subject: str, kind: str, value: int, *, by: Actor | None = None) -> Limit:
+        """Set a limit. ``value`` is in tokens, queries, requests or (budgets) micro-units. Raises ``InvalidField``."""
+        return self._store.write(lambda connection: self.put(connection, scope, subject, kind, value, by=by))
+
+    def put(
+        self, connection: sa.Connection, scope: str, subject: str, kind: str, value: int, *, by: Actor | None
+    ) -> Limit:
+        """Do what ``set`` does, inside a given transaction."""
+        limit = _checked(scope, subject, kind, value)
+        before = connection.execute(sa.select(limits.c.value).where(_is(limit))).scalar_one_or_none()
+        insert = self._store.insert(limits).values(scope=scope, subject=subject, kind=kind, value=value)
+        update = insert.on_conflict_do_update(index_elements=["scope", "subject", "kind"], set_={"value": value})
+        connection.execute(update)
+        was = {kind: None if before is None else plain(limit.kind, before)}
+        after = {kind: plain(limit.kind, value)}
+        record(connection, by, "limit.set", f"{scope} {subject}", before=before if before is None else was, after=after)
+        return limit
+
+    def remove(self, scope: str, subject: str, kind: str, *, by: Actor | None = None) -> bool:
+        """Remove a limit; return False if there was none. Removing a subject's last limit removes its window."""
+
+        def work(connection: sa.Connection) -> bool:
+            self._store.lock_ledger(connection)
+            of_subject = sa.and_(limits.c.scope == scope, limits.c.subject == subject)
+            this = sa.and_(of_subject, limits.c.kind == kind)
+            before = connection.execute(sa.select(limits).where(this)).one_or_none()
+            if before is None:
+                return False
+            connection.execute(sa.delete(limits).where(this))
+            was = {kind: plain(before.kind, before.value)}
+            record(connection, by, "limit.delete", f"{scope} {subject}", before=was)
+            left = connection.execute(sa.select(sa.func.count()).select_from(limits).where(of_subject)).scalar_one()
+            if not left:
+                owned = window_table.c.subject == subject
+                if scope == "user":
+                    owned = window_table.c.subject.startswith(f"{subject}\n", autoescape=True)
+                connection.execute(sa.delete(window_table).where(window_table.c.scope == scope, owned))
+            return True
+
+        return self._store.write(work)
+
+    def list(self, scope: str | None = None, subject: str | None = None) -> tuple[Limit, ...]:
+        query = sa.select(limits).order_by(limits.c.scope, limits.c.subject, limits.c.kind)
+        if scope is not None:
+            query = query.where(limits.c.scope == scope)
+        if subject is not None:
+            query = query.where(limits.c.subject == subject)
+        rows = self._store.read(lambda connection: connection.execute(query).all())
+        return tuple(Limit(**row._mapping) for row in rows)
+
+
+def _is(limit: Limit) -> sa.ColumnElement[bool]:
+    table = limits.c
+    return sa.and_(table.scope == limit.scope, table.subject == limit.subject, table.kind == limit.kind)
+
+
+def plain(kind: Kind, value: int) -> int | str:
+    """Return a limit's value in the API's form: money as a decimal string."""
+    return units(value) if kind in BUDGETS else value
+
+
+def amount(kind: Kind, value: int, currency: str) -> str:
+    """Describe an amount: ``"25.00 EUR a month"``, ``"20000 output tokens a minute"``."""
+    number = money(value, currency or "currency units") if kind in BUDGETS else str(value)
+    return f"{number} {UNITS[kind]}"
+
+
+def _checked(scope: str, subject: str, kind: str, value: int) -> Limit:
+    if scope not in SCOPES:
+        raise InvalidField("scope", scope, "one of " + ", ".join(SCOPES))
+    if not isinstance(subject, str) or not 0 < len(subject) <= 256 or "\0" in subject:
+        raise InvalidField("subject", subject, "a name of 1 to 256 characters")
+    if kind not in KINDS:
+        raise InvalidField("kind", kind, "one of " + ", ".join(KINDS))
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_VALUE:
+        raise InvalidField("value", value, f"an integer from 0 to {MAX_VALUE}")
+    return Limit(scope=scope, subject=subject, kind=kind, value=value)
+
+
+def admit(
+    found: Iterable[tuple[Limit, WindowState]],
+    now: int,
+    wanted: Amounts,
+    currency: Callable[[], str] = str,
+    *,
+    is_shared: bool = False,
+) -> None:
+    """Check that all limits have room for ``wanted``.
+
+    Raises ``LimitExceeded`` for the limit with the longest wait. If waiting never helps, raises ``RequestError`` (the
+    request alone is too large) or ``PermissionDenied`` (a budget is spent for good, or a limit is zero). ``currency``
+    is called for the message of a refusal.
+
+    ``is_shared`` means that other callers use the endpoint. The remaining amounts of its limits are then not shown,
+    since the others' usage could be inferred from them.
+    """
+    worst: tuple[float, Limit, int, int | None] | None = None
+    for limit, state in found:
+        have, want = windows.used(state, limit.kind, now), wanted.of(limit.kind)
+        if want <= 0 or have + want <= limit.value:
+            continue
+        at = windows.free_at(state, limit.kind, now, allowed=limit.value, wanted=want)
+        wait = float("inf") if at is None else float(at)
+        if worst is None or wait > worst[0]:
+            worst = (wait, limit, max(0, limit.value - have), at)
+    if worst is not None:
+        wait, limit, left, at = worst
+        _refuse(limit, wanted.of(limit.kind), None if is_shared and _is_of_all(limit) else left, at, now, currency())
+
+
+def _is_of_all(limit: Limit) -> bool:
+    return limit.scope == "endpoint"
+
+
+def _refuse(limit: Limit, wanted: int, remaining: int | None, at: int | None, now: int, currency: str) -> None:
+    text = f"{limit.kind}: the {limit.scope}'s limit is {amount(limit.kind, limit.value, currency)}; "
+    left = "" if remaining is None else f"{plain(limit.kind, remaining)} are left and "
+    text += f"{left}this request needs {plain(limit.kind, wanted)}"
+    # clients retry a 429, some of them forever
+    if wanted > limit.value > 0:
+        param = "max_tokens" if limit.kind == "otpm" else None
+        raise RequestError(f"{text}, more than the limit ever allows", param=param)
+    if at is None or limit.value == 0:
+        raise PermissionDenied(text)
+    raise LimitExceeded(
+        f"{text}; try again in {max(1, at - now)} s",
+        limit=limit.kind,
+        allowed=limit.value,
+        remaining=remaining,
+        retry_after=float(at - now),
+    )
+
+
+def standing(
+    found: Iterable[tuple[Limit, WindowState]], now: int, *, is_shared: bool = False
+) -> tuple[LimitStatus, ...]:
+    """Return, for each kind, the limit with the least left; with ``is_shared``, only of the caller's own limits."""
+    strictest: dict[Kind, LimitStatus] = {}
+    for limit, state in found:
+        if is_shared and _is_of_all(limit):
+            continue
+        remaining = max(0, limit.value - windows.used(state, limit.kind, now))
+        known = strictest.get(limit.kind)
+        if known is None or remaining < known.remaining:
+            reset = windows.free_at(state, limit.kind, now, allowed=limit.value, wanted=limit.value)
+            strictest[limit.kind] = LimitStatus(
+                scope=limit.scope,
+                kind=limit.kind,
+                allowed=limit.value,
+                remaining=remaining,
+                reset_after=None if reset is None else reset - now,
+            )
+    return tuple(strictest.values())
+
+
+def subjects_of(row: Mapping[str, str]) -> tuple[Subject, ...]:
+    """Return the windows in which a request of this key, tenant and endpoint counts, in the order of locking."""
+    return (
+        ("endpoint", row["endpoint"]),
+        ("key", row["key_id"]),
+        ("tenant", row["tenant"]),
+        ("user", user_subject(row["endpoint"], row["key_id"])),
+    )
+
+
+def rebuilt(connection: sa.Connection, subject: Subject) -> WindowState:
+    """Compute the window of ``subject`` from the ledger alone; the caller holds ``Store.lock_ledger``.
+
+    A stored window must equal it in all slots that are still live (``check_integrity``).
+    """
+    state = WindowState()
+    query = sa.select(
+        ledger.c.charged_at,
+        sa.func.sum(sa.case((ledger.c.status == "open", ledger.c.reserved_input), else_=ledger.c.prompt_tokens)),
+        sa.func.sum(sa.case((ledger.c.status == "open", ledger.c.reserved_output), else_=ledger.c.completion_tokens)),
+        sa.func.count(),
+        sa.func.sum(sa.case((ledger.c.status == "open", 1), else_=0)),
+        sa.func.sum(sa.case((ledger.c.status == "open", ledger.c.reserved_cost), else_=ledger.c.cost)),
+    )
+    query = query.where(_rows_of(ledger, subject)).group_by(ledger.c.charged_at).order_by(ledger.c.charged_at)
+    for at, prompt, completion, queries, in_flight, spent in connection.execute(query):
+        windows.charge(
+            state,
+            int(at),
+            Amounts(
+                input=int(prompt),
+                output=int(completion),
+                queries=int(queries),
+                in_flight=int(in_flight),
+                money=int(spent),
+            ),
+        )
+    for at, spent in _folded_of(connection, subject) + _minutes_of(connection, subject):
+        windows.charge(state, at, Amounts(money=spent))
+    return state
+
+
+def _rows_of(table: sa.Table, subject: Subject) -> sa.ColumnElement[bool]:
+    scope, name = subject
+    if scope == "user":
+        endpoint, _, key_id = name.partition("\n")
+        return sa.and_(table.c.endpoint == endpoint, table.c.key_id == key_id)
+    return {"key": table.c.key_id, "tenant": table.c.tenant, "endpoint": table.c.endpoint}[scope] == name
+
+
+def _folded_of(connection: sa.Connection, subject: Subject) -> list[tuple[int, int]]:
+    """The cost of folded days, which count only in budgets."""
+    query = sa.select(folded.c.day, sa.func.sum(folded.c.cost)).where(_rows_of(folded, subject)).group_by(folded.c.day)
+    return [(int(day) * windows.DAY, int(spent)) for day, spent in connection.execute(query)]
+
+
+def _minutes_of(connection: sa.Connection, subject: Subject) -> list[tuple[int, int]]:
+    table = provisioned_minutes.c
+    if subject[0] not in ("tenant", "endpoint"):
+        return []
+    column = table.tenant if subject[0] == "tenant" else table.endpoint
+    query = sa.select(table.minute, table.cost).where(column == subject[1]).order_by(table.minute)
+    return [(int(minute) * 60, int(spent)) for minute, spent in connection.execute(query)]
+
+
+def check_integrity(store: Store) -> None:
+    """Raise ``AssertionError`` if a stored window differs from the sum of the ledger's rows."""
+
+    def work(connection: sa.Connection) -> None:
+        store.lock_ledger(connection)
+        for scope, subject, stored in connection.execute(sa.select(window_table)).all():
+            state, expected = windows.decode(stored), rebuilt(connection, (scope, subject))
+            now = max(state.latest, expected.latest)
+            for kind in KINDS:
+                have, want = windows.used(state, kind, now), windows.used(expected, kind, now)
+                assert have == want, f"{scope} {subject!r} {kind}: the window says {have}, the ledger {want}"
+
+    store.write(work)

@@ -1,0 +1,124 @@
+"""Prices of served entities, each with the time from which it is in effect."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+
+import sqlalchemy as sa
+
+from ...interface.errors import InvalidField
+from ..store.store import Store
+from ..store.tables import prices
+from .audit import Actor, record
+from .money import FREE, Price, units
+
+CACHE_SECONDS = 2.0
+ANY = "*"
+"""The entity whose price holds for every entity without one of its own."""
+
+
+class Prices:
+    """The price list of a store. A request pays the price in effect when it was admitted."""
+
+    def __init__(self, store: Store, *, clock: Callable[[], float] = time.time) -> None:
+        self._store = store
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._cache: dict[str, tuple[float, tuple[tuple[int, Price], ...]]] = {}
+
+    def set(self, entity: str, price: Price, *, effective: float | None = None, by: Actor | None = None) -> int:
+        """Set the price of ``entity`` from ``effective`` on and return that time in ms since the epoch.
+
+        ``effective`` is in seconds since the epoch; None is now. It must not be in the past: admitted requests keep
+        their price. A price from now on reaches the other processes within ``CACHE_SECONDS``. Raises ``InvalidField``.
+        """
+        now = self._clock()
+        at = now if effective is None else effective
+        if not entity or len(entity) > 256 or "\0" in entity:
+            raise InvalidField("entity", entity, "a name of 1 to 256 characters")
+        if at < now - 1:
+            shown = datetime.fromtimestamp(at, UTC).isoformat()
+            raise InvalidField("effective", shown, "a time that is not past")
+        values = {
+            "input": price.input,
+            "cached": price.cached,
+            "output": price.output,
+            "unit_minute": price.unit_minute,
+        }
+        insert = self._store.insert(prices).values(entity=entity, effective_ms=int(at * 1000), **values)
+        statement = insert.on_conflict_do_update(index_elements=["entity", "effective_ms"], set_=values)
+        until = sa.select(prices).where(prices.c.entity == entity, prices.c.effective_ms <= int(at * 1000))
+
+        def work(connection: sa.Connection) -> None:
+            before = connection.execute(until.order_by(prices.c.effective_ms.desc()).limit(1)).one_or_none()
+            connection.execute(statement)
+            after = {"effective_ms": int(at * 1000), **plain(price)}
+            was = None if before is None else {"effective_ms": before.effective_ms, **plain(_price(before))}
+            record(connection, by, "price.set", entity, before=was, after=after)
+
+        self._store.write(work)
+        self._cache.pop(entity, None)
+        return int(at * 1000)
+
+    def remove(
+        self, entity: str, *, effective_ms: int | None = None, by: Actor | None = None
+    ) -> tuple[tuple[int, Price], ...]:
+        """Remove all prices of ``entity``, or the one that takes effect at ``effective_ms``; return those removed.
+
+        Each is ``(effective_ms, price)``. Admitted requests keep their price.
+        """
+        which = prices.c.entity == entity
+        if effective_ms is not None:
+            which = sa.and_(which, prices.c.effective_ms == effective_ms)
+
+        def work(connection: sa.Connection) -> tuple[tuple[int, Price], ...]:
+            rows = connection.execute(sa.select(prices).where(which).order_by(prices.c.effective_ms)).all()
+            found = tuple((int(row.effective_ms), _price(row)) for row in rows)
+            if found:
+                connection.execute(sa.delete(prices).where(which))
+                before = [{"effective_ms": at_ms, **plain(price)} for at_ms, price in found]
+                record(connection, by, "price.delete", entity, before=before)
+            return found
+
+        removed = self._store.write(work)
+        self._cache.pop(entity, None)
+        return removed
+
+    def list(self) -> tuple[tuple[str, int, Price], ...]:
+        """Return (entity, effective_ms, price) tuples, sorted by entity and time."""
+        query = sa.select(prices).order_by(prices.c.entity, prices.c.effective_ms)
+        rows = self._store.read(lambda connection: connection.execute(query).all())
+        return tuple((row.entity, int(row.effective_ms), _price(row)) for row in rows)
+
+    def at(self, entity: str, when: float) -> Price:
+        """Return the price of ``entity`` at ``when``; without one, the price of ``"*"``, else zero."""
+        for name in (entity, ANY):
+            for effective_ms, price in self._of(name):
+                if effective_ms <= when * 1000:
+                    return price
+        return FREE
+
+    def _of(self, entity: str) -> tuple[tuple[int, Price], ...]:
+        """Return the prices of ``entity``, newest first."""
+        with self._lock:  # one thread reads the store while the others wait for it
+            known = self._cache.get(entity)
+            if known is None or time.monotonic() - known[0] >= CACHE_SECONDS:
+                known = self._cache[entity] = (time.monotonic(), self._read(entity))
+            return known[1]
+
+    def _read(self, entity: str) -> tuple[tuple[int, Price], ...]:
+        query = sa.select(prices).where(prices.c.entity == entity).order_by(prices.c.effective_ms.desc())
+        rows = self._store.read(lambda connection: connection.execute(query).all(), timeout=2.0)
+        return tuple((int(row.effective_ms), _price(row)) for row in rows)
+
+
+def plain(price: Price) -> dict[str, str]:
+    """Return a price in the API's form: currency units per million tokens; ``unit_minute`` per provisioned token/s."""
+    return {name: units(getattr(price, name)) for name in Price.__struct_fields__}
+
+
+def _price(row: sa.Row) -> Price:
+    return Price(input=int(row.input), cached=int(row.cached), output=int(row.output), unit_minute=int(row.unit_minute))

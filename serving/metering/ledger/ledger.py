@@ -1,0 +1,402 @@
+"""The ledger: one row per request, reserved at admission and settled at the end. See docs/metering.md."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+
+import sqlalchemy as sa
+from msgspec import Struct
+from sqlalchemy.exc import IntegrityError
+
+from ...interface.errors import AlreadyExists, InvalidField, RequestError, Unavailable
+from ...system.progress import MAX_ID
+from ..accounts.money import FREE, Price, cost
+from ..accounts.monotonic_clock import MonotonicClock, since_boot
+from ..accounts.prices import Prices
+from ..accounts.windows import Amounts
+from ..store.checks import reason
+from ..store.staleness import StalenessDetector
+from ..store.store import Store
+from ..store.tables import ledger
+from . import admission, crash_recovery, engine_journals, precheck
+from .admission import Admitted, WindowMissing
+from .lease import Began, Lease, Reservation
+from .lease_owner import LeaseOwner
+from .settlement import Settlement, settle_in
+from .store_directory import ENGINES, open_directory
+
+log = logging.getLogger(__name__)
+
+ADMISSION_TIMEOUT = 2.0
+SETTLE_TIMEOUT = 0.5
+BREAKER_SECONDS = 1.0
+"""A circuit breaker: so long after a failure of the store admissions are refused and settlements spooled unasked."""
+ORPHAN_SECONDS = 30
+"""How long a row may be open without a lease in its process; a later settlement replaces the one made then."""
+MAX_TOKENS = 2**40
+
+
+class LedgerStatus(Struct, frozen=True, kw_only=True):
+    """The ledger as this process sees it.
+
+    ``open_rows`` is the number in the store at the last round of upkeep, ``spooled`` the number of settlements waiting
+    on this host. ``answers`` says whether the store answers.
+    """
+
+    open_rows: int
+    spooled: int
+    answers: bool
+
+
+class Ledger:
+    """The ledger of a store, as one process uses it. Thread-safe.
+
+    Create ``Ledger(store)`` and call ``start()`` in every worker process (after the fork), and ``close()`` at its end.
+    ``state_dir`` must be on a local disk and the same for all workers: it holds the locks, progress files and spools of
+    this host's processes, in one directory per store. ``clock`` gives seconds since the epoch, for timestamps of rows;
+    ``monotonic`` measures all durations. ``on_outage`` is called each time the store stops answering.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        state_dir: str | Path,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = since_boot,
+    ) -> None:
+        self.store = store
+        self.prices = Prices(store, clock=clock)
+        self.state_dir = open_directory(store, Path(state_dir))
+        self._clock, self.monotonic = clock, monotonic
+        self._window_clock = MonotonicClock(clock, monotonic)
+        self._recovery = crash_recovery.Recovery(store, self.state_dir, monotonic=monotonic)
+        self._orphans = StalenessDetector(ORPHAN_SECONDS, monotonic=monotonic)
+        self._lock = threading.Lock()
+        self._owner: LeaseOwner | None = None
+        self._open: dict[str, Lease] = {}
+        self._spool_is_full = False
+        self._unspooled: list[tuple[LeaseOwner, int | None, Settlement]] = []
+        self.on_outage: Callable[[], object] = lambda: None
+        self._away = False
+        self._open_rows = 0
+        self._refusing_until = 0.0  # for admissions
+        self._spooling_until = 0.0  # for settlements, so that a slow one stops no admissions
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+
+    @property
+    def journal_dir(self) -> Path:
+        """The directory in which this host's engines keep their journals; their clients tell them."""
+        return (self.state_dir / ENGINES).absolute()
+
+    def now_ms(self) -> int:
+        return int(self._clock() * 1000)
+
+    def reserve(self, reservation: Reservation) -> Lease:
+        """Admit a request and reserve the most that it may use.
+
+        Raises ``LimitExceeded`` (which limit, how much is left, and when to retry), ``AlreadyExists`` for a request id
+        in use, and ``Unavailable`` while the store does not answer: nothing is admitted that cannot be accounted for.
+        """
+        _check(reservation)
+        if time.monotonic() < self._refusing_until:
+            raise Unavailable("the metering store does not answer", retry_after=BREAKER_SECONDS)
+        owner = self._ensure_owner()
+        started = self._clock()
+        began = Began(wall_ms=int(started * 1000), monotonic=self.monotonic())
+        try:
+            price = self.prices.at(reservation.entity, self._time_of_prices())
+        except Unavailable as error:
+            self._open_breaker(error)
+            raise
+        row = _row(reservation, owner.name, began.wall_ms, price if reservation.pays_tokens else FREE)
+        try:
+            slot = owner.progress.hold()
+        except OSError as error:  # the disk is full: nothing has been admitted
+            raise Unavailable("no room to keep the progress of a request", retry_after=BREAKER_SECONDS) from error
+        try:
+            admitted = self._reserve(reservation, row)
+        except BaseException as error:
+            owner.progress.give_back(slot)
+            if isinstance(error, RequestError):
+                raise
+            # the answer to the commit was lost, or a greenlet was killed: the row may exist
+            self._undo(owner, reservation.request_id, str(row["nonce"]))
+            if isinstance(error, Unavailable):
+                self._open_breaker(error)
+            raise
+        lease = Lease(
+            self,
+            owner,
+            reservation,
+            slot=slot,
+            began=began,
+            limits=admitted.limits,
+            within_reserve=admitted.within_reserve,
+        )
+        self._open[reservation.request_id] = lease
+        return lease
+
+    def check(
+        self, *, key_id: str, tenant: str, endpoint: str | None, entities: Iterable[str] | None, generates: bool
+    ) -> None:
+        """Refuse, before a request is read, a request that ``reserve`` would refuse in any case.
+
+        ``endpoint`` is None if it is not known yet. ``entities`` are those that may answer if their tokens are billed,
+        else None. Raises ``LimitExceeded``, ``PermissionDenied``, ``Unavailable``.
+        """
+        if time.monotonic() < self._refusing_until:
+            raise Unavailable("the metering store does not answer", retry_after=BREAKER_SECONDS)
+        now = self._time_of_prices()
+        costs = [cost(self.prices.at(entity, now), prompt=1, cached=0, completion=0) for entity in entities or ()]
+        least = Amounts(input=1, output=int(generates), queries=1, in_flight=1, money=min(costs, default=0))
+        ask = partial(
+            precheck.check, key_id=key_id, tenant=tenant, endpoint=endpoint, least=least, clock=self._window_clock
+        )
+        try:
+            self.store.read(ask, timeout=ADMISSION_TIMEOUT)
+        except Unavailable as error:
+            self._open_breaker(error)
+            raise
+
+    def _time_of_prices(self) -> float:
+        """The time by which prices are in force: a wall clock that is set back takes none of them back."""
+        return max(self._clock(), self._window_clock.now())
+
+    def _open_breaker(self, error: Unavailable) -> None:
+        self._refusing_until = self._spooling_until = time.monotonic() + BREAKER_SECONDS
+        self._note(error)
+
+    def _note(self, error: Unavailable | None) -> None:
+        """Note that the store answers (None) or failed with ``error``. If it has just stopped answering, log why and
+        call ``on_outage``."""
+        was, self._away = self._away, error is not None
+        if error is not None and not was:
+            log.warning(
+                "the metering store does not answer (%s); settlements wait in the spool",
+                reason(error.__cause__ or error),
+            )
+            self.on_outage()
+        if was and error is None:
+            log.warning("the metering store answers again")
+
+    def status(self) -> LedgerStatus:
+        """Return the ledger's status without querying the store."""
+        waiting = sum(_lines(path) for path in self.state_dir.glob("owners/*/spool-*.jsonl"))
+        return LedgerStatus(open_rows=self._open_rows, spooled=waiting + len(self._unspooled), answers=not self._away)
+
+    def _reserve(self, reservation: Reservation, row: dict[str, object]) -> Admitted:
+        def work(connection: sa.Connection) -> Admitted:
+            return admission.reserve(connection, reservation, self.store, row=row, clock=self._window_clock)
+
+        while True:
+            try:
+                return self.store.write(work, timeout=ADMISSION_TIMEOUT)
+            except WindowMissing as missing:
+                build = partial(admission.open_windows, store=self.store, subjects=missing.subjects)
+                self.store.write(build, timeout=ADMISSION_TIMEOUT)
+            except IntegrityError:
+                return self._committed_before(reservation, str(row["nonce"]))
+
+    def _undo(self, owner: LeaseOwner, request_id: str, nonce: str) -> None:
+        """Close the row of a failed admission with nothing used, in case it was committed."""
+        settlement = Settlement(
+            request_id=request_id,
+            nonce=nonce,
+            prompt=0,
+            cached=0,
+            completion=0,
+            finish_reason="error",
+            status="error",
+            ended_ms=self.now_ms(),
+        )
+        self._spool(owner, None, settlement)
+
+    def _committed_before(self, reservation: Reservation, nonce: str) -> Admitted:
+        """Return the result of a commit whose answer was lost. Raises ``AlreadyExists`` if the nonce is not ours."""
+        query = sa.select(ledger.c.nonce, ledger.c.bucket_milli).where(ledger.c.request_id == reservation.request_id)
+        found = self.store.read(lambda connection: connection.execute(query).one_or_none(), timeout=ADMISSION_TIMEOUT)
+        if found is None or found.nonce != nonce:
+            raise AlreadyExists("a request of this id is in the ledger already")
+        return Admitted(limits=(), within_reserve=reservation.bucket is None or found.bucket_milli > 0)
+
+    def close_lease(self, lease: Lease, owner: LeaseOwner, slot: int, settlement: Settlement) -> None:
+        """Settle in the store, else in the spool, else (if the disk is full) keep it in memory for ``maintain``."""
+        self._open.pop(lease.request_id, None)
+        self._settle_or_spool(owner, slot, settlement)
+
+    def _settle_or_spool(self, owner: LeaseOwner, slot: int | None, settlement: Settlement) -> None:
+        stored = False
+        try:
+            stored = self._settled_in_store(settlement)
+        finally:  # even if a greenlet is killed inside the transaction
+            if not stored:
+                self._spool(owner, slot, settlement)
+        if stored and slot is not None:
+            owner.progress.give_back(slot)
+
+    def _settled_in_store(self, settlement: Settlement) -> bool:
+        if time.monotonic() < self._spooling_until:
+            return False
+        try:
+            settle_in(self.store, settlement, timeout=SETTLE_TIMEOUT)
+        except Unavailable as error:
+            self._spooling_until = time.monotonic() + BREAKER_SECONDS
+            self._note(error)
+            return False
+        except Exception:
+            log.exception("settlement of %s failed; it is spooled", settlement.request_id)
+            return False
+        return True
+
+    def _spool(self, owner: LeaseOwner, slot: int | None, settlement: Settlement) -> None:
+        try:
+            owner.spool.append(settlement)
+        except OSError as error:
+            if not self._spool_is_full:
+                log.error("settlements cannot be spooled (%s); they are kept in memory", error.strerror or error)
+            self._spool_is_full = True
+            with self._lock:
+                self._unspooled.append((owner, slot, settlement))
+        else:
+            self._spool_is_full = False
+            if slot is not None:
+                owner.progress.give_back(slot)
+
+    def _ensure_owner(self) -> LeaseOwner:
+        with self._lock:
+            if self._owner is None or self._owner.pid != os.getpid():
+                if self._owner is not None:  # after a fork: the parent's leases stay the parent's
+                    self._open, self._unspooled, self._thread = {}, [], None
+                self._owner = LeaseOwner(self.state_dir)
+            return self._owner
+
+    def maintain(self) -> None:
+        """Do one round of upkeep, as ``start`` does every few seconds. Raises ``Unavailable``."""
+        try:
+            self._maintain()
+        except Unavailable as error:
+            self._note(error)
+            raise
+        self._note(None)
+
+    def _maintain(self) -> None:
+        owner = self._ensure_owner()
+        with self._lock:
+            kept, self._unspooled = self._unspooled, []
+        for of_owner, slot, settlement in kept:
+            self._settle_or_spool(of_owner, slot, settlement)
+        crash_recovery.heartbeat(self.store, owner.name, self.now_ms(), list(self._open.values()))
+        if owner.spool.pending:
+            owner.spool.drain(lambda settlement: settle_in(self.store, settlement))
+        self.recover()
+        self._close_orphans(owner)
+        engine_journals.collect(self.store, self.state_dir)
+        self._open_rows = crash_recovery.count_open(self.store)
+
+    def _close_orphans(self, owner: LeaseOwner) -> None:
+        """Close rows of this process that have no lease because their admission ended inside its transaction."""
+        orphans = {name: None for name in crash_recovery.open_rows(self.store, owner.name) if name not in self._open}
+        for request_id in self._orphans.observe(orphans):
+            settle_in(self.store, crash_recovery.settlement_of(request_id, self.now_ms()))
+
+    def recover(self) -> int:
+        """Settle the open rows of ended processes by their counts so far, and return how many. Safe at any time."""
+        return self._recovery.run(self.now_ms())
+
+    def start(self, interval: float = 2.0) -> None:
+        """Do a round of upkeep now and every ``interval`` seconds, on a daemon thread (under gevent: a greenlet)."""
+        self._ensure_owner()
+        if self._thread is None:
+            self._stop = threading.Event()
+            self._thread = threading.Thread(
+                target=self._upkeep, args=(interval, self._stop), name="ledger-upkeep", daemon=True
+            )
+            self._thread.start()
+
+    def _upkeep(self, interval: float, stop: threading.Event) -> None:
+        while True:
+            try:
+                self.maintain()
+            except Unavailable:
+                pass  # ``maintain`` has logged it
+            except Exception:
+                log.exception("ledger upkeep failed; it is tried again")
+            if stop.wait(interval):
+                return
+
+    def settle_open(self) -> None:
+        """Settle every open lease by its counts so far, at the end of the process."""
+        for lease in list(self._open.values()):
+            lease.settle(finish_reason="error", status="error")
+
+    def close(self) -> None:
+        """Stop upkeep; open leases and spooled settlements are left to the next process that runs recovery."""
+        self._stop.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=10)
+        self._thread = None
+        owner, self._owner = self._owner, None
+        if owner is None or owner.pid != os.getpid():
+            return
+        try:
+            owner.spool.drain(lambda settlement: settle_in(self.store, settlement, timeout=SETTLE_TIMEOUT))
+            engine_journals.collect(self.store, self.state_dir)
+        except Unavailable:
+            log.warning("settlements stay in the spool until a process recovers them")
+        owner.close(settled=not self._open and not self._unspooled)
+
+
+def _lines(path: Path) -> int:
+    try:
+        return path.read_bytes().count(b"\n")
+    except FileNotFoundError:  # it was settled just now
+        return 0
+
+
+def _check(reservation: Reservation) -> None:
+    if not 0 < len(reservation.request_id.encode()) <= MAX_ID:
+        raise InvalidField("request_id", reservation.request_id, f"an id of 1 to {MAX_ID} bytes")
+    for name in ("input_tokens", "max_output_tokens"):
+        value = getattr(reservation, name)
+        if not 0 <= value <= MAX_TOKENS:
+            raise InvalidField(name, value, f"an integer from 0 to {MAX_TOKENS}")
+
+
+def _row(reservation: Reservation, owner: str, started_ms: int, price: Price) -> dict[str, object]:
+    return {
+        "request_id": reservation.request_id,
+        "nonce": secrets.token_hex(8),
+        "owner": owner,
+        "key_id": reservation.key_id,
+        "tenant": reservation.tenant,
+        "endpoint": reservation.endpoint,
+        "entity": reservation.entity,
+        "adapter": reservation.adapter,
+        "mode": reservation.mode,
+        "task": reservation.task,
+        "reserved_input": reservation.input_tokens,
+        "reserved_output": reservation.max_output_tokens,
+        "prompt_tokens": 0,
+        "cached_tokens": 0,
+        "completion_tokens": 0,
+        "price_input": price.input,
+        "price_cached": price.cached,
+        "price_output": price.output,
+        "reserved_cost": cost(
+            price, prompt=reservation.input_tokens, cached=0, completion=reservation.max_output_tokens
+        ),
+        "cost": 0,
+        "bucket_milli": 0,
+        "prompt_weight_milli": reservation.bucket.prompt_weight_milli if reservation.bucket else 0,
+        "started_ms": started_ms,
+        "status": "open",
+    }

@@ -1,0 +1,1 @@
+"""Usage reports: rows and sums of the ledger, filtered, exported and plotted."""

@@ -1,0 +1,141 @@
+"""A limit on how many messages are received at once.
+
+gRPC only hands over complete messages, so their bytes cannot be counted while they arrive. Without a limit, each of its
+threads could hold a message of the largest size before the memory budget counts it. So a call needs a *turn* from
+before its message arrives until the budget has counted it; while no turn is free, the message waits at the client.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from ..control.settings import ServerSettings
+from ..frontend.memory_budget import RETRY_AFTER, SMALL, Allocation
+from ..interface.errors import Aborted, Overloaded, RequestError
+from .call import Call
+from .codec import parsed
+from .messages import ModelInferRequest
+
+TICK = 1.0  # seconds between checks for turns that last too long
+
+
+class Message:
+    """One message, held until it is received.
+
+    ``counted`` is called when the message is in the memory budget or its request is over, perhaps more than once."""
+
+    def __init__(self, data: bytes, counted: Callable[[], None] | None = None) -> None:
+        self.data = data
+        self.size = len(data)
+        self._counted = counted
+        self._id: str | None = None
+
+    @property
+    def id(self) -> str:
+        """The request's id, "" if it has none."""
+        if self._id is None:
+            try:
+                self._id = str(parsed(self.data, ModelInferRequest).id)
+            except RequestError:
+                self._id = ""
+        return self._id
+
+    def counted(self) -> None:
+        if self._counted is not None:
+            self._counted()
+
+    def address(self) -> tuple[str, str]:
+        """Return the model and version that the message names. Raises ``RequestError``."""
+        asked = parsed(self.data, ModelInferRequest)
+        self._id = str(asked.id)
+        return asked.model_name, asked.model_version
+
+    def receive(self, allocation: Allocation) -> bytes:
+        """Return the message's bytes after adding them to the memory budget. This object no longer holds them."""
+        data, self.data = self.data, b""
+        try:
+            allocation.grow(self.size)
+        finally:
+            self.counted()
+        return data
+
+
+class Turn:
+    """The turn of ``call``, held since the time ``since``; ``has_come`` says whether its message has arrived."""
+
+    def __init__(self, call: Call, caller: str, end: Callable[[Turn], None]) -> None:
+        self.call, self.caller, self.since = call, caller, time.monotonic()
+        self.has_come = False
+        self._end = end
+
+    def end(self) -> None:
+        """End the turn. Idempotent."""
+        self._end(self)
+
+
+class Intake:
+    """At most ``total`` turns at once, of which ``by_caller`` for one caller. Used by many threads.
+
+    A call that has waited ``patience`` seconds for a turn is refused. A call whose message has not arrived within that
+    time is cancelled while others wait."""
+
+    def __init__(self, *, total: int, by_caller: int, patience: float) -> None:
+        self._total, self._by_caller, self._patience = total, by_caller, patience
+        self._changed = threading.Condition()
+        self._turns: set[Turn] = set()
+
+    @staticmethod
+    def of(settings: ServerSettings) -> Intake:
+        """Return an intake for as many messages of the largest size as fit into the memory budget."""
+        largest = settings.max_body_bytes
+        return Intake(
+            total=max(2, settings.max_held_bytes // largest),
+            by_caller=max(1, settings.max_caller_bytes // largest),
+            patience=settings.io_timeout,
+        )
+
+    @contextlib.contextmanager
+    def turn(self, call: Call, caller: str) -> Iterator[Turn]:
+        """Wait for a turn and hold it for the ``with`` block; it may end earlier.
+
+        Raises ``Overloaded``, and ``Aborted`` if the call has ended."""
+        turn = self._begin(call, caller)
+        try:
+            yield turn
+        finally:
+            turn.end()
+
+    def _begin(self, call: Call, caller: str) -> Turn:
+        with self._changed:
+            until = time.monotonic() + self._patience
+            while not self._has_room(caller):
+                now = time.monotonic()
+                if call.is_over:
+                    raise Aborted("the client went away")
+                if now >= until:
+                    raise Overloaded("body: too many large requests are being read; try again", retry_after=RETRY_AFTER)
+                for turn in self._turns:
+                    if not turn.has_come and now - turn.since > self._patience:
+                        turn.call.context.cancel()
+                self._changed.wait(min(TICK, until - now))
+            mine = Turn(call, caller, self._finish)
+            self._turns.add(mine)
+            return mine
+
+    def _has_room(self, caller: str) -> bool:
+        own = sum(turn.caller == caller for turn in self._turns)
+        return len(self._turns) < self._total and own < self._by_caller
+
+    def _finish(self, turn: Turn) -> None:
+        with self._changed:
+            if turn in self._turns:
+                self._turns.remove(turn)
+                self._changed.notify_all()
+
+
+def is_small(data: bytes) -> bool:
+    """Return whether a message is so small that the memory budget does not count it."""
+    return len(data) <= SMALL

@@ -1,0 +1,1 @@
+"""Media of a request: fetched, checked and decoded."""

@@ -1,0 +1,89 @@
+"""Decodes pictures in a confined process: their bytes come from anyone, and decoders are written in C.
+
+The pixels are exactly those of transformers' ``load_image``: the same library decodes them, with the same calls.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ...interface.errors import InvalidField, Overloaded
+from ...interface.request import MediaPart
+from ...model_files.image_layout import MAX_RATIO, is_too_thin
+from ...sandbox import PICTURES, Ended, Exceeded, NoProcess, Refused, decode_limits
+
+MAX_PIXELS = 2**25  # of one picture
+MAX_ALL_PIXELS = 2**26  # of all pictures of one request
+_DAMAGED = f"a picture in PNG, JPEG, WebP or GIF with at most {MAX_PIXELS} pixels that can be decoded"
+_TOO_MANY = f"at most {MAX_ALL_PIXELS} pixels in all pictures of a request together"
+# how files begin, to name what a caller sent by mistake
+_BEGINNINGS = (
+    (0, b"\xff\xd8\xff", "a JPEG file"),
+    (0, b"\x89PNG\r\n\x1a\n", "a PNG file"),
+    (0, b"GIF8", "a GIF file"),
+    (8, b"WEBP", "a WebP file"),
+    (0, b"BM", "a BMP file"),
+    (0, b"II*\0", "a TIFF file"),
+    (0, b"MM\0*", "a TIFF file"),
+    (0, b"%PDF", "a PDF file"),
+    (4, b"ftyp", "a HEIC, AVIF or video file"),
+    (0, b"<svg", "an SVG file"),
+    (0, b"<?xml", "an XML file"),
+    (0, b"<!", "an HTML file"),
+    (0, b"<html", "an HTML file"),
+)
+
+
+class DecodedPicture(NamedTuple):
+    """A picture: ``data`` is RGB, a byte a channel, [height, width, 3] from the top left; ``part`` is where it stands
+    in the request."""
+
+    width: int
+    height: int
+    data: bytes
+    part: MediaPart
+
+
+def decoded(data: bytes, part: MediaPart, left: int = MAX_ALL_PIXELS) -> DecodedPicture:
+    """Return a decoded picture; ``left`` is how many pixels the request may still have.
+
+    Raises ``InvalidField``, and ``Overloaded`` if no process can decode now.
+    """
+    most = min(MAX_PIXELS, left)
+    try:
+        size, pixels = PICTURES.run("picture", decode_limits(most, len(data)), data=data, most=most)
+    except Refused as error:
+        if error.kind == "TooManyPixels" and left < MAX_PIXELS:
+            raise InvalidField(part.field, _kind(data), f"{_TOO_MANY}: {_reason(error)}") from None
+        raise _damaged(part, data, _reason(error)) from None
+    except Exceeded:
+        raise _damaged(part, data, "decoding it takes too much time or memory") from None
+    except (Ended, NoProcess) as error:
+        raise Overloaded(f"pictures cannot be decoded now: {error}", retry_after=1.0) from None
+    width, height = size
+    if not 0 < width * height <= most or len(pixels) != 3 * width * height:
+        raise _damaged(part, data, "it is damaged")
+    if is_too_thin((width, height)):
+        allowed = f"a picture whose longer side is at most {MAX_RATIO} times the shorter one"
+        raise InvalidField(part.field, f"{width} x {height} pixels", allowed)
+    return DecodedPicture(width, height, pixels, part)
+
+
+def _damaged(part: MediaPart, data: bytes, reason: str) -> InvalidField:
+    return InvalidField(part.field, _kind(data), f"{_DAMAGED}: {reason}")
+
+
+def _reason(error: Refused) -> str:
+    """Return the reason in our own words: a decoder's may quote the file, which the caller perhaps cannot read."""
+    if error.kind == "TooManyPixels":
+        return f"it has {error.message} pixels"
+    if error.kind == "UnidentifiedImageError":
+        return "it is none of these or is damaged"
+    return "it ends too early" if "truncated" in error.message.lower() or error.kind == "EOFError" else "it is damaged"
+
+
+def _kind(data: bytes) -> str:
+    for at, beginning, name in _BEGINNINGS:
+        if data[at : at + len(beginning)] == beginning:
+            return name
+    return f"a file of {len(data)} bytes"

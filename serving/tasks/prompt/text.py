@@ -1,0 +1,381 @@
+"""The text side of a model: its tokenizer, chat templates and end-of-text ids.
+
+It is thread-safe: encoding and decoding use a private copy of the fast tokenizer, which is not changed after it is
+made. Templates are rendered in separate processes (``rendering``).
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tokenizers import Tokenizer
+
+from ...interface.bundle import Bundle, CrossEncoderSpec, EmbeddingSpec, PictureSpec
+from ...interface.errors import InvalidField, PackagingError, RequestError, Unavailable, reason
+from ...interface.request import ChatEnd
+from ...model_files.eos import eos_ids
+from ...model_files.token_bytes import byte_table, plain_token
+from ...sandbox import Refused
+from ...tool_calls.detect import formats_of
+from ...tool_calls.formats import ToolFormat
+from ...tool_calls.parser import special_stand_ins
+from .detokenize import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from .pair_template import PairTemplate
+from .rendering import Renderer, TemplateReads, read_template
+from .special_token_injection import InjectionGuard, unmarked
+from .tokenizer_check import check_tokenizer
+
+CHUNK = 65536  # characters tokenised at a time to find out whether a text can fit
+SHORT = 2048  # characters or tokens; fewer take less time than releasing the interpreter lock and taking it again
+GROUP = 64  # texts tokenised at a time, before one of them is found too long
+BEGINNING = 16  # characters read of a text per token that it may have; no language's words need so many
+DEFAULT_TEMPLATE = "default"
+
+
+class Reading(NamedTuple):
+    """A format of calls and reasoning, and the stand-ins of the special tokens that its parser looks for.
+
+    A stand-in is the character that replaces such a token in the text that the parser gets: ``stand_ins`` by the
+    token's text, ``by_id`` by its id.
+    """
+
+    format: ToolFormat
+    stand_ins: dict[str, str]
+    by_id: dict[int, str]
+
+
+class TextModel:
+    """The tokenizer and the chat templates of one model.
+
+    ``templates`` are Jinja sources by name; "default" is used if a request names none.
+    """
+
+    def __init__(self, bundle: Bundle, trust_remote_code: bool = False) -> None:
+        self._hf: Any = _load_tokenizer(bundle.tokenizer_dir, trust_remote_code)
+        self._backend = Tokenizer.from_str(self._hf.backend_tokenizer.to_str())
+        self._backend.no_padding()
+        self._backend.no_truncation()
+        self._backend.encode_special_tokens = False
+        added = self._hf.added_tokens_decoder
+        self._special_ids = frozenset(i for i, token in added.items() if token.special)
+        self._tables = byte_table(self._backend, self._special_ids)
+        self.templates = _templates(bundle, self._hf)
+        self.embedding: EmbeddingSpec | None = bundle.embedding
+        self.cross_encoder: CrossEncoderSpec | None = bundle.cross_encoder
+        self.eos_token_ids = eos_ids(bundle.model_dir, self._hf)
+        self.vocab_size = len(self._hf)
+        self._bos: str | None = self._hf.bos_token
+        # copying a tokenizer takes a tenth of a second, which no request should wait for
+        plain = self._copy()
+        plain.encode_special_tokens = True
+        sources = set(self.templates.values())
+        self._guards = {source: InjectionGuard(self._hf, self._backend, plain, source) for source in sources}
+        self._reads = {source: read_template(name, source) for name, source in self.templates.items()}
+        ends = {*self.eos_token_ids, *self._hf.all_special_ids}
+        self.special_tokens = {
+            token.content: token_id for token_id, token in added.items() if token.special or token_id in ends
+        }
+        self._formats = self._tool_formats(bundle)
+        self._readings: dict[str, Reading] = {}
+        self._takes_system: dict[str, bool] = {}
+        self.pictures: PictureSpec | None = bundle.pictures
+        self._renderer = Renderer(self._hf, parts=bundle.pictures is not None)
+        if "score" in bundle.tasks:
+            self.pairs  # noqa: B018 - fails now, not at the first request
+        self._spare_embedders = [self._copy()] if "embeddings" in bundle.tasks else []
+        self._embedders: dict[int, Tokenizer] = {}
+
+    # -- to tokens
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """Return the token ids of a raw text. A text that already begins with the BOS token gets no second one."""
+        if add_special_tokens and self._bos and text.startswith(self._bos):
+            add_special_tokens = not self._prepends_bos()
+        return tuple(_encoding(self._backend, text, add_special_tokens).ids)
+
+    def encode_embeddings(self, texts: Sequence[str], limit: int) -> Iterator[tuple[tuple[int, ...], bool]]:
+        """Yield ``(ids, cut)`` for each text: ids with special tokens, at most ``limit``, the text's end cut off."""
+        embedder = self._embedder(limit)
+        for start in range(0, len(texts), GROUP):
+            for encoding in _encodings(embedder, texts[start : start + GROUP], True):
+                ids = tuple(encoding.ids)
+                yield ids, len(ids) == limit and bool(encoding.overflowing)
+
+    def encode_input(self, text: str) -> tuple[int, ...]:
+        """Return the token ids of a text to be embedded, with the model's special tokens and without truncation."""
+        return tuple(_encoding(self._backend, text, True).ids)
+
+    def encode_plain(self, texts: Sequence[str], limit: int) -> list[tuple[int, ...]]:
+        """Return the token ids of each text without special tokens.
+
+        Of a text with more than ``limit`` tokens only a beginning may be encoded, which also has more than ``limit``.
+        """
+        found: list[tuple[int, ...]] = []
+        for start in range(0, len(texts), GROUP):
+            group = texts[start : start + GROUP]
+            beginnings = [text[: BEGINNING * limit] for text in group]
+            for text, encoding in zip(group, _encodings(self._backend, beginnings, False), strict=True):
+                ids = tuple(encoding.ids)
+                if len(text) > BEGINNING * limit and len(ids) <= limit:
+                    ids = tuple(_encoding(self._backend, text, False).ids)
+                found.append(ids)
+        return found
+
+    def shortened(self, token_ids: tuple[int, ...], limit: int) -> tuple[int, ...]:
+        """Return ``token_ids``, of a text with its special tokens, with the text's end cut so that ``limit`` remain."""
+        tail = self._tail
+        kept = limit - len(tail)
+        return (
+            token_ids[:kept] + tail
+            if kept > 0 and token_ids[len(token_ids) - len(tail) :] == tail
+            else token_ids[:limit]
+        )
+
+    @functools.cached_property
+    def _tail(self) -> tuple[int, ...]:
+        """The special tokens after a text."""
+        plain = self._backend.encode("a", add_special_tokens=False)
+        whole = self._backend.post_process(plain)
+        owners = whole.sequence_ids
+        return tuple(whole.ids[owners.index(0) + len(plain.ids) :])
+
+    @functools.cached_property
+    def pairs(self) -> PairTemplate:
+        """How two texts are joined into a pair. Raises ``PackagingError``."""
+        return PairTemplate(self._backend, typed="token_type_ids" in self._hf.model_input_names)
+
+    def _embedder(self, limit: int) -> Tokenizer:
+        found = self._embedders.get(limit)
+        if found is None:
+            found = self._spare_embedders.pop() if self._spare_embedders else self._copy()
+            found.enable_truncation(limit)
+            self._embedders[limit] = found
+        return found
+
+    def _copy(self) -> Tokenizer:
+        return Tokenizer.from_str(self._backend.to_str())
+
+    def surely_over(self, text: str, limit: int) -> int | None:
+        """Return a number above ``limit`` if ``text`` surely has more tokens than that; None if only encoding can tell.
+
+        Encodes only about ``limit`` tokens, however long the text is: it encodes one stretch after another until their
+        sum is clearly above the limit. A cut between two stretches adds a few tokens at most, which the margin covers.
+        """
+        if len(text) <= max(CHUNK, 4 * limit):
+            return None
+        count, margin = 0, limit // 4 + 64
+        for start in range(0, len(text), CHUNK):
+            stretch = text[start : start + CHUNK]
+            count += len(_encoding(self._backend, stretch, False))
+            if count > limit + margin:
+                return limit + 1
+        return None
+
+    def tail(self, text: str, limit: int) -> str:
+        """Return an end of ``text`` with at least ``limit`` tokens, without encoding the whole text if possible."""
+        size = max(CHUNK, 4 * limit)
+        while size < len(text):
+            end = text[-size:]
+            if len(_encoding(self._backend, end, False)) > limit + 16:
+                return end
+            size *= 2
+        return text
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        template: str | None = None,
+        variables: Mapping[str, Any] | None = None,
+        limit: int | None = None,
+        context: int | None = None,
+        end: ChatEnd = "generation_prompt",
+    ) -> tuple[int, ...] | int:
+        """Return the token ids of a conversation, or only a count above ``limit`` if it surely does not fit.
+
+        ``messages`` are in the form that templates read, and are not changed. ``context`` is the maximum number of
+        tokens of a prompt; it bounds how much text a template may write.
+
+        The template's text is tokenised exactly once and nothing is added. Special tokens that callers write in
+        messages are encoded as ordinary text. Raises ``InvalidField`` if the template refuses the messages,
+        ``RequestError`` if it takes too much time or memory.
+        """
+        source = self.template(template)
+        given = list(messages)
+        kwargs = dict(variables or {})
+        guard = self._guards[source]
+        if not guard.found_in([given, kwargs]):
+            rendered = self._render(given, source, kwargs, context, end)
+            over = None if limit is None else self.surely_over(rendered, limit)
+            return tuple(_encoding(self._backend, rendered, False).ids) if over is None else over
+        rendered = self._render(guard.mark(given), source, guard.mark(kwargs), context, end)
+        over = None if limit is None else self.surely_over(unmarked(rendered), limit)
+        return guard.encode(rendered) if over is None else over
+
+    def template(self, name: str | None) -> str:
+        """Return the source of the template called ``name``; a caller can never pass a template's source itself.
+
+        Raises ``InvalidField`` if the model has no template of that name.
+        """
+        found = self.templates.get(name or DEFAULT_TEMPLATE)
+        if found is None and name is None:
+            raise InvalidField("messages", "a chat", "a prompt: this model has no chat template")
+        if found is None:
+            raise InvalidField("chat_template", name, "one of " + ", ".join(sorted(self.templates)))
+        return found
+
+    def reads(self, template: str | None) -> TemplateReads:
+        """Return what a template reads. Raises the same errors as ``template``."""
+        return self._reads[self.template(template)]
+
+    def tool_format(self, template: str | None) -> ToolFormat:
+        """Return how a model writes calls and reasoning with this template. Raises the same errors as ``template``."""
+        return self._formats[self.template(template)]
+
+    def reading(self, template: str | None) -> Reading:
+        """Return how a reply to this template's prompts is parsed. Raises the same errors as ``template``."""
+        source = self.template(template)
+        found = self._readings.get(source)
+        if found is None:
+            format = self._formats[source]
+            stand_ins = special_stand_ins(self.special_tokens, format)
+            by_id = {self.special_tokens[token]: char for token, char in stand_ins.items()}
+            found = self._readings[source] = Reading(format, stand_ins, by_id)
+        return found
+
+    def takes_system(self, template: str | None) -> bool:
+        """Return whether a template writes out a system message.
+
+        Raises the same errors as ``template``, and ``Overloaded``.
+        """
+        source = self.template(template)
+        found = self._takes_system.get(source)
+        if found is None:
+            turns = [{"role": "system", "content": "SYSTEM"}, {"role": "user", "content": "USER"}]
+            try:
+                found = "SYSTEM" in self._renderer.render(turns, source, {}, None)
+            except (RequestError, Unavailable):
+                raise
+            except Exception:  # a template may refuse a role with any error of Jinja or Python
+                found = False
+            self._takes_system[source] = found
+        return found
+
+    def _tool_formats(self, bundle: Bundle) -> dict[str, ToolFormat]:
+        """Return the format by template source: the one packaged with the model, or else the detected one."""
+        detected = formats_of(self.templates, self._hf)
+        return {source: bundle.tool_formats.get(name) or detected[name] for name, source in self.templates.items()}
+
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        source: str,
+        kwargs: dict[str, Any],
+        context: int | None,
+        end: ChatEnd,
+    ) -> str:
+        try:
+            return self._renderer.render(messages, source, kwargs, context, end)
+        except (RequestError, Unavailable):
+            raise
+        except Exception as error:  # a template may refuse messages with any error of Jinja or Python
+            roles = [message["role"] for message in messages[:16]]
+            why = error.reason if isinstance(error, Refused) else f"{type(error).__name__}: {str(error)[:200]}"
+            raise InvalidField("messages", roles, f"what the model's chat template accepts: {why}") from None
+
+    def _prepends_bos(self) -> bool:
+        ids = self._backend.encode("").ids
+        return bool(ids) and ids[0] == self._hf.bos_token_id
+
+    @property
+    def leading_ids(self) -> tuple[int, ...]:
+        """The token that the tokenizer puts before every raw text (BOS); often there is none."""
+        return (self._hf.bos_token_id,) if self._prepends_bos() else ()
+
+    # -- to text
+
+    def detokenizer(self, skip_special_tokens: bool = True, *, keeps_space: bool = False) -> Detokenizer:
+        """Return a new detokenizer for one sequence.
+
+        ``keeps_space`` keeps a space at the beginning of the text, as grammars expect; otherwise decoders of
+        SentencePiece's kind remove it.
+        """
+        if self._tables is not None:
+            return ByteDetokenizer(self._tables[1 if skip_special_tokens else 0])
+        return WindowDetokenizer(self._backend, skip_special_tokens, self._some_text() if keeps_space else ())
+
+    def _some_text(self) -> tuple[int, ...]:
+        try:
+            return (plain_token(self._backend, self._special_ids),)
+        except ValueError:  # engines apply no grammar with such a tokenizer
+            return ()
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Return the text of ``token_ids``, with incomplete characters as U+FFFD."""
+        ids = list(token_ids)
+        if len(ids) > SHORT:  # the batch call releases the interpreter lock here too
+            texts: list[str] = self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)
+            return texts[0]
+        text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def token_names(self, token_ids: Sequence[int]) -> list[str]:
+        """Return each token as the tokenizer's vocabulary spells it (``Ġworld``); "" for an id without a token."""
+        return [self._backend.id_to_token(token_id) or "" for token_id in token_ids]
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of one token alone (of a special token, its name); b"" for an id without a token."""
+        if self._tables is not None:
+            table = self._tables[0]
+            return table[token_id] if token_id < len(table) else b""
+        token = self._backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        if re.fullmatch(r"<0x[0-9A-F]{2}>", token):
+            return bytes([int(token[3:5], 16)])
+        return token.replace("\u2581", " ").encode() if token_id not in self._special_ids else token.encode()
+
+
+def _encoding(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> Any:
+    return _encodings(tokenizer, (text,), add_special_tokens)[0]
+
+
+def _encodings(tokenizer: Tokenizer, texts: Sequence[str], add_special_tokens: bool) -> list[Any]:
+    """Return the encoding of each text, without offsets if the texts are long.
+
+    ``encode`` holds the interpreter lock, for a second or more per megabyte; the batch call lets other threads run.
+    """
+    if sum(map(len, texts)) < SHORT:
+        return [tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts]
+    encodings: list[Any] = tokenizer.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+    return encodings
+
+
+def _load_tokenizer(path: str, trust_remote_code: bool) -> Any:
+    from transformers import AutoTokenizer  # imports torch, which code that only logs or finds a model does not need
+
+    check_tokenizer(path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
+    except Exception as error:  # the library raises bare Exceptions; a tokenizer's own code may raise anything
+        raise PackagingError(f"tokenizer: it cannot be loaded: {reason(error)}") from error
+    if not getattr(tokenizer, "is_fast", False):
+        raise PackagingError(f"{type(tokenizer).__name__} has no fast form (tokenizer.json); convert it and log again")
+    return tokenizer
+
+
+def _templates(bundle: Bundle, tokenizer: Any) -> dict[str, str]:
+    """Return the bundle's templates, or those of the tokenizer's own files if the bundle has none."""
+    try:
+        if bundle.chat_templates:
+            return {name: Path(path).read_text(encoding="utf-8") for name, path in bundle.chat_templates.items()}
+    except (OSError, UnicodeDecodeError) as error:
+        raise PackagingError(f"chat_template: it cannot be read: {reason(error)}") from None
+    own = tokenizer.chat_template
+    if isinstance(own, dict):
+        return dict(own)
+    return {DEFAULT_TEMPLATE: own} if own else {}

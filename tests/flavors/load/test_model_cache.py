@@ -1,0 +1,139 @@
+"""A Hugging Face directory, a GGUF file or a hub id where a logged model is expected, and logged on the fly."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+from mlflow.exceptions import MlflowException
+
+from mlflow_llm.flavors import llm
+from mlflow_llm.flavors.llm.load import model_cache
+from mlflow_llm.flavors.llm.model import unlogged_source
+from mlflow_llm.serving.interface.errors import ModelNotFound, PackagingError
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MLFLOW_LLM_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "models"
+
+
+def test_a_directory_that_was_not_logged_says_how(llama_dir: Path) -> None:
+    """The error is the two commands to choose from."""
+    with pytest.raises(
+        MlflowException,
+        match=r"is a Hugging Face directory, not a logged model: log it first, with llm"
+        r"\.log_model\(model='.*tiny-llama', …\).*mlflow-llm serve -m .*tiny-llama$",
+    ):
+        llm.load_model(llama_dir)
+
+
+def test_an_adapter_says_what_it_needs(adapter_dir: Path) -> None:
+    """A LoRA alone is logged over a base."""
+    with pytest.raises(MlflowException, match=r"is a LoRA adapter, not a logged model: log it over its base"):
+        llm.load_model(adapter_dir)
+
+
+@pytest.mark.parametrize(
+    ("uri", "reported"),
+    [
+        ("no/such-thing", "there is no directory 'no/such-thing' here; should it be a hub id: log it first"),
+        ("./nowhere", "there is no directory './nowhere'; expected one, models:/<name>/<version>, or a hub id"),
+    ],
+)
+def test_what_is_nowhere(uri: str, reported: str) -> None:
+    """A path that does not exist is not found; where it could be a hub id, that is said."""
+    with pytest.raises(MlflowException) as caught:
+        llm.load_model(uri)
+    assert caught.value.message.startswith(reported)
+    assert caught.value.error_code == "RESOURCE_DOES_NOT_EXIST"
+
+
+def test_a_gguf_file_says_how(tmp_path: Path) -> None:
+    """A GGUF file is logged first, too."""
+    (tmp_path / "a.gguf").write_bytes(b"GGUF")
+    with pytest.raises(PackagingError, match="is a GGUF file, not a logged model"):
+        unlogged_source.check_logged(str(tmp_path / "a.gguf"))
+
+
+def test_it_is_logged_once_into_the_cache(llama_dir: Path, cache: Path) -> None:
+    """The second call finds the first one's copy; it is a model like any other."""
+    made = model_cache.logged(str(llama_dir))
+    assert made is not None
+    assert made.parent == cache
+    assert made.name.startswith("tiny-llama-")
+    before = (made / "manifest.json").stat().st_mtime_ns
+    assert model_cache.logged(str(llama_dir)) == made
+    assert (made / "manifest.json").stat().st_mtime_ns == before
+    assert "chat" in llm.load_bundle(made).tasks
+    assert [path.name for path in cache.iterdir()] == [made.name]
+
+
+def test_changed_files_are_logged_anew(llama_dir: Path, tmp_path: Path) -> None:
+    """Other weights in the same folder are another model."""
+    folder = shutil.copytree(llama_dir, tmp_path / "own")
+    first = model_cache.logged(str(folder))
+    (folder / "generation_config.json").write_text('{"max_new_tokens": 7}')
+    assert model_cache.logged(str(folder)) != first
+
+
+def test_two_at_once_make_one(llama_dir: Path, cache: Path) -> None:
+    """Of two that come at the same time one copy stays, whole, and both get it."""
+    found: list[Path | None] = []
+    threads = [threading.Thread(target=lambda: found.append(model_cache.logged(str(llama_dir)))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(found)) == 1
+    assert llm.load_bundle(found[0]).tasks  # type: ignore[arg-type]
+    assert len(list(cache.iterdir())) == 1
+
+
+def test_a_logged_model_is_no_source(llama_dir: Path, tmp_path: Path) -> None:
+    """What is logged already is left to the ordinary way."""
+    llm.save_model(tmp_path / "saved", model=llama_dir, link_files=True)
+    assert model_cache.logged(str(tmp_path / "saved")) is None
+    assert model_cache.logged("models:/a/1") is None
+    unlogged_source.check_logged(str(tmp_path / "saved"))
+
+
+def test_a_cache_that_cannot_be_written_is_reported(
+    llama_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file where the folder should be is an error in one line."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("MLFLOW_LLM_CACHE", str(tmp_path / "file"))
+    with pytest.raises(PackagingError, match="cannot be logged into"):
+        model_cache.logged(str(llama_dir))
+
+
+@pytest.mark.parametrize("below", [False, True])
+def test_what_others_could_have_put_there(llama_dir: Path, cache: Path, below: bool) -> None:
+    """A copy whose name anyone can work out is taken only where no other user can write."""
+    place = model_cache.logged(str(llama_dir)) if below else cache
+    assert place is not None
+    place.mkdir(parents=True, exist_ok=True)
+    place.chmod(0o777)
+    with pytest.raises(PackagingError, match="models are not taken from a directory that other users could have wr"):
+        model_cache.logged(str(llama_dir))
+    place.chmod(0o755)
+    assert model_cache.logged(str(llama_dir)) is not None
+
+
+def test_a_link_to_anothers_copy(llama_dir: Path, cache: Path, tmp_path: Path) -> None:
+    """A symbolic link where the copy should be is not followed."""
+    made = model_cache.logged(str(llama_dir))
+    assert made is not None
+    made.rename(tmp_path / "elsewhere")
+    made.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(PackagingError, match="models are not taken"):
+        model_cache.logged(str(llama_dir))
+
+
+def test_not_found_is_a_packaging_error() -> None:
+    """Who catches the wider class catches this one."""
+    assert issubclass(ModelNotFound, PackagingError)

@@ -1,0 +1,104 @@
+"""``on_error`` of predict: what stands in the place of a request that is refused or fails."""
+
+from __future__ import annotations
+
+import logging
+
+import mlflow
+import numpy
+import pandas
+import pytest
+from mlflow.exceptions import MlflowException
+
+from mlflow_llm.flavors import llm
+from mlflow_llm.serving.interface.errors import EngineDied
+
+ROWS = [
+    {"prompt": "a", "max_tokens": 2, "ignore_eos": True},
+    {"prompt": "a secret", "max_token": 2},
+    {"prompt": 5},
+    {"prompt": "b", "max_tokens": 3, "ignore_eos": True},
+]
+
+
+@pytest.fixture(scope="module")
+def model(llama_dir, tmp_path_factory):
+    path = tmp_path_factory.mktemp("m") / "m"
+    llm.save_model(path, llama_dir)
+    loaded = mlflow.pyfunc.load_model(str(path), model_config={"in_process": True})
+    yield loaded
+    loaded._model_impl.close()
+
+
+def test_null_and_return(model, caplog):
+    """The others are answered, in order; what failed is None, or an error object that names the field. The log says how
+    many, without a prompt."""
+    with caplog.at_level(logging.WARNING):
+        nulls = model.predict(ROWS, params={"on_error": "null"})
+    assert "2 of 4 requests failed; row 1: max_token" in caplog.text
+    assert "secret" not in caplog.text
+    reported = model.predict(ROWS, params={"on_error": "return"})
+    assert [row and row["usage"]["completion_tokens"] for row in nulls] == [2, None, None, 3]
+    assert [row.get("error", {}).get("param") for row in reported] == [None, "max_token", "prompt", None]
+    assert "did you mean 'max_tokens'" in reported[1]["error"]["message"]
+    assert model.predict([], params={"on_error": "null"}) == []
+    assert model.predict(ROWS[1], params={"on_error": "null"}) is None
+
+
+@pytest.mark.parametrize("kind", [list, tuple, pandas.Series, lambda rows: numpy.array(rows, dtype=object)])
+@pytest.mark.parametrize("wrong", [None, 5, float("nan"), ["a"]], ids=repr)
+def test_an_entry_that_is_no_request(model, kind, wrong):
+    """Of a list as of a Series: its place has null or its error, the others are answered; by default it is named."""
+    given, params = kind(["abc", wrong]), {"max_tokens": numpy.int64(2), "ignore_eos": True}
+    answered, null = model.predict(given, params=params | {"on_error": "null"})
+    assert (answered["usage"]["completion_tokens"], null) == (2, None)
+    _, reported = model.predict(given, params=params | {"on_error": "return"})
+    assert reported["error"]["param"] == "body"
+    assert "a text, or an object with messages, prompt or input" in reported["error"]["message"]
+    with pytest.raises(MlflowException, match=r"row 1: body: .* is not allowed; expected a text, or an object"):
+        model.predict(given, params=params)
+
+
+def test_a_row_that_fails_while_it_runs(model, monkeypatch):
+    """Its own error alone stands in its place."""
+    session = model._model_impl.session
+    plain = session.reply
+
+    def reply(request, stop=None):
+        if request.sampling.max_tokens == 2:
+            raise EngineDied("it ended")
+        return plain(request, stop)
+
+    monkeypatch.setattr(session, "reply", reply)
+    died, lived = model.predict([ROWS[0], ROWS[3]], params={"on_error": "return"})
+    assert (died["error"]["code"], lived["usage"]["completion_tokens"]) == ("engine_died", 3)
+    with pytest.raises(MlflowException, match="row 0: it ended"):
+        model.predict([ROWS[0], ROWS[3]])
+
+
+@pytest.mark.parametrize("params", [{"on_error": "raise"}, {"on_error": None}, None])
+def test_the_default_raises(model, params):
+    """The first that is wrong, by its row."""
+    with pytest.raises(MlflowException, match="row 1: max_token"):
+        model.predict(ROWS, params=params)
+
+
+def test_what_raises_all_the_same(model):
+    """Another value, parameters that are none, a stream, and input that holds no requests."""
+    with pytest.raises(MlflowException, match=r"params\.on_error: 'ignore' .* \"null\""):
+        model.predict(ROWS, params={"on_error": "ignore"})
+    with pytest.raises(MlflowException, match=r"params\.foo"):
+        model.predict(ROWS, params={"on_error": "null", "foo": 1})
+    with pytest.raises(MlflowException, match="on_error: it is for predict"):
+        list(model.predict_stream(ROWS[0], params={"on_error": "null"}))
+    with pytest.raises(MlflowException, match="body: 5"):
+        model.predict(5, params={"on_error": "null"})
+
+
+def test_a_closed_model_raises(llama_dir, tmp_path):
+    """Rather than giving nulls for all that was asked."""
+    llm.save_model(tmp_path / "m", llama_dir)
+    loaded = mlflow.pyfunc.load_model(str(tmp_path / "m"), model_config={"in_process": True})
+    loaded._model_impl.close()
+    with pytest.raises(MlflowException, match="closed"):
+        loaded.predict(ROWS, params={"on_error": "null"})

@@ -1,0 +1,70 @@
+"""Checkpoints that are quantised already are refused by the name of their form when they are logged."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlflow_llm.flavors import llm
+from mlflow_llm.serving.interface.errors import PackagingError
+
+# quantization_config as checkpoints on the hub have it
+FORMS: dict[str, dict[str, Any]] = {
+    "GPTQ": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True},
+    "AWQ": {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True},
+    "compressed-tensors": {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {}},
+    "bitsandbytes": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    "FP8": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+    "MXFP4": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]},
+    "'newer-than-this'": {"quant_method": "newer-than-this"},
+}
+
+
+def saved(tmp_path: Path, llama_dir: Path, **config: Any) -> Path:
+    source = tmp_path / "source"
+    shutil.copytree(llama_dir, source)
+    own = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(own | config))
+    return source
+
+
+def refused(tmp_path: Path, source: Path) -> str:
+    with pytest.raises(PackagingError) as error:
+        llm.save_model(tmp_path / "m", source)
+    assert not (tmp_path / "m" / "MLmodel").exists()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_each_form_is_refused_by_name(name: str, tmp_path: Path, llama_dir: Path) -> None:
+    """The refusal names the form, where it is said, and what to do."""
+    text = refused(tmp_path, saved(tmp_path, llama_dir, quantization_config=FORMS[name]))
+    assert f"are quantised already: {name}" in text
+    assert "(quantization_config)" in text
+    assert "quantization='int8'" in text
+
+
+def test_forms_that_say_it_elsewhere(tmp_path: Path, llama_dir: Path) -> None:
+    """Within the text's own configuration, in an older field, without a method, and in ModelOpt's own file."""
+    for number, (config, expected) in enumerate(
+        (
+            ({"text_config": {"quantization_config": FORMS["FP8"]}}, "FP8 (text_config.quantization_config)"),
+            ({"compression_config": FORMS["compressed-tensors"]}, "(compression_config)"),
+            ({"quantization_config": {"load_in_8bit": True}}, "bitsandbytes (quantization_config)"),
+            ({"quantization_config": [1]}, "a form that is not named"),
+        )
+    ):
+        place = tmp_path / str(number)
+        assert expected in refused(place, saved(place, llama_dir, **config))
+    source = saved(tmp_path / "modelopt", llama_dir)
+    (source / "hf_quant_config.json").write_text("{}")
+    assert "ModelOpt" in refused(tmp_path, source)
+
+
+def test_none_is_no_quantisation(tmp_path: Path, llama_dir: Path) -> None:
+    """A null in its place says nothing."""
+    llm.save_model(tmp_path / "m", saved(tmp_path, llama_dir, quantization_config=None))

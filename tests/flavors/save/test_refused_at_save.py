@@ -1,0 +1,256 @@
+"""What no engine would run is refused when it is saved, by name, and nothing of it is left."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import numpy as np
+import pytest
+import torch
+import transformers as tf
+from flavor_models import byte_tokenizer
+from mlflow.models import Model
+
+from mlflow_llm.flavors import llm
+from mlflow_llm.flavors.llm.model.bundle_reader import configured, read_bundle
+from mlflow_llm.flavors.llm.save import encoder_trial
+from mlflow_llm.serving.engine.assembly import assemble
+from mlflow_llm.serving.interface.errors import PackagingError
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 272,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+}
+
+
+def save_encoder(folder: Path, model: Any) -> Path:
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def refused(path: Path, *args: Any, **options: Any) -> str:
+    """The message of a save that is refused."""
+    with pytest.raises(PackagingError) as caught:
+        llm.save_model(path, *args, **options)
+    assert not path.exists()
+    return str(caught.value)
+
+
+IN_THE_ENGINES_WORDS = [
+    ({"compile": True}, "compile: True is not allowed; expected False"),
+    ({"quantization": "int4"}, "quantization: 'int4' is not allowed; expected 'none' or 'int8'"),
+    ({"max_model_len": 4096}, "max_model_len: 4096 is not allowed; expected at most 256"),
+]
+
+
+@pytest.mark.parametrize(("settings", "words"), IN_THE_ENGINES_WORDS)
+def test_settings_that_run_nowhere(tmp_path, llama_dir, settings, words):
+    """A save says what an engine would, also where the settings come in ``model_config``."""
+    said = refused(tmp_path / "m", llama_dir, **settings)
+    assert said.startswith(words)
+    assert refused(tmp_path / "m", llama_dir, model_config=settings) == said
+    llm.save_model(tmp_path / "n", llama_dir)
+    bundle, config = configured(tmp_path / "n", {**settings, "device": "cpu"})
+    with pytest.raises(PackagingError) as caught:
+        assemble(bundle, config.settings)
+    assert str(caught.value) == said
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype: 'int8' is not allowed; expected 'auto'"),
+        ({"kv_block_size": 16}, "kv_block_size: 16 is not allowed; expected null"),
+        ({"draft_model": "small"}, "draft_model: small is of no use; expected null"),
+        ({"quantization": "int4"}, "quantization: 'int4' is not allowed; expected 'none' or 'int8'"),
+        ({"compile": True}, "compile: True is not allowed"),
+    ],
+)
+def test_settings_that_are_for_models_that_make_text(tmp_path, bert_dir, settings, words):
+    """An embedding model is refused with them."""
+    assert refused(tmp_path / "m", bert_dir, **settings).startswith(words)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"quantization": "fp8"}, {"kv_block_size": 16}, {"kv_cache_dtype": "int8"}, {"device": "cuda:7"}],
+    ids=str,
+)
+def test_settings_that_run_elsewhere(tmp_path, llama_dir, settings):
+    """What this machine lacks another one may have."""
+    llm.save_model(tmp_path / "m", llama_dir, **settings)
+    assert configured(tmp_path / "m")[0].tasks == ("chat", "completions")
+
+
+def test_a_draft_model_that_is_none(tmp_path, llama_dir, bert_dir):
+    """One that is not there, a model that writes no text, a file; one that is there, logged or not, is saved."""
+    assert "draft_model: there is no directory '/nope'" in refused(tmp_path / "m", llama_dir, draft_model="/nope")
+    llm.save_model(tmp_path / "bert", bert_dir)
+    said = refused(tmp_path / "m", llama_dir, draft_model=str(tmp_path / "bert"))
+    assert said.endswith("does embeddings; expected a model that writes text")
+    (tmp_path / "file").touch()
+    assert "file' is a file" in refused(tmp_path / "m", llama_dir, draft_model=str(tmp_path / "file"))
+    llm.save_model(tmp_path / "small", llama_dir)
+    for number, uri in enumerate((llama_dir, tmp_path / "small")):
+        llm.save_model(tmp_path / str(number), llama_dir, draft_model=str(uri))
+        assert configured(tmp_path / str(number))[1].settings.draft_model == str(uri)
+
+
+def test_arguments_that_mean_nothing_here(tmp_path, llama_dir, bert_dir):
+    """A revision of what is no hub id, and how vectors are made of a model that makes none."""
+    words = "revision: 'main' is not allowed; expected None: the model is no hub id"
+    assert refused(tmp_path / "m", llama_dir, revision="main") == words
+    model = tf.AutoModel.from_pretrained(bert_dir)
+    assert refused(tmp_path / "m", model, byte_tokenizer(), revision="main") == words
+    said = refused(tmp_path / "m", llama_dir, embedding={"pooling": "mean"})
+    assert said.endswith("is of no use; expected None: the model answers chat, completions")
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"signature": "x"}, "signature: 'x' is not allowed; expected an mlflow.models.ModelSignature, or None"),
+        ({"signature": {}}, "signature: {} is not allowed"),
+        ({"mlflow_model": "x"}, "mlflow_model: 'x' is not allowed"),
+        ({"metadata": [1]}, "metadata: [1] is not allowed; expected a dict, or None"),
+        ({"metadata": {"f1": 1j}}, "metadata: 'f1': 1j is not allowed; expected texts, numbers"),
+        ({"pip_requirements": 3}, "pip_requirements: 3 is not allowed; expected a list of requirements"),
+        ({"extra_pip_requirements": [3]}, "extra_pip_requirements: [3] is not allowed"),
+        ({"code_paths": "x.py"}, "code_paths: 'x.py' is not allowed; expected a list of local files and folders"),
+        ({"code_paths": [3]}, "code_paths: [3] is not allowed"),
+        ({"link_files": "no"}, "link_files: 'no' is not allowed; expected True or False"),
+        ({"validate_serving_input": 1}, "validate_serving_input: 1 is not allowed; expected True or False"),
+        ({"input_example": {"prompt": 1j}}, "input_example: Object of type complex is not JSON serializable"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
+)
+def test_arguments_of_another_type(tmp_path, llama_dir, given, words):
+    """Are refused by name."""
+    assert refused(tmp_path / "m", llama_dir, **given).startswith(words)
+
+
+@pytest.mark.parametrize("path", [None, 3, b"m"], ids=str)
+def test_a_path_of_another_type(llama_dir, path):
+    """Is refused by name, too."""
+    with pytest.raises(PackagingError, match=r"path: .* is not allowed; expected a local directory"):
+        llm.save_model(path, llama_dir)
+
+
+def test_metadata_of_numpy(tmp_path, store, llama_dir):
+    """Is saved as numbers and lists: the results of an evaluation are numpy's."""
+    given = {"f1": np.float64(0.5), "counts": [np.int64(3)], "vector": np.arange(2)}
+    expected = {"f1": 0.5, "counts": [3], "vector": [0, 1], "task": "llm/v1/chat"}
+    llm.save_model(tmp_path / "m", llama_dir, metadata=given)
+    assert Model.load(str(tmp_path / "m")).metadata == expected
+    assert llm.log_model(llama_dir, name="m", metadata=given).metadata == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("artifact_path", "artifact_path: MLflow 3 has no such argument; use name="),
+        *(
+            (name, f"model_config: '{name}' is not a setting")
+            for name in ("flavor", "path", "mlflow_model", "flavor_name")
+        ),
+    ],
+    ids=str,
+)
+def test_arguments_that_log_model_lacks(store, llama_dir, name, words):
+    """Are not taken for those that it gives MLflow itself; nothing is logged."""
+    with pytest.raises(PackagingError) as caught:
+        llm.log_model(llama_dir, **{"name": "m", name: "x"})
+    assert str(caught.value).startswith(words)
+    assert mlflow.search_logged_models(output_format="list") == []
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"max_model_len": 4096}, "max_model_len: 4096 is not allowed; expected at most 256"),
+        ({"compile": True}, "compile: True is not allowed"),
+        ({"draft_model": "/nope"}, "draft_model: there is no directory '/nope'"),
+        ({"embedding": {"pooling": "mean"}}, "embedding: {'pooling': 'mean'} is not allowed with base="),
+        ({"revision": "main"}, "revision: 'main' is not allowed with base="),
+    ],
+)
+def test_adapters_over_a_base(tmp_path, store, llama_dir, adapter_dir, given, words):
+    """Are refused with the same."""
+    llm.log_model(llama_dir, name="b", registered_model_name="assistant")
+    options = {"base": "models:/assistant/1", "adapters": {"formal": adapter_dir}}
+    assert refused(tmp_path / "m", **options, **given).startswith(words)
+
+
+def mpnet(pad_token_id: int) -> Any:
+    torch.manual_seed(0)
+    return tf.MPNetModel(tf.MPNetConfig(**SIZES, pad_token_id=pad_token_id))
+
+
+def test_encoders_that_run_wrong(tmp_path, monkeypatch):
+    """By their class, and by what comes out of them; a large one is left to the engine."""
+    deberta = save_encoder(tmp_path / "deberta", tf.DebertaV2Model(tf.DebertaV2Config(**SIZES)))
+    said = refused(tmp_path / "m", deberta)
+    assert said == "model: DebertaV2Model is not supported for embeddings: its attention cannot be replaced"
+    llm.save_model(tmp_path / "right", save_encoder(tmp_path / "one", mpnet(1)))
+    other = save_encoder(tmp_path / "zero", mpnet(0))
+    said = refused(tmp_path / "m", other)
+    assert said.startswith("model: this model is not supported for embeddings: packed result differs by")
+    monkeypatch.setattr(encoder_trial, "MOST_PARAMETERS", 1)
+    llm.save_model(tmp_path / "large", other)
+
+
+def test_a_failure_of_another_kind_is_the_engines(tmp_path, bert_dir, monkeypatch, caplog):
+    """The machine that serves the model may have what this one lacks."""
+
+    def lacking(*_: Any) -> None:
+        raise ImportError("no package of that name here")
+
+    monkeypatch.setattr("mlflow_llm.serving.engine.models.embedder.load_embedder", lacking)
+    with caplog.at_level(logging.DEBUG):
+        llm.save_model(tmp_path / "m", bert_dir)
+    assert "the model was not tried: no package of that name here" in caplog.text
+
+
+def bert(kind: str, labels: int = 2) -> Any:
+    torch.manual_seed(0)
+    return getattr(tf, f"BertFor{kind}")(tf.BertConfig(**SIZES, num_labels=labels))
+
+
+@pytest.mark.parametrize(
+    ("kind", "labels", "head"),
+    [
+        ("SequenceClassification", 3, "a head of 3 labels"),
+        ("SequenceClassification", 2, "a head of 2 labels"),
+        ("TokenClassification", 3, "a head"),
+        ("QuestionAnswering", 2, "a head"),
+        ("NextSentencePrediction", 2, "a head"),
+    ],
+)
+def test_a_head_that_no_task_uses(tmp_path, kind, labels, head):
+    """Is refused by the model's name; who wants its encoder says so."""
+    source = save_encoder(tmp_path / "source", bert(kind, labels))
+    words = f"task: BertFor{kind} has {head} that no task has a use for; task='embeddings' logs its encoder without it"
+    assert refused(tmp_path / "m", source) == words
+    llm.save_model(tmp_path / "m", source, task="embeddings")
+    assert read_bundle(tmp_path / "m").tasks == ("embeddings",)
+
+
+@pytest.mark.parametrize("kind", ["MaskedLM", "PreTraining"])
+def test_an_encoder_as_it_was_trained(tmp_path, kind, caplog):
+    """Is an embedding model, as sentence-transformers takes it too; a warning says so, and none where it is asked
+    for."""
+    source = save_encoder(tmp_path / "source", bert(kind))
+    llm.save_model(tmp_path / "m", source)
+    assert read_bundle(tmp_path / "m").tasks == ("embeddings",)
+    assert f"BertFor{kind} is logged as an embedding model, by the mean of its token vectors" in caplog.text
+    caplog.clear()
+    llm.save_model(tmp_path / "n", source, task="embeddings")
+    assert "is logged as an embedding model" not in caplog.text

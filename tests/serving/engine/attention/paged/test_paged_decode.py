@@ -1,0 +1,114 @@
+"""Split-KV attention over block tables in Triton: what the reference by torch gives, a row the same in any batch.
+
+Where there is no GPU, Triton's interpreter runs the kernels line by line; it knows no bfloat16.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from engine_runs import run
+from tiny_models import FAMILIES, greedy, make_model, prompt_of, request_of, save_bundle
+
+from mlflow_llm.serving.engine.attention.paged import decode
+from mlflow_llm.serving.engine.core import EngineCore
+from mlflow_llm.serving.engine.devices import triton_support
+from mlflow_llm.serving.interface.settings import EngineSettings
+
+pytest.importorskip("triton")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+LENGTHS = (1, 150, 5)
+SPLIT = 64
+
+
+class Heads(NamedTuple):
+    num: int
+    num_kv: int
+    key_dim: int
+    value_dim: int
+    block_size: int
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    dtype: Any = torch.float32
+
+
+CASES = {
+    "grouped": Heads(4, 2, 16, 16, 8),
+    "odd widths, window": Heads(6, 2, 24, 40, 16, window=7),
+    "cap and sinks": Heads(2, 2, 16, 16, 32, softcap=5.0, sinks=True),
+    "one key head, window over parts, half": Heads(8, 1, 64, 64, 16, window=100, sinks=True, dtype=torch.float16),
+}
+
+
+@pytest.fixture
+def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_support, "on", lambda device: True)
+
+
+@pytest.mark.parametrize("heads", CASES.values(), ids=CASES)
+def test_kernel_equals_reference(heads: Heads) -> None:
+    """Groups, odd widths, windows, caps and sinks, over lengths of a token and of three parts; each row has the same
+    bits alone as among others, however many parts the longest of them has."""
+    make = torch.Generator().manual_seed(0)
+    num_blocks = 40
+
+    def random(*size: int) -> Any:
+        return torch.randn(size, generator=make).to(DEVICE, heads.dtype)
+
+    k = random(num_blocks, heads.block_size, heads.num_kv, heads.key_dim)
+    v = random(num_blocks, heads.block_size, heads.num_kv, heads.value_dim)
+    q = random(len(LENGTHS), heads.num, heads.key_dim)
+    sinks = random(heads.num) if heads.sinks else None
+    tables = torch.randint(0, num_blocks, (len(LENGTHS), max(LENGTHS) // heads.block_size + 1), generator=make)
+    tables = tables.to(DEVICE, torch.int32)
+    lengths = torch.tensor(LENGTHS, dtype=torch.int32, device=DEVICE)
+    more = (heads.key_dim**-0.5, heads.window, heads.softcap, sinks)
+    found = decode.attend_split(q, k, v, tables, lengths, *more, longest=max(LENGTHS), split=SPLIT)
+    wanted = decode.attend(q, k, v, tables, lengths, *more)
+    assert found.dtype == heads.dtype
+    torch.testing.assert_close(found, wanted, atol=4e-3 if heads.dtype == torch.float16 else 2e-6, rtol=1e-3)
+    for i in (1, 2):
+        row = slice(i, i + 1)
+        alone = decode.attend_split(q[row], k, v, tables[row], lengths[row], *more, longest=8192, split=SPLIT)
+        assert torch.equal(alone, found[row])
+
+
+@pytest.mark.usefixtures("_kernels")
+@pytest.mark.parametrize("family", ["gpt_oss"])
+def test_engine_with_kernels_equals_generate(family: str, tmp_path: Path) -> None:
+    """A mixed batch over blocks, whose decodes go by the kernels, gives generate()'s tokens."""
+    model = make_model(FAMILIES[family]())
+    settings = EngineSettings(
+        max_num_seqs=3, max_num_batched_tokens=16, kv_cache_memory=1 << 20, kv_block_size=8, kernels="torch",
+        dtype="float32",
+    )  # fmt: skip
+    core = EngineCore(save_bundle(model, tmp_path), settings)
+    assert core.info.paged is not None
+    assert core.info.paged.attention == "triton"
+    prompts = [prompt_of(n, seed) for seed, n in enumerate((3, 14))]
+    outcomes = run(core, *(request_of(str(i), prompt, max_tokens=4) for i, prompt in enumerate(prompts)))
+    for i, prompt in enumerate(prompts):
+        assert outcomes[str(i)].tokens[0] == greedy(model, prompt, 4)
+    core.close()
+
+
+@pytest.mark.usefixtures("_kernels")
+def test_a_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An example at load finds what does not run or differs, and says why; wide heads are refused before."""
+    k = torch.zeros(1, 16, 1, 8)
+
+    def broken(*args: Any, **more: Any) -> Any:
+        raise OSError("no compiler")
+
+    decode._why_not.cache_clear()
+    monkeypatch.setattr(decode, "attend_split", broken)
+    assert decode.why_not(k, k, 2) == "the kernel does not run: OSError: no compiler"
+    decode._why_not.cache_clear()
+    monkeypatch.setattr(decode, "attend_split", lambda q, *args, **more: torch.zeros_like(q))
+    assert decode.why_not(k, k, 2) == "the kernel differs from the reference by 1"
+    decode._why_not.cache_clear()
+    assert "room" in decode.why_not(torch.zeros(1, 16, 1, 512), k, 2)

@@ -1,0 +1,33 @@
+"""Triton's kernels become machine code of a GPU, which its interpreter does not try."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+SCRIPT = Path(__file__).with_name("compile_kernels.py")
+
+
+def test_every_kernel_compiles(tmp_path: Path) -> None:
+    """For Hopper and bfloat16: types, loops and instructions that only the compiler sees are right."""
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
+
+    from mlflow_llm.serving.engine.attention.paged import decode_kernel
+    from mlflow_llm.serving.engine.models import fused_kernels
+    from mlflow_llm.serving.engine.sampling import device_sampling_kernel
+    from mlflow_llm.serving.engine.weights import fp8_kernel
+
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_DEFAULT_FP_FUSION": "1"}
+    done = subprocess.run([sys.executable, SCRIPT], env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    modules = (decode_kernel, device_sampling_kernel, fp8_kernel, fused_kernels)
+    kinds = (InterpretedFunction, JITFunction)
+    functions = {name for one in modules for name, value in vars(one).items() if isinstance(value, kinds)}
+    assert set(done.stdout.split()) == functions - {"bits", "time_of"}  # which others call

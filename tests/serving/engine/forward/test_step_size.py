@@ -1,0 +1,56 @@
+"""How many tokens a step takes where the setting says nothing."""
+
+from __future__ import annotations
+
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers as tf
+from tiny_models import COMMON, make_model, save_bundle
+
+from mlflow_llm.serving.engine.core import EngineCore
+from mlflow_llm.serving.engine.forward.step_size import DEFAULT, LEAST, MOST, step_size
+from mlflow_llm.serving.engine.native import library
+from mlflow_llm.serving.interface.bundle import Bundle
+from mlflow_llm.serving.interface.settings import EngineSettings
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    directory: Path = tmp_path_factory.mktemp("step-size")
+    return save_bundle(make_model(tf.LlamaConfig(**COMMON | {"hidden_size": 64})), directory)
+
+
+def core_of(bundle: Bundle, **settings: Any) -> EngineCore:
+    return EngineCore(bundle, EngineSettings(kv_cache_memory=1 << 24, **settings))
+
+
+@pytest.mark.skipif(library.library() is None, reason="no compiler, or a processor without AVX2")
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [(1e-6, MOST), (0.0125, 1024), (0.0126, 992), (0.049, 256), (0.101, 96), (0.2, 64), (0.21, LEAST), (60.0, LEAST)],
+)
+def test_what_is_prefilled_in_a_fifth_of_a_second(bundle: Bundle, seconds: float, expected: int) -> None:
+    """By the time that 64 tokens take, a multiple of 32 within bounds, beside all that may decode; the cache is as it
+    was."""
+    core = core_of(bundle)
+    parts = core._parts
+    assert parts.scheduler.max_num_batched_tokens == core.info.max_num_batched_tokens
+    seqs = core.info.max_num_seqs
+    assert core.info.max_num_batched_tokens - seqs in range(64, 1025, 32)
+    ticks = count()
+    forward, vocab_size = parts.runner.step_forward, core.info.vocab_size
+    assert step_size(forward, parts.cache, vocab_size, seqs, lambda: next(ticks) * seconds) == expected + seqs
+    assert parts.cache.num_tokens_used == 0
+    core.check_integrity()
+    core.close()
+
+
+def test_elsewhere_it_is_always_the_same(bundle: Bundle) -> None:
+    """Where a token's bits depend on how its prompt was cut; and a setting is a setting."""
+    for settings, expected in (({"kernels": "torch"}, DEFAULT), ({"max_num_batched_tokens": 77}, 77)):
+        core = core_of(bundle, **settings)
+        assert core.info.max_num_batched_tokens == expected
+        core.close()

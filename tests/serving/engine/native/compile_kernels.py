@@ -1,0 +1,43 @@
+"""Compiles every Triton kernel for Hopper, to machine code, which needs no GPU. Run by ``test_kernels_compile``: where
+the interpreter was chosen, kernels cannot be compiled in the same process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from mlflow_llm.serving.engine.attention.paged import decode_kernel as decode
+from mlflow_llm.serving.engine.models import fused_kernels as fused
+from mlflow_llm.serving.engine.sampling import device_sampling_kernel as race
+from mlflow_llm.serving.engine.weights import fp8_kernel
+
+HALF, FLOAT, INT, LONG = "*bf16", "*fp32", "*i32", "*i64"
+
+
+def build(kernel: Any, types: list[str], **constants: Any) -> None:
+    names = kernel.arg_names
+    others = [name for name in names if name not in constants]
+    signature = dict.fromkeys(names, "constexpr") | dict(zip(others, types, strict=True))
+    source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()})
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32))
+    assert compiled.asm["cubin"]
+    print(kernel.__name__)
+
+
+heads = {"HKV": 8, "GROUP": 4, "D": 128, "DV": 128, "GROUP_PADDED": 16, "D_PADDED": 128, "DV_PADDED": 128}
+split = {"BLOCK_SIZE": 16, "SPLIT": 256, "TILE": decode.TILE, "HAS_SOFTCAP": True}
+arrays = [HALF, HALF, HALF, INT, INT, FLOAT, FLOAT, FLOAT]
+build(decode.decode_split, [*arrays, "fp32", "fp32", *["i32"] * 4], **heads, **split)
+arrays = [FLOAT, FLOAT, FLOAT, FLOAT, INT, HALF]
+build(decode.add_up, [*arrays, "i32", "i32"], H=32, DV=128, SPLIT=256, HAS_SINKS=True, DV_PADDED=128)
+build(race.exponentials, [LONG, FLOAT, "i32"], BLOCK=1024)
+build(race.race, [FLOAT, LONG, FLOAT, FLOAT, FLOAT, LONG, "i32"], BLOCK=1024)
+build(fused.rms_norm, [HALF, HALF, HALF, "fp32"], N=3072, PADDED=4096)
+build(fused.add_rms_norm, [HALF, HALF, HALF, HALF, HALF, "fp32"], N=3072, PADDED=4096)
+build(fused.silu_gate, [HALF, HALF, HALF, "i32", "i32", "i32"], BLOCK=1024)
+for rows in (16, 32):
+    arrays, more = [HALF, "*u8", FLOAT, FLOAT, HALF], {"BLOCK_M": rows, "BLOCK_N": rows, "BLOCK_K": 256}
+    build(fp8_kernel.multiply, [*arrays, "i32", "i32", "i32"], HAS_BIAS=True, **more)

@@ -1,0 +1,62 @@
+"""The sampler's race in Triton: numpy's random bits, bit for bit, and the winners of the race on CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_runs import sequence_of
+from tiny_models import prompt_of, request_of
+
+from mlflow_llm.serving.engine.devices import triton_support
+from mlflow_llm.serving.engine.sampling import device_sampling, randomness, sampler
+
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
+bits = pytest.importorskip("mlflow_llm.serving.engine.sampling.device_sampling_kernel").bits
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SEEDS = [0, 1, (1 << 64) - 1, 0x0123456789ABCDEF]
+POSITIONS = [0, (1 << 32) - 1, 7, 4096]
+SIZE = 1500  # two programs, the second not full
+
+
+@triton.jit
+def store(keys: Any, out: Any, SIZE: tl.constexpr) -> None:
+    token = tl.arange(0, SIZE)
+    seed = tl.load(keys).to(tl.uint64, bitcast=True)
+    position = tl.load(keys + 1).to(tl.uint64, bitcast=True)
+    tl.store(out + token, bits(seed, position, token).to(tl.int64))
+
+
+def test_bits_are_numpys() -> None:
+    """Every token's 32 bits are those of numpy's Philox, for seeds and positions at their ends."""
+    for seed, position in zip(SEEDS, POSITIONS, strict=True):
+        found = torch.zeros(64, dtype=torch.int64, device=DEVICE)
+        store[(1,)](device_sampling._keys([seed], [position], DEVICE), found, SIZE=64)
+        generator = np.random.Philox(key=np.array([seed, position], dtype=np.uint64))
+        assert found.tolist() == generator.random_raw(32).view(np.uint32).tolist()
+
+
+def test_times_are_those_of_the_processor() -> None:
+    """Times agree to float32's last bits, also the smallest, which win races."""
+    found = device_sampling.exponentials(SEEDS, POSITIONS, SIZE, DEVICE).cpu()
+    wanted = randomness.exponentials(SEEDS, POSITIONS, SIZE)
+    torch.testing.assert_close(found, wanted, rtol=2e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"min_p": 0.05}, {"top_p": 0.9, "top_k": 40}, {"typical_p": 0.8}],
+    ids=["whole", "min_p", "top", "typical"],
+)
+def test_winners_are_those_of_the_processor(monkeypatch: pytest.MonkeyPatch, more: dict[str, float]) -> None:
+    """Rows of their own temperatures and seeds have the tokens that they have on CPU."""
+    logits = torch.randn(6, SIZE, generator=torch.Generator().manual_seed(5)) * 3
+    requests = [request_of("r", prompt_of(4 + i, i), temperature=0.5 + i / 4, seed=99 + i, **more) for i in range(6)]
+    places = [sequence_of(request) for request in requests]
+    monkeypatch.setattr(sampler.native, "can_draw", lambda logits: False)
+    wanted = sampler.choose(logits, places)
+    monkeypatch.setattr(triton_support, "on", lambda device: True)
+    assert sampler.choose(logits.to(DEVICE), places) == wanted

@@ -1,0 +1,273 @@
+"""Guaranteed requests beside best-effort work: the scheduler and its estimates, on a machine whose costs are known."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from engine_runs import sequence_of
+from tiny_models import prompt_of, request_of
+
+from mlflow_llm.serving.engine.attention.kv_cache import LayerShape
+from mlflow_llm.serving.engine.attention.slot_cache import SlotKVCache
+from mlflow_llm.serving.engine.scheduling.scheduler import Run, Scheduler
+from mlflow_llm.serving.engine.scheduling.sequence import Sampled, SequenceState
+from mlflow_llm.serving.engine.scheduling.step_time_budget import LINGER, StepCost, StepLoad
+
+Cost = Callable[[StepLoad], float]
+
+
+def cpu(work: StepLoad) -> float:
+    """About what a small model in int8 takes on two cores: 20 ms, 1.2 ms a sequence, 0.4 ms a prompt token."""
+    step = 0.020 + 0.0012 * work.rows + 0.0004 * work.chunk_tokens + 0.001 * work.chunks
+    return step + 2e-7 * work.context
+
+
+def native(work: StepLoad) -> float:
+    """A fast step in which one more sequence is a large part of the whole, and large batches are cheaper by piece."""
+    return 0.003 + 0.001 * work.rows**0.8 + 0.0003 * work.chunk_tokens + 1e-7 * work.context
+
+
+class Machine:
+    """Steps of a scheduler that take the time ``cost`` says; ``ticks`` are (provisioned work, its time alone, time)."""
+
+    def __init__(self, cost: Cost, *, num_tokens: int = 40_000, max_num_seqs: int = 32, num_slots: int = 64) -> None:
+        shapes = [LayerShape(1, 8, 8)]
+        self.cache = SlotKVCache(
+            shapes, num_slots=num_slots, num_tokens=num_tokens, max_model_len=512, dtype=torch.float32
+        )
+        self.scheduler = Scheduler(self.cache, max_num_seqs=max_num_seqs, max_num_batched_tokens=256)
+        self.cost = cost
+        self.noise = random.Random(3)
+        self.ticks: list[tuple[StepLoad, float, float]] = []
+        self.tokens: dict[bool, int] = {False: 0, True: 0}
+        self.sequences: list[SequenceState] = []
+
+    def add(self, prompt: int, new: int, *, provisioned: bool, **more: Any) -> SequenceState:
+        number = len(self.sequences)
+        request = request_of(str(number), prompt_of(prompt, number), max_tokens=new, provisioned=provisioned, **more)
+        sequence = sequence_of(request, number, max_model_len=512)
+        self.sequences.append(sequence)
+        self.scheduler.add(sequence)
+        return sequence
+
+    def keep(self, count: int, *, provisioned: bool, prompt: int = 40, new: int = 60) -> None:
+        """As many callers that send their next request when the one before has ended."""
+        running = sum(1 for s in self.sequences[-400:] if s.status != "finished" and s.provisioned == provisioned)
+        for _ in range(count - running):
+            self.add(prompt, new, provisioned=provisioned)
+
+    def step(self) -> list[Run]:
+        runs = self.scheduler.schedule()
+        provisioned, work = StepLoad.of(r for r in runs if r.sequence.provisioned), StepLoad.of(runs)
+        seconds = self.cost(work) * self.noise.uniform(0.97, 1.03)
+        self.ticks.append((provisioned, self.cost(provisioned) if provisioned else 0.0, seconds))
+        for run in runs:
+            sequence = run.sequence
+            assert run.start == sequence.num_computed
+            assert sequence.status == "running"
+            samples = run.samples
+            sequence.num_computed += run.num_tokens
+            self.cache.computed(sequence.id, sequence.tokens, sequence.num_computed)
+            if samples:
+                self.tokens[sequence.provisioned] += 1
+                if sequence.extend([Sampled(9)]):
+                    self.scheduler.finish(sequence)
+        self.scheduler.ran(runs, seconds)
+        self.cache.check_integrity()
+        return runs
+
+
+def stretch(ticks: list[tuple[StepLoad, float, float]]) -> list[float]:
+    return [seconds / alone for provisioned, alone, seconds in ticks if provisioned]
+
+
+@pytest.mark.parametrize("cost", [cpu, native])
+@pytest.mark.parametrize("callers", [1, 8, 20])
+def test_a_flood_leaves_provisioned_callers_their_pace(cost: Cost, callers: int) -> None:
+    """Steps with provisioned work take at most 1.1 of their time alone on average, and best-effort work advances."""
+    machine = Machine(cost)
+    for _ in range(600):
+        machine.keep(callers, provisioned=True)
+        machine.keep(64, provisioned=False)
+        machine.step()
+    ticks = [t for t in machine.ticks[100:] if t[0]]
+    assert sum(t[2] for t in ticks) <= 1.1 * sum(t[1] for t in ticks)
+    assert machine.tokens[False] > 20
+
+
+def test_no_single_step_is_long() -> None:
+    """Where best-effort work fits into the limit of a step, hardly any step takes over 1.25 of its time alone."""
+    machine = Machine(cpu)
+    for _ in range(600):
+        machine.keep(8, provisioned=True)
+        machine.keep(64, provisioned=False)
+        machine.step()
+    stretched = sorted(stretch(machine.ticks[100:]))
+    assert stretched[int(0.99 * len(stretched))] <= 1.25
+
+
+def test_best_effort_work_uses_its_share() -> None:
+    """The flood gets nearly all the time that the guarantee leaves: steps are 1.03 of what they were, or more."""
+    machine = Machine(cpu)
+    for _ in range(600):
+        machine.keep(8, provisioned=True)
+        machine.keep(64, provisioned=False)
+        machine.step()
+    ticks = machine.ticks[100:]
+    assert sum(t[2] for t in ticks) >= 1.03 * sum(t[1] for t in ticks)
+
+
+def test_costs_that_change_are_learned_again() -> None:
+    """A machine that becomes twice as slow, or a step that becomes three times as fast, moves the estimates along."""
+    machine = Machine(cpu)
+    for factor in (1.0, 2.0, 0.3):
+        machine.cost = lambda work, factor=factor: factor * cpu(work)
+        for _ in range(300):
+            machine.keep(8, provisioned=True)
+            machine.keep(64, provisioned=False)
+            machine.step()
+        ticks = [t for t in machine.ticks[-150:] if t[0]]
+        assert sum(t[2] for t in ticks) <= 1.1 * sum(t[1] for t in ticks)
+        provisioned = ticks[-1][0]
+        assert machine.scheduler.budget.cost.predict(provisioned) == pytest.approx(machine.cost(provisioned), rel=0.1)
+
+
+def test_best_effort_work_has_whole_steps_when_nothing_is_provisioned() -> None:
+    """Without provisioned sequences, also after some, every sequence that decodes is in every step."""
+    machine = Machine(cpu)
+    machine.keep(4, provisioned=True)
+    while any(s.provisioned and s.status != "finished" for s in machine.sequences):
+        machine.step()
+    machine.keep(30, provisioned=False, prompt=5)
+    lingering = 0.0
+    while lingering < LINGER:
+        assert machine.step()
+        lingering += machine.ticks[-1][2]
+    for _ in range(20):
+        machine.step()
+    assert len(machine.step()) == 30
+
+
+def test_steps_stay_short_for_a_moment_after_provisioned_work() -> None:
+    """The next request of a caller that has just got its answer waits for a short step, not for the flood's longest."""
+    machine = Machine(cpu)
+    machine.keep(64, provisioned=False, prompt=100)
+    for _ in range(30):
+        machine.step()
+    whole = max(seconds for _, _, seconds in machine.ticks)
+    first = machine.add(10, 30, provisioned=True)
+    while first.status != "finished":
+        machine.step()
+    machine.step()
+    assert machine.ticks[-1][2] < 0.5 * whole
+
+
+def test_best_effort_work_saves_up_for_a_costly_sequence() -> None:
+    """Where one more sequence costs half a step, best-effort work saves up for it and is not starved."""
+    machine = Machine(lambda work: 0.004 * work.rows + 0.002 * work.chunk_tokens + 0.004)
+    for _ in range(900):
+        machine.keep(1, provisioned=True)
+        machine.keep(64, provisioned=False)
+        machine.step()
+    assert machine.tokens[False] > 5
+    ticks = [t for t in machine.ticks[200:] if t[0]]
+    assert sum(t[2] for t in ticks) <= 1.11 * sum(t[1] for t in ticks)
+
+
+def test_best_effort_work_runs_in_order_of_arrival() -> None:
+    """Beside provisioned work the oldest best-effort sequences are carried to their end, the others wait."""
+    machine = Machine(cpu)
+    machine.keep(8, provisioned=True, new=400)
+    for _ in range(20):
+        machine.step()
+    best_effort = [machine.add(10, 10, provisioned=False) for _ in range(20)]
+    ended: list[int] = []
+    while len(ended) < 6:
+        machine.step()
+        ended += [s.id for s in best_effort if s.status == "finished" and s.id not in ended]
+    assert ended == sorted(ended)
+    assert ended[0] == best_effort[0].id
+    assert {s.num_generated for s in best_effort[10:]} == {0}
+
+
+def test_provisioned_sequences_take_slots_from_best_effort_ones() -> None:
+    """All slots are the flood's: the sequence that came last gives its up at once, and goes on from its kept KV."""
+    machine = Machine(cpu, max_num_seqs=4, num_slots=8)
+    machine.keep(6, provisioned=False, prompt=20, new=100)
+    for _ in range(5):
+        machine.step()
+    running = list(machine.scheduler.running)
+    before = {s.id: s.num_computed for s in running}
+    provisioned = machine.add(20, 5, provisioned=True)
+    machine.step()
+    assert provisioned.num_generated == 1
+    assert running[-1].status == "waiting"
+    assert [s.status for s in running[:-1]] == ["running"] * 3
+    while provisioned.status != "finished":
+        machine.step()
+    while running[-1].status == "waiting":
+        machine.step()
+    assert running[-1].num_computed >= before[running[-1].id]
+
+
+def test_provisioned_sequences_take_memory_from_best_effort_ones() -> None:
+    """A prompt for which there is no memory gets that of the best-effort sequences that came last."""
+    machine = Machine(cpu, num_tokens=200)
+    machine.keep(5, provisioned=False, prompt=35, new=20)
+    for _ in range(3):
+        machine.step()
+    provisioned = machine.add(100, 5, provisioned=True)
+    machine.step()
+    assert provisioned.status == "running"
+    assert provisioned.num_computed == 100
+    while machine.scheduler.has_work():
+        assert machine.step()
+
+
+def test_a_provisioned_sequence_does_not_wait_for_best_effort_work() -> None:
+    """Its prefix is just being computed by a best-effort sequence, which may take long: it computes its own."""
+    machine = Machine(cpu, max_num_seqs=8)
+    prompt = prompt_of(300, 1)
+    requests = [request_of(name, prompt, max_tokens=4, provisioned=name == "r") for name in ("s", "r")]
+    best_effort, provisioned = (sequence_of(request, i, max_model_len=512) for i, request in enumerate(requests))
+    machine.scheduler.add(best_effort)
+    machine.step()
+    assert 0 < best_effort.num_computed < 300
+    machine.scheduler.add(provisioned)
+    machine.step()
+    assert provisioned.num_computed > best_effort.num_computed
+
+
+def test_random_arrivals_and_ends_of_both_kinds() -> None:
+    """Random arrivals, ends and scarce memory: the books stay right, no step is empty, and all end."""
+    draw = random.Random(5)
+    machine = Machine(native, num_tokens=400, max_num_seqs=5, num_slots=10)
+    for _ in range(300):
+        sequence = machine.add(draw.randint(1, 90), draw.randint(1, 40), provisioned=draw.random() < 0.3)
+        for _ in range(draw.randint(0, 8)):
+            machine.step()
+        if draw.random() < 0.3 and sequence.status != "finished":
+            machine.scheduler.finish(sequence, keep=draw.random() < 0.5)
+    steps = 0
+    while machine.scheduler.has_work():
+        machine.step()
+        steps += 1
+        assert steps < 20_000
+    assert {s.status for s in machine.sequences} == {"finished"}
+    assert machine.scheduler.num_preemptions > 0
+
+
+def test_the_cost_model_finds_a_known_cost() -> None:
+    """From steps of all kinds the cost of one more sequence, of prompt tokens and of the whole comes out."""
+    draw, cost = random.Random(2), StepCost()
+    for _ in range(300):
+        rows, tokens = draw.randint(0, 12), draw.choice([0, 0, 50, 100])
+        work = StepLoad(rows, tokens, 1 if tokens else 0, 100 * rows + tokens)
+        cost.observe(work, cpu(work) * (20.0 if draw.random() < 0.01 else 1.0))
+    assert cost.row(100) == pytest.approx(0.00122, rel=0.2)
+    assert cost.chunk(0, 100) - cost.chunk(0, 50) == pytest.approx(0.02, rel=0.1)
+    assert cost.predict(StepLoad(8, 0, 0, 800)) == pytest.approx(cpu(StepLoad(8, 0, 0, 800)), rel=0.05)

@@ -1,0 +1,297 @@
+"""Linears in float8: Triton's kernel and torch's products beside the reference, and an engine over them on CPU."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from engine_runs import run
+from peft import LoraConfig, get_peft_model
+from tiny_models import FAMILIES, make_model, prompt_of, request_of
+from transformers import BertConfig, BertModel
+
+from mlflow_llm.serving.engine.assembly import free_memory
+from mlflow_llm.serving.engine.core import EngineCore
+from mlflow_llm.serving.engine.devices import triton_support
+from mlflow_llm.serving.engine.models.embedder import load_embedder
+from mlflow_llm.serving.engine.weights import fp8, linear
+from mlflow_llm.serving.engine.weights.forward_context import ContextHolder
+from mlflow_llm.serving.engine.weights.stored_weights import adopted, quantization_of, refuse_other_weights
+from mlflow_llm.serving.engine.weights.weight_layouts import OneDnnWeight, PlainWeight
+from mlflow_llm.serving.interface.bundle import Bundle, EmbeddingSpec
+from mlflow_llm.serving.interface.errors import PackagingError
+from mlflow_llm.serving.interface.settings import EngineSettings
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft 0.21
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+FP8 = EngineSettings(quantization="fp8", kernels="torch")
+NARROW = not CUDA or torch.cuda.get_device_capability() >= fp8.CAPABILITY
+in_float8 = pytest.mark.skipif(not NARROW, reason="the device has no products in float8")
+on_device = pytest.mark.skipif(not CUDA, reason="Triton's interpreter does not know bfloat16")
+on_cpu = pytest.mark.skipif(CUDA, reason="looks at what a machine without a device does")
+
+
+@pytest.fixture
+def _kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Triton's kernels run here, in its interpreter where there is no device."""
+    monkeypatch.setattr(triton_support, "on", lambda device: True)
+    yield from _looked_at_anew()
+
+
+@pytest.fixture
+def _anew() -> Iterator[None]:
+    yield from _looked_at_anew()
+
+
+def _looked_at_anew() -> Iterator[None]:
+    for known in (fp8.why_not_kernel, fp8.why_not_scaled_mm):
+        known.cache_clear()
+    yield
+    for known in (fp8.why_not_kernel, fp8.why_not_scaled_mm):
+        known.cache_clear()
+
+
+def weights(rows: int, columns: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    made = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+    values, scale = fp8.quantize_rows(made * torch.logspace(-2, 2, rows, device=DEVICE)[:, None])
+    return values, scale.flatten()
+
+
+@pytest.mark.parametrize("shape", [(48, 32), (17, 300), (100, 1000), (32, 256)])
+@pytest.mark.parametrize("rows", [1, 3, 16, 17, 32])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=on_device)])
+def test_the_kernel_multiplies_as_floats_do(shape: tuple[int, int], rows: int, dtype: torch.dtype) -> None:
+    """Rows and widths that fill no block, with and without a bias."""
+    values, scale = weights(*shape)
+    make, rtol = torch.Generator().manual_seed(rows), 1e-2 if dtype == torch.bfloat16 else 2e-3
+    x = torch.randn(rows, shape[1], generator=make).to(DEVICE, dtype)
+    for bias in (None, torch.randn(shape[0], generator=make).to(DEVICE)):
+        found = fp8.multiply(x, values, scale, bias)
+        wanted = fp8.multiply_floats(x.float(), values, scale, bias)
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.float(), wanted, rtol=rtol, atol=float(scale.max()))
+
+
+def test_the_kernel_reads_rows_that_lie_apart() -> None:
+    """A part of wider rows, as siblings leave it."""
+    values, scale = weights(48, 32)
+    x = torch.randn(3, 64, device=DEVICE)[:, 16:48]
+    assert torch.equal(fp8.multiply(x, values, scale, None), fp8.multiply(x.contiguous(), values, scale, None))
+
+
+def test_every_byte_is_its_number() -> None:
+    """All 254 numbers of e4m3fn, subnormal ones too, exactly."""
+    codes = [code for code in range(256) if code & 0x7F != 0x7F] + [0, 0]
+    values = torch.tensor(codes, dtype=torch.uint8, device=DEVICE).view(torch.float8_e4m3fn).view(16, 16)
+    found = fp8.multiply(torch.eye(16, device=DEVICE), values, torch.ones(16, device=DEVICE), None)
+    assert torch.equal(found, values.float().t())
+
+
+def test_rows_have_scales_of_their_own() -> None:
+    """Each row's largest is 448 whatever the others hold; a row of zeros stays zeros."""
+    rows = torch.tensor([[1e-4, -1e-4], [5.0, -1000.0], [0.0, 0.0]])
+    values, scale = fp8.quantize_rows(rows)
+    assert values.float().tolist() == [[448, -448], [2.25, -448], [0, 0]]
+    assert scale.shape == (3, 1)
+    assert torch.isfinite(scale).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@in_float8
+def test_many_rows_are_multiplied_in_float8(dtype: torch.dtype) -> None:
+    """The product of the same weights and of rows as float8 rounds them, each by its own scale, in bfloat16; and that
+    is near the product of the rows as they are."""
+    values, scale = weights(64, 128)
+    x = torch.randn(70, 128, generator=torch.Generator().manual_seed(1)) * torch.logspace(-3, 0, 70)[:, None]
+    x = x.to(DEVICE, dtype)
+    found = fp8.multiply_quantized(x, values, scale, torch.zeros(64, device=DEVICE))
+    assert found.dtype == dtype
+    for rows, allowed in ((fp8._rounded(x), 0.005), (x.float(), 0.1)):
+        wanted = fp8.multiply_floats(rows, values, scale, None)
+        assert ((found.float() - wanted).norm(dim=1) < allowed * wanted.norm(dim=1)).all()
+    bias = torch.full((64,), 1000.0, device=DEVICE)
+    torch.testing.assert_close(fp8.multiply_quantized(x * 0, values, scale, bias).float(), bias.expand(70, -1))
+
+
+@pytest.mark.usefixtures("_kernels")
+@pytest.mark.parametrize("rows", [2, fp8.FEW + 2])
+def test_weights_that_lie_transposed(rows: int) -> None:
+    """As GPT-2 stores them: kernels read them as any other."""
+    weight = fp8.Fp8Weight(torch.randn(48, 96, device=DEVICE).t(), None)
+    x = torch.randn(48, rows, device=DEVICE).t()
+    wanted = x @ weight.dense().t()
+    assert (weight.matmul(x) - wanted).norm() < 0.1 * wanted.norm()
+
+
+@in_float8
+@pytest.mark.usefixtures("_kernels")
+def test_who_multiplies_follows_from_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FEW and less go by the kernel, more by the device's products, and in a self-test of those all do."""
+    weight, taken = fp8.Fp8Weight(torch.randn(48, 32, device=DEVICE), None), []
+    for name in ("multiply", "multiply_quantized", "multiply_floats"):
+        monkeypatch.setattr(fp8, name, lambda x, *_, name=name: taken.append((name, len(x))))
+    for rows in (1, fp8.FEW, fp8.FEW + 1):
+        weight.matmul(torch.zeros(rows, 32))
+    with fp8.all_rows_are_many():
+        weight.matmul(torch.zeros(1, 32))
+    weight.matmul(torch.zeros(1, 32))
+    names = ["multiply", "multiply", "multiply_quantized", "multiply_quantized", "multiply"]
+    assert [name for name, _ in taken] == names
+
+
+@in_float8
+@pytest.mark.usefixtures("_kernels")
+def test_what_does_not_run_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Where a product raises, or gives something else, floats are multiplied, and the reason is told."""
+
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("no compiler")
+
+    own = fp8.multiply_quantized
+    monkeypatch.setattr(fp8, "multiply", broken)
+    monkeypatch.setattr(fp8, "multiply_quantized", lambda *given: own(*given).flip(-1))
+    weight = fp8.Fp8Weight(torch.randn(48, 32, device=DEVICE), torch.randn(48, device=DEVICE))
+    for rows in (2, fp8.FEW + 2):
+        x = torch.randn(rows, 32, device=DEVICE)
+        torch.testing.assert_close(weight.matmul(x), x @ weight.dense().t() + weight.bias, rtol=1e-4, atol=1e-4)
+    why = fp8.reason(FP8, DEVICE, torch.float32)
+    assert "few rows are multiplied as floats: it does not run: RuntimeError: no compiler" in why
+    assert "many rows are multiplied as floats: it differs from the reference by" in why
+    assert "no compiler" in caplog.text
+
+
+def core_of(bundle: Bundle, **more: Any) -> EngineCore:
+    own = {"quantization": "fp8", "device": "cpu", "kernels": "torch", "kv_block_size": 16, "kv_cache_memory": 1 << 24}
+    return EngineCore(bundle, EngineSettings(**{**own, "max_num_seqs": 8, "max_num_batched_tokens": 64, **more}))
+
+
+def logprobs(core: EngineCore, prompt: tuple[int, ...], adapter: str | None = None) -> torch.Tensor:
+    """Of every token of the prompt but the first, as the engine scores them."""
+    request = request_of("scored", prompt, adapter=adapter, max_tokens=1, prompt_logprobs=0)
+    return torch.tensor([one.logprob for one in run(core, request)["scored"].scored[0].logprobs if one is not None])
+
+
+@on_cpu
+@pytest.mark.parametrize("kernels", [False, True], ids=["by torch", "by Triton"])
+def test_an_engine_is_near_floats(tiny_bundle: Bundle, request: pytest.FixtureRequest, kernels: bool) -> None:
+    """Prompts of few and of many rows score near what floats say of them, not exactly so; it says how it runs."""
+    request.getfixturevalue("_kernels" if kernels else "_anew")
+    exact, narrow = core_of(tiny_bundle, quantization="none"), core_of(tiny_bundle)
+    assert narrow.info.quantization == "fp8"
+    wanted = "" if kernels else "few rows are multiplied as floats: there is no CUDA device"
+    assert narrow.info.quantization_reason == wanted
+    assert exact.info.quantization_reason == ""
+    for length in (20, 60):
+        prompt = prompt_of(length, 3)
+        floats, found = logprobs(exact, prompt), logprobs(narrow, prompt)
+        assert (found - floats).abs().mean() < 0.15 * floats.abs().mean()
+        assert not torch.equal(found, floats)
+    requests = [request_of(str(i), prompt_of(n, i)) for i, n in enumerate((5, 37, 1, 12))]
+    texts = run(narrow, *requests)
+    assert all(len(texts[one.request_id].tokens[0]) == 12 for one in requests)
+    narrow.check_integrity()
+    exact.close()
+    narrow.close()
+
+
+@on_cpu
+def test_vectors_are_near(tmp_path: Path) -> None:
+    """An encoder's point where those of floats do."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64}
+    BertModel(BertConfig(**sizes, num_attention_heads=4)).save_pretrained(tmp_path)
+    bundle = Bundle(
+        content_hash="tiny", tasks=("embeddings",), model_dir=str(tmp_path), tokenizer_dir="", embedding=EmbeddingSpec()
+    )
+    floats, narrow = (load_embedder(bundle, EngineSettings(kernels="torch", quantization=q)) for q in ("none", "fp8"))
+    assert (narrow.info.quantization, narrow.info.quantization_reason[:3]) == ("fp8", "few")
+    texts = [(5, 6, 7), tuple(range(3, 53))]
+    similar = (floats.embed(texts) * narrow.embed(texts)).sum(-1)
+    assert ((similar > 0.99) & (similar < 1)).all()
+
+
+def test_memory_of_weights_that_were_packed_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch keeps of freed tensors is given back before it is asked how much the device has left."""
+    held = [300]
+    monkeypatch.setattr(torch.cuda, "empty_cache", held.clear)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000 - sum(held), 1000))
+    assert free_memory(torch.device("cuda")) == 1000
+
+
+@on_cpu
+def test_adapters_run_over_it(tiny_bundle: Bundle, tmp_path: Path) -> None:
+    """An adapter changes what it changes over floats, beside requests without it."""
+    torch.manual_seed(0)
+    config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    get_peft_model(make_model(FAMILIES["llama"]()), config).save_pretrained(tmp_path)
+    exact, narrow = core_of(tiny_bundle, quantization="none"), core_of(tiny_bundle)
+    for core in (exact, narrow):
+        core.load_adapter("a", str(tmp_path))
+    for prompt in (prompt_of(20, 3), prompt_of(60, 4)):
+        floats, found = (logprobs(core, prompt, "a") for core in (exact, narrow))
+        plain = logprobs(narrow, prompt)
+        assert (found - floats).abs().mean() < 0.15 * floats.abs().mean()
+        assert (found - plain).abs().mean() > 3 * (found - floats).abs().mean()
+    exact.close()
+    narrow.close()
+
+
+@on_cpu
+def test_batch_invariant_holds(tiny_bundle: Bundle) -> None:
+    """Log probabilities are the same to the bit alone and in a batch, though few and many rows are not alike."""
+    core = core_of(tiny_bundle, batch_invariant=True)
+    requests = [request_of(str(i), prompt_of(n, i), logprobs=0) for i, n in enumerate((5, 60, 33, 12))]
+    together = run(core, *requests)
+    for one in requests:
+        alone = run(core, one)[one.request_id]
+        assert alone.tokens == together[one.request_id].tokens
+        assert alone.logprobs == together[one.request_id].logprobs
+    core.close()
+
+
+@on_cpu
+@pytest.mark.parametrize("product", ["multiply_quantized", "multiply_floats"])
+def test_the_self_test_looks_at_both_products(
+    tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch, product: str
+) -> None:
+    """Few rows or many that come out permuted are refused at load."""
+    fp8.why_not_scaled_mm(torch.device("cpu"))  # its own example would find it
+    own = getattr(fp8, product)
+    monkeypatch.setattr(fp8, product, lambda *given: own(*given).flip(-1))
+    with pytest.raises(PackagingError, match="self-test"):
+        core_of(tiny_bundle)
+
+
+def test_the_head_and_gates_stay_in_float() -> None:
+    """The output head and linears of a few outputs are not quantised."""
+    found = linear.install(make_model(FAMILIES["llama"]()), ContextHolder(), FP8).linears
+    assert isinstance(found["model.layers.0.mlp.down_proj"].group.packed, fp8.Fp8Weight)
+    assert isinstance(found["lm_head"].group.packed, (PlainWeight, OneDnnWeight))
+    assert not fp8.can_quantize(torch.zeros(8, 32))
+    assert fp8.can_quantize(torch.zeros(17, 300))  # on CPU; a device's products want multiples of 16
+    assert not fp8.can_quantize(torch.zeros(17, 300, device="meta"))
+
+
+@on_cpu
+def test_our_own_kernels_have_none(tiny_bundle: Bundle) -> None:
+    """On CPU it is refused with what is allowed, for generating models and for embeddings."""
+    for tasks in (tiny_bundle.tasks, ("embeddings",)):
+        with pytest.raises(PackagingError, match="expected 'none' or 'int8' on CPU with kernels auto"):
+            core_of(msgspec.structs.replace(tiny_bundle, tasks=tasks), kernels="auto", kv_block_size=None)
+
+
+def test_stored_weights_stay_as_they_are(tmp_path: Path) -> None:
+    """A model that was logged in int8 is refused fp8 by name; a draft beside one in fp8 is made so, if it is floats."""
+    assert adopted(FP8, tmp_path).quantization == "fp8"
+    stored = {"quantization_config": {"quant_method": "compressed-tensors", "format": "int-quantized"}}
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    assert adopted(FP8, tmp_path).quantization == "int8"
+    with pytest.raises(PackagingError, match=r"quantization: 'fp8' is not allowed; expected 'int8'"):
+        refuse_other_weights(FP8, quantization_of(tmp_path))

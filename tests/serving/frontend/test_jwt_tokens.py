@@ -1,0 +1,405 @@
+"""Bearer tokens: which are taken, whom they stand for, and how their keys are kept."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hmac
+import json
+import threading
+import urllib.error
+import warnings
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from flask.testing import FlaskClient
+from joserfc import jwt
+from joserfc.jwk import ECKey, OctKey, OKPKey, RSAKey
+
+from mlflow_llm.serving.cli import cli
+from mlflow_llm.serving.control.settings import ServerSettings
+from mlflow_llm.serving.frontend import jwks
+from mlflow_llm.serving.frontend.jwks import BadKeySet, KeySource, parsed
+from mlflow_llm.serving.frontend.jwt_tokens import Tokens
+from mlflow_llm.serving.frontend.worker_state import Server
+from mlflow_llm.serving.http.app import create_app
+from mlflow_llm.serving.interface.errors import InvalidField, PermissionDenied, Unauthenticated, Unavailable
+from mlflow_llm.serving.metering.accounts.authorization import Caller
+
+NOW = 1_800_000_000
+CLAIMS = {"iss": "https://idp", "aud": ["other", "llm"], "sub": "ann", "tenant": "acme", "exp": NOW + 60}
+CLAIMS |= {"scope": "openid invoke"}
+SETTINGS = {"jwt_jwks": "keys.json", "jwt_issuer": "https://idp", "jwt_audience": "llm"}
+
+
+@pytest.fixture(scope="module")
+def keys() -> dict[str, Any]:
+    """A key of each kind, by its algorithm, which is its id too."""
+    return {
+        "RS256": RSAKey.generate_key(2048, {"kid": "RS256"}),
+        "ES256": ECKey.generate_key("P-256", {"kid": "ES256"}),
+        "EdDSA": OKPKey.generate_key("Ed25519", {"kid": "EdDSA"}),
+    }
+
+
+def jwks_of(*found: Any) -> bytes:
+    return json.dumps({"keys": [key.as_dict(private=False) for key in found]}).encode()
+
+
+def signed(key: Any, algorithm: str, claims: dict[str, Any] | None = None, **header: Any) -> str:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        named = {"alg": algorithm, "kid": key.kid} | header
+        return jwt.encode(named, CLAIMS if claims is None else claims, key, algorithms=[algorithm])
+
+
+@pytest.fixture
+def tokens(keys: dict[str, Any]) -> Tokens:
+    source = KeySource("keys.json", read=lambda place: (jwks_of(*keys.values()), jwks.MAX_AGE))
+    return Tokens(ServerSettings(**SETTINGS), source, clock=lambda: NOW)
+
+
+@pytest.mark.parametrize("algorithm", ["RS256", "ES256", "EdDSA"])
+def test_a_token_is_a_caller(tokens: Tokens, keys: dict[str, Any], algorithm: str) -> None:
+    """Its claims say who calls, for whom, and with which of our scopes."""
+    found = tokens.verify(signed(keys[algorithm], algorithm))
+    assert found == Caller(key_id="jwt:ann", tenant="acme", scopes=("invoke",))
+
+
+def test_claims_have_the_names_that_the_server_gives_them(keys: dict[str, Any]) -> None:
+    """A name as it is, or a path with dots; lists and texts; a long subject is still one caller."""
+    names = {
+        "jwt_subject_claim": "azp",
+        "jwt_tenant_claim": "https://acme.example/tenant",
+        "jwt_scope_claim": "realm_access.roles",
+        "jwt_endpoints_claim": "models",
+    }
+    source = KeySource("keys.json", read=lambda place: (jwks_of(keys["RS256"]), jwks.MAX_AGE))
+    tokens = Tokens(ServerSettings(**SETTINGS, **names), source, clock=lambda: NOW)
+    claims = CLAIMS | {"azp": "x" * 500, "https://acme.example/tenant": "t", "models": "chat law:legal"}
+    found = tokens.verify(signed(keys["RS256"], "RS256", claims | {"realm_access": {"roles": ["manage", "root"]}}))
+    assert (found.tenant, found.scopes, found.endpoints) == ("t", ("manage",), ("chat", "law:legal"))
+    assert found.key_id.startswith("jwt:xxx")
+    assert len(found.key_id) < 128
+    assert tokens.verify(signed(keys["RS256"], "RS256", claims)).scopes == ()
+    other = {"roles": "invoke\u00a0manage usage"}  # spaces part scopes, and nothing else does
+    assert tokens.verify(signed(keys["RS256"], "RS256", claims | {"realm_access": other})).scopes == ("usage",)
+
+
+@pytest.mark.parametrize(
+    ("claim", "weight"), [(3, 3), (1000, 1000), ("7", 7), (None, 1), (0, 0), (1001, 0), (-1, 0), (True, 0), (2.0, 0),
+                          ("1.5", 0), ("", 0), ("٣", 0), ("9" * 5000, 0), ([3], 0), ({"of": 3}, 0)],
+)  # fmt: skip
+def test_a_claim_weighs_its_callers_turns(keys: dict[str, Any], claim: Any, weight: int) -> None:
+    """Where the server names one: 1 to 1000, 1 without it, and no caller where it is anything else; else it means
+    nothing."""
+    source = KeySource("keys.json", read=lambda place: (jwks_of(keys["EdDSA"]), jwks.MAX_AGE))
+    token = signed(keys["EdDSA"], "EdDSA", changed(plan={"weight": claim}))
+    named = Tokens(ServerSettings(**SETTINGS, jwt_weight_claim="plan.weight"), source, clock=lambda: NOW)
+    if weight:
+        assert named.verify(token).weight == weight
+    else:
+        with pytest.raises(Unauthenticated):
+            named.verify(token)
+    assert Tokens(ServerSettings(**SETTINGS), source, clock=lambda: NOW).verify(token).weight == 1
+
+
+def changed(**claims: Any) -> dict[str, Any]:
+    return {name: value for name, value in (CLAIMS | claims).items() if value is not None}
+
+
+@pytest.mark.parametrize(
+    "claims",
+    [
+        changed(iss="https://evil"),
+        changed(iss=None),
+        changed(aud="other"),
+        changed(aud=None),
+        changed(aud=[]),
+        changed(exp=None),
+        changed(exp="soon"),
+        changed(exp=True),
+        changed(nbf=NOW + 31),
+        changed(iat=NOW + 31),
+        changed(tenant=None),
+        changed(tenant=""),
+        changed(tenant=["acme"]),
+        changed(tenant="x" * 129),
+        changed(tenant="a\x00b"),
+        changed(sub=None),
+        changed(sub=7),
+        changed(scope=7),
+        changed(endpoints={"chat": True}),
+        changed(endpoints=["a b"]),
+    ],
+)
+def test_claims_that_are_refused(tokens: Tokens, keys: dict[str, Any], claims: dict[str, Any]) -> None:
+    """Another issuer's, for another server, without an end, not yet good, or of nobody: one answer for all."""
+    with pytest.raises(Unauthenticated, match=r"^the token is not valid here$"):
+        tokens.verify(signed(keys["RS256"], "RS256", claims))
+
+
+def test_times_hold_within_the_leeway(tokens: Tokens, keys: dict[str, Any]) -> None:
+    """Clocks may differ by half a minute; an expired token is told so."""
+    for claims in (changed(exp=NOW - 29), changed(nbf=NOW + 29), changed(iat=NOW + 29)):
+        tokens.verify(signed(keys["RS256"], "RS256", claims))
+    with pytest.raises(Unauthenticated, match="expired"):
+        tokens.verify(signed(keys["RS256"], "RS256", changed(exp=NOW - 31)))
+
+
+def unsigned(header: dict[str, Any], claims: dict[str, Any] = CLAIMS, signature: str = "") -> str:
+    parts = (base64.urlsafe_b64encode(json.dumps(part).encode()).decode().rstrip("=") for part in (header, claims))
+    return ".".join((*parts, signature))
+
+
+def with_secret(secret: bytes) -> str:
+    """Signed in HS256, our key's name on it."""
+    text = unsigned({"alg": "HS256", "kid": "RS256"}).rpartition(".")[0]
+    signature = hmac.digest(secret, text.encode(), "sha256")
+    return f"{text}.{base64.urlsafe_b64encode(signature).decode().rstrip('=')}"
+
+
+def test_forgeries(tokens: Tokens, keys: dict[str, Any]) -> None:
+    """No signature, a public key as a secret (algorithm confusion), another's key under our name, a key of another
+    kind, keys and addresses that the token brings itself, parts that are none."""
+    rsa = keys["RS256"]
+    stranger = RSAKey.generate_key(2048, {"kid": "RS256"})
+    good = signed(rsa, "RS256")
+    head, claims, signature = good.split(".")
+    confused = [
+        with_secret(secret) for secret in (rsa.as_pem(private=False), json.dumps(rsa.as_dict(private=False)).encode())
+    ]
+    forged = [
+        *(unsigned({"alg": alg, "kid": "RS256"}) for alg in ("none", "None", "HS256", "", 7, None)),
+        *confused,
+        signed(stranger, "RS256"),
+        signed(stranger, "RS256", jwk=stranger.as_dict(private=False)),
+        signed(rsa, "RS512"),
+        signed(rsa, "RS256", kid="ES256"),
+        signed(rsa, "RS256", kid="unknown"),
+        unsigned({"alg": "RS256", "kid": ["x"]}, signature=signature),
+        unsigned({"alg": "RS256", "kid": "k" * 10_000}, signature=signature),
+        unsigned({"alg": "RS256", "kid": "RS256", "crit": ["exp"]}, signature=signature),
+        f"{head}.{claims}.",
+        f"{head}.{claims}",
+        f"{head}.{claims}.{signature[:-4]}AAAA",
+        good + "." + good,
+        "a.b.c",
+        "..",
+        "é.é.é",
+        "x" * 9000,
+        unsigned({"alg": "RS256", "kid": "RS256"}, signature="A" * 342),
+    ]
+    for token in forged:
+        with pytest.raises(Unauthenticated, match=r"^the token is not valid here$"):
+            tokens.verify(token)
+    assert tokens.verify(good).key_id == "jwt:ann"
+
+
+def test_keys_that_are_taken_out_of_a_set() -> None:
+    """Secrets, weak and huge ones, those for encryption and those of unknown kinds verify nothing; what is no set is
+    refused."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        weak = RSAKey.generate_key(1024, {"kid": "weak"}).as_dict(private=False)
+    good = RSAKey.generate_key(2048).as_dict(private=True)
+    others = [
+        OctKey.generate_key(256, {"kid": "oct"}).as_dict(private=True),
+        weak,
+        {"kty": "RSA", "kid": "huge", "n": "A" * 5000, "e": "AQAB"},
+        {"kty": "RSA", "kid": "bad", "n": 7, "e": "AQAB"},
+        ECKey.generate_key("P-256", {"kid": "enc", "use": "enc"}).as_dict(private=False),
+        {"kty": "EC", "kid": "no curve"},
+        {"kty": "new", "kid": "new"},
+        7,
+    ]
+    (found,) = parsed(json.dumps({"keys": [good, *others]}).encode()).values()
+    assert not found.is_private
+    for bad in (b"", b"[]", b"{}", b'{"keys": 7}', b"\xff", b'{"keys": [' + b"7," * 100 + b"7]}", b"[" * 100_000):
+        with pytest.raises(BadKeySet):
+            parsed(bad)
+
+
+class Issuer:
+    """A JWKS that changes, and how often it was asked for."""
+
+    def __init__(self, *keys: Any) -> None:
+        self.keys, self.asked, self.now, self.max_age = keys, 0, 0.0, jwks.MAX_AGE
+        self.source = KeySource("https://idp/keys", read=self.read, clock=lambda: self.now)
+
+    def read(self, place: str) -> jwks.Fetched:
+        self.asked += 1
+        if not self.keys:
+            raise OSError("away")
+        return jwks_of(*self.keys), self.max_age
+
+
+def test_a_new_key_is_found_and_bad_names_fetch_nothing(keys: dict[str, Any]) -> None:
+    """One look for all unknown names in ten seconds; the issuer's new key is found with the next."""
+    issuer = Issuer(keys["RS256"])
+    issuer.source.find("RS256")
+    for number in range(1000):
+        with pytest.raises(Unauthenticated):
+            issuer.source.find(f"bad-{number}")
+    assert issuer.asked == 1
+    issuer.keys = (keys["RS256"], keys["ES256"])
+    issuer.now = jwks.RETRY
+    assert issuer.source.find("ES256").kid == "ES256"
+    with pytest.raises(Unauthenticated):
+        issuer.source.find("bad")
+    with pytest.raises(Unauthenticated):
+        issuer.source.find(None)  # of two, none is meant
+    assert issuer.asked == 2
+
+
+def test_an_old_set_is_renewed_beside_the_requests(keys: dict[str, Any]) -> None:
+    """They go on with the keys there are; an issuer that is away for long is believed no more."""
+    issuer = Issuer(keys["RS256"])
+    issuer.source.find("RS256")
+    renewed = threading.Event()
+    read = issuer.source._read
+
+    def watched(place: str) -> jwks.Fetched:
+        try:
+            return read(place)
+        finally:
+            renewed.set()
+
+    issuer.source._read = watched
+    issuer.now, issuer.keys = jwks.MAX_AGE, ()
+    assert issuer.source.find("RS256").kid == "RS256"
+    assert renewed.wait(240)
+    with issuer.source._turn:
+        assert issuer.asked == 2
+    issuer.now = jwks.STALE
+    with pytest.raises(Unavailable):
+        issuer.source.find("RS256")
+
+
+def test_a_set_is_kept_as_long_as_its_answer_says(keys: dict[str, Any]) -> None:
+    """By Cache-Control, within bounds: a key that was withdrawn is not believed for a year."""
+    issuer = Issuer(keys["RS256"])
+    issuer.max_age = 1000.0
+    issuer.source.find("RS256")
+    issuer.now = 999.0
+    issuer.source.find("RS256")
+    assert issuer.asked == 1
+    least, most = jwks.FRESHNESS
+    for headers, seconds in (
+        (("",), jwks.MAX_AGE),
+        (("public",), jwks.MAX_AGE),
+        (("public, Max-Age=600",), 600.0),
+        (('max-age="600", must-revalidate', "200"), 400.0),
+        (("max-age=600", "soon"), 600.0),
+        (("max-age=0",), least),
+        (("max-age=31536000",), most),
+        (("max-age=" + "9" * 5000,), most),
+        (("max-age=-1",), jwks.MAX_AGE),
+        (("no-cache",), least),
+        (("max-age=600, no-store",), least),
+    ):
+        assert jwks.freshness(*headers) == seconds, headers
+
+
+def test_an_issuer_that_is_away_is_a_503(keys: dict[str, Any]) -> None:
+    """With the time to come back; it is asked again no sooner."""
+    issuer = Issuer()
+    for _ in range(5):
+        with pytest.raises(Unavailable) as refused:
+            issuer.source.find("RS256")
+        assert refused.value.retry_after == jwks.RETRY
+    assert issuer.asked == 1
+    issuer.keys, issuer.now = (keys["RS256"],), jwks.RETRY
+    assert issuer.source.find("RS256").kid == "RS256"
+
+
+class Answers(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        status, headers, body = self.server.answer
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_set_is_downloaded_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is there is taken; redirects, refusals and large answers are not."""
+    monkeypatch.setenv("no_proxy", "*")
+    with HTTPServer(("127.0.0.1", 0), Answers) as server, contextlib.ExitStack() as ending:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        ending.callback(thread.join)
+        ending.callback(server.shutdown)  # a failure too: the thread would go on for ever
+        url = f"http://127.0.0.1:{server.server_port}/keys"
+        server.answer = (200, {}, b'{"keys": []}')
+        assert jwks.download(url) == (b'{"keys": []}', jwks.MAX_AGE)
+        server.answer = (200, {"Cache-Control": "public, max-age=60", "Age": "20"}, b'{"keys": []}')
+        assert jwks.download(url) == (b'{"keys": []}', 40.0)
+        for status, headers, body in (
+            (302, {"Location": "file:///etc/passwd"}, b""),
+            (302, {"Location": url}, b""),
+            (404, {}, b""),
+        ):
+            server.answer = (status, headers, body)
+            with pytest.raises(urllib.error.HTTPError, match=str(status)) as refused:
+                jwks.download(url)
+            assert refused.value.fp.closed  # else its connection stays open until the error is collected
+        server.answer = (200, {}, b"x" * (jwks.MAX_BYTES + 1))
+        with pytest.raises(BadKeySet):
+            jwks.download(url)
+
+
+def test_over_http(make: Callable[..., Server], tokens: Tokens, keys: dict[str, Any]) -> None:
+    """A token runs requests with its scopes; another is a 401 that says no more, a missing scope a 403."""
+    client: FlaskClient = create_app(make(tokens=tokens)).test_client()
+
+    def ask(path: str, token: str | None) -> Any:
+        return client.get(path, headers={} if token is None else {"Authorization": f"Bearer {token}"})
+
+    token = signed(keys["ES256"], "ES256")
+    assert ask("/v1/models", token).status_code == 200
+    for bad in (None, "sk-" + "x" * 40, token[:-4] + "AAAA", unsigned({"alg": "none"})):
+        refused = ask("/v1/models", bad)
+        assert (refused.status_code, refused.headers["WWW-Authenticate"]) == (401, "Bearer")
+    assert ask("/api/2.0/keys", token).status_code == 403
+    with pytest.raises(PermissionDenied):
+        tokens.verify(token).check_scope("usage")
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"jwt_issuer": None}, "jwt_issuer"),
+        ({"jwt_audience": ""}, "jwt_audience"),
+        ({"jwt_jwks": None}, "jwt_jwks"),
+        ({"jwt_jwks": "http://idp.example/keys"}, "jwt_jwks"),
+        ({"jwt_algorithms": "RS256,none"}, "jwt_algorithms"),
+        ({"jwt_algorithms": "HS256"}, "jwt_algorithms"),
+        ({"jwt_leeway": 3600.0}, "jwt_leeway"),
+        ({"jwt_tenant_claim": ""}, "jwt_tenant_claim"),
+    ],
+)
+def test_settings_that_would_take_too_much(changes: dict[str, Any], field: str) -> None:
+    """Tokens of any issuer or for any server, symmetric ones, keys over an open line."""
+    with pytest.raises(InvalidField, match=f"^{field}: "):
+        ServerSettings(**(SETTINGS | changes))
+
+
+def test_a_file_without_keys_is_refused_at_the_start(tmp_path: Path) -> None:
+    """Before models are loaded."""
+    file = tmp_path / "keys.json"
+    words = ["serve", "-m", "x", "--jwt-issuer", "i", "--jwt-audience", "a", "--jwt-jwks", str(file)]
+    for text in (None, "no json", '{"keys": []}'):
+        if text is not None:
+            file.write_text(text)
+        done = CliRunner().invoke(cli, words)
+        assert (done.exit_code, f"--jwt-jwks {file}: " in done.stderr) == (1, True), done.output

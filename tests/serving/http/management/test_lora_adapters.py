@@ -1,0 +1,237 @@
+"""Adapters loaded and unloaded over HTTP, in vLLM's forms and words, in every worker, engine and start of a server."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import urllib.request
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from instant_model import write_instant_model
+from processes import gone
+from server_calls import BODY, asking, engine_pid, engine_pids, until
+from server_processes import ENGINE
+from serving_process import Running, running
+
+from mlflow_llm.serving.control.plan import PlannedAdapter
+from mlflow_llm.serving.control.settings import ServerSettings
+from mlflow_llm.serving.endpoints.adapters import DynamicAdapter
+from mlflow_llm.serving.http.management import lora_adapters
+from mlflow_llm.serving.interface.bundle import Bundle
+from mlflow_llm.serving.interface.engine import Capabilities
+from mlflow_llm.serving.interface.errors import (
+    InvalidField,
+    ModelNotFound,
+    NotFound,
+    PackagingError,
+    PermissionDenied,
+    RequestError,
+)
+
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+FULL = (
+    "The lora adapter 'legal' has already been loaded. If you want to load the adapter in place, set 'load_inplace' to "
+    "True."
+)
+
+
+def post(server: Running, path: str, **body: Any) -> tuple[int, str]:
+    with asking(server, body, path) as answer:
+        text = answer.read().decode()
+        return answer.status, text if answer.status == 200 else json.loads(text)["error"]["message"]
+
+
+def texts(server: Running, model: str, number: int = 6) -> set[str]:
+    """What so many requests get, each on a connection of its own, so that all workers are asked."""
+    found = set()
+    for _ in range(number):
+        with asking(server, BODY | {"model": model}) as answer:
+            reply = json.loads(answer.read())
+        found.add(reply["choices"][0]["message"]["content"] if answer.status == 200 else f"{answer.status}")
+    return found
+
+
+def models(server: Running) -> set[str]:
+    with urllib.request.urlopen(f"{server.url}/v1/models", timeout=240) as answer:
+        return {model["id"] for model in json.load(answer)["data"]}
+
+
+def adapter(place: Path) -> Path:
+    place.mkdir(parents=True)
+    (place / "adapter_config.json").write_text("{}")
+    (place / "adapter_model.safetensors").write_bytes(b"")
+    return place
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Allowed is ``allowed``; ``secret`` is beside it, and links lead there."""
+    root = tmp_path_factory.mktemp("loras")
+    for name in ("legal", "poet"):
+        adapter(root / "allowed" / name)
+    adapter(root / "secret")
+    (root / "allowed" / "link").symlink_to(root / "secret")
+    (root / "allowed" / "linked").mkdir()
+    (root / "allowed" / "linked" / "adapter_config.json").write_text("{}")
+    (root / "allowed" / "linked" / "adapter_model.safetensors").symlink_to(
+        root / "secret" / "adapter_model.safetensors"
+    )
+    return root
+
+
+def serving(place: Path, bundle: Bundle, **settings: Any) -> Any:
+    return running(
+        bundle,
+        engine=ENGINE,
+        workers=2,
+        database=f"sqlite:///{place / 'serving.db'}",
+        state_dir=str(place),
+        **settings,
+    )
+
+
+def test_adapters_come_and_go_in_every_worker_engine_and_start(place: Path) -> None:
+    """Loaded, called by both names in each worker, kept by a killed engine's successor and the next start, replaced,
+    unloaded."""
+    sources = f"{place / 'allowed'}, models:/team-*"
+    legal = str(place / "allowed" / "legal")
+    bundle = write_instant_model(place / "model")
+    with serving(place, bundle, adapter_sources=sources) as server:
+        plain = texts(server, "assistant")
+        added = post(server, LOAD, lora_name="legal", lora_path=legal)
+        assert added == (200, "Success: LoRA adapter 'legal' added successfully.")
+        text = texts(server, "assistant:legal")
+        assert len(text) == 1
+        assert text == texts(server, "legal") != plain
+        assert "assistant:legal" in models(server)
+        assert post(server, LOAD, lora_name="legal", lora_path=legal) == (400, FULL)
+        again = post(server, LOAD, lora_name="legal", lora_path=legal, load_inplace=True, pinned=True)
+        assert again == added
+        _refusals(server, place)
+        pid = engine_pid(server)
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: gone(pid) and engine_pids(server) - {pid} != set())
+        assert texts(server, "legal") == text
+    with serving(place, bundle, adapter_sources=sources) as server:
+        assert texts(server, "legal") == text
+        assert post(server, UNLOAD, lora_name="legal") == (200, "Success: LoRA adapter 'legal' removed successfully.")
+        assert texts(server, "legal") == texts(server, "assistant:legal") == {"404"}
+        assert "assistant:legal" not in models(server)
+        assert post(server, UNLOAD, lora_name="legal") == (404, "The lora adapter 'legal' cannot be found.")
+
+
+def _refusals(server: Running, place: Path) -> None:
+    """What is outside of the allowed directories, or is no adapter, or has another's name."""
+    allowed = place / "allowed"
+    for path in (
+        place / "secret",
+        allowed / "link",
+        allowed / "linked",
+        allowed / ".." / "secret",
+        allowed,
+        "/",
+        "/etc",
+        "relative",
+        f"{allowed}/\0",
+        "models:/private/1",
+        "models:/team-x/../private/1",
+    ):
+        status, text = post(server, LOAD, lora_name="x", lora_path=str(path))
+        assert (status, text.split(":")[0]) == (403, "lora_path"), path
+    missing = allowed / "missing"
+    found = post(server, LOAD, lora_name="x", lora_path=str(missing))
+    assert found == (404, f"Loading lora x failed: No adapter found for {missing}")
+    legal = str(allowed / "legal")
+    conflict = "The lora adapter name 'assistant' conflicts with a served base model."
+    assert post(server, LOAD, lora_name="assistant", lora_path=legal) == (400, conflict)
+    assert post(server, LOAD, lora_name="pirate", lora_path=legal, load_inplace=True)[0] == 400
+    needed = "Both 'lora_name' and 'lora_path' must be provided."
+    assert post(server, LOAD, lora_name="x") == post(server, LOAD, lora_path=legal, lora_name="") == (400, needed)
+    assert post(server, UNLOAD) == (400, "'lora_name' needs to be provided to unload a LoRA adapter.")
+    for name in ("../x", "a:b", "x" * 129, ".x", 3):
+        assert post(server, LOAD, lora_name=name, lora_path=legal)[0] == 400
+    assert post(server, LOAD, lora_name="x", lora_path=legal, model="nobody")[0] == 404
+    assert post(server, LOAD, lora_name="x", lora_path=legal, other=1)[0] == 400
+    assert post(server, LOAD, lora_name="x", lora_path=legal, pinned="yes")[0] == 400
+    assert "x" not in {name.rpartition(":")[2] for name in models(server)}
+
+
+def fake_server(found: Any = None, **settings: Any) -> Any:
+    """A server of these settings, with a registry of ``found``."""
+
+    def find(uris: tuple[str, ...]) -> Any:
+        if isinstance(found, Exception):
+            raise found
+        return (SimpleNamespace(bundle=SimpleNamespace(adapters=found)),)
+
+    return SimpleNamespace(settings=ServerSettings(**settings), find_models=find)
+
+
+def test_loading_is_off_by_default() -> None:
+    """A server without adapter_sources loads nothing from anywhere, and says which option would."""
+    with pytest.raises(PermissionDenied, match="--adapter-sources"):
+        lora_adapters._check_allowed(fake_server(), "/srv/legal")
+
+
+@pytest.mark.parametrize("places", ["/", "relative", "models:/", "/srv, https://example.org"])
+def test_sources_are_directories_or_names(places: str) -> None:
+    """Neither all of the machine nor all of the registry, nor another scheme."""
+    with pytest.raises(InvalidField, match="adapter_sources"):
+        ServerSettings(adapter_sources=places)
+
+
+@pytest.mark.parametrize("uri", ["models:/team-a/1", "models:/team-a@champion", "models:/legal/3"])
+def test_registered_models_are_allowed_by_name(uri: str) -> None:
+    """By pattern or whole; versions and aliases of an allowed name are."""
+    lora_adapters._check_allowed(fake_server(adapter_sources="models:/team-*, models:/legal"), uri)
+    with pytest.raises(PermissionDenied):
+        lora_adapters._check_allowed(fake_server(adapter_sources="models:/other"), uri)
+
+
+def test_the_adapter_of_a_registered_model() -> None:
+    """Its only one, or the one of the name; without either, and where there is no such model, the error says so."""
+    path = lambda found, name="x": lora_adapters._path(fake_server(found), "models:/team/1", name)  # noqa: E731
+    assert path({"legal": "/l"}) == "/l"
+    assert path({"legal": "/l", "x": "/x"}) == "/x"
+    for none in ({}, {"a": "/a", "b": "/b"}):
+        with pytest.raises(InvalidField, match="lora_path"):
+            path(none)
+    with pytest.raises(NotFound, match="No adapter found for models:/team/1"):
+        path(ModelNotFound("no such model"))
+    with pytest.raises(RequestError, match="Loading lora x failed: it is broken"):
+        path(PackagingError("it is broken"))
+
+
+def test_what_an_engine_refuses_is_taken_back(tmp_path: Path) -> None:
+    """The caller gets the engine's reason as a 400, and nothing of it stays in the store."""
+    taken, asked = [], []
+    new = DynamicAdapter(name="x", uri="/a", path="/a", revision="1")
+    planned = SimpleNamespace(
+        name="chat",
+        entities=(
+            SimpleNamespace(
+                adapters=(PlannedAdapter(name="x", revision="1", refusal="it does not fit"),),
+                config=SimpleNamespace(model=SimpleNamespace(bundle=SimpleNamespace(adapters={}))),
+            ),
+        ),
+    )
+    entity = SimpleNamespace(
+        endpoint="chat", entity="e", engine=SimpleNamespace(info=SimpleNamespace(capabilities=Capabilities()))
+    )
+    endpoints = SimpleNamespace(route=lambda called: (entity, None), entities=lambda: iter((entity,)))
+    endpoints.seen_by = lambda caller: endpoints
+    store = SimpleNamespace(
+        put=lambda *a, **k: asked.append(k["pinned"]) or (new, None), take_back=lambda *a: taken.append(a)
+    )
+    server = fake_server(adapter_sources=str(tmp_path))
+    server.endpoints, server.follower = endpoints, SimpleNamespace(planned=lambda name: (planned, True))
+    server.managed_endpoints = lambda: SimpleNamespace(adapters=store)
+    body = {"lora_name": "x", "lora_path": str(adapter(tmp_path / "x")), "pinned": True}
+    request = SimpleNamespace(json=lambda: body, caller=None, actor=None)
+    with pytest.raises(RequestError, match="Loading lora x failed: it does not fit"):
+        lora_adapters.load(server, request)
+    assert (taken, asked) == ([("chat", new, None)], [True])

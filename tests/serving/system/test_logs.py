@@ -1,0 +1,126 @@
+"""The log goes to a pipe that may have no reader: nothing waits for it, and what is lost is said."""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import json
+import logging
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from mlflow_llm.serving.system.log_queue import QueuedHandler
+from mlflow_llm.serving.system.logs import JsonLines
+
+PAGE = 4096  # the smallest pipe
+SCRIPT = """
+import fcntl, logging, os, sys, time
+from mlflow_llm.serving.system import logs
+
+def unread_stderr():
+    read, write = os.pipe()
+    fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, 4096)
+    os.dup2(write, 2)
+    return read
+
+"""
+
+
+@pytest.fixture
+def pipe():
+    """A small pipe: the file to read, and the descriptor to write to."""
+    read, write = os.pipe()
+    fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, PAGE)
+    with open(read) as file:
+        yield file, write
+    os.close(write)
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", SCRIPT + textwrap.dedent(code)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+
+
+def log_to(fd: int, limit: int):
+    """A function that logs its argument by a handler of so few lines."""
+    handler = QueuedHandler(fd, limit)
+    handler.setFormatter(JsonLines())
+
+    def log(event: object) -> None:
+        handler.handle(logging.makeLogRecord({"msg": str(event), "levelname": "INFO"}))
+
+    return log
+
+
+def test_an_unread_pipe_loses_lines_and_says_how_many(pipe):
+    """Nobody waits for its reader. Read again, it has lines in their order, the number of those between, and the
+    lines that came afterwards."""
+    found, write = pipe
+    log, total = log_to(write, 10), 1000
+    for number in range(total):
+        log(number)
+    lost = expected = 0
+    while expected < total:
+        line = json.loads(found.readline())
+        if line["event"] == "log lines lost":
+            assert line["level"] == "warning"
+            lost += line["lines"]
+            expected += line["lines"]
+        else:
+            assert int(line["event"]) == expected
+            expected += 1
+    assert lost > 0
+    log("later")
+    assert json.loads(found.readline())["event"] == "later"
+
+
+def test_a_non_blocking_pipe_is_waited_for(pipe):
+    """Whoever starts a server may hand it such a pipe; it gets every line whole."""
+    found, write = pipe
+    os.set_blocking(write, False)
+    log = log_to(write, 10)
+    for event in ("a" * 3 * PAGE, "b"):
+        log(event)
+    assert [json.loads(line)["event"][:2] for line in itertools.islice(found, 2)] == ["aa", "b"]
+
+
+def test_all_is_written_at_the_end_and_by_one_process():
+    """A process that ends has written its lines in order, and a fork repeats none of its parent's."""
+    done = run(
+        """
+        logs.configure()
+        for number in range(3000):
+            logs.event(str(number))
+        child = os.fork()
+        if not child:
+            logs.event("child")
+            logging.shutdown()
+            os._exit(0)
+        os.waitpid(child, 0)
+        """
+    )
+    events = [json.loads(line)["event"] for line in done.stderr.splitlines()]
+    assert (done.returncode, done.stdout, events.count("child")) == (0, "", 1)
+    assert [event for event in events if event != "child"] == [str(number) for number in range(3000)]
+
+
+def test_a_worker_ends_with_an_unread_pipe():
+    """gevent's replacements of threads and queues make no difference; the end does not wait for a reader."""
+    done = run(
+        """
+        from gevent import monkey
+        monkey.patch_all()
+        unread_stderr()
+        logs.configure()
+        for number in range(20000):
+            logs.event(str(number))
+            if number % 1000 == 0:
+                time.sleep(0)  # the loop's turn
+        print("alive", flush=True)
+        """
+    )
+    assert (done.returncode, done.stdout) == (0, "alive\n")

@@ -1,0 +1,63 @@
+"""Which requests have a grammar for the calls of their replies."""
+
+import msgspec
+import pytest
+
+from mlflow_llm.serving.interface.constraint import Constraint
+from mlflow_llm.serving.interface.errors import InvalidField
+from mlflow_llm.serving.interface.request import Message, RawChat, RawSampling, Tool, ToolChoice
+from mlflow_llm.serving.tasks.grammar_request import NO_GRAMMARS
+from mlflow_llm.serving.tasks.prepare import prepare
+
+ASKED = (Message(role="user", content="Rome?"),)
+NOW = Tool(name="now")
+STRICT = Tool(name="f", strict=True, parameters={"type": "object", "properties": {}})
+SYNTAX = Constraint(kind="regex", value="[0-9]+", field="tools[0].custom.format.grammar.definition")
+HELD = [
+    ({"tools": (NOW,), "tool_choice": ToolChoice(mode="required")}, "tool_choice"),
+    ({"tools": (NOW, STRICT), "tool_choice": ToolChoice(mode="auto", names=("now",))}, "tool_choice"),
+    ({"tools": (NOW,), "parallel_tool_calls": False}, "parallel_tool_calls"),
+    ({"tools": (NOW, STRICT)}, "tools[1].function.strict"),
+    ({"tools": (Tool(name="run", kind="custom", syntax=SYNTAX),)}, SYNTAX.field),
+]
+
+
+def _grammar(endpoint, **fields):
+    return prepare(RawChat(messages=ASKED, **fields), endpoint).sampling.grammar
+
+
+@pytest.mark.parametrize(("fields", "param"), HELD)
+def test_calls_that_are_held_to_something(endpoint_of, fields, param):
+    """Forced, strict, single calls and such of a subset have a grammar; where the engine takes none they are refused
+    by the field that asks for them."""
+    endpoint = endpoint_of(context=4096)
+    assert "lark_grammar" in _grammar(endpoint, **fields).source
+    info = endpoint.info
+    without = msgspec.structs.replace(
+        info, capabilities=msgspec.structs.replace(info.capabilities, structured_output=False)
+    )
+    endpoint = type(endpoint)(name="m", info=without, text=endpoint.text)
+    with pytest.raises(InvalidField, match=NO_GRAMMARS[:40]) as caught:
+        _grammar(endpoint, **fields)
+    assert caught.value.param == param
+
+
+def test_calls_that_are_not(endpoint_of):
+    """Tools that may be called or not, in any number and order, cost nothing; nor do those that may not be called."""
+    endpoint = endpoint_of(context=4096)
+    assert _grammar(endpoint, tools=(NOW,)) is None
+    assert _grammar(endpoint, tools=(STRICT,), tool_choice=ToolChoice(mode="none")) is None
+    assert _grammar(endpoint) is None
+
+
+def test_a_form_beside_calls(endpoint_of, text_of):
+    """response_format with tools is one grammar of both; after reasoning where the model reasons."""
+    form = Constraint(kind="regex", value="[a-z]+", field="structured_outputs.regex")
+    sampling = RawSampling(constraint=form)
+    both = _grammar(endpoint_of(context=4096), tools=(NOW,), sampling=sampling)
+    assert "[a-z]+" in both.source
+    assert "now" in both.source
+    alone = _grammar(endpoint_of(context=4096), sampling=sampling)
+    assert "now" not in alone.source
+    thinks = endpoint_of(model=text_of("{# </think> #}{{ messages[0].content }}"), context=4096)
+    assert "</think>" in _grammar(thinks, sampling=sampling).source.replace("\\\\", "")
