@@ -1,7 +1,8 @@
 """Mutated requests to every inference route: none may be answered with a fault of ours, in another form than the
 dialect's, or not at all.
 
-CI sends some of each kind in process (``tests/serving/http/inference/test_fuzz.py``). By hand, against a running server:
+CI sends some of each kind in process (``tests/serving/http/inference/test_fuzz.py``). By hand, against a running
+server:
 
     python tests/fuzz.py --seconds 3600 --seed 1
 """

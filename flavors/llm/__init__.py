@@ -33,18 +33,18 @@ __all__ = [
 ]
 
 MODULES = {
-    "FLAVOR_NAME": "names",
-    "_load_pyfunc": "load",
-    "as_responses_agent": "load",
-    "close": "load",
-    "closing": "load",
+    "FLAVOR_NAME": "model.names",
+    "_load_pyfunc": "load.load_model",
+    "as_responses_agent": "load.load_model",
+    "close": "load.load_model",
+    "closing": "load.load_model",
     "errors": "errors",
-    "get_default_conda_env": "requirements",
-    "get_default_pip_requirements": "requirements",
-    "load_bundle": "bundle_loader",
-    "load_model": "load",
-    "log_model": "save",
-    "save_model": "save",
+    "get_default_conda_env": "save.requirements",
+    "get_default_pip_requirements": "save.requirements",
+    "load_bundle": "model.bundle_loader",
+    "load_model": "load.load_model",
+    "log_model": "save.save_model",
+    "save_model": "save.save_model",
 }
 
 

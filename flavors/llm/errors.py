@@ -1,8 +1,9 @@
-"""The public errors of the flavor: each class of ``serving.errors`` has a twin that is also an ``MlflowException``.
+"""The public errors of the flavor: each of the server's errors has a twin that is an ``MlflowException``.
 
 The two trees have the same classes (a test walks both), and each twin inherits from its original. ``except
-MlflowException``, ``except llm.errors.RequestError`` and ``except mlflow_llm.serving.interface.errors.RequestError`` thus all
-catch an ``InvalidField`` from the object API or ``predict``. Errors keep ``kind``, ``param``, ``retry_after`` and the
+MlflowException``, ``except llm.errors.RequestError`` and ``except
+mlflow_llm.serving.interface.errors.RequestError`` thus all catch an ``InvalidField`` from the object API or
+``predict``. Errors keep ``kind``, ``param``, ``retry_after`` and the
 status that an HTTP caller gets.
 """
 

@@ -10,9 +10,8 @@ from ..dialects import DIALECTS, Dialect
 from ..dialects.json_body import leniently
 from ..dialects.mindie.dialect import SHARED_PATH
 from ..dialects.triton.dialect import is_meant
-from ..http.route import Route
 from ..routing.served_endpoints import ServedEndpoints
-from .operation import Request
+from .operation import Operation, Request
 
 MINDIE, GENERATE, TRITON = DIALECTS["mindie"], DIALECTS["generate"], DIALECTS["triton-generate"]
 
@@ -23,14 +22,14 @@ class _Named(Struct):
     model: str | None = None
 
 
-def is_open(route: Route) -> bool:
+def is_open(route: Operation) -> bool:
     """Return whether the dialect depends on the body or on the endpoint that it names (``choose``)."""
     return route.dialect is GENERATE or _is_shared(route)
 
 
 def choose(endpoints: ServedEndpoints, request: Request, body: bytes) -> None:
     """Set the dialect of ``request`` to the one of its body, if that is not the route's."""
-    if request.route.dialect is GENERATE:
+    if request.operation.dialect is GENERATE:
         if is_meant(body):
             request.spoken.dialect = TRITON
         return
@@ -41,13 +40,13 @@ def choose(endpoints: ServedEndpoints, request: Request, body: bytes) -> None:
         request.spoken.dialect = MINDIE
 
 
-def usual(endpoints: ServedEndpoints, route: Route) -> Dialect:
+def usual(endpoints: ServedEndpoints, route: Operation) -> Dialect:
     """Return the dialect for refusing a request whose endpoint is not known: MindIE's if all endpoints speak it."""
     spoken = _speaks_mindie(endpoints) if _is_shared(route) else []
     return MINDIE if spoken and all(spoken) else route.dialect
 
 
-def _is_shared(route: Route) -> bool:
+def _is_shared(route: Operation) -> bool:
     return route.inference is not None and route.inference.path == SHARED_PATH
 
 

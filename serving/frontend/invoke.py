@@ -67,7 +67,7 @@ def _accept(
     record = request.record
     with server.memory.allocate(request.payer(server)) as allocation:
         body = request.receive(allocation)
-        if is_open(request.route):
+        if is_open(request.operation):
             server.offload(len(body), choose, server.endpoints, request, body)
         raw = server.offload(len(body), _decode, request, body)
         entity, raw = address(server.endpoints.seen_by(request.caller), request, raw)
@@ -117,8 +117,8 @@ def _decode(request: Request, body: bytes) -> RawRequest:
 
 
 def _inference(request: Request) -> InferenceRoute:
-    assert request.route.inference is not None
-    return request.route.inference
+    assert request.operation.inference is not None
+    return request.operation.inference
 
 
 def _seconds(header: str) -> float:

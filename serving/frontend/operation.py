@@ -1,4 +1,4 @@
-"""A route: its method, path and handler, the authentication it needs, and its description in the OpenAPI document."""
+"""An operation of the server and a request for it, whichever protocol it comes by."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from enum import Enum
 from typing import Any
 
 from ..dialects import DIALECTS, Dialect, InferenceRoute
-from ..dialects.base import JSON, Headers
+from ..dialects.base import Headers
 from ..dialects.json_body import read_object
 from ..interface.errors import InvalidField
-from ..interface.readers import Reader
 from ..metering.accounts.audit import Actor
 from ..metering.accounts.authorization import ANONYMOUS, Caller
 from ..observability.access_record import AccessRecord
@@ -27,7 +26,7 @@ Watch = Callable[[InterruptibleIterator[Any]], AbstractContextManager[None]]
 
 @dataclass(slots=True)
 class Spoken:
-    """The dialect in which a request is answered, if it is not the route's dialect (``dialect_choice``)."""
+    """The dialect in which a request is answered, if it is not the operation's own (``dialect_choice``)."""
 
     dialect: Dialect | None = None
 
@@ -36,13 +35,13 @@ class Spoken:
 class Request:
     """A request whose caller is known and whose body has not been received yet.
 
-    ``path`` has the values of the route's ``<variables>``; ``parameters()`` returns the values of each query parameter.
+    ``path`` has the values of the variables in the operation's path; ``parameters()`` returns each parameter's values.
     ``receive`` reads the body; ``is_large`` says whether the body may be large, judging by the head. ``address`` is
     what the request counts under if no keys are required. ``watch`` makes a context manager that interrupts its
     argument on a disconnect; without ``watch``, ``sock`` is watched.
     """
 
-    route: Route
+    operation: Operation
     record: AccessRecord
     headers: Headers
     caller: Caller = ANONYMOUS
@@ -59,7 +58,7 @@ class Request:
     @property
     def dialect(self) -> Dialect:
         """The dialect in which the request is read and answered."""
-        return self.spoken.dialect or self.route.dialect
+        return self.spoken.dialect or self.operation.dialect
 
     @property
     def name(self) -> str:
@@ -93,10 +92,10 @@ Handler = Callable[[Server, Request], Answer]  # raises ``ServingError``, ``Clie
 
 
 class Auth(Enum):
-    """The authentication that a route requires if the server requires keys.
+    """The authentication that an operation requires if the server requires keys.
 
-    Open routes (OPEN, OPTIONAL) respond even while the store of keys is away, because probes depend on them. OPTIONAL
-    routes show more to a caller with a key.
+    Open operations (OPEN, OPTIONAL) respond even while the store of keys is away, because probes depend on them.
+    OPTIONAL ones show more to a caller with a key.
     """
 
     OPEN = "open"
@@ -115,44 +114,20 @@ class Auth(Enum):
         return self.value if self in (Auth.INVOKE, Auth.MANAGE) else None
 
 
-class Listener(Enum):
-    """The listener that has a route, if probes and metrics have a separate listener (``probe_port``)."""
-
-    GATEWAY = "gateway"
-    BOTH = "both"
-    PROBES = "probes"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Route:
-    """A route of the server.
+class Operation:
+    """An operation of the server: its handler, who may call it, and the dialect of its bodies and errors.
 
-    ``path`` is in werkzeug's notation. ``dialect`` decides the form of errors, and for a route with ``inference`` also
-    of bodies. ``content_types`` are the accepted media types of a route without ``inference`` (see ``InferenceRoute``).
-
-    The following fields are for the OpenAPI document. ``body`` reads a body of a route without ``inference``; ``query``
-    has the JSON schemas of query parameters; ``produces`` has the media types of responses, the usual one first;
-    ``also`` describes, by status, further responses that have the same body as a 200.
+    ``path`` names the operation: over HTTP it is the route's path, in werkzeug's notation. ``inference`` says what an
+    inference operation reads. A protocol adds what it needs to find an operation (``http.route.Route``).
     """
 
-    method: str
     path: str
     handler: Handler
     summary: str
     dialect: Dialect = DIALECTS["mlflow"]
     auth: Auth = Auth.ANY_KEY
-    listener: Listener = Listener.GATEWAY
     inference: InferenceRoute | None = None
-    body: Reader[Any] | None = None
-    query: Mapping[str, dict[str, Any]] = field(default_factory=dict)
-    produces: tuple[str, ...] = (JSON,)
-    also: Mapping[int, str] = field(default_factory=dict)
-    content_types: tuple[str, ...] = (JSON,)
-
-    @property
-    def takes(self) -> tuple[str, ...]:
-        """The accepted media types of bodies."""
-        return self.content_types if self.inference is None else self.inference.content_types
 
 
 def with_body(handler: Handler) -> Handler:

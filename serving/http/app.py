@@ -93,7 +93,7 @@ def _answer(server: Server, route: Route, path: dict[str, str], record: AccessRe
         caller = authenticate(server, route.auth, flask_request.headers, address, record)
         check_content_type(environ, route.takes)
         request = Request(
-            route=route,
+            operation=route,
             record=record,
             caller=caller,
             headers=flask_request.headers,

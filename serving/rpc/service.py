@@ -16,15 +16,14 @@ import grpc
 from google.protobuf import json_format
 
 from ..dialects.kserve.metadata import server_metadata
+from ..frontend import kserve_queries
 from ..frontend.addressing import VERSION
 from ..frontend.answer import Answer
 from ..frontend.authentication import authenticate, charge
 from ..frontend.in_flight import ClientGone
 from ..frontend.invoke import invoke
-from ..frontend.operation import Auth, Request
+from ..frontend.operation import Auth, Operation, Request
 from ..frontend.worker_state import Server
-from ..http.inference import kserve
-from ..http.route import Route
 from ..interface.errors import Aborted, InternalError, NotFound, RequestError, ServingError
 from ..metering.accounts.authorization import Caller
 from ..observability.access_record import REQUEST_ID, AccessRecord, request_id_from
@@ -45,9 +44,8 @@ Response = dict[str, Any]
 T = TypeVar("T")
 
 
-def _route(inference: Any) -> Route:
-    return Route(
-        method="POST",
+def _operation(inference: Any) -> Operation:
+    return Operation(
         path=inference.path,
         handler=invoke,
         summary=inference.summary,
@@ -57,7 +55,7 @@ def _route(inference: Any) -> Route:
     )
 
 
-_INFER, _STREAM = _route(INFER), _route(STREAM)
+_INFER, _STREAM = _operation(INFER), _operation(STREAM)
 
 
 class _Over:
@@ -76,7 +74,7 @@ class Service:
         self.answering = 0
         self._asked: dict[str, tuple[Auth, Callable[[Any, Caller], Response]]] = {
             "ServerLive": (Auth.OPEN, lambda asked, caller: {"live": True}),
-            "ServerReady": (Auth.OPEN, lambda asked, caller: {"ready": kserve.takes_requests(server)}),
+            "ServerReady": (Auth.OPEN, lambda asked, caller: {"ready": kserve_queries.takes_requests(server)}),
             "ServerMetadata": (Auth.OPEN, lambda asked, caller: server_metadata()),
             "ModelReady": (Auth.ANY_KEY, self._model_ready),
             "ModelMetadata": (Auth.ANY_KEY, self._model_metadata),
@@ -112,25 +110,25 @@ class Service:
     def _find(self, asked: Any, caller: Caller) -> ServedEntity:
         if not asked.name:
             raise NotFound("name: a model's name", param="name")
-        return kserve.find(self._server.endpoints.seen_by(caller), caller, asked.name, asked.version or None)
+        return kserve_queries.find(self._server.endpoints.seen_by(caller), caller, asked.name, asked.version or None)
 
     def _model_ready(self, asked: Any, caller: Caller) -> Response:
         entity = self._find(asked, caller)
-        return {"ready": not self._server.load_shedder.draining and kserve.answers(entity)}
+        return {"ready": not self._server.load_shedder.draining and kserve_queries.answers(entity)}
 
     def _model_metadata(self, asked: Any, caller: Caller) -> Response:
         entity = self._find(asked, caller)
-        return kserve.metadata_of(self._server.endpoints.seen_by(caller), entity)
+        return kserve_queries.metadata_of(self._server.endpoints.seen_by(caller), entity)
 
     def _model_config(self, asked: Any, caller: Caller) -> Response:
-        return {"config": kserve.config_of(self._find(asked, caller))}
+        return {"config": kserve_queries.config_of(self._find(asked, caller))}
 
     def _index(self, asked: Any, caller: Caller) -> Response:
         if asked.repository_name:
             raise NotFound(
                 f"repository_name: no repository {asked.repository_name[:80]!r}; there is one, without a name"
             )
-        return {"models": list(kserve.entries(self._server.endpoints.seen_by(caller), only_ready=asked.ready))}
+        return {"models": list(kserve_queries.entries(self._server.endpoints.seen_by(caller), only_ready=asked.ready))}
 
     # inference
 
@@ -289,7 +287,7 @@ class Service:
             tracer=tracer,
         )
 
-    def _run(self, route: Route, call: Call, record: AccessRecord, message: Message) -> Answer:
+    def _run(self, route: Operation, call: Call, record: AccessRecord, message: Message) -> Answer:
         """Run an inference request. Runs in the loop. Raises ``ServingError``."""
 
         def run(caller: Caller) -> Answer:
@@ -298,7 +296,7 @@ class Service:
                 raise NotFound("model_name: the name of a model", param="model_name")
             version = {VERSION: wanted} if wanted else {}
             request = Request(
-                route=route,
+                operation=route,
                 record=record,
                 caller=caller,
                 headers=call.headers,

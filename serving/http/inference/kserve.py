@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 from ...dialects import DIALECTS
 from ...dialects.base import JSON
 from ...dialects.json_body import read_object
 from ...dialects.kserve.body import BINARY
-from ...dialects.kserve.metadata import index_entry, model_config, model_metadata, server_metadata
+from ...dialects.kserve.metadata import server_metadata
 from ...frontend.addressing import VERSION
 from ...frontend.answer import Answer, json_answer
+from ...frontend.kserve_queries import answers, config_of, entries, find, metadata_of, takes_requests
 from ...frontend.operation import Auth, Handler, Request, with_body
 from ...frontend.worker_state import Server
 from ...interface.errors import ShuttingDown, Unavailable
 from ...interface.readers import Entry, boolean, record
-from ...metering.accounts.authorization import Caller
 from ...routing.served_endpoints import ServedEndpoints, ServedEntity
 from ..route import Listener, Route
 
@@ -31,13 +28,6 @@ def is_ready(server: Server, request: Request) -> Answer:
     """Return the same readiness as ``/ready``, without its details."""
     ready = takes_requests(server)
     return json_answer({"ready": ready}, status=200 if ready else Unavailable.status)
-
-
-def takes_requests(server: Server) -> bool:
-    """Return whether the server is not draining and each served entity has an engine that makes progress."""
-    if server.load_shedder.draining:
-        return False
-    return all(entity.engine.health().status == "ready" for entity in server.endpoints.entities())
 
 
 def of_server(server: Server, request: Request) -> Answer:
@@ -64,43 +54,6 @@ def config_of_model(server: Server, request: Request) -> Answer:
 def index(server: Server, request: Request) -> Answer:
     asked = read_object(request.body, lambda found: _INDEX(found, "")) if request.body.strip() else {}
     return json_answer(list(entries(_seen(server, request), only_ready=bool(asked.get("ready")))))
-
-
-def metadata_of(endpoints: ServedEndpoints, entity: ServedEntity) -> dict[str, Any]:
-    """Return the tensors of an endpoint's models, and the versions of these models."""
-    versions = endpoints.versions_of(entity.endpoint)
-    return model_metadata(entity.endpoint, versions, generates=entity.view.generates)
-
-
-def config_of(entity: ServedEntity) -> dict[str, Any]:
-    """Return the model's configuration in Triton's terms."""
-    view = entity.view
-    return model_config(
-        entity.endpoint, generates=view.generates, max_model_len=view.context, vocab_size=view.info.vocab_size
-    )
-
-
-def entries(endpoints: ServedEndpoints, *, only_ready: bool) -> Iterator[dict[str, Any]]:
-    """Yield the entries of the repository's index: each model and version that is served."""
-    ready: dict[tuple[str, str], bool] = {}
-    for entity in endpoints.entities():
-        place = entity.endpoint, entity.version
-        ready[place] = answers(entity) or ready.get(place, False)
-    for (name, version), is_up in ready.items():
-        if is_up or not only_ready:
-            yield index_entry(name, version, is_ready=is_up)
-
-
-def answers(entity: ServedEntity) -> bool:
-    """Return whether ``entity`` takes requests. An unloaded or starting engine counts, because requests wait for it."""
-    return entity.engine.health().status in ("ready", "starting")
-
-
-def find(endpoints: ServedEndpoints, caller: Caller, name: str, version: str | None) -> ServedEntity:
-    """Return the served entity that ``name`` and ``version`` name. Raises ``NotFound``."""
-    entity, adapter = endpoints.find(name, version)
-    endpoints.check_use(caller, entity, adapter)
-    return entity
 
 
 def _seen(server: Server, request: Request) -> ServedEndpoints:

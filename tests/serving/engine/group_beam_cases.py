@@ -2,7 +2,8 @@
 last release that had them, the latter with logits processors.
 
     pip install --no-deps --target OLD transformers==4.55.4 tokenizers==0.21.4 huggingface_hub==0.34.4
-    PYTHONPATH=OLD python tests/serving/engine/group_beam_cases.py 100 > tests/serving/engine/beams/group_beam_cases.json
+    PYTHONPATH=OLD python tests/serving/engine/group_beam_cases.py 100 > \
+        tests/serving/engine/beams/group_beam_cases.json
     PYTHONPATH=OLD python tests/serving/engine/group_beam_cases.py 60 processors > \
         tests/serving/engine/beams/group_processor_cases.json
 

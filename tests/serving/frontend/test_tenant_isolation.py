@@ -81,7 +81,7 @@ def test_metrics_take_the_scope_manage_or_the_probe_listener(make: Callable[...,
         seen.append(client.get("/metrics", headers={"Authorization": f"Bearer {secret}"}).status_code)
     assert seen == [401, 403, 403, 200]
     record = AccessRecord(request_id="a", method="GET", path="/metrics")
-    stranger = Request(route=info_routes.ROUTES[-1], record=record, headers={}, caller=UNKNOWN)
+    stranger = Request(operation=info_routes.ROUTES[-1], record=record, headers={}, caller=UNKNOWN)
     assert info_routes.metrics_exposition(make(keys=keys, probe_port=1), stranger).status == 200
     assert create_app(make()).test_client().get("/metrics").status_code == 200
     store.close()

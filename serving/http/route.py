@@ -1,0 +1,46 @@
+"""A route: an operation with an HTTP method, and its description in the OpenAPI document."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from ..dialects.base import JSON
+from ..frontend.operation import Operation
+from ..interface.readers import Reader
+
+
+class Listener(Enum):
+    """The listener that has a route, if probes and metrics have a separate listener (``probe_port``)."""
+
+    GATEWAY = "gateway"
+    BOTH = "both"
+    PROBES = "probes"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route(Operation):
+    """A route of the server.
+
+    ``dialect`` decides the form of errors, and for a route with ``inference`` also of bodies. ``content_types`` are the
+    accepted media types of a route without ``inference`` (see ``InferenceRoute``).
+
+    The following fields are for the OpenAPI document. ``body`` reads a body of a route without ``inference``; ``query``
+    has the JSON schemas of query parameters; ``produces`` has the media types of responses, the usual one first;
+    ``also`` describes, by status, further responses that have the same body as a 200.
+    """
+
+    method: str
+    listener: Listener = Listener.GATEWAY
+    body: Reader[Any] | None = None
+    query: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    produces: tuple[str, ...] = (JSON,)
+    also: Mapping[int, str] = field(default_factory=dict)
+    content_types: tuple[str, ...] = (JSON,)
+
+    @property
+    def takes(self) -> tuple[str, ...]:
+        """The accepted media types of bodies."""
+        return self.content_types if self.inference is None else self.inference.content_types
