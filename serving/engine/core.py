@@ -41,8 +41,8 @@ from .requests.delivery import Delivery
 from .requests.embedding_queue import EmbeddingQueue
 from .requests.finisher import Exits
 from .requests.image_features import Pictures
-from .requests.inflight import InflightRequest, InflightRequests
 from .requests.request_check import check_beams, check_request, with_learned_prompt
+from .scheduling.inflight import InflightRequest, InflightRequests
 from .scheduling.scheduler import Run
 from .scheduling.sequence import SequenceGroup, SequenceState
 

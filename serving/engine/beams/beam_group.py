@@ -26,8 +26,8 @@ from ..constraints.grammar_state import DEAD_END, Matching
 from ..constraints.grammar_tokenizer import GrammarTokenizer
 from ..constraints.logits_processors import may_forbid, nothing_left
 from ..native.continuations import can_continue
-from ..requests.inflight import SearchedText
 from ..sampling.sampler import adjust, is_adjusted, logprobs, restrict
+from ..scheduling.inflight import SearchedText
 from ..scheduling.sequence import SequenceGroup, SequenceState
 from .beam_search import BeamSearch, Ending, Fork, Hypothesis
 from .beam_texts import BeamTexts

@@ -15,10 +15,10 @@ from ...interface.stop_rule import StopReason
 from ..beams.beam_group import BeamGroup
 from ..constraints.logits_processors import nothing_left
 from ..sampling.sampler import sample, score_prompt
+from ..scheduling.inflight import InflightRequests
 from ..scheduling.scheduler import Run
 from ..scheduling.sequence import NOTHING_LEFT, Place, Sampled, SequenceGroup, SequenceState
 from .finisher import Exits
-from .inflight import InflightRequests
 
 
 class Delivery:

@@ -9,9 +9,9 @@ from ...interface.errors import InternalError, ServingError
 from ...interface.events import FinishReason
 from ..beams.beam_group import BeamGroup
 from ..constraints.grammars import Grammars
+from ..scheduling.inflight import InflightRequest, InflightRequests
 from ..scheduling.sequence import SequenceGroup, SequenceState
 from .embedding_queue import EmbeddingQueue
-from .inflight import InflightRequest, InflightRequests
 
 logger = logging.getLogger(__name__)
 

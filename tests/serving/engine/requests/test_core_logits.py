@@ -16,7 +16,7 @@ from tiny_models import VOCAB, prompt_of, request_of
 
 from mlflow_llm.serving.engine.core import EngineCore
 from mlflow_llm.serving.engine.in_process import InProcessEngine
-from mlflow_llm.serving.engine.requests import inflight
+from mlflow_llm.serving.engine.scheduling import inflight
 from mlflow_llm.serving.interface.bundle import Bundle
 from mlflow_llm.serving.interface.request import Beams, RawCompletion, RawSampling, ValidRequest
 from mlflow_llm.serving.interface.settings import EngineSettings

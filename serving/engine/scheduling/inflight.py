@@ -15,7 +15,7 @@ from ...interface.engine import QUEUE_FLOOR, Client, EngineOutput
 from ...interface.errors import Overloaded, ServingError
 from ...interface.events import Event, Failed, Finished, FinishReason, Logits, Timed, TokenLogprob, Tokens
 from ...interface.request import LogitsOf, ValidRequest
-from ..scheduling.sequence import SequenceGroup, SequenceState
+from .sequence import SequenceGroup, SequenceState
 
 LOGITS_EVENT = 2**20  # approximate size of an event in bytes
 
