@@ -20,9 +20,9 @@ from typing import Literal
 
 from msgspec import Struct
 
-from ..tool_calls.formats import ToolFormat
 from .errors import PackagingError
 from .request import Activation, Task
+from .tool_format import ToolFormat
 
 
 class EmbeddingSpec(Struct, frozen=True, kw_only=True):

@@ -7,8 +7,8 @@ from typing import NamedTuple
 from ..interface.constraint import Grammar
 from ..interface.errors import InvalidField
 from ..interface.request import Picture, RawChat, ToolChoice, ToolUse
+from ..interface.tool_format import ToolFormat
 from ..tool_calls.argument_types import argument_types
-from ..tool_calls.formats import ToolFormat
 from .grammar_request import chat_grammar, check_choice
 from .media.media import pictures_of
 from .prompt.endpoint import EndpointView

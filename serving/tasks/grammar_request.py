@@ -11,9 +11,9 @@ from msgspec import Struct
 from ..interface.constraint import Constraint, ConstraintKind, Grammar
 from ..interface.errors import InvalidField
 from ..interface.request import RawChat, RawSampling, Tool, ToolChoice
+from ..interface.tool_format import ToolFormat
 from ..structured.grammar import grammar_of
 from ..tool_calls.call_grammar import call_grammar
-from ..tool_calls.formats import ToolFormat
 from .prompt.endpoint import EndpointView
 from .prompt.tool_messages import shown_tools
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..interface.request import Tool
-from .formats import CUSTOM_INPUT
+from ..interface.tool_format import CUSTOM_INPUT
 
 MAX_DEPTH = 8  # of nested unions and references
 

@@ -13,9 +13,9 @@ from typing import Any
 
 from ..interface.constraint import Constraint, Grammar
 from ..interface.request import Tool, ToolChoice
+from ..interface.tool_format import CUSTOM_INPUT, ToolFormat
 from ..structured.grammar import ended_grammar, grammar_of, quoted_grammar, schema_value
 from .forced_arguments import ArgumentsGrammar
-from .formats import CUSTOM_INPUT, ToolFormat
 from .lark import Lark, one_of, quoted, times
 
 MAX_CALLS = 128

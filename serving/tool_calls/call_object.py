@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection
 from typing import Literal, TypeAlias
 
-from .formats import ToolFormat
+from ..interface.tool_format import ToolFormat
 from .json_values import JsonScanner
 from .markers import skip_space
 

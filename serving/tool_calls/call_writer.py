@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..interface.request import ToolCall
-from .formats import ToolFormat
+from ..interface.tool_format import ToolFormat
 from .trusted_text import Composed, Own, joined
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from .formats import FORMATS, REASONING, Reasoning, ToolFormat
+from ..interface.tool_format import Reasoning, ToolFormat
+from .formats import FORMATS, REASONING
 
 GENERIC = FORMATS["generic"]
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 from ..interface.errors import InvalidField
-from .formats import ToolFormat
+from ..interface.tool_format import ToolFormat
 from .lark import Lark, one_of, quoted, times
 
 MAX_OPEN = 32  # arguments with names that the schema does not give

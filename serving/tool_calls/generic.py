@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..interface.request import ToolCall
+from ..interface.tool_format import ToolFormat
 from .call_writer import written_calls
-from .formats import ToolFormat
 from .trusted_text import Composed, Own
 
 _EXAMPLE = ToolCall(id="", name="function-name", arguments={"argument-name": "value"})

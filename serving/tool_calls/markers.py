@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
-from .formats import ToolFormat
+from ..interface.tool_format import ToolFormat
 
 FIRST_SURROGATE = 0xD800
 SPACE = " \t\r\n"

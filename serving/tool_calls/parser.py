@@ -6,8 +6,8 @@ import hashlib
 from collections.abc import Iterable
 
 from ..interface.request import ToolUse
+from ..interface.tool_format import ToolFormat
 from .channels import TOKENS, ChannelReader
-from .formats import ToolFormat
 from .marker_parser import MarkedReader
 from .markers import literals, stand_ins
 from .parser_base import Parser

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from ..interface.request import ToolUse
+from ..interface.tool_format import CUSTOM_INPUT
 from .arguments import ArgumentsReader
-from .formats import CUSTOM_INPUT
 from .json_values import MemberText
 from .markers import Literals, Search
 from .parts import CallArguments, CallBegin, CallEnd, Part, Parts, Text, Thought, Trimmed

@@ -22,7 +22,7 @@ from msgspec import Struct
 from ....serving.interface.bundle import CrossEncoderSpec, EmbeddingSpec, PictureSpec
 from ....serving.interface.errors import PackagingError, shown
 from ....serving.interface.request import Task
-from ....serving.tool_calls.formats import ToolFormat
+from ....serving.interface.tool_format import ToolFormat
 
 FORMAT_VERSION = 4  # of models that read pictures
 QUANTIZED_VERSION = 3

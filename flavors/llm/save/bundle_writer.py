@@ -11,8 +11,8 @@ from ....serving.interface.bundle import Bundle, CrossEncoderSpec, EmbeddingSpec
 from ....serving.interface.errors import PackagingError, shown
 from ....serving.interface.request import POOLED, Task
 from ....serving.interface.settings import EngineSettings
+from ....serving.interface.tool_format import ToolFormat
 from ....serving.tool_calls.detect import formats_of
-from ....serving.tool_calls.formats import ToolFormat
 from ..model import templates as chat_templates
 from ..model.base_model import PinnedBase
 from ..model.bundle_reader import read_bundle

@@ -8,7 +8,8 @@ from typing import Any, TypeAlias
 import msgspec
 
 from ....serving.interface.errors import PackagingError, shown
-from ....serving.tool_calls.formats import FORMATS, ToolFormat
+from ....serving.interface.tool_format import ToolFormat
+from ....serving.tool_calls.formats import FORMATS
 
 Given: TypeAlias = str | Mapping[str, Any] | ToolFormat | None
 

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from ...interface.errors import InvalidField
 from ...interface.readers import obj, reader, string
 from ...interface.request import MAX_MESSAGES, Message, Part, Role, TextPart, ToolCall
-from ...tool_calls.formats import CUSTOM_INPUT
+from ...interface.tool_format import CUSTOM_INPUT
 from .fields import unknown_field
 from .image_parts import ONLY_OF_USERS, MediaLimit, image_url
 

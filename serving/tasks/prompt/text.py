@@ -17,11 +17,11 @@ from tokenizers import Tokenizer
 from ...interface.bundle import Bundle, CrossEncoderSpec, EmbeddingSpec, PictureSpec
 from ...interface.errors import InvalidField, PackagingError, RequestError, Unavailable, reason
 from ...interface.request import ChatEnd
+from ...interface.tool_format import ToolFormat
 from ...model_files.eos import eos_ids
 from ...model_files.token_bytes import byte_table, plain_token
 from ...sandbox import Refused
 from ...tool_calls.detect import formats_of
-from ...tool_calls.formats import ToolFormat
 from ...tool_calls.parser import special_stand_ins
 from .detokenize import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from .pair_template import PairTemplate

@@ -14,8 +14,8 @@ from typing import Any
 
 from ...interface.errors import InvalidField
 from ...interface.request import ChatEnd, Message, RawChat, Tool, ToolCall
+from ...interface.tool_format import CUSTOM_INPUT, ToolFormat
 from ...tool_calls.call_writer import written_calls
-from ...tool_calls.formats import CUSTOM_INPUT, ToolFormat
 from ...tool_calls.generic import result_text
 from ...tool_calls.trusted_text import Composed, Own
 

@@ -9,8 +9,9 @@ from mlflow.exceptions import MlflowException
 from mlflow.models import Model
 
 from mlflow_llm.flavors import llm
+from mlflow_llm.serving.interface.tool_format import Reasoning
 from mlflow_llm.serving.tasks.prompt.text import TextModel
-from mlflow_llm.serving.tool_calls.formats import FORMATS, REASONING, Reasoning
+from mlflow_llm.serving.tool_calls.formats import FORMATS, REASONING
 
 HERMES = "{% if tools %}{{ tools }}<tool_call></tool_call>{% endif %}" + TEMPLATE
 CODER = "{% if tools %}{{ tools }}<function=x><parameter=y></parameter></function>{% endif %}" + TEMPLATE

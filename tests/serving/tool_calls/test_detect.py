@@ -2,8 +2,9 @@
 
 import pytest
 
+from mlflow_llm.serving.interface.tool_format import Reasoning
 from mlflow_llm.serving.tool_calls.detect import detect, detect_or_generic
-from mlflow_llm.serving.tool_calls.formats import FORMATS, REASONING, Reasoning
+from mlflow_llm.serving.tool_calls.formats import FORMATS, REASONING
 
 LLAMA = (
     '{%- if tools is not none %}{{- \'Respond in the format {"name": function name, "parameters": dictionary}.\' }}'

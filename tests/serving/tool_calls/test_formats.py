@@ -3,7 +3,8 @@
 import msgspec
 import pytest
 
-from mlflow_llm.serving.tool_calls.formats import FORMATS, ToolFormat
+from mlflow_llm.serving.interface.tool_format import ToolFormat
+from mlflow_llm.serving.tool_calls.formats import FORMATS
 
 
 @pytest.mark.parametrize("name", FORMATS)

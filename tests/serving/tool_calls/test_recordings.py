@@ -10,8 +10,9 @@ from canitoolcall.results import Observation, ParsedToolCall, ParseResult, Statu
 from reading_aloud import read, split
 
 from mlflow_llm.serving.interface.request import Tool, ToolUse
+from mlflow_llm.serving.interface.tool_format import ToolFormat
 from mlflow_llm.serving.tool_calls.argument_types import argument_types
-from mlflow_llm.serving.tool_calls.formats import FORMATS, REASONING, ToolFormat
+from mlflow_llm.serving.tool_calls.formats import FORMATS, REASONING
 from mlflow_llm.serving.tool_calls.parser import special_stand_ins
 
 FAMILIES = load_families()
