@@ -11,7 +11,13 @@ import mlflow_llm
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path(mlflow_llm.__file__).parent
-DOCUMENTS = ("docs/structures.md", "docs/glossary.md", "CONTRIBUTING.md", "SECURITY.md")
+DOCUMENTS = (
+    "docs/structures.md",
+    "docs/glossary.md",
+    "docs/contributing.md",
+    "SECURITY.md",
+    *(f"docs/internals/{path.name}" for path in sorted((ROOT / "docs/internals").glob("*.md"))),
+)
 # The sources of the kernels are not looked for: an installed package has none.
 NAMED = re.compile(r"(?<![\w/.])((?:[a-z_]+/)*[a-z_0-9]+\.py|(?:[a-z_]+/)+)(?=[`\s,;:)])")
 
