@@ -40,13 +40,13 @@ ONE_FOR_ALL: Sequence[str] = ("", "", "", "")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertForm:
     """The form of a layer's experts. ``shared``: gate, up and down of the MLP that all tokens pass through beside their
-    experts, and the linear that weights it; "" for a missing part. ``by_turns``: a token's experts are chosen one
-    after the other, each weighted among what is left."""
+    experts, and the linear that weights it; "" for a missing part. ``sparsemixer``: a token's experts are chosen
+    one after the other, each weighted among the remaining ones (SparseMixer)."""
 
     router: str = "mlp.gate"
     experts: str = "mlp.experts"
     shared: Sequence[str] = ONE_FOR_ALL
-    by_turns: bool = False
+    sparsemixer: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +128,7 @@ FORMS = {
     "Gemma3DecoderLayer": GEMMA,
     "MixtralDecoderLayer": ROUTED,
     "OlmoeDecoderLayer": ROUTED,
-    "PhimoeDecoderLayer": Form(experts=ExpertForm(router="mlp.router", by_turns=True)),
+    "PhimoeDecoderLayer": Form(experts=ExpertForm(router="mlp.router", sparsemixer=True)),
     "Qwen2MoeDecoderLayer": Form(experts=QWEN2_MOE),
     "Qwen3MoeDecoderLayer": ROUTED,
     "GraniteMoeDecoderLayer": Form(experts=GRANITE_MOE),

@@ -21,7 +21,7 @@ from ..adapters.virtual_tokens import VirtualTokens
 from ..attention.kv_cache import Row
 from ..attention.slot_cache import SlotKVCache
 from ..native import library
-from ..native.adapters import DOWN, GATE, SHARE, UP, AdapterTables, K, O, Pool, Q
+from ..native.adapters import DOWN, GATE, SHARED_EXPERT_GATE, UP, AdapterTables, K, O, Pool, Q
 from ..native.library import LANES, NotNative
 from ..native.weight import F32, KINDS, NativeWeight, can_pack
 from ..weights.experts import PARAMETERS, EngineExperts
@@ -29,32 +29,32 @@ from ..weights.linear import EngineLinear
 from .decoder_forms import ACTIVATIONS, ExpertForm, Form, at, form_of
 from .verification import LayerUse
 
-BY_TURNS = 2  # experts that a token chooses by turns, whatever the configuration says
-MORE_POSITIONS = 1024  # the table of rotations grows by at least this many positions
+SPARSEMIXER_TOP_K = 2  # experts per token with SparseMixer, whatever the configuration says
+MIN_TABLE_GROWTH = 1024  # the table of rotations grows by at least this many positions
 Norm = tuple[torch.Tensor, torch.Tensor | None]  # weight and bias [hidden]
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """The experts of a layer; a token uses ``chosen`` of ``count``.
+    """The experts of a layer; a token uses ``top_k`` of ``count``.
 
-    ``share`` [hidden] gives the weight of the MLP beside them. ``near``: an expert is weighted among those whose scores
-    are at most this far from its own, relative to the score; None for all."""
+    ``shared_expert_gate`` [hidden] gives the weight of the dense MLP beside them. ``jitter_eps``: an expert is weighted
+    among those whose scores differ from its own by at most this fraction; None for all."""
 
     router: NativeWeight
     gate_up: NativeWeight
     down: NativeWeight
-    share: torch.Tensor | None
+    shared_expert_gate: torch.Tensor | None
     count: int
-    chosen: int
+    top_k: int
     normalized: bool
-    near: float | None
+    jitter_eps: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
     """The norms and packed linears of one layer, whose modules are ``members``. ``window`` is in tokens, 0 for none.
-    ``rotation``: which of the model's kinds of rotation, -1 for none."""
+    ``rotary_table``: index of the model's kind of rotation, -1 for none."""
 
     members: tuple[str, ...]
     norms: tuple[Norm | None, ...]
@@ -65,7 +65,7 @@ class LayerWeights:
     down: NativeWeight | None
     experts: ExpertWeights | None
     window: int
-    rotation: int
+    rotary_table: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class DecoderWeights:
     eps: float
     scaling: float
     score_cap: float
-    word_scale: float
+    embedding_scale: float
     vector_scale: float
     branch_scale: float
     logit_scale: float
@@ -111,7 +111,7 @@ def decoder_weights(model: nn.Module, uses: Sequence[LayerUse]) -> DecoderWeight
     activation, *others = sorted({form.activation_of(layer) for layer in layers})
     if others or activation not in ACTIVATIONS:
         raise NotNative(f"its activation is {' and '.join([activation, *others])}, but a native step has silu and gelu")
-    if not found.mlt_can_attend(head_dim, heads // kv_heads):
+    if not found.mlflow_llm_can_attend(head_dim, heads // kv_heads):
         raise NotNative(f"a native step does not support heads of {head_dim} in groups of {heads // kv_heads}")
     if len({(use.shape, use.scaling, use.softcap) for use in uses}) != 1 or shape.value_dim != head_dim:
         raise NotNative("its layers attend in different ways, which a native step does not support")
@@ -122,9 +122,9 @@ def decoder_weights(model: nn.Module, uses: Sequence[LayerUse]) -> DecoderWeight
     kinds = getattr(rotary, "layer_types", None)
     each = []
     for index, (layer, use) in enumerate(zip(layers, uses, strict=True)):
-        rotated = rotary is not None and getattr(at(layer, form.attention), "use_rope", True)
-        rotation = -1 if not rotated else 0 if kinds is None else kinds.index(config.layer_types[index])
-        each.append(_layer_weights(form, layer, use.window or 0, rotation))
+        is_rotated = rotary is not None and getattr(at(layer, form.attention), "use_rope", True)
+        rotary_table = -1 if not is_rotated else 0 if kinds is None else kinds.index(config.layer_types[index])
+        each.append(_layer_weights(form, layer, use.window or 0, rotary_table))
     packed = head.group.packed
     words = getattr(body, form.embedding)
     fits = all(layer is not None for layer in each) and _plain(words.weight)
@@ -152,7 +152,7 @@ def decoder_weights(model: nn.Module, uses: Sequence[LayerUse]) -> DecoderWeight
         eps=float(getattr(config, form.eps)),
         scaling=uses[0].scaling,
         score_cap=float(uses[0].softcap or 0.0),
-        word_scale=float(getattr(words, "scalar_embed_scale", 1.0)) * vector_scale,
+        embedding_scale=float(getattr(words, "scalar_embed_scale", 1.0)) * vector_scale,
         vector_scale=vector_scale,
         branch_scale=float(getattr(config, "residual_multiplier", 1.0)),
         logit_scale=1.0 / getattr(config, "logits_scaling", 1.0),
@@ -189,10 +189,10 @@ def _norm(form: Form, parent: Any, name: str | None) -> Norm | None:
     return weight + form.norm_offset if form.norm_offset else weight, None if bias is None else bias.detach()
 
 
-def _layer_weights(form: Form, layer: Any, window: int, rotation: int) -> LayerWeights | None:
+def _layer_weights(form: Form, layer: Any, window: int, rotary_table: int) -> LayerWeights | None:
     names = form.members_of(layer)
     members = [at(layer, name) if name else None for name in names]
-    bounds = ((Q, O), (O, GATE), (GATE, DOWN), (DOWN, SHARE))
+    bounds = ((Q, O), (O, GATE), (GATE, DOWN), (DOWN, SHARED_EXPERT_GATE))
     qkv, o, gate_up, down = (_packed(members[first:end]) for first, end in bounds)
     routed = form.experts_of(layer)
     has_mlp = gate_up is not None and down is not None and down.in_features % LANES == 0
@@ -206,7 +206,7 @@ def _layer_weights(form: Form, layer: Any, window: int, rotation: int) -> LayerW
     attention = at(layer, form.attention)
     named = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
     q_norm, k_norm = (None if one is None else one.weight.detach() + form.norm_offset for one in named)
-    return LayerWeights(names, norms, (q_norm, k_norm), qkv, o, gate_up, down, experts, window, rotation)
+    return LayerWeights(names, norms, (q_norm, k_norm), qkv, o, gate_up, down, experts, window, rotary_table)
 
 
 def _packed(members: Sequence[Any]) -> NativeWeight | None:
@@ -221,26 +221,26 @@ def _packed(members: Sequence[Any]) -> NativeWeight | None:
 
 def _expert_weights(form: ExpertForm, layer: Any) -> ExpertWeights | None:
     """The weights of a layer's experts; None if a native step cannot run them. The router is always in float32."""
-    router, experts, share = at(layer, form.router), at(layer, form.experts), None
+    router, experts, shared_expert_gate = at(layer, form.router), at(layer, form.experts), None
     if not isinstance(experts, EngineExperts) or not can_pack(router.weight):
         return None
     if form.shared[-1]:
-        share = _packed([at(layer, form.shared[-1])])
-        if share is None or share.bias is not None:
+        shared_expert_gate = _packed([at(layer, form.shared[-1])])
+        if shared_expert_gate is None or shared_expert_gate.bias is not None:
             return None
     gate_up, down = (experts.packed[name] for name in PARAMETERS)
-    chosen = BY_TURNS if form.by_turns else router.top_k
-    if not isinstance(gate_up, NativeWeight) or not isinstance(down, NativeWeight) or chosen > experts.num_experts:
+    top_k = SPARSEMIXER_TOP_K if form.sparsemixer else router.top_k
+    if not isinstance(gate_up, NativeWeight) or not isinstance(down, NativeWeight) or top_k > experts.num_experts:
         return None
     return ExpertWeights(
         router=NativeWeight(router.weight, None, F32),
         gate_up=gate_up,
         down=down,
-        share=None if share is None else share.dense()[0],
+        shared_expert_gate=None if shared_expert_gate is None else shared_expert_gate.dense()[0],
         count=experts.num_experts,
-        chosen=chosen,
+        top_k=top_k,
         normalized=bool(getattr(router, "norm_topk_prob", True)),
-        near=2.0 * router.router_jitter_noise if form.by_turns else None,
+        jitter_eps=2.0 * router.router_jitter_noise if form.sparsemixer else None,
     )
 
 
@@ -264,8 +264,8 @@ class NativeDecoder:
             raise RuntimeError("the native kernels are not available")
         self._library = found
         self._weights, self._cache = weights, cache
-        self._rotated = _rotated(weights)
-        self._cos = self._sin = torch.empty(len(weights.rotations), 0, self._rotated // 2)
+        self._rotary_dims = _rotary_dims(weights)
+        self._cos = self._sin = torch.empty(len(weights.rotations), 0, self._rotary_dims // 2)
         self._adapters = (
             None
             if pool is None
@@ -283,14 +283,14 @@ class NativeDecoder:
             eps=weights.eps,
             scaling=weights.scaling,
             kv=KINDS[cache.dtype],
-            rotated=self._rotated,
+            rotary_dims=self._rotary_dims,
             activation=weights.activation,
             gated=weights.form.gated,
-            apart=weights.branch_scale != 1.0 or any(weights.form.norms[1::2]),
+            separate_branch=weights.branch_scale != 1.0 or any(weights.form.norms[1::2]),
             norm_all_heads=_norm_all_heads(weights),
             q_columns=weights.heads * weights.head_dim if first.members[K] else first.qkv.out_features,
-            joined=any(one.members[GATE] and not one.members[UP] for one in weights.layers),
-            word_scale=weights.word_scale,
+            fused_gate_up=any(one.members[GATE] and not one.members[UP] for one in weights.layers),
+            embedding_scale=weights.embedding_scale,
             vector_scale=weights.vector_scale,
             branch_scale=weights.branch_scale,
             score_cap=weights.score_cap,
@@ -298,7 +298,7 @@ class NativeDecoder:
             logit_cap=weights.logit_cap,
         )
         layers = [_layer(layer, offset) for layer, offset in zip(weights.layers, cache.layer_offsets, strict=True)]
-        self._handle = found.mlt_decoder_new(
+        self._handle = found.mlflow_llm_decoder_new(
             shape,
             (library.Layer * len(layers))(*layers),
             weights.embedding.data_ptr(),
@@ -306,7 +306,7 @@ class NativeDecoder:
             _pointers(weights.norm),
             weights.head.handle,
         )
-        library.free_with(self, found.mlt_decoder_free, self._handle)
+        library.free_with(self, found.mlflow_llm_decoder_free, self._handle)
 
     def forward(
         self,
@@ -321,50 +321,51 @@ class NativeDecoder:
         if self._adapters is not None:
             numbers, tables = self._adapters.numbered(adapters)
         self._rotate_up_to(max(row.start + row.num_tokens for row in rows))
-        runs, parts = self._runs(rows, numbers)
+        chunks, parts = self._chunks(rows, numbers)
         ids, wanted = np.ascontiguousarray(ids, dtype=np.int64), np.array(kept, dtype=np.int32)
         logits = torch.empty(len(kept), self._weights.head.out_features)
         step = library.Step(
-            runs=runs.ctypes.data,
-            num_runs=len(runs),
+            chunks=chunks.ctypes.data,
+            num_chunks=len(chunks),
             num_tokens=len(ids),
             parts=None if parts is None else parts.ctypes.data,
             ids=ids.ctypes.data,
             cos=self._cos.data_ptr(),
             sin=self._sin.data_ptr(),
-            table=self._cos[0].numel(),
+            table_stride=self._cos[0].numel(),
             slab=self._cache.slab_address,
             adapters=ctypes.addressof(tables) if tables is not None else None,
-            kept=wanted.ctypes.data,
-            num_kept=len(wanted),
+            logit_rows=wanted.ctypes.data,
+            num_logit_rows=len(wanted),
             logits=logits.data_ptr(),
         )
         if virtual is not None:
             pointers = virtual.pointers(len(ids))
             step.vectors = pointers.ctypes.data
-        self._library.mlt_decoder_step(self._handle, step)
+        self._library.mlflow_llm_decoder_step(self._handle, step)
         return logits
 
-    def _runs(self, rows: Sequence[Row], adapters: Sequence[int]) -> tuple[Any, Any]:
-        """The ``runs`` and ``parts`` of ``library.Step``; ``parts`` is None if no sequence reads another slot's."""
-        runs: list[tuple[int, ...]] = []
+    def _chunks(self, rows: Sequence[Row], adapters: Sequence[int]) -> tuple[Any, Any]:
+        """The ``chunks`` and ``parts`` of ``library.Step``; ``parts`` is None if no sequence reads another slot's."""
+        chunks: list[tuple[int, ...]] = []
         parts: list[tuple[int, int]] = []
         for row, adapter in zip(rows, adapters, strict=True):
             slot, first = self._cache.slot_of(row.owner), len(parts)
             if slot.parts:
                 parts += [(part.slot.index, part.stop) for part in slot.parts]
-            runs.append((slot.index, row.start, row.num_tokens, adapter, first, len(parts) - first))
-        return np.array(runs, dtype=np.int32), np.array(parts, dtype=np.int32) if parts else None
+            chunks.append((slot.index, row.start, row.num_tokens, adapter, first, len(parts) - first))
+        return np.array(chunks, dtype=np.int32), np.array(parts, dtype=np.int32) if parts else None
 
-    def _rotate_up_to(self, longest: int) -> None:
-        """Extend the cosines and sines [kinds, positions, rotated / 2], made by the model's own module, to ``longest``
-        positions. Never go beyond the possible positions, since some kinds of rotation depend on the longest."""
+    def _rotate_up_to(self, num_positions: int) -> None:
+        """Extend the cosines and sines [kinds, positions, rotary_dims / 2], made by the model's own module, to
+        ``num_positions``. Never go beyond the possible positions, since some kinds of rotation depend on
+        their number."""
         known = self._cos.shape[1]
-        if longest <= known or not self._rotated:
+        if num_positions <= known or not self._rotary_dims:
             return
-        count = max(longest, min(known + MORE_POSITIONS, self._cache.max_model_len))
+        count = max(num_positions, min(known + MIN_TABLE_GROWTH, self._cache.max_model_len))
         tables = [_rotations(self._weights, count, *kind) for kind in self._weights.rotations]
-        half = self._rotated // 2
+        half = self._rotary_dims // 2
         self._cos, self._sin = (torch.stack([table[i][0, :, :half] for table in tables]).contiguous() for i in range(2))
 
 
@@ -376,8 +377,8 @@ def _rotations(weights: DecoderWeights, count: int, *kind: str) -> tuple[torch.T
     return found
 
 
-def _rotated(weights: DecoderWeights) -> int:
-    """How many dimensions of a head are rotated; 0 for none."""
+def _rotary_dims(weights: DecoderWeights) -> int:
+    """Return how many dimensions of a head are rotated; 0 for none."""
     return 0 if weights.rotary is None else _rotations(weights, 1, *weights.rotations[0])[0].shape[-1]
 
 
@@ -407,7 +408,7 @@ def _layer(weights: LayerWeights, kv_offset: int) -> library.Layer:
         gate_up=None if weights.gate_up is None else weights.gate_up.handle,
         down=None if weights.down is None else weights.down.handle,
         window=weights.window,
-        rotation=weights.rotation,
+        rotary_table=weights.rotary_table,
         kv_offset=kv_offset,
         experts=_experts(weights.experts),
     )
@@ -420,12 +421,12 @@ def _experts(weights: ExpertWeights | None) -> library.Experts:
         router=weights.router.handle,
         gate_up=weights.gate_up.handle,
         down=weights.down.handle,
-        share=None if weights.share is None else weights.share.data_ptr(),
+        shared_expert_gate=None if weights.shared_expert_gate is None else weights.shared_expert_gate.data_ptr(),
         count=weights.count,
-        chosen=weights.chosen,
+        top_k=weights.top_k,
         normalized=weights.normalized,
-        by_turns=weights.near is not None,
-        near=weights.near or 0.0,
+        sparsemixer=weights.jitter_eps is not None,
+        jitter_eps=weights.jitter_eps or 0.0,
     )
 
 

@@ -112,7 +112,9 @@ class NativeEncoder:
         norms = [[_norm(at(layer, name)) for name in form.norms] for layer in layers]
         kinds, cos, sin = _rotations(model, form)
         bias = _position_bias(model, position_offset)
-        longest = max((table.shape[1] // per for table, per in ((cos, 1), (bias, 2)) if table is not None), default=0)
+        max_length = max(
+            (table.shape[1] // per for table, per in ((cos, 1), (bias, 2)) if table is not None), default=0
+        )
         self._kept = [packed, words, positions, first, last, norms, cos, sin, bias]
         self._vocabulary = len(at(model, form.words).weight)
         self._is_typed = len(words) > self._vocabulary
@@ -123,7 +125,7 @@ class NativeEncoder:
             head_dim=head_dim,
             intermediate=packed[0][3].in_features,
             layers=len(layers),
-            longest=longest,
+            max_length=max_length,
             eps=at(model, form.norm).eps,
             scaling=scaling,
             norms_before=form.norms_before,
@@ -147,8 +149,8 @@ class NativeEncoder:
             sin=_pointer(sin),
             bias=_pointer(bias),
         )
-        self._handle = found.mlt_encoder_new(shape, embeddings, (library.EncoderLayer * len(each))(*each))
-        library.free_with(self, found.mlt_encoder_free, self._handle)
+        self._handle = found.mlflow_llm_encoder_new(shape, embeddings, (library.EncoderLayer * len(each))(*each))
+        library.free_with(self, found.mlflow_llm_encoder_free, self._handle)
 
     def run(
         self,
@@ -156,7 +158,7 @@ class NativeEncoder:
         lengths: Sequence[int],
         token_types: np.ndarray[Any, np.dtype[np.int32]] | None = None,
     ) -> torch.Tensor:
-        """Run texts of these lengths, laid out in a row; return their hidden states [T, H].
+        """ScheduledChunk texts of these lengths, laid out in a row; return their hidden states [T, H].
 
         No text may be longer than the model takes. Raises ``IndexError`` for a token outside the vocabulary, and for
         token types if the encoder is not ``typed``."""
@@ -168,7 +170,7 @@ class NativeEncoder:
             token_ids = token_ids + token_types * np.int32(self._vocabulary)
         counts = np.array(lengths, dtype=np.int32)
         hidden = torch.empty((len(token_ids), self.hidden_size), dtype=torch.float32)
-        self._library.mlt_encoder_run(
+        self._library.mlflow_llm_encoder_run(
             self._handle, token_ids.ctypes.data, counts.ctypes.data, len(counts), hidden.data_ptr()
         )
         return hidden
@@ -224,13 +226,13 @@ def _rotations(model: Any, form: Form) -> tuple[list[str], torch.Tensor | None, 
 
 
 def _position_bias(model: Any, position_offset: int) -> torch.Tensor | None:
-    """The bias on scores by the distance of key and query, from ``longest`` before to ``longest`` after, [heads,
-    2 longest]; None if the encoder has no such table."""
+    """The bias on scores by the distance of key and query, from ``max_length`` before to ``max_length`` after, [heads,
+    2 max_length]; None if the encoder has no such table."""
     table = at(model, "encoder.relative_attention_bias")
     if table is None:
         return None
-    longest = model.config.max_position_embeddings - position_offset
-    buckets = model.encoder.relative_position_bucket(torch.arange(-longest, longest))
+    max_length = model.config.max_position_embeddings - position_offset
+    buckets = model.encoder.relative_position_bucket(torch.arange(-max_length, max_length))
     bias: torch.Tensor = table.weight.detach()[buckets].t().contiguous()
     return bias
 
@@ -260,7 +262,7 @@ def native_encoder(model: nn.Module, position_offset: int, *, typed: bool = Fals
     if unknown := set(kinds.values()) - set(ROTATIONS):
         raise NotNative(f"a native run does not support rotations of type {', '.join(sorted(unknown))}")
     head_dim, _ = _heads(at(layers[0], form.attention))
-    if not found.mlt_can_attend(head_dim, 1):
+    if not found.mlflow_llm_can_attend(head_dim, 1):
         raise NotNative(f"a native run does not support heads of {head_dim}")
     packed = [_packed(form, layer) for layer in layers]
     if any(weights is None for weights in packed):

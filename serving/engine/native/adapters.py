@@ -25,7 +25,7 @@ MEMBERS = (
     "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
     "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "",
 )  # fmt: skip
-Q, K, V, O, GATE, UP, DOWN, SHARE = range(len(MEMBERS))  # noqa: E741
+Q, K, V, O, GATE, UP, DOWN, SHARED_EXPERT_GATE = range(len(MEMBERS))  # noqa: E741
 
 
 class Pool(Protocol):
@@ -50,7 +50,7 @@ class AdapterTables:
         self._tables: dict[str, tuple[Mapping[str, Any], Any, list[torch.Tensor]]] = {}
 
     def numbered(self, names: Sequence[str | None]) -> tuple[list[int], Any]:
-        """A number for each of ``names`` (-1 for the base), and the array of tables that they index."""
+        """Return a number for each of ``names`` (-1 for the base), and the array of tables that they index."""
         order = {name: number for number, name in enumerate(dict.fromkeys(n for n in names if n is not None))}
         tables = [ctypes.addressof(self._table(name)) for name in order]
         return [-1 if name is None else order[name] for name in names], (ctypes.c_void_p * max(len(tables), 1))(*tables)
@@ -90,7 +90,7 @@ class AdapterTables:
 
 
 def _rounded(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[ranks, width] rounded to int8, and the scale of each rank."""
+    """Return [ranks, width] rounded to int8, and the scale of each rank."""
     scales = rows.abs().amax(1) / 127
     return (rows / torch.where(scales > 0, scales, 1.0)[:, None]).round().to(torch.int8), scales
 
@@ -108,7 +108,7 @@ def _lay(piece: torch.Tensor, into: torch.Tensor) -> None:
 
 
 def _columns(rows: torch.Tensor) -> torch.Tensor:
-    """[out, ranks] as [ranks, out], padded with zeros to a multiple of LANES."""
+    """Return [out, ranks] as [ranks, out], padded with zeros to a multiple of LANES."""
     beyond = -rows.shape[0] % LANES
     return F.pad(rows.t(), (0, beyond)) if beyond else rows.t()
 

@@ -1,18 +1,19 @@
-// AVX-VNNI: products of bytes on processors without AVX-512; and F16C. In plain code: it is asked before anything else is entered.
+// Detection of AVX-VNNI (byte dot products without AVX-512) and of F16C. Compiled for the baseline CPU, since it runs
+// before any kernel is entered.
 #pragma once
 
 #include <cpuid.h>
 
-namespace mlt {
+namespace mlflow_llm {
 
-// F16C: float16, of weights of four bits. All processors with AVX2 that are known have it.
-inline bool has_halves() {
+// Return whether the CPU has F16C, for the float16 scales of 4-bit weights. All known CPUs with AVX2 have it.
+inline bool cpu_has_f16c() {
     unsigned a, b, c, d;
     return __get_cpuid(1, &a, &b, &c, &d) && (c & 1u << 29);
 }
 
-inline bool has_byte_products() {
-#if __GNUC__ >= 11  // whose assembler knows the instruction
+inline bool cpu_has_byte_products() {
+#if __GNUC__ >= 11  // its assembler knows the instruction
     static const bool has = [] {
         unsigned a, b, c, d;
         return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & 1u << 4);
@@ -23,4 +24,4 @@ inline bool has_byte_products() {
 #endif
 }
 
-}  // namespace mlt
+}  // namespace mlflow_llm

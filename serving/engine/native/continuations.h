@@ -1,5 +1,5 @@
-// The best continuations of the beams of a search: of all beams' next tokens those whose sums of log probabilities, the
-// beam's own score and the token's, are the greatest. What log_softmax, a sum and topk over [beams, vocabulary] give.
+// The best continuations of a beam search: among the next tokens of all beams those with the greatest sum of the beam's
+// score and the token's log probability. Equivalent to log_softmax, a sum and topk over [beams, vocabulary].
 #pragma once
 
 #include <cstdint>
@@ -7,14 +7,14 @@
 
 #include "simd.h"
 
-namespace mlt {
+namespace mlflow_llm {
 
 struct Continuation {
     float sum;
     int64_t place;  // beam * vocabulary + token
 };
 
-// At most `keep`, the greatest first, and of equals the first one.
+// At max `keep` continuations, greatest first, in the order of entry among equals.
 struct Continuations {
     std::vector<Continuation> best;
     size_t keep;
@@ -22,11 +22,11 @@ struct Continuations {
     explicit Continuations(int keep) : keep(keep) { best.reserve(keep + 1); }
 
     bool is_full() const { return best.size() >= keep; }
-    float least() const { return best.back().sum; }
+    float min_sum() const { return best.back().sum; }
 
-    // In the order of their places, so that one goes behind its equals.
+    // Enter a continuation. Called in the order of places, so that it ranks behind its equals.
     void enter(float sum, int64_t place) {
-        if (is_full() && !(sum > least())) return;
+        if (is_full() && !(sum > min_sum())) return;
         size_t at = best.size();
         while (at > 0 && sum > best[at - 1].sum) at--;
         best.insert(best.begin() + at, {sum, place});
@@ -34,7 +34,7 @@ struct Continuations {
     }
 };
 
-// Enters the tokens of one beam's row; false where it has a NaN or no finite maximum.
+// Enter the tokens of one beam's row; return false if it has a NaN or no finite maximum.
 inline bool continue_beam(const float* logits, int size, float score, int64_t first, Continuations& into) {
     const __m512 none = _mm512_set1_ps(-INFINITY);
     const auto inside = [&](int i) { return __mmask16(size - i >= LANES ? 0xffff : (1u << (size - i)) - 1); };
@@ -45,9 +45,9 @@ inline bool continue_beam(const float* logits, int size, float score, int64_t fi
         numbers &= _mm512_cmp_ps_mask(x, x, _CMP_EQ_OQ);
         largest = _mm512_max_ps(largest, x);
     }
-    const float most = _mm512_reduce_max_ps(largest);
-    if (numbers != 0xffff || !std::isfinite(most)) return false;
-    const __m512 from = _mm512_set1_ps(most);
+    const float max = _mm512_reduce_max_ps(largest);
+    if (numbers != 0xffff || !std::isfinite(max)) return false;
+    const __m512 from = _mm512_set1_ps(max);
     __m512d low = _mm512_setzero_pd(), high = _mm512_setzero_pd();
     for (int i = 0; i < size; i += LANES) {
         const __m512 weight = exp16(_mm512_sub_ps(_mm512_mask_loadu_ps(none, inside(i), logits + i), from));
@@ -61,7 +61,7 @@ inline bool continue_beam(const float* logits, int size, float score, int64_t fi
         const __m512 x = _mm512_mask_loadu_ps(none, inside(i), logits + i);
         const __m512 sum = _mm512_add_ps(_mm512_sub_ps(_mm512_sub_ps(x, from), by), own);
         __mmask16 in = inside(i);
-        if (into.is_full()) in &= _mm512_cmp_ps_mask(sum, _mm512_set1_ps(into.least()), _CMP_GT_OQ);
+        if (into.is_full()) in &= _mm512_cmp_ps_mask(sum, _mm512_set1_ps(into.min_sum()), _CMP_GT_OQ);
         if (!in) continue;
         _mm512_store_ps(sums, sum);
         for (; in; in &= in - 1) {
@@ -72,4 +72,4 @@ inline bool continue_beam(const float* logits, int size, float score, int64_t fi
     return true;
 }
 
-}  // namespace mlt
+}  // namespace mlflow_llm

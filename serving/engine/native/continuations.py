@@ -1,4 +1,4 @@
-"""Finds the best continuations of a search's beams natively (continuations.h).
+"""Find the best continuations of a search's beams natively (continuations.h).
 
 One pass replaces a log-softmax, a sum and a ``topk`` over the vocabularies of all beams."""
 
@@ -26,7 +26,7 @@ class Continuations(NamedTuple):
 
 
 def can_continue(logits: Sequence[Any]) -> bool:
-    """Whether rows [V] like these can be taken natively: float32 on CPU, contiguous, and the library is there."""
+    """Return whether rows [V] like these are supported: float32 on CPU, contiguous, and the library is there."""
     rows = all(row.dtype == torch.float32 and row.device.type == "cpu" and row.is_contiguous() for row in logits)
     return rows and library.library() is not None
 
@@ -41,7 +41,7 @@ def best_continuations(logits: Sequence[Any], scores: npt.NDArray[np.float32], k
     scores = np.ascontiguousarray(scores[:beams], dtype=np.float32)
     keep = min(keep, beams * size)
     sums, places, found = np.empty(keep, np.float32), np.empty(keep, np.int64), ctypes.c_int32()
-    library.required().mlt_continuations(
+    library.required().mlflow_llm_continuations(
         rows, scores.ctypes.data, beams, size, keep, sums.ctypes.data, places.ctypes.data, ctypes.byref(found)
     )
     if found.value < 0:

@@ -1,91 +1,95 @@
-// The work of decoder.h, phase by phase.
+// The phases of a decoder step (decoder.h).
 #pragma once
 
 #include <stdexcept>
 
 #include "decoder.h"
 
-namespace mlt {
+namespace mlflow_llm {
 
 inline void Decoder::plan(const Step& step) {
     rows.clear(), items.clear();
     split.assign(step.T, -1);
     int at = 0, parts = 0;
-    bool in_others = false;  // some read in others' slots
-    for (int r = 0; r < step.num_runs; r++) in_others |= step.runs[r].num_parts > 0;
-    for (int r = 0; r < step.num_runs; r++) {
-        const Run& run = step.runs[r];
-        for (int i = 0; i < run.count; i++) rows.push_back({r, run.start + i});
-        const int segments = (run.start + run.count + SEGMENT - 1) / SEGMENT;
+    bool reads_shared = false;  // some chunk reads other slots
+    for (int r = 0; r < step.num_chunks; r++) reads_shared |= step.chunks[r].num_parts > 0;
+    for (int r = 0; r < step.num_chunks; r++) {
+        const Chunk& chunk = step.chunks[r];
+        for (int i = 0; i < chunk.count; i++) rows.push_back({r, chunk.start + i});
+        const int segments = (chunk.start + chunk.count + SEGMENT_TOKENS - 1) / SEGMENT_TOKENS;
         for (int kv_head = 0; kv_head < shape.kv_heads; kv_head++) {
-            if (run.count == 1 && segments > 1) {  // a long context is shared out; join() merges in order
+            if (chunk.count == 1 && segments > 1) {  // a long context is split; merge_segments() merges in order
                 split[at] = parts;
-                for (int s = 0; s < segments && !in_others; s++)
+                for (int s = 0; s < segments && !reads_shared; s++)
                     items.push_back({at, 1, kv_head, s, partial_of(at, kv_head, s), false});
             } else {
-                for (int a = 0; a < run.count; a += rows_together())
-                    items.push_back({at + a, std::min(rows_together(), run.count - a), kv_head, -1, -1, false});
+                for (int a = 0; a < chunk.count; a += rows_per_item())
+                    items.push_back({at + a, std::min(rows_per_item(), chunk.count - a), kv_head, -1, -1, false});
             }
         }
-        if (split[at] >= 0) parts += shape.kv_heads * segments * parts_together();
-        at += run.count;
+        if (split[at] >= 0) parts += shape.kv_heads * segments * partials_per_segment();
+        at += chunk.count;
     }
-    if (in_others) plan_together(step);
-    const auto adapter_of = [&](int t) { return step.runs[rows[t].run].adapter; };
-    group_rows(step.T, Pools::threads_wanted(), adapter_of, groups);
-    adapted = std::any_of(groups.begin(), groups.end(), [](const RowGroup& group) { return group.adapter >= 0; });
-    group_rows(step.num_kept, Pools::threads_wanted(), [&](int i) { return adapter_of(step.kept[i]); }, kept_groups);
+    if (reads_shared) plan_shared_segments(step);
+    const auto adapter_of = [&](int t) { return step.chunks[rows[t].chunk].adapter; };
+    group_rows(step.T, ProcessPool::configured_threads(), adapter_of, groups);
+    has_adapters = std::any_of(groups.begin(), groups.end(), [](const RowGroup& group) { return group.adapter >= 0; });
+    group_rows(
+        step.num_logit_rows, ProcessPool::configured_threads(), [&](int i) { return adapter_of(step.logit_rows[i]); },
+        logit_groups);
     if (shape.kv == Kind::BF16) tiled_partials.resize(std::max(tiled_partials.size(), size_t(parts)));
     else partials.resize(std::max(partials.size(), size_t(parts)));
-    const auto room = [&](AlignedFloats& buffer, int width) {
+    const auto reserve = [&](AlignedFloats& buffer, int width) {
         if (buffer.size() < size_t(step.T) * width) buffer.resize(size_t(step.T) * width);
     };
     const int attention = shape.heads * shape.head_dim;
-    if (shape.apart) room(branch, shape.hidden);
-    room(hidden, shape.hidden), room(before, shape.hidden), room(normed, shape.hidden), room(attended, attention);
-    room(qkv, attention + 2 * shape.kv_heads * shape.head_dim);
-    int inner = 0, experts = 0, chosen = 0, expert_inner = 0;
+    if (shape.separate_branch) reserve(branch, shape.hidden);
+    reserve(hidden, shape.hidden), reserve(residual, shape.hidden), reserve(normed, shape.hidden),
+        reserve(attended, attention);
+    reserve(qkv, attention + 2 * shape.kv_heads * shape.head_dim);
+    int inner = 0, experts = 0, top_k = 0, expert_inner = 0;
     for (const Layer& layer : layers) {
         if (layer.down) inner = std::max(inner, layer.down->K);
         if (!layer.experts.router) continue;
-        experts = std::max(experts, layer.experts.count), chosen = std::max(chosen, layer.experts.chosen);
+        experts = std::max(experts, layer.experts.count), top_k = std::max(top_k, layer.experts.top_k);
         expert_inner = std::max(expert_inner, layer.experts.down->K);
     }
-    room(wide, 2 * inner), room(gated, inner);
-    rows_for.room(step.T, std::max({shape.hidden, attention, inner}));
+    reserve(gate_up_out, 2 * inner), reserve(mlp_act, inner);
+    linear_rows.reserve(step.T, std::max({shape.hidden, attention, inner}));
     if (!experts) return;
-    routing.room(step.T, experts, chosen);
-    room(expert_in, chosen * shape.hidden), room(expert_made, chosen * shape.hidden);
-    room(expert_wide, 2 * chosen * expert_inner), room(expert_gated, chosen * expert_inner);
-    if (inner) room(shared, shape.hidden), room(share, LANES);
-    routed_for.room(step.T, shape.hidden);
-    expert_for.room(step.T * chosen + 2 * TILE_ROWS, std::max(shape.hidden, expert_inner));  // tiles from any row on
+    routing.reserve(step.T, experts, top_k);
+    reserve(expert_in, top_k * shape.hidden), reserve(expert_out, top_k * shape.hidden);
+    reserve(expert_gate_up_out, 2 * top_k * expert_inner), reserve(expert_mlp_act, top_k * expert_inner);
+    if (inner) reserve(shared_out, shape.hidden), reserve(shared_gate, LANES);
+    routed_rows.reserve(step.T, shape.hidden);
+    // tiles read full tiles from any row on
+    expert_rows.reserve(step.T * top_k + 2 * TILE_ROWS, std::max(shape.hidden, expert_inner));
 }
 
-// The segments of single rows, where some read in others' slots: what several read in one is read for them together,
-// by as many as leave each thread more than one item.
-inline void Decoder::plan_together(const Step& step) {
-    constexpr int BY_ITSELF = INT32_MAX;  // last: the longest items come first
-    reads.clear(), together.clear();
+// Plan the segments of single rows if some read other slots: rows that read a segment in the same slot share a work
+// item, as many as leave each thread more than one item.
+inline void Decoder::plan_shared_segments(const Step& step) {
+    constexpr int PRIVATE_READ = INT32_MAX;  // sorts last, so that the longest items come first
+    reads.clear(), shared_rows.clear();
     for (int t = 0; t < step.T; t++) {
         if (split[t] < 0) continue;
-        const auto head = kept<const char>(layers[0], step, step.runs[rows[t].run], 0);
-        for (int s = 0; s <= rows[t].position / SEGMENT; s++) {
-            const int slot = head.slot_of(s * SEGMENT), last = (s + 1) * SEGMENT - 1;
+        const auto head = cached<const char>(layers[0], step, step.chunks[rows[t].chunk], 0);
+        for (int s = 0; s <= rows[t].position / SEGMENT_TOKENS; s++) {
+            const int slot = head.slot_of(s * SEGMENT_TOKENS), last = (s + 1) * SEGMENT_TOKENS - 1;
             const bool whole = last <= rows[t].position && head.slot_of(last) == slot;
-            reads.push_back({whole ? slot : BY_ITSELF, s, t});
+            reads.push_back({whole ? slot : PRIVATE_READ, s, t});
         }
     }
     std::sort(reads.begin(), reads.end(), [](const SegmentRead& a, const SegmentRead& b) {
         return std::tie(a.slot, a.segment, a.row) < std::tie(b.slot, b.segment, b.row);
     });
-    const size_t share = reads.size() * shape.kv_heads / (2 * Pools::threads_wanted());
-    const size_t most = std::clamp(share, size_t(1), size_t(rows_together()));
+    const size_t shared_gate = reads.size() * shape.kv_heads / (2 * ProcessPool::configured_threads());
+    const size_t max_rows = std::clamp(shared_gate, size_t(1), size_t(rows_per_item()));
     for (size_t a = 0, b; a < reads.size(); a = b) {
-        const int slot = reads[a].slot, segment = reads[a].segment, row = reads[a].row, first = int(together.size());
+        const int slot = reads[a].slot, segment = reads[a].segment, row = reads[a].row, first = int(shared_rows.size());
         for (b = a; b < reads.size() && reads[b].slot == slot && reads[b].segment == segment; b++) {
-            if (b - a == (slot == BY_ITSELF ? 1 : most)) break;
-            together.push_back(reads[b].row);
+            if (b - a == (slot == PRIVATE_READ ? 1 : max_rows)) break;
+            shared_rows.push_back(reads[b].row);
         }
         for (int kv_head = 0; kv_head < shape.kv_heads; kv_head++) {
             if (b - a == 1) items.push_back({row, 1, kv_head, segment, partial_of(row, kv_head, segment), false});
@@ -95,34 +99,36 @@ inline void Decoder::plan_together(const Step& step) {
 }
 
 inline void Decoder::step(const Step& step) {
-    // Checked at load too. Tiles that were refused since then would be illegal instructions.
-    if (shape.kv == Kind::BF16 && !multiplies_bf16()) throw std::runtime_error("keys and values in bfloat16 without tiles");
+    // Checked at load too, but permission for tiles may have been refused since; they would be illegal instructions.
+    if (shape.kv == Kind::BF16 && !multiplies_bf16())
+        throw std::runtime_error("keys and values in bfloat16 need tiles, which are off");
     plan(step);
-    parallel(MOST_THREADS, [&](Team& team) {
-        team.each(step.T, [&](int t) { embed(step, t); });
+    parallel(MAX_THREADS, [&](Team& team) {
+        team.parallel_for(step.T, [&](int t) { embed(step, t); });
         for (int i = 0; i < shape.layers; i++) layer(team, layers[i], i, step);
         const int H = shape.hidden;
-        team.each(int(kept_groups.size()), [&](int g) {
-            RowGroup group = kept_groups[g];
-            for (int m = 0; m < group.count; m++) group.rows[m] = step.kept[group.rows[m]];
+        team.parallel_for(int(logit_groups.size()), [&](int g) {
+            RowGroup group = logit_groups[g];
+            for (int m = 0; m < group.count; m++) group.rows[m] = step.logit_rows[group.rows[m]];
             adapt_down(step, group, shape.layers - 1);
             for (int m = 0; m < group.count; m++) {
-                const int i = kept_groups[g].rows[m];
-                join_mlp(shape.layers - 1, group.rows[m]);
+                const int i = logit_groups[g].rows[m];
+                add_mlp_output(shape.layers - 1, group.rows[m]);
                 norm(&hidden[size_t(group.rows[m]) * H], H, shape.eps, &normed[size_t(i) * H]);
-                rows_for.fill(*head, normed.data(), i);
+                linear_rows.fill(*head, normed.data(), i);
             }
         });
-        multiply(team, *head, rows_for.of(*head, normed.data()), step.num_kept, step.logits, Finish::WRITE);
+        multiply(team, *head, linear_rows.rows(*head, normed.data()), step.num_logit_rows, step.logits,
+                 Epilogue::WRITE);
         if (shape.logit_scale != 0.0f || shape.logit_cap != 0.0f)
-            team.each(step.num_kept, [&](int i) { finish_logits(step.logits + size_t(i) * head->N); });
+            team.parallel_for(step.num_logit_rows, [&](int i) { finish_logits(step.logits + size_t(i) * head->N); });
     });
 }
 
 inline void Decoder::embed(const Step& step, int t) {
     const float* vector = step.vectors ? step.vectors[t] : nullptr;
     const float* from = vector ? vector : embedding + step.ids[t] * shape.hidden;
-    const float scale = vector ? shape.vector_scale : shape.word_scale;
+    const float scale = vector ? shape.vector_scale : shape.embedding_scale;
     const float* place = positions ? positions + size_t(rows[t].position) * shape.hidden : nullptr;
     float* to = &hidden[size_t(t) * shape.hidden];
     for (int i = 0; i < shape.hidden; i += LANES) {
@@ -133,14 +139,14 @@ inline void Decoder::embed(const Step& step, int t) {
     }
 }
 
-// What o or down made of a row goes to its hidden states, where it was not added already.
-inline void Decoder::join_branch(const Norm& after, int t) {
-    if (!shape.apart) return;
-    float *made = &branch[size_t(t) * shape.hidden], *to = &hidden[size_t(t) * shape.hidden];
-    after(made, shape.hidden, shape.eps, made);
+// Add the attention or MLP output to the residual stream, if it is a separate branch.
+inline void Decoder::add_branch(const Norm& after, int t) {
+    if (!shape.separate_branch) return;
+    float *out = &branch[size_t(t) * shape.hidden], *to = &hidden[size_t(t) * shape.hidden];
+    after(out, shape.hidden, shape.eps, out);
     const __m512 scale = _mm512_set1_ps(shape.branch_scale);
     for (int i = 0; i < shape.hidden; i += LANES)
-        _mm512_storeu_ps(to + i, _mm512_fmadd_ps(_mm512_loadu_ps(made + i), scale, _mm512_loadu_ps(to + i)));
+        _mm512_storeu_ps(to + i, _mm512_fmadd_ps(_mm512_loadu_ps(out + i), scale, _mm512_loadu_ps(to + i)));
 }
 
 inline void Decoder::finish_logits(float* logits) const {
@@ -155,131 +161,142 @@ inline void Decoder::finish_logits(float* logits) const {
 
 inline void Decoder::layer(Team& team, const Layer& layer, int index, const Step& step) {
     const int H = shape.hidden, T = step.T, A = shape.heads * shape.head_dim;
-    const int KV = shape.kv_heads * shape.head_dim, wide_row = A + 2 * KV;
-    each_row(
+    const int KV = shape.kv_heads * shape.head_dim, qkv_width = A + 2 * KV;
+    for_each_row(
         team, [&](const RowGroup& group) { if (index) adapt_down(step, group, index - 1); },
         [&](int t) {
-            if (index) join_mlp(index - 1, t);
+            if (index) add_mlp_output(index - 1, t);
             layer.before_attention(&hidden[size_t(t) * H], H, shape.eps, &normed[size_t(t) * H]);
-            rows_for.fill(*layer.qkv, normed.data(), t);
+            linear_rows.fill(*layer.qkv, normed.data(), t);
         });
-    multiply(team, *layer.qkv, rows_for.of(*layer.qkv, normed.data()), T, qkv.data(), Finish::WRITE);
-    each_row(
+    multiply(team, *layer.qkv, linear_rows.rows(*layer.qkv, normed.data()), T, qkv.data(), Epilogue::WRITE);
+    for_each_row(
         team,
         [&](const RowGroup& group) {
-            adapt(step, group, index, Q, normed, H, qkv.data(), wide_row, shape.q_columns);
-            adapt(step, group, index, K, normed, H, qkv.data() + A, wide_row, KV);
-            adapt(step, group, index, V, normed, H, qkv.data() + A + KV, wide_row, KV);
+            adapt(step, group, index, Q, normed, H, qkv.data(), qkv_width, shape.q_columns);
+            adapt(step, group, index, K, normed, H, qkv.data() + A, qkv_width, KV);
+            adapt(step, group, index, V, normed, H, qkv.data() + A + KV, qkv_width, KV);
         },
         [&](int t) { rotate_row(layer, step, t); });
-    team.each(int(items.size()), [&](int i) { attend(layer, step, i); });
-    team.each(T, [&](int t) {
-        if (split[t] >= 0) join(t);
-        keep(step, t, index, O);
-        rows_for.fill(*layer.o, attended.data(), t);
+    team.parallel_for(int(items.size()), [&](int i) { attend(layer, step, i); });
+    team.parallel_for(T, [&](int t) {
+        if (split[t] >= 0) merge_segments(t);
+        save_residual(step, t, index, O);
+        linear_rows.fill(*layer.o, attended.data(), t);
     });
-    multiply(team, *layer.o, rows_for.of(*layer.o, attended.data()), T, sums().data(), adding());
-    each_row(
+    multiply(team, *layer.o, linear_rows.rows(*layer.o, attended.data()), T, branch_output().data(), branch_epilogue());
+    for_each_row(
         team,
-        [&](const RowGroup& group) { adapt(step, group, index, O, attended, A, sums().data(), H, H, !shape.apart); },
+        [&](const RowGroup& group) {
+            adapt(step, group, index, O, attended, A, branch_output().data(), H, H, !shape.separate_branch);
+        },
         [&](int t) {
-            join_branch(layer.after_attention, t);
+            add_branch(layer.after_attention, t);
             layer.before_mlp(&hidden[size_t(t) * H], H, shape.eps, &normed[size_t(t) * H]);
-            if (layer.gate_up) rows_for.fill(*layer.gate_up, normed.data(), t);
-            if (layer.experts.router) routed_for.fill(*layer.experts.gate_up, normed.data(), t);
+            if (layer.gate_up) linear_rows.fill(*layer.gate_up, normed.data(), t);
+            if (layer.experts.router) routed_rows.fill(*layer.experts.gate_up, normed.data(), t);
         });
     if (layer.experts.router) run_experts(team, layer, step);
     if (layer.gate_up) mlp(team, layer, index, step);
 }
 
-// Beside experts what it makes stands by itself, until join_mlp().
+// With experts, the dense MLP writes to a separate buffer; add_mlp_output() adds it.
 inline void Decoder::mlp(Team& team, const Layer& layer, int index, const Step& step) {
     const int H = shape.hidden, I = layer.down->K, T = step.T, W = shape.gated ? 2 * I : I;
-    const bool beside = layer.experts.router;
-    const Rows rows = rows_for.of(*layer.gate_up, normed.data());
-    const bool together = shape.gated && !adapted && can_multiply_gated(*layer.gate_up, T);
-    if (together) with_activation([&](const auto& act) { multiply_gated(team, *layer.gate_up, rows, T, gated.data(), act); });
-    else multiply(team, *layer.gate_up, rows, T, wide.data(), Finish::WRITE);
-    each_row(
+    const bool has_experts = layer.experts.router;
+    const Rows rows = linear_rows.rows(*layer.gate_up, normed.data());
+    const bool fuse_gate = shape.gated && !has_adapters && can_multiply_gated(*layer.gate_up, T);
+    if (fuse_gate)
+        with_activation([&](const auto& act) { multiply_gated(team, *layer.gate_up, rows, T, mlp_act.data(), act); });
+    else multiply(team, *layer.gate_up, rows, T, gate_up_out.data(), Epilogue::WRITE);
+    for_each_row(
         team,
         [&](const RowGroup& group) {
-            adapt(step, group, index, GATE, normed, H, wide.data(), W, shape.joined ? W : I);
-            adapt(step, group, index, UP, normed, H, wide.data() + I, W, I);
-            if (layer.experts.share) adapt(step, group, index, SHARE, normed, H, share.data(), LANES, LANES);
+            adapt(step, group, index, GATE, normed, H, gate_up_out.data(), W, shape.fused_gate_up ? W : I);
+            adapt(step, group, index, UP, normed, H, gate_up_out.data() + I, W, I);
+            if (layer.experts.shared_expert_gate)
+                adapt(step, group, index, SHARED_EXPERT_GATE, normed, H, shared_gate.data(), LANES, LANES);
         },
         [&](int t) {
-            if (!beside) keep(step, t, index, DOWN);
-            if (!together) activate(&wide[size_t(t) * W], I, &gated[size_t(t) * I]);
-            rows_for.fill(*layer.down, gated.data(), t);
+            if (!has_experts) save_residual(step, t, index, DOWN);
+            if (!fuse_gate) activate(&gate_up_out[size_t(t) * W], I, &mlp_act[size_t(t) * I]);
+            linear_rows.fill(*layer.down, mlp_act.data(), t);
         });
-    AlignedFloats& made = beside ? shared : sums();
-    multiply(team, *layer.down, rows_for.of(*layer.down, gated.data()), T, made.data(), beside ? Finish::WRITE : adding());
+    AlignedFloats& out = has_experts ? shared_out : branch_output();
+    multiply(team, *layer.down, linear_rows.rows(*layer.down, mlp_act.data()), T, out.data(),
+             has_experts ? Epilogue::WRITE : branch_epilogue());
 }
 
-// Of rows that are normed, and prepared in `routed_for`.
+// Route normalised rows to experts (uses `routed_rows`) and compute the chosen experts' outputs.
 inline void Decoder::run_experts(Team& team, const Layer& layer, const Step& step) {
     const Experts& experts = layer.experts;
-    const int H = shape.hidden, I = experts.down->K, T = step.T, pairs = T * experts.chosen;
-    multiply(team, *experts.router, {normed.data(), nullptr}, T, routing.scores.data(), Finish::WRITE);
+    const int H = shape.hidden, I = experts.down->K, T = step.T, pairs = T * experts.top_k;
+    multiply(team, *experts.router, {normed.data(), nullptr}, T, routing.scores.data(), Epilogue::WRITE);
     const auto choose = [&](int t) {
         routing.choose(t, experts);
-        if (experts.share) share[size_t(t) * LANES] = dot(&normed[size_t(t) * H], experts.share, H);
+        if (experts.shared_expert_gate)
+            shared_gate[size_t(t) * LANES] = dot(&normed[size_t(t) * H], experts.shared_expert_gate, H);
     };
-    if (T > 1) team.each(T, choose);
-    team.each(1, [&](int) {
+    if (T > 1) team.parallel_for(T, choose);
+    team.parallel_for(1, [&](int) {
         if (T == 1) choose(0);
-        routing.gather(T, experts);
+        routing.build_groups(T, experts);
     });
     const Linear &up = *experts.gate_up, &down = *experts.down;
     if (T > 1)
-        team.each(pairs, [&](int i) {
-            const int t = routing.row_of[i];
-            expert_for.copy(up, routed_for, t, i);
+        team.parallel_for(pairs, [&](int i) {
+            const int t = routing.source_row[i];
+            expert_rows.copy_row(up, routed_rows, t, i);
             if (up.kind == Kind::F32) std::memcpy(&expert_in[size_t(i) * H], &normed[size_t(t) * H], H * sizeof(float));
         });
     const auto read = [&](const Routing::Group& group) {
-        return T == 1 ? routed_for.of(up, normed.data()) : expert_for.of(up, expert_in.data(), group.first);
+        return T == 1 ? routed_rows.rows(up, normed.data()) : expert_rows.rows(up, expert_in.data(), group.first);
     };
-    multiply_groups(team, up, experts, routing, T, read, expert_wide.data());
-    team.each(pairs, [&](int i) {
-        activate(&expert_wide[size_t(i) * 2 * I], I, &expert_gated[size_t(i) * I]);
-        expert_for.fill(down, expert_gated.data(), i);
+    multiply_groups(team, up, experts, routing, T, read, expert_gate_up_out.data());
+    team.parallel_for(pairs, [&](int i) {
+        activate(&expert_gate_up_out[size_t(i) * 2 * I], I, &expert_mlp_act[size_t(i) * I]);
+        expert_rows.fill(down, expert_mlp_act.data(), i);
     });
-    const auto inner = [&](const Routing::Group& group) { return expert_for.of(down, expert_gated.data(), group.first); };
-    multiply_groups(team, down, experts, routing, T, inner, expert_made.data());
+    const auto inner = [&](const Routing::Group& group) {
+        return expert_rows.rows(down, expert_mlp_act.data(), group.first);
+    };
+    multiply_groups(team, down, experts, routing, T, inner, expert_out.data());
 }
 
-// What adapters add to what the MLP of a layer made.
+// Add the contributions of adapters to the MLP output of a layer.
 inline void Decoder::adapt_down(const Step& step, const RowGroup& group, int index) {
     const Layer& layer = layers[index];
     if (!layer.down) return;
     const int H = shape.hidden, I = layer.down->K;
-    if (layer.experts.router) adapt(step, group, index, DOWN, gated, I, shared.data(), H, H);
-    else adapt(step, group, index, DOWN, gated, I, sums().data(), H, H, !shape.apart);
+    if (layer.experts.router) adapt(step, group, index, DOWN, mlp_act, I, shared_out.data(), H, H);
+    else adapt(step, group, index, DOWN, mlp_act, I, branch_output().data(), H, H, !shape.separate_branch);
 }
 
-// What the MLP of a layer made of a row goes to its hidden states, where it was not added already.
-inline void Decoder::join_mlp(int index, int t) {
+// Add a row's MLP output of a layer to the residual stream, if that has not been done.
+inline void Decoder::add_mlp_output(int index, int t) {
     const Layer& layer = layers[index];
     const Experts& experts = layer.experts;
-    const int H = shape.hidden, chosen = experts.chosen;
+    const int H = shape.hidden, top_k = experts.top_k;
     if (experts.router) {
-        const int* place = &routing.place[size_t(t) * chosen];
-        const float* weights = &routing.weights[size_t(t) * chosen];
-        float* to = &sums()[size_t(t) * H];
-        const float counts = experts.share ? 1.0f / (1.0f + std::exp(-share[size_t(t) * LANES])) : 1.0f;
+        const int* place = &routing.grouped_row[size_t(t) * top_k];
+        const float* weights = &routing.weights[size_t(t) * top_k];
+        float* to = &branch_output()[size_t(t) * H];
+        const float gate =
+            experts.shared_expert_gate ? 1.0f / (1.0f + std::exp(-shared_gate[size_t(t) * LANES])) : 1.0f;
         for (int i = 0; i < H; i += LANES) {
             __m512 sum = _mm512_setzero_ps();
-            for (int j = 0; j < chosen; j++)
-                sum = _mm512_fmadd_ps(_mm512_set1_ps(weights[j]), _mm512_loadu_ps(&expert_made[size_t(place[j]) * H + i]), sum);
-            if (layer.down) sum = _mm512_fmadd_ps(_mm512_set1_ps(counts), _mm512_loadu_ps(&shared[size_t(t) * H + i]), sum);
-            _mm512_storeu_ps(to + i, shape.apart ? sum : _mm512_add_ps(sum, _mm512_loadu_ps(to + i)));
+            for (int j = 0; j < top_k; j++)
+                sum = _mm512_fmadd_ps(_mm512_set1_ps(weights[j]),
+                                      _mm512_loadu_ps(&expert_out[size_t(place[j]) * H + i]), sum);
+            if (layer.down)
+                sum = _mm512_fmadd_ps(_mm512_set1_ps(gate), _mm512_loadu_ps(&shared_out[size_t(t) * H + i]), sum);
+            _mm512_storeu_ps(to + i, shape.separate_branch ? sum : _mm512_add_ps(sum, _mm512_loadu_ps(to + i)));
         }
     }
-    join_branch(layer.after_mlp, t);
+    add_branch(layer.after_mlp, t);
 }
 
-// Calls work(act) with the function of a vector that the shape names.
+// Call work(act) with the activation function of the shape.
 template <class Work>
 inline void Decoder::with_activation(const Work& work) const {
     if (shape.activation == Activation::SILU) work([](__m512 x) { return silu(x); });
@@ -287,36 +304,38 @@ inline void Decoder::with_activation(const Work& work) const {
     else work([](__m512 x) { return gelu(x); });
 }
 
-inline void Decoder::activate(const float* wide, int I, float* out) const {
+inline void Decoder::activate(const float* gate_up_out, int I, float* out) const {
     with_activation([&](const auto& act) {
         if (shape.gated)
             for (int i = 0; i < I; i += LANES)
-                _mm512_storeu_ps(out + i, _mm512_mul_ps(act(_mm512_loadu_ps(wide + i)), _mm512_loadu_ps(wide + I + i)));
+                _mm512_storeu_ps(out + i, _mm512_mul_ps(act(_mm512_loadu_ps(gate_up_out + i)),
+                                                        _mm512_loadu_ps(gate_up_out + I + i)));
         else
-            for (int i = 0; i < I; i += LANES) _mm512_storeu_ps(out + i, act(_mm512_loadu_ps(wide + i)));
+            for (int i = 0; i < I; i += LANES) _mm512_storeu_ps(out + i, act(_mm512_loadu_ps(gate_up_out + i)));
     });
 }
 
 inline void Decoder::adapt(const Step& step, const RowGroup& group, int layer, int member, const AlignedFloats& x,
                            int K, float* y, int width, int N, bool added) const {
     const Factors* f = factors(step, group.adapter, layer, member);
-    if (f) adapt_rows(*f, group, {x.data(), K}, K, {y, width}, N, {added ? before.data() : nullptr, N});
+    if (f) adapt_rows(*f, group, {x.data(), K}, K, {y, width}, N, {added ? residual.data() : nullptr, N});
 }
 
-// Before o or down is added to a row whose adapter needs their output by itself.
-inline void Decoder::keep(const Step& step, int t, int layer, int member) {
-    const Factors* f = factors(step, step.runs[rows[t].run].adapter, layer, member);
-    if (f && f->gain && !shape.apart)
-        std::memcpy(&before[size_t(t) * shape.hidden], &hidden[size_t(t) * shape.hidden], shape.hidden * sizeof(float));
+// Save the hidden states of a row before o or down is added, if its adapter needs their output separately.
+inline void Decoder::save_residual(const Step& step, int t, int layer, int member) {
+    const Factors* f = factors(step, step.chunks[rows[t].chunk].adapter, layer, member);
+    if (f && f->gain && !shape.separate_branch)
+        std::memcpy(&residual[size_t(t) * shape.hidden], &hidden[size_t(t) * shape.hidden],
+                    shape.hidden * sizeof(float));
 }
 
-// Queries are rotated and scaled in place; keys and values go to their place in the slot.
+// Norm and rotate a row's queries and keys; scale queries in place and store keys and values in the slot.
 inline void Decoder::rotate_row(const Layer& layer, const Step& step, int t) {
     const int D = shape.head_dim, H = shape.heads, G = shape.kv_heads, position = rows[t].position;
     float* q = &qkv[size_t(t) * (H + 2 * G) * D];
     float *k = q + H * D, *v = k + G * D;
-    const int half = layer.rotation < 0 ? 0 : shape.rotated / 2;  // no table: nothing is rotated
-    const size_t at = half ? layer.rotation * step.table + size_t(position) * half : 0;
+    const int half = layer.rotary_table < 0 ? 0 : shape.rotary_dims / 2;  // without a table nothing is rotated
+    const size_t at = half ? layer.rotary_table * step.table_stride + size_t(position) * half : 0;
     const float *cos = step.cos + at, *sin = step.sin + at;
     const bool norm_each = layer.q_norm && !shape.norm_all_heads;
     if (layer.q_norm && shape.norm_all_heads) {
@@ -329,85 +348,88 @@ inline void Decoder::rotate_row(const Layer& layer, const Step& step, int t) {
         if (shape.kv == Kind::INT8) hadamard(q + h * D, D, shape.scaling / hadamard_order(D));
         else for (int d = 0; d < D; d++) q[h * D + d] *= shape.scaling;
     }
-    const Run& run = step.runs[rows[t].run];
+    const Chunk& chunk = step.chunks[rows[t].chunk];
     for (int h = 0; h < G; h++) {
         if (norm_each) rms_norm(k + h * D, layer.k_norm, D, shape.eps, k + h * D);
         rotate(k + h * D, cos, sin, half);
         if (shape.kv == Kind::BF16) {
-            const auto to = kept<uint16_t>(layer, step, run, h);
-            keep_bf16(k + h * D, v + h * D, D, position, to.own_keys(), to.own_values());
+            const auto to = cached<uint16_t>(layer, step, chunk, h);
+            store_bf16(k + h * D, v + h * D, D, position, to.own_keys(), to.own_values());
         } else if (shape.kv == Kind::INT8) {
             hadamard(k + h * D, D, 1.0f);
-            const auto to = kept<uint8_t>(layer, step, run, h);
-            keep_int8(k + h * D, v + h * D, D, position, to.own_keys(), to.own_values());
+            const auto to = cached<uint8_t>(layer, step, chunk, h);
+            store_int8(k + h * D, v + h * D, D, position, to.own_keys(), to.own_values());
         } else {
-            const auto to = kept<float>(layer, step, run, h);
+            const auto to = cached<float>(layer, step, chunk, h);
             std::memcpy(to.own_keys() + size_t(position) * D, k + h * D, D * sizeof(float));
             std::memcpy(to.own_values() + size_t(position) * D, v + h * D, D * sizeof(float));
         }
     }
 }
 
-// What an item reads first, of keys and values in int8.
+// Return the first int8 block of keys and values that a work item reads, to prefetch it.
 inline NextBlock Decoder::first_block(const Layer& layer, const Step& step, const Item& item) const {
     const Row& row = rows[row_of(item, 0)];
-    const int from = std::max(seen_from(layer, row.position), item.segment * SEGMENT) / KEPT_BLOCK * KEPT_BLOCK;
-    const auto head = kept<const uint8_t>(layer, step, step.runs[row.run], item.kv_head);
+    const int from =
+        std::max(seen_from(layer, row.position), item.segment * SEGMENT_TOKENS) / INT8_BLOCK_TOKENS * INT8_BLOCK_TOKENS;
+    const auto head = cached<const uint8_t>(layer, step, step.chunks[row.chunk], item.kv_head);
     return {head.keys(from), head.values(from)};
 }
 
 inline void Decoder::attend(const Layer& layer, const Step& step, int number) {
     const Item& item = items[number];
     if (shape.kv == Kind::BF16) return attend_bf16(layer, step, item);
-    const int D = shape.head_dim, G = shape.kv_heads, wide_row = (shape.heads + 2 * G) * D;
+    const int D = shape.head_dim, G = shape.kv_heads, qkv_width = (shape.heads + 2 * G) * D;
     const float* q[QUERY_ROWS * MAX_GROUP];
-    int lo[QUERY_ROWS * MAX_GROUP], hi[QUERY_ROWS * MAX_GROUP], n = 0, longest = 0;
+    int lo[QUERY_ROWS * MAX_GROUP], hi[QUERY_ROWS * MAX_GROUP], n = 0, max_length = 0;
     for (int i = 0; i < item.count; i++) {
         const int t = row_of(item, i), position = rows[t].position;
         for (int g = 0; g < group(); g++, n++) {
-            q[n] = &qkv[size_t(t) * wide_row + (item.kv_head * group() + g) * D];
+            q[n] = &qkv[size_t(t) * qkv_width + (item.kv_head * group() + g) * D];
             lo[n] = seen_from(layer, position), hi[n] = position + 1;
         }
-        longest = std::max(longest, position + 1);
+        max_length = std::max(max_length, position + 1);
     }
-    const Run& run = step.runs[rows[row_of(item, 0)].run];
+    const Chunk& chunk = step.chunks[rows[row_of(item, 0)].chunk];
     if (shape.kv == Kind::INT8) {
-        static thread_local ByteQueries own;
-        ByteQueries& queries = own;
-        queries.count = n, queries.cap = shape.score_cap, queries.words = by_words();
+        static thread_local LevelQueries own;
+        LevelQueries& queries = own;
+        queries.count = n, queries.cap = shape.score_cap, queries.words = uses_words();
         for (int i = 0; i < n; i++) queries.set(i, q[i], D, lo[i], hi[i]);
-        const auto head = kept<const uint8_t>(layer, step, run, item.kv_head);
-        NextBlock after;  // mostly the same thread takes the next item
+        const auto head = cached<const uint8_t>(layer, step, chunk, item.kv_head);
+        NextBlock after;  // usually the same thread takes the next work item
         if (number + 1 < int(items.size())) after = first_block(layer, step, items[number + 1]);
-        return attend_segments(item, n, longest, [&](int segment, Partial* states) {
-            const int then = (segment + 1) * SEGMENT;
-            const bool goes_on = item.segment < 0 && then < longest;
-            attend_int8(D, queries, head, segment, goes_on ? NextBlock{head.keys(then), head.values(then)} : after, states);
+        return attend_segments(item, n, max_length, [&](int segment, Partial* states) {
+            const int following = (segment + 1) * SEGMENT_TOKENS;
+            const bool continues = item.segment < 0 && following < max_length;
+            attend_int8(D, queries, head, segment,
+                        continues ? NextBlock{head.keys(following), head.values(following)} : after, states);
         });
     }
     const Queries queries{n, q, lo, hi, shape.score_cap};
-    const auto head = kept<const float>(layer, step, run, item.kv_head);
-    attend_segments(item, n, longest, [&](int segment, Partial* states) {
+    const auto head = cached<const float>(layer, step, chunk, item.kv_head);
+    attend_segments(item, n, max_length, [&](int segment, Partial* states) {
         attend_segment(D, queries, head, segment, states);
     });
 }
 
-// What `segment` makes of one, or of all of them, by as many queries.
+// Compute a work item with segment(index, states), which computes the partials of one segment for all of the item's
+// queries, and merge the segments if the item covers all of them.
 template <class Segment>
-inline void Decoder::attend_segments(const Item& item, int queries, int longest, const Segment& segment) {
+inline void Decoder::attend_segments(const Item& item, int queries, int max_length, const Segment& segment) {
     const int D = shape.head_dim;
-    if (item.segment >= 0 && !item.together) return segment(item.segment, &partials[item.partial]);
+    if (item.segment >= 0 && !item.shares_segment) return segment(item.segment, &partials[item.partial]);
     thread_local std::vector<Partial> total(QUERY_ROWS * MAX_GROUP), part(QUERY_ROWS * MAX_GROUP);
-    if (item.together) {
+    if (item.shares_segment) {
         segment(item.segment, total.data());
         for (int i = 0; i < queries; i++) {
             Partial& to = partials[partial_of(row_of(item, i / group()), item.kv_head, item.segment) + i % group()];
-            to.most = total[i].most, to.sum = total[i].sum;
+            to.max = total[i].max, to.sum = total[i].sum;
             std::copy_n(total[i].values, D, to.values);
         }
         return;
     }
-    for (int s = 0; s * SEGMENT < longest; s++) {
+    for (int s = 0; s * SEGMENT_TOKENS < max_length; s++) {
         segment(s, s ? part.data() : total.data());
         if (s)
             for (int i = 0; i < queries; i++) merge(total[i], part[i], D);
@@ -418,36 +440,36 @@ inline void Decoder::attend_segments(const Item& item, int queries, int longest,
     }
 }
 
-// The same over keys and values in bfloat16.
+// Compute a work item over keys and values in bfloat16.
 inline void Decoder::attend_bf16(const Layer& layer, const Step& step, const Item& item) {
-    const int D = shape.head_dim, G = shape.kv_heads, wide_row = (shape.heads + 2 * G) * D;
+    const int D = shape.head_dim, G = shape.kv_heads, qkv_width = (shape.heads + 2 * G) * D;
     static thread_local TiledQueries queries;
     static thread_local TiledPartial total[COLUMN_TILES], part[COLUMN_TILES];
-    float* out[TILED_COLUMNS];
-    int n = 0, longest = 0;
+    float* out[MAX_TILE_QUERIES];
+    int n = 0, max_length = 0;
     for (int i = 0; i < item.count; i++) {
         const int t = row_of(item, i), position = rows[t].position;
         for (int g = 0; g < group(); g++, n++) {
             const int head = item.kv_head * group() + g;
-            queries.set(n, &qkv[size_t(t) * wide_row + head * D], D, seen_from(layer, position), position + 1);
+            queries.set(n, &qkv[size_t(t) * qkv_width + head * D], D, seen_from(layer, position), position + 1);
             out[n] = &attended[(size_t(t) * shape.heads + head) * D];
         }
-        longest = std::max(longest, position + 1);
+        max_length = std::max(max_length, position + 1);
     }
     queries.pack(n, D, shape.score_cap);
-    const auto head = kept<const uint16_t>(layer, step, step.runs[rows[row_of(item, 0)].run], item.kv_head);
-    if (item.together) {
+    const auto head = cached<const uint16_t>(layer, step, step.chunks[rows[row_of(item, 0)].chunk], item.kv_head);
+    if (item.shares_segment) {
         attend_tiled(D, queries, head, item.segment, part);
         for (int i = 0; i < n; i++) {
             const int column = i % group();
             TiledPartial& to = tiled_partials[partial_of(row_of(item, i / group()), item.kv_head, item.segment)];
             if (!column) clear(to, D);
-            take_column(part[i / LANES], i % LANES, D, to, column);
+            copy_column(part[i / LANES], i % LANES, D, to, column);
         }
         return;
     }
     if (item.segment >= 0) return attend_tiled(D, queries, head, item.segment, &tiled_partials[item.partial]);
-    for (int s = 0; s * SEGMENT < longest; s++) {
+    for (int s = 0; s * SEGMENT_TOKENS < max_length; s++) {
         attend_tiled(D, queries, head, s, s ? part : total);
         if (s)
             for (int c = 0; c < queries.tiles(); c++) merge(total[c], part[c], D);
@@ -455,9 +477,9 @@ inline void Decoder::attend_bf16(const Layer& layer, const Step& step, const Ite
     for (int c = 0; c < queries.tiles(); c++) finish(total[c], D, std::min(LANES, n - c * LANES), out + c * LANES);
 }
 
-// The segments of a decode over a long context, merged in order.
-inline void Decoder::join(int t) {
-    const int D = shape.head_dim, segments = rows[t].position / SEGMENT + 1;
+// Merge the segments of a row whose context was split, in order.
+inline void Decoder::merge_segments(int t) {
+    const int D = shape.head_dim, segments = rows[t].position / SEGMENT_TOKENS + 1;
     if (shape.kv == Kind::BF16) {
         for (int kv_head = 0; kv_head < shape.kv_heads; kv_head++) {
             TiledPartial* first = &tiled_partials[split[t] + kv_head * segments];
@@ -476,4 +498,4 @@ inline void Decoder::join(int t) {
     }
 }
 
-}  // namespace mlt
+}  // namespace mlflow_llm

@@ -1,40 +1,41 @@
-// A row's numbers times a Hadamard matrix: each becomes a sum of all of them, of either sign. Of a head of attention, and
-// of both factors of a linear (Kind::ROTATED).
+// Multiplication of a row by a Hadamard matrix, for heads of attention and for both factors of a linear
+// (Kind::ROTATED).
 //
-// Scores do not change, (H q) (H k) = n q k, and neither do products. But what one dimension has is spread over all of
-// them: with one scale for a key in int8, a dimension that is a hundred times the others (biases of keys do that, in
-// Qwen 2.5) would leave the others no levels. Ashkboos et al. 2024, "QuaRot", 4.2; the matrix is Sylvester's, so it is its
-// own inverse but for a factor.
+// Attention scores do not change, (H q) (H k) = n q k, and neither do products of linears. But an outlier dimension is
+// spread over all dimensions: with one scale per int8 key, a dimension a hundred times larger than the others (as the
+// key biases of Qwen 2.5 cause) would leave them no levels. Ashkboos et al. 2024, "QuaRot", 4.2. The matrix is
+// Sylvester's, so it is its own inverse up to a factor.
 #pragma once
 
 #include <cmath>
 
 #include "simd.h"
 
-namespace mlt {
+namespace mlflow_llm {
 
-// Numbers that are mixed with each other: the largest power of two that divides the width, a multiple of LANES.
+// Return how many values are mixed with each other: the largest power of two that divides the width, a multiple of
+// LANES.
 inline int hadamard_order(int dim) { return dim & -dim; }
 
 template <int STRIDE>
 struct Signs {
-    alignas(64) float of[LANES] = {};
+    alignas(64) float values[LANES] = {};
     constexpr Signs() {
-        for (int i = 0; i < LANES; i++) of[i] = i & STRIDE ? -1.0f : 1.0f;
+        for (int i = 0; i < LANES; i++) values[i] = i & STRIDE ? -1.0f : 1.0f;
     }
 };
 
-// What lies STRIDE lanes away, plus x, or minus x where the bit STRIDE of a lane is set.
+// Return the lane at distance STRIDE plus x, or minus x where bit STRIDE of the lane number is set.
 template <int STRIDE>
 inline __m512 butterfly(__m512 x) {
     static constexpr Signs<STRIDE> signs;
-    return _mm512_fmadd_ps(x, _mm512_load_ps(signs.of), lanes_across<STRIDE>(x));
+    return _mm512_fmadd_ps(x, _mm512_load_ps(signs.values), xor_lanes<STRIDE>(x));
 }
 
-// What makes the matrix orthonormal: the same float that quantization.py has.
+// Return the factor that makes the matrix orthonormal: the same float as in quantization.py.
 inline float hadamard_scale(int dim) { return float(1.0 / std::sqrt(double(hadamard_order(dim)))); }
 
-// Sums and differences of vectors that are STRIDE vectors apart, among the first COUNT.
+// Replace vectors that are STRIDE apart, among the first COUNT, by their sums and differences.
 template <int STRIDE, int COUNT>
 inline void vector_butterflies(__m512 (&x)[COUNT]) {
     for (int i = 0; i < COUNT; i++) {
@@ -44,9 +45,9 @@ inline void vector_butterflies(__m512 (&x)[COUNT]) {
     }
 }
 
-// COUNT vectors from `from`, `by` times as large, mixed with each other, to `to`.
+// Mix COUNT vectors of `from`, times `by`, into `to`.
 template <int COUNT>
-inline void mix_near(const float* from, float* to, __m512 by) {
+inline void mix_block(const float* from, float* to, __m512 by) {
     __m512 x[COUNT];
     for (int i = 0; i < COUNT; i++) {
         const __m512 some = _mm512_mul_ps(_mm512_loadu_ps(from + i * LANES), by);
@@ -57,19 +58,19 @@ inline void mix_near(const float* from, float* to, __m512 by) {
     for (int i = 0; i < COUNT; i++) _mm512_storeu_ps(to + i * LANES, x[i]);
 }
 
-// To `to`, `by` times as large; both [dim], and may be the same. The sums have the same order with any instructions, and
-// in quantization.py: of neighbours first.
+// Write the transform of `from`, times `by`, to `to`; both [dim], possibly the same. The order of sums is the same for
+// all instruction sets and in quantization.py: neighbours first.
 inline void hadamard(const float* from, float* to, int dim, float by) {
-    constexpr int NEAR = 4 * LANES;
-    const int order = hadamard_order(dim), near = order < NEAR ? order : NEAR;
+    constexpr int BLOCK_WIDTH = 4 * LANES;
+    const int order = hadamard_order(dim), block_width = order < BLOCK_WIDTH ? order : BLOCK_WIDTH;
     const __m512 each = _mm512_set1_ps(by);
-    for (int d = 0; d < dim; d += near) {
-        if (near == NEAR) mix_near<4>(from + d, to + d, each);
-        else if (near == 2 * LANES) mix_near<2>(from + d, to + d, each);
-        else mix_near<1>(from + d, to + d, each);
+    for (int d = 0; d < dim; d += block_width) {
+        if (block_width == BLOCK_WIDTH) mix_block<4>(from + d, to + d, each);
+        else if (block_width == 2 * LANES) mix_block<2>(from + d, to + d, each);
+        else mix_block<1>(from + d, to + d, each);
     }
-    int stride = near;
-    for (; stride * 2 < order; stride *= 4)  // two at a time
+    int stride = block_width;
+    for (; stride * 2 < order; stride *= 4)  // two strides at a time
         for (int d = 0; d < dim; d += LANES) {
             if (d & (3 * stride)) continue;
             __m512 x[4];
@@ -88,4 +89,4 @@ inline void hadamard(const float* from, float* to, int dim, float by) {
 
 inline void hadamard(float* x, int dim, float by) { hadamard(x, x, dim, by); }
 
-}  // namespace mlt
+}  // namespace mlflow_llm

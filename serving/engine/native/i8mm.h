@@ -1,13 +1,14 @@
-// i8mm: products of bytes, two rows by two columns, on newer processors of ARM. In plain code, as avx_vnni.h.
+// Detection of i8mm: byte products of two rows by two columns, on newer ARM CPUs. Compiled for the baseline CPU, as
+// avx_vnni.h is.
 #pragma once
 
 #include <sys/auxv.h>
 
-namespace mlt {
+namespace mlflow_llm {
 
-inline bool has_byte_products() {
-#if __GNUC__ >= 10  // whose assembler knows the instruction
-#ifdef MLT_SVE
+inline bool cpu_has_byte_products() {
+#if __GNUC__ >= 10  // its assembler knows the instruction
+#ifdef MLFLOW_LLM_SVE
     constexpr unsigned long I8MM = 1ul << 9;  // HWCAP2_SVEI8MM
 #else
     constexpr unsigned long I8MM = 1ul << 13;  // HWCAP2_I8MM
@@ -19,4 +20,4 @@ inline bool has_byte_products() {
 #endif
 }
 
-}  // namespace mlt
+}  // namespace mlflow_llm

@@ -1,15 +1,15 @@
-// Attention of query heads over the keys and values of one KV head that are kept in int8, with a scale of each token's.
+// Attention of query heads over the keys and values of one KV head in int8, with a scale per token.
 //
-//   a block    KEPT_BLOCK tokens: their bytes, then a float of each
-//   keys       [D / 4][KEPT_BLOCK][4]   four dimensions of a token; offset by BYTE_OFFSET
-//   values     [KEPT_BLOCK / 4][D][4]   four tokens of a dimension; signed
+//   a block    INT8_BLOCK_TOKENS tokens: their bytes, followed by a float scale for each
+//   keys       [D / 4][INT8_BLOCK_TOKENS][4]   four dimensions of a token; offset by BYTE_OFFSET
+//   values     [INT8_BLOCK_TOKENS / 4][D][4]   four tokens of a dimension; signed
 //
-// What they meet is made whole too: a query, and a query's weights of a block, are FINEST levels, in two bytes of seven
-// bits: n = 128 high + low. A sum of products is then a whole number below 2^31, the same in any order and by any
-// instruction: vectors serve few queries and tiles many, and no bit tells which it was. What this adds to the rounding of
-// keys and values is a hundredth of it.
+// Queries and softmax weights are quantised to 14-bit integers (levels), stored as two bytes of seven bits: n = 128
+// high + low. A sum of products is then an integer below 2^31, the same in any order and by any instruction: vectors
+// serve few queries and tiles many, with bitwise the same results. This adds a hundredth of the rounding error of keys
+// and values.
 //
-// As in attention.h the blocks of a SEGMENT fold into one running softmax, and segments are merged in order.
+// As in attention.h, the blocks of a segment are folded into one running softmax, and segments are merged in order.
 #pragma once
 
 #include <numeric>
@@ -19,45 +19,48 @@
 #include "tiles.h"
 #include "words.h"
 
-namespace mlt {
+namespace mlflow_llm {
 
-constexpr int KEPT_BLOCK = 64;
-constexpr int KEPT_VECTORS = KEPT_BLOCK / LANES;
-constexpr int FINEST = 127 * 128;
-constexpr int BYTE_QUERIES = 32;  // that share what is read of keys and values
-constexpr int TILED_FROM = 9;     // queries from which tiles pay
-constexpr size_t CACHE_LINE = 64;
-enum Part { HIGH, LOW, BOTH };
+constexpr int INT8_BLOCK_TOKENS = 64;
+constexpr int INT8_BLOCK_VECTORS = INT8_BLOCK_TOKENS / LANES;
+constexpr int MAX_LEVEL = 127 * 128;
+constexpr int MAX_INT8_QUERIES = 32;  // queries that share a read of keys and values
+constexpr int MIN_TILE_QUERIES = 9;  // from so many queries tiles pay
+constexpr size_t CACHE_LINE_BYTES = 64;
+enum Part { HIGH, LOW, NUM_PARTS };
 
-static_assert(SEGMENT % KEPT_BLOCK == 0 && SHARED_BLOCK % KEPT_BLOCK == 0 && KEPT_BLOCK == TILE_BYTES && BYTE_QUERIES % TILE_ROWS == 0);
+static_assert(SEGMENT_TOKENS % INT8_BLOCK_TOKENS == 0 && SHARED_BLOCK_TOKENS % INT8_BLOCK_TOKENS == 0 &&
+              INT8_BLOCK_TOKENS == TILE_BYTES && MAX_INT8_QUERIES % TILE_ROWS == 0);
 
-// From one token's to the next in a KV head's keys, or values.
-constexpr size_t kept_bytes(int dim) { return dim + sizeof(float); }
+// Return the bytes per token in a KV head's keys, or values.
+constexpr size_t int8_token_bytes(int dim) { return dim + sizeof(float); }
 
-struct KeptBlock {
+struct Int8Block {
     uint8_t* bytes;
-    float* scales;  // [KEPT_BLOCK]
+    float* scales;  // [INT8_BLOCK_TOKENS]
 
-    KeptBlock(const uint8_t* head, int dim, int token)
-        : bytes(const_cast<uint8_t*>(head) + size_t(token / KEPT_BLOCK) * KEPT_BLOCK * kept_bytes(dim)),
-          scales((float*)(bytes + KEPT_BLOCK * dim)) {}
+    Int8Block(const uint8_t* head, int dim, int token)
+        : bytes(const_cast<uint8_t*>(head) +
+                size_t(token / INT8_BLOCK_TOKENS) * INT8_BLOCK_TOKENS * int8_token_bytes(dim)),
+          scales((float*)(bytes + INT8_BLOCK_TOKENS * dim)) {}
 };
 
-// The key and value of token `at`, [dim] each, to their places in a KV head's of a slot.
-inline void keep_int8(const float* key, const float* value, int dim, int at, uint8_t* keys, uint8_t* values) {
-    uint8_t bytes[MAX_HEAD];
-    const int t = at % KEPT_BLOCK;
-    const KeptBlock to_keys(keys, dim, at), to_values(values, dim, at);
+// Quantise the key and value of token `at`, [dim] each, into a KV head of a slot.
+inline void store_int8(const float* key, const float* value, int dim, int at, uint8_t* keys, uint8_t* values) {
+    uint8_t bytes[MAX_HEAD_DIM];
+    const int t = at % INT8_BLOCK_TOKENS;
+    const Int8Block to_keys(keys, dim, at), to_values(values, dim, at);
     to_keys.scales[t] = quantize_row(key, dim, bytes);
-    for (int d = 0; d < dim; d += 4) std::memcpy(to_keys.bytes + d * KEPT_BLOCK + t * 4, bytes + d, 4);
+    for (int d = 0; d < dim; d += 4) std::memcpy(to_keys.bytes + d * INT8_BLOCK_TOKENS + t * 4, bytes + d, 4);
     to_values.scales[t] = quantize_row(value, dim, bytes);
     uint8_t* to = to_values.bytes + t / 4 * dim * 4 + t % 4;
-    for (int d = 0; d < dim; d++) to[d * 4] = bytes[d] ^ BYTE_OFFSET;  // an offset of 128 is this bit
+    for (int d = 0; d < dim; d++) to[d * 4] = bytes[d] ^ BYTE_OFFSET;  // removes an offset of 128
 }
 
-// The lowest bytes of four vectors side by side, in one store: what reads them at once would wait for four.
+// Store the lowest bytes of four vectors in a single store, so that a load of all of them does not wait for four
+// stores.
 inline void store_bytes(const __m512i (&x)[4], int8_t* to) {
-#ifdef MLT_AVX512
+#ifdef MLFLOW_LLM_AVX512
     const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     const __m512i bytes = _mm512_packs_epi16(_mm512_packs_epi32(x[0], x[1]), _mm512_packs_epi32(x[2], x[3]));
     _mm512_storeu_si512(to, _mm512_permutexvar_epi32(order, bytes));
@@ -66,52 +69,52 @@ inline void store_bytes(const __m512i (&x)[4], int8_t* to) {
 #endif
 }
 
-// Sixteen values times `by` as whole numbers, FINEST at most.
-inline __m512i levels_of(__m512 x, __m512 by) { return _mm512_cvtps_epi32(_mm512_mul_ps(x, by)); }
+// Convert sixteen values times `by` to levels, at most MAX_LEVEL.
+inline __m512i to_levels(__m512 x, __m512 by) { return _mm512_cvtps_epi32(_mm512_mul_ps(x, by)); }
 inline __m512i high_of(__m512i level) { return _mm512_srai_epi32(level, 7); }
 inline __m512i low_of(__m512i level) { return _mm512_and_si512(level, _mm512_set1_epi32(127)); }
 
-// 128 high + low, less `offset`, as a float.
+// Return 128 high + low - offset as a float.
 inline __m512 whole_sum(__m512i high, __m512i low, int32_t offset) {
     const __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(high, 7), low);
     return _mm512_cvtepi32_ps(_mm512_sub_epi32(sum, _mm512_set1_epi32(offset)));
 }
 
-// The block whose turn comes after, or null. It is not where the processor would look for it: keys and values take turns,
-// and a page ends with nearly every block.
+// The block to be read next, or null. The hardware prefetcher does not predict it: keys and values alternate, and
+// nearly every block ends a page.
 struct NextBlock {
     const uint8_t *keys = nullptr, *values = nullptr;
 };
 
-// Into the second cache, as many cache lines from `next` on, which moves past them. A few between products: the processor
-// waits where many are asked for at once.
+// Prefetch LINES cache lines from `next` on into L2 and advance `next`. Spread between products, since the CPU stalls
+// if many are requested at once.
 template <int LINES>
 inline void fetch_lines(const uint8_t*& next) {
     if (!next) return;
-    for (int i = 0; i < LINES; i++) __builtin_prefetch(next + i * CACHE_LINE, 0, 2);
-    next += LINES * CACHE_LINE;
+    for (int i = 0; i < LINES; i++) __builtin_prefetch(next + i * CACHE_LINE_BYTES, 0, 2);
+    next += LINES * CACHE_LINE_BYTES;
 }
 
-// Queries that see tokens [lo, hi) of one KV head each.
-struct ByteQueries {
-    int count, lo[BYTE_QUERIES], hi[BYTE_QUERIES];
-    float cap;   // as in attention.h
-    bool words;  // each is a row of words.h rather than two of bytes
-    float unit[BYTE_QUERIES];
-    int32_t offset[BYTE_QUERIES];  // what the offset of the keys' bytes gives
+// Queries of one KV head, quantised to levels; query i sees tokens [lo[i], hi[i]).
+struct LevelQueries {
+    int count, lo[MAX_INT8_QUERIES], hi[MAX_INT8_QUERIES];
+    float cap;  // as in attention.h
+    bool words;  // each query is a row of words (words.h) rather than two of bytes
+    float unit[MAX_INT8_QUERIES];
+    int32_t offset[MAX_INT8_QUERIES];  // contribution of the keys' byte offset
     union {
-        alignas(64) int8_t parts[BOTH][BYTE_QUERIES][MAX_HEAD];
-        alignas(64) int16_t rows[BYTE_QUERIES][MAX_HEAD];
+        alignas(64) int8_t parts[NUM_PARTS][MAX_INT8_QUERIES][MAX_HEAD_DIM];
+        alignas(64) int16_t rows[MAX_INT8_QUERIES][MAX_HEAD_DIM];
     };
 
-    // Query i is q [dim], which carries the scaling.
+    // Set query i to q [dim], which includes the scaling.
     void set(int i, const float* q, int dim, int from, int to) {
         lo[i] = from, hi[i] = to;
-        unit[i] = row_scale(q, dim) * (float(LEVELS) / FINEST);  // NaN where a value is
+        unit[i] = row_scale(q, dim) * (float(MAX_INT8_LEVEL) / MAX_LEVEL);  // NaN if a value is not finite
         const __m512 by = _mm512_set1_ps(1.0f / unit[i]);
         __m512i sum = _mm512_setzero_si512();
         for (int d = 0; d < dim; d += LANES) {
-            const __m512i level = levels_of(_mm512_loadu_ps(q + d), by);
+            const __m512i level = to_levels(_mm512_loadu_ps(q + d), by);
             sum = _mm512_add_epi32(sum, level);
             if (words) {
                 store_words(rows[i] + d, level);
@@ -126,78 +129,82 @@ struct ByteQueries {
     }
 };
 
-// What becomes of one block, by query.
-struct ByteBlock {
-    int from[BYTE_QUERIES], to[BYTE_QUERIES];  // tokens that it sees; from >= to: none
-    float fade[BYTE_QUERIES];                       // of the values so far
-    float unit[BYTE_QUERIES];                       // of the weights
-    uint64_t strange;  // tokens that have a key or value that is no number: then neither is what sees them
-    alignas(64) int32_t scores[BOTH][BYTE_QUERIES][KEPT_BLOCK];  // of words HIGH alone, as they are
-    alignas(64) float weighed[LANES][KEPT_BLOCK];  // of sixteen that are in work
+// Per-query scratch space of one block.
+struct BlockScratch {
+    int from[MAX_INT8_QUERIES], to[MAX_INT8_QUERIES];  // tokens that the query sees; none if from >= to
+    float rescale[MAX_INT8_QUERIES];  // of the values so far
+    float unit[MAX_INT8_QUERIES];  // scale of the weights
+    // tokens with a key or value that is not finite, which makes the results of all queries that see them NaN
+    uint64_t non_finite;
+    // for words only HIGH, the complete sums
+    alignas(64) int32_t scores[NUM_PARTS][MAX_INT8_QUERIES][INT8_BLOCK_TOKENS];
+    alignas(64) float weighted[LANES][INT8_BLOCK_TOKENS];  // of the sixteen queries in progress
     union {
-        alignas(64) int8_t weights[BOTH][BYTE_QUERIES][KEPT_BLOCK];
-        alignas(64) int16_t rows[BYTE_QUERIES][KEPT_BLOCK];  // the same, of words
+        alignas(64) int8_t weights[NUM_PARTS][MAX_INT8_QUERIES][INT8_BLOCK_TOKENS];
+        alignas(64) int16_t rows[MAX_INT8_QUERIES][INT8_BLOCK_TOKENS];  // for words
     };
 };
 
-// Query i's sums so far of `vectors` vectors of dimensions from d on, with those of a block; `low` null: `high` is all of it.
-inline void fold(const ByteBlock& block, int i, const int32_t* high, const int32_t* low, int vectors, int d,
+// Rescale query i's sums of `vectors` vectors of dimensions from d on and add those of a block; if `low` is null,
+// `high` is the complete sum.
+inline void fold(const BlockScratch& block, int i, const int32_t* high, const int32_t* low, int vectors, int d,
                  Partial& state) {
     if (block.from[i] >= block.to[i]) return;
-    const __m512 fade = _mm512_set1_ps(block.fade[i]), unit = _mm512_set1_ps(block.unit[i]);
+    const __m512 rescale = _mm512_set1_ps(block.rescale[i]), unit = _mm512_set1_ps(block.unit[i]);
     for (int c = 0; c < vectors * LANES; c += LANES) {
         float* to = state.values + d + c;
         const __m512i all = _mm512_load_si512(high + c);
         const __m512 sum = low ? whole_sum(all, _mm512_load_si512(low + c), 0) : _mm512_cvtepi32_ps(all);
-        _mm512_store_ps(to, _mm512_fmadd_ps(_mm512_load_ps(to), fade, _mm512_mul_ps(sum, unit)));
+        _mm512_store_ps(to, _mm512_fmadd_ps(_mm512_load_ps(to), rescale, _mm512_mul_ps(sum, unit)));
     }
 }
 
-// Products by vectors. Sums are numbered by a pack, two of a query (its parts), and stay in registers (see tile()).
-template <bool FAST>  // see multiply_add
-struct VectorBytes {
+// Products by vectors. Sums are numbered by a parameter pack, two per query (its parts), and stay in registers (see
+// tile()).
+template <bool FAST>  // see multiply_add()
+struct VectorProducts {
     template <size_t... S>
-    __attribute__((noinline)) static void score(std::index_sequence<S...>, const ByteQueries& queries, int i, int dim,
-                                                const uint8_t* keys, ByteBlock& block, const uint8_t* next) {
-        static_assert(KEPT_VECTORS == 4);
-        const int8_t* const q[] = {queries.parts[S % BOTH][i + S / BOTH]...};
+    __attribute__((noinline)) static void score(std::index_sequence<S...>, const LevelQueries& queries, int i, int dim,
+                                                const uint8_t* keys, BlockScratch& block, const uint8_t* next) {
+        static_assert(INT8_BLOCK_VECTORS == 4);
+        const int8_t* const q[] = {queries.parts[S % NUM_PARTS][i + S / NUM_PARTS]...};
         __m512i sum0[] = {(void(S), _mm512_setzero_si512())...}, sum1[] = {(void(S), _mm512_setzero_si512())...};
         __m512i sum2[] = {(void(S), _mm512_setzero_si512())...}, sum3[] = {(void(S), _mm512_setzero_si512())...};
-        for (int d = 0; d < dim; d += 4, keys += KEPT_BLOCK * 4) {
+        for (int d = 0; d < dim; d += 4, keys += INT8_BLOCK_TOKENS * 4) {
             const __m512i key0 = _mm512_load_si512(keys), key1 = _mm512_load_si512(keys + 64);
             const __m512i key2 = _mm512_load_si512(keys + 128), key3 = _mm512_load_si512(keys + 192);
-            fetch_lines<KEPT_VECTORS>(next);
+            fetch_lines<INT8_BLOCK_VECTORS>(next);
             __m512i x;
-            ((x = four_bytes(q[S] + d), multiply_add<Kind::INT8, FAST>(sum0[S], key0, x),
+            ((x = broadcast_bytes(q[S] + d), multiply_add<Kind::INT8, FAST>(sum0[S], key0, x),
               multiply_add<Kind::INT8, FAST>(sum1[S], key1, x), multiply_add<Kind::INT8, FAST>(sum2[S], key2, x),
               multiply_add<Kind::INT8, FAST>(sum3[S], key3, x)),
              ...);
         }
         (
             [&] {
-                int32_t* to = block.scores[S % BOTH][i + S / BOTH];
+                int32_t* to = block.scores[S % NUM_PARTS][i + S / NUM_PARTS];
                 _mm512_store_si512(to, sum0[S]), _mm512_store_si512(to + LANES, sum1[S]);
                 _mm512_store_si512(to + 2 * LANES, sum2[S]), _mm512_store_si512(to + 3 * LANES, sum3[S]);
             }(),
             ...);
     }
 
-    // The values of C vectors of dimensions, by weights of two parts a query.
+    // Multiply C vectors of values by the weights of several queries, two parts each.
     template <int C, size_t... S>
-    __attribute__((noinline)) static void weighed(std::index_sequence<S...>, const uint8_t* values, int dim,
-                                                  const int8_t* high, const int8_t* low, int32_t (*sums)[4 * LANES],
-                                                  const uint8_t* next) {
-        const int8_t* const weights[] = {(S % BOTH == HIGH ? high : low) + S / BOTH * KEPT_BLOCK...};
+    __attribute__((noinline)) static void weighted_values(std::index_sequence<S...>, const uint8_t* values, int dim,
+                                                   const int8_t* high, const int8_t* low, int32_t (*sums)[4 * LANES],
+                                                   const uint8_t* next) {
+        const int8_t* const weights[] = {(S % NUM_PARTS == HIGH ? high : low) + S / NUM_PARTS * INT8_BLOCK_TOKENS...};
         __m512i sum0[] = {(void(S), _mm512_setzero_si512())...}, sum1[] = {(void(S), _mm512_setzero_si512())...};
         __m512i sum2[] = {(void(S), _mm512_setzero_si512())...}, sum3[] = {(void(S), _mm512_setzero_si512())...};
-        for (int t = 0; t < KEPT_BLOCK; t += 4, values += dim * 4) {
+        for (int t = 0; t < INT8_BLOCK_TOKENS; t += 4, values += dim * 4) {
             const __m512i value0 = _mm512_load_si512(values);
             const __m512i value1 = C > 1 ? _mm512_load_si512(values + 64) : value0;
             const __m512i value2 = C > 2 ? _mm512_load_si512(values + 128) : value0;
             const __m512i value3 = C > 3 ? _mm512_load_si512(values + 192) : value0;
             fetch_lines<C>(next);
             __m512i w;
-            ((w = four_bytes(weights[S] + t), multiply_add<Kind::INT8, FAST>(sum0[S], w, value0),
+            ((w = broadcast_bytes(weights[S] + t), multiply_add<Kind::INT8, FAST>(sum0[S], w, value0),
               C > 1 ? multiply_add<Kind::INT8, FAST>(sum1[S], w, value1) : void(),
               C > 2 ? multiply_add<Kind::INT8, FAST>(sum2[S], w, value2) : void(),
               C > 3 ? multiply_add<Kind::INT8, FAST>(sum3[S], w, value3) : void()),
@@ -208,70 +215,74 @@ struct VectorBytes {
          ...);
     }
 
-    // The values of C vectors of dimensions from d on.
+    // Fold C vectors of values from dimension d on into the states of several queries.
     template <int C, size_t... S>
-    static void mix(std::index_sequence<S...> all, int i, int dim, int d, const uint8_t* values, const ByteBlock& block,
-                    Partial* states, const uint8_t* next) {
+    static void accumulate_values(std::index_sequence<S...> all, int i, int dim, int d, const uint8_t* values,
+                                  const BlockScratch& block, Partial* states, const uint8_t* next) {
         alignas(64) int32_t sums[sizeof...(S)][4 * LANES];
-        weighed<C>(all, values + d * 4, dim, block.weights[HIGH][i], block.weights[LOW][i], sums,
-                   next ? next + d * KEPT_BLOCK : nullptr);
-        for (int m = 0; m < int(sizeof...(S)) / BOTH; m++)
-            fold(block, i + m, sums[BOTH * m + HIGH], sums[BOTH * m + LOW], C, d, states[i + m]);
+        weighted_values<C>(all, values + d * 4, dim, block.weights[HIGH][i], block.weights[LOW][i], sums,
+                           next ? next + d * INT8_BLOCK_TOKENS : nullptr);
+        for (int m = 0; m < int(sizeof...(S)) / NUM_PARTS; m++)
+            fold(block, i + m, sums[NUM_PARTS * m + HIGH], sums[NUM_PARTS * m + LOW], C, d, states[i + m]);
     }
 
-    // Up to 4 vectors of values from dimension d on.
+    // Fold up to 4 vectors of values from dimension d on.
     template <class Queries, int C = 4>
-    static void mix_wide(Queries together, int i, int dim, int d, const uint8_t* values, const ByteBlock& block,
-                         Partial* states, const uint8_t* next) {
+    static void dispatch_vectors(Queries all, int i, int dim, int d, const uint8_t* values, const BlockScratch& block,
+                                 Partial* states, const uint8_t* next) {
         if constexpr (C > 1)
-            if (dim - d < C * LANES) return mix_wide<Queries, C - 1>(together, i, dim, d, values, block, states, next);
-        mix<C>(together, i, dim, d, values, block, states, next);
+            if (dim - d < C * LANES)
+                return dispatch_vectors<Queries, C - 1>(all, i, dim, d, values, block, states, next);
+        accumulate_values<C>(all, i, dim, d, values, block, states, next);
     }
 
-    template <class Work, int M = TOGETHER>
-    static void together(int count, int i, const Work& work) {
+    template <class Work, int M = QUERIES_PER_PASS>
+    static void dispatch_queries(int count, int i, const Work& work) {
         if constexpr (M > 1)
-            if (count - i < M) return together<Work, M - 1>(count, i, work);
-        work(std::make_index_sequence<M * BOTH>());
+            if (count - i < M) return dispatch_queries<Work, M - 1>(count, i, work);
+        work(std::make_index_sequence<M * NUM_PARTS>());
     }
 
-    void score(const ByteQueries& queries, int dim, const uint8_t* keys, ByteBlock& block, const uint8_t* next) {
-        for (int i = 0; i < queries.count; i += TOGETHER, next = nullptr)
-            together(queries.count, i, [&](auto m) { score(m, queries, i, dim, keys, block, next); });
+    void score(const LevelQueries& queries, int dim, const uint8_t* keys, BlockScratch& block, const uint8_t* next) {
+        for (int i = 0; i < queries.count; i += QUERIES_PER_PASS, next = nullptr)
+            dispatch_queries(queries.count, i, [&](auto m) { score(m, queries, i, dim, keys, block, next); });
     }
-    void mix(int count, int dim, const uint8_t* values, const ByteBlock& block, Partial* states, const uint8_t* next) {
-        for (int i = 0; i < count; i += TOGETHER, next = nullptr)
-            together(count, i, [&](auto m) {
-                for (int d = 0; d < dim; d += 4 * LANES) mix_wide(m, i, dim, d, values, block, states, next);
+    void accumulate_values(int count, int dim, const uint8_t* values, const BlockScratch& block, Partial* states,
+                           const uint8_t* next) {
+        for (int i = 0; i < count; i += QUERIES_PER_PASS, next = nullptr)
+            dispatch_queries(count, i, [&](auto m) {
+                for (int d = 0; d < dim; d += 4 * LANES) dispatch_vectors(m, i, dim, d, values, block, states, next);
             });
     }
 };
 
-// Products by words (words.h): a sum is one of 32 bits, below 2^31.
-struct WordBytes;
+// Products by words (words.h): sums are 32-bit integers below 2^31.
+struct WordProducts;
 
-#ifdef MLT_AVX2
+#ifdef MLFLOW_LLM_AVX2
 
-struct WordBytes {
+struct WordProducts {
     static constexpr int COLUMNS = 2 * LANES;
 
-    void score(const ByteQueries& queries, int dim, const uint8_t* keys, ByteBlock& block, const uint8_t* next) {
+    void score(const LevelQueries& queries, int dim, const uint8_t* keys, BlockScratch& block, const uint8_t* next) {
         for (int i = 0; i < queries.count; i += WORD_ROWS, next = nullptr)
-            for (int t = 0; t < KEPT_BLOCK; t += COLUMNS) {
+            for (int t = 0; t < INT8_BLOCK_TOKENS; t += COLUMNS) {
                 const int some = std::min(queries.count - i, WORD_ROWS);
-                word_sums_of<false>(some, (const char*)keys + t * 4, KEPT_BLOCK * 4, queries.rows[i], MAX_HEAD, dim,
-                                    block.scores[HIGH][i] + t, KEPT_BLOCK, (const char*)next);
+                dispatch_word_sums<false>(some, (const char*)keys + t * 4, INT8_BLOCK_TOKENS * 4, queries.rows[i],
+                                          MAX_HEAD_DIM, dim, block.scores[HIGH][i] + t, INT8_BLOCK_TOKENS,
+                                          (const char*)next);
                 if (next) next += dim * COLUMNS;
             }
     }
-    void mix(int count, int dim, const uint8_t* values, const ByteBlock& block, Partial* states, const uint8_t* next) {
+    void accumulate_values(int count, int dim, const uint8_t* values, const BlockScratch& block, Partial* states,
+                           const uint8_t* next) {
         alignas(64) int32_t sums[WORD_ROWS][COLUMNS];
         for (int i = 0; i < count; i += WORD_ROWS, next = nullptr)
             for (int d = 0; d < dim; d += COLUMNS) {
                 const int some = std::min(count - i, WORD_ROWS), columns = std::min(dim - d, COLUMNS);
-                word_sums_of<true>(some, (const char*)values + d * 4, dim * 4, block.rows[i], KEPT_BLOCK, KEPT_BLOCK, sums[0],
-                                   COLUMNS, (const char*)next);
-                if (next) next += KEPT_BLOCK * COLUMNS;
+                dispatch_word_sums<true>(some, (const char*)values + d * 4, dim * 4, block.rows[i], INT8_BLOCK_TOKENS,
+                                         INT8_BLOCK_TOKENS, sums[0], COLUMNS, (const char*)next);
+                if (next) next += INT8_BLOCK_TOKENS * COLUMNS;
                 for (int m = 0; m < some; m++) fold(block, i + m, sums[m], nullptr, columns / LANES, d, states[i + m]);
             }
     }
@@ -279,22 +290,22 @@ struct WordBytes {
 
 #endif
 
-// Products by tiles: of heads whose width is a multiple of a tile's row. 0 to 3 are sums, of both parts and two columns
-// of tiles; 4 and 5 queries, or weights; 6 and 7 keys, or values.
+// Products by tiles, for heads whose width is a multiple of a tile's row. Tiles 0 to 3 are sums, of both parts and two
+// column tiles; 4 and 5 queries, or weights; 6 and 7 keys, or values.
 template <class Tiles>
-struct TiledBytes {
+struct TileProducts {
     Tiles tiles;
 
-    void score(const ByteQueries& queries, int dim, const uint8_t* keys, ByteBlock& block, const uint8_t* next) {
-        constexpr int ROW = KEPT_BLOCK * 4;
+    void score(const LevelQueries& queries, int dim, const uint8_t* keys, BlockScratch& block, const uint8_t* next) {
+        constexpr int ROW = INT8_BLOCK_TOKENS * 4;
         fetch(next, dim);
         for (int i = 0; i < queries.count; i += TILE_ROWS)
-            for (int t = 0; t < KEPT_BLOCK; t += 2 * LANES) {
+            for (int t = 0; t < INT8_BLOCK_TOKENS; t += 2 * LANES) {
                 clear();
                 for (int d = 0; d < dim; d += TILE_BYTES) {
-                    load(queries.parts[HIGH][i] + d, queries.parts[LOW][i] + d, MAX_HEAD);
-                    tiles.template load<6>(keys + d * KEPT_BLOCK + t * 4, ROW);
-                    tiles.template load<7>(keys + d * KEPT_BLOCK + (t + LANES) * 4, ROW);
+                    load(queries.parts[HIGH][i] + d, queries.parts[LOW][i] + d, MAX_HEAD_DIM);
+                    tiles.template load<6>(keys + d * INT8_BLOCK_TOKENS + t * 4, ROW);
+                    tiles.template load<7>(keys + d * INT8_BLOCK_TOKENS + (t + LANES) * 4, ROW);
                     tiles.template multiply_signed<0, 4, 6>(), tiles.template multiply_signed<1, 4, 7>();
                     tiles.template multiply_signed<2, 5, 6>(), tiles.template multiply_signed<3, 5, 7>();
                 }
@@ -302,15 +313,16 @@ struct TiledBytes {
             }
     }
 
-    // All products of KEPT_BLOCK dimensions before the first of them is folded: one takes long, and many go side by side.
-    // The scores have become weights: their place takes the sums.
-    void mix(int count, int dim, const uint8_t* values, ByteBlock& block, Partial* states, const uint8_t* next) {
-        constexpr int ROW = KEPT_BLOCK * 4;
+    // All products of INT8_BLOCK_TOKENS dimensions are computed before the first is folded: each has a long latency,
+    // and many run in parallel. The weights have been computed, so the space of the scores holds the sums.
+    void accumulate_values(int count, int dim, const uint8_t* values, BlockScratch& block, Partial* states,
+                           const uint8_t* next) {
+        constexpr int ROW = INT8_BLOCK_TOKENS * 4;
         fetch(next, dim);
-        for (int c = 0; c < dim; c += KEPT_BLOCK) {
-            const int some = std::min(dim - c, KEPT_BLOCK);
+        for (int c = 0; c < dim; c += INT8_BLOCK_TOKENS) {
+            const int some = std::min(dim - c, INT8_BLOCK_TOKENS);
             for (int i = 0; i < count; i += TILE_ROWS) {
-                load(block.weights[HIGH][i], block.weights[LOW][i], KEPT_BLOCK);
+                load(block.weights[HIGH][i], block.weights[LOW][i], INT8_BLOCK_TOKENS);
                 for (int d = 0; d < some; d += 2 * LANES) {
                     clear();
                     tiles.template load<6>(values + (c + d) * 4, dim * 4);
@@ -328,7 +340,7 @@ struct TiledBytes {
   private:
     static void fetch(const uint8_t* block, int dim) {
         if (!block) return;
-        for (int at = 0; at < KEPT_BLOCK * dim; at += CACHE_LINE) __builtin_prefetch(block + at);
+        for (int at = 0; at < INT8_BLOCK_TOKENS * dim; at += CACHE_LINE_BYTES) __builtin_prefetch(block + at);
     }
     void clear() {
         tiles.template zero<0>(), tiles.template zero<1>();
@@ -343,71 +355,75 @@ struct TiledBytes {
     }
 };
 
-// The scores of a block become weights in the queries' softmaxes, and those with the scales of values whole numbers; the
-// sixteen queries from `first` on among those that see some of it. Each thing is done for all of them before the next:
-// what one takes is a chain of instructions that wait for each other, and those of several run side by side.
+// Turn a block's scores into softmax weights and, with the scales of the values, into levels, for at most sixteen of
+// the queries that see some of the block. Each phase handles all queries before the next starts: the phases of one
+// query are a chain of dependent instructions, and those of several queries run in parallel.
 template <bool WORDS>
-inline void weigh_some(const ByteQueries& queries, const float* key_scales, const float* value_scales, const int* seeing,
-                       const uint64_t* inside, int count, ByteBlock& block, Partial* states) {
+inline void update_softmaxes(const LevelQueries& queries, const float* key_scales, const float* value_scales,
+                             const int* seeing, const uint64_t* inside, int count, BlockScratch& block,
+                             Partial* states) {
     const auto add = [](__m512 a, __m512 b) { return _mm512_add_ps(a, b); };
     const auto larger = [](__m512 a, __m512 b) { return _mm512_max_ps(a, b); };
-    __m512 each[LANES], each_weighed[LANES];
-    alignas(64) float before[LANES], sums[LANES], lanes[LANES];
-    for (int m = count; m < LANES; m++) each[m] = each_weighed[m] = _mm512_setzero_ps(), before[m] = sums[m] = 0.0f;
+    __m512 each[LANES], max_weighted[LANES];
+    alignas(64) float previous_max[LANES], sums[LANES], lanes[LANES];
+    for (int m = count; m < LANES; m++)
+        each[m] = max_weighted[m] = _mm512_setzero_ps(), previous_max[m] = sums[m] = 0.0f;
     const float log = queries.cap != 0.0f ? 1.0f : LOG2E;
     for (int m = 0; m < count; m++) {
         const int i = seeing[m];
-        before[m] = states[i].most, sums[m] = states[i].sum;
+        previous_max[m] = states[i].max, sums[m] = states[i].sum;
         const __m512 unit = _mm512_set1_ps(queries.unit[i] * log), none = _mm512_set1_ps(-INFINITY);
         each[m] = none;
 #pragma GCC unroll 4
-        for (int t = 0; t < KEPT_BLOCK; t += LANES) {
+        for (int t = 0; t < INT8_BLOCK_TOKENS; t += LANES) {
             const __m512i high = _mm512_load_si512(block.scores[HIGH][i] + t);
             const __m512i low = WORDS ? high : _mm512_load_si512(block.scores[LOW][i] + t);
-            const __m512 whole = WORDS ? _mm512_cvtepi32_ps(_mm512_sub_epi32(high, _mm512_set1_epi32(queries.offset[i])))
-                                       : whole_sum(high, low, queries.offset[i]);
+            const __m512 whole = WORDS
+                                     ? _mm512_cvtepi32_ps(_mm512_sub_epi32(high, _mm512_set1_epi32(queries.offset[i])))
+                                     : whole_sum(high, low, queries.offset[i]);
             const __m512 score_by_key = _mm512_mul_ps(whole, _mm512_load_ps(key_scales + t));
             __m512 score = _mm512_mul_ps(score_by_key, unit);
             if (queries.cap != 0.0f)
                 score = _mm512_mul_ps(capped(score, queries.cap, 2.0f / queries.cap), _mm512_set1_ps(LOG2E));
             score = _mm512_mask_blend_ps(__mmask16(inside[m] >> t), none, score);
-            _mm512_store_ps(block.weighed[m] + t, score);
+            _mm512_store_ps(block.weighted[m] + t, score);
             each[m] = _mm512_max_ps(each[m], score);
         }
     }
-    const __m512 most_before = _mm512_load_ps(before), most = larger(most_before, join_some(each, count, larger));
-    _mm512_store_ps(lanes, most);
+    const __m512 max_before = _mm512_load_ps(previous_max), max = larger(max_before, reduce_some(each, count, larger));
+    _mm512_store_ps(lanes, max);
     for (int m = 0; m < count; m++) {
-        float* scores = block.weighed[m];
+        float* scores = block.weighted[m];
         const __m512 from = _mm512_set1_ps(lanes[m]);
-        each[m] = each_weighed[m] = _mm512_setzero_ps();
+        each[m] = max_weighted[m] = _mm512_setzero_ps();
 #pragma GCC unroll 4
-        for (int t = 0; t < KEPT_BLOCK; t += LANES) {
+        for (int t = 0; t < INT8_BLOCK_TOKENS; t += LANES) {
             const __m512 w = power_of_two(_mm512_sub_ps(_mm512_load_ps(scores + t), from));
             each[m] = _mm512_add_ps(each[m], w);
-            // the scale of a token that is not seen may be no number
-            const __m512 weighed = _mm512_mul_ps(w, _mm512_maskz_loadu_ps(__mmask16(inside[m] >> t), value_scales + t));
-            _mm512_store_ps(scores + t, weighed);
-            each_weighed[m] = _mm512_max_ps(each_weighed[m], weighed);
+            // The scale of a token that is not seen may be NaN.
+            const __m512 weighted =
+                _mm512_mul_ps(w, _mm512_maskz_loadu_ps(__mmask16(inside[m] >> t), value_scales + t));
+            _mm512_store_ps(scores + t, weighted);
+            max_weighted[m] = _mm512_max_ps(max_weighted[m], weighted);
         }
     }
-    // nothing was weighed before the first block: that fades to nothing
-    const __m512 fade = power_of_two(_mm512_sub_ps(most_before, most));
-    const __m512 total = _mm512_fmadd_ps(_mm512_load_ps(sums), fade, join_some(each, count, add));
-    const __m512 heavy = _mm512_max_ps(join_some(each_weighed, count, larger), _mm512_set1_ps(1e-30f));
-    const __m512 unit = _mm512_mul_ps(heavy, _mm512_set1_ps(1.0f / FINEST));
-    alignas(64) float fades[LANES], units[LANES], reciprocals[LANES];
-    _mm512_store_ps(fades, fade), _mm512_store_ps(sums, total), _mm512_store_ps(units, unit);
+    // Before the first block `sums` is zero and the rescaling factor is 0.
+    const __m512 rescale = power_of_two(_mm512_sub_ps(max_before, max));
+    const __m512 total = _mm512_fmadd_ps(_mm512_load_ps(sums), rescale, reduce_some(each, count, add));
+    const __m512 max_weight = _mm512_max_ps(reduce_some(max_weighted, count, larger), _mm512_set1_ps(1e-30f));
+    const __m512 unit = _mm512_mul_ps(max_weight, _mm512_set1_ps(1.0f / MAX_LEVEL));
+    alignas(64) float rescales[LANES], units[LANES], reciprocals[LANES];
+    _mm512_store_ps(rescales, rescale), _mm512_store_ps(sums, total), _mm512_store_ps(units, unit);
     _mm512_store_ps(reciprocals, _mm512_div_ps(_mm512_set1_ps(1.0f), unit));
     for (int m = 0; m < count; m++) {
         const int i = seeing[m];
-        block.fade[i] = fades[m], block.unit[i] = block.strange & inside[m] ? NAN : units[m];
-        states[i].sum = sums[m], states[i].most = lanes[m];
+        block.rescale[i] = rescales[m], block.unit[i] = block.non_finite & inside[m] ? NAN : units[m];
+        states[i].sum = sums[m], states[i].max = lanes[m];
         const __m512 by = _mm512_set1_ps(reciprocals[m]);
-        __m512i highs[KEPT_VECTORS], lows[KEPT_VECTORS];
+        __m512i highs[INT8_BLOCK_VECTORS], lows[INT8_BLOCK_VECTORS];
 #pragma GCC unroll 4
-        for (int v = 0; v < KEPT_VECTORS; v++) {
-            const __m512i level = levels_of(_mm512_load_ps(block.weighed[m] + v * LANES), by);
+        for (int v = 0; v < INT8_BLOCK_VECTORS; v++) {
+            const __m512i level = to_levels(_mm512_load_ps(block.weighted[m] + v * LANES), by);
             if (WORDS) store_words(block.rows[i] + v * LANES, level);
             else highs[v] = high_of(level), lows[v] = low_of(level);
         }
@@ -416,74 +432,76 @@ inline void weigh_some(const ByteQueries& queries, const float* key_scales, cons
     }
 }
 
-// Compiled once: where a product meets a sum the compiler may join them in one place and not in another.
+// Not inlined, to be compiled once: the compiler might contract a product and a sum in one copy and not in another.
 template <bool WORDS>
-__attribute__((noinline)) inline void weigh(const ByteQueries& queries, const float* key_scales,
-                                            const float* value_scales, ByteBlock& block, Partial* states) {
-    uint64_t inside[BYTE_QUERIES];
-    int seeing[BYTE_QUERIES], n = 0;
+__attribute__((noinline)) inline void update_softmax(const LevelQueries& queries, const float* key_scales,
+                                                     const float* value_scales, BlockScratch& block, Partial* states) {
+    uint64_t inside[MAX_INT8_QUERIES];
+    int seeing[MAX_INT8_QUERIES], n = 0;
     for (int i = 0; i < queries.count; i++) {
         const int from = block.from[i], to = block.to[i];
         if (from >= to) continue;
-        inside[n] = (to >= KEPT_BLOCK ? ~uint64_t(0) : (uint64_t(1) << to) - 1) & ~((uint64_t(1) << from) - 1);
+        inside[n] = (to >= INT8_BLOCK_TOKENS ? ~uint64_t(0) : (uint64_t(1) << to) - 1) & ~((uint64_t(1) << from) - 1);
         seeing[n++] = i;
     }
     for (int m = 0; m < n; m += LANES)
-        weigh_some<WORDS>(queries, key_scales, value_scales, seeing + m, inside + m, std::min(n - m, LANES), block, states);
+        update_softmaxes<WORDS>(queries, key_scales, value_scales, seeing + m, inside + m, std::min(n - m, LANES),
+                                block, states);
 }
 
-// Tokens of a block whose scales are no numbers.
-inline uint64_t strange_of(const float* scales) {
-    uint64_t strange = 0;
-    for (int t = 0; t < KEPT_BLOCK; t += LANES) {
+// Return a mask of the tokens of a block whose scales are not finite.
+inline uint64_t non_finite_tokens(const float* scales) {
+    uint64_t non_finite = 0;
+    for (int t = 0; t < INT8_BLOCK_TOKENS; t += LANES) {
         const __m512 size = _mm512_load_ps(scales + t);
-        strange |= uint64_t(_mm512_cmp_ps_mask(size, _mm512_set1_ps(INFINITY), _CMP_NLT_UQ)) << t;
+        non_finite |= uint64_t(_mm512_cmp_ps_mask(size, _mm512_set1_ps(INFINITY), _CMP_NLT_UQ)) << t;
     }
-    return strange;
+    return non_finite;
 }
 
-// The softmax of each query over what it sees of segment `segment`, into `states`. Bytes of what none sees are read, and
-// count for nothing. `after` is the block that is read after this call's.
+// Compute the softmax of each query over its tokens of segment `segment` into `states`. Bytes of tokens that no query
+// sees are read, but do not count. `next_call` is the block that the next call will read.
 template <class Products>
-void attend_int8(Products& products, int dim, const ByteQueries& queries, const KeptHead<const uint8_t>& kept, int segment,
-                 NextBlock after, Partial* states) {
-    ByteBlock block;
+void attend_int8(Products& products, int dim, const LevelQueries& queries, const CachedHead<const uint8_t>& cached,
+                 int segment, NextBlock next_call, Partial* states) {
+    BlockScratch block;
     int first = INT32_MAX, last = 0;
     for (int i = 0; i < queries.count; i++) {
-        mlt::clear(states[i], dim);
+        mlflow_llm::clear(states[i], dim);
         first = std::min(first, queries.lo[i]), last = std::max(last, queries.hi[i]);
     }
-    first = std::max(first, segment * SEGMENT) / KEPT_BLOCK * KEPT_BLOCK;
-    last = std::min(last, (segment + 1) * SEGMENT);
-    for (int at = first; at < last; at += KEPT_BLOCK) {
-        const KeptBlock key(kept.keys(at), dim, 0), value(kept.values(at), dim, 0);
-        const int then = at + KEPT_BLOCK;
-        const NextBlock next = then < last ? NextBlock{kept.keys(then), kept.values(then)} : after;
+    first = std::max(first, segment * SEGMENT_TOKENS) / INT8_BLOCK_TOKENS * INT8_BLOCK_TOKENS;
+    last = std::min(last, (segment + 1) * SEGMENT_TOKENS);
+    for (int at = first; at < last; at += INT8_BLOCK_TOKENS) {
+        const Int8Block key(cached.keys(at), dim, 0), value(cached.values(at), dim, 0);
+        const int following = at + INT8_BLOCK_TOKENS;
+        const NextBlock next = following < last ? NextBlock{cached.keys(following), cached.values(following)} : next_call;
         const uint8_t *key_scales = next.keys, *value_scales = next.values;
-        if (next.keys) key_scales += KEPT_BLOCK * dim, value_scales += KEPT_BLOCK * dim;
-        fetch_lines<KEPT_VECTORS>(key_scales), fetch_lines<KEPT_VECTORS>(value_scales);
-        block.strange = strange_of(key.scales) | strange_of(value.scales);
+        if (next.keys) key_scales += INT8_BLOCK_TOKENS * dim, value_scales += INT8_BLOCK_TOKENS * dim;
+        fetch_lines<INT8_BLOCK_VECTORS>(key_scales), fetch_lines<INT8_BLOCK_VECTORS>(value_scales);
+        block.non_finite = non_finite_tokens(key.scales) | non_finite_tokens(value.scales);
         products.score(queries, dim, key.bytes, block, next.keys);
         for (int i = 0; i < queries.count; i++)
-            block.from[i] = std::max(queries.lo[i] - at, 0), block.to[i] = std::min(queries.hi[i] - at, KEPT_BLOCK);
-        weigh<std::is_same_v<Products, WordBytes>>(queries, key.scales, value.scales, block, states);
-        products.mix(queries.count, dim, value.bytes, block, states, next.values);
+            block.from[i] = std::max(queries.lo[i] - at, 0),
+            block.to[i] = std::min(queries.hi[i] - at, INT8_BLOCK_TOKENS);
+        update_softmax<std::is_same_v<Products, WordProducts>>(queries, key.scales, value.scales, block, states);
+        products.accumulate_values(queries.count, dim, value.bytes, block, states, next.values);
     }
-    for (int i = 0; i < queries.count; i++) states[i].most *= 1.0f / LOG2E;  // merge() has powers of e
+    for (int i = 0; i < queries.count; i++) states[i].max *= 1.0f / LOG2E;  // merge() uses powers of e
 }
 
-inline void attend_int8(int dim, const ByteQueries& queries, const KeptHead<const uint8_t>& kept, int segment,
-                        NextBlock after, Partial* states) {
-    const auto by = [&](auto&& products) { attend_int8(products, dim, queries, kept, segment, after, states); };
-#ifdef MLT_AVX2
-    if (queries.words) return by(WordBytes());
+inline void attend_int8(int dim, const LevelQueries& queries, const CachedHead<const uint8_t>& cached, int segment,
+                        NextBlock next_call, Partial* states) {
+    const auto by = [&](auto&& products) { attend_int8(products, dim, queries, cached, segment, next_call, states); };
+#ifdef MLFLOW_LLM_AVX2
+    if (queries.words) return by(WordProducts());
 #endif
-    const bool many = queries.count >= TILED_FROM && dim % TILE_BYTES == 0;
+    const bool many = queries.count >= MIN_TILE_QUERIES && dim % TILE_BYTES == 0;
     const TileUse use = many ? tile_use().load(std::memory_order_relaxed) : TileUse::NONE;
-    if (use == TileUse::HARDWARE) by(TiledBytes<HardwareTiles>());
-    else if (use == TileUse::EMULATED) by(TiledBytes<EmulatedTiles>());
-    else if (CHOOSES_BYTE_PRODUCTS && byte_products()) by(VectorBytes<CHOOSES_BYTE_PRODUCTS>());
-    else by(VectorBytes<false>());
+    if (use == TileUse::HARDWARE) by(TileProducts<HardwareTiles>());
+    else if (use == TileUse::EMULATED) by(TileProducts<EmulatedTiles>());
+    else if (HAS_OPTIONAL_BYTE_PRODUCTS && use_byte_products()) by(VectorProducts<HAS_OPTIONAL_BYTE_PRODUCTS>());
+    else by(VectorProducts<false>());
 }
 
-}  // namespace mlt
+}  // namespace mlflow_llm

@@ -23,14 +23,14 @@ INTERFACE = 8  # increased with every change of the C interface that the sizes o
 GROUP = 32  # inputs that share a scale of INT4; its widths must be a multiple of this
 LANES = 16  # widths must be a multiple of this
 PANEL = 32  # columns of a packed weight that are stored together
-RUNS, MULTIPLIES_BF16, BYTE_PRODUCTS = 1, 2, 4  # bits of mlt_supported
+RUNS, MULTIPLIES_BF16, BYTE_PRODUCTS = 1, 2, 4  # bits of mlflow_llm_supported
 F32, INT8, BF16, INT4, ROTATED, ROTATED_INT4 = range(6)  # kinds of packed weights
 NO_TILES, AMX, EMULATED_TILES = 0, 1, 2
 SILU, GELU_TANH, GELU = 0, 1, 2  # activations of a decoder
 SPIN_US = 50  # how long a waiting thread spins: about the cost of putting it to sleep and waking it
-IDLE_SPIN_US = 1000  # the same between two calls if the processors are ours: about the rest of a step
+IDLE_SPIN_US = 1000  # between two calls, if no other process wants the CPUs: about the rest of a step
 
-WORK = CFUNCTYPE(c_int32, c_int32)  # called by mlt_each with an index; returns 0, or another number if it failed
+WORK = CFUNCTYPE(c_int32, c_int32)  # called by mlflow_llm_each with an index; returns 0, or another number if it failed
 
 
 class Factors(ctypes.Structure):
@@ -52,8 +52,9 @@ class Experts(ctypes.Structure):
     """``Experts`` of experts.h; none if ``router`` is null."""
 
     _fields_ = (
-        ("router", c_void_p), ("gate_up", c_void_p), ("down", c_void_p), ("share", c_void_p),
-        ("count", c_int32), ("chosen", c_int32), ("normalized", c_int32), ("by_turns", c_int32), ("near", c_float),
+        ("router", c_void_p), ("gate_up", c_void_p), ("down", c_void_p), ("shared_expert_gate", c_void_p),
+        ("count", c_int32), ("top_k", c_int32), ("normalized", c_int32), ("sparsemixer", c_int32),
+        ("jitter_eps", c_float),
     )  # fmt: skip
 
 
@@ -64,7 +65,7 @@ class Layer(ctypes.Structure):
         ("before_attention", Norm), ("after_attention", Norm), ("before_mlp", Norm), ("after_mlp", Norm),
         ("q_norm", c_void_p), ("k_norm", c_void_p),
         ("qkv", c_void_p), ("o", c_void_p), ("gate_up", c_void_p), ("down", c_void_p),
-        ("window", c_int32), ("rotation", c_int32), ("kv_offset", c_int64), ("experts", Experts),
+        ("window", c_int32), ("rotary_table", c_int32), ("kv_offset", c_int64), ("experts", Experts),
     )  # fmt: skip
 
 
@@ -74,9 +75,9 @@ class Shape(ctypes.Structure):
     _fields_ = (
         ("hidden", c_int32), ("heads", c_int32), ("kv_heads", c_int32), ("head_dim", c_int32),
         ("layers", c_int32), ("slot_tokens", c_int32), ("slot_elements", c_int64),
-        ("eps", c_float), ("scaling", c_float), ("kv", c_int32), ("rotated", c_int32), ("activation", c_int32),
-        ("gated", c_int32), ("apart", c_int32), ("norm_all_heads", c_int32), ("q_columns", c_int32),
-        ("joined", c_int32), ("word_scale", c_float), ("vector_scale", c_float), ("branch_scale", c_float),
+        ("eps", c_float), ("scaling", c_float), ("kv", c_int32), ("rotary_dims", c_int32), ("activation", c_int32),
+        ("gated", c_int32), ("separate_branch", c_int32), ("norm_all_heads", c_int32), ("q_columns", c_int32),
+        ("fused_gate_up", c_int32), ("embedding_scale", c_float), ("vector_scale", c_float), ("branch_scale", c_float),
         ("score_cap", c_float), ("logit_scale", c_float), ("logit_cap", c_float),
     )  # fmt: skip
 
@@ -86,7 +87,7 @@ class EncoderLayer(ctypes.Structure):
 
     _fields_ = (
         ("qkv", c_void_p), ("o", c_void_p), ("up", c_void_p), ("down", c_void_p), ("attention", Norm), ("mlp", Norm),
-        ("window", c_int32), ("rotation", c_int32),
+        ("window", c_int32), ("rotary_table", c_int32),
     )  # fmt: skip
 
 
@@ -105,7 +106,7 @@ class EncoderShape(ctypes.Structure):
 
     _fields_ = (
         ("hidden", c_int32), ("heads", c_int32), ("head_dim", c_int32), ("intermediate", c_int32),
-        ("layers", c_int32), ("longest", c_int32), ("eps", c_float), ("scaling", c_float), ("norms_before", c_int32),
+        ("layers", c_int32), ("max_length", c_int32), ("eps", c_float), ("scaling", c_float), ("norms_before", c_int32),
         ("gated", c_int32),
     )  # fmt: skip
 
@@ -122,13 +123,13 @@ class Draw(ctypes.Structure):
 class Step(ctypes.Structure):
     """``Step`` of decoder.h.
 
-    ``runs`` is int32 [num_runs, 6]: slot, first position, tokens, adapter (-1 for the base), first part, parts.
-    ``parts``, [parts of all runs, 2]: slot to read from, and the position before which it is read."""
+    ``chunks`` is int32 [num_chunks, 6]: slot, first position, tokens, adapter (-1 for the base), first part, parts.
+    ``parts``, [parts of all chunks, 2]: slot to read from, and the position before which it is read."""
 
     _fields_ = (
-        ("runs", c_void_p), ("num_runs", c_int32), ("num_tokens", c_int32), ("parts", c_void_p), ("ids", c_void_p),
-        ("cos", c_void_p), ("sin", c_void_p), ("table", c_int64), ("slab", c_void_p), ("adapters", c_void_p),
-        ("kept", c_void_p), ("num_kept", c_int32), ("logits", c_void_p), ("vectors", c_void_p),
+        ("chunks", c_void_p), ("num_chunks", c_int32), ("num_tokens", c_int32), ("parts", c_void_p), ("ids", c_void_p),
+        ("cos", c_void_p), ("sin", c_void_p), ("table_stride", c_int64), ("slab", c_void_p), ("adapters", c_void_p),
+        ("logit_rows", c_void_p), ("num_logit_rows", c_int32), ("logits", c_void_p), ("vectors", c_void_p),
     )  # fmt: skip
 
 
@@ -139,7 +140,7 @@ STRUCTURES = (Factors, Norm, Experts, Layer, Shape, EncoderLayer, EncoderEmbeddi
 class InstructionSet:
     """An instruction set and the ``file`` with its kernels.
 
-    ``byte_products``: they multiply bytes by an instruction for that. ``tiles``: they use AMX, which not all processors
+    ``byte_products``: they use a byte dot-product instruction. ``tiles``: they use AMX, which not all CPUs
     have that can run the file. ``by_name``: it is only used if it is asked for."""
 
     file: str
@@ -152,12 +153,12 @@ class InstructionSet:
         return RUNS | (BYTE_PRODUCTS if self.byte_products else 0)
 
     def use(self, found: ctypes.CDLL) -> None:
-        found.mlt_use_byte_products(self.byte_products)
-        found.mlt_use_tiles(AMX if self.tiles else NO_TILES)
+        found.mlflow_llm_use_byte_products(self.byte_products)
+        found.mlflow_llm_use_tiles(AMX if self.tiles else NO_TILES)
 
 
 ARM: Mapping[str, InstructionSet] = {
-    # SVE of 256 bits multiplies no more per cycle than the NEON of the same processor. Nobody has measured which is
+    # SVE of 256 bits multiplies no more per cycle than the NEON of the same CPU. Nobody has measured which is
     # faster.
     "sve-i8mm": InstructionSet(file="_native_sve.so", by_name=True),
     "sve": InstructionSet(file="_native_sve.so", byte_products=False, by_name=True),
@@ -184,11 +185,11 @@ NEEDED = {
 
 
 class NotNative(Exception):
-    """A model is not run by our kernels; the message says why, in terms that an operator can act on."""
+    """A model cannot run by the native kernels; the message says why, in terms that an operator can act on."""
 
 
 def library() -> ctypes.CDLL | None:
-    """The library; None if it was not built or does not run on this processor."""
+    """Return the library; None if it was not built or does not run on this CPU."""
     try:
         return required()
     except NotNative:
@@ -196,7 +197,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def required() -> ctypes.CDLL:
-    """The library. Raises ``NotNative``."""
+    """Return the library. Raises ``NotNative``."""
     found = _loaded()
     if isinstance(found, str):
         raise NotNative(found)
@@ -207,24 +208,24 @@ _wanted = os.environ.get(VARIABLE, "")
 
 
 def _loaded() -> ctypes.CDLL | str:
-    """The library, or the reason why there is none."""
+    """Return the library, or the reason why there is none."""
     return _chosen(_wanted)[0]
 
 
 def instruction_set() -> str:
-    """The name of the instruction set whose kernels run, or "" if none do."""
+    """Return the name of the instruction set whose kernels run, or "" if none do."""
     name = _chosen(_wanted)[1] if library() is not None else ""
     return name if tiles() == AMX else name.removesuffix("+amx")
 
 
 def library_path() -> Path:
-    """The file with the kernels that run. Raises ``NotNative``."""
+    """Return the file with the kernels that run. Raises ``NotNative``."""
     required()
     return _path(INSTRUCTION_SETS[_chosen(_wanted)[1]])
 
 
 def why_not(name: str) -> str | None:
-    """Why the kernels of an instruction set do not run here; None if they do. For tests, which name it."""
+    """Return why the kernels of an instruction set do not run here; None if they do. For tests, which name it."""
     if name not in INSTRUCTION_SETS:
         return f"not one of {platform.machine()}"
     found = _load(name)
@@ -243,7 +244,7 @@ def use_instruction_set(name: str) -> None:
 
 @cache
 def _chosen(wanted: str) -> tuple[ctypes.CDLL | str, str]:
-    """The library of the wanted instruction set ("" for the best one), or why there is none; and the set's name."""
+    """Return the library of the wanted instruction set ("" for the best), or why there is none, and the set's name."""
     if wanted and wanted not in INSTRUCTION_SETS:
         return f"{VARIABLE} is {wanted!r}, not one of {', '.join(INSTRUCTION_SETS)}", ""
     reason = ""
@@ -260,7 +261,7 @@ def _chosen(wanted: str) -> tuple[ctypes.CDLL | str, str]:
 
 
 def _lacks(name: str) -> str:
-    return f"the processor lacks {NEEDED[name]}"
+    return f"the CPU lacks {NEEDED[name]}"
 
 
 def _path(instructions: InstructionSet) -> Path:
@@ -277,13 +278,13 @@ def _load(name: str) -> ctypes.CDLL | str:
     try:
         found = ctypes.CDLL(str(path))
         needed = INSTRUCTION_SETS[name].needed
-        if found.mlt_supported() & needed != needed:
+        if found.mlflow_llm_supported() & needed != needed:
             return _lacks(name)
-        if not hasattr(found, "mlt_interface") or _interface_of(found) != _interface():
+        if not hasattr(found, "mlflow_llm_interface") or _interface_of(found) != _interface():
             logger.warning("%s was compiled with another version of the package: build it again", path)
             return f"{path.name} was compiled with another version of the package"
         _declare(found)
-        if INSTRUCTION_SETS[name].tiles and not found.mlt_has_tiles():
+        if INSTRUCTION_SETS[name].tiles and not found.mlflow_llm_has_tiles():
             return _lacks(name)
         _use(found, num_threads())
     except (OSError, AttributeError) as error:  # built for another platform, or by another version of the package
@@ -297,22 +298,22 @@ def _interface() -> list[int]:
 
 
 def _interface_of(found: ctypes.CDLL) -> list[int]:
-    """The interface that a library says it was compiled with."""
+    """Return the interface that a library was compiled with."""
     numbers = (c_int64 * 64)()
-    return numbers[: found.mlt_interface(numbers, len(numbers))]
+    return numbers[: found.mlflow_llm_interface(numbers, len(numbers))]
 
 
 def has_bf16() -> bool:
-    """Whether bfloat16 can be multiplied: by AVX512-BF16, or as float32 without AVX-512."""
+    """Return whether bfloat16 can be multiplied: by AVX512-BF16, or as float32 without AVX-512."""
     found = library()
-    return found is not None and bool(found.mlt_supported() & MULTIPLIES_BF16)
+    return found is not None and bool(found.mlflow_llm_supported() & MULTIPLIES_BF16)
 
 
 def why_no_bf16_kv(head_dim: int) -> str | None:
-    """Why keys and values of heads of this width cannot be kept in bfloat16; None if they can."""
-    can = required().mlt_can_attend_bf16(head_dim)
+    """Return why keys and values of heads of this width cannot be kept in bfloat16; None if they can."""
+    can = required().mlflow_llm_can_attend_bf16(head_dim)
     if not can & 2:
-        return "the processor lacks AMX for bfloat16"
+        return "the CPU lacks AMX for bfloat16"
     return None if can & 1 else f"the head width {head_dim} is not a multiple of 32"
 
 
@@ -323,41 +324,41 @@ def free_with(owner: object, free: Callable[[Any], None], handle: Any) -> None:
 
 
 def use_threads(threads: int) -> None:
-    """Set the threads of all calls from now on. With more threads than processors none spins, as others would wait."""
+    """Set the threads of all calls from now on. With more threads than CPUs none spins, since others would wait."""
     found = library()
     if found is not None:
         _use(found, threads)
 
 
 def share_processors(shared: bool) -> None:
-    """Say whether others want the processors too. If so, threads sleep sooner between two calls."""
+    """Set whether other processes want the CPUs too. If so, threads sleep sooner between two calls."""
     found = library()
     if found is not None:
-        alone = not shared and found.mlt_threads() <= processors().allowed
-        found.mlt_idle_spin(IDLE_SPIN_US if alone else SPIN_US)
+        alone = not shared and found.mlflow_llm_threads() <= processors().allowed
+        found.mlflow_llm_idle_spin(IDLE_SPIN_US if alone else SPIN_US)
 
 
 def num_native_threads() -> int:
-    """The threads of the native kernels; 0 if there are none."""
+    """Return the number of threads of the native kernels; 0 if there are none."""
     found = library()
-    return int(found.mlt_threads()) if found is not None else 0
+    return int(found.mlflow_llm_threads()) if found is not None else 0
 
 
 def tiles() -> int:
-    """How products of several rows are computed: NO_TILES, AMX or EMULATED_TILES."""
+    """Return how products of several rows are computed: NO_TILES, AMX or EMULATED_TILES."""
     found = library()
-    return NO_TILES if found is None else int(found.mlt_tiles())
+    return NO_TILES if found is None else int(found.mlflow_llm_tiles())
 
 
 def use_tiles(use: int) -> int:
-    """Set the tiles of all calls from now on; return what is used, which is not AMX if the processor lacks it. For
+    """Set the tiles of all calls from now on; return what is used, which is not AMX if the CPU lacks it. For
     tests and measurements."""
     found = library()
-    return NO_TILES if found is None else int(found.mlt_use_tiles(use))
+    return NO_TILES if found is None else int(found.mlflow_llm_use_tiles(use))
 
 
 def _use(found: ctypes.CDLL, threads: int) -> None:
-    found.mlt_use_threads(threads, SPIN_US if threads <= processors().allowed else 0)
+    found.mlflow_llm_use_threads(threads, SPIN_US if threads <= processors().allowed else 0)
 
 
 def _declare(found: ctypes.CDLL) -> None:
@@ -367,47 +368,55 @@ def _declare(found: ctypes.CDLL) -> None:
 
     def check(code: int, function: object, arguments: object) -> None:
         if code:
-            problem = found.mlt_problem().decode(errors="replace")
+            message = found.mlflow_llm_last_error().decode(errors="replace")
             if code == 1:
                 raise MemoryError("the native kernels ran out of memory")
-            raise RuntimeError(f"the native kernels: {problem}")
+            raise RuntimeError(f"the native kernels: {message}")
 
     def declare_checked(name: str, *arguments: object) -> None:
         declare(name, c_int32, *arguments)
         getattr(found, name).errcheck = check
 
-    declare("mlt_problem", c_char_p)
-    declare("mlt_instructions", c_char_p)
-    declare("mlt_threads", c_int32)
-    declare("mlt_idle_spin", None, c_int32)
-    declare_checked("mlt_use_threads", c_int32, c_int32)
-    declare("mlt_use_byte_products", c_int32, c_int32)
-    declare("mlt_has_tiles", c_int32)
-    declare("mlt_tiles", c_int32)
-    declare("mlt_use_tiles", c_int32, c_int32)
-    declare_checked("mlt_each", c_int32, WORK)
-    declare_checked("mlt_linear_new", c_int32, c_int32, c_int32, c_void_p, c_void_p, POINTER(c_void_p))
+    declare("mlflow_llm_last_error", c_char_p)
+    declare("mlflow_llm_instructions", c_char_p)
+    declare("mlflow_llm_threads", c_int32)
+    declare("mlflow_llm_idle_spin", None, c_int32)
+    declare_checked("mlflow_llm_use_threads", c_int32, c_int32)
+    declare("mlflow_llm_use_byte_products", c_int32, c_int32)
+    declare("mlflow_llm_has_tiles", c_int32)
+    declare("mlflow_llm_tiles", c_int32)
+    declare("mlflow_llm_use_tiles", c_int32, c_int32)
+    declare_checked("mlflow_llm_each", c_int32, WORK)
+    declare_checked("mlflow_llm_linear_new", c_int32, c_int32, c_int32, c_void_p, c_void_p, POINTER(c_void_p))
     sizes = c_int32, c_int32, c_int32
-    declare_checked("mlt_linear_of_int8", *sizes, c_void_p, c_void_p, c_void_p, POINTER(c_void_p))
-    declare_checked("mlt_linear_of_int4", *sizes, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, POINTER(c_void_p))
-    declare("mlt_linear_parts", None, c_void_p, POINTER(c_void_p), POINTER(c_int64))
-    declare_checked("mlt_linear_over", c_int32, c_int32, c_int32, POINTER(c_void_p), POINTER(c_void_p))
-    declare("mlt_linear_free", None, c_void_p)
-    declare_checked("mlt_linear_dense", c_void_p, c_void_p)
-    declare_checked("mlt_linear_multiply", c_void_p, c_int32, c_void_p, c_void_p)
-    declare("mlt_can_attend", c_int32, c_int32, c_int32)
-    declare("mlt_can_attend_bf16", c_int32, c_int32)
-    declare("mlt_decoder_new", c_void_p, POINTER(Shape), POINTER(Layer), c_void_p, c_void_p, POINTER(Norm), c_void_p)
-    declare("mlt_decoder_free", None, c_void_p)
-    declare_checked("mlt_decoder_step", c_void_p, POINTER(Step))
-    declare_checked("mlt_largest", c_void_p, c_int32, c_int32, c_void_p)
-    declare_checked("mlt_sample", c_void_p, c_int32, c_int32, c_void_p, c_void_p)
-    declare_checked("mlt_sample_rows", POINTER(c_void_p), POINTER(c_void_p), c_int32, c_int32, c_void_p, c_void_p)
+    declare_checked("mlflow_llm_linear_of_int8", *sizes, c_void_p, c_void_p, c_void_p, POINTER(c_void_p))
     declare_checked(
-        "mlt_continuations", POINTER(c_void_p), c_void_p, c_int32, c_int32, c_int32, c_void_p, c_void_p, c_void_p
+        "mlflow_llm_linear_of_int4", *sizes, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, POINTER(c_void_p)
     )
-    declare("mlt_exponentials", None, c_uint64, c_uint64, c_int32, c_void_p)
-    declare("mlt_encoder_new", c_void_p, POINTER(EncoderShape), POINTER(EncoderEmbeddings), POINTER(EncoderLayer))
-    declare("mlt_encoder_free", None, c_void_p)
-    declare_checked("mlt_encoder_run", c_void_p, c_void_p, c_void_p, c_int32, c_void_p)
-    declare("mlt_gelu", None, c_void_p, c_void_p, c_int32)
+    declare("mlflow_llm_linear_parts", None, c_void_p, POINTER(c_void_p), POINTER(c_int64))
+    declare_checked("mlflow_llm_linear_over", c_int32, c_int32, c_int32, POINTER(c_void_p), POINTER(c_void_p))
+    declare("mlflow_llm_linear_free", None, c_void_p)
+    declare_checked("mlflow_llm_linear_dense", c_void_p, c_void_p)
+    declare_checked("mlflow_llm_linear_multiply", c_void_p, c_int32, c_void_p, c_void_p)
+    declare("mlflow_llm_can_attend", c_int32, c_int32, c_int32)
+    declare("mlflow_llm_can_attend_bf16", c_int32, c_int32)
+    declare(
+        "mlflow_llm_decoder_new", c_void_p, POINTER(Shape), POINTER(Layer), c_void_p, c_void_p, POINTER(Norm), c_void_p
+    )
+    declare("mlflow_llm_decoder_free", None, c_void_p)
+    declare_checked("mlflow_llm_decoder_step", c_void_p, POINTER(Step))
+    declare_checked("mlflow_llm_largest", c_void_p, c_int32, c_int32, c_void_p)
+    declare_checked("mlflow_llm_sample", c_void_p, c_int32, c_int32, c_void_p, c_void_p)
+    declare_checked(
+        "mlflow_llm_sample_rows", POINTER(c_void_p), POINTER(c_void_p), c_int32, c_int32, c_void_p, c_void_p
+    )
+    declare_checked(
+        "mlflow_llm_continuations", POINTER(c_void_p), c_void_p, c_int32, c_int32, c_int32, c_void_p, c_void_p, c_void_p
+    )
+    declare("mlflow_llm_exponentials", None, c_uint64, c_uint64, c_int32, c_void_p)
+    declare(
+        "mlflow_llm_encoder_new", c_void_p, POINTER(EncoderShape), POINTER(EncoderEmbeddings), POINTER(EncoderLayer)
+    )
+    declare("mlflow_llm_encoder_free", None, c_void_p)
+    declare_checked("mlflow_llm_encoder_run", c_void_p, c_void_p, c_void_p, c_int32, c_void_p)
+    declare("mlflow_llm_gelu", None, c_void_p, c_void_p, c_int32)

@@ -1,5 +1,5 @@
-// What adapters add to linears: h = A x, y += B h, for several rows of one adapter at a time, so that its factors are
-// read once for all of them. A row's sums are in one order whatever rows are beside it: alone its numbers are the same.
+// LoRA adapters of linears: h = A x, y += B h, for several rows of one adapter at a time, so that its factors are read
+// once for all of them. A row's sums are in one order whatever the other rows are: alone it gives the same numbers.
 #pragma once
 
 #include <algorithm>
@@ -9,23 +9,26 @@
 #include "linear.h"
 #include "simd.h"
 
-namespace mlt {
+namespace mlflow_llm {
 
-constexpr int RANK_TILE = 4;        // ranks of A that lie, and are multiplied, together
-constexpr int RANK_BLOCK = 64;       // ranks whose h is kept between A and B
-constexpr int ROWS_AT_ONCE = 4; // with RANK_TILE: as many sums under way as there are registers for
-constexpr int GROUP_ROWS = 8;   // rows of one adapter that a thread takes
-constexpr int AHEAD = 4096;     // bytes of factors asked for before they are read
-#ifdef MLT_AVX512
-constexpr int COLUMNS_AT_ONCE = 2;  // times LANES, of B: factors of a row serve them all
+constexpr int RANK_TILE = 4;  // ranks of A that are stored and multiplied together
+constexpr int RANK_BLOCK = 64;  // ranks whose h is kept between A and B
+constexpr int ROWS_PER_PASS = 4;  // with RANK_TILE, as many sums as there are registers for
+constexpr int GROUP_ROWS = 8;  // rows of one adapter that a thread processes
+constexpr int FACTOR_PREFETCH_BYTES = 4096;  // how far ahead factors are prefetched
+#ifdef MLFLOW_LLM_AVX512
+constexpr int COLUMN_VECTORS_PER_PASS = 2;  // vectors of B's columns that share a row's factors
 #else
-constexpr int COLUMNS_AT_ONCE = 1;
+constexpr int COLUMN_VECTORS_PER_PASS = 1;
 #endif
 
-// One adapter on one linear: h = scales (A x), y += B h. rank 0: not adapted.
-// a: for each RANK_TILE ranks, the last fewer, [K / LANES, ranks, LANES]; b: for each RANK_BLOCK ranks [N / LANES, ranks, LANES];
-// of `kind`: float32; bfloat16, ranks two by two, [LANES, 2], and a last odd one as [LANES]; or int8. scales [rank].
-// Where there is a gain [N] (DoRA, biases of its own): then y = gain * y + shift, of the linear's output alone.
+// The factors of one adapter for one linear: h = scales (A x), y += B h. rank 0: the linear is not adapted.
+//
+// a: per RANK_TILE ranks (the last tile may have fewer) [K / LANES, ranks, LANES]; b: per RANK_BLOCK ranks [N / LANES,
+// ranks, LANES]. `kind` is float32; bfloat16, with ranks in pairs [LANES, 2] and the last of an odd number as [LANES];
+// or int8. scales is [rank].
+//
+// With a gain [N] (DoRA, or adapters with biases): y = gain * y + shift, of the linear's output alone.
 struct Factors {
     const void *a, *b;
     const float *scales, *gain, *shift;
@@ -33,32 +36,33 @@ struct Factors {
     Kind kind;
 };
 
-// Rows of one adapter, or one row of the base.
+// Rows of one adapter, or one row of the base model.
 struct RowGroup {
     int adapter, count;
     int rows[GROUP_ROWS];
 };
 
-// Indexes from 0 to n in groups: `adapter_of(i)` is -1 for the base. Small enough that all threads have some.
+// Group the indexes 0 to n by adapter; `adapter_of(i)` is -1 for the base model. Groups are small enough for all
+// threads to get some.
 template <class AdapterOf>
 inline void group_rows(int n, int threads, const AdapterOf& adapter_of, std::vector<RowGroup>& groups) {
     groups.clear();
-    const int most = std::max(1, std::min(n / std::max(threads, 1), GROUP_ROWS));
-    std::vector<int> open;  // by adapter: its group that is not full, or -1
+    const int max_rows = std::max(1, std::min(n / std::max(threads, 1), GROUP_ROWS));
+    std::vector<int> unfilled;  // by adapter: index of its unfilled group, or -1
     for (int i = 0; i < n; i++) {
         const int adapter = adapter_of(i);
-        if (adapter >= int(open.size())) open.resize(adapter + 1, -1);
-        if (adapter < 0 || open[adapter] < 0) {
-            if (adapter >= 0) open[adapter] = int(groups.size());
+        if (adapter >= int(unfilled.size())) unfilled.resize(adapter + 1, -1);
+        if (adapter < 0 || unfilled[adapter] < 0) {
+            if (adapter >= 0) unfilled[adapter] = int(groups.size());
             groups.push_back({adapter, 0, {}});
         }
-        RowGroup& group = adapter < 0 ? groups.back() : groups[open[adapter]];
+        RowGroup& group = adapter < 0 ? groups.back() : groups[unfilled[adapter]];
         group.rows[group.count++] = i;
-        if (adapter >= 0 && group.count == most) open[adapter] = -1;
+        if (adapter >= 0 && group.count == max_rows) unfilled[adapter] = -1;
     }
 }
 
-// Rows of a matrix: row t begins at `first + t * width`.
+// A matrix whose row t begins at `first + t * width`.
 template <class T>
 struct Matrix {
     T* first;
@@ -66,7 +70,7 @@ struct Matrix {
     T* operator[](int t) const { return first + size_t(t) * width; }
 };
 
-inline void fetch_ahead(const void* at) { _mm_prefetch((const char*)at + AHEAD, _MM_HINT_T0); }
+inline void fetch_ahead(const void* at) { _mm_prefetch((const char*)at + FACTOR_PREFETCH_BYTES, _MM_HINT_T0); }
 
 inline __m512 load_factor(const float* at) {
     fetch_ahead(at);
@@ -83,7 +87,7 @@ inline __m512 load_factor(const int8_t* at) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)at)));
 }
 
-// Of two ranks: LANES after LANES, or bfloat16s in turn, a line of both.
+// Load the factors of two ranks: one after the other, or in bfloat16 interleaved.
 template <class T>
 inline void load_pair(const T* at, __m512* to) { to[0] = load_factor(at), to[1] = load_factor(at + LANES); }
 
@@ -94,7 +98,7 @@ inline void load_pair(const uint16_t* at, __m512* to) {
     to[1] = _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32(int(0xffff0000))));
 }
 
-// h[m][r] = scales[r] * (A x)[r] of M rows and R ranks.
+// Compute h[m][r] = scales[r] * (A x)[r] for M rows and R ranks.
 template <int M, int R, class T>
 inline void shrink(const T* a, const float* scales, const float* const* x, int K, float (*h)[RANK_BLOCK]) {
     __m512 sum[M][R];
@@ -113,7 +117,7 @@ inline void shrink(const T* a, const float* scales, const float* const* x, int K
         for (int r = 0; r < R; r++) h[m][r] = scales[r] * _mm512_reduce_add_ps(sum[m][r]);
 }
 
-// y += B h of M rows and C times LANES columns.
+// Compute y += B h for M rows and C vectors of columns.
 template <int M, int C, class T>
 inline void expand_columns(const T* b, int ranks, const float (*h)[RANK_BLOCK], float* const* y, int n) {
     __m512 value[C][M];
@@ -137,12 +141,13 @@ inline void expand_columns(const T* b, int ranks, const float (*h)[RANK_BLOCK], 
         for (int m = 0; m < M; m++) _mm512_storeu_ps(y[m] + n + c * LANES, value[c][m]);
 }
 
-// y += B h of M rows: one pass over y.
+// Compute y += B h for M rows in one pass over y.
 template <int M, class T>
 inline void expand(const T* b, int ranks, const float (*h)[RANK_BLOCK], float* const* y, int N) {
     int n = 0;
-    for (; n + COLUMNS_AT_ONCE * LANES <= N; n += COLUMNS_AT_ONCE * LANES, b += size_t(COLUMNS_AT_ONCE) * ranks * LANES)
-        expand_columns<M, COLUMNS_AT_ONCE>(b, ranks, h, y, n);
+    for (; n + COLUMN_VECTORS_PER_PASS * LANES <= N;
+         n += COLUMN_VECTORS_PER_PASS * LANES, b += size_t(COLUMN_VECTORS_PER_PASS) * ranks * LANES)
+        expand_columns<M, COLUMN_VECTORS_PER_PASS>(b, ranks, h, y, n);
     for (; n < N; n += LANES, b += size_t(ranks) * LANES) expand_columns<M, 1>(b, ranks, h, y, n);
 }
 
@@ -163,38 +168,39 @@ inline void add_rows(const Factors& f, const float* const* x, int K, float* cons
     }
 }
 
-template <class T, int M = ROWS_AT_ONCE>
-inline void add_rows_of(int count, const Factors& f, const float* const* x, int K, float* const* y, int N) {
+template <class T, int M = ROWS_PER_PASS>
+inline void dispatch_add_rows(int count, const Factors& f, const float* const* x, int K, float* const* y, int N) {
     if constexpr (M > 1)
-        if (count < M) return add_rows_of<T, M - 1>(count, f, x, K, y, N);
+        if (count < M) return dispatch_add_rows<T, M - 1>(count, f, x, K, y, N);
     add_rows<M, T>(f, x, K, y, N);
 }
 
-// What the adapter of a group adds to `y`, the output for `x`. `before` is what the output was added to, if it was.
+// Add the contribution of a group's adapter to `y`, the output for `x`. `residual` is what the output was added to, if
+// any.
 inline void adapt_rows(const Factors& f, const RowGroup& group, Matrix<const float> x, int K, Matrix<float> y, int N,
-                       Matrix<const float> before) {
+                       Matrix<const float> residual) {
     const float* from[GROUP_ROWS];
     float* to[GROUP_ROWS];
     for (int m = 0; m < group.count; m++) from[m] = x[group.rows[m]], to[m] = y[group.rows[m]];
-    const bool apart = f.gain && before.first;
-    for (int m = 0; apart && m < group.count; m++) {
-        const float* base = before[group.rows[m]];
+    const bool subtract_base = f.gain && residual.first;
+    for (int m = 0; subtract_base && m < group.count; m++) {
+        const float* base = residual[group.rows[m]];
         for (int n = 0; n < N; n += LANES)
             _mm512_storeu_ps(to[m] + n, _mm512_sub_ps(_mm512_loadu_ps(to[m] + n), _mm512_loadu_ps(base + n)));
     }
-    for (int m = 0; f.rank && m < group.count; m += ROWS_AT_ONCE) {
-        const int count = std::min(group.count - m, ROWS_AT_ONCE);
-        if (f.kind == Kind::INT8) add_rows_of<int8_t>(count, f, from + m, K, to + m, N);
-        else if (f.kind == Kind::BF16) add_rows_of<uint16_t>(count, f, from + m, K, to + m, N);
-        else add_rows_of<float>(count, f, from + m, K, to + m, N);
+    for (int m = 0; f.rank && m < group.count; m += ROWS_PER_PASS) {
+        const int count = std::min(group.count - m, ROWS_PER_PASS);
+        if (f.kind == Kind::INT8) dispatch_add_rows<int8_t>(count, f, from + m, K, to + m, N);
+        else if (f.kind == Kind::BF16) dispatch_add_rows<uint16_t>(count, f, from + m, K, to + m, N);
+        else dispatch_add_rows<float>(count, f, from + m, K, to + m, N);
     }
     for (int m = 0; f.gain && m < group.count; m++)
         for (int n = 0; n < N; n += LANES) {
             const __m512 value = _mm512_fmadd_ps(_mm512_loadu_ps(f.gain + n), _mm512_loadu_ps(to[m] + n),
                                                  _mm512_loadu_ps(f.shift + n));
-            const float* base = apart ? before[group.rows[m]] + n : nullptr;
+            const float* base = subtract_base ? residual[group.rows[m]] + n : nullptr;
             _mm512_storeu_ps(to[m] + n, base ? _mm512_add_ps(value, _mm512_loadu_ps(base)) : value);
         }
 }
 
-}  // namespace mlt
+}  // namespace mlflow_llm

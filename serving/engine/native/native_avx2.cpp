@@ -1,3 +1,3 @@
-// The kernels of native.cpp for processors with AVX2 and FMA, without AVX-512: a library of its own, in other words.
-#define MLT_AVX2
+// The kernels of native.cpp for CPUs with AVX2 and FMA but without AVX-512, as a library of its own.
+#define MLFLOW_LLM_AVX2
 #include "native.cpp"

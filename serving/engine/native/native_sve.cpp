@@ -1,3 +1,3 @@
-// The kernels of native.cpp for processors with SVE at a vector length of 256 bits: a library of its own, in other words.
-#define MLT_SVE
+// The kernels of native.cpp for CPUs with SVE at a vector length of 256 bits, as a library of its own.
+#define MLFLOW_LLM_SVE
 #include "native.cpp"

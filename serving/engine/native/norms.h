@@ -1,4 +1,4 @@
-// Norms of a row of n values, a multiple of LANES, `out` may be `x`; and how positions turn a head.
+// Norms of a row of n values, where n is a multiple of LANES and `out` may be `x`; and the rotary embedding of a head.
 #pragma once
 
 #include <cmath>
@@ -6,7 +6,7 @@
 
 #include "simd.h"
 
-namespace mlt {
+namespace mlflow_llm {
 
 inline void rms_norm(const float* x, const float* weight, int n, float eps, float* out) {
     const __m512 scale = _mm512_set1_ps(1.0f / std::sqrt(dot(x, x, n) / n + eps));
@@ -31,7 +31,7 @@ inline void layer_norm(const float* x, const float* weight, const float* bias, i
     }
 }
 
-// LayerNorm where there is a bias, RMSNorm where there is none; without a weight there is no norm.
+// A LayerNorm if there is a bias, an RMSNorm without one, the identity without a weight.
 struct Norm {
     const float *weight, *bias;  // [n]
 
@@ -42,7 +42,7 @@ struct Norm {
     }
 };
 
-// A head whose first and second half are turned by an angle each.
+// Rotate the pairs (x[i], x[i + half]) of a head, each by its angle.
 inline void rotate(float* x, const float* cos, const float* sin, int half) {
     for (int i = 0; i < half; i++) {
         const float a = x[i], b = x[i + half];
@@ -51,4 +51,4 @@ inline void rotate(float* x, const float* cos, const float* sin, int half) {
     }
 }
 
-}  // namespace mlt
+}  // namespace mlflow_llm

@@ -1,9 +1,9 @@
-// A token from a row of logits: the native form of sampler.py's race, row by row.
+// Native sampling: draws a token from a row of logits by the same race as sampler.py.
 //
-// A row may have a mask of a grammar, a bit a token: what it does not allow is as if its logit were -infinity.
+// A row may have a grammar's bitmask, a bit per token; tokens that it forbids count as if their logit were -infinity.
 //
-// Token t arrives at an exponential time drawn from (seed, position, t) alone; time over weight decides. Only the
-// tokens that are still in after top_k, top_p, min_p and typical_p have their times drawn.
+// Token t arrives after an exponential time that depends on (seed, position, t) only; the smallest ratio of time to
+// weight wins. Times are drawn only for tokens that remain after top_k, top_p, min_p and typical_p.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 #include "simd.h"
 
-namespace mlt {
+namespace mlflow_llm {
 
 struct Draw {
     float temperature, top_p, min_p;
@@ -20,11 +20,11 @@ struct Draw {
     uint64_t seed, position;
 };
 
-// Philox 4x64-10 (Salmon et al. 2011) as numpy runs it: keyed by seed and position, block b from counter b + 1.
+// Philox 4x64-10 (Salmon et al. 2011) as in numpy: keyed by seed and position, with block b at counter b + 1.
 struct Philox {
     uint64_t seed, position;
 
-    // The 32 random bits of tokens [8 b, 8 b + 8).
+    // Compute the 32 random bits of each of the tokens [8 b, 8 b + 8).
     void block(uint64_t b, uint32_t* bits) const {
         uint64_t x[4] = {b + 1, 0, 0, 0}, k0 = seed, k1 = position;
         for (int round = 0; round < 10; round++) {
@@ -39,13 +39,13 @@ struct Philox {
     }
 };
 
-// Above zero, and with float32's relative precision near it, where races are won.
+// Return an exponential time: above zero, and with float32's relative precision near it, where races are decided.
 inline float exponential(uint32_t bits) {
     const float uniform = (float(bits) + 0.5f) * 2.3283064365386963e-10f;
     return -std::log1p(-std::min(uniform, 1.0f - 5.9604645e-8f));
 }
 
-// The token whose time over its weight is the earliest, of those that enter.
+// Finds the entrant with the smallest ratio of time to weight.
 struct Race {
     const Philox& random;
     int32_t winner = 0;
@@ -63,80 +63,84 @@ struct Race {
 
 class Sampler {
   public:
-    // `mask` may be null. Without a temperature the largest logit wins, the first one of equals.
+    // Draw a token. `mask` may be null. With temperature 0 the largest logit wins, the first among equals.
     int32_t token(const float* logits, int size, const Draw& draw, const uint32_t* mask = nullptr) {
         if (draw.temperature == 0.0f) return best(logits, size, mask);
         scaled.resize(round_up(size, LANES));
         scale(logits, size, draw.temperature, mask);
         const Philox random{draw.seed, draw.position};
-        if (draw.typical_p < 1.0f) return typical(size, draw, random);
-        return draw.top_k > 0 || draw.top_p < 1.0f ? truncated(size, draw, random) : whole(size, draw, random);
+        if (draw.typical_p < 1.0f) return sample_typical(size, draw, random);
+        return draw.top_k > 0 || draw.top_p < 1.0f ? sample_truncated(size, draw, random)
+                                                   : sample_all(size, draw, random);
     }
 
-    // The largest of logits as they are, the first one of equals; -1 where that is no finite number or one is a NaN.
+    // Return the token with the largest logit, the first among equals; -1 if that logit is not finite or a logit is
+    // NaN.
     static int32_t largest(const float* logits, int size) {
         const __m512 none = _mm512_set1_ps(-INFINITY);
-        __m512 most[4] = {none, none, none, none};
-        __mmask16 numbers = 0xffff;
-        const auto look = [&](__m512 x, int turn) {
-            numbers &= _mm512_cmp_ps_mask(x, x, _CMP_EQ_OQ);
-            most[turn] = _mm512_max_ps(most[turn], x);
+        __m512 max[4] = {none, none, none, none};
+        __mmask16 not_nan = 0xffff;
+        const auto update = [&](__m512 x, int turn) {
+            not_nan &= _mm512_cmp_ps_mask(x, x, _CMP_EQ_OQ);
+            max[turn] = _mm512_max_ps(max[turn], x);
         };
         int i = 0;
         for (; i + 4 * LANES <= size; i += 4 * LANES) {
-            look(_mm512_loadu_ps(logits + i), 0), look(_mm512_loadu_ps(logits + i + LANES), 1);
-            look(_mm512_loadu_ps(logits + i + 2 * LANES), 2), look(_mm512_loadu_ps(logits + i + 3 * LANES), 3);
+            update(_mm512_loadu_ps(logits + i), 0), update(_mm512_loadu_ps(logits + i + LANES), 1);
+            update(_mm512_loadu_ps(logits + i + 2 * LANES), 2), update(_mm512_loadu_ps(logits + i + 3 * LANES), 3);
         }
-        for (; i < size; i += LANES) look(_mm512_mask_loadu_ps(none, allowed(i, size, nullptr), logits + i), 0);
-        const float found = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_max_ps(most[0], most[1]), _mm512_max_ps(most[2], most[3])));
-        if (numbers != 0xffff || !std::isfinite(found)) return -1;
+        for (; i < size; i += LANES) update(_mm512_mask_loadu_ps(none, allowed(i, size, nullptr), logits + i), 0);
+        const float found =
+            _mm512_reduce_max_ps(_mm512_max_ps(_mm512_max_ps(max[0], max[1]), _mm512_max_ps(max[2], max[3])));
+        if (not_nan != 0xffff || !std::isfinite(found)) return -1;
         for (i = 0;; i += LANES) {
             const __m512 x = _mm512_mask_loadu_ps(none, allowed(i, size, nullptr), logits + i);
-            if (const __mmask16 same = _mm512_cmp_ps_mask(x, _mm512_set1_ps(found), _CMP_EQ_OQ)) return i + __builtin_ctz(same);
+            if (const __mmask16 same = _mm512_cmp_ps_mask(x, _mm512_set1_ps(found), _CMP_EQ_OQ))
+                return i + __builtin_ctz(same);
         }
     }
 
   private:
     struct Candidate { float value; int32_t token; };
-    struct Near { double distance, weight; int32_t token; };  // to the mean surprise
+    struct Surprise { double distance, weight; int32_t token; };  // distance: of the surprise from its mean
 
-    std::vector<float> scaled;  // logits over temperature, less the largest
+    std::vector<float> scaled;  // logits / temperature - their maximum
     std::vector<Candidate> candidates;
     std::vector<float> weights;  // exp(scaled)
-    std::vector<Near> nearest;
-    double total = 0.0;         // of exp(scaled)
+    std::vector<Surprise> by_distance;
+    double total = 0.0;  // sum of exp(scaled)
 
-    // Which of the tokens [i, i + 16) are in.
+    // Return the mask of allowed tokens in [i, i + 16).
     static __mmask16 allowed(int i, int size, const uint32_t* mask) {
         const __mmask16 inside = size - i >= LANES ? 0xffff : (1u << (size - i)) - 1;
         return mask ? inside & __mmask16(mask[i / 32] >> (i % 32)) : inside;
     }
 
     static int32_t best(const float* logits, int size, const uint32_t* mask) {
-        float most = -INFINITY;
+        float max = -INFINITY;
         int32_t winner = 0;
         for (int i = 0; i < size; i += LANES) {
             const __mmask16 in = allowed(i, size, mask);
             const __m512 x = _mm512_mask_loadu_ps(_mm512_set1_ps(-INFINITY), in, logits + i);
-            __mmask16 above = _mm512_mask_cmp_ps_mask(in, x, _mm512_set1_ps(most), _CMP_GT_OQ);
+            __mmask16 above = _mm512_mask_cmp_ps_mask(in, x, _mm512_set1_ps(max), _CMP_GT_OQ);
             if (!above) continue;
-            most = _mm512_reduce_max_ps(x);
-            above = _mm512_mask_cmp_ps_mask(in, x, _mm512_set1_ps(most), _CMP_EQ_OQ);
+            max = _mm512_reduce_max_ps(x);
+            above = _mm512_mask_cmp_ps_mask(in, x, _mm512_set1_ps(max), _CMP_EQ_OQ);
             winner = i + __builtin_ctz(above);
         }
         return winner;
     }
 
     void scale(const float* logits, int size, float temperature, const uint32_t* mask) {
-        __m512 most = _mm512_set1_ps(-INFINITY);
+        __m512 max = _mm512_set1_ps(-INFINITY);
         const __m512 by = _mm512_set1_ps(temperature);
         for (int i = 0; i < size; i += LANES) {
             const __m512 x = _mm512_mask_loadu_ps(_mm512_set1_ps(-INFINITY), allowed(i, size, mask), logits + i);
             const __m512 value = _mm512_div_ps(x, by);
             _mm512_storeu_ps(&scaled[i], value);
-            most = _mm512_max_ps(most, value);
+            max = _mm512_max_ps(max, value);
         }
-        const __m512 largest = _mm512_set1_ps(_mm512_reduce_max_ps(most));
+        const __m512 largest = _mm512_set1_ps(_mm512_reduce_max_ps(max));
         __m512d low = _mm512_setzero_pd(), high = _mm512_setzero_pd();
         for (int i = 0; i < size; i += LANES) {
             const __m512 value = _mm512_sub_ps(_mm512_loadu_ps(&scaled[i]), largest);
@@ -148,8 +152,9 @@ class Sampler {
         total = _mm512_reduce_add_pd(_mm512_add_pd(low, high));
     }
 
-    // A time -log(1 - u) is at least u: only where weight over u beats the best so far is the logarithm taken.
-    int32_t whole(int size, const Draw& draw, const Philox& random) const {
+    // Draw without truncation. Since -log(1 - u) >= u, the logarithm is only computed if weight / u beats the best so
+    // far.
+    int32_t sample_all(int size, const Draw& draw, const Philox& random) const {
         int32_t winner = 0;
         float best = 0.0f;
         alignas(64) uint32_t bits[LANES];
@@ -175,14 +180,14 @@ class Sampler {
         return winner;
     }
 
-    // Whether the tokens that far below the largest are as many as top_k, or as likely as top_p, may leave in.
+    // Return whether the tokens within `depth` of the maximum include all that top_k, or top_p, can keep.
     bool is_enough(int size, const Draw& draw, float depth) const {
-        const __m512 least = _mm512_set1_ps(-depth);
+        const __m512 threshold = _mm512_set1_ps(-depth);
         __m512 mass = _mm512_setzero_ps();
         int count = 0;
         for (int i = 0; i < size; i += LANES) {
             const __m512 value = _mm512_loadu_ps(&scaled[i]);
-            const __mmask16 in = _mm512_cmp_ps_mask(value, least, _CMP_GE_OQ);
+            const __mmask16 in = _mm512_cmp_ps_mask(value, threshold, _CMP_GE_OQ);
             if (!in) continue;
             count += __builtin_popcount(in);
             mass = _mm512_mask_add_ps(mass, in, mass, exp16(value));
@@ -191,14 +196,14 @@ class Sampler {
         return _mm512_reduce_add_ps(mass) >= double(draw.top_p) * total * 1.00001;  // these sums are rounded
     }
 
-    // The best tokens, most likely first, at least as many as top_k and top_p leave in.
+    // Collect the most likely tokens in order, at least all that top_k and top_p keep.
     void collect(int size, const Draw& draw) {
-        float depth = 4.0f;  // how far below the largest
+        float depth = 4.0f;  // distance below the maximum
         while (depth < 200.0f && !is_enough(size, draw, depth)) depth *= 1.5f;
-        const __m512 least = _mm512_set1_ps(depth < 200.0f ? -depth : -INFINITY);
+        const __m512 threshold = _mm512_set1_ps(depth < 200.0f ? -depth : -INFINITY);
         candidates.clear();
         for (int i = 0; i < size; i += LANES) {
-            __mmask16 in = _mm512_cmp_ps_mask(_mm512_loadu_ps(&scaled[i]), least, _CMP_GE_OQ);
+            __mmask16 in = _mm512_cmp_ps_mask(_mm512_loadu_ps(&scaled[i]), threshold, _CMP_GE_OQ);
             if (size - i < LANES) in &= (1u << (size - i)) - 1;
             for (; in; in &= in - 1) {
                 const int t = i + __builtin_ctz(in);
@@ -215,12 +220,11 @@ class Sampler {
         std::sort(candidates.begin(), candidates.end(), before);
     }
 
-    // `in(token, weight)` for each of the candidates that top_k, top_p and min_p leave in: the first ones, whose number
-    // is the result.
+    // Call in(token, weight) for each candidate that top_k, top_p and min_p keep, in order; return their number.
     template <class In>
-    size_t cut(int size, const Draw& draw, In in) {
+    size_t truncate(int size, const Draw& draw, In in) {
         collect(size, draw);
-        double sum = total;  // what top_p is a part of: all tokens, or those that top_k left in
+        double sum = total;  // top_p refers to all tokens, or those that top_k keeps
         if (draw.top_k > 0) {
             sum = 0.0;
             for (const Candidate& c : candidates) sum += std::exp(double(c.value));
@@ -228,7 +232,7 @@ class Sampler {
         double passed = 0.0;
         size_t count = 0;
         for (; count < candidates.size(); count++) {
-            const double weight = std::exp(double(candidates[count].value));  // the first has 1
+            const double weight = std::exp(double(candidates[count].value));  // 1 for the first
             if (count > 0 && (passed >= double(draw.top_p) * sum || weight < draw.min_p || weight <= 0.0)) break;
             passed += weight;
             in(candidates[count].token, weight);
@@ -236,20 +240,21 @@ class Sampler {
         return count;
     }
 
-    int32_t truncated(int size, const Draw& draw, const Philox& random) {
+    int32_t sample_truncated(int size, const Draw& draw, const Philox& random) {
         Race race(random);
-        cut(size, draw, [&](int32_t token, double weight) { race.enter(token, weight); });
+        truncate(size, draw, [&](int32_t token, double weight) { race.enter(token, weight); });
         return race.winner;
     }
 
-    // Locally typical sampling (Meister et al. 2022): of what the rest leaves in, the tokens whose surprise is nearest
-    // to the entropy, until typical_p of their probability is in. With the logits' common part taken away the surprise
-    // is -value and the entropy the mean of that.
-    int32_t typical(int size, const Draw& draw, const Philox& random) {
+    // Locally typical sampling (Meister et al. 2022): of the tokens that the other parameters keep, those whose
+    // surprise is closest to the entropy are kept, until their probability reaches typical_p. Without the logits'
+    // common offset the surprise is -value and the entropy its mean.
+    int32_t sample_typical(int size, const Draw& draw, const Philox& random) {
         const bool all = draw.top_k <= 0 && draw.top_p >= 1.0f;
         weights.clear();
-        const int count = all ? size : int(cut(size, draw, [&](int32_t, double w) { weights.push_back(float(w)); }));
-        if (all) weigh(size, draw);
+        const int count =
+            all ? size : int(truncate(size, draw, [&](int32_t, double w) { weights.push_back(float(w)); }));
+        if (all) compute_weights(size, draw);
         const auto value = [&](int i) { return double(all ? scaled[i] : candidates[i].value); };
         const auto token = [&](int i) { return all ? i : candidates[i].token; };
         double mass = 0.0, mean = 0.0;
@@ -257,26 +262,26 @@ class Sampler {
             if (weights[i] > 0.0f) mass += weights[i], mean += double(weights[i]) * value(i);
         mean /= mass;
         const double wanted = double(draw.typical_p) * mass;
-        const auto within = [&](double radius) {  // the mass of tokens at most as far from the mean
+        const auto within = [&](double radius) {  // the mass of tokens within `radius` of the mean
             double found = 0.0;
             for (int i = 0; i < count; i++) found += std::abs(value(i) - mean) <= radius ? double(weights[i]) : 0.0;
             return found;
         };
         double radius = 0.25;
         while (radius < 200.0 && within(radius) < wanted * 1.00001) radius *= 1.5;  // these sums are rounded
-        nearest.clear();
+        by_distance.clear();
         for (int i = 0; i < count; i++) {
             const double distance = std::abs(value(i) - mean);
             if (weights[i] > 0.0f && (distance <= radius || radius >= 200.0))
-                nearest.push_back({distance, weights[i], token(i)});
+                by_distance.push_back({distance, weights[i], token(i)});
         }
-        std::sort(nearest.begin(), nearest.end(), [](const Near& a, const Near& b) {
+        std::sort(by_distance.begin(), by_distance.end(), [](const Surprise& a, const Surprise& b) {
             if (a.distance != b.distance) return a.distance < b.distance;
             return a.weight != b.weight ? a.weight > b.weight : a.token < b.token;
         });
         Race race(random);
         double passed = 0.0;
-        for (const Near& n : nearest) {
+        for (const Surprise& n : by_distance) {
             if (passed > 0.0 && passed >= wanted) break;
             passed += n.weight;
             race.enter(n.token, n.weight);
@@ -284,8 +289,8 @@ class Sampler {
         return race.winner;
     }
 
-    // The weights of all tokens: 0 for those that min_p leaves out.
-    void weigh(int size, const Draw& draw) {
+    // Compute the weights of all tokens, 0 for those that min_p excludes.
+    void compute_weights(int size, const Draw& draw) {
         weights.resize(scaled.size());
         const __m512 floor = _mm512_set1_ps(std::max(draw.min_p, 1e-38f));
         for (int i = 0; i < size; i += LANES) {
@@ -296,4 +301,4 @@ class Sampler {
     }
 };
 
-}  // namespace mlt
+}  // namespace mlflow_llm

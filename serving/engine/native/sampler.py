@@ -1,4 +1,4 @@
-"""Draws tokens by the native form of the sampler's race (sampler.h), for the parameters that most requests have."""
+"""Draw tokens by the native form of the sampler's race (sampler.h), for the parameters that most requests have."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from . import library
 
 
 def can_draw(logits: torch.Tensor) -> bool:
-    """Whether rows like ``logits`` [B, V] can be drawn natively: float32 on CPU, and the library is there."""
+    """Return whether rows like ``logits`` [B, V] can be drawn natively: float32 on CPU, and the library is there."""
     return logits.device.type == "cpu" and logits.dtype == torch.float32 and library.library() is not None
 
 
 def largest(logits: torch.Tensor) -> list[int]:
-    """The token with the largest logit in each row of ``logits`` [B, V] float32, the first among equals; -1 if that
-    logit is not finite or a row has a NaN."""
+    """Return the token with the largest logit in each row of ``logits`` [B, V] float32, the first among equals; -1
+    if that logit is not finite or a row has a NaN."""
     logits = logits.contiguous()
     rows, size = logits.shape
     tokens = np.empty(rows, dtype=np.int32)
-    _library().mlt_largest(logits.data_ptr(), rows, size, tokens.ctypes.data)
+    _library().mlflow_llm_largest(logits.data_ptr(), rows, size, tokens.ctypes.data)
     found: list[int] = tokens.tolist()
     return found
 
@@ -48,7 +48,7 @@ def draw_rows(
     bits = (c_void_p * count)(*(None if mask is None else mask.ctypes.data for mask in masks))
     tokens = np.empty(count, dtype=np.int32)
     draws = _draws(parameters, seeds, positions)
-    _library().mlt_sample_rows(addresses, bits, count, logits.shape[1], draws, tokens.ctypes.data)
+    _library().mlflow_llm_sample_rows(addresses, bits, count, logits.shape[1], draws, tokens.ctypes.data)
     drawn: list[int] = tokens.tolist()
     return drawn
 
@@ -62,7 +62,7 @@ def draw(
     rows, size = logits.shape
     tokens = np.empty(rows, dtype=np.int32)
     draws = _draws(parameters, seeds, positions)
-    _library().mlt_sample(logits.data_ptr(), rows, size, draws, tokens.ctypes.data)
+    _library().mlflow_llm_sample(logits.data_ptr(), rows, size, draws, tokens.ctypes.data)
     drawn: list[int] = tokens.tolist()
     return drawn
 

@@ -12,8 +12,10 @@ from . import library
 
 
 def survey() -> dict[str, Any]:
-    """What an engine would run on. ``kernels`` is "native" if ours run, for ``instruction_set``; else ``reason`` says
-    why not. ``by_name`` says whether the sets run that are only used if asked for."""
+    """Return what an engine would run on.
+
+    ``kernels`` is "native" if they run, for ``instruction_set``; else ``reason`` says why not. ``by_name`` says whether
+    the sets run that are only used if asked for."""
     found: dict[str, Any] = {"package": child.own_place(), "torch": torch.__version__}
     others = [name for name, instructions in library.INSTRUCTION_SETS.items() if instructions.by_name]
     found["by_name"] = "; ".join(f"{name}: {library.why_not(name) or 'runs here'}" for name in others)

@@ -1,66 +1,68 @@
-// Attention of query heads over the keys and values of one KV head that are kept in bfloat16, by tiles (tiles.h).
+// Attention of query heads over the keys and values of one KV head in bfloat16, by tiles (tiles.h).
 //
-//   keys     [S, D]                     a tile: 16 tokens, 32 dimensions
-//   values   blocks of 32 tokens, [D, 32] each      a tile: 16 dimensions, the block's tokens
+//   keys     [S, D]                              a tile: 16 tokens, 32 dimensions
+//   values   blocks of 32 tokens, [D, 32] each   a tile: 16 dimensions, the block's tokens
 //
-// Queries stand in columns, sixteen to a tile: scores [tokens, queries] = keys x queries, out [D, queries] = values x
-// weights, so that both are read from the slot as they lie there, and a softmax is sixteen queries' at a time.
+// Queries are columns, sixteen per tile: scores [tokens, queries] = keys x queries, out [D, queries] = values x
+// weights, so that keys and values are read from the slot as they are stored, and softmaxes of sixteen queries are
+// computed at once.
 //
-// As in attention.h, a query meets its keys in blocks of TILED_BLOCK tokens at fixed places, the blocks of a SEGMENT fold
-// into one running softmax, and segments are merged in order; a column depends on no other. So a token's result is
-// bitwise the same in any batch, in any chunks, on any number of threads. Queries and weights are rounded to bfloat16,
-// sums are float32.
+// As in attention.h, a query processes its keys in blocks of TILE_BLOCK_TOKENS at fixed positions, the blocks of a
+// segment are folded into one running softmax, and segments are merged in order; columns are independent. So a token's
+// result is bitwise the same in any batch, in any chunks and on any number of threads. Queries and weights are rounded
+// to bfloat16, sums are float32.
 #pragma once
 
 #include "attention.h"
 #include "tiles.h"
 
-namespace mlt {
+namespace mlflow_llm {
 
-constexpr int TILED_BLOCK = 64;   // tokens whose weights are taken together
-constexpr int VALUE_BLOCK = 32;   // tokens of values that stand together
-constexpr int TILED_COLUMNS = 32; // queries that share what is read of keys and values
-constexpr int COLUMN_TILES = TILED_COLUMNS / LANES;
+constexpr int TILE_BLOCK_TOKENS = 64;  // tokens whose weights are computed together
+constexpr int VALUE_BLOCK_TOKENS = 32;  // tokens of a block of values
+constexpr int MAX_TILE_QUERIES = 32;  // queries that share a read of keys and values
+constexpr int COLUMN_TILES = MAX_TILE_QUERIES / LANES;
 
-static_assert(SEGMENT % TILED_BLOCK == 0 && SHARED_BLOCK % TILED_BLOCK == 0 && TILED_BLOCK % VALUE_BLOCK == 0 && VALUE_BLOCK == TILE_BYTES / 2);
+static_assert(SEGMENT_TOKENS % TILE_BLOCK_TOKENS == 0 && SHARED_BLOCK_TOKENS % TILE_BLOCK_TOKENS == 0 &&
+              TILE_BLOCK_TOKENS % VALUE_BLOCK_TOKENS == 0 && VALUE_BLOCK_TOKENS == TILE_BYTES / 2);
 
 inline bool can_attend_tiled(int dim) { return can_attend(dim) && dim % 32 == 0; }
 
-// Softmaxes of sixteen queries under way, in powers of two. `values` [dim][queries].
+// Running softmaxes of sixteen queries, in powers of two. `values` is [dim][queries].
 struct alignas(64) TiledPartial {
-    float most[LANES], sum[LANES], values[MAX_HEAD][LANES];
+    float max[LANES], sum[LANES], values[MAX_HEAD_DIM][LANES];
 };
 
 inline void clear(TiledPartial& p, int dim) {
-    std::fill_n(p.most, LANES, -INFINITY), std::fill_n(p.sum, LANES, 0.0f);
+    std::fill_n(p.max, LANES, -INFINITY), std::fill_n(p.sum, LANES, 0.0f);
     std::memset(p.values, 0, size_t(dim) * sizeof p.values[0]);
 }
 
-// What is subtracted from scores whose largest is `most`: nothing where no token has been seen.
-inline __m512 base_of(__m512 most) {
-    const __mmask16 none = _mm512_cmp_ps_mask(most, _mm512_set1_ps(-INFINITY), _CMP_EQ_OQ);
-    return _mm512_mask_mov_ps(most, none, _mm512_setzero_ps());
+// Return the value to subtract from scores with maximum `max`: 0 if no token has been seen.
+inline __m512 base_of(__m512 max) {
+    const __mmask16 none = _mm512_cmp_ps_mask(max, _mm512_set1_ps(-INFINITY), _CMP_EQ_OQ);
+    return _mm512_mask_mov_ps(max, none, _mm512_setzero_ps());
 }
 
 inline void merge(TiledPartial& into, const TiledPartial& next, int dim) {
-    const __m512 mine = _mm512_load_ps(into.most), theirs = _mm512_load_ps(next.most);
-    const __m512 most = _mm512_max_ps(mine, theirs), base = base_of(most);
+    const __m512 mine = _mm512_load_ps(into.max), theirs = _mm512_load_ps(next.max);
+    const __m512 max = _mm512_max_ps(mine, theirs), base = base_of(max);
     const __m512 a = power_of_two(_mm512_sub_ps(mine, base)), b = power_of_two(_mm512_sub_ps(theirs, base));
     const auto both = [&](float* to, const float* from) {
         _mm512_store_ps(to, _mm512_fmadd_ps(_mm512_load_ps(to), a, _mm512_mul_ps(_mm512_load_ps(from), b)));
     };
     both(into.sum, next.sum);
     for (int d = 0; d < dim; d++) both(into.values[d], next.values[d]);
-    _mm512_store_ps(into.most, most);
+    _mm512_store_ps(into.max, max);
 }
 
-// One query's of `from` becomes column `to` of `into`.
-inline void take_column(const TiledPartial& from, int column, int dim, TiledPartial& into, int to) {
-    into.most[to] = from.most[column], into.sum[to] = from.sum[column];
+// Copy one query's column of `from` to column `to` of `into`.
+inline void copy_column(const TiledPartial& from, int column, int dim, TiledPartial& into, int to) {
+    into.max[to] = from.max[column], into.sum[to] = from.sum[column];
     for (int d = 0; d < dim; d++) into.values[d][to] = from.values[d][column];
 }
 
-// The results of the first `count` queries, to out[query] [dim].
+// Write the results of the first `count` queries to out[query] [dim].
 inline void finish(const TiledPartial& p, int dim, int count, float* const* out) {
     alignas(64) float scaled[LANES][LANES], rows[LANES][LANES];
     const __m512 by = _mm512_div_ps(_mm512_set1_ps(1.0f), _mm512_load_ps(p.sum));
@@ -71,26 +73,26 @@ inline void finish(const TiledPartial& p, int dim, int count, float* const* out)
     }
 }
 
-// The key and value of token `at`, [dim] each, to their places in a KV head's of a slot.
-inline void keep_bf16(const float* key, const float* value, int dim, int at, uint16_t* keys, uint16_t* values) {
-    uint16_t rounded[MAX_HEAD];
+// Store the key and value of token `at`, [dim] each, in a KV head of a slot.
+inline void store_bf16(const float* key, const float* value, int dim, int at, uint16_t* keys, uint16_t* values) {
+    uint16_t rounded[MAX_HEAD_DIM];
     to_bf16(key, dim, keys + size_t(at) * dim);
     to_bf16(value, dim, rounded);
-    uint16_t* block = values + size_t(at / VALUE_BLOCK) * VALUE_BLOCK * dim + at % VALUE_BLOCK;
-    for (int d = 0; d < dim; d++) block[d * VALUE_BLOCK] = rounded[d];
+    uint16_t* block = values + size_t(at / VALUE_BLOCK_TOKENS) * VALUE_BLOCK_TOKENS * dim + at % VALUE_BLOCK_TOKENS;
+    for (int d = 0; d < dim; d++) block[d * VALUE_BLOCK_TOKENS] = rounded[d];
 }
 
-// Queries as the columns of tiles: pairs of dimensions [D / 2][column][2]. Their scores are in powers of two.
+// Queries as columns of tiles: pairs of dimensions [D / 2][column][2]. Their scores are exponents of two.
 struct TiledQueries {
-    int count, lo[TILED_COLUMNS], hi[TILED_COLUMNS];  // tokens seen, [lo, hi)
-    float cap;  // of scores as they are here, see attention.h; 0: none
-    alignas(64) uint16_t pairs[COLUMN_TILES][MAX_HEAD / 2][2 * LANES];
+    int count, lo[MAX_TILE_QUERIES], hi[MAX_TILE_QUERIES];  // tokens seen, [lo, hi)
+    float cap;  // cap of these scores, see attention.h; 0: none
+    alignas(64) uint16_t pairs[COLUMN_TILES][MAX_HEAD_DIM / 2][2 * LANES];
 
     int tiles() const { return (count + LANES - 1) / LANES; }
 
-    // Column `column` is q [dim], which carries the scaling; then pack() once for all.
+    // Set column `column` to q [dim], which includes the scaling; pack() follows once for all columns.
     void set(int column, const float* q, int dim, int from, int to) {
-        alignas(64) float scaled[MAX_HEAD];
+        alignas(64) float scaled[MAX_HEAD_DIM];
         for (int d = 0; d < dim; d += LANES)
             _mm512_store_ps(scaled + d, _mm512_mul_ps(_mm512_loadu_ps(q + d), _mm512_set1_ps(LOG2E)));
         to_bf16(scaled, dim, rounded[column]);
@@ -102,34 +104,35 @@ struct TiledQueries {
         for (int c = count; c < tiles() * LANES; c++) lo[c] = hi[c] = 0, std::memset(rounded[c], 0, dim * 2);
         for (int tile = 0; tile < tiles(); tile++)
             for (int d = 0; d < dim / 2; d += LANES)
-                transpose((const float*)rounded[tile * LANES] + d, MAX_HEAD / 2, (float*)pairs[tile][d], LANES);
+                transpose((const float*)rounded[tile * LANES] + d, MAX_HEAD_DIM / 2, (float*)pairs[tile][d], LANES);
     }
 
   private:
-    alignas(64) uint16_t rounded[TILED_COLUMNS][MAX_HEAD];
+    alignas(64) uint16_t rounded[MAX_TILE_QUERIES][MAX_HEAD_DIM];
 };
 
-// Scores [TILED_BLOCK][queries] of one tile's queries become weights, as pairs of tokens [TILED_BLOCK / 2][query][2] in
-// bfloat16; returns what the values so far fade by. `edge`: some query does not see all of the block's tokens.
-inline __m512 weigh(float (*scores)[LANES], int first, bool edge, const int* lo, const int* hi, TiledPartial& state,
-                    uint16_t (*weights)[2 * LANES]) {
-    const __m512 before = _mm512_load_ps(state.most);
-    __m512 most = before;
+// Turn the scores [TILE_BLOCK_TOKENS][queries] of one tile's queries into softmax weights, as pairs of tokens
+// [TILE_BLOCK_TOKENS / 2][query][2] in bfloat16; return the rescaling factors. `edge`: some query does not see all
+// tokens of the block.
+inline __m512 update_softmax(float (*scores)[LANES], int first, bool edge, const int* lo, const int* hi,
+                             TiledPartial& state, uint16_t (*weights)[2 * LANES]) {
+    const __m512 before = _mm512_load_ps(state.max);
+    __m512 max = before;
     if (edge) {
         const __m512i from = _mm512_loadu_si512(lo), to = _mm512_loadu_si512(hi);
-        for (int t = 0; t < TILED_BLOCK; t++) {
+        for (int t = 0; t < TILE_BLOCK_TOKENS; t++) {
             const __m512i at = _mm512_set1_epi32(first + t);
             const __mmask16 seen = _mm512_cmple_epi32_mask(from, at) & _mm512_cmplt_epi32_mask(at, to);
             const __m512 score = _mm512_mask_blend_ps(seen, _mm512_set1_ps(-INFINITY), _mm512_load_ps(scores[t]));
             _mm512_store_ps(scores[t], score);
-            most = _mm512_max_ps(most, score);
+            max = _mm512_max_ps(max, score);
         }
     } else {
-        for (int t = 0; t < TILED_BLOCK; t++) most = _mm512_max_ps(most, _mm512_load_ps(scores[t]));
+        for (int t = 0; t < TILE_BLOCK_TOKENS; t++) max = _mm512_max_ps(max, _mm512_load_ps(scores[t]));
     }
-    const __m512 base = base_of(most);
+    const __m512 base = base_of(max);
     __m512 total[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
-    for (int t = 0; t < TILED_BLOCK; t += 2) {
+    for (int t = 0; t < TILE_BLOCK_TOKENS; t += 2) {
         __m512i pair[2];
         for (int i = 0; i < 2; i++) {
             const __m512 w = power_of_two(_mm512_sub_ps(_mm512_load_ps(scores[t + i]), base));
@@ -138,21 +141,21 @@ inline __m512 weigh(float (*scores)[LANES], int first, bool edge, const int* lo,
         }
         _mm512_store_si512(weights[t / 2], _mm512_or_si512(pair[0], _mm512_slli_epi32(pair[1], 16)));
     }
-    const __m512 fade = power_of_two(_mm512_sub_ps(before, base));
-    _mm512_store_ps(state.sum, _mm512_fmadd_ps(_mm512_load_ps(state.sum), fade, _mm512_add_ps(total[0], total[1])));
-    _mm512_store_ps(state.most, most);
-    return fade;
+    const __m512 rescale = power_of_two(_mm512_sub_ps(before, base));
+    _mm512_store_ps(state.sum, _mm512_fmadd_ps(_mm512_load_ps(state.sum), rescale, _mm512_add_ps(total[0], total[1])));
+    _mm512_store_ps(state.max, max);
+    return rescale;
 }
 
-// The softmaxes of `queries` over what they see of segment `segment`, into one state a tile of them. What no query sees
-// is read, and counts for nothing.
+// Compute the softmaxes of `queries` over their tokens of segment `segment`, one state per tile. Tokens that no query
+// sees are read, but do not count.
 template <class Tiles>
-void attend_tiled(Tiles& tiles, int dim, const TiledQueries& queries, const KeptHead<const uint16_t>& kept, int segment,
-                  TiledPartial* states) {
-    alignas(64) float scores[COLUMN_TILES][TILED_BLOCK][LANES];
-    alignas(64) uint16_t weights[COLUMN_TILES][TILED_BLOCK / 2][2 * LANES];
+void attend_tiled(Tiles& tiles, int dim, const TiledQueries& queries, const CachedHead<const uint16_t>& cached,
+                  int segment, TiledPartial* states) {
+    alignas(64) float scores[COLUMN_TILES][TILE_BLOCK_TOKENS][LANES];
+    alignas(64) uint16_t weights[COLUMN_TILES][TILE_BLOCK_TOKENS / 2][2 * LANES];
     alignas(64) float out[COLUMN_TILES][LANES][LANES];
-    alignas(64) uint16_t seen_values[MAX_HEAD * TILED_BLOCK];
+    alignas(64) uint16_t seen_values[MAX_HEAD_DIM * TILE_BLOCK_TOKENS];
     const int wide = queries.tiles();
     int first = INT32_MAX, last = 0, all_from = 0, all_to = INT32_MAX;
     for (int i = 0; i < queries.count; i++) {
@@ -160,12 +163,13 @@ void attend_tiled(Tiles& tiles, int dim, const TiledQueries& queries, const Kept
         all_from = std::max(all_from, queries.lo[i]), all_to = std::min(all_to, queries.hi[i]);
     }
     for (int c = 0; c < wide; c++) clear(states[c], dim);
-    const int end = std::min(last, (segment + 1) * SEGMENT);
-    for (int block = std::max(first, segment * SEGMENT) / TILED_BLOCK * TILED_BLOCK; block < end; block += TILED_BLOCK) {
-        const uint16_t *keys = kept.keys(block), *block_values = kept.values(block);
-        const int here = std::min(last - block, TILED_BLOCK);  // tokens of the block that some query sees
-        for (int t = 0; t < TILED_BLOCK; t += TILE_ROWS) {
-            if (t >= here) {  // never written, perhaps not even there
+    const int end = std::min(last, (segment + 1) * SEGMENT_TOKENS);
+    for (int block = std::max(first, segment * SEGMENT_TOKENS) / TILE_BLOCK_TOKENS * TILE_BLOCK_TOKENS; block < end;
+         block += TILE_BLOCK_TOKENS) {
+        const uint16_t *keys = cached.keys(block), *block_values = cached.values(block);
+        const int here = std::min(last - block, TILE_BLOCK_TOKENS);  // tokens of the block that some query sees
+        for (int t = 0; t < TILE_BLOCK_TOKENS; t += TILE_ROWS) {
+            if (t >= here) {  // never written, perhaps not even allocated
                 for (int c = 0; c < wide; c++) std::memset(scores[c][t], 0, TILE_ROWS * sizeof scores[c][t]);
                 continue;
             }
@@ -184,18 +188,18 @@ void attend_tiled(Tiles& tiles, int dim, const TiledQueries& queries, const Kept
             if (wide > 1) tiles.template store<1>(scores[1][t], TILE_BYTES);
         }
         if (queries.cap != 0.0f)
-            for (int c = 0; c < wide; c++) cap_each(scores[c][0], TILED_BLOCK * LANES, queries.cap);
-        const bool edge = block < all_from || block + TILED_BLOCK > all_to;
-        __m512 fades[COLUMN_TILES];
+            for (int c = 0; c < wide; c++) cap_each(scores[c][0], TILE_BLOCK_TOKENS * LANES, queries.cap);
+        const bool edge = block < all_from || block + TILE_BLOCK_TOKENS > all_to;
+        __m512 rescales[COLUMN_TILES];
         for (int c = 0; c < wide; c++)
-            fades[c] = weigh(scores[c], block, edge, queries.lo + c * LANES, queries.hi + c * LANES, states[c],
-                             weights[c]);
-        if (here < TILED_BLOCK) {  // a weight of zero times what is no number would be none
-            for (int part = 0; part < TILED_BLOCK / VALUE_BLOCK; part++) {
-                const int count = std::min(std::max(here - part * VALUE_BLOCK, 0), VALUE_BLOCK);
-                const __mmask32 seen = count == VALUE_BLOCK ? ~0u : (1u << count) - 1;
+            rescales[c] = update_softmax(scores[c], block, edge, queries.lo + c * LANES, queries.hi + c * LANES,
+                                         states[c], weights[c]);
+        if (here < TILE_BLOCK_TOKENS) {  // zero times a NaN would be NaN
+            for (int part = 0; part < TILE_BLOCK_TOKENS / VALUE_BLOCK_TOKENS; part++) {
+                const int count = std::min(std::max(here - part * VALUE_BLOCK_TOKENS, 0), VALUE_BLOCK_TOKENS);
+                const __mmask32 seen = count == VALUE_BLOCK_TOKENS ? ~0u : (1u << count) - 1;
                 for (int d = 0; d < dim; d++) {
-                    const size_t at = (size_t(part) * dim + d) * VALUE_BLOCK;
+                    const size_t at = (size_t(part) * dim + d) * VALUE_BLOCK_TOKENS;
                     _mm512_store_si512(seen_values + at, _mm512_maskz_loadu_epi16(seen, block_values + at));
                 }
             }
@@ -204,12 +208,12 @@ void attend_tiled(Tiles& tiles, int dim, const TiledQueries& queries, const Kept
         for (int d = 0; d < dim; d += TILE_ROWS) {
             tiles.template zero<0>();
             if (wide > 1) tiles.template zero<1>();
-            for (int part = 0; part < TILED_BLOCK / VALUE_BLOCK; part++) {
-                tiles.template load<4>(block_values + (size_t(part) * dim + d) * VALUE_BLOCK, TILE_BYTES);
-                tiles.template load<5>(weights[0][part * VALUE_BLOCK / 2], TILE_BYTES);
+            for (int part = 0; part < TILE_BLOCK_TOKENS / VALUE_BLOCK_TOKENS; part++) {
+                tiles.template load<4>(block_values + (size_t(part) * dim + d) * VALUE_BLOCK_TOKENS, TILE_BYTES);
+                tiles.template load<5>(weights[0][part * VALUE_BLOCK_TOKENS / 2], TILE_BYTES);
                 tiles.template multiply_bf16<0, 4, 5>();
                 if (wide > 1) {
-                    tiles.template load<6>(weights[1][part * VALUE_BLOCK / 2], TILE_BYTES);
+                    tiles.template load<6>(weights[1][part * VALUE_BLOCK_TOKENS / 2], TILE_BYTES);
                     tiles.template multiply_bf16<1, 4, 6>();
                 }
             }
@@ -218,20 +222,20 @@ void attend_tiled(Tiles& tiles, int dim, const TiledQueries& queries, const Kept
             for (int c = 0; c < wide; c++)
                 for (int i = 0; i < TILE_ROWS; i++) {
                     float* to = states[c].values[d + i];
-                    _mm512_store_ps(to, _mm512_fmadd_ps(_mm512_load_ps(to), fades[c], _mm512_load_ps(out[c][i])));
+                    _mm512_store_ps(to, _mm512_fmadd_ps(_mm512_load_ps(to), rescales[c], _mm512_load_ps(out[c][i])));
                 }
         }
     }
 }
 
-inline void attend_tiled(int dim, const TiledQueries& queries, const KeptHead<const uint16_t>& kept, int segment,
+inline void attend_tiled(int dim, const TiledQueries& queries, const CachedHead<const uint16_t>& cached, int segment,
                          TiledPartial* states) {
     if (tile_use() == TileUse::EMULATED) {
         static thread_local EmulatedTiles tiles;
-        return attend_tiled(tiles, dim, queries, kept, segment, states);
+        return attend_tiled(tiles, dim, queries, cached, segment, states);
     }
     HardwareTiles tiles;
-    attend_tiled(tiles, dim, queries, kept, segment, states);
+    attend_tiled(tiles, dim, queries, cached, segment, states);
 }
 
-}  // namespace mlt
+}  // namespace mlflow_llm

@@ -1,18 +1,20 @@
-// Tiles of Intel's AMX: eight two-dimensional registers of 16 rows by 64 bytes, and products of two of them, C += A B.
+// The tiles of Intel's AMX: eight two-dimensional registers of 16 rows by 64 bytes, and products of two of them, C += A
+// B.
 //
-//   of bytes      A  16 rows of activations, 64 k's each     B  16 groups of four k's, 16 columns each (linear.h's panel)
-//   of bfloat16   A  16 rows of 32 k's                       B  16 pairs of k's, 16 columns each
-//   C  16 rows by 16 columns, of 32-bit integers or of float32
+//   bytes      A  16 rows of activations, 64 k's each     B  16 groups of four k's, 16 columns each (linear.h's panel)
+//   bfloat16   A  16 rows of 32 k's                       B  16 pairs of k's, 16 columns each
+//   C  16 rows by 16 columns, of int32 or float32
 //
-// Sums of integers are exact in any order, so what comes out is, bit for bit, what vpdpbusd gives. Those of bfloat16 are
-// in the order that the manual has: even and odd k's apart, each product and sum rounded once, numbers below the
-// smallest normal one taken as zero. A row of C depends on that row of A alone, and on B.
+// Integer sums are exact in any order, so results are bitwise those of vpdpbusd. bfloat16 is summed in the order of the
+// manual: even and odd k's separately, each product and sum rounded once, subnormal numbers flushed to zero. A row of C
+// depends only on that row of A, and on B.
 //
-// Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, chapter 18. The system gives a process the
-// state by arch_prctl(ARCH_REQ_XCOMP_PERM) and saves it only while tiles are in use: Tiles takes them for one scope.
+// See the Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, chapter 18. The kernel grants a
+// process the tile state by arch_prctl(ARCH_REQ_XCOMP_PERM) and saves it only while tiles are in use: HardwareTiles
+// configures them for one scope.
 #pragma once
 
-#ifdef MLT_AVX512
+#ifdef MLFLOW_LLM_AVX512
 #include <cpuid.h>
 #endif
 #include <sys/syscall.h>
@@ -23,7 +25,7 @@
 #include <cstdint>
 #include <cstring>
 
-namespace mlt {
+namespace mlflow_llm {
 
 constexpr int TILE_ROWS = 16;
 constexpr int TILE_BYTES = 64;  // of a row
@@ -41,8 +43,8 @@ struct alignas(64) TileShapes {
 };
 static_assert(sizeof(TileShapes) == 64);
 
-#ifdef MLT_AVX512
-// The processor's own. Tiles hold nothing before zero() or load().
+#ifdef MLFLOW_LLM_AVX512
+// The CPU's tiles. Their content is undefined before zero() or load().
 class HardwareTiles {
   public:
     HardwareTiles() {
@@ -64,7 +66,7 @@ class HardwareTiles {
     }
     template <int C, int A, int B>
     void multiply() { asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B)); }
-    template <int C, int A, int B>  // where A, not B, is the signed one
+    template <int C, int A, int B>  // A is signed, not B
     void multiply_signed() { asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B)); }
     template <int C, int A, int B>
     void multiply_bf16() { asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B)); }
@@ -72,7 +74,7 @@ class HardwareTiles {
 
 #endif
 
-// A bfloat16 as the tiles read it.
+// Return a bfloat16 as tiles read it: subnormal numbers are zero.
 inline float tile_float(uint16_t bits) {
     const uint32_t wide = bits & 0x7f80 ? uint32_t(bits) << 16 : uint32_t(bits & 0x8000) << 16;
     float value;
@@ -80,10 +82,10 @@ inline float tile_float(uint16_t bits) {
     return value;
 }
 
-// A sum as the tiles keep it.
+// Return a sum as tiles keep it: subnormal numbers are zero.
 inline float flushed(float value) { return std::fabs(value) < 1.17549435e-38f ? std::copysign(0.0f, value) : value; }
 
-// The same operations in plain C++, by which the code around them is tested where there is no AMX.
+// The same operations in plain C++, to test the code around them on CPUs without AMX.
 class EmulatedTiles {
   public:
     template <int I>
@@ -135,23 +137,24 @@ class EmulatedTiles {
     }
 };
 
-#ifndef MLT_AVX512
+#ifndef MLFLOW_LLM_AVX512
 using HardwareTiles = EmulatedTiles;  // never used: has_tiles() is false
 #endif
 
-// What the processor multiplies by tiles, once the system has given them to this process: bytes, and bfloat16 too. Asked
-// once: the permission is the process's, its later threads have it too.
+// What the CPU multiplies by tiles, if the operating system permits it: bytes, or bfloat16 too. Determined once: the
+// permission belongs to the process and all its later threads.
 enum class TileKinds : int { NONE = 0, BYTES = 1, BYTES_AND_BF16 = 2 };
 
 inline TileKinds tile_kinds() {
-#if defined(MLT_AVX512) && __GNUC__ >= 11  // whose assembler knows the instructions
+#if defined(MLFLOW_LLM_AVX512) && __GNUC__ >= 11  // its assembler knows the instructions
     static const TileKinds granted = [] {
         constexpr unsigned BF16 = 1u << 22, TILE = 1u << 24, INT8 = 1u << 25, OSXSAVE = 1u << 27;
         constexpr uint64_t STATE = uint64_t(3) << 17;  // XTILECFG and XTILEDATA in XCR0
         constexpr int REQUEST_PERMISSION = 0x1023, XTILEDATA = 18;
         unsigned a, b, c, d;
         if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & OSXSAVE)) return TileKinds::NONE;
-        if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & (TILE | INT8)) != (TILE | INT8)) return TileKinds::NONE;
+        if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & (TILE | INT8)) != (TILE | INT8))
+            return TileKinds::NONE;
         const bool bf16 = d & BF16;
         unsigned low, high;
         asm("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
@@ -167,16 +170,16 @@ inline TileKinds tile_kinds() {
 
 inline bool has_tiles() { return tile_kinds() != TileKinds::NONE; }
 
-// What all calls from now on use: the processor's tiles where it has them, unless a test says otherwise.
+// The tiles used by all calls from now on: the CPU's if it has them, unless a test sets something else.
 inline std::atomic<TileUse>& tile_use() {
     static std::atomic<TileUse> use{has_tiles() ? TileUse::HARDWARE : TileUse::NONE};
     return use;
 }
 
-// Whether products of bfloat16 can be made by what is used.
+// Return whether the tiles in use multiply bfloat16.
 inline bool multiplies_bf16() {
     const TileUse use = tile_use();
     return use == TileUse::EMULATED || (use == TileUse::HARDWARE && tile_kinds() == TileKinds::BYTES_AND_BF16);
 }
 
-}  // namespace mlt
+}  // namespace mlflow_llm

@@ -1,4 +1,4 @@
-"""A ``PackedWeight`` (weight_layouts.py) that our own kernels multiply by.
+"""A ``PackedWeight`` (weight_layouts.py) of the native kernels.
 
 Milliseconds for all linears of a SmolLM2-135M step (30 layers, fused siblings) on one Zen 4 core at 1 / 8 / 32 / 128
 rows: float32 14 / 18 / 62 / 244, against 31 / 33 / 74 / 256 with oneDNN's blocked layout; int8 4.9 / 5.5 / 20 / 69.
@@ -21,7 +21,7 @@ Array = np.ndarray[Any, Any]
 
 
 def can_pack(weight: torch.Tensor) -> bool:
-    """Whether the kernels take a weight [N, K] of this width and dtype on this device."""
+    """Return whether the kernels take a weight [N, K] of this width and dtype on this device."""
     fits = weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.shape[1] % LANES == 0
     return fits and library() is not None
 
@@ -48,12 +48,12 @@ class NativeWeight:
         dense = weight.detach().contiguous()
         pointer = None if self.bias is None else self.bias.data_ptr()
         made = ctypes.c_void_p()
-        found.mlt_linear_new(self.kind, self.in_features, self.out_features, dense.data_ptr(), pointer, made)
+        found.mlflow_llm_linear_new(self.kind, self.in_features, self.out_features, dense.data_ptr(), pointer, made)
         self._own(made.value)
 
     def _own(self, handle: int | None) -> None:
         self.handle = handle
-        free_with(self, self._library.mlt_linear_free, handle)
+        free_with(self, self._library.mlflow_llm_linear_free, handle)
 
     @classmethod
     def over(cls, shape: tuple[int, int], kind: int, parts: Mapping[str, Array]) -> NativeWeight:
@@ -66,7 +66,7 @@ class NativeWeight:
         weight.bias = None if bias is None else torch.from_numpy(bias.view(np.float32)[: shape[0]].copy())
         pointers = (ctypes.c_void_p * len(PARTS))(*(parts[p].ctypes.data if p in parts else None for p in PARTS))
         made = ctypes.c_void_p()
-        weight._library.mlt_linear_over(kind, shape[1], shape[0], pointers, made)
+        weight._library.mlflow_llm_linear_over(kind, shape[1], shape[0], pointers, made)
         weight._own(made.value)
         return weight
 
@@ -81,7 +81,7 @@ class NativeWeight:
         cls, values: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, *, is_rotated: bool = False
     ) -> NativeWeight:
         """Make a weight from int8 ``values`` [N, K] and a scale per row, as ``__init__`` makes them from floats."""
-        return cls._made("mlt_linear_of_int8", ROTATED if is_rotated else INT8, (values, scale), bias)
+        return cls._made("mlflow_llm_linear_of_int8", ROTATED if is_rotated else INT8, (values, scale), bias)
 
     @classmethod
     def of_int4(
@@ -99,7 +99,7 @@ class NativeWeight:
         ``values`` is uint8 [N, K] of 0..15, ``scale`` float16 and ``zero`` uint8 [N, K / GROUP], ``inputs`` float32
         [K]."""
         return cls._made(
-            "mlt_linear_of_int4", ROTATED_INT4 if is_rotated else INT4, (values, scale, zero, inputs), bias
+            "mlflow_llm_linear_of_int4", ROTATED_INT4 if is_rotated else INT4, (values, scale, zero, inputs), bias
         )
 
     @classmethod
@@ -118,9 +118,9 @@ class NativeWeight:
         return weight
 
     def parts(self) -> dict[str, Array]:
-        """The parts of the weight as bytes: views that are valid as long as the weight is."""
+        """Return the parts of the weight as bytes: views that are valid as long as the weight is."""
         pointers, sizes = (ctypes.c_void_p * len(PARTS))(), (ctypes.c_int64 * len(PARTS))()
-        self._library.mlt_linear_parts(self.handle, pointers, sizes)
+        self._library.mlflow_llm_linear_parts(self.handle, pointers, sizes)
         return {
             name: np.ctypeslib.as_array(ctypes.cast(pointer, ctypes.POINTER(ctypes.c_uint8)), (size,))
             for name, pointer, size in zip(PARTS, pointers, sizes, strict=True)
@@ -130,12 +130,12 @@ class NativeWeight:
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
         y = x.new_empty((x.shape[0], self.out_features))
-        self._library.mlt_linear_multiply(self.handle, x.shape[0], x.data_ptr(), y.data_ptr())
+        self._library.mlflow_llm_linear_multiply(self.handle, x.shape[0], x.data_ptr(), y.data_ptr())
         return y
 
     def dense(self) -> torch.Tensor:
         weight = torch.empty((self.out_features, self.in_features), dtype=self.dtype)
-        self._library.mlt_linear_dense(self.handle, weight.data_ptr())
+        self._library.mlflow_llm_linear_dense(self.handle, weight.data_ptr())
         return weight
 
 

@@ -11,7 +11,7 @@ from mlflow_llm.serving.engine.native.library import INSTRUCTION_SETS, use_instr
 
 @pytest.fixture(params=list(INSTRUCTION_SETS))
 def instructions(request: pytest.FixtureRequest) -> Iterator[str]:
-    """A test that asks for it runs once with each; those that the processor lacks are skipped, by name."""
+    """A test that asks for it runs once with each; those that the CPU lacks are skipped, by name."""
     name: str = request.param
     reason = why_not(name)
     if reason is not None:

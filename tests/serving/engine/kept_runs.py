@@ -25,7 +25,7 @@ MODELS = {
 def has_bf16_tiles() -> bool:
     """Whether the processor's own tiles multiply bfloat16; which ones are used stays as it is."""
     found, used = library(), tiles()
-    has = found is not None and use_tiles(AMX) == AMX and bool(found.mlt_can_attend_bf16(64) & 2)
+    has = found is not None and use_tiles(AMX) == AMX and bool(found.mlflow_llm_can_attend_bf16(64) & 2)
     use_tiles(used)
     return has
 

@@ -66,9 +66,9 @@ def test_an_embedder_says_so_too(tmp_path: Path) -> None:
 
 def test_a_missing_library_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not compiled, or for another processor: the engine runs, and says so."""
-    monkeypatch.setattr(library, "_loaded", lambda: "the processor lacks AVX2")
+    monkeypatch.setattr(library, "_loaded", lambda: "the CPU lacks AVX2")
     info = info_of(save_bundle(make_model(tf.LlamaConfig(**WIDE)), tmp_path))
-    assert (info.kernels, info.kernels_reason) == ("torch", "the processor lacks AVX2")
+    assert (info.kernels, info.kernels_reason) == ("torch", "the CPU lacks AVX2")
 
 
 @here
@@ -76,7 +76,7 @@ def test_an_engine_names_its_instruction_set(instructions: str, tmp_path: Path) 
     """The one whose kernels run, which are compiled for it."""
     info = info_of(save_bundle(make_model(tf.LlamaConfig(**WIDE)), tmp_path))
     assert (info.kernels, info.instruction_set) == ("native", instructions)
-    compiled_for = library.required().mlt_instructions().decode()
+    compiled_for = library.required().mlflow_llm_instructions().decode()
     assert compiled_for == {"avx-vnni": "avx2", "avx512+amx": "avx512"}.get(instructions, instructions)
 
 
@@ -122,14 +122,14 @@ def test_what_runs_goes_by_the_name_it_is_asked_for_by(instructions: str) -> Non
 
 @here
 def test_an_instruction_set_that_is_asked_for(loaded_anew: pytest.MonkeyPatch) -> None:
-    """One that is not known, or that the processor lacks, is refused with the variable's name."""
+    """One that is not known, or that the CPU lacks, is refused with the variable's name."""
     library.use_instruction_set("sse2")
     with pytest.raises(library.NotNative, match=r"MLFLOW_LLM_INSTRUCTION_SET is 'sse2', not one of"):
         library.required()
     name = list(library.INSTRUCTION_SETS)[-1]
     loaded_anew.setattr(library, "_load", library._lacks)
     library.use_instruction_set(name)
-    with pytest.raises(library.NotNative, match=rf"INSTRUCTION_SET is '{name}': the processor lacks"):
+    with pytest.raises(library.NotNative, match=rf"INSTRUCTION_SET is '{name}': the CPU lacks"):
         library.required()
     library.use_instruction_set("")
     with pytest.raises(library.NotNative, match=rf"^{library._lacks(name)}$"):
@@ -138,7 +138,7 @@ def test_an_instruction_set_that_is_asked_for(loaded_anew: pytest.MonkeyPatch) -
 
 def test_sve_is_chosen_by_name_alone(loaded_anew: pytest.MonkeyPatch) -> None:
     """Where all of ARM's sets run; where it does not, whoever asks for it is told why, and nobody else."""
-    kernels = SimpleNamespace(mlt_use_byte_products=lambda use: use, mlt_use_tiles=lambda use: use)
+    kernels = SimpleNamespace(mlflow_llm_use_byte_products=lambda use: use, mlflow_llm_use_tiles=lambda use: use)
     loaded_anew.setattr(library, "INSTRUCTION_SETS", library.ARM)
     loaded_anew.setattr(library, "_load", lambda name: kernels)
     assert [library._chosen(name)[1] for name in ("", "sve", "sve-i8mm")] == ["neon-i8mm", "sve", "sve-i8mm"]

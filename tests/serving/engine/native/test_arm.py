@@ -28,7 +28,7 @@ pytestmark = [
 
 OLDER, NEWER = "cortex-a76", "max"  # processors: with dot products; with i8mm too
 OLDER_SVE, NEWER_SVE = "a64fx,sve512=off", "max,sve-max-vq=2"  # of 256 bits
-LATER = "0 2 this thread has another vector length"
+LATER = "0 2 the vector length of this thread is not 256 bits"
 LENGTHS = {  # processors, and what vector_length.cpp prints on them
     "cortex-a76": "0",
     "max,sve-max-vq=1": "0",
@@ -47,7 +47,7 @@ def output_of(*command: str) -> tuple[bytes, str]:
 
 
 def numbers_of(*command: str) -> tuple[np.ndarray, int]:
-    """And what `mlt_supported` says there."""
+    """And what `mlflow_llm_supported` says there."""
     numbers, said = output_of(*command)
     return np.frombuffer(numbers, dtype=np.float32), int(said.split()[-1])
 
@@ -101,7 +101,7 @@ def test_rows_two_by_two_are_what_each_is_alone(compiled: str, alone: np.ndarray
 
 def test_sve_gives_the_numbers_of_neon(sve: str, alone: np.ndarray, tmp_path: Path) -> None:
     """With i8mm and without, bit for bit: the order of sums is the same."""
-    flags = ("-march=armv8.2-a+sve", "-msve-vector-bits=256", "-DMLT_SVE")
+    flags = ("-march=armv8.2-a+sve", "-msve-vector-bits=256", "-DMLFLOW_LLM_SVE")
     there = build(*flags, str(NUMBERS), sve, str(tmp_path / "there"))
     for processor, has in ((NEWER_SVE, True), (OLDER_SVE, False)):
         numbers, supported = numbers_of(*emulated(processor, there))

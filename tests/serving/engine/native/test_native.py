@@ -230,7 +230,7 @@ def test_the_setting_leaves_the_kernels_out() -> None:
 
 def multiplies_bf16() -> bool:
     found = library()
-    return found is not None and bool(found.mlt_can_attend_bf16(64) & 2)
+    return found is not None and bool(found.mlflow_llm_can_attend_bf16(64) & 2)
 
 
 def core_of(directory: Path, name: str, **settings: Any) -> EngineCore:
@@ -403,13 +403,13 @@ def test_gelu_is_exact_to_float32() -> None:
     x = torch.cat([torch.linspace(-9, 9, 100_000), torch.tensor([-3e38, -0.0, 1e-30, 3e38] * 4)])
     y, found = torch.empty_like(x), library()
     assert found is not None
-    found.mlt_gelu(x.data_ptr(), y.data_ptr(), len(x))
+    found.mlflow_llm_gelu(x.data_ptr(), y.data_ptr(), len(x))
     exact = F.gelu(x.double())
     assert float(((y - exact).abs() / x.double().abs().clamp(min=1e-30)).max()) < 2e-7
     assert not y[x < -5.31].any()
     assert torch.equal(y[x > 5.31], x[x > 5.31])
     strange = torch.full((16,), float("nan"))
-    found.mlt_gelu(strange.data_ptr(), strange.data_ptr(), 16)
+    found.mlflow_llm_gelu(strange.data_ptr(), strange.data_ptr(), 16)
     assert strange.isnan().all()
 
 
@@ -504,7 +504,7 @@ def test_exponential_times_equal_numpys_philox() -> None:
         times = torch.empty(1001)
         found = library()
         assert found is not None
-        found.mlt_exponentials(seed, position, 1001, times.data_ptr())
+        found.mlflow_llm_exponentials(seed, position, 1001, times.data_ptr())
         assert torch.allclose(times, exponentials([seed], [position], 1001)[0], rtol=1e-6, atol=0)
 
 

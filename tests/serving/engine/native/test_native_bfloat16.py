@@ -170,7 +170,7 @@ def test_what_cannot_be_kept_so_is_refused(config: Any, settings: Any, reason: s
 def test_a_processor_without_tiles_is_named(tmp_path: Path) -> None:
     """The setting of one machine may come to another."""
     use_tiles(NO_TILES)
-    with pytest.raises(PackagingError, match="the processor lacks AMX for bfloat16"):
+    with pytest.raises(PackagingError, match="the CPU lacks AMX for bfloat16"):
         loaded_model(MODELS["qwen3"](), tmp_path)
 
 
@@ -178,7 +178,7 @@ def test_tiles_that_are_refused_after_the_load(tmp_path: Path) -> None:
     """An error of the step, not an illegal instruction, which would end the process."""
     loaded = loaded_model(MODELS["qwen3"](), tmp_path)
     use_tiles(NO_TILES)
-    with pytest.raises(RuntimeError, match="keys and values in bfloat16 without tiles"):
+    with pytest.raises(RuntimeError, match="keys and values in bfloat16 need tiles, which are off"):
         logits_of(loaded, np.arange(5), [5])
 
 

@@ -23,20 +23,20 @@ MANY = 8  # products in a turn of the loop
 
 KERNELS = {  # of a library a part of the name, and how many of them there are at least: row counts, kinds of weights
     "_native.so": {
-        "mlt::tile<": 3 * 12,
-        "mlt::int4_tile<": 6,
-        "mlt::VectorBytes<false>::score<": 3,
-        "mlt::VectorBytes<false>::weighed<": 3,
-        "mlt::mix<": 9,
-        "mlt::product<": 24,
+        "mlflow_llm::tile<": 3 * 12,
+        "mlflow_llm::int4_tile<": 6,
+        "mlflow_llm::VectorProducts<false>::score<": 3,
+        "mlflow_llm::VectorProducts<false>::weighted_values<": 3,
+        "mlflow_llm::accumulate_values<": 9,
+        "mlflow_llm::product<": 24,
     },
     "_native_avx2.so": {
-        "mlt::narrow_sums<": 12,
-        "mlt::word_sums<": 8,
-        "mlt::wide_word_sums<": 4,
-        "mlt::int4_sums<": 11,
-        "mlt::mix<": 9,
-        "mlt::product<": 9,
+        "mlflow_llm::narrow_sums<": 12,
+        "mlflow_llm::word_sums<": 8,
+        "mlflow_llm::wide_word_sums<": 4,
+        "mlflow_llm::int4_sums<": 11,
+        "mlflow_llm::accumulate_values<": 9,
+        "mlflow_llm::product<": 9,
     },
 }
 

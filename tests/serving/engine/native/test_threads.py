@@ -1,4 +1,4 @@
-"""The pool of native threads (native/threads.h), through ``mlt_each``: a call of one phase."""
+"""The pool of native threads (native/threads.h), through ``mlflow_llm_each``: a call of one phase."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mlflow_llm.serving.engine.native.library import WORK, library, use_threads
 
 def count(n):
     seen = []
-    library().mlt_each(n, WORK(lambda index: seen.append(index) or 0))
+    library().mlflow_llm_each(n, WORK(lambda index: seen.append(index) or 0))
     return sorted(seen) == list(range(n))
 
 use_threads(3)
@@ -48,7 +48,7 @@ def threads_as_before() -> Iterator[None]:
 
 def each(n: int, work: Callable[[int], int]) -> None:
     found: Any = library()
-    found.mlt_each(n, WORK(work))
+    found.mlflow_llm_each(n, WORK(work))
 
 
 def indexes(n: int) -> Counter[int]:
