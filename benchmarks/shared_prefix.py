@@ -18,7 +18,7 @@ import psutil
 import torch
 
 from mlflow_llm.serving.engine.attention.kv_cache import PrefixKey, Row
-from mlflow_llm.serving.engine.attention.slot_cache import KEPT_IN_BF16, KEPT_IN_INT8, SlotKVCache
+from mlflow_llm.serving.engine.attention.slot_cache import BF16_LAYOUT, INT8_LAYOUT, SlotKVCache
 from mlflow_llm.serving.engine.core import EngineCore
 from mlflow_llm.serving.engine.models.loader import load_model
 from mlflow_llm.serving.engine.models.native_decoder import NativeDecoder
@@ -120,9 +120,9 @@ def main() -> None:
     loaded = load_model(bundle, settings)
     if loaded.decoder is None:
         raise SystemExit(f"the model is not run natively: {loaded.kernels_reason}")
-    forms: dict[str, Any] = {"float32": {"dtype": torch.float32}, "int8": KEPT_IN_INT8}
+    forms: dict[str, Any] = {"float32": {"dtype": torch.float32}, "int8": INT8_LAYOUT}
     if library.why_no_bf16_kv(loaded.decoder.head_dim) is None:
-        forms["bfloat16"] = KEPT_IN_BF16
+        forms["bfloat16"] = BF16_LAYOUT
     print(f"{library.instruction_set()}, {args.sequences} sequences over {args.prompt} tokens\n")
     print("| KV | prefix | the prompt computed, ms | found again, ms | memory of each more, MiB | step of all, ms |")
     print("|---|---|---|---|---|---|")

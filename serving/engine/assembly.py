@@ -22,7 +22,7 @@ from .attention.kv_cache import KVCache
 from .attention.paged import decode
 from .attention.paged.cache import PagedKVCache
 from .attention.slot_cache import SlotKVCache, token_bytes
-from .attention.slot_table import MOST_PARTS
+from .attention.slot_table import MAX_SHARED_SLOTS
 from .forward.decode_graphs import GraphedForward
 from .forward.draft_loader import load_draft_model
 from .forward.runner import ModelForward, Runner, StepForward
@@ -179,7 +179,7 @@ def why_not_ahead(forward: StepForward, settings: EngineSettings) -> str:
     if settings.batch_invariant:
         return "with batch_invariant each sequence is computed alone"
     if not isinstance(forward, GraphedForward) or not forward.sizes or forward.device.type != "cuda":
-        return "decode steps are not recorded as CUDA graphs"  # launching other steps waits for the device
+        return "decode steps are not captured as CUDA graphs"  # launching other steps waits for the device
     return ""
 
 
@@ -212,7 +212,7 @@ def make_cache(loaded: LoadedModel, settings: EngineSettings, memory: int, *, pr
     each = token_bytes(loaded.layers, **loaded.kept)
     num_tokens = memory // each
     by_reference = loaded.decoder is not None
-    num_slots = (1 + MOST_PARTS if by_reference else 2) * settings.max_num_seqs
+    num_slots = (1 + MAX_SHARED_SLOTS if by_reference else 2) * settings.max_num_seqs
     max_model_len = loaded.max_model_len
     block_size = kv_block_size(settings, loaded.device)
     if block_size is not None:

@@ -29,21 +29,21 @@ from .assembly import EngineParts, assemble
 from .attention.kv_cache import PrefixKey
 from .beams.beam_group import BeamGroup
 from .constraints import grammar_tokenizer
-from .constraints.bitmasks import Masks
+from .constraints.bitmasks import BitmaskWorker
 from .constraints.grammars import TEXTS, Compilation, Grammars
 from .constraints.logits_processors import LogitsProcessors
 from .devices import openmp
 from .devices.cpu_contention import Contention
 from .forward.async_scheduling import LaunchAhead
-from .forward.step_size import DEFAULT
+from .forward.step_size import DEFAULT_TOKENS
 from .native import library
 from .requests.delivery import Delivery
 from .requests.embedding_queue import EmbeddingQueue
-from .requests.finisher import Exits
+from .requests.finisher import RequestFinisher
 from .requests.image_features import Pictures
 from .requests.request_check import check_beams, check_request, with_learned_prompt
 from .scheduling.inflight import InflightRequest, InflightRequests
-from .scheduling.scheduler import Run
+from .scheduling.scheduler import ScheduledChunk
 from .scheduling.sequence import SequenceGroup, SequenceState
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class EngineCore:
         self._scheduler = self._parts.scheduler
         self._runner = self._parts.runner
         self._embeddings = EmbeddingQueue(
-            self._parts.embedder, 0 if settings.batch_invariant else settings.max_num_batched_tokens or DEFAULT
+            self._parts.embedder, 0 if settings.batch_invariant else settings.max_num_batched_tokens or DEFAULT_TOKENS
         )
         self._adapters = AdapterRegistry(
             self._parts.lora,
@@ -80,10 +80,10 @@ class EngineCore:
         self._wake: Callable[[], None] = _ignore
         vocab_size, trust = self._parts.info.vocab_size, settings.trust_remote_code
         read = partial(grammar_tokenizer.load, bundle, vocab_size, trust_remote_code=trust)
-        self._masks = Masks()
+        self._masks = BitmaskWorker()
         self._grammars = Grammars(read, lambda: self._wake())
         scheduler, cache = self._scheduler, self._parts.cache
-        self._exits = Exits(self._inflight, scheduler, cache, self._embeddings, self._grammars)
+        self._exits = RequestFinisher(self._inflight, scheduler, cache, self._embeddings, self._grammars)
         self._delivery = Delivery(self._inflight, scheduler, cache, self._exits, self._add_member)
         self._ahead = LaunchAhead(self._parts.ahead, scheduler, cache)
         self._next_id = 0
@@ -157,17 +157,17 @@ class EngineCore:
         """Let the sequences run, each within its grammar if it has one. End those that were complete when resumed."""
         for sequence in inflight.unfinished:
             reason = sequence.stop_reason()
-            self._scheduler.let_go(sequence)
+            self._scheduler.unblock(sequence)
             if compilation is not None:
                 beams = sequence.group.beams
                 if isinstance(beams, BeamGroup):
                     beams.read_texts(compilation.tokenizer)
             if compilation is not None and sequence.sampling.grammar is not None:
-                sequence.matching = compilation.matching(sequence.sampling)
+                sequence.grammar_state = compilation.new_state(sequence.sampling)
                 try:
                     reason = self._delivery.follow(sequence, sequence.num_prompt, reason)
                 except ServingError as error:
-                    self._exits.lose(sequence, error)
+                    self._exits.fail_grammar(sequence, error)
                     return
             # already complete, or nothing is to be generated; but the prompt may still have to be scored
             if reason is not None and (sequence.num_generated or not sequence.reads_prompt):
@@ -277,7 +277,7 @@ class EngineCore:
         runs = launched or (self._scheduler.schedule() if self._scheduler is not None else [])
         if runs:
             self._run(runs, self._forward_ahead if launched or self._ahead.takes(runs) else self._forward)
-            self._scheduler.ran(runs, time.monotonic() - began)
+            self._scheduler.record_step_time(runs, time.monotonic() - began)
         if self._embeddings:
             self._embed()
         reads = bool(self._pictures) and self._pictures.may_read(beside_provisioned=self._scheduler.has_provisioned)
@@ -290,7 +290,7 @@ class EngineCore:
         self._goes_on = bool(runs) and self._scheduler.has_work()
         return self._inflight.drain()
 
-    def _run(self, runs: list[Run], forward: Callable[[list[Run]], None]) -> None:
+    def _run(self, runs: list[ScheduledChunk], forward: Callable[[list[ScheduledChunk]], None]) -> None:
         known = [run.sequence.num_tokens for run in runs]
         try:
             forward(runs)
@@ -307,18 +307,18 @@ class EngineCore:
                     run.sequence.num_computed = run.start
                     self._run([run], self._forward)
 
-    def _forward_ahead(self, runs: list[Run]) -> None:
+    def _forward_ahead(self, runs: list[ScheduledChunk]) -> None:
         """Launch the step after ``runs`` if it is certain, then deliver the results of ``runs``."""
         began = time.monotonic()
         wanted, sampled = self._ahead.step(runs)
-        self._delivery.give_out_sampled(wanted, sampled, began)
+        self._delivery.process_sampled(wanted, sampled, began)
 
-    def _forward(self, runs: list[Run]) -> None:
+    def _forward(self, runs: list[ScheduledChunk]) -> None:
         """Run the forward, and deliver its results."""
         began = time.monotonic()
-        constrained = [run.sequence for run in runs if run.sequence.matching is not None and run.places]
+        constrained = [run.sequence for run in runs if run.sequence.grammar_state is not None and run.sample_positions]
         if constrained:
-            self._masks.begin([one.matching for one in constrained if one.matching is not None])
+            self._masks.begin([one.grammar_state for one in constrained if one.grammar_state is not None])
         try:
             laid_out, logits = self._runner.forward(runs)
         finally:
@@ -326,7 +326,7 @@ class EngineCore:
                 self._masks.end()
         alone = [sequence for sequence in constrained if sequence.group.beams is None]
         over = self._delivery.end_complete(alone) if alone else frozenset()
-        self._delivery.give_out(laid_out, logits, over, began)
+        self._delivery.process_outputs(laid_out, logits, over, began)
 
     def _end_waits(self) -> None:
         """Begin the requests whose grammars are compiled, and fail those whose grammars cannot be compiled."""
@@ -439,7 +439,7 @@ class EngineCore:
             self._ahead.check_integrity()
             running = len(self._scheduler.running)
             unfinished = sum(len(inflight.unfinished) for inflight in self._inflight)
-            if running + len(self._scheduler.waiting) + len(self._scheduler.held) != unfinished:
+            if running + len(self._scheduler.waiting) + len(self._scheduler.blocked) != unfinished:
                 raise RuntimeError(f"{unfinished} sequences are unfinished, {running} run")
 
     def close(self) -> list[EngineOutput]:

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mlflow_llm.serving.engine.attention.kv_cache import PrefixKey, Row
-from mlflow_llm.serving.engine.attention.slot_cache import KEPT_IN_INT8, SlotKVCache
+from mlflow_llm.serving.engine.attention.slot_cache import INT8_LAYOUT, SlotKVCache
 from mlflow_llm.serving.engine.models.loader import load_model
 from mlflow_llm.serving.engine.models.native_decoder import NativeDecoder
 from mlflow_llm.serving.engine.native.library import library
@@ -50,6 +50,6 @@ def test_perplexity_of_int8_keys_and_values_is_float32s(smollm2_dir):
         logits = NativeDecoder(loaded.decoder, cache).forward(ids, [Row(0, 0, len(ids))], [None], range(len(ids)))
         return torch.nn.functional.cross_entropy(logits[:-1], torch.from_numpy(ids[1:])).exp().item()
 
-    ratio = perplexity(KEPT_IN_INT8) / perplexity({"dtype": torch.float32})
+    ratio = perplexity(INT8_LAYOUT) / perplexity({"dtype": torch.float32})
     assert 0.99 < ratio < 1.01
     assert ratio != 1

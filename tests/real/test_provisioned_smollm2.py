@@ -9,7 +9,7 @@ import pytest
 
 from mlflow_llm.serving.engine import core
 from mlflow_llm.serving.engine.core import EngineCore
-from mlflow_llm.serving.engine.scheduling.scheduler import Run
+from mlflow_llm.serving.engine.scheduling.scheduler import ScheduledChunk
 from mlflow_llm.serving.engine.scheduling.step_time_budget import StepLoad
 from mlflow_llm.serving.interface.bundle import Bundle
 from mlflow_llm.serving.interface.events import Finished, Tokens
@@ -29,8 +29,8 @@ class Clock:
     def steps_with(self, core: EngineCore) -> None:
         schedule = core._scheduler.schedule
 
-        def timed() -> list[Run]:
-            runs: list[Run] = schedule()
+        def timed() -> list[ScheduledChunk]:
+            runs: list[ScheduledChunk] = schedule()
             self.now += 0.005 + 0.00005 * sum(run.num_tokens for run in runs)
             return runs
 

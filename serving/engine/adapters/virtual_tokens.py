@@ -1,13 +1,12 @@
-"""Tokens that are vectors of a request's own prompt table (p-tuning) and no words of the model's vocabulary.
+"""Tokens that stand for vectors of a request's own prompt table (p-tuning) rather than words of the vocabulary.
 
-Their ids follow on those of the vocabulary::
+Their ids follow those of the vocabulary::
 
     0 … V-1                  V … V+n-1
     the model's embedding    rows of the table
 
-So do those of pictures (``pictures``), which have ids of their own in the engine. They stand in prompts alone: nothing
-draws one.
-"""
+Images use the same mechanism, with ids of their own in the engine. Virtual tokens occur only in prompts: none is ever
+sampled."""
 
 from __future__ import annotations
 
@@ -26,10 +25,10 @@ Vectors = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """``vectors`` [n, hidden] of the ids from ``first_id`` on. ``digest`` tells one table from another.
+    """A prompt table: ``vectors`` [n, hidden] of the ids from ``first_id`` on. ``digest`` identifies its content.
 
     If the ids are not consecutive, they are runs: run ``i`` begins with id ``firsts[i]`` (ascending), row ``rows[i]``.
-    Such ids tell one vector from another by themselves, and ``digest`` is empty."""
+    Such ids identify their vectors by themselves, and ``digest`` is empty."""
 
     vectors: Vectors
     first_id: int
@@ -47,13 +46,14 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class VirtualTokens:
-    """Of one step: ``vectors`` [k, hidden] of the tokens at ``places`` [k] in the flat row."""
+    """Embeddings to insert in one step: ``vectors`` [k, hidden] of the tokens at ``places`` [k] in the flat row."""
 
     places: npt.NDArray[np.int64]
     vectors: Vectors
 
     def pointers(self, num_tokens: int) -> npt.NDArray[np.uint64]:
-        """[num_tokens], the address of a token's vector or 0, good as long as this object."""
+        """Return [num_tokens] addresses of the tokens' vectors, 0 for tokens without one; valid as long as this
+        object."""
         found = np.zeros(num_tokens, dtype=np.uint64)
         width = self.vectors.strides[0]
         found[self.places] = self.vectors.ctypes.data + width * np.arange(len(self.places), dtype=np.uint64)
@@ -61,7 +61,7 @@ class VirtualTokens:
 
 
 def table_of(given: PromptTable, hidden_size: int, first_id: int) -> Table:
-    """Raises ``InvalidField`` for a table that is not of this model."""
+    """Make the table of a request. Raises ``InvalidField`` if it does not fit the model."""
     size = given.num_tokens * hidden_size
     if given.num_tokens < 1 or len(given.data) != 4 * size:
         allowed = f"{given.num_tokens} (prompt_vocab_size) rows of {hidden_size} numbers"
@@ -73,7 +73,8 @@ def table_of(given: PromptTable, hidden_size: int, first_id: int) -> Table:
 
 
 def embedding_width(model: Any) -> int:
-    """Of the vectors that stand for tokens; 0 where no vector can stand in for a token: its layers look at ids too."""
+    """Return the width of input embeddings; 0 if the model's layers also look at ids, so that vectors cannot replace
+    tokens."""
     config = model.config.get_text_config()
     weight = getattr(model.get_input_embeddings(), "weight", None)
     if weight is None or getattr(config, "hidden_size_per_layer_input", None):

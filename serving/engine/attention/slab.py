@@ -1,4 +1,4 @@
-"""Memory for the KV cache: address space that costs nothing until it is written, and that can be given back."""
+"""Memory for the KV cache: address space that costs nothing until it is written and that can be given back."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 PAGE = mmap.PAGESIZE
-# Linux's own number: Python's mmap module names it only from 3.13 on.
+# Linux's value; Python's mmap module has the name only since 3.13.
 MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
 
@@ -18,8 +18,8 @@ class Slab:
     """A flat tensor of ``num_elements``.
 
     On CPU it is an anonymous mapping without reservation: pages that were never written occupy no memory, and
-    ``release`` gives written ones back to the system (they read as zeros afterwards). On another device it is
-    allocated whole and ``release`` does nothing.
+    ``release`` returns written ones to the operating system (they read as zeros afterwards). On other devices it is
+    allocated at once and ``release`` does nothing.
     """
 
     def __init__(self, num_elements: int, dtype: Any, device: Any) -> None:
@@ -36,7 +36,7 @@ class Slab:
             self.tensor = torch.zeros(num_elements, dtype=dtype, device=device)
 
     def release(self, start: int, stop: int) -> None:
-        """Give back the whole pages within elements ``[start, stop)``."""
+        """Return the whole pages within elements ``[start, stop)`` to the operating system."""
         if self._map is None or not hasattr(mmap, "MADV_DONTNEED"):
             return
         first = -(-start * self.itemsize // PAGE) * PAGE

@@ -1,14 +1,13 @@
-"""Attention of one flat row of tokens over slots.
+"""Attention of one flat row of tokens over KV slots.
 
 ::
 
-    row        | d0 d1 d2 | d3 | p p p p p | p p |      single tokens first, in slot order, then longer runs
+    row        | d0 d1 d2 | d3 | p p p p p | p p |      single tokens first, in slot order, then chunks of prompts
     slots        4  5  6    9    7           2
     segments     [ 4..6 ]  [9]                          one call each: consecutive slots of similar length
 
-Grouped queries are packed next to each other ([B, Hkv, group, D]) so that keys and values are read once and never
-repeated; what is the same in every layer (ranges, masks, where to write) is worked out once a step.
-"""
+Grouped queries are packed next to each other ([B, Hkv, group, D]), so that keys and values are read once and never
+repeated. What is the same in every layer (ranges, masks, where to write) is computed once per step."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ from .kv_cache import LayerShape, Row
 if TYPE_CHECKING:
     from .latent_attention import Projections
 
-SEGMENT_COST = 256  # tokens one could read in the time that one more attention call costs
+SEGMENT_COST_TOKENS = 256  # tokens that could be read in the time of one more attention call
 
 
 class SlotSize(Protocol):
@@ -35,11 +34,10 @@ class SlotSize(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LayerViews:
-    """Views of one layer: ``k``, ``v`` are [slots, Hkv, S, D]; ``k_rows``, ``v_rows`` the same memory as rows of D.
+    """Views of one layer: ``k``, ``v`` are [slots, Hkv, S, D]; ``k_rows``, ``v_rows`` are the same memory as rows of D.
 
-    Tokens are moved and given up in whole blocks of ``block`` of them: what of a block is not meant is either the same
-    in both places, or is not read before it is written.
-    """
+    Tokens are moved and released in whole blocks of ``block``: the rest of a block is either the same in both places,
+    or not read before it is written."""
 
     shape: LayerShape
     k: Any
@@ -62,7 +60,7 @@ class LayerViews:
         size: SlotSize,
         block: int = 1,
     ) -> LayerViews:
-        """Views of the layer whose keys begin ``offset`` elements into each slot of ``slab``."""
+        """Make the views of the layer whose keys begin ``offset`` elements into each slot of ``slab``."""
         S, H = size.slot_tokens, shape.num_kv_heads
 
         def views(at: int, dim: int) -> tuple[Any, Any]:
@@ -75,8 +73,8 @@ class LayerViews:
         return cls(shape, k, v, k_rows, v_rows, slot_elements, offset, S, block)
 
     def copy(self, source: int, target: int, start: int, stop: int) -> None:
-        """Copy tokens ``[start, stop)`` of slot ``source`` to their places in slot ``target``; those before are the
-        same in both."""
+        """Copy tokens ``[start, stop)`` of slot ``source`` to the same positions in slot ``target``; the tokens before
+        are the same in both."""
         start, stop = start // self.block * self.block, self._whole(stop)
         for cube in self._cubes:
             cube[target, :, start:stop] = cube[source, :, start:stop]
@@ -90,7 +88,7 @@ class LayerViews:
             cube[a, :, :length_b] = kept
 
     def tails(self, first: int, last: int) -> list[tuple[int, int]]:
-        """Elements within a slot that hold tokens ``[first, last)`` and none before: one range a head."""
+        """Return the ranges of elements within a slot that hold only tokens ``[first, last)``: one range per head."""
         first, last = self._whole(first), self._whole(last)
         S, at, ranges = self.slot_tokens, self.offset, []
         for dim in (cube.shape[-1] for cube in self._cubes):
@@ -109,7 +107,7 @@ class LayerViews:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Rows ``[a, b)`` decode over slots ``[slot, slot + b - a)``, reading tokens ``[lo, hi)`` under ``mask``."""
+    """Rows ``[a, b)``, which decode over slots ``[slot, slot + b - a)``, reading tokens ``[lo, hi)`` under ``mask``."""
 
     a: int
     b: int
@@ -121,7 +119,8 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens ``[a, b)`` of the row prefill ``slot``, reading tokens ``[lo, hi)``; plainly causal without ``mask``."""
+    """Tokens ``[a, b)`` of the row, which prefill ``slot``, reading tokens ``[lo, hi)``; causal if there is no
+    ``mask``."""
 
     a: int
     b: int
@@ -132,7 +131,8 @@ class Chunk:
 
 
 class SlotPlan:
-    """See the module. ``rows`` with one token come first, ordered by slot; ``slots`` are the rows' slots."""
+    """The attention plan of a step over slots. ``rows`` with one token come first, ordered by slot; ``slots`` are the
+    rows' slots."""
 
     def __init__(
         self, layers: list[LayerViews], slot_tokens: int, rows: Sequence[Row], slots: list[int], device: Any
@@ -148,19 +148,20 @@ class SlotPlan:
         counts = np.array([row.num_tokens for row in rows], dtype=np.int64)
         self._row_slots = np.repeat(np.array(slots, dtype=np.int64), counts)
         self._positions = np.concatenate([np.arange(r.start, r.start + r.num_tokens, dtype=np.int64) for r in rows])
-        self._runs = self._split()
+        self._segments_of_decodes = self._split()
         self._work: dict[int | None, tuple[list[Segment], list[Chunk]]] = {}
         self._indexes: dict[tuple[int, int, int], Any] = {}
 
     def _split(self) -> list[tuple[int, int]]:
-        """Runs of decode rows in consecutive slots, parted where reading to the longest would cost more than a call."""
+        """Split decode rows into ranges of consecutive slots, also where reading to the longest would cost more than a
+        call."""
         runs: list[tuple[int, int]] = []
         first, longest = 0, 0
         for i in range(self._num_decodes):
             length, n = int(self._lengths[i]), i - first
-            together = (n + 1) * max(longest, length)
-            apart = n * longest + length + SEGMENT_COST
-            if n and (self._slots[i] != self._slots[i - 1] + 1 or together > apart):
+            joint_cost = (n + 1) * max(longest, length)
+            split_cost = n * longest + length + SEGMENT_COST_TOKENS
+            if n and (self._slots[i] != self._slots[i - 1] + 1 or joint_cost > split_cost):
                 runs.append((first, i))
                 first, longest = i, 0
             longest = max(longest, length)
@@ -174,7 +175,7 @@ class SlotPlan:
         work = self._work.get(window)
         if work is None:
             work = self._work[window] = (
-                [self._segment(a, b, window) for a, b in self._runs],
+                [self._segment(a, b, window) for a, b in self._segments_of_decodes],
                 self._chunks(window),
             )
         return work
@@ -201,7 +202,7 @@ class SlotPlan:
         return chunks
 
     def _index(self, views: LayerViews, dim: int) -> Any:
-        """Where each token's heads go, [T * Hkv] row numbers of width ``dim``."""
+        """Return where each token's heads go, [T * Hkv] row numbers of width ``dim``."""
         heads, key = views.shape.num_kv_heads, (views.shape.num_kv_heads, dim, views.slot_elements)
         index = self._indexes.get(key)
         if index is None:
@@ -265,7 +266,7 @@ class SlotPlan:
 
 
 def causal_mask(start: int, stop: int, lo: int, window: int | None, device: Any) -> Any:
-    """Which of the tokens ``[lo, stop)`` those of ``[start, stop)`` see; None where it is plainly causal."""
+    """Return which of the tokens ``[lo, stop)`` those of ``[start, stop)`` see; None if the mask is plainly causal."""
     if not start and (not window or stop <= window):
         return None
     query, at = np.arange(start, stop)[:, None], np.arange(lo, stop)
@@ -276,12 +277,12 @@ def causal_mask(start: int, stop: int, lo: int, window: int | None, device: Any)
 
 
 def _rows(x: Any, dim: int) -> Any:
-    """[1, Hkv, T, D] → [T * Hkv, D], a view where the projection's output is laid out by token."""
+    """Reshape [1, Hkv, T, D] to [T * Hkv, D], a view if the projection's output is laid out by token."""
     return x[0].transpose(0, 1).reshape(-1, dim)
 
 
 def _decode(views: LayerViews, part: Segment, q: Any, scaling: float, softcap: float | None, sinks: Any) -> Any:
-    """→ [B, Hkv, group, Dv]."""
+    """Attend the single tokens of a segment: → [B, Hkv, group, Dv]."""
     Hkv = views.shape.num_kv_heads
     packed = q[0, :, part.a : part.b].transpose(0, 1).reshape(part.b - part.a, Hkv, -1, q.shape[-1])
     stop = part.slot + part.b - part.a
@@ -289,12 +290,13 @@ def _decode(views: LayerViews, part: Segment, q: Any, scaling: float, softcap: f
     v = views.v[part.slot : stop, :, part.lo : part.hi]
     if softcap is not None or sinks is not None:
         own = None if sinks is None else sinks.view(1, Hkv, -1, 1)
-        return by_scores(packed, k, v, part.mask, scaling, softcap, own)
+        return attend_unfused(packed, k, v, part.mask, scaling, softcap, own)
     return F.scaled_dot_product_attention(packed, k, v, attn_mask=part.mask, scale=scaling)
 
 
 def attend_latent_prefill(kept: Any, q: Any, first: int, mask: Any, projections: Projections, scaling: float) -> Any:
-    """What is kept of a sequence [1, L, R + P], q [H, n, N + P] from row ``first`` on → [n, H, Dv]."""
+    """Attend a chunk to the latents of its sequence [1, L, R + P]: q [H, n, N + P] from row ``first`` on → [n, H,
+    Dv]."""
     n, length, form = q.shape[1], kept.shape[1], projections.form
     if not form.prefers_expanded(n, length):
         sums = prefill(kept, kept, projections.absorbed(q, first), mask, scaling, None, None)
@@ -307,8 +309,8 @@ def attend_latent_prefill(kept: Any, q: Any, first: int, mask: Any, projections:
 
 
 def prefill(k: Any, v: Any, q: Any, mask: Any, scaling: float, softcap: float | None, sinks: Any) -> Any:
-    """k, v [Hkv, L, D], q [H, n, D] → [n, H, Dv]. Heads of a group share K and V by a stride of zero, which costs
-    nothing when n is large."""
+    """Attend a chunk: k, v [Hkv, L, D], q [H, n, D] → [n, H, Dv]. Heads of a group share K and V by a stride of zero,
+    which costs nothing if n is large."""
     Hkv, (n, D) = k.shape[0], q.shape[1:]
     grouped = q.reshape(Hkv, -1, n, D)
     group = grouped.shape[1]
@@ -317,7 +319,7 @@ def prefill(k: Any, v: Any, q: Any, mask: Any, scaling: float, softcap: float | 
             mask = torch.ones(n, n, dtype=torch.bool, device=q.device).tril()
         packed = grouped.reshape(Hkv, group * n, D)
         own = None if sinks is None else sinks.view(Hkv, group, 1).expand(-1, -1, n).reshape(Hkv, group * n, 1)
-        out = by_scores(packed, k, v, mask.repeat(group, 1), scaling, softcap, own).view(Hkv, group, n, -1)
+        out = attend_unfused(packed, k, v, mask.repeat(group, 1), scaling, softcap, own).view(Hkv, group, n, -1)
     else:
         many_k = k.unsqueeze(1).expand(-1, group, -1, -1)
         many_v = v.unsqueeze(1).expand(-1, group, -1, -1)
@@ -327,9 +329,9 @@ def prefill(k: Any, v: Any, q: Any, mask: Any, scaling: float, softcap: float | 
     return out.reshape(Hkv * group, n, -1).transpose(0, 1)
 
 
-def by_scores(q: Any, k: Any, v: Any, mask: Any, scaling: float, softcap: float | None, sinks: Any) -> Any:
-    """What no fused kernel on CPU offers: scores squeezed into (-softcap, softcap) before the softmax, and sinks, one
-    more score of each row, which takes its part of the softmax and gives no value."""
+def attend_unfused(q: Any, k: Any, v: Any, mask: Any, scaling: float, softcap: float | None, sinks: Any) -> Any:
+    """Attend without a fused kernel, as a fallback for softcap and attention sinks. Sinks are one more score per row,
+    which takes its share of the softmax but has no value."""
     scores = torch.matmul(q, k.transpose(-1, -2))
     scores = scores * scaling if softcap is None else torch.tanh(scores * (scaling / softcap)) * softcap
     if mask is not None:

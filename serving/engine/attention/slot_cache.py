@@ -1,19 +1,18 @@
-"""KV in contiguous slots: one sequence, one slot, as long as the model's context.
+"""KV in contiguous slots: one slot per sequence, as long as the model's context.
 
 ::
 
     slab   [ slot 0                                    | slot 1 … | slot n-1 ]      each slot a whole number of pages
     slot   [ layer 0: K [Hkv, S, D] , V [Hkv, S, D] | layer 1 … | unused ]
 
-A native step may keep tokens in blocks that are laid out in its way (``block``): then blocks are copied whole. They may
-end with a scale of each token's key, or value, that is as wide as ``scale`` elements.
+A native step may store tokens in blocks with a layout of its own (``block``), which are then copied as a whole. They
+may end with a scale for each token's key, or value, as wide as ``scale`` elements.
 
-A sequence that begins as another one copies its KV, or with ``by_reference`` reads whole blocks of it in place
-(``slot_table``), so that only what is left of a block is copied: for a step that asks where each part lies.
+A sequence that begins like another copies its KV or, with ``by_reference``, reads whole blocks of it in place
+(``slot_table``) and copies only the rest, if the step supports reading several slots.
 
-Contiguity is what lets one attention call read the KV of many sequences in place (a strided view over a range of
-slots); on CPU the untouched part of a slot costs no memory, see ``slab``.
-"""
+Contiguity lets one attention call read the KV of many sequences in place (a strided view over a range of slots). On CPU
+the unused part of a slot costs no memory, see ``slab``."""
 
 from __future__ import annotations
 
@@ -29,15 +28,16 @@ from .slab import PAGE, Slab
 from .slot_attention import LayerViews, SlotPlan
 from .slot_table import Match, Part, Slot, SlotTable
 
-MAX_MOVES = 2  # slots moved in one step: bounds what making decodes contiguous may cost
-PAD = 64  # tokens; keeps rows of a slot aligned to cache lines
-NOTHING: Mapping[Slot, int] = {}
-KEPT_IN_BF16: Mapping[str, Any] = {"dtype": torch.bfloat16, "block": 32}  # as native/tile_attention.h has it
-KEPT_IN_INT8: Mapping[str, Any] = {"dtype": torch.int8, "block": 64, "scale": 4}  # and native/int8_attention.h
+MAX_MOVES = 2  # slots moved in one step: bounds the cost of making decodes contiguous
+SLOT_ALIGNMENT_TOKENS = 64  # keeps rows of a slot aligned to cache lines
+NO_READS: Mapping[Slot, int] = {}
+BF16_LAYOUT: Mapping[str, Any] = {"dtype": torch.bfloat16, "block": 32}  # as in native/tile_attention.h
+INT8_LAYOUT: Mapping[str, Any] = {"dtype": torch.int8, "block": 64, "scale": 4}  # as in native/int8_attention.h
 
 
 class SlotKVCache(KVCache):
-    """``num_tokens`` is the budget; ``num_slots`` bounds sequences running and prefixes kept together."""
+    """A KV cache in slots. ``num_tokens`` is the budget; ``num_slots`` bounds running sequences and cached prefixes
+    together."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class SlotKVCache(KVCache):
         self.prefix_caching = prefix_caching
         self.by_reference = by_reference
         self.table = SlotTable(num_slots, num_tokens)
-        self._slot_tokens = -(-max_model_len // PAD) * PAD
+        self._slot_tokens = -(-max_model_len // SLOT_ALIGNMENT_TOKENS) * SLOT_ALIGNMENT_TOKENS
         self._slot_elements = slot_elements(layers, self._slot_tokens, dtype)
         self._slab = Slab(self._slot_elements * num_slots, dtype, device)
         self._layers: list[LayerViews] = []
@@ -73,26 +73,26 @@ class SlotKVCache(KVCache):
 
     @property
     def slot_tokens(self) -> int:
-        """Room of one slot in tokens."""
+        """Return the capacity of a slot in tokens."""
         return self._slot_tokens
 
     @property
     def slot_elements(self) -> int:
-        """From one slot to the next."""
+        """Return the stride between slots in elements."""
         return self._slot_elements
 
     @property
     def layer_offsets(self) -> list[int]:
-        """Where each layer's keys begin in a slot, in elements; its values follow them."""
+        """Return where each layer's keys begin in a slot, in elements; its values follow them."""
         return [views.offset for views in self._layers]
 
     @property
     def slab_address(self) -> int:
-        """Where the first slot begins in memory."""
+        """Return the address of the first slot."""
         return int(self._slab.tensor.data_ptr())
 
     def slot_of(self, owner: int) -> Slot:
-        """The slot that a running sequence has."""
+        """Return the slot of a running sequence."""
         return self.table.by_owner[owner]
 
     @property
@@ -121,8 +121,8 @@ class SlotKVCache(KVCache):
             found = self.table.best_match(key, tokens, at_most) if self.prefix_caching else Match(0, None, None)
         slot, length = found.source, found.length
         if slot is not None and length:
-            if self._can_go_on(slot, length, fixed) and self._should_take_over(slot, length, len(tokens)):
-                if not self._make_room(len(tokens) - slot.room, {slot: slot.room, **dict(slot.parts)}):
+            if self._can_continue_in(slot, length, fixed) and self._should_take_over(slot, length, len(tokens)):
+                if not self._evict_until_fits(len(tokens) - slot.room, {slot: slot.room, **dict(slot.parts)}):
                     return None
                 self._trim(slot, len(tokens))
                 self.table.activate(slot, owner, key, tokens, length, fixed)
@@ -137,27 +137,28 @@ class SlotKVCache(KVCache):
         self.table.activate(fresh, owner, key, tokens, 0, fixed)
         return 0
 
-    def _can_go_on(self, slot: Slot, length: int, fixed: int | None) -> bool:
-        """Whether a sequence can continue in the idle slot itself: nobody reads what it would write over."""
+    def _can_continue_in(self, slot: Slot, length: int, fixed: int | None) -> bool:
+        """Return whether a sequence can continue in the idle slot itself: nobody reads what it would overwrite."""
         written_from = length if fixed is None else min(length, fixed)
         return slot.is_idle and slot.shared <= written_from and slot.lent_until <= written_from
 
     def _should_take_over(self, source: Slot, length: int, needed: int) -> bool:
-        """Continue in the idle slot itself when little else is lost by that, or when a copy has no room."""
+        """Return whether to continue in the idle slot itself: if little else is lost by that, or there is no room for a
+        copy."""
         if 4 * length >= 3 * source.length or self.table.lowest_free() is None:
             return True
         return self.table.used + needed > self.num_tokens_total
 
     def _slot_like(self, source: Slot, length: int, num_tokens: int, fixed: int | None) -> Slot | None:
-        """A slot for ``num_tokens`` that begins with the first ``length`` of ``source``; None where there is no room
-        beside that."""
+        """Return a slot for ``num_tokens`` that begins with the first ``length`` of ``source``; None if there is no
+        room for it."""
         parts: tuple[Part, ...] = ()
         if self.by_reference:
             written_once = min(length, source.fixed, length if fixed is None else fixed)
             parts = self.table.parts_of(source, written_once)
         shared = parts[-1].stop if parts else 0
         reads = {slot: stop for slot, _, stop in source.ranges(0, length)}
-        copied = list(source.ranges(shared, length))  # the source itself may make room where these lie in others
+        copied = list(source.ranges(shared, length))  # the source itself may be evicted if these lie in other slots
         for one, stop in reads.items():
             one.lent.append(stop)
         slot = self._fresh_slot(num_tokens - shared, reads)
@@ -171,7 +172,7 @@ class SlotKVCache(KVCache):
 
     def copy(self, source: int, target: int, start: int, stop: int) -> None:
         to = self.slot_of(target)
-        assert to.shared <= start, "what is shared is never written"
+        assert to.shared <= start, "shared tokens are never written"
         self._copy(self.slot_of(source).ranges(start, stop), to)
 
     def _copy(self, ranges: Iterable[tuple[Slot, int, int]], target: Slot) -> None:
@@ -180,7 +181,7 @@ class SlotKVCache(KVCache):
                 layer.copy(slot.index, target.index, start, stop)
 
     def _fresh_slot(self, num_tokens: int, reads: Mapping[Slot, int]) -> Slot | None:
-        if not self._make_room(num_tokens, reads):
+        if not self._evict_until_fits(num_tokens, reads):
             return None
         slot = self.table.lowest_free()
         if slot is None:
@@ -191,24 +192,24 @@ class SlotKVCache(KVCache):
             self._clear(slot)
         return slot
 
-    def _make_room(self, extra: int, reads: Mapping[Slot, int] = NOTHING) -> bool:
-        """Evict idle slots until ``extra`` more tokens fit, and where that is not enough what nobody reads of others;
-        evicts nothing when that would not be enough. ``reads``: what is needed of which slots besides."""
+    def _evict_until_fits(self, extra: int, reads: Mapping[Slot, int] = NO_READS) -> bool:
+        """Evict idle slots until ``extra`` more tokens fit and, if that is not enough, cut unread tokens from other
+        slots; evict nothing if even that would not be enough. ``reads``: tokens that must be kept in which slots."""
         missing = self.table.used + extra - self.num_tokens_total
         if missing <= 0:
             return True
         needed = self.table.needed(reads)
         idle = self.table.evictable(needed)
-        least = {slot: max(stop, slot.shared) for slot, stop in needed.items()}
-        if sum(s.charged for s in idle) + sum(slot.room - stop for slot, stop in least.items()) < missing:
+        keep = {slot: max(stop, slot.shared) for slot, stop in needed.items()}
+        if sum(s.charged for s in idle) + sum(slot.room - stop for slot, stop in keep.items()) < missing:
             return False
         enough = self.num_tokens_total - extra
         for slot in idle:
             if self.table.used <= enough:
                 return True
-            if not slot.is_free:  # it went with its last reader
+            if not slot.is_free:  # it was freed with its last reader
                 self._clear(slot)
-        for slot, stop in least.items():
+        for slot, stop in keep.items():
             if self.table.used > enough:
                 self._cut(slot, stop)
         return True
@@ -216,7 +217,7 @@ class SlotKVCache(KVCache):
     def grow(self, owner: int, num_tokens: int) -> bool:
         slot = self.table.by_owner[owner]
         if num_tokens > slot.room:
-            if not self._make_room(num_tokens - slot.room):
+            if not self._evict_until_fits(num_tokens - slot.room):
                 return False
             self.table.charge(slot, num_tokens)
         return True
@@ -237,7 +238,8 @@ class SlotKVCache(KVCache):
             self.table.hide(slot)
 
     def wipe(self, owner: int) -> None:
-        """See ``KVCache.wipe``. What others read in its slot is theirs to wipe; nobody finds any of it any more."""
+        """See ``KVCache.wipe``. Tokens that others read in its slot are left for them to wipe; the slot is removed from
+        lookup."""
         slot = self.table.by_owner[owner]
         start, kept = slot.index * self._slot_elements, slot.lent_until
         for layer in self._layers:
@@ -247,7 +249,7 @@ class SlotKVCache(KVCache):
 
     def forget(self, adapter: str) -> None:
         idle = [s for s in self.table.slots if s.is_idle and s.key is not None and s.key.adapter == adapter]
-        for slot in sorted(idle, key=lambda slot: -slot.shared):  # who reads in another's slot before that
+        for slot in sorted(idle, key=lambda slot: -slot.shared):  # readers before the slots that they read
             if slot.lent:
                 self.table.hide(slot)
                 self._cut(slot, slot.lent_until)
@@ -263,17 +265,17 @@ class SlotKVCache(KVCache):
             self._clear_unread(other)
 
     def _clear_unread(self, slot: Slot) -> None:
-        """Clear a slot that was kept for its readers alone, once there are none."""
+        """Clear a slot that was kept only for its readers, once there are none."""
         if slot.is_idle and not slot.lent and not slot.length:
             self._clear(slot)
 
     def _cut(self, slot: Slot, num_tokens: int) -> None:
-        """Give up what an idle slot has after the first ``num_tokens`` tokens."""
+        """Release the tokens of an idle slot after the first ``num_tokens``."""
         self._trim(slot, num_tokens)
         self.table.cut(slot, num_tokens)
 
     def _trim(self, slot: Slot, num_tokens: int) -> None:
-        """Give back the memory after the first ``num_tokens`` tokens."""
+        """Return the memory after the first ``num_tokens`` tokens to the system."""
         if slot.room <= num_tokens:
             return
         start = slot.index * self._slot_elements
@@ -288,12 +290,12 @@ class SlotKVCache(KVCache):
         return sorted(owners, key=lambda o: by_owner[o].index)
 
     def _gather(self, slots: list[Slot]) -> None:
-        """Move a few slots so that those decoding lie side by side and one attention call reads them all."""
+        """Move a few slots so that those decoding are adjacent and one attention call reads them all."""
         inside = sorted(s.index for s in slots)
         n = len(inside)
         if inside[-1] - inside[0] + 1 == n:
             return
-        # The window of n slots that already holds most of them; what lies outside moves into its holes.
+        # Take the window of n slots that already holds most of them, and move the others into its holes.
         first = max(range(min(inside[-1] - n + 2, len(self.table.slots) - n + 1)), key=lambda i: _within(inside, i, n))
         taken = set(inside)
         holes = [i for i in range(first, first + n) if i not in taken]
@@ -307,7 +309,7 @@ class SlotKVCache(KVCache):
         self.table.swap(a, b)
 
     def plan(self, rows: Sequence[Row]) -> SlotPlan:
-        assert not self.by_reference, "it reads a sequence's own slot alone"
+        assert not self.by_reference, "a SlotPlan only reads a sequence's own slot"
         slots = [self.slot_of(row.owner).index for row in rows]
         return SlotPlan(self._layers, self._slot_tokens, rows, slots, self.device)
 
@@ -319,7 +321,7 @@ class SlotKVCache(KVCache):
 
 
 def token_bytes(layers: Sequence[LayerShape], *, dtype: Any, block: int = 1, scale: int = 0) -> int:
-    """What a token's keys and values take in a cache that keeps them so."""
+    """Return the bytes of a token's keys and values in a cache with this layout."""
     itemsize = torch.empty((), dtype=dtype).element_size()
     return sum(_with_scales(shape, scale).elements_per_token for shape in layers) * itemsize
 
@@ -329,7 +331,8 @@ def _with_scales(shape: LayerShape, scale: int) -> LayerShape:
 
 
 def slot_elements(layers: Sequence[LayerShape], slot_tokens: int, dtype: Any) -> int:
-    """Elements of one slot: a whole number of pages, and of rows of every head width (so rows can be indexed)."""
+    """Return the elements of a slot: a whole number of pages, and of rows of every head width (so that rows can be
+    indexed)."""
     unit = PAGE // torch.empty((), dtype=dtype).element_size()
     for shape in layers:
         unit = math.lcm(unit, shape.key_dim, shape.value_dim)

@@ -1,17 +1,17 @@
-"""The slots' accounts: the owner of each, the tokens whose KV it holds, and how much memory that takes.
+"""The accounts of KV slots: the owner of each, the tokens whose KV it holds, and how much memory that takes.
 
-A slot is free (holds nothing), active (a running sequence owns it) or idle (its sequence is over, its KV can be
-reused). Only these moves are legal: free → active → idle → active, and active or idle → free.
+A slot is free (empty), active (owned by a running sequence) or idle (its sequence has ended, its KV can be reused). The
+legal transitions are free → active → idle → active, and active or idle → free.
 
-Where attention can read so, a sequence that begins as another did shares whole blocks with it: they stay in the slot
-that they were written in, at the same places, and its own slot begins behind them::
+If the attention supports it, a sequence that begins like another shares whole blocks with it: they stay in the slot in
+which they were written, at the same positions, and its own slot begins after them::
 
     slot 0   [ system prompt ████ | its own ██ ]        lent [128, 128]
-    slot 1   [ parts: slot 0, 128 | its own ███ ]       counts what lies behind token 128
+    slot 1   [ parts: slot 0, 128 | its own ███ ]       charged for the tokens after 128
     slot 2   [ parts: slot 0, 128 | its own █ ]
 
-A slot that others read in may end, and go on behind what they read; until the last of them is gone it is not free.
-"""
+A slot that others read may be retired and reused after the tokens that they read; it is not free until the last of them
+is gone."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ import numpy as np
 from .kv_cache import PrefixKey, TokenIds
 
 EMPTY: TokenIds = np.empty(0, dtype=np.int32)
-WORTH_REUSING = 8  # below this many tokens a copy costs more than computing them again
-SHARED_BLOCK = 64  # tokens; as native/attention.h has it
-MOST_PARTS = 2  # slots that a sequence reads in beside its own: each may be one less for others
-WORTH_WAITING = 32  # tokens that another running sequence must be about to provide before a prompt waits for it
+MIN_REUSED_TOKENS = 8  # copying fewer tokens costs more than computing them again
+SHARED_BLOCK_TOKENS = 64  # as in native/attention.h
+MAX_SHARED_SLOTS = 2  # other slots that a sequence reads; each may be unavailable to others meanwhile
+MIN_AWAITED_TOKENS = 32  # additional tokens that a running sequence must be computing for a prompt to wait for it
 
 
 class Part(NamedTuple):
-    """Tokens before ``stop``, and behind the part before, lie in ``slot``."""
+    """The tokens before ``stop``, and not before the previous part's, which lie in ``slot``."""
 
     slot: Slot
     stop: int
@@ -40,9 +40,11 @@ class Part(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """``tokens`` are those the slot holds or, while active, will hold; the KV of the first ``length`` is valid.
-    ``charged`` tokens of memory are counted for it: those behind its ``parts``. ``lent``: before which token each
-    of its readers reads. Tokens from ``fixed`` on may be written again, by a search that drops a beam."""
+    """The account of one slot.
+
+    ``tokens`` are those that it holds or, while active, will hold; the KV of the first ``length`` is valid.
+    ``charged``: tokens of memory it is charged for, those after its ``parts``. ``lent``: for each reader, the position
+    before which it reads. Tokens from ``fixed`` on may be overwritten, by a search that drops a beam."""
 
     index: int
     key: PrefixKey | None = None
@@ -57,21 +59,21 @@ class Slot:
 
     @property
     def shared(self) -> int:
-        """Tokens at its beginning that lie in other slots."""
+        """Return how many of its first tokens lie in other slots."""
         return self.parts[-1].stop if self.parts else 0
 
     @property
     def room(self) -> int:
-        """Tokens that there is memory for, with those that it shares."""
+        """Return how many tokens there is memory for, including shared ones."""
         return self.shared + self.charged
 
     @property
     def lent_until(self) -> int:
-        """The token behind the last one that others read in it."""
+        """Return the position after the last token that others read in it."""
         return max(self.lent, default=0)
 
     def ranges(self, start: int, stop: int) -> Iterator[tuple[Slot, int, int]]:
-        """Where its tokens ``[start, stop)`` lie: slots, and the tokens that are in each."""
+        """Yield where its tokens ``[start, stop)`` lie: slots, and the range of tokens in each."""
         for slot, end in (*self.parts, Part(self, stop)):
             if start < min(end, stop):
                 yield slot, start, min(end, stop)
@@ -79,18 +81,18 @@ class Slot:
 
     @property
     def is_idle(self) -> bool:
-        """Kept for reuse: no sequence runs in it."""
+        """Return whether it is kept for reuse, without a running sequence."""
         return self.owner is None and self.charged > 0
 
     @property
     def is_free(self) -> bool:
-        """Holds nothing."""
+        """Return whether it is empty."""
         return self.owner is None and self.charged == 0
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The best prefix known now, and the running sequence whose prompt shares more than that, if any."""
+    """The best prefix available now, and the running sequence whose prompt shares more than that, if any."""
 
     length: int
     source: Slot | None
@@ -98,7 +100,7 @@ class Match:
 
 
 def common_prefix(a: TokenIds, b: TokenIds) -> int:
-    """Number of leading tokens that are equal."""
+    """Return the number of leading tokens that are equal."""
     n = min(len(a), len(b))
     if n == 0 or a[0] != b[0]:
         return 0
@@ -108,10 +110,9 @@ def common_prefix(a: TokenIds, b: TokenIds) -> int:
 
 
 class SlotTable:
-    """``num_slots`` slots sharing a budget of ``num_tokens``.
+    """The slots, which share a budget of ``num_tokens``.
 
-    Prefixes are looked up by their key first (``_by_key``): no comparison of tokens ever crosses adapters or salts.
-    """
+    Prefixes are looked up by key first (``_by_key``), so that tokens are never compared across adapters or salts."""
 
     def __init__(self, num_slots: int, num_tokens: int) -> None:
         self.slots = [Slot(i) for i in range(num_slots)]
@@ -122,9 +123,9 @@ class SlotTable:
         self._clock = 0
 
     def best_match(self, key: PrefixKey, tokens: TokenIds, at_most: int | None = None) -> Match:
-        """Of the slots under ``key`` alone, no more than ``at_most`` tokens.
+        """Find the best prefix under ``key``, of at most ``at_most`` tokens.
 
-        At most ``len(tokens) - 1`` tokens match: the last one is computed again to have logits."""
+        At most ``len(tokens) - 1`` tokens match, since the last one must be computed to have logits."""
         best, source, promised, wait_for = 0, None, 0, None
         limit = len(tokens) - 1 if at_most is None else min(at_most, len(tokens) - 1)
         for slot in self._by_key.get(key, ()):
@@ -136,25 +137,25 @@ class SlotTable:
                 best, source = valid, slot
             if slot.owner is not None and common > max(promised, slot.length):
                 promised, wait_for = common, slot.owner
-        if promised < best + WORTH_WAITING and promised < limit:
+        if promised < best + MIN_AWAITED_TOKENS and promised < limit:
             wait_for = None
         if promised <= best:
             wait_for = None
-        return Match(best if best >= min(WORTH_REUSING, limit) else 0, source, wait_for)
+        return Match(best if best >= min(MIN_REUSED_TOKENS, limit) else 0, source, wait_for)
 
     def match_running(self, owner: int, tokens: TokenIds) -> Match:
-        """What ``tokens`` have in common with running sequence ``owner``, whatever its key."""
+        """Return the common prefix of ``tokens`` and the running sequence ``owner``, whatever its key."""
         slot = self.by_owner[owner]
         return Match(min(common_prefix(slot.tokens, tokens), slot.length, len(tokens) - 1), slot, None)
 
     def parts_of(self, source: Slot, length: int) -> tuple[Part, ...]:
-        """What can be read in place of the first ``length`` tokens of ``source``: whole blocks, in few slots."""
-        whole = length // SHARED_BLOCK * SHARED_BLOCK
+        """Return the parts that can replace the first ``length`` tokens of ``source``: whole blocks, in few slots."""
+        whole = length // SHARED_BLOCK_TOKENS * SHARED_BLOCK_TOKENS
         ranges = list(source.ranges(0, whole))
-        return tuple(Part(slot, stop) for slot, _, stop in ranges[:MOST_PARTS])
+        return tuple(Part(slot, stop) for slot, _, stop in ranges[:MAX_SHARED_SLOTS])
 
     def needed(self, reads: Mapping[Slot, int]) -> dict[Slot, int]:
-        """Idle slots that running sequences read in, or ``reads`` says: how many of their tokens."""
+        """Return how many tokens of which idle slots are read by running sequences, or according to ``reads``."""
         found = dict(reads)
         for active in self.by_owner.values():
             for slot, stop in active.parts:
@@ -162,7 +163,8 @@ class SlotTable:
         return {slot: stop for slot, stop in found.items() if slot.owner is None}
 
     def evictable(self, needed: Mapping[Slot, int]) -> list[Slot]:
-        """Idle slots that are not ``needed``, least recently used first, and what is read in another's before that."""
+        """Return the idle slots that are not ``needed``, least recently used first, readers before the slots that they
+        read."""
         idle = [slot for slot in self.slots if slot.is_idle and slot not in needed]
         used = {slot: slot.last_used for slot in idle}
         for slot in idle:
@@ -172,18 +174,18 @@ class SlotTable:
         return sorted(idle, key=lambda slot: (used[slot], -slot.shared))
 
     def lowest_free(self) -> Slot | None:
-        """The free slot of the lowest index; None where there is none."""
+        """Return the free slot with the lowest index; None if there is none."""
         return next((s for s in self.slots if s.is_free), None)
 
     def charge(self, slot: Slot, num_tokens: int) -> None:
-        """Count memory for ``num_tokens`` tokens of ``slot``, instead of what was counted: what it shares is counted
-        where it lies."""
+        """Charge ``slot`` for ``num_tokens`` tokens instead of its current charge; shared tokens are charged where they
+        lie."""
         own = max(num_tokens - slot.shared, 0)
         self.used += own - slot.charged
         slot.charged = own
 
     def share(self, slot: Slot, parts: tuple[Part, ...]) -> None:
-        """Have a free slot begin with ``parts``."""
+        """Make a free slot begin with ``parts``."""
         slot.parts = parts
         for part in parts:
             part.slot.lent.append(part.stop)
@@ -191,8 +193,8 @@ class SlotTable:
     def activate(
         self, slot: Slot, owner: int, key: PrefixKey, tokens: TokenIds, length: int, fixed: int | None = None
     ) -> None:
-        """free or idle → active: the first ``length`` of ``tokens`` are valid. Raises ``RuntimeError`` for a slot or
-        owner in use."""
+        """Activate a free or idle slot, in which the first ``length`` of ``tokens`` are valid. Raises ``RuntimeError``
+        for a slot or owner in use."""
         if slot.owner is not None or owner in self.by_owner:
             raise RuntimeError(f"slot {slot.index} cannot be given to sequence {owner}")
         self._file(slot, key)
@@ -202,7 +204,7 @@ class SlotTable:
         self.by_owner[owner] = slot
 
     def retire(self, owner: int) -> Slot:
-        """active → idle: what is not valid is forgotten."""
+        """Make the slot of ``owner`` idle; tokens that are not valid are forgotten."""
         slot = self.by_owner.pop(owner)
         self._clock += 1
         slot.owner, slot.last_used, slot.fixed = None, self._clock, sys.maxsize
@@ -210,19 +212,19 @@ class SlotTable:
         return slot
 
     def cut(self, slot: Slot, num_tokens: int) -> None:
-        """Have an idle slot hold no more than ``num_tokens``."""
+        """Truncate an idle slot to at most ``num_tokens``."""
         slot.length = min(slot.length, num_tokens)
         slot.tokens = slot.tokens[: slot.length]
         self.charge(slot, num_tokens)
 
     def hide(self, slot: Slot) -> None:
-        """What a slot holds is found by nobody from here on; who reads in it goes on."""
+        """Remove the slot from prefix lookup; current readers are unaffected."""
         slot.tokens, slot.length = EMPTY, 0
         if slot.owner is None:
             self._file(slot, None)
 
     def clear(self, slot: Slot) -> None:
-        """idle → free. Raises ``RuntimeError`` for a slot in use."""
+        """Free an idle slot. Raises ``RuntimeError`` for a slot in use."""
         if slot.owner is not None or slot.lent:
             raise RuntimeError(f"slot {slot.index} is in use")
         for part in slot.parts:
@@ -233,7 +235,7 @@ class SlotTable:
         slot.tokens, slot.length = EMPTY, 0
 
     def _file(self, slot: Slot, key: PrefixKey | None) -> None:
-        """Put ``slot`` under ``key``; None takes it out."""
+        """Index ``slot`` under ``key``; with None, remove it from the index."""
         if slot.key == key:
             return
         if slot.key is not None:
@@ -245,12 +247,12 @@ class SlotTable:
         slot.key = key
 
     def swap(self, a: Slot, b: Slot) -> None:
-        """Exchange two slots' places (their KV was exchanged)."""
+        """Exchange the places of two slots whose KV has been exchanged."""
         a.index, b.index = b.index, a.index
         self.slots[a.index], self.slots[b.index] = a, b
 
     def check_integrity(self) -> None:
-        """Raise ``RuntimeError`` when the books do not add up."""
+        """Raise ``RuntimeError`` if the accounts are inconsistent."""
         problems = []
         if self.used != sum(s.charged for s in self.slots) or not 0 <= self.used <= self.num_tokens:
             problems.append(f"used is {self.used}, charged {[s.charged for s in self.slots]} of {self.num_tokens}")

@@ -22,7 +22,7 @@ from ...interface.errors import InvalidField, ServingError
 from ...interface.events import FinishReason
 from ...interface.request import Beams
 from ..attention.kv_cache import KVCache
-from ..constraints.grammar_state import DEAD_END, Matching
+from ..constraints.grammar_state import DEAD_END, GrammarState
 from ..constraints.grammar_tokenizer import GrammarTokenizer
 from ..constraints.logits_processors import may_forbid, nothing_left
 from ..native.continuations import can_continue
@@ -67,7 +67,7 @@ class BeamGroup:
         self._texts: BeamTexts | None = None
         if self._rule.has_runs:
             self._texts = BeamTexts(group.request, self._rule, None)
-        self._begin: Matching | None = None  # the grammar's matcher at the start of a text
+        self._begin: GrammarState | None = None  # the grammar's matcher at the start of a text
         self._is_empty = False  # the grammar allows nothing but the text without tokens
         self._may_rise = _may_rise(root)
 
@@ -119,8 +119,8 @@ class BeamGroup:
         sampling = self.group.sampling
         plain = scores.clone() if sampling.logprobs is not None else None
         if sampling.grammar is not None and not self.search.length:
-            assert self._beams[0].matching is not None
-            self._begin = self._beams[0].matching.fork()
+            assert self._beams[0].grammar_state is not None
+            self._begin = self._beams[0].grammar_state.fork()
         noted = sampling.generation_logits or plain is not None
         note = partial(self._notes, plain, rows) if noted else None
         return self.search.step(scores, note, ending, self._process)
@@ -136,10 +136,10 @@ class BeamGroup:
         adjust(scores, beams)
         restrict(scores, beams)
         for i, before in ending.items():
-            matching = beams[i].matching
+            grammar_state = beams[i].grammar_state
             scores[i] = float("-inf")
-            if matching is not None and not matching.is_dead:
-                ends = list(matching.ends)
+            if grammar_state is not None and not grammar_state.is_dead:
+                ends = list(grammar_state.ends)
                 scores[i, ends] = before[ends]
                 if not ends and self.search.length:
                     self.search.complete(places[i])
@@ -147,15 +147,15 @@ class BeamGroup:
 
     def _may_go_on(self, beam: SequenceState) -> bool:
         """Whether a beam's text can go on within the grammar. Raises ``ServingError`` if a limit is reached."""
-        matching = beam.matching
-        if matching is None:
+        grammar_state = beam.grammar_state
+        if grammar_state is None:
             return False
         try:
-            return matching.check()
+            return grammar_state.check()
         except ServingError:
-            if matching.is_lost:
+            if grammar_state.is_lost:
                 raise
-            matching.is_dead = True
+            grammar_state.is_dead = True
             return False
 
     def _stuck(self) -> ServingError:
@@ -177,7 +177,7 @@ class BeamGroup:
 
     def _fork(self, forks: Sequence[Fork], cache: KVCache, add: Callable[[], SequenceState]) -> list[SequenceState]:
         before, free = self._beams, dict(enumerate(self._beams))
-        matchings = [beam.matching for beam in before]
+        states = [beam.grammar_state for beam in before]
         after: list[SequenceState | None] = [free.pop(fork.parent, None) for fork in forks]
         spare, made = list(free.values()), []
         for place, fork in enumerate(forks):
@@ -196,17 +196,17 @@ class BeamGroup:
         for beam, fork in zip(self._beams, forks, strict=True):
             beam.append(fork.token_id)
         if self._begin is not None:
-            self._match(forks, matchings)
+            self._match(forks, states)
         return made
 
-    def _match(self, forks: Sequence[Fork], matchings: list[Matching | None]) -> None:
-        """Give each beam its position in the grammar: its parent's (``matchings``), advanced by its last token."""
+    def _match(self, forks: Sequence[Fork], states: list[GrammarState | None]) -> None:
+        """Give each beam its position in the grammar: its parent's (``states``), advanced by its last token."""
         for place, (beam, fork) in enumerate(zip(self._beams, forks, strict=True)):
-            parent = matchings[fork.parent]
-            beam.matching = None
+            parent = states[fork.parent]
+            beam.grammar_state = None
             if parent is not None and self.search.is_alive(place):
-                beam.matching = parent.fork()
-                beam.matching.consume((fork.token_id,))
+                beam.grammar_state = parent.fork()
+                beam.grammar_state.consume((fork.token_id,))
 
     def settled(self) -> list[SearchedText]:
         """Take the texts that are certain before the search has ended and have not been delivered yet."""
@@ -248,12 +248,12 @@ class BeamGroup:
             return True
         if self._begin is None:
             return False
-        matching = self._begin.fork()
+        grammar_state = self._begin.fork()
         try:
-            matching.consume(token_ids)
+            grammar_state.consume(token_ids)
         except ServingError:
             return False
-        return matching.is_complete
+        return grammar_state.is_complete
 
 
 def _may_rise(sequence: SequenceState) -> bool:

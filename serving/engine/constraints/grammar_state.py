@@ -5,7 +5,7 @@
     sampled ──► follow ──► consume ──► complete? "stop"
                               │
                               ├──► forced tokens (fast-forward), appended without a forward of their own
-                              └──► the mask of the next token (``Masks``), which the sampler applies to its row
+                              └──► the mask of the next token (``BitmaskWorker``), which the sampler applies to its row
 
 Ends of text are not part of a grammar here. llguidance has a single end token, which comes after the model's
 vocabulary. Whenever it allows that token, the request's own end tokens are allowed instead.
@@ -41,8 +41,8 @@ DEAD_END = "a grammar that leads to a complete text, which this model's tokens c
 LIMIT_REACHED = re.compile("too (many|complex|large)|max is|limit", re.IGNORECASE)  # in llguidance's messages
 
 
-class MaskedPlace:
-    """What may come at one place of a text within a grammar.
+class MaskedPosition:
+    """What may come at one position of a text within a grammar.
 
     ``allowed`` is the mask. ``ends`` are the token ids that end the text if the grammar may end here, ``keys`` the keys
     that the text's objects have so far."""
@@ -93,13 +93,13 @@ class MaskedPlace:
         return InvalidField(self._grammar.field, GIVEN, allowed)
 
 
-class Matching(MaskedPlace):
-    """The matcher of one sequence, and the place that it is at.
+class GrammarState(MaskedPosition):
+    """The matcher of one sequence, and its position in the grammar.
 
-    The place's mask is valid if ``is_known``; ``Masks`` computes it while the model computes that token's logits.
-    ``is_dead``: the sequence is a beam that cannot go on, while others can."""
+    The mask of the position is valid if ``is_mask_valid``; ``BitmaskWorker`` computes it during the forward that
+    computes the token's logits. ``is_dead``: the sequence is a beam that cannot continue, while others can."""
 
-    __slots__ = ("ahead", "fast_forward", "is_dead", "is_known", "matcher")
+    __slots__ = ("ahead", "fast_forward", "is_dead", "is_mask_valid", "matcher")
 
     def __init__(self, matcher: LLMatcher, tokenizer: GrammarTokenizer, sampling: Sampling, grammar: Grammar) -> None:
         keys = DistinctKeys(tokenizer.table, tokenizer.key_tokens) if grammar.distinct_keys else None
@@ -111,11 +111,11 @@ class Matching(MaskedPlace):
         shown = sampling.logprobs is not None or sampling.generation_logits
         drawn = shown or sampling.beams is not None or may_forbid(sampling)
         self.fast_forward = grammar.fast_forward and not drawn
-        self.is_known = self.is_dead = False
-        self.ahead: DraftedMatching | None = None  # the places after this step's drafts
+        self.is_mask_valid = self.is_dead = False
+        self.ahead: DraftedGrammarState | None = None  # the positions after this step's drafts
 
-    def fork(self) -> Matching:
-        """An independent copy."""
+    def fork(self) -> GrammarState:
+        """Return an independent copy."""
         other = copy(self)
         other.matcher = self.matcher.deep_copy()
         other.allowed = self.allowed.copy()
@@ -127,7 +127,7 @@ class Matching(MaskedPlace):
         """Advance by ``token_ids``. Raises ``ServingError`` if the grammar does not allow them."""
         tokens = list(token_ids)
         if tokens:
-            self.is_known, self.ahead = False, None
+            self.is_mask_valid, self.ahead = False, None
             if not self.matcher.consume_tokens(tokens):
                 raise self._error()
             if self.keys is not None:
@@ -135,32 +135,32 @@ class Matching(MaskedPlace):
 
     @property
     def is_lost(self) -> bool:
-        """Whether the matcher itself has failed, as opposed to a text that cannot go on."""
+        """Return whether the matcher itself has failed, as opposed to a text that cannot continue."""
         return self.matcher.is_error()
 
     @property
     def is_complete(self) -> bool:
-        """Whether the text can only end here."""
+        """Return whether the text can only end here."""
         return self.matcher.is_stopped() and not self.matcher.is_error()
 
     def forced(self) -> list[int]:
-        """The tokens that must come next, as the tokenizer would split them; [] if there is a choice."""
+        """Return the tokens that must come next, as the tokenizer would split them; [] if there is a choice."""
         return self.matcher.compute_ff_tokens() if self.fast_forward else []
 
     def take(self, mask: Mask) -> None:
-        """Take ``mask``, computed by the matcher, as that of this place."""
-        self.allowed, self.is_known = mask, True
+        """Set ``mask``, computed by the matcher, as that of this position."""
+        self.allowed, self.is_mask_valid = mask, True
 
     def check(self) -> bool:
-        """See ``MaskedPlace.check``; also raises if a limit is reached."""
+        """See ``MaskedPosition.check``; also raises if a limit is reached."""
         if self.matcher.is_error():
             raise self._error()
         return super().check()
 
     def draft(self, drafts: Sequence[int]) -> int:
-        """How many of ``drafts`` may come, up to where the grammar forces a token or ends the text.
+        """Return how many of ``drafts`` are allowed, up to where the grammar forces a token or ends the text.
 
-        ``ahead`` then has the places after them. The matching itself does not advance."""
+        ``ahead`` then has the positions after them. The state itself does not advance."""
         walker = self.matcher.deep_copy()
         may_come = drawn = 0
         for token_id in drafts:
@@ -170,12 +170,12 @@ class Matching(MaskedPlace):
             if walker.is_stopped() or (self.fast_forward and walker.compute_ff_tokens()):
                 break
             drawn += 1
-        self.ahead = DraftedMatching(self, drafts[:drawn]) if may_come else None
+        self.ahead = DraftedGrammarState(self, drafts[:drawn]) if may_come else None
         return may_come
 
-    def new_place(self, keys: DistinctKeys | None) -> MaskedPlace:
-        """Make a later place of the same text."""
-        return MaskedPlace(self._tokenizer, self._grammar, self.ends, keys)
+    def new_position(self, keys: DistinctKeys | None) -> MaskedPosition:
+        """Make a later position of the same text."""
+        return MaskedPosition(self._tokenizer, self._grammar, self.ends, keys)
 
     def _error(self) -> ServingError:
         """The matcher's error: the caller's fault if the grammar has a dead end or is too complex, else internal."""
@@ -187,47 +187,47 @@ class Matching(MaskedPlace):
         return InternalError(f"the text cannot go on within its grammar: {short(self.matcher.get_error())}")
 
 
-class DraftedMatching:
-    """The places after the ``drafts`` of one step, found by a copy of the sequence's matcher, which does not advance.
+class DraftedGrammarState:
+    """The positions after the ``drafts`` of one step, found by a copy of the sequence's matcher, which does not advance
+    itself.
 
-    ``places`` are set once ``compute`` has found their masks. They stop before the first place at which the text can
-    only end or cannot go on.
-    """
+    ``positions`` are set once ``compute`` has found their masks. They stop before the first position at which the text
+    can only end or cannot continue."""
 
-    __slots__ = ("_drafts", "_origin", "places")
+    __slots__ = ("_drafts", "_origin", "positions")
 
-    def __init__(self, origin: Matching, drafts: Sequence[int]) -> None:
+    def __init__(self, origin: GrammarState, drafts: Sequence[int]) -> None:
         self._origin, self._drafts = origin, drafts
-        self.places: list[MaskedPlace] | None = None
+        self.positions: list[MaskedPosition] | None = None
 
     def compute(self) -> None:
-        """Compute the places. May run on another thread if nothing else touches the sequence's matcher meanwhile."""
-        if self.places is not None:  # found by a step that failed and is run again
+        """Compute the positions. May run on another thread if nothing else uses the sequence's matcher meanwhile."""
+        if self.positions is not None:  # found by a step that failed and is run again
             return
         matcher, keys = self._origin.matcher.deep_copy(), self._origin.keys
-        places: list[MaskedPlace] = []
+        positions: list[MaskedPosition] = []
         for token_id in self._drafts:
             if not matcher.consume_tokens([token_id]):
                 break
             keys = None if keys is None else keys.after(token_id)
-            place = self._origin.new_place(keys)
-            matcher.unsafe_compute_mask_ptr(place.allowed.ctypes.data, place.allowed.nbytes)
-            if matcher.is_error() or not _may_go_on(place):
+            position = self._origin.new_position(keys)
+            matcher.unsafe_compute_mask_ptr(position.allowed.ctypes.data, position.allowed.nbytes)
+            if matcher.is_error() or not _may_go_on(position):
                 break
-            places.append(place)
-        self.places = places
+            positions.append(position)
+        self.positions = positions
 
 
-def _may_go_on(place: MaskedPlace) -> bool:
-    """Whether a token can be drawn at ``place``. If not, the text finds that out when it gets there."""
+def _may_go_on(position: MaskedPosition) -> bool:
+    """Return whether a token can be sampled at ``position``. If not, the text finds that out when it gets there."""
     try:
-        return place.check()
+        return position.check()
     except ServingError:
         return False
 
 
 def refusal_of(matcher: LLMatcher) -> str | None:
-    """What ``InvalidField`` says is expected, if a matcher's error is the grammar's fault; else None."""
+    """Return what ``InvalidField`` says is expected, if a matcher's error is the grammar's fault; else None."""
     message = short(matcher.get_error())
     if message.startswith("NoExtension"):
         return DEAD_END
@@ -267,7 +267,7 @@ class DistinctKeys:
 
 
 def unpacked(masks: Mask, vocab_size: int) -> Any:
-    """Masks [B, words] as booleans [B, vocab_size]."""
+    """BitmaskWorker [B, words] as booleans [B, vocab_size]."""
     bits = np.unpackbits(masks.view(np.uint8), axis=-1, count=vocab_size, bitorder="little")
     return bits.view(np.bool_)
 

@@ -28,7 +28,7 @@ import msgspec
 from ...interface.constraint import GIVEN, Grammar
 from ...interface.errors import InternalError, InvalidField, Overloaded, ServingError, reason
 from ...interface.request import Sampling
-from .grammar_state import Matching, refusal_of, short
+from .grammar_state import GrammarState, refusal_of, short
 from .grammar_tokenizer import GrammarTokenizer
 
 if TYPE_CHECKING:
@@ -77,13 +77,13 @@ class Compilation:
         assert self.template is not None
         return self.template[1]
 
-    def matching(self, sampling: Sampling) -> Matching:
-        """Make the matching of a new sequence."""
+    def new_state(self, sampling: Sampling) -> GrammarState:
+        """Make the grammar_state of a new sequence."""
         assert self.template is not None
         assert sampling.grammar is not None
         matcher, tokenizer = self.template
         assert matcher is not None
-        return Matching(matcher.deep_copy(), tokenizer, sampling, sampling.grammar)
+        return GrammarState(matcher.deep_copy(), tokenizer, sampling, sampling.grammar)
 
 
 class Grammars:

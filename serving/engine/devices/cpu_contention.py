@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 WINDOW = 1.0  # seconds between looks
 BEGINS, ENDS = 0.2, 0.05  # shares of the time that the thread wanted to run
 CALM = 10.0  # seconds below ENDS, in windows that say something, that end an episode
-LEAST_WANTED = 0.05  # of a window; a thread that wants to run for less says nothing about the processors
+MIN_WANTED_SHARE = 0.05  # of a window; a thread that wants to run for less says nothing about the processors
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class Contention:
         self.waiting = max(shares.values())
         if self.waiting >= ENDS:
             self._calm = 0.0
-        elif found.ran - before.ran >= LEAST_WANTED * seconds:
+        elif found.ran - before.ran >= MIN_WANTED_SHARE * seconds:
             self._calm += seconds
         if not self.oversubscribed and self.waiting >= BEGINS:
             self._began = now
@@ -127,7 +127,7 @@ class Contention:
 def _shares(before: Readings, after: Readings, seconds: float) -> dict[str, float]:
     ran, waited = after.ran - before.ran, after.waited - before.waited
     wanted, total = ran + waited, after.total - before.total
-    enough = wanted >= LEAST_WANTED * seconds
+    enough = wanted >= MIN_WANTED_SHARE * seconds
     return {
         "others": waited / wanted if enough else 0.0,
         "quota": min(1.0, (after.throttled - before.throttled) / seconds),

@@ -1,5 +1,5 @@
-"""Small arrays brought to a device without waiting for what it is doing: a copy from memory that is not page-locked
-first waits for everything that was launched before it."""
+"""Asynchronous host-to-device copies through pinned memory. A copy from pageable memory would first wait for everything
+launched before it."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import torch
 
 
 def upload(array: Any, device: Any) -> Any:
-    """A tensor of numpy's ``array`` on ``device``; on CPU it may be the same memory."""
+    """Return numpy's ``array`` as a tensor on ``device``; on CPU it may share the memory."""
     return to_device(torch.from_numpy(array), device)
 
 
 def upload_values(values: Sequence[Any], dtype: Any, device: Any) -> Any:
-    """A tensor of ``values``, which may be nested."""
+    """Return ``values``, which may be nested, as a tensor on ``device``."""
     return to_device(torch.tensor(values, dtype=dtype), device)
 
 
 def to_device(host: Any, device: Any) -> Any:
-    """A CPU tensor on ``device``. torch keeps page-locked memory until the copy that reads it is done."""
+    """Copy a CPU tensor to ``device``. torch keeps pinned memory until the copy that reads it is done."""
     if torch.device(device).type != "cuda":
         return host.to(device)
     return host.pin_memory().to(device, non_blocking=True)

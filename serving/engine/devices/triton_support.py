@@ -1,4 +1,4 @@
-"""Whether our Triton kernels run on a device."""
+"""Availability of the Triton kernels on a device."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from importlib.util import find_spec
 from typing import Any
 
 
-def on(device: Any) -> bool:
-    """On CUDA devices where Triton is installed; tests let its interpreter run them on CPU."""
-    return device.type == "cuda" and is_here()
+def enabled(device: Any) -> bool:
+    """Return whether the kernels run on ``device``: on CUDA if Triton is installed. Tests enable its interpreter on
+    CPU."""
+    return device.type == "cuda" and available()
 
 
 @cache
-def is_here() -> bool:
+def available() -> bool:
+    """Return whether Triton is installed."""
     return find_spec("triton") is not None

@@ -24,8 +24,8 @@ import torch
 
 from ..attention.kv_cache import KVCache, Row
 from ..devices.transfers import upload, upload_values
-from ..sampling.sampler import UNDECIDED, choose, draw_unread, is_drawn_unread
-from ..scheduling.scheduler import Run, Scheduler
+from ..sampling.sampler import NEEDS_FULL_SORT, choose, draw_unread, is_drawn_unread
+from ..scheduling.scheduler import ScheduledChunk, Scheduler
 from ..scheduling.sequence import Sampled
 from .decode_graphs import GraphedForward
 
@@ -37,7 +37,7 @@ class LaunchedStep:
     ``copy``, the tokens on the host, is complete once the CUDA event ``is_copied`` has occurred (None if there is
     nothing to wait for). ``unfounded``: sequences whose row was computed from a token that is not theirs."""
 
-    runs: Sequence[Run]
+    runs: Sequence[ScheduledChunk]
     logits: Any
     tokens: Any
     copy: Any
@@ -45,7 +45,7 @@ class LaunchedStep:
     unfounded: set[int] = field(default_factory=set)
 
     @property
-    def wanted(self) -> list[Run]:
+    def wanted(self) -> list[ScheduledChunk]:
         """The runs whose tokens are to be delivered."""
         alive = (run for run in self.runs if run.sequence.status == "running")
         return [run for run in alive if run.sequence.id not in self.unfounded]
@@ -73,18 +73,18 @@ class LaunchAhead:
         self._launched: LaunchedStep | None = None
 
     @property
-    def launched(self) -> list[Run]:
+    def launched(self) -> list[ScheduledChunk]:
         """The runs of the launched step that are still wanted. While there are any, nothing else may be scheduled."""
         return [] if self._launched is None else self._launched.wanted
 
-    def takes(self, runs: Sequence[Run]) -> bool:
+    def takes(self, runs: Sequence[ScheduledChunk]) -> bool:
         """Whether a scheduled step can be run this way: each run is one generated token, and the next one can be drawn
         on the device."""
         if self._graphs is None or not self._graphs.takes(len(runs)):
             return False
         return all(run.num_tokens == 1 and run.start >= run.sequence.num_prompt and _is_plain(run) for run in runs)
 
-    def step(self, runs: Sequence[Run]) -> tuple[list[Run], list[Sampled]]:
+    def step(self, runs: Sequence[ScheduledChunk]) -> tuple[list[ScheduledChunk], list[Sampled]]:
         """Launch ``runs`` if they are not ``launched``, then the step after them if that is certain.
 
         Returns those of ``runs`` that are wanted, and their tokens. Their KV is marked as valid."""
@@ -110,7 +110,7 @@ class LaunchAhead:
             ids = ids.index_select(0, upload_values(rows, torch.int64, self._device))
         return self._launch(runs, ids)
 
-    def _launch(self, runs: Sequence[Run], ids: Any) -> LaunchedStep:
+    def _launch(self, runs: Sequence[ScheduledChunk], ids: Any) -> LaunchedStep:
         assert self._graphs is not None
         logits = self._graphs.decode(ids, [Row(run.sequence.id, run.start, 1) for run in runs])
         tokens = draw_unread(logits, [run.sequence for run in runs], [run.start + 1 for run in runs])
@@ -122,13 +122,13 @@ class LaunchAhead:
         is_copied.record(torch.cuda.current_stream(tokens.device))
         return LaunchedStep(runs, logits, tokens, copy, is_copied)
 
-    def _read(self, step: LaunchedStep) -> tuple[list[Run], list[Sampled]]:
+    def _read(self, step: LaunchedStep) -> tuple[list[ScheduledChunk], list[Sampled]]:
         tokens, rows, wanted = step.read(), step.rows, step.wanted
         for run in wanted:
             sequence = run.sequence
             sequence.num_computed = run.start + 1
             self._cache.computed(sequence.id, sequence.tokens, sequence.num_computed)
-        undecided = [run.sequence for run in wanted if tokens[rows[run.sequence.id]] == UNDECIDED]
+        undecided = [run.sequence for run in wanted if tokens[rows[run.sequence.id]] == NEEDS_FULL_SORT]
         if undecided:
             chosen = choose(step.logits[[rows[sequence.id] for sequence in undecided]], undecided)
             for sequence, token in zip(undecided, chosen, strict=True):
@@ -149,6 +149,6 @@ class LaunchAhead:
                 raise RuntimeError(f"sequence {run.sequence.id} was launched at {run.start}, which is not its end")
 
 
-def _is_plain(run: Run) -> bool:
+def _is_plain(run: ScheduledChunk) -> bool:
     sequence = run.sequence
     return run.samples and sequence.adapter is None and sequence.group.beams is None and is_drawn_unread(sequence)

@@ -1,13 +1,12 @@
-"""Decode steps recorded as CUDA graphs, one for each of a few sizes: a step is launched once, not kernel by kernel.
+"""Decode steps captured as CUDA graphs for a few sizes, so that a step is launched once instead of kernel by kernel.
 
 ::
 
     sizes      1  2  4  8  16 …  max_num_seqs
-    5 rows  →  [ r0 r1 r2 r3 r4 | -- -- -- ]   recorded at 8; what fills up reads and writes the block that is nobody's
+    5 rows  →  [ r0 r1 r2 r3 r4 | -- -- -- ]   captured for 8; the padding reads and writes block 0
 
-Steps with prompts, adapters or vectors instead of tokens go by the model's code as ever. On CPU nothing is recorded and
-the same buffers are computed anew each time.
-"""
+Steps with prompts, adapters or input embeddings run by the model's code as usual. On CPU nothing is captured and the
+same buffers are computed anew each time."""
 
 from __future__ import annotations
 
@@ -28,16 +27,16 @@ from ..weights.forward_context import ContextHolder, ForwardContext
 from .runner import ModelForward
 
 logger = logging.getLogger(__name__)
-WARM_UPS = 2  # runs before one is recorded: libraries choose and allocate in them
+WARM_UPS = 2  # runs before capture, in which libraries select algorithms and allocate
 
 
-def sizes_up_to(most: int) -> list[int]:
-    """Powers of two, and ``most``."""
-    return sorted({1 << i for i in range(most.bit_length()) if 1 << i <= most} | {most})
+def sizes_up_to(max_size: int) -> list[int]:
+    """Return the powers of two up to ``max_size``, and ``max_size``."""
+    return sorted({1 << i for i in range(max_size.bit_length()) if 1 << i <= max_size} | {max_size})
 
 
 class RecordedStep:
-    """A step of ``size`` single tokens over buffers that stay where they are."""
+    """A step of ``size`` single tokens over buffers at fixed addresses."""
 
     def __init__(self, model: Any, holder: ContextHolder, cache: PagedKVCache, size: int) -> None:
         device = cache.device
@@ -58,7 +57,8 @@ class RecordedStep:
         self._logits: Any = None
 
     def record(self, memory: Any) -> None:
-        """As a CUDA graph whose passing tensors are in the pool ``memory``, which all sizes share."""
+        """Capture the step into a CUDA graph whose temporary tensors use memory pool ``memory``, shared by all
+        sizes."""
         stream = torch.cuda.Stream(self._cache.device)
         stream.wait_stream(torch.cuda.current_stream(self._cache.device))
         with torch.cuda.stream(stream):
@@ -71,12 +71,13 @@ class RecordedStep:
         self._graph = graph
 
     def run(self, ids: Any, rows: Sequence[Row]) -> Any:
-        """Logits [len(rows), V] of tokens ``ids``, one for each of ``rows``, without waiting for the device."""
+        """Return logits [len(rows), V] of the tokens ``ids``, one for each of ``rows``, without waiting for the
+        device."""
         self._fill(ids, rows)
         if self._graph is None:
             return self._compute()[: len(rows)]
         self._graph.replay()
-        return self._logits[: len(rows)].clone()  # the next step writes over it
+        return self._logits[: len(rows)].clone()  # the next step overwrites it
 
     def _fill(self, ids: Any, rows: Sequence[Row]) -> None:
         tables = [self._cache.blocks_of(row.owner) for row in rows]
@@ -106,8 +107,8 @@ class RecordedStep:
 
 
 class GraphedForward:
-    """Implements ``StepForward``. ``reason``: why nothing is recorded, empty where all sizes are; ``why_not``: a reason
-    that is known before."""
+    """A ``StepForward`` that replays captured steps. ``reason`` says why nothing is captured, "" if all sizes are;
+    ``why_not`` is a reason known in advance."""
 
     wants_decodes_together = True
 
@@ -127,22 +128,22 @@ class GraphedForward:
         self._steps = {size: RecordedStep(model, holder, cache, size) for size in self.sizes}
         self.reason = ""
         if cache.device.type != "cuda":
-            self.reason = "there is no CUDA device: their buffers are computed anew each time"
-        elif why_not:  # a reference reads lengths from the device, which a graph cannot
-            self._give_up(f"attention goes by torch: {why_not}")
+            self.reason = "there is no CUDA device; steps are computed without capture"
+        elif why_not:  # the reference reads lengths from the device, which a graph cannot
+            self._give_up(f"attention runs by torch: {why_not}")
         else:
             self._record()
 
     def _record(self) -> None:
         memory = torch.cuda.graph_pool_handle()
         try:
-            for size in reversed(self.sizes):  # the largest first: smaller ones fit into its memory
+            for size in reversed(self.sizes):  # largest first, since smaller ones fit into its memory
                 self._steps[size].record(memory)
-        except (RuntimeError, NotImplementedError) as error:  # code that looks at what is computed cannot be recorded
-            self._give_up(f"its code cannot be recorded: {' '.join(str(error).split())[:300]}")
+        except (RuntimeError, NotImplementedError) as error:  # code that reads computed values cannot be captured
+            self._give_up(f"its code cannot be captured: {' '.join(str(error).split())[:300]}")
 
     def _give_up(self, reason: str) -> None:
-        logger.warning("decode steps are not recorded as CUDA graphs: %s", reason)
+        logger.warning("decode steps are not captured as CUDA graphs: %s", reason)
         self.reason = reason
         self.sizes = []
         self._steps = {}
@@ -162,9 +163,10 @@ class GraphedForward:
         return self.decode(upload(ids, self.device), rows)
 
     def takes(self, num_rows: int) -> bool:
-        """Whether there is a step for so many single tokens."""
+        """Return whether a step of so many single tokens has been captured."""
         return bool(self.sizes) and num_rows <= self.sizes[-1]
 
     def decode(self, ids: Any, rows: Sequence[Row]) -> Any:
-        """Logits [len(rows), V] of single tokens, of the base model: ``ids`` int64 [len(rows)] are on the device."""
+        """Return logits [len(rows), V] of single tokens of the base model; ``ids`` int64 [len(rows)] are on the
+        device."""
         return self._steps[self.sizes[bisect_left(self.sizes, len(rows))]].run(ids, rows)

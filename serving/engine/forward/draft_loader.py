@@ -12,10 +12,10 @@ from ...interface.bundle import Bundle, DraftBundle
 from ...interface.errors import PackagingError, reason
 from ...interface.settings import EngineSettings
 from ..attention.slot_cache import SlotKVCache, token_bytes
-from ..attention.slot_table import MOST_PARTS
+from ..attention.slot_table import MAX_SHARED_SLOTS
 from ..models.loader import LoadedModel, load_model
 from ..models.native_decoder import NativeDecoder
-from ..scheduling.speculation import ROWS
+from ..scheduling.speculation import MAX_STEP_ROWS
 from ..weights.stored_weights import adopted
 from .draft_model import DraftModel
 from .runner import ModelForward, StepForward
@@ -47,7 +47,9 @@ def load_draft_model(
     if not draft.tokenizer_dir and loaded.vocab_size != large.vocab_size:
         sizes = f"{loaded.vocab_size} tokens, this model has {large.vocab_size}"
         raise PackagingError(f"draft_model: {draft.uri} does not have this model's vocabulary: it has {sizes}")
-    num_tokens = min(ROWS * loaded.max_model_len, memory // MEMORY // token_bytes(loaded.layers, **loaded.kept))
+    num_tokens = min(
+        MAX_STEP_ROWS * loaded.max_model_len, memory // MEMORY // token_bytes(loaded.layers, **loaded.kept)
+    )
     longest = min(loaded.max_model_len, large.max_model_len)
     by_reference = loaded.decoder is not None
     if num_tokens < 1:
@@ -55,7 +57,7 @@ def load_draft_model(
     try:
         cache = SlotKVCache(
             loaded.layers,
-            num_slots=(1 + MOST_PARTS if by_reference else 2) * ROWS,
+            num_slots=(1 + MAX_SHARED_SLOTS if by_reference else 2) * MAX_STEP_ROWS,
             num_tokens=num_tokens,
             max_model_len=longest,
             device=loaded.device,

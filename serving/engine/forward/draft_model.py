@@ -23,7 +23,7 @@ import torch
 from ..attention.kv_cache import KVCache, PrefixKey, Row, TokenIds
 from ..sampling.sampler import choose
 from ..scheduling.sequence import SequenceState
-from ..scheduling.speculation import DraftedPlace, GuessedPlace
+from ..scheduling.speculation import DraftedPosition, GuessedPosition
 from .runner import StepForward
 
 logger = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class DraftModel:
         ready = self._read([s for s, _ in wanted if most[s.id] > 0 and self._has_room(s, most[s.id])])
         found: dict[int, list[int]] = {known.sequence.id: [] for known, _ in ready}
         while ready:
-            places = [GuessedPlace(known.sequence, len(found[known.sequence.id])) for known, _ in ready]
+            places = [GuessedPosition(known.sequence, len(found[known.sequence.id])) for known, _ in ready]
             tokens = choose(self._widened(torch.stack([logits for _, logits in ready])), places)
             going = [
                 known
@@ -99,7 +99,7 @@ class DraftModel:
             ready = self._step(going, found)
         return [np.array(found.get(sequence.id, ()), dtype=np.int32) for sequence, _ in wanted]
 
-    def _takes(self, known: _Known, place: DraftedPlace, token: int, drafts: list[int], most: int) -> bool:
+    def _takes(self, known: _Known, place: DraftedPosition, token: int, drafts: list[int], most: int) -> bool:
         """Note a drafted token; return whether another is to follow it."""
         if not 0 <= token < self._vocab_size:
             return False

@@ -18,7 +18,7 @@ import torch
 from ..adapters.virtual_tokens import VirtualTokens
 from ..attention.kv_cache import KVCache, Row
 from ..scheduling.batch_invariance import pieces
-from ..scheduling.scheduler import Run
+from ..scheduling.scheduler import ScheduledChunk
 from ..weights.forward_context import ContextHolder, ForwardContext
 
 
@@ -111,7 +111,7 @@ class Runner:
         self.num_steps = 0
         self.num_tables = 0  # requests in flight with a prompt table
 
-    def forward(self, runs: Sequence[Run]) -> tuple[list[Run], Any]:
+    def forward(self, runs: Sequence[ScheduledChunk]) -> tuple[list[ScheduledChunk], Any]:
         """Compute the KV of ``runs``.
 
         Returns the runs in the order in which they were laid out, and logits [sum of ``num_logits``, V] in that order.
@@ -132,7 +132,7 @@ class Runner:
             self._cache.computed(sequence.id, sequence.tokens, sequence.num_computed)
         return runs, logits
 
-    def _alone(self, run: Run) -> Iterator[Any]:
+    def _alone(self, run: ScheduledChunk) -> Iterator[Any]:
         """The logits that each piece of ``run`` needs.
 
         If a piece needs any, they are computed for all of its tokens: the shape must not depend on how many are needed.
@@ -143,17 +143,17 @@ class Runner:
             needed = max(stop - max(start, end - run.num_logits), 0)
             kept = range(len(ids)) if needed else ()
             row = Row(sequence.id, start, len(ids))
-            virtual = virtual_tokens([Run(sequence, start, len(ids))], ids) if self.num_tables else None
+            virtual = virtual_tokens([ScheduledChunk(sequence, start, len(ids))], ids) if self.num_tables else None
             logits = self.step_forward.forward(ids, [row], [sequence.adapter], kept, virtual)
             yield logits[len(logits) - needed :]
 
-    def _lay_out(self, runs: Sequence[Run]) -> list[Run]:
+    def _lay_out(self, runs: Sequence[ScheduledChunk]) -> list[ScheduledChunk]:
         single = {run.sequence.id: run for run in runs if run.num_tokens == 1}
         ordered = [single[owner] for owner in self._cache.decode_order(list(single))]
         return ordered + [run for run in runs if run.num_tokens > 1]
 
 
-def rows_kept(runs: Sequence[Run]) -> list[int]:
+def rows_kept(runs: Sequence[ScheduledChunk]) -> list[int]:
     """Places in the flat row whose logits are needed: the last ``num_logits`` of each run."""
     kept: list[int] = []
     end = 0
@@ -163,7 +163,7 @@ def rows_kept(runs: Sequence[Run]) -> list[int]:
     return kept
 
 
-def virtual_tokens(runs: Sequence[Run], ids: Any) -> VirtualTokens | None:
+def virtual_tokens(runs: Sequence[ScheduledChunk], ids: Any) -> VirtualTokens | None:
     """The tokens of ``ids`` that are rows of their request's prompt table; None if there are none."""
     places, vectors, at = [], [], 0
     for run in runs:

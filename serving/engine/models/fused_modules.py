@@ -18,14 +18,14 @@ from ..devices import triton_support
 from . import fused_residuals
 
 logger = logging.getLogger(__name__)
-WIDEST = 1 << 14  # the widest norm, since a row stays in registers
+MAX_NORM_WIDTH = 1 << 14  # the widest norm, since a row stays in registers
 BLOCK = 1024
 TOLERANCE = {torch.float32: 1e-5}  # relative to the example's largest value; 0.02 for 16-bit types
 
 
 def install(model: nn.Module) -> int:
     """Replace the modules' code; return how many modules and layers use kernels now (0 if the device runs none)."""
-    if not triton_support.on(next(model.parameters()).device):
+    if not triton_support.enabled(next(model.parameters()).device):
         return 0
     refused: set[type] = set()
     count = 0
@@ -47,7 +47,7 @@ def _forward_for(module: nn.Module) -> Callable[[Any, Any], Any] | None:
     name = type(module).__name__
     weight = getattr(module, "weight", None)
     if name.endswith("RMSNorm") and weight is not None and hasattr(module, "variance_epsilon"):
-        return norm_forward if weight.dim() == 1 and len(weight) <= WIDEST else None
+        return norm_forward if weight.dim() == 1 and len(weight) <= MAX_NORM_WIDTH else None
     parts = ("gate_proj", "up_proj", "down_proj")
     if name.endswith("MLP") and all(isinstance(getattr(module, part, None), nn.Linear) for part in parts):
         return gated_forward if type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation") else None

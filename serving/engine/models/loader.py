@@ -17,7 +17,7 @@ from ...interface.settings import EngineSettings
 from ...system.cpus import num_threads
 from ..attention import attention, latent_attention
 from ..attention.kv_cache import LayerShape, Row
-from ..attention.slot_cache import KEPT_IN_BF16, KEPT_IN_INT8, SlotKVCache
+from ..attention.slot_cache import BF16_LAYOUT, INT8_LAYOUT, SlotKVCache
 from ..devices import openmp
 from ..native import library
 from ..native.library import NotNative
@@ -313,15 +313,15 @@ def native_decoder(
             raise NotNative(f"the setting kernels is {settings.kernels!r}")
         weights = decoder_weights(model, uses)
         if asked == "int8":
-            tried = [KEPT_IN_INT8]
+            tried = [INT8_LAYOUT]
         elif must or rounded:
             why_not = library.why_no_bf16_kv(weights.head_dim)
             if why_not is None:
-                tried = [KEPT_IN_BF16]
+                tried = [BF16_LAYOUT]
             elif must:
                 raise NotNative(why_not)
         elif asked == "auto" and int8:
-            tried = [KEPT_IN_INT8, plain]
+            tried = [INT8_LAYOUT, plain]
     except NotNative as reason:
         if must:
             raise refused_kv(asked, reason) from None
@@ -332,7 +332,7 @@ def native_decoder(
 
     layers = [use.shape for use in uses]
     for kept in tried:
-        keeps_int8, keeps_rounded = kept is KEPT_IN_INT8, rounded or kept is KEPT_IN_BF16
+        keeps_int8, keeps_rounded = kept is INT8_LAYOUT, rounded or kept is BF16_LAYOUT
         try:
             if keeps_int8 and not int8:  # everything but keys and values is held to the tolerance of floats
                 test.check(forward, layers, like, rounded=keeps_rounded)

@@ -1,8 +1,7 @@
-"""A check at load that our attention computes what the model's own does, before anyone is answered with it.
+"""A check at load that our attention computes the same as the model's own, before any request is answered.
 
-A few random tokens go through the model's eager attention one sequence at a time, then through ours in chunks and
-mixed steps; the logits must agree.
-"""
+A few random tokens go through the model's eager attention one sequence at a time, then through ours in chunks and mixed
+steps; the logits must agree."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from ..weights.forward_context import ContextHolder, ForwardContext
 logger = logging.getLogger(__name__)
 
 LENGTHS = (9, 6, 4)
-# Two prompts start, one of them in chunks; then decodes and chunks mix: (sequence, start, count) of each step.
+# Two prompts start, one of them in chunks; then decodes and chunks are mixed: (sequence, start, count) per step.
 STEPS = (
     ((0, 0, 4), (1, 0, 5)),
     ((1, 5, 1), (0, 4, 3), (2, 0, 2)),
@@ -32,18 +31,19 @@ STEPS = (
     ((0, 8, 1), (2, 3, 1)),
 )
 TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.1, torch.float16: 0.03}  # relative to the largest logit
-# int8 is near on the whole, not at each place: the norm of the difference over the norm of what is right, each row less
-# its mean. SmolLM2-135M has 0.29 on these random tokens (fp8, few rows: 0.17), tiny random models up to 0.16; logits of
-# another model have 1.4, all zeros 1. So are experts in less than float32, where a token's last bits may choose
-# another: tiny random Mixtrals in bfloat16, two layers of four experts, have up to 0.43 by that.
+# int8 agrees as a whole but not in every element: the tolerance is for the norm of the difference over the norm of the
+# expected logits, each row less its mean. SmolLM2-135M has 0.29 on these random tokens (fp8, few rows: 0.17), tiny
+# random models up to 0.16; logits of another model have 1.4, all zeros 1. The same holds for experts below float32,
+# where a token's last bits may choose other experts: tiny random Mixtrals in bfloat16, two layers of four experts, have
+# up to 0.43.
 WHOLE_TOLERANCE = 0.6
-UNSAID_WINDOW = ("PhimoeForCausalLM",)  # their masks have windows that their layers do not tell the attention of
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # as configurations name their number
+UNDECLARED_WINDOW = ("PhimoeForCausalLM",)  # their masks have windows that the layers do not pass to the attention
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # names of the number in configurations
 
 
 @dataclass(frozen=True, slots=True)
 class LayerUse:
-    """What one layer asks of the attention."""
+    """The parameters with which one layer calls the attention."""
 
     shape: LayerShape
     scaling: float
@@ -52,7 +52,7 @@ class LayerUse:
 
 
 class ProbePlan:
-    """Notes what each layer asks for."""
+    """An attention plan that records the layers' calls."""
 
     def __init__(self) -> None:
         self.uses: dict[int, LayerUse] = {}
@@ -72,7 +72,7 @@ class ProbePlan:
 
 
 def probe_layers(model: Any, holder: ContextHolder, config: Any) -> list[LayerUse]:
-    """What every layer asks of the attention, found by running the model once."""
+    """Return how every layer calls the attention, found by running the model once."""
     plan = ProbePlan()
     _forward(model, holder, np.zeros(2, dtype=np.int64), np.arange(2), plan)
     if not plan.uses or sorted(plan.uses) != list(range(len(plan.uses))):
@@ -82,19 +82,19 @@ def probe_layers(model: Any, holder: ContextHolder, config: Any) -> list[LayerUs
         if kind == "sliding_attention" and plan.uses[layer].window is None:
             raise PackagingError(f"{type(model).__name__} is not supported: layer {layer} does not pass its window")
     window = getattr(config, "sliding_window", None)
-    if type(model).__name__ in UNSAID_WINDOW and window is not None and window < config.max_position_embeddings:
+    if type(model).__name__ in UNDECLARED_WINDOW and window is not None and window < config.max_position_embeddings:
         raise PackagingError(
             f"{type(model).__name__} is not supported: its layers do not pass their window of {window}"
         )
     return [plan.uses[i] for i in range(len(plan.uses))]
 
 
-# One way to run a step: (cache, token ids [T], rows that make them up) -> logits [T, V].
+# A way to run a step: (cache, token ids [T], the rows that they belong to) -> logits [T, V].
 Forward = Callable[[Any, Any, Sequence[Row]], Any]
 
 
 def model_forward(model: Any, holder: ContextHolder) -> Forward:
-    """transformers' code with our attention."""
+    """Return a forward by transformers' code with our attention."""
 
     def forward(cache: KVCache, ids: Any, rows: Sequence[Row]) -> Any:
         positions = np.concatenate([np.arange(row.start, row.start + row.num_tokens) for row in rows])
@@ -105,17 +105,17 @@ def model_forward(model: Any, holder: ContextHolder) -> Forward:
 
 @dataclass(frozen=True, slots=True)
 class SelfTest:
-    """``tokens`` and the ``expected`` logits of the model's own attention, one array a sequence. ``block_size``: of the
-    blocks that the KV cache is to have, None for slots."""
+    """The test data: ``tokens`` and the ``expected`` logits of the model's own attention, one array per sequence.
+    ``block_size`` is that of the KV cache, None for slots."""
 
     tokens: list[Any]
     expected: list[Any]
-    routed: bool = False  # to experts
+    routed: bool = False  # the model has experts
     block_size: int | None = None
 
     @classmethod
     def of(cls, model: Any, *, vocab_size: int, max_model_len: int, block_size: int | None = None) -> SelfTest:
-        """Run the model as it is (eager attention)."""
+        """Run the model with its eager attention, to get the expected logits."""
         random = np.random.default_rng(0)
         tokens = [random.integers(0, vocab_size, size=min(n, max_model_len)) for n in LENGTHS]
         expected = []
@@ -139,8 +139,9 @@ class SelfTest:
         rounded: bool = False,
         kept: Mapping[str, Any] | None = None,
     ) -> None:
-        """Raise ``PackagingError`` when ``forward`` gives other logits. ``like`` is a parameter of the model;
-        ``rounded``: to bfloat16, though it is in float32. ``kept``: how keys and values are, if not like it."""
+        """Raise ``PackagingError`` if ``forward`` gives different logits. ``like`` is a parameter of the model;
+        ``rounded``: to bfloat16, though it is in float32. ``kept``: the layout of keys and values, if different from
+        it."""
         kept = kept or {"dtype": like.dtype}
         cache = self._cache(layers, kept, like.device)
         for owner, ids in enumerate(self.tokens):
@@ -168,7 +169,7 @@ class SelfTest:
         return part[1] + part[2] <= len(self.tokens[part[0]])
 
     def _step(self, forward: Forward, cache: KVCache, parts: list[tuple[int, int, int]]) -> tuple[Any, Any] | None:
-        """Logits found and wanted of one step, [T, V] each."""
+        """Return the found and the expected logits of one step, [T, V] each."""
         singles = cache.decode_order([s for s, _, n in parts if n == 1])
         parts = sorted((p for p in parts if p[2] == 1), key=lambda p: singles.index(p[0])) + [
             p for p in parts if p[2] > 1
@@ -183,12 +184,13 @@ class SelfTest:
 
 
 def relative_maximum(found: Any, wanted: Any) -> float:
-    """The largest difference over the largest value."""
+    """Return the largest difference relative to the largest value."""
     return float((found - wanted).abs().max() / wanted.abs().max().clamp_min(1e-6))
 
 
 def relative_norm(found: Any, wanted: Any) -> float:
-    """Of [T, N] each: what all values of a row share says nothing, so each row counts less its mean."""
+    """Return the norm of the difference of two [T, N] relative to the expected one. A row's mean is subtracted, since a
+    common offset of logits has no meaning."""
     wanted = wanted - wanted.mean(-1, keepdim=True)
     found = found - found.mean(-1, keepdim=True)
     return float((found - wanted).norm() / wanted.norm().clamp_min(1e-6))

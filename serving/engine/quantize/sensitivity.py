@@ -1,8 +1,8 @@
-"""Which linears bear few bits worst: what an error of their outputs costs the model's loss, by its gradients.
+"""Estimate each layer's quantisation sensitivity: the loss caused by an error of a linear's outputs, by its gradients.
 
-The loss is taken to second order, its curvature by outputs to be the mean square of the gradient (the diagonal of the
-empirical Fisher information, as in SqueezeLLM: Kim et al. 2024, arxiv.org/abs/2306.07629), inputs and gradients to be
-independent::
+The loss is approximated to second order, with the mean square of the gradient as the curvature by outputs (the diagonal
+of the empirical Fisher information, as in SqueezeLLM: Kim et al. 2024, arxiv.org/abs/2306.07629), and inputs and
+gradients assumed independent::
 
     cost of a linear = 1/2 sum over outputs n of  mean(gradient_n ** 2) * (error H error^T)_nn
 """
@@ -19,15 +19,16 @@ from torch import nn
 
 logger = logging.getLogger(__name__)
 
-PIECES = 16  # of texts that gradients are taken on
-LENGTH = 128  # tokens of a piece: the activations of one are in memory
+NUM_PIECES = 16  # pieces of text on which gradients are computed
+PIECE_TOKENS = 128  # the activations of one piece are in memory
 
 
 def squared_gradients(model: Any, linears: Sequence[nn.Module], texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """Of linears, the mean square [N] of the gradient of the loss of ``texts``, by their outputs and a token; zeros of
-    one that the loss does not depend on, and of all where the model's code has no gradients or not finite ones, which
-    is logged. The model's parameters must need none."""
-    pieces = [list(texts[i * len(texts) // PIECES][:LENGTH]) for i in range(PIECES)] if texts else []
+    """Return for each linear the mean square [N], by output and token, of the gradient of the loss on ``texts``.
+
+    It is zeros for a linear that the loss does not depend on and, with a log message, for all of them if the model's
+    code has no gradients or they are not finite. The model's parameters must not require gradients."""
+    pieces = [list(texts[i * len(texts) // NUM_PIECES][:PIECE_TOKENS]) for i in range(NUM_PIECES)] if texts else []
     pieces = [piece for piece in pieces if len(piece) > 1]
     found = [torch.zeros(()) for _ in linears]
 
@@ -54,7 +55,7 @@ def squared_gradients(model: Any, linears: Sequence[nn.Module], texts: Sequence[
         if not all(bool(torch.isfinite(one).all()) for one in found):
             raise RuntimeError("gradients are not finite")
     except RuntimeError as error:
-        logger.warning("which linears bear four bits worst cannot be told (all have them): %s", error)
+        logger.warning("layer sensitivity could not be estimated; all layers get 4 bits: %s", error)
         return [torch.zeros(()) for _ in linears]
     finally:
         for one in hooks:
@@ -64,12 +65,14 @@ def squared_gradients(model: Any, linears: Sequence[nn.Module], texts: Sequence[
 
 
 def cost_of(error: torch.Tensor, products: torch.Tensor, gradients: torch.Tensor) -> float:
-    """What ``error`` [N, K] of a weight costs, in nats a token; ``products`` [K, K] is the H of calibration.py."""
+    """Return the cost of ``error`` [N, K] of a weight, in nats per token; ``products`` [K, K] is the H of
+    calibration.py."""
     return 0.5 * float((((error @ products) * error).sum(1) * gradients).sum())
 
 
 def worst(costs: Sequence[float], sizes: Sequence[int], loss: float) -> set[int]:
-    """Numbers of those that cost most, weight for weight: as few as leave no more than ``loss`` to all others."""
+    """Return the numbers of the linears with the highest cost per weight: as few as leave at most ``loss`` to all
+    others."""
     chosen: set[int] = set()
     for number in sorted(range(len(costs)), key=lambda i: costs[i] / sizes[i], reverse=True):
         if sum(cost for i, cost in enumerate(costs) if i not in chosen) <= loss:

@@ -1,4 +1,5 @@
-"""Quantise the linears of a model's files, as ``stored_weights.py`` reads them. Done once, when a model is logged."""
+"""Quantise the linears of a model's files into the format of ``stored_weights.py``. Done once, when a model is
+logged."""
 
 from __future__ import annotations
 
@@ -27,16 +28,18 @@ from ..weights.quantization import can_quantize, quantize_rows, rotated
 from ..weights.stored_weights import FORMATS, PARTS, Quantization, StoredLinear
 from . import calibration, sensitivity
 
-SHARD = "4GB"
-LOSS = 0.0115  # nats a token that four bits may cost, as it is estimated: 3 % of perplexity are 0.03 (docs/quantize.md)
-NARROW = (torch.bfloat16, torch.float16)
-WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
-ACTIVATIONS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+MAX_SHARD_SIZE = "4GB"
+MAX_LOSS_NATS = (
+    0.0115  # nats per token that 4 bits may cost by the estimate; 3 % of perplexity are 0.03 (docs/quantize.md)
+)
+NARROW_DTYPES = (torch.bfloat16, torch.float16)
+WEIGHT_SCHEME = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
+ACTIVATION_SCHEME = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
 
 
 class Written(Struct, frozen=True, kw_only=True):
-    """How many linears were quantised, how many of them to four bits and not to eight, and the bytes of all weights
-    before and after."""
+    """The result: the number of quantised linears, how many of them have 4 instead of 8 bits, and the bytes of all
+    weights before and after."""
 
     linears: int
     four_bits: int
@@ -48,9 +51,11 @@ class Written(Struct, frozen=True, kw_only=True):
 def quantize_files(
     folder: Path, tasks: tuple[str, ...], quantization: Quantization, texts: Sequence[Sequence[int]] = ()
 ) -> Written:
-    """Replace the weights in ``folder`` (safetensors, config.json) by quantised ones; those of four bits by ``texts``
-    of token ids and what the model writes by itself. Links are broken, what they lead to stays as it is. Raises
-    ``PackagingError`` for a model without linears that can be."""
+    """Replace the weights in ``folder`` (safetensors, config.json) by quantised ones, those of 4 bits calibrated by
+    ``texts`` of token ids and by text that the model generates.
+
+    Links are replaced, their targets stay unchanged. Raises ``PackagingError`` for a model without linears to
+    quantise."""
     auto: Any = AutoModelForCausalLM
     if tasks == ("score",) or tasks == ("embeddings",):
         auto = AutoModelForSequenceClassification if tasks == ("score",) else AutoModel
@@ -62,7 +67,8 @@ def quantize_files(
     routed = {f"{prefix}{name}": weight for name, weight in _experts(body).items()}
     if not chosen:
         raise PackagingError(
-            f"quantize: {quantization!r} is of no use: {type(model).__name__} has no linears to quantise"
+            f"quantize: {quantization!r} is not allowed; expected None: {type(model).__name__} has no linear layers to"
+            " quantise"
         )
     for name, parameter in model.named_parameters():
         _check_finite(name, parameter)
@@ -72,7 +78,7 @@ def quantize_files(
         tensors |= {name: values.view_as(weight), f"{name}_scale": scale.view(*weight.shape[:-1], 1)}
     if quantization == "int4":
         grouped = [group for group in groups if all(weight_of(one).shape[1] % GROUP == 0 for one in group.values())]
-        with _beside_others(model) as look:
+        with _adaptive_waiting(model) as look:
             tensors |= _in_four_bits(model, grouped, texts, look)
     for name, module in chosen.items():
         if f"{name}.weight_packed" not in tensors:
@@ -88,19 +94,19 @@ def quantize_files(
     before = _size(folder)
     for old in (*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")):
         old.unlink()
-    save_torch_state_dict(tensors, folder, max_shard_size=SHARD, metadata={"format": "pt"})
+    save_torch_state_dict(tensors, folder, max_shard_size=MAX_SHARD_SIZE, metadata={"format": "pt"})
     _describe(folder, quantization, kinds, ignored, widths)
     for file in folder.glob("*.safetensors*"):
-        file.chmod((folder / "config.json").stat().st_mode & 0o777)  # the writer makes them private
-    stored_weights.load(auto, str(folder), torch.float32, "cpu")  # raises where it could not be served
+        file.chmod((folder / "config.json").stat().st_mode & 0o777)  # the writer gives them private permissions
+    stored_weights.load(auto, str(folder), torch.float32, "cpu")  # raises if it could not be served
     return Written(linears=count, four_bits=four_bits, bytes_before=before, bytes_after=_size(folder))
 
 
 def _in_four_bits(
     model: Any, groups: list[dict[str, nn.Module]], texts: Sequence[Sequence[int]], look: Callable[[], None]
 ) -> dict[str, torch.Tensor]:
-    """The tensors that linears are stored as, of groups that share an input; without those that bear it worst, so that
-    the rest cost no more than ``LOSS``."""
+    """Return the tensors of linears in 4 bits, by groups that share an input, without the most sensitive ones, so that
+    the others cost at most ``MAX_LOSS_NATS``."""
     texts = [*texts, *calibration.own_text(model)]
     names = {module: name for group in groups for name, module in group.items()}
     gradients = dict(zip(names, sensitivity.squared_gradients(model, list(names), texts), strict=True))
@@ -118,14 +124,14 @@ def _in_four_bits(
             parts = one.parts()
             made[-1] |= {f"{names[module]}.{part}": value for part, value in zip(PARTS, parts, strict=True)}
             costs[-1] += sensitivity.cost_of(StoredLinear(*parts).dense() - weight, products, gradients[module])
-    eight = sensitivity.worst(costs, sizes, LOSS)
+    eight = sensitivity.worst(costs, sizes, MAX_LOSS_NATS)
     return {name: value for i, tensors in enumerate(made) if i not in eight for name, value in tensors.items()}
 
 
 @contextlib.contextmanager
-def _beside_others(model: Any) -> Iterator[Callable[[], None]]:
-    """Calls of ``model``, and of what is given, look whether others run on the processors. While they do, torch's
-    threads do not spin: they would wait for each other for most of the time (docs/quantize.md)."""
+def _adaptive_waiting(model: Any) -> Iterator[Callable[[], None]]:
+    """Check at each call of ``model``, and of the function yielded, whether other processes use the CPUs. While they
+    do, torch's threads do not spin, since they would mostly wait for each other (docs/quantize.md)."""
     before = openmp.waiting.brief
     contention = Contention(lambda oversubscribed: openmp.waiting.set_brief(before or oversubscribed))
     hook = model.get_input_embeddings().register_forward_pre_hook(lambda *call: contention.look())
@@ -141,8 +147,8 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _linears(body: nn.Module) -> list[dict[str, nn.Module]]:
-    """Those that an engine which quantises at load would, by name, in groups that share an input: not the head, gates,
-    or what is read by others."""
+    """Return the linears that an engine which quantises at load would quantise, by name, in groups that share an input:
+    without the head, gates, and those that other modules read."""
     latent, _ = latent_attention.install(body)
     latent_attention.remove(body)
     found = []
@@ -154,7 +160,7 @@ def _linears(body: nn.Module) -> list[dict[str, nn.Module]]:
 
 
 def _experts(body: nn.Module) -> dict[str, torch.Tensor]:
-    """Weights [experts, N, K] of those that an engine which quantises at load would quantise, by name."""
+    """Return weights [experts, N, K] of the experts that an engine which quantises at load would quantise, by name."""
     return {
         f"{path}.{name}": getattr(module, name)
         for path, module in body.named_modules()
@@ -169,8 +175,8 @@ def _check_finite(name: str, weight: torch.Tensor) -> None:
 
 
 def _other_tensors(model: nn.Module, stored: set[str]) -> dict[str, torch.Tensor]:
-    """Those not in ``stored``, in the narrowest type that holds them exactly; of tied ones that which others are tied
-    to."""
+    """Return the tensors not in ``stored``, in the narrowest dtype that represents them exactly; of tied weights only
+    the owner's."""
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
     tensors: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
@@ -184,7 +190,7 @@ def _other_tensors(model: nn.Module, stored: set[str]) -> dict[str, torch.Tensor
 
 def _narrowed(value: torch.Tensor) -> torch.Tensor:
     if value.dtype == torch.float32:
-        for dtype in NARROW:
+        for dtype in NARROW_DTYPES:
             if torch.equal(value.to(dtype).float(), value):
                 return value.to(dtype)
     return value
@@ -199,7 +205,12 @@ def _describe(
     said: dict[str, Any] = {"quant_method": method, "format": form, "ignore": ignored}
     said["transform_config"] = stored_weights.transform_config(widths)
     if quantization == "int8":
-        group = {"targets": kinds, "weights": WEIGHTS, "input_activations": ACTIVATIONS, "output_activations": None}
+        group = {
+            "targets": kinds,
+            "weights": WEIGHT_SCHEME,
+            "input_activations": ACTIVATION_SCHEME,
+            "output_activations": None,
+        }
         said |= {"quantization_status": "compressed", "config_groups": {"group_0": group}}
     config["quantization_config"] = said
     file.unlink()

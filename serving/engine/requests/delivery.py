@@ -16,9 +16,9 @@ from ..beams.beam_group import BeamGroup
 from ..constraints.logits_processors import nothing_left
 from ..sampling.sampler import sample, score_prompt
 from ..scheduling.inflight import InflightRequests
-from ..scheduling.scheduler import Run
-from ..scheduling.sequence import NOTHING_LEFT, Place, Sampled, SequenceGroup, SequenceState
-from .finisher import Exits
+from ..scheduling.scheduler import ScheduledChunk
+from ..scheduling.sequence import NO_ALLOWED_TOKEN, Sampled, SamplePosition, SequenceGroup, SequenceState
+from .finisher import RequestFinisher
 
 
 class Delivery:
@@ -29,7 +29,7 @@ class Delivery:
         inflight: InflightRequests,
         scheduler: Any,
         cache: Any,
-        exits: Exits,
+        exits: RequestFinisher,
         add_member: Callable[[SequenceGroup, int], SequenceState],
     ) -> None:
         self._inflight = inflight
@@ -39,20 +39,22 @@ class Delivery:
         self._add_member = add_member
         self._began, self._batch_size = 0.0, 0  # of the step that is being delivered
 
-    def give_out(self, laid_out: Sequence[Run], logits: Any, over: Container[SequenceState], began: float) -> None:
-        """Score prompts, and sample at every place of each run (``Run.places``): 0 to n tokens per sequence.
+    def process_outputs(
+        self, laid_out: Sequence[ScheduledChunk], logits: Any, over: Container[SequenceState], began: float
+    ) -> None:
+        """Score prompts, and sample at every ``sample_positions`` of each chunk: 0 to n tokens per sequence.
 
-        ``logits`` [R, V] are those of ``laid_out``, one run after another. Sequences in ``over`` get no more tokens.
+        ``logits`` [R, V] are those of ``laid_out``, one chunk after another. Sequences in ``over`` get no more tokens.
         ``began`` is the time of the step's start (``time.monotonic``)."""
         self._began, self._batch_size = began, len(laid_out)
         rows: list[int] = []
-        places: list[Place] = []
-        shares: list[tuple[Run, int, int]] = []  # runs with the first and last of their places
+        places: list[SamplePosition] = []
+        shares: list[tuple[ScheduledChunk, int, int]] = []  # runs with the first and last of their places
         searches: dict[int, SequenceGroup] = {}  # groups whose beams all have their logits
         at = 0
         for run in laid_out:
             first, at = at, at + run.num_logits
-            here = run.places
+            here = run.sample_positions
             beams = run.sequence.group.beams
             if here and isinstance(beams, BeamGroup):
                 if beams.take(run.sequence, logits[at - 1]):
@@ -75,7 +77,7 @@ class Delivery:
         for group in searches.values():
             self._search(group)
 
-    def give_out_sampled(self, runs: Sequence[Run], sampled: Sequence[Sampled], began: float) -> None:
+    def process_sampled(self, runs: Sequence[ScheduledChunk], sampled: Sequence[Sampled], began: float) -> None:
         """Give each of ``runs`` its token, which was drawn on the device. ``began`` is the time of the step's start."""
         self._began, self._batch_size = began, len(runs)
         for run, one in zip(runs, sampled, strict=True):
@@ -89,14 +91,14 @@ class Delivery:
             if sequence.status != "running":  # a sibling failed the request in this very step
                 over.append(sequence)
                 continue
-            assert sequence.matching is not None
+            assert sequence.grammar_state is not None
             try:
-                if not sequence.matching.check():
+                if not sequence.grammar_state.check():
                     over.append(sequence)
                     self._exits.finish(sequence, "stop")
             except ServingError as error:
                 over.append(sequence)
-                self._exits.lose(sequence, error)
+                self._exits.fail_grammar(sequence, error)
         return frozenset(over)
 
     def follow(self, sequence: SequenceState, known: int, reason: StopReason | None) -> StopReason | None:
@@ -106,7 +108,7 @@ class Delivery:
         self._exits.count(sequence, sequence.num_tokens - before)
         return reason
 
-    def _read_prompt(self, run: Run, logits: Any) -> None:
+    def _read_prompt(self, run: ScheduledChunk, logits: Any) -> None:
         """Deliver what was asked about the prompt's tokens in ``run``."""
         sequence = run.sequence
         if sequence.context_row is not None:
@@ -116,7 +118,7 @@ class Delivery:
         if sequence.status == "running" and not sequence.reads_prompt and not sequence.generates:
             self._exits.finish(sequence, "length")
 
-    def _send_context(self, run: Run, logits: Any) -> None:
+    def _send_context(self, run: ScheduledChunk, logits: Any) -> None:
         sequence = run.sequence
         row, end = sequence.context_row, min(sequence.num_computed, sequence.num_prompt)
         assert row is not None
@@ -130,7 +132,7 @@ class Delivery:
         self._inflight.emit_logits(sequence, "context", row, wanted)
         sequence.context_row = end if end < sequence.num_prompt else None
 
-    def _score(self, run: Run, logits: Any) -> None:
+    def _score(self, run: ScheduledChunk, logits: Any) -> None:
         sequence = run.sequence
         scores = sequence.prompt_scores
         assert scores is not None
@@ -146,7 +148,7 @@ class Delivery:
         for index in beams.indexes if isinstance(beams, BeamGroup) else (sequence.index,):
             self._inflight.emit(self._inflight.of(sequence), PromptScored(index, tuple(scores)))
 
-    def _deliver_verified(self, run: Run, sampled: Sequence[Sampled], logits: Any) -> None:
+    def _deliver_verified(self, run: ScheduledChunk, sampled: Sequence[Sampled], logits: Any) -> None:
         """Give a sequence the tokens of a step with drafts. The KV of accepted drafts is already in the cache."""
         sequence, speculation = run.sequence, self._scheduler.speculation
         if sequence.status != "running":
@@ -173,11 +175,11 @@ class Delivery:
         if logits is not None:
             taken = logits[: sequence.num_tokens - before]
             self._inflight.emit_logits(sequence, "generation", before - sequence.num_prompt, taken)
-        if sequence.matching is not None:
+        if sequence.grammar_state is not None:
             try:
                 reason = self.follow(sequence, before, reason)
             except ServingError as error:
-                self._exits.lose(sequence, error)
+                self._exits.fail_grammar(sequence, error)
                 return
         if reason is not None:
             self._exits.finish(sequence, reason)
@@ -191,7 +193,7 @@ class Delivery:
             self._deliver(sequence, sampled[:at], logits)
         if sequence.status != "running":
             return
-        if sampled[at].token_id == NOTHING_LEFT:
+        if sampled[at].token_id == NO_ALLOWED_TOKEN:
             self._exits.fail(self._inflight.of(sequence), nothing_left(sequence.sampling))
         else:
             self._exits.fail_not_finite(sequence)
@@ -213,7 +215,7 @@ class Delivery:
             if group.sampling.grammar is None:
                 self._exits.fail(self._inflight.of(first), error)
             else:
-                self._exits.lose(first, error)
+                self._exits.fail_grammar(first, error)
             return
         for beam in made:
             self._scheduler.add(beam)

@@ -1,4 +1,4 @@
-"""How requests leave the engine: either each sequence finishes, or the request fails. Both clean up after it."""
+"""The ways in which requests leave the engine: each sequence finishes, or the request fails. Both clean up."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from .embedding_queue import EmbeddingQueue
 logger = logging.getLogger(__name__)
 
 
-class Exits:
-    """Removes requests from the parts of the engine that hold them.
+class RequestFinisher:
+    """Removes finished and failed requests from all parts of the engine.
 
     ``scheduler`` and ``cache`` are None if the engine generates no text. ``generated`` counts the tokens given to
     requests, ``generated_provisioned`` those given to provisioned ones."""
@@ -54,14 +54,16 @@ class Exits:
         self._inflight.finish_search(group, texts)
 
     def fail(self, inflight: InflightRequest, error: ServingError) -> None:
+        """Fail a request: finish all of its sequences and remove it from the engine."""
         for sequence in inflight.unfinished:
             self._scheduler.finish(sequence, keep=False)
         self._embeddings.drop(inflight.request.request_id)
         self._grammars.forget(inflight.request.request_id)
         self._inflight.fail(inflight, error)
 
-    def lose(self, sequence: SequenceState, error: ServingError) -> None:
-        """Fail the request of a sequence that cannot go on within its grammar; the next request compiles it again."""
+    def fail_grammar(self, sequence: SequenceState, error: ServingError) -> None:
+        """Fail the request of a sequence that cannot continue within its grammar; the next request compiles the grammar
+        again."""
         inflight = self._inflight.of(sequence)
         logger.warning("request %s: %s", inflight.request.request_id, error.logged)
         assert sequence.sampling.grammar is not None

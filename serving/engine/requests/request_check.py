@@ -1,4 +1,4 @@
-"""What an engine takes on: a request is checked against the loaded model before anything is kept of it."""
+"""Validation of requests against the loaded model, before the engine stores anything of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NO_GRAMMARS = "nothing: this engine has no structured output"
 
 
 def check_request(request: ValidRequest, info: EngineInfo) -> None:
-    """Raises ``InvalidField`` or ``ContextTooLong`` for what the model of ``info`` cannot run."""
+    """Check a request. Raises ``InvalidField`` or ``ContextTooLong`` for what the model of ``info`` cannot run."""
     embeds = request.task in POOLED
     generates = not POOLED.issuperset(info.tasks)
     if request.task not in info.tasks and (embeds or not generates):
@@ -45,8 +45,8 @@ def check_request(request: ValidRequest, info: EngineInfo) -> None:
     if request.prompt_table is not None and not info.capabilities.prompt_tables:
         raise InvalidField("prompt_embedding_table", "a table", "null: this engine takes no prompt tables")
     _check_pictures(request, info)
-    room = info.max_model_len if embeds else info.max_kv_tokens
-    most = room - (request.sampling is not None and request.sampling.max_tokens > 0)
+    max_total = info.max_model_len if embeds else info.max_kv_tokens
+    max_prompt = max_total - (request.sampling is not None and request.sampling.max_tokens > 0)
     virtual = (
         sum(one.num_tokens for one in request.pictures)
         if request.prompt_table is None
@@ -56,7 +56,9 @@ def check_request(request: ValidRequest, info: EngineInfo) -> None:
         named = "messages" if request.pictures else "prompt_embedding_table"
         raise InvalidField(named, "tokens that are no words", "none where the prompt is scored")
     for sequence in request.sequences:
-        _check_tokens(sequence.prompt_token_ids, sequence.resumed_token_ids, info.vocab_size, virtual, room, most)
+        _check_tokens(
+            sequence.prompt_token_ids, sequence.resumed_token_ids, info.vocab_size, virtual, max_total, max_prompt
+        )
 
 
 def _check_pictures(request: ValidRequest, info: EngineInfo) -> None:
@@ -73,7 +75,7 @@ def _check_pictures(request: ValidRequest, info: EngineInfo) -> None:
 
 
 def _check_lists(sampling: Sampling, vocab_size: int) -> None:
-    """What ``tasks.token_lists`` makes of a request fits this model."""
+    """Check that the lists made by ``tasks.token_lists`` fit this model."""
     for field in ("bad_words", "stop_sequences"):
         for run in getattr(sampling, field):
             if not run or min(run) < 0 or max(run) >= vocab_size:
@@ -95,7 +97,7 @@ def _check_draft(draft: DraftTokens, vocab_size: int) -> None:
 
 
 def with_learned_prompt(request: ValidRequest, num_learned: int, info: EngineInfo) -> ValidRequest:
-    """``request`` with the virtual tokens of its adapter before each prompt. Raises ``InvalidField``,
+    """Return ``request`` with the virtual tokens of its adapter before each prompt. Raises ``InvalidField`` and
     ``ContextTooLong``."""
     assert request.sampling is not None
     allowed = f"null with adapter {request.adapter!r}, which has learned a prompt of its own"
@@ -112,20 +114,22 @@ def with_learned_prompt(request: ValidRequest, num_learned: int, info: EngineInf
     if request.sampling.context_logits:
         raise InvalidField("return_context_logits", True, allowed.replace("null", "false"))
     learned = tuple(range(info.vocab_size, info.vocab_size + num_learned))
-    most = info.max_kv_tokens - (request.sampling.max_tokens > 0)
+    max_prompt = info.max_kv_tokens - (request.sampling.max_tokens > 0)
     sequences = []
     for sequence in request.sequences:
         ids = learned + sequence.prompt_token_ids
-        if len(ids) > most or len(ids) + len(sequence.resumed_token_ids) > info.max_kv_tokens:
-            message = f"the prompt has {len(ids)} tokens, {num_learned} of them its adapter's; this model takes {most}"
+        if len(ids) > max_prompt or len(ids) + len(sequence.resumed_token_ids) > info.max_kv_tokens:
+            message = (
+                f"the prompt has {len(ids)} tokens, {num_learned} of them its adapter's; this model takes {max_prompt}"
+            )
             raise ContextTooLong(message, param="prompt")
         sequences.append(msgspec.structs.replace(sequence, prompt_token_ids=ids))
     return msgspec.structs.replace(request, sequences=tuple(sequences))
 
 
 def check_beams(request: ValidRequest, info: EngineInfo, num_kv_tokens: int, block_size: int = 1) -> None:
-    """Raises ``InvalidField`` for a search that this engine could never run: all of its beams run at once, within
-    ``num_kv_tokens``, each in whole blocks of ``block_size``."""
+    """Check a beam search. Raises ``InvalidField`` if this engine could never run it: all of its beams run at once,
+    within ``num_kv_tokens``, each in whole blocks of ``block_size``."""
     assert request.sampling is not None
     beams = request.sampling.beams
     assert beams is not None
@@ -133,28 +137,28 @@ def check_beams(request: ValidRequest, info: EngineInfo, num_kv_tokens: int, blo
         allowed = "null with beam search: this model has no tokenizer to look for texts with"
         raise InvalidField("stop", list(request.stop), allowed)
     if not request.n <= beams.width <= min(info.max_num_seqs, info.vocab_size):
-        most = min(info.max_num_seqs, info.vocab_size)
-        raise InvalidField(beams.field, beams.width, f"an integer in [n ({request.n}), {most}]")
+        limit = min(info.max_num_seqs, info.vocab_size)
+        raise InvalidField(beams.field, beams.width, f"an integer in [n ({request.n}), {limit}]")
     if beams.num_groups < 1 or beams.width % beams.num_groups:
         raise InvalidField("num_beam_groups", beams.num_groups, f"a divisor of the beam width, {beams.width}")
     for sequence in request.sequences:
         length = min(len(sequence.prompt_token_ids) + request.sampling.max_tokens, info.max_kv_tokens)
         taken = -(-length // block_size) * block_size
         if taken * beams.width > num_kv_tokens:
-            most = num_kv_tokens // taken
-            raise InvalidField(beams.field, beams.width, f"at most {most}: so many texts of {length} tokens fit")
+            limit = num_kv_tokens // taken
+            raise InvalidField(beams.field, beams.width, f"at most {limit}: so many texts of {length} tokens fit")
 
 
 def _check_tokens(
-    prompt: tuple[int, ...], resumed: tuple[int, ...], vocab_size: int, virtual: int, room: int, most: int
+    prompt: tuple[int, ...], resumed: tuple[int, ...], vocab_size: int, virtual: int, max_total: int, max_prompt: int
 ) -> None:
-    """``virtual``: ids of the prompt after the vocabulary's. ``most``: tokens of the prompt; ``room``: what is resumed
-    included."""
+    """Check the tokens of a sequence. ``virtual``: the number of its prompt's ids after the vocabulary. ``max_prompt``
+    limits the prompt, ``max_total`` prompt and resumed tokens together."""
     if not prompt:
         raise InvalidField("prompt", "", "at least one token")
     ids = prompt + resumed
     if max(ids) >= vocab_size + virtual or min(ids) < 0 or max(resumed, default=0) >= vocab_size:
         raise InvalidField("prompt", max(ids), f"token ids from 0 to {vocab_size + virtual - 1}")
-    if len(prompt) > most or len(ids) > room:
-        message = f"the prompt has {len(ids)} tokens; this model takes at most {room} in all"
+    if len(prompt) > max_prompt or len(ids) > max_total:
+        message = f"the prompt has {len(ids)} tokens; this model takes at most {max_total} in all"
         raise ContextTooLong(message, param="prompt")

@@ -20,7 +20,7 @@ BLOCK = 1024  # tokens that one program compares
 
 def is_offered(device: Any) -> bool:
     """Whether times can be made on this device."""
-    return triton_support.on(device)
+    return triton_support.enabled(device)
 
 
 def exponentials(seeds: Sequence[int], positions: Sequence[int], size: int, device: Any) -> Any:

@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..scheduling.sequence import Place
+from ..scheduling.sequence import SamplePosition
 from .randomness import exponentials, uniforms
 
 
-def is_drafted(place: Place) -> bool:
+def is_drafted(place: SamplePosition) -> bool:
     """Whether rejection sampling draws the token at ``place``. A greedy token is the same either way."""
     draft = place.sampling.draft
     if draft is None or draft.logits is None or place.sampling.temperature == 0.0:
@@ -31,7 +31,7 @@ def is_drafted(place: Place) -> bool:
     return count < len(draft.token_ids) and tuple(place.output.tolist()) == draft.token_ids[:count]
 
 
-def draft_of(place: Place) -> tuple[int, Any]:
+def draft_of(place: SamplePosition) -> tuple[int, Any]:
     """The draft at a place that has one, and the distribution that it was drawn from, float64 [V]."""
     draft = place.sampling.draft
     assert draft is not None

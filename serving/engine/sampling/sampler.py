@@ -1,15 +1,14 @@
-"""Sampling by a Gumbel-max race: from logits to tokens, each sequence by its own parameters and random numbers.
+"""Sampling by a Gumbel-max race: from logits to tokens, each sequence with its own parameters and random numbers.
 
-The order is: embedding bias, penalties, logit bias, what bad words and repeated n-grams forbid, min_tokens, the
-grammar's mask, temperature, top_k, top_p, min_p, typical_p, then the race: token t arrives at a time drawn from the
-exponential distribution with its probability as the rate, and the first one wins.
-That is the Gumbel-max trick (Gumbel 1954; Maddison, Tarlow and Minka 2014, "A* Sampling") with -log(time) as the Gumbel
-noise: a token wins with its probability. The times come from (seed, position, t). Logits may differ in their last bits
-with what else is in the batch; in a race that matters only where two tokens arrive together, while cumulated
-probabilities would shift every unlikely token after the first difference. Which algorithm a row takes depends on its
-own parameters alone, so a sequence samples the same alone and in a batch. Where our own kernels run, native/sampler.h
-draws the same winners; on CUDA ``device_race``, of the same random bits.
-"""
+The order is: embedding bias, penalties, logit bias, bad words and repeated n-grams, min_tokens, the grammar's mask,
+temperature, top_k, top_p, min_p, typical_p, then the race: token t arrives at a time drawn from the exponential
+distribution with its probability as the rate, and the first one wins. That is the Gumbel-max trick (Gumbel 1954;
+Maddison, Tarlow and Minka 2014, "A* Sampling") with -log(time) as the Gumbel noise: a token wins with its probability.
+The times are a function of (seed, position, t). Logits may differ in their last bits with the rest of the batch; in a
+race that matters only if two tokens arrive together, while with cumulative probabilities every unlikely token after the
+first difference would shift. The algorithm of a row depends only on its own parameters, so a sequence samples the same
+alone and in a batch. The native kernels (native/sampler.h) and, on CUDA, ``device_race`` draw the same winners from the
+same random bits."""
 
 from __future__ import annotations
 
@@ -24,19 +23,19 @@ from ...interface.request import Sampling
 from ..constraints.grammar_state import unpacked
 from ..devices.transfers import to_device, upload_values
 from ..native import sampler as native
-from ..scheduling.sequence import NOTHING_LEFT, Place, Sampled
+from ..scheduling.sequence import NO_ALLOWED_TOKEN, Sampled, SamplePosition
 from . import device_sampling
 from .randomness import exponentials
 from .rejection_sampling import draft_of, is_drafted
 from .rejection_sampling import draw as draw_drafted
 
-CANDIDATES = 1024  # tokens looked at before a row with top_p is sorted whole
-UNDECIDED = -3  # in place of a token, where the row has to be sorted first
+MAX_TRUNCATED_CANDIDATES = 1024  # top tokens considered before a row with top_p is fully sorted
+NEEDS_FULL_SORT = -3  # in place of a token, if the row has to be fully sorted first
 
 
-def sample(logits: Any, sequences: Sequence[Place]) -> list[Sampled]:
-    """One token for each row of ``logits`` [B, V], which belong to ``sequences`` [B], with the log probabilities that
-    they want; does not change ``logits``."""
+def sample(logits: Any, sequences: Sequence[SamplePosition]) -> list[Sampled]:
+    """Sample one token for each row of ``logits`` [B, V], which belong to ``sequences`` [B], with the requested log
+    probabilities; ``logits`` is not changed."""
     tokens = choose(logits, sequences)
     result = [Sampled(t) for t in tokens]
     wanted = [i for i, s in enumerate(sequences) if s.sampling.logprobs is not None and tokens[i] >= 0]
@@ -48,8 +47,8 @@ def sample(logits: Any, sequences: Sequence[Place]) -> list[Sampled]:
     return result
 
 
-def choose(logits: Any, sequences: Sequence[Place]) -> list[int]:
-    """One token id for each row of ``logits``, -1 where they are not finite."""
+def choose(logits: Any, sequences: Sequence[SamplePosition]) -> list[int]:
+    """Return one token id for each row of ``logits``, -1 if they are not finite."""
     tokens = _largest(logits)
     special = [i for i, s in enumerate(sequences) if tokens[i] >= 0 and not _is_settled(tokens[i], s)]
     if special and native.can_draw(logits):
@@ -67,7 +66,7 @@ def choose(logits: Any, sequences: Sequence[Place]) -> list[int]:
 
 
 def _largest(logits: Any) -> list[int]:
-    """The token of each row's largest logit, -1 where that is not finite."""
+    """Return the token with each row's largest logit, -1 if that is not finite."""
     if native.can_draw(logits):
         return native.largest(logits)
     best, token_ids = logits.max(-1)
@@ -75,25 +74,26 @@ def _largest(logits: Any) -> list[int]:
     return tokens
 
 
-def _is_settled(largest: int, sequence: Place) -> bool:
-    """Whether the token of the largest logit is the one: a stop that may not come yet changes no other's."""
+def _is_settled(largest: int, sequence: SamplePosition) -> bool:
+    """Return whether the token with the largest logit is the result. A stop token that may not come yet does not change
+    any other token's logit."""
     p = sequence.sampling
-    if p.temperature != 0.0 or p.grammar is not None or _is_weighed(sequence):
+    if p.temperature != 0.0 or p.grammar is not None or _has_logit_changes(sequence):
         return False
     return not _forbids_stops(sequence) or largest not in p.stop_token_ids
 
 
-def is_adjusted(sequence: Place) -> bool:
-    """Whether ``adjust`` changes its logits."""
-    return _is_weighed(sequence) or _forbids_stops(sequence)
+def is_adjusted(sequence: SamplePosition) -> bool:
+    """Return whether ``adjust`` changes the logits of a sequence."""
+    return _has_logit_changes(sequence) or _forbids_stops(sequence)
 
 
-def _forbids_stops(sequence: Place) -> bool:
+def _forbids_stops(sequence: SamplePosition) -> bool:
     p = sequence.sampling
     return p.min_tokens > 0 and bool(p.stop_token_ids) and not sequence.stop_rule.may_stop(sequence.num_generated + 1)
 
 
-def _is_weighed(sequence: Place) -> bool:
+def _has_logit_changes(sequence: SamplePosition) -> bool:
     p = sequence.sampling
     return (
         p.repetition_penalty != 1.0
@@ -104,46 +104,47 @@ def _is_weighed(sequence: Place) -> bool:
     )
 
 
-def _is_drawn_natively(sequence: Place) -> bool:
+def _is_drawn_natively(sequence: SamplePosition) -> bool:
     p = sequence.sampling
     return p.draft is None or not is_drafted(sequence)
 
 
-def _draw_rows(logits: Any, rows: Sequence[int], sequences: Sequence[Place]) -> list[int]:
-    """Natively, from logits that nothing changes but a mask."""
+def _draw_rows(logits: Any, rows: Sequence[int], sequences: Sequence[SamplePosition]) -> list[int]:
+    """Draw natively, from logits that only a mask changes."""
     chosen = [sequences[i] for i in rows]
-    masks = [None if s.matching is None else s.matching.allowed for s in chosen]
+    masks = [None if s.grammar_state is None else s.grammar_state.allowed for s in chosen]
     seeds, positions = [s.seed for s in chosen], [s.num_tokens for s in chosen]
     return native.draw_rows(logits, rows, [s.sampling for s in chosen], seeds, positions, masks)
 
 
-def score_prompt(logits: Any, start: int, sequence: Place) -> list[TokenLogprob]:
-    """Log probabilities of the prompt's tokens that the rows ``logits``, positions from ``start`` on, predict."""
+def score_prompt(logits: Any, start: int, sequence: SamplePosition) -> list[TokenLogprob]:
+    """Return the log probabilities of the prompt tokens that the rows ``logits``, positions from ``start`` on,
+    predict."""
     following = sequence.tokens[start + 1 : min(start + 1 + len(logits), sequence.num_prompt)].tolist()
     k = sequence.sampling.prompt_logprobs or 0
     return logprobs(logits[: len(following)], following, [k] * len(following)) if following else []
 
 
 def logprobs(logits: Any, token_ids: Sequence[int], counts: Sequence[int]) -> list[TokenLogprob]:
-    """Of the unchanged distribution; ``counts`` is how many of the best to name beside each token."""
+    """Return log probabilities before penalties; ``counts`` is how many of the top tokens to list for each row."""
     scores = torch.log_softmax(logits.float(), dim=-1)
     own = scores.gather(1, torch.tensor(token_ids, device=scores.device)[:, None])[:, 0].tolist()
-    most = min(max(counts), scores.shape[-1])
-    if not most:
+    max_count = min(max(counts), scores.shape[-1])
+    if not max_count:
         return [TokenLogprob(t, p) for t, p in zip(token_ids, own, strict=True)]
-    values, ids = scores.topk(most, dim=-1)
+    values, ids = scores.topk(max_count, dim=-1)
     tops = [
         tuple(zip(i[:n], v[:n], strict=True)) for i, v, n in zip(ids.tolist(), values.tolist(), counts, strict=True)
     ]
     return [TokenLogprob(t, p, top) for t, p, top in zip(token_ids, own, tops, strict=True)]
 
 
-def _sample_rows(logits: Any, sequences: Sequence[Place]) -> list[int]:
+def _sample_rows(logits: Any, sequences: Sequence[SamplePosition]) -> list[int]:
     adjust(logits, sequences)
     restrict(logits, sequences)
-    stuck = _stuck(logits, sequences)
-    if stuck:
-        logits[stuck] = 0.0  # any numbers that can be drawn from
+    masked_rows = _fully_masked(logits, sequences)
+    if masked_rows:
+        logits[masked_rows] = 0.0  # any values that can be sampled from
     tokens: list[int] = [0] * len(sequences)
     kinds: dict[str, list[int]] = {}
     for i, sequence in enumerate(sequences):
@@ -153,13 +154,13 @@ def _sample_rows(logits: Any, sequences: Sequence[Place]) -> list[int]:
         drawn = _draw(kind, some, [sequences[i] for i in rows])
         for i, token in zip(rows, drawn, strict=True):
             tokens[i] = token
-    for i in stuck:
-        tokens[i] = NOTHING_LEFT
+    for i in masked_rows:
+        tokens[i] = NO_ALLOWED_TOKEN
     return tokens
 
 
-def _stuck(logits: Any, sequences: Sequence[Place]) -> list[int]:
-    """Rows of ``logits`` in which nothing is left that may come."""
+def _fully_masked(logits: Any, sequences: Sequence[SamplePosition]) -> list[int]:
+    """Return the rows of ``logits`` in which all tokens are masked."""
     rows = [i for i, sequence in enumerate(sequences) if sequence.processors is not None]
     if not rows:
         return []
@@ -167,7 +168,7 @@ def _stuck(logits: Any, sequences: Sequence[Place]) -> list[int]:
     return [i for i, is_dead in zip(rows, dead, strict=True) if is_dead]
 
 
-def _kind(sequence: Place) -> str:
+def _kind(sequence: SamplePosition) -> str:
     p = sequence.sampling
     if p.temperature == 0.0:
         return "greedy"
@@ -178,7 +179,7 @@ def _kind(sequence: Place) -> str:
     return "truncated" if p.top_k > 0 or p.top_p < 1.0 else "whole"
 
 
-def _draw(kind: str, logits: Any, sequences: Sequence[Place]) -> list[int]:
+def _draw(kind: str, logits: Any, sequences: Sequence[SamplePosition]) -> list[int]:
     if kind == "greedy":
         greedy: list[int] = logits.argmax(-1).tolist()
         return greedy
@@ -190,23 +191,23 @@ def _draw(kind: str, logits: Any, sequences: Sequence[Place]) -> list[int]:
     if native.can_draw(logits):
         return native.draw(logits, parameters, seeds, positions)
     tokens: list[int] = _race_rows(kind, logits, parameters, seeds, positions).tolist()
-    for i in [i for i, token in enumerate(tokens) if token == UNDECIDED]:
+    for i in [i for i, token in enumerate(tokens) if token == NEEDS_FULL_SORT]:
         tokens[i] = _draw_sorted(logits[i : i + 1], parameters[i], seeds[i], positions[i])
     return tokens
 
 
-def is_drawn_unread(sequence: Place) -> bool:
-    """Whether ``draw_unread`` draws the tokens of a sequence: by logits, seed, position and parameters alone, and with
-    nothing else to be told of them."""
+def is_drawn_unread(sequence: SamplePosition) -> bool:
+    """Return whether ``draw_unread`` supports a sequence: its tokens depend only on logits, seed, position and
+    parameters, and nothing else about them is requested."""
     p = sequence.sampling
     if p.grammar is not None or p.draft is not None or p.logprobs is not None or p.generation_logits:
         return False
     return not is_adjusted(sequence)
 
 
-def draw_unread(logits: Any, sequences: Sequence[Place], positions: Sequence[int]) -> Any:
-    """What ``choose`` gives, int64 [B] on the device of ``logits`` [B, V], without waiting for it; ``UNDECIDED`` where
-    only ``choose`` can tell. ``positions`` are those of the tokens."""
+def draw_unread(logits: Any, sequences: Sequence[SamplePosition], positions: Sequence[int]) -> Any:
+    """Return what ``choose`` returns, int64 [B] on the device of ``logits`` [B, V], without waiting for it;
+    ``NEEDS_FULL_SORT`` where only ``choose`` can tell. ``positions`` are those of the tokens."""
     best, tokens = logits.max(-1)
     kinds: dict[str, list[int]] = {}
     for i, sequence in enumerate(sequences):
@@ -228,7 +229,8 @@ def draw_unread(logits: Any, sequences: Sequence[Place], positions: Sequence[int
 def _race_rows(
     kind: str, logits: Any, parameters: Sequence[Sampling], seeds: Sequence[int], positions: Sequence[int]
 ) -> Any:
-    """Tokens int64 [B] on the device of ``logits`` float32 [B, V], ``UNDECIDED`` where "truncated" has to be sorted."""
+    """Return tokens int64 [B] on the device of ``logits`` float32 [B, V], ``NEEDS_FULL_SORT`` for "truncated" rows that
+    have to be fully sorted."""
     if device_sampling.is_offered(logits.device) and kind == "whole":
         return device_sampling.race(logits, parameters, seeds, positions)
     times = _times(seeds, positions, logits)
@@ -248,9 +250,9 @@ def _times(seeds: Sequence[int], positions: Sequence[int], like: Any) -> Any:
 
 
 def _draw_truncated(logits: Any, parameters: Sequence[Sampling], times: Any) -> Any:
-    """Works on the best ``CANDIDATES``; ``UNDECIDED`` are rows for which these are not enough."""
+    """Draw from the best ``MAX_TRUNCATED_CANDIDATES``; return ``NEEDS_FULL_SORT`` for rows that need more."""
     V = logits.shape[-1]
-    width = min(V, max([CANDIDATES, *(p.top_k for p in parameters if p.top_k < V)]))
+    width = min(V, max([MAX_TRUNCATED_CANDIDATES, *(p.top_k for p in parameters if p.top_k < V)]))
     values, ids = logits.topk(width, dim=-1)
     totals = torch.logsumexp(logits, -1, keepdim=True)
     tokens = ids.gather(1, race(truncate(values, totals, parameters), times.gather(1, ids))[:, None])[:, 0]
@@ -258,11 +260,11 @@ def _draw_truncated(logits: Any, parameters: Sequence[Sampling], times: Any) -> 
     if width == V or not any(wanted):
         return tokens
     reached = torch.exp(values - totals).sum(-1).double()
-    return torch.where(reached < upload_values(wanted, torch.float64, logits.device), UNDECIDED, tokens)
+    return torch.where(reached < upload_values(wanted, torch.float64, logits.device), NEEDS_FULL_SORT, tokens)
 
 
 def _draw_sorted(logits: Any, parameters: Sampling, seed: int, position: int) -> int:
-    """Of a row [1, V] that is sorted whole."""
+    """Draw from a row [1, V] by a full sort."""
     times = _times([seed], [position], logits)
     logits = logits / parameters.temperature
     whole, order = logits.sort(-1, descending=True)
@@ -271,14 +273,13 @@ def _draw_sorted(logits: Any, parameters: Sampling, seed: int, position: int) ->
 
 
 def truncate(values: Any, totals: Any, parameters: Sequence[Sampling]) -> Any:
-    """Probabilities [B, N] (not summing to one) of logits sorted in descending order after top_k, top_p and min_p.
+    """Return probabilities [B, N] (not summing to one) of logits in descending order after top_k, top_p and min_p.
 
-    ``totals`` [B, 1] is the logarithm of the whole row's sum; where top_k cuts, the rest counts as all there is.
-    """
+    ``totals`` [B, 1] is the log of the whole row's sum; if top_k truncates, the remaining tokens count as the whole."""
     width = values.shape[-1]
     place = torch.arange(width, device=values.device)
-    most = [[p.top_k if 0 < p.top_k < width else width] for p in parameters]
-    top_k = upload_values(most, torch.int64, values.device)
+    limits = [[p.top_k if 0 < p.top_k < width else width] for p in parameters]
+    top_k = upload_values(limits, torch.int64, values.device)
     limited = upload_values([[p.top_k > 0] for p in parameters], torch.bool, values.device)
     weights = torch.exp(values.double() - totals.double()).masked_fill(place >= top_k, 0.0)
     weights = torch.where(limited, weights / weights.sum(-1, keepdim=True), weights)
@@ -294,8 +295,10 @@ def _draw_typical(logits: Any, parameters: Sequence[Sampling], times: Any) -> An
 
 
 def _typical(logits: Any, parameters: Sequence[Sampling]) -> tuple[Any, Any]:
-    """Locally typical sampling (Meister et al. 2022): tokens whose surprise is nearest to the entropy come first.
-    Probabilities [B, V] in that order, after top_k, top_p and min_p too, and the tokens that they are of."""
+    """Apply locally typical sampling (Meister et al. 2022), which orders tokens by how close their surprise is to the
+    entropy.
+
+    Return probabilities [B, V] in that order, after top_k, top_p and min_p too, and their tokens."""
     totals = torch.logsumexp(logits, -1, keepdim=True)
     values, ids = logits.sort(-1, descending=True)
     weights = truncate(values, totals, parameters)
@@ -311,7 +314,8 @@ def _typical(logits: Any, parameters: Sequence[Sampling]) -> tuple[Any, Any]:
 
 
 def distribution(logits: Any, parameters: Sequence[Sampling]) -> Any:
-    """What tokens are drawn from, whatever the parameters: probabilities float64 [B, V] that sum to one."""
+    """Return the distribution that tokens are sampled from with these parameters: float64 [B, V], each row summing to
+    one."""
     weights, ids = _typical(logits / _column(parameters, "temperature", logits), parameters)
     found = torch.zeros_like(weights).scatter_(1, ids, weights)
     return found / found.sum(-1, keepdim=True)
@@ -325,10 +329,9 @@ def _min_p(weights: Any, parameters: Sequence[Sampling]) -> Any:
 
 
 def race(weights: Any, times: Any) -> Any:
-    """Winners [B]: the place with the earliest arrival, time over weight; never one of weight 0.
+    """Return the winners [B]: the index with the smallest ratio of time to weight; never one of weight 0.
 
-    ``weights`` [B, N] need not sum to one; ``times`` [B, N] are drawn at rate one.
-    """
+    ``weights`` [B, N] need not sum to one; ``times`` [B, N] have rate one."""
     return (weights / times).argmax(-1)
 
 
@@ -336,12 +339,12 @@ def _column(parameters: Sequence[Sampling], name: str, like: Any) -> Any:
     return upload_values([[getattr(p, name)] for p in parameters], like.dtype, like.device)
 
 
-def adjust(logits: Any, sequences: Sequence[Place]) -> None:
-    """Biases, penalties, bad words, repeated n-grams and min_tokens on ``logits`` [B, V], in place.
+def adjust(logits: Any, sequences: Sequence[SamplePosition]) -> None:
+    """Apply biases, penalties, bad words, repeated n-grams and min_tokens to ``logits`` [B, V], in place.
 
-    The repetition penalty is CTRL's (Keskar et al. 2019) over prompt and output, as transformers, vLLM and TensorRT-LLM
-    have it; presence and frequency penalties are OpenAI's, over the output alone, or TensorRT-LLM's, over both. Tokens
-    of a prompt that are behind the vocabulary are no words (``request.PromptTable``)."""
+    The repetition penalty is CTRL's (Keskar et al. 2019) over prompt and output, as in transformers, vLLM and
+    TensorRT-LLM; presence and frequency penalties are OpenAI's, over the output alone, or TensorRT-LLM's, over both.
+    Prompt ids after the vocabulary (``request.PromptTable``) are ignored."""
     V = logits.shape[-1]
     for i, sequence in enumerate(sequences):
         p, processors = sequence.sampling, sequence.processors
@@ -364,14 +367,14 @@ def adjust(logits: Any, sequences: Sequence[Place]) -> None:
             logits[i, _index(forbidden[forbidden < V], logits)] = float("-inf")
         if _forbids_stops(sequence):
             stops = [t for t in p.stop_token_ids if 0 <= t < logits.shape[-1]]
-            if sequence.matching is not None:
-                stops = list(sequence.matching.stops_to_forbid(stops))
+            if sequence.grammar_state is not None:
+                stops = list(sequence.grammar_state.stops_to_forbid(stops))
             logits[i, _index(np.array(stops, dtype=np.int64), logits)] = float("-inf")
 
 
-def restrict(logits: Any, sequences: Sequence[Place]) -> None:
-    """The masks of grammars on ``logits`` [B, V], in place: what is not allowed gets no probability."""
-    masked = [(i, s.matching.allowed) for i, s in enumerate(sequences) if s.matching is not None]
+def restrict(logits: Any, sequences: Sequence[SamplePosition]) -> None:
+    """Apply the grammars' masks to ``logits`` [B, V], in place: forbidden tokens get no probability."""
+    masked = [(i, s.grammar_state.allowed) for i, s in enumerate(sequences) if s.grammar_state is not None]
     if masked:
         rows, masks = zip(*masked, strict=True)
         allowed = torch.from_numpy(unpacked(np.stack(masks), logits.shape[-1])).to(logits.device)

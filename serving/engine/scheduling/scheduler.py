@@ -1,15 +1,15 @@
-"""Continuous batching: which tokens the next forward runs.
+"""Continuous batching: decides which tokens the next forward computes.
 
-Each step: decode first, one token of every sequence that has its prompt, then chunked prefill up to
+Each step: decodes first, one token of every sequence whose prompt is complete, then chunked prefill up to
 ``max_num_batched_tokens``. Sequences start in order of priority, fairly between tenants and in order of arrival within
-one (``fair_queue``), as far as slots and memory for their whole prompt allow. Of prompts that have started the one with
-least left goes first, so that they end one after the other rather than all of them late; the one that started first has
-a share of the step whatever comes after it. When memory runs out, the sequences that started last are preempted and
+one (``fair_queue``), as far as slots and memory for their whole prompt allow. Among started prompts, the one with the
+fewest remaining tokens goes first, so that they complete one after the other instead of all of them late; the one that
+started first is guaranteed a share of the step. When memory runs out, the sequences that started last are preempted and
 start again later (their tokens are kept, only KV is recomputed).
 
-While provisioned sequences are there, a step is made of them alone in just that way. The others are best effort: they
-get the time that ``best_effort.BestEffortBudget`` allows beside it, in order of arrival, and give up slots and memory.
-"""
+While there are provisioned sequences, a step is made of them alone in just that way. The others are best effort: they
+get the time that ``best_effort.BestEffortBudget`` allows beside them, in order of arrival, and give up slots and
+memory."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from itertools import chain
 from ..attention.kv_cache import KVCache
 from .batch_invariance import whole_pieces
 from .fair_queue import FairQueue
-from .sequence import SHARED, Place, SequenceGroup, SequenceState, WaitReason
-from .speculation import ROWS, DraftedPlace, Speculation
+from .sequence import BLOCKS_LATER, SamplePosition, SequenceGroup, SequenceState, WaitReason
+from .speculation import MAX_STEP_ROWS, DraftedPosition, Speculation
 from .step_time_budget import BestEffortBudget, StepLoad
 
-FORWARD = 32  # tokens that a grammar has decided, computed in a step beside one for every other sequence
-SHARES = 4  # one of so many, of the prefill part of a step, is for the prompt that started first
-MATCHES_PER_STEP = 16  # prompts compared with the prefix cache in one step: bounds the time a queue costs
+MAX_FORCED_TOKENS_PER_STEP = 32  # tokens forced by a grammar that a sequence computes beside its next one
+OLDEST_PREFILL_SHARE = 1 / 4  # part of a step's prefill tokens that is guaranteed to the prompt that started first
+MAX_MATCHES_PER_STEP = 16  # prompts looked up in the prefix cache in one step: bounds the cost of a queue
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ScheduledChunk:
     """``num_tokens`` of ``sequence`` from position ``start`` on; the last ``num_drafted`` of them are drafts."""
 
     sequence: SequenceState
@@ -43,52 +43,55 @@ class Run:
 
     @property
     def num_known(self) -> int:
-        """Tokens of the run that are no drafts."""
+        """Return how many tokens of the chunk are not drafts."""
         return self.num_tokens - self.num_drafted
 
     @property
     def samples(self) -> bool:
-        """Whether it has the last token known, so that the next one is to be drawn."""
+        """Return whether the chunk has the last known token, so that the next one is sampled."""
         return self.start + self.num_known == self.sequence.num_tokens
 
     @property
-    def places(self) -> tuple[Place, ...]:
-        """Where tokens are drawn after this run, in order: the last token known, and the drafts after it."""
+    def sample_positions(self) -> tuple[SamplePosition, ...]:
+        """Return where tokens are sampled after this chunk, in order: after the last known token, and after the
+        drafts."""
         if not self.samples or not self.sequence.generates:
             return ()
         if not self.num_drafted:
             return (self.sequence,)
-        return (self.sequence, *(DraftedPlace(self.sequence, i + 1) for i in range(self._num_drawn)))
+        return (self.sequence, *(DraftedPosition(self.sequence, i + 1) for i in range(self._num_drawn)))
 
     @property
     def _num_drawn(self) -> int:
-        """Places after drafts where a token can be drawn: within a grammar it may decide what follows the last."""
-        matching = self.sequence.matching
-        if matching is None or matching.ahead is None or matching.ahead.places is None:
+        """Return how many drafts are followed by a position to sample at; within a grammar, the token after the last
+        may be forced."""
+        grammar_state = self.sequence.grammar_state
+        if grammar_state is None or grammar_state.ahead is None or grammar_state.ahead.positions is None:
             return self.num_drafted
-        return len(matching.ahead.places)
+        return len(grammar_state.ahead.positions)
 
     @property
     def num_logits(self) -> int:
-        """How many of its last tokens need logits: all while those of the prompt do, else one for each place."""
+        """Return how many of its last tokens need logits: all if the prompt's are wanted, else one per sample
+        position."""
         return self.num_tokens if self.sequence.reads_prompt else self.num_drafted + self.samples
 
 
 def _shortest_first(sequence: SequenceState) -> tuple[bool, int, int]:
-    """Of prompts: by provisioned and priority, then by what is left of them."""
+    """Return the sort key of prompts: class, priority, remaining tokens."""
     return (*sequence.arrival[:2], sequence.num_remaining)
 
 
 def _precedence(sequence: SequenceState) -> tuple[bool, int, int, int]:
+    """Return the order in which sequences keep their memory."""
     return sequence.precedence
 
 
 class Scheduler:
     """Owns every unfinished sequence of one engine, ``running`` in order of ``precedence``.
 
-    ``max_num_seqs`` run at once; a step has at most ``max_num_batched_tokens`` tokens, decodes and prefills together.
-    ``prefix_hit_tokens`` of the ``prefix_query_tokens`` looked up came from the prefix cache.
-    """
+    At most ``max_num_seqs`` run at once; a step has at most ``max_num_batched_tokens`` tokens, decodes and prefills
+    together. Of the ``prefix_query_tokens`` looked up, ``prefix_hit_tokens`` came from the prefix cache."""
 
     def __init__(
         self,
@@ -104,11 +107,11 @@ class Scheduler:
         self.max_num_batched_tokens = max(max_num_batched_tokens, max_num_seqs)
         self.waiting = FairQueue()
         self.running: list[SequenceState] = []
-        self.held: dict[int, SequenceState] = {}  # until their grammars are compiled and their pictures read
+        self.blocked: dict[int, SequenceState] = {}  # until their grammar is compiled and their images are encoded
         self.budget = BestEffortBudget()
-        self._batch_invariant = batch_invariant  # runs end where pieces do (``batch_invariance``)
+        self._batch_invariant = batch_invariant  # chunks end at the fixed boundaries of ``batch_invariance``
         self.speculation = speculation
-        self._searches: list[SequenceGroup] = []  # whose beams have begun to run
+        self._searches: list[SequenceGroup] = []  # whose beams have started
         self._num_started = 0  # groups
         self.prefix_hit_tokens = 0
         self.prefix_query_tokens = 0
@@ -116,128 +119,137 @@ class Scheduler:
         self.num_preemptions = 0
 
     def add(self, sequence: SequenceState) -> None:
-        """Take on a sequence as waiting for its turn."""
+        """Accept a sequence, as waiting or blocked."""
         self.waiting.admit(sequence)
         if sequence.waits_for in ("grammar", "pictures"):
-            self.held[sequence.id] = sequence
+            self.blocked[sequence.id] = sequence
         else:
             self.waiting.add(sequence)
 
-    def let_go(self, sequence: SequenceState) -> None:
-        """Its grammar is there: it waits for its turn, where it has one."""
-        if self.held.pop(sequence.id, None) is not None:
+    def unblock(self, sequence: SequenceState) -> None:
+        """Move a sequence whose prerequisites are met to the waiting queue."""
+        if self.blocked.pop(sequence.id, None) is not None:
             sequence.waits_for = "turn"
             self.waiting.add(sequence)
 
     def has_work(self) -> bool:
-        """Whether there is a sequence that may run: those that are held may not."""
+        """Return whether any sequence may run; blocked ones may not."""
         return bool(self.waiting or self.running)
 
     @property
     def has_provisioned(self) -> bool:
-        """Whether there are provisioned sequences, which are the first of those that run."""
+        """Return whether there are provisioned sequences, which come first in ``running``."""
         return bool(self.running and self.running[0].provisioned) or self.waiting.has_provisioned
 
     @property
     def num_provisioned(self) -> int:
-        """Provisioned sequences, running and waiting."""
+        """Return the number of provisioned sequences, running and waiting."""
         return sum(s.provisioned for s in self.running) + sum(s.provisioned for s in self.waiting)
 
     def waiting_for(self) -> Counter[WaitReason]:
-        """How many sequences wait, by what each waited for when it was last its turn to be looked at."""
-        return Counter(sequence.waits_for for sequence in chain(self.waiting, self.held.values()))
+        """Return how many sequences wait, by the reason found when each was last considered."""
+        return Counter(sequence.waits_for for sequence in chain(self.waiting, self.blocked.values()))
 
-    def schedule(self) -> list[Run]:
-        """The runs of the next step, single tokens first; empty when there is nothing to do."""
-        runs = self._plan()
+    def schedule(self) -> list[ScheduledChunk]:
+        """Return the chunks of the next step, single tokens first; [] if there is nothing to do."""
+        chunks = self._plan()
         if not self._batch_invariant:
-            return runs
+            return chunks
         return [
             replace(
-                run, num_tokens=whole_pieces(run.start, run.start + run.num_tokens, run.sequence.num_prompt) - run.start
+                chunk,
+                num_tokens=whole_pieces(chunk.start, chunk.start + chunk.num_tokens, chunk.sequence.num_prompt)
+                - chunk.start,
             )
-            for run in runs
+            for chunk in chunks
         ]
 
-    def _plan(self) -> list[Run]:
+    def _plan(self) -> list[ScheduledChunk]:
         if not self.has_provisioned and not self.budget.lingers:
-            runs = self._step(False)
-            if self.speculation is None or len(self.running) + len(self.waiting) >= ROWS:
-                return runs
-            return self._speculate(runs, self.speculation)
-        runs = self._step(True)
-        return sorted(runs + self._best_effort(runs), key=lambda run: run.num_tokens > 1)
+            chunks = self._step(False)
+            if self.speculation is None or len(self.running) + len(self.waiting) >= MAX_STEP_ROWS:
+                return chunks
+            return self._speculate(chunks, self.speculation)
+        chunks = self._step(True)
+        return sorted(chunks + self._best_effort(chunks), key=lambda chunk: chunk.num_tokens > 1)
 
-    def following(self, runs: Sequence[Run]) -> list[Run]:
-        """The step after ``runs``, single tokens that are being computed and not known yet: what ``schedule`` would
-        plan if none of them ended its text. Empty where it might plan anything else, or there is nothing more to do."""
-        if not runs or len(runs) < len(self.running):
+    def following(self, chunks: Sequence[ScheduledChunk]) -> list[ScheduledChunk]:
+        """Plan the step after ``chunks``, single tokens that are still being computed: what ``schedule`` would return
+        if none of them ended its sequence. Return [] if it might plan anything else, or if there is nothing to do."""
+        if not chunks or len(chunks) < len(self.running):
             return []
         last = self.running[-1]
         if self.running[0].provisioned != last.provisioned or (self.budget.lingers and not last.provisioned):
             return []
-        going = [run.sequence for run in runs if run.sequence.num_generated + 1 < run.sequence.stop_rule.max_tokens]
+        going = [
+            chunk.sequence for chunk in chunks if chunk.sequence.num_generated + 1 < chunk.sequence.stop_rule.max_tokens
+        ]
         if self.waiting and (len(going) < self.max_num_seqs or (self.waiting.has_provisioned and not last.provisioned)):
             return []
         if not all(self.cache.grow(sequence.id, sequence.num_tokens + 1) for sequence in going):
             return []
-        return [Run(sequence, sequence.num_tokens, 1) for sequence in going]
+        return [ScheduledChunk(sequence, sequence.num_tokens, 1) for sequence in going]
 
-    def ran(self, runs: Sequence[Run], seconds: float) -> None:
-        """``runs`` took ``seconds``: what the next steps are planned by."""
-        if runs and not any(run.num_drafted for run in runs):
-            provisioned = StepLoad.of(run for run in runs if run.sequence.provisioned)
-            self.budget.ran(provisioned, StepLoad.of(runs), seconds)
+    def record_step_time(self, chunks: Sequence[ScheduledChunk], seconds: float) -> None:
+        """Record that ``chunks`` took ``seconds``, to plan the next steps by."""
+        if chunks and not any(chunk.num_drafted for chunk in chunks):
+            provisioned = StepLoad.of(chunk for chunk in chunks if chunk.sequence.provisioned)
+            self.budget.record_step_time(provisioned, StepLoad.of(chunks), seconds)
 
-    def _step(self, provisioned: bool) -> list[Run]:
-        """A whole step of one class of sequences."""
+    def _step(self, provisioned: bool) -> list[ScheduledChunk]:
+        """Plan a whole step of one class of sequences."""
         before = self.num_preemptions
-        runs = self._decodes(provisioned)
-        budget = self.max_num_batched_tokens - sum(run.num_tokens for run in runs)
+        chunks = self._decodes(provisioned)
+        budget = self.max_num_batched_tokens - sum(chunk.num_tokens for chunk in chunks)
         prefills = self._prefills(budget, provisioned)
-        if self.num_preemptions > before:  # a beam that started may have taken the memory of what was looked at
-            runs, prefills = [[run for run in some if run.sequence.status == "running"] for some in (runs, prefills)]
-        return runs + prefills
+        if self.num_preemptions > before:  # a beam that started may have taken the memory of others
+            chunks, prefills = [
+                [chunk for chunk in some if chunk.sequence.status == "running"] for some in (chunks, prefills)
+            ]
+        return chunks + prefills
 
-    def _decodes(self, provisioned: bool) -> list[Run]:
-        runs, before = [], self.num_preemptions
+    def _decodes(self, provisioned: bool) -> list[ScheduledChunk]:
+        chunks, before = [], self.num_preemptions
         spare = self.max_num_batched_tokens - len(self.running)
         for sequence in list(self.running):
             if sequence.provisioned != provisioned or sequence.status != "running" or not sequence.decodes:
                 continue
-            if self._make_room(sequence):
+            if self._allocate_next(sequence):
                 num_tokens = 1
                 if sequence.num_remaining > 1:
-                    num_tokens += min(sequence.num_remaining - 1, FORWARD, spare)
+                    num_tokens += min(sequence.num_remaining - 1, MAX_FORCED_TOKENS_PER_STEP, spare)
                     spare -= num_tokens - 1
-                runs.append(Run(sequence, sequence.num_computed, num_tokens))
-        if self.num_preemptions > before:  # beams that were looked at may have been preempted with a later one
-            runs = [run for run in runs if run.sequence.status == "running"]
-        return runs
+                chunks.append(ScheduledChunk(sequence, sequence.num_computed, num_tokens))
+        if self.num_preemptions > before:  # beams may have been preempted along with a later one
+            chunks = [chunk for chunk in chunks if chunk.sequence.status == "running"]
+        return chunks
 
-    def _speculate(self, runs: list[Run], speculation: Speculation) -> list[Run]:
-        """``runs`` with drafts, where all are single tokens: as many as make ``ROWS`` rows in all."""
-        if any(run.num_tokens > 1 for run in runs):
-            return runs
-        sequences = [r.sequence for r in runs if r.sequence.group.beams is None and not r.sequence.reads_prompt]
-        found = speculation.drafts(sequences, ROWS - len(runs)) if sequences else []
+    def _speculate(self, chunks: list[ScheduledChunk], speculation: Speculation) -> list[ScheduledChunk]:
+        """Add drafts to ``chunks``, if all are single tokens, up to ``MAX_STEP_ROWS`` rows."""
+        if any(chunk.num_tokens > 1 for chunk in chunks):
+            return chunks
+        sequences = [r.sequence for r in chunks if r.sequence.group.beams is None and not r.sequence.reads_prompt]
+        found = speculation.drafts(sequences, MAX_STEP_ROWS - len(chunks)) if sequences else []
         num_drafted = {}
         for sequence, drafts in zip(sequences, found, strict=True):
             if len(drafts) and self.cache.grow(sequence.id, sequence.num_tokens + len(drafts)):
                 sequence.draft(drafts)
                 num_drafted[sequence.id] = len(drafts)
-            elif sequence.matching is not None:
-                sequence.matching.ahead = None
+            elif sequence.grammar_state is not None:
+                sequence.grammar_state.ahead = None
         if not num_drafted:
-            return runs
+            return chunks
         drafted = [
-            Run(run.sequence, run.start, 1 + count, count) if (count := num_drafted.get(run.sequence.id, 0)) else run
-            for run in runs
+            ScheduledChunk(chunk.sequence, chunk.start, 1 + count, count)
+            if (count := num_drafted.get(chunk.sequence.id, 0))
+            else chunk
+            for chunk in chunks
         ]
-        return sorted(drafted, key=lambda run: run.num_tokens > 1)
+        return sorted(drafted, key=lambda chunk: chunk.num_tokens > 1)
 
-    def _make_room(self, sequence: SequenceState) -> bool:
-        """Room for the sequence's next token, at the cost of those that started after it, or of itself."""
+    def _allocate_next(self, sequence: SequenceState) -> bool:
+        """Allocate KV for the next token; preempt the sequences that started last until it fits. Return False if that
+        includes ``sequence`` itself."""
         while not self.cache.grow(sequence.id, sequence.num_tokens):
             self.preempt(self.running[-1])
             if sequence.status != "running":
@@ -245,8 +257,8 @@ class Scheduler:
         return True
 
     def preempt(self, sequence: SequenceState, *, keep: bool = False) -> None:
-        """running → waiting: its KV is given up, or with ``keep`` stays for reuse until its room is needed. Beams lose
-        theirs together: a search that has some of its places only would keep them for nothing."""
+        """Move a running sequence back to waiting. Its KV is released; with ``keep``, it stays in the prefix cache
+        until the memory is needed. Beams are preempted together, since a search cannot go on with some of them."""
         group = sequence.group
         if group.beams is None:
             self._preempt(sequence, keep)
@@ -266,39 +278,39 @@ class Scheduler:
         self.waiting.add(sequence, again=True)
 
     def finish(self, sequence: SequenceState, *, keep: bool = True) -> None:
-        """The one exit of a sequence, whatever state it is in; frees all it holds."""
+        """Finish a sequence in whatever state it is, and free its resources."""
         if sequence.status == "running":
             self._leave(sequence)
             self.cache.release(sequence.id, keep=keep)
-        elif self.held.pop(sequence.id, None) is None and sequence.status == "waiting":
+        elif self.blocked.pop(sequence.id, None) is None and sequence.status == "waiting":
             self.waiting.remove(sequence)
         self.waiting.forget(sequence)
         sequence.move("finished")
         if sequence.group.beams is not None and sequence.group in self._searches:
-            self._searches.remove(sequence.group)  # a search ends with all of its beams
+            self._searches.remove(sequence.group)  # all beams of a search end together
 
     def _leave(self, sequence: SequenceState) -> None:
         self.running.remove(sequence)
 
-    def _prefills(self, budget: int, provisioned: bool) -> list[Run]:
-        """Parts of prompts, ``budget`` tokens in all; those that start now have half of it at most while there are
-        others that need it."""
-        begun = [s for s in self.running if s.provisioned == provisioned and s.num_remaining and not s.decodes]
-        half, share = budget // 2 if begun else budget, max(budget // SHARES, 1)
+    def _prefills(self, budget: int, provisioned: bool) -> list[ScheduledChunk]:
+        """Plan parts of prompts, at most ``budget`` tokens in all. Those that start now get at most half of it while
+        others need the rest."""
+        resumed = [s for s in self.running if s.provisioned == provisioned and s.num_remaining and not s.decodes]
+        half, share = budget // 2 if resumed else budget, max(int(budget * OLDEST_PREFILL_SHARE), 1)
         started = self._admit(half, share, provisioned)
-        begun = [s for s in begun if s.status == "running"]  # it may have made room for one that started
-        parts = dict.fromkeys([*begun, *started], 0)
+        resumed = [s for s in resumed if s.status == "running"]  # some may have been preempted for one that started
+        parts = dict.fromkeys([*resumed, *started], 0)
         left = budget
 
-        def give(sequence: SequenceState, most: int) -> int:
+        def give(sequence: SequenceState, max_tokens: int) -> int:
             nonlocal left
-            part = min(sequence.num_remaining - parts[sequence], most, left)
+            part = min(sequence.num_remaining - parts[sequence], max_tokens, left)
             parts[sequence] += part
             left -= part
             return part
 
-        if begun:
-            give(begun[0], share)
+        if resumed:
+            give(resumed[0], share)
         for sequence in sorted(parts, key=_shortest_first):
             if sequence not in started:
                 give(sequence, budget)
@@ -306,29 +318,30 @@ class Scheduler:
                 half -= give(sequence, half)
         for sequence in started:
             give(sequence, budget)
-        return [Run(sequence, sequence.num_computed, part) for sequence, part in parts.items() if part]
+        return [ScheduledChunk(sequence, sequence.num_computed, part) for sequence, part in parts.items() if part]
 
     def _admit(self, budget: int, share: int, provisioned: bool) -> list[SequenceState]:
-        """Start as many as had ``budget`` tokens between them if none took more than a share."""
+        """Admit waiting sequences while the token budget lasts, counting each at most ``share``."""
         started: list[SequenceState] = []
         for sequence in self._candidates(provisioned):
             if budget <= 0:
                 break
             if not self._start(sequence):
-                break  # in their order: no later one may take the memory it waits for
+                break  # in order: a later one must not take the memory that this one waits for
             budget -= min(sequence.num_remaining, share)
             started.append(sequence)
         return started
 
     def _candidates(self, provisioned: bool) -> Iterator[SequenceState]:
-        """Waiting sequences that may start now, as far as it is worth looking in one step. Beams of searches that have
-        begun come first: what waits before them may wait for the very places and memory that these are to give back."""
-        waiting = self.waiting.front(provisioned, MATCHES_PER_STEP)
+        """Yield waiting sequences that may start now, looking at no more than ``MAX_MATCHES_PER_STEP``. Beams of
+        started searches come first, since the sequences before them may be waiting for the very slots and memory that
+        these will free."""
+        waiting = self.waiting.front(provisioned, MAX_MATCHES_PER_STEP)
         if self._searches and (begun := self._begun_beams(provisioned)):
             waiting = [*begun, *(sequence for sequence in waiting if sequence not in begun)]
         for sequence in waiting:
             sequence.waits_for = self._wait_reason(sequence)
-            if sequence.waits_for in SHARED:
+            if sequence.waits_for in BLOCKS_LATER:
                 return
             if sequence.waits_for != "turn":
                 continue
@@ -341,17 +354,18 @@ class Scheduler:
         return [beam for beam in beams if beam.status == "waiting" and beam.provisioned == provisioned]
 
     def _wait_reason(self, sequence: SequenceState) -> WaitReason:
-        """What keeps it from starting in this step, "turn" for nothing; whether memory suffices ``_start`` sees."""
+        """Return what keeps a sequence from starting in this step, "turn" if nothing does. ``_start`` finds out whether
+        memory suffices."""
         if self._is_full(sequence) and not self._could_place(sequence):
             return "slot"
         return "prefix" if self._awaits_prefix(sequence) else "turn"
 
     def _is_full(self, sequence: SequenceState) -> bool:
-        """Whether the places that are left are not enough for ``sequence``, and for the beams that start with it."""
+        """Return whether there are too few free slots for ``sequence`` and the beams that start with it."""
         return self._taken(self.running) + self._places(sequence) > self.max_num_seqs
 
     def _taken(self, running: Sequence[SequenceState]) -> int:
-        """Places that ``running`` take: one each, but all that their searches need for beams."""
+        """Return the slots that ``running`` take: one each, and for a search all that its beams need."""
         if not self._searches:
             return len(running)
         searches = {id(s.group): s.group.beams.width for s in running if s.group.beams is not None}
@@ -364,7 +378,7 @@ class Scheduler:
         return 0 if sequence.group in self._searches else beams.width
 
     def _could_place(self, sequence: SequenceState) -> bool:
-        """Whether preempting best-effort sequences would make enough places for a provisioned one."""
+        """Return whether preempting best-effort sequences would free enough slots for a provisioned one."""
         if not sequence.provisioned:
             return False
         kept = [s for s in self.running if s.provisioned]
@@ -374,14 +388,14 @@ class Scheduler:
         return sequence.provisioned and bool(self.running) and not self.running[-1].provisioned
 
     def _displace(self) -> None:
-        """Preempt the best-effort sequence that started last, for the sake of a provisioned one."""
+        """Preempt the best-effort sequence that started last, in favour of a provisioned one."""
         self.preempt(self.running[-1], keep=True)
 
     def _awaits_prefix(self, sequence: SequenceState) -> bool:
-        """Whether a running sequence is just computing what this one could copy (as for the choices of n > 1).
+        """Return whether a running sequence is computing a prefix that this one could copy (as for the choices of n >
+        1).
 
-        A provisioned one does not wait for best-effort work, which may take long.
-        """
+        A provisioned sequence does not wait for best-effort work, which may take long."""
         if sequence.max_reuse is not None:
             return False
         owner = self.cache.match(sequence.key, sequence.tokens)[1]
@@ -409,7 +423,7 @@ class Scheduler:
             self._searches.append(sequence.group)
         if sequence.first_step_at is None:
             sequence.num_cached = max(min(cached, sequence.num_prompt) - sequence.group.num_learned, 0)
-            if not sequence.num_resumed:  # else its prompt was charged when it was let in
+            if not sequence.num_resumed:  # else its prompt was charged when it was first admitted
                 sequence.tenant.used += (sequence.num_prompt - sequence.num_cached) * sequence.token_cost
             sequence.first_step_at = time.monotonic()
             self.prefix_hit_tokens += cached
@@ -418,8 +432,8 @@ class Scheduler:
         return True
 
     def _can_take_from(self, sequence: SequenceState) -> bool:
-        """Whether a beam whose search has begun may take the memory of what started last, as running sequences may: two
-        searches would wait for each other's memory for ever."""
+        """Return whether a beam of a started search may take the memory of the sequence that started last, as running
+        sequences may. Otherwise two searches could wait for each other's memory forever."""
         group = sequence.group
         if group not in self._searches or self.running[-1].group is group:
             return False
@@ -438,45 +452,45 @@ class Scheduler:
             fixed=None if sequence.group.beams is None else sequence.num_prompt,
         )
 
-    def _best_effort(self, runs: list[Run]) -> list[Run]:
-        """What else goes into a step of ``runs``: first come first, each as much as the time that is left allows.
+    def _best_effort(self, chunks: list[ScheduledChunk]) -> list[ScheduledChunk]:
+        """Fill the step's remaining time with best-effort sequences, in order of arrival.
 
-        With nothing else in the step there is always one piece, so that no step is empty while there is work.
-        """
-        provisioned = StepLoad.of(runs)
+        If ``chunks`` is empty there is always one more chunk, so that no step is empty while there is work."""
+        provisioned = StepLoad.of(chunks)
         seconds = self.budget.allowance(provisioned)
-        budget = self.max_num_batched_tokens - sum(run.num_tokens for run in runs)
-        extra: list[Run] = []
+        budget = self.max_num_batched_tokens - sum(chunk.num_tokens for chunk in chunks)
+        extra: list[ScheduledChunk] = []
         before = self.num_preemptions
         for sequence in self._best_effort_sequences():
-            must = not runs and not extra
+            must = not chunks and not extra
             num_tokens = self._affordable(sequence, provisioned, seconds, budget)
             if num_tokens < 1 and not must:
                 break
             if sequence.status == "waiting" and not self._start(sequence):
                 break
-            if sequence.decodes and not self._make_room(sequence):
+            if sequence.decodes and not self._allocate_next(sequence):
                 break
             num_tokens = max(1, min(num_tokens, sequence.num_remaining))
-            run = Run(sequence, sequence.num_computed, num_tokens)
-            extra.append(run)
+            chunk = ScheduledChunk(sequence, sequence.num_computed, num_tokens)
+            extra.append(chunk)
             budget -= num_tokens
-            seconds -= self._price(run, provisioned)
-        if self.num_preemptions > before:  # one of a search takes all of its beams along; they may have started anew
-            latest = {run.sequence.id: run for run in extra}
-            extra = [run for run in latest.values() if run.start == run.sequence.num_computed]
-            extra = [run for run in extra if run.sequence.status == "running"]
+            seconds -= self._price(chunk, provisioned)
+        if self.num_preemptions > before:  # beams are preempted together, and may have started again
+            latest = {chunk.sequence.id: chunk for chunk in extra}
+            extra = [chunk for chunk in latest.values() if chunk.start == chunk.sequence.num_computed]
+            extra = [chunk for chunk in extra if chunk.sequence.status == "running"]
         return extra
 
     def _best_effort_sequences(self) -> Iterator[SequenceState]:
         for sequence in [s for s in self.running if not s.provisioned]:
-            if sequence.status == "running" and sequence.num_remaining:  # it may have lost its memory to one before it
+            if sequence.status == "running" and sequence.num_remaining:  # it may have been preempted for an earlier one
                 yield sequence
         if not self.waiting.has_provisioned:
             yield from self._candidates(False)
 
     def _affordable(self, sequence: SequenceState, provisioned: StepLoad, seconds: float, budget: int) -> int:
-        """Tokens of ``sequence`` that ``seconds`` pay for; those of a waiting one as if nothing were cached."""
+        """Return how many tokens of ``sequence`` fit into ``seconds``; a waiting one is priced as if nothing were
+        cached."""
         if seconds <= 0:
             return 0
         start = sequence.num_computed
@@ -485,8 +499,8 @@ class Scheduler:
             num_tokens = max(num_tokens, self.budget.chunk_tokens(provisioned, start, seconds))
         return min(num_tokens, sequence.num_remaining, budget)
 
-    def _price(self, run: Run, provisioned: StepLoad) -> float:
-        row = self.budget.row(provisioned, run.start)
-        if run.num_tokens == 1:
+    def _price(self, chunk: ScheduledChunk, provisioned: StepLoad) -> float:
+        row = self.budget.row(provisioned, chunk.start)
+        if chunk.num_tokens == 1:
             return row
-        return min(self.budget.cost.chunk(run.start, run.num_tokens), row * run.num_tokens)
+        return min(self.budget.cost.chunk(chunk.start, chunk.num_tokens), row * chunk.num_tokens)

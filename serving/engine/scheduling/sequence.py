@@ -1,4 +1,4 @@
-"""One sequence while the engine runs it: its tokens, how far they are computed, what it waits for and what was sent."""
+"""The state of one sequence: its tokens, how far they are computed, what it waits for and what has been sent."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ...interface.request import Sampling, Sequence, ValidRequest
 from ...interface.stop_rule import StopReason, StopRule
 from ..adapters.virtual_tokens import Table
 from ..attention.kv_cache import PrefixKey, TokenIds
-from ..constraints.grammar_state import MaskedPlace, Matching
+from ..constraints.grammar_state import GrammarState, MaskedPosition
 from ..constraints.logits_processors import LogitsProcessors
-from .tenants import GENERATED, Tenant
+from .tenants import GENERATED_TOKEN_WEIGHT, Tenant
 
-NOTHING_LEFT = -2  # in place of a token, where what the request forbids leaves none
-MAX_UNSENT = 8  # of a reply that is not streamed: each message costs the reader's process time that the engine wants
+NO_ALLOWED_TOKEN = -2  # in place of a token, if the request forbids all of them
+MAX_UNSENT = 8  # tokens held back unless streamed: each message costs CPU time of the reader, which the engine wants
 Status = Literal["waiting", "running", "finished"]
 
-# Legal moves; "running" goes back to "waiting" when its memory is taken for an earlier sequence (preemption).
+# Legal transitions. A running sequence goes back to waiting when it is preempted for an earlier one.
 MOVES: dict[Status, tuple[Status, ...]] = {
     "waiting": ("running", "finished"),
     "running": ("waiting", "finished"),
@@ -29,25 +29,26 @@ MOVES: dict[Status, tuple[Status, ...]] = {
 }
 
 WaitReason = Literal["turn", "slot", "memory", "prefix", "grammar", "pictures"]
-"""What a waiting sequence waits for: its turn in the queue, one of ``max_num_seqs`` places, KV memory for its prompt,
-a prefix that a running sequence is just computing, or its grammar, which is being compiled."""
+"""What a waiting sequence waits for: its turn in the queue, one of ``max_num_seqs`` slots, KV memory for its prompt, a
+prefix that a running sequence is computing, the compilation of its grammar, or the encoding of its images."""
 
-SHARED: frozenset[WaitReason] = frozenset({"slot", "memory"})
-"""Reasons for which later sequences wait too, since they would take what this one waits for. For any other reason a
-sequence waits alone and later ones pass it."""
+BLOCKS_LATER: frozenset[WaitReason] = frozenset({"slot", "memory"})
+"""Reasons for which later sequences wait too, since they would take what this one waits for. With any other reason,
+later sequences pass this one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """One token that was drawn. ``token_id`` -1: the logits were not finite; ``NOTHING_LEFT``: none may come next.
-    ``logprob`` is None unless asked for."""
+    """One sampled token. ``token_id`` is -1 if the logits were not finite, ``NO_ALLOWED_TOKEN`` if every token is
+    forbidden. ``logprob`` is None unless requested."""
 
     token_id: int
     logprob: TokenLogprob | None = None
 
 
-class Place(Protocol):
-    """Where one token is drawn: what is known of its sequence up to there. A sequence is the place after its end."""
+class SamplePosition(Protocol):
+    """The context for sampling one token: what is known of its sequence up to there. A sequence is the position after
+    its end."""
 
     @property
     def sampling(self) -> Sampling: ...
@@ -66,31 +67,30 @@ class Place(Protocol):
     @property
     def output(self) -> TokenIds: ...
     @property
-    def matching(self) -> MaskedPlace | None: ...
+    def grammar_state(self) -> MaskedPosition | None: ...
     @property
     def processors(self) -> LogitsProcessors | None: ...
 
 
 class BeamSet(Protocol):
-    """What the scheduler knows of members that are beams of one search (``beam_group``): they start, step and lose
-    their memory together, and take ``width`` places of ``max_num_seqs``."""
+    """The beams of one search as the scheduler sees them (``beam_group``): they start, step and are preempted together,
+    and take ``width`` of the ``max_num_seqs`` slots."""
 
     @property
     def width(self) -> int: ...
     def preempted(self) -> None:
-        """They have lost their KV."""
+        """Handle the loss of their KV."""
 
 
 @dataclass(slots=True, eq=False)
 class SequenceGroup:
-    """The unfinished sequences of one prompt (of a request's ``n`` choices), and all that is the same for them.
+    """The unfinished sequences of one prompt (of a request's ``n`` choices), and what they share.
 
-    ``beams``: the search whose beams they are, if it is one. ``key``: whose KV they may reuse, and who may reuse
-    theirs. ``table``: what ids after the vocabulary's are in its prompt, ``num_learned`` how many of
-    these its adapter has put there. ``max_model_len``: tokens, prompt and
-    completion together. ``arrived_at``: seconds of ``time.monotonic()``. ``started``: which group of the
-    scheduler it was to start, 0 before. ``processors``: its request's.
-    """
+    ``beams``: the search that they are beams of, if any. ``key`` determines whose KV they may reuse and who may reuse
+    theirs. ``table``: the vectors of the prompt's ids after the vocabulary, of which ``num_learned`` come from its
+    adapter. ``max_model_len``: tokens of prompt and completion together. ``arrived_at``: seconds of
+    ``time.monotonic()``. ``started``: the group's number in the order of starts, 0 before. ``processors``: those of the
+    request."""
 
     request: ValidRequest
     sampling: Sampling
@@ -105,7 +105,7 @@ class SequenceGroup:
     num_learned: int = 0
 
     def add(self, index: int, id: int) -> SequenceState:
-        """Choice ``index`` of the request as a member; ``id`` is unique in the engine and orders arrivals."""
+        """Add choice ``index`` of the request; ``id`` is unique in the engine and orders arrivals."""
         member = SequenceState(self, index, id)
         self.members.append(member)
         return member
@@ -115,23 +115,51 @@ UNKNOWN = Tenant()
 
 
 class SequenceState:
-    """``num_tokens`` are known (prompt, resumed and sampled), the KV of ``num_computed`` of them exists.
+    """A sequence of which ``num_tokens`` are known (prompt, resumed and sampled) and the KV of ``num_computed`` exists.
 
-    ``waits_for`` has a meaning while the status is "waiting". ``unsent`` are sampled and not yet in an event, nor are
-    ``timings``, the steps that gave them; None where nobody asks. ``ready_at`` is when it got its last tokens, then.
-    ``arrival`` sorts by provisioned first, then priority, then order of arrival. ``tenant`` is charged ``token_cost``
-    for a token of the prompt that is computed, ``GENERATED`` times that for one that is generated (``tenants``).
-    ``matching`` is where it is in its grammar, None until that is compiled and where there is none. A beam whose
+    ``waits_for`` is meaningful while the status is "waiting". ``unsent`` are sampled tokens that no event contains yet,
+    ``timings`` the steps that gave them, None unless requested; ``ready_at`` is then when the last tokens came.
+    ``arrival`` sorts by provisioned, then priority, then order of arrival. ``tenant`` is charged ``token_cost`` for
+    each computed token of the prompt, ``GENERATED_TOKEN_WEIGHT`` times that for a generated one (``tenants``).
+    ``grammar_state`` is its position in its grammar, None until that is compiled and without one. A beam whose
     ``num_remaining`` is 0 waits for the others of its search; ``forked_from`` is the beam that a new one copies.
-    ``prompt_scores`` (so far) and ``context_row`` (the next of the context's logits) are None where the prompt's are
-    not wanted, or complete.
-    """
+    ``prompt_scores`` (so far) and ``context_row`` (the next of the context's logits) are None if not requested, or
+    complete."""
 
     __slots__ = (
-        "_tokens", "adapter", "arrival", "arrived_at", "context_row", "drafted", "first_step_at", "forced_from",
-        "forked_from", "group", "id", "index", "key", "matching", "num_cached", "num_computed", "num_preemptions",
-        "num_prompt", "num_resumed", "num_tokens", "processors", "prompt_scores", "provisioned", "ready_at",
-        "request", "sampling", "seed", "status", "stop_rule", "tenant", "timings", "token_cost", "unsent",
+        "_tokens",
+        "adapter",
+        "arrival",
+        "arrived_at",
+        "context_row",
+        "drafted",
+        "first_step_at",
+        "forced_from",
+        "forked_from",
+        "grammar_state",
+        "group",
+        "id",
+        "index",
+        "key",
+        "num_cached",
+        "num_computed",
+        "num_preemptions",
+        "num_prompt",
+        "num_resumed",
+        "num_tokens",
+        "processors",
+        "prompt_scores",
+        "provisioned",
+        "ready_at",
+        "request",
+        "sampling",
+        "seed",
+        "status",
+        "stop_rule",
+        "tenant",
+        "timings",
+        "token_cost",
+        "unsent",
         "waits_for",
     )  # fmt: skip
 
@@ -143,12 +171,12 @@ class SequenceState:
         self.processors = group.processors
         self.adapter = group.key.adapter or None
         self.provisioned = request.provisioned
-        # beams come right after the first of their search, before all that arrived later
+        # beams come right after the first of their search, before later arrivals
         self.arrival = (not request.provisioned, request.priority, group.members[0].id if group.beams else id, id)
-        self.tenant = UNKNOWN  # the scheduler's queue says who it is
+        self.tenant = UNKNOWN  # set by the scheduler's queue
         self.token_cost = 1.0 / request.weight
         self.forked_from: SequenceState | None = None
-        self.drafted: Any = None  # of its drafts (speculation.SequenceDrafts)
+        self.drafted: Any = None  # speculation.SequenceDrafts
         self.arrived_at = group.arrived_at
         self.first_step_at: float | None = None
         self.seed = source.seed
@@ -169,11 +197,11 @@ class SequenceState:
         self.context_row: int | None = row if group.sampling.context_logits and row < self.num_prompt else None
         self.status: Status = "waiting"
         self.waits_for: WaitReason = "turn"
-        self.matching: Matching | None = None
-        self.forced_from = 0  # the place from which on its grammar decided all tokens that are not computed
+        self.grammar_state: GrammarState | None = None
+        self.forced_from = 0  # position from which its grammar has forced all tokens that are not computed yet
 
     def move(self, status: Status) -> None:
-        """Raises ``RuntimeError`` for a move that is not in ``MOVES``."""
+        """Change the status. Raises ``RuntimeError`` for a transition that is not in ``MOVES``."""
         if status not in MOVES[self.status]:
             raise RuntimeError(f"a {self.status} sequence cannot become {status}")
         self.status = status
@@ -181,79 +209,80 @@ class SequenceState:
 
     @property
     def precedence(self) -> tuple[bool, int, int, int]:
-        """Sorts those that have started, by provisioned and priority, then as they did: who comes last gives up its
-        memory first. The same for as long as they live, so that the first of them always gets to its end."""
+        """Return the sort key of started sequences: provisioned and priority, then order of starts. The last one is
+        preempted first. It never changes, so that the first sequence always completes."""
         return (*self.arrival[:2], self.group.started, self.id)
 
     @property
     def start_cost(self) -> float:
-        """What its tenant will be charged when it starts, at most; one that was let in before is charged nothing."""
+        """Return an upper bound of the tenant's charge at the start; 0 on readmission."""
         if self.first_step_at is not None or self.num_resumed:
             return 0.0
         return self.num_prompt * self.token_cost
 
     def charge(self, generated: int) -> None:
-        """``generated`` tokens are its tenant's."""
-        self.tenant.used += GENERATED * generated * self.token_cost
+        """Charge its tenant for ``generated`` tokens."""
+        self.tenant.used += GENERATED_TOKEN_WEIGHT * generated * self.token_cost
 
     @property
     def tokens(self) -> TokenIds:
-        """All known token ids, int32 [num_tokens], a view."""
+        """Return all known token ids, int32 [num_tokens], as a view."""
         return self._tokens[: self.num_tokens]
 
     def slice(self, start: int, stop: int) -> TokenIds:
-        """Token ids of positions ``[start, stop)``, int32, a view; those after the known ones are drafts."""
+        """Return the token ids at positions ``[start, stop)``, int32, as a view; those after the known ones are
+        drafts."""
         return self._tokens[start:stop]
 
     def draft(self, token_ids: TokenIds) -> None:
-        """Put drafts after the known tokens."""
+        """Store drafts after the known tokens."""
         self._tokens[self.num_tokens : self.num_tokens + len(token_ids)] = token_ids
 
     @property
     def output(self) -> TokenIds:
-        """Sampled token ids, resumed ones included, int32 [num_generated], a view."""
+        """Return the sampled token ids, including resumed ones, int32 [num_generated], as a view."""
         return self._tokens[self.num_prompt : self.num_tokens]
 
     @property
     def num_generated(self) -> int:
-        """Sampled tokens, resumed ones included."""
+        """Return the number of sampled tokens, including resumed ones."""
         return self.num_tokens - self.num_prompt
 
     @property
     def generates(self) -> bool:
-        """Whether it goes on after its prompt; one of ``max_tokens`` 0 is scored alone."""
+        """Return whether tokens are generated after the prompt; with ``max_tokens`` 0 it is only scored."""
         return self.stop_rule.max_tokens > 0
 
     @property
     def reads_prompt(self) -> bool:
-        """Whether every token of its prompt needs logits."""
+        """Return whether every token of the prompt needs logits."""
         return self.prompt_scores is not None or self.context_row is not None
 
     @property
     def max_reuse(self) -> int | None:
-        """Tokens that it may take from the prefix cache: those whose logits are wanted are computed. None for all."""
+        """Return how many tokens may come from the prefix cache, None for all: tokens whose logits are wanted are
+        computed."""
         return 0 if self.prompt_scores is not None else self.context_row
 
     @property
     def may_hold(self) -> bool:
-        """Whether tokens may be sent a few at a time: they are not streamed, and no stop string may end the text."""
+        """Return whether tokens may be sent several at a time: without streaming or stop strings."""
         return not self.request.stream and not self.request.stop and len(self.unsent) < MAX_UNSENT
 
     @property
     def num_remaining(self) -> int:
-        """Known tokens whose KV is still to be computed."""
+        """Return the number of known tokens whose KV has not been computed."""
         return self.num_tokens - self.num_computed
 
     @property
     def decodes(self) -> bool:
-        """Whether it has its prompt: it goes on by a token, or by the few that its grammar has decided."""
+        """Return whether the prompt is computed, so that it continues by a token or by those that its grammar
+        forced."""
         return self.num_remaining == 1 or 0 < self.forced_from <= self.num_computed
 
     def extend(self, sampled: Iterable[Sampled]) -> StopReason | None:
-        """Take the tokens that one step gave, up to the one that ends the sequence; what follows it is dropped.
-
-        Returns why it ends there, or None when it goes on.
-        """
+        """Append the tokens of one step, up to the one that ends the sequence; later ones are dropped. Return why it
+        ends there, or None if it continues."""
         for one in sampled:
             token_id = one.token_id
             self._tokens[self.num_tokens] = token_id
@@ -270,29 +299,28 @@ class SequenceState:
         return self.stop_rule.run_ending(self.output[-self.stop_rule.longest_run :], self.num_generated) > 0
 
     def follow(self, known: int, reason: StopReason | None) -> StopReason | None:
-        """Take the tokens from place ``known`` on into the grammar, and append those that it alone decides.
+        """Advance the grammar by the tokens from position ``known`` on, and append the tokens that it forces.
 
-        ``reason`` is why the sequence ends with its last token, if it does. Returns why it ends then: a text that its
-        grammar does not let go on is complete ("stop"), whatever else. Raises ``ServingError``.
-        """
-        matching = self.matching
-        if matching is None or reason == "stop":
+        ``reason`` is why the sequence ends with its last token, if it does. Return why it ends then: a text that its
+        grammar does not let continue is complete ("stop"), whatever else. Raises ``ServingError``."""
+        grammar_state = self.grammar_state
+        if grammar_state is None or reason == "stop":
             return reason
-        matching.consume(self._tokens[known : self.num_tokens].tolist())
-        while not matching.is_complete and reason is None and (forced := matching.forced()):
+        grammar_state.consume(self._tokens[known : self.num_tokens].tolist())
+        while not grammar_state.is_complete and reason is None and (forced := grammar_state.forced()):
             first = self.num_tokens
             reason = self.extend(Sampled(token_id) for token_id in forced)
             if reason == "stop":
                 return reason
             self.forced_from = known
-            matching.consume(forced[: self.num_tokens - first])
-        if matching.is_complete:
+            grammar_state.consume(forced[: self.num_tokens - first])
+        if grammar_state.is_complete:
             return "stop"
         return reason
 
     def note_step(self, began: float, now: float, batch_size: int) -> None:
-        """Take note of the step that has just given it tokens, where the request asks for ``timings``. ``began`` and
-        ``now`` are seconds of ``time.monotonic()``."""
+        """Record the step that just gave it tokens, if the request asks for ``timings``. ``began`` and ``now`` are
+        seconds of ``time.monotonic()``."""
         if self.timings is None:
             return
         is_first = self.ready_at == self.arrived_at
@@ -304,7 +332,7 @@ class SequenceState:
         """Take over the known tokens of another beam of the same prompt."""
         self._tokens[self.num_prompt : source.num_tokens] = source.output
         self.num_tokens = source.num_tokens
-        self.prompt_scores = self.context_row = None  # the first beam's are all beams'
+        self.prompt_scores = self.context_row = None  # the first beam's count for all beams
         if self.status == "running":
             self.num_computed = source.num_computed
         else:
@@ -312,12 +340,12 @@ class SequenceState:
             self.first_step_at = source.first_step_at
 
     def append(self, token_id: int) -> None:
-        """Take one token that a search chose."""
+        """Append a token chosen by a beam search."""
         self._tokens[self.num_tokens] = token_id
         self.num_tokens += 1
 
     def stop_reason(self) -> StopReason | None:
-        """Why the sequence ends with its last known token, or None when it goes on."""
+        """Return why the sequence ends with its last known token, or None if it continues."""
         count = self.num_generated
         if self.stop_rule.has_runs and self._ends_run():
             return "stop"

@@ -1,16 +1,16 @@
-"""Speculation: tokens that may come next are computed along with the one that does.
+"""Speculative decoding: tokens that may come next are computed along with the one that does.
 
-Nothing is changed by it. A token is a function of (logits, seed, position), so the true token is drawn at every drafted
-place, and a draft is only taken where it is that token; where it is not, the tokens after it are dropped, and what was
-computed for them is written over. This is exact at any temperature, without the rejection sampling of Leviathan et al.
-(2023), which keeps the distribution and changes the text. Drafts come from what the caller expects the text to be
-(``prediction``), from where its last words stood before (prompt lookup, Saxena 2023), or of a small model
+The output does not change. A token is a function of (logits, seed, position), so the true token is sampled at every
+drafted position and a draft is accepted only if it equals that token; otherwise the tokens after it are dropped and
+their KV is overwritten. This is exact at any temperature, unlike the rejection sampling of Leviathan et al. (2023),
+which preserves the distribution but changes the text. Drafts come from the text that the caller expects
+(``prediction``), from an earlier occurrence of the last tokens (prompt lookup, Saxena 2023), or from a small model
 (``draft_model``).
 
-Drafts stand in the sequence's tokens after those that are known::
+Drafts are stored after the sequence's known tokens::
 
     known                       drafted
-    [ … the quick brown fox ] [ jumps over the ]      one run of 1 + 3 tokens, with logits at 4 places
+    [ … the quick brown fox ] [ jumps over the ]      one chunk of 1 + 3 tokens, with logits at 4 positions
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from ...interface.events import DraftCounts
 from ...interface.request import Sampling
 from ...interface.stop_rule import StopRule
 from ..attention.kv_cache import TokenIds
-from ..constraints.grammar_state import MaskedPlace
+from ..constraints.grammar_state import MaskedPosition
 from ..constraints.logits_processors import LogitsProcessors
 from .prompt_lookup import Prediction, lookup
 from .sequence import Sampled, SequenceState
 
-ROWS = 8  # tokens of a step in all; each beside the first costs some 6 % of a step of one
-FIRST = 3  # drafts of a sequence's first proposal; twice as many after one that held, as many as held after another
-LEAST = 0.15  # drafts taken of those proposed: fewer do not pay
-WEIGHT = 0.15  # of the last proposal in the running average
-PAUSE = 32  # tokens without drafts after too few were taken; twice as many each time that it happens again
+MAX_STEP_ROWS = 8  # tokens of a step with drafts; each beyond the first costs some 6 % of a single-token step
+INITIAL_DRAFTS = 3  # size of the first proposal; doubled after full acceptance, else set to the accepted count
+MIN_ACCEPTANCE = 0.15  # acceptance rate below which drafts do not pay
+AVERAGE_WEIGHT = 0.15  # weight of the last proposal in the running average
+INITIAL_PAUSE_TOKENS = 32  # tokens without drafts after low acceptance; doubled each time that it happens again
 
 
 @dataclass(frozen=True, slots=True)
-class DraftedPlace:
-    """The place after ``ahead`` of a sequence's drafts, as if they had been drawn."""
+class DraftedPosition:
+    """The position after ``ahead`` of a sequence's drafts, as if they had been sampled."""
 
     sequence: SequenceState
     ahead: int
@@ -77,36 +77,37 @@ class DraftedPlace:
         return self.sequence.slice(self.num_prompt, self.num_tokens)
 
     @property
-    def matching(self) -> MaskedPlace | None:
-        matching = self.sequence.matching
-        if matching is None:
+    def grammar_state(self) -> MaskedPosition | None:
+        grammar_state = self.sequence.grammar_state
+        if grammar_state is None:
             return None
-        assert matching.ahead is not None
-        assert matching.ahead.places is not None
-        return matching.ahead.places[self.ahead - 1]
+        assert grammar_state.ahead is not None
+        assert grammar_state.ahead.positions is not None
+        return grammar_state.ahead.positions[self.ahead - 1]
 
     @property
     def processors(self) -> LogitsProcessors | None:
         return self.sequence.processors
 
 
-class GuessedPlace(DraftedPlace):
-    """The place where a draft model draws, which no grammar restricts: what one does not allow is left out after."""
+class GuessedPosition(DraftedPosition):
+    """The position at which a draft model samples, without a grammar: drafts that it does not allow are dropped
+    afterwards."""
 
     __slots__ = ()
 
     @property
-    def matching(self) -> MaskedPlace | None:
+    def grammar_state(self) -> MaskedPosition | None:
         return None
 
 
 class Drafter(Protocol):
-    """A small model (``draft_model``). ``cost``: one of its steps in those of the large one."""
+    """A draft model (``draft_model``). ``cost`` is the time of one of its steps relative to one of the target model."""
 
     @property
     def cost(self) -> float: ...
     def propose(self, wanted: Sequence[tuple[SequenceState, int]]) -> list[TokenIds]:
-        """For each sequence at most so many tokens that may come next, int32."""
+        """Return for each sequence at most that many tokens that may come next, int32."""
         ...
 
 
@@ -115,30 +116,30 @@ Source: TypeAlias = Literal["prediction", "lookup", "model"]
 
 @dataclass(slots=True)
 class DraftRecord:
-    """How a sequence's drafts of one source have fared: ``rate`` is a running average of the part that was taken,
-    ``size`` how many are proposed next. With less than ``least`` taken they do not pay."""
+    """The acceptance history of a sequence's drafts from one source: ``rate`` is a running average of the accepted
+    fraction, ``size`` the number to propose next. Below ``min_acceptance``, drafts do not pay."""
 
-    least: float = LEAST
+    min_acceptance: float = MIN_ACCEPTANCE
     rate: float = 0.5
-    size: int = FIRST
+    size: int = INITIAL_DRAFTS
     resume_at: int = 0
-    pause: int = PAUSE
+    pause: int = INITIAL_PAUSE_TOKENS
 
     def enter(self, proposed: int, taken: int, num_tokens: int) -> None:
-        """``taken`` of ``proposed`` drafts were drawn, after ``num_tokens`` of the sequence."""
-        self.rate += WEIGHT * (taken / proposed - self.rate)
-        self.size = min(2 * self.size, ROWS - 1) if taken == proposed else max(taken, 1)
-        if self.rate < self.least:
-            self.rate, self.size = 0.5, FIRST
+        """Record that ``taken`` of ``proposed`` drafts were accepted, after ``num_tokens`` of the sequence."""
+        self.rate += AVERAGE_WEIGHT * (taken / proposed - self.rate)
+        self.size = min(2 * self.size, MAX_STEP_ROWS - 1) if taken == proposed else max(taken, 1)
+        if self.rate < self.min_acceptance:
+            self.rate, self.size = 0.5, INITIAL_DRAFTS
             self.resume_at = num_tokens + self.pause
             self.pause *= 2
         elif taken == proposed:
-            self.pause = PAUSE
+            self.pause = INITIAL_PAUSE_TOKENS
 
 
 @dataclass(slots=True)
 class SequenceDrafts:
-    """All that is known of a sequence's drafts; ``source`` is where the last came from."""
+    """The draft state of a sequence; ``source`` is where its last drafts came from."""
 
     prediction: Prediction | None
     source: Source = "lookup"
@@ -147,49 +148,49 @@ class SequenceDrafts:
 
     @classmethod
     def of(cls, sequence: SequenceState) -> SequenceDrafts:
-        """Those of ``sequence``, which keeps them."""
+        """Return the draft state of ``sequence``, which stores it; create it on first use."""
         found: SequenceDrafts | None = sequence.drafted
         if found is None:
             draft = sequence.sampling.draft
             found = sequence.drafted = cls(Prediction(draft.token_ids) if draft is not None else None)
         return found
 
-    def record(self, source: Source, least: float = LEAST) -> DraftRecord:
-        return self.records.setdefault(source, DraftRecord(least))
+    def record(self, source: Source, min_acceptance: float = MIN_ACCEPTANCE) -> DraftRecord:
+        return self.records.setdefault(source, DraftRecord(min_acceptance))
 
 
 class Speculation:
-    """Drafts for the sequences of one engine, and the account of them: ``num_proposed`` and ``num_taken`` tokens.
-    ``model`` is asked for those of which nothing else suggests any."""
+    """Proposes and verifies drafts for the sequences of one engine, and counts ``num_proposed`` and ``num_taken``
+    tokens. ``model`` is used for sequences that have no other proposals."""
 
     def __init__(self, model: Drafter | None = None) -> None:
         self.model = model
         self.num_proposed = 0
         self.num_taken = 0
 
-    def drafts(self, sequences: Sequence[SequenceState], most: int) -> list[TokenIds]:
-        """For each sequence tokens that may come next, at most ``most`` of all together."""
+    def drafts(self, sequences: Sequence[SequenceState], max_drafts: int) -> list[TokenIds]:
+        """Return for each sequence tokens that may come next, at most ``max_drafts`` for all together."""
         found: list[TokenIds] = []
         for i, sequence in enumerate(sequences):
-            drafts = self._found(sequence, -(-most // (len(sequences) - i)))
-            most -= len(drafts)
+            drafts = self._proposals(sequence, -(-max_drafts // (len(sequences) - i)))
+            max_drafts -= len(drafts)
             found.append(drafts)
-        if self.model is not None and most > 0:
+        if self.model is not None and max_drafts > 0:
             without = [i for i, drafts in enumerate(found) if not len(drafts)]
-            guessed = self._guessed(self.model, [sequences[i] for i in without], most)
+            guessed = self._model_proposals(self.model, [sequences[i] for i in without], max_drafts)
             for i, drafts in zip(without, guessed, strict=True):
                 found[i] = drafts
         return found
 
-    def _guessed(self, model: Drafter, sequences: Sequence[SequenceState], most: int) -> list[TokenIds]:
-        """What the model says, of those sequences that its drafts have helped lately."""
+    def _model_proposals(self, model: Drafter, sequences: Sequence[SequenceState], max_drafts: int) -> list[TokenIds]:
+        """Return model drafts for sequences with recent acceptance."""
         wanted: dict[int, int] = {}
         for i, sequence in enumerate(sequences):
-            record = SequenceDrafts.of(sequence).record("model", LEAST + model.cost)
-            size = min(-(-most // (len(sequences) - i)), record.size, _room(sequence))
+            record = SequenceDrafts.of(sequence).record("model", MIN_ACCEPTANCE + model.cost)
+            size = min(-(-max_drafts // (len(sequences) - i)), record.size, _max_drafts(sequence))
             if sequence.num_tokens >= record.resume_at and size > 0 and sequence.group.table is None:
                 wanted[sequence.id] = size
-                most -= size
+                max_drafts -= size
         asked = [sequence for sequence in sequences if sequence.id in wanted]
         guessed = model.propose([(sequence, wanted[sequence.id]) for sequence in asked])
         found = {s.id: _within_grammar(s, drafts) for s, drafts in zip(asked, guessed, strict=True)}
@@ -197,34 +198,35 @@ class Speculation:
             SequenceDrafts.of(sequence).source = "model"
         return [found.get(sequence.id, sequence.tokens[:0]) for sequence in sequences]
 
-    def _found(self, sequence: SequenceState, most: int) -> TokenIds:
-        """At most ``most`` tokens that may come next, int32; none where nothing suggests any, or where drafts of this
-        sequence have not paid lately."""
-        found = self._suggested(sequence, min(most, _room(sequence)))
+    def _proposals(self, sequence: SequenceState, max_drafts: int) -> TokenIds:
+        """Return at most ``max_drafts`` tokens that may come next, int32; none without a suggestion, or if drafts of
+        this sequence have not paid lately."""
+        found = self._cached_proposals(sequence, min(max_drafts, _max_drafts(sequence)))
         table = sequence.group.table
-        if table is not None:  # a prompt's virtual tokens are no words
+        if table is not None:  # virtual tokens of a prompt are never generated
             found = found[: int((np.append(found, table.first_id) >= table.first_id).argmax())]
         return _within_grammar(sequence, found)
 
-    def _suggested(self, sequence: SequenceState, room: int) -> TokenIds:
+    def _cached_proposals(self, sequence: SequenceState, max_drafts: int) -> TokenIds:
+        """Return cached proposals of a sequence: from the caller's prediction, else by prompt lookup."""
         known = SequenceDrafts.of(sequence)
         if known.prediction is not None:
             known.prediction.follow(sequence.output, sequence.tokens)
             record = known.record("prediction")
             if sequence.num_tokens >= record.resume_at:
                 known.source = "prediction"
-                found = known.prediction.next(min(room, record.size))
+                found = known.prediction.next(min(max_drafts, record.size))
                 if len(found):
                     return found
         known.source = "lookup"
         record = known.record("lookup")
         if sequence.num_tokens < record.resume_at:
             return sequence.tokens[:0]
-        return lookup(sequence.tokens, min(room, record.size))
+        return lookup(sequence.tokens, min(max_drafts, record.size))
 
     def verify(self, sequence: SequenceState, drafts: TokenIds, sampled: Sequence[Sampled]) -> Sequence[Sampled]:
-        """Of the tokens ``sampled`` at the place after the known tokens and after each draft, those that hold: up to
-        the first that is not what was drafted there."""
+        """Return the valid tokens among those ``sampled`` after the known tokens and after each draft: up to the first
+        that differs from the draft."""
         taken = 0
         while taken < min(len(drafts), len(sampled)) and sampled[taken].token_id == drafts[taken]:
             taken += 1
@@ -237,10 +239,10 @@ class Speculation:
         return sampled[: taken + 1]
 
 
-def _room(sequence: SequenceState) -> int:
-    """Drafts that may be there before the sequence's last token."""
+def _max_drafts(sequence: SequenceState) -> int:
+    """Return how many drafts fit before the sequence's last token."""
     return sequence.num_prompt + sequence.stop_rule.max_tokens - sequence.num_tokens - 1
 
 
 def _within_grammar(sequence: SequenceState, drafts: TokenIds) -> TokenIds:
-    return drafts if sequence.matching is None else drafts[: sequence.matching.draft(drafts.tolist())]
+    return drafts if sequence.grammar_state is None else drafts[: sequence.grammar_state.draft(drafts.tolist())]

@@ -184,7 +184,7 @@ class BestEffortBudget:
         # prefill of n tokens of one sequence never costs more than one token of n sequences
         return max(int((seconds - fixed) / max(token, 1e-9)), int(seconds / max(self.row(provisioned, start), 1e-9)))
 
-    def ran(self, provisioned: StepLoad, total: StepLoad, seconds: float) -> None:
+    def record_step_time(self, provisioned: StepLoad, total: StepLoad, seconds: float) -> None:
         """Book a step that took ``seconds``, with the load ``total``, of which ``provisioned`` was provisioned."""
         if provisioned:
             self._since_provisioned = 0.0

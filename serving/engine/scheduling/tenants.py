@@ -1,12 +1,11 @@
-"""Fairness between tenants: what each has been served, and who is next.
+"""Fairness between tenants: how much each has been served, and who is next.
 
 Virtual token counters ("Fairness in Serving Large Language Models", Sheng et al., OSDI 2024): a tenant's counter grows
-with the prompt tokens that are computed for it and the tokens that it generates, each divided by the weight of its key,
-and the tenant with the least has the next turn. One that had nothing waiting is lifted to the least of those that
-wait, so that idleness saves up no credit; what it has used beyond that stays its debt.
+with the prompt tokens computed for it and the tokens it generates, each divided by the weight of its key, and the
+tenant with the smallest counter is next. A tenant that had nothing waiting is lifted to the smallest counter among
+those that wait, so that idling earns no credit; what it has used beyond that remains its debt.
 
-Counters are kept apart for provisioned requests, which are a class above all others.
-"""
+Counters of provisioned requests, a class above all others, are kept separately."""
 
 from __future__ import annotations
 
@@ -15,13 +14,14 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TypeAlias
 
-GENERATED = 2.0  # prompt tokens that a generated token counts for: the weights of the paper, as of usual prices
-MAX_TENANTS = 4096  # whose counters are kept while they have nothing here
+GENERATED_TOKEN_WEIGHT = 2.0  # in prompt tokens: the paper's weight, and the usual ratio of prices
+MAX_TENANTS = 4096  # counters kept for tenants without requests
 
 
 @dataclass(slots=True, eq=False)
 class Tenant:
-    """``used`` are tokens over weights. ``num_waiting`` of its ``num_unfinished`` sequences (or requests) wait."""
+    """A tenant's counter: ``used`` is in tokens over weights. ``num_waiting`` of its ``num_unfinished`` sequences (or
+    requests) wait."""
 
     used: float = 0.0
     num_waiting: int = 0
@@ -29,26 +29,25 @@ class Tenant:
 
 
 Entry: TypeAlias = "tuple[float, int, Tenant]"
-"""What it had used when it was put there, a serial number, who it is."""
+"""The counter when the entry was made, a serial number, the tenant."""
 
 
 class LeastServed:
-    """Tenants that wait, the one that has used least first: O(log n) for each turn.
+    """A priority queue of waiting tenants, least served first; O(log n) per turn.
 
-    A heap whose entries may be out of date: counters only grow, so an entry is put right when it comes to the top.
-    Tenants that have used the same take turns.
-    """
+    Heap entries may be out of date: counters only grow, so an entry is corrected when it reaches the top. Tenants with
+    equal counters take turns."""
 
     def __init__(self) -> None:
         self._heap: list[Entry] = []
-        self._entries: dict[Tenant, int] = {}  # the serial number of each one's entry; others in the heap are void
+        self._entries: dict[Tenant, int] = {}  # the serial number of each valid entry; others in the heap are void
         self._serials = count()
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def push(self, tenant: Tenant) -> None:
-        """Let ``tenant`` wait, if it does not yet."""
+        """Add ``tenant`` to the queue, if it is not in it."""
         if tenant in self._entries:
             return
         self._entries[tenant] = serial = next(self._serials)
@@ -58,12 +57,12 @@ class LeastServed:
             heapq.heapify(self._heap)
 
     def discard(self, tenant: Tenant) -> None:
-        """Let ``tenant`` wait no more, if it does."""
+        """Remove ``tenant`` from the queue, if it is in it."""
         self._entries.pop(tenant, None)
 
     @property
     def least(self) -> Tenant | None:
-        """The one that has used least, None where none waits."""
+        """Return the least served tenant, None if the queue is empty."""
         heap = self._heap
         while heap:
             used, serial, tenant = heap[0]
@@ -76,7 +75,7 @@ class LeastServed:
         return None
 
     def pop(self) -> Entry | None:
-        """Take out the one that has used least."""
+        """Remove and return the entry of the least served tenant."""
         tenant = self.least
         if tenant is None:
             return None
@@ -84,7 +83,7 @@ class LeastServed:
         return heapq.heappop(self._heap)
 
     def restore(self, entry: Entry) -> None:
-        """Put back what ``pop`` took out, in its old place."""
+        """Put back an entry that ``pop`` removed, in its old position."""
         self._entries[entry[2]] = entry[1]
         heapq.heappush(self._heap, entry)
 
@@ -94,10 +93,11 @@ class Tenants:
 
     def __init__(self) -> None:
         self._by_name: dict[tuple[str, bool], Tenant] = {}
-        self._last: Tenant | None = None  # that had something waiting
+        self._last: Tenant | None = None  # the last one that stopped waiting
 
     def of(self, name: str, provisioned: bool = False) -> Tenant:
-        """The tenant of that name; of many that have nothing here any more the debts are forgotten."""
+        """Return the tenant with that name. With too many of them, the debts of those without requests are
+        forgotten."""
         found = self._by_name.get((name, provisioned))
         if found is None:
             if len(self._by_name) >= MAX_TENANTS:
@@ -106,11 +106,12 @@ class Tenants:
         return found
 
     def lift(self, tenant: Tenant, least: Tenant | None) -> None:
-        """``tenant``, which had nothing waiting, has now: beside ``least`` of those that wait, None where none does."""
+        """Lift ``tenant``, which starts to wait, to the counter of ``least``, the least served waiting tenant, if
+        any."""
         beside = least or self._last
         if beside is not None and beside.used > tenant.used:
             tenant.used = beside.used
 
     def left(self, tenant: Tenant) -> None:
-        """Nothing of ``tenant`` waits any more."""
+        """Record that nothing of ``tenant`` waits any more."""
         self._last = tenant

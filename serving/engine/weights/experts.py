@@ -38,7 +38,7 @@ class EngineExperts(nn.Module):
         self.num_experts, self.act_fn, self.packed = int(experts.num_experts), experts.act_fn, packed
 
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> Any:
-        """Run [T, H] through the experts ``top_k_index`` [T, k], weighted by ``top_k_weights`` [T, k].
+        """ScheduledChunk [T, H] through the experts ``top_k_index`` [T, k], weighted by ``top_k_weights`` [T, k].
 
         A token's results are summed in the order of its experts."""
         made = hidden_states.new_empty(*top_k_index.shape, hidden_states.shape[-1])

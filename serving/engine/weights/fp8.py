@@ -28,7 +28,7 @@ from ...interface.settings import EngineSettings
 from ..devices import triton_support
 
 logger = logging.getLogger(__name__)
-LARGEST = 448  # the largest value of e4m3fn
+MAX_E4M3 = 448  # the largest value of e4m3fn
 TINY = 1e-12  # the scale of a row of zeros, rather than 0; it quantises to zeros
 FEW = 32  # rows that a program of the kernel has room for
 MULTIPLE = 16  # widths must be multiples of this for torch._scaled_mm on CUDA
@@ -39,7 +39,7 @@ TOLERANCE = {torch.float32: 1e-4}  # relative to the example's largest value; 0.
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise ``x`` [T, K] to float8_e4m3fn [T, K] and float32 scales [T, 1], so that ``x ≈ q * scale``."""
-    scale = x.abs().amax(-1, keepdim=True).float().mul_(1 / LARGEST).clamp_min_(TINY)
+    scale = x.abs().amax(-1, keepdim=True).float().mul_(1 / MAX_E4M3).clamp_min_(TINY)
     return (x / scale).to(torch.float8_e4m3fn), scale
 
 
@@ -137,7 +137,7 @@ def reason(settings: EngineSettings, device: Any, dtype: torch.dtype) -> str:
 @cache
 def why_not_kernel(device: Any, dtype: torch.dtype) -> str:
     """Why the kernel does not run; empty if it does."""
-    if not triton_support.on(device):
+    if not triton_support.enabled(device):
         return "Triton is not installed" if device.type == "cuda" else "there is no CUDA device"
     return _differs(multiply, device, dtype, (3, FEW))
 

@@ -28,7 +28,7 @@ from .forward_context import ContextHolder
 from .fp8 import Fp8Weight
 from .fp8 import can_quantize as fits_fp8
 from .quantization import Int8Weight, can_quantize
-from .stored_weights import StoredLinear, joined, stored_of
+from .stored_weights import StoredLinear, concatenate, stored_of
 from .weight_layouts import PackedWeight, PlainWeight, pack_float
 
 SIBLINGS: tuple[tuple[str, ...], ...] = (
@@ -242,10 +242,10 @@ def install(
             packed = pack(paths, weight, bias, is_head)
         elif paths[0] in plain:
             packed = PlainWeight(
-                joined(kept).dense(like.dtype, like.device) if kept and like is not None else weight, bias
+                concatenate(kept).dense(like.dtype, like.device) if kept and like is not None else weight, bias
             )
         elif kept:
-            packed = _pack_stored(joined(kept), bias, settings, like)
+            packed = _pack_stored(concatenate(kept), bias, settings, like)
         else:
             packed = _pack(weight, bias, settings, is_head)
         group = LinearGroup(paths, packed, sizes, holder)

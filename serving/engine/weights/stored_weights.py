@@ -1,4 +1,4 @@
-"""Models whose linears were quantised when they were logged: read as they are stored, never made floats as a whole.
+"""Models whose linears were quantised when they were logged: loaded as they are stored, never dequantised as a whole.
 
 ::
 
@@ -12,16 +12,15 @@
             <linear>.weight_zero    uint8 [N, K / 32]
             <linear>.weight_inputs  float32 [K]            weight = (values - zero) * scale * inputs
 
-int8 is the form "int-quantized" of compressed-tensors (llm-compressor's, which vLLM and transformers read):
-github.com/neuralmagic/compressed-tensors. int4 is this package's own, and has linears whose K is no multiple of 32 in
+int8 is the format "int-quantized" of compressed-tensors (used by llm-compressor, vLLM and transformers):
+github.com/neuralmagic/compressed-tensors. int4 is this package's own; linears whose K is not a multiple of 32 are in
 int8. ``weight_writer.py`` writes both.
 
-Linears that quantization_config names in ``transform_config``, also of compressed-tensors, have ``weight`` times a
-Hadamard matrix in the files (quantization.py). Models of earlier versions have none.
+Linears that quantization_config names in ``transform_config``, also of compressed-tensors, are stored multiplied by a
+Hadamard matrix (quantization.py). Models of earlier versions have none.
 
-A linear of such a model is a plain ``nn.Linear`` without a weight and with ``stored``, which ``linear.install`` packs
-from. Until then, while the model's own code is asked what it makes of a few tokens, its weight is made for each call.
-"""
+A linear of such a model is a plain ``nn.Linear`` without a weight and with ``stored``, from which ``linear.install``
+packs. Until then, while the model's own code runs on a few tokens, its weight is dequantised for each call."""
 
 from __future__ import annotations
 
@@ -58,13 +57,15 @@ FORMATS: dict[Quantization, tuple[str, str]] = {
 }
 PARTS = ("weight_packed", "weight_scale", "weight_zero", "weight_inputs")
 STORED = "stored"  # the attribute of a linear
-STORED_EXPERTS = "stored_experts"  # of all experts of a layer
-KEPT = 1 << 30  # bytes of weights that are kept as floats while the model's own code runs, for it runs several times
+STORED_EXPERTS = "stored_experts"  # the attribute of a layer's experts
+MAX_CACHED_BYTES = (
+    1 << 30
+)  # bytes of weights that are kept as floats while the model's own code runs, for it runs several times
 
 
 @dataclass(frozen=True, slots=True)
 class StoredLinear:
-    """Weights [N, K] as they lie in the file. int8: ``values`` [N, K], ``scale`` [N, 1], the others None."""
+    """Weights [N, K] as they are in the file. int8: ``values`` [N, K], ``scale`` [N, 1], the others None."""
 
     values: torch.Tensor
     scale: torch.Tensor
@@ -77,13 +78,13 @@ class StoredLinear:
         return (self.values.shape[0], self.values.shape[1] * (1 if self.zero is None else 2))
 
     def unpacked(self) -> torch.Tensor:
-        """[N, K]: int8, or of four bits uint8 of 0..15."""
+        """Return the values [N, K]: int8, or for 4 bits uint8 in 0..15."""
         if self.zero is None:
             return self.values
         return torch.stack((self.values & 15, self.values >> 4), -1).flatten(1)
 
     def dense(self, dtype: torch.dtype = torch.float32, device: Any = "cpu") -> torch.Tensor:
-        """[N, K] of ``dtype``."""
+        """Dequantise to [N, K] of ``dtype``."""
         values, scale = self.unpacked().to(device).float(), self.scale.to(device).float()
         if self.zero is None or self.inputs is None:
             weight = values * scale
@@ -94,8 +95,8 @@ class StoredLinear:
         return (rotated(weight) if self.is_rotated else weight).to(dtype)
 
 
-def joined(parts: list[StoredLinear]) -> StoredLinear:
-    """Linears that read the same input, as one. Raises ``PackagingError`` where they cannot be."""
+def concatenate(parts: list[StoredLinear]) -> StoredLinear:
+    """Concatenate linears that read the same input. Raises ``PackagingError`` if they are stored differently."""
     if len(parts) == 1:
         return parts[0]
     inputs, is_rotated = parts[0].inputs, parts[0].is_rotated
@@ -109,25 +110,25 @@ def joined(parts: list[StoredLinear]) -> StoredLinear:
 
 
 def stored_of(module: nn.Module) -> StoredLinear | None:
-    """What a linear's weights are stored as; None where they are floats."""
+    """Return how a linear's weights are stored; None if they are floats."""
     found: StoredLinear | None = module.__dict__.get(STORED)
     return found
 
 
 def stored_experts_of(module: nn.Module) -> dict[str, StoredLinear]:
-    """What experts' weights are stored as, those that are not floats: by the parameter's name, one expert below the
-    other."""
+    """Return the stored weights of experts by parameter name, with the experts stacked; without those that are
+    floats."""
     found: dict[str, StoredLinear] = module.__dict__.get(STORED_EXPERTS, {})
     return found
 
 
 def quantization_of(folder: str | Path) -> Quantization | None:
-    """How the linears of the model in ``folder`` are stored; None: as floats. Raises ``PackagingError`` for a form that
-    was not written here."""
+    """Return how the linears of the model in ``folder`` are stored; None for floats. Raises ``PackagingError`` for a
+    format that this package did not write."""
     try:
         config = json.loads((Path(folder) / "config.json").read_bytes())
     except (OSError, ValueError, RecursionError):
-        return None  # building the model says so
+        return None  # building the model reports it
     said = config.get("quantization_config") if isinstance(config, dict) else None
     if not said:
         return None
@@ -135,10 +136,10 @@ def quantization_of(folder: str | Path) -> Quantization | None:
     for quantization, expected in FORMATS.items():
         if form == expected:
             return quantization
-    raise _not_ours("quantization_config", said)
+    raise _unsupported_format("quantization_config", said)
 
 
-def _not_ours(name: str, said: Any) -> PackagingError:
+def _unsupported_format(name: str, said: Any) -> PackagingError:
     return PackagingError(
         f"config.json: {name}: {shown(said)} is not allowed; expected weights in floats, or as"
         " log_model(quantize=…) stores them"
@@ -161,7 +162,7 @@ def transform_config(widths: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _rotated_in(folder: Path) -> dict[str, int]:
-    """The order of the Hadamard matrix by linear, of those that are stored rotated. Raises ``PackagingError``."""
+    """Return the order of the Hadamard matrix of each linear that is stored rotated. Raises ``PackagingError``."""
     said = json.loads((folder / "config.json").read_bytes()).get("quantization_config")
     config = said.get("transform_config") if isinstance(said, dict) else None
     if config is None:
@@ -173,34 +174,33 @@ def _rotated_in(folder: Path) -> dict[str, int]:
             return found
     except (AttributeError, KeyError, IndexError, TypeError):
         pass
-    raise _not_ours("quantization_config.transform_config", config)
+    raise _unsupported_format("quantization_config.transform_config", config)
 
 
 def refuse_other_weights(settings: EngineSettings, stored: str | None) -> None:
-    """Raises ``PackagingError`` where ``settings`` ask for other weights than those that are ``stored``, None as
-    floats."""
+    """Raise ``PackagingError`` if ``settings`` ask for weights other than those ``stored``, None for floats."""
     if stored is None and settings.quantization == "int4":
         raise PackagingError(
-            "quantization: 'int4' is not allowed; expected 'none' or 'int8': weights of four bits are made when a model"
-            " is logged (quantize='int4')"
+            "quantization: 'int4' is not allowed; expected 'none' or 'int8': 4-bit weights are made when a model is"
+            " logged (quantize='int4')"
         )
     if stored not in (None, settings.quantization):
         raise PackagingError(
             f"quantization: {settings.quantization!r} is not allowed; expected {stored!r}: the model was logged with"
-            f" quantize={stored!r}, and its weights as they were are not in it"
+            f" quantize={stored!r}, which replaced its original weights"
         )
 
 
 def adopted(settings: EngineSettings, folder: str | Path) -> EngineSettings:
-    """``settings``, with the quantization of the model in ``folder`` if it has one, else one that is made at load.
-    Raises ``PackagingError``."""
+    """Return ``settings`` with the quantization of the model in ``folder`` if it has one, else one that is made at
+    load. Raises ``PackagingError``."""
     found = quantization_of(folder) or ("int8" if settings.quantization == "int4" else settings.quantization)
     return msgspec.structs.replace(settings, quantization=found)
 
 
 def load(auto: Any, folder: str, dtype: torch.dtype, device: Any) -> Any:
-    """The model in ``folder`` as ``auto`` names its class, in ``dtype``, its linears as they are stored. Raises
-    ``PackagingError`` where the files make no model, or less than one."""
+    """Load the model in ``folder`` as class ``auto`` in ``dtype``, with its linears as they are stored. Raises
+    ``PackagingError`` if the files are not a complete model."""
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         with in_proportion(folder), _without_weights():
@@ -210,12 +210,12 @@ def load(auto: Any, folder: str, dtype: torch.dtype, device: Any) -> Any:
         model.tie_weights()
     except (PackagingError, MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # of transformers or safetensors
+    except Exception as error:  # from transformers or safetensors
         raise PackagingError(f"the model cannot be loaded: {type(error).__name__}: {reason(error)}") from error
     if missing := sorted(name for name, value in model.named_parameters() if value.is_meta):
         raise PackagingError(f"the weights are incomplete: they lack {len(missing)} tensors: {', '.join(missing[:5])}")
     for _, buffer in list(model.named_buffers()):
-        assert not buffer.is_meta, "they are made with the model"
+        assert not buffer.is_meta, "buffers are made with the model"
     model.to(device)
     _make_runnable(model)
     return model
@@ -223,7 +223,7 @@ def load(auto: Any, folder: str, dtype: torch.dtype, device: Any) -> Any:
 
 @contextlib.contextmanager
 def _without_weights() -> Iterator[None]:
-    """Parameters that this thread's modules register are on the meta device; buffers are made."""
+    """Put parameters that this thread's modules register on the meta device; buffers are made as usual."""
     me = threading.get_ident()
 
     def to_meta(module: Any, name: str, parameter: Any) -> Any:
@@ -239,11 +239,12 @@ def _without_weights() -> Iterator[None]:
 
 
 def _fill(model: nn.Module, folder: Path, dtype: torch.dtype) -> None:
-    """Give the model its tensors, by the names that it has for them. Parts of a linear may lie in different files."""
+    """Set the model's tensors from the files, by name. Parts of a linear may be in different files."""
     modules, orders = dict(model.named_modules()), _rotated_in(folder)
     if not orders:
         logger.warning(
-            "the quantised weights are not rotated, as earlier releases stored them; a model logged now is more exact"
+            "the quantised weights are not rotated, as stored by earlier releases; logging the model again makes it"
+            " more accurate"
         )
     with contextlib.ExitStack() as stack:
         paths = sorted(folder.glob("*.safetensors"))
@@ -316,10 +317,10 @@ def _check_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -
 
 
 def _make_runnable(model: nn.Module) -> None:
-    """What is stored is there as floats for the time of a call, or from the first one on if it is little."""
+    """Dequantise stored weights for one call; cache them permanently if they are small."""
     linears = [(m, "weight", found) for m in model.modules() if (found := stored_of(m)) is not None]
     linears += [(m, name, found) for m in model.modules() for name, found in stored_experts_of(m).items()]
-    keep = 4 * sum(found.values.numel() for *_, found in linears) <= KEPT
+    keep = 4 * sum(found.values.numel() for *_, found in linears) <= MAX_CACHED_BYTES
     for module, name, found in linears:
         _run_by_calls(module, name, found, keep=keep)
 

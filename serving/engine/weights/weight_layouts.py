@@ -1,17 +1,17 @@
-"""A linear's weights laid out for the hardware: one interface, a class for each layout.
+"""Layouts of a linear's weights for the hardware: one interface, one class per layout.
 
 ::
 
     PackedWeight        matmul(x [T, K]) -> [T, N];  dense() -> [N, K]
-    ├── PlainWeight     torch's own GEMM: CUDA, and wherever the layout below is not offered
+    ├── PlainWeight     torch's own GEMM: on CUDA, and wherever the next layout is not offered
     ├── OneDnnWeight    float32 and bfloat16 on CPU, blocked once at load by oneDNN
     ├── Int8Weight      quantization.py
     ├── Fp8Weight       fp8.py: on CUDA
-    └── NativeWeight    native/weight.py: float32 and int8 where our own kernels run
+    └── NativeWeight    native/weight.py: float32, bfloat16, int8 and int4 where the native kernels run
 
-Another kernel joins here: it needs only these two methods.
+A further kernel only needs these two methods.
 
-Why oneDNN's layout (30 layers of SmolLM2-135M's fused shapes, 2 Zen 4 cores, torch 2.13; ms a step):
+Measurements of oneDNN's layout (30 layers of SmolLM2-135M's fused shapes, 2 Zen 4 cores, torch 2.13; ms per step):
 
     rows                   1      4      8     32    128
     float32 plain       31.5   62.5   37.6   62.8  165.7
@@ -19,8 +19,7 @@ Why oneDNN's layout (30 layers of SmolLM2-135M's fused shapes, 2 Zen 4 cores, to
     bfloat16 plain      14.0   16.5   17.5   29.5   78.3
     bfloat16 OneDnn     10.3    8.9   10.8   22.6   70.6
 
-The ops are those that inductor emits when it freezes a model.
-"""
+The operators are those that inductor emits when it freezes a model."""
 
 from __future__ import annotations
 
@@ -33,23 +32,23 @@ ROWS_HINT = 8  # tunes oneDNN's layout; layouts for 1 and 128 rows measured with
 
 
 class PackedWeight(Protocol):
-    """Weights [N, K] and, where the linear has one, a bias [N]."""
+    """Packed weights [N, K] and, if the linear has one, a bias [N]."""
 
     in_features: int
     out_features: int
     dtype: torch.dtype
 
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` [T, K] -> [T, N], a fresh tensor of ``x.dtype`` that the caller may change in place."""
+        """Multiply ``x`` [T, K] -> [T, N], a new tensor of ``x.dtype`` that the caller may change in place."""
         ...
 
     def dense(self) -> torch.Tensor:
-        """The weights as [N, K] of ``dtype``; a copy unless they are stored so."""
+        """Return the weights as [N, K] of ``dtype``; a copy unless they are stored so."""
         ...
 
 
 class PlainWeight:
-    """torch's own GEMM. Shares the tensor it is given, so a tied head costs no memory."""
+    """Weights for torch's own GEMM. Shares the tensor it is given, so a tied head costs no memory."""
 
     __slots__ = ("bias", "dtype", "in_features", "out_features", "weight")
 
@@ -65,7 +64,7 @@ class PlainWeight:
 
 
 class OneDnnWeight:
-    """Blocked by oneDNN at load. Has no gradient."""
+    """Weights blocked by oneDNN at load. Has no gradient."""
 
     __slots__ = ("bias", "blocked", "dtype", "in_features", "out_features")
 
@@ -83,7 +82,7 @@ class OneDnnWeight:
 
 
 def can_block(weight: torch.Tensor) -> bool:
-    """Whether oneDNN of this build and processor takes a weight of this dtype and place."""
+    """Return whether oneDNN, in this build and on this CPU, supports a weight of this dtype and device."""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     if weight.dtype == torch.bfloat16:
@@ -94,5 +93,5 @@ def can_block(weight: torch.Tensor) -> bool:
 
 
 def pack_float(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedWeight:
-    """Weights [N, K] in oneDNN's layout where it takes them, else as they are."""
+    """Pack weights [N, K] in oneDNN's layout if it supports them, else as they are."""
     return OneDnnWeight(weight, bias) if can_block(weight) else PlainWeight(weight, bias)

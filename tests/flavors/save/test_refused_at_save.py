@@ -69,7 +69,7 @@ def test_settings_that_run_nowhere(tmp_path, llama_dir, settings, words):
     [
         ({"kv_cache_dtype": "int8"}, "kv_cache_dtype: 'int8' is not allowed; expected 'auto'"),
         ({"kv_block_size": 16}, "kv_block_size: 16 is not allowed; expected null"),
-        ({"draft_model": "small"}, "draft_model: small is of no use; expected null"),
+        ({"draft_model": "small"}, "draft_model: small is not allowed; expected null"),
         ({"quantization": "int4"}, "quantization: 'int4' is not allowed; expected 'none' or 'int8'"),
         ({"compile": True}, "compile: True is not allowed"),
     ],

@@ -16,7 +16,7 @@ import pytest
 from random_schemas import random_schema
 from tokenizers import ByteLevelBPETokenizer
 
-from mlflow_llm.serving.engine.constraints.grammar_state import Matching, unpacked
+from mlflow_llm.serving.engine.constraints.grammar_state import GrammarState, unpacked
 from mlflow_llm.serving.engine.constraints.grammar_tokenizer import GrammarTokenizer, make
 from mlflow_llm.serving.engine.constraints.grammars import compile_grammar
 from mlflow_llm.serving.interface.constraint import Constraint, Grammar
@@ -77,17 +77,17 @@ def tokenizer() -> GrammarTokenizer:
     return make(trained._tokenizer, frozenset(), trained.get_vocab_size())
 
 
-def matching(grammar: Grammar, tokenizer: GrammarTokenizer) -> Matching:
+def grammar_state(grammar: Grammar, tokenizer: GrammarTokenizer) -> GrammarState:
     matcher = compile_grammar(grammar.source, tokenizer)
     assert isinstance(matcher, llguidance.LLMatcher), matcher
-    return Matching(matcher, tokenizer, Sampling(max_tokens=MAX_TOKENS, grammar=grammar), grammar)
+    return GrammarState(matcher, tokenizer, Sampling(max_tokens=MAX_TOKENS, grammar=grammar), grammar)
 
 
 def drawn(grammar: Grammar, tokenizer: GrammarTokenizer, seed: int) -> str | None:
     """A text of tokens drawn among those that are allowed; what ends something is drawn more often. None where it has
     not ended, which only values within values may be the reason of."""
     draw, written = random.Random(seed), bytearray()
-    made = matching(grammar, tokenizer)
+    made = grammar_state(grammar, tokenizer)
     for _ in range(MAX_TOKENS):
         if made.is_complete:
             break

@@ -1,10 +1,10 @@
-"""The blocks' accounts: who holds each, and which whole ones are known by their tokens.
+"""The accounts of KV blocks: reference counts, and the whole blocks that the prefix cache knows by their tokens.
 
-A block is free, held by running sequences (``num_holders``), or idle: known, held by none, and evicted when room is
-needed, the longest unused first. Whole blocks are known as a tree, so that a lookup compares tokens and no hashes::
+A block is free, referenced by running sequences (``ref_count``), or idle: cached, unreferenced, and evicted in LRU
+order when memory is needed. Cached blocks form a tree, so that a lookup compares tokens instead of hashes::
 
     PrefixKey ── [the quick brown] ── [fox jumps over] ── …
-              └─ [the quick red  ] ── …                       a child is found by its own tokens under its parent
+              └─ [the quick red  ] ── …                       a child is found by its tokens under its parent
 """
 
 from __future__ import annotations
@@ -18,117 +18,121 @@ import numpy as np
 from ..kv_cache import PrefixKey, TokenIds
 from ..slot_table import common_prefix
 
-Parent = PrefixKey | int  # where a tree begins, or the node of the block before
-MOST_COMPARED = 32  # children looked through for one that begins alike
-PADDING = 0  # the block that no sequence has: what fills up a step's size is written there
+Parent = PrefixKey | int  # the root of a tree, or the node of the previous block
+MAX_CANDIDATES = 32  # children compared to find one with a common beginning
+PADDING = 0  # the block that no sequence has; rows that pad a step write there
 
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """``tokens``, ``parent`` and ``node`` (a number never used again) are set while it is known."""
+    """A block of KV memory. ``tokens``, ``parent`` and ``node`` (a number that is never reused) are set while it is
+    cached."""
 
     index: int
-    num_holders: int = 0
+    ref_count: int = 0
     key: PrefixKey | None = None
     parent: Parent | None = None
     tokens: bytes = b""
     node: int = 0
 
     @property
-    def is_known(self) -> bool:
+    def is_cached(self) -> bool:
         return self.parent is not None
 
 
 class BlockPool:
-    """``num_blocks`` blocks that sequences can have, numbered from 1 on: a small model in much memory has millions, so
-    that each is entered with its first use."""
+    """A pool of ``num_blocks`` blocks, numbered from 1. A small model in much memory has millions of them, so that a
+    block is only entered on first use."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.blocks: list[Block] = []
         self._free: list[Block] = []
-        self._idle: OrderedDict[int, Block] = OrderedDict()  # the longest unused first
+        self._idle: OrderedDict[int, Block] = OrderedDict()  # least recently used first
         self._children: dict[Parent, dict[bytes, Block]] = {}
         self._last_node = 0
 
     @property
     def num_available(self) -> int:
-        """Free ones, and those that could be evicted."""
+        """Return the number of free blocks and of those that can be evicted."""
         return self.num_blocks - self.num_used + len(self._idle)
 
     @property
     def num_used(self) -> int:
-        """Held or idle."""
+        """Return the number of referenced and idle blocks."""
         return len(self.blocks) - len(self._free)
 
-    def could_take(self, count: int, kept: Iterable[Block] = ()) -> bool:
-        """Whether ``count`` blocks can be had while ``kept`` are not evicted."""
-        return count <= self.num_available - sum(block.num_holders == 0 for block in kept)
+    def can_allocate(self, count: int, kept: Iterable[Block] = ()) -> bool:
+        """Return whether ``count`` blocks can be allocated without evicting ``kept``."""
+        return count <= self.num_available - sum(block.ref_count == 0 for block in kept)
 
-    def take(self) -> Block:
-        """A block for one holder; evicts. Raises ``RuntimeError`` where none is left: ask ``could_take`` before."""
+    def allocate(self) -> Block:
+        """Allocate a block with one reference, evicting an idle one if necessary. Raises ``RuntimeError`` if none is
+        left; ask ``can_allocate`` first."""
         if self._free:
             block = self._free.pop()
         elif len(self.blocks) < self.num_blocks:
             block = Block(len(self.blocks) + 1)
             self.blocks.append(block)
         elif self._idle:
-            self._forget(next(iter(self._idle.values())))
+            self._evict(next(iter(self._idle.values())))
             block = self._free.pop()
         else:
             raise RuntimeError("KV cache: no block is left")
-        block.num_holders = 1
+        block.ref_count = 1
         return block
 
-    def hold(self, block: Block) -> None:
-        """One more holder of a known block."""
+    def incref(self, block: Block) -> None:
+        """Add a reference to a cached block."""
         self._idle.pop(block.index, None)
-        block.num_holders += 1
+        block.ref_count += 1
 
-    def drop(self, blocks: Iterable[Block], *, keep: bool = True) -> None:
-        """One holder less of each of a sequence's ``blocks``. Known ones stay for reuse with ``keep``: the first longer
-        than those behind it, which are found by way of it."""
+    def free(self, blocks: Iterable[Block], *, keep: bool = True) -> None:
+        """Release a reference to each of a sequence's ``blocks``. With ``keep``, cached ones stay for reuse; later
+        blocks are evicted before earlier ones, through which they are found."""
         for block in reversed(list(blocks)):
-            block.num_holders -= 1
-            if block.num_holders:
+            block.ref_count -= 1
+            if block.ref_count:
                 continue
-            if block.is_known:
+            if block.is_cached:
                 self._idle[block.index] = block
                 if not keep:
-                    self._forget(block)
+                    self._evict(block)
             else:
                 self._free.append(block)
 
-    def know(self, block: Block, key: PrefixKey, parent: Parent, tokens: TokenIds) -> Block:
-        """Make a whole, valid block known; returns the one that is known for these tokens, which may be another."""
+    def cache_block(self, block: Block, key: PrefixKey, parent: Parent, tokens: TokenIds) -> Block:
+        """Enter a whole, valid block into the prefix cache. Return the cached block for these tokens, which may be
+        another one."""
         name = np.ascontiguousarray(tokens, dtype=np.int32).tobytes()
         siblings = self._children.setdefault(parent, {})
-        known = siblings.get(name)
-        if known is not None or block.is_known:
-            return known or block
+        cached = siblings.get(name)
+        if cached is not None or block.is_cached:
+            return cached or block
         self._last_node += 1
         block.key, block.parent, block.tokens, block.node = key, parent, name, self._last_node
         siblings[name] = block
         return block
 
     def find(self, parent: Parent, tokens: TokenIds) -> Block | None:
-        """The known block of just these tokens behind ``parent``."""
+        """Return the cached block with exactly these tokens after ``parent``."""
         siblings = self._children.get(parent)
         if siblings is None:
             return None
         return siblings.get(np.ascontiguousarray(tokens, dtype=np.int32).tobytes())
 
-    def nearest(self, parent: Parent, tokens: TokenIds) -> tuple[int, Block | None]:
-        """The known block behind ``parent`` that has most of its first tokens in common with ``tokens``: how many."""
+    def find_partial(self, parent: Parent, tokens: TokenIds) -> tuple[int, Block | None]:
+        """Return the cached block after ``parent`` that shares most leading tokens with ``tokens``, and how many it
+        shares."""
         best, found = 0, None
-        for _, block in zip(range(MOST_COMPARED), self._children.get(parent, {}).values(), strict=False):
+        for _, block in zip(range(MAX_CANDIDATES), self._children.get(parent, {}).values(), strict=False):
             common = common_prefix(np.frombuffer(block.tokens, dtype=np.int32), tokens)
             if common > best:
                 best, found = common, block
         return best, found
 
-    def unknow(self, block: Block) -> None:
-        """Nobody is to find a block that is held."""
+    def uncache(self, block: Block) -> None:
+        """Remove a referenced block from the prefix cache."""
         if block.parent is None:
             return
         siblings = self._children[block.parent]
@@ -137,35 +141,44 @@ class BlockPool:
             del self._children[block.parent]
         block.key, block.parent, block.tokens, block.node = None, None, b"", 0
 
-    def forget(self, adapter: str) -> None:
+    def evict_adapter(self, adapter: str) -> None:
         """Free the idle blocks of an adapter."""
         for block in [one for one in self._idle.values() if one.key is not None and one.key.adapter == adapter]:
-            self._forget(block)
+            self._evict(block)
 
-    def _forget(self, block: Block) -> None:
+    def _evict(self, block: Block) -> None:
         del self._idle[block.index]
-        self.unknow(block)
+        self.uncache(block)
         self._free.append(block)
 
-    def problems(self, tables: Iterable[Iterable[Block]]) -> list[str]:
-        """What does not add up, ``tables`` being those of all sequences."""
-        held: dict[int, int] = {}
+    def check_invariants(self, tables: Iterable[Iterable[Block]]) -> list[str]:
+        """Return the inconsistencies found, given the block ``tables`` of all sequences."""
+        references: dict[int, int] = {}
         for table in tables:
             for block in table:
-                held[block.index] = held.get(block.index, 0) + 1
+                references[block.index] = references.get(block.index, 0) + 1
         free = {block.index for block in self._free}
         problems = []
-        if len(free) != len(self._free) or free & set(self._idle) or free & set(held) or set(held) & set(self._idle):
+        if (
+            len(free) != len(self._free)
+            or free & set(self._idle)
+            or free & set(references)
+            or set(references) & set(self._idle)
+        ):
             problems.append("a block is in two states")
-        if len(free) + len(self._idle) + len(held) != len(self.blocks) or len(self.blocks) > self.num_blocks:
-            problems.append(f"{len(free)} free, {len(self._idle)} idle, {len(held)} held of {len(self.blocks)}")
+        if len(free) + len(self._idle) + len(references) != len(self.blocks) or len(self.blocks) > self.num_blocks:
+            problems.append(
+                f"{len(free)} free, {len(self._idle)} idle, {len(references)} referenced of {len(self.blocks)}"
+            )
         for block in self.blocks:
-            if block.num_holders != held.get(block.index, 0):
-                problems.append(f"block {block.index} has {held.get(block.index, 0)} holders, not {block.num_holders}")
-            if block.is_known != (block.parent is not None and self._children[block.parent][block.tokens] is block):
-                problems.append(f"block {block.index} is not known as itself")
-            if block.index in free and block.is_known:
-                problems.append(f"block {block.index} is free and known")
-        if sum(map(len, self._children.values())) != sum(block.is_known for block in self.blocks):
-            problems.append("the tree has other blocks than those that are known")
+            if block.ref_count != references.get(block.index, 0):
+                problems.append(
+                    f"block {block.index} has {references.get(block.index, 0)} references, not {block.ref_count}"
+                )
+            if block.is_cached != (block.parent is not None and self._children[block.parent][block.tokens] is block):
+                problems.append(f"block {block.index} is not in the tree under its own tokens")
+            if block.index in free and block.is_cached:
+                problems.append(f"block {block.index} is free and cached")
+        if sum(map(len, self._children.values())) != sum(block.is_cached for block in self.blocks):
+            problems.append("the tree differs from the cached blocks")
         return problems

@@ -1,14 +1,13 @@
-"""KV in blocks of a few tokens: a sequence has a block table, and sequences that begin alike have the same blocks.
+"""KV in blocks of a few tokens: each sequence has a block table, and sequences with a common prefix share blocks.
 
 ::
 
     layer      k, v [blocks, block size, Hkv, D]
     sequence   tokens    the quick brown | fox jumps over | the la…
-               blocks    7               | 3              | 12          whole blocks may be others' too, the last never
+               blocks    7               | 3              | 12          whole blocks may be shared, the last never is
 
-A sequence writes only behind what it took over, so whole blocks are shared by reference and what is taken of a block
-that is not whole is copied. Block 0 is nobody's (``block_pool.PADDING``).
-"""
+A sequence writes only after the prefix that it took over, so whole blocks are shared by reference and the used part of
+a partial block is copied. Block 0 belongs to no sequence (``block_pool.PADDING``)."""
 
 from __future__ import annotations
 
@@ -19,15 +18,15 @@ from typing import Any
 import torch
 
 from ..kv_cache import KVCache, LayerShape, PrefixKey, Row, TokenIds
-from ..slot_table import EMPTY, WORTH_REUSING, WORTH_WAITING, common_prefix
+from ..slot_table import EMPTY, MIN_AWAITED_TOKENS, MIN_REUSED_TOKENS, common_prefix
 from .block_pool import Block, BlockPool, Parent
 from .plan import LayerBlocks, PagedPlan, StepTables
 
 
 @dataclass(slots=True)
 class BlockTable:
-    """Of a running sequence: the KV of the first ``length`` of ``tokens`` is valid; ``nodes`` are those of the tree of
-    known blocks that its whole blocks are at."""
+    """The block table of a running sequence. The KV of the first ``length`` of ``tokens`` is valid; ``nodes`` are the
+    nodes of its whole blocks in the tree of cached blocks."""
 
     key: PrefixKey
     tokens: TokenIds
@@ -37,13 +36,14 @@ class BlockTable:
 
     @property
     def parent(self) -> Parent:
-        """Behind what its next whole block comes."""
+        """Return the parent of its next whole block."""
         return self.nodes[-1] if self.nodes else self.key
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A prefix of ``length`` tokens: whole ``blocks`` (their ``nodes``), and the first tokens of ``partial``."""
+    """A cached prefix of ``length`` tokens: whole ``blocks`` with their ``nodes``, and the first tokens of
+    ``partial``."""
 
     length: int
     blocks: Sequence[Block] = ()
@@ -52,7 +52,7 @@ class Found:
 
 
 class PagedKVCache(KVCache):
-    """``num_tokens`` is the budget, of which whole blocks of ``block_size`` are made."""
+    """A KV cache in blocks of ``block_size`` tokens. ``num_tokens`` is the budget, rounded down to whole blocks."""
 
     def __init__(
         self,
@@ -82,15 +82,15 @@ class PagedKVCache(KVCache):
 
     @property
     def blocks_per_sequence(self) -> int:
-        """Blocks of the longest sequence that there can be."""
+        """Return the number of blocks of the longest possible sequence."""
         return self.num_blocks(self.max_model_len)
 
     def num_blocks(self, num_tokens: int) -> int:
-        """Blocks that hold ``num_tokens``."""
+        """Return the number of blocks for ``num_tokens``."""
         return -(-num_tokens // self.block_size)
 
     def blocks_of(self, owner: int) -> list[int]:
-        """The block table of a running sequence."""
+        """Return the block table of a running sequence."""
         return [block.index for block in self._tables[owner].blocks]
 
     def match(self, key: PrefixKey, tokens: TokenIds) -> tuple[int, int | None]:
@@ -104,7 +104,7 @@ class PagedKVCache(KVCache):
                 common = min(common_prefix(table.tokens, tokens), limit)
                 if common > max(promised, table.length):
                     promised, wait_for = common, owner
-        if promised <= found or (promised < found + WORTH_WAITING and promised < limit):
+        if promised <= found or (promised < found + MIN_AWAITED_TOKENS and promised < limit):
             wait_for = None
         return found, wait_for
 
@@ -126,30 +126,30 @@ class PagedKVCache(KVCache):
         else:
             found = self._best(key, tokens, limit) if self.prefix_caching else Found(0)
         count = self.num_blocks(max(len(tokens), 1)) - len(found.blocks)
-        if found.partial is not None and not self.pool.could_take(count, [*found.blocks, found.partial]):
-            # what is copied would have to stay until it is: do without
+        if found.partial is not None and not self.pool.can_allocate(count, [*found.blocks, found.partial]):
+            # there is no room to keep the partial block until it is copied
             found = Found(len(found.blocks) * self.block_size, found.blocks, found.nodes)
-        if found.partial is None and not self.pool.could_take(count, found.blocks):
+        if found.partial is None and not self.pool.can_allocate(count, found.blocks):
             return None
         kept = [*found.blocks] if found.partial is None else [*found.blocks, found.partial]
         for block in kept:
-            self.pool.hold(block)
-        fresh = [self.pool.take() for _ in range(count)]
+            self.pool.incref(block)
+        fresh = [self.pool.allocate() for _ in range(count)]
         if found.partial is not None:
             self._copy_block(found.partial, fresh[0])
-        self.pool.drop(kept[len(found.blocks) :])
+        self.pool.free(kept[len(found.blocks) :])
         self._tables[owner] = BlockTable(key, tokens, found.length, [*found.blocks, *fresh], list(found.nodes))
         return found.length
 
     def _best(self, key: PrefixKey, tokens: TokenIds, limit: int) -> Found:
-        """The longest prefix known under ``key``, in blocks that are known or in a running sequence's."""
+        """Return the longest prefix under ``key``, in cached blocks or in those of a running sequence."""
         found = self._known(key, tokens, limit)
         for table in self._tables.values():
             if table.key == key and table.length > found.length:
                 other = self._in_common(table, tokens, limit)
                 if other.length > found.length:
                     found = other
-        return found if found.length >= min(WORTH_REUSING, limit) else Found(0)
+        return found if found.length >= min(MIN_REUSED_TOKENS, limit) else Found(0)
 
     def _known(self, key: PrefixKey, tokens: TokenIds, limit: int) -> Found:
         size, parent = self.block_size, key
@@ -160,43 +160,43 @@ class PagedKVCache(KVCache):
                 break
             blocks.append(block)
         whole = len(blocks) * size
-        common, partial = self.pool.nearest(blocks[-1].node if blocks else parent, tokens[whole:limit])
+        common, partial = self.pool.find_partial(blocks[-1].node if blocks else parent, tokens[whole:limit])
         return Found(whole + common, blocks, [block.node for block in blocks], partial)
 
     def _in_common(self, table: BlockTable, tokens: TokenIds, limit: int) -> Found:
-        """What ``tokens`` begin with of a running sequence's."""
+        """Return the common prefix of ``tokens`` and a running sequence."""
         length = min(common_prefix(table.tokens, tokens), table.length, limit)
         whole = length // self.block_size
         partial = table.blocks[whole] if length % self.block_size else None
         return Found(length, table.blocks[:whole], table.nodes[:whole], partial)
 
     def copy(self, source: int, target: int, start: int, stop: int) -> None:
-        """See ``KVCache.copy``. Whole blocks become the target's by reference."""
-        of, to = self._tables[source], self._tables[target]
+        """See ``KVCache.copy``. Whole blocks are shared by reference."""
+        origin, to = self._tables[source], self._tables[target]
         first, last = start // self.block_size, stop // self.block_size
         for i in range(first, last):
-            self.pool.hold(of.blocks[i])
+            self.pool.incref(origin.blocks[i])
             if i < len(to.blocks):
-                self.pool.drop([to.blocks[i]])
-                to.blocks[i] = of.blocks[i]
+                self.pool.free([to.blocks[i]])
+                to.blocks[i] = origin.blocks[i]
             else:
-                to.blocks.append(of.blocks[i])
+                to.blocks.append(origin.blocks[i])
         if stop % self.block_size:
             self._own(to, last)
-            self._copy_block(of.blocks[last], to.blocks[last])
-        to.nodes = of.nodes[:last]
+            self._copy_block(origin.blocks[last], to.blocks[last])
+        to.nodes = origin.nodes[:last]
 
     def _own(self, table: BlockTable, place: int) -> None:
-        """Make the block at ``place`` one that this sequence alone has, and that nobody finds: it is to be written."""
+        """Make the block at ``place`` exclusive to this sequence and uncached, since it is about to be written."""
         if place < len(table.blocks):
             block = table.blocks[place]
-            if block.num_holders == 1:
-                self.pool.unknow(block)
+            if block.ref_count == 1:
+                self.pool.uncache(block)
                 return
-            table.blocks[place] = self.pool.take()
-            self.pool.drop([block])
+            table.blocks[place] = self.pool.allocate()
+            self.pool.free([block])
         else:
-            table.blocks.append(self.pool.take())
+            table.blocks.append(self.pool.allocate())
 
     def _copy_block(self, source: Block, target: Block) -> None:
         for layer in self.layers:
@@ -206,9 +206,9 @@ class PagedKVCache(KVCache):
         blocks = self._tables[owner].blocks
         missing = self.num_blocks(num_tokens) - len(blocks)
         if missing > 0:
-            if not self.pool.could_take(missing):
+            if not self.pool.can_allocate(missing):
                 return False
-            blocks += [self.pool.take() for _ in range(missing)]
+            blocks += [self.pool.allocate() for _ in range(missing)]
         return True
 
     def computed(self, owner: int, tokens: TokenIds, length: int) -> None:
@@ -218,24 +218,24 @@ class PagedKVCache(KVCache):
             return
         while (end := (len(table.nodes) + 1) * size) <= length:
             block = table.blocks[len(table.nodes)]
-            table.nodes.append(self.pool.know(block, table.key, table.parent, tokens[end - size : end]).node)
+            table.nodes.append(self.pool.cache_block(block, table.key, table.parent, tokens[end - size : end]).node)
 
     def release(self, owner: int, *, keep: bool) -> None:
-        self.pool.drop(self._tables.pop(owner).blocks, keep=keep)
+        self.pool.free(self._tables.pop(owner).blocks, keep=keep)
 
     def wipe(self, owner: int) -> None:
-        """See ``KVCache.wipe``. What others hold too is theirs to wipe; nobody finds any of it any more."""
+        """See ``KVCache.wipe``. Shared blocks are left for their other owners to wipe; none of them stays cached."""
         table = self._tables[owner]
-        alone = [block.index for block in table.blocks if block.num_holders == 1]
+        exclusive = [block.index for block in table.blocks if block.ref_count == 1]
         for block in table.blocks:
-            self.pool.unknow(block)
+            self.pool.uncache(block)
         for layer in self.layers:
-            layer.zero(alone)
+            layer.zero(exclusive)
         table.tokens, table.length = EMPTY, 0
         table.nodes.clear()
 
     def forget(self, adapter: str) -> None:
-        self.pool.forget(adapter)
+        self.pool.evict_adapter(adapter)
 
     def plan(self, rows: Sequence[Row]) -> PagedPlan:
         return PagedPlan(self.layers, StepTables.of(rows, self, self.device), self.max_model_len)
@@ -244,7 +244,7 @@ class PagedKVCache(KVCache):
         return list(owners)
 
     def check_integrity(self) -> None:
-        problems = self.pool.problems(table.blocks for table in self._tables.values())
+        problems = self.pool.check_invariants(table.blocks for table in self._tables.values())
         for owner, table in self._tables.items():
             if len(table.blocks) < self.num_blocks(table.length) or len(table.nodes) > len(table.blocks):
                 problems.append(f"sequence {owner} has {len(table.blocks)} blocks for {table.length} tokens")

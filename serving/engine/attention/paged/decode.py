@@ -1,8 +1,7 @@
-"""Attention of single tokens over block tables: by our Triton kernels where they run, else by torch.
+"""Attention of single tokens over block tables, by the Triton kernels if they run, else by torch.
 
-What the split is depends on the model's context alone, and parts are added up in order: a row has the same bits alone
-and in any batch.
-"""
+The split depends only on the model's context length, and splits are merged in order, so a row has the same bits alone
+and in any batch."""
 
 from __future__ import annotations
 
@@ -14,42 +13,43 @@ import torch
 import torch.nn.functional as F
 
 from ...devices import triton_support
-from ..slot_attention import by_scores
+from ..slot_attention import attend_unfused
 
 logger = logging.getLogger(__name__)
-MOST_SPLITS = 64  # of the longest sequence
-SHORTEST_SPLIT = 256  # tokens
-WIDEST = 256  # head width that the kernel has room for
-MOST_HEADS = 64  # that share a key
-TOLERANCE = {torch.float32: 1e-3}  # of the largest value; 0.02 for halves
-PROGRAMS = 1024  # that fill a device: more than one a split of a row are started only below
+MAX_SPLITS = 64  # for the longest sequence
+MIN_SPLIT_TOKENS = 256  # tokens
+MAX_HEAD_DIM = 256  # supported by the kernel
+MAX_GROUP_HEADS = 64  # query heads per KV head
+TOLERANCE = {torch.float32: 1e-3}  # relative to the largest value; 0.02 for half precision
+TARGET_PROGRAMS = 1024  # fills a device; a row's splits get programs of their own only while the grid is smaller
 
 
 def split_tokens(max_model_len: int) -> int:
-    """Tokens of a part: a power of two, the same for every sequence of a model."""
-    split = SHORTEST_SPLIT
-    while split * MOST_SPLITS < max_model_len:
+    """Return the number of tokens in a split: a power of two, the same for every sequence of a model."""
+    split = MIN_SPLIT_TOKENS
+    while split * MAX_SPLITS < max_model_len:
         split *= 2
     return split
 
 
 def is_offered(k: Any, v: Any, q: Any) -> bool:
-    """Whether the kernels run on this device, and compute what the reference does for such heads."""
+    """Return whether the kernels run on this device and match the reference for such heads."""
     return not why_not(k, v, q.shape[1] // k.shape[2])
 
 
 def why_not(k: Any, v: Any, group: int) -> str:
-    """Why the kernels do not run over blocks as ``k`` and ``v``, with ``group`` heads to a key; empty where they do."""
-    if not triton_support.on(k.device):
+    """Return why the kernels do not run over blocks like ``k`` and ``v`` with ``group`` query heads per KV head; "" if
+    they do."""
+    if not triton_support.enabled(k.device):
         return "Triton is not installed" if k.device.type == "cuda" else "there is no CUDA device"
-    if max(k.shape[-1], v.shape[-1]) > WIDEST or group > MOST_HEADS:
-        return f"heads of {k.shape[-1]}, {group} to a key, are more than the kernel has room for"
+    if max(k.shape[-1], v.shape[-1]) > MAX_HEAD_DIM or group > MAX_GROUP_HEADS:
+        return f"head size {k.shape[-1]} with {group} query heads per KV head exceeds what the kernel supports"
     return _why_not(k.device, k.dtype, k.shape[1], group, k.shape[-1], v.shape[-1])
 
 
 @cache
 def _why_not(device: Any, dtype: Any, block_size: int, group: int, key_dim: int, value_dim: int) -> str:
-    """By an example of two rows, one of them in two parts: a device's compiler may be missing, or wrong."""
+    """Probe the kernels with two rows, one of them in two splits: a device's compiler may be missing, or wrong."""
     make = torch.Generator().manual_seed(0)
     k, v = (torch.randn(20, block_size, 1, dim, generator=make).to(device, dtype) for dim in (key_dim, value_dim))
     q = torch.randn(2, group, key_dim, generator=make).to(device, dtype)
@@ -58,15 +58,15 @@ def _why_not(device: Any, dtype: Any, block_size: int, group: int, key_dim: int,
     more = {"longest": block_size * 20, "split": block_size * 16}
     try:
         found = attend_split(q, k, v, tables, lengths, key_dim**-0.5, None, None, None, **more).float()
-    except Exception as error:  # of Triton's compiler, of the one in C that it needs, or the driver's
+    except Exception as error:  # from Triton's compiler, the C compiler that it needs, or the driver
         reason = f"the kernel does not run: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
     else:
         wanted = attend(q, k, v, tables, lengths, key_dim**-0.5, None, None, None).float()
-        far = float((found - wanted).abs().max() / wanted.abs().max())
-        if far <= TOLERANCE.get(dtype, 0.02):
+        distance = float((found - wanted).abs().max() / wanted.abs().max())
+        if distance <= TOLERANCE.get(dtype, 0.02):
             return ""
-        reason = f"the kernel differs from the reference by {far:.2g}"
-    logger.warning("attention over blocks goes by torch, row by row: %s", reason)
+        reason = f"the kernel differs from the reference by {distance:.2g}"
+    logger.warning("paged attention falls back to torch, one row at a time: %s", reason)
     return reason
 
 
@@ -84,9 +84,9 @@ def attend(
     longest: int = 0,
     split: int = 0,
 ) -> Any:
-    """q [B, H, D] over k, v [blocks, block size, Hkv, D] → [B, H, Dv]: the reference, row by row.
+    """Compute q [B, H, D] over k, v [blocks, block size, Hkv, D] → [B, H, Dv] row by row, as the reference.
 
-    ``block_tables`` int32 [B, n] and ``lengths`` int32 [B], a row's own token included; ``sinks`` [H]."""
+    ``block_tables`` int32 [B, n]; ``lengths`` int32 [B], including a row's own token; ``sinks`` [H]."""
     size, Hkv = k.shape[1], k.shape[2]
     out = q.new_empty((*q.shape[:2], v.shape[-1]))
     own = None if sinks is None else sinks.view(Hkv, -1, 1)
@@ -101,7 +101,7 @@ def attend(
         if softcap is None and sinks is None:
             some = F.scaled_dot_product_attention(packed[None], keys[None], values[None], scale=scaling)[0]
         else:
-            some = by_scores(packed, keys, values, None, scaling, softcap, own)
+            some = attend_unfused(packed, keys, values, None, scaling, softcap, own)
         out[row] = some.flatten(0, 1)
     return out
 
@@ -120,7 +120,7 @@ def attend_split(
     longest: int,
     split: int,
 ) -> Any:
-    """The same by the kernels, for sequences of at most ``longest`` tokens in parts of ``split``."""
+    """Compute the same by the kernels, for sequences of at most ``longest`` tokens in splits of ``split``."""
     from . import decode_kernel as kernel
 
     B, H, D = q.shape
@@ -131,14 +131,14 @@ def attend_split(
     largest, total = torch.empty(2, B, H, splits, dtype=torch.float32, device=q.device)
     out = torch.empty(B, H, Dv, dtype=q.dtype, device=q.device)
     widths = {"D_PADDED": kernel.padded(D), "DV_PADDED": kernel.padded(Dv)}
-    programs = min(splits, max(PROGRAMS // (B * Hkv), 1))
+    programs = min(splits, max(TARGET_PROGRAMS // (B * Hkv), 1))
     kernel.decode_split[(B, Hkv, programs)](
         q, k, v, block_tables, lengths, sums, largest, total,
         scaling, softcap or 0.0, window or 0, block_tables.stride(0), programs, splits,
         HKV=Hkv, GROUP=H // Hkv, D=D, DV=Dv, BLOCK_SIZE=size, SPLIT=split, TILE=kernel.TILE,
         GROUP_PADDED=kernel.padded(H // Hkv), HAS_SOFTCAP=softcap is not None, **widths,
     )  # fmt: skip
-    kernel.add_up[(B, H)](
+    kernel.merge_splits[(B, H)](
         sums, largest, total, out if sinks is None else sinks.float().contiguous(), lengths, out, window or 0, splits,
         H=H, DV=Dv, SPLIT=split, HAS_SINKS=sinks is not None, DV_PADDED=widths["DV_PADDED"],
     )  # fmt: skip

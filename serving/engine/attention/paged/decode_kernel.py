@@ -2,12 +2,11 @@
 
 ::
 
-    decode_split    a program a (row, KV head, part): running softmax over the part's tokens, TILE at a time; all heads
-                    of a group share what is read. Writes sums [Dv], the largest score and the sum of exponentials
-    add_up          a program a (row, head): the parts in order, and the sink
+    decode_split    one program per (row, KV head, split): running softmax over the split's tokens, TILE at a time; all
+                    heads of a group share what is read. Writes sums [Dv], the maximum score and the exponentials' sum
+    merge_splits    one program per (row, head): the splits in order, and the sink
 
-Parts begin at multiples of SPLIT whatever else is computed, so a row's bits depend on its own sequence alone.
-"""
+Splits begin at multiples of SPLIT whatever else is computed, so a row's bits depend on its own sequence alone."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ TILE = 64  # tokens
 
 
 def padded(width: int) -> int:
-    """A power of two that matrix units take."""
+    """Return the power of two, at least 16, that matrix units take."""
     return max(16, int(triton.next_power_of_2(width)))
 
 
@@ -50,7 +49,8 @@ def decode_split(
     DV_PADDED: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
 ) -> None:
-    """``window`` 0: none. A program takes every ``num_programs``-th part, so the grid need not fit the lengths."""
+    """Compute the partial softmaxes of splits. ``window`` 0 means none. A program takes every ``num_programs``-th
+    split, so the grid need not fit the lengths."""
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     length = tl.load(lengths + row)
@@ -62,9 +62,9 @@ def decode_split(
     head = row * (HKV * GROUP) + kv_head * GROUP + member
     query = tl.load(q + head[:, None] * D + d[None, :], mask=is_head[:, None] & (d < D)[None, :], other=0.0)
     for part in range(first // SPLIT + tl.program_id(2), (length + SPLIT - 1) // SPLIT, num_programs):
-        start = tl.maximum(part * SPLIT, first)  # the first tile has a token that counts
+        start = tl.maximum(part * SPLIT, first)  # so that the first tile has a token in the window
         stop = tl.minimum(part * SPLIT + SPLIT, length)
-        most = tl.full([GROUP_PADDED], float("-inf"), tl.float32)
+        running_max = tl.full([GROUP_PADDED], float("-inf"), tl.float32)
         exponentials = tl.zeros([GROUP_PADDED], tl.float32)
         summed = tl.zeros([GROUP_PADDED, DV_PADDED], tl.float32)
         for tile in range(start, stop, TILE):
@@ -77,23 +77,23 @@ def decode_split(
             if HAS_SOFTCAP:
                 scores = (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0) * softcap
             scores = tl.where(inside[None, :], scores, float("-inf"))
-            now = tl.maximum(most, tl.max(scores, 1))
-            before = tl.exp(most - now)
-            weights = tl.exp(scores - now[:, None])
+            new_max = tl.maximum(running_max, tl.max(scores, 1))
+            rescale = tl.exp(running_max - new_max)
+            weights = tl.exp(scores - new_max[:, None])
             values = tl.load(
                 v + place[:, None] * DV + dv[None, :], mask=inside[:, None] & (dv < DV)[None, :], other=0.0
             )
-            exponentials = exponentials * before + tl.sum(weights, 1)
-            summed = summed * before[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
-            most = now
+            exponentials = exponentials * rescale + tl.sum(weights, 1)
+            summed = summed * rescale[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+            running_max = new_max
         at = head * num_splits + part
         tl.store(sums + at[:, None] * DV + dv[None, :], summed, mask=is_head[:, None] & (dv < DV)[None, :])
-        tl.store(largest + at, most, mask=is_head)
+        tl.store(largest + at, running_max, mask=is_head)
         tl.store(total + at, exponentials, mask=is_head)
 
 
 @triton.jit
-def add_up(
+def merge_splits(
     sums: tl.tensor,
     largest: tl.tensor,
     total: tl.tensor,
@@ -108,6 +108,7 @@ def add_up(
     HAS_SINKS: tl.constexpr,
     DV_PADDED: tl.constexpr,
 ) -> None:
+    """Merge the partial softmaxes of a row's splits, in order, and divide by their sum."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     length = tl.load(lengths + row)
@@ -115,18 +116,18 @@ def add_up(
     dv = tl.arange(0, DV_PADDED)
     begin = first // SPLIT
     at = (row * H + head) * num_splits
-    most = tl.load(largest + at + begin)
-    exponentials = most - most
-    if HAS_SINKS:  # a score that takes its part and gives no value
+    running_max = tl.load(largest + at + begin)
+    exponentials = running_max - running_max
+    if HAS_SINKS:  # a score that takes its share of the softmax but has no value
         sink = tl.load(sinks + head)
-        most = tl.maximum(most, sink)
-        exponentials = tl.exp(sink - most)
+        running_max = tl.maximum(running_max, sink)
+        exponentials = tl.exp(sink - running_max)
     summed = tl.zeros([DV_PADDED], tl.float32)
     for part in range(begin, (length + SPLIT - 1) // SPLIT):
         own = tl.load(largest + at + part)
-        now = tl.maximum(most, own)
-        before, factor = tl.exp(most - now), tl.exp(own - now)
-        exponentials = exponentials * before + tl.load(total + at + part) * factor
-        summed = summed * before + tl.load(sums + (at + part) * DV + dv, mask=dv < DV, other=0.0) * factor
-        most = now
+        new_max = tl.maximum(running_max, own)
+        rescale, factor = tl.exp(running_max - new_max), tl.exp(own - new_max)
+        exponentials = exponentials * rescale + tl.load(total + at + part) * factor
+        summed = summed * rescale + tl.load(sums + (at + part) * DV + dv, mask=dv < DV, other=0.0) * factor
+        running_max = new_max
     tl.store(out + (row * H + head) * DV + dv, (summed / exponentials).to(out.dtype.element_ty), mask=dv < DV)

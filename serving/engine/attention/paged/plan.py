@@ -1,10 +1,10 @@
-"""Attention of one flat row of tokens over blocks.
+"""Attention of one flat row of tokens over KV blocks.
 
 ::
 
-    row        | d0 d1 d2 d3 | p p p p p | p p |      single tokens first, then longer runs (chunks of prompts)
+    row        | d0 d1 d2 d3 | p p p p p | p p |      single tokens first, then chunks of prompts
     decode       one call                              split over the length of each sequence (``decode_kernel``)
-    prefill                    all chunks in one call where torch can (``varlen``), else one each, its blocks gathered
+    prefill                    all chunks in one call if torch can (``varlen``), else one each, its blocks gathered
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LayerBlocks:
-    """``k``, ``v`` [blocks, block size, Hkv, D]; the same memory where values are the keys themselves."""
+    """The blocks of one layer: ``k``, ``v`` [blocks, block size, Hkv, D]; the same memory if values are the keys
+    themselves."""
 
     shape: LayerShape
     k: Any
@@ -37,7 +38,7 @@ class LayerBlocks:
 
     @classmethod
     def of(cls, shape: LayerShape, num_blocks: int, block_size: int, dtype: Any, device: Any) -> LayerBlocks:
-        """Of zeros: what stands in blocks that were never written is finite."""
+        """Allocate zeroed blocks, so that unwritten slots are finite."""
 
         def make(dim: int) -> Any:
             size = (num_blocks, block_size, shape.num_kv_heads, dim)
@@ -47,12 +48,12 @@ class LayerBlocks:
         return cls(shape, k, k if shape.shared else make(shape.value_dim))
 
     def write(self, indexes: Any, k: Any, v: Any) -> None:
-        """Store k, v [Hkv, T, D] where ``indexes`` [T] say."""
+        """Store k, v [Hkv, T, D] at ``indexes`` [T]."""
         for blocks, new in self._pairs(k, v):
             blocks.flatten(0, 1).index_copy_(0, indexes, new.transpose(0, 1))
 
     def gather(self, blocks: Any, lo: int, hi: int) -> tuple[Any, Any]:
-        """Keys and values [Hkv, hi - lo, D] of tokens ``[lo, hi)`` of a sequence whose block table is ``blocks``."""
+        """Gather keys and values [Hkv, hi - lo, D] of tokens ``[lo, hi)`` of a sequence with block table ``blocks``."""
         size = self.k.shape[1]
         first = lo // size
         some = blocks[first : -(-hi // size)]
@@ -60,7 +61,7 @@ class LayerBlocks:
         return both[0], both[-1]
 
     def copy(self, source: int, target: int) -> None:
-        """A whole block."""
+        """Copy one block."""
         for cube in self._cubes:
             cube[target] = cube[source]
 
@@ -78,7 +79,8 @@ class LayerBlocks:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens ``[a, b)`` of the row are those from position ``start`` on of a sequence with this block table."""
+    """Tokens ``[a, b)`` of the flat row, which are those from position ``start`` on of a sequence with this block
+    table."""
 
     a: int
     b: int
@@ -92,8 +94,8 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class StepTables:
-    """What a step's attention needs to know, on the device. ``indexes`` int64 [T]: where each token's KV goes. Of the
-    single tokens, which come first: ``block_tables`` int32 [B, blocks] and ``lengths`` int32 [B]."""
+    """The tables that a step's attention reads, on the device. ``indexes`` int64 [T] says where each token's KV goes.
+    For the single tokens, which come first: ``block_tables`` int32 [B, blocks] and ``lengths`` int32 [B]."""
 
     indexes: Any
     block_tables: Any
@@ -125,7 +127,7 @@ class StepTables:
 
 
 def row_indexes(rows: Sequence[Row], tables: Sequence[Sequence[int]], size: int) -> Any:
-    """Where each token's KV goes, int64 [T]: the block's first place and the place within."""
+    """Return where each token's KV goes, int64 [T]: an index into all blocks' tokens."""
     parts = []
     for row, table in zip(rows, tables, strict=True):
         at = np.arange(row.start, row.start + row.num_tokens)
@@ -134,7 +136,7 @@ def row_indexes(rows: Sequence[Row], tables: Sequence[Sequence[int]], size: int)
 
 
 def table_array(tables: Sequence[Sequence[int]]) -> Any:
-    """int32 [B, the most blocks], filled up with the block that is nobody's."""
+    """Return block tables as int32 [B, longest table], padded with block 0."""
     array = np.zeros((len(tables), max(map(len, tables), default=0)), dtype=np.int32)
     for row, table in zip(array, tables, strict=True):
         row[: len(table)] = table
@@ -142,7 +144,8 @@ def table_array(tables: Sequence[Sequence[int]]) -> Any:
 
 
 class PagedPlan:
-    """See the module. Used in one forward, or again and again with tables that change in place (``decode_graphs``)."""
+    """The attention plan of a step over blocks. Used for one forward, or repeatedly with tables that change in place
+    (``decode_graphs``)."""
 
     def __init__(self, layers: Sequence[LayerBlocks], tables: StepTables, max_model_len: int) -> None:
         self._layers = layers
@@ -201,7 +204,7 @@ class PagedPlan:
         return out
 
     def _seen(self, chunk: Chunk, window: int | None, device: Any) -> tuple[int, Any]:
-        """The first token that a chunk reads, and its mask: the same in every layer of one window."""
+        """Return the first token that a chunk reads, and its mask: the same in every layer with that window."""
         found = self._masks.get((chunk.a, window))
         if found is None:
             lo = max(0, chunk.start - window + 1) if window else 0
@@ -211,7 +214,7 @@ class PagedPlan:
     def _decode(
         self, blocks: LayerBlocks, q: Any, scaling: float, window: int | None, softcap: float | None, sinks: Any
     ) -> Any:
-        """q [B, H, D] → [B, H, Dv]."""
+        """Attend single tokens q [B, H, D] → [B, H, Dv]."""
         tables = self._tables
         use = decode.attend_split if decode.is_offered(blocks.k, blocks.v, q) else decode.attend
         return use(

@@ -1,8 +1,7 @@
-"""Attention of prompts' chunks by ``torch.nn.attention.varlen``, reading keys and values by their block tables.
+"""Attention of prompt chunks by ``torch.nn.attention.varlen``, which reads keys and values through block tables.
 
-torch has it for CUDA, by flash attention of a kind that reads block tables: whether it does on this device, with such
-blocks, is found by computing a small example (stock torch 2.13 needs FlashAttention 3 for it, else it raises).
-"""
+torch implements it for CUDA with a flash attention that supports block tables. Whether this device has it for such
+blocks is probed with a small example (stock torch 2.13 needs FlashAttention 3, else it raises)."""
 
 from __future__ import annotations
 
@@ -18,19 +17,19 @@ if TYPE_CHECKING:
     from .plan import StepTables
 
 logger = logging.getLogger(__name__)
-HALVES = (torch.float16, torch.bfloat16)  # that flash attention takes
-TOLERANCE = 0.02  # of the example's largest value, about 1
+HALVES = (torch.float16, torch.bfloat16)  # the dtypes of flash attention
+TOLERANCE = 0.02  # relative to the example's largest value, about 1
 
 
 def varlen_attn(*args: Any, **options: Any) -> Any:
-    """torch's, which brings the compiler with it: an engine that has no use for it does not import it."""
+    """Call torch's operator. Imported here, since it loads the compiler, which an engine may not need."""
     from torch.nn.attention.varlen import varlen_attn as attend  # torch 2.13 on
 
     return attend(*args, **options)
 
 
 def is_offered(k: Any, v: Any, head_dim: int) -> bool:
-    """Whether it computes right over blocks as ``k`` and ``v`` [blocks, block size, Hkv, D]."""
+    """Return whether the operator computes correctly over blocks like ``k`` and ``v`` [blocks, block size, Hkv, D]."""
     if k.device.type != "cuda" or k.dtype not in HALVES or v.shape != k.shape:
         return False
     return _computes_right(k.device, k.dtype, k.shape[1], k.shape[2], head_dim)
@@ -38,6 +37,7 @@ def is_offered(k: Any, v: Any, head_dim: int) -> bool:
 
 @cache
 def _computes_right(device: Any, dtype: Any, block_size: int, num_kv_heads: int, head_dim: int) -> bool:
+    """Probe the operator with a chunk of three rows that spans two blocks."""
     make = torch.Generator().manual_seed(0)
     shape = (4, block_size, num_kv_heads, head_dim)
     k, v = (torch.randn(shape, generator=make).to(device, dtype) for _ in range(2))
@@ -48,7 +48,7 @@ def _computes_right(device: Any, dtype: Any, block_size: int, num_kv_heads: int,
     try:
         found = tables.attend(q, k, v, head_dim**-0.5, None).float()
     except (ImportError, RuntimeError, ValueError, NotImplementedError, TypeError) as error:
-        logger.info("prompts are computed block table by block table, not by varlen_attn: %s", error)
+        logger.info("prompt chunks run one at a time instead of by varlen_attn: %s", error)
         return False
     keys, values = (x[[2, 1]].flatten(0, 1)[:length].transpose(0, 1).float() for x in (k, v))
     mask = torch.ones(3, length, dtype=torch.bool, device=device).tril(length - 3)
@@ -58,13 +58,13 @@ def _computes_right(device: Any, dtype: Any, block_size: int, num_kv_heads: int,
 
 @dataclass(frozen=True, slots=True)
 class VarlenTables:
-    """Of the chunks of a step: where each begins in their row int32 [n + 1], their ``block_tables`` int32 [n, blocks]
+    """The chunks of a step: where each begins in the flat row int32 [n + 1], their ``block_tables`` int32 [n, blocks]
     and their sequences' ``lengths`` int32 [n] after them."""
 
     begins: Any
     block_tables: Any
     lengths: Any
-    most: int
+    max_chunk: int
     longest: int
 
     @classmethod
@@ -85,14 +85,15 @@ class VarlenTables:
         )
 
     def attend(self, q: Any, k: Any, v: Any, scaling: float, window: int | None) -> Any:
-        """q [T, H, D] → [T, H, D]. In one part (``num_splits``): a row's bits are the same alone and in any batch."""
+        """Compute q [T, H, D] → [T, H, D]. ``num_splits`` is 1, so that a row's bits are the same alone and in any
+        batch."""
         return varlen_attn(
             q,
             k,
             v,
             self.begins,
             None,
-            self.most,
+            self.max_chunk,
             self.longest,
             scale=scaling,
             window_size=(-1 if window is None else window - 1, 0),

@@ -16,8 +16,8 @@ from kept_runs import MODELS, WIDE, has_bf16_tiles, logits_of
 from tiny_models import make_model, prompt_of, request_of, save_bundle
 
 from mlflow_llm.serving.engine.attention.kv_cache import LayerShape, PrefixKey, Row
-from mlflow_llm.serving.engine.attention.slot_cache import KEPT_IN_BF16, KEPT_IN_INT8, SlotKVCache
-from mlflow_llm.serving.engine.attention.slot_table import SHARED_BLOCK, common_prefix
+from mlflow_llm.serving.engine.attention.slot_cache import BF16_LAYOUT, INT8_LAYOUT, SlotKVCache
+from mlflow_llm.serving.engine.attention.slot_table import SHARED_BLOCK_TOKENS, common_prefix
 from mlflow_llm.serving.engine.core import EngineCore
 from mlflow_llm.serving.engine.models.loader import load_model
 from mlflow_llm.serving.engine.models.native_decoder import NativeDecoder
@@ -38,9 +38,9 @@ native = pytest.mark.skipif(library() is None, reason="no compiler, or a process
 BF16_TILES = AMX if has_bf16_tiles() else EMULATED_TILES
 FORMS: list[tuple[dict[str, Any], int]] = [
     ({"dtype": torch.float32}, NO_TILES),
-    (dict(KEPT_IN_BF16), BF16_TILES),
-    (dict(KEPT_IN_INT8), NO_TILES),
-    (dict(KEPT_IN_INT8), AMX),
+    (dict(BF16_LAYOUT), BF16_TILES),
+    (dict(INT8_LAYOUT), NO_TILES),
+    (dict(INT8_LAYOUT), AMX),
 ]
 CAPPED = tf.Gemma2Config(**WIDE, head_dim=32, attn_logit_softcapping=3.0, sliding_window=600, query_pre_attn_scalar=16)
 KEYS = [PrefixKey(adapter, salt) for adapter in ("", "x#1") for salt in ("s", "t")]
@@ -283,9 +283,9 @@ def test_a_prefix_is_counted_once() -> None:
     prompt = tokens_of(*range(200))
     start(cache, 0, prompt)
     assert start(cache, 1, tokens_of(*range(190), 7, 7)) == 190
-    assert cache.num_tokens_used == 200 + 192 - 2 * SHARED_BLOCK
+    assert cache.num_tokens_used == 200 + 192 - 2 * SHARED_BLOCK_TOKENS
     assert cache.grow(1, 300)
-    assert cache.num_tokens_used == 200 + 300 - 2 * SHARED_BLOCK
+    assert cache.num_tokens_used == 200 + 300 - 2 * SHARED_BLOCK_TOKENS
 
 
 def test_a_source_that_ends_stays_for_its_readers() -> None:

@@ -282,9 +282,9 @@ def test_a_matcher_that_fails_ends_its_request_alone(
     take(core, outcomes, 3)
     failing = core._inflight.get("fails")
     assert failing is not None
-    matching = failing.unfinished[0].matching
-    assert matching is not None
-    matching.matcher.consume_token(len(prompt))  # as if one were sampled that is not allowed
+    grammar_state = failing.unfinished[0].grammar_state
+    assert grammar_state is not None
+    grammar_state.matcher.consume_token(len(prompt))  # as if one were sampled that is not allowed
     take(core, outcomes)
     failed = outcomes["fails"].failed
     assert failed is not None

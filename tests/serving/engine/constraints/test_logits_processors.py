@@ -14,8 +14,8 @@ from tiny_models import VOCAB, request_of
 
 from mlflow_llm.serving.engine.core import EngineCore
 from mlflow_llm.serving.engine.sampling.sampler import adjust, sample
-from mlflow_llm.serving.engine.scheduling.sequence import NOTHING_LEFT
-from mlflow_llm.serving.engine.scheduling.speculation import DraftedPlace
+from mlflow_llm.serving.engine.scheduling.sequence import NO_ALLOWED_TOKEN
+from mlflow_llm.serving.engine.scheduling.speculation import DraftedPosition
 from mlflow_llm.serving.interface.bundle import Bundle
 from mlflow_llm.serving.interface.request import Sampling, ValidRequest
 from mlflow_llm.serving.interface.settings import EngineSettings
@@ -113,7 +113,7 @@ def test_a_drafted_place_is_adjusted_as_if_its_drafts_had_been_drawn() -> None:
         logits = torch.randn(1, VOCAB)
         rows = [logits.clone(), logits.clone()]
         adjust(rows[0], [whole])
-        adjust(rows[1], [DraftedPlace(ahead, whole.num_tokens - ahead.num_tokens)])
+        adjust(rows[1], [DraftedPosition(ahead, whole.num_tokens - ahead.num_tokens)])
         assert torch.equal(rows[0], rows[1])
 
 
@@ -164,7 +164,7 @@ def test_where_all_is_forbidden_there_is_no_token(temperature: float) -> None:
         sequence_of(request_of("r", (1, 2), temperature=temperature, logprobs=1, bad_words=((4,),))),
     ]
     dead, alive = sample(logits, rows)
-    assert dead.token_id == NOTHING_LEFT
+    assert dead.token_id == NO_ALLOWED_TOKEN
     assert dead.logprob is None
     assert alive.logprob is not None
     scores = torch.log_softmax(logits[1], -1)

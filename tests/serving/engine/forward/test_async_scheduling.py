@@ -20,7 +20,7 @@ from mlflow_llm.serving.engine.core import EngineCore
 from mlflow_llm.serving.engine.forward import async_scheduling
 from mlflow_llm.serving.engine.forward.async_scheduling import LaunchAhead
 from mlflow_llm.serving.engine.sampling import sampler
-from mlflow_llm.serving.engine.scheduling.scheduler import Run
+from mlflow_llm.serving.engine.scheduling.scheduler import ScheduledChunk
 from mlflow_llm.serving.interface.bundle import Bundle
 from mlflow_llm.serving.interface.constraint import Grammar
 from mlflow_llm.serving.interface.request import Beams, ValidRequest
@@ -30,7 +30,7 @@ Then = tuple[str, int, Callable[[EngineCore], None]]  # when a request has so ma
 
 
 @pytest.fixture
-def followed(monkeypatch: pytest.MonkeyPatch) -> list[list[Run]]:
+def followed(monkeypatch: pytest.MonkeyPatch) -> list[list[ScheduledChunk]]:
     """Engines launch ahead on the processor too; the runs of each step that was launched before the last was read."""
     follow, steps = LaunchAhead._follow, []
 
@@ -115,7 +115,9 @@ def mixed() -> list[ValidRequest]:
     return requests
 
 
-def test_texts_are_those_of_the_plain_loop(tiny_bundle: Bundle, tiny_llama: Any, followed: list[list[Run]]) -> None:
+def test_texts_are_those_of_the_plain_loop(
+    tiny_bundle: Bundle, tiny_llama: Any, followed: list[list[ScheduledChunk]]
+) -> None:
     """Greedy and drawn in each way, with more sequences than places, every text and end is the same."""
     ahead, plain = both(tiny_bundle, mixed())
     assert texts(ahead) == texts(plain)
@@ -130,7 +132,7 @@ class DeviceTokens(torch.Tensor):
 
 
 def test_tokens_of_a_device_are_copied_once_it_has_them(
-    tiny_bundle: Bundle, followed: list[list[Run]], monkeypatch: pytest.MonkeyPatch
+    tiny_bundle: Bundle, followed: list[list[ScheduledChunk]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Into pinned memory, behind the step on its stream; they are read when the event after the copy has occurred, and
     that is waited for only when the following step has been launched."""
@@ -164,13 +166,13 @@ def test_tokens_of_a_device_are_copied_once_it_has_them(
     assert done.count("wait") == done.count("follow") > 20
 
 
-def test_a_step_is_launched_before_the_last_is_read(tiny_bundle: Bundle, followed: list[list[Run]]) -> None:
+def test_a_step_is_launched_before_the_last_is_read(tiny_bundle: Bundle, followed: list[list[ScheduledChunk]]) -> None:
     """Of one greedy text all decode steps but the first follow another, and none is launched behind its length."""
     assert run(make_core(tiny_bundle, True), request_of("a", prompt_of(9, 0), max_tokens=12))["a"].finished
     assert [(run.start, run.num_tokens) for runs in followed for run in runs] == [(10 + i, 1) for i in range(10)]
 
 
-def test_an_end_costs_one_row(tiny_bundle: Bundle, tiny_llama: Any, followed: list[list[Run]]) -> None:
+def test_an_end_costs_one_row(tiny_bundle: Bundle, tiny_llama: Any, followed: list[list[ScheduledChunk]]) -> None:
     """A text that ends by a stop token, and one by a stop sequence, are followed by one row each, which is counted
     nowhere; the others go on without a pause."""
     stop, through = (greedy(tiny_llama, prompt_of(12, seed), 20) for seed in (1, 2))
@@ -192,7 +194,7 @@ def test_an_end_costs_one_row(tiny_bundle: Bundle, tiny_llama: Any, followed: li
     }
 
 
-def test_what_comes_between_changes_no_text(tiny_bundle: Bundle, followed: list[list[Run]]) -> None:
+def test_what_comes_between_changes_no_text(tiny_bundle: Bundle, followed: list[list[ScheduledChunk]]) -> None:
     """Arrivals, an abort, one choice's end by its caller and a second use of an id, all while a step is launched."""
     requests = [
         request_of("long", prompt_of(11, 1), max_tokens=60, stream=True),
@@ -213,7 +215,7 @@ def test_what_comes_between_changes_no_text(tiny_bundle: Bundle, followed: list[
     assert len(followed) > 40
 
 
-def test_preemption_loses_and_doubles_nothing(tiny_bundle: Bundle, followed: list[list[Run]]) -> None:
+def test_preemption_loses_and_doubles_nothing(tiny_bundle: Bundle, followed: list[list[ScheduledChunk]]) -> None:
     """With blocks for a fraction of the batch, sequences are preempted between launched steps."""
     requests = [request_of(str(i), prompt_of(20, i), max_tokens=30, temperature=0.6 * (i % 2)) for i in range(5)]
     cores = [make_core(tiny_bundle, ahead, kv_cache_memory=108 * TOKEN_BYTES) for ahead in (True, False)]
@@ -223,7 +225,7 @@ def test_preemption_loses_and_doubles_nothing(tiny_bundle: Bundle, followed: lis
     assert followed
 
 
-def test_what_needs_the_host_goes_the_plain_way(tiny_bundle: Bundle, followed: list[list[Run]]) -> None:
+def test_what_needs_the_host_goes_the_plain_way(tiny_bundle: Bundle, followed: list[list[ScheduledChunk]]) -> None:
     """Where one sequence has penalties, a bias, log probabilities, words it may not say or beams, no step is launched
     ahead until that one has ended; a lower bound of the length only until it is reached."""
     for more in (
@@ -244,11 +246,11 @@ def test_what_needs_the_host_goes_the_plain_way(tiny_bundle: Bundle, followed: l
 
 
 def test_a_row_that_must_be_sorted_is_drawn_when_it_is_read(
-    tiny_bundle: Bundle, followed: list[list[Run]], monkeypatch: pytest.MonkeyPatch
+    tiny_bundle: Bundle, followed: list[list[ScheduledChunk]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the best candidates have not top_p together, only the host can tell the token: the row launched behind it
     is left unread and computed again."""
-    monkeypatch.setattr(sampler, "CANDIDATES", 4)
+    monkeypatch.setattr(sampler, "MAX_TRUNCATED_CANDIDATES", 4)
     read = []
     choose = sampler.choose
     monkeypatch.setattr(
@@ -267,7 +269,7 @@ def test_a_row_that_must_be_sorted_is_drawn_when_it_is_read(
 
 
 def test_numbers_that_are_not_finite_fail_one_request(
-    tiny_bundle: Bundle, tiny_llama: Any, followed: list[list[Run]]
+    tiny_bundle: Bundle, tiny_llama: Any, followed: list[list[ScheduledChunk]]
 ) -> None:
     """One that is poisoned while a step is launched fails, once; what has its blocks next meets nothing of it."""
     core = make_core(tiny_bundle, True, kv_cache_memory=128 * TOKEN_BYTES)
@@ -295,7 +297,7 @@ def test_numbers_that_are_not_finite_fail_one_request(
 
 @pytest.mark.parametrize("at", ["launch", "read"])
 def test_a_step_that_fails_is_computed_again(
-    at: str, tiny_bundle: Bundle, followed: list[list[Run]], monkeypatch: pytest.MonkeyPatch
+    at: str, tiny_bundle: Bundle, followed: list[list[ScheduledChunk]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An error while a step is launched or read costs no request its text: each sequence is run alone."""
     requests = [request_of(str(i), prompt_of(9 + i, i), max_tokens=20) for i in range(3)]
@@ -314,7 +316,7 @@ def test_a_step_that_fails_is_computed_again(
     assert len(calls) > 9
 
 
-def test_provisioned_work_is_planned_as_ever(tiny_bundle: Bundle, followed: list[list[Run]]) -> None:
+def test_provisioned_work_is_planned_as_ever(tiny_bundle: Bundle, followed: list[list[ScheduledChunk]]) -> None:
     """Beside provisioned sequences best-effort ones get what time is left, step by step: these are not launched ahead;
     provisioned ones alone are."""
     bought = [request_of(f"p{i}", prompt_of(9 + i, i), max_tokens=30, provisioned=True) for i in range(2)]
@@ -327,14 +329,14 @@ def test_provisioned_work_is_planned_as_ever(tiny_bundle: Bundle, followed: list
     assert len(followed) > 20
 
 
-def test_a_grammar_ends_it(tiny_bundle: Bundle, followed: list[list[Run]]) -> None:
+def test_a_grammar_ends_it(tiny_bundle: Bundle, followed: list[list[ScheduledChunk]]) -> None:
     """A sequence within a grammar is never launched ahead."""
     core = make_core(tiny_bundle, True)
     core.add(request_of("a", prompt_of(9, 0), max_tokens=30))
     outcomes = {"a": Outcome()}
     take(core, outcomes, max_steps=4)
     sequence = core._scheduler.running[0]
-    runs = [Run(sequence, sequence.num_computed, 1)]
+    runs = [ScheduledChunk(sequence, sequence.num_computed, 1)]
     assert core._ahead.takes(runs)
     grammar = Grammar(source="", field="regex")
     sequence.sampling = msgspec.structs.replace(sequence.sampling, grammar=grammar)
@@ -346,7 +348,7 @@ def test_a_grammar_ends_it(tiny_bundle: Bundle, followed: list[list[Run]]) -> No
 def test_on_the_processor_it_is_off(tiny_bundle: Bundle) -> None:
     """Nothing overlaps there: steps are not launched ahead, and the engine's facts say why."""
     for setting, reason in (
-        ("auto", "decode steps are not recorded as CUDA graphs"),
+        ("auto", "decode steps are not captured as CUDA graphs"),
         ("none", "the setting launch_ahead is 'none'"),
     ):
         core = EngineCore(

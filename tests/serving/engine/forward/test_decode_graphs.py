@@ -165,6 +165,6 @@ def test_a_model_that_cannot_be_recorded_runs_all_the_same(
     forward = core._runner.step_forward
     forward._record()
     assert forward.sizes == []
-    assert forward.reason == "its code cannot be recorded: operation not permitted when stream is capturing"
+    assert forward.reason == "its code cannot be captured: operation not permitted when stream is capturing"
     assert run(core, request_of("a", prompt_of(9, 0)))["a"].tokens[0] == greedy(tiny_llama, prompt_of(9, 0), 12)
     core.close()

@@ -11,7 +11,7 @@ import transformers as tf
 from tiny_models import COMMON, make_model, save_bundle
 
 from mlflow_llm.serving.engine.core import EngineCore
-from mlflow_llm.serving.engine.forward.step_size import DEFAULT, LEAST, MOST, step_size
+from mlflow_llm.serving.engine.forward.step_size import DEFAULT_TOKENS, MAX_TOKENS, MIN_TOKENS, step_size
 from mlflow_llm.serving.engine.native import library
 from mlflow_llm.serving.interface.bundle import Bundle
 from mlflow_llm.serving.interface.settings import EngineSettings
@@ -30,7 +30,16 @@ def core_of(bundle: Bundle, **settings: Any) -> EngineCore:
 @pytest.mark.skipif(library.library() is None, reason="no compiler, or a processor without AVX2")
 @pytest.mark.parametrize(
     ("seconds", "expected"),
-    [(1e-6, MOST), (0.0125, 1024), (0.0126, 992), (0.049, 256), (0.101, 96), (0.2, 64), (0.21, LEAST), (60.0, LEAST)],
+    [
+        (1e-6, MAX_TOKENS),
+        (0.0125, 1024),
+        (0.0126, 992),
+        (0.049, 256),
+        (0.101, 96),
+        (0.2, 64),
+        (0.21, MIN_TOKENS),
+        (60.0, MIN_TOKENS),
+    ],
 )
 def test_what_is_prefilled_in_a_fifth_of_a_second(bundle: Bundle, seconds: float, expected: int) -> None:
     """By the time that 64 tokens take, a multiple of 32 within bounds, beside all that may decode; the cache is as it
@@ -50,7 +59,7 @@ def test_what_is_prefilled_in_a_fifth_of_a_second(bundle: Bundle, seconds: float
 
 def test_elsewhere_it_is_always_the_same(bundle: Bundle) -> None:
     """Where a token's bits depend on how its prompt was cut; and a setting is a setting."""
-    for settings, expected in (({"kernels": "torch"}, DEFAULT), ({"max_num_batched_tokens": 77}, 77)):
+    for settings, expected in (({"kernels": "torch"}, DEFAULT_TOKENS), ({"max_num_batched_tokens": 77}, 77)):
         core = core_of(bundle, **settings)
         assert core.info.max_num_batched_tokens == expected
         core.close()

@@ -26,7 +26,7 @@ IDS = torch.arange(3, 20)[None]
 
 @pytest.fixture
 def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_support, "on", lambda device: True)
+    monkeypatch.setattr(triton_support, "enabled", lambda device: True)
 
 
 @pytest.mark.usefixtures("_kernels")
@@ -67,7 +67,7 @@ def test_a_kernel_that_does_not_run_is_not_used(monkeypatch: pytest.MonkeyPatch,
     """On CPU nothing is replaced; where a kernel raises, the model's own code stays, with a warning."""
     model = make_model(FAMILIES["llama"]())
     assert fused_modules.install(model) == 0
-    monkeypatch.setattr(triton_support, "on", lambda device: True)
+    monkeypatch.setattr(triton_support, "enabled", lambda device: True)
 
     def broken(self: Any, x: Any) -> Any:
         raise RuntimeError("no compiler")

@@ -32,7 +32,7 @@ split = {"BLOCK_SIZE": 16, "SPLIT": 256, "TILE": decode.TILE, "HAS_SOFTCAP": Tru
 arrays = [HALF, HALF, HALF, INT, INT, FLOAT, FLOAT, FLOAT]
 build(decode.decode_split, [*arrays, "fp32", "fp32", *["i32"] * 4], **heads, **split)
 arrays = [FLOAT, FLOAT, FLOAT, FLOAT, INT, HALF]
-build(decode.add_up, [*arrays, "i32", "i32"], H=32, DV=128, SPLIT=256, HAS_SINKS=True, DV_PADDED=128)
+build(decode.merge_splits, [*arrays, "i32", "i32"], H=32, DV=128, SPLIT=256, HAS_SINKS=True, DV_PADDED=128)
 build(race.exponentials, [LONG, FLOAT, "i32"], BLOCK=1024)
 build(race.race, [FLOAT, LONG, FLOAT, FLOAT, FLOAT, LONG, "i32"], BLOCK=1024)
 build(fused.rms_norm, [HALF, HALF, HALF, "fp32"], N=3072, PADDED=4096)

@@ -593,7 +593,7 @@ def test_native_draws_within_masks_equal_torchs(
             seed=i,
             num_tokens=11 * i,
             num_generated=0,
-            matching=SimpleNamespace(allowed=masks[i]) if i % 4 else None,
+            grammar_state=SimpleNamespace(allowed=masks[i]) if i % 4 else None,
             processors=None,
         )
         for i in range(60)

@@ -15,7 +15,7 @@ from engine_runs import run
 from kept_runs import MODELS, WIDE, has_bf16_tiles
 from tiny_models import make_model, prompt_of, request_of, save_bundle
 
-from mlflow_llm.serving.engine.attention.slot_cache import KEPT_IN_BF16
+from mlflow_llm.serving.engine.attention.slot_cache import BF16_LAYOUT
 from mlflow_llm.serving.engine.core import EngineCore
 from mlflow_llm.serving.engine.models import loader
 from mlflow_llm.serving.engine.models.loader import load_model
@@ -56,7 +56,7 @@ def loaded_model(config: Any, folder: Path, **settings: Any) -> Any:
 
 
 def logits_of(loaded: Any, tokens: Any, cuts: list[int], **more: Any) -> Any:
-    return kept_runs.logits_of(loaded, tokens, cuts, **KEPT_IN_BF16 | more if "dtype" not in more else more)
+    return kept_runs.logits_of(loaded, tokens, cuts, **BF16_LAYOUT | more if "dtype" not in more else more)
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))

@@ -16,7 +16,7 @@ from kept_runs import MODELS, WIDE, logits_of
 from tiny_models import LATENT, make_model, prompt_of, request_of, save_bundle
 
 from mlflow_llm.serving.engine.attention.kv_cache import PrefixKey, Row
-from mlflow_llm.serving.engine.attention.slot_cache import KEPT_IN_INT8, SlotKVCache
+from mlflow_llm.serving.engine.attention.slot_cache import INT8_LAYOUT, SlotKVCache
 from mlflow_llm.serving.engine.core import EngineCore
 from mlflow_llm.serving.engine.models.loader import load_model
 from mlflow_llm.serving.engine.models.verification import SelfTest, model_forward
@@ -58,7 +58,7 @@ def loaded_model(config: Any, folder: Path, **settings: Any) -> Any:
 
 
 def found_of(loaded: Any, tokens: Any, cuts: list[int], **more: Any) -> Any:
-    return logits_of(loaded, tokens, cuts, **more, **KEPT_IN_INT8)
+    return logits_of(loaded, tokens, cuts, **more, **INT8_LAYOUT)
 
 
 @native
@@ -276,7 +276,7 @@ def test_a_default_that_the_self_test_refuses_is_not_taken(
     check = SelfTest.check
 
     def refuse(self: SelfTest, *args: Any, kept: Any = None, **more: Any) -> None:
-        if kept is KEPT_IN_INT8:
+        if kept is INT8_LAYOUT:
             raise PackagingError("in the self-test logits differ")
         check(self, *args, kept=kept, **more)
 

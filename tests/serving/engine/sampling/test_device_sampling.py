@@ -58,5 +58,5 @@ def test_winners_are_those_of_the_processor(monkeypatch: pytest.MonkeyPatch, mor
     places = [sequence_of(request) for request in requests]
     monkeypatch.setattr(sampler.native, "can_draw", lambda logits: False)
     wanted = sampler.choose(logits, places)
-    monkeypatch.setattr(triton_support, "on", lambda device: True)
+    monkeypatch.setattr(triton_support, "enabled", lambda device: True)
     assert sampler.choose(logits.to(DEVICE), places) == wanted

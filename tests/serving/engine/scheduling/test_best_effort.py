@@ -13,7 +13,7 @@ from tiny_models import prompt_of, request_of
 
 from mlflow_llm.serving.engine.attention.kv_cache import LayerShape
 from mlflow_llm.serving.engine.attention.slot_cache import SlotKVCache
-from mlflow_llm.serving.engine.scheduling.scheduler import Run, Scheduler
+from mlflow_llm.serving.engine.scheduling.scheduler import ScheduledChunk, Scheduler
 from mlflow_llm.serving.engine.scheduling.sequence import Sampled, SequenceState
 from mlflow_llm.serving.engine.scheduling.step_time_budget import LINGER, StepCost, StepLoad
 
@@ -60,7 +60,7 @@ class Machine:
         for _ in range(count - running):
             self.add(prompt, new, provisioned=provisioned)
 
-    def step(self) -> list[Run]:
+    def step(self) -> list[ScheduledChunk]:
         runs = self.scheduler.schedule()
         provisioned, work = StepLoad.of(r for r in runs if r.sequence.provisioned), StepLoad.of(runs)
         seconds = self.cost(work) * self.noise.uniform(0.97, 1.03)
@@ -76,7 +76,7 @@ class Machine:
                 self.tokens[sequence.provisioned] += 1
                 if sequence.extend([Sampled(9)]):
                     self.scheduler.finish(sequence)
-        self.scheduler.ran(runs, seconds)
+        self.scheduler.record_step_time(runs, seconds)
         self.cache.check_integrity()
         return runs
 

@@ -18,7 +18,13 @@ from mlflow_llm.serving.engine.core import EngineCore
 from mlflow_llm.serving.engine.requests.embedding_queue import EmbeddingQueue
 from mlflow_llm.serving.engine.scheduling.scheduler import Scheduler
 from mlflow_llm.serving.engine.scheduling.sequence import Sampled, SequenceState
-from mlflow_llm.serving.engine.scheduling.tenants import GENERATED, MAX_TENANTS, LeastServed, Tenant, Tenants
+from mlflow_llm.serving.engine.scheduling.tenants import (
+    GENERATED_TOKEN_WEIGHT,
+    MAX_TENANTS,
+    LeastServed,
+    Tenant,
+    Tenants,
+)
 from mlflow_llm.serving.interface.bundle import Bundle
 from mlflow_llm.serving.interface.engine import QUEUE_FLOOR
 from mlflow_llm.serving.interface.request import Beams, Sequence, ValidRequest
@@ -173,7 +179,7 @@ def test_preemption_charges_nothing_again() -> None:
     assert runs.scheduler.num_preemptions
     for tenant in "ab":
         own = next(s.tenant for s in sequences if s.request.tenant == tenant)
-        assert own.used == 2 * (16 + GENERATED * 24)
+        assert own.used == 2 * (16 + GENERATED_TOKEN_WEIGHT * 24)
         assert (own.num_unfinished, own.num_waiting) == (0, 0)
 
 
@@ -183,7 +189,7 @@ def test_a_continuation_is_charged_for_what_is_new() -> None:
     resumed = waiting("a", 16, max_tokens=24, resumed=(9,) * 20)
     runs.add(resumed)
     runs.drain()
-    assert resumed.tenant.used == GENERATED * 4
+    assert resumed.tenant.used == GENERATED_TOKEN_WEIGHT * 4
 
 
 def test_a_newcomer_is_not_the_first_to_lose_its_memory() -> None:
@@ -334,7 +340,7 @@ def test_every_token_is_charged_once(tiny_bundle: Bundle, more: dict[str, Any], 
     core = EngineCore(tiny_bundle, EngineSettings(dtype="float32", max_num_seqs=4))
     take(_with(core, request_of("r", prompt_of(30, 0), tenant="t", stop_token_ids=(), **more)), {"r": Outcome()})
     used = core._scheduler.waiting.tenants.of("t").used
-    prompt = used - GENERATED * generated / more.get("weight", 1)
+    prompt = used - GENERATED_TOKEN_WEIGHT * generated / more.get("weight", 1)
     # choices copy what the first one has computed, all but the last token
     assert prompt * more.get("weight", 1) == pytest.approx(30 + 2 * (more == {"n": 3}), abs=4 * ("beams" in more))
     core.close()

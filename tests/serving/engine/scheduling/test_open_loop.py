@@ -16,7 +16,7 @@ from tiny_models import prompt_of, request_of
 
 from mlflow_llm.serving.engine.attention.kv_cache import LayerShape
 from mlflow_llm.serving.engine.attention.slot_cache import SlotKVCache
-from mlflow_llm.serving.engine.scheduling.scheduler import Run, Scheduler
+from mlflow_llm.serving.engine.scheduling.scheduler import ScheduledChunk, Scheduler
 from mlflow_llm.serving.engine.scheduling.sequence import Sampled, SequenceState
 
 FIXED, ROW, TOKEN = 0.009, 0.0006, 0.00035  # seconds
@@ -24,7 +24,7 @@ SEQS, STEP = 16, 64 + 16
 LONGEST = 1500  # tokens of a prompt
 
 
-def seconds(runs: list[Run]) -> float:
+def seconds(runs: list[ScheduledChunk]) -> float:
     tokens = sum(run.num_tokens for run in runs if run.num_tokens > 1)
     return FIXED + ROW * sum(run.num_tokens == 1 for run in runs) + TOKEN * tokens
 

@@ -13,7 +13,7 @@ from tiny_models import prompt_of, request_of
 
 from mlflow_llm.serving.engine.attention.kv_cache import LayerShape, PrefixKey
 from mlflow_llm.serving.engine.attention.slot_cache import SlotKVCache
-from mlflow_llm.serving.engine.scheduling.scheduler import FORWARD, Scheduler
+from mlflow_llm.serving.engine.scheduling.scheduler import MAX_FORCED_TOKENS_PER_STEP, Scheduler
 from mlflow_llm.serving.engine.scheduling.sequence import Sampled, SequenceState
 
 BASE = PrefixKey("", "")
@@ -229,9 +229,9 @@ def test_forced_tokens_are_computed_beside_the_decodes() -> None:
     forced.extend([Sampled(8)] * 5)
     assert {id: count for id, count in compute(scheduler, cache).items() if id < 2} == {0: 6, 1: 1}
     forced.forced_from = forced.num_computed
-    forced.extend([Sampled(8)] * (FORWARD + 9))
+    forced.extend([Sampled(8)] * (MAX_FORCED_TOKENS_PER_STEP + 9))
     found = [compute(scheduler, cache) for _ in range(2)]
-    assert [step[0] for step in found] == [FORWARD + 1, 9]
+    assert [step[0] for step in found] == [MAX_FORCED_TOKENS_PER_STEP + 1, 9]
     assert [step[1] for step in found] == [1, 1]
     assert all(sum(step.values()) <= 64 for step in found)
 

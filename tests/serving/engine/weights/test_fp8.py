@@ -41,7 +41,7 @@ on_cpu = pytest.mark.skipif(CUDA, reason="looks at what a machine without a devi
 @pytest.fixture
 def _kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Triton's kernels run here, in its interpreter where there is no device."""
-    monkeypatch.setattr(triton_support, "on", lambda device: True)
+    monkeypatch.setattr(triton_support, "enabled", lambda device: True)
     yield from _looked_at_anew()
 
 

@@ -171,9 +171,9 @@ def test_floats_are_made_a_linear_at_a_time(tmp_path: Path, monkeypatch: pytest.
     """Where they would be many, weights are floats for the time of a call only; the result is the same."""
     for name in ("llama with biases", "shared expert"):
         stored = quantised(save_bundle(make_model(MODELS[name]()), tmp_path / f"{name} whole"), tmp_path / name)
-        monkeypatch.setattr(stored_weights, "KEPT", 1 << 30)
+        monkeypatch.setattr(stored_weights, "MAX_CACHED_BYTES", 1 << 30)
         wanted = scores(stored)
-        monkeypatch.setattr(stored_weights, "KEPT", 0)
+        monkeypatch.setattr(stored_weights, "MAX_CACHED_BYTES", 0)
         assert scores(stored) == wanted
         model = loader.from_pretrained(tf.AutoModelForCausalLM, stored.model_dir, EngineSettings(), torch.float32)
         model(torch.tensor([[5, 6]]))

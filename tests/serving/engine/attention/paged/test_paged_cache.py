@@ -169,8 +169,8 @@ def test_books_that_do_not_add_up_are_told() -> None:
     """A block that is counted twice is an error of ours, by name."""
     cache = make_cache()
     cache.acquire(0, KEYS[0], tokens_of(1, 2, 3))
-    cache._tables[0].blocks[0].num_holders += 1
-    with pytest.raises(RuntimeError, match="block 1 has 1 holders, not 2"):
+    cache._tables[0].blocks[0].ref_count += 1
+    with pytest.raises(RuntimeError, match="block 1 has 1 references, not 2"):
         cache.check_integrity()
 
 

@@ -54,7 +54,7 @@ def test_torchs_own_takes_what_it_is_given(caplog: pytest.LogCaptureFixture) -> 
     caplog.set_level("INFO")
     assert not varlen._computes_right(torch.device("cpu"), torch.bfloat16, 16, 2, 64)
     (said,) = caplog.messages
-    assert said.startswith("prompts are computed block table by block table, not by varlen_attn: Could not run 'aten::")
+    assert said.startswith("prompt chunks run one at a time instead of by varlen_attn: Could not run 'aten::")
 
 
 @pytest.mark.usefixtures("_no_memory")
