@@ -166,14 +166,14 @@ def step_forward(loaded: LoadedModel, cache: KVCache, lora: LoraPool, settings: 
 
 
 def _why_no_kernel(loaded: LoadedModel, cache: PagedKVCache) -> str:
-    """Why single tokens attend by torch; empty if they attend by our kernels in all layers."""
+    """Return why single tokens attend by torch; empty if they attend by our kernels in all layers."""
     heads = int(getattr(loaded.config, "num_attention_heads", None) or 1)
     reasons = (decode.why_not(one.k, one.v, max(heads // one.shape.num_kv_heads, 1)) for one in cache.layers)
     return next(filter(None, reasons), "")
 
 
 def why_not_ahead(forward: StepForward, settings: EngineSettings) -> str:
-    """Why no step is launched before the tokens of the previous one are read; empty if steps are."""
+    """Return why no step is launched before the tokens of the previous one are read; empty if steps are."""
     if settings.launch_ahead == "none":
         return "the setting launch_ahead is 'none'"
     if settings.batch_invariant:

@@ -258,7 +258,7 @@ class EngineCore:
 
     @property
     def waits(self) -> bool:
-        """Whether a request waits for its grammar, even if there is no other work."""
+        """Return whether a request waits for its grammar, even if there is no other work."""
         return bool(self._grammars)
 
     def on_work(self, wake: Callable[[], None]) -> None:

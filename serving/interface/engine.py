@@ -121,7 +121,7 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
 
     @property
     def kernels_summary(self) -> str:
-        """Which kernels run, and for which instruction set or why not ours, in one line."""
+        """Return which kernels run, and for which instruction set or why not ours, in one line."""
         return _with_reason(self.kernels, self.kernels_reason or self.instruction_set)
 
     @property
@@ -267,7 +267,7 @@ class Engine(Protocol):
         return 1
 
     def record(self) -> EngineRecord:
-        """What is known about the engine if another process keeps it."""
+        """Return what is known about the engine if another process keeps it."""
         return EngineRecord()
 
     def process_health(self) -> Mapping[str, Health]:
@@ -313,7 +313,7 @@ class Core(Protocol):
         ...
 
     def has_work(self) -> bool:
-        """Whether ``step`` has something to do or to return."""
+        """Return whether ``step`` has something to do or to return."""
         ...
 
     def on_work(self, wake: Callable[[], None]) -> None:

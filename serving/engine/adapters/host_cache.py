@@ -39,7 +39,7 @@ class HostCopies:
         return sum(copy.num_bytes for copy in self._copies.values())
 
     def has_room_for(self, num_bytes: int) -> bool:
-        """Whether a copy of this size can be kept at all."""
+        """Return whether a copy of this size can be kept at all."""
         return num_bytes <= self._budget
 
     def keep(self, key: str, owner: Hashable, num_bytes: int, weights: Any) -> list[str]:

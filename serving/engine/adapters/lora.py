@@ -118,7 +118,7 @@ class LoraPool:
 
     @property
     def is_on_host(self) -> bool:
-        """Whether the model's weights are in the host's memory anyway."""
+        """Return whether the model's weights are in the host's memory anyway."""
         return self._device.type == "cpu"
 
     def to_host(self, adapter: Adapter) -> Adapter:

@@ -200,7 +200,7 @@ def segments_of(names: Sequence[str | None], counts: Sequence[int]) -> list[Segm
 
 
 def prefer_segments(segments: Sequence[Segment], num_rows: int, rank_of: Mapping[str, int]) -> bool:
-    """Whether ``segments`` cost clearly less than multiplying all rows by the ranks of all active adapters."""
+    """Return whether ``segments`` cost clearly less than multiplying all rows by the ranks of all active adapters."""
     masked = num_rows * sum(rank_of[name] for name in {name for name, _, _ in segments})
     alone = sum((last - first) * rank_of[name] + SEGMENT_COST for name, first, last in segments)
     return masked > SEGMENT_GAIN * alone

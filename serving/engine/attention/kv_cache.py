@@ -58,7 +58,7 @@ class Row:
 
 
 class AttentionPlan(Protocol):
-    """What is the same in all layers of a step, computed once."""
+    """The parts of a step's attention that are the same in all layers, computed once."""
 
     def attend(
         self,

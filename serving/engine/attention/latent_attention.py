@@ -80,7 +80,8 @@ class LatentForm:
             raise NotLatentError("its expand_kv gives different keys and values")
 
     def prefers_expanded(self, num_tokens: int, length: int) -> bool:
-        """Whether ``num_tokens`` queries over ``length`` tokens need fewer products with whole keys and values."""
+        """Return whether ``num_tokens`` queries over ``length`` tokens need fewer products with whole keys and
+        values."""
         own = (self.nope + self.value_dim) * self.rank
         absorbed = num_tokens * (own + length * 2 * (self.rank + self.rope))
         expanded = length * own + num_tokens * length * 2 * (self.nope + self.rope)

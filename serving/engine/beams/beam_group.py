@@ -106,7 +106,7 @@ class BeamGroup:
         return self._fork(forks, cache, add) if forks else []
 
     def _is_plain(self) -> bool:
-        """Whether the model's log probabilities alone decide, and none of them is reported."""
+        """Return whether the model's log probabilities alone decide, and none of them is reported."""
         p = self.group.sampling
         asked = p.grammar is not None or p.logprobs is not None or p.generation_logits
         return not asked and not any(map(is_adjusted, self._beams))
@@ -146,7 +146,7 @@ class BeamGroup:
                 self._is_empty = not ends and not self.search.length
 
     def _may_go_on(self, beam: SequenceState) -> bool:
-        """Whether a beam's text can go on within the grammar. Raises ``ServingError`` if a limit is reached."""
+        """Return whether a beam's text can go on within the grammar. Raises ``ServingError`` if a limit is reached."""
         grammar_state = beam.grammar_state
         if grammar_state is None:
             return False
@@ -240,8 +240,8 @@ class BeamGroup:
         return texts
 
     def _has_ended(self, token_ids: tuple[int, ...]) -> bool:
-        """Whether a text is complete rather than cut off. An empty text is: it means that the search found fewer texts
-        than were asked for."""
+        """Return whether a text is complete rather than cut off. An empty text is: it means that the search found fewer
+        texts than were asked for."""
         if not token_ids or token_ids[-1] in self._ends:
             return True
         if self._texts is not None and self._texts.has_ended(token_ids):
@@ -257,8 +257,8 @@ class BeamGroup:
 
 
 def _may_rise(sequence: SequenceState) -> bool:
-    """Whether a request's biases and penalties may make log probabilities greater than 0. A token could then increase
-    a text's sum, and no text would be certain before the end of the search."""
+    """Return whether a request's biases and penalties may make log probabilities greater than 0. A token could then
+    increase a text's sum, and no text would be certain before the end of the search."""
     p, processors = sequence.sampling, sequence.processors
     if p.presence_penalty < 0.0 or p.frequency_penalty < 0.0 or any(bias > 0.0 for _, bias in p.logit_bias):
         return True

@@ -100,7 +100,7 @@ class RunningBeams:
         return self._running[beam]
 
     def is_alive(self, beam: int) -> bool:
-        """Whether a running beam may still produce a text."""
+        """Return whether a running beam may still produce a text."""
         raise NotImplementedError
 
     def complete(self, beam: int) -> None:

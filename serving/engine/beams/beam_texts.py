@@ -70,7 +70,7 @@ class BeamTexts:
         self._tails = [tail[max(0, len(tail) - self._kept) :] for tail in tails]
 
     def has_ended(self, token_ids: tuple[int, ...]) -> bool:
-        """Whether a text contains a stop string or ends with a stop sequence."""
+        """Return whether a text contains a stop string or ends with a stop sequence."""
         if self._rule.has_runs and self._rule.run_ending(token_ids, len(token_ids)):
             return True
         if not self._stops:

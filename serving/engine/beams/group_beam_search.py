@@ -102,8 +102,8 @@ class GroupBeamSearch(RunningBeams):
 
     @property
     def num_certain(self) -> int:
-        """As ``BeamSearch.num_certain``, over the hypotheses of all groups and what unfinished groups may still find.
-        Among hypotheses of equal score the later comes first."""
+        """Return the number of certain texts, as ``BeamSearch.num_certain``, over the hypotheses of all groups and
+        those that unfinished groups may still find. Among hypotheses of equal score the later comes first."""
         if not self.length:
             return 0
         most = max(group.bound(self.length) for group in self._groups)

@@ -63,7 +63,7 @@ class Compilation:
         self.is_done = False
 
     def error(self, grammar: Grammar) -> ServingError | None:
-        """Why ``grammar``, which this compilation is of, cannot be used; None if it can."""
+        """Return why ``grammar``, which this compilation is of, cannot be used; None if it can."""
         if isinstance(self.refusal, ServingError):
             return self.refusal
         if self.refusal and grammar is TEXTS:
@@ -144,7 +144,7 @@ class Grammars:
 
     @property
     def is_due(self) -> bool:
-        """Whether ``take`` has something to return."""
+        """Return whether ``take`` has something to return."""
         return any(one.is_done or _is_overdue(one) for one in self._waiting.values())
 
     def take(self) -> list[tuple[str, Compilation, ServingError | None]]:

@@ -68,7 +68,7 @@ class LogitsProcessors:
 
 
 def may_forbid(sampling: Sampling) -> bool:
-    """Whether a request may forbid tokens that nothing else forbids."""
+    """Return whether a request may forbid tokens that nothing else forbids."""
     return bool(sampling.bad_words or sampling.no_repeat_ngram_size or sampling.embedding_bias is not None)
 
 

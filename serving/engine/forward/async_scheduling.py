@@ -32,12 +32,12 @@ from .decode_graphs import GraphedForward
 
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
-    """A launched step of ``runs`` of single tokens, with ``logits`` [B, V] and ``tokens`` int64 [B] on the device.
+    """A launched step of ``chunks`` of single tokens, with ``logits`` [B, V] and ``tokens`` int64 [B] on the device.
 
     ``copy``, the tokens on the host, is complete once the CUDA event ``is_copied`` has occurred (None if there is
     nothing to wait for). ``unfounded``: sequences whose row was computed from a token that is not theirs."""
 
-    runs: Sequence[ScheduledChunk]
+    chunks: Sequence[ScheduledChunk]
     logits: Any
     tokens: Any
     copy: Any
@@ -46,14 +46,14 @@ class LaunchedStep:
 
     @property
     def wanted(self) -> list[ScheduledChunk]:
-        """The runs whose tokens are to be delivered."""
-        alive = (run for run in self.runs if run.sequence.status == "running")
-        return [run for run in alive if run.sequence.id not in self.unfounded]
+        """The chunks whose tokens are to be delivered."""
+        alive = (chunk for chunk in self.chunks if chunk.sequence.status == "running")
+        return [chunk for chunk in alive if chunk.sequence.id not in self.unfounded]
 
     @property
     def rows(self) -> dict[int, int]:
         """The row of each sequence, by its id."""
-        return {run.sequence.id: i for i, run in enumerate(self.runs)}
+        return {chunk.sequence.id: i for i, chunk in enumerate(self.chunks)}
 
     def read(self) -> list[int]:
         """Wait for the tokens and return them."""
@@ -77,65 +77,69 @@ class LaunchAhead:
         """The runs of the launched step that are still wanted. While there are any, nothing else may be scheduled."""
         return [] if self._launched is None else self._launched.wanted
 
-    def takes(self, runs: Sequence[ScheduledChunk]) -> bool:
-        """Whether a scheduled step can be run this way: each run is one generated token, and the next one can be drawn
-        on the device."""
-        if self._graphs is None or not self._graphs.takes(len(runs)):
+    def takes(self, chunks: Sequence[ScheduledChunk]) -> bool:
+        """Return whether a scheduled step can be run this way: each chunk is one generated token, and the next one can
+        be sampled on the device."""
+        if self._graphs is None or not self._graphs.takes(len(chunks)):
             return False
-        return all(run.num_tokens == 1 and run.start >= run.sequence.num_prompt and _is_plain(run) for run in runs)
+        return all(
+            chunk.num_tokens == 1 and chunk.start >= chunk.sequence.num_prompt and _is_plain(chunk) for chunk in chunks
+        )
 
-    def step(self, runs: Sequence[ScheduledChunk]) -> tuple[list[ScheduledChunk], list[Sampled]]:
-        """Launch ``runs`` if they are not ``launched``, then the step after them if that is certain.
+    def step(self, chunks: Sequence[ScheduledChunk]) -> tuple[list[ScheduledChunk], list[Sampled]]:
+        """Launch ``chunks`` if they are not ``launched``, then the step after them if that is certain.
 
-        Returns those of ``runs`` that are wanted, and their tokens. Their KV is marked as valid."""
+        Returns those of ``chunks`` that are wanted, and their tokens. Their KV is marked as valid."""
         launched, self._launched = self._launched, None
         if launched is None or not launched.wanted:
-            ids = np.concatenate([run.sequence.slice(run.start, run.start + 1) for run in runs]).astype(np.int64)
-            launched = self._launch(runs, upload(ids, self._device))
+            ids = np.concatenate([chunk.sequence.slice(chunk.start, chunk.start + 1) for chunk in chunks]).astype(
+                np.int64
+            )
+            launched = self._launch(chunks, upload(ids, self._device))
         self._launched = self._follow(launched)
         return self._read(launched)
 
     def drop(self) -> None:
-        """Forget the launched step; its runs will be computed again."""
+        """Forget the launched step; its chunks will be computed again."""
         self._launched = None
 
     def _follow(self, step: LaunchedStep) -> LaunchedStep | None:
-        runs = self._scheduler.following(step.wanted)
-        if not runs:
+        chunks = self._scheduler.following(step.wanted)
+        if not chunks:
             return None
         ids = step.tokens.clamp_min(0)  # a negative number is no token: its sequence ends, or its row is unfounded
-        if len(runs) < len(step.runs):
+        if len(chunks) < len(step.chunks):
             row_of = step.rows
-            rows = [row_of[run.sequence.id] for run in runs]
+            rows = [row_of[chunk.sequence.id] for chunk in chunks]
             ids = ids.index_select(0, upload_values(rows, torch.int64, self._device))
-        return self._launch(runs, ids)
+        return self._launch(chunks, ids)
 
-    def _launch(self, runs: Sequence[ScheduledChunk], ids: Any) -> LaunchedStep:
+    def _launch(self, chunks: Sequence[ScheduledChunk], ids: Any) -> LaunchedStep:
         assert self._graphs is not None
-        logits = self._graphs.decode(ids, [Row(run.sequence.id, run.start, 1) for run in runs])
-        tokens = draw_unread(logits, [run.sequence for run in runs], [run.start + 1 for run in runs])
+        logits = self._graphs.decode(ids, [Row(chunk.sequence.id, chunk.start, 1) for chunk in chunks])
+        tokens = draw_unread(logits, [chunk.sequence for chunk in chunks], [chunk.start + 1 for chunk in chunks])
         if tokens.device.type != "cuda":
-            return LaunchedStep(runs, logits, tokens, tokens, None)
+            return LaunchedStep(chunks, logits, tokens, tokens, None)
         copy = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
         copy.copy_(tokens, non_blocking=True)
         is_copied = torch.cuda.Event()
         is_copied.record(torch.cuda.current_stream(tokens.device))
-        return LaunchedStep(runs, logits, tokens, copy, is_copied)
+        return LaunchedStep(chunks, logits, tokens, copy, is_copied)
 
     def _read(self, step: LaunchedStep) -> tuple[list[ScheduledChunk], list[Sampled]]:
         tokens, rows, wanted = step.read(), step.rows, step.wanted
-        for run in wanted:
-            sequence = run.sequence
-            sequence.num_computed = run.start + 1
+        for chunk in wanted:
+            sequence = chunk.sequence
+            sequence.num_computed = chunk.start + 1
             self._cache.computed(sequence.id, sequence.tokens, sequence.num_computed)
-        undecided = [run.sequence for run in wanted if tokens[rows[run.sequence.id]] == NEEDS_FULL_SORT]
+        undecided = [chunk.sequence for chunk in wanted if tokens[rows[chunk.sequence.id]] == NEEDS_FULL_SORT]
         if undecided:
             chosen = choose(step.logits[[rows[sequence.id] for sequence in undecided]], undecided)
             for sequence, token in zip(undecided, chosen, strict=True):
                 tokens[rows[sequence.id]] = token
             if self._launched is not None:
                 self._launched.unfounded.update(sequence.id for sequence in undecided)
-        return wanted, [Sampled(tokens[rows[run.sequence.id]]) for run in wanted]
+        return wanted, [Sampled(tokens[rows[chunk.sequence.id]]) for chunk in wanted]
 
     @property
     def _device(self) -> Any:
@@ -144,11 +148,11 @@ class LaunchAhead:
 
     def check_integrity(self) -> None:
         """Raise ``RuntimeError`` if a launched step is not the next one of its sequences."""
-        for run in self.launched:
-            if not run.start == run.sequence.num_computed == run.sequence.num_tokens - 1:
-                raise RuntimeError(f"sequence {run.sequence.id} was launched at {run.start}, which is not its end")
+        for chunk in self.launched:
+            if not chunk.start == chunk.sequence.num_computed == chunk.sequence.num_tokens - 1:
+                raise RuntimeError(f"sequence {chunk.sequence.id} was launched at {chunk.start}, which is not its end")
 
 
-def _is_plain(run: ScheduledChunk) -> bool:
-    sequence = run.sequence
-    return run.samples and sequence.adapter is None and sequence.group.beams is None and is_drawn_unread(sequence)
+def _is_plain(chunk: ScheduledChunk) -> bool:
+    sequence = chunk.sequence
+    return chunk.samples and sequence.adapter is None and sequence.group.beams is None and is_drawn_unread(sequence)

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Known:
-    """What the model has of a sequence: the KV of ``length`` tokens, the last of which are ``drafts``."""
+    """The draft model's state of a sequence: the KV of ``length`` tokens, the last of which are ``drafts``."""
 
     sequence: SequenceState
     length: int

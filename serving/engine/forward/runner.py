@@ -1,4 +1,4 @@
-"""One forward pass: lay the runs out as a flat row of tokens and compute it, by the model's own code or natively.
+"""One forward pass: lay the chunks out as a flat row of tokens and compute it, by the model's own code or natively.
 
 ::
 
@@ -27,7 +27,7 @@ class StepForward(Protocol):
 
     @property
     def wants_decodes_together(self) -> bool:
-        """Whether single tokens must come first, in the order of their slots, with slots side by side."""
+        """Return whether single tokens must come first, in the order of their slots, with slots side by side."""
         ...
 
     def forward(
@@ -99,9 +99,9 @@ class ModelForward:
 
 
 class Runner:
-    """Lays runs out as one flat row, computes it by ``forward`` and marks its KV as valid in ``cache``.
+    """Lays chunks out as one flat row, computes it by ``forward`` and marks its KV as valid in ``cache``.
 
-    With ``batch_invariant``, it computes each piece of a run by itself.
+    With ``batch_invariant``, it computes each piece of a chunk by itself.
     """
 
     def __init__(self, forward: StepForward, cache: KVCache, *, batch_invariant: bool = False) -> None:
@@ -111,65 +111,65 @@ class Runner:
         self.num_steps = 0
         self.num_tables = 0  # requests in flight with a prompt table
 
-    def forward(self, runs: Sequence[ScheduledChunk]) -> tuple[list[ScheduledChunk], Any]:
-        """Compute the KV of ``runs``.
+    def forward(self, chunks: Sequence[ScheduledChunk]) -> tuple[list[ScheduledChunk], Any]:
+        """Compute the KV of ``chunks``.
 
         Returns the runs in the order in which they were laid out, and logits [sum of ``num_logits``, V] in that order.
         """
         if self._batch_invariant:
-            runs, logits = list(runs), torch.cat([part for run in runs for part in self._alone(run)])
+            chunks, logits = list(chunks), torch.cat([part for chunk in chunks for part in self._alone(chunk)])
         else:
-            runs = self._lay_out(runs) if self.step_forward.wants_decodes_together else list(runs)
-            ids = np.concatenate([r.sequence.slice(r.start, r.start + r.num_tokens) for r in runs]).astype(np.int64)
-            rows = [Row(r.sequence.id, r.start, r.num_tokens) for r in runs]
-            virtual = virtual_tokens(runs, ids) if self.num_tables else None
-            adapters = [run.sequence.adapter for run in runs]
-            logits = self.step_forward.forward(ids, rows, adapters, rows_kept(runs), virtual)
+            chunks = self._lay_out(chunks) if self.step_forward.wants_decodes_together else list(chunks)
+            ids = np.concatenate([r.sequence.slice(r.start, r.start + r.num_tokens) for r in chunks]).astype(np.int64)
+            rows = [Row(r.sequence.id, r.start, r.num_tokens) for r in chunks]
+            virtual = virtual_tokens(chunks, ids) if self.num_tables else None
+            adapters = [chunk.sequence.adapter for chunk in chunks]
+            logits = self.step_forward.forward(ids, rows, adapters, rows_kept(chunks), virtual)
         self.num_steps += 1
-        for run in runs:
-            sequence = run.sequence
-            sequence.num_computed = run.start + run.num_known
+        for chunk in chunks:
+            sequence = chunk.sequence
+            sequence.num_computed = chunk.start + chunk.num_known
             self._cache.computed(sequence.id, sequence.tokens, sequence.num_computed)
-        return runs, logits
+        return chunks, logits
 
-    def _alone(self, run: ScheduledChunk) -> Iterator[Any]:
-        """The logits that each piece of ``run`` needs.
+    def _alone(self, chunk: ScheduledChunk) -> Iterator[Any]:
+        """The logits that each piece of ``chunk`` needs.
 
         If a piece needs any, they are computed for all of its tokens: the shape must not depend on how many are needed.
         """
-        sequence, end = run.sequence, run.start + run.num_tokens
-        for start, stop in pieces(run.start, end, sequence.num_prompt):
+        sequence, end = chunk.sequence, chunk.start + chunk.num_tokens
+        for start, stop in pieces(chunk.start, end, sequence.num_prompt):
             ids = sequence.slice(start, stop).astype(np.int64)
-            needed = max(stop - max(start, end - run.num_logits), 0)
+            needed = max(stop - max(start, end - chunk.num_logits), 0)
             kept = range(len(ids)) if needed else ()
             row = Row(sequence.id, start, len(ids))
             virtual = virtual_tokens([ScheduledChunk(sequence, start, len(ids))], ids) if self.num_tables else None
             logits = self.step_forward.forward(ids, [row], [sequence.adapter], kept, virtual)
             yield logits[len(logits) - needed :]
 
-    def _lay_out(self, runs: Sequence[ScheduledChunk]) -> list[ScheduledChunk]:
-        single = {run.sequence.id: run for run in runs if run.num_tokens == 1}
+    def _lay_out(self, chunks: Sequence[ScheduledChunk]) -> list[ScheduledChunk]:
+        single = {chunk.sequence.id: chunk for chunk in chunks if chunk.num_tokens == 1}
         ordered = [single[owner] for owner in self._cache.decode_order(list(single))]
-        return ordered + [run for run in runs if run.num_tokens > 1]
+        return ordered + [chunk for chunk in chunks if chunk.num_tokens > 1]
 
 
-def rows_kept(runs: Sequence[ScheduledChunk]) -> list[int]:
-    """Places in the flat row whose logits are needed: the last ``num_logits`` of each run."""
+def rows_kept(chunks: Sequence[ScheduledChunk]) -> list[int]:
+    """Return the rows whose logits are needed: the last ``num_logits`` of each chunk."""
     kept: list[int] = []
     end = 0
-    for run in runs:
-        end += run.num_tokens
-        kept += range(end - run.num_logits, end)
+    for chunk in chunks:
+        end += chunk.num_tokens
+        kept += range(end - chunk.num_logits, end)
     return kept
 
 
-def virtual_tokens(runs: Sequence[ScheduledChunk], ids: Any) -> VirtualTokens | None:
+def virtual_tokens(chunks: Sequence[ScheduledChunk], ids: Any) -> VirtualTokens | None:
     """The tokens of ``ids`` that are rows of their request's prompt table; None if there are none."""
     places, vectors, at = [], [], 0
-    for run in runs:
-        first, at = at, at + run.num_tokens
-        table = run.sequence.group.table
-        if table is None or run.start >= run.sequence.num_prompt:
+    for chunk in chunks:
+        first, at = at, at + chunk.num_tokens
+        table = chunk.sequence.group.table
+        if table is None or chunk.start >= chunk.sequence.num_prompt:
             continue
         found = first + np.flatnonzero(ids[first:at] >= table.first_id)
         if len(found):

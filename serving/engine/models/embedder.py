@@ -228,7 +228,7 @@ def load_in_dtype(
 
 
 def is_rounded(model: Any, settings: EngineSettings) -> bool:
-    """Whether our kernels are to compute a float32 model in bfloat16."""
+    """Return whether our kernels are to compute a float32 model in bfloat16."""
     return settings.dtype == "bfloat16" and next(model.parameters()).dtype == torch.float32
 
 

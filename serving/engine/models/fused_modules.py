@@ -18,7 +18,7 @@ from ..devices import triton_support
 from . import fused_residuals
 
 logger = logging.getLogger(__name__)
-MAX_NORM_WIDTH = 1 << 14  # the widest norm, since a row stays in registers
+MAX_NORM_WIDTH = 1 << 14  # a row stays in registers
 BLOCK = 1024
 TOLERANCE = {torch.float32: 1e-5}  # relative to the example's largest value; 0.02 for 16-bit types
 

@@ -82,7 +82,7 @@ def _layers(model: nn.Module) -> Iterator[tuple[Any, Any]]:
 
 
 def _by_kernel(norm: Any) -> bool:
-    """Whether ``fused_modules`` has replaced the norm's code."""
+    """Return whether ``fused_modules`` has replaced the norm's code."""
     return isinstance(norm, nn.Module) and "forward" in norm.__dict__ and hasattr(norm, "variance_epsilon")
 
 
@@ -115,7 +115,8 @@ class _Attention(nn.Module):
 
 
 def _why_not(layer: Any, forward: Callable[[Any], Any], following: Any) -> str:
-    """Why a layer's code is not replaced; empty if ``forward`` agrees with the layer's own code on an example."""
+    """Return why a layer's code is not replaced; empty if ``forward`` agrees with the layer's own code on an
+    example."""
     weight = layer.input_layernorm.weight
     make = torch.Generator().manual_seed(0)
     x = torch.randn(1, 3, len(weight), generator=make).to(weight.device, weight.dtype)

@@ -212,7 +212,7 @@ def _load(model: Any, settings: EngineSettings, device: Any, keep_as: tuple[str,
 
 
 def _uses(model: Any, holder: ContextHolder, config: Any, test: SelfTest) -> list[LayerUse]:
-    """What the model's layers ask of our attention. Raises ``PackagingError`` if that does not pass the test."""
+    """Return how the model's layers call our attention. Raises ``PackagingError`` if that does not pass the test."""
     try:
         uses = probe_layers(model, holder, config)
         test.check(model_forward(model, holder), [use.shape for use in uses], next(model.parameters()))

@@ -161,8 +161,8 @@ def decoder_weights(model: nn.Module, uses: Sequence[LayerUse]) -> DecoderWeight
 
 
 def may_run_in_bf16(model: nn.Module, device: torch.device) -> bool:
-    """Whether it is worth trying to run a model natively in bfloat16: linears, and with tiles keys and values too, in
-    bfloat16, the rest in float32."""
+    """Return whether it is worth trying to run a model natively in bfloat16: linears, and with tiles keys and values
+    too, in bfloat16, the rest in float32."""
     return device.type == "cpu" and library.has_bf16() and form_of(model) is not None
 
 
@@ -383,7 +383,7 @@ def _rotary_dims(weights: DecoderWeights) -> int:
 
 
 def _norm_all_heads(weights: DecoderWeights) -> bool:
-    """Whether the norm on queries spans all heads together."""
+    """Return whether the norm on queries spans all heads together."""
     norm = weights.layers[0].head_norms[0]
     return norm is not None and len(norm) != weights.head_dim
 

@@ -238,7 +238,8 @@ def _position_bias(model: Any, position_offset: int) -> torch.Tensor | None:
 
 
 def may_run_in_bf16(model: nn.Module, device: torch.device) -> bool:
-    """Whether it is worth trying to run a model natively with its linears in bfloat16 and the rest in float32."""
+    """Return whether it is worth trying to run a model natively with its linears in bfloat16 and the rest in
+    float32."""
     return device.type == "cpu" and library.has_bf16() and type(model).__name__ in ENCODERS
 
 

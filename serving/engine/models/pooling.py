@@ -77,7 +77,8 @@ def transformer_dir(model_dir: str | Path) -> Path:
 
 
 def _tokenizer_lowercases(*folders: Path) -> bool:
-    """Whether the tokenizer lowercases itself, as ``do_lower_case`` asks; sentence-transformers would do it again."""
+    """Return whether the tokenizer lowercases itself, as ``do_lower_case`` asks; sentence-transformers would do it
+    again."""
     normalizer = next((found["normalizer"] for folder in folders if (found := _read(folder / "tokenizer.json"))), None)
     steps = (normalizer or {}).get("normalizers") or [normalizer or {}]
     return any(

@@ -52,36 +52,37 @@ class Delivery:
         shares: list[tuple[ScheduledChunk, int, int]] = []  # runs with the first and last of their places
         searches: dict[int, SequenceGroup] = {}  # groups whose beams all have their logits
         at = 0
-        for run in laid_out:
-            first, at = at, at + run.num_logits
-            here = run.sample_positions
-            beams = run.sequence.group.beams
+        for chunk in laid_out:
+            first, at = at, at + chunk.num_logits
+            here = chunk.sample_positions
+            beams = chunk.sequence.group.beams
             if here and isinstance(beams, BeamGroup):
-                if beams.take(run.sequence, logits[at - 1]):
-                    searches[id(beams)] = run.sequence.group
-            elif here and run.sequence not in over:
-                shares.append((run, len(places), len(places) + len(here)))
-                start = at - 1 - run.num_drafted
+                if beams.take(chunk.sequence, logits[at - 1]):
+                    searches[id(beams)] = chunk.sequence.group
+            elif here and chunk.sequence not in over:
+                shares.append((chunk, len(places), len(places) + len(here)))
+                start = at - 1 - chunk.num_drafted
                 rows += range(start, start + len(here))
                 places += here
-            if run.sequence.reads_prompt and run.sequence.status == "running":
-                self._read_prompt(run, logits[first:at])
+            if chunk.sequence.reads_prompt and chunk.sequence.status == "running":
+                self._read_prompt(chunk, logits[first:at])
         if places:
             sampled = sample(logits if len(rows) == len(logits) else logits[rows], places)
-            for run, start, end in shares:
-                wanted = logits[rows[start:end]] if run.sequence.sampling.generation_logits else None
-                if run.num_drafted:
-                    self._deliver_verified(run, sampled[start:end], wanted)
+            for chunk, start, end in shares:
+                wanted = logits[rows[start:end]] if chunk.sequence.sampling.generation_logits else None
+                if chunk.num_drafted:
+                    self._deliver_verified(chunk, sampled[start:end], wanted)
                 else:
-                    self._deliver(run.sequence, sampled[start:end], wanted)
+                    self._deliver(chunk.sequence, sampled[start:end], wanted)
         for group in searches.values():
             self._search(group)
 
-    def process_sampled(self, runs: Sequence[ScheduledChunk], sampled: Sequence[Sampled], began: float) -> None:
-        """Give each of ``runs`` its token, which was drawn on the device. ``began`` is the time of the step's start."""
-        self._began, self._batch_size = began, len(runs)
-        for run, one in zip(runs, sampled, strict=True):
-            self._deliver(run.sequence, [one], None)
+    def process_sampled(self, chunks: Sequence[ScheduledChunk], sampled: Sequence[Sampled], began: float) -> None:
+        """Give each of ``chunks`` its token, which was sampled on the device. ``began`` is the time of the step's
+        start."""
+        self._began, self._batch_size = began, len(chunks)
+        for chunk, one in zip(chunks, sampled, strict=True):
+            self._deliver(chunk.sequence, [one], None)
 
     def end_complete(self, sequences: Sequence[SequenceState]) -> frozenset[SequenceState]:
         """End the sequences whose grammar now allows nothing more, whether their text is complete or a dead end; return
@@ -108,36 +109,36 @@ class Delivery:
         self._exits.count(sequence, sequence.num_tokens - before)
         return reason
 
-    def _read_prompt(self, run: ScheduledChunk, logits: Any) -> None:
-        """Deliver what was asked about the prompt's tokens in ``run``."""
-        sequence = run.sequence
+    def _read_prompt(self, chunk: ScheduledChunk, logits: Any) -> None:
+        """Deliver what was asked about the prompt's tokens in ``chunk``."""
+        sequence = chunk.sequence
         if sequence.context_row is not None:
-            self._send_context(run, logits)
+            self._send_context(chunk, logits)
         if sequence.prompt_scores is not None:
-            self._score(run, logits)
+            self._score(chunk, logits)
         if sequence.status == "running" and not sequence.reads_prompt and not sequence.generates:
             self._exits.finish(sequence, "length")
 
-    def _send_context(self, run: ScheduledChunk, logits: Any) -> None:
-        sequence = run.sequence
+    def _send_context(self, chunk: ScheduledChunk, logits: Any) -> None:
+        sequence = chunk.sequence
         row, end = sequence.context_row, min(sequence.num_computed, sequence.num_prompt)
         assert row is not None
-        assert run.start <= row
+        assert chunk.start <= row
         if end <= row:  # these rows were delivered before the sequence was preempted
             return
-        wanted = logits[row - run.start : end - run.start]
+        wanted = logits[row - chunk.start : end - chunk.start]
         if not bool(torch.isfinite(wanted.amax(-1)).all()):
             self._exits.fail_not_finite(sequence)
             return
         self._inflight.emit_logits(sequence, "context", row, wanted)
         sequence.context_row = end if end < sequence.num_prompt else None
 
-    def _score(self, run: ScheduledChunk, logits: Any) -> None:
-        sequence = run.sequence
+    def _score(self, chunk: ScheduledChunk, logits: Any) -> None:
+        sequence = chunk.sequence
         scores = sequence.prompt_scores
         assert scores is not None
-        del scores[run.start :]  # left by a step that failed and is run again
-        scores.extend(score_prompt(logits, run.start, sequence))
+        del scores[chunk.start :]  # left by a step that failed and is run again
+        scores.extend(score_prompt(logits, chunk.start, sequence))
         if sequence.num_computed < sequence.num_prompt:
             return
         sequence.prompt_scores = None
@@ -148,13 +149,13 @@ class Delivery:
         for index in beams.indexes if isinstance(beams, BeamGroup) else (sequence.index,):
             self._inflight.emit(self._inflight.of(sequence), PromptScored(index, tuple(scores)))
 
-    def _deliver_verified(self, run: ScheduledChunk, sampled: Sequence[Sampled], logits: Any) -> None:
+    def _deliver_verified(self, chunk: ScheduledChunk, sampled: Sequence[Sampled], logits: Any) -> None:
         """Give a sequence the tokens of a step with drafts. The KV of accepted drafts is already in the cache."""
-        sequence, speculation = run.sequence, self._scheduler.speculation
+        sequence, speculation = chunk.sequence, self._scheduler.speculation
         if sequence.status != "running":
             return
         first = sequence.num_tokens
-        held = speculation.verify(sequence, sequence.slice(first, first + run.num_drafted).copy(), sampled)
+        held = speculation.verify(sequence, sequence.slice(first, first + chunk.num_drafted).copy(), sampled)
         sequence.num_computed = first + len(held) - 1
         self._cache.computed(sequence.id, sequence.slice(0, sequence.num_computed), sequence.num_computed)
         self._deliver(sequence, held, logits)

@@ -19,7 +19,7 @@ BLOCK = 1024  # tokens that one program compares
 
 
 def is_offered(device: Any) -> bool:
-    """Whether times can be made on this device."""
+    """Return whether times can be made on this device."""
     return triton_support.enabled(device)
 
 

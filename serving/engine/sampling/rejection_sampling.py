@@ -23,7 +23,7 @@ from .randomness import exponentials, uniforms
 
 
 def is_drafted(place: SamplePosition) -> bool:
-    """Whether rejection sampling draws the token at ``place``. A greedy token is the same either way."""
+    """Return whether rejection sampling draws the token at ``place``. A greedy token is the same either way."""
     draft = place.sampling.draft
     if draft is None or draft.logits is None or place.sampling.temperature == 0.0:
         return False

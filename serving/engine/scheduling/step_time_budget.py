@@ -45,8 +45,8 @@ class RunExtent(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepLoad:
-    """What decides the time of a step. ``rows`` counts runs of one token (decode), ``chunks`` longer runs (prefill),
-    ``chunk_tokens`` their tokens, and ``context`` the tokens whose keys and values are read."""
+    """The factors that determine the time of a step. ``rows`` counts chunks of one token (decode), ``chunks`` longer
+    ones (prefill), ``chunk_tokens`` their tokens, and ``context`` the tokens whose keys and values are read."""
 
     rows: int = 0
     chunk_tokens: int = 0
@@ -91,7 +91,7 @@ class StepCost:
 
     @property
     def known(self) -> bool:
-        """Whether enough steps have been seen for an estimate."""
+        """Return whether enough steps have been seen for an estimate."""
         return self._count >= MIN_SEEN
 
     def observe(self, work: StepLoad, seconds: float) -> None:
@@ -149,7 +149,7 @@ class BestEffortBudget:
 
     @property
     def lingers(self) -> bool:
-        """Whether a provisioned request ended so recently that its caller's next one may come at any moment."""
+        """Return whether a provisioned request ended so recently that its caller's next one may come at any moment."""
         return self._since_provisioned < LINGER
 
     def allowance(self, provisioned: StepLoad) -> float:

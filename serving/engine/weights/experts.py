@@ -66,7 +66,7 @@ def _part(packed: PackedWeight, number: int, count: int) -> PackedWeight:
 
 
 def is_known(module: nn.Module) -> bool:
-    """Whether a module is of exactly these classes; others may use their weights in other ways."""
+    """Return whether a module is of exactly these classes; others may use their weights in other ways."""
     return type(module).__name__ in KNOWN and type(module).__module__.startswith("transformers.models.")
 
 
@@ -81,7 +81,7 @@ def stacked(weight: torch.Tensor) -> torch.Tensor:
 
 
 def fits_natively(module: Any, like: torch.Tensor | None) -> bool:
-    """Whether our kernels take the module's weights, with each expert's in panels of its own.
+    """Return whether our kernels take the module's weights, with each expert's in panels of its own.
 
     ``like`` is a parameter of the model."""
     shapes = [weight.shape for weight in weights_of(module).values()]

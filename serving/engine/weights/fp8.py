@@ -44,8 +44,8 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def can_quantize(weight: torch.Tensor) -> bool:
-    """Whether a weight can be quantised. Gates and scalar heads stay in float: they cost little and matter much. On
-    CUDA the widths must suit torch._scaled_mm."""
+    """Return whether a weight can be quantised. Gates and scalar heads stay in float: they cost little and matter much.
+    On CUDA the widths must suit torch._scaled_mm."""
     rows, columns = weight.shape
     return min(rows, columns) >= 16 and (weight.device.type == "cpu" or rows % MULTIPLE == columns % MULTIPLE == 0)
 
@@ -127,7 +127,7 @@ def refuse(settings: EngineSettings, device: Any) -> None:
 
 
 def reason(settings: EngineSettings, device: Any, dtype: torch.dtype) -> str:
-    """Why few rows or many are multiplied by fp8 weights as floats; empty if neither are."""
+    """Return why few rows or many are multiplied by fp8 weights as floats; empty if neither are."""
     if settings.quantization != "fp8":
         return ""
     reasons = {"few": why_not_kernel(device, dtype), "many": why_not_scaled_mm(device)}
@@ -136,7 +136,7 @@ def reason(settings: EngineSettings, device: Any, dtype: torch.dtype) -> str:
 
 @cache
 def why_not_kernel(device: Any, dtype: torch.dtype) -> str:
-    """Why the kernel does not run; empty if it does."""
+    """Return why the kernel does not run; empty if it does."""
     if not triton_support.enabled(device):
         return "Triton is not installed" if device.type == "cuda" else "there is no CUDA device"
     return _differs(multiply, device, dtype, (3, FEW))
@@ -144,14 +144,15 @@ def why_not_kernel(device: Any, dtype: torch.dtype) -> str:
 
 @cache
 def why_not_scaled_mm(device: Any) -> str:
-    """Why torch._scaled_mm does not run; empty if it does."""
+    """Return why torch._scaled_mm does not run; empty if it does."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < CAPABILITY:
         return "the device has no products in float8"
     return _differs(multiply_quantized, device, torch.bfloat16, (FEW + 1,))
 
 
 def _differs(product: Any, device: Any, dtype: torch.dtype, counts: tuple[int, ...]) -> str:
-    """Why ``product`` is not used, by an example; empty if it agrees. A device's compiler may be missing or wrong."""
+    """Return why ``product`` is not used, by an example; empty if it agrees. A device's compiler may be missing or
+    wrong."""
     make = torch.Generator().manual_seed(0)
     values, scale = quantize_rows(torch.randn(48, 528, generator=make).to(device))
     bias, far = torch.randn(48, generator=make).to(device), 0.0

@@ -147,7 +147,8 @@ def weight_of(module: nn.Module) -> torch.Tensor:
 
 
 def replaceable(module: nn.Module) -> bool:
-    """Whether a module is of exactly these classes; a parent may use a subclass in other ways than calling it."""
+    """Return whether a module is of exactly these classes; a parent may use a subclass in other ways than calling
+    it."""
     return type(module) in (nn.Linear, Conv1D)
 
 

@@ -55,10 +55,9 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def can_quantize(weight: torch.Tensor) -> bool:
-    """Whether a weight [N, K] can be quantised. On CUDA the widths must fit the op.
+    """Return whether a weight [N, K] can be quantised. On CUDA the widths must fit the op.
 
-    Gates and scalar heads stay in float: they cost nothing and have a large effect.
-    """
+    Gates and scalar heads stay in float: they cost nothing and have a large effect."""
     rows, columns = weight.shape
     if min(rows, columns) < 16:
         return False

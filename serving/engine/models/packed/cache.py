@@ -66,7 +66,7 @@ def packed_key(kind: Kind, bundle: Bundle, settings: EngineSettings, device: Any
 
 @functools.cache
 def _code(path: Path) -> tuple[str, ...]:
-    """What identifies the code that lays out weights: a hash of the kernels and the versions of packages."""
+    """Return what identifies the code that lays out weights: a hash of the kernels and the versions of packages."""
     kernels = hashlib.sha256(path.read_bytes()).hexdigest()
     return (kernels, *(version(name) for name in PACKAGES))
 

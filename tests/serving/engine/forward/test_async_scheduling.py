@@ -37,7 +37,7 @@ def followed(monkeypatch: pytest.MonkeyPatch) -> list[list[ScheduledChunk]]:
     def spy(self: LaunchAhead, step: Any) -> Any:
         launched = follow(self, step)
         if launched is not None:
-            steps.append(launched.runs)
+            steps.append(launched.chunks)
         return launched
 
     monkeypatch.setattr(LaunchAhead, "_follow", spy)
