@@ -32,7 +32,7 @@ QUEUE_FLOOR = 16  # a tenant may always have 1 / QUEUE_FLOOR of a queue, whateve
 
 
 class Capabilities(Struct, frozen=True, kw_only=True):
-    """What an engine can do beyond running a request to its end. Its clients refuse, or do without, the rest.
+    """The abilities of an engine beyond running a request to its end. Its clients refuse, or do without, the rest.
 
     - ``resumes``: a request with ``resumed_token_ids`` goes on with the text that it would have had. Without it, a
       request that has delivered tokens ends with its engine, and is not paused for a slow reader.
@@ -73,7 +73,7 @@ class PagedInfo(Struct, frozen=True, kw_only=True):
 
 
 class EngineInfo(Struct, frozen=True, kw_only=True):
-    """What validation must know about a loaded model.
+    """The facts about a loaded model that validation needs.
 
     - ``max_model_len``: most tokens of a sequence, prompt and completion together.
     - ``max_kv_tokens``: most tokens that a single sequence may occupy (prompt + max_tokens). A request's sequences run
@@ -183,7 +183,7 @@ class Health(Struct, frozen=True, kw_only=True):
 
 
 class EngineRecord(Struct, frozen=True, kw_only=True):
-    """What the process that keeps an engine knows about it.
+    """The facts that the process that keeps an engine knows about it.
 
     ``memory``: bytes of a replica, estimated from its files until ``measured``. ``start_seconds``: how long its last
     start took. ``unloaded``: why it is unloaded, "" if it is not. ``unloads``: how often it was unloaded."""
@@ -230,7 +230,7 @@ class TappableStream(Protocol):
 
 @runtime_checkable
 class Engine(Protocol):
-    """What a caller holds. Thread-safe: many callers may submit at once, and their requests are batched together."""
+    """The engine as callers see it. Thread-safe: requests of many callers are batched together."""
 
     @property
     def info(self) -> EngineInfo: ...

@@ -95,7 +95,7 @@ def _apart(group: GroupFactors, rows_of: Callable[[int], torch.Tensor]) -> list[
 
 
 class MaskedPlan:
-    """What one step adds, by masks: the concatenated factors of its active adapters, and each row's adapter.
+    """The contributions of a step by masks: the concatenated factors of its active adapters, and each row's adapter.
 
     ``slots`` [T]: the row's adapter in the set, -1 for the base.
     """

@@ -82,7 +82,7 @@ class _Finished(NamedTuple):
 
 
 class RunningBeams:
-    """What every search has: ``width`` beams of equal length, and the notes of their tokens."""
+    """The state that every search has: ``width`` beams of equal length, and the notes of their tokens."""
 
     def __init__(self, width: int) -> None:
         self.width = width

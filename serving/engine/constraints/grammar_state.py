@@ -42,7 +42,7 @@ LIMIT_REACHED = re.compile("too (many|complex|large)|max is|limit", re.IGNORECAS
 
 
 class MaskedPosition:
-    """What may come at one position of a text within a grammar.
+    """The tokens that may come at one position of a text within a grammar.
 
     ``allowed`` is the mask. ``ends`` are the token ids that end the text if the grammar may end here, ``keys`` the keys
     that the text's objects have so far."""
