@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import msgspec
-
-_encoder = msgspec.json.Encoder()
+from .sse import json_line
 
 
 class TextTemplate:
@@ -23,4 +21,4 @@ class TextTemplate:
         self._before, self._after = one[: at - 1], one[at + 2 :]
 
     def fill(self, text: str) -> bytes:
-        return self._before + _encoder.encode(text) + self._after
+        return self._before + json_line(text) + self._after

@@ -15,9 +15,9 @@ from ...interface.errors import ServingError
 from ...interface.reply import CallDelta, Choice, Delta, Done, Ended, Piece, Reply, ReplyCall, Usage
 from ...interface.request import ValidRequest
 from ..openai.replies import model_name
+from ..sse import event
 from ..text_template import TextTemplate
 
-_encoder = msgspec.json.Encoder()
 STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens", "abort": "max_tokens"}
 
 
@@ -110,8 +110,7 @@ def _arguments(text: str) -> dict[str, Any] | None:
 
 
 def _event(kind: str, **fields: Any) -> bytes:
-    data = _encoder.encode({"type": kind, **fields})
-    return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
+    return event({"type": kind, **fields}, kind)
 
 
 class Stream:
@@ -141,7 +140,7 @@ class Stream:
 
     def error(self, error: ServingError) -> bytes:
         body = self._error_body(error)
-        return b"event: error\ndata: " + _encoder.encode(body) + b"\n\n"
+        return event(body, "error")
 
     def _delta(self, piece: Delta) -> Iterator[bytes]:
         if piece.reasoning:

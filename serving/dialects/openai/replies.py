@@ -7,16 +7,14 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-import msgspec
-
 from ...interface.errors import ServingError
 from ...interface.reply import CallDelta, Choice, Delta, Done, Ended, Piece, Reply, ReplyCall, TextLogprob, Usage
 from ...interface.request import ValidRequest
+from .. import sse
 from ..text_template import TextTemplate
 from .scoring_replies import score_reply
 
 DONE = b"data: [DONE]\n\n"
-_encoder = msgspec.json.Encoder()
 
 
 class Style(NamedTuple):
@@ -36,7 +34,7 @@ class Style(NamedTuple):
 
 def event(data: dict[str, Any]) -> bytes:
     """Encode one server-sent event. It has only ``data:`` lines, because MLflow's client refuses any other."""
-    return b"data: " + _encoder.encode(data) + b"\n\n"
+    return sse.event(data)
 
 
 def usage(request: ValidRequest, counts: Usage, style: Style) -> dict[str, Any]:

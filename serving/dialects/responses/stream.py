@@ -15,6 +15,7 @@ import msgspec
 from ...interface.errors import ServingError
 from ...interface.reply import CallDelta, Delta, Done, Ended, Piece, ReplyCall, TextLogprob, TextLogprobs, Usage
 from ...interface.request import ValidRequest
+from ..sse import event
 from .errors import error_object, failure
 from .replies import (
     call_item,
@@ -218,9 +219,8 @@ class ResponseStream:
         return self._of_item(kind, item, content_index=0, **fields)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
-        data = _encoder.encode({"type": kind, "sequence_number": self._number, **fields})
-        self._number += 1
-        return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
+        number, self._number = self._number, self._number + 1
+        return event({"type": kind, "sequence_number": number, **fields}, kind)
 
 
 # By item type: the event with which it grows and is done, and the name of the text in the latter.

@@ -18,6 +18,7 @@ from ...interface.errors import InvalidField, RequestError, ServingError
 from ...interface.readers import boolean, obj, short_text
 from ...interface.reply import Delta, Done, Piece, Reply
 from ...interface.request import RawRequest, Task, ValidRequest
+from .. import sse
 from ..base import Encoded, Head, StreamEncoder
 from ..errors import retry_headers
 from ..json_body import check_objects, json_bytes, leniently, read_object
@@ -33,7 +34,6 @@ from .requests import BODY, PARAMETERS
 STREAM, EXCLUDE = ("stream", "streaming"), "exclude_input_in_output"
 _ONCE = "false: a stream does not carry them; use …/generate"
 _MADE = {"logprobs": "return_log_probs"} | {name: f"return_{name}" for name in ("context_logits", "generation_logits")}
-_encoder = msgspec.json.Encoder()
 
 
 class _Echo(Struct, frozen=True, array_like=True):
@@ -184,7 +184,7 @@ class _Stream:
         return b""
 
     def error(self, error: ServingError) -> bytes:
-        return b"data: " + _encoder.encode({"error": message_of(error)}) + b"\n\n"
+        return sse.event({"error": message_of(error)})
 
     def _said(self) -> bytes:
         held, self._held, self._has_said = self._held, [], True
@@ -192,4 +192,4 @@ class _Stream:
             said: dict[str, Any] = {"text_output": "".join(delta.text for delta in held)}
         else:
             said = {"output_ids": [token for delta in held for token in delta.token_ids]}
-        return b"data: " + _encoder.encode({**self._head, **said}) + b"\n\n"
+        return sse.event({**self._head, **said})

@@ -6,11 +6,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
-
 from ...interface.errors import ServingError
 from ...interface.reply import Delta, Done, Ended, Piece, Reply, ReplyFinish, Step
 from ...interface.request import ValidRequest
+from .. import sse
 from ..mindie.errors import error_body
 from ..mindie.replies import milliseconds
 from ..openai.replies import model_name
@@ -23,12 +22,11 @@ _NAMES = (
     (re.compile(r"top_k(?=:)"), "parameters.top_k"),
     (re.compile(r"prompt(?=:)"), "text_input"),
 )
-_encoder = msgspec.json.Encoder()
 
 
 def event(data: dict[str, Any]) -> bytes:
     """Encode one server-sent event, without a space after the colon."""
-    return b"data:" + _encoder.encode(data) + b"\n\n"
+    return sse.event(data, space=b"")
 
 
 def error_of(error: ServingError) -> dict[str, Any]:

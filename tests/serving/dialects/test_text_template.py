@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 
+from mlflow_llm.serving.dialects import sse
 from mlflow_llm.serving.dialects.text_template import TextTemplate
 
 HOSTILE = '{"a":"0"} \\ \u2028 "1" \n 0'
@@ -16,6 +16,6 @@ def test_the_same_bytes_as_encoded_whole(text: str, around: str) -> None:
     """Whatever stands around the text, and whatever the text is."""
 
     def encode(said: str) -> bytes:
-        return b"data: " + msgspec.json.encode({"model": around, "text": said, "last": [around, 0, 1]}) + b"\n\n"
+        return sse.event({"model": around, "text": said, "last": [around, 0, 1]})
 
     assert TextTemplate(encode).fill(text) == encode(text)
