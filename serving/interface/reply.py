@@ -130,9 +130,11 @@ class Score(Struct, frozen=True, kw_only=True):
 
 
 class Done(Struct, frozen=True, kw_only=True):
-    """The request is complete; the last piece of every successful reply."""
+    """The request is complete; the last piece of every successful reply. ``completed`` is a label, not used for
+    anything else: the Unix time at which a text was complete."""
 
     usage: Usage
+    completed: int | None = None
 
 
 Piece: TypeAlias = Delta | Step | LogitRows | Ended | Vector | Score | Done
@@ -221,12 +223,13 @@ class Choice(Struct, frozen=True, kw_only=True):
 
 
 class Reply(Struct, frozen=True, kw_only=True):
-    """A whole reply: choices, vectors or scores in order of index, and the usage."""
+    """A whole reply: choices, vectors or scores in order of index, the usage, and when it was completed (``Done``)."""
 
     choices: tuple[Choice, ...] = ()
     vectors: tuple[bytes, ...] = ()
     scores: tuple[float, ...] = ()
     usage: Usage
+    completed: int | None = None
 
     @property
     def size(self) -> int:

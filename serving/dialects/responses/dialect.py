@@ -36,7 +36,7 @@ class ResponsesDialect:
         return read_object(body, read_response_request)
 
     def encode(self, request: ValidRequest, reply: Reply, echoed: bytes = b"") -> Encoded:
-        return Encoded(body=json_bytes(response(request, reply.choices[0], reply.usage, echoed)))
+        return Encoded(body=json_bytes(response(request, reply, echoed)))
 
     def stream(self, request: ValidRequest, echoed: bytes = b"") -> StreamEncoder:
         return ResponseStream(request, echoed)

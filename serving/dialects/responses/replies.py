@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from ...interface.reply import Choice, ReplyCall, TextLogprob, Usage
+from ...interface.reply import Reply, ReplyCall, TextLogprob, Usage
 from ...interface.request import ValidRequest
 from ..openai.replies import draft_details, model_name
 from .tools import shown_text
@@ -62,13 +62,15 @@ def response_head(request: ValidRequest, echoed: bytes) -> dict[str, Any]:
     }
 
 
-def ended(request: ValidRequest, reason: str, usage: Usage, *, is_cut: bool = False) -> dict[str, Any]:
-    """Return the fields of a response at its end: status, usage, and why it is incomplete.
+def ended(
+    request: ValidRequest, reason: str, usage: Usage, completed: int | None, *, is_cut: bool = False
+) -> dict[str, Any]:
+    """Return the fields of a response at its end: status, usage, and when it was completed or why it is incomplete.
 
     ``is_cut`` is the result of ``cuts`` for the last call.
     """
     if reason in ("stop", "tool_calls") and not is_cut:
-        return {"status": "completed", "usage": response_usage(usage)}
+        return {"status": "completed", "completed_at": completed, "usage": response_usage(usage)}
     assert request.sampling is not None
     # this API has no reason for a truncated prompt, a call that was cut off, or a timeout
     used_up = not is_cut and usage.completion_tokens >= request.sampling.max_tokens
@@ -99,11 +101,12 @@ def response_usage(usage: Usage) -> dict[str, Any]:
     }
 
 
-def response(request: ValidRequest, choice: Choice, usage: Usage, echoed: bytes) -> dict[str, Any]:
+def response(request: ValidRequest, whole: Reply, echoed: bytes) -> dict[str, Any]:
     """Return the response object of a whole reply: reasoning, then the text, then calls."""
+    choice = whole.choices[0]
     last = choice.calls[-1] if choice.calls else None
     is_cut = last is not None and not last.custom and cuts(choice.stop_reason, last.arguments)
-    end = ended(request, choice.finish_reason, usage, is_cut=is_cut)
+    end = ended(request, choice.finish_reason, whole.usage, whole.completed, is_cut=is_cut)
     items: list[dict[str, Any]] = []
     if choice.reasoning:
         items.append(reasoning_item(item_id(request, "reasoning", 0), choice.reasoning))

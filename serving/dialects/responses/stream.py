@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from ...interface.errors import ServingError
-from ...interface.reply import CallDelta, Delta, Done, Ended, Piece, ReplyCall, TextLogprob, TextLogprobs, Usage
+from ...interface.reply import CallDelta, Delta, Done, Ended, Piece, ReplyCall, TextLogprob, TextLogprobs
 from ...interface.request import ValidRequest
 from ..sse import event
 from .errors import error_object, failure
@@ -126,7 +126,7 @@ class ResponseStream:
             self._ended = piece
         elif isinstance(piece, Done):
             yield from self._begin()
-            yield from self._done(piece.usage)
+            yield from self._done(piece)
 
     def _begin(self) -> Iterator[bytes]:
         if self._number == 0:
@@ -191,10 +191,10 @@ class ResponseStream:
         self._output.append(whole)
         self._item = None
 
-    def _done(self, usage: Usage) -> Iterator[bytes]:
+    def _done(self, piece: Done) -> Iterator[bytes]:
         item, last = self._item, self._ended
         is_cut = item is not None and item.kind == "function_call" and cuts(last.stop_reason, item.text)
-        end = ended(self._request, last.finish_reason, usage, is_cut=is_cut)
+        end = ended(self._request, last.finish_reason, piece.usage, piece.completed, is_cut=is_cut)
         if self._item is None and not self._output:
             yield from self._add("message")
         if (rest := self._logprobs.rest()) and self._item is not None and self._item.kind == "message":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -97,7 +98,8 @@ class Run:
     def end(self) -> Iterator[Piece]:
         if self._open:
             raise InternalError("the engine ended the request without finishing it")
-        yield Done(usage=self._usage())
+        completed = max(self._request.created, int(time.time()))  # the clock may have been set back
+        yield Done(usage=self._usage(), completed=completed)
 
     def _on_event(self, event: Tokens | Timed | PromptScored | Logits | Finished | Embedded) -> Iterator[Piece]:
         if isinstance(event, Embedded):

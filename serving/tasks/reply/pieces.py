@@ -12,6 +12,7 @@ from ...interface.reply import (
     CallDelta,
     Choice,
     Delta,
+    Done,
     Ended,
     LogitRows,
     Piece,
@@ -112,7 +113,7 @@ def gather(pieces: Iterable[Piece]) -> Reply:
     choices: dict[int, Gathered] = {}
     vectors: dict[int, bytes] = {}
     scores: dict[int, float] = {}
-    usage = Usage(prompt_tokens=0)
+    done = Done(usage=Usage(prompt_tokens=0))
     for piece in pieces:
         if isinstance(piece, Delta):
             choices.setdefault(piece.index, Gathered()).add(piece)
@@ -127,12 +128,13 @@ def gather(pieces: Iterable[Piece]) -> Reply:
         elif isinstance(piece, Step):
             choices.setdefault(piece.index, Gathered()).steps.append(piece)
         else:
-            usage = piece.usage
+            done = piece
     return Reply(
         choices=tuple(choices[index].choice(index) for index in sorted(choices)),
         vectors=tuple(vectors[index] for index in sorted(vectors)),
         scores=tuple(scores[index] for index in sorted(scores)),
-        usage=usage,
+        usage=done.usage,
+        completed=done.completed,
     )
 
 

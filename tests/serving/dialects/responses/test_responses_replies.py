@@ -106,11 +106,13 @@ def kinds(events: list[dict[str, Any]]) -> list[str]:
 def test_a_response() -> None:
     """The whole object, byte for byte."""
     body = DIALECT.encode(
-        request(), Reply(choices=(Choice(index=0, text="Hé", finish_reason="stop"),), usage=USAGE), echoed()
+        request(),
+        Reply(choices=(Choice(index=0, text="Hé", finish_reason="stop"),), usage=USAGE, completed=1700000002),
+        echoed(),
     ).body
     assert body.decode() == (
         '{"id":"resp_r1","object":"response","created_at":1700000000,"status":"completed","background":false,'
-        '"completed_at":null,"error":null,"incomplete_details":null,"model":"m","output":[{"id":"msg_r1_0",'
+        '"completed_at":1700000002,"error":null,"incomplete_details":null,"model":"m","output":[{"id":"msg_r1_0",'
         '"type":"message","role":"assistant","status":"completed","content":[{"type":"output_text","text":"Hé",'
         '"annotations":[],"logprobs":[]}]}],"previous_response_id":null,"service_tier":"default","store":false,'
         '"temperature":0.5,"top_p":0.9,"instructions":null,"max_output_tokens":null,"max_tool_calls":null,'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,9 @@ from mlflow_llm.serving.modes import PayPerToken
 ASK: dict[str, Any] = {"model": "assistant", "input": "hi", "max_output_tokens": 8, "temperature": 0}
 PROMPT = len("<user>hi<assistant>") + 1  # a byte a token, and one that ends the turn
 # what two responses to one question have of their own: ids, and when they were made
-SAME: dict[str, Any] = {"exclude": {"id": True, "created_at": True, "output": {"__all__": {"id"}}}}
+SAME: dict[str, Any] = {
+    "exclude": {"id": True, "created_at": True, "completed_at": True, "output": {"__all__": {"id"}}}
+}
 
 
 def connected(server: Server, **options: Any) -> openai.OpenAI:
@@ -84,6 +87,17 @@ def test_the_stream_helper(gpt: openai.OpenAI) -> None:
     assert found.status == "completed"
     assert texts[-1] == found.output_text
     assert found.output_text == gpt.responses.create(**ask).output_text
+
+
+def test_when_it_was_completed(gpt: openai.OpenAI) -> None:
+    """A completed response has the Unix time, whole and streamed; an incomplete one has none."""
+    stop = gpt.responses.create(**ASK).output_text[4]
+    ask = ASK | {"max_output_tokens": 64, "extra_body": {"stop": [stop]}}
+    first, *_, last = gpt.responses.create(**ask, stream=True)
+    assert (first.response.completed_at, last.type) == (None, "response.completed")
+    for found in (gpt.responses.create(**ask), last.response):
+        assert found.created_at <= found.completed_at <= time.time()
+    assert gpt.responses.create(**ASK).completed_at is None
 
 
 def test_a_reply_goes_back_in(gpt: openai.OpenAI) -> None:
