@@ -61,9 +61,9 @@ class ServerBackend:
             status, found, after = self._client.ask(path, {"model": self._model, **body})
         except click.ClickException as error:
             raise Retry(error.message) from None
-        if status in BUSY:
+        if status in BUSY and not _is_spent(found):
             raise Retry(f"{status}: {_message(found)}", after)
-        if status in KEY_REFUSED:
+        if status in (*BUSY, *KEY_REFUSED):
             raise click.ClickException(f"{status}: {_message(found)}")
         return RowAnswer(status, found)
 
@@ -118,6 +118,12 @@ def line_of(row: Row, answered: RowAnswer) -> dict[str, Any]:
         summary = {"code": code or OPENAI_ERRORS["internal"][0], "message": _message(answered.body)}
     response = {"status_code": answered.status, "request_id": answered.body.get("id", ""), "body": answered.body}
     return {"id": row.key, "custom_id": row.custom_id, "response": response, "error": summary}
+
+
+def _is_spent(body: dict[str, Any]) -> bool:
+    """Return whether a refusal says that a budget is spent, which no row of this batch can wait for."""
+    error = body.get("error")
+    return isinstance(error, dict) and error.get("code") == "insufficient_quota"
 
 
 def _message(body: dict[str, Any]) -> str:

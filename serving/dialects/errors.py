@@ -6,9 +6,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ..interface.errors import ServingError
+from ..interface.errors import LimitExceeded, ServingError
 
-MAX_RETRY_AFTER = 60  # seconds: some clients sleep as long as asked, and a monthly budget would ask for days
+MAX_RETRY_AFTER = 60  # seconds: clients of OpenAI and Anthropic wait no longer than this before they ask again
+SLOT = 1  # second by which a minute window is longer than a minute
 
 # kind -> (type, code); clients pick their exception by status and read these for details
 OPENAI_ERRORS: dict[str, tuple[str, str | None]] = {
@@ -57,13 +58,24 @@ CODED_ERROR_SCHEMA: Mapping[str, Any] = {
 
 
 def retry_headers(error: ServingError) -> dict[str, str]:
-    """Return ``Retry-After`` in whole seconds, at most ``MAX_RETRY_AFTER``.
+    """Return ``Retry-After`` in whole seconds, rounded up, because a client that waits less comes back too early.
 
-    It is rounded up, because a client that waits less would come back too early.
+    For a limit that ``is_exhausted`` it is the true wait, and ``x-should-retry`` tells OpenAI's and Anthropic's clients
+    to raise at once: they would take a longer wait than ``MAX_RETRY_AFTER`` for none, and ask again within seconds.
+    Everything else may be over sooner, and is asked for again after at most ``MAX_RETRY_AFTER``.
     """
     if error.retry_after is None:
         return {}
-    return {"Retry-After": str(min(MAX_RETRY_AFTER, max(1, math.ceil(error.retry_after))))}
+    after = max(1, math.ceil(error.retry_after))
+    if is_exhausted(error):
+        return {"Retry-After": str(after), "x-should-retry": "false"}
+    return {"Retry-After": str(min(MAX_RETRY_AFTER, after))}
+
+
+def is_exhausted(error: ServingError) -> bool:
+    """Return whether ``error`` is a limit of more than a minute that stays reached for longer than clients wait."""
+    after = error.retry_after
+    return isinstance(error, LimitExceeded) and after is not None and after > MAX_RETRY_AFTER + SLOT
 
 
 def openai_error(error: ServingError) -> dict[str, Any]:
@@ -72,6 +84,8 @@ def openai_error(error: ServingError) -> dict[str, Any]:
     By this key OpenAI's clients recognise an error within a stream.
     """
     kind, code = OPENAI_ERRORS[error.kind]
+    if isinstance(error, LimitExceeded) and error.is_budget:
+        kind = code = "insufficient_quota"
     if error.kind == "not_found" and error.param == "model":
         code = "model_not_found"  # OpenAI's code, by which LiteLLM recognises the error
     return {"error": {"message": error.message, "type": kind, "param": error.param, "code": code}}

@@ -219,6 +219,7 @@ class LimitExceeded(RequestError):
 
     kind = "limit_exceeded"
     status = 429
+    limit = ""
 
     def __init__(
         self,
@@ -233,6 +234,11 @@ class LimitExceeded(RequestError):
         self.limit = limit
         self.allowed = allowed
         self.remaining = remaining
+
+    @property
+    def is_budget(self) -> bool:
+        """Whether money has been spent, as opposed to requests that came too fast."""
+        return self.limit.startswith("budget")
 
 
 class HeadersTooLarge(RequestError):

@@ -7,11 +7,11 @@ import json
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from ...interface.errors import ServingError
+from ...interface.errors import LimitExceeded, PermissionDenied, ServingError
 from ...interface.reply import Reply
 from ...interface.request import RawRequest, Task, ValidRequest
 from ..base import Encoded, Head, InferenceRoute, StreamEncoder
-from ..errors import CODED_ERROR_SCHEMA, openai_error, retry_headers
+from ..errors import CODED_ERROR_SCHEMA, is_exhausted, openai_error, retry_headers
 from ..fields.decode import decode
 from ..fields.fields import Table
 from ..json_body import json_bytes, read_object
@@ -73,6 +73,13 @@ class CodedErrorDialect(ObjectDialect):
 
     error_codes: ClassVar[Mapping[str, str]]
     error_schema = CODED_ERROR_SCHEMA
+
+    def error(self, error: ServingError) -> Encoded:
+        """Encode an error. A budget that stays spent is refused for good: Databricks' and MLflow's clients repeat every
+        429 for minutes, and sleep for as long as ``Retry-After`` says, which may be days."""
+        if isinstance(error, LimitExceeded) and error.is_budget and is_exhausted(error):
+            return super().error(PermissionDenied(error.message))
+        return super().error(error)
 
     def error_body(self, error: ServingError) -> dict[str, Any]:
         return {"error_code": self.error_codes[error.kind], "message": error.message}

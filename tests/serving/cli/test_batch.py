@@ -24,6 +24,8 @@ from mlflow_llm.serving.cli.batch_journal import Journal
 from mlflow_llm.serving.cli.batch_rows import Rows
 from mlflow_llm.serving.interface.errors import InvalidField, RequestError
 
+SPENT = -429  # a 429 because of a budget
+
 
 class FakeServer:
     """Answers a prompt with itself. ``held`` prompts wait for ``release``; ``statuses`` come first, one a request."""
@@ -58,7 +60,7 @@ class FakeServer:
 
             def tell(self, status: int, body: dict[str, Any]) -> None:
                 data = json.dumps(body).encode()
-                self.send_response(status)
+                self.send_response(abs(status))
                 self.send_header("Content-Length", str(len(data)))
                 self.end_headers()
                 self.wfile.write(data)
@@ -75,6 +77,10 @@ def answer(prompt: str) -> dict[str, Any]:
 
 
 def refusal(status: int) -> dict[str, Any]:
+    if status == SPENT:
+        return {
+            "error": {"message": "spent", "type": "insufficient_quota", "param": None, "code": "insufficient_quota"}
+        }
     return {"error": {"message": f"reported {status}", "type": "x", "param": None, "code": f"code_{status}"}}
 
 
@@ -167,6 +173,16 @@ def test_a_refused_key_stops(server: FakeServer, files: tuple[Path, Path]) -> No
     server.statuses["0"] = [401]
     stopped = run(server, files, "--concurrency", "1")
     assert (stopped.exit_code, "401: reported 401" in stopped.stderr, files[1].read_text()) == (2, True, "")
+
+
+def test_a_spent_budget_stops(server: FakeServer, files: tuple[Path, Path]) -> None:
+    """Nobody waits for the next month: the batch says why it stops, and goes on from there later."""
+    write(files[0], *prompts(2))
+    server.statuses["1"] = [SPENT]
+    stopped = run(server, files, "--concurrency", "1")
+    assert (stopped.exit_code, "429: spent" in stopped.stderr, texts(files[1])) == (2, True, ["0"])
+    assert run(server, files).exit_code == 0
+    assert (texts(files[1]), server.asked["1"]) == (["0", "1"], 2)
 
 
 def test_after_kill_9(server: FakeServer, files: tuple[Path, Path]) -> None:
