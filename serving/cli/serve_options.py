@@ -138,6 +138,16 @@ _OPTIONS = (
         help="Seconds that a request may take.",
     ),
     _setting(
+        "--stream-start-after",
+        type=click.FloatRange(0),
+        help="Seconds after which a stream begins even without text; an error before that has its own HTTP status.",
+    ),
+    _setting(
+        "--stream-keep-alive",
+        type=click.FloatRange(0, min_open=True),
+        help="Seconds between signs of life in such a stream until its first text.",
+    ),
+    _setting(
         "--drain-timeout",
         type=click.FloatRange(0),
         help="Seconds that running requests have after SIGTERM.",

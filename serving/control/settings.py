@@ -44,6 +44,9 @@ class ServerSettings(ListenSettings, frozen=True, kw_only=True, forbid_unknown_f
         adapter_sources: directories below which, and registered models (``models:/team-*``) from which, adapters may be
             loaded over HTTP, separated by commas. Empty allows none.
         timeout: seconds that a request may take, unless it sets a shorter time.
+        stream_start_after: seconds after which a streamed reply begins even if it has no text yet. Until then an error
+            has its own HTTP status; afterwards it is an event of the stream.
+        stream_keep_alive: seconds between signs of life in such a stream until its first text.
         offload_bytes: bodies of at least this size are decoded and tokenised on a thread, so that the event loop keeps
             serving streams. For smaller ones the switch costs more than it saves.
         drain_timeout: seconds that running requests have after SIGTERM.
@@ -87,6 +90,8 @@ class ServerSettings(ListenSettings, frozen=True, kw_only=True, forbid_unknown_f
     default_max_tokens: Count | None = None
     adapter_sources: str = ""
     timeout: Seconds = 600.0
+    stream_start_after: SecondsOrZero = 10.0
+    stream_keep_alive: Seconds = 15.0
     offload_bytes: CountOrZero = 8 * 2**10
     drain_timeout: SecondsOrZero = 30.0
     max_resolvers: Annotated[int, Meta(ge=1, le=64)] = 2

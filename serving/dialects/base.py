@@ -70,6 +70,12 @@ class StreamEncoder(Protocol):
         """Return the bytes for one piece; b"" if the dialect sends nothing for it. ``Done`` closes the stream."""
         ...
 
+    def waiting(self) -> bytes:
+        """Return bytes for a client that has waited for a while and has no part of the reply yet: the beginning of the
+        stream at first, then a sign of life. It is called before ``encode`` has returned any bytes. b"" if there is
+        nothing that the dialect's clients would bear."""
+        ...
+
     def error(self, error: ServingError) -> bytes:
         """Return the last bytes of a stream that breaks off: its status line has already been sent."""
         ...

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+COMMENT = b": keep-alive\n\n"  # an event without data, for clients that parse the format
 # U+0085, U+2028 and U+2029 in UTF-8, none of which can be a part of another character, and their escapes
 LINE_ENDS = ((b"\xc2\x85", b"\\u0085"), (b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"))
 _encode = msgspec.json.Encoder().encode

@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import quote
 
 from ..dialects import Head, InferenceRoute, StreamEncoder
+from ..http.first_bytes import FirstBytes, Patience
 from ..interface.errors import Aborted, InternalError, InvalidField, ServingError
 from ..interface.logits_size import logits_size
 from ..interface.reply import Done, Piece, Reply
@@ -48,9 +49,14 @@ def invoke(server: Server, request: Request) -> Answer:
             if not valid.stream:
                 info = entity.engine.info
                 allocation.grow(fixed_size(valid, info.embedding_dim) + sum(logits_size(valid, info.vocab_size)))
-            source, pieces = _start(server, entity, valid, request, held)
+            source, pull, pieces = _start(server, entity, valid, request, held)
             if valid.stream:
-                return _streamed(request, valid, echoed, source, pieces, held.pop_all())
+                encoder = request.dialect.stream(valid, echoed)
+                tokens = token_writer(source, encoder, request.record, request.sock)
+                patience = Patience(
+                    server.settings.stream_start_after, server.settings.stream_keep_alive, pull.interrupt
+                )
+                return _streamed(Stream(encoder, pieces, request.record, held.pop_all(), tokens, patience), encoder)
             reply = generate.gather(pieces)
         size = reply.size + len(echoed) + (fixed_size(valid, 0) if valid.scoring is not None else 0)
         return server.offload(size, _whole, request, valid, echoed, reply)
@@ -130,8 +136,8 @@ def _seconds(header: str) -> float:
 
 def _start(
     server: Server, entity: ServedEntity, valid: ValidRequest, request: Request, held: ExitStack
-) -> tuple[generate.Pieces, Iterator[Piece]]:
-    """Admit and submit a request. Return its pieces, and the same pieces interruptible and counted.
+) -> tuple[generate.Pieces, InterruptibleIterator[Piece], Iterator[Piece]]:
+    """Admit and submit a request. Return its pieces, the same pieces interruptible, and these counted.
 
     ``held`` gets everything that must be released, and releases it in reverse order.
     """
@@ -148,7 +154,7 @@ def _start(
     watch = request.watch or partial(interrupt_on_disconnect, request.sock)
     held.enter_context(watch(pull))
     held.enter_context(interrupt_at_deadline(valid.deadline, pull))
-    return source, _counted(pull, admission, request.record)
+    return source, pull, _counted(pull, admission, request.record)
 
 
 def _run(entity: ServedEntity, valid: ValidRequest, admission: Any) -> generate.Pieces:
@@ -175,18 +181,8 @@ def _counted(pull: InterruptibleIterator[Piece], admission: Any, record: AccessR
         yield piece
 
 
-def _streamed(
-    request: Request,
-    valid: ValidRequest,
-    echoed: bytes,
-    source: generate.Pieces,
-    pieces: Iterator[Piece],
-    held: ExitStack,
-) -> Answer:
+def _streamed(stream: Stream, encoder: StreamEncoder) -> Answer:
     """Return a streamed response once its first bytes are ready, so that an earlier error still gets its own status."""
-    record = request.record
-    encoder = request.dialect.stream(valid, echoed)
-    stream = Stream(encoder, pieces, record, held, token_writer(source, encoder, record, request.sock))
     try:
         stream.prime()
     except BaseException as error:
@@ -195,7 +191,7 @@ def _streamed(
     return Answer(
         body=stream,
         content_type=encoder.content_type,
-        headers={**STREAM_HEADERS, **encoder.headers, **record.headers},
+        headers={**STREAM_HEADERS, **encoder.headers, **stream.record.headers},
     )
 
 
@@ -205,8 +201,9 @@ class Stream:
     Nothing is buffered here: a slow reader stops the pulling, and its request leaves the engine while more than some
     thousand tokens wait for it (``event_stream``). A reader that takes nothing for ``io_timeout`` loses its connection.
 
-    While this iterator waits for its next piece, ``tokens`` writes arriving tokens. It starts after the first bytes
-    were taken, when the response's head has been sent.
+    With ``patience``, the stream begins even if the reply does not (``StreamEncoder.waiting``), and shows signs of life
+    until it does. While this iterator waits for a later piece, ``tokens`` writes arriving tokens. It starts after the
+    first bytes of the reply were taken, when the response's head has been sent.
     """
 
     def __init__(
@@ -216,19 +213,24 @@ class Stream:
         record: AccessRecord,
         held: ExitStack,
         tokens: TokenWriter | None = None,
+        patience: Patience | None = None,
     ) -> None:
         self._encoder = encoder
         self._pieces = pieces
-        self._record = record
+        self.record = record
         self._held = held
         self._tokens = tokens
+        self._patience = patience
         self._first: bytes | None = None
+        self._awaited: FirstBytes | None = None
         self._complete = False
         self._over = False
 
     def prime(self) -> None:
-        """Wait for the first bytes. Raises the same errors as ``invoke``."""
-        self._first = self._next_bytes()
+        """Wait for the first bytes, within patience for those of the reply. Raises the same errors as ``invoke``."""
+        if self._patience is not None:
+            self._awaited = FirstBytes(self._next_bytes, self._patience)
+        self._first = self._next_or_waiting()
 
     def __iter__(self) -> Iterator[bytes]:
         return self
@@ -239,17 +241,17 @@ class Stream:
             return first
         if self._over:
             raise StopIteration
-        if self._tokens is not None:
+        if self._tokens is not None and self._awaited is None:
             self._tokens.begin()
             self._tokens = None
         try:
-            data = self._next_bytes()
+            data = self._next_or_waiting()
         except ServingError as error:
             return self._fail(error)
         except (ClientGone, WriteFailed):
             raise
         except Exception:
-            logs.event("fault", level=40, exc_info=True, request_id=self._record.request_id)
+            logs.event("fault", level=40, exc_info=True, request_id=self.record.request_id)
             return self._fail(InternalError("internal error; the log has it under the request id"))
         if not data:
             self._over = True
@@ -257,8 +259,18 @@ class Stream:
             raise StopIteration
         return data
 
+    def _next_or_waiting(self) -> bytes:
+        """Return the next non-empty chunk, or b"" at the end; a sign of life if the reply's first one takes long."""
+        while self._awaited is not None:
+            if self._awaited.are_ready():
+                awaited, self._awaited = self._awaited, None
+                return awaited.get()
+            if data := self._encoder.waiting():
+                return data
+        return self._next_bytes()
+
     def _next_bytes(self) -> bytes:
-        """Return the next non-empty chunk, or b"" at the end."""
+        """Return the next non-empty chunk of the reply, or b"" at the end."""
         for piece in self._pieces:
             data = self._encoder.encode(piece)
             if data:
@@ -269,17 +281,20 @@ class Stream:
     def _fail(self, error: ServingError) -> bytes:
         self._over = True
         self.release(error)
-        self._record.finish(error.status, error.logged)
+        self.record.finish(error.status, error.logged)
         return self._encoder.error(error)
 
     def release(self, error: BaseException | None = None) -> None:
         """Abort what still runs and settle, with ``error`` if there was one. Later calls do nothing."""
+        if self._awaited is not None:
+            self._awaited.abandon()
+            self._awaited = None
         self._held.__exit__(type(error) if error else None, error, None)
 
     def close(self) -> None:
         if self._complete:
             self.release()
-            self._record.finish(200)
+            self.record.finish(200)
         else:
             self.release(ClientGone())
-            self._record.finish(Aborted.status, "the client went away")
+            self.record.finish(Aborted.status, "the client went away")

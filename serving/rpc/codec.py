@@ -195,6 +195,9 @@ class TokenStream:
             return framed([self._response((), is_final=True)])
         return b""
 
+    def waiting(self) -> bytes:
+        return b""  # HTTP/2 has its own pings
+
     def error(self, error: ServingError) -> bytes:
         return framed([failure(error, self._echo.id)])
 

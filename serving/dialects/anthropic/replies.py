@@ -138,6 +138,9 @@ class Stream:
             return b""
         return b"".join(self._done(piece.usage)) if isinstance(piece, Done) else b""
 
+    def waiting(self) -> bytes:
+        return b"".join((*self._start(), event({"type": "ping"}, "ping")))
+
     def error(self, error: ServingError) -> bytes:
         body = self._error_body(error)
         return event(body, "error")

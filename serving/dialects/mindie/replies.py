@@ -98,6 +98,9 @@ class Stream:
             return self._last(piece)
         return b""
 
+    def waiting(self) -> bytes:
+        return self._chunk({"role": "assistant", "content": ""}, None)
+
     def error(self, error: ServingError) -> bytes:
         return event(error_body(error)) + DONE
 

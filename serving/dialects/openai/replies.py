@@ -256,6 +256,13 @@ class Stream:
             return self._done(piece)
         return b""
 
+    def waiting(self) -> bytes:
+        """Return a chunk without text, the first one with the role. It is no comment: MLflow's clients raise at one."""
+        if self._request.task != "chat":
+            return self._chunk(self._text_delta(Delta(index=0, text="")))
+        content = {"content": ""} if self._request.tools is None else {}
+        return self._chunk(self._chat_delta(0, content, ()))
+
     def _is_started(self, index: int) -> bool:
         """Return whether the choice's next chunk of text has the same form as the one before."""
         return index in self._started or self._request.task != "chat"

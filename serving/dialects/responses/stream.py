@@ -15,7 +15,7 @@ import msgspec
 from ...interface.errors import ServingError
 from ...interface.reply import CallDelta, Delta, Done, Ended, Piece, ReplyCall, TextLogprob, TextLogprobs
 from ...interface.request import ValidRequest
-from ..sse import event
+from .. import sse
 from .errors import error_object, failure
 from .replies import (
     call_item,
@@ -114,6 +114,9 @@ class ResponseStream:
 
     def encode(self, piece: Piece) -> bytes:
         return b"".join(self._events(piece))
+
+    def waiting(self) -> bytes:
+        return b"".join(self._begin()) or sse.COMMENT
 
     def error(self, error: ServingError) -> bytes:
         return b"".join(self._failed(error))
@@ -220,7 +223,7 @@ class ResponseStream:
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         number, self._number = self._number, self._number + 1
-        return event({"type": kind, "sequence_number": number, **fields}, kind)
+        return sse.event({"type": kind, "sequence_number": number, **fields}, kind)
 
 
 # By item type: the event with which it grows and is done, and the name of the text in the latter.

@@ -183,11 +183,17 @@ class _Stream:
             return self._said()
         return b""
 
+    def waiting(self) -> bytes:
+        return sse.COMMENT if self._once else self._event([])
+
     def error(self, error: ServingError) -> bytes:
         return sse.event({"error": message_of(error)})
 
     def _said(self) -> bytes:
         held, self._held, self._has_said = self._held, [], True
+        return self._event(held)
+
+    def _event(self, held: list[Delta]) -> bytes:
         if self._is_text:
             said: dict[str, Any] = {"text_output": "".join(delta.text for delta in held)}
         else:

@@ -128,6 +128,9 @@ class Stream:
             return self._last(piece)
         return b""
 
+    def waiting(self) -> bytes:
+        return self._event("")
+
     def error(self, error: ServingError) -> bytes:
         return event(error_of(error))
 
