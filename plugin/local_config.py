@@ -140,7 +140,7 @@ def check(config: dict[str, Any], *, others: tuple[str, ...] = ENTITY_KEYS) -> N
 
 def _field(key: str) -> str:
     """Return the server setting for a key; for an option that may be repeated, the setting is a list."""
-    return "allowed_hosts" if key == "allowed_host" else key
+    return {"allowed_host": "allowed_hosts", "cors_origin": "cors_origins"}.get(key, key)
 
 
 def command(name: str, model_uri: str, config: dict[str, Any]) -> list[str]:

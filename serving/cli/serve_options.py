@@ -81,6 +81,13 @@ _OPTIONS = (
         metavar="NAME",
         help="A further name (Host) under which a server without keys is reached; repeatable.",
     ),
+    option(
+        "--cors-origin",
+        "cors_origins",
+        multiple=True,
+        metavar="ORIGIN",
+        help="An origin whose pages may call the server from a browser, e.g. https://app.example, or *; repeatable.",
+    ),
     _setting(
         "--workers",
         type=click.IntRange(1, 64),

@@ -16,6 +16,9 @@ Port = Annotated[int, Meta(ge=0, le=65535)]
 SocketPath = Annotated[str, Meta(pattern=r"^[^\x00]{1,107}$", description="a path of 1 to 107 bytes")]
 Mode = Annotated[str, Meta(pattern=r"^0?[0-7]{3}$", description="permissions such as 600 or 660")]
 HostName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._~:-]{1,253}$")]
+ORIGIN = r"^(\*|[a-z][a-z0-9+.-]*://[a-z0-9.:\[\]_-]{1,253})$"
+ORIGIN_ALLOWED = "a list of origins, scheme://host:port in lower case, or *"
+Origins = Annotated[tuple[Annotated[str, Meta(pattern=ORIGIN)], ...], Meta(description=ORIGIN_ALLOWED)]
 HostNames = Annotated[tuple[HostName, ...], Meta(description="a list of hosts' names or addresses, without ports")]
 
 
@@ -27,6 +30,8 @@ class ListenSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=T
         port: port to listen on.
         allowed_hosts: further names (``Host``) under which a server without keys is reached, besides this machine's
             own; on loopback all others are refused (protection against DNS rebinding).
+        cors_origins: origins (``https://app.example``) whose pages may call the server from a browser (CORS); ``*`` is
+            every page.
         max_connections: connections per worker. When all are taken, the one that has waited longest for its client is
             closed.
         max_connections_per_address: connections per worker from one address. None is half of ``max_connections``.
@@ -48,6 +53,7 @@ class ListenSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=T
     host: str = "127.0.0.1"
     port: Port = 8000
     allowed_hosts: HostNames = ()
+    cors_origins: Origins = ()
     max_connections: Count = 1000
     max_connections_per_address: Count | None = None
     io_timeout: Seconds = 30.0

@@ -9,6 +9,7 @@ from typing import Any
 
 from flask import Flask, Response
 from flask import request as flask_request
+from flask.globals import request_ctx
 from werkzeug import exceptions as werkzeug
 from werkzeug.exceptions import HTTPException
 
@@ -31,6 +32,7 @@ from ..interface.errors import (
 from ..observability.access_record import REQUEST_ID, AccessRecord, request_id_from
 from ..observability.tracing import OFF, Tracer
 from ..system import logs
+from . import cors
 from .route import Listener, Route
 from .routes import ROUTES, one_slash
 from .wire.bodies import is_large, read_body
@@ -61,8 +63,34 @@ def create_app(server: Server, routes: tuple[Route, ...] = ROUTES) -> Flask:
             provide_automatic_options=False,
         )
     app.register_error_handler(HTTPException, _unrouted)
+    app.before_request(partial(_preflight, server.settings.cors_origins))
+    app.after_request(partial(_shared, server.settings.cors_origins))
     app.after_request(_settled)
     return app
+
+
+def _preflight(origins: tuple[str, ...]) -> Response | None:
+    """Answer a browser that asks whether a page may send a request; None for all other requests."""
+    headers: Any = flask_request.headers
+    adapter = request_ctx.url_adapter
+    if not cors.is_preflight(flask_request.method, headers) or adapter is None:
+        return None
+    methods = list(adapter.allowed_methods())
+    if not methods:
+        return None  # no such path
+    record, dialect = _access_record(), dialect_of(flask_request.path)
+    try:
+        answer = cors.preflight(origins, headers, methods)
+    except ServingError as error:
+        answer = error_answer(dialect, error)
+        record.finish(answer.status, error.logged)
+    return _response(answer, dialect, record.request_id)
+
+
+def _shared(origins: tuple[str, ...], response: Response) -> Response:
+    """Let pages of ``origins`` see the answer."""
+    response.headers.extend(cors.headers_for(origins, flask_request.headers.get("Origin")))
+    return response
 
 
 def _settled(response: Response) -> Response:
@@ -73,22 +101,23 @@ def _settled(response: Response) -> Response:
 def _view(server: Server, route: Route) -> Callable[..., Response]:
     def view(**path: str) -> Response:
         record = _access_record(server.tracer)
-        answer = _answer(server, route, path, record)
+        spoken = route.spoken(flask_request.headers)
+        answer = _answer(server, route, path, record, spoken)
         # a stream finishes its own record; for probes and pages that are open to all, nothing is recorded
         if isinstance(answer.body, bytes) if route.inference is not None else not route.auth.is_open:
             record.finish(answer.status)
-        return _response(answer, route.dialect, record.request_id)
+        return _response(answer, spoken.dialect or route.dialect, record.request_id)
 
     return view
 
 
-def _answer(server: Server, route: Route, path: dict[str, str], record: AccessRecord) -> Answer:
-    environ, charged, spoken = flask_request.environ, False, Spoken()
+def _answer(server: Server, route: Route, path: dict[str, str], record: AccessRecord, spoken: Spoken) -> Answer:
+    environ, charged = flask_request.environ, False
     address = address_in(environ)
     try:
         listens = _check_listener(server, route, probes=came_to_probes(environ))
         if not server.requires_key:
-            check_cross_site(environ, listens, server.settings.allowed_hosts)
+            check_cross_site(environ, listens, server.settings.allowed_hosts, server.settings.cors_origins)
         charged = not route.auth.is_open  # not before: another site's page must not use up a user's refusals
         caller = authenticate(server, route.auth, flask_request.headers, address, record)
         check_content_type(environ, route.takes)

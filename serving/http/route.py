@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from ..dialects.base import JSON
-from ..frontend.operation import Operation
+from ..dialects import Dialect
+from ..dialects.base import JSON, Headers
+from ..frontend.operation import Operation, Spoken
 from ..interface.readers import Reader
 
 
@@ -24,8 +25,9 @@ class Listener(Enum):
 class Route(Operation):
     """A route of the server.
 
-    ``dialect`` decides the form of errors, and for a route with ``inference`` also of bodies. ``content_types`` are the
-    accepted media types of a route without ``inference`` (see ``InferenceRoute``).
+    ``dialect`` decides the form of errors, and for a route with ``inference`` also of bodies; ``by_header`` has others,
+    by a header whose presence asks for them. ``content_types`` are the accepted media types of a route without
+    ``inference`` (see ``InferenceRoute``).
 
     The following fields are for the OpenAPI document. ``body`` reads a body of a route without ``inference``; ``query``
     has the JSON schemas of query parameters; ``produces`` has the media types of responses, the usual one first;
@@ -33,12 +35,17 @@ class Route(Operation):
     """
 
     method: str
+    by_header: Mapping[str, Dialect] = field(default_factory=dict)
     listener: Listener = Listener.GATEWAY
     body: Reader[Any] | None = None
     query: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     produces: tuple[str, ...] = (JSON,)
     also: Mapping[int, str] = field(default_factory=dict)
     content_types: tuple[str, ...] = (JSON,)
+
+    def spoken(self, headers: Headers) -> Spoken:
+        """Return what a request's headers say of the dialect of its answer."""
+        return Spoken(next((self.by_header[name] for name in self.by_header if headers.get(name) is not None), None))
 
     @property
     def takes(self) -> tuple[str, ...]:

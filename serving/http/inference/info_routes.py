@@ -18,6 +18,7 @@ from ...metering.accounts.authorization import UNKNOWN, Caller
 from ...observability import metrics
 from ...routing.replica_set import BEST_FIRST
 from ...routing.served_endpoints import ServedEntity
+from .. import anthropic_models
 from ..route import Listener, Route
 
 # fields of an endpoint's health that every caller may see; most of the others count the work of all tenants
@@ -27,24 +28,32 @@ SHOWN_TO_ALL = ("status", "kernels", "quantization", *SHOWN, "paged")
 TASK_TYPES = {task: f"llm/v1/{task}" for task in get_args(Task)}
 
 
-def _model(entity: ServedEntity, caller: Caller, adapter: str | None = None) -> dict[str, Any]:
+def _named(entity: ServedEntity, adapter: str | None) -> anthropic_models.Named:
     name = entity.endpoint if adapter is None else f"{entity.endpoint}:{adapter}"
-    card = {"id": name, "object": "model", "created": entity.created, "owned_by": "mlflow-llm"}
+    return anthropic_models.Named(name, entity)
+
+
+def _model(entity: ServedEntity, caller: Caller, adapter: str | None = None) -> dict[str, Any]:
+    card = {"id": _named(entity, adapter).name, "object": "model", "created": entity.created, "owned_by": "mlflow-llm"}
     parent = {} if adapter is None else {"parent": entity.endpoint}
     root = entity.entity_shown_to(caller)
     return {**card, **parent, "root": root, "max_model_len": entity.engine.info.max_model_len}
 
 
 def list_models(server: Server, request: Request) -> Answer:
-    cards, seen = [], server.endpoints.seen_by(request.caller)
-    for entity in seen:
-        cards.append(_model(entity, request.caller))
-        cards.extend(_model(entity, request.caller, adapter) for adapter in seen.adapters_of(entity))
-    return json_answer({"object": "list", "data": cards})
+    seen = server.endpoints.seen_by(request.caller)
+    found = [(entity, adapter) for entity in seen for adapter in (None, *seen.adapters_of(entity))]
+    if anthropic_models.is_meant(request):
+        return anthropic_models.page_of(request, [_named(entity, adapter) for entity, adapter in found])
+    return json_answer(
+        {"object": "list", "data": [_model(entity, request.caller, adapter) for entity, adapter in found]}
+    )
 
 
 def get_model(server: Server, request: Request) -> Answer:
     entity, adapter = server.endpoints.seen_by(request.caller).find(request.name)
+    if anthropic_models.is_meant(request):
+        return anthropic_models.one_model(request, _named(entity, adapter))
     return json_answer(_model(entity, request.caller, adapter))
 
 
@@ -190,6 +199,7 @@ ROUTES = (
         handler=list_models,
         summary="Endpoints and their adapters",
         dialect=_OPENAI,
+        by_header=anthropic_models.BY_HEADER,
     ),
     Route(
         method="GET",
@@ -197,6 +207,7 @@ ROUTES = (
         handler=get_model,
         summary="One endpoint or endpoint:adapter",
         dialect=_OPENAI,
+        by_header=anthropic_models.BY_HEADER,
     ),
     Route(
         method="GET",

@@ -4,7 +4,7 @@ A server without keys trusts every client that reaches it, and a browser can rea
 behalf of any page that it shows. There are two attacks: a page sends requests from its own site (CSRF), which
 ``Origin`` and ``Sec-Fetch-Site`` reveal; or the page's host name is changed to resolve to this machine (DNS rebinding),
 which ``Host`` reveals. Bodies must also be JSON: a page may not send JSON to another site without a preflight request
-(CORS), which is refused here.
+(CORS), which ``cors`` answers.
 """
 
 from __future__ import annotations
@@ -18,24 +18,29 @@ from werkzeug.http import parse_options_header
 from ...control.listen_settings import is_loopback
 from ...dialects.base import JSON
 from ...interface.errors import PermissionDenied, UnsupportedMediaType
+from .. import cors
 
 ORIGIN = re.compile(r"https?://([^/?#@\s\\]+)", re.IGNORECASE)
 OWN_SITE = ("same-origin", "none")  # none: the user typed the address or chose a bookmark
 WITH_BODY = ("POST", "PUT", "PATCH")
 
 
-def check_cross_site(environ: Mapping[str, Any], listens: str, allowed: tuple[str, ...]) -> None:
+def check_cross_site(
+    environ: Mapping[str, Any], listens: str, allowed: tuple[str, ...], origins: tuple[str, ...] = ()
+) -> None:
     """Raise ``PermissionDenied`` for a request that a page of another site may have sent.
 
-    ``listens`` is the address of the listener to which it came; ``allowed`` are further host names.
+    ``listens`` is the address of the listener to which it came; ``allowed`` are further host names, and ``origins``
+    those whose pages may call the server.
     """
     site = environ.get("HTTP_SEC_FETCH_SITE")
-    if site is not None and site.strip().lower() not in OWN_SITE:
-        raise PermissionDenied(f"Sec-Fetch-Site: {_WHY}pages of other sites")
     host = environ.get("HTTP_HOST")
     origin = environ.get("HTTP_ORIGIN")
-    if origin is not None and not _is_of(origin, host):
-        raise PermissionDenied(f"Origin: {_WHY}pages of other sites")
+    if not cors.allows(origins, origin):
+        if site is not None and site.strip().lower() not in OWN_SITE:
+            raise PermissionDenied(f"Sec-Fetch-Site: {_WHY}pages of other sites")
+        if origin is not None and not _is_of(origin, host):
+            raise PermissionDenied(f"Origin: {_WHY}pages of other sites")
     if host is not None and not _is_ours(name_of(host), listens, allowed):
         raise PermissionDenied(
             f"Host: {_WHY}names other than {', '.join((_OWN, *allowed))}; --allowed-host adds those of a proxy"

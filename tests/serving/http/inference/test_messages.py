@@ -286,3 +286,43 @@ def test_an_agents_request(client: FlaskClient) -> None:
     refused = client.post("/v1/messages", json=body | {"context_management": {"edits": [{"type": "x"}]}})
     assert refused.status_code == 400
     assert json.loads(refused.data)["error"]["message"].startswith("context_management: ")
+
+
+def test_the_list_of_models(server: Server, claude: anthropic.Anthropic) -> None:
+    """``models.list`` and ``models.retrieve`` have Anthropic's shape for its client, which pages through all of them;
+    without the header the same routes have OpenAI's."""
+    plain = create_app(server).test_client().get("/v1/models").json
+    names = [card["id"] for card in plain["data"]]
+    assert (plain["object"], len(names) > 1) == ("list", True)
+    for limit in (1, 20):
+        assert [model.id for model in claude.models.list(limit=limit)] == names
+    assert [model.id for model in claude.models.list(before_id=names[-1], limit=1).data] == [names[-2]]
+    assert claude.models.list(lifecycle=["retired"]).data == []
+    for name in names:
+        found = claude.models.retrieve(name)
+        assert (found.id, found.display_name, found.type, found.lifecycle) == (name, name, "model", "active")
+        assert (found.created_at.timestamp(), found.max_input_tokens) == (1, 4096)
+        assert found._request_id is not None
+
+
+@pytest.mark.parametrize(
+    ("query", "said"), [("limit=0", "limit"), ("limit=x", "limit"), ("after_id=b", "after_id"), ("size=1", "size")]
+)
+def test_a_list_that_is_refused(server: Server, query: str, said: str) -> None:
+    """By the name of the parameter, in Anthropic's form; so are a model that is not there and an unknown version."""
+    client = create_app(server).test_client()
+    refused = client.get(f"/v1/models?{query}", headers={"anthropic-version": "2023-06-01"})
+    assert (refused.status_code, refused.json["type"]) == (400, "error")
+    assert refused.json["error"]["message"].startswith(f"{said}: ")
+    missing = client.get("/v1/models/nobody", headers={"anthropic-version": "2023-06-01"})
+    assert (missing.status_code, missing.json["error"]["type"]) == (404, "not_found_error")
+    unknown = client.get("/v1/models", headers={"anthropic-version": "1"})
+    assert (unknown.status_code, unknown.json["type"]) == (400, "error")
+
+
+def test_a_list_without_a_key(metered: Metered) -> None:
+    """A refused key is an error in the caller's form too."""
+    client = create_app(metered.server).test_client()
+    refused = client.get("/v1/models", headers={"anthropic-version": "2023-06-01"})
+    assert (refused.status_code, refused.json["error"]["type"]) == (401, "authentication_error")
+    assert client.get("/v1/models").json["error"]["code"] == "invalid_api_key"
