@@ -41,6 +41,9 @@ OPTION_KEYS = (
     "tls_client_ca",
     "probe_tls_client_ca",
     "allowed_host",
+    "cors_origin",
+    "stream_start_after",
+    "stream_keep_alive",
     "max_connections",
     "max_connections_per_address",
     "default_max_tokens",
@@ -66,6 +69,7 @@ OPTION_KEYS = (
 FLAG_KEYS = ("require_keys", "trace_content")
 SERVER_KEYS = (*OPTION_KEYS, *FLAG_KEYS)
 FILE_KEYS = ("tls_cert", "tls_key", "tls_client_ca", "probe_tls_client_ca", "jwt_jwks")
+LIST_KEYS = ("allowed_host", "cors_origin")  # repeatable options
 OF_DIALECTS = "it is for `mlflow-llm serve`, or stands beside `served_entities` through the management API"
 ELSEWHERE = "endpoints with engines on other hosts are for `mlflow-llm serve`"
 REFUSED_KEYS = {  # options of `mlflow-llm serve` that are not for deployments, and what to do
@@ -96,8 +100,9 @@ def cleaned(config: Any) -> dict[str, Any]:
     for key in FILE_KEYS:  # absolute paths, since a later start may be in another directory
         if isinstance(path := found.get(key), str) and path and "://" not in path:
             found[key] = os.path.abspath(path)
-    if isinstance(names := found.get("allowed_host"), str):
-        found["allowed_host"] = [name.strip() for name in names.split(",")]
+    for key in LIST_KEYS:
+        if isinstance(names := found.get(key), str):
+            found[key] = [name.strip() for name in names.split(",")]
     return found
 
 
@@ -186,7 +191,8 @@ def must_stay(config: dict[str, Any], given: dict[str, Any], port: int) -> None:
     """Raise ``MlflowException`` if ``given`` changes a value of ``config`` that a running server cannot change. The
     server listens on ``port``."""
     fields = msgspec.structs.fields(ServerSettings) + msgspec.structs.fields(EngineSettings)
-    defaults = {field.name: field.default for field in fields} | {"profile": "open", "port": port, "allowed_host": []}
+    defaults = {field.name: field.default for field in fields} | {"profile": "open", "port": port}
+    defaults |= {key: [] for key in LIST_KEYS}
     now = defaults | {key: parsed(value) for key, value in config.items()}
     if changed := [key for key in FIXED_KEYS if key in given and given[key] != now[key]]:
         raise MlflowException.invalid_parameter_value(

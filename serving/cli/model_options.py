@@ -40,12 +40,23 @@ def named_models(models: tuple[str, ...], name: str | None) -> dict[str, str]:
         uri, equals, own = given.rpartition("=")
         if equals and own.startswith("models:/") and "/" not in uri:
             raise click.UsageError(f"-m {given}: the URI comes first, {own}={uri}")
-        uri, own = (uri, own) if equals and "/" not in own else (given, "")
+        uri, own = (uri, own) if equals and ("/" not in own or _is_name(given, uri)) else (given, "")
         endpoint = check_name(name or own or name_of(uri), hint="" if name or own else "; write -m URI=name")
         if endpoint in found:
             raise click.UsageError(f"two models are called {endpoint!r}; write -m URI=name")
         found[endpoint] = uri
     return found
+
+
+def _is_name(given: str, uri: str) -> bool:
+    """Return whether ``given`` is ``uri=name`` although the name has a slash (which is then refused), and not a place
+    whose path has an equals sign."""
+    whole = parse(given)
+    version = "" if whole is None else whole.version or ""
+    is_version = version.isdecimal() or version.lower() == "latest"
+    if os.path.exists(given) or is_version or "://" in uri:
+        return False
+    return os.path.exists(uri) or parse(uri) is not None or not uri.startswith(("/", ".", "~"))
 
 
 def name_of(uri: str) -> str:

@@ -39,7 +39,16 @@ STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 def invoke(server: Server, request: Request) -> Answer:
-    """Run a task. Raises ``ServingError`` and ``ClientGone``, after releasing all resources."""
+    """Run a task. Raises ``ServingError``, which names fields as they were sent, and ``ClientGone``, after releasing
+    all resources."""
+    try:
+        return _invoked(server, request)
+    except ServingError as error:
+        error.name_as_sent(request.spoken.sent_as)
+        raise
+
+
+def _invoked(server: Server, request: Request) -> Answer:
     server.load_shedder.check_open()
     known = meant(server.endpoints.seen_by(request.caller), request)
     check_limits(server, request, known, _inference(request).task)
@@ -76,6 +85,7 @@ def _accept(
         if is_open(request.operation):
             server.offload(len(body), choose, server.endpoints, request, body)
         raw = server.offload(len(body), _decode, request, body)
+        request.spoken.sent_as = raw.sent_as
         entity, raw = address(server.endpoints.seen_by(request.caller), request, raw)
         record.endpoint, record.stream = entity.endpoint, raw.stream
         adapter = adapter_of(raw, entity.view)

@@ -26,9 +26,11 @@ Watch = Callable[[InterruptibleIterator[Any]], AbstractContextManager[None]]
 
 @dataclass(slots=True)
 class Spoken:
-    """The dialect in which a request is answered, if it is not the operation's own (``dialect_choice``)."""
+    """The dialect in which a request is answered, if it is not the operation's own (``dialect_choice``), and the names
+    under which its fields were sent (``Raw.sent_as``)."""
 
     dialect: Dialect | None = None
+    sent_as: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

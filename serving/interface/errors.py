@@ -39,6 +39,8 @@ never repeat a prompt.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any, ClassVar
 
@@ -95,6 +97,7 @@ class ServingError(Exception):
 
     kind: ClassVar[str] = "internal"
     status: ClassVar[int] = 500
+    is_as_sent = False  # whether the caller sent a field of this very name, so that no dialect renames it
 
     def __init__(self, message: str, *, param: str | None = None, retry_after: float | None = None) -> None:
         super().__init__(message)
@@ -106,10 +109,38 @@ class ServingError(Exception):
         """Pickle without ``__init__``, whose arguments differ by class, so that an error crosses processes whole."""
         return _again, (type(self), self.args), self.__dict__
 
+    def name_as_sent(self, names: Mapping[str, str]) -> None:
+        """Name fields as the caller did: ``names`` has those names by the ones that are used below the dialects.
+
+        Words of the message that are also English (prompt, stop) are left, except for the field at fault.
+        """
+        root = re.match(r"\w*", self.param or "")
+        if self.is_as_sent or not names or root is None:
+            return
+        sent, name = names.get(root[0]), self.param or ""
+        begins = sent is not None and self.message.startswith(name)
+        message = self.message[len(name) :] if begins else self.message
+        for canonical in filter(lambda known: "_" in known, names):
+            message = re.sub(rf"\b{canonical}\b", names[canonical], message)
+        if sent is not None:
+            self.param, self.is_as_sent = sent + name[len(root[0]) :], True
+            message = self.param + message if begins else message
+        self.message, self.args = message, (message,)
+
     @property
     def logged(self) -> str:
         """The message for logs and traces, without anything that may come from a prompt."""
         return self.message
+
+
+@contextmanager
+def as_sent() -> Iterator[None]:
+    """Mark errors raised inside: they name fields as the caller sent them."""
+    try:
+        yield
+    except ServingError as error:
+        error.is_as_sent = True
+        raise
 
 
 def _again(kind: type[ServingError], arguments: tuple[Any, ...]) -> ServingError:
@@ -128,7 +159,6 @@ class InvalidField(RequestError):
 
     kind = "invalid_field"
     _told, _allowed = "", ""  # of an error that came from another process
-    is_as_sent = False  # whether the caller sent a field of this very name, so that no dialect renames it
 
     def __init__(self, field: str, value: Any, allowed: str) -> None:
         super().__init__(f"{field}: {shown(value)} is not allowed; expected {allowed}", param=field)

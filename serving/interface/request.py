@@ -8,6 +8,7 @@ process and over the wire to an engine process.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, TypeAlias
 
 from msgspec import Struct
@@ -128,7 +129,8 @@ class Raw(Struct, frozen=True, kw_only=True):
     """The fields common to all tasks: the model's name, the adapter, whether to stream, and whose prefixes to share.
 
     ``echoed`` holds the parts of the request that the dialect's reply repeats, in the dialect's own form; nothing else
-    reads it. ``lora_task`` replaces ``adapter``. With ``timings``, the reply says how long each step took.
+    reads it. ``lora_task`` replaces ``adapter``. With ``timings``, the reply says how long each step took. ``sent_as``
+    has names of fields as the caller sent them, by the names that errors use below the dialects, where these differ.
     """
 
     task: ClassVar[Task]
@@ -143,6 +145,7 @@ class Raw(Struct, frozen=True, kw_only=True):
     prompt_table: PromptTable | None = None
     timings: bool = False
     echoed: bytes = b""
+    sent_as: Mapping[str, str] = {}
 
 
 class TextPart(Struct, frozen=True):

@@ -123,7 +123,11 @@ class Session:
         """Check a request of any dialect. Raises ``RequestError``."""
         view = self.connect()
         salt = self._salts.of("tenant", tenant="", endpoint=view.name)
-        return prepare(raw, view, Limits(cache_salt=salt))
+        try:
+            return prepare(raw, view, Limits(cache_salt=salt))
+        except ServingError as error:
+            error.name_as_sent(raw.sent_as)
+            raise
 
     def pieces(self, request: ValidRequest) -> Any:
         """Yield the pieces of the reply as they are generated; closing the iterator aborts the request."""

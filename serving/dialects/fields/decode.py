@@ -29,7 +29,8 @@ def decode(tables: Mapping[Task, Table], body: Any, task: Task | None, beams_of:
     if name == "score":
         return read_score(found)
     sampling = {key.removeprefix("sampling."): found.pop(key) for key in list(found) if key.startswith("sampling.")}
-    _join_max_tokens(found, sampling)
+    if _join_max_tokens(found, sampling):
+        found["sent_as"] = {"max_tokens": "max_completion_tokens"}
     if constraints := [found.pop(key) for key in list(found) if key.startswith("constraint.")]:
         sampling["constraint"] = only(constraints)
     if (beams := beams_of(found, sampling, body)) is not None:
@@ -48,10 +49,13 @@ def decode(tables: Mapping[Task, Table], body: Any, task: Task | None, beams_of:
     return RawCompletion(prompts=prompts, batched=batched, sampling=msgspec.convert(sampling, RawSampling), **found)
 
 
-def _join_max_tokens(found: dict[str, Any], sampling: dict[str, Any]) -> None:
+def _join_max_tokens(found: dict[str, Any], sampling: dict[str, Any]) -> bool:
+    """Make both names one setting; return whether only the newer one was sent."""
     newer = found.pop("max_completion_tokens", None)
     if newer is None:
-        return
+        return False
+    is_alone = "max_tokens" not in sampling
     older = sampling.setdefault("max_tokens", newer)
     if older != newer:
         raise InvalidField("max_completion_tokens", newer, f"the same as max_tokens ({older}), or only one of them")
+    return is_alone

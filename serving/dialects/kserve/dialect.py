@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ...interface.errors import ServingError
+from ...interface.errors import ServingError, as_sent
 from ...interface.reply import Reply
 from ...interface.request import RawRequest, Task, ValidRequest
 from ..base import JSON, Encoded, Head, InferenceRoute, StreamEncoder
@@ -42,7 +42,7 @@ _TYPES = (JSON, BINARY, "")  # Triton's own clients send no type
 def message_of(error: ServingError) -> str:
     """Return the error's message, with the name that its field has here."""
     param = error.param
-    if param is None or not error.message.startswith(param):
+    if param is None or error.is_as_sent or not error.message.startswith(param):
         return error.message
     for pattern, name in NAMES:
         if match := pattern.match(param):
@@ -93,7 +93,8 @@ class KServeDialect:
         return {"completions": SCHEMA}
 
     def decode(self, head: Head, body: bytes) -> RawRequest:
-        return raw_request(read_call(body, head.headers.get(HEADER_LENGTH)))
+        with as_sent():
+            return raw_request(read_call(body, head.headers.get(HEADER_LENGTH)))
 
     def encode(self, request: ValidRequest, reply: Reply, echoed: bytes = b"") -> Encoded:
         echo = echo_of(echoed)

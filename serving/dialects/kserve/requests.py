@@ -67,7 +67,7 @@ def echo_of(echoed: bytes) -> Echo:
 
 def raw_request(call: InferCall, *, streams: bool = False, empty_final: bool = False) -> RawCompletion:
     """Convert a call. For ``streams`` and ``empty_final`` see ``Echo``. Raises ``InvalidField``."""
-    found = _values(call)
+    found, names = _values(call)
     stream = found.pop("streaming", False)
     if stream and not streams:
         raise InvalidField("streaming", True, f"false: infer answers once; {_STREAMS}")
@@ -90,12 +90,15 @@ def raw_request(call: InferCall, *, streams: bool = False, empty_final: bool = F
         prompt_table=_prompt_table(found),
         sampling=_sampling(found, timeout),
         echoed=_encoder.encode(echo),
+        sent_as={"prompt" if target == "text" else target: name for target, name in names.items()},
     )
 
 
-def _values(call: InferCall) -> dict[str, Any]:
-    """Return the values of tensors and parameters by target. Raises ``InvalidField`` for two names of one thing, and
-    for a missing prompt or ``max_tokens``."""
+def _values(call: InferCall) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the values of tensors and parameters by target, and the names that they were sent by.
+
+    Raises ``InvalidField`` for two names of one thing, and for a missing prompt or ``max_tokens``.
+    """
     found: dict[str, Any] = {}
     names: dict[str, str] = {}
     for name, tensor in call.inputs.items():
@@ -118,7 +121,7 @@ def _values(call: InferCall) -> dict[str, Any]:
     if "max_tokens" not in found:
         name = "max_tokens" if "text" in found else "request_output_len"
         raise InvalidField(name, None, "the maximum number of tokens to generate, INT32 [1, 1]")
-    return found
+    return found, names
 
 
 def _once(names: dict[str, str], target: str, name: str) -> None:

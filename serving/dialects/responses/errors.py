@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from ...interface.errors import InvalidField, ServingError
+from ...interface.errors import ServingError
 from ..errors import openai_error
 
 # Field names used below the dialects, and their names here. Where the two do not mean exactly the same, the message has
@@ -33,7 +33,7 @@ def error_object(error: ServingError) -> dict[str, Any]:
     """Return ``{"error": {"message", "type", "param", "code"}}``."""
     found = openai_error(error)
     param = error.param
-    if param is None or (isinstance(error, InvalidField) and error.is_as_sent):
+    if param is None or error.is_as_sent:
         return found
     said = found["error"]
     for pattern, name in _NAMES:

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from ...interface.errors import InvalidField, RequestError, ServingError
+from ...interface.errors import InvalidField, RequestError, ServingError, as_sent
 from ...interface.readers import boolean, obj, short_text
 from ...interface.reply import Delta, Done, Piece, Reply
 from ...interface.request import RawRequest, Task, ValidRequest
@@ -97,7 +97,8 @@ class TritonGenerateDialect:
     }
 
     def decode(self, head: Head, body: bytes) -> RawRequest:
-        return read_object(body, lambda found: _read(found, streams=streams(head.route)))
+        with as_sent():
+            return read_object(body, lambda found: _read(found, streams=streams(head.route)))
 
     def encode(self, request: ValidRequest, reply: Reply, echoed: bytes = b"") -> Encoded:
         return Encoded(body=json_bytes(_object(request, reply, echoed)))
