@@ -13,6 +13,7 @@ from ..frontend.answer import Answer
 from ..frontend.rate_limit_headers import NOUNS
 from ..interface.errors import MethodNotAllowed, PermissionDenied
 from ..observability.access_record import REQUEST_ID
+from .wire.csrf import allows
 
 ANY = "*"
 MAX_AGE = 600  # seconds for which a browser may remember a preflight
@@ -30,11 +31,6 @@ EXPOSED = ", ".join(
         *(f"x-ratelimit-{what}-{noun}" for noun in _LIMITED for what in ("limit", "remaining", "reset")),
     )
 )
-
-
-def allows(origins: tuple[str, ...], origin: str | None) -> bool:
-    """Return whether a page of ``origin`` may call the server."""
-    return origin is not None and (ANY in origins or origin.lower() in origins)
 
 
 def is_preflight(method: str, headers: Mapping[str, str]) -> bool:

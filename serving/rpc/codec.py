@@ -22,7 +22,7 @@ from ..dialects.kserve.body import InferCall, RequestedOutput, by_name, check_pa
 from ..dialects.kserve.dialect import KServeDialect, message_of, reply_head, reply_tensors
 from ..dialects.kserve.requests import Echo, echo_of, raw_request
 from ..dialects.kserve.tensors import BYTES, Tensor, from_bytes, from_json, read_datatype, read_shape, to_bytes
-from ..interface.errors import InvalidField, RequestError, ServingError
+from ..interface.errors import InvalidField, RequestError, ServingError, as_sent
 from ..interface.reply import Choice, Delta, Done, LogitRows, Piece, Reply, Usage
 from ..interface.request import RawRequest, ValidRequest
 from .messages import ModelInferRequest, ModelInferResponse, ModelStreamInferResponse
@@ -81,6 +81,10 @@ class RpcDialect(KServeDialect):
     routes = (INFER, STREAM)
 
     def decode(self, head: Head, body: bytes) -> RawRequest:
+        with as_sent():
+            return self._read(head, body)
+
+    def _read(self, head: Head, body: bytes) -> RawRequest:
         call = read_call(parsed(body, ModelInferRequest))
         if head.route is not STREAM:
             return raw_request(call)
