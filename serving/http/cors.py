@@ -41,9 +41,9 @@ def is_preflight(method: str, headers: Mapping[str, str]) -> bool:
 def preflight(origins: tuple[str, ...], headers: Mapping[str, str], methods: Iterable[str]) -> Answer:
     """Answer a preflight for a path that has ``methods``. Raises ``PermissionDenied``, ``MethodNotAllowed``."""
     if not allows(origins, headers["Origin"]):
-        allowed = ", ".join(origins) or "none"
+        now = ", ".join(origins) or "none"
         raise PermissionDenied(
-            f"Origin: pages of other sites may not call this server; --cors-origin allows their origins (now {allowed})"
+            f"Origin: pages of other sites may not call this server; --cors-origin allows their origins (now {now})"
         )
     asked = headers["Access-Control-Request-Method"]
     if asked not in (allowed := sorted(methods)):
