@@ -63,6 +63,9 @@ class FramedStream:
     def encode(self, piece: Piece) -> bytes:
         return ids_bytes(piece.token_ids) if isinstance(piece, Delta) else b""
 
+    def waiting(self) -> bytes:
+        return b""
+
     def error(self, error: ServingError) -> bytes:
         return b"!"
 
