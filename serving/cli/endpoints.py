@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from ..model_version import SHORT
 from ..system.escape import visible_line
 from .http import Client, url_options
 
@@ -18,7 +19,7 @@ REASONS = {
     "unloaded": "unloaded until a request comes",
 }
 RUNS_ON = ("kernels", "kernels_reason", "quantization", "kv_cache_dtype", "kv_cache_reason")
-HEADS = ("NAME", "TASK", "MODEL", "CONTEXT", "KERNELS", "KV", "STATUS", "RUNNING", "WAITING")
+HEADS = ("NAME", "TASK", "MODEL", "VERSION", "CONTEXT", "KERNELS", "KV", "STATUS", "RUNNING", "WAITING")
 
 
 @click.command()
@@ -85,11 +86,18 @@ def _row(model: dict[str, Any]) -> tuple[str, ...]:
         return (f"  {model['id']}", *[""] * (len(HEADS) - 1))
     counts = ("?" if model[key] is None else str(model[key]) for key in ("running", "waiting"))
     entities = ", ".join(model.get("entities", [model["root"]]))
-    named = (model["id"], model["task"], entities, str(model["max_model_len"]))
+    named = (model["id"], model["task"], entities, _versions(model), str(model["max_model_len"]))
     besides = f", {model['standbys']} standby" if "standbys" in model else ""
     besides += ", unloaded" if "unloaded" in model else ""
     kernels = " ".join(filter(None, (model["kernels"] or "?", model["quantization"])))
     return (*named, kernels, model["kv_cache_dtype"] or "-", f"{model['status']}{besides}", *counts)
+
+
+def _versions(model: dict[str, Any]) -> str:
+    """The version of each served model in the registry, if it has one, and the beginning of its content hash."""
+    found = model.get("served_models", [])  # which older servers do not show
+    parts = ([one.get("model_version"), one.get("content_hash", "")[:SHORT]] for one in found)
+    return ", ".join(" ".join(filter(None, pair)) for pair in parts) or "-"
 
 
 def table(rows: list[tuple[str, ...]]) -> None:

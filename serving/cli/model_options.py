@@ -169,6 +169,7 @@ def endpoint_specs(
             EndpointSpec(
                 name=name,
                 entity=uri,
+                uri=found.uri,
                 bundle=bundles.get(name, found.bundle),
                 engine=settings,
                 defaults=request_defaults(found.defaults, defaults or {}),

@@ -48,6 +48,8 @@ class RemoteUsage:
 
     def _ask(self, what: UsageFilter, **more: object) -> dict[str, Any]:
         asked = {name: value for name, value in msgspec.structs.asdict(what).items() if value is not None}
+        if what.tag is not None:
+            asked["tag"] = "=".join(what.tag)
         # nine digits at least, which are milliseconds
         times = {name: f"{asked.pop(f'{name}_ms'):09}" for name in ("start", "end") if f"{name}_ms" in asked}
         found: dict[str, Any] = self._client.get(f"{USAGE}?{urlencode({**asked, **times, **more})}")

@@ -100,13 +100,14 @@ def say(step: dict[str, Any]) -> None:
     """Print a step of the server's start on standard error."""
     where = f" {step['endpoint']}" if "endpoint" in step else ""
     seconds = f" ({step['seconds']} s)" if "seconds" in step else ""
+    model = f": {step['model']}" if step.get("model") else ""
     host = f"[{step['host']}]" if ":" in step.get("host", "") else step.get("host")
     url = f"unix:{step['socket']}" if "socket" in step else f"{step.get('scheme')}://{host}:{step.get('port')}"
     text = {
         "reading": "reading the models",
         "loading": f"loading{where}",
         "loaded": f"loaded{where}{seconds}",
-        "token": f"first token of{where}{seconds}; kernels: {step.get('kernels')}",
+        "token": f"first token of{where}{seconds}{model}; kernels: {step.get('kernels')}",
         "ready": "engines ready",
         "probes": f"probes and metrics on {url}",
         "grpc": f"KServe's inference service on {url}",

@@ -13,7 +13,7 @@ from ..metering.ledger.retention import fold
 from ..metering.store.store import Store
 from ..metering.usage.export import csv_lines, write_parquet
 from ..metering.usage.filter import filter_of, groups_of
-from ..metering.usage.usage import Usage, UsageFilter, UsageSource, UsageSum
+from ..metering.usage.usage import ALLOWED_GROUPS, Usage, UsageFilter, UsageSource, UsageSum
 from ..metering.usage.usage import bill as wire_bill
 from .accounts import open_store_or_server, store_options
 from .remote_usage import RemoteUsage
@@ -30,11 +30,18 @@ TITLES = ("requests", "prompt", "cached", "completion", "cost")
 @click.option("--tenant", help="Only usage of this tenant.")
 @click.option("--endpoint", help="Only usage of this endpoint.")
 @click.option("--entity", help="Only usage of this served model.")
+@click.option("--model-version", help="Only usage of this version of a model: assistant/7.")
+@click.option("--content-hash", help="Only usage of the model with this content hash.")
+@click.option("--end-user", help="Only usage of this user, as requests name it.")
+@click.option("--client-request-id", help="Only the requests with this id of their caller's own.")
+@click.option("--tag", help="Only usage with this label of metadata or usage_context: NAME=VALUE.")
 @click.option(
     "--by",
+    "--group-by",
+    "by",
     default="day,tenant,entity",
     show_default=True,
-    help="Columns to sum by; endpoint and key_id are available too.",
+    help=f"Columns to sum by: {ALLOWED_GROUPS}.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the bill as JSON, as /api/2.0/usage has it.")
 @click.option("--csv", "csv_file", type=click.Path(dir_okay=False), help="Write every request to this CSV file.")

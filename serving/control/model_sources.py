@@ -94,7 +94,7 @@ def config_of(spec: EndpointSpec) -> EndpointConfig:
         raise PackagingError(f"{spec.name}: engines of other hosts are neither provisioned nor scaled to zero")
     name, version = _named(spec.entity)
     source = ModelSource(
-        uri=spec.entity,
+        uri=spec.uri or spec.entity,
         bundle=spec.bundle,
         engine=spec.engine,
         defaults=spec.defaults,

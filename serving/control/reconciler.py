@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
-from ..endpoints.config import EndpointConfig, EntityConfig
+from ..endpoints.config import EndpointConfig, EntityConfig, changes
 from ..endpoints.store import EndpointState, EndpointStore
 from ..interface.errors import NotFound, PackagingError, ServingError
 from ..metering.accounts.audit import Actor
@@ -100,11 +100,13 @@ class Reconciler:
             time.sleep(TICK / 2)
 
     def _runs_on(self, name: str) -> dict[str, str]:
-        """Return which kernels an endpoint's engines use, as text, and how many tokens one of their steps takes."""
+        """Return which models an endpoint serves, which kernels its engines use, and how many tokens a step of them
+        takes, as text."""
         entities = [entity for one in self._deployed.values() if one.name == name for entity in one.entities]
         infos = [self._supervisor.status(entity.key).info for entity in entities]
         known = [info for info in infos if info is not None]
         found = {"kernels": ", ".join(dict.fromkeys(info.kernels_summary for info in known))}
+        found["model"] = ", ".join(dict.fromkeys(str(entity.config.model.identity) for entity in entities))
         steps = dict.fromkeys(str(info.max_num_batched_tokens) for info in known if info.max_num_batched_tokens)
         return found | ({"max_num_batched_tokens": ", ".join(steps)} if steps else {})
 
@@ -171,6 +173,9 @@ class Reconciler:
     def _begin(self, state: EndpointState, version: int) -> None:
         try:
             config = self._endpoints.config(state.name, version)
+            if state.active_version not in (None, version):
+                for change in changes(self._endpoints.config(state.name, state.active_version), config):
+                    logger.warning("endpoint %s, config %d: %s", state.name, version, change)
         except NotFound:
             return  # it has just been deleted
         before = next((p for p in self._plan.endpoints if (p.id, p.version) == (state.id, version)), None)

@@ -18,7 +18,8 @@ ProfileName = Literal["open", "databricks-provisioned", "databricks-pay-per-toke
 
 
 class EndpointSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An endpoint of the command line. ``entity`` names the served model (by default, the last part of its URI).
+    """An endpoint of the command line. ``entity`` is the URI of the served model as it was given, and its name; ``uri``
+    names its version even if ``entity`` names an alias ("": ``entity`` does).
 
     For ``core``, ``defaults``, ``addresses`` and ``key_file`` see ``endpoints.config.ModelSource``. The last three
     fields are those of the management API: the reserved tokens/s, and whether an idle engine may end; they are not for
@@ -37,6 +38,7 @@ class EndpointSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     core: str | None = None
     addresses: tuple[str, ...] = ()
     key_file: str | None = None
+    uri: str = ""
     min_provisioned_throughput: int | None = None
     max_provisioned_throughput: int | None = None
     scale_to_zero_enabled: bool = False

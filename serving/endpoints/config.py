@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -11,6 +12,7 @@ from ..interface.bundle import Bundle
 from ..interface.dialect_settings import DialectSettings
 from ..interface.settings import EngineSettings, PrefixSharing
 from ..model_files.model_uri import by_version
+from ..model_version import ModelVersion
 
 
 class ModelSource(Struct, frozen=True, kw_only=True):
@@ -30,6 +32,11 @@ class ModelSource(Struct, frozen=True, kw_only=True):
     core: str | None = None
     addresses: tuple[str, ...] = ()
     key_file: str | None = None
+
+    @property
+    def identity(self) -> ModelVersion:
+        """Which version of which model this is."""
+        return ModelVersion.of(self.uri, self.bundle.content_hash)
 
 
 class EntityConfig(Struct, frozen=True, kw_only=True):
@@ -99,16 +106,26 @@ class EndpointConfig(Struct, frozen=True, kw_only=True):
     dialects: DialectSettings = DialectSettings()
 
 
+def changes(before: EndpointConfig, after: EndpointConfig) -> Iterator[str]:
+    """Yield a sentence for each served entity that has another model in ``after`` although it was asked for by the same
+    name, such as an alias that has moved."""
+    earlier = {entity.uri: entity.model.identity for entity in before.served_entities}
+    for entity in after.served_entities:
+        was, now = earlier.get(entity.uri), entity.model.identity
+        if was is not None and was != now:
+            yield f"{entity.uri} is {now} now; it was {was}"
+
+
 def config_to_wire(config: EndpointConfig) -> dict[str, Any]:
     """Return the configuration in the API's form, with both spellings of entities and both names in a route, since
-    clients read either."""
+    clients read either. An entity has the version that was asked for, and the one that was found."""
     entities = [
         {
             key: value
             for key, value in msgspec.to_builtins(entity).items()
             if value not in (None, {}) and key != "source"
         }
-        | ({"request_defaults": entity.source.defaults} if entity.source is not None and entity.source.defaults else {})
+        | _found(entity.source)
         for entity in config.served_entities
     ]
     models = [
@@ -129,3 +146,17 @@ def config_to_wire(config: EndpointConfig) -> dict[str, Any]:
         | sharing
         | config.dialects.given()
     )
+
+
+def _found(source: ModelSource | None) -> dict[str, Any]:
+    """Return what an entity shows of the model that was found for it."""
+    if source is None:
+        return {}
+    found = source.identity
+    shown = {
+        "resolved_name": found.name,
+        "resolved_version": found.version,
+        "content_hash": found.content_hash,
+        "request_defaults": source.defaults,
+    }
+    return {name: value for name, value in shown.items() if value}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import TypeVar
+from urllib.parse import quote
 
 import msgspec
 
@@ -12,6 +13,8 @@ from ..routing.served_endpoints import ServedEndpoints, ServedEntity
 from .operation import Request
 from .worker_state import Server
 
+SERVED_HEADER = "served-model-name"  # Databricks' header for the name of the entity that answered
+VERSION_HEADER, HASH_HEADER = "served-model-version", "served-model-hash"
 STICKY_HEADER = "X-Sticky-Key"
 STICKY_MAX = 1000  # characters
 VERSION = "model_version"  # the variable in paths that name a version of the endpoint's model
@@ -57,6 +60,21 @@ def address(endpoints: ServedEndpoints, request: Request, raw: R) -> tuple[Serve
     if adapter is not None:  # checked before any error message lists the adapters
         endpoints.check_use(request.caller, entity, adapter)
     return entity, msgspec.structs.replace(raw, model=entity.endpoint, adapter=adapter)
+
+
+def record_served(request: Request, entity: ServedEntity) -> None:
+    """Record which version of which model answers, and have the response say so, even if it becomes an error.
+
+    Call this only after ``check_use``. The model's name in the registry is shown to callers who manage.
+    """
+    record, caller, model = request.record, request.caller, entity.identity
+    record.entity, record.model = entity.entity, model
+    shown = {
+        SERVED_HEADER: entity.entity_shown_to(caller),
+        VERSION_HEADER: model.label if caller.manages else model.version,
+        HASH_HEADER: model.short_hash,
+    }
+    record.headers |= {name: quote(value, safe="/:@ ") for name, value in shown.items() if value}
 
 
 def _sticky_key(header: str | None) -> str | None:

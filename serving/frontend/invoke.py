@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
-from urllib.parse import quote
 
 from ..dialects import Head, InferenceRoute, StreamEncoder
 from ..http.first_bytes import FirstBytes, Patience
@@ -25,7 +24,7 @@ from ..tasks.reply import embed, generate, score
 from ..tasks.reply_size import fixed_size
 from ..tasks.request_weights import adapter_of
 from . import rate_limit_headers
-from .addressing import address, check_limits, meant
+from .addressing import address, check_limits, meant, record_served
 from .answer import Answer
 from .dialect_choice import choose, is_open
 from .in_flight import ClientGone, InterruptibleIterator, interrupt_at_deadline, interrupt_on_disconnect
@@ -34,7 +33,6 @@ from .token_writer import TokenWriter, WriteFailed, token_writer
 from .worker_state import Server
 
 TIMEOUT_HEADER = "X-Request-Timeout"
-SERVED_HEADER = "served-model-name"  # Databricks' header for the name of the entity that answered
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -90,8 +88,8 @@ def _accept(
         record.endpoint, record.stream = entity.endpoint, raw.stream
         adapter = adapter_of(raw, entity.view)
         server.endpoints.check_use(request.caller, entity, adapter)
-        record.user = entity.view.said(raw, "user")
-        record.headers[SERVED_HEADER] = quote(entity.entity_shown_to(request.caller), safe="/:@ ")
+        record_served(request, entity)
+        record.labels = entity.view.labels(raw)
         limits = _limits(server, entity, request)
         if not is_known:
             check_limits(server, request, [entity], _inference(request).task)
@@ -153,8 +151,8 @@ def _start(
     """
     admission = None
     if entity.mode is not None:
-        target = Target(endpoint=entity.endpoint, entity=entity.entity)
-        admission = held.enter_context(entity.mode.admit(valid, request.caller, target))
+        target = Target(endpoint=entity.endpoint, entity=entity.entity, model=entity.identity)
+        admission = held.enter_context(entity.mode.admit(valid, request.caller, target, request.record.labels))
         valid = admission.request
         request.record.headers |= rate_limit_headers.headers(admission.limits)
     source = _run(entity, valid, admission)

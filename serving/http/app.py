@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -140,7 +141,7 @@ def _answer(server: Server, route: Route, path: dict[str, str], record: AccessRe
             charge(server, error, record, address)
         answer = error_answer(spoken.dialect or usual(server.endpoints, route), error)
         record.finish(answer.status, error.logged)
-        return answer
+        return replace(answer, headers=record.headers | answer.headers)
     except ClientGone:
         record.finish(Aborted.status, "the client went away")
         return Answer(status=Aborted.status)
@@ -150,7 +151,8 @@ def _answer(server: Server, route: Route, path: dict[str, str], record: AccessRe
         logs.event("fault", level=logging.ERROR, exc_info=True, request_id=record.request_id)
         record.finish(InternalError.status, "internal error")
         shown = InternalError(f"internal error; the log has it under {record.request_id}")
-        return error_answer(spoken.dialect or route.dialect, shown)
+        answer = error_answer(spoken.dialect or route.dialect, shown)
+        return replace(answer, headers=record.headers | answer.headers)
 
 
 def _check_listener(server: Server, route: Route, *, probes: bool) -> str:

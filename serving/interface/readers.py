@@ -25,7 +25,6 @@ INT64 = 2**63
 UINT64_MAX = 2**64 - 1
 INT32_MAX = 2**31 - 1
 MAX_DEPTH = 64
-MAX_USER = 256  # characters, as in Anthropic's API; the log has all of them
 
 T = TypeVar("T")
 JSON_TYPES = {str: "string", bool: "boolean", list: "array", dict: "object"}
@@ -108,14 +107,6 @@ def short_text(most: int) -> Reader[str]:
         return string(value, path)
 
     return read
-
-
-@reader(type="string", maxLength=MAX_USER)
-def user(value: Any, path: str) -> str:
-    """Read the caller's own id of its user."""
-    if isinstance(value, str) and len(value) > MAX_USER:
-        raise InvalidField(path, value, f"a text of at most {MAX_USER} characters")
-    return string(value, path)
 
 
 def text(pattern: re.Pattern[str], allowed: str) -> Reader[str]:

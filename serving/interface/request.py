@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 
 from msgspec import Struct
 
+from ..labels import Labels
 from .constraint import Constraint, Grammar
 
 Task: TypeAlias = Literal["chat", "completions", "embeddings", "score"]
@@ -139,7 +140,7 @@ class Raw(Struct, frozen=True, kw_only=True):
     adapter: str | None = None
     stream: bool = False
     include_usage: bool = False
-    user: str | None = None
+    labels: Labels | None = None
     cache_salt: str | None = None
     lora_task: LoraTask | None = None
     prompt_table: PromptTable | None = None

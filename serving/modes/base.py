@@ -11,9 +11,11 @@ from typing import Literal, Protocol
 from msgspec import Struct
 
 from ..interface.request import ValidRequest
+from ..labels import NONE, Labels
 from ..metering.accounts.keys import Caller
 from ..metering.accounts.limits import LimitStatus
 from ..metering.ledger.lease import Bucket, Lease, Reservation
+from ..model_version import UNKNOWN, ModelVersion
 
 
 class ModeProfile(Struct, frozen=True, kw_only=True):
@@ -27,10 +29,11 @@ class ModeProfile(Struct, frozen=True, kw_only=True):
 
 
 class Target(Struct, frozen=True, kw_only=True):
-    """Where a request goes: the endpoint, and the served entity that the traffic split chose."""
+    """Where a request goes: the endpoint, the served entity that the traffic split chose, and its model."""
 
     endpoint: str
     entity: str
+    model: ModelVersion = UNKNOWN
 
 
 class Mode(Protocol):
@@ -39,8 +42,9 @@ class Mode(Protocol):
     @property
     def profile(self) -> ModeProfile: ...
 
-    def admit(self, valid: ValidRequest, caller: Caller, target: Target) -> Admission:
-        """Reserve the tokens that ``valid`` may use. Raises ``LimitExceeded``, ``Unavailable``."""
+    def admit(self, valid: ValidRequest, caller: Caller, target: Target, labels: Labels = NONE) -> Admission:
+        """Reserve the tokens that ``valid`` may use; ``labels`` are recorded. Raises ``LimitExceeded``,
+        ``Unavailable``."""
         ...
 
 
@@ -91,7 +95,7 @@ class Admission:
 
 
 def reservation_of(
-    valid: ValidRequest, caller: Caller, target: Target, mode: str, bucket: Bucket | None = None
+    valid: ValidRequest, caller: Caller, target: Target, mode: str, labels: Labels, bucket: Bucket | None = None
 ) -> Reservation:
     """Return a reservation of the most that ``valid`` may use: each prompt once, and ``max_tokens`` per sequence.
 
@@ -109,5 +113,7 @@ def reservation_of(
         input_tokens=valid.num_prompt_tokens,
         max_output_tokens=valid.sampling.max_tokens * len(valid.sequences) if valid.sampling else 0,
         bucket=bucket,
+        model=target.model,
+        labels=labels,
         pays_tokens=bucket is None,
     )

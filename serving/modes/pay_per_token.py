@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..interface.request import ValidRequest
+from ..labels import NONE, Labels
 from ..metering.accounts.keys import Caller
 from ..metering.ledger.ledger import Ledger
 from .base import Admission, ModeProfile, Target, reservation_of
@@ -20,6 +21,6 @@ class PayPerToken:
     def profile(self) -> ModeProfile:
         return PROFILE
 
-    def admit(self, valid: ValidRequest, caller: Caller, target: Target) -> Admission:
-        lease = self._ledger.reserve(reservation_of(valid, caller, target, PROFILE.name))
+    def admit(self, valid: ValidRequest, caller: Caller, target: Target, labels: Labels = NONE) -> Admission:
+        lease = self._ledger.reserve(reservation_of(valid, caller, target, PROFILE.name, labels))
         return Admission(lease, valid)

@@ -12,6 +12,7 @@ from msgspec import Struct
 
 from ..interface.errors import InvalidField
 from ..interface.request import ValidRequest
+from ..labels import NONE, Labels
 from ..metering.accounts.keys import Caller
 from ..metering.ledger.lease import Bucket
 from ..metering.ledger.ledger import Ledger
@@ -44,8 +45,8 @@ class Provisioned:
     def profile(self) -> ModeProfile:
         return PROFILE
 
-    def admit(self, valid: ValidRequest, caller: Caller, target: Target) -> Admission:
-        lease = self._ledger.reserve(reservation_of(valid, caller, target, PROFILE.name, self._bucket))
+    def admit(self, valid: ValidRequest, caller: Caller, target: Target, labels: Labels = NONE) -> Admission:
+        lease = self._ledger.reserve(reservation_of(valid, caller, target, PROFILE.name, labels, self._bucket))
         if lease.within_reserve:
             valid = msgspec.structs.replace(valid, provisioned=True)
         return Admission(lease, valid)

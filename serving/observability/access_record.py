@@ -13,6 +13,8 @@ import msgspec
 from ..interface.errors import Aborted
 from ..interface.reply import Choice, Delta, Done, Ended, Piece, Score, Usage, Vector
 from ..interface.request import ValidRequest
+from ..labels import NONE, Labels
+from ..model_version import UNKNOWN, ModelVersion
 from ..system import logs
 from ..tasks.reply.pieces import Gathered
 from . import metrics, tracing
@@ -32,8 +34,8 @@ def request_id_from(header: str | None) -> str:
 class AccessRecord:
     """The record of one request. Times are seconds of ``time.perf_counter``.
 
-    ``finish`` logs and counts the request; a second call does nothing. ``headers`` are added to the dialect's own in a
-    successful response. ``reply_id`` is the reply's ``id``, also in the ledger. ``body`` and ``replies`` (by choice)
+    ``finish`` logs and counts the request; a second call does nothing. ``headers`` are added to those of the response,
+    also to an error's. ``reply_id`` is the reply's ``id``, also in the ledger. ``body`` and ``replies`` (by choice)
     are only kept if content is traced.
     """
 
@@ -41,6 +43,8 @@ class AccessRecord:
     method: str
     path: str
     endpoint: str = ""
+    entity: str = ""
+    model: ModelVersion = UNKNOWN
     adapter: str = ""
     task: str = ""
     stream: bool = False
@@ -52,7 +56,7 @@ class AccessRecord:
     reasons: dict[int, str] = field(default_factory=dict)
     prompt_tokens: int = 0
     key: str | None = None
-    user: str | None = None
+    labels: Labels = NONE
     started: float = field(default_factory=time.perf_counter)
     first: float | None = None
     last: float | None = None
@@ -115,7 +119,7 @@ class AccessRecord:
         self.finished = True
         seconds = time.perf_counter() - self.started
         if not self.endpoint:
-            metrics.REQUESTS.labels("", "", "", str(status)).inc()
+            metrics.REQUESTS.labels("", "", "", "", str(status)).inc()
         else:
             self._measure(status, seconds)
             if self.trace is not None and self.trace.sampled:
@@ -132,9 +136,14 @@ class AccessRecord:
             path=self.path,
             status=status,
             endpoint=self.endpoint or None,
+            entity=self.entity or None,
+            model_version=self.model.label or None,
+            content_hash=self.model.short_hash or None,
             adapter=self.adapter or None,
             key=self.key,
-            user=self.user,
+            user=self.labels.user or None,
+            client_request_id=self.labels.client_request_id or None,
+            tags=self.labels.tags or None,
             task=self.task or None,
             stream=self.stream or None,
             prompt_tokens=self._counts()["prompt"] or None,
@@ -158,7 +167,7 @@ class AccessRecord:
         return {"prompt": self.prompt_tokens if self.delivered else 0, "cached": 0, "completion": self.delivered}
 
     def _measure(self, status: int, seconds: float) -> None:
-        labels = (self.endpoint, self.adapter)
+        labels = (self.endpoint, self.entity, self.adapter)
         metrics.REQUESTS.labels(*labels, self.task, str(status)).inc()
         metrics.E2E.labels(*labels).observe(seconds)
         if status == Aborted.status:
@@ -183,7 +192,10 @@ class AccessRecord:
             reply_id=self.reply_id,
             task=self.task,
             endpoint=self.endpoint,
+            entity=self.entity,
+            model=self.model,
             adapter=self.adapter,
+            labels=self.labels,
             stream=self.stream,
             status=status,
             error=error,

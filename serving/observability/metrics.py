@@ -22,12 +22,13 @@ from ..interface.engine import Engine
 from ..interface.errors import ShuttingDown, Unavailable
 from ..metering.accounts.keys import Keys
 from ..metering.ledger.ledger import Ledger
+from ..model_version import ModelVersion
 from .engine_counters import EngineCounters
 from .worker_counters import counters_locked
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 DIRECTORY = "PROMETHEUS_MULTIPROC_DIR"
-BY_ADAPTER = ("endpoint", "adapter")
+BY_ADAPTER = ("endpoint", "entity", "adapter")  # names that operators give: callers cannot make up a label
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
 
@@ -71,12 +72,14 @@ E2E = Histogram(
 
 
 class Entity(Protocol):
-    """The parts of a served entity that metrics need: its endpoint's name, its own name, its engine."""
+    """The parts of a served entity that metrics need: its endpoint's name, its own name, its model, its engine."""
 
     @property
     def endpoint(self) -> str: ...
     @property
     def entity(self) -> str: ...
+    @property
+    def identity(self) -> ModelVersion: ...
     @property
     def engine(self) -> Engine: ...
 
@@ -92,6 +95,7 @@ class EngineCollector(Collector):
     ``counters``."""
 
     LABELS = ("endpoint", "entity")
+    MODEL = ("name", "version", "content_hash")
     INFO = (
         "kernels", "kernels_reason", "instruction_set", "dtype", "quantization", "device", "kv_cache_dtype",
         "kv_cache_reason",
@@ -141,6 +145,11 @@ class EngineCollector(Collector):
         yield ready
         yield replicas
         yield from self._memory(entities)
+        text = "Always 1: the version that answers, in the registry and by its content"
+        models = GaugeMetricFamily("mlflow_llm_model_info", text, labels=(*self.LABELS, *self.MODEL))
+        for entity, (labels, _) in zip(entities, found, strict=True):
+            models.add_metric((*labels, *(getattr(entity.identity, name) for name in self.MODEL)), 1.0)
+        yield models
         runs = GaugeMetricFamily("mlflow_llm_engine_info", "What the engine runs on", labels=(*self.LABELS, *self.INFO))
         for entity, (labels, _) in zip(entities, found, strict=True):
             runs.add_metric((*labels, *(getattr(entity.engine.info, name) for name in self.INFO)), 1.0)

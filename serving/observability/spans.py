@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from opentelemetry.sdk.resources import Resource
@@ -14,6 +15,9 @@ from ..interface.errors import RequestError
 from ..interface.reply import Choice
 from .tracing import SpanRecord
 
+RESERVED = ("mlflow.", "mlflow_llm.")  # names of tags that are MLflow's and ours, not a caller's
+_NO_NAME = re.compile(r"[^\w.\- :]")  # characters that a tag's name in MLflow has not
+MAX_METADATA = 250  # characters of a value, which MLflow's database keeps of a trace's metadata
 SPAN_TYPES = {"chat": "CHAT_MODEL", "completions": "LLM", "embeddings": "EMBEDDING", "score": "RERANKER"}
 
 
@@ -93,6 +97,8 @@ def mlflow_attributes(record: SpanRecord) -> dict[str, str]:
         "mlflow.llm.model": model(record),
         "mlflow.llm.provider": "mlflow-llm",
         "mlflow.message.format": "openai",
+        "mlflow.trace.user": record.labels.user or None,
+        "mlflow.trace.session": record.labels.session or None,
         **_facts(record),
     }
     return {name: json.dumps(value, ensure_ascii=False) for name, value in found.items() if value is not None}
@@ -109,6 +115,8 @@ def semantic_attributes(record: SpanRecord) -> dict[str, Any]:
         "gen_ai.response.id": record.reply_id or None,
         "gen_ai.response.finish_reasons": [record.finish_reason] if record.finish_reason else None,
         "gen_ai.input.messages": None if record.body is None else record.body.decode(errors="replace"),
+        "gen_ai.conversation.id": record.labels.session or None,
+        "user.id": record.labels.user or None,
         "gen_ai.output.messages": None if record.replies is None else json.dumps(list(map(preview, record.replies))),
         **_facts(record),
     }
@@ -118,12 +126,25 @@ def semantic_attributes(record: SpanRecord) -> dict[str, Any]:
 def _facts(record: SpanRecord) -> dict[str, Any]:
     return {
         "mlflow_llm.request_id": record.request_id,
-        "mlflow_llm.endpoint": record.endpoint,
-        "mlflow_llm.adapter": record.adapter or None,
+        **_answered_by(record),
+        **{f"mlflow_llm.tags.{name}": value for name, value in record.labels.tags.items()},
+        "mlflow_llm.client_request_id": record.labels.client_request_id or None,
         "mlflow_llm.stream": record.stream,
         "mlflow_llm.finish_reason": record.finish_reason,
         "http.response.status_code": record.status,
     }
+
+
+def _answered_by(record: SpanRecord) -> dict[str, str]:
+    """Return the endpoint, and which version of which model answered, as far as known."""
+    found = {
+        "mlflow_llm.endpoint": record.endpoint,
+        "mlflow_llm.entity": record.entity,
+        "mlflow_llm.model_version": record.model.label,
+        "mlflow_llm.content_hash": record.model.content_hash,
+        "mlflow_llm.adapter": record.adapter,
+    }
+    return {name: value for name, value in found.items() if value}
 
 
 def trace_info(record: SpanRecord, experiment_id: str) -> Any:
@@ -133,19 +154,20 @@ def trace_info(record: SpanRecord, experiment_id: str) -> Any:
     metadata = {"mlflow.trace_schema.version": "3"}
     if found := usage(record):
         metadata["mlflow.trace.tokenUsage"] = json.dumps(found)
+    labels = record.labels
+    for name, value in (("mlflow.trace.user", labels.user), ("mlflow.trace.session", labels.session)):
+        if value:
+            metadata[name] = value[:MAX_METADATA]
+    own = {_NO_NAME.sub("_", name): value for name, value in labels.tags.items() if not name.startswith(RESERVED)}
     return TraceInfo(
         trace_id=f"tr-{record.trace.trace_id}",
         trace_location=TraceLocation.from_experiment_id(experiment_id),
         request_time=record.start_ns // 1_000_000,
         execution_duration=(record.end_ns - record.start_ns) // 1_000_000,
         state=TraceState.OK if record.status < RequestError.status else TraceState.ERROR,
-        client_request_id=record.request_id,
+        client_request_id=labels.client_request_id or record.request_id,
         request_preview=None if record.body is None else record.body.decode(errors="replace")[:1000],
         response_preview=None if record.replies is None else "\n".join(map(preview, record.replies))[:1000],
         trace_metadata=metadata,
-        tags={
-            "mlflow.traceName": f"{record.task or 'request'} {record.endpoint}",
-            "mlflow_llm.endpoint": record.endpoint,
-            **({"mlflow_llm.adapter": record.adapter} if record.adapter else {}),
-        },
+        tags=own | {"mlflow.traceName": f"{record.task or 'request'} {record.endpoint}"} | _answered_by(record),
     )

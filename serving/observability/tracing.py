@@ -20,6 +20,8 @@ import zmq
 from msgspec import Struct
 
 from ..interface.reply import Choice
+from ..labels import NONE, Labels
+from ..model_version import UNKNOWN, ModelVersion
 from . import metrics
 
 SOCKET = "traces.sock"
@@ -52,7 +54,10 @@ class SpanRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     reply_id: str = ""
     task: str
     endpoint: str
+    entity: str = ""
+    model: ModelVersion = UNKNOWN
     adapter: str = ""
+    labels: Labels = NONE
     stream: bool = False
     status: int
     error: str | None = None

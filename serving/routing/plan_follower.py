@@ -137,7 +137,11 @@ class PlanFollower:
         before, self._stamp, self.generation = self.generation, stamp, plan.generation
         self._report(plan.generation)
         if plan.generation != before:  # not after each retry to reach a replica
-            logs.event("serving", generation=plan.generation, endpoints=[endpoint.name for endpoint in plan.endpoints])
+            models = {
+                endpoint.name: [f"{one.config.name}: {one.config.model.identity}" for one in endpoint.entities]
+                for endpoint in plan.endpoints
+            }
+            logs.event("serving", generation=plan.generation, endpoints=list(models), models=models)
 
     def close(self) -> None:
         """Close all engine clients, and remove the worker from those that the controller process waits for."""
@@ -208,6 +212,7 @@ class PlanFollower:
             profile=profile_in(mode, profile),
             names=(entity.config.name,),
             version=version_of(source.uri),
+            identity=source.identity,
         )
         return ServedEntity(
             endpoint=planned.name,

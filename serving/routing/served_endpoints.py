@@ -10,6 +10,7 @@ from ..interface.errors import InvalidField, NotFound
 from ..interface.request import Task
 from ..interface.settings import NAME, PrefixSharing
 from ..metering.accounts.authorization import ANONYMOUS, Caller
+from ..model_version import ModelVersion
 from ..modes import Mode
 from ..tasks.prompt.endpoint import EndpointView
 from .traffic import TrafficSplit
@@ -36,6 +37,11 @@ class ServedEntity:
     def version(self) -> str:
         """The model's version in the registry."""
         return self.view.version
+
+    @property
+    def identity(self) -> ModelVersion:
+        """Which version of which model answers."""
+        return self.view.identity
 
     @property
     def tasks(self) -> tuple[Task, ...]:

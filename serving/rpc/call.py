@@ -71,10 +71,10 @@ class Call:
         with contextlib.suppress(ValueError):  # the call has already ended
             self.context.set_trailing_metadata(found)
 
-    def abort(self, error: ServingError, request_id: str = "") -> None:
+    def abort(self, error: ServingError, request_id: str = "", headers: Mapping[str, str] | None = None) -> None:
         """End the call with the status of ``error``. Always raises, as gRPC's ``abort`` does."""
         named = {REQUEST_ID: request_id} if request_id else {}
-        self.send_trailers(named | retry_headers(error))
+        self.send_trailers({**(headers or {}), **named, **retry_headers(error)})
         self.context.abort(status_of(error), message_of(error))
 
 

@@ -101,7 +101,7 @@ class Service:
             asked = parsed(data, message(f"{name}Request"))
             found = self._loop.call(partial(self._handled, call, record, auth, lambda caller: answer(asked, caller)))
         except ServingError as error:
-            call.abort(error, record.request_id)
+            call.abort(error, record.request_id, record.headers)
         if not auth.is_open:
             record.finish(200)
         response: bytes = json_format.ParseDict(found, message(f"{name}Response")()).SerializeToString()
@@ -142,7 +142,7 @@ class Service:
                 message = self._received(requests, held.enter_context(self._turn(call, record, caller)))
                 answer = self._loop.call(partial(self._whole, call, record, message))
         except ServingError as error:
-            call.abort(error, record.request_id)
+            call.abort(error, record.request_id, record.headers)
         assert isinstance(answer.body, bytes)
         record.finish(answer.status)
         call.send_trailers(answer.headers | {REQUEST_ID: record.request_id})
@@ -184,7 +184,7 @@ class Service:
         try:
             self._loop.call(partial(self._handled, call, record, Auth.INVOKE, lambda caller: None))
         except ServingError as error:
-            call.abort(error, record.request_id)
+            call.abort(error, record.request_id, record.headers)
         responses: queue.SimpleQueue[bytes | _Over] = queue.SimpleQueue()
         room = threading.Semaphore(AT_ONCE)
         threading.Thread(target=self._read, args=(requests, call, responses, room), daemon=True).start()

@@ -20,7 +20,7 @@ from mlflow.pyfunc import FLAVOR_NAME as PYFUNC
 from mlflow.pyfunc import MAIN, scoring_server
 
 from ....serving.dialects.fields.fields import CONTENT, unknown_field
-from ....serving.dialects.fields.tables import DATABRICKS_WITHOUT_MEANING
+from ....serving.dialects.label_fields import DATABRICKS_LABELS
 from ....serving.interface.errors import InvalidField, RequestError
 from ..errors import raises_mlflow
 from ..model.names import LOADER_MODULE
@@ -28,7 +28,7 @@ from ..model.signature import is_lossless
 
 FORMS = ("inputs", "instances", "dataframe_split", "dataframe_records")
 LLM_FORM = tuple(CONTENT)  # a body with one of these is itself a request; MLflow's own list lacks query and text_1
-BESIDE = ("params", *(field.name for field in DATABRICKS_WITHOUT_MEANING))
+BESIDE = ("params", *(field.name for field in DATABRICKS_LABELS))
 
 
 def is_scoring_server() -> bool:

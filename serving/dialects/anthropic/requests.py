@@ -26,13 +26,14 @@ from ...interface.readers import (
     string,
     text,
     type_of,
-    user,
 )
 from ...interface.request import RawChat, RawSampling, Tool, ToolChoice
+from ...labels import Labels
 from ..base import Headers
 from ..fields.tables import MAX_TOKENS
 from ..fields.text_readers import STOPS, stop_strings
 from ..fields.tool_fields import PARAMETERS, tool_parameters
+from ..label_fields import USER, user
 from .blocks import CACHE_CONTROL, MAX_NAME, NAME, NO_SERVER_TOOLS, SYSTEM_BLOCK, texts_or
 from .messages import chat_of, read_turns, text_of
 
@@ -175,7 +176,7 @@ BODY = record(
     temperature=Entry(number(0, 1), "sampling temperature; 0 is greedy; default 1, or the model's own"),
     top_p=Entry(number(0, 1, above=True), "nucleus sampling; default 1, or the model's own"),
     top_k=Entry(integer(0, MAX_TOKENS), "the k most probable tokens; 0 is all"),
-    metadata=Entry(record(user_id=Entry(user, "an id of the end user, recorded in the request's log line"))),
+    metadata=Entry(record(user_id=Entry(user, USER))),
     service_tier=Entry(one_of("auto", "standard_only", why="there is one tier")),
 )
 
@@ -207,7 +208,8 @@ def read_message_request(body: dict[str, Any]) -> RawChat:
         constraint=_constraint(found),
     )
     user = found.get("metadata", {}).get("user_id")
-    return _chat(found, sampling, stream=found.get("stream", False), user=user)
+    labels = Labels(user=user) if user else None
+    return _chat(found, sampling, stream=found.get("stream", False), labels=labels)
 
 
 def read_count_request(body: dict[str, Any]) -> RawChat:

@@ -9,6 +9,7 @@ import msgspec
 
 from ...interface.errors import InvalidField
 from ...interface.request import RawBeams, RawChat, RawCompletion, RawEmbedding, RawRequest, RawSampling, Task
+from ...labels import take_labels
 from .beam_fields import beams_of
 from .constraint_fields import only
 from .fields import Table, task_of
@@ -23,6 +24,7 @@ def decode(tables: Mapping[Task, Table], body: Any, task: Task | None, beams_of:
     """Read a body, without changing it. ``beams_of`` reads the dialect's own beam search. Raises ``InvalidField``."""
     name = task_of(body, task)
     found = tables[name].read(body)
+    take_labels(found)
     if name == "embeddings":
         inputs, batched = found.pop("inputs")
         return RawEmbedding(inputs=inputs, batched=batched, **found)

@@ -20,15 +20,14 @@ from ...interface.readers import (
     integer,
     list_of,
     number,
-    obj,
     one_of,
     reader,
     record,
     short_text,
     string,
-    user,
 )
 from ...interface.request import MAX_CHOICES, Task
+from ..label_fields import DATABRICKS_LABELS, METADATA, SAFETY_IDENTIFIER, USER_FIELD
 from .beam_fields import BEAMS
 from .constraint_fields import BACKEND, GUIDED, WHITESPACE, response_format, structured_outputs
 from .fields import Field, Table
@@ -81,7 +80,7 @@ def _by_name(*groups: Iterable[Field]) -> dict[str, Field]:
 
 COMMON = (
     _field("model", string, "model", "endpoint, served entity, or endpoint:adapter"),
-    _field("user", user, "user", "an id of the end user, recorded in the request's log line"),
+    USER_FIELD,
     _field(
         "cache_salt",
         short_text(MAX_CACHE_SALT),
@@ -312,9 +311,10 @@ OTHER_PAIRS = tuple(
 )
 INSTRUCTION = (_field("instruction", string, "instruction", "prepended to each input, as the model card says"),)
 
+LABELS = (METADATA, SAFETY_IDENTIFIER)
+
 # Fields that are meant for other services around the model; each field's note says why it has no effect here.
 WITHOUT_MEANING = (
-    _field("metadata", obj, None, note="labels for OpenAI's stored completions; nothing is stored here"),
     _field("store", one_of(False, why="completions are not stored"), None, note="nothing is stored"),
     _field(
         "service_tier",
@@ -323,14 +323,7 @@ WITHOUT_MEANING = (
         note="there is one tier, with both names",
     ),
     _field("prompt_cache_key", string, None, note="a routing hint, which the prefix cache does not need"),
-    _field("safety_identifier", string, None, note="OpenAI's abuse reports only"),
     _field("modalities", one_of(["text"], why="the model writes text"), None, note="only text is generated"),
-)
-DATABRICKS_WITHOUT_MEANING = (
-    # mlflow.genai.to_predict_fn adds {"return_trace": true} and accepts a response without a trace
-    _field("databricks_options", obj, None, note="MLflow's evaluation asks for a trace if there is one"),
-    _field("usage_context", obj, None, note="labels for the platform's usage table"),
-    _field("client_request_id", string, None, note="a label for the platform's inference table"),
 )
 
 
@@ -355,7 +348,7 @@ _COMPLETIONS_NOT_BUILT = {
     "prediction": _nothing("replies are predicted in chats"),
 }
 
-_GENERATE = (COMMON, STREAM, SAMPLING, EXTENSIONS, BEAMS, CONSTRAINTS, WITHOUT_MEANING)
+_GENERATE = (COMMON, STREAM, SAMPLING, EXTENSIONS, BEAMS, CONSTRAINTS, LABELS, WITHOUT_MEANING)
 _COMPLETE = (*_GENERATE, COMPLETIONS, _COMPLETIONS_WITHOUT_MEANING)
 
 OPENAI: Mapping[Task, Table] = {
@@ -383,7 +376,7 @@ _EMBEDDING_EXTRAS = (
     ),
     TIMEOUT,
 )
-_DATABRICKS_ANY = (ADAPTER, DATABRICKS_WITHOUT_MEANING)
+_DATABRICKS_ANY = (ADAPTER, DATABRICKS_LABELS)
 
 # ``TOP_K`` is the document's ("null or an integer above zero"): it comes after the extensions' and so replaces it.
 DATABRICKS: Mapping[Task, Table] = {

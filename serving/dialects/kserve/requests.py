@@ -13,10 +13,12 @@ import msgspec
 from msgspec import Struct
 
 from ...interface.errors import InvalidField
-from ...interface.readers import boolean, integer, short_text, string, user
+from ...interface.readers import boolean, integer, short_text, string
 from ...interface.request import Draft, EarlyStopping, LoraTask, PromptTable, RawBeams, RawCompletion, RawSampling
+from ...labels import MAX_REQUEST_ID, Labels
 from ..fields.fields import unknown_field
 from ..fields.tables import MAX_CACHE_SALT
+from ..label_fields import USER, user
 from .body import InferCall
 from .replies import OUTPUTS
 from .tensor_fields import FIELDS
@@ -31,7 +33,7 @@ PARAMETERS: Mapping[str, str] = {
     BINARY_OUTPUT: "return outputs as bytes unless they say otherwise",
     "timeout": "microseconds that this request may take",
     "adapter": "a LoRA adapter of the model",
-    "user": "an id of the end user, recorded in the request's log line",
+    "user": USER,
     "cache_salt": "cached prompt prefixes are shared only with requests of the same salt and the same tenant",
 }
 _NAMES = {field.target: field.name for field in reversed(tuple(FIELDS.values()))}
@@ -84,7 +86,7 @@ def raw_request(call: InferCall, *, streams: bool = False, empty_final: bool = F
         use_raw_prompt=True,
         stream=stream,
         adapter=_read(parameters, "adapter", string),
-        user=_read(parameters, "user", user),
+        labels=_labels(call, _read(parameters, "user", user)),
         cache_salt=_read(parameters, "cache_salt", short_text(MAX_CACHE_SALT)),
         lora_task=_lora_task(found),
         prompt_table=_prompt_table(found),
@@ -92,6 +94,14 @@ def raw_request(call: InferCall, *, streams: bool = False, empty_final: bool = F
         echoed=_encoder.encode(echo),
         sent_as={"prompt" if target == "text" else target: name for target, name in names.items()},
     )
+
+
+def _labels(call: InferCall, user: str | None) -> Labels | None:
+    """Return the labels: the user, and the call's id unless it is too long for one, which the reply repeats anyway."""
+    is_label = 0 < len(call.id) <= MAX_REQUEST_ID and "\0" not in call.id
+    if not user and not is_label:
+        return None
+    return Labels(user=user or "", client_request_id=call.id if is_label else "")
 
 
 def _values(call: InferCall) -> tuple[dict[str, Any], dict[str, str]]:

@@ -6,30 +6,21 @@ completions; clients send them as ``extra_body``. Fields that need stored respon
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 
 from ...interface.errors import InvalidField
-from ...interface.readers import (
-    Entry,
-    Reader,
-    boolean,
-    integer,
-    list_of,
-    one_of,
-    reader,
-    record,
-    refused,
-    short_text,
-    string,
-)
+from ...interface.readers import Entry, Reader, boolean, integer, list_of, one_of, reader, record, refused, string
 from ...interface.request import Message, RawChat, RawSampling
+from ...labels import take_labels
 from ..fields.constraint_fields import only
 from ..fields.fields import Field, Table
 from ..fields.tables import MAX_TOKENS, OPENAI
 from ..fields.tool_fields import chosen
+from ..label_fields import METADATA, SAFETY_IDENTIFIER
 from .input import NO_TOOLS_OF_ITS_OWN, NOT_STORED, read_input
 from .tools import read_text, read_tool_choice, read_tools, shown_text, shown_tools
 
@@ -57,23 +48,6 @@ def _truncation(value: Any, path: str) -> str | None:
     return "truncate" if _TRUNCATION(value, path) == "auto" else None
 
 
-_METADATA = {"type": "object", "maxProperties": 16, "propertyNames": {"maxLength": 64}}
-_LABEL = {"type": "string", "maxLength": 512}
-
-
-@reader(**_METADATA, additionalProperties=_LABEL)
-def _metadata(value: Any, path: str) -> dict[str, str]:
-    """Read at most 16 labels, each of at most 64 characters with a text of at most 512."""
-    if not isinstance(value, dict) or len(value) > 16:
-        raise InvalidField(path, value, "an object of at most 16 labels")
-    for name, label in value.items():
-        if len(string(name, path)) > 64:
-            raise InvalidField(path, name, "labels of at most 64 characters")
-        if len(string(label, f"{path}.{name}")) > 512:
-            raise InvalidField(f"{path}.{name}", label, "a text of at most 512 characters")
-    return value
-
-
 _WHY_NOTHING_ELSE = f"pictures are not sent back, and {NO_TOOLS_OF_ITS_OWN}"
 _INCLUDE = list_of(one_of(LOGPROBS, ENCRYPTED), f"a list of {LOGPROBS} and {ENCRYPTED}: {_WHY_NOTHING_ELSE}")
 _STREAM_OPTIONS = record(include_obfuscation=Entry(one_of(False, why="events are sent as they are")))
@@ -98,7 +72,7 @@ _OWN = (
         "truncation", _truncation, "sampling.error_behavior",
         "auto: cut the beginning of an input that exceeds the context (pay-per-token endpoints); default disabled",
     ),
-    _field("metadata", _metadata, "echoed.metadata", "labels that the reply repeats"),
+    dataclasses.replace(METADATA, description=f"{METADATA.description}; the reply repeats them"),
     _field("stream_options", _STREAM_OPTIONS, None, note="events are sent as they are"),
     _field("max_tool_calls", integer(1, MAX_TOKENS), "echoed.max_tool_calls", note="built-in tools; there are none"),
     _field("store", one_of(False, why=NOT_STORED), None, note="nothing is stored"),
@@ -111,7 +85,7 @@ _OWN = (
         "prompt_cache_retention", one_of("in_memory", "24h"), "echoed.prompt_cache_retention",
         note="prefixes stay in memory while there is room",
     ),
-    _field("safety_identifier", short_text(512), "echoed.safety_identifier", note="OpenAI's abuse reports only"),
+    SAFETY_IDENTIFIER,
 )  # fmt: skip
 # Field names of chat completions that clients may send by mistake, and their names here.
 _CHAT_NAMES = {
@@ -171,7 +145,10 @@ COUNT_TABLE = Table(
     refused={name: _REFUSED[name] for name in ("previous_response_id", "conversation", "messages")},
 )
 # Fields that the reply repeats as they were sent. Fields that only the reply reads have a target in ``echoed``.
-_SENT = ("instructions", "tool_choice", "parallel_tool_calls", "reasoning", "truncation", "user")
+_SENT = (
+    "instructions", "tool_choice", "parallel_tool_calls", "reasoning", "truncation", "user", "metadata",
+    "safety_identifier",
+)  # fmt: skip
 _SHOWN: Mapping[str, Callable[[Any], Any]] = {"text": shown_text, "tools": shown_tools}
 
 
@@ -183,6 +160,7 @@ def read_count_request(body: dict[str, Any]) -> RawChat:
 def read_response_request(body: dict[str, Any], table: Table = TABLE) -> RawChat:
     """Read a body of ``/v1/responses``, without changing it. Raises ``InvalidField``."""
     found = table.read(body)
+    take_labels(found)
     sampling, echoed = _taken(found, "sampling."), _taken(found, "echoed.")
     echoed |= {name: body[name] for name in _SENT if body.get(name) is not None}
     echoed |= {name: show(body[name]) for name, show in _SHOWN.items() if body.get(name) is not None}

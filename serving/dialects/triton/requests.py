@@ -12,6 +12,7 @@ from msgspec import Struct
 from ...interface.errors import InvalidField
 from ...interface.readers import INT32_MAX, UINT64_MAX, boolean, integer, number, one_of, reader, text
 from ...interface.request import RawCompletion, RawSampling
+from ...labels import Labels
 from ..fields.fields import Field, Table
 from ..mindie.requests import FLOAT_MAX
 
@@ -187,6 +188,7 @@ def read_generate(body: Mapping[str, Any], *, version: str | None, stream: bool)
         use_raw_prompt=True,
         stream=stream,
         timings=details or perf_stat,
+        labels=Labels(client_request_id=echo.id) if echo.id else None,
         echoed=_encoder.encode(echo),
         sampling=RawSampling(exact_bounds=True, **_with_default_length(sampling)),
     )

@@ -23,12 +23,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, TypeVar
-from urllib.parse import quote
 
 from ...dialects.json_body import json_bytes, read_object
-from ...frontend.addressing import address, check_limits, meant
+from ...frontend.addressing import address, check_limits, meant, record_served
 from ...frontend.answer import Answer
-from ...frontend.invoke import SERVED_HEADER
 from ...frontend.operation import Handler, Request
 from ...frontend.worker_state import Server
 from ...interface.request import Raw
@@ -50,7 +48,8 @@ def counting(read: Callable[[dict[str, Any]], R], answer: Callable[[R, EndpointV
             entity, raw = address(endpoints, request, raw)
             record.endpoint = entity.endpoint
             endpoints.check_use(request.caller, entity, entity.view.find_adapter(None, raw.adapter))
-            record.headers[SERVED_HEADER] = quote(entity.entity_shown_to(request.caller), safe="/:@ ")
+            record_served(request, entity)
+            record.labels = entity.view.labels(raw)
             encoded = server.offload(len(body), lambda: json_bytes(answer(raw, entity.view)))
             allocation.grow(len(encoded))
         return Answer(body=encoded, headers=dict(record.headers))

@@ -17,8 +17,8 @@ from ...interface.request import Task
 from ...metering.accounts.authorization import UNKNOWN, Caller
 from ...observability import metrics
 from ...routing.replica_set import BEST_FIRST
-from ...routing.served_endpoints import ServedEntity
 from .. import anthropic_models
+from ...routing.served_endpoints import ServedEndpoints, ServedEntity
 from ..route import Listener, Route
 
 # fields of an endpoint's health that every caller may see; most of the others count the work of all tenants
@@ -33,11 +33,27 @@ def _named(entity: ServedEntity, adapter: str | None) -> anthropic_models.Named:
     return anthropic_models.Named(name, entity)
 
 
-def _model(entity: ServedEntity, caller: Caller, adapter: str | None = None) -> dict[str, Any]:
+def _model(seen: ServedEndpoints, entity: ServedEntity, caller: Caller, adapter: str | None = None) -> dict[str, Any]:
+    """Return an endpoint or one of its adapters in OpenAI's form, with the model versions that answer."""
     card = {"id": _named(entity, adapter).name, "object": "model", "created": entity.created, "owned_by": "mlflow-llm"}
     parent = {} if adapter is None else {"parent": entity.endpoint}
     root = entity.entity_shown_to(caller)
-    return {**card, **parent, "root": root, "max_model_len": entity.engine.info.max_model_len}
+    served = [_served(one, caller) for one in seen.entities() if one.endpoint == entity.endpoint]
+    return {
+        **card,
+        **parent,
+        "root": root,
+        "max_model_len": entity.engine.info.max_model_len,
+        "served_models": served,
+    }
+
+
+def _served(entity: ServedEntity, caller: Caller) -> dict[str, Any]:
+    """Return which version of which model is served; the model's name in the registry only to who manages."""
+    model = entity.identity
+    shown = {"model_name": model.name} if caller.manages and model.name else {}
+    shown |= {"model_version": model.version} if model.version else {}
+    return {"name": entity.entity_shown_to(caller), **shown, "content_hash": model.content_hash}
 
 
 def list_models(server: Server, request: Request) -> Answer:
@@ -46,15 +62,16 @@ def list_models(server: Server, request: Request) -> Answer:
     if anthropic_models.is_meant(request):
         return anthropic_models.page_of(request, [_named(entity, adapter) for entity, adapter in found])
     return json_answer(
-        {"object": "list", "data": [_model(entity, request.caller, adapter) for entity, adapter in found]}
+        {"object": "list", "data": [_model(seen, entity, request.caller, adapter) for entity, adapter in found]}
     )
 
 
 def get_model(server: Server, request: Request) -> Answer:
-    entity, adapter = server.endpoints.seen_by(request.caller).find(request.name)
+    seen = server.endpoints.seen_by(request.caller)
+    entity, adapter = seen.find(request.name)
     if anthropic_models.is_meant(request):
         return anthropic_models.one_model(request, _named(entity, adapter))
-    return json_answer(_model(entity, request.caller, adapter))
+    return json_answer(_model(seen, entity, request.caller, adapter))
 
 
 def _entry(entity: ServedEntity, caller: Caller) -> dict[str, Any]:

@@ -19,8 +19,8 @@ from ...frontend.worker_state import Server
 from ...interface.errors import InvalidField, NotFound, PermissionDenied
 from ...metering.accounts.authorization import Caller
 from ...metering.usage.export import csv_lines, write_parquet
-from ...metering.usage.filter import filter_of, groups_of
-from ...metering.usage.usage import MAX_PAGE, Usage, UsageFilter, bill
+from ...metering.usage.filter import MAX_VERSION, filter_of, groups_of
+from ...metering.usage.usage import ALLOWED_GROUPS, MAX_PAGE, Usage, UsageFilter, bill
 from ..route import Route
 from .paths import USAGE
 
@@ -34,7 +34,12 @@ USAGE_QUERY: dict[str, dict[str, Any]] = {
     "entity": _NAME,
     "key_id": _NAME,
     "status": {"enum": ["open", "ok", "error", "aborted", "recovered"]},
-    "by": {"type": "string", "description": "Sums by day, tenant, endpoint, entity, key_id; several with commas"},
+    "model_version": _NAME | {"maxLength": MAX_VERSION, "description": "A model's name and version: assistant/7"},
+    "content_hash": _NAME,
+    "end_user": _NAME | {"description": "What requests gave as user"},
+    "client_request_id": _NAME,
+    "tag": {"type": "string", "description": "NAME=VALUE: a label of metadata or usage_context"},
+    "by": {"type": "string", "description": f"Sums by {ALLOWED_GROUPS}; several with commas"},
     "format": {"enum": ["json", "csv", "parquet"]},
     "limit": {"type": "integer", "minimum": 1, "maximum": 10_000, "description": "Rows of a page"},
     "cursor": {"type": "string", "description": "next_cursor of the page before"},

@@ -10,6 +10,8 @@ from typing import Literal, Protocol
 from msgspec import Struct
 
 from ...interface.errors import Aborted
+from ...labels import NONE, Labels
+from ...model_version import UNKNOWN, ModelVersion
 from ..accounts.limits import LimitStatus
 from .lease_owner import LeaseOwner
 from .settlement import Settlement, Status
@@ -30,7 +32,8 @@ class Reservation(Struct, frozen=True, kw_only=True):
     """The most that a request may use. ``max_output_tokens`` is the sum over its sequences.
 
     ``pays_tokens`` is False if provisioned time is billed instead, so that tokens cost nothing extra. ``request_id`` is
-    the server's own, unique for ever (1 to 256 bytes), and not an id chosen by callers.
+    the server's own, unique for ever (1 to 256 bytes), and not an id chosen by callers. ``model`` is the one that
+    answers, ``labels`` is what the caller says about the request.
     """
 
     request_id: str
@@ -45,6 +48,8 @@ class Reservation(Struct, frozen=True, kw_only=True):
     adapter: str | None = None
     bucket: Bucket | None = None
     pays_tokens: bool = True
+    model: ModelVersion = UNKNOWN
+    labels: Labels = NONE
 
 
 class Began(Struct, frozen=True):

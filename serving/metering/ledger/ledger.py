@@ -399,4 +399,9 @@ def _row(reservation: Reservation, owner: str, started_ms: int, price: Price) ->
         "prompt_weight_milli": reservation.bucket.prompt_weight_milli if reservation.bucket else 0,
         "started_ms": started_ms,
         "status": "open",
+        "model_version": reservation.model.label or None,
+        "content_hash": reservation.model.content_hash or None,
+        "end_user": reservation.labels.user or None,
+        "client_request_id": reservation.labels.client_request_id or None,
+        "tags": reservation.labels.tags or None,
     }

@@ -45,7 +45,8 @@ class Settlement(Struct, frozen=True, kw_only=True):
     accepted_drafts: int = 0
 
 
-_find = sa.select(ledger).where(ledger.c.request_id == sa.bindparam("id")).with_for_update()
+_SETTLED_BY = [column for column in ledger.c if column.name != "tags"]  # which may be ten kilobytes
+_find = sa.select(*_SETTLED_BY).where(ledger.c.request_id == sa.bindparam("id")).with_for_update()
 _close = sa.update(ledger).where(ledger.c.request_id == sa.bindparam("id"))
 _scoped = [
     sa.and_(window_table.c.scope == scope, window_table.c.subject == sa.bindparam(scope))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import itertools
+import json
 from collections.abc import Iterable, Iterator
 from decimal import Decimal
 from typing import IO
@@ -24,7 +25,8 @@ def csv_lines(usage: UsageSource, what: UsageFilter) -> Iterator[str]:
     yield line.text
     currency = usage.currency()
     for row in usage.rows(what):
-        writer.writerow([_cell(value) for value in (*row.to_wire().values(), currency)])
+        values = (row.to_wire() | {"tags": _tags(row)}).values()
+        writer.writerow([_cell(value) for value in (*values, currency)])
         yield line.text
 
 
@@ -70,8 +72,15 @@ def _arrow_type(pa: object, name: str) -> object:
 
 
 def _value(row: UsageRow, name: str) -> object:
+    if name == "tags":
+        return _tags(row)
     value = getattr(row, name)
     return Decimal(units(value)) if name in MONEY else value
+
+
+def _tags(row: UsageRow) -> str | None:
+    """Return the tags of a row as one JSON object."""
+    return None if row.tags is None else json.dumps(row.tags, ensure_ascii=False)
 
 
 def _batched(rows: Iterable[UsageRow]) -> Iterator[list[UsageRow]]:

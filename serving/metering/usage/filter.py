@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ...interface.errors import InvalidField
+from ...labels import MAX_TAG_VALUE
 from ..store.time_formats import parse_timestamp
-from .usage import GROUPS, GroupBy, UsageFilter
+from .usage import ALLOWED_GROUPS, LABELS, GroupBy, UsageFilter, is_group, is_selectable
 
 MAX_NAME = 256
+MAX_VERSION = 512  # the name of a registered model, and its version
 STATUSES = ("open", "ok", "error", "aborted", "recovered")
-NAMES = ("tenant", "endpoint", "entity", "key_id", "status")
+NAMES = ("tenant", "endpoint", "entity", "key_id", "status", *LABELS)
 
 
 def filter_of(asked: Mapping[str, str | None]) -> UsageFilter:
@@ -26,18 +28,29 @@ def filter_of(asked: Mapping[str, str | None]) -> UsageFilter:
         value = asked.get(name)
         if value is None:
             continue
-        if not 0 < len(value) <= MAX_NAME or "\0" in value:
-            raise InvalidField(name, value, f"a name of 1 to {MAX_NAME} characters")
+        longest = MAX_VERSION if name == "model_version" else MAX_NAME
+        if not 0 < len(value) <= longest or "\0" in value:
+            raise InvalidField(name, value, f"a name of 1 to {longest} characters")
         found[name] = value
     if found.get("status", "ok") not in STATUSES:
         raise InvalidField("status", found["status"], "one of " + ", ".join(STATUSES))
-    return UsageFilter(start_ms=start_ms or 0, end_ms=end_ms, **found)
+    return UsageFilter(start_ms=start_ms or 0, end_ms=end_ms, tag=_tag_of(asked.get("tag")), **found)
+
+
+def _tag_of(value: str | None) -> tuple[str, str] | None:
+    """Parse ``"team=search"``: a tag's name, which has no "=" here, and its value."""
+    if value is None:
+        return None
+    name, equals, text = value.partition("=")
+    if not equals or not is_selectable(name) or len(text) > MAX_TAG_VALUE or "\0" in text:
+        allowed = "NAME=VALUE, a tag and its value; the name is printable, without quotation marks and backslashes"
+        raise InvalidField("tag", value, allowed)
+    return name, text
 
 
 def groups_of(value: str) -> tuple[GroupBy, ...]:
-    """Parse columns to sum by, such as ``"day,tenant"``. Raises ``InvalidField``."""
-    asked = [name.strip() for name in value.split(",")]
-    found = tuple(group for name in asked for group in GROUPS if group == name)
-    if len(found) != len(asked) or len(set(found)) != len(found):
-        raise InvalidField("by", value, "one or more of " + ", ".join(GROUPS) + ", each once")
+    """Parse columns to sum by, such as ``"day,tenant,tags.team"``. Raises ``InvalidField``."""
+    found = tuple(name.strip() for name in value.split(","))
+    if not all(map(is_group, found)) or len(set(found)) != len(found):
+        raise InvalidField("by", value, f"one or more of {ALLOWED_GROUPS}, each once")
     return found

@@ -6,13 +6,14 @@ import base64
 import binascii
 import datetime
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, Protocol, TypeAlias
+from typing import Annotated, Any, Protocol, TypeAlias
 
 import msgspec
 import sqlalchemy as sa
 from msgspec import Meta, Struct
 
 from ...interface.errors import InvalidField
+from ...labels import MAX_TAG_NAME
 from ..accounts.money import currency, units
 from ..store.store import Store
 from ..store.tables import folded, ledger, provisioned_minutes
@@ -20,15 +21,19 @@ from ..store.tables import folded, ledger, provisioned_minutes
 MAX_PAGE = 10_000
 READ_PAGE = 1000
 DAY_MS = 86_400_000
-GroupBy: TypeAlias = Literal["day", "tenant", "endpoint", "entity", "key_id"]
-GROUPS: tuple[GroupBy, ...] = ("day", "tenant", "endpoint", "entity", "key_id")
+GroupBy: TypeAlias = str  # one of GROUPS, or TAG and the name of a tag
+GROUPS = ("day", "tenant", "endpoint", "entity", "key_id", "model_version", "content_hash", "end_user")
+TAG = "tags."
+ALLOWED_GROUPS = f"{', '.join(GROUPS)}, {TAG}NAME"
+LABELS = ("model_version", "content_hash", "end_user", "client_request_id")  # which folded days no longer have
 
 
 MONEY = ("price_input", "price_cached", "price_output", "cost")
 
 
 class UsageFilter(Struct, frozen=True, kw_only=True):
-    """Selects rows that started in [start_ms, end_ms) and match the fields that are given."""
+    """Selects rows that started in [start_ms, end_ms) and match the fields that are given. ``tag`` is a tag's name and
+    value."""
 
     start_ms: int = 0
     end_ms: int | None = None
@@ -37,6 +42,16 @@ class UsageFilter(Struct, frozen=True, kw_only=True):
     entity: str | None = None
     key_id: str | None = None
     status: str | None = None
+    model_version: str | None = None
+    content_hash: str | None = None
+    end_user: str | None = None
+    client_request_id: str | None = None
+    tag: tuple[str, str] | None = None
+
+    @property
+    def by_label(self) -> bool:
+        """Whether it selects by what only rows have: folded days and reserved time have no labels."""
+        return self.tag is not None or any(getattr(self, name) is not None for name in LABELS)
 
 
 class UsageRow(Struct, frozen=True, kw_only=True):
@@ -45,7 +60,8 @@ class UsageRow(Struct, frozen=True, kw_only=True):
     ``generated_tokens`` is the engine's own count, some seconds late. If it exceeds ``completion_tokens``, the
     difference was generated but never reached the gateway (the request was cut off, or an engine died); it is not
     billed. ``draft_tokens`` and ``accepted_draft_tokens`` (of speculative decoding) are only counted for requests that
-    ran to their end.
+    ran to their end. The last five fields are None in rows from before they were recorded, and for what is not known or
+    was not given.
     """
 
     request_id: str
@@ -70,6 +86,11 @@ class UsageRow(Struct, frozen=True, kw_only=True):
     ended_ms: int | None
     finish_reason: str | None
     status: str
+    model_version: str | None = None
+    content_hash: str | None = None
+    end_user: str | None = None
+    client_request_id: str | None = None
+    tags: dict[str, str] | None = None
 
     def to_wire(self) -> dict[str, Any]:
         """Return the row in the API's form, with money as decimal strings."""
@@ -118,8 +139,8 @@ class UsageSource(Protocol):
 def bill(source: UsageSource, what: UsageFilter, by: tuple[GroupBy, ...]) -> dict[str, Any]:
     """Return sums and reserved throughput in the API's form, with money as decimal strings."""
     names = ("tenant", "endpoint", "entity", "unit_minutes", "cost")
-    # reserved time belongs to a tenant, not to a single key
-    rows = () if what.key_id is not None else source.provisioned_cost(what)
+    # reserved time belongs to a tenant, not to a single key, user or version
+    rows = () if what.key_id is not None or what.by_label else source.provisioned_cost(what)
     return {
         "currency": source.currency(),
         "usage": [total.to_wire(by) for total in source.sums(what, by)],
@@ -128,7 +149,7 @@ def bill(source: UsageSource, what: UsageFilter, by: tuple[GroupBy, ...]) -> dic
 
 
 _Cursor = tuple[Annotated[int, Meta(ge=0, lt=2**53)], Annotated[str, Meta(max_length=256)]]
-_EXACT = ("tenant", "endpoint", "entity", "key_id", "status")
+_EXACT = ("tenant", "endpoint", "entity", "key_id", "status")  # which rows and folded days have
 _COUNTS = (
     "prompt_tokens", "cached_tokens", "completion_tokens", "generated_tokens", "draft_tokens",
     "accepted_draft_tokens", "cost",
@@ -175,12 +196,12 @@ class Usage:
     def sums(self, what: UsageFilter, by: tuple[GroupBy, ...] = ("day", "tenant", "entity")) -> tuple[UsageSum, ...]:
         """Return sums over the closed rows that match, ordered by group. Raises ``InvalidField`` for ``by``.
 
-        A folded day counts if its first millisecond is in the filter's time.
+        A folded day counts if its first millisecond is in the filter's time; it has no labels. A group without a label
+        has "" in its place.
         """
-        if not by or set(by) - set(GROUPS) or len(set(by)) != len(by):
-            raise InvalidField("by", ",".join(map(str, by)), "one or more of " + ", ".join(GROUPS))
-        rows = [ledger.c.started_ms // DAY_MS if name == "day" else ledger.c[name] for name in by]
-        days = [folded.c[name] for name in by]
+        if not by or not all(map(is_group, by)) or len(set(by)) != len(by):
+            raise InvalidField("by", ",".join(map(str, by)), f"one or more of {ALLOWED_GROUPS}")
+        rows, days = [_group(name) for name in by], [_folded_group(name) for name in by]
         both = sa.union_all(  # one statement sees one state, so that rows folded meanwhile count once
             _summed(rows, sa.func.count(), ledger).where(*_conditions(what), ledger.c.status != "open"),
             _summed(days, sa.func.sum(folded.c.requests), folded).where(*_folded_conditions(what)),
@@ -208,17 +229,47 @@ class Usage:
         return tuple((row[0], row[1], row[2], int(row[3]), int(row[4])) for row in found)
 
 
+def is_group(name: Any) -> bool:
+    """Return whether usage can be summed by ``name``."""
+    if not isinstance(name, str):
+        return False
+    return name in GROUPS or (name.startswith(TAG) and is_selectable(name.removeprefix(TAG)))
+
+
+def is_selectable(tag: str) -> bool:
+    """Return whether rows can be selected by a tag of this name: databases know no path to some."""
+    return 0 < len(tag) <= MAX_TAG_NAME and tag.isprintable() and not set(tag) & set('"\\')
+
+
+def _group(name: GroupBy) -> Any:
+    if name == "day":
+        return ledger.c.started_ms // DAY_MS
+    return sa.func.coalesce(_tag(name.removeprefix(TAG)) if name.startswith(TAG) else ledger.c[name], "")
+
+
+def _folded_group(name: GroupBy) -> Any:
+    return folded.c[name] if name in folded.c else sa.literal("", sa.String)
+
+
+def _tag(name: str) -> sa.ColumnElement[str]:
+    return ledger.c.tags[name].as_string()
+
+
 def _conditions(what: UsageFilter) -> list[sa.ColumnElement[bool]]:
     conditions = [ledger.c.started_ms >= what.start_ms]
     if what.end_ms is not None:
         conditions.append(ledger.c.started_ms < what.end_ms)
-    for name in _EXACT:
+    for name in (*_EXACT, *LABELS):
         if getattr(what, name) is not None:
             conditions.append(ledger.c[name] == getattr(what, name))
+    if what.tag is not None:
+        conditions.append(_tag(what.tag[0]) == what.tag[1])
     return conditions
 
 
 def _folded_conditions(what: UsageFilter) -> list[sa.ColumnElement[bool]]:
+    if what.by_label:
+        return [sa.false()]
     conditions = [folded.c.day >= -(-what.start_ms // DAY_MS)]
     if what.end_ms is not None:
         conditions.append(folded.c.day < -(-what.end_ms // DAY_MS))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from ...interface.dialect_settings import DialectSettings
 from ...interface.engine import EngineInfo
 from ...interface.errors import InvalidField, NotFound
 from ...interface.request import MAX_MESSAGES, MAX_PROMPTS, RawRequest, Task
+from ...labels import NONE, Labels
 from ...model_files.model_uri import UNREGISTERED
+from ...model_version import UNKNOWN, ModelVersion
 from .text import TextModel
 
 
@@ -62,7 +63,8 @@ class EndpointView:
     loaded in a notebook cannot know what its callers call it. A name after a colon is an adapter in both cases.
     ``adapters`` is called at each request, because adapters are loaded and unloaded. ``default_adapter`` answers
     requests that name no adapter. ``defaults`` returns the values of fields that a request does not set
-    (``dialects.defaults``). ``version`` is the model's version in the registry.
+    (``dialects.defaults``). ``version`` is the model's version in the registry;
+    ``identity`` says which model it is, and what it contains.
     """
 
     name: str
@@ -74,6 +76,7 @@ class EndpointView:
     profile: Profile = field(default_factory=Profile)
     names: tuple[str, ...] | None = ()
     version: str = UNREGISTERED
+    identity: ModelVersion = UNKNOWN
 
     def known_adapters(self) -> tuple[str, ...]:
         """Return the sorted names of the adapters that are loaded now."""
@@ -95,12 +98,11 @@ class EndpointView:
         """The maximum number of tokens of a prompt."""
         return min(self.context, self.profile.dialects.maxInputTokenLen or self.context)
 
-    def said(self, raw: RawRequest, field: str) -> Any:
-        """Return the value of a field that every task has: from ``raw``, or else from the model's own defaults."""
-        if (given := getattr(raw, field)) is not None:
-            return given
+    def labels(self, raw: RawRequest) -> Labels:
+        """Return the labels of ``raw``, with those of the model's own defaults that it lacks."""
         own = self.defaults(raw.task)
-        return None if own is None else getattr(own, field)
+        given = raw.labels or NONE
+        return given if own is None or own.labels is None else given.over(own.labels)
 
     def find_adapter(self, model: str | None, adapter: str | None) -> str | None:
         """Return the adapter that ``model`` ("endpoint:adapter") or ``adapter`` names, or the default one.

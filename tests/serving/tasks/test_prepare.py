@@ -9,6 +9,7 @@ from mlflow_llm.serving.dialects import DIALECTS, FIELDS
 from mlflow_llm.serving.dialects.fields.defaults import defaults_of
 from mlflow_llm.serving.interface.errors import ContextTooLong, InvalidField, NotFound, RequestError
 from mlflow_llm.serving.interface.request import Message, TextPart, ToolCall
+from mlflow_llm.serving.labels import Labels
 from mlflow_llm.serving.tasks.prepare import NO_LIMITS, Limits, prepare
 from mlflow_llm.serving.tasks.prompt.conversation import check_turns, template_messages
 from mlflow_llm.serving.tasks.prompt.rendering import TemplateReads
@@ -369,7 +370,7 @@ def test_defaults_of_the_model(endpoint_of):
     assert (own.adapter, own.sampling.temperature, own.cache_salt) == ("haiku", 1.0, "salt of mine")
     assert (own.sampling.max_tokens, own.sampling.min_tokens) == (3, 3)
     raw = DIALECTS["mlflow"].read({"messages": HI})
-    assert (endpoint.said(raw, "user"), endpoint_of().said(raw, "user")) == ("u", None)
+    assert (endpoint.labels(raw).user, endpoint_of().labels(raw)) == ("u", Labels())
     with pytest.raises(NotFound, match="no adapter 'pirate'; loaded: haiku"):
         _valid(dataclasses.replace(endpoint, adapters=("haiku",)), messages=HI)
 

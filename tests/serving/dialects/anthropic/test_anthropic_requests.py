@@ -22,6 +22,7 @@ from mlflow_llm.serving.dialects.anthropic.requests import (
 from mlflow_llm.serving.interface.constraint import Constraint
 from mlflow_llm.serving.interface.errors import InvalidField
 from mlflow_llm.serving.interface.request import Message, RawChat, TextPart, Tool, ToolCall, ToolChoice
+from mlflow_llm.serving.labels import Labels
 
 HI = [{"role": "user", "content": "hi"}]
 LEAST = {"model": "m", "max_tokens": 9, "messages": HI}
@@ -49,7 +50,7 @@ def turns(*given: tuple[str, Any]) -> tuple[Message, ...]:
 
 def test_a_user_has_256_characters_at_most() -> None:
     """As in the document; more are refused by the field's name."""
-    assert read(metadata={"user_id": "u" * 256}).user == "u" * 256
+    assert read(metadata={"user_id": "u" * 256}).labels == Labels(user="u" * 256)
     assert refused(metadata={"user_id": "u" * 257}).param == "metadata.user_id"
 
 
@@ -67,7 +68,7 @@ def test_what_a_message_asks() -> None:
         cache_control={"type": "ephemeral"},
     )
     asked = raw.sampling
-    assert (raw.model, raw.stream, raw.user, raw.end) == ("m", True, "u", "generation_prompt")
+    assert (raw.model, raw.stream, raw.labels, raw.end) == ("m", True, Labels(user="u"), "generation_prompt")
     assert (asked.max_tokens, asked.temperature, asked.top_p, asked.top_k) == (9, 0.5, 0.9, 40)
     assert (asked.stop, asked.constraint) == (("a", "b"), None)
     assert (raw.tools, raw.tool_choice, raw.parallel_tool_calls, raw.thinking) == (None, None, None, None)

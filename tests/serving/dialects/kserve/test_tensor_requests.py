@@ -14,6 +14,7 @@ from mlflow_llm.serving.dialects.kserve.tensor_fields import FIELDS
 from mlflow_llm.serving.dialects.kserve.tensors import BF16, BYTES, DTYPES
 from mlflow_llm.serving.interface.errors import InvalidField
 from mlflow_llm.serving.interface.request import Draft, LoraTask, PromptTable, RawBeams, RawCompletion, RawSampling
+from mlflow_llm.serving.labels import Labels
 
 KSERVE = DIALECTS["kserve"]
 GREEDY = RawSampling(
@@ -65,7 +66,7 @@ def decoded(*tensors: tuple[str, str, list[int], Any], binary: bool = True, **mo
 
 def test_a_user_has_256_characters_at_most() -> None:
     """It is a parameter of the call; more are refused by its name."""
-    assert decoded(parameters={"user": "u" * 256}).user == "u" * 256
+    assert decoded(parameters={"user": "u" * 256}).labels == Labels(user="u" * 256)
     with pytest.raises(InvalidField, match="user"):
         decoded(parameters={"user": "u" * 257})
 
@@ -198,7 +199,7 @@ def test_texts_and_parameters() -> None:
     text = (("text_input", BYTES, [1, 1], ["ü".encode()]), ("max_tokens", "INT32", [1], [4]))
     parameters = {"top_k": 5, "temperature": 0.5, "timeout": 1500, "user": "u", "cache_salt": "s", "adapter": "a"}
     raw = decoded(*text, parameters=parameters | {"sequence_id": 0, "priority": 0, "binary_data_output": True})
-    assert (raw.prompts, raw.user, raw.cache_salt, raw.adapter) == (("ü",), "u", "s", "a")
+    assert (raw.prompts, raw.labels, raw.cache_salt, raw.adapter) == (("ü",), Labels(user="u"), "s", "a")
     assert (raw.sampling.top_k, raw.sampling.temperature, raw.sampling.timeout) == (5, 0.5, 0.0015)
     with pytest.raises(InvalidField, match="max_tokens: None"):
         decoded(text[0])

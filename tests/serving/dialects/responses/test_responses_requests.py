@@ -18,6 +18,7 @@ from mlflow_llm.serving.dialects.responses.fields import TABLE, read_response_re
 from mlflow_llm.serving.interface.constraint import Constraint
 from mlflow_llm.serving.interface.errors import InvalidField, RequestError, ServingError
 from mlflow_llm.serving.interface.request import Message, RawChat, TextPart, Tool, ToolCall, ToolChoice
+from mlflow_llm.serving.labels import Labels
 
 DIALECT = DIALECTS["responses"]
 HEAD = Head(DIALECT.routes[0], {})
@@ -84,7 +85,8 @@ def test_every_field_arrives() -> None:
     assert raw.messages == (Message(role="system", content="be kind"), Message(role="user", content="hi"))
     assert {name: getattr(raw.sampling, name) for name in sampling} == sampling
     assert (raw.sampling.max_tokens, raw.sampling.stop, raw.sampling.logit_bias) == (9, ("a",), {5: -100.0})
-    assert (raw.sampling.stop_token_ids, raw.model, raw.stream, raw.user, raw.cache_salt) == ((3,), "m", True, "u", "s")
+    assert (raw.sampling.stop_token_ids, raw.model, raw.stream, raw.cache_salt) == ((3,), "m", True, "s")
+    assert raw.labels == Labels(user="u")
     assert (raw.parallel_tool_calls, raw.chat_template, raw.chat_template_kwargs) == (False, "default", {"a": 1})
 
 
