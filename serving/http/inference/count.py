@@ -30,6 +30,7 @@ from ...frontend.answer import Answer
 from ...frontend.operation import Handler, Request
 from ...frontend.worker_state import Server
 from ...interface.request import Raw
+from ...labels import NONE
 from ...tasks.prompt.endpoint import EndpointView
 
 R = TypeVar("R", bound=Raw)
@@ -49,7 +50,7 @@ def counting(read: Callable[[dict[str, Any]], R], answer: Callable[[R, EndpointV
             record.endpoint = entity.endpoint
             endpoints.check_use(request.caller, entity, entity.view.find_adapter(None, raw.adapter))
             record_served(request, entity)
-            record.labels = entity.view.labels(raw)
+            record.labels = raw.labels or NONE
             encoded = server.offload(len(body), lambda: json_bytes(answer(raw, entity.view)))
             allocation.grow(len(encoded))
         return Answer(body=encoded, headers=dict(record.headers))
