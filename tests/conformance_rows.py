@@ -136,13 +136,13 @@ SAMPLING: dict[str, Row] = {
     "guided_decoding_backend": Row(
         body={"guided_decoding_backend": "guidance", "guided_regex": "a"}, shows=matches("a")
     ),
-    "user": Row(body={"user": "u"}, note="kept in the log"),
+    "user": Row(body={"user": "u"}, note="kept in log and ledger"),
     "cache_salt": Row(body={"cache_salt": "own"}, shows=as_plain),
-    "metadata": Row(body={"metadata": {"a": "b"}}, shows=as_plain, note="labels, which mean nothing here"),
+    "metadata": Row(body={"metadata": {"a": "b"}}, shows=as_plain, note="labels, kept in log and ledger"),
     "store": Row(body={"store": True}, refused="completions are not stored", note="false is taken"),
     "service_tier": Row(body={"service_tier": "flex"}, refused="there is one tier", note="auto and default are taken"),
     "prompt_cache_key": Row(body={"prompt_cache_key": "k"}, shows=as_plain, note="the prefix cache needs no hint"),
-    "safety_identifier": Row(body={"safety_identifier": "s"}, shows=as_plain, note="means nothing here"),
+    "safety_identifier": Row(body={"safety_identifier": "s"}, shows=as_plain, note="kept in log and ledger"),
     "modalities": Row(body={"modalities": ["audio"]}, refused="the model writes text", note='["text"] is taken'),
     "functions": Row(body={"functions": [{"name": "f"}]}, refused="the newer tools and tool_choice say the same"),
     "function_call": Row(body={"function_call": {"name": "f"}}, refused="the newer tools and tool_choice say the same"),
@@ -208,7 +208,7 @@ TEXT: dict[str, Row] = {
 VECTORS: dict[str, Row] = {
     "model": Row(body={"model": "embedder"}, shows=lambda seen, plain: seen.first["model"] == "embedder"),
     "input": Row(body={"input": ["a", "b"]}, shows=lambda seen, plain: len(seen.first["data"]) == 2),
-    "user": Row(body={"user": "u"}, note="kept in the log"),
+    "user": Row(body={"user": "u"}, note="kept in log and ledger"),
     "cache_salt": Row(body={"cache_salt": "own"}, note="vectors share no prefixes"),
     "dimensions": Row(body={"dimensions": 8}, shows=lambda seen, plain: len(seen.first["data"][0]["embedding"]) == 8),
     "encoding_format": Row(
@@ -237,8 +237,8 @@ SCORES: dict[str, Row] = {
 }
 _LABELS = {
     "databricks_options": Row(body={"databricks_options": {"return_trace": True}}, note="there is no trace"),
-    "usage_context": Row(body={"usage_context": {"a": "b"}}, note="labels, which mean nothing here"),
-    "client_request_id": Row(body={"client_request_id": "c"}, note="a label, which means nothing here"),
+    "usage_context": Row(body={"usage_context": {"a": "b"}}, note="labels, kept in log and ledger"),
+    "client_request_id": Row(body={"client_request_id": "c"}, note="kept in log and ledger"),
 }
 _ADAPTER = {"adapter": Row(body={"adapter": "pirate"}, shows=has("model"))}
 _TRUNCATE = {
