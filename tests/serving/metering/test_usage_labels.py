@@ -5,14 +5,17 @@ from __future__ import annotations
 import csv
 import io
 import json
+from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 import sqlalchemy as sa
+from alembic import command
+from alembic.config import Config
 
 from mlflow_llm.serving.interface.errors import InvalidField
 from mlflow_llm.serving.labels import Labels
-from mlflow_llm.serving.metering import Price, ProvisionedMinutes, Usage, UsageFilter
+from mlflow_llm.serving.metering import Price, ProvisionedMinutes, Store, Usage, UsageFilter, migrations
 from mlflow_llm.serving.metering.ledger.retention import fold
 from mlflow_llm.serving.metering.store.tables import ledger as table
 from mlflow_llm.serving.metering.usage.export import csv_lines, write_parquet
@@ -122,3 +125,22 @@ def test_a_row_without_labels_has_no_tags_at_all(store, filled):
     """NULL, and not JSON's null, so that queries of one's own can tell."""
     query = sa.select(sa.func.count()).select_from(table).where(table.c.tags.is_(sa.null()))
     assert store.read(lambda connection: connection.execute(query).scalar_one()) == 1
+
+
+def test_rows_of_the_release_before_stay_readable(store_url, store, filled):
+    """A database without these columns is upgraded when it is opened; its rows have no labels, and the same sums."""
+    before = Usage(store).sums(UsageFilter(), ("tenant",))
+    config = Config()
+    config.set_main_option("script_location", str(Path(migrations.__file__).parent).replace("%", "%%"))
+
+    def to_the_release_before(connection):
+        config.attributes["connection"] = connection
+        command.downgrade(config, "0009")
+
+    store.write(to_the_release_before)
+    again = Store(store_url)
+    try:
+        assert Usage(again).sums(UsageFilter(), ("tenant",)) == before
+        assert {row.tags for row in Usage(again).rows(UsageFilter())} == {None}
+    finally:
+        again.close()

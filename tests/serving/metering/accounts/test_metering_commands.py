@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from mlflow_llm.serving.cli import cli
 from mlflow_llm.serving.interface.errors import Conflict, InvalidField, NotFound, RequestError
+from mlflow_llm.serving.labels import Labels
 from mlflow_llm.serving.metering import Keys, Limits, Price, Prices, ProvisionedMinutes
 from mlflow_llm.serving.metering.ledger.retention import fold
 
@@ -256,3 +257,16 @@ def test_settle(run, ledger, reserve_of, tmp_path):
     assert run(*words) == "settled 1 requests; 0 are open in running processes\n"
     assert rows_of(ledger.store)["r1"].completion_tokens == 4
     ledger._owner = None
+
+
+def test_the_bill_by_labels(run, ledger, reserve_of):
+    """Sums by tags and users, and of one of them; a tag without a value is refused by the option's name."""
+    for number, team in enumerate(("search", "search", "ads")):
+        labels = Labels(user=f"u{number}", tags={"team": team})
+        ledger.reserve(reserve_of(f"r{number}", labels=labels)).settle(completion=number)
+    lines = [line.split()[:2] for line in run("usage", "--group-by", "tags.team").splitlines()[1:]]
+    assert lines == [["ads", "1"], ["search", "2"], ["total", "3"]]
+    lines = run("usage", "--by", "end_user", "--tag", "team=search", "--end-user", "u1").splitlines()
+    assert lines[1].split()[:2] == ["u1", "1"]
+    with pytest.raises(InvalidField, match="NAME=VALUE"):
+        run("usage", "--tag", "team")
