@@ -17,13 +17,14 @@ _NO_NUL = r"^[^\u0000]*$"  # no database keeps one
 def label(least: int, most: int) -> Reader[str]:
     """A reader of a label of ``least`` to ``most`` characters."""
     lengths = {"minLength": least} if least else {}
-    allowed = f"a string of {f'{least} to' if least else 'at most'} {most} characters, none of them NUL"
+    allowed = f"a text of {f'{least} to' if least else 'at most'} {most} characters, none of them NUL"
 
     @reader(type="string", maxLength=most, pattern=_NO_NUL, **lengths)
     def read(value: Any, path: str) -> str:
-        if not isinstance(value, str) or not least <= len(value) <= most or "\0" in value:
+        text = string(value, path)
+        if not least <= len(text) <= most or "\0" in text:
             raise InvalidField(path, value, allowed)
-        return string(value, path)
+        return text
 
     return read
 

@@ -212,7 +212,6 @@ class PlanFollower:
             profile=profile_in(mode, profile),
             names=(entity.config.name,),
             version=version_of(source.uri),
-            identity=source.identity,
         )
         return ServedEntity(
             endpoint=planned.name,
@@ -222,6 +221,7 @@ class PlanFollower:
             mode=mode,
             created=planned.created,
             prefix_sharing=planned.prefix_sharing,
+            identity=source.identity,
         )
 
     def _text(self, entity: PlannedEntity) -> TextModel:

@@ -10,7 +10,7 @@ from ..interface.errors import InvalidField, NotFound
 from ..interface.request import Task
 from ..interface.settings import NAME, PrefixSharing
 from ..metering.accounts.authorization import ANONYMOUS, Caller
-from ..model_version import ModelVersion
+from ..model_version import UNKNOWN, ModelVersion
 from ..modes import Mode
 from ..tasks.prompt.endpoint import EndpointView
 from .traffic import TrafficSplit
@@ -21,7 +21,8 @@ class ServedEntity:
     """One served entity of an ``endpoint``, with the engine that runs its requests for this worker.
 
     ``view`` has what validation needs to know, including the tokenizer. ``mode`` admits requests; None admits all and
-    keeps no ledger. ``created`` is in Unix seconds. ``entity`` is the served model's name in responses and metrics.
+    keeps no ledger. ``created`` is in Unix seconds. ``entity`` is the served model's name in responses and metrics,
+    ``identity`` says which model that is, in which version.
     A ``prefix_sharing`` of None means the server's setting.
     """
 
@@ -32,16 +33,12 @@ class ServedEntity:
     mode: Mode | None = None
     created: int = 0
     prefix_sharing: PrefixSharing | None = None
+    identity: ModelVersion = UNKNOWN
 
     @property
     def version(self) -> str:
         """The model's version in the registry."""
         return self.view.version
-
-    @property
-    def identity(self) -> ModelVersion:
-        """Which version of which model answers."""
-        return self.view.identity
 
     @property
     def tasks(self) -> tuple[Task, ...]:

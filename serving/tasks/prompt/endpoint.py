@@ -11,7 +11,6 @@ from ...interface.errors import InvalidField, NotFound
 from ...interface.request import MAX_MESSAGES, MAX_PROMPTS, RawRequest, Task
 from ...labels import NONE, Labels
 from ...model_files.model_uri import UNREGISTERED
-from ...model_version import UNKNOWN, ModelVersion
 from .text import TextModel
 
 
@@ -63,8 +62,7 @@ class EndpointView:
     loaded in a notebook cannot know what its callers call it. A name after a colon is an adapter in both cases.
     ``adapters`` is called at each request, because adapters are loaded and unloaded. ``default_adapter`` answers
     requests that name no adapter. ``defaults`` returns the values of fields that a request does not set
-    (``dialects.defaults``). ``version`` is the model's version in the registry;
-    ``identity`` says which model it is, and what it contains.
+    (``dialects.defaults``). ``version`` is the model's version in the registry.
     """
 
     name: str
@@ -76,7 +74,6 @@ class EndpointView:
     profile: Profile = field(default_factory=Profile)
     names: tuple[str, ...] | None = ()
     version: str = UNREGISTERED
-    identity: ModelVersion = UNKNOWN
 
     def known_adapters(self) -> tuple[str, ...]:
         """Return the sorted names of the adapters that are loaded now."""

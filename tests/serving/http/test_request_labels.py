@@ -43,8 +43,8 @@ class Place:
         tracer = Tracer(1.0, send=lambda data: sent.append(data) is None)
         server = make(mode=PayPerToken(self.ledger), ledger=self.ledger, keys=self.keys, tracer=tracer)
         (entity,) = server.endpoints.entities()
-        view = dataclasses.replace(entity.view, version=MODEL.version, identity=MODEL)
-        self.server = dataclasses.replace(server, endpoints=ServedEndpoints(dataclasses.replace(entity, view=view)))
+        endpoints = ServedEndpoints(dataclasses.replace(entity, identity=MODEL))
+        self.server = dataclasses.replace(server, endpoints=endpoints)
         self.client: FlaskClient = create_app(self.server).test_client()
 
     def key(self, *scopes: str) -> dict[str, str]:

@@ -17,6 +17,7 @@ from scrapes import Figures, figures, pick
 from server_calls import BODY, ask, asking, health, until
 from serving_process import Running, running
 
+from mlflow_llm.serving.model_version import ModelVersion
 from mlflow_llm.serving.observability.worker_counters import KINDS, merge_ended
 
 
@@ -40,10 +41,10 @@ def known_load(server: Running) -> None:
 
 
 def test_requests_are_counted_by_status(counted: tuple[Figures, Running]) -> None:
-    """Requests are counted by endpoint, adapter, task and status; one for no endpoint has none."""
+    """Requests are counted by endpoint, entity, adapter, task and status; one for no endpoint has none."""
     found, _ = counted
     name = "mlflow_llm_requests_total"
-    chat = {"endpoint": "assistant", "task": "chat", "status": "200"}
+    chat = {"endpoint": "assistant", "entity": "model-1", "task": "chat", "status": "200"}
     assert pick(found, name, adapter="", **chat) == 16
     assert pick(found, name, adapter="pirate", **chat) == 4
     assert pick(found, name, endpoint="assistant", status="400") == 1
@@ -56,7 +57,7 @@ def test_tokens_are_counted_by_kind(counted: tuple[Figures, Running]) -> None:
     usage = json.loads(ask(server, BODY)[1])["usage"]
     name = "mlflow_llm_tokens_total"
     for adapter, requests in (("", 16), ("pirate", 4)):
-        labels = {"endpoint": "assistant", "adapter": adapter}
+        labels = {"endpoint": "assistant", "entity": "model-1", "adapter": adapter}
         assert pick(found, name, kind="completion", **labels) == 8 * requests
         assert pick(found, name, kind="prompt", **labels) == usage["prompt_tokens"] * requests
         assert pick(found, name, kind="cached", **labels) == 0
@@ -128,7 +129,8 @@ def test_every_field_of_a_heartbeat_is_exposed() -> None:
         health=lambda: heartbeat, num_replicas=3, info=SimpleNamespace(**runs_on), record=EngineRecord
     )
     runs.process_health = lambda: {"g": heartbeat}
-    entity = SimpleNamespace(endpoint="a", entity="model", engine=runs)
+    version = ModelVersion(name="m", version="7", content_hash="c" * 64)
+    entity = SimpleNamespace(endpoint="a", entity="model", identity=version, engine=runs)
     registry = CollectorRegistry()
     registry.register(EngineCollector(SimpleNamespace(entities=lambda: [entity]), EngineCounters()))
     names = ("engine_steps_total", "last_step_age_seconds", "running_sequences", "waiting_requests", "kv_tokens_used")
@@ -145,6 +147,8 @@ def test_every_field_of_a_heartbeat_is_exposed() -> None:
     found = [registry.get_sample_value(f"mlflow_llm_{name}", {"endpoint": "a", "entity": "model"}) for name in names]
     assert found == list(range(1, 14))
     assert registry.get_sample_value("mlflow_llm_engine_ready", {"endpoint": "a", "entity": "model"}) == 0
+    model = {"endpoint": "a", "entity": "model", "name": "m", "version": "7", "content_hash": "c" * 64}
+    assert registry.get_sample_value("mlflow_llm_model_info", model) == 1
     assert registry.get_sample_value("mlflow_llm_replicas", {"endpoint": "a", "entity": "model"}) == 3
     labels = {"endpoint": "a", "entity": "model", **runs_on}
     assert registry.get_sample_value("mlflow_llm_engine_info", labels) == 1
