@@ -51,9 +51,10 @@ def _model(seen: ServedEndpoints, entity: ServedEntity, caller: Caller, adapter:
 def _served(entity: ServedEntity, caller: Caller) -> dict[str, Any]:
     """Return which version of which model is served; the model's name in the registry only to who manages."""
     model = entity.identity
-    shown = {"model_name": model.name} if caller.manages and model.name else {}
-    shown |= {"model_version": model.version} if model.version else {}
-    return {"name": entity.entity_shown_to(caller), **shown, "content_hash": model.content_hash}
+    shown = {"model_version": model.version, "content_hash": model.content_hash}
+    if caller.manages:
+        shown["model_name"] = model.name
+    return {"name": entity.entity_shown_to(caller)} | {name: value for name, value in shown.items() if value}
 
 
 def list_models(server: Server, request: Request) -> Answer:

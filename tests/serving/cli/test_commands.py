@@ -275,8 +275,9 @@ def test_bench_refuses_numbers(command: Command, numbers: str) -> None:
 def test_endpoints(command: Command) -> None:
     """endpoints lists endpoints with task, context and state, and adapters below them."""
     head, endpoint, adapter = command("endpoints").stdout.splitlines()
-    assert head.split()[:4] == ["NAME", "TASK", "MODEL", "CONTEXT"]
-    assert endpoint.split()[:4] == ["assistant", "chat", "model-1", "8192"]
+    assert head.split()[:5] == ["NAME", "TASK", "MODEL", "VERSION", "CONTEXT"]
+    (served,) = json.loads(command("endpoints", "--json").stdout)[0]["served_models"]
+    assert endpoint.split()[:5] == ["assistant", "chat", "model-1", served["content_hash"][:12], "8192"]
     assert "ready" in endpoint
     assert adapter == "  assistant:pirate"
     listed, below = json.loads(command("endpoints", "--json").stdout)

@@ -9,6 +9,7 @@ import pytest
 from flask.testing import FlaskClient
 
 CARD = {"object": "model", "created": 1, "owned_by": "mlflow-llm", "root": "model-1", "max_model_len": 4096}
+CARD["served_models"] = [{"name": "model-1"}]
 BASE = {"id": "assistant", **CARD}
 ADAPTED = {"id": "assistant:pirate", **CARD, "parent": "assistant"}
 ENTRY = {
