@@ -467,7 +467,8 @@ class ValidRequest(Struct, frozen=True, kw_only=True):
     ``prompt_table``, or tokens of ``pictures``, one picture after another. For pairs of texts, ``second_from`` is the
     token of each sequence from which on token types are the second; () if each sequence is one text.
 
-    Reply: ``stop`` strings are matched above the engine, on text. ``tools`` is None if none may be called. With
+    Reply: with ``continues_prompt``, the text continues the prompt's own; without, it is a text of its own, such as a
+    turn of a chat. ``stop`` strings are matched above the engine, on text. ``tools`` is None if none may be called. With
     ``begins_in_reasoning``, the prompt's template has opened the reasoning with which the reply continues. ``read_as``
     is the chat template in whose format reasoning and calls are read from the reply; None if the reply is only text.
     ``index_by_prompt`` comes from the endpoint's profile, ``form`` from the endpoint. ``dimensions`` is for
@@ -484,6 +485,7 @@ class ValidRequest(Struct, frozen=True, kw_only=True):
     adapter: str | None = None
     n: int = 1
     index_by_prompt: bool = False
+    continues_prompt: bool = False
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True

@@ -236,6 +236,7 @@ def _generation(
         sampling=sampling,
         n=n,
         index_by_prompt=profile.index_by_prompt,
+        continues_prompt=raw_prompt or (isinstance(raw, RawChat) and raw.end == "open"),
         stop=asked.stop or (),
         include_stop_str_in_output=bool(asked.include_stop_str_in_output),
         skip_special_tokens=asked.skip_special_tokens is not False,

@@ -74,7 +74,8 @@ class BeamGroup:
     def read_texts(self, tokenizer: GrammarTokenizer) -> None:
         """Give the search the tokens' texts, which stop strings need. Called before the first step."""
         if self.group.request.stop:
-            self._texts = BeamTexts(self.group.request, self._rule, tokenizer)
+            prompt = self.group.request.sequences[self.indexes[0]].prompt_token_ids
+            self._texts = BeamTexts(self.group.request, self._rule, tokenizer, prompt)
 
     def take(self, beam: SequenceState, logits: Any) -> bool:
         """Keep the logits [V] after a beam's last token; return whether all beams have theirs now."""

@@ -18,7 +18,10 @@ from .beam_search import Fork, RunningBeams
 class BeamTexts:
     """Finds the ends of one search's texts. ``tokenizer`` may be None if there are no stop strings."""
 
-    def __init__(self, request: ValidRequest, rule: StopRule, tokenizer: GrammarTokenizer | None) -> None:
+    def __init__(
+        self, request: ValidRequest, rule: StopRule, tokenizer: GrammarTokenizer | None, prompt: Sequence[int] = ()
+    ) -> None:
+        """Begin the texts of a search after ``prompt``."""
         assert request.sampling is not None
         self._rule = rule
         self._stops = [stop.encode() for stop in request.stop] if tokenizer is not None else []
@@ -27,6 +30,8 @@ class BeamTexts:
         # the text made above the engine begins in the same way (``tasks.choice``)
         plain = request.sampling.grammar is None or request.tools is not None
         self._strips = tokenizer is not None and tokenizer.strips_space and plain
+        if self._strips and request.continues_prompt:
+            self._strips = not any(self._bytes(i, is_first=False).strip() for i in reversed(prompt))
         self._kept = max(map(len, self._stops), default=1) - 1  # most bytes of a text that may begin a stop string
         self._tails: list[bytes] = []  # the last bytes of each beam's text
 
@@ -56,7 +61,7 @@ class BeamTexts:
         assert tokenizer is not None
         if token_id in tokenizer.special_ids and not self._shows_special:
             return b""
-        data = tokenizer.table[token_id]
+        data = tokenizer.table[token_id] if token_id < len(tokenizer.table) else b""  # a prompt may have other ids
         return data.removeprefix(b" ") if is_first and self._strips else data
 
     def fork(self, forks: Sequence[Fork], length: int) -> None:

@@ -4,17 +4,25 @@ A byte-level tokenizer (GPT-2's kind: Llama 3, Qwen, SmolLM) maps each token to 
 is exact and costs the same for every token. Other tokenizers (SentencePiece's kind) decode a token depending on the
 tokens before it, so a window of tokens is decoded with and without the new ones, and the difference is the new text.
 There, text is held while it ends in U+FFFD, the sign of an incomplete character, for at most ``MAX_HELD`` tokens.
-One case differs on purpose: if a run of SentencePiece's byte tokens becomes invalid after a valid character, decoding
-the whole run would take back that character, which has already been delivered; here it stays.
+Two cases differ on purpose, because a decoder would take back text that has already been delivered; here it stays:
+a run of SentencePiece's byte tokens that becomes invalid after a valid character, and a replacement that reaches over
+several tokens.
+
+A text that continues its prompt (a completion) is decoded after the prompt's last tokens, which are not in the text:
+decoders of SentencePiece's kind remove the space before a text's first word, and others treat the first token
+differently too. So prompt and text together are what decoding all tokens gives.
 """
 
 from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any, Protocol
 
 MAX_HELD = 16
+MAX_WINDOW = 64  # tokens; a longer run of spaces is decoded after the last of them alone
+CONTEXT = 8  # tokens of a prompt that are looked at first, and spaces that are kept of a long run
 
 
 class Detokenizer(Protocol):
@@ -42,11 +50,17 @@ class ByteDetokenizer:
 
     __slots__ = ("_bytes", "_decoder", "_is_within")
 
-    def __init__(self, token_bytes: Sequence[bytes]) -> None:
-        """Take ``token_bytes``: item ``i`` has the bytes of token ``i``, b"" for a token to be skipped."""
+    def __init__(self, token_bytes: Sequence[bytes], before: Sequence[int] = ()) -> None:
+        """Take ``token_bytes``: item ``i`` has the bytes of token ``i``, b"" for a token to be skipped.
+
+        ``before`` are the tokens of a text that the caller has; if it ends within a character, this text begins with
+        that character.
+        """
         self._bytes = token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._is_within = False  # whether the text so far ends within a character
+        known = [token_bytes[i] for i in before[-CONTEXT:] if i < len(token_bytes)]
+        self._decoder.decode(b"".join(known)[-3:])  # a character has four bytes at most
+        self._is_within = bool(self._decoder.getstate()[0])  # whether the text so far ends within a character
 
     def push(self, token_id: int) -> str:
         if token_id >= len(self._bytes):  # a padding row of the embedding: it has no text
@@ -78,18 +92,18 @@ class WindowDetokenizer:
     """The detokenizer for all other tokenizers: it decodes a window of tokens with and without the new one.
 
     The window begins at ``start``. The text of ``ids[start:read]`` was delivered last and stays in the window as left
-    context.
+    context. It has a character other than a space, because decoders may remove spaces at the beginning.
     """
 
     __slots__ = ("_backend", "_ids", "_read", "_skip", "_start")
 
-    def __init__(self, backend: Any, skip_special_tokens: bool, before: Sequence[int] = ()) -> None:
-        """Begin after ``before``, the tokens of a text that has been delivered already."""
+    def __init__(self, backend: Any, skip_special_tokens: bool, before: Sequence[int] = (), held: int = 0) -> None:
+        """Begin after ``before``, the tokens of a text that the caller has, except the last ``held`` of them."""
         self._backend = backend
         self._skip = skip_special_tokens
         self._ids: list[int] = list(before)
         self._start = 0
-        self._read = len(before)
+        self._read = len(before) - held
 
     def push(self, token_id: int) -> str:
         self._ids.append(token_id)
@@ -112,10 +126,17 @@ class WindowDetokenizer:
         held = len(self._ids) - self._read
         if not final and after.endswith("\ufffd") and held < MAX_HELD:
             return ""
-        if len(after) <= len(before) and not final:  # a skipped token, or the decoder needs the next token
+        new = after[len(before) :]
+        if not after.startswith(before) and "\ufffd" not in after:  # it replaces what was delivered
+            new = after[next(i for i, pair in enumerate(zip_longest(before, after)) if pair[0] != pair[1]) :]
+        if not new and not final:  # a skipped token, or the decoder needs the next token
             return ""
-        self._start, self._read = self._read, len(self._ids)
-        return after[len(before) :]
+        if new.strip():
+            self._start = self._read
+        elif self._read - self._start > MAX_WINDOW:
+            self._start = self._read - CONTEXT
+        self._read = len(self._ids)
+        return new
 
     def _decode(self, ids: list[int]) -> str:
         text: str = self._backend.decode(ids, skip_special_tokens=self._skip)

@@ -6,8 +6,8 @@ made. Templates are rendered in separate processes (``rendering``).
 
 from __future__ import annotations
 
+import codecs
 import functools
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,11 +19,11 @@ from ...interface.errors import InvalidField, PackagingError, RequestError, Unav
 from ...interface.request import ChatEnd
 from ...interface.tool_format import ToolFormat
 from ...model_files.eos import eos_ids
-from ...model_files.token_bytes import byte_table, plain_token
+from ...model_files.token_bytes import BYTE_TOKEN, byte_table, plain_token
 from ...sandbox import Refused
 from ...tool_calls.detect import formats_of
 from ...tool_calls.parser import special_stand_ins
-from .detokenize import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from .detokenize import CONTEXT, ByteDetokenizer, Detokenizer, WindowDetokenizer
 from .pair_template import PairTemplate
 from .rendering import Renderer, TemplateReads, read_template
 from .special_token_injection import InjectionGuard, unmarked
@@ -298,16 +298,57 @@ class TextModel:
 
     # -- to text
 
-    def detokenizer(self, skip_special_tokens: bool = True, *, keeps_space: bool = False) -> Detokenizer:
+    def detokenizer(
+        self, skip_special_tokens: bool = True, *, keeps_space: bool = False, before: Sequence[int] = ()
+    ) -> Detokenizer:
         """Return a new detokenizer for one sequence.
 
-        ``keeps_space`` keeps a space at the beginning of the text, as grammars expect; otherwise decoders of
-        SentencePiece's kind remove it.
+        ``before`` are the tokens of the prompt if the text continues it. ``keeps_space`` keeps a space at the beginning
+        of the text, as grammars expect; otherwise decoders of SentencePiece's kind remove it where nothing precedes.
         """
         if self._tables is not None:
-            return ByteDetokenizer(self._tables[1 if skip_special_tokens else 0])
-        return WindowDetokenizer(self._backend, skip_special_tokens, self._some_text() if keeps_space else ())
+            return ByteDetokenizer(self._tables[1 if skip_special_tokens else 0], before)
+        if keeps_space:
+            return WindowDetokenizer(self._backend, skip_special_tokens, self._some_text)
+        context = self._context(before, skip_special_tokens)
+        return WindowDetokenizer(self._backend, skip_special_tokens, context, self._incomplete(context))
 
+    def _context(self, before: Sequence[int], skip_special_tokens: bool) -> Sequence[int]:
+        """Return the end of ``before`` after which tokens are decoded as after the whole.
+
+        It has a character other than a space, if the whole has one, and begins with a whole character.
+        """
+        start = len(before)
+        while start > 0:
+            start = max(0, 2 * start - len(before) - CONTEXT)  # twice as many
+            while start > 0 and 0x80 <= self._fallback_byte(before[start]) < 0xC0:
+                start -= 1
+            if self.decode(before[start:], skip_special_tokens).strip():
+                break
+        return before[start:]
+
+    def _incomplete(self, token_ids: Sequence[int]) -> int:
+        """Return how many byte tokens at the end of ``token_ids`` are the beginning of a character."""
+        count = 0
+        while count < min(3, len(token_ids)) and self._fallback_byte(token_ids[-1 - count]) >= 0x80:
+            count += 1
+        if not count:
+            return 0
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        decoder.decode(bytes(map(self._fallback_byte, token_ids[-count:])))
+        return len(decoder.getstate()[0])
+
+    def _fallback_byte(self, token_id: int) -> int:
+        """Return the byte for which a token of byte fallback (``<0xE2>``) stands; -1 if it is another token."""
+        named = BYTE_TOKEN.fullmatch(self._backend.id_to_token(token_id) or "") if self._has_byte_tokens else None
+        return -1 if named is None else int(named[1], 16)
+
+    @functools.cached_property
+    def _has_byte_tokens(self) -> bool:
+        decoder = self._backend.decoder
+        return decoder is not None and b"ByteFallback" in decoder.__getstate__()
+
+    @functools.cached_property
     def _some_text(self) -> tuple[int, ...]:
         try:
             return (plain_token(self._backend, self._special_ids),)
@@ -328,16 +369,19 @@ class TextModel:
         return [self._backend.id_to_token(token_id) or "" for token_id in token_ids]
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of one token alone (of a special token, its name); b"" for an id without a token."""
+        """Return the bytes of one token within a text (of a special token, its name); b"" for an id without a token."""
         if self._tables is not None:
             table = self._tables[0]
             return table[token_id] if token_id < len(table) else b""
         token = self._backend.id_to_token(token_id)
         if token is None:
             return b""
-        if re.fullmatch(r"<0x[0-9A-F]{2}>", token):
-            return bytes([int(token[3:5], 16)])
-        return token.replace("\u2581", " ").encode() if token_id not in self._special_ids else token.encode()
+        if token_id in self._special_ids:
+            return token.encode()
+        if (byte := self._fallback_byte(token_id)) >= 0:
+            return bytes([byte])
+        after = self._some_text
+        return self.decode((*after, token_id), False).removeprefix(self.decode(after, False)).encode()
 
 
 def _encoding(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> Any:

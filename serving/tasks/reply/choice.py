@@ -28,9 +28,9 @@ class ChoiceText:
     """
 
     __slots__ = (
-        "_detokenizer", "_ending_token", "_index", "_is_plain", "_is_stop", "_may_match", "_no_stops", "_pushed",
-        "_request", "_rows", "_sampling", "_sequences", "_stop_ids", "_stops", "_text", "_waiting", "matched",
-        "num_reasoning_tokens", "num_tokens",
+        "_detokenizer", "_echo", "_ending_token", "_index", "_is_plain", "_is_stop", "_may_match", "_no_stops",
+        "_pushed", "_request", "_rows", "_sampling", "_sequences", "_stop_ids", "_stops", "_text", "_waiting",
+        "matched", "num_reasoning_tokens", "num_tokens",
     )  # fmt: skip
 
     def __init__(self, request: ValidRequest, index: int, text: TextModel) -> None:
@@ -40,6 +40,7 @@ class ChoiceText:
         self._index = index
         self._text = text
         self._detokenizer = self._new_detokenizer()
+        self._echo = self._echoed()
         self._stops = StopMatcher(request.stop)
         self._no_stops = not request.stop
         sequences = self._sampling.stop_sequences
@@ -59,7 +60,8 @@ class ChoiceText:
         # A grammar counts a leading space, so a text that follows it from the beginning keeps that space. A text with
         # tools may be ordinary text, which begins as any other does.
         is_grammar = self._sampling.grammar is not None and self._request.tools is None
-        return self._text.detokenizer(self._request.skip_special_tokens, keeps_space=is_grammar)
+        before = self._request.sequences[self._index].prompt_token_ids if self._request.continues_prompt else ()
+        return self._text.detokenizer(self._request.skip_special_tokens, keeps_space=is_grammar, before=before)
 
     def _resume(self) -> int:
         """Feed the tokens that an earlier attempt delivered, and return their number.
@@ -76,8 +78,13 @@ class ChoiceText:
         if self._echo and self._sampling.prompt_logprobs is None:
             yield Delta(index=self._index, text=self._echo)
 
+    def _echoed(self) -> str:
+        """Return the prompt's text for ``echo``, without the beginning of a character, with which the text begins."""
+        echo = self._prompt_text
+        return echo.removesuffix(self._new_detokenizer().flush()) if echo else ""
+
     @property
-    def _echo(self) -> str:
+    def _prompt_text(self) -> str:
         request = self._request
         return request.echo[self._index // request.n] if request.echo else ""
 
@@ -86,7 +93,7 @@ class ChoiceText:
         token_ids = self._request.sequences[self._index].prompt_token_ids
         begun, length = starts(self._text.detokenizer(skip_special_tokens=False), token_ids)
         # The tokens end where the text ends; the token that the tokenizer put before it (BOS) is not in the text.
-        shift = len(self._echo) - length
+        shift = len(self._prompt_text) - length
         entries = (self._logprob(token_ids[0], None), *map(self._scored, event.logprobs))
         placed = [_at(max(0, place + shift), entry) for place, entry in zip(begun, entries, strict=True)]
         yield Delta(index=self._index, text=self._echo, logprobs=tuple(placed))

@@ -188,6 +188,19 @@ class _Strings(tf.StoppingCriteria):  # type: ignore[misc]
         return torch.tensor([any(stop in row for stop in self._stops) for row in rows])
 
 
+@pytest.mark.parametrize("prompt", [("fox",), (), None])
+def test_the_space_before_the_first_word(tmp_path: Path, prompt: tuple[str, ...] | None) -> None:
+    """A stop string may begin with it where the text continues its prompt, and where there is nothing before it not."""
+    bundle = bundle_of("byte_fallback", tmp_path)
+    core, words = make_core(bundle), Texts(bundle)
+    (word,) = (i for i in words.ids("the") if words.tokenizer.convert_ids_to_tokens(i) == "\u2581the")
+    ids = (1,) if prompt == () else (1, *words.ids("fox"))
+    more: dict[str, Any] = {"max_tokens": 4, "logit_bias": ((word, 100.0),), "stop": (" the",), "beams": Beams(width=2)}
+    found = run(core, request_of("r", ids, continues_prompt=prompt is not None, **more))["r"]
+    assert len(found.tokens[0]) == (1 if prompt else 2)
+    core.close()
+
+
 def test_stop_strings_count_from_min_tokens_on(spoken: tuple[Bundle, Any, Texts]) -> None:
     """A beam ends where the text above it does: not with a string that began before min_tokens."""
     bundle, _, words = spoken

@@ -104,10 +104,15 @@ def test_text_of_a_stop_sequence(any_text, ask, chunk, kept):
         for event in events
     ]
     reply = _reply(ScriptedEngine(events), request, text)
-    choice, whole = reply.choices[0], text.decode(ids)
+    prompt = request.sequences[0].prompt_token_ids
+    choice, whole, before = reply.choices[0], text.decode((*prompt, *ids)), len(text.decode(prompt))
     shown = ids if kept else ids[: -len(run)]
-    assert choice.text == text.decode(shown)
-    assert (choice.finish_reason, choice.stop_reason) == ("stop", whole[len(text.decode(ids[: -len(run)])) :])
+    assert choice.text == text.decode((*prompt, *shown))[before:]
+    assert (choice.finish_reason, choice.stop_reason) == (
+        "stop",
+        whole[len(text.decode((*prompt, *ids[: -len(run)]))) :],
+    )
+    whole = whole[before:]
     assert [entry.token_id for entry in choice.logprobs] == list(shown)
     assert reply.usage.completion_tokens == len(ids)
     early = _reply(ScriptedEngine(events), replace(request, stop=(whole[3:6],)), text).choices[0]
