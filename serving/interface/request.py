@@ -468,9 +468,10 @@ class ValidRequest(Struct, frozen=True, kw_only=True):
     token of each sequence from which on token types are the second; () if each sequence is one text.
 
     Reply: with ``continues_prompt``, the text continues the prompt's own; without, it is a text of its own, such as a
-    turn of a chat. ``stop`` strings are matched above the engine, on text. ``tools`` is None if none may be called. With
-    ``begins_in_reasoning``, the prompt's template has opened the reasoning with which the reply continues. ``read_as``
-    is the chat template in whose format reasoning and calls are read from the reply; None if the reply is only text.
+    turn of a chat. ``stop`` strings are matched above the engine, on text. ``tools`` is None if none may be called.
+    With ``begins_in_reasoning``, the prompt's template has opened the reasoning with which the reply continues.
+    ``read_as`` is the chat template in whose format reasoning and calls are read from the reply; None if the reply is
+    only text.
     ``index_by_prompt`` comes from the endpoint's profile, ``form`` from the endpoint. ``dimensions`` is for
     ``tasks.embed``: engines return whole vectors. ``scoring`` is for ``tasks.score``. With ``timings``, the engine
     measures its steps (``events.Timed``). ``model_version`` is that of the answering model, for dialects whose replies
