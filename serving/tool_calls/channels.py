@@ -39,7 +39,8 @@ class ChannelReader(Reading):
 
     def flush(self, cut: bool) -> list[Part]:
         """See ``Parser``."""
-        self._final = True
+        only_calls = cut and self._only_calls
+        self._final = not only_calls
         self._read()
         if self.is_complete:
             return self._parts.take()
@@ -47,7 +48,7 @@ class ChannelReader(Reading):
             self._flush_call()
         elif self._state == self._header and not cut:
             self._end_header(len(self._text))
-        elif self._state != self._header:
+        elif self._state != self._header and not only_calls:
             self._say(self._text[self._at :])
         self._say_rest()
         return self._parts.take()

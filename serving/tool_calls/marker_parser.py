@@ -51,6 +51,8 @@ class MarkedReader(Reading):
             return self._parts.take()
         if self._reader is not None and self._early is None:
             self._finish_arguments(self._reader, cut)
+        elif cut and self._only_calls:
+            pass  # the beginning of a call or of its marker
         elif self._mark is not None:
             if not cut or self._is_unmarked(self._mark):
                 self._say(self._text[self._mark :])

@@ -34,7 +34,7 @@ class Parser(Protocol):
 
         ``cut`` says that the text ended at its length limit and not where the model ended it. A call that has begun
         stays incomplete. If the text ends within what may be a call but has not begun as one, that text is dropped with
-        ``cut``, and is text otherwise.
+        ``cut``, and is text otherwise. The beginning of a marker is text too, unless only a call could follow.
         """
         ...
 
@@ -79,6 +79,13 @@ class Reading:
     def _read(self) -> None:
         while not self.is_complete and self._state():
             pass
+
+    @property
+    def _only_calls(self) -> bool:
+        """Whether nothing but calls may follow: the caller requires one, or this is the rest of a turn of calls."""
+        if self.in_reasoning:
+            return False
+        return self._tools.choice.mode == "required" or (self.num_calls > 0 and not self._literals.format.text_after)
 
     def _enter(self, state: Callable[[], bool]) -> bool:
         self._state = state

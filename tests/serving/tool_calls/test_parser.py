@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reading_aloud import read, split
 
-from mlflow_llm.serving.interface.request import ToolUse
+from mlflow_llm.serving.interface.request import ToolCall, ToolChoice, ToolUse
+from mlflow_llm.serving.tool_calls.call_writer import written_calls
 from mlflow_llm.serving.tool_calls.formats import FORMATS, REASONING
 from mlflow_llm.serving.tool_calls.parser import call_id, make_parser, special_stand_ins
 from mlflow_llm.serving.tool_calls.parts import CallArguments, CallBegin, Text
@@ -137,6 +138,40 @@ def test_cut_calls(name):
             continue  # the beginning of such a call looks like text
         whole = [each.strip() for each in FORMATS[name].literals if len(each.strip()) > 3]
         assert not any(marker in found.text for marker in whole)
+
+
+def _written(format, count):
+    calls = [ToolCall(id="", name="f", arguments={"x": 1, "s": "é"})] * count
+    return written_calls(format, calls if format.parallel else calls[:1])
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("name", FORMATS)
+def test_cut_where_calls_are_required(name, count):
+    """Where nothing but calls may be written, no beginning of a marker or of a call is text, wherever a text is cut."""
+    required = msgspec.structs.replace(TOOLS, choice=ToolChoice(mode="required"))
+    for text in (WRITTEN[name], _written(FORMATS[name], count)):
+        for size in range(len(text)):
+            for pieces in ([text[:size]], list(text[:size])):
+                found = read(pieces, FORMATS[name], required, cut=True)
+                assert (found.text, found.reasoning) == ("", "")
+
+
+def test_cut_where_a_model_may_call():
+    """The beginning of a marker may be a text's end, but not after a call by a model that writes no text there."""
+    assert read(["<tool_"], HERMES, TOOLS, cut=True).text == "<tool_"
+    phi = FORMATS["phi4_mini"]
+    assert read(["<|tool_"], phi, TOOLS, cut=True).text == "<|tool_"
+    assert read([WRITTEN["phi4_mini"] + "<|tool_"], phi, TOOLS, cut=True).text == ""
+
+
+def test_reasoning_that_is_cut_before_a_required_call():
+    """The reasoning before a required call is reasoning up to its end, and the beginning of the call is nothing."""
+    required = msgspec.structs.replace(TOOLS, choice=ToolChoice(mode="required"))
+    cut = read(["<think>\nhm"], THINKING, required, cut=True)
+    assert (cut.text, cut.reasoning) == ("", "hm")
+    cut = read(["<think>\nhm\n</think>\n\n<tool"], THINKING, required, cut=True)
+    assert (cut.text, cut.reasoning) == ("", "hm")
 
 
 def test_several_calls():
