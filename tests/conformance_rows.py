@@ -147,7 +147,6 @@ SAMPLING: dict[str, Row] = {
     "functions": Row(body={"functions": [{"name": "f"}]}, refused="the newer tools and tool_choice say the same"),
     "function_call": Row(body={"function_call": {"name": "f"}}, refused="the newer tools and tool_choice say the same"),
     "audio": Row(body={"audio": {"voice": "a"}}, refused="the model writes text only"),
-    "reasoning_effort": Row(body={"reasoning_effort": "high"}, refused="the model has no such setting"),
     "verbosity": Row(body={"verbosity": "low"}, refused="the model has no such setting"),
     "web_search_options": Row(body={"web_search_options": {"a": 1}}, refused="web search is not supported"),
     "guided_whitespace_pattern": Row(
@@ -193,6 +192,19 @@ CHAT: dict[str, Row] = {
         refused="variables that this template reads",
         note="those are taken; SmolLM2's reads none",
     ),
+    "reasoning_effort": Row(
+        body={"reasoning_effort": "high"},
+        refused="this model's chat template does not read reasoning_effort",
+        note="those that read it get it; none is taken, except by models that always reason",
+    ),
+    "add_generation_prompt": Row(body={"add_generation_prompt": False}, shows=unlike_plain),
+    "continue_final_message": Row(
+        body={
+            "messages": [{"role": "user", "content": "Count."}, {"role": "assistant", "content": "one, two,"}],
+            "continue_final_message": True,
+        },
+        shows=lambda seen, plain: seen.text.startswith(" "),
+    ),
 }
 TEXT: dict[str, Row] = {
     "prompt": Row(body={}, shows=lambda seen, plain: seen.text),
@@ -204,6 +216,7 @@ TEXT: dict[str, Row] = {
         body={"prediction": {"type": "content", "content": "x"}}, refused="replies are predicted in chats"
     ),
     "tools": Row(body={"tools": [TOOL]}, refused="tools are called in chats"),
+    "reasoning_effort": Row(body={"reasoning_effort": "high"}, refused="a prompt has no such setting"),
 }
 VECTORS: dict[str, Row] = {
     "model": Row(body={"model": "embedder"}, shows=lambda seen, plain: seen.first["model"] == "embedder"),
@@ -333,7 +346,8 @@ MINDIE_CHAT = {
         name: CHAT[name]
         for name in words(
             """messages messages[].role messages[].tool_calls messages[].tool_call_id tools tool_choice
-            parallel_tool_calls chat_template chat_template_kwargs"""
+            parallel_tool_calls chat_template chat_template_kwargs reasoning_effort add_generation_prompt
+            continue_final_message"""
         )
     },
     "messages[].content": Row(

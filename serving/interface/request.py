@@ -236,6 +236,7 @@ class RawChat(Raw, frozen=True, kw_only=True):
     ``end`` says how the prompt ends: with the beginning of the reply (transformers' ``add_generation_prompt``), with
     the last message left open for the model to continue (``continue_final_message``), or with the last message closed.
     ``thinking`` says whether the model should reason before it answers; None leaves that to its template.
+    ``reasoning_effort`` says how much: "none" is not at all, other words are for templates that read them.
     """
 
     task: ClassVar[Task] = "chat"
@@ -248,6 +249,7 @@ class RawChat(Raw, frozen=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     end: ChatEnd = "generation_prompt"
     thinking: bool | None = None
+    reasoning_effort: str | None = None
     sampling: RawSampling = RawSampling()
 
 

@@ -56,8 +56,11 @@ def prepare_chat(raw: RawChat, endpoint: EndpointView, deadline: float | None = 
         return Chat(prompt, None, begins_in_reasoning=False, read_as=None, grammar=held_to, pictures=pictures)
     reasoning = _ends_in_reasoning(prompt.token_ids, raw, endpoint.text, format)
     always = format.layout == "channels"  # such a model reasons even though the prompt does not open reasoning
-    if raw.thinking is False and raw.end != "open" and (reasoning or always):
-        raise InvalidField("thinking", "disabled", "enabled: this model always reasons before it answers")
+    if raw.end != "open" and (reasoning or always):
+        if raw.thinking is False:
+            raise InvalidField("thinking", "disabled", "enabled: this model always reasons before it answers")
+        if raw.reasoning_effort == "none":
+            raise InvalidField("reasoning_effort", "none", "another: this model always reasons before it answers")
     held_to = chat_grammar(raw, endpoint, format, in_reasoning=reasoning)
     return Chat(prompt, tools, reasoning, template or DEFAULT_TEMPLATE, held_to, pictures)
 

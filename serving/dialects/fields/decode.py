@@ -10,6 +10,7 @@ import msgspec
 from ...interface.errors import InvalidField
 from ...interface.request import RawBeams, RawChat, RawCompletion, RawEmbedding, RawRequest, RawSampling, Task
 from ...labels import take_labels
+from ..chat_end import chat_end
 from .beam_fields import beams_of
 from .constraint_fields import only
 from .fields import Table, task_of
@@ -44,7 +45,8 @@ def decode(tables: Mapping[Task, Table], body: Any, task: Task | None, beams_of:
             raise InvalidField("top_logprobs", sampling["top_logprobs"], "null unless logprobs is true")
         if "tool_choice" in found:
             found["tool_choice"] = chosen(found["tool_choice"], found.get("tools"))
-        return RawChat(sampling=msgspec.convert(sampling, RawSampling), **found)
+        end = chat_end(found)
+        return RawChat(sampling=msgspec.convert(sampling, RawSampling), end=end, **found)
     prompts, batched = found.pop("prompts")
     if sampling.get("top_logprobs") is not None:
         sampling["logprobs"] = True

@@ -27,6 +27,7 @@ from ...interface.readers import (
     string,
 )
 from ...interface.request import MAX_CHOICES, Task
+from ..chat_end import ADD_GENERATION_PROMPT, CONTINUE_FINAL_MESSAGE
 from ..label_fields import DATABRICKS_LABELS, METADATA, SAFETY_IDENTIFIER, USER_FIELD
 from .beam_fields import BEAMS
 from .constraint_fields import BACKEND, GUIDED, WHITESPACE, response_format, structured_outputs
@@ -250,9 +251,18 @@ CHAT = (
     _field("logprobs", boolean, "sampling.logprobs", "log probabilities of the sampled tokens", default=False),
     _field("top_logprobs", integer(0, 20), "sampling.top_logprobs", "alternatives per token; needs logprobs"),
 )
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 CHAT_TEMPLATE = (
     _field("chat_template", string, "chat_template", "name of one of the model's templates"),
     _field("chat_template_kwargs", template_variables, "chat_template_kwargs", "variables for the chat template"),
+    _field(
+        "reasoning_effort",
+        one_of(*EFFORTS),
+        "reasoning_effort",
+        "none: the model does not reason; the others are for templates that read reasoning_effort",
+    ),
+    _field("add_generation_prompt", boolean, "add_generation_prompt", ADD_GENERATION_PROMPT),
+    _field("continue_final_message", boolean, "continue_final_message", CONTINUE_FINAL_MESSAGE, default=False),
 )
 MAX_COMPLETION_TOKENS = (
     _field("max_completion_tokens", integer(1, MAX_TOKENS), "max_completion_tokens", "the newer name of max_tokens"),
@@ -336,7 +346,6 @@ NOT_BUILT: Mapping[str, Reader[Any]] = {
     "functions": _nothing(_NEWER),
     "function_call": one_of("none", "auto", [], {}, why=_NEWER),
     "audio": _nothing("the model writes text only"),
-    "reasoning_effort": _nothing("the model has no such setting"),
     "verbosity": _nothing("the model has no such setting"),
     "web_search_options": _nothing("web search is not supported"),
     "guided_whitespace_pattern": _nothing(WHITESPACE),
@@ -344,6 +353,7 @@ NOT_BUILT: Mapping[str, Reader[Any]] = {
 }
 _COMPLETIONS_NOT_BUILT = {
     **NOT_BUILT,
+    "reasoning_effort": _nothing("a prompt has no such setting"),
     "tools": _nothing(NO_TOOLS),
     "prediction": _nothing("replies are predicted in chats"),
 }

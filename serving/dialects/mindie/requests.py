@@ -54,6 +54,9 @@ _OURS = (
     "parallel_tool_calls",
     "chat_template",
     "chat_template_kwargs",
+    "reasoning_effort",
+    "add_generation_prompt",
+    "continue_final_message",
 )
 _THE_DOCUMENTS = (
     "presence_penalty",

@@ -10,7 +10,8 @@ from typing import Any
 
 from ...interface.errors import InvalidField
 from ...interface.readers import Entry, Reader, any_of, boolean, list_of, one_of, record, string
-from ...interface.request import ChatEnd, Raw, RawChat
+from ...interface.request import Raw, RawChat
+from ..chat_end import ADD_GENERATION_PROMPT, CONTINUE_FINAL_MESSAGE, chat_end
 from ..fields.messages import read_messages
 from ..fields.text_readers import TOKEN, template_variables
 from ..fields.tool_fields import tools_reader
@@ -43,8 +44,8 @@ _PROMPT = record(
 _CHAT = record(
     **_COMMON,
     messages=Entry(read_messages, "the messages of a chat", required="a non-empty list of messages"),
-    add_generation_prompt=Entry(boolean, "the beginning of the reply is part of the prompt; default true"),
-    continue_final_message=Entry(boolean, "the last message is left open, for the model to go on with"),
+    add_generation_prompt=Entry(boolean, ADD_GENERATION_PROMPT),
+    continue_final_message=Entry(boolean, CONTINUE_FINAL_MESSAGE),
     add_special_tokens=Entry(one_of(False, why="the template writes the special tokens")),
     tools=Entry(tools_reader(), "functions that the model may call"),
     chat_template=Entry(string, "name of one of the model's templates"),
@@ -63,18 +64,8 @@ def _tokenize(value: Any, path: str) -> RawTokenize:
 def _of_chat(found: dict[str, Any]) -> RawTokenize:
     common = {name: found.pop(name) for name in ("model", "return_token_strs") if name in found}
     found.pop("add_special_tokens", None)
-    end = _end(found)
+    end = chat_end(found)
     return RawTokenize(**common, chat=RawChat(**found, end=end))
-
-
-def _end(found: dict[str, Any]) -> ChatEnd:
-    """Return the end of the chat; its two fields are removed from ``found``."""
-    begins, goes_on = found.pop("add_generation_prompt", None), found.pop("continue_final_message", False)
-    if goes_on and begins:
-        raise InvalidField("add_generation_prompt", True, "false or null with continue_final_message")
-    if goes_on:
-        return "open"
-    return "closed" if begins is False else "generation_prompt"
 
 
 read_tokenize = Reader(_tokenize, any_of(_PROMPT.schema, _CHAT.schema))

@@ -15,8 +15,7 @@ _NAMES = (
     (re.compile(r"(tools\[\d+\]|tool_choice)\.(?:function|custom)\."), r"\1."),
     (re.compile(r"messages\b.*"), r"input (\g<0>)"),
     (re.compile(r"error_behavior$"), r"truncation (\g<0>)"),
-    (re.compile(r"thinking$"), r"reasoning.effort (\g<0>)"),
-    (re.compile(r"chat_template_kwargs\.reasoning_effort$"), r"reasoning.effort (\g<0>)"),
+    (re.compile(r"reasoning_effort$"), "reasoning.effort"),
 )
 
 # kind -> code; a response's error may have only a few codes

@@ -18,7 +18,7 @@ from ...interface.request import Message, RawChat, RawSampling
 from ...labels import take_labels
 from ..fields.constraint_fields import only
 from ..fields.fields import Field, Table
-from ..fields.tables import MAX_TOKENS, OPENAI
+from ..fields.tables import EFFORTS, MAX_TOKENS, OPENAI
 from ..fields.tool_fields import chosen
 from ..label_fields import METADATA, SAFETY_IDENTIFIER
 from .input import NO_TOOLS_OF_ITS_OWN, NOT_STORED, read_input
@@ -27,11 +27,10 @@ from .tools import read_text, read_tool_choice, read_tools, shown_text, shown_to
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED = "reasoning.encrypted_content"
 
-_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _NO_SUMMARY = "reasoning is given as it is, in content; nothing sums it up"
 _REASONING = record(
     effort=Entry(
-        one_of(*_EFFORTS), "none: the model does not reason; the others are for templates that read reasoning_effort"
+        one_of(*EFFORTS), "none: the model does not reason; the others are for templates that read reasoning_effort"
     ),
     summary=Entry(refused(_NO_SUMMARY)),
     generate_summary=Entry(refused(_NO_SUMMARY)),
@@ -173,12 +172,9 @@ def read_response_request(body: dict[str, Any], table: Table = TABLE) -> RawChat
     if (instructions := found.pop("instructions", None)) is not None:
         found["messages"] = (Message(role="system", content=instructions), *found["messages"])
     effort = found.pop("reasoning", {}).get("effort")
-    if effort == "none":
-        found["thinking"] = False
-    elif effort is not None:
-        found["chat_template_kwargs"] = _with_effort(found.get("chat_template_kwargs", {}), effort)
     return RawChat(
         sampling=msgspec.convert(sampling, RawSampling),
+        reasoning_effort=effort,
         echoed=_json(echoed),
         **found,
     )
@@ -193,15 +189,6 @@ def _ask_logprobs(sampling: dict[str, Any], include: tuple[str, ...]) -> None:
         sampling["logprobs"] = True
     elif asked := sampling.pop("top_logprobs", None):
         raise InvalidField("top_logprobs", asked, f"0 unless include has {LOGPROBS}")
-
-
-def _with_effort(given: dict[str, Any], effort: str) -> dict[str, Any]:
-    """Return ``chat_template_kwargs`` with the effort that ``reasoning`` asks for."""
-    if given.get("reasoning_effort", effort) != effort:
-        raise InvalidField(
-            "chat_template_kwargs.reasoning_effort", given["reasoning_effort"], f"{effort!r}, or nothing"
-        )
-    return given | {"reasoning_effort": effort}
 
 
 def _json(echoed: dict[str, Any]) -> bytes:

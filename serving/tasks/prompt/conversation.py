@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...interface.errors import InvalidField
-from ...interface.request import ChatEnd, MediaPart, Message, TextPart, ToolCall
+from ...interface.request import ChatEnd, MediaPart, Message, RawChat, TextPart, ToolCall
 from .rendering import TemplateReads
 
 
@@ -117,6 +117,29 @@ def template_variables(given: dict[str, Any] | None, reads: TemplateReads) -> di
                 f"chat_template_kwargs.{name[:64]}", value, f"variables that this template reads: {names}"
             )
     return given or {}
+
+
+EFFORT = "reasoning_effort"
+
+
+def effort_variables(raw: RawChat, reads: TemplateReads, *, reasons: bool) -> dict[str, Any]:
+    """Return the variables that say how much the model should reason: ``reasoning_effort``, or the switch of reasoning.
+
+    The switch is for the effort "none". Templates that have none get that word too, if they read the variable. Raises
+    ``InvalidField`` if the template reads no effort, or ``chat_template_kwargs`` has another.
+    """
+    asked, given = raw.reasoning_effort, raw.chat_template_kwargs or {}
+    if asked is None:
+        return {}
+    if given.get(EFFORT, asked) != asked:
+        raise InvalidField(EFFORT, asked, f"{given[EFFORT]!r}, which chat_template_kwargs.reasoning_effort is, or null")
+    if asked == "none" and (switched := thinking_variables(False, reads, reasons=reasons)):
+        return switched
+    if reads.variables is None or EFFORT in reads.variables:
+        return {EFFORT: asked}
+    if asked == "none":
+        return {}
+    raise InvalidField(EFFORT, asked, "none or null: this model's chat template does not read reasoning_effort")
 
 
 THINKING = ("enable_thinking", "thinking")  # Qwen3, GLM-4.5 and most; DeepSeek V3.1, Granite 3

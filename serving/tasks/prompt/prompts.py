@@ -16,7 +16,14 @@ import msgspec
 from ...interface.errors import ContextTooLong, InvalidField
 from ...interface.request import ChatEnd, Message, RawChat, RawCompletion, RawEmbedding, RawSampling
 from ...model_files.image_layout import Size, expanded
-from .conversation import check_turns, template_messages, template_variables, thinking_variables, with_system
+from .conversation import (
+    check_turns,
+    effort_variables,
+    template_messages,
+    template_variables,
+    thinking_variables,
+    with_system,
+)
 from .endpoint import EndpointView
 from .text import BEGINNING
 from .tool_messages import check_tool_messages
@@ -62,7 +69,7 @@ def chat_prompt(raw: RawChat, endpoint: EndpointView, pictures: tuple[Size, ...]
     template = template_name(raw, endpoint.text)
     reads = endpoint.text.reads(template)
     reasons = endpoint.text.tool_format(template).reasoning is not None
-    switched = thinking_variables(raw.thinking, reads, reasons=reasons)
+    switched = thinking_variables(raw.thinking, reads, reasons=reasons) | effort_variables(raw, reads, reasons=reasons)
     variables = template_variables(raw.chat_template_kwargs, reads) | switched
     messages = with_system(raw.messages, profile.default_system_prompt)
     given, tools = with_tools(messages, raw, endpoint.text)

@@ -169,8 +169,6 @@ def test_values_that_ask_for_nothing() -> None:
         ({"metadata": {str(i): "" for i in range(17)}}, "metadata", "16"),
         ({"truncation": "cut"}, "truncation", "auto"),
         ({"stream_options": {"include_usage": True}}, "stream_options.include_usage", "no such field"),
-        ({"chat_template_kwargs": {"reasoning_effort": "low"}, "reasoning": {"effort": "high"}},
-         "chat_template_kwargs.reasoning_effort", "high"),
     ],
 )  # fmt: skip
 def test_refusals_name_their_field(fields: dict[str, Any], param: str, why: str) -> None:
@@ -351,10 +349,10 @@ def test_logprobs() -> None:
 
 
 def test_reasoning_effort() -> None:
-    """None of it switches reasoning off where there is a switch; any other is a variable of the template."""
-    assert read(reasoning={"effort": "none"}).thinking is False
+    """It is the effort of the chat; what the template does with it is not decided here."""
+    assert read(reasoning={"effort": "none"}).reasoning_effort == "none"
     raw = read(reasoning={"effort": "low"}, chat_template_kwargs={"a": 1})
-    assert (raw.thinking, raw.chat_template_kwargs) == (None, {"a": 1, "reasoning_effort": "low"})
+    assert (raw.thinking, raw.reasoning_effort, raw.chat_template_kwargs) == (None, "low", {"a": 1})
 
 
 def test_truncation() -> None:
@@ -381,12 +379,7 @@ def test_what_the_reply_repeats() -> None:
         ("messages", "messages: 9 tokens", ("input", "input (messages): 9 tokens")),
         ("error_behavior", "error_behavior: x", ("truncation", "truncation (error_behavior): x")),
         ("tools[0].function.name", "tools[0].function.name: x", ("tools[0].name", "tools[0].name: x")),
-        (
-            "chat_template_kwargs.reasoning_effort",
-            "chat_template_kwargs.reasoning_effort: x",
-            ("reasoning.effort", "reasoning.effort (chat_template_kwargs.reasoning_effort): x"),
-        ),
-        ("thinking", "thinking: x", ("reasoning.effort", "reasoning.effort (thinking): x")),
+        ("reasoning_effort", "reasoning_effort: x", ("reasoning.effort", "reasoning.effort: x")),
         ("temperature", "temperature: x", ("temperature", "temperature: x")),
         ("max_tokens_more", "max_tokens_more: x", ("max_tokens_more", "max_tokens_more: x")),
         (None, "body", (None, "body")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -67,3 +68,59 @@ def test_a_model_that_never_reasons(ends: Any) -> None:
     assert end(False) == end(None)
     with pytest.raises(InvalidField, match="thinking: 'enabled' is not allowed; expected disabled"):
         end(True)
+
+
+EFFORT = TURNS + "{{ reasoning_effort }}"
+BOTH = TURNS + "{{ reasoning_effort }}{% if enable_thinking is defined and not enable_thinking %}<off>{% endif %}"
+READS_NO_EFFORT = "reasoning_effort: 'low' is not allowed; expected none or null: this model's chat template does not"
+
+
+@pytest.fixture
+def ends_with(endpoint_of: Any, text_of: Any) -> Any:
+    """``ends_with(template, **fields)``: what the prompt of a chat with these fields has after its turns."""
+
+    model_of = functools.cache(text_of)
+
+    def end(template: str, **fields: Any) -> str:
+        endpoint = endpoint_of(model=model_of(template))
+        chat = prepare_chat(RawChat(messages=(Message(role="user", content="hello"),), **fields), endpoint)
+        text = endpoint.text.decode(chat.prompt.token_ids, skip_special_tokens=False)
+        return str(text).rpartition("assistant\n")[2]
+
+    return end
+
+
+@pytest.mark.parametrize(
+    ("template", "effort", "end"),
+    [
+        (EFFORT, "low", "low"),
+        (EFFORT, "none", "none"),
+        (BOTH, "high", "high"),
+        (BOTH, "none", "<off>"),
+        (QWEN3, "none", "<think>\n\n</think>\n\n"),
+        (MAYBE, "none", ""),
+    ],
+)
+def test_effort(ends_with: Any, template: str, effort: str, end: str) -> None:
+    """A template that reads the effort gets it; none is the switch of reasoning where there is one."""
+    assert ends_with(template, reasoning_effort=effort) == end
+
+
+@pytest.mark.parametrize("template", [NEVER, QWEN3])
+def test_an_effort_that_the_template_does_not_read(ends_with: Any, template: str) -> None:
+    """It would change nothing, so it is refused by its name."""
+    with pytest.raises(InvalidField, match=READS_NO_EFFORT):
+        ends_with(template, reasoning_effort="low")
+
+
+def test_two_efforts(ends_with: Any) -> None:
+    """The field and the template's variable are the same, or one of them is refused."""
+    assert ends_with(EFFORT, reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "low"}) == "low"
+    with pytest.raises(InvalidField, match=r"reasoning_effort: 'low' .* expected 'high', which chat_template_kwargs"):
+        ends_with(EFFORT, reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "high"})
+
+
+def test_no_effort_of_a_model_that_always_reasons(ends_with: Any) -> None:
+    """It cannot be told not to, by this field either."""
+    with pytest.raises(InvalidField, match="reasoning_effort: 'none' is not allowed; expected another"):
+        ends_with(HARMONY, reasoning_effort="none")
