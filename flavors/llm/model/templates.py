@@ -5,26 +5,22 @@ The template ``default`` is used for chat requests; others (``tool_use``, ``rag`
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ....serving.interface.errors import PackagingError, shown
 from .manifest import DEFAULT_TEMPLATE
 
+if TYPE_CHECKING:
+    from ....serving.tasks.template_trial import Needs
+
+logger = logging.getLogger(__name__)
+
 DEFAULT = "default"
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
-SYSTEM = {"role": "system", "content": "Answer in one word."}
-TURNS = [
-    {"role": "user", "content": "What colour is grass?"},
-    {"role": "assistant", "content": "Green."},
-    {"role": "user", "content": "And the clear sky?"},
-]
-TOOL = {
-    "type": "function",
-    "function": {"name": "look", "description": "Look up.", "parameters": {"type": "object", "properties": {}}},
-}
 
 Templates = str | os.PathLike[str] | dict[str, Any] | list[dict[str, str]] | None
 
@@ -56,15 +52,12 @@ def check(templates: dict[str, str], tokenizer: Any, *, parts: bool = False) -> 
 
     With ``parts``, the content of messages is a list of parts, as for models that read pictures.
 
-    The rendered text must contain the user's message. The default template is rendered with a system message or, if it
-    refuses that, without one. Any other template has to succeed for one of these: such a conversation, one with tools,
-    or one with documents.
+    The rendered text must contain the user's message. What a template needs for that besides the messages
+    (``tasks.template_trial``) is named in a warning.
     """
     for name, template in templates.items():
-        attempts: list[tuple[list[dict[str, str]], dict[str, Any]]] = [([SYSTEM, *TURNS], {}), (TURNS, {})]
-        if name != DEFAULT:
-            attempts += [(TURNS, {"tools": [TOOL]}), (TURNS, {"documents": [{"title": "Sky", "text": "It is blue."}]})]
-        _check_one(name, template, tokenizer, attempts, parts=parts)
+        if needed := str(_check_one(name, template, tokenizer, parts=parts)):
+            logger.warning("chat_template %r: a request must give %s", name, needed)
 
 
 def write(templates: dict[str, str], root: Path) -> None:
@@ -81,31 +74,31 @@ def stored(root: Path) -> dict[str, str]:
     return found | {file.stem: str(file) for file in sorted((root / "chat_templates").glob("*.jinja"))}
 
 
-def _check_one(
-    name: str, template: str, tokenizer: Any, attempts: list[tuple[list[dict[str, str]], Any]], *, parts: bool
-) -> None:
+def _check_one(name: str, template: str, tokenizer: Any, *, parts: bool) -> Needs:
+    """Return what the template needs of a request."""
     from ....serving.sandbox import Ended, Exceeded, NoProcess, Refused
-    from ....serving.tasks.prompt.rendering import Renderer, check_length
+    from ....serving.tasks.prompt.rendering import check_length, read_template
+    from ....serving.tasks.template_trial import attempts, needs_of, render_text, succeeds
 
     check_length(name, template)
-    renderer, reasons = Renderer(tokenizer, parts=parts), []
-    for messages, options in attempts:
+    text = render_text(tokenizer, template)
+    reasons = []
+    for attempt in attempts(template, read_template(name, template), parts=parts, named=name != DEFAULT):
         try:
-            text = renderer.text(messages, template, options)
+            if succeeds(text, attempt):
+                return needs_of(text, attempt)
+            found = "the user's message is not in the text"
         except (Exceeded, Ended, NoProcess) as error:
             raise PackagingError(f"chat_template {name!r}: it was stopped: it took {error}") from None
         except Refused as error:
             if error.line is not None:
                 raise PackagingError(f"chat_template {name!r}: line {error.line}: {error.reason}") from None
-            reasons.append(f"{error.kind}: {error.reason[:160]}")
-            continue
+            found = f"{error.kind}: {error.reason[:160]}"
         except Exception as error:  # a tokenizer's own code may raise anything
-            reasons.append(f"{type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}")
-            continue
-        if messages[-1]["content"] in text:
-            return
-        reasons.append("the user's message is not in the text")
-    raise PackagingError(f"chat_template {name!r} does not render a conversation: {reasons[-1]}")
+            found = f"{type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}"
+        reasons.append(found)
+    without_system = reasons[1]
+    raise PackagingError(f"chat_template {name!r} does not render a conversation: {without_system}")
 
 
 def _entry(given: Any) -> tuple[str, Any]:

@@ -67,13 +67,14 @@ def load_tokenizer(directory: Path, *, trust_remote_code: bool = False) -> Any:
     """
     from transformers import AutoTokenizer
 
-    from ....serving.tasks.prompt.tokenizer_check import check_tokenizer
+    from ....serving.tasks.prompt.tokenizer_check import check_fast, check_tokenizer
 
     check_tokenizer(directory)
     try:
         found = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=trust_remote_code)
     except Exception as error:  # tokenizers raises bare Exceptions; a tokenizer's own code may raise anything
         raise PackagingError(f"tokenizer: it cannot be loaded: {reason(error)}") from None
+    check_fast(found)
     if getattr(found, "chat_template", None) is None:
         found.chat_template = _template_of_processor(directory)
     return found

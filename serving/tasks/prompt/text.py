@@ -23,11 +23,12 @@ from ...model_files.token_bytes import BYTE_TOKEN, byte_table, plain_token
 from ...sandbox import Refused
 from ...tool_calls.detect import formats_of
 from ...tool_calls.parser import special_stand_ins
+from ..template_trial import Needs, attempts, needs_of, succeeds
 from .detokenize import CONTEXT, ByteDetokenizer, Detokenizer, WindowDetokenizer
 from .pair_template import PairTemplate
 from .rendering import Renderer, TemplateReads, read_template
 from .special_token_injection import InjectionGuard, unmarked
-from .tokenizer_check import check_tokenizer
+from .tokenizer_check import check_fast, check_tokenizer
 
 CHUNK = 65536  # characters tokenised at a time to find out whether a text can fit
 SHORT = 2048  # characters or tokens; fewer take less time than releasing the interpreter lock and taking it again
@@ -83,7 +84,8 @@ class TextModel:
         self._readings: dict[str, Reading] = {}
         self._takes_system: dict[str, bool] = {}
         self.pictures: PictureSpec | None = bundle.pictures
-        self._renderer = Renderer(self._hf, parts=bundle.pictures is not None)
+        self._renderers = {parts: Renderer(self._hf, parts=parts) for parts in (False, True)}
+        self._needs: dict[str, Needs] = {}
         if "score" in bundle.tasks:
             self.pairs  # noqa: B018 - fails now, not at the first request
         self._spare_embedders = [self._copy()] if "embeddings" in bundle.tasks else []
@@ -207,6 +209,7 @@ class TextModel:
         source = self.template(template)
         given = list(messages)
         kwargs = dict(variables or {})
+        self._check_needs(given, source, kwargs, end)
         guard = self._guards[source]
         if not guard.found_in([given, kwargs]):
             rendered = self._render(given, source, kwargs, context, end)
@@ -257,7 +260,7 @@ class TextModel:
         if found is None:
             turns = [{"role": "system", "content": "SYSTEM"}, {"role": "user", "content": "USER"}]
             try:
-                found = "SYSTEM" in self._renderer.render(turns, source, {}, None)
+                found = "SYSTEM" in self._rendered(turns, source, {})
             except (RequestError, Unavailable):
                 raise
             except Exception:  # a template may refuse a role with any error of Jinja or Python
@@ -279,13 +282,61 @@ class TextModel:
         end: ChatEnd,
     ) -> str:
         try:
-            return self._renderer.render(messages, source, kwargs, context, end)
+            return self._rendered(messages, source, kwargs, context, end)
         except (RequestError, Unavailable):
             raise
         except Exception as error:  # a template may refuse messages with any error of Jinja or Python
             roles = [message["role"] for message in messages[:16]]
             why = error.reason if isinstance(error, Refused) else f"{type(error).__name__}: {str(error)[:200]}"
             raise InvalidField("messages", roles, f"what the model's chat template accepts: {why}") from None
+
+    def _rendered(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        source: str,
+        kwargs: Mapping[str, Any],
+        context: int | None = None,
+        end: ChatEnd = "generation_prompt",
+    ) -> str:
+        parts = self.pictures is not None or self._needed(source).parts
+        return self._renderers[parts].render(messages, source, kwargs, context, end)
+
+    def _needed(self, source: str) -> Needs:
+        """Return what a template needs of a request. Raises ``RequestError`` and ``Overloaded``."""
+        found = self._needs.get(source)
+        if found is None:
+            found = self._needs[source] = self._tried(source)
+        return found
+
+    def _tried(self, source: str) -> Needs:
+        def text(messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], *, parts: bool) -> str:
+            return self._renderers[parts].render(messages, source, variables, None)
+
+        parts, named = self.pictures is not None, source != self.templates.get(DEFAULT_TEMPLATE)
+        for attempt in attempts(source, self._reads[source], parts=parts, named=named):
+            try:
+                if succeeds(text, attempt):
+                    return needs_of(text, attempt)
+            except (RequestError, Unavailable):
+                raise
+            except Exception:  # a template may refuse messages with any error of Jinja or Python
+                continue
+        return Needs()
+
+    def _check_needs(
+        self, messages: Sequence[Mapping[str, Any]], source: str, kwargs: Mapping[str, Any], end: ChatEnd
+    ) -> None:
+        """Raise ``InvalidField`` for a chat that lacks what its template needs."""
+        needs = self._needed(source)
+        for name in needs.variables:
+            if name not in kwargs:
+                raise InvalidField(
+                    f"chat_template_kwargs.{name}", None, "a value: this model's chat template needs this variable"
+                )
+        turns = [message["role"] for message in messages if message["role"] != "system"]
+        if needs.one_turn and len(turns) > 1 and not (end == "open" and turns[1:] == ["assistant"]):
+            allowed = "one message of the user: this model's chat template takes no further turns"
+            raise InvalidField("messages", turns[:16], allowed)
 
     def _prepends_bos(self) -> bool:
         ids = self._backend.encode("").ids
@@ -407,8 +458,7 @@ def _load_tokenizer(path: str, trust_remote_code: bool) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
     except Exception as error:  # the library raises bare Exceptions; a tokenizer's own code may raise anything
         raise PackagingError(f"tokenizer: it cannot be loaded: {reason(error)}") from error
-    if not getattr(tokenizer, "is_fast", False):
-        raise PackagingError(f"{type(tokenizer).__name__} has no fast form (tokenizer.json); convert it and log again")
+    check_fast(tokenizer)
     return tokenizer
 
 

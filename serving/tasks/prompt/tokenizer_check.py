@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from typing import Any
 
 from ...interface.errors import PackagingError
 from ...sandbox import CHECK, POOL, Ended, Exceeded, NoProcess, Refused
@@ -39,6 +40,15 @@ def check_tokenizer(directory: str | Path) -> None:
     if found.st_size > MAX_BYTES:
         raise PackagingError(f"{FILE}: {found.st_size} bytes; at most {MAX_BYTES} are allowed")
     _check(str(file.absolute()), found.st_ino, found.st_size, found.st_mtime_ns)
+
+
+def check_fast(tokenizer: Any) -> None:
+    """Raise ``PackagingError`` for a tokenizer that is written in Python, which this package does not run."""
+    if not getattr(tokenizer, "is_fast", False):
+        raise PackagingError(
+            f"tokenizer: {type(tokenizer).__name__} has no fast form (tokenizer.json), which serving needs; convert it,"
+            " if transformers can, or train one of the library tokenizers"
+        )
 
 
 @functools.lru_cache(maxsize=256)

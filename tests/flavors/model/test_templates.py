@@ -110,3 +110,20 @@ def test_chat_needs_a_template(tmp_path):
     """The chat task without a template is refused, and says what to pass."""
     with pytest.raises(MlflowException, match=r"'chat' needs a chat template .* pass chat_template="):
         llm.save_model(tmp_path / "m", tiny_llama(), tokenizer=byte_tokenizer(), task="chat")
+
+
+@pytest.mark.parametrize(
+    ("template", "needed"),
+    [
+        ("You are {{ persona.upper() }}." + TEMPLATE, "chat_template_kwargs.persona"),
+        ("{{ messages[-1].content if messages | length == 1 else raise_exception('no') }}", "one message of the user"),
+        (TEMPLATE, None),
+        ("{% for m in messages %}{% for part in m['content'] %}{{ part['text'] }}{% endfor %}{% endfor %}", None),
+    ],
+    ids=["variable", "one turn", "nothing", "parts"],
+)
+def test_what_a_request_must_give_is_named(save, caplog, template, needed):
+    """A template that needs more than messages is packaged, and what its requests must give is named when logged."""
+    assert save(chat_template=template) == {"default": template}
+    named = [record.getMessage() for record in caplog.records if "a request must give" in record.getMessage()]
+    assert [needed in message for message in named] == ([] if needed is None else [True])

@@ -254,3 +254,11 @@ def test_an_encoder_as_it_was_trained(tmp_path, kind, caplog):
     caplog.clear()
     llm.save_model(tmp_path / "n", source, task="embeddings")
     assert "is logged as an embedding model" not in caplog.text
+
+
+def test_a_tokenizer_without_a_fast_form(tmp_path: Path) -> None:
+    """One that is written in Python alone fails now, not at the first request."""
+    model = tf.LlamaForCausalLM(tf.LlamaConfig(**{**SIZES, "vocab_size": 400}))
+    with pytest.raises(mlflow.MlflowException, match=r"tokenizer: ByT5Tokenizer has no fast form \(tokenizer.json\)"):
+        llm.save_model(tmp_path / "m", model=model, tokenizer=tf.ByT5Tokenizer())
+    assert not (tmp_path / "m").exists()
