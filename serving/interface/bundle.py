@@ -5,7 +5,8 @@ Layout under the root of a saved model (written by ``flavors.llm``, everything r
     model/                      config.json, *.safetensors (sentence-transformers: also modules.json, 1_Pooling/ …),
                                 unchanged or with quantised linears (``engine/weights/stored_weights.py``)
     tokenizer/                  the files that AutoTokenizer.from_pretrained reads
-    adapters/<name>/            adapter_config.json, adapter_model.safetensors (peft's layout)
+    adapters/<name>/            adapter_config.json, adapter_model.safetensors (peft's layout), and chat_template.jinja
+                                if the adapter has a chat template of its own
     chat_template.jinja         the default template
     chat_templates/<name>.jinja further named templates
     manifest.json               format version, tasks, base, sizes and SHA-256 of every file above
@@ -23,6 +24,8 @@ from msgspec import Struct
 from .errors import PackagingError
 from .request import Activation, Task
 from .tool_format import ToolFormat
+
+ADAPTER_TEMPLATE = "chat_template.jinja"  # in the directory of an adapter that has one of its own
 
 
 class EmbeddingSpec(Struct, frozen=True, kw_only=True):

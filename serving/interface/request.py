@@ -254,7 +254,10 @@ class RawChat(Raw, frozen=True, kw_only=True):
 
 
 class RawCompletion(Raw, frozen=True, kw_only=True):
-    """A completion request: ``prompts`` holds texts or token id lists; ``batched`` says whether a list was sent."""
+    """A completion request: ``prompts`` holds texts or token id lists; ``batched`` says whether a list was sent.
+
+    ``chat_template`` is the template of its adapter, for prompts that are not raw.
+    """
 
     task: ClassVar[Task] = "completions"
 
@@ -263,6 +266,7 @@ class RawCompletion(Raw, frozen=True, kw_only=True):
     suffix: str | None = None
     echo: bool | None = None
     use_raw_prompt: bool | None = None
+    chat_template: str | None = None
     sampling: RawSampling = RawSampling()
 
 

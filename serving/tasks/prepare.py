@@ -101,6 +101,7 @@ def prepare(
     template.
     """
     adapter = adapter_of(raw, endpoint)
+    raw = _with_template_of(adapter, raw, endpoint)
     task = raw.task
     check_task(task, endpoint)
     own = endpoint.defaults(task)
@@ -129,6 +130,14 @@ def prepare(
     check_logits(valid, endpoint.info.vocab_size, endpoint.info.max_logits_bytes)
     check_size(valid, raw, endpoint.profile, endpoint.info.embedding_dim)
     return valid
+
+
+def _with_template_of(adapter: str | None, raw: RawRequest, endpoint: EndpointView) -> RawRequest:
+    """Return ``raw`` with the chat template that its adapter has of its own, if the request names none."""
+    if adapter is None or isinstance(raw, RawEmbedding | RawScore) or raw.chat_template is not None:
+        return raw
+    own = endpoint.text.template_of_adapter(adapter)
+    return raw if own is None else msgspec.structs.replace(raw, chat_template=own)
 
 
 def check_task(task: Task, endpoint: EndpointView) -> None:

@@ -25,26 +25,29 @@ HEAD = re.compile(r"For(?!MaskedLM$|PreTraining$)[A-Z]\w*$")  # every other head
 ALL_TASKS: tuple[Task, ...] = get_args(Task)
 
 
-def resolve_tasks(asked: Any, model_dir: Path, templates: dict[str, str]) -> tuple[Task, ...]:
+def resolve_tasks(
+    asked: Any, model_dir: Path, templates: dict[str, str], *, of_adapters: bool = False
+) -> tuple[Task, ...]:
     """Return the tasks ``asked`` for (by name, or MLflow's ``llm/v1/chat``), else all that the model can answer.
 
-    A causal language model answers completions, and chat if it has a template. A cross-encoder answers score; a
-    sentence-transformers directory or an encoder answers embeddings. Raises ``PackagingError`` for a task that the
-    model cannot answer, or if none is asked for and the model's head answers none.
+    A causal language model answers completions, and chat if it or an adapter (``of_adapters``) has a template. A
+    cross-encoder answers score; a sentence-transformers directory or an encoder answers embeddings. Raises
+    ``PackagingError`` for a task that the model cannot answer, or if none is asked for and the model's head answers
+    none.
     """
     config = read_config(model_dir)
     generates = not is_sentence_transformer(model_dir) and is_causal(config)
     if asked is None:
         if not generates:
             return _pooled_task(model_dir, config)
-        return ("chat", "completions") if DEFAULT in templates else ("completions",)
+        return ("chat", "completions") if DEFAULT in templates or of_adapters else ("completions",)
     tasks = parse_tasks(asked)
     if "score" in tasks:
         check_score(model_dir, config)
     for task in tasks:
         if task not in POOLED and not generates:
             raise PackagingError(f"task: {task!r} needs a causal language model; this model can answer embeddings")
-    if "chat" in tasks and DEFAULT not in templates:
+    if "chat" in tasks and DEFAULT not in templates and not of_adapters:
         raise PackagingError("task: 'chat' needs a chat template and the tokenizer has none; pass chat_template=")
     return tasks
 

@@ -13,6 +13,7 @@ from ....serving.interface.request import POOLED, Task
 from ....serving.interface.settings import EngineSettings
 from ....serving.interface.tool_format import ToolFormat
 from ....serving.tool_calls.detect import formats_of
+from ..adapter_templates import place_adapter_templates
 from ..model import templates as chat_templates
 from ..model.base_model import PinnedBase
 from ..model.bundle_reader import read_bundle
@@ -112,7 +113,10 @@ def _write_whole(root: Path, parts: Parts) -> tuple[Manifest, Path]:
     tokenizer = load_tokenizer(root / "tokenizer", trust_remote_code=parts.trust_remote_code)
     check_vocabulary(tokenizer, model_dir)
     found = chat_templates.collect(parts.chat_template, tokenizer)
-    tasks = resolve_tasks(parts.task, model_dir, found)
+    names = place_adapters(parts.adapters, placed.peft_model, root, link=parts.link)
+    check_adapters(names, root, skeleton)
+    own = _place_adapter_templates(root, parts, tokenizer, found, parts=reads_pictures(config))
+    tasks = resolve_tasks(parts.task, model_dir, found, of_adapters=own)
     pictures = None
     if reads_pictures(config):
         _check_beside_pictures(parts, tasks)
@@ -120,8 +124,6 @@ def _write_whole(root: Path, parts: Parts) -> tuple[Manifest, Path]:
     check_complete(model_dir, tasks, trust_remote_code=parts.trust_remote_code)
     is_used = "chat" in tasks or parts.chat_template is not None
     _place_templates(found, tokenizer, root, pictures, check=is_used)
-    names = place_adapters(parts.adapters, placed.peft_model, root, link=parts.link)
-    check_adapters(names, root, skeleton)
     spec = embedding_spec(tasks, model_dir, parts.embedding)
     crosses = cross_encoder_spec(tasks, model_dir, root / "tokenizer", tokenizer)
     formats = formats_of(found, tokenizer, parts.tool_format)
@@ -149,6 +151,18 @@ def _place_templates(
     if pictures is not None:
         check_templates(found, tokenizer, pictures)
     chat_templates.write(found, root)
+
+
+def _place_adapter_templates(root: Path, given: Parts, tokenizer: Any, found: dict[str, str], *, parts: bool) -> bool:
+    return place_adapter_templates(
+        given.adapters,
+        root,
+        tokenizer,
+        found,
+        given=given.chat_template is not None,
+        parts=parts,
+        trust_remote_code=given.trust_remote_code,
+    )
 
 
 def _check_beside_pictures(parts: Parts, tasks: tuple[Task, ...]) -> None:
@@ -192,15 +206,17 @@ def _write_over_base(root: Path, parts: Parts, over: PinnedBase) -> tuple[Manife
         tokenizer_dir = root / "tokenizer"
         place_tokenizer(parts.tokenizer, tokenizer_dir, link=parts.link)
         check_vocabulary(load_tokenizer(tokenizer_dir), Path(base.model_dir))
+    tokenizer = load_tokenizer(tokenizer_dir, trust_remote_code=parts.trust_remote_code)
+    of_base = {name: Path(path).read_text(encoding="utf-8") for name, path in base.chat_templates.items()}
+    own = _place_adapter_templates(root, parts, tokenizer, of_base, parts=base.pictures is not None)
     formats: dict[str, ToolFormat] = {}
     if parts.tool_format is not None:
         formats = dict.fromkeys(base.chat_templates, parts.tool_format)
     if parts.chat_template is not None:
-        tokenizer = load_tokenizer(tokenizer_dir, trust_remote_code=parts.trust_remote_code)
         found = chat_templates.collect(parts.chat_template, tokenizer)
         _place_templates(found, tokenizer, root, base.pictures, check=True)
         formats = formats_of(found, tokenizer, parts.tool_format)
-    tasks = _tasks_over(base, parts, root)
+    tasks = _tasks_over(base, parts, chats=own)
     check_settings(skeleton, parts.settings, tasks, base.embedding or EmbeddingSpec(), parts.quantization)
     check_draft(parts.settings)
     manifest = _finish(
@@ -210,12 +226,14 @@ def _write_over_base(root: Path, parts: Parts, over: PinnedBase) -> tuple[Manife
     return manifest, Path(base.model_dir)
 
 
-def _tasks_over(base: Bundle, parts: Parts, root: Path) -> Any:
+def _tasks_over(base: Bundle, parts: Parts, *, chats: bool) -> Any:
+    """Return the tasks of the adapters: those of the base and, with a chat template of their own, chats."""
+    known = base.tasks if not chats or "chat" in base.tasks else ("chat", *base.tasks)
     if parts.task is None:
-        return base.tasks
+        return known
     tasks = parse_tasks(parts.task)
-    if lacking := [task for task in tasks if task not in base.tasks]:
-        raise PackagingError(f"task: the base cannot answer {lacking[0]!r}; it answers {', '.join(base.tasks)}")
+    if lacking := [task for task in tasks if task not in known]:
+        raise PackagingError(f"task: the base cannot answer {lacking[0]!r}; it answers {', '.join(known)}")
     return tasks
 
 

@@ -47,8 +47,8 @@ def is_raw(raw: RawCompletion, endpoint: EndpointView) -> bool:
     The request decides, or else the profile. A model without a template always gets raw prompts.
     """
     if raw.use_raw_prompt is not None:
-        return raw.use_raw_prompt or not endpoint.text.templates
-    return endpoint.profile.raw_prompts or not endpoint.text.templates
+        return raw.use_raw_prompt or not endpoint.text.has_template(raw.chat_template)
+    return endpoint.profile.raw_prompts or not endpoint.text.has_template(raw.chat_template)
 
 
 def chat_prompt(raw: RawChat, endpoint: EndpointView, pictures: tuple[Size, ...] = ()) -> Prompt:
@@ -130,7 +130,9 @@ def _completion_prompt(entry: str | tuple[int, ...], raw: RawCompletion, endpoin
         return Prompt(cut, endpoint.text.decode(written, skip_special_tokens=False) if raw.echo else "", truncated)
     if not is_raw(raw, endpoint):
         messages = with_system((Message(role="user", content=entry),), endpoint.profile.default_system_prompt)
-        return _templated(template_messages(messages), endpoint, raw.sampling, None, {}, path)._replace(text=entry)
+        return _templated(template_messages(messages), endpoint, raw.sampling, raw.chat_template, {}, path)._replace(
+            text=entry
+        )
     truncate = raw.sampling.error_behavior == "truncate"
     longest = endpoint.longest_prompt
     over = endpoint.text.surely_over(entry, longest)

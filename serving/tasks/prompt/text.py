@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
-from ...interface.bundle import Bundle, CrossEncoderSpec, EmbeddingSpec, PictureSpec
+from ...interface.bundle import ADAPTER_TEMPLATE, Bundle, CrossEncoderSpec, EmbeddingSpec, PictureSpec
 from ...interface.errors import InvalidField, PackagingError, RequestError, Unavailable, reason
 from ...interface.request import ChatEnd
 from ...interface.tool_format import ToolFormat
@@ -35,6 +35,7 @@ SHORT = 2048  # characters or tokens; fewer take less time than releasing the in
 GROUP = 64  # texts tokenised at a time, before one of them is found too long
 BEGINNING = 16  # characters read of a text per token that it may have; no language's words need so many
 DEFAULT_TEMPLATE = "default"
+ADAPTER_PREFIX = "adapter:"  # of the name of an adapter's own template; names of other templates have no colon
 
 
 class Reading(NamedTuple):
@@ -230,6 +231,15 @@ class TextModel:
         if found is None:
             raise InvalidField("chat_template", name, "one of " + ", ".join(sorted(self.templates)))
         return found
+
+    def has_template(self, name: str | None) -> bool:
+        """Return whether the model has a template of this name, or a default one if ``name`` is None."""
+        return (name or DEFAULT_TEMPLATE) in self.templates
+
+    def template_of_adapter(self, adapter: str) -> str | None:
+        """Return the name of the template that an adapter has of its own; None if it uses the model's."""
+        name = ADAPTER_PREFIX + adapter
+        return name if name in self.templates else None
 
     def reads(self, template: str | None) -> TemplateReads:
         """Return what a template reads. Raises the same errors as ``template``."""
@@ -463,13 +473,16 @@ def _load_tokenizer(path: str, trust_remote_code: bool) -> Any:
 
 
 def _templates(bundle: Bundle, tokenizer: Any) -> dict[str, str]:
-    """Return the bundle's templates, or those of the tokenizer's own files if the bundle has none."""
+    """Return the bundle's templates, or those of the tokenizer's own files if it has none, and the adapters'."""
+    files = {ADAPTER_PREFIX + name: Path(path, ADAPTER_TEMPLATE) for name, path in bundle.adapters.items()}
     try:
+        of_adapters = {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}
         if bundle.chat_templates:
-            return {name: Path(path).read_text(encoding="utf-8") for name, path in bundle.chat_templates.items()}
+            found = {name: Path(path).read_text(encoding="utf-8") for name, path in bundle.chat_templates.items()}
+            return found | of_adapters
     except (OSError, UnicodeDecodeError) as error:
         raise PackagingError(f"chat_template: it cannot be read: {reason(error)}") from None
     own = tokenizer.chat_template
     if isinstance(own, dict):
-        return dict(own)
-    return {DEFAULT_TEMPLATE: own} if own else {}
+        return dict(own) | of_adapters
+    return ({DEFAULT_TEMPLATE: own} if own else {}) | of_adapters
