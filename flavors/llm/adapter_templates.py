@@ -6,19 +6,18 @@ model's is refused, so that no answer is silently wrong.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ...serving.adapter_template import own_template
 from ...serving.interface.bundle import ADAPTER_TEMPLATE
 from ...serving.interface.errors import PackagingError, shown
 from .model import templates as chat_templates
 from .save.tokenizers import load_tokenizer
 
-FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
 VOCABULARY = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
 PROBES = ("The quick brown fox\n\n jumps over 13 lazy dogs, doesn't it?", " größe 你好 😀", "\tif x:\n    return {}\n")
 
@@ -65,19 +64,9 @@ def _template(name: str, directory: Path, tokenizer: Any, *, trust_remote_code: 
         _check_same(name, beside, tokenizer)
         own = beside.chat_template
     else:
-        own = next(filter(None, (_read(directory / file) for file in FILES)), None)
+        own = own_template(directory)
     collected = chat_templates.collect(own, None) if own else {}
     return collected.get(chat_templates.DEFAULT)
-
-
-def _read(file: Path) -> Any:
-    if not file.is_file():
-        return None
-    try:
-        text = file.read_text(encoding="utf-8")
-        return text if file.suffix == ".jinja" else json.loads(text).get("chat_template")
-    except (OSError, ValueError, AttributeError, RecursionError):
-        raise PackagingError(f"adapters: {file.name} in {file.parent.name} cannot be read") from None
 
 
 def _check_same(name: str, own: Any, tokenizer: Any) -> None:

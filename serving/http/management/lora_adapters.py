@@ -13,8 +13,10 @@ import os
 import re
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from ...adapter_template import default_of, own_template
 from ...control.plan import PlannedAdapter, PlannedEndpoint
 from ...control.settings import MODELS
 from ...dialects import DIALECTS
@@ -34,6 +36,7 @@ from ...interface.errors import (
 from ...interface.readers import Entry, boolean, record, short_text, text
 from ...model_files.model_uri import parse
 from ...routing.plan_follower import PlanFollower
+from ...tasks.prompt.text import DEFAULT_TEMPLATE
 from ..route import Route
 
 NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,126}[A-Za-z0-9_-])?")
@@ -63,6 +66,7 @@ def load(server: Server, request: Request) -> Answer:
     endpoint, follower = _endpoint(server, request, given.get("model"))
     _check_name(server, endpoint, name)
     path = _path(server, uri, name)
+    _check_template(server, endpoint, path, uri)
     adapters = server.managed_endpoints().adapters
     replace = given.get("load_inplace", False)
     pinned = given.get("pinned", False)
@@ -187,6 +191,24 @@ def _path(server: Server, uri: str, name: str) -> str:
             "lora_path", uri, f"a model logged with one adapter, or with one called {name!r}; it has {has}"
         )
     return str(chosen)
+
+
+def _check_template(server: Server, endpoint: PlannedEndpoint, path: str, uri: str) -> None:
+    """Raise ``RequestError`` if the adapter has a chat template that is not the model's: its requests would not use it.
+
+    An adapter that is logged with its model, or over it, keeps its template.
+    """
+    try:
+        own = default_of(own_template(Path(path)))
+    except PackagingError as error:
+        raise RequestError(f"lora_path: {error}", param="lora_path") from error
+    texts = [entity.view.text for entity in server.endpoints.entities() if entity.endpoint == endpoint.name]
+    if own is not None and any(text.templates.get(DEFAULT_TEMPLATE) != own for text in texts):
+        raise InvalidField(
+            "lora_path", uri,
+            "an adapter with the model's chat template: this one has another beside it, which only adapters that are"
+            " logged with their model (adapters=, base=) keep; log it, or remove that template",
+        )  # fmt: skip
 
 
 ROUTES = (
