@@ -202,8 +202,10 @@ def _check_template(server: Server, endpoint: PlannedEndpoint, path: str, uri: s
         own = default_of(own_template(Path(path)))
     except PackagingError as error:
         raise RequestError(f"lora_path: {error}", param="lora_path") from error
+    if own is None:
+        return
     texts = [entity.view.text for entity in server.endpoints.entities() if entity.endpoint == endpoint.name]
-    if own is not None and any(text.templates.get(DEFAULT_TEMPLATE) != own for text in texts):
+    if any(text.templates.get(DEFAULT_TEMPLATE) != own for text in texts):
         raise InvalidField(
             "lora_path", uri,
             "an adapter with the model's chat template: this one has another beside it, which only adapters that are"

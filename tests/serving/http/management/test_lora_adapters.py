@@ -235,3 +235,20 @@ def test_what_an_engine_refuses_is_taken_back(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="Loading lora x failed: it does not fit"):
         lora_adapters.load(server, request)
     assert (taken, asked) == ([("chat", new, None)], [True])
+
+
+def test_a_chat_template_of_its_own_is_refused(tmp_path: Path) -> None:
+    """An adapter that is loaded while its model is served uses the model's template, so another one is refused."""
+    server = fake_server()
+    view = SimpleNamespace(text=SimpleNamespace(templates={"default": "the model's"}))
+    server.endpoints = SimpleNamespace(entities=lambda: iter((SimpleNamespace(endpoint="chat", view=view),)))
+    check = lambda: lora_adapters._check_template(server, SimpleNamespace(name="chat"), str(tmp_path), "/a")  # noqa: E731
+    check()
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "another"}))
+    with pytest.raises(InvalidField, match="lora_path: '/a' is not allowed; expected an adapter with the model's chat"):
+        check()
+    (tmp_path / "chat_template.jinja").write_text("the model's")
+    check()
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(RequestError, match=r"lora_path: adapters: chat_template.jinja in .* cannot be read"):
+        check()
