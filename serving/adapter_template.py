@@ -13,7 +13,10 @@ MAX_BYTES = 8 << 20
 
 def own_template(directory: Path) -> str | list[dict[str, str]] | None:
     """Return the template in ``directory`` as its file has it; None if there is none. Raises ``PackagingError``."""
-    return next(filter(None, (_read(directory / name) for name in FILES)), None)
+    for name in FILES:
+        if found := _read(directory / name):
+            return found
+    return None
 
 
 def default_of(own: str | list[dict[str, str]] | None) -> str | None:
