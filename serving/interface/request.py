@@ -21,6 +21,7 @@ POOLED: frozenset[Task] = frozenset({"embeddings", "score"})  # one vector or nu
 Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
 ErrorBehavior: TypeAlias = Literal["error", "truncate"]
 LogitsOf: TypeAlias = Literal["context", "generation"]  # of the prompt's tokens, or of generated ones
+UsageChunks: TypeAlias = Literal["none", "last", "all"]  # the chunks of a stream that have usage
 ChatEnd: TypeAlias = Literal["generation_prompt", "open", "closed"]
 MAX_CHOICES = 128  # per prompt
 MAX_PROMPTS = 2048  # prompts or inputs per request
@@ -139,7 +140,7 @@ class Raw(Struct, frozen=True, kw_only=True):
     model: str | None = None
     adapter: str | None = None
     stream: bool = False
-    include_usage: bool = False
+    usage_chunks: UsageChunks = "none"
     labels: Labels | None = None
     cache_salt: str | None = None
     lora_task: LoraTask | None = None
@@ -500,7 +501,7 @@ class ValidRequest(Struct, frozen=True, kw_only=True):
     begins_in_reasoning: bool = False
     read_as: str | None = None
     stream: bool = False
-    include_usage: bool = False
+    usage_chunks: UsageChunks = "none"
     timings: bool = False
     echo: tuple[str, ...] = ()
     suffix: str = ""

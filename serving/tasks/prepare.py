@@ -253,7 +253,7 @@ def _generation(
         begins_in_reasoning=begins_in_reasoning,
         read_as=read_as,
         stream=raw.stream,
-        include_usage=raw.include_usage,
+        usage_chunks=raw.usage_chunks,
         timings=raw.timings,
         form=_form(profile),
         echo=tuple(prompt.text for prompt in prompts) if echo else (),

@@ -38,7 +38,7 @@ def decode(tables: Mapping[Task, Table], body: Any, task: Task | None, beams_of:
         sampling["constraint"] = only(constraints)
     if (beams := beams_of(found, sampling, body)) is not None:
         sampling["beams"] = beams
-    if found.get("include_usage") and not found.get("stream"):
+    if found.get("usage_chunks", "none") != "none" and not found.get("stream"):
         raise InvalidField("stream_options", body["stream_options"], "null unless stream is true")
     if name == "chat":
         if sampling.get("top_logprobs") is not None and not sampling.get("logprobs"):

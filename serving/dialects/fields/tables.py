@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ...interface.errors import InvalidField
 from ...interface.readers import (
     INT32_MAX,
     INT64,
@@ -26,7 +27,7 @@ from ...interface.readers import (
     short_text,
     string,
 )
-from ...interface.request import MAX_CHOICES, Task
+from ...interface.request import MAX_CHOICES, Task, UsageChunks
 from ..chat_end import ADD_GENERATION_PROMPT, CONTINUE_FINAL_MESSAGE
 from ..label_fields import DATABRICKS_LABELS, METADATA, SAFETY_IDENTIFIER, USER_FIELD
 from .beam_fields import BEAMS
@@ -44,12 +45,22 @@ MAX_CACHE_SALT = 256  # characters
 _CHUNKS_AS_THEY_ARE = one_of(False, why="chunks are sent as they are")
 
 
-_STREAM_OPTIONS = record(include_usage=Entry(boolean), include_obfuscation=Entry(_CHUNKS_AS_THEY_ARE))
+_STREAM_OPTIONS = record(
+    include_usage=Entry(boolean, "an additional chunk with usage at the end"),
+    continuous_usage_stats=Entry(boolean, "as in vLLM: usage so far in every chunk; needs include_usage"),
+    include_obfuscation=Entry(_CHUNKS_AS_THEY_ARE),
+)
 
 
 @reader(**_STREAM_OPTIONS.schema)
-def _stream_options(value: Any, path: str) -> bool:
-    return bool(_STREAM_OPTIONS(value, path).get("include_usage"))
+def _stream_options(value: Any, path: str) -> UsageChunks:
+    """Read ``stream_options``. The schema cannot express that continuous_usage_stats needs include_usage."""
+    found = _STREAM_OPTIONS(value, path)
+    if not found.get("include_usage"):
+        if found.get("continuous_usage_stats"):
+            raise InvalidField(f"{path}.continuous_usage_stats", True, "false unless include_usage is true")
+        return "none"
+    return "all" if found.get("continuous_usage_stats") else "last"
 
 
 def _field(
@@ -94,7 +105,12 @@ ADAPTER = (_field("adapter", string, "adapter", "a LoRA adapter of the model"),)
 
 STREAM = (
     _field("stream", boolean, "stream", "send server-sent events", default=False),
-    _field("stream_options", _stream_options, "include_usage", "include_usage: send an additional chunk with usage"),
+    _field(
+        "stream_options",
+        _stream_options,
+        "usage_chunks",
+        "include_usage: send an additional chunk with usage; continuous_usage_stats: usage in every chunk",
+    ),
 )
 
 SAMPLING = (

@@ -222,7 +222,10 @@ def _top(entry: TextLogprob) -> dict[str, float | None] | None:
 class Stream:
     """Encodes one streamed chat or completions reply as server-sent events up to ``[DONE]``."""
 
-    __slots__ = ("_error_body", "_head", "_held", "_request", "_started", "_style", "_templates", "template")
+    __slots__ = (
+        "_completion_tokens", "_error_body", "_head", "_held", "_request", "_started", "_style", "_templates",
+        "template",
+    )  # fmt: skip
     content_type = "text/event-stream; charset=utf-8"
     headers: Mapping[str, str] = {}
 
@@ -237,10 +240,12 @@ class Stream:
         self._templates: dict[int, TextTemplate] = {}  # by choice, for deltas that are only text
         self.template: TextTemplate | None = None  # that of the only choice
         self._held: dict[str, Any] | None = None  # the last chunk with choices, until its usage is known
+        self._completion_tokens = 0  # so far, of all choices
 
     def encode(self, piece: Piece) -> bytes:
         if isinstance(piece, Delta):
-            if piece.text and not (piece.logprobs or piece.calls or piece.reasoning) and self._is_started(piece.index):
+            self._completion_tokens += piece.num_tokens
+            if self._is_plain(piece):
                 return self._template(piece.index).fill(piece.text)
             if self._request.task != "chat":
                 return self._chunk(self._text_delta(piece)) if piece.text or piece.logprobs else b""
@@ -263,9 +268,11 @@ class Stream:
         content = {"content": ""} if self._request.tools is None else {}
         return self._chunk(self._chat_delta(0, content, ()))
 
-    def _is_started(self, index: int) -> bool:
-        """Return whether the choice's next chunk of text has the same form as the one before."""
-        return index in self._started or self._request.task != "chat"
+    def _is_plain(self, piece: Delta) -> bool:
+        """Return whether the chunk of ``piece`` has only text, and otherwise the same form as the choice's last one."""
+        if not piece.text or piece.logprobs or piece.calls or piece.reasoning or self._request.usage_chunks == "all":
+            return False
+        return piece.index in self._started or self._request.task != "chat"
 
     def _template(self, index: int) -> TextTemplate:
         found = self._templates.get(index)
@@ -327,16 +334,23 @@ class Stream:
 
     def _chunk(self, choice: dict[str, Any], last: bool = False) -> bytes:
         chunk = {**self._head, "choices": [choice]}
-        if self._request.include_usage:
+        if self._request.usage_chunks == "all":
+            chunk["usage"] = self._usage_so_far()
+        elif self._request.usage_chunks == "last":
             chunk["usage"] = None
         elif last and self._style.usage_in_last:
             held, self._held = self._held, chunk
             return b"" if held is None else event(held)
         return event(chunk)
 
+    def _usage_so_far(self) -> dict[str, int]:
+        """Return the counts that are known before the end, as vLLM's ``continuous_usage_stats`` has them."""
+        prompt, completion = self._request.num_prompt_tokens, self._completion_tokens
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
     def _done(self, piece: Done) -> bytes:
         counts = usage(self._request, piece.usage, self._style)
-        if self._request.include_usage:
+        if self._request.usage_chunks != "none":
             return event({**self._head, "choices": [], "usage": counts}) + DONE
         if self._held is not None:
             held, self._held = self._held, None

@@ -174,7 +174,22 @@ def test_openai_stream_with_usage():
         f'data: {HEAD}{FIRST},"usage":null}}\n\ndata: {HEAD}{LAST},"usage":null}}\n\n'
         f'data: {HEAD}],"usage":{usage}}}\n\ndata: [DONE]\n\n'
     )
-    assert _streamed("openai", _request(include_usage=True), *PIECES, Done(usage=USAGE)).decode() == expected
+    assert _streamed("openai", _request(usage_chunks="last"), *PIECES, Done(usage=USAGE)).decode() == expected
+
+
+@pytest.mark.parametrize("task", ["chat", "completions"])
+def test_usage_in_every_chunk(task):
+    """With continuous_usage_stats each chunk has the counts so far, tokens without a text included."""
+    request = _request(task, usage_chunks="all")
+    pieces = [Delta(index=0, text=text, num_tokens=count) for text, count in (("a", 1), ("b", 2), ("", 3), ("c", 1))]
+    encoder = DIALECTS["openai"].stream(request)
+    wire = b"".join(map(encoder.encode, (*pieces, Ended(index=0, finish_reason="stop"), Done(usage=USAGE))))
+    assert getattr(encoder, "template", None) is None  # it would write texts without their counts
+    chunks = [json.loads(line.removeprefix(b"data: ")) for line in wire.split(b"\n\n")[:-2]]
+    prompt = request.num_prompt_tokens
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 3, 7, 7, USAGE.completion_tokens]
+    assert [chunk["usage"]["total_tokens"] for chunk in chunks[:-1]] == [prompt + n for n in (1, 3, 7, 7)]
+    assert chunks[-1]["choices"] == []
 
 
 def test_databricks_stream():

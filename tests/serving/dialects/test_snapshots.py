@@ -103,7 +103,7 @@ def test_streamed(dialect: str, task: str, usage: str) -> None:
 
 def test_completions_stream_with_usage() -> None:
     """include_usage on a text completion: null in each chunk, and a last one without choices."""
-    encoder = DIALECTS["openai"].stream(_request("completions", include_usage=True))
+    encoder = DIALECTS["openai"].stream(_request("completions", usage_chunks="last"))
     found = b"".join(map(encoder.encode, PIECES)).decode().split("\n\n")
     assert [event.endswith(',"usage":null}') for event in found[:3]] == [True] * 3
     assert found[3:] == [f'{PART}],"usage":{DETAILS}}}', "data: [DONE]", ""]

@@ -79,7 +79,7 @@ def valid(
     plain = {
         field.name: field.default
         for field in msgspec.structs.fields(ValidRequest)
-        if field.name in ("stream", "include_usage", "form", "timings", "index_by_prompt", "model_version", "model")
+        if field.name in ("stream", "usage_chunks", "form", "timings", "index_by_prompt", "model_version", "model")
         and field.default is not msgspec.NODEFAULT
     }
     return msgspec.structs.replace(found, **plain, model="assistant")

@@ -107,6 +107,7 @@ def test_every_sampling_field_arrives(dialect):
         ("stop_token_ids", [-1]),
         ("stream_options", True),
         ("stream_options", {"include_usage": True}),
+        ("stream_options", {"continuous_usage_stats": True}),
         ("response_format", {"type": "xml"}),
         ("response_format", {"type": "json_schema", "json_schema": {}}),
         ("response_format", "text"),
