@@ -38,6 +38,10 @@ from .blocks import CACHE_CONTROL, MAX_NAME, NAME, NO_SERVER_TOOLS, SYSTEM_BLOCK
 from .messages import chat_of, read_turns, text_of
 
 VERSION_HEADER = "anthropic-version"
+# The first block of ``system`` that Claude Code sends by default: one line for the hosted service's accounts, with a
+# version and a hash. It says nothing to a model, and because it changes between requests, no prefix of a prompt that
+# begins with it would be found in the cache.
+_BILLING_HEADER = re.compile(r"x-anthropic-billing-header:[^\n]*\n?")
 # The newest removes temperature, top_p and top_k, which the hosted models no longer have; models here have them, so
 # they are accepted in every version. The oldest differs in how it streams text completions, which are not served.
 VERSIONS = ("2026-10-21", "2023-06-01", "2023-01-01")
@@ -219,7 +223,7 @@ def read_count_request(body: dict[str, Any]) -> RawChat:
 
 
 def _chat(found: dict[str, Any], sampling: RawSampling, **more: Any) -> RawChat:
-    system = found.get("system")
+    system = _without_billing_header(found.get("system"))
     chat = chat_of(found["messages"], text_of(system) if system else None)
     tools = found.get("tools", ())
     _check_names(tools)
@@ -237,6 +241,13 @@ def _chat(found: dict[str, Any], sampling: RawSampling, **more: Any) -> RawChat:
         sampling=sampling,
         **more,
     )
+
+
+def _without_billing_header(system: str | tuple[dict[str, Any], ...] | None) -> str | tuple[dict[str, Any], ...] | None:
+    """Return ``system`` without a first block that is a billing header and nothing else."""
+    if system and not isinstance(system, str) and _BILLING_HEADER.fullmatch(system[0]["text"]):
+        return system[1:]
+    return system
 
 
 def _constraint(found: dict[str, Any]) -> Constraint | None:

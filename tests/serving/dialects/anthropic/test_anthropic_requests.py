@@ -104,6 +104,21 @@ def test_system(system: Any, expected: Any) -> None:
     assert (first.content if first.role == "system" else None) == parts
 
 
+def test_a_billing_header_is_not_shown_to_the_model() -> None:
+    """Claude Code's first block, which changes between requests, is dropped, and only that block."""
+    header = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.197.b6f; cc_entrypoint=cli; cch=0ab;"}
+    prompt = {"type": "text", "text": "You are an agent.", "cache_control": {"type": "ephemeral"}}
+    told = Message(role="system", content=(TextPart("You are an agent."),))
+    fields = {"model": "m", "messages": HI, "system": [header, prompt]}
+    assert read(system=[header, prompt]).messages[0] == told
+    assert read_count_request(fields).messages[0] == told
+    assert [message.role for message in read(system=[header]).messages] == ["user"]
+    for kept in ([prompt, header], [{"type": "text", "text": header["text"] + "\nBe brief."}]):
+        content = tuple(TextPart(block["text"]) for block in kept)
+        assert read(system=kept).messages[0] == Message(role="system", content=content)
+    assert read(system=header["text"]).messages[0].content == header["text"]
+
+
 def test_a_round_of_tools() -> None:
     """Thinking, text and calls are one message; each result is a message of its own, before the user's text."""
     assert turns(
