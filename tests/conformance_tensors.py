@@ -138,6 +138,7 @@ ROWS: dict[str, Row] = {
     "id": row({"id": "one"}, shows=lambda seen, plain: seen.first["id"] == "one"),
     "input_ids": row(tensor("input_ids", "INT32", [5, 6, 7], 1, 3), shows=unlike_plain),
     "text_input": row(TEXT, shows=has("text_output"), note="in place of input_ids"),
+    "input_lengths": row(ints("input_lengths", len(IDS)), shows=as_plain, note="the number of input_ids"),
     "request_output_len": row(tensor("request_output_len", "INT32", [[3]], 1, 1), shows=tokens(3)),
     "max_tokens": row({"request_output_len": None, **ints("max_tokens", 3)}, shows=tokens(3)),
     "streaming": row(
@@ -178,6 +179,13 @@ ROWS: dict[str, Row] = {
     "lora_task_id": row(lora(7), shows=has("output_ids"), note="alone once its adapter has come"),
     "lora_weights": row(lora(8), shows=has("output_ids")),
     "lora_config": row(lora(9), shows=has("output_ids")),
+    "exclude_input_in_output": row(
+        tensor("exclude_input_in_output", "BOOL", [False], 1), shows=lambda seen, plain: seen.completion > len(IDS)
+    ),
+    "num_return_sequences": row(ints("num_return_sequences", 2), refused="num_return_sequences: 2", note="1 is taken"),
+    "return_perf_metrics": row(
+        flag("return_perf_metrics"), refused="times are in the server's metrics", note="false is taken"
+    ),
     "return_log_probs": row(flag("return_log_probs"), shows=has("output_log_probs")),
     "return_context_logits": row(flag("return_context_logits"), BINARY, shows=has("context_logits")),
     "return_generation_logits": row(flag("return_generation_logits"), BINARY, shows=has("generation_logits")),
@@ -185,6 +193,7 @@ ROWS: dict[str, Row] = {
     "draft_logits": row(DRAFT, tensor("draft_logits", "FP32", [[0.0] * VOCAB] * 3, 3, VOCAB), shows=has("output_ids")),
     "binary_data_output": row(BINARY, shows=as_plain),
     "timeout": parameter("timeout", 600_000_000, shows=as_plain, note="microseconds, as Triton has it"),
+    "Streaming": parameter("Streaming", False, shows=as_plain, note="as the tensor streaming has it"),
     "adapter": parameter("adapter", "pirate"),
     "user": parameter("user", "u", shows=as_plain),
     "cache_salt": parameter("cache_salt", "own", shows=as_plain),
@@ -199,6 +208,7 @@ ROWS: dict[str, Row] = {
 OURS = (
     "id", "text_input", "max_tokens", "stream", "top_k", "top_p", "length_penalty", "min_tokens", "seed", "bad_words",
     "stop_words", "binary_data_output", "timeout", "adapter", "user", "cache_salt", "text_output",
+    "input_lengths", "exclude_input_in_output", "num_return_sequences", "return_perf_metrics", "Streaming",
 )  # fmt: skip
 PART = Part(
     name="kserve",

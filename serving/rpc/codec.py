@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import msgspec
 import numpy as np
 from google.protobuf.message import DecodeError
 
@@ -177,8 +178,8 @@ class TokenStream:
     """Encodes a stream with one response for each token.
 
     A response has the token's id, its log probability, the sum of all log probabilities so far, and its logits; the
-    first response also has the logits of the prompt. The text of a delta is in the response of the delta's last token,
-    or in a response without a token if only the held-back end of the text was left."""
+    first response also has the prompt and its logits, each if asked for. The text of a delta is in the response of the
+    delta's last token, or in a response without a token if only the held-back end of the text was left."""
 
     content_type = PROTOBUF
     headers: Mapping[str, str] = {}
@@ -236,6 +237,7 @@ class TokenStream:
         if not self._context:  # the first response has already sent them
             tensors = [tensor for tensor in tensors if tensor.name != "context_logits"]
         self._context.clear()
+        self._echo = msgspec.structs.replace(self._echo, with_prompt=False)  # the first response has the prompt
         return self._response(tensors, is_final=False)
 
     def _response(self, tensors: Iterable[Tensor], *, is_final: bool) -> Any:

@@ -61,7 +61,13 @@ def reply_tensors(request: ValidRequest, reply: Reply, echo: Echo) -> list[tuple
         for name, field in OUTPUTS.items()
         if (field.needs is None or getattr(echo, field.needs)) and field.of_text in (None, echo.is_text)
     )
-    return [(tensor(name, reply, pad_id), binary) for name, binary in wanted]
+    prompt = prompt_of(request) if echo.with_prompt else ()
+    return [(tensor(name, reply, pad_id, prompt), binary) for name, binary in wanted]
+
+
+def prompt_of(request: ValidRequest) -> tuple[int, ...]:
+    """Return the tokens of the request's one prompt."""
+    return request.sequences[0].prompt_token_ids
 
 
 def reply_head(request: ValidRequest, echo: Echo) -> dict[str, Any]:

@@ -30,20 +30,19 @@ class OutputField:
     datatype: str
     shape: tuple[int, ...]
     description: str
-    make: Callable[[Reply, int], tuple[tuple[int, ...], Values]]
+    make: Callable[[Reply, int, Sequence[int]], tuple[tuple[int, ...], Values]]
     needs: str | None = None
     of_text: bool | None = None
 
 
-def tensor(name: str, reply: Reply, pad_id: int) -> Tensor:
-    """Return the tensor ``name`` of ``OUTPUTS``; the ids of shorter texts are padded with ``pad_id``."""
+def tensor(name: str, reply: Reply, pad_id: int, prompt: Sequence[int] = ()) -> Tensor:
+    """Return the tensor ``name`` of ``OUTPUTS``.
+
+    The ids of shorter texts are padded with ``pad_id``; ``prompt`` comes before the ids of each.
+    """
     field = OUTPUTS[name]
-    shape, values = field.make(reply, pad_id)
+    shape, values = field.make(reply, pad_id, prompt)
     return Tensor(name=name, datatype=field.datatype, shape=shape, values=values)
-
-
-def _lengths(reply: Reply) -> list[int]:
-    return [len(choice.token_ids) for choice in reply.choices]
 
 
 def _padded(rows: Sequence[Sequence[Any]], dtype: str, pad: float) -> np.ndarray[Any, Any]:
@@ -53,21 +52,21 @@ def _padded(rows: Sequence[Sequence[Any]], dtype: str, pad: float) -> np.ndarray
     return found
 
 
-def _output_ids(reply: Reply, pad_id: int) -> tuple[tuple[int, ...], Values]:
-    ids = _padded([choice.token_ids for choice in reply.choices], "<i4", pad_id)
+def _output_ids(reply: Reply, pad_id: int, prompt: Sequence[int]) -> tuple[tuple[int, ...], Values]:
+    ids = _padded([(*prompt, *choice.token_ids) for choice in reply.choices], "<i4", pad_id)
     return ids.shape, ids.reshape(-1)
 
 
-def _sequence_length(reply: Reply, pad_id: int) -> tuple[tuple[int, ...], Values]:
-    return (len(reply.choices),), np.array(_lengths(reply), "<i4")
+def _sequence_length(reply: Reply, pad_id: int, prompt: Sequence[int]) -> tuple[tuple[int, ...], Values]:
+    return (len(reply.choices),), np.array([len(prompt) + len(choice.token_ids) for choice in reply.choices], "<i4")
 
 
-def _output_log_probs(reply: Reply, pad_id: int) -> tuple[tuple[int, ...], Values]:
+def _output_log_probs(reply: Reply, pad_id: int, prompt: Sequence[int]) -> tuple[tuple[int, ...], Values]:
     found = _padded([choice.token_logprobs for choice in reply.choices], "<f4", 0.0)
     return (1, *found.shape), found.reshape(-1)
 
 
-def _cum_log_probs(reply: Reply, pad_id: int) -> tuple[tuple[int, ...], Values]:
+def _cum_log_probs(reply: Reply, pad_id: int, prompt: Sequence[int]) -> tuple[tuple[int, ...], Values]:
     return (1, len(reply.choices)), np.array([choice.cum_logprob for choice in reply.choices], "<f4")
 
 
@@ -76,12 +75,12 @@ def _rows(data: bytes, num_rows: int) -> np.ndarray[Any, Any]:
     return values.reshape(num_rows, -1) if num_rows else values.reshape(0, 0)
 
 
-def _context_logits(reply: Reply, pad_id: int) -> tuple[tuple[int, ...], Values]:
+def _context_logits(reply: Reply, pad_id: int, prompt: Sequence[int]) -> tuple[tuple[int, ...], Values]:
     rows = _rows(reply.choices[0].context_logits, reply.usage.prompt_tokens)
     return (1, *rows.shape), rows.reshape(-1)
 
 
-def _generation_logits(reply: Reply, pad_id: int) -> tuple[tuple[int, ...], Values]:
+def _generation_logits(reply: Reply, pad_id: int, prompt: Sequence[int]) -> tuple[tuple[int, ...], Values]:
     """Return the logits; those of shorter texts are padded with zeros."""
     rows = [_rows(choice.generation_logits, len(choice.token_ids)) for choice in reply.choices]
     found = np.zeros((len(rows), max(map(len, rows)), max(row.shape[1] for row in rows)), "<f4")
@@ -94,7 +93,7 @@ def _said(choice: Choice) -> bytes:
     return choice.text.encode()
 
 
-def _text_output(reply: Reply, pad_id: int) -> tuple[tuple[int, ...], Values]:
+def _text_output(reply: Reply, pad_id: int, prompt: Sequence[int]) -> tuple[tuple[int, ...], Values]:
     return (len(reply.choices),), tuple(map(_said, reply.choices))
 
 

@@ -6,7 +6,7 @@ and presence and frequency penalties that count the prompt's tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -21,9 +21,10 @@ from ..fields.tables import MAX_CACHE_SALT
 from ..label_fields import USER, user
 from .body import InferCall
 from .replies import OUTPUTS
-from .tensor_fields import FIELDS
+from .tensor_fields import FIELDS, TensorField
 
 BINARY_OUTPUT = "binary_data_output"
+STREAMING = "Streaming"
 DAY = 86400 * 10**6  # microseconds
 _NO_SEQUENCES = "0: each request stands by itself"
 _STREAMS = "POST …/generate_stream, or gRPC's ModelStreamInfer, sends tokens as they come"
@@ -35,6 +36,7 @@ PARAMETERS: Mapping[str, str] = {
     "adapter": "a LoRA adapter of the model",
     "user": USER,
     "cache_salt": "cached prompt prefixes are shared only with requests of the same salt and the same tenant",
+    STREAMING: "as the tensor streaming has it, with which clients of TensorRT-LLM's backend send it",
 }
 _NAMES = {field.target: field.name for field in reversed(tuple(FIELDS.values()))}
 
@@ -42,8 +44,9 @@ _NAMES = {field.target: field.name for field in reversed(tuple(FIELDS.values()))
 class Echo(Struct, frozen=True, kw_only=True, array_like=True):
     """What the reply needs from the call.
 
-    ``outputs`` are names, each with whether it is binary; () means all available. If ``streams``, several responses may
-    follow each other; if ``empty_final``, the last one is empty.
+    ``outputs`` are names, each with whether it is binary; () means all available. If ``with_prompt``, the prompt's
+    tokens come before those of each text. If ``streams``, several responses may follow each other; if ``empty_final``,
+    the last one is empty.
     """
 
     id: str = ""
@@ -54,6 +57,7 @@ class Echo(Struct, frozen=True, kw_only=True, array_like=True):
     logprobs: bool = False
     context_logits: bool = False
     generation_logits: bool = False
+    with_prompt: bool = False
     streams: bool = False
     empty_final: bool = False
 
@@ -71,6 +75,8 @@ def raw_request(call: InferCall, *, streams: bool = False, empty_final: bool = F
     """Convert a call. For ``streams`` and ``empty_final`` see ``Echo``. Raises ``InvalidField``."""
     found, names = _values(call)
     stream = found.pop("streaming", False)
+    if _read(call.parameters, STREAMING, boolean) not in (None, stream):
+        raise InvalidField(f"parameters.{STREAMING}", call.parameters[STREAMING], f"{stream}, as streaming has it")
     if stream and not streams:
         raise InvalidField("streaming", True, f"false: infer answers once; {_STREAMS}")
     parameters = {name: value for name, value in call.parameters.items() if name not in FIELDS}
@@ -78,13 +84,17 @@ def raw_request(call: InferCall, *, streams: bool = False, empty_final: bool = F
         raise InvalidField(
             "streaming", True, "false with a beam_width above 1: which texts are best is known at the end"
         )
-    echo = msgspec.structs.replace(_echo(call, parameters, found), streams=streams, empty_final=empty_final)
+    with_prompt = not found.pop("exclude_prompt", True)
+    echo = msgspec.structs.replace(
+        _echo(call, parameters, found), with_prompt=with_prompt, streams=streams, empty_final=empty_final
+    )
     prompt: str | tuple[int, ...] = found.pop("text") if "text" in found else found.pop("prompt")
     timeout = parameters.get("timeout")
     return RawCompletion(
         prompts=(prompt,),
         use_raw_prompt=True,
         stream=stream,
+        echo=True if with_prompt else None,
         adapter=_read(parameters, "adapter", string),
         labels=_labels(call, _read(parameters, "user", user)),
         cache_salt=_read(parameters, "cache_salt", short_text(MAX_CACHE_SALT)),
@@ -115,29 +125,43 @@ def _values(call: InferCall) -> tuple[dict[str, Any], dict[str, str]]:
         field = FIELDS.get(name)
         if field is None:
             raise unknown_field(name, tensor.datatype, FIELDS)
-        _once(names, field.target, name)
-        found[field.target] = field.value(tensor)
+        _set(found, names, field, field.value(tensor))
     for name, value in call.parameters.items():
         field = FIELDS.get(name)
         if field is None:
             continue  # one of ``PARAMETERS``, or unknown: ``_echo`` checks that
         if field.scalar is None:
             raise InvalidField(f"parameters.{name}", value, f"no such parameter: {name} is a tensor, one of inputs")
-        _once(names, field.target, name)
-        found[field.target] = field.scalar(value, f"parameters.{name}")
+        _set(found, names, field, field.scalar(value, f"parameters.{name}"))
     if ("text" in found) == ("prompt" in found):
         given = "both" if "text" in found else None
         raise InvalidField("input_ids", given, "input_ids, the prompt's tokens [1, n], or text_input instead")
+    _check_length(found.pop("prompt_length", None), found.get("prompt"))
     if "max_tokens" not in found:
         name = "max_tokens" if "text" in found else "request_output_len"
         raise InvalidField(name, None, "the maximum number of tokens to generate, INT32 [1, 1]")
     return found, names
 
 
-def _once(names: dict[str, str], target: str, name: str) -> None:
+def _set(found: dict[str, Any], names: dict[str, str], field: TensorField, value: Any) -> None:
+    """Set the field's target, if it has one. Raises ``InvalidField`` if another name has set it."""
+    target, name = field.target, field.name
+    if not target:
+        return
     if target in names:
         raise InvalidField(name, "given", f"only one of {names[target]} and {name}: they are the same")
     names[target] = name
+    found[target] = value
+
+
+def _check_length(length: int | None, prompt: Sequence[int] | None) -> None:
+    """Check ``input_lengths``. A request has one prompt, so there is no padding that it could tell from the prompt."""
+    if length is None:
+        return
+    if prompt is None:
+        raise InvalidField("input_lengths", length, "null with text_input: it is the number of input_ids")
+    if length != len(prompt):
+        raise InvalidField("input_lengths", length, f"{len(prompt)}, the number of input_ids: they are not padded")
 
 
 def _echo(call: InferCall, parameters: Mapping[str, Any], found: dict[str, Any]) -> Echo:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...interface.errors import InvalidField
-from ...interface.readers import INT32_MAX, UINT64_MAX, Reader, any_of, boolean, integer, number, reader
+from ...interface.readers import INT32_MAX, UINT64_MAX, Reader, any_of, boolean, integer, number, one_of, reader
 from ...interface.request import MAX_CHOICES
 from ...system.lazy import Lazy
 from .tensors import BOOL, BYTES, Tensor
@@ -25,6 +25,7 @@ else:
 ANY = -1  # a size that the request chooses
 NEAR_INFINITY = 1e9
 INT32, UINT64 = ("INT32",), ("UINT64",)
+COUNT = ("INT32", "UINT32")  # older versions of the backend, and their clients, have the unsigned one
 FP = ("FP32", "FP16", "BF16")  # "float (model data type)"
 
 
@@ -33,7 +34,8 @@ class TensorField:
     """A request tensor.
 
     ``shape`` is the document's, with ``ANY`` for a size that the request chooses. ``scalar`` reads a single value,
-    ``read`` a whole tensor. ``target`` is what the value sets, the same for two names of one thing.
+    ``read`` a whole tensor. ``target`` is what the value sets, the same for two names of one thing; "" if the only
+    accepted value asks for nothing.
     """
 
     name: str
@@ -210,11 +212,12 @@ FIELDS: Mapping[str, TensorField] = {
     field.name: field
     for field in (
         *TOKEN_LISTS,
-        *_scalar("request_output_len max_tokens", INT32, integer(1, INT32_MAX), "max_tokens", "tokens to generate"),
+        *_scalar("input_lengths", COUNT, integer(1, INT32_MAX), "prompt_length", "the number of input_ids"),
+        *_scalar("request_output_len max_tokens", COUNT, integer(1, INT32_MAX), "max_tokens", "tokens to generate"),
         *_scalar("streaming stream", (BOOL,), boolean, "streaming", "one response per token, over a gRPC stream"),
-        *_scalar("beam_width", INT32, integer(1, MAX_CHOICES), "beam_width", "above 1: beam search; default 1"),
+        *_scalar("beam_width", COUNT, integer(1, MAX_CHOICES), "beam_width", "above 1: beam search; default 1"),
         *_scalar("temperature", FP, number(0, NEAR_INFINITY), "temperature", "default 1"),
-        *_scalar("runtime_top_k top_k", INT32, integer(0, INT32_MAX), "top_k", "default 0: no limit"),
+        *_scalar("runtime_top_k top_k", COUNT, integer(0, INT32_MAX), "top_k", "default 0: no limit"),
         *_scalar(
             "runtime_top_p top_p",
             FP,
@@ -234,19 +237,19 @@ FIELDS: Mapping[str, TensorField] = {
         *_scalar("repetition_penalty", FP, number(0, NEAR_INFINITY, above=True), "repetition_penalty", "default 1"),
         *_scalar(
             "min_length min_tokens",
-            INT32,
+            COUNT,
             integer(0, INT32_MAX),
             "min_tokens",
             "minimum number of tokens before the text may end",
         ),
         *_scalar("presence_penalty", FP, _FINITE, "presence_penalty", "default 0; includes the prompt's tokens"),
         *_scalar("frequency_penalty", FP, _FINITE, "frequency_penalty", "default 0; includes the prompt's tokens"),
-        *_scalar("no_repeat_ngram_size", INT32, integer(0, INT32_MAX), "no_repeat_ngram_size", "default 0: no limit"),
+        *_scalar("no_repeat_ngram_size", COUNT, integer(0, INT32_MAX), "no_repeat_ngram_size", "default 0: no limit"),
         *_scalar("random_seed seed", UINT64, integer(0, UINT64_MAX), "seed", "default 0"),
-        *_scalar("end_id", INT32, _TOKEN_OR_NONE, "end_id", "token that ends the text; default -1: the model's own"),
+        *_scalar("end_id", COUNT, _TOKEN_OR_NONE, "end_id", "token that ends the text; default -1: the model's own"),
         *_scalar(
             "pad_id",
-            INT32,
+            COUNT,
             _TOKEN_OR_NONE,
             "pad_id",
             "token that pads the shorter texts of a beam search; default end_id",
@@ -268,7 +271,7 @@ FIELDS: Mapping[str, TensorField] = {
             "prompt_table",
             "vectors of virtual tokens, [prompt_vocab_size, hidden size]: token ids from vocab_size on",
         ),
-        *_scalar("prompt_vocab_size", INT32, integer(1, INT32_MAX), "prompt_vocab_size", "number of rows of the table"),
+        *_scalar("prompt_vocab_size", COUNT, integer(1, INT32_MAX), "prompt_vocab_size", "number of rows of the table"),
         *_scalar("lora_task_id", UINT64, integer(0, UINT64_MAX), "lora_task_id", "the adapter's id"),
         _tensor(
             "lora_weights",
@@ -280,6 +283,27 @@ FIELDS: Mapping[str, TensorField] = {
         ),
         _tensor(
             "lora_config", INT32, (ANY, ANY), _lora_config, "lora_config", "rows of [module_id, layer, rank(, is_dora)]"
+        ),
+        *_scalar(
+            "exclude_input_in_output",
+            (BOOL,),
+            boolean,
+            "exclude_prompt",
+            "false: the prompt before the text and the tokens; default true",
+        ),
+        *_scalar(
+            "num_return_sequences",
+            COUNT,
+            integer(1, 1),
+            "",
+            "only 1: there is one text for each beam",
+        ),
+        *_scalar(
+            "return_perf_metrics",
+            (BOOL,),
+            one_of(False, why="times are in the server's metrics and traces"),
+            "",
+            "only false: times are in the server's metrics and traces",
         ),
         *_scalar("return_log_probs", (BOOL,), boolean, "logprobs", "output_log_probs and cum_log_probs"),
         *_scalar("return_context_logits", (BOOL,), boolean, "context_logits", "context_logits"),

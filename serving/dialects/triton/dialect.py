@@ -23,7 +23,7 @@ from ..base import Encoded, Head, StreamEncoder
 from ..errors import retry_headers
 from ..json_body import check_objects, json_bytes, leniently, read_object
 from ..kserve.body import MAX_ID, InferCall
-from ..kserve.dialect import message_of, reply_head, reply_tensors
+from ..kserve.dialect import message_of, prompt_of, reply_head, reply_tensors
 from ..kserve.requests import PARAMETERS as CALL_PARAMETERS
 from ..kserve.requests import echo_of, raw_request
 from ..kserve.tensor_fields import FIELDS
@@ -31,7 +31,7 @@ from ..kserve.tensors import BYTES, FLOATS, Tensor, from_json, to_list
 from .generate import streams
 from .requests import BODY, PARAMETERS
 
-STREAM, EXCLUDE = ("stream", "streaming"), "exclude_input_in_output"
+STREAM = ("stream", "streaming")
 _ONCE = "false: a stream does not carry them; use …/generate"
 _MADE = {"logprobs": "return_log_probs"} | {name: f"return_{name}" for name in ("context_logits", "generation_logits")}
 
@@ -60,15 +60,13 @@ def is_meant(body: bytes) -> bool:
     given = found.get("parameters")
     names = {name for name in found if name not in BODY.fields}
     names |= {name for name in given if name not in PARAMETERS.fields} if isinstance(given, dict) else set()
-    return any(name in FIELDS or name in (*CALL_PARAMETERS, EXCLUDE) for name in names)
+    return any(name in FIELDS or name in CALL_PARAMETERS for name in names)
 
 
 def _schema() -> dict[str, Any]:
     value = {"type": ["string", "number", "boolean", "array", "null"]}
     tensors = {name: value | {"description": field.description} for name, field in FIELDS.items()}
-    parameters = dict.fromkeys(CALL_PARAMETERS, value) | {
-        EXCLUDE: {"type": ["boolean", "null"], "description": "false: the prompt before the text; default true"}
-    }
+    parameters = dict.fromkeys(CALL_PARAMETERS, value)
     named = {"id": {"type": ["string", "null"], "description": "returned in the reply"}}
     return {
         "type": "object",
@@ -121,7 +119,6 @@ def _read(body: dict[str, Any], *, streams: bool) -> RawRequest:
     asked = [boolean(values.pop(name), name) for name in STREAM if name in values]
     if any(asked) and not streams:
         raise InvalidField(STREAM[0], True, "false: generate answers once; POST …/generate_stream sends tokens")
-    exclude = boolean(values.pop(EXCLUDE, True), EXCLUDE)
     inputs = {name: _tensor(name, values.pop(name)) for name in list(values) if name in FIELDS}
     id = "" if body.get("id") is None else short_text(MAX_ID)(body["id"], "id")
     raw = raw_request(InferCall(id=id, parameters=values, inputs=inputs))
@@ -132,7 +129,7 @@ def _read(body: dict[str, Any], *, streams: bool) -> RawRequest:
                 raise InvalidField(name, True, _ONCE)
         if raw.sampling.beams is not None:
             raise InvalidField("beam_width", raw.sampling.beams.width, "1: a beam search has its texts only at its end")
-    return msgspec.structs.replace(raw, stream=streams, echo=None if exclude else True, echoed=_pack(echo))
+    return msgspec.structs.replace(raw, stream=streams, echoed=_pack(echo))
 
 
 def _tensor(name: str, value: Any) -> Tensor:
@@ -173,6 +170,7 @@ class _Stream:
         echo = echo_of(own.call)
         self._head = reply_head(request, echo)
         self._once, self._is_text = own.once, echo.is_text
+        self._prompt = prompt_of(request) if echo.with_prompt else ()
         self._held: list[Delta] = []
         self._has_said = False
 
@@ -198,5 +196,6 @@ class _Stream:
         if self._is_text:
             said: dict[str, Any] = {"text_output": "".join(delta.text for delta in held)}
         else:
-            said = {"output_ids": [token for delta in held for token in delta.token_ids]}
+            said = {"output_ids": [*self._prompt, *(token for delta in held for token in delta.token_ids)]}
+            self._prompt = ()
         return sse.event({**self._head, **said})

@@ -146,6 +146,35 @@ def test_a_token_s_response_has_all_that_was_asked_for() -> None:
     assert (message.error_message, message.infer_response.id) == ("full", "a")
 
 
+def test_a_stream_that_begins_with_the_prompt() -> None:
+    """With exclude_input_in_output false, the first response has the prompt, and only that one."""
+    switches = [
+        {"name": name, "datatype": "BOOL", "shape": [1], "contents": {"bool_contents": [value]}}
+        for name, value in (("streaming", True), ("exclude_input_in_output", False))
+    ]
+    raw = decoded(*switches, route=STREAM)
+    assert raw.echo
+    request = ValidRequest(
+        request_id="r",
+        task="completions",
+        model="m",
+        sequences=(Sequence(prompt_token_ids=(5, 6, 7)),),
+        sampling=Sampling(max_tokens=4),
+        echo=("abc",),
+    )
+    pieces = [Delta(index=0, text="abc")]
+    pieces += [Delta(index=0, text=text, num_tokens=1, token_ids=(token,)) for token, text in ((1, "x"), (2, "y"))]
+    for begun in (pieces, pieces[1:]):  # a prompt whose text is empty has no piece of its own
+        stream = DIALECT.stream(request, raw.echoed)
+        said = b"".join(map(stream.encode, begun))
+        found: list[int] = []
+        for one in frames(said):
+            response = ModelStreamInferResponse.FromString(one).infer_response
+            outputs = dict(zip([o.name for o in response.outputs], response.raw_output_contents, strict=True))
+            found += np.frombuffer(outputs["output_ids"], "<i4").tolist()
+        assert found == [5, 6, 7, 1, 2]
+
+
 def test_metadata_and_deadlines() -> None:
     """Names in any case; the shorter of a call's deadline and its own time limit holds; an address without its port."""
     assert Metadata({"authorization": "x"}, None).get("Authorization") == "x"

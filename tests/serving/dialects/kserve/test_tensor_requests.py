@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from mlflow_llm.serving.dialects import DIALECTS, Head
+from mlflow_llm.serving.dialects.kserve.requests import echo_of
 from mlflow_llm.serving.dialects.kserve.tensor_fields import FIELDS
 from mlflow_llm.serving.dialects.kserve.tensors import BF16, BYTES, DTYPES
 from mlflow_llm.serving.interface.errors import InvalidField
@@ -30,6 +31,9 @@ GREEDY = RawSampling(
     frequency_penalty=0.0,
     seed=0,
 )
+
+
+TEXT, MAX_TOKENS = ("text_input", BYTES, [1, 1], [b"hi"]), ("max_tokens", "INT32", [1, 1], [4])
 
 
 def raw_of(values: Any, datatype: str) -> bytes:
@@ -123,6 +127,12 @@ BIAS = np.array([0.5, -1, 0, 3], "<f4")
         (("return_generation_logits", "BOOL", [1], [True]), {"generation_logits": True}),
         (("draft_input_ids", "INT32", [2], [3, 4]), {"draft": Draft(token_ids=(3, 4))}),
         (("draft_input_ids", "INT32", [0], []), {}),
+        (("input_lengths", "INT32", [1, 1], [3]), {}),
+        (("request_output_len", "UINT32", [1, 1], [4]), {}),
+        (("beam_width", "UINT32", [1, 1], [1]), {}),
+        (("runtime_top_k", "UINT32", [1, 1], [7]), {"top_k": 7, "temperature": 1.0}),
+        (("num_return_sequences", "INT32", [1, 1], [1]), {}),
+        (("return_perf_metrics", "BOOL", [1, 1], [False]), {}),
     ],
 )
 @pytest.mark.parametrize("binary", [True, False])
@@ -134,6 +144,31 @@ def test_each_tensor(tensor: tuple[str, str, list[int], Any], expected: dict[str
     assert all(
         getattr(found, name) == getattr(GREEDY, name) for name in found.__struct_fields__ if name not in expected
     )
+
+
+def test_the_prompt_in_the_output() -> None:
+    """exclude_input_in_output asks for the prompt if it is false; without it the output has none."""
+    asked = {value: decoded(("exclude_input_in_output", "BOOL", [1, 1], [value])) for value in (False, True)}
+    assert (asked[False].echo, asked[True].echo, decoded().echo) == (True, None, None)
+    assert (echo_of(asked[False].echoed).with_prompt, echo_of(asked[True].echoed).with_prompt) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "more", "named"),
+    [
+        ([("input_lengths", "INT32", [1, 1], [4])], {}, "input_lengths"),
+        ([TEXT, MAX_TOKENS, ("input_lengths", "INT32", [1, 1], [1])], {}, "input_lengths"),
+        ([("num_return_sequences", "INT32", [1, 1], [2])], {}, "num_return_sequences"),
+        ([("return_perf_metrics", "BOOL", [1, 1], [True])], {}, "return_perf_metrics"),
+        ([], {"parameters": {"Streaming": True}}, "parameters.Streaming"),
+        ([], {"parameters": {"Streaming": "no"}}, "parameters.Streaming"),
+    ],
+)
+def test_what_clients_of_the_backend_may_not_send(tensors: list[Any], more: dict[str, Any], named: str) -> None:
+    """A length that is not the prompt's, several texts, metrics, and a flag that contradicts its tensor."""
+    with pytest.raises(InvalidField) as found:
+        decoded(*tensors, **more)
+    assert found.value.param == named
 
 
 def test_a_search() -> None:

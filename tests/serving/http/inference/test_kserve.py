@@ -56,6 +56,38 @@ def refused(answer: Any, status: int = 400) -> str:
     return str(answer.json["error"])
 
 
+def test_what_clients_of_tensorrt_llm_s_backend_send(client: FlaskClient) -> None:
+    """Lengths of the prompt, unsigned counts, and the prompt before the tokens, if that is asked for."""
+    plain = result(infer(client, prompt()))
+    sent = prompt(
+        input_lengths=np.array([[6]], np.int32),
+        beam_width=np.array([[1]], np.uint32),
+        temperature=np.array([[1.0]], np.float32),
+        streaming=np.array([[False]]),
+        exclude_input_in_output=np.array([[True]]),
+    )
+    found = result(infer(client, sent, parameters={"Streaming": False}))
+    assert found.as_numpy("output_ids").tolist() == plain.as_numpy("output_ids").tolist()
+    whole = result(infer(client, prompt(exclude_input_in_output=np.array([[False]]))))
+    expected = [[*range(10, 16), *plain.as_numpy("output_ids")[0].tolist()]]
+    assert whole.as_numpy("output_ids").tolist() == expected
+    assert whole.as_numpy("sequence_length").tolist() == [len(expected[0])]
+
+
+def test_the_prompt_before_a_text(client: FlaskClient) -> None:
+    """NVIDIA's end-to-end client asks for the prompt's text too unless it is told otherwise."""
+    texts = []
+    for exclude in (True, False):
+        inputs = [
+            tensor("text_input", np.array([["Hello"]], object)),
+            tensor("max_tokens", np.array([[4]], np.int32)),
+            tensor("num_return_sequences", np.array([[1]], np.int32)),
+            tensor("exclude_input_in_output", np.array([[exclude]])),
+        ]
+        texts.append(result(infer(client, inputs)).as_numpy("text_output")[0].decode())
+    assert texts[1] == "Hello" + texts[0]
+
+
 def test_binary_and_json_tensors(client: FlaskClient) -> None:
     """Tensors in bytes, in JSON and mixed in one request ask for the same; outputs come as each is asked for."""
     ids = np.arange(10, 16, dtype=np.int32)[None]

@@ -77,6 +77,10 @@ def test_what_may_be_asked_beside(client: FlaskClient) -> None:
     assert ask(client, ASK | {"parameters": {"stop_words": text[2]}})["text_output"] == text[: text.index(text[2])]
     ids = ask(client, {"input_ids": [65, 66], "request_output_len": [[3]]})["output_ids"]
     assert [type(token) for token in ids] == [int] * 3
+    asked = {"input_ids": [65, 66], "request_output_len": [[3]], "exclude_input_in_output": False}
+    assert ask(client, asked)["output_ids"] == [65, 66, *ids]
+    streamed = [token for event in events(client, asked) for token in event["output_ids"]]
+    assert streamed == [65, 66, *ids]
 
 
 def events(client: FlaskClient, body: dict[str, Any]) -> list[dict[str, Any]]:
