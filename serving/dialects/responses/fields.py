@@ -15,25 +15,27 @@ import msgspec
 from ...interface.errors import InvalidField
 from ...interface.readers import Entry, Reader, boolean, integer, list_of, one_of, reader, record, refused, string
 from ...interface.request import Message, RawChat, RawSampling
-from ...labels import take_labels
+from ...labels import MAX_TAG_NAME, MAX_TAG_VALUE, MAX_TAGS, take_labels
 from ..fields.constraint_fields import only
 from ..fields.fields import Field, Table
 from ..fields.tables import EFFORTS, MAX_TOKENS, OPENAI
 from ..fields.tool_fields import chosen
 from ..label_fields import METADATA, SAFETY_IDENTIFIER
 from .input import NO_TOOLS_OF_ITS_OWN, NOT_STORED, read_input
-from .tools import read_text, read_tool_choice, read_tools, shown_text, shown_tools
+from .replies import NAMESPACES
+from .tools import namespaces, read_text, read_tool_choice, read_tools, shown_text, shown_tools
 
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED = "reasoning.encrypted_content"
 
-_NO_SUMMARY = "reasoning is given as it is, in content; nothing sums it up"
+# "auto" asks for the most detailed summary that the model has: here there is none, and reasoning is given as it is
+_SUMMARY = one_of("auto", why="reasoning is given as it is, in content; nothing sums it up")
 _REASONING = record(
     effort=Entry(
         one_of(*EFFORTS), "none: the model does not reason; the others are for templates that read reasoning_effort"
     ),
-    summary=Entry(refused(_NO_SUMMARY)),
-    generate_summary=Entry(refused(_NO_SUMMARY)),
+    summary=Entry(_SUMMARY),
+    generate_summary=Entry(_SUMMARY),
     mode=Entry(one_of("standard", why="there is one mode")),
     context=Entry(one_of("auto", why="the chat template decides which reasoning is shown again")),
 )
@@ -45,6 +47,29 @@ _TRUNCATION = one_of("auto", "disabled")
 @reader(**_TRUNCATION.schema)
 def _truncation(value: Any, path: str) -> str | None:
     return "truncate" if _TRUNCATION(value, path) == "auto" else None
+
+
+MAX_CLIENT_LABELS = 64
+MAX_CLIENT_LABEL = 2**16  # characters: Codex describes its session and working directories in one of them
+
+
+@reader(
+    type="object",
+    maxProperties=MAX_CLIENT_LABELS,
+    propertyNames={"maxLength": MAX_TAG_NAME},
+    additionalProperties={"type": "string", "maxLength": MAX_CLIENT_LABEL},
+)
+def _client_metadata(value: Any, path: str) -> dict[str, str]:
+    """Read what a client says about itself and its session. Return the texts that are short enough to be labels."""
+    if not isinstance(value, dict) or len(value) > MAX_CLIENT_LABELS:
+        raise InvalidField(path, value, f"an object of at most {MAX_CLIENT_LABELS} labels")
+    for name, label in value.items():
+        if not 1 <= len(string(name, path)) <= MAX_TAG_NAME:
+            raise InvalidField(path, name, f"labels whose names have 1 to {MAX_TAG_NAME} characters")
+        if len(string(label, f"{path}.{name}")) > MAX_CLIENT_LABEL:
+            raise InvalidField(f"{path}.{name}", label, f"a text of at most {MAX_CLIENT_LABEL} characters")
+    short = [(name, label) for name, label in value.items() if len(label) <= MAX_TAG_VALUE and "\0" not in name + label]
+    return dict(short[:MAX_TAGS])
 
 
 _WHY_NOTHING_ELSE = f"pictures are not sent back, and {NO_TOOLS_OF_ITS_OWN}"
@@ -72,6 +97,12 @@ _OWN = (
         "auto: cut the beginning of an input that exceeds the context (pay-per-token endpoints); default disabled",
     ),
     dataclasses.replace(METADATA, description=f"{METADATA.description}; the reply repeats them"),
+    _field(
+        "client_metadata",
+        _client_metadata,
+        "labels.tags.client_metadata",
+        f"Codex's labels of its session: those of at most {MAX_TAG_VALUE} characters are recorded like metadata",
+    ),
     _field("stream_options", _STREAM_OPTIONS, None, note="events are sent as they are"),
     _field("max_tool_calls", integer(1, MAX_TOKENS), "echoed.max_tool_calls", note="built-in tools; there are none"),
     _field("store", one_of(False, why=NOT_STORED), None, note="nothing is stored"),
@@ -164,6 +195,8 @@ def read_response_request(body: dict[str, Any], table: Table = TABLE) -> RawChat
     echoed |= {name: body[name] for name in _SENT if body.get(name) is not None}
     echoed |= {name: show(body[name]) for name, show in _SHOWN.items() if body.get(name) is not None}
     echoed |= {"max_output_tokens": sampling.get("max_tokens"), "top_logprobs": sampling.get("top_logprobs") or 0}
+    if named := namespaces(body.get("tools") or []):
+        echoed[NAMESPACES] = named
     _ask_logprobs(sampling, found.pop("include", ()))
     if constraints := [one for one in _taken(found, "constraint.").values() if one is not None]:
         sampling["constraint"] = only(constraints)

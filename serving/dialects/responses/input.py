@@ -53,7 +53,7 @@ _COMMON = {
     "id": Entry(string, "as the reply had it; nothing is stored under it"),
     "status": Entry(one_of("in_progress", "completed", "incomplete"), "as the reply had it"),
 }
-_CALLED = _COMMON | {"caller": Entry(_DIRECT), "namespace": Entry(refused("tools have no namespaces"))}
+_CALLED = _COMMON | {"caller": Entry(_DIRECT), "namespace": Entry(_NAME, "the namespace of the tool")}
 
 _HINT = {
     "prompt_cache_breakpoint": Entry(
@@ -261,7 +261,8 @@ class _Turns:
             arguments = {"input": item["input"]}
         else:
             arguments = call_arguments(item["arguments"], f"{path}.arguments")
-        self._called.append(ToolCall(id=call_id, name=item["name"], arguments=arguments))
+        name = joined(item.get("namespace"), item["name"])
+        self._called.append(ToolCall(id=call_id, name=name, arguments=arguments))
 
     def _answer(self, item: dict[str, Any], path: str) -> None:
         call_id = item["call_id"]
@@ -269,7 +270,9 @@ class _Turns:
             expected = item["type"].removesuffix("_output")
             raise InvalidField(f"{path}.call_id", call_id, f"the call_id of a {expected} before it, without an output")
         self._close()
-        self._messages.append(Message(role="tool", content=item["output"], name=item.get("name"), tool_call_id=call_id))
+        name = item.get("name")
+        name = None if name is None else joined(item.get("namespace"), name)
+        self._messages.append(Message(role="tool", content=item["output"], name=name, tool_call_id=call_id))
 
     def _close(self) -> None:
         """End the assistant's turn, if one is open."""
@@ -283,6 +286,11 @@ class _Turns:
                 )
             )
         self._thoughts, self._said, self._called = [], None, []
+
+
+def joined(namespace: str | None, name: str) -> str:
+    """Return the name by which the model knows a tool of a namespace; without one, its own."""
+    return name if namespace is None else f"{namespace}__{name}"
 
 
 def _parts(content: str | tuple[Part, ...]) -> tuple[Part, ...]:

@@ -5,6 +5,7 @@ Source of the format: the API reference of ``/v1/responses``; tests check it wit
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -33,11 +34,21 @@ _UNSAID: dict[str, Any] = {
     "user": None,
 }
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])  # keeps values as bytes: tools may be megabytes
+NAMESPACES = "namespaces"  # of the repeated fields; a response has no field of this name
+Namespaces = Mapping[str, tuple[str, str]]  # namespace and own name of a tool, by the name that the model knows it by
+_NAMESPACES = msgspec.json.Decoder(dict[str, tuple[str, str]])
+
+
+def namespaces_of(echoed: bytes) -> Namespaces:
+    """Return the request's tools that are in a namespace."""
+    found = _FIELDS.decode(echoed).get(NAMESPACES) if echoed else None
+    return {} if found is None else _NAMESPACES.decode(found)
 
 
 def response_head(request: ValidRequest, echoed: bytes) -> dict[str, Any]:
     """Return the response before it has any output: in progress."""
     asked = _FIELDS.decode(echoed) if echoed else {}
+    asked.pop(NAMESPACES, None)
     sampling = request.sampling
     assert sampling is not None
     return {
@@ -113,8 +124,9 @@ def response(request: ValidRequest, whole: Reply, echoed: bytes) -> dict[str, An
     if choice.text or not (items or choice.calls):
         part = text_part(choice.text, logprobs(choice.text_logprobs))
         items.append(message_item(item_id(request, "message", len(items)), part))
+    namespaces = namespaces_of(echoed) if choice.calls else {}
     for call in choice.calls:
-        items.append(call_item(item_id(request, call_type(call.custom), len(items)), call))
+        items.append(call_item(item_id(request, call_type(call.custom), len(items)), call, namespaces))
     if end["status"] == "incomplete":
         items[-1] = incomplete(items[-1])
     return response_head(request, echoed) | end | {"output": items}
@@ -149,9 +161,12 @@ def call_type(custom: bool) -> str:
     return "custom_tool_call" if custom else "function_call"
 
 
-def call_item(item: str, call: ReplyCall) -> dict[str, Any]:
+def call_item(item: str, call: ReplyCall, namespaces: Namespaces) -> dict[str, Any]:
     """Return the item of a call; the call and the item have different ids."""
     head = {"id": item, "type": call_type(call.custom), "call_id": call.id, "name": call.name}
+    if (known := namespaces.get(call.name)) is not None:
+        namespace, name = known
+        head |= {"name": name, "namespace": namespace}
     if call.custom:
         return head | {"input": call.arguments}
     return head | {"arguments": call.arguments, "status": "completed"}

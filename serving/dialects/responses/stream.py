@@ -18,6 +18,7 @@ from ...interface.request import ValidRequest
 from .. import sse
 from .errors import error_object, failure
 from .replies import (
+    Namespaces,
     call_item,
     call_type,
     cuts,
@@ -26,20 +27,22 @@ from .replies import (
     item_id,
     logprobs,
     message_item,
+    namespaces_of,
     reasoning_item,
     response_head,
     text_part,
 )
 
 _encoder = msgspec.json.Encoder()
+_NO_TOOLS: Namespaces = {}
 
 
 class _Item:
-    """An item of the output that grows. ``call`` is its call, if it is one. Log probabilities are kept in encoded form,
-    because the last events repeat all of them."""
+    """An item of the output that grows. ``call`` is its call, if it is one, of one of the tools in ``namespaces`` or
+    another. Log probabilities are kept in encoded form, because the last events repeat all of them."""
 
-    def __init__(self, kind: str, item: str, call: CallDelta | None = None) -> None:
-        self.kind, self.id, self.call = kind, item, call
+    def __init__(self, kind: str, item: str, call: CallDelta | None = None, namespaces: Namespaces = _NO_TOOLS) -> None:
+        self.kind, self.id, self.call, self._namespaces = kind, item, call, namespaces
         self._texts: list[str] = []
         self._scored: list[bytes] = []
         self._scored_with_bytes: list[bytes] = []
@@ -84,7 +87,8 @@ class _Item:
     def _whole(self, text: str, found: msgspec.Raw) -> dict[str, Any]:
         if self.call is not None:
             call_id, name = self.call.id or "", self.call.name or ""
-            return call_item(self.id, ReplyCall(id=call_id, name=name, arguments=text, custom=self.call.custom))
+            call = ReplyCall(id=call_id, name=name, arguments=text, custom=self.call.custom)
+            return call_item(self.id, call, self._namespaces)
         if self.kind == "reasoning":
             return reasoning_item(self.id, text)
         return message_item(self.id, text_part(text, found))
@@ -106,6 +110,7 @@ class ResponseStream:
     def __init__(self, request: ValidRequest, echoed: bytes) -> None:
         self._request = request
         self._head = response_head(request, echoed)
+        self._namespaces = namespaces_of(echoed)
         self._number = 0  # of the next event
         self._output: list[dict[str, Any]] = []  # items that are done
         self._item: _Item | None = None
@@ -171,7 +176,7 @@ class ResponseStream:
         return self._item
 
     def _add(self, kind: str, call: CallDelta | None = None) -> Iterator[bytes]:
-        self._item = item = _Item(kind, item_id(self._request, kind, len(self._output)), call)
+        self._item = item = _Item(kind, item_id(self._request, kind, len(self._output)), call, self._namespaces)
         yield self._event("response.output_item.added", output_index=len(self._output), item=item.begun())
         if call is None:
             yield self._of_part("response.content_part.added", item, part=item.empty_part())
@@ -183,7 +188,7 @@ class ResponseStream:
         text = item.text
         event, name = _GROWS[item.kind]
         if item.call is not None:
-            named = {} if item.call.custom else {"name": item.call.name}
+            named = {} if item.call.custom else {"name": item.whole()["name"]}
             yield self._of_item(f"{event}.done", item, **named, **{name: text})
         else:
             scored = {} if item.kind == "reasoning" else {"logprobs": item.scored}

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from ...interface.constraint import Constraint
 from ...interface.errors import InvalidField
 from ...interface.readers import (
@@ -36,7 +38,7 @@ from ..fields.tool_fields import (
     custom_syntax,
     tool_parameters,
 )
-from .input import NO_TOOLS_OF_ITS_OWN
+from .input import NO_TOOLS_OF_ITS_OWN, joined
 
 _NAMED = Entry(NAME, required="the name of the tool")
 
@@ -77,15 +79,47 @@ _CUSTOM = record(
 _HOSTED = (
     "web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11", "file_search",
     "code_interpreter", "computer", "computer_use_preview", "mcp", "image_generation", "local_shell", "shell",
-    "apply_patch", "tool_search", "namespace", "programmatic_tool_calling",
+    "apply_patch", "tool_search", "programmatic_tool_calling",
 )  # fmt: skip
-_REFUSED = dict.fromkeys(_HOSTED, NO_TOOLS_OF_ITS_OWN)
-_TOOL = one_of_types({"function": _FUNCTION, "custom": _CUSTOM}, _REFUSED, "a tool")
+# Codex sends web_search by default; its option is in config.toml.
+_SEARCH = f'{NO_TOOLS_OF_ITS_OWN} (Codex leaves it out with web_search = "disabled")'
+_REFUSED = {kind: _SEARCH if kind == "web_search" else NO_TOOLS_OF_ITS_OWN for kind in _HOSTED}
+_KINDS = {"function": _FUNCTION, "custom": _CUSTOM}
+_ENTRY = one_of_types(_KINDS, _REFUSED, "a tool")
+_NAMESPACE = record(
+    type=type_of("namespace"),
+    name=Entry(NAME, required="the name of the namespace"),
+    description=Entry(string, "shown to the model with the first of its tools"),
+    tools=Entry(
+        list_of(_ENTRY, f"a list of 1 to {MAX_TOOLS} tools", least=1, most=MAX_TOOLS),
+        required="its functions and custom tools",
+    ),
+)
+_TOOL = one_of_types({**_KINDS, "namespace": _NAMESPACE}, _REFUSED, "a tool")
 
 
 @reader(**_TOOL.schema)
-def _tool(value: Any, path: str) -> Tool:
+def _tools_of(value: Any, path: str) -> tuple[tuple[str, Tool], ...]:
+    """Read an entry of ``tools``: a tool or all those of a namespace, each with the path of its name.
+
+    Chat templates know no namespaces: the name that the model reads and writes has the namespace's before it.
+    """
     found = _TOOL(value, path)
+    if found["type"] != "namespace":
+        return ((f"{path}.name", _tool(found, path)),)
+    name, tools = found["name"], []
+    for i, entry in enumerate(found["tools"]):
+        where = f"{path}.tools[{i}]"
+        tool = _tool(entry, where)
+        described = tool.description
+        if i == 0 and found.get("description"):
+            described = "\n\n".join(filter(None, (f"Tools of {name}: {found['description']}", described)))
+        tool = msgspec.structs.replace(tool, name=joined(name, tool.name), description=described)
+        tools.append((f"{where}.name", tool))
+    return tuple(tools)
+
+
+def _tool(found: dict[str, Any], path: str) -> Tool:
     custom, form = found["type"] == "custom", found.get("format", {})
     syntax = None
     if form.get("type") == "grammar":
@@ -100,19 +134,32 @@ def _tool(value: Any, path: str) -> Tool:
     )
 
 
-_TOOLS = list_of(_tool, f"a list of at most {MAX_TOOLS} tools", most=MAX_TOOLS)
+_TOOLS = list_of(_tools_of, f"a list of at most {MAX_TOOLS} tools", most=MAX_TOOLS)
 
 
 @reader(**_TOOLS.schema)
 def read_tools(value: Any, path: str) -> tuple[Tool, ...]:
-    """Read a list of tools. The schema cannot express that names must be distinct."""
-    tools = _TOOLS(value, path)
+    """Read a list of tools. The schema cannot express that names must be distinct, nor how many tools there may be with
+    those of namespaces."""
+    tools = [tool for entry in _TOOLS(value, path) for tool in entry]
+    if len(tools) > MAX_TOOLS:
+        raise InvalidField(path, f"{len(tools)} tools", f"a list of at most {MAX_TOOLS} tools")
     seen: set[str] = set()
-    for i, tool in enumerate(tools):
+    for where, tool in tools:
         if tool.name in seen:
-            raise InvalidField(f"{path}[{i}].name", tool.name, "a name that no tool before it has")
+            raise InvalidField(where, tool.name, "a name that no tool before it has")
         seen.add(tool.name)
-    return tools
+    return tuple(tool for _, tool in tools)
+
+
+def namespaces(tools: list[dict[str, Any]]) -> dict[str, tuple[str, str]]:
+    """Return, for the tools of namespaces by ``joined`` names, their namespaces and their own names."""
+    return {
+        joined(entry["name"], tool["name"]): (entry["name"], tool["name"])
+        for entry in tools
+        if entry["type"] == "namespace"
+        for tool in entry["tools"]
+    }
 
 
 _NAMES: Mapping[str, Reader[dict[str, Any]]] = {

@@ -285,6 +285,27 @@ def test_a_stream_of_everything() -> None:
     assert events[-1]["response"] == whole(choice)
 
 
+def test_calls_of_tools_in_a_namespace() -> None:
+    """Whole and streamed they have the tool's own name and its namespace, which the model wrote as one name."""
+    space = {"type": "namespace", "name": "s", "description": "", "tools": [{"type": "function", "name": "f"}]}
+    asked = echoed(tools=[*TOOLS, space])
+    calls = tuple(ReplyCall(id=f"c{i}", name=name, arguments="{}") for i, name in enumerate(("f", "s__f")))
+    found = whole(Choice(index=0, text="", finish_reason="tool_calls", calls=calls), asked)
+    assert [(item["name"], item.get("namespace")) for item in found["output"]] == [("f", None), ("f", "s")]
+    assert found["tools"][-1] == space
+    assert "namespaces" not in found
+    pieces = [
+        Delta(index=0, text="", calls=(CallDelta(index=i, **more),))
+        for i, call in enumerate(calls)
+        for more in ({"id": call.id, "name": call.name}, {"arguments": "{}"})
+    ]
+    events = streamed(*pieces, Ended(index=0, finish_reason="tool_calls"), Done(usage=USAGE), asked=asked)
+    assert [event["name"] for event in events if event["type"].endswith("arguments.done")] == ["f", "f"]
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert [(item["name"], item.get("namespace")) for item in done] == [("f", None), ("f", "s")]
+    assert events[-1]["response"]["output"] == done
+
+
 def test_text_between_thoughts_and_calls() -> None:
     """What comes again after something else is an item of its own."""
     pieces = [

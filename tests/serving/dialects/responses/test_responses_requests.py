@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -28,6 +29,7 @@ WEATHER = {
     "name": "weather",
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
 }
+SPACE = {"type": "namespace", "name": "met", "description": "Of the sky.", "tools": [WEATHER]}
 NOTE = {"type": "custom", "name": "note", "description": "writes down"}
 CALL = {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": '{"city": "Oslo"}'}
 RESULT = {"type": "function_call_output", "call_id": "c1", "output": "rain"}
@@ -136,7 +138,19 @@ def test_values_that_ask_for_nothing() -> None:
         ({"include": ["file_search_call.results"]}, "include[0]", "message.output_text.logprobs"),
         ({"include": "message.output_text.logprobs"}, "include", "list"),
         ({"top_logprobs": 3}, "top_logprobs", "include"),
-        ({"reasoning": {"summary": "auto"}}, "reasoning.summary", "null: reasoning is given as it is"),
+        ({"reasoning": {"summary": "concise"}}, "reasoning.summary", "reasoning is given as it is"),
+        ({"reasoning": {"generate_summary": "detailed"}}, "reasoning.generate_summary", "reasoning is given as it is"),
+        ({"client_metadata": {"a": 1}}, "client_metadata.a", "string"),
+        ({"client_metadata": {"a" * 65: "b"}}, "client_metadata", "64"),
+        ({"client_metadata": {"a": "b" * (2**16 + 1)}}, "client_metadata.a", "65536"),
+        ({"client_metadata": {str(i): "" for i in range(65)}}, "client_metadata", "64"),
+        ({"client_metadata": "a"}, "client_metadata", "an object"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type", 'web_search = "disabled"'),
+        ({"tools": [SPACE | {"tools": []}]}, "tools[0].tools", "1 to 128"),
+        ({"tools": [SPACE | {"tools": [SPACE]}]}, "tools[0].tools[0].type", '"function", "custom"'),
+        ({"tools": [SPACE | {"name": "a.b"}]}, "tools[0].name", "letters"),
+        ({"tools": [WEATHER | {"name": "met__weather"}, SPACE]}, "tools[1].tools[0].name", "no tool before it has"),
+        ({"tools": [SPACE | {"tools": [WEATHER | {"name": f"w{i}"} for i in range(128)]}, NOTE]}, "tools", "most 128"),
         ({"reasoning": {"effort": "huge"}}, "reasoning.effort", "low"),
         ({"text": {"verbosity": "low"}}, "text.verbosity", "no such setting"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type", "json_schema"),
@@ -208,7 +222,7 @@ def test_refusals_name_their_field(fields: dict[str, Any], param: str, why: str)
         ([CALL, CALL], "input[1].call_id"),
         ([CALL | {"arguments": "{"}, RESULT], "input[0].arguments"),
         ([CALL | {"arguments": "[]"}, RESULT], "input[0].arguments"),
-        ([CALL | {"namespace": "a"}, RESULT], "input[0].namespace"),
+        ([CALL | {"namespace": 1}, RESULT], "input[0].namespace"),
         ([THOUGHT | {"content": None, "encrypted_content": "x"}], "input"),
     ],
 )
@@ -259,6 +273,30 @@ def test_reasoning_that_comes_back() -> None:
     assert messages(THOUGHT, summary, SAID)[0].reasoning_content == "hm\nshort"
     (_, said) = messages(USER, {"type": "reasoning", "summary": [], "encrypted_content": "x"}, SAID)
     assert said.reasoning_content is None
+
+
+def test_tools_of_a_namespace() -> None:
+    """The model knows them by both names, and calls of them that come back are the same; the namespace is described
+    once, with its first tool."""
+    sky = SPACE | {"tools": [WEATHER | {"description": "Now."}, NOTE]}
+    tools = read(tools=[sky, NOTE]).tools or ()
+    assert [(tool.name, tool.kind, tool.description) for tool in tools] == [
+        ("met__weather", "function", "Tools of met: Of the sky.\n\nNow."),
+        ("met__note", "custom", "writes down"),
+        ("note", "custom", "writes down"),
+    ]
+    (alone,) = read(tools=[SPACE | {"tools": [WEATHER]}]).tools or ()
+    assert alone.description == "Tools of met: Of the sky."
+    (_, called, _) = messages(USER, CALL | {"namespace": "met"}, RESULT)
+    assert [call.name for call in called.tool_calls] == ["met__weather"]
+
+
+def test_what_codex_says_about_itself() -> None:
+    """Its session and its wish for the best summary there is; neither reaches the model."""
+    fields = {"client_metadata": {"session_id": "01a2", "x-codex-turn-metadata": "{}" * 2000}}
+    asked = {"reasoning": {"summary": "auto"}, "store": False, "include": ["reasoning.encrypted_content"]}
+    plain, found = read(), read(**fields, **asked)
+    assert msgspec.structs.replace(found, echoed=b"") == msgspec.structs.replace(plain, echoed=b"")
 
 
 def test_messages_of_every_form() -> None:
