@@ -76,43 +76,67 @@ _JSON_SCHEMA = record(
     schema=Entry(json_object, required="a JSON schema"),
     strict=Entry(boolean, "the schema is held to with true and with false"),
 )
-_FORMATS = ("text", "json_object", "json_schema")
+_FORMATS = ("text", "json_object", "json_schema", "json", "regex")
+# Where each kind of format has its content. ``value`` is text-generation-inference's, which the client of the Hugging
+# Face Hub sends; ``schema`` of a json_object is llama.cpp's, and that of several hosted services.
+_CONTENTS: Mapping[str, Mapping[str, tuple[str, Reader[Any]]]] = {
+    "text": {},
+    "json_object": {"value": ("json_schema", json_object), "schema": ("json_schema", json_object)},
+    "json_schema": {"json_schema": ("json_schema", _JSON_SCHEMA), "value": ("json_schema", _JSON_SCHEMA)},
+    "json": {"value": ("json_schema", json_object)},
+    "regex": {"value": ("regex", written)},
+}
+_BARE = ("text", "json_object")  # may have no content
+_CONTENT_NAMES = ("json_schema", "value", "schema")
 
 
 def _format_schema() -> dict[str, Any]:
-    plain = {
-        "type": "object",
-        "required": ["type"],
-        "properties": {"type": {"enum": ["text", "json_object"]}, "json_schema": {"type": "null"}},
-        "additionalProperties": False,
-    }
-    with_schema = {
-        "type": "object",
-        "required": ["type", "json_schema"],
-        "properties": {"type": {"const": "json_schema"}, "json_schema": dict(_JSON_SCHEMA.schema)},
-        "additionalProperties": False,
-    }
-    return any_of(plain, with_schema)
+    """Return one alternative for each place of a content, in which all other places are null."""
+    unset = {name: {"type": "null"} for name in _CONTENT_NAMES}
+
+    def form(kind: str, required: list[str], **content: Any) -> dict[str, Any]:
+        return {
+            "type": "object",
+            "required": ["type", *required],
+            "properties": {"type": {"const": kind}} | unset | content,
+            "additionalProperties": False,
+        }
+
+    filled = [
+        form(kind, [name], **{name: dict(read.schema)})
+        for kind, places in _CONTENTS.items()
+        for name, (_, read) in places.items()
+    ]
+    return any_of(*(form(kind, []) for kind in _BARE), *filled)
 
 
 @reader(**_format_schema())
 def response_format(value: Any, path: str) -> Constraint:
-    """OpenAI's ``response_format``."""
+    """Read OpenAI's ``response_format``, and the forms that other servers have for the same."""
     if not isinstance(value, dict):
         raise InvalidField(path, value, 'an object such as {"type": "json_object"}')
     kind = value.get("type")
     if not isinstance(kind, str) or kind not in _FORMATS:
         raise InvalidField(f"{path}.type", kind, "one of " + ", ".join(_FORMATS))
-    for name in value:
-        if name not in ("type", "json_schema"):
-            raise InvalidField(f"{path}.{name}", value[name], "no such field; known are type, json_schema")
-    given = value.get("json_schema")
-    if kind == "json_schema":
-        found = _JSON_SCHEMA(given, f"{path}.json_schema")
-        return Constraint(kind="json_schema", value=found["schema"], field=f"{path}.json_schema.schema")
-    if given is not None:
-        raise InvalidField(f"{path}.json_schema", given, f"null with type {kind}")
-    return Constraint(kind="text" if kind == "text" else "json_object", field=path)
+    places = _CONTENTS[kind]
+    known = ", ".join(("type", *places))
+    given = {name: content for name, content in value.items() if name != "type" and content is not None}
+    for name, content in value.items():
+        if name != "type" and name not in _CONTENT_NAMES:
+            raise InvalidField(f"{path}.{name}", content, f"no such field; known are {known}")
+    for name, content in given.items():
+        if name not in places:
+            raise InvalidField(f"{path}.{name}", content, f"null with type {kind}")
+    if not given and kind in _BARE:
+        return Constraint(kind="text" if kind == "text" else "json_object", field=path)
+    (name, content), *others = given.items() or {next(iter(places)): None}.items()
+    if others:
+        raise InvalidField(f"{path}.{others[0][0]}", others[0][1], f"null: {path}.{name} says it")
+    made, read = places[name]
+    found, where = read(content, f"{path}.{name}"), f"{path}.{name}"
+    if read is _JSON_SCHEMA:
+        return Constraint(kind="json_schema", value=found["schema"], field=f"{where}.schema")
+    return Constraint(kind="json_schema" if made == "json_schema" else "regex", value=found, field=where)
 
 
 def _guided(read: Reader[Any], kind: Any) -> Reader[Constraint]:

@@ -23,6 +23,31 @@ def _constraint(dialect="openai", body=HI, **fields):
     [
         ({"response_format": {"type": "json_object"}}, "json_object", None, "response_format"),
         ({"response_format": FORM}, "json_schema", SCHEMA, "response_format.json_schema.schema"),
+        (
+            {"response_format": {"type": "json", "value": SCHEMA}},
+            "json_schema",
+            SCHEMA,
+            "response_format.value",
+        ),
+        (
+            {"response_format": {"type": "json_object", "value": SCHEMA}},
+            "json_schema",
+            SCHEMA,
+            "response_format.value",
+        ),
+        (
+            {"response_format": {"type": "json_object", "schema": SCHEMA}},
+            "json_schema",
+            SCHEMA,
+            "response_format.schema",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "value": {"name": "a", "schema": SCHEMA}}},
+            "json_schema",
+            SCHEMA,
+            "response_format.value.schema",
+        ),
+        ({"response_format": {"type": "regex", "value": "a+"}}, "regex", "a+", "response_format.value"),
         ({"guided_json": SCHEMA}, "json_schema", SCHEMA, "guided_json"),
         ({"guided_json": '{"type": "null"}'}, "json_schema", {"type": "null"}, "guided_json"),
         ({"guided_regex": "a+"}, "regex", "a+", "guided_regex"),
@@ -96,6 +121,16 @@ def test_two_forms_are_refused_by_both_names(fields, param, other):
     [
         ({"response_format": {"type": "xml"}}, "response_format.type", "text, json_object, json_schema"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "an object"),
+        ({"response_format": {"type": "json"}}, "response_format.value", "an object"),
+        ({"response_format": {"type": "json", "value": "{}"}}, "response_format.value", "an object"),
+        ({"response_format": {"type": "json", "schema": {}}}, "response_format.schema", "null with type json"),
+        ({"response_format": {"type": "text", "value": "a"}}, "response_format.value", "null with type text"),
+        ({"response_format": {"type": "regex", "value": ""}}, "response_format.value", "not empty"),
+        (
+            {"response_format": {"type": "json_object", "value": {}, "schema": {}}},
+            "response_format.schema",
+            "response_format.value says it",
+        ),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
             "response_format.json_schema.schema",
@@ -111,7 +146,8 @@ def test_two_forms_are_refused_by_both_names(fields, param, other):
             "response_format.json_schema.name",
             "letters",
         ),
-        ({"response_format": {"type": "json_object", "schema": {}}}, "response_format.schema", "no such field"),
+        ({"response_format": {"type": "json_object", "grammar": {}}}, "response_format.grammar", "no such field"),
+        ({"response_format": {"type": "json_object", "json_schema": {}}}, "response_format.json_schema", "null with"),
         ({"guided_json": "{"}, "guided_json", "the text of one"),
         ({"guided_json": '{"a": '}, "guided_json", "the text of one"),
         ({"guided_json": "{" + '"a":{' * 5000 + "}" * 5001}, "guided_json", "the text of one"),
