@@ -52,7 +52,6 @@ _HOSTED = "only the hosted service has it"
 _REFUSED: Mapping[str, str] = {
     "container": NO_SERVER_TOOLS,
     "mcp_servers": "this server calls no others",
-    "context_management": "a conversation is fed to the model as it is sent",
     "compaction": "a conversation is fed to the model as it is sent",
     "diagnostics": "requests are not compared with earlier ones",
     "inference_geo": _HOSTED,
@@ -145,6 +144,10 @@ _OUTPUT_CONFIG = record(
     effort=Entry(one_of("high", why="the model has one level of effort")),
 )
 
+# Claude Code asks by default that all thinking is kept, which is what happens anyway.
+_KEEPS_ALL = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+_CONTEXT_MANAGEMENT = one_of([], {}, {"edits": []}, _KEEPS_ALL, why="a conversation is fed to the model as it is sent")
+
 _COUNTED = {
     "model": Entry(string, "endpoint, served entity, or endpoint:adapter", required="the name of an endpoint"),
     "messages": Entry(read_turns, required="a non-empty list of messages"),
@@ -154,6 +157,7 @@ _COUNTED = {
     "thinking": Entry(_THINKING, "whether the model reasons before it answers; by default as its chat template does"),
     "output_config": Entry(_OUTPUT_CONFIG),
     "output_format": Entry(_FORMAT, "the older name of output_config.format"),
+    "context_management": Entry(_CONTEXT_MANAGEMENT),
     "cache_control": Entry(CACHE_CONTROL, "a hint, which the prefix cache does not need"),
     "speed": Entry(one_of("standard", why="there is one speed")),
     **{name: Entry(one_of([], {}, why=why)) for name, why in _REFUSED.items()},

@@ -302,6 +302,10 @@ def test_tool_choice(choice: dict[str, Any], expected: ToolChoice, parallel: boo
         ({"container": "c"}, "container"),
         ({"mcp_servers": [{"type": "url", "url": "https://example.com", "name": "a"}]}, "mcp_servers"),
         ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management"),
+        (
+            {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": {"value": 1}}]}},
+            "context_management",
+        ),
         ({"metadata": {"team": "x"}}, "metadata.team"),
         ({"n": 2}, "n"),
         ({"anthropic_version": "vertex-2023-10-16"}, "anthropic_version"),
@@ -310,6 +314,12 @@ def test_tool_choice(choice: dict[str, Any], expected: ToolChoice, parallel: boo
 def test_fields_that_are_refused(fields: dict[str, Any], param: str) -> None:
     """What is not served is refused by its name, never left out unseen."""
     assert refused(**fields).param == param
+
+
+def test_what_claude_code_sends_by_default() -> None:
+    """That all thinking is kept, and its default effort; both are as if left out."""
+    edits = [{"type": "clear_thinking_20251015", "keep": "all"}]
+    assert read(context_management={"edits": edits}, output_config={"effort": "high"}) == read()
 
 
 def test_formats() -> None:
