@@ -142,12 +142,15 @@ SAMPLING: dict[str, Row] = {
     "store": Row(body={"store": True}, refused="completions are not stored", note="false is taken"),
     "service_tier": Row(body={"service_tier": "flex"}, refused="there is one tier", note="auto and default are taken"),
     "prompt_cache_key": Row(body={"prompt_cache_key": "k"}, shows=as_plain, note="the prefix cache needs no hint"),
+    "prompt_cache_retention": Row(
+        body={"prompt_cache_retention": "24h"}, shows=as_plain, note="prefixes stay while there is room"
+    ),
     "safety_identifier": Row(body={"safety_identifier": "s"}, shows=as_plain, note="kept in log and ledger"),
     "modalities": Row(body={"modalities": ["audio"]}, refused="the model writes text", note='["text"] is taken'),
     "functions": Row(body={"functions": [{"name": "f"}]}, refused="the newer tools and tool_choice say the same"),
     "function_call": Row(body={"function_call": {"name": "f"}}, refused="the newer tools and tool_choice say the same"),
     "audio": Row(body={"audio": {"voice": "a"}}, refused="the model writes text only"),
-    "verbosity": Row(body={"verbosity": "low"}, refused="the model has no such setting"),
+    "verbosity": Row(body={"verbosity": "low"}, refused="the model has no such setting", note="medium is taken"),
     "web_search_options": Row(body={"web_search_options": {"a": 1}}, refused="web search is not supported"),
     "guided_whitespace_pattern": Row(
         body={"guided_whitespace_pattern": "x"}, refused="the white space of JSON is compact"

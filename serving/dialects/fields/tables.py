@@ -349,6 +349,12 @@ WITHOUT_MEANING = (
         note="there is one tier, with both names",
     ),
     _field("prompt_cache_key", string, None, note="a routing hint, which the prefix cache does not need"),
+    _field(
+        "prompt_cache_retention",
+        one_of("in_memory", "24h"),
+        None,
+        note="prefixes stay in memory while there is room",
+    ),
     _field("modalities", one_of(["text"], why="the model writes text"), None, note="only text is generated"),
 )
 
@@ -362,7 +368,7 @@ NOT_BUILT: Mapping[str, Reader[Any]] = {
     "functions": _nothing(_NEWER),
     "function_call": one_of("none", "auto", [], {}, why=_NEWER),
     "audio": _nothing("the model writes text only"),
-    "verbosity": _nothing("the model has no such setting"),
+    "verbosity": one_of("medium", [], {}, why="the model has no such setting"),
     "web_search_options": _nothing("web search is not supported"),
     "guided_whitespace_pattern": _nothing(WHITESPACE),
     "watermark": one_of(False, why="watermarks are not supported"),

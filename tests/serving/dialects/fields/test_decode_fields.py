@@ -389,3 +389,15 @@ def test_predictions_refused(prediction, param):
     """What is no prediction is refused by the name of what is wrong; completions have none."""
     assert _refused({"messages": HI, "prediction": prediction}).param == param
     assert _refused({"prompt": "a", "prediction": {"type": "content", "content": "a"}}).param == "prediction"
+
+
+@pytest.mark.parametrize("dialect", ["openai", "databricks", "mlflow"])
+def test_hints_and_defaults_of_openai_s_clients(dialect):
+    """A cache's retention is a hint, and medium the default verbosity: both are as if left out."""
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    read = DIALECTS[dialect].read
+    assert read(body | {"prompt_cache_retention": "24h", "verbosity": "medium"}) == read(body)
+    for param, value in {"prompt_cache_retention": "1h", "verbosity": "low"}.items():
+        with pytest.raises(InvalidField) as found:
+            read(body | {param: value})
+        assert found.value.param == param
