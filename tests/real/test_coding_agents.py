@@ -20,6 +20,10 @@ PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "agents.md"
 DOCUMENTED = "http://localhost:8000"
 
 
+def needs(program: str, package: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(shutil.which(program) is None, reason=f"needs {program}: npm install -g {package}")
+
+
 def recipe(language: str) -> str:
     """Return the page's only block in ``language``."""
     (found,) = re.findall(rf"```{language}\n(.*?)```", PAGE.read_text(), re.DOTALL)
@@ -37,8 +41,6 @@ def greedy(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 def lines(program: str, *arguments: str, home: Path, **environment: str) -> list[dict[str, Any]]:
     """Run a program in an empty directory, and return the JSON lines that it writes."""
-    if shutil.which(program) is None:
-        pytest.skip(f"{program} is not installed; it is a package of npm")
     folder = home / "project"
     folder.mkdir(parents=True)
     given = {"PATH": os.environ["PATH"], "HOME": str(home)} | environment
@@ -57,6 +59,7 @@ def lines(program: str, *arguments: str, home: Path, **environment: str) -> list
     return found
 
 
+@needs("codex", "@openai/codex")
 def test_codex(greedy: str, tmp_path: Path) -> None:
     """The configuration of the page, and short instructions for a small context: the model's text is shown."""
     home = tmp_path / "home"
@@ -72,6 +75,7 @@ def test_codex(greedy: str, tmp_path: Path) -> None:
     assert said[0].strip()
 
 
+@needs("claude", "@anthropic-ai/claude-code")
 def test_claude_code(greedy: str, tmp_path: Path) -> None:
     """The variables of the page, with a short prompt and no tools for a small context: the model's text is shown."""
     exported = re.findall(r"^export (\w+)=(\S+)", recipe("bash"), re.MULTILINE)
