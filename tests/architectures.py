@@ -145,6 +145,14 @@ all-MiniLM, all-mpnet and others. Others run by their own code in torch, texts s
 windows to both sides too; MPNet there takes texts of equal length at a time, since its attention cannot be replaced
 (scores have a bias for distance). What neither can do is refused by name (DeBERTa). Decoders as embedders run in torch.
 
+A sentence-transformers directory has the library's own vectors: its poolings (also several, joined), `Dense`,
+`LayerNorm`, `Normalize` and `Dropout` after pooling, `truncate_dim`, prompts and `default_prompt_name`, and its length
+limit, which is `max_seq_length` up to 5.x and the tokenizer's `model_max_length` from 6.0 on. Any other module, code of
+the model's own, token vectors that pass a module, `include_prompt=False`, texts written by a chat template
+(`modality_config` with `message`), another `transformer_task` and `query_length` are refused by name. A model without
+its files is taken as the library takes it: the mean of the token vectors (of a `…ForCausalLM` the last one), not scaled
+to length 1. `embedding={"normalize": True, "truncate_dim": 256}` changes pooling, length and limits.
+
 Without `task` a sentence-transformers directory and an encoder without a head are embedding models, and so is an
 encoder as it was trained (`…ForMaskedLM`, `…ForPreTraining`), as sentence-transformers takes it; a warning says so.
 Of other heads only a [cross-encoder](scoring.md)'s is used: a classifier of several labels, or of tokens, is refused by

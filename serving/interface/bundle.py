@@ -27,11 +27,29 @@ from .tool_format import ToolFormat
 
 ADAPTER_TEMPLATE = "chat_template.jinja"  # in the directory of an adapter that has one of its own
 
+POOLING_MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
+
+
+class HeadModule(Struct, frozen=True, kw_only=True):
+    """A module that a pooled vector passes: a linear with an activation of torch.nn, a norm, or scaling to length 1.
+
+    ``path`` is the folder of its weights in the model's directory."""
+
+    kind: Literal["dense", "layer_norm", "normalize"]
+    path: str = ""
+    activation: str = "Identity"
+    residual: bool = False  # its input is added to its output
+
 
 class EmbeddingSpec(Struct, frozen=True, kw_only=True):
-    """How token vectors are pooled into one vector, and which prompts are put before the text."""
+    """How token vectors become one vector, and which prompts are put before the text.
 
-    pooling: str = "mean"  # mean | cls | lasttoken | max | mean_sqrt_len_tokens | weightedmean
+    They are pooled, pass the modules of ``head`` in order, are cut to ``truncate_dim`` values, and then scaled to
+    length 1 if ``normalize`` says so. ``head`` is always the one in the model's files."""
+
+    pooling: str = "mean"  # one of POOLING_MODES, or several joined by "+", whose vectors are put one after another
+    head: tuple[HeadModule, ...] = ()
+    truncate_dim: int | None = None
     normalize: bool = True
     max_length: int | None = None
     prompts: dict[str, str] = {}

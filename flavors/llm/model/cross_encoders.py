@@ -38,14 +38,18 @@ def num_labels(config: dict[str, Any]) -> int:
 def is_cross_encoder(model_dir: Path, config: dict[str, Any]) -> bool:
     """Whether the model gives a pair of texts one number. Raises ``PackagingError`` if it has modules of its own."""
     kinds = _modules(model_dir)
-    said = _read(model_dir / "config_sentence_transformers.json").get("model_type") == "CrossEncoder"
-    if kinds and not said:
+    if kinds and not says_cross_encoder(model_dir):
         return False
     if kinds and kinds != ["Transformer"]:
         raise PackagingError(
             f"cross-encoder modules {', '.join(kinds)} are not supported; expected one Transformer with a classifier"
         )
     return has_head(config) and num_labels(config) == 1
+
+
+def says_cross_encoder(model_dir: Path) -> bool:
+    """Whether the files of sentence-transformers say that this is a cross-encoder."""
+    return _read(model_dir / "config_sentence_transformers.json").get("model_type") == "CrossEncoder"
 
 
 def check_score(model_dir: Path, config: dict[str, Any]) -> None:

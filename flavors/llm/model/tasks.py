@@ -93,11 +93,11 @@ def parse_tasks(asked: Any) -> tuple[Task, ...]:
     return tasks
 
 
-def embedding_spec(tasks: tuple[Task, ...], model_dir: Path, given: Any) -> EmbeddingSpec | None:
+def embedding_spec(tasks: tuple[Task, ...], model_dir: Path, tokenizer_dir: Path, given: Any) -> EmbeddingSpec | None:
     """Return how token vectors are pooled into one; None for a model without embeddings.
 
-    This is ``given`` (a spec, or fields that override the spec found) or the spec in the model's files, else the mean
-    for an encoder and the last token for a decoder. Raises ``PackagingError``.
+    This is ``given`` (a spec, or fields that override the spec found) or the spec that sentence-transformers would make
+    of the model's files. Modules after pooling are always those of the files. Raises ``PackagingError``.
     """
     if "embeddings" not in tasks:
         if given is not None:
@@ -105,12 +105,14 @@ def embedding_spec(tasks: tuple[Task, ...], model_dir: Path, given: Any) -> Embe
                 f"embedding: {shown(given)} is of no use; expected None: the model answers {', '.join(tasks)}"
             )
         return None
-    found = _found_spec(model_dir)  # first, so that a module that cannot run is refused whatever is given
+    found = _found_spec(model_dir, tokenizer_dir)  # first: a module that cannot run is refused whatever is given
     if isinstance(given, EmbeddingSpec):
-        return given
+        return msgspec.structs.replace(given, head=found.head)
     if given is None:
         return found
     try:
+        if "head" in given:
+            raise TypeError("head is always that of the model's files")
         return msgspec.convert(msgspec.to_builtins(found) | given, EmbeddingSpec)
     except (msgspec.ValidationError, TypeError) as error:
         raise PackagingError(f"embedding: {shown(given)} is not allowed: {error}") from None
@@ -188,18 +190,22 @@ def _default_architecture(model_type: Any) -> list[str]:
     return [name] if isinstance(name, str) else []
 
 
-def _found_spec(model_dir: Path) -> EmbeddingSpec:
+def _found_spec(model_dir: Path, tokenizer_dir: Path) -> EmbeddingSpec:
+    """Return what sentence-transformers would do: for a model without its files, the mean of the token vectors (for a
+    causal language model the last one) as it is."""
+    from ....serving.engine.sentence_files import max_length_of, read_spec
+
     if is_sentence_transformer(model_dir):
-        from ....serving.engine.models.pooling import read_spec
-
-        return read_spec(model_dir) or EmbeddingSpec()
-    decoder = bool(_default_architecture(read_config(model_dir).get("model_type"))) and is_decoder(model_dir)
-    return EmbeddingSpec(pooling="lasttoken" if decoder else "mean")
-
-
-def is_decoder(model_dir: Path) -> bool:
-    """Whether the model is a decoder. Of encoder families (BERT, RoBERTa, …) only their causal variants are."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
-
+        return read_spec(model_dir, tokenizer_dir) or EmbeddingSpec()
     config = read_config(model_dir)
-    return is_causal(config) or config.get("model_type") not in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    names = config.get("architectures") or [""]
+    causal = str(names[0]).endswith("ForCausalLM") and config.get("is_causal") is not False
+    found = EmbeddingSpec(
+        pooling="lasttoken" if causal else "mean", normalize=False, max_length=max_length_of(tokenizer_dir)
+    )
+    logger.info(
+        "the model has no sentence-transformers files: its vectors are the %s of its token vectors, not scaled to"
+        " length 1; embedding={'pooling': …, 'normalize': True} changes that",
+        "last" if causal else "mean",
+    )
+    return found

@@ -124,7 +124,7 @@ def _write_whole(root: Path, parts: Parts) -> tuple[Manifest, Path]:
     check_complete(model_dir, tasks, trust_remote_code=parts.trust_remote_code)
     is_used = "chat" in tasks or parts.chat_template is not None
     _place_templates(found, tokenizer, root, pictures, check=is_used)
-    spec = embedding_spec(tasks, model_dir, parts.embedding)
+    spec = embedding_spec(tasks, model_dir, root / "tokenizer", parts.embedding)
     crosses = cross_encoder_spec(tasks, model_dir, root / "tokenizer", tokenizer)
     formats = formats_of(found, tokenizer, parts.tool_format)
     longest = EmbeddingSpec(max_length=crosses.max_length) if crosses is not None else spec or EmbeddingSpec()

@@ -85,13 +85,14 @@ def _place_directory(source: Path, target: Path, *, link: bool) -> Placed:
                 " base, or with base= for one that is registered"
             )
         raise PackagingError(f"model: {source.name} holds no config.json")
+    _check_modules(source)
     transformer = _transformer_folder(source)
     check_directory(transformer)
     for relative in _plain_files(source, transformer):
         place_file(source / relative, target, link=link, name=relative, within=source)
     place_weights(transformer, target / transformer.relative_to(source), link=link)
     for module in _further_modules(source, transformer):
-        _place_module_weights(module, target / module.name, source, link=link)
+        _place_module_weights(module, target / module.relative_to(source), source, link=link)
     return Placed(tokenizer=transformer)
 
 
@@ -105,10 +106,26 @@ def _transformer_folder(source: Path) -> Path:
     return inside[0]
 
 
+def _check_modules(source: Path) -> None:
+    """Raise ``PackagingError`` for a sentence-transformers directory of modules that cannot be run."""
+    from ..model.cross_encoders import says_cross_encoder
+
+    if (source / "modules.json").is_file() and not says_cross_encoder(source):
+        from ....serving.engine.sentence_files import check_modules
+
+        try:
+            check_modules(source)
+        except PackagingError as error:
+            raise PackagingError(f"model: {error}") from None
+
+
 def _further_modules(source: Path, transformer: Path) -> Iterator[Path]:
     """Folders of sentence-transformers modules: ``1_Pooling``, ``2_Dense``, …"""
     if (source / "modules.json").is_file():
-        yield from (p for p in sorted(source.glob("[0-9]*_*/")) if p != transformer)
+        from ....serving.engine.sentence_files import modules_of
+
+        folders = dict.fromkeys(source / module.path for module in modules_of(source) if module.path)
+        yield from (folder for folder in folders if folder != transformer and folder.is_dir())
 
 
 def _place_module_weights(module: Path, target: Path, source: Path, *, link: bool) -> None:

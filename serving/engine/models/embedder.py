@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 import torch
-import torch.nn.functional as F
 from transformers import AutoModel
 
 from ...interface.bundle import Bundle, EmbeddingSpec
@@ -27,12 +26,13 @@ from ..attention import ragged_attention
 from ..attention.attention import HOLDER, UnsupportedAttentionError
 from ..native import library
 from ..native.library import NotNative
+from ..sentence_files import transformer_dir
 from ..weights import fp8, linear
 from ..weights.forward_context import ContextHolder, ForwardContext
 from .native_encoder import NativeEncoder, may_run_in_bf16, native_encoder
 from .packed.cache import MappedEncoder, keep_encoder, packed_key
 from .packed.source import PackedSource
-from .pooling import MODES, pool, transformer_dir
+from .pooling import EmbeddingHead, pool, pooling_modes
 from .verification import WHOLE_TOLERANCE, relative_maximum, relative_norm
 
 logger = logging.getLogger(__name__)
@@ -63,10 +63,16 @@ class Embedder:
         self.native: NativeEncoder | None = None
         self.max_length = max_length
         self.info = info
+        self._head: EmbeddingHead | None = None
 
     @property
     def dim(self) -> int:
         return self.info.embedding_dim
+
+    def use_head(self, bundle: Bundle, width: int) -> None:
+        """Read the modules after pooling, for token vectors of ``width`` values. Raises ``PackagingError``."""
+        self._head = EmbeddingHead(self._spec, bundle.model_dir, width, self._device)
+        self.info = msgspec.structs.replace(self.info, embedding_dim=self._head.dim)
 
     def embed(self, token_ids: Sequence[Sequence[int]]) -> np.ndarray[Any, np.dtype[np.float32]]:
         """Embed sequences: float32 [n, dim], pooled and, if the model says so, normalised to length 1.
@@ -89,10 +95,8 @@ class Embedder:
     @torch.inference_mode()
     def _embed_row(self, sequences: Sequence[Sequence[int]]) -> Any:
         lengths = [len(sequence) for sequence in sequences]
-        pooled = pool(self.hidden(sequences), lengths, self._spec.pooling)
-        if self._spec.normalize:
-            pooled = F.normalize(pooled, dim=-1)
-        return pooled.cpu().numpy()
+        assert self._head is not None, "set when the model is loaded"
+        return self._head(pool(self.hidden(sequences), lengths, self._spec.pooling)).cpu().numpy()
 
     def hidden(self, sequences: Sequence[Sequence[int]], second_from: Sequence[int] | None = None) -> Any:
         """The last hidden states [T, D] of the sequences of a row.
@@ -181,8 +185,7 @@ def load_embedder(bundle: Bundle, settings: EngineSettings, holder: ContextHolde
 
     kept_holder = holder or ContextHolder()
     spec = bundle.embedding or EmbeddingSpec()
-    if spec.pooling not in MODES:
-        raise PackagingError(f"pooling {spec.pooling!r} is not supported; expected one of {', '.join(MODES)}")
+    pooling_modes(spec.pooling)
     device = resolve_device(settings)
     dtype = resolve_dtype(settings, device)
     folder = str(transformer_dir(bundle.model_dir))
@@ -195,6 +198,7 @@ def load_embedder(bundle: Bundle, settings: EngineSettings, holder: ContextHolde
         model = model.to(device).eval().requires_grad_(False)
         embedder = embedder_of(model, kept_holder, bundle, spec, settings)
         tests, expected = use_ragged_attention(embedder, model, kept_holder)
+        embedder.use_head(bundle, expected.shape[-1])
         linears = linear.install(model, kept_holder, settings)
         check(embedder, tests, expected, settings)
         run_natively(embedder, model, tests, expected, settings)
@@ -249,6 +253,7 @@ def _mapped(
         logger.debug("packed weights: %r", error)
         return None
     embedder = embedder_of(found.model, holder, bundle, spec, settings)
+    embedder.use_head(bundle, found.expected.shape[-1])
     _attend_raggedly(found.model, holder)
     run_natively(embedder, found.model, found.tests, found.expected, settings)
     if embedder.native is None:

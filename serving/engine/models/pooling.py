@@ -1,115 +1,37 @@
-"""Pooling of token vectors into one vector: its description in a sentence-transformers directory, and the reduction.
+"""Pooling of token vectors into one vector, and the modules that the vector passes after it.
 
-::
-
-    modules.json                        [{"type": "…Transformer", "path": ""}, {"type": "…Pooling", …}]
-    <pooling path>/config.json          pooling_mode_mean_tokens … or pooling_mode
-    sentence_bert_config.json           max_seq_length, beside the transformer
-    config_sentence_transformers.json   prompts, default_prompt_name
-
-Reading the description needs no torch; ``pool`` imports it when called.
+``pool`` imports torch when it is called.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...interface.bundle import EmbeddingSpec
-from ...interface.errors import PackagingError
+from ...interface.bundle import POOLING_MODES as MODES
+from ...interface.bundle import EmbeddingSpec, HeadModule
+from ...interface.errors import PackagingError, reason
 
-LEGACY_KEYS = {
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_max_tokens": "max",
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
-    "pooling_mode_weightedmean_tokens": "weightedmean",
-    "pooling_mode_lasttoken": "lasttoken",
-}
-MODES = tuple(LEGACY_KEYS.values())
+WEIGHTS = "model.safetensors"
 
 
-def read_spec(model_dir: str | Path) -> EmbeddingSpec | None:
-    """Read how ``model_dir`` pools; None if it is no sentence-transformers directory.
-
-    Raises ``PackagingError``, which names what is not supported.
-    """
-    root = Path(model_dir)
-    if not (root / "modules.json").is_file():
-        return None
-    modules = [(str(entry["type"]).rsplit(".", 1)[-1], str(entry["path"])) for entry in _read(root / "modules.json")]
-    kinds = [kind for kind, _ in modules]
-    if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
-        raise PackagingError(
-            f"sentence-transformers modules {', '.join(kinds)} are not supported; expected Transformer, Pooling and, "
-            "if wanted, Normalize"
-        )
-    limits = _read(root / modules[0][1] / "sentence_bert_config.json")
-    if limits.get("do_lower_case") and not _tokenizer_lowercases(root, root / modules[0][1]):
-        raise PackagingError(
-            "sentence_bert_config.json: do_lower_case true is not supported; expected false, or a tokenizer.json whose "
-            "normalizer lowercases"
-        )
-    texts = _read(root / "config_sentence_transformers.json")
-    prompts = {str(name): str(text) for name, text in (texts.get("prompts") or {}).items()}
-    pooling = _read(root / modules[1][1] / "config.json")
-    if pooling.get("include_prompt") is False and any(prompts.values()):
-        raise PackagingError("pooling with include_prompt=False is not supported; expected True")
-    return EmbeddingSpec(
-        pooling=_mode(pooling),
-        normalize="Normalize" in kinds,
-        max_length=limits.get("max_seq_length"),
-        prompts=prompts,
-        default_prompt=texts.get("default_prompt_name"),
-    )
-
-
-def transformer_dir(model_dir: str | Path) -> Path:
-    """The folder of the transformer in ``model_dir``: a sub-directory in older sentence-transformers layouts."""
-    root = Path(model_dir)
-    if not (root / "modules.json").is_file():
-        return root
-    return root / next(
-        (str(e["path"]) for e in _read(root / "modules.json") if str(e["type"]).endswith("Transformer")), ""
-    )
-
-
-def _tokenizer_lowercases(*folders: Path) -> bool:
-    """Return whether the tokenizer lowercases itself, as ``do_lower_case`` asks; sentence-transformers would do it
-    again."""
-    normalizer = next((found["normalizer"] for folder in folders if (found := _read(folder / "tokenizer.json"))), None)
-    steps = (normalizer or {}).get("normalizers") or [normalizer or {}]
-    return any(
-        step.get("type") == "Lowercase" or (step.get("type") == "BertNormalizer" and step.get("lowercase"))
-        for step in steps
-    )
-
-
-def _mode(config: dict[str, Any]) -> str:
-    given = config.get("pooling_mode") or [mode for key, mode in LEGACY_KEYS.items() if config.get(key)]
-    modes = [given] if isinstance(given, str) else list(given)
-    if len(modes) != 1 or modes[0] not in MODES:
-        raise PackagingError(
-            f"pooling {'+'.join(modes) or 'none'} is not supported; expected one of {', '.join(MODES)}"
-        )
-    return str(modes[0])
-
-
-def _read(path: Path) -> Any:
-    """The file's JSON; {} if there is no such file."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise PackagingError(f"{path.name} cannot be read: {error}") from None
+def pooling_modes(pooling: str) -> list[str]:
+    """Return the modes of ``EmbeddingSpec.pooling``. Raises ``PackagingError`` for one that is not known."""
+    modes = pooling.split("+")
+    if unknown := [mode for mode in modes if mode not in MODES]:
+        raise PackagingError(f"pooling {unknown[0]!r} is not supported; expected one of {', '.join(MODES)}")
+    return modes
 
 
 def pool(hidden: Any, lengths: Sequence[int], mode: str) -> Any:
-    """Pool ``hidden`` [T, D], sequences of ``lengths`` one after another -> float32 [len(lengths), D]."""
+    """Pool ``hidden`` [T, D], sequences of ``lengths`` one after another -> float32 [len(lengths), D].
+
+    Several modes joined by ``+`` give [len(lengths), modes * D]."""
     import torch
+
+    if "+" in mode:
+        return torch.cat([pool(hidden, lengths, one) for one in pooling_modes(mode)], dim=-1)
 
     def sums(rows: Any) -> Any:  # one bag per sequence: adds in order like segment_reduce, and 20 times as fast
         every = torch.arange(len(rows), device=rows.device)
@@ -128,3 +50,100 @@ def pool(hidden: Any, lengths: Sequence[int], mode: str) -> Any:
         weights = torch.cat([torch.arange(1, n + 1, device=hidden.device) for n in lengths])[:, None].float()
         return sums(hidden * weights) / (sizes * (sizes + 1) / 2)[:, None]
     return sums(hidden) / (sizes.float().sqrt() if mode == "mean_sqrt_len_tokens" else sizes)[:, None]
+
+
+class EmbeddingHead:
+    """The modules after pooling, in float32: ``head(pooled)`` with pooled [n, D] -> [n, ``dim``]."""
+
+    def __init__(self, spec: EmbeddingSpec, model_dir: str | Path, width: int, device: Any) -> None:
+        """Read the weights of the head of ``spec`` in ``model_dir``, for token vectors of ``width`` values.
+
+        Raises ``PackagingError`` if they do not fit."""
+        size = width * len(pooling_modes(spec.pooling))
+        self._steps: list[Callable[[Any], Any]] = []
+        for module in spec.head:
+            step, size = _step(module, Path(model_dir), size, device)
+            self._steps.append(step)
+        self._kept = spec.truncate_dim
+        if spec.truncate_dim is not None and spec.truncate_dim > size:
+            raise PackagingError(
+                f"truncate_dim: {spec.truncate_dim} is not allowed; expected at most {size}: the size of vectors"
+            )
+        self.dim = size if spec.truncate_dim is None else spec.truncate_dim
+        self._last = _normalized if spec.normalize else _unchanged
+
+    def __call__(self, pooled: Any) -> Any:
+        for step in self._steps:
+            pooled = step(pooled)
+        return self._last(pooled if self._kept is None else pooled[:, : self._kept])
+
+
+def _normalized(vectors: Any) -> Any:
+    import torch
+
+    return torch.nn.functional.normalize(vectors, dim=-1)
+
+
+def _unchanged(vectors: Any) -> Any:
+    return vectors
+
+
+def _step(module: HeadModule, root: Path, size: int, device: Any) -> tuple[Callable[[Any], Any], int]:
+    """The function of ``module`` for vectors of ``size`` values, and the size of what it returns."""
+    if module.kind == "normalize":
+        return _normalized, size
+    weights = _weights(root / module.path / WEIGHTS, device)
+    if module.kind == "layer_norm":
+        return _layer_norm(module, weights, size)
+    return _dense(module, weights, size)
+
+
+def _dense(module: HeadModule, weights: dict[str, Any], size: int) -> tuple[Callable[[Any], Any], int]:
+    import torch
+
+    out = len(weights.get("linear.weight", ()))
+    _check_shapes(
+        module, weights, {"linear.weight": (out, size)}, {"linear.bias": (out,), "residual.weight": (out, size)}
+    )
+    activate = getattr(torch.nn, module.activation)()
+    linear, bias, residual = weights["linear.weight"], weights.get("linear.bias"), weights.get("residual.weight")
+
+    def step(vectors: Any) -> Any:
+        found = activate(torch.nn.functional.linear(vectors, linear, bias))
+        if residual is not None:
+            return found + torch.nn.functional.linear(vectors, residual)
+        return found + vectors if module.residual else found
+
+    return step, out
+
+
+def _layer_norm(module: HeadModule, weights: dict[str, Any], size: int) -> tuple[Callable[[Any], Any], int]:
+    import torch
+
+    _check_shapes(module, weights, {"norm.weight": (size,), "norm.bias": (size,)}, {})
+    weight, bias = weights["norm.weight"], weights["norm.bias"]
+    return (lambda vectors: torch.nn.functional.layer_norm(vectors, (size,), weight, bias)), size
+
+
+def _check_shapes(
+    module: HeadModule,
+    weights: dict[str, Any],
+    needed: dict[str, tuple[int, ...]],
+    possible: dict[str, tuple[int, ...]],
+) -> None:
+    """Raise ``PackagingError`` for tensors that are missing, of another shape, or not known."""
+    shapes = needed | possible
+    for name in (*needed, *weights):
+        found = tuple(weights[name].shape) if name in weights else None
+        if found != shapes.get(name):
+            expected = shapes.get(name, "no such tensor")
+            raise PackagingError(f"{module.path}: {name} has shape {found}; expected {expected}")
+
+
+def _weights(file: Path, device: Any) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    try:
+        return {name: tensor.float().to(device) for name, tensor in load_file(file).items()}
+    except Exception as error:  # safetensors raises its own class and several others
+        raise PackagingError(f"{file.parent.name}: its weights cannot be read: {reason(error)}") from None

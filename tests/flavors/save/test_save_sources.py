@@ -165,14 +165,14 @@ def test_decoder_for_embeddings_by_task(tmp_path, llama_dir):
 
 
 @pytest.mark.parametrize("given", [None, EmbeddingSpec(pooling="mean")])
-def test_dense_module_is_refused(tmp_path, bert_dir, given):
+def test_a_module_that_cannot_run_is_refused(tmp_path, bert_dir, given):
     """A sentence-transformers module that would be left out is refused by name, also where the pooling is given."""
     source = tmp_path / "source"
     shutil.copytree(bert_dir, source)
-    kinds = ["Transformer", "Pooling", "Dense"]
+    kinds = ["Transformer", "Pooling", "CNN"]
     modules = [{"type": f"sentence_transformers.models.{kind}", "path": kind} for kind in kinds]
     (source / "modules.json").write_text(json.dumps(modules))
-    with pytest.raises(MlflowException, match="modules Transformer, Pooling, Dense are not supported"):
+    with pytest.raises(MlflowException, match="modules Transformer, Pooling, CNN are not supported"):
         llm.save_model(tmp_path / "m", source, embedding=given)
     assert not (tmp_path / "m").exists()
 

@@ -8,7 +8,8 @@ import torch
 from embedding_models import MODELS, bundle_of, saved
 
 from mlflow_llm.serving.engine.models.embedder import load_embedder
-from mlflow_llm.serving.engine.models.pooling import MODES, pool, read_spec
+from mlflow_llm.serving.engine.models.pooling import MODES, pool
+from mlflow_llm.serving.engine.sentence_files import read_spec
 from mlflow_llm.serving.interface.bundle import EmbeddingSpec
 from mlflow_llm.serving.interface.errors import ContextTooLong, PackagingError
 from mlflow_llm.serving.interface.settings import EngineSettings
@@ -79,13 +80,13 @@ def test_read_spec(tmp_path):
 @pytest.mark.parametrize(
     ("kinds", "pooling", "said"),
     [
-        (["Transformer", "Pooling", "Dense"], {"pooling_mode_mean_tokens": True}, "Dense"),
-        (["Transformer", "Pooling"], {"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True}, r"max\+mean"),
+        (["Transformer", "Pooling", "CNN"], {"pooling_mode_mean_tokens": True}, "CNN"),
+        (["Transformer", "Pooling"], {"pooling_mode": ["mean", "median"]}, "median"),
         (["Transformer", "Pooling"], {"pooling_mode_mean_tokens": True, "include_prompt": False}, "include_prompt"),
     ],
 )
 def test_unsupported_modules_are_refused_by_name(tmp_path, kinds, pooling, said):
-    """Dense layers, joined poolings and prompts left out of pooling are named."""
+    """Other modules, unknown poolings and prompts left out of pooling are named."""
     write_sentence_transformer(tmp_path, kinds, pooling)
     with pytest.raises(PackagingError, match=said):
         read_spec(tmp_path)
