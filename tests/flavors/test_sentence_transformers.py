@@ -293,3 +293,36 @@ def test_gemma3_text_in_both_directions(tmp_path):
     )
     assert AutoModel.from_pretrained(tmp_path / "gemma").config.use_bidirectional_attention
     agree(library, tmp_path)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_embedding_gemma_2(tmp_path, whole):
+    """Embedding Gemma 2, alone and as the text of a model of several modalities: vectors of another size than its
+    layers, windows to both sides, and no padding token in the whole model's configuration."""
+    from transformers import AutoConfig
+
+    text = {
+        "vocab_size": 272, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 6,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "max_position_embeddings": 256,
+        "hidden_size_per_layer_input": 16, "embedding_dim": 24, "global_head_dim": 16, "num_global_key_value_heads": 1,
+    }  # fmt: skip
+    try:
+        if whole:
+            config = AutoConfig.for_model("embedding_gemma2", text_config=text, vision_config=None, audio_config=None)
+        else:
+            config = AutoConfig.for_model("embedding_gemma2_text", **text)
+    except ValueError:
+        pytest.skip("this transformers has no Embedding Gemma 2")
+    torch.manual_seed(0)
+    model = AutoModel.from_config(config).eval()
+    model.save_pretrained(tmp_path / "gemma")
+    byte_tokenizer().save_pretrained(tmp_path / "gemma")
+    llm.save_model(tmp_path / "m", tmp_path / "gemma")
+    found = embedded(tmp_path / "m")
+    assert found.shape == (len(TEXTS), 24)
+    with torch.inference_mode():
+        for text, vector in zip(TEXTS, found, strict=True):
+            ids = byte_tokenizer()(text, return_tensors="pt").input_ids
+            own = model(input_ids=ids).last_hidden_state[0].mean(0)
+            assert np.allclose(vector, own.numpy(), atol=2e-5)

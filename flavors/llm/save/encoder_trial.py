@@ -21,9 +21,12 @@ def try_encoder(skeleton: Any, bundle: Bundle, settings: EngineSettings) -> None
     """Compare the engine's results for a few tokens with those of the model's own code, as it does at each start.
 
     The comparison runs in float32 on the CPU with torch, which every machine has. A model with more than
-    ``MOST_PARAMETERS`` is left to the engine. Raises ``PackagingError``. Any other failure is ignored: the engine's
-    machine may have what this one lacks.
+    ``MOST_PARAMETERS`` is left to the engine. Raises ``PackagingError``, also if the model's code or ours fails with
+    any other error, since it would fail in the engine too. Only a lack of memory, of a package or of a file is not
+    taken for one: the engine's machine may have it.
     """
+    import torch
+
     from ....serving.engine.models.cross_encoder import load_cross_encoder
     from ....serving.engine.models.embedder import load_embedder
 
@@ -38,5 +41,8 @@ def try_encoder(skeleton: Any, bundle: Bundle, settings: EngineSettings) -> None
         load(bundle, plain)
     except PackagingError as error:
         raise PackagingError(f"model: {error}") from None
+    except (ImportError, MemoryError, OSError, torch.OutOfMemoryError) as error:
+        logger.warning("the model is tried by its engine alone: %s", reason(error))
     except Exception as error:  # from transformers, or from the model's own code
-        logger.debug("the model was not tried: %s", reason(error))
+        why = f"{type(error).__name__}: {reason(error)}"
+        raise PackagingError(f"model: {type(skeleton).__name__} cannot be run: {why}") from None

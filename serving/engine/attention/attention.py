@@ -17,6 +17,8 @@ from . import latent_attention
 NAME = "mlflow_llm"
 HOLDER = "mlflow_llm_context"
 
+RECURRENT = "it keeps a recurrent state, which is no KV cache"  # of models that are no transformers, or not alone
+
 # Keyword arguments that change the result and that the plans do not implement: models that send them are refused.
 UNKNOWN = ("position_bias", "head_mask", "indices", "cu_seq_lens_q", "block_mask")
 

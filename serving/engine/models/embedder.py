@@ -23,7 +23,7 @@ from ...interface.engine import Capabilities, EngineInfo
 from ...interface.errors import ContextTooLong, InvalidField, PackagingError
 from ...interface.settings import EngineSettings
 from ..attention import ragged_attention
-from ..attention.attention import HOLDER, UnsupportedAttentionError
+from ..attention.attention import HOLDER, RECURRENT, UnsupportedAttentionError
 from ..native import library
 from ..native.library import NotNative
 from ..sentence_files import transformer_dir
@@ -315,10 +315,19 @@ def check(embedder: Embedder, tests: list[list[int]], expected: Any, settings: E
 
 
 def refuse_unsupported(model: Any) -> None:
-    """Raise ``PackagingError`` for an architecture that would run but give wrong results."""
+    """Raise ``PackagingError`` for an architecture that would run but give wrong results, or that reads no text."""
     name = type(model).__name__
+    refused = f"{name} is not supported for embeddings: "
+    if (reads := getattr(model, "main_input_name", "input_ids")) != "input_ids":
+        raise PackagingError(f"{refused}it reads {reads}, not the tokens of a text")
+    if getattr(model, "_is_stateful", False):
+        raise PackagingError(f"{refused}{RECURRENT}")
     if not getattr(model, "_supports_attention_backend", False) and name not in BY_LENGTH:
-        raise PackagingError(f"{name} is not supported for embeddings: its attention cannot be replaced")
+        raise PackagingError(f"{refused}its attention cannot be replaced")
+    try:
+        model.get_input_embeddings().weight.shape  # noqa: B018 - its table may be missing
+    except (NotImplementedError, AttributeError):
+        raise PackagingError(f"{refused}it has no single table of token vectors") from None
 
 
 def use_ragged_attention(embedder: Embedder, model: Any, holder: ContextHolder) -> tuple[list[list[int]], Any]:
@@ -328,8 +337,8 @@ def use_ragged_attention(embedder: Embedder, model: Any, holder: ContextHolder) 
     name = type(model).__name__
     refuse_unsupported(model)
     vocab = int(model.get_input_embeddings().weight.shape[0])
-    special = {model.config.pad_token_id}
-    allowed = [i for i in range(min(vocab, 1000)) if i not in special]
+    special = _special_ids(model.config)
+    allowed = [i for i in range(min(vocab, 1000)) if i not in special] or [0]
     lengths = (*_beyond_windows(model, embedder.max_length), *CHECK_LENGTHS)
     tests = [[allowed[(7 * i + 31 * n) % len(allowed)] for i in range(size)] for n, size in enumerate(lengths)]
     expected = torch.cat(
@@ -341,6 +350,15 @@ def use_ragged_attention(embedder: Embedder, model: Any, holder: ContextHolder) 
     except (UnsupportedAttentionError, AttributeError, TypeError) as error:
         raise PackagingError(f"{name} is not supported for embeddings: {error}") from error
     return tests, expected
+
+
+def _special_ids(config: Any) -> set[Any]:
+    """The ids that a model treats unlike others: padding, and the places of images and sounds."""
+    configs = (config, config.get_text_config())
+    names = {name for one in configs for name in vars(one) if name.endswith(("_token_id", "_token_index"))}
+    return {getattr(one, name, None) for one in configs for name in names} | {
+        getattr(one, "pad_token_id", None) for one in configs
+    }
 
 
 def _beyond_windows(model: Any, longest: int) -> list[int]:

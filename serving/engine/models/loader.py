@@ -364,13 +364,16 @@ def vocab_size(model: Any) -> int:
 def refuse_unsupported(model: Any, config: Any) -> None:
     """Raise ``PackagingError`` for architectures that would run but give wrong results."""
     name = type(model).__name__
+    unknown = set(getattr(config, "layer_types", None) or ()) - KNOWN_LAYERS
+    kinds = f"layers of type {', '.join(sorted(map(str, unknown)))}" if unknown else ""
+    if getattr(model, "_is_stateful", False):
+        raise PackagingError(f"{name} is not supported: {attention.RECURRENT}" + (kinds and f" ({kinds})"))
+    if unknown:
+        raise PackagingError(f"{name} is not supported: {kinds}")
     if not getattr(model, "_supports_attention_backend", False):
         raise PackagingError(f"{name} is not supported: transformers offers no way to replace its attention")
     if getattr(config, "is_encoder_decoder", False):
         raise PackagingError(f"{name} is not supported: it is an encoder-decoder model")
-    unknown = set(getattr(config, "layer_types", None) or ()) - KNOWN_LAYERS
-    if unknown:
-        raise PackagingError(f"{name} is not supported: layers of type {', '.join(sorted(map(str, unknown)))}")
     if getattr(config, "attention_chunk_size", None):
         raise PackagingError(f"{name} is not supported: it attends in chunks (attention_chunk_size)")
 

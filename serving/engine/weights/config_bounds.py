@@ -35,6 +35,9 @@ MAX_MODULES = 500_000  # the largest open models have 100,000
 BYTE_TYPES = ("I8", "U8", "F8", "F4")
 # Numbers from which a configuration's own code makes lists of that length.
 COUNTS = re.compile(r"(^|_)(n|num)_(.*_)?(layers?|blocks?|stages?|experts?)$|^(depth|layers)$")
+# Experts are often rows of one tensor, and a default that a model without experts does not use (Doge: 16,384).
+EXPERTS = re.compile(r"experts?$")
+MAX_EXPERTS = 65_536
 
 
 class Stored(Struct, frozen=True):
@@ -153,9 +156,10 @@ def check_config(file: Path, there: Stored) -> None:
     except (OSError, ValueError, RecursionError) as error:
         raise PackagingError(f"{file.name} cannot be read: {error}") from None
     for name, value in _numbers(config, ""):
-        if COUNTS.search(name.rpartition(".")[2]) and value > there.max_modules:
+        most = max(MAX_EXPERTS, there.max_modules) if EXPERTS.search(name) else there.max_modules
+        if COUNTS.search(name.rpartition(".")[2]) and value > most:
             raise PackagingError(
-                f"{file.name}: {name}: {shown(value)} is not allowed; expected at most {there.max_modules} with"
+                f"{file.name}: {name}: {shown(value)} is not allowed; expected at most {most} with"
                 f" {there.tensors} tensors of weights"
             )
 
