@@ -54,6 +54,7 @@ ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "code_paths": (_are_paths, "a list of local files and folders, or None"),
     "link_files": FLAG,
     "validate_serving_input": FLAG,
+    "images": (lambda value: value is None or value is False, "False, or None"),
 }
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +31,15 @@ from ..model.tasks import (
     reads_pictures,
     resolve_tasks,
 )
+from ..text_alone import check_images, hint, place_text
 from .adapters import check_adapters, place_adapters
 from .checkpoints import read_shapes
 from .draft_check import check_draft
-from .encoder_trial import try_encoder
+from .encoder_trial import try_encoder, try_images
 from .images import check_templates, picture_spec
 from .meta_model import build, check_complete, check_settings, check_supported, check_weights, decoder_of
 from .quantize import check_quantize, quantize_weights
-from .sources import place_model
+from .sources import Placed, place_model
 from .tokenizers import check_vocabulary, load_tokenizer, place_tokenizer
 
 
@@ -58,6 +62,7 @@ class Parts(Struct, frozen=True, kw_only=True):
     quantize: Any = None
     calibration: Any = None
     revision: str | None = None
+    images: bool | None = None
     link: bool = False
     settings: EngineSettings = EngineSettings()
 
@@ -83,7 +88,7 @@ def check_parts(parts: Parts) -> None:
         return
     if not parts.adapters:
         raise PackagingError("base: it needs adapters= to put over it")
-    for field, value in (("embedding", parts.embedding), ("revision", parts.revision)):
+    for field, value in (("embedding", parts.embedding), ("revision", parts.revision), ("images", parts.images)):
         if value is not None:
             raise PackagingError(
                 f"{field}: {shown(value)} is not allowed with base=: expected None, the base has its own"
@@ -101,14 +106,20 @@ def write_bundle(root: Path, parts: Parts) -> tuple[Manifest, Path]:
 
 def _write_whole(root: Path, parts: Parts) -> tuple[Manifest, Path]:
     model_dir = root / "model"
-    placed = place_model(parts.model, model_dir, link=parts.link, revision=parts.revision)
+    placed = _place_text(root, parts) if parts.images is False else _place_whole(model_dir, parts)
     source = placed.tokenizer if parts.tokenizer is None else parts.tokenizer
+    if parts.images is False:  # a processor's files are of no use
+        source = getattr(source, "tokenizer", source)
     if source is None:
         raise PackagingError("tokenizer: a model object brings none; pass tokenizer= (an object or a directory)")
-    whole, config = build(model_dir, trust_remote_code=parts.trust_remote_code), read_config(model_dir)
-    check_weights(whole, read_shapes(model_dir))
-    skeleton = decoder_of(whole, model_dir)
-    check_supported(skeleton, causal=is_causal(config))
+    config = read_config(model_dir)
+    with _hint(model_dir, config):
+        whole = build(model_dir, trust_remote_code=parts.trust_remote_code)
+        check_weights(whole, read_shapes(model_dir))
+        if reads_pictures(config):
+            check_images(whole)
+        skeleton = decoder_of(whole, model_dir)
+        check_supported(skeleton, causal=is_causal(config))
     place_tokenizer(source, root / "tokenizer", link=parts.link)
     tokenizer = load_tokenizer(root / "tokenizer", trust_remote_code=parts.trust_remote_code)
     check_vocabulary(tokenizer, model_dir)
@@ -120,16 +131,21 @@ def _write_whole(root: Path, parts: Parts) -> tuple[Manifest, Path]:
     pictures = None
     if reads_pictures(config):
         _check_beside_pictures(parts, tasks)
-        pictures = picture_spec(model_dir, root / "tokenizer", whole.config)
+        with _hint(model_dir, config):
+            pictures = picture_spec(model_dir, root / "tokenizer", whole.config)
     check_complete(model_dir, tasks, trust_remote_code=parts.trust_remote_code)
     is_used = "chat" in tasks or parts.chat_template is not None
-    _place_templates(found, tokenizer, root, pictures, check=is_used)
+    with _hint(model_dir, config):
+        _place_templates(found, tokenizer, root, pictures, check=is_used)
     spec = embedding_spec(tasks, model_dir, root / "tokenizer", parts.embedding)
     crosses = cross_encoder_spec(tasks, model_dir, root / "tokenizer", tokenizer)
     formats = formats_of(found, tokenizer, parts.tool_format)
     longest = EmbeddingSpec(max_length=crosses.max_length) if crosses is not None else spec or EmbeddingSpec()
     check_settings(skeleton, parts.settings, tasks, longest, parts.quantization)
     check_draft(parts.settings)
+    if pictures is not None:
+        with _hint(model_dir, config):
+            try_images(whole, _as_engine_sees(root, tasks, spec, crosses, pictures), parts.settings)
     if POOLED.intersection(tasks):
         try_encoder(skeleton, _as_engine_sees(root, tasks, spec, crosses), parts.settings)
     if parts.quantize is not None:
@@ -140,6 +156,30 @@ def _write_whole(root: Path, parts: Parts) -> tuple[Manifest, Path]:
         pictures=pictures,
     )  # fmt: skip
     return manifest, model_dir
+
+
+def _place_whole(model_dir: Path, parts: Parts) -> Placed:
+    return place_model(parts.model, model_dir, link=parts.link, revision=parts.revision)
+
+
+def _place_text(root: Path, parts: Parts) -> Placed:
+    """Write the text of a model of several modalities alone, from a copy of the whole that is removed again."""
+    whole = root / "whole"
+    placed = place_model(parts.model, whole, link=True, revision=parts.revision)
+    if placed.peft_model is not None:
+        raise PackagingError("images: False is not allowed with a PeftModel; expected None, or its merged model")
+    place_text(whole, root / "model")
+    shutil.rmtree(whole)
+    return placed
+
+
+@contextlib.contextmanager
+def _hint(model_dir: Path, config: dict[str, Any]) -> Iterator[None]:
+    """Add to a refusal within the block that the text of the model can be logged alone, if it has other parts."""
+    try:
+        yield
+    except PackagingError as error:
+        raise PackagingError(f"{error}{hint(model_dir, config)}") from None
 
 
 def _place_templates(
@@ -179,7 +219,11 @@ def _check_beside_pictures(parts: Parts, tasks: tuple[Task, ...]) -> None:
 
 
 def _as_engine_sees(
-    root: Path, tasks: tuple[Task, ...], spec: EmbeddingSpec | None, crosses: CrossEncoderSpec | None
+    root: Path,
+    tasks: tuple[Task, ...],
+    spec: EmbeddingSpec | None,
+    crosses: CrossEncoderSpec | None,
+    pictures: PictureSpec | None = None,
 ) -> Bundle:
     """The model being written, before it has a content hash."""
     return Bundle(
@@ -189,6 +233,7 @@ def _as_engine_sees(
         tokenizer_dir=str(root / "tokenizer"),
         embedding=spec,
         cross_encoder=crosses,
+        pictures=pictures,
     )
 
 

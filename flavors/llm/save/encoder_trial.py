@@ -1,8 +1,10 @@
-"""Load a model for embeddings or scores once as an engine would, so that what the engine refuses is refused at save."""
+"""Load a model for embeddings or scores, or one that reads images, once as an engine would: what it refuses is refused
+when the model is logged."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -25,10 +27,23 @@ def try_encoder(skeleton: Any, bundle: Bundle, settings: EngineSettings) -> None
     any other error, since it would fail in the engine too. Only a lack of memory, of a package or of a file is not
     taken for one: the engine's machine may have it.
     """
-    import torch
-
     from ....serving.engine.models.cross_encoder import load_cross_encoder
     from ....serving.engine.models.embedder import load_embedder
+
+    _try(load_cross_encoder if "score" in bundle.tasks else load_embedder, skeleton, bundle, settings)
+
+
+def try_images(skeleton: Any, bundle: Bundle, settings: EngineSettings) -> None:
+    """Compare the logits of a prompt with an image with those of the whole model, as ``try_encoder`` does."""
+    from ....serving.engine.models.loader import load_model
+
+    _try(load_model, skeleton, bundle, settings)
+
+
+def _try(
+    load: Callable[[Bundle, EngineSettings], Any], skeleton: Any, bundle: Bundle, settings: EngineSettings
+) -> None:
+    import torch
 
     if sum(parameter.numel() for parameter in skeleton.parameters()) > MOST_PARAMETERS:
         logger.info("the model is compared with its own code by the engine alone: it is large")
@@ -36,7 +51,6 @@ def try_encoder(skeleton: Any, bundle: Bundle, settings: EngineSettings) -> None
     plain = msgspec.structs.replace(
         settings, device="cpu", dtype="float32", kernels="torch", quantization="none", packed_cache=0
     )
-    load: Any = load_cross_encoder if "score" in bundle.tasks else load_embedder
     try:
         load(bundle, plain)
     except PackagingError as error:

@@ -54,6 +54,7 @@ def save_model(
     quantize: Literal["int8", "int4"] | None = None,
     calibration: list[str] | None = None,
     revision: str | None = None,
+    images: bool | None = None,
     mlflow_model: Model | None = None,
     signature: ModelSignature | None = None,
     input_example: Any = None,
@@ -95,6 +96,8 @@ def save_model(
         calibration: texts like those that the model will see. Together with text that the model generates itself, they
             decide how int4 weights are chosen; the first 16,384 tokens are used. None: Python's own documentation.
         revision: branch, tag or commit of the hub repository; ``model`` must then be a hub id.
+        images: False logs the text of a model that also reads images or sounds, without its processor; the model is
+            loaded into memory once. None: images are read, and a model whose images are not supported is refused.
         mlflow_model: the ``mlflow.models.Model`` to add this flavor to.
         signature: a signature for MLflow to enforce. None: a lossless one, which passes on every request field.
         input_example: an example request, which MLflow runs when the model is logged. None saves a default example,
@@ -120,6 +123,7 @@ def save_model(
         code_paths=code_paths,
         link_files=link_files,
         validate_serving_input=validate_serving_input,
+        images=images,
     )
     mlflow_model = mlflow_model if mlflow_model is not None else Model()
     # log_model's are in the model already
@@ -140,6 +144,7 @@ def save_model(
         quantize=quantize,
         calibration=calibration,
         revision=revision,
+        images=images,
         link=link_files,
         settings=config.settings,
     )
@@ -204,6 +209,7 @@ def log_model(
     quantize: Literal["int8", "int4"] | None = None,
     calibration: list[str] | None = None,
     revision: str | None = None,
+    images: bool | None = None,
     signature: ModelSignature | None = None,
     input_example: Any = None,
     metadata: dict[str, Any] | None = None,
@@ -272,6 +278,7 @@ def log_model(
         quantize=quantize,
         calibration=calibration,
         revision=revision,
+        images=images,
         signature=signature,
         input_example=input_example,
         pip_requirements=pip_requirements,
