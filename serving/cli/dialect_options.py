@@ -32,6 +32,10 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "metavar": "HOST",
         "help": "Host from which pictures that messages name may be fetched (default: none); repeatable.",
     },
+    "embeddingTokenIds": {
+        "is_flag": True,
+        "help": "Inputs of embeddings may be any token ids: all callers use the model's own tokenizer.",
+    },
 }
 
 

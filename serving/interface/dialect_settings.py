@@ -35,6 +35,8 @@ class DialectSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=
         generateEndText: put ``</s>`` into the last event of ``generate_stream``.
         allowedLocalMediaPath: directory below which files that messages name may be read.
         allowedMediaDomains: hosts from which URLs that messages name may be fetched.
+        embeddingTokenIds: take any token ids as inputs of embeddings, also without the model's special tokens: all
+            callers use the model's own tokenizer.
     """
 
     openAiSupport: Word | None = None
@@ -47,6 +49,7 @@ class DialectSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=
     generateEndText: bool | None = None
     allowedLocalMediaPath: Directory | None = None
     allowedMediaDomains: Domains | None = None
+    embeddingTokenIds: bool | None = None
 
     def check(self, parent: str = "") -> None:
         """Raise ``InvalidField`` for lengths that contradict each other."""

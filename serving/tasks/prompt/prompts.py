@@ -255,11 +255,23 @@ def embedded_texts(raw: RawEmbedding, endpoint: EndpointView) -> Iterator[tuple[
         yield (ids, cut) if whole else next(text.encode_embeddings([prefix + str(entry)], limit))
 
 
+def _foreign_ids(path: str, ids: tuple[int, ...], endpoint: EndpointView) -> InvalidField:
+    """Return the error for ids that may be of another tokenizer, which would make the vector of another text."""
+    frame = endpoint.text.frame
+    own = f"or the ids of this model's own tokenizer with its special tokens ({frame}), as /tokenize returns them; "
+    why = "ids of another tokenizer are another text here (langchain-openai sends such unless its"
+    setting = "check_embedding_ctx_length=False). An endpoint with embeddingTokenIds takes any ids"
+    return InvalidField(path, list(ids[:8]), f"a text, {own if frame else ''}{why} {setting}")
+
+
 def _embedded_tokens(raw: RawEmbedding, endpoint: EndpointView) -> Iterator[tuple[tuple[int, ...], bool]]:
     limit = embedding_limit(endpoint)
     for i, entry in enumerate(raw.inputs):
         assert not isinstance(entry, str), "a dialect reads texts or token ids, never both"
-        check_token_ids(entry, endpoint, f"input[{i}]" if raw.batched else "input")
+        path = f"input[{i}]" if raw.batched else "input"
+        check_token_ids(entry, endpoint, path)
+        if not endpoint.profile.dialects.embeddingTokenIds and not endpoint.text.is_own_input(entry):
+            raise _foreign_ids(path, entry, endpoint)
         if raw.instruction is not None:
             raise InvalidField("instruction", raw.instruction, "null where input is token ids")
         yield entry[:limit], len(entry) > limit

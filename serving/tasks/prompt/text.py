@@ -34,6 +34,7 @@ CHUNK = 65536  # characters tokenised at a time to find out whether a text can f
 SHORT = 2048  # characters or tokens; fewer take less time than releasing the interpreter lock and taking it again
 GROUP = 64  # texts tokenised at a time, before one of them is found too long
 BEGINNING = 16  # characters read of a text per token that it may have; no language's words need so many
+FREQUENT = 1000  # ids below are those of bytes and frequent words in many tokenizers
 DEFAULT_TEMPLATE = "default"
 ADAPTER_PREFIX = "adapter:"  # of the name of an adapter's own template; names of other templates have no colon
 
@@ -139,12 +140,33 @@ class TextModel:
         )
 
     @functools.cached_property
-    def _tail(self) -> tuple[int, ...]:
-        """The special tokens after a text."""
+    def _frame(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The special tokens before a text, and those after it."""
         plain = self._backend.encode("a", add_special_tokens=False)
         whole = self._backend.post_process(plain)
-        owners = whole.sequence_ids
-        return tuple(whole.ids[owners.index(0) + len(plain.ids) :])
+        first = whole.sequence_ids.index(0)
+        return tuple(whole.ids[:first]), tuple(whole.ids[first + len(plain.ids) :])
+
+    @property
+    def _tail(self) -> tuple[int, ...]:
+        return self._frame[1]
+
+    def is_own_input(self, token_ids: tuple[int, ...]) -> bool:
+        """Whether ``token_ids`` are surely of this tokenizer: a text in its special tokens.
+
+        Ids of another tokenizer do not begin and end with them. One token on one side is enough unless its id is low,
+        like those of bytes and frequent words of others. Without special tokens nothing is sure: any ids are a text.
+        """
+        lead, tail = self._frame
+        sure = bool(lead and tail) or any(token_id >= FREQUENT for token_id in (*lead, *tail))
+        framed = token_ids[: len(lead)] == lead and token_ids[len(token_ids) - len(tail) :] == tail
+        return sure and framed and len(token_ids) >= len(lead) + len(tail)
+
+    @property
+    def frame(self) -> str:
+        """The model's special tokens around a text, for errors: ``[CLS] … [SEP]``; "" if there are none."""
+        lead, tail = (" ".join(self.token_names(part)) for part in self._frame)
+        return f"{lead} … {tail}".strip() if lead or tail else ""
 
     @functools.cached_property
     def pairs(self) -> PairTemplate:

@@ -33,6 +33,7 @@ ALL: dict[str, Any] = {
     "generateEndText": True,
     "allowedLocalMediaPath": "/srv/media",
     "allowedMediaDomains": ("h.example",),
+    "embeddingTokenIds": True,
 }
 ENTITIES = {"served_entities": [{"entity_name": "assistant", "entity_version": "1"}]}
 WRONG = [
@@ -45,6 +46,7 @@ WRONG = [
     ("generateProfile", "old"),
     ("allowedLocalMediaPath", "media"),
     ("allowedMediaDomains", ["a b"]),
+    ("embeddingTokenIds", "yes"),
 ]
 
 

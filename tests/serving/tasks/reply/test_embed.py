@@ -1,10 +1,13 @@
 """Embeddings: order, dimensions, errors."""
 
+import copy
+
 import numpy as np
 import pytest
 from scripted_engine import ScriptedEngine
 
 from mlflow_llm.serving.dialects import DIALECTS
+from mlflow_llm.serving.interface.dialect_settings import DialectSettings
 from mlflow_llm.serving.interface.errors import ContextTooLong, InvalidField
 from mlflow_llm.serving.interface.events import Embedded
 from mlflow_llm.serving.tasks.prepare import prepare
@@ -67,3 +70,52 @@ def test_limits_of_the_model(endpoint_of, fallback_text, bad):
     """More dimensions than the model has, ids outside the vocabulary and empty texts are refused by name."""
     with pytest.raises(InvalidField):
         _ask(endpoint_of(model=fallback_text), **{"input": "dog", **bad})
+
+
+def _framed(text, lead, tail):
+    """``text``'s tokenizer with special tokens before and after each text."""
+    from tokenizers import Tokenizer, processors
+
+    framed = copy.copy(text)
+    framed.__dict__.pop("_frame", None)
+    backend = Tokenizer.from_str(text._backend.to_str())
+    single = f"{lead} $A {tail}".split()
+    ids = [(name, backend.token_to_id(name)) for name in {lead, tail} if name]
+    backend.post_processor = processors.TemplateProcessing(single=" ".join(single), special_tokens=ids)
+    framed._backend = backend
+    return framed
+
+
+FOREIGN = [9906, 1917, 374, 264], [9], [5, 6, 7]
+
+
+@pytest.mark.parametrize(("lead", "tail"), [("<|start|>", "<|end|>"), ("<|start|>", ""), ("", "<|end|>")])
+def test_ids_of_the_models_own_tokenizer_are_taken(endpoint_of, text, lead, tail, monkeypatch):
+    """Ids as the tokenizer gives them, with its special tokens, are the text; others are refused by the input's name,
+    and the error says what to set in the client."""
+    framed = _framed(text, lead, tail)
+    if not (lead and tail):  # the ids of the tiny tokenizer's special tokens are as low as those of bytes elsewhere
+        with pytest.raises(InvalidField, match="embeddingTokenIds"):
+            _ask(endpoint_of(model=framed), input=list(framed.encode_input("the quick brown fox")))
+        monkeypatch.setattr("mlflow_llm.serving.tasks.prompt.text.FREQUENT", 2)
+    endpoint = endpoint_of(model=framed)
+    own = list(framed.encode_input("the quick brown fox"))
+    assert _ask(endpoint, input=[own, own]).sequences[1].prompt_token_ids == tuple(own)
+    for ids in ([i % endpoint.info.vocab_size for i in foreign] for foreign in FOREIGN):
+        with pytest.raises(InvalidField, match=r"input\[1\].*check_embedding_ctx_length=False") as refused:
+            _ask(endpoint, input=[own, ids])
+        assert (lead or tail) in str(refused.value)
+    for cut in (own[1:], own[:-1]) if lead and tail else ():
+        with pytest.raises(InvalidField, match="input"):
+            _ask(endpoint, input=cut)
+
+
+def test_any_ids_where_the_endpoint_says_so(endpoint_of, text):
+    """``embeddingTokenIds`` takes ids without special tokens; a tokenizer that has none takes them only so."""
+    framed = _framed(text, "<s>", "</s>")
+    for model in (framed, _framed(text, "", "")):
+        with pytest.raises(InvalidField, match="embeddingTokenIds"):
+            _ask(endpoint_of(model=model), input=[1, 2, 3])
+        settings = DialectSettings(embeddingTokenIds=True)
+        found = _ask(endpoint_of(model=model, dialects=settings), input=[1, 2, 3])
+        assert found.sequences[0].prompt_token_ids == (1, 2, 3)
