@@ -23,6 +23,7 @@ import pandas as pd
 from ....serving.dialects.fields.fields import nearest, unknown_field
 from ....serving.interface.errors import InvalidField
 from ....serving.interface.request import Task
+from ..image_values import data_url
 from ..model.request_fields import request_fields
 from ..model.signature import ROW_MARKER
 
@@ -120,7 +121,10 @@ def _is_missing(value: Any) -> bool:
 
 
 def plain(value: Any, depth: int = 0) -> Any:
-    """Convert the types of pandas, numpy and Parquet to JSON's at every level. Raises ``InvalidField``."""
+    """Convert the types of pandas, numpy and Parquet to JSON's at every level, and images to ``data:`` URLs.
+
+    Raises ``InvalidField``.
+    """
     if depth > MAX_DEPTH:
         raise InvalidField("body", "a deep nest of objects and lists", f"at most {MAX_DEPTH} levels")
     if isinstance(value, dict):
@@ -131,4 +135,7 @@ def plain(value: Any, depth: int = 0) -> Any:
         return [plain(entry, depth + 1) for entry in value]
     if isinstance(value, np.generic):
         return value.item()
-    return None if value is pd.NA or value is pd.NaT else value
+    if value is pd.NA or value is pd.NaT:
+        return None
+    found = data_url(value)
+    return value if found is None else found

@@ -120,7 +120,7 @@ def base64_of(text: str, where: str, most: int, allowed: str = "valid base64") -
     """
     padding = text.encode().translate(None, _ALPHABET) if text.isascii() else None
     if len(text) % 4 or padding not in (b"", b"=", b"==") or not text.endswith(padding.decode()):
-        raise InvalidField(where, "a text", allowed)
+        raise InvalidField(where, f"{len(text)} characters that are not base64", allowed)
     size = len(text) // 4 * 3 - len(padding)
     if not 0 < size <= most:
         raise InvalidField(where, f"{size} bytes", f"1 to {most} bytes")
@@ -166,10 +166,22 @@ def url_reader(forms: Forms) -> Reader[str]:
     return read
 
 
-DETAIL = Entry(one_of("auto", why="the model's own processor decides how a picture is scaled"))
+# A hint of how closely to look. OpenAI's models scale an image by it; here the model's own processor, which has no such
+# choice, scales every image alike, and no closer look is left out.
+DETAIL = Entry(one_of("auto", "low", "high"))
 _FORMS = Forms(data=True, paths=True)
 _URL = record(url=Entry(url_reader(_FORMS), required=_FORMS.allowed), detail=DETAIL)
-_IMAGE = record(type=type_of("image_url"), image_url=Entry(_URL, required='an object: {"url": …}'))
+_OBJECT = 'an object {"url": …}, not the URL itself'
+
+
+@reader(**_URL.schema)
+def _url_object(value: Any, path: str) -> dict[str, Any]:
+    if isinstance(value, str):
+        raise InvalidField(path, value[:64], _OBJECT)
+    return _URL(value, path)
+
+
+_IMAGE = record(type=type_of("image_url"), image_url=Entry(_url_object, required='an object: {"url": …}'))
 
 
 @reader(**_IMAGE.schema)

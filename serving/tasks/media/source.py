@@ -59,7 +59,7 @@ def _decoded(part: MediaPart) -> bytes:
     try:
         data = base64.b64decode(part.content, validate=True)
     except (binascii.Error, ValueError):
-        raise InvalidField(part.field, "a text", "valid base64") from None
+        raise InvalidField(part.field, f"{len(part.content)} characters that are not base64", "valid base64") from None
     check_size(part, len(data))
     return data
 
