@@ -67,6 +67,8 @@ def _place_one(name: str, source: Any, target: Path, *, link: bool) -> None:
             f"adapters: {name!r} is a {type(source).__name__}; expected a PeftModel or a directory in peft's layout"
         )
     inside = adapter_names(source)
+    if not inside:
+        raise PackagingError(f"adapters: the model given for {name!r} has no adapters; all were deleted")
     if name not in inside and len(inside) > 1:
         raise PackagingError(
             f"adapters: the model given for {name!r} has several adapters ({', '.join(inside)}) and none of that name"

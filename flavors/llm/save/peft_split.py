@@ -32,7 +32,7 @@ def save_pristine_base(model: Any, target: Path) -> None:
     """Write the base of ``model`` to ``target``. Raises ``PackagingError`` if an adapter is merged into it."""
     import torch
 
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = _base(model)
     wrappers = _wrappers(base)
     tensors = {}
     for name, tensor in base.state_dict().items():
@@ -46,6 +46,16 @@ def save_pristine_base(model: Any, target: Path) -> None:
         raise PackagingError(f"model: its base cannot be taken apart at {(unexpected or missing)[0]}")
     clean.generation_config = copy.deepcopy(getattr(base, "generation_config", None))
     save_pretrained(clean, target)
+
+
+def _base(model: Any) -> Any:
+    """Return the transformers model inside; peft's own method for this fails when all adapters were deleted."""
+    from peft import PeftModel
+    from peft.tuners.tuners_utils import BaseTuner
+
+    if not isinstance(model, PeftModel):
+        return model
+    return model.base_model.model if isinstance(model.base_model, BaseTuner) else model.base_model
 
 
 def save_adapter(model: Any, name: str, target: Path) -> None:

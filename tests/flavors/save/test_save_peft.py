@@ -6,7 +6,7 @@ import pytest
 import torch
 from flavor_models import add_lora, byte_tokenizer, logits, randomise, tiny_llama
 from mlflow.exceptions import MlflowException
-from peft import LoraConfig, PeftModel, PrefixTuningConfig, PromptEncoderConfig, get_peft_model
+from peft import LoraConfig, PeftModel, PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -239,3 +239,18 @@ def test_tokenizer_larger_than_the_embedding(tmp_path, llama_dir):
     large.add_tokens([f"word{i}" for i in range(20)])
     with pytest.raises(MlflowException, match=r"token 'word19' has id 280 but the model's embedding has 272 rows"):
         llm.save_model(tmp_path / "m", llama_dir, tokenizer=large)
+
+
+@pytest.mark.parametrize("kind", [LoraConfig, PromptTuningConfig], ids=lambda kind: kind.__name__)
+def test_a_model_whose_adapters_were_deleted(tmp_path, kind):
+    """It is packaged as its base; as somebody's adapter it is refused by name."""
+    options = {"task_type": "CAUSAL_LM"}
+    options |= {"target_modules": ["q_proj"]} if kind is LoraConfig else {"num_virtual_tokens": 2}
+    model = get_peft_model(tiny_llama(), kind(**options))
+    model.delete_adapter("default")
+    llm.save_model(tmp_path / "m", model=model, tokenizer=byte_tokenizer())
+    bundle = llm.load_bundle(tmp_path / "m")
+    assert bundle.adapters == {}
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(bundle.model_dir)), logits(tiny_llama()))
+    with pytest.raises(MlflowException, match="the model given for 'one' has no adapters; all were deleted"):
+        llm.save_model(tmp_path / "n", model=tiny_llama(), tokenizer=byte_tokenizer(), adapters={"one": model})
