@@ -11,6 +11,7 @@ import sqlalchemy as sa
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST
 
+from mlflow_llm.flavors.llm.model.fetch import flavors_of
 from mlflow_llm.flavors.llm.model.model_registry import pinned
 from mlflow_llm.flavors.llm.model.names import FLAVOR_NAME
 from mlflow_llm.serving.interface.errors import ModelNotFound, without_password
@@ -75,7 +76,7 @@ def check_flavor(uri: str) -> None:
     if not is_path(uri) and not in_store(uri):
         return
     try:
-        flavors = mlflow.models.get_model_info(pinned(uri)).flavors
+        flavors = flavors_of(pinned(uri))
     except ModelNotFound as error:
         raise MlflowException(str(error), error_code=RESOURCE_DOES_NOT_EXIST) from None
     except MlflowException:

@@ -52,6 +52,10 @@ class EngineAdapters:
             except NotFound:
                 continue  # the engine has just been removed
 
+    def paths(self) -> list[str]:
+        """Return the directories of the wanted adapters."""
+        return [adapter.path for adapters in self._wanted.values() for adapter in adapters]
+
     def planned(
         self, entity: DeployedEntity, status: EngineStatus, before: tuple[PlannedAdapter, ...]
     ) -> tuple[tuple[PlannedAdapter, ...], tuple[str, ...]]:

@@ -9,8 +9,10 @@ from typing import Any
 
 import msgspec
 
+from .. import downloads
 from ..dialects.fields.defaults import check_defaults, request_defaults
 from ..endpoints.config import EndpointConfig, EntityConfig, ModelSource, Route
+from ..interface.bundle import Bundle
 from ..interface.errors import InvalidField, PackagingError
 from ..model_files.model_uri import parse
 from .mlflow_resolver import ResolvedModel, resolve, with_drafts
@@ -71,13 +73,12 @@ def locate(
 def with_files(entity: EntityConfig, *, find: Callable[..., tuple[ResolvedModel, ...]] | None = None) -> EntityConfig:
     """Return ``entity`` with its model's files on this machine; files that are gone are fetched again.
 
+    Those that are in the cache of downloads are held until ``downloads.keep_only`` drops them.
+
     ``find`` is the same as in ``locate``. Raises ``PackagingError``, ``NotFound``.
     """
     source = entity.model
-    folders = [source.bundle.model_dir, source.bundle.tokenizer_dir]
-    if source.bundle.draft is not None:
-        folders += [source.bundle.draft.model_dir, source.bundle.draft.tokenizer_dir]
-    if all(map(os.path.isdir, folders)):
+    if _is_here(source.bundle):
         return entity
     uris = (source.uri,)
     look = find or resolve
@@ -85,7 +86,14 @@ def with_files(entity: EntityConfig, *, find: Callable[..., tuple[ResolvedModel,
     if found.bundle.content_hash != source.bundle.content_hash:
         raise PackagingError(f"{source.uri} is not the model that was configured: its content has changed")
     bundle = found.bundle if source.addresses else with_drafts([found.bundle], [source.engine], look)[0]
+    if not _is_here(bundle):
+        raise PackagingError(f"{source.uri}: its files were removed from the cache as soon as they were there")
     return msgspec.structs.replace(entity, source=msgspec.structs.replace(source, bundle=bundle))
+
+
+def _is_here(bundle: Bundle) -> bool:
+    """Hold the files of ``bundle`` that are in the cache of downloads, and say whether all files are there."""
+    return downloads.hold(bundle) and all(map(os.path.isdir, downloads.paths_of(bundle)))
 
 
 def config_of(spec: EndpointSpec) -> EndpointConfig:

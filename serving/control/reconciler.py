@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
+from .. import downloads
 from ..endpoints.config import EndpointConfig, EntityConfig, changes
 from ..endpoints.store import EndpointState, EndpointStore
 from ..interface.errors import NotFound, PackagingError, ServingError
@@ -353,6 +354,16 @@ class Reconciler:
             if key not in needed:
                 self._supervisor.remove(key)
         self._memory.keep_only(needed)
+        self._drop_files()
+
+    def _drop_files(self) -> None:
+        """Let go of downloaded files that are not served any more; while a rollout finds its own, of none."""
+        if self._rollouts:
+            return
+        entities = [entity.config for deployed in self._deployed.values() for entity in deployed.entities]
+        entities += [entity.config for endpoint in self._plan.endpoints for entity in endpoint.entities]
+        paths = [path for entity in entities for path in downloads.paths_of(entity.model.bundle)]
+        downloads.keep_only([*paths, *self._adapters.paths()])
 
 
 def _addresses(status: EngineStatus, *, elsewhere: bool) -> tuple[str, ...]:

@@ -116,6 +116,36 @@ def changes(before: EndpointConfig, after: EndpointConfig) -> Iterator[str]:
             yield f"{entity.uri} is {now} now; it was {was}"
 
 
+def is_same(one: EndpointConfig, other: EndpointConfig) -> bool:
+    """Return whether two configurations say the same, wherever the files of their models are.
+
+    A model is named by its URI and its content hash. Its files may be in another directory of each machine and each
+    user, and after each download.
+    """
+    return _anywhere(one) == _anywhere(other)
+
+
+def _anywhere(config: EndpointConfig) -> EndpointConfig:
+    """Return ``config`` without the local directories of its models."""
+    return msgspec.structs.replace(config, served_entities=tuple(map(_entity_anywhere, config.served_entities)))
+
+
+def _entity_anywhere(entity: EntityConfig) -> EntityConfig:
+    if entity.source is None:
+        return entity
+    bundle = entity.source.bundle
+    draft = None if bundle.draft is None else msgspec.structs.replace(bundle.draft, model_dir="", tokenizer_dir="")
+    bundle = msgspec.structs.replace(
+        bundle,
+        model_dir="",
+        tokenizer_dir="",
+        adapters=dict.fromkeys(bundle.adapters, ""),
+        chat_templates=dict.fromkeys(bundle.chat_templates, ""),
+        draft=draft,
+    )
+    return msgspec.structs.replace(entity, source=msgspec.structs.replace(entity.source, bundle=bundle))
+
+
 def config_to_wire(config: EndpointConfig) -> dict[str, Any]:
     """Return the configuration in the API's form, with both spellings of entities and both names in a route, since
     clients read either. An entity has the version that was asked for, and the one that was found."""

@@ -28,7 +28,7 @@ from ..metering.accounts.authorization import ANONYMOUS, Caller
 from ..metering.store.store import Store
 from ..metering.store.tables import endpoints
 from .adapters import EndpointAdapters
-from .config import EndpointConfig, EntityConfig, ModelSource, config_to_wire
+from .config import EndpointConfig, EntityConfig, ModelSource, config_to_wire, is_same
 from .config_body import as_written, config_body
 from .management_body import NEW_ENDPOINT, NEW_RATE_LIMITS, TAG_CHANGES
 from .rows import (
@@ -164,7 +164,7 @@ class EndpointStore:
                 record(connection, by, "endpoint.create", name, after=after)
                 return 1
             version = row.active_version if row.pending_version is None else row.pending_version
-            if version is not None and stored_config(connection, name, version)[0] == config:
+            if version is not None and is_same(stored_config(connection, name, version)[0], config):
                 return int(version)
             return self._begin(connection, row, config, by)
 

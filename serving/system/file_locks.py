@@ -71,17 +71,18 @@ def _same_file(fd: int, path: str) -> bool:
     return (ours.st_dev, ours.st_ino) == (theirs.st_dev, theirs.st_ino)
 
 
-def try_acquire(path: str, *, create: bool = True) -> FileLock | None:
+def try_acquire(path: str, *, create: bool = True, shared: bool = False) -> FileLock | None:
     """Return the lock on ``path``, or None while another holder has it.
 
-    The file is created if it is missing, unless ``create`` is False. Raises ``OSError`` if there is no such directory
-    or file.
+    A ``shared`` lock may have many holders, and none beside an exclusive one. The file is created if it is missing,
+    unless ``create`` is False. Raises ``OSError`` if there is no such directory or file.
     """
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0)
     while True:
         fd = os.open(path, flags, 0o600)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, kind | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(fd)
             return None

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 from mlflow.exceptions import MlflowException
 
 from ....serving.system.block_torch import hide_torch
+from .. import mlflow_requirements
 from ..errors import raises_mlflow
+from ..mlflow_download import settled
 from ..model.bundle_reader import configured
 from ..model.fetch import local_root
 from ..model.options import LoadOptions
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 
     from ..predict.responses_agent import LoggedModelAgent
 
+mlflow_requirements.install()
+
 M = TypeVar("M", bound="LanguageModel | PyfuncModel | PyFuncModel")
 
 
@@ -38,7 +42,8 @@ def load_model(model_uri: str, dst_path: str | None = None, **settings: Unpack[L
 
     Args:
         model_uri: a local directory, or any URI that MLflow can download (``models:/assistant@champion``).
-        dst_path: a local directory to download to, made if it does not exist; None lets MLflow choose.
+        dst_path: a local directory to download to, made if it does not exist. None: a model of a remote store is
+            downloaded once, into the user's cache.
         settings: engine settings (``serving.settings.EngineSettings``) that replace the saved ones, such as
             ``dtype="bfloat16"``; also ``default_adapter``, ``defaults`` and ``generation_config`` (``{}`` for none).
 
@@ -59,7 +64,7 @@ def as_responses_agent(
 
     Args:
         model_uri: a local directory, or any URI that MLflow can download.
-        dst_path: a local directory to download to, made if it does not exist; None lets MLflow choose.
+        dst_path: as for ``load_model``.
         settings: as for ``load_model``.
 
     Raises:
@@ -81,7 +86,7 @@ def _session(model_uri: str, dst_path: str | None, settings: dict[str, Any]) -> 
 def _load_pyfunc(path: str, model_config: dict[str, Any] | None = None) -> PyfuncModel:
     """Load the model under ``path``: the entry point for ``mlflow.pyfunc.load_model``."""
     signature_enforcement.install()
-    root = Path(path)
+    root = settled(Path(path))
     bundle, config = configured(root, model_config)
     settings = config.settings
     if is_scoring_server() and not (settings.in_process or settings.trust_remote_code):

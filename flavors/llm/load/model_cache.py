@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import re
-import stat
 import sys
 import tempfile
 from pathlib import Path
 
 from .... import __version__
+from ....serving.downloads import check_owner
 from ....serving.interface.errors import PackagingError
-from ....serving.system.files import CACHE_VARIABLE, cache_dir
+from ....serving.system.files import cache_dir
 from ..model.fetch import local_root
 from ..model.hub import fetch_snapshot
 from ..model.unlogged_source import source_of
@@ -42,23 +41,11 @@ def logged(uri: str) -> Path | None:
     if isinstance(source, str):
         source = fetch_snapshot(source, None)
     target = cache_dir(CACHE_PART) / f"{_readable(uri)}-{_fingerprint(source)}"
-    _check_owner(target.parent)
+    check_owner(target.parent)
     if not target.is_dir():
         _save(source, target, uri)
-    _check_owner(target)
+    check_owner(target)
     return target
-
-
-def _check_owner(path: Path) -> None:
-    """Raise ``PackagingError`` if ``path`` exists and a user other than root or this one could have written it."""
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        found = path.lstat()
-        private = stat.S_ISDIR(found.st_mode) and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-        if found.st_uid not in (0, os.geteuid()) or not private:
-            raise PackagingError(
-                f"{path}: models are not taken from a directory that other users could have written;"
-                f" remove it, or set {CACHE_VARIABLE} to one of your own"
-            )
 
 
 def _save(source: Path, target: Path, uri: str) -> None:

@@ -23,6 +23,7 @@ from ....serving.interface.bundle import CrossEncoderSpec, EmbeddingSpec, Pictur
 from ....serving.interface.errors import PackagingError, shown
 from ....serving.interface.request import Task
 from ....serving.interface.tool_format import ToolFormat
+from .names import MLMODEL
 
 FORMAT_VERSION = 4  # of models that read pictures
 QUANTIZED_VERSION = 3
@@ -33,6 +34,7 @@ MODEL = "model/"
 COVERED = ("model", "tokenizer", "adapters", "chat_templates", DEFAULT_TEMPLATE)
 ENVIRONMENT = ("requirements.txt", "conda.yaml", "python_env.yaml", "constraints.txt", "wheels")
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
+WITH_LIBRARIES = re.compile(rb"^wheels:", re.MULTILINE)  # a key of MLmodel
 VERIFY_VARIABLE = "MLFLOW_LLM_VERIFY"
 
 Verify = Literal["size", "full"]
@@ -125,6 +127,13 @@ def with_environment(manifest: Manifest, root: Path) -> Manifest:
     return msgspec.structs.replace(manifest, environment=_entries(root, ENVIRONMENT))
 
 
+def with_changed_environment(manifest: Manifest, root: Path, names: tuple[str, ...]) -> Manifest:
+    """Return ``manifest`` with the files ``names`` of the Python environment as they are under ``root``."""
+    if manifest.environment is None:
+        return manifest
+    return msgspec.structs.replace(manifest, environment=manifest.environment | _entries(root, names))
+
+
 def write(manifest: Manifest, root: Path) -> None:
     (root / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest, order="deterministic"), indent=1))
 
@@ -190,27 +199,37 @@ def check(manifest: Manifest, root: Path, verify: Verify | None = None, *, weigh
             if not weights and is_weights(path):
                 continue
             raise PackagingError(f"{path} is missing from the saved model")
-        _check_file(root / path, path, entry, full=chosen == "full")
+        check_file(root / path, path, entry, full=chosen == "full")
 
 
 def _check_environment(environment: dict[str, FileEntry] | None, root: Path, *, weights: bool) -> None:
     """Hash the environment's files, which are small and decide which code runs. Raises ``PackagingError``.
 
-    With ``weights=False`` they may not have been fetched.
+    With ``weights=False`` they may not have been fetched. Those of a version with libraries are not the ones that were
+    saved.
     """
-    if environment is None:
+    if environment is None or has_libraries(root):
         return
     present = set(_walk(root, ENVIRONMENT))
     if extra := sorted(present - environment.keys()):
         raise PackagingError(f"{extra[0]}: this file is not in {MANIFEST}; it was added after the model was saved")
     for path, entry in environment.items():
         if path in present:
-            _check_file(root / path, path, entry, full=True)
+            check_file(root / path, path, entry, full=True)
         elif weights:
             raise PackagingError(f"{path} is missing from the saved model")
 
 
-def _check_file(file: Path, path: str, entry: FileEntry, *, full: bool) -> None:
+def has_libraries(root: Path) -> bool:
+    """Whether ``mlflow.models.add_libraries_to_model`` has made this version: MLflow wrote its environment anew."""
+    try:
+        return WITH_LIBRARIES.search((root / MLMODEL).read_bytes()) is not None
+    except OSError:
+        return False
+
+
+def check_file(file: Path, path: str, entry: FileEntry, *, full: bool) -> None:
+    """Raise ``PackagingError`` if ``file`` differs from the manifest: in its size or, if ``full``, its SHA-256."""
     size = file.stat().st_size
     if size != entry.size:
         raise PackagingError(f"{path} has {size} bytes, {MANIFEST} says {entry.size}: it was changed or cut short")

@@ -16,6 +16,7 @@ import msgspec
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST
 
+from ....serving import downloads
 from ....serving.dialects.fields.defaults import defaults_of
 from ....serving.dialects.fields.fields import task_of
 from ....serving.dialects.openai.mlflow import MlflowDialect
@@ -68,6 +69,7 @@ class Session:
         self._engine: Engine | None = None
         self._view: EndpointView | None = None
         self._closed = False
+        self._drop_files = downloads.hold_for(self, bundle)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle so that a copy loads the model itself: engine, threads and locks are not shared."""
@@ -196,6 +198,7 @@ class Session:
             engine, self._engine, self._view = self._engine, None, None
         if engine is not None:
             engine.close()
+        self._drop_files()
 
 
 def _secret() -> bytes:
@@ -208,7 +211,7 @@ def _secret() -> bytes:
 
 def _rebuilt(bundle: Bundle, settings: EngineSettings, defaults: dict[str, Any], profile: Profile, uri: str) -> Session:
     """Unpickle a session over the same files if they exist, else over those at ``uri``."""
-    if missing := [path for path in (bundle.model_dir, *bundle.adapters.values()) if not os.path.isdir(path)]:
+    if missing := [path for path in downloads.paths_of(bundle) if not os.path.isdir(path)]:
         bundle = _fetched(bundle, missing[0], uri)
     return Session(bundle, settings, defaults, profile, uri=uri)
 

@@ -31,6 +31,7 @@ from .wheel import DISTRIBUTION, distribution, write_wheel
 
 CONDA_ENV = _CONDA_ENV_FILE_NAME
 PYTHON_ENV = _PYTHON_ENV_FILE_NAME
+REQUIREMENTS = _REQUIREMENTS_FILE_NAME
 # Packages that some tokenizers need; pinned if they are installed.
 TOKENIZER_PACKAGES = ("tokenizers", "sentencepiece", "tiktoken", "protobuf")
 

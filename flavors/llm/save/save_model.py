@@ -18,7 +18,9 @@ from mlflow.utils.file_utils import get_total_file_size
 from mlflow.utils.model_utils import _validate_and_copy_code_paths
 
 from ....serving.interface.errors import PackagingError, reason
+from .. import mlflow_requirements
 from ..errors import raises_mlflow
+from ..file_modes import apply_umask
 from ..model import generation_config as generation_configs
 from ..model import manifest as manifests
 from ..model import model_config as configs
@@ -35,6 +37,7 @@ from .bundle_writer import Parts, check_parts, write_bundle
 from .requirements import CONDA_ENV, PYTHON_ENV, Requirements, check_requirements, write_environment
 
 logger = logging.getLogger(__name__)
+mlflow_requirements.install()
 
 
 @raises_mlflow
@@ -186,6 +189,7 @@ def save_model(
             raise PackagingError(f"input_example: {reason(error)}") from None
         mlflow_model.model_size_bytes = get_total_file_size(root)
         mlflow_model.save(str(root / MLMODEL_FILE_NAME))
+        apply_umask(root, copy_links=bool(mlflow_model.model_id))
     except BaseException:
         _remove_partial(root, keep_folder=existed)
         raise
@@ -230,13 +234,14 @@ def log_model(
     run_id: str | None = None,
     resources: Any = None,
     auth_policy: Any = None,
+    artifact_path: str | None = None,
     **settings: Unpack[EngineOptions],
 ) -> ModelInfo:
     """Log a language model to MLflow, and register it if ``registered_model_name`` is given.
 
     The arguments from ``registered_model_name`` to ``auth_policy`` are those of ``mlflow.models.Model.log``; all others
     are those of ``save_model``. ``link_files`` is on by default: the files are uploaded from a temporary directory that
-    is removed at once.
+    is removed at once. ``artifact_path`` is the old name of ``name``, which MLflow has deprecated.
 
     Returns:
         MLflow's description of the logged model, with its ``model_uri`` and ``model_id``.
@@ -245,11 +250,9 @@ def log_model(
         MlflowException: ``errors.PackagingError`` if an argument is not allowed or the model would fail when served;
             the message names the argument. MLflow's store may raise others.
     """
-    if "artifact_path" in settings:
-        raise PackagingError("artifact_path: MLflow 3 has no such argument; use name=")
     configs.parse(dict(settings))  # other names would be taken for arguments of Model.log
     return Model.log(
-        artifact_path=None,
+        artifact_path=artifact_path,
         name=name,
         flavor=mlflow_llm_flavor(),
         registered_model_name=registered_model_name,

@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from ... import downloads
 from ...interface.engine import CoreFactory
 from ...interface.errors import InvalidField, PackagingError
 from ...interface.settings import EngineSettings
@@ -109,6 +110,7 @@ def _serve(
     module, _, name = spec.core.partition(":")
     factory: CoreFactory = getattr(importlib.import_module(module), name)
     times.done("imports")
+    downloads.hold(spec.bundle)
     try:
         core = factory(spec.bundle, spec.settings)
     except InvalidField as error:  # another start with the same settings would fail as well

@@ -156,7 +156,6 @@ def test_metadata_of_numpy(tmp_path, store, llama_dir):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("artifact_path", "artifact_path: MLflow 3 has no such argument; use name="),
         *(
             (name, f"model_config: '{name}' is not a setting")
             for name in ("flavor", "path", "mlflow_model", "flavor_name")
