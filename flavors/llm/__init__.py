@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import errors
     from .load.load_model import _load_pyfunc, as_responses_agent, close, closing, load_model
+    from .materialise import materialise
     from .model.bundle_loader import load_bundle
     from .model.names import FLAVOR_NAME
     from .save.requirements import get_default_conda_env, get_default_pip_requirements
@@ -29,6 +30,7 @@ __all__ = [
     "load_bundle",
     "load_model",
     "log_model",
+    "materialise",
     "save_model",
 ]
 
@@ -44,6 +46,7 @@ MODULES = {
     "load_bundle": "model.bundle_loader",
     "load_model": "load.load_model",
     "log_model": "save.save_model",
+    "materialise": "materialise",
     "save_model": "save.save_model",
 }
 

@@ -53,7 +53,14 @@ def fetch_base(reference: BaseReference, *, weights: bool = True) -> Path:
             f"{manifests.MANIFEST}: base: {shown(reference.uri)} is not allowed; expected models:/<name>/<version> or"
             " runs:/<id>/<path>"
         )
-    root = fetch.fetch(reference.uri, weights=weights)
+    try:
+        root = fetch.fetch(reference.uri, weights=weights)
+    except ModelNotFound as error:
+        raise ModelNotFound(
+            f"base: {error}; this version holds only an adapter. Where its registry is not at hand, as in a container,"
+            " take the whole model: llm.materialise(uri, path) writes it, and path is then what to serve, or to give"
+            " to mlflow models generate-dockerfile"
+        ) from None
     found = manifests.read(root).content_hash
     if found != reference.content_hash:
         raise PackagingError(
