@@ -13,10 +13,10 @@ from databricks.sdk.service.serving import (
     ServingEndpointDetailed,
 )
 
-from mlflow_llm.serving.endpoints.config import EndpointConfig, ModelSource, Route
+from mlflow_llm.serving.endpoints.config import EndpointConfig, EntityConfig, ModelSource, Route
 from mlflow_llm.serving.endpoints.config_body import config_body
 from mlflow_llm.serving.endpoints.store import EndpointStore
-from mlflow_llm.serving.interface.bundle import Bundle
+from mlflow_llm.serving.interface.bundle import Bundle, DraftBundle
 from mlflow_llm.serving.interface.errors import AlreadyExists, Conflict, InvalidField, LimitExceeded, NotFound
 from mlflow_llm.serving.metering import Actor, Ledger, Limits, Reservation, Store
 
@@ -326,3 +326,27 @@ def test_rate_limits_are_the_ledgers_limits(endpoints, store, tmp_path):
     assert Limits(store).list() == ()
     ledger.close()
     assert endpoints.list() == {"endpoints": []}
+
+
+def test_a_declared_model_in_another_directory_is_the_same(endpoints: EndpointStore) -> None:
+    """A restart that finds the model's files elsewhere is no new configuration; another content hash or URI is one."""
+
+    def at(place: str, **changed: str) -> EndpointConfig:
+        bundle = Bundle(
+            content_hash=changed.get("content_hash", "a"),
+            tasks=("chat",),
+            model_dir=f"{place}/model",
+            tokenizer_dir=f"{place}/tokenizer",
+            adapters={changed.get("adapter", "one"): f"{place}/adapters/one"},
+            chat_templates={"default": f"{place}/chat_template.jinja"},
+            draft=DraftBundle(uri="d", content_hash="d", model_dir=f"{place}/d", tokenizer_dir=f"{place}/d"),
+        )
+        source = ModelSource(uri=changed.get("uri", "models:/m/1"), bundle=bundle)
+        entity = EntityConfig(name="m", entity_name="m", entity_version="1", source=source)
+        return EndpointConfig(served_entities=(entity,), routes=())
+
+    assert endpoints.declare("chat", at("/tmp/one")) == 1
+    assert endpoints.declare("chat", at("/tmp/two")) == 1
+    assert endpoints.declare("chat", at("/tmp/two", content_hash="b")) == 2
+    assert endpoints.declare("chat", at("/tmp/two", content_hash="b", uri="models:/m/2")) == 3
+    assert endpoints.declare("chat", at("/tmp/two", content_hash="b", uri="models:/m/2", adapter="two")) == 4
