@@ -65,7 +65,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.end_headers()
             self.wfile.write(data[: len(data) // 2])
             self.server.waiting.set()
-            self.server.open.wait(120)
+            self.server.open.wait(1800)
             self.wfile.write(data[len(data) // 2 :])
         else:
             self._send(200, data)

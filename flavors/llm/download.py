@@ -39,13 +39,27 @@ def downloaded(uri: str, store: Any, *, weights: bool = True) -> Path:
 
     Raises ``PackagingError`` for a model that is damaged or not this flavor's, and what the store's client raises.
     """
-    with tempfile.TemporaryDirectory(prefix="mlflow-llm-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="mlflow-llm-") as scratch, _without_bars():
         described = Path(scratch)
         for name in DESCRIPTIONS:
             _fetch_description(uri, store, name, described)
         manifest = manifests.read(described)
         fill = functools.partial(_fill, uri, store, manifest, described, weights)
         return downloads.entry(_key(manifest, described, weights=weights), fill)
+
+
+@contextlib.contextmanager
+def _without_bars() -> Iterator[None]:
+    """Turn off MLflow's progress bars, one for each file, unless the user has asked for them."""
+    name = "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR"
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = "false"
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
 
 
 def taken_over(root: Path) -> Path:
