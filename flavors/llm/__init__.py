@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import errors
     from .load.load_model import _load_pyfunc, as_responses_agent, close, closing, load_model
-    from .materialise import materialise
     from .model.bundle_loader import load_bundle
     from .model.names import FLAVOR_NAME
     from .save.requirements import get_default_conda_env, get_default_pip_requirements
     from .save.save_model import log_model, save_model
+    from .whole_model import materialise
 
 __all__ = [
     "FLAVOR_NAME",
@@ -46,7 +46,7 @@ MODULES = {
     "load_bundle": "model.bundle_loader",
     "load_model": "load.load_model",
     "log_model": "save.save_model",
-    "materialise": "materialise",
+    "materialise": "whole_model",
     "save_model": "save.save_model",
 }
 
