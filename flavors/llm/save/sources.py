@@ -1,8 +1,8 @@
 """Write a model from any of its sources to ``model/`` as config and safetensors.
 
 The files of a Hugging Face directory are copied or linked, and none is loaded into memory. A hub id is fetched first
-(``hub``); a GGUF file is dequantised to float32; a model object is saved (``pretrained``); and a ``PeftModel`` is split
-into its base and its adapters (``peft_split``).
+(``hub``); a GGUF file is dequantised to float32 (``gguf_file``); a model object is saved (``pretrained``); and a
+``PeftModel`` is split into its base and its adapters (``peft_split``).
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from ....serving.interface.errors import PackagingError, reason, shown
+from ....serving.interface.errors import PackagingError, shown
+from ..gguf_file import place_gguf
 from ..model.hub import HUB_ID, fetch_snapshot
 from .checkpoints import PICKLED_SUFFIXES, convert, place_file, place_weights
 from .peft_split import has_adapters, save_pristine_base
@@ -66,7 +67,7 @@ def _place_path(model: str | os.PathLike[str], target: Path, *, link: bool, revi
     if path.is_file():
         if path.suffix.lower() != ".gguf":
             raise PackagingError(f"model: {path.name} is not allowed; a single file must be a GGUF file")
-        return _place_gguf(path, target)
+        return Placed(tokenizer=place_gguf(path, target))
     if _is_hub_id(model):
         return _place_directory(fetch_snapshot(str(model), revision), target, link=link)
     raise PackagingError(f"model: {shown(str(model))} is neither a directory, nor a file, nor a hub id")
@@ -143,36 +144,3 @@ def _plain_files(source: Path, transformer: Path) -> Iterator[str]:
         foreign = file.suffix.lower() in OTHER_FORMATS or file.name in OTHER_FILES or is_tokenizer_file(file.name)
         if file.is_file() and not hidden and not foreign and not file.name.startswith("adapter_"):
             yield file.relative_to(source).as_posix()
-
-
-def _place_gguf(file: Path, target: Path) -> Placed:
-    """Dequantise a GGUF file with transformers' own reader, and read the tokenizer from it."""
-    try:
-        import gguf  # noqa: F401
-    except ImportError:
-        raise PackagingError("model: a GGUF file needs the package gguf: pip install 'mlflow-llm[gguf]'") from None
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from ....serving.engine.models.loader import refuse_incomplete
-
-    try:
-        model, found = AutoModelForCausalLM.from_pretrained(
-            file.parent,
-            gguf_file=file.name,
-            attn_implementation="eager",
-            local_files_only=True,
-            output_loading_info=True,
-        )
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, local_files_only=True)
-    except Exception as error:  # from gguf's reader or transformers'
-        raise PackagingError(f"model: {file.name} cannot be read: {reason(error)}") from None
-    try:
-        refuse_incomplete(AutoModelForCausalLM, model, found["missing_keys"])
-    except PackagingError as error:
-        raise PackagingError(f"model: {file.name}: {error}") from None
-    # The weights are plain floats now; with its quantizer left in place, transformers would refuse to save the model.
-    model.hf_quantizer = None
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    save_pretrained(model, target)
-    return Placed(tokenizer=tokenizer)
