@@ -236,6 +236,7 @@ FAMILIES: dict[str, Family] = {
         epsilon=(LAYER_NORM, "norm_eps"),
         partial_rotary=True,
         derive=_biases,
+        handled=(RMS,),  # converters write it too; the norms are layer norms
     ),
     "gpt2": Family(
         model_type="gpt2",

@@ -46,7 +46,6 @@ def place_gguf(file: Path, target: Path) -> Any:
         os.symlink(file.resolve(), link)
         model = _read_model(header, config, link)
         tokenizer = read_tokenizer(header, link)
-    tokenizer.name_or_path = ""
     model.config._name_or_path = ""
     generation = model.generation_config
     generation.eos_token_id = end_ids(header) or None

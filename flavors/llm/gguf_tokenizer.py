@@ -7,6 +7,7 @@ SentencePiece text.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,8 @@ def check_tokenizer(header: Header) -> None:
     model = header.values.get("tokenizer.ggml.model")
     if model not in ("gpt2", "llama"):
         header.refuse_key("tokenizer.ggml.model", "'gpt2' or 'llama'")
+    if not isinstance(header.values.get("tokenizer.ggml.tokens"), list):
+        header.refuse_key("tokenizer.ggml.tokens", "a list of tokens")
     if model == "gpt2" and header.values.get("tokenizer.ggml.pre") not in SPLITS:
         header.refuse_key("tokenizer.ggml.pre", f"one of {', '.join(sorted(SPLITS))}")
 
@@ -130,29 +133,65 @@ def end_ids(header: Header) -> list[int]:
 
 def read_tokenizer(header: Header, file: Path) -> Any:
     """Build the tokenizer of the GGUF file. Raises ``PackagingError``."""
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, local_files_only=True)
-    except Exception as error:  # from gguf's reader or transformers'
+        read = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, local_files_only=True)
+        core = _of_the_file(header, read.backend_tokenizer)
+    except Exception as error:  # from gguf's reader, tokenizers or transformers
         raise PackagingError(f"model: {header.file}: its tokenizer cannot be read: {reason(error)}") from None
     if header.values["tokenizer.ggml.model"] == "gpt2":
-        _split_texts(tokenizer.backend_tokenizer, header.values["tokenizer.ggml.pre"])
+        _split_texts(core, header.values["tokenizer.ggml.pre"])
     elif header.values.get("tokenizer.ggml.add_space_prefix") is False:
-        _without_prefix(tokenizer.backend_tokenizer)
+        _without_prefix(core)
     begins = header.values["tokenizer.ggml.model"] == "llama" or header.values.get("tokenizer.ggml.pre") in BEGINS
-    tokenizer.add_bos_token = _flag(header, "add_bos_token", begins)
-    tokenizer.add_eos_token = _flag(header, "add_eos_token", False)
-    templates = {
-        key.removeprefix("tokenizer.chat_template."): value
-        for key, value in header.values.items()
-        if key.startswith("tokenizer.chat_template.")
-    }
-    default = header.values.get("tokenizer.chat_template")
-    tokenizer.chat_template = (
-        {"default": default, **templates} if templates and default else default or templates or None
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        clean_up_tokenization_spaces=False,
+        add_bos_token=_flag(header, "add_bos_token", begins),
+        add_eos_token=_flag(header, "add_eos_token", False),
+        chat_template=_templates(header),
+        **_special_tokens(header),
     )
-    return tokenizer
+
+
+def _of_the_file(header: Header, core: Any) -> Any:
+    """Return ``core`` without the tokens that transformers' class has by default and the file has not."""
+    from tokenizers import Tokenizer
+
+    state = json.loads(core.to_str())
+    count = len(header.values["tokenizer.ggml.tokens"])
+    state["added_tokens"] = [token for token in state["added_tokens"] if token["id"] < count]
+    known = {token["content"] for token in state["added_tokens"]} | set(header.values["tokenizer.ggml.tokens"])
+    if state["model"].get("unk_token") not in known:
+        state["model"]["unk_token"] = None
+    state["post_processor"] = None  # made anew from the flags
+    return Tokenizer.from_str(json.dumps(state))
+
+
+def _special_tokens(header: Header) -> dict[str, str]:
+    """Return the special tokens that the file names, or that llama.cpp assumes for its kind of tokenizer."""
+    assumed = {"bos": 1, "eos": 2, "unknown": 0} if header.values["tokenizer.ggml.model"] == "llama" else {}
+    tokens = header.values["tokenizer.ggml.tokens"]
+    found = {}
+    for ours, theirs in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+        number = header.values.get(f"tokenizer.ggml.{theirs}_token_id", assumed.get(theirs))
+        if number is None:
+            continue
+        if not 0 <= number < len(tokens):
+            header.refuse_key(
+                f"tokenizer.ggml.{theirs}_token_id", f"a number below {len(tokens)}, the number of tokens"
+            )
+        found[f"{ours}_token"] = tokens[number]
+    return found
+
+
+def _templates(header: Header) -> Any:
+    """Return the chat template; with templates by name, all of them."""
+    prefix = "tokenizer.chat_template."
+    named = {key.removeprefix(prefix): value for key, value in header.values.items() if key.startswith(prefix)}
+    default = header.values.get("tokenizer.chat_template")
+    return {"default": default, **named} if named and default else default or named or None
 
 
 def _flag(header: Header, name: str, default: bool) -> bool:

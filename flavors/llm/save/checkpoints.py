@@ -7,17 +7,22 @@ tensors and plain containers and executes nothing.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 from pathlib import Path
 from typing import Any
 
-from ....serving.interface.errors import PackagingError, reason
+from ....serving.interface.errors import PackagingError, reason, shown
+
+logger = logging.getLogger(__name__)
 
 SAFETENSORS = "model.safetensors"
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 PICKLED_INDEX = "pytorch_model.bin.index.json"
 PICKLED = ("pytorch_model.bin", "pytorch_model.pt", "model.bin", "model.pt", "model.pth")
+# as transformers looks for them, and then some names that it does not know
+CHECKPOINTS = (SAFETENSORS, SAFETENSORS_INDEX, PICKLED[0], PICKLED_INDEX, *PICKLED[1:])
 PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 
 
@@ -38,23 +43,39 @@ def read_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
 def place_weights(source: Path, target: Path, *, link: bool) -> None:
     """Put the weights of a Hugging Face directory into ``target`` as safetensors.
 
-    Safetensors files are taken unchanged (the shards in the index, else ``model.safetensors``); a pickled checkpoint is
-    converted shard by shard. Raises ``PackagingError`` if there are no weights or a shard is missing.
+    Of several checkpoints in one directory, the one is taken that transformers loads, and a warning names the others:
+    saving a model again in other shards leaves the old index behind. Safetensors files are taken unchanged; a pickled
+    checkpoint is converted shard by shard. Raises ``PackagingError`` if there are no weights or a shard is missing.
     """
-    if (source / SAFETENSORS_INDEX).is_file():
+    present = [name for name in CHECKPOINTS if (source / name).is_file()]
+    if not present:
+        raise PackagingError(f"{source.name} holds no weights; expected one of {', '.join(CHECKPOINTS)}")
+    chosen, others = present[0], present[1:]
+    _refuse_other_weights(source, chosen)
+    if others:
+        logger.warning("the weights are those in %s, which transformers prefers to %s", chosen, ", ".join(others))
+    if chosen == SAFETENSORS:
+        place_file(source / SAFETENSORS, target, link=link)
+    elif chosen == SAFETENSORS_INDEX:
         place_file(source / SAFETENSORS_INDEX, target, link=link)
         for shard in _shards(source / SAFETENSORS_INDEX):
             place_file(source / shard, target, link=link)
-    elif (source / SAFETENSORS).is_file():
-        place_file(source / SAFETENSORS, target, link=link)
-    elif (source / PICKLED_INDEX).is_file():
+    elif chosen == PICKLED_INDEX:
         _convert_shards(source, target)
-    elif pickled := [name for name in PICKLED if (source / name).is_file()]:
-        convert(source / pickled[0], target / SAFETENSORS)
     else:
+        convert(source / chosen, target / SAFETENSORS)
+
+
+def _refuse_other_weights(source: Path, chosen: str) -> None:
+    """Refuse a config whose ``transformers_weights`` names another file, which transformers would load."""
+    try:
+        named = json.loads((source / "config.json").read_bytes()).get("transformers_weights")
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return  # code that needs the file reports what is wrong with it
+    if named not in (None, chosen):
         raise PackagingError(
-            f"{source.name} holds no weights; expected {SAFETENSORS}, {SAFETENSORS_INDEX}, {PICKLED_INDEX} or one of"
-            f" {', '.join(PICKLED)}"
+            f"model: config.json of {source.name}: transformers_weights = {shown(named)} is not supported; expected"
+            f" {chosen}, the weights in the directory"
         )
 
 
