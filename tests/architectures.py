@@ -165,6 +165,19 @@ compressed-tensors, bitsandbytes, FP8, MXFP4 and every other that transformers k
 quantises them itself (`quantization: int8`): log the checkpoint that they were made of, or a model object after
 transformers' `dequantize()`. A GGUF file runs: its weights are made floats when it is logged, and are not kept
 quantised.
+
+## GGUF files
+
+The architectures `gemma2`, `gemma3`, `gpt2`, `llama`, `nemotron`, `phi3`, `qwen2`, `qwen2moe`, `qwen3`, `qwen3moe`,
+`stablelm` and `starcoder2` (`general.architecture`) are read; other files are refused by it. Every key that describes
+the model or its tokenizer is honoured, or has a value that changes nothing, or refuses the file by its name: scaling of
+rotary embeddings (`rope.scaling.*` of type linear, YaRN and longrope, `rope_freqs.weight`, `rope_factors_*.weight`),
+base frequencies, windows, soft caps, experts, biases, `tokenizer.ggml.pre`, `add_bos_token`, chat templates by name.
+So do tensors that the model has no place for, and parts of a split file (`split.count`; join them with
+`llama-gguf-split --merge`). A text ends at the tokens that `eos_token_id`, `eot_token_id` and `eom_token_id` name, and
+at those that llama.cpp knows by their text (`<|im_end|>`, `<|eot_id|>`, `<end_of_turn>` …). `general.sampling.*`
+become the model's sampling defaults. Models of experts in the architecture `llama` (Mixtral) are refused by
+`llama.expert_count`.
 """
 
 

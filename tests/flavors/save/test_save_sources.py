@@ -116,6 +116,38 @@ def test_sharded_pickled_checkpoint(tmp_path, llama_dir):
         llm.save_model(tmp_path / "n", source)
 
 
+def test_stale_checkpoints_beside_weights(tmp_path, caplog):
+    """Of several checkpoints in a directory, the one is stored that transformers loads, and the others are named."""
+    source = tmp_path / "source"
+    tiny_llama(seed=1).save_pretrained(source, max_shard_size="20KB")
+    (source / "pytorch_model.bin").write_bytes(b"stale")
+    newer = tiny_llama(seed=2)
+    newer.save_pretrained(source)
+    assert (source / "model.safetensors.index.json").is_file()
+    llm.save_model(tmp_path / "m", source, tokenizer=byte_tokenizer())
+    assert torch.equal(logits(reload(llm.load_bundle(tmp_path / "m"))), logits(newer))
+    assert "model.safetensors.index.json, pytorch_model.bin" in caplog.text
+    # the other way round: whole pickled weights are preferred to an index of others, as transformers does
+    pickled = tmp_path / "pickled"
+    shutil.copytree(source, pickled)
+    for file in pickled.glob("model*.safetensors*"):
+        file.unlink()
+    torch.save(newer.state_dict(), pickled / "pytorch_model.bin")
+    (pickled / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"a": "gone.bin"}}))
+    llm.save_model(tmp_path / "n", pickled, tokenizer=byte_tokenizer())
+    assert torch.equal(logits(reload(llm.load_bundle(tmp_path / "n"))), logits(newer))
+
+
+def test_config_that_names_other_weights_is_refused(tmp_path, llama_dir):
+    """A config whose ``transformers_weights`` names a file that is not stored is refused by the field."""
+    source = tmp_path / "source"
+    shutil.copytree(llama_dir, source)
+    config = json.loads((source / "config.json").read_text()) | {"transformers_weights": "other.safetensors"}
+    (source / "config.json").write_text(json.dumps(config))
+    with pytest.raises(MlflowException, match=r"transformers_weights = 'other\.safetensors' .* model\.safetensors"):
+        llm.save_model(tmp_path / "m", source)
+
+
 def test_pickle_with_code_is_not_run(tmp_path, llama_dir):
     """A checkpoint that holds more than tensors is refused without running what it holds."""
     source = tmp_path / "source"
