@@ -15,6 +15,7 @@ from ...serving.interface.errors import PackagingError, shown
 from .gguf_header import Header
 from .gguf_rope import ROPE_KEYS, rope_parameters
 
+PATTERN = "attention.sliding_window_pattern"
 # the keys of every decoder, and the config's name for each
 SIZES = {
     "context_length": "max_position_embeddings",
@@ -129,10 +130,10 @@ def _query_scalar(config: dict[str, Any], layers_of_largest: int) -> int:
 def _alternating(header: Header, config: dict[str, Any], period: int) -> list[str]:
     """Return the kinds of the layers: every ``period``-th attends to all, unless the file says otherwise."""
     count = config["num_hidden_layers"]
-    stated = header.get("attention.sliding_window_pattern", period)
+    stated = header.get(PATTERN, period)
     if isinstance(stated, list):
         if len(stated) != count:
-            header.refuse("attention.sliding_window_pattern", f"{count} values, one for each layer")
+            header.refuse(PATTERN, f"{count} values, one for each layer")
         windows = [bool(entry) for entry in stated]
     else:
         windows = [stated == 0 or index % stated < stated - 1 for index in range(count)]
@@ -187,7 +188,7 @@ FAMILIES: dict[str, Family] = {
         derive=_gemma2,
         handled=(
             "attention.sliding_window",
-            "attention.sliding_window_pattern",
+            PATTERN,
             "attn_logit_softcapping",
             "final_logit_softcapping",
             "rope.freq_base_swa",
@@ -200,7 +201,7 @@ FAMILIES: dict[str, Family] = {
         derive=_gemma3,
         handled=(
             "attention.sliding_window",
-            "attention.sliding_window_pattern",
+            PATTERN,
             "final_logit_softcapping",
             "rope.freq_base_swa",
         ),
@@ -305,6 +306,8 @@ def _check_keys(header: Header, family: Family) -> None:
     }
     for name, value in header.own().items():
         if name in honoured:
+            if isinstance(value, list) and name not in family.fields and name != PATTERN:
+                header.refuse(name, "one value for all layers")
             continue
         if name not in NEUTRAL:
             header.refuse(name, "a file without this key")

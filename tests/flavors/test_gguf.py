@@ -269,12 +269,17 @@ def test_named_chat_templates(tmp_path):
 
     def tokenizer(writer: Any) -> None:
         byte_level(writer)
-        writer.add_chat_template([{"name": "default", "template": "d"}, {"name": "tool_use", "template": "t"}])
+        writer.add_chat_template(
+            [{"name": "default", "template": "{{ 1 }}"}, {"name": "tool_use", "template": "{{ 2 }}"}]
+        )
 
     llm.save_model(
         tmp_path / "m", write(tmp_path / "x.gguf", random_model(tf.LlamaConfig(**SIZES)), tokenizer=tokenizer)
     )
-    assert tf.AutoTokenizer.from_pretrained(tmp_path / "m/tokenizer").chat_template == {"default": "d", "tool_use": "t"}
+    assert tf.AutoTokenizer.from_pretrained(tmp_path / "m/tokenizer").chat_template == {
+        "default": "{{ 1 }}",
+        "tool_use": "{{ 2 }}",
+    }
 
 
 @pytest.mark.parametrize("pre", sorted(gguf_tokenizer.SPLITS))
