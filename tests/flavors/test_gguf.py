@@ -270,15 +270,15 @@ def test_named_chat_templates(tmp_path):
     def tokenizer(writer: Any) -> None:
         byte_level(writer)
         writer.add_chat_template(
-            [{"name": "default", "template": "{{ 1 }}"}, {"name": "tool_use", "template": "{{ 2 }}"}]
+            [{"name": "default", "template": "a{{ messages }}"}, {"name": "tool_use", "template": "b{{ messages }}"}]
         )
 
     llm.save_model(
         tmp_path / "m", write(tmp_path / "x.gguf", random_model(tf.LlamaConfig(**SIZES)), tokenizer=tokenizer)
     )
     assert tf.AutoTokenizer.from_pretrained(tmp_path / "m/tokenizer").chat_template == {
-        "default": "{{ 1 }}",
-        "tool_use": "{{ 2 }}",
+        "default": "a{{ messages }}",
+        "tool_use": "b{{ messages }}",
     }
 
 
