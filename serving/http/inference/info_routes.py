@@ -17,8 +17,8 @@ from ...interface.request import Task
 from ...metering.accounts.authorization import UNKNOWN, Caller
 from ...observability import metrics
 from ...routing.replica_set import BEST_FIRST
-from .. import anthropic_models
 from ...routing.served_endpoints import ServedEndpoints, ServedEntity
+from .. import anthropic_models
 from ..route import Listener, Route
 
 # fields of an endpoint's health that every caller may see; most of the others count the work of all tenants
