@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .model.names import FLAVOR_NAME
     from .save.requirements import get_default_conda_env, get_default_pip_requirements
     from .save.save_model import log_model, save_model
-    from .whole_model import materialise
+    from .save.whole_model import materialise
 
 __all__ = [
     "FLAVOR_NAME",
@@ -46,7 +46,7 @@ MODULES = {
     "load_bundle": "model.bundle_loader",
     "load_model": "load.load_model",
     "log_model": "save.save_model",
-    "materialise": "whole_model",
+    "materialise": "save.whole_model",
     "save_model": "save.save_model",
 }
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from ..model_version import SHORT
+from ..model_files.model_version import SHORT
 from ..system.escape import visible_line
 from .http import Client, url_options
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import msgspec
 
-from .. import downloads
 from ..dialects.fields.defaults import check_defaults, request_defaults
 from ..endpoints.config import EndpointConfig, EntityConfig, ModelSource, Route
 from ..interface.bundle import Bundle
 from ..interface.errors import InvalidField, PackagingError
+from ..model_files import downloads
 from ..model_files.model_uri import parse
 from .mlflow_resolver import ResolvedModel, resolve, with_drafts
 from .spec import EndpointSpec

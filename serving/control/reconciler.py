@@ -15,11 +15,11 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
-from .. import downloads
 from ..endpoints.config import EndpointConfig, EntityConfig, changes
 from ..endpoints.store import EndpointState, EndpointStore
 from ..interface.errors import NotFound, PackagingError, ServingError
 from ..metering.accounts.audit import Actor
+from ..model_files import downloads
 from ..supervision.supervisor import EngineStatus, Supervisor
 from .adapters import EngineAdapters
 from .autoscaler import Autoscaler

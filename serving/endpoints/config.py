@@ -12,7 +12,7 @@ from ..interface.bundle import Bundle
 from ..interface.dialect_settings import DialectSettings
 from ..interface.settings import EngineSettings, PrefixSharing
 from ..model_files.model_uri import by_version
-from ..model_version import ModelVersion
+from ..model_files.model_version import ModelVersion
 
 
 class ModelSource(Struct, frozen=True, kw_only=True):

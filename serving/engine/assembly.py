@@ -30,11 +30,11 @@ from .forward.step_size import step_size
 from .models.image_encoder import PictureReader
 from .models.loader import LoadedModel, kv_block_size, load_model, resolve_device, use_threads
 from .models.native_decoder import NativeDecoder
+from .models.sentence_files import transformer_dir
 from .models.settings_check import refuse_settings
 from .native import library
 from .scheduling.scheduler import Scheduler
 from .scheduling.speculation import Speculation
-from .sentence_files import transformer_dir
 from .weights import fp8
 from .weights.stored_weights import quantization_of
 

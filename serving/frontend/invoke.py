@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 from ..dialects import Head, InferenceRoute, StreamEncoder
-from ..http.first_bytes import FirstBytes, Patience
 from ..interface.errors import Aborted, InternalError, InvalidField, ServingError
 from ..interface.logits_size import logits_size
 from ..interface.reply import Done, Piece, Reply
@@ -27,6 +26,7 @@ from . import rate_limit_headers
 from .addressing import address, check_limits, meant, record_served
 from .answer import Answer
 from .dialect_choice import choose, is_open
+from .first_bytes import FirstBytes, Patience
 from .in_flight import ClientGone, InterruptibleIterator, interrupt_at_deadline, interrupt_on_disconnect
 from .operation import Request
 from .token_writer import TokenWriter, WriteFailed, token_writer

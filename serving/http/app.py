@@ -33,9 +33,9 @@ from ..interface.errors import (
 from ..observability.access_record import REQUEST_ID, AccessRecord, request_id_from
 from ..observability.tracing import OFF, Tracer
 from ..system import logs
-from . import cors
 from .route import Listener, Route
 from .routes import ROUTES, one_slash
+from .wire import cors
 from .wire.bodies import is_large, read_body
 from .wire.csrf import check_content_type, check_cross_site
 from .wire.keep_alive import address_in, came_to_probes, settle

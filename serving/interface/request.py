@@ -13,8 +13,8 @@ from typing import Any, ClassVar, Literal, TypeAlias
 
 from msgspec import Struct
 
-from ..labels import Labels
 from .constraint import Constraint, Grammar
+from .labels import Labels
 
 Task: TypeAlias = Literal["chat", "completions", "embeddings", "score"]
 POOLED: frozenset[Task] = frozenset({"embeddings", "score"})  # one vector or number per text; nothing is generated

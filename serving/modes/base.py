@@ -10,12 +10,12 @@ from typing import Literal, Protocol
 
 from msgspec import Struct
 
+from ..interface.labels import NONE, Labels
 from ..interface.request import ValidRequest
-from ..labels import NONE, Labels
 from ..metering.accounts.keys import Caller
 from ..metering.accounts.limits import LimitStatus
 from ..metering.ledger.lease import Bucket, Lease, Reservation
-from ..model_version import UNKNOWN, ModelVersion
+from ..model_files.model_version import UNKNOWN, ModelVersion
 
 
 class ModeProfile(Struct, frozen=True, kw_only=True):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ..interface.labels import NONE, Labels
 from ..interface.request import ValidRequest
-from ..labels import NONE, Labels
 from ..metering.accounts.keys import Caller
 from ..metering.ledger.ledger import Ledger
 from .base import Admission, ModeProfile, Target, reservation_of

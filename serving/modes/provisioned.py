@@ -11,8 +11,8 @@ import msgspec
 from msgspec import Struct
 
 from ..interface.errors import InvalidField
+from ..interface.labels import NONE, Labels
 from ..interface.request import ValidRequest
-from ..labels import NONE, Labels
 from ..metering.accounts.keys import Caller
 from ..metering.ledger.lease import Bucket
 from ..metering.ledger.ledger import Ledger

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 import msgspec
 
 from ..interface.errors import Aborted
+from ..interface.labels import NONE, Labels
 from ..interface.reply import Choice, Delta, Done, Ended, Piece, Score, Usage, Vector
 from ..interface.request import ValidRequest
-from ..labels import NONE, Labels
-from ..model_version import UNKNOWN, ModelVersion
+from ..model_files.model_version import UNKNOWN, ModelVersion
 from ..system import logs
 from ..tasks.reply.pieces import Gathered
 from . import metrics, tracing

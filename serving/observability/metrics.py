@@ -22,7 +22,7 @@ from ..interface.engine import Engine
 from ..interface.errors import ShuttingDown, Unavailable
 from ..metering.accounts.keys import Keys
 from ..metering.ledger.ledger import Ledger
-from ..model_version import ModelVersion
+from ..model_files.model_version import ModelVersion
 from .engine_counters import EngineCounters
 from .worker_counters import counters_locked
 

@@ -19,9 +19,9 @@ import msgspec
 import zmq
 from msgspec import Struct
 
+from ..interface.labels import NONE, Labels
 from ..interface.reply import Choice
-from ..labels import NONE, Labels
-from ..model_version import UNKNOWN, ModelVersion
+from ..model_files.model_version import UNKNOWN, ModelVersion
 from . import metrics
 
 SOCKET = "traces.sock"

@@ -10,7 +10,7 @@ from ..interface.errors import InvalidField, NotFound
 from ..interface.request import Task
 from ..interface.settings import NAME, PrefixSharing
 from ..metering.accounts.authorization import ANONYMOUS, Caller
-from ..model_version import UNKNOWN, ModelVersion
+from ..model_files.model_version import UNKNOWN, ModelVersion
 from ..modes import Mode
 from ..tasks.prompt.endpoint import EndpointView
 from .traffic import TrafficSplit

@@ -4,7 +4,7 @@ import numpy as np
 from sentence_transformers import SentenceTransformer
 
 from mlflow_llm.serving.engine.models.embedder import load_embedder
-from mlflow_llm.serving.engine.sentence_files import read_spec
+from mlflow_llm.serving.engine.models.sentence_files import read_spec
 from mlflow_llm.serving.interface.bundle import Bundle
 from mlflow_llm.serving.interface.settings import EngineSettings
 

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from comparison.drive import versions
 from comparison.embed import Embedder, serve
 from mlflow_llm.serving.engine.models.embedder import load_embedder
-from mlflow_llm.serving.engine.sentence_files import read_spec
+from mlflow_llm.serving.engine.models.sentence_files import read_spec
 from mlflow_llm.serving.interface.bundle import Bundle
 from mlflow_llm.serving.interface.settings import EngineSettings
 

@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 from mlflow.exceptions import MlflowException
 
 from ....serving.system.block_torch import hide_torch
-from .. import mlflow_requirements
 from ..errors import raises_mlflow
-from ..mlflow_download import settled
 from ..model.bundle_reader import configured
 from ..model.fetch import local_root
 from ..model.options import LoadOptions
@@ -22,7 +20,9 @@ from ..predict.language_model import LanguageModel
 from ..predict.pyfunc import PyfuncModel
 from ..predict.scoring_server import is_scoring_server
 from ..predict.session import Session
+from ..save import mlflow_requirements
 from .draft import with_draft
+from .mlflow_download import settled
 
 if TYPE_CHECKING:
     from mlflow.pyfunc import PyFuncModel

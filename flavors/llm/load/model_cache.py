@@ -10,8 +10,8 @@ import tempfile
 from pathlib import Path
 
 from .... import __version__
-from ....serving.downloads import check_owner
 from ....serving.interface.errors import PackagingError
+from ....serving.model_files.downloads import check_owner
 from ....serving.system.files import cache_dir
 from ..model.fetch import local_root
 from ..model.hub import fetch_snapshot

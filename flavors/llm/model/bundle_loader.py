@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-from ....serving import downloads
 from ....serving.interface.bundle import Bundle
+from ....serving.model_files import downloads
 from ..errors import raises_mlflow
 from .bundle_reader import read_bundle
 from .fetch import local_root

@@ -42,7 +42,7 @@ def fetch(uri: str, dst_path: str | None = None, *, weights: bool = True) -> Pat
     from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
     from mlflow.store.artifact.models_artifact_repo import ModelsArtifactRepository
 
-    from ..download import downloaded
+    from .download import downloaded
 
     model_registry.check_store_exists(uri)
     try:

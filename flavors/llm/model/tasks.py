@@ -193,7 +193,7 @@ def _default_architecture(model_type: Any) -> list[str]:
 def _found_spec(model_dir: Path, tokenizer_dir: Path) -> EmbeddingSpec:
     """Return what sentence-transformers would do: for a model without its files, the mean of the token vectors (for a
     causal language model the last one) as it is."""
-    from ....serving.engine.sentence_files import max_length_of, read_spec
+    from ....serving.engine.models.sentence_files import max_length_of, read_spec
 
     if is_sentence_transformer(model_dir):
         return read_spec(model_dir, tokenizer_dir) or EmbeddingSpec()

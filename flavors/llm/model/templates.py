@@ -15,7 +15,7 @@ from ....serving.interface.errors import PackagingError, shown
 from .manifest import DEFAULT_TEMPLATE
 
 if TYPE_CHECKING:
-    from ....serving.tasks.template_trial import Needs
+    from ....serving.tasks.prompt.template_trial import Needs
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ def _check_one(name: str, template: str, tokenizer: Any, *, parts: bool) -> Need
     """Return what the template needs of a request."""
     from ....serving.sandbox import Ended, Exceeded, NoProcess, Refused
     from ....serving.tasks.prompt.rendering import check_length, read_template
-    from ....serving.tasks.template_trial import attempts, needs_of, render_text, succeeds
+    from ....serving.tasks.prompt.template_trial import attempts, needs_of, render_text, succeeds
 
     check_length(name, template)
     text = render_text(tokenizer, template)

@@ -23,9 +23,9 @@ import pandas as pd
 from ....serving.dialects.fields.fields import nearest, unknown_field
 from ....serving.interface.errors import InvalidField
 from ....serving.interface.request import Task
-from ..image_values import data_url
 from ..model.request_fields import request_fields
 from ..model.signature import ROW_MARKER
+from .image_values import data_url
 
 SIDES = ("query", "documents", "text_1", "text_2")  # the sides of a comparison, which needs more than one column
 MAX_DEPTH = 128  # more than any field may have, so that a deep field is refused by its own name

@@ -20,7 +20,7 @@ from mlflow.pyfunc import FLAVOR_NAME as PYFUNC
 from mlflow.pyfunc import MAIN, scoring_server
 
 from ....serving.dialects.fields.fields import CONTENT, unknown_field
-from ....serving.dialects.label_fields import DATABRICKS_LABELS
+from ....serving.dialects.fields.label_fields import DATABRICKS_LABELS
 from ....serving.interface.errors import InvalidField, RequestError
 from ..errors import raises_mlflow
 from ..model.names import LOADER_MODULE

@@ -16,7 +16,6 @@ import msgspec
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST
 
-from ....serving import downloads
 from ....serving.dialects.fields.defaults import defaults_of
 from ....serving.dialects.fields.fields import task_of
 from ....serving.dialects.openai.mlflow import MlflowDialect
@@ -26,6 +25,7 @@ from ....serving.interface.errors import Aborted, ServingError, ShuttingDown
 from ....serving.interface.reply import Piece, Reply
 from ....serving.interface.request import RawRequest, Task, ValidRequest
 from ....serving.interface.settings import EngineSettings
+from ....serving.model_files import downloads
 from ....serving.tasks.cache_salt import CacheSalts
 from ....serving.tasks.prepare import Limits, prepare
 from ....serving.tasks.prompt.endpoint import EndpointView, Profile

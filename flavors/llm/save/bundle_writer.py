@@ -16,7 +16,6 @@ from ....serving.interface.request import POOLED, Task
 from ....serving.interface.settings import EngineSettings
 from ....serving.interface.tool_format import ToolFormat
 from ....serving.tool_calls.detect import formats_of
-from ..adapter_templates import place_adapter_templates
 from ..model import templates as chat_templates
 from ..model.base_model import PinnedBase
 from ..model.bundle_reader import read_bundle
@@ -31,7 +30,7 @@ from ..model.tasks import (
     reads_pictures,
     resolve_tasks,
 )
-from ..text_alone import check_images, hint, place_text
+from .adapter_templates import place_adapter_templates
 from .adapters import check_adapters, place_adapters
 from .checkpoints import read_shapes
 from .draft_check import check_draft
@@ -40,6 +39,7 @@ from .images import check_templates, picture_spec
 from .meta_model import build, check_complete, check_settings, check_supported, check_weights, decoder_of
 from .quantize import check_quantize, quantize_weights
 from .sources import Placed, place_model
+from .text_alone import check_images, hint, place_text
 from .tokenizers import check_vocabulary, load_tokenizer, place_tokenizer
 
 

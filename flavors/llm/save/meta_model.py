@@ -56,8 +56,7 @@ def decoder_of(whole: Any, model_dir: Path) -> Any:
 
 def check_supported(skeleton: Any, *, causal: bool) -> None:
     """Raise ``PackagingError`` for a model that the engine would run incorrectly."""
-    from ....serving.engine import attention_probe
-    from ....serving.engine.models import embedder, loader
+    from ....serving.engine.models import attention_probe, embedder, loader
 
     if causal:
         loader.refuse_unsupported(skeleton, skeleton.config.get_text_config())

@@ -18,9 +18,7 @@ from mlflow.utils.file_utils import get_total_file_size
 from mlflow.utils.model_utils import _validate_and_copy_code_paths
 
 from ....serving.interface.errors import PackagingError, reason
-from .. import mlflow_requirements
 from ..errors import raises_mlflow
-from ..file_modes import apply_umask
 from ..model import generation_config as generation_configs
 from ..model import manifest as manifests
 from ..model import model_config as configs
@@ -31,9 +29,10 @@ from ..model.names import FLAVOR_NAME, LOADER_MODULE
 from ..model.options import EngineOptions
 from ..model.signature import default_example, lossless_signature
 from ..model.templates import Templates
-from . import tool_formats
+from . import mlflow_requirements, tool_formats
 from .arguments import check_types, plain_metadata
 from .bundle_writer import Parts, check_parts, write_bundle
+from .file_modes import apply_umask
 from .requirements import CONDA_ENV, PYTHON_ENV, Requirements, check_requirements, write_environment
 
 logger = logging.getLogger(__name__)

@@ -15,9 +15,9 @@ from typing import Any
 from msgspec import Struct
 
 from ....serving.interface.errors import PackagingError, shown
-from ..gguf_file import place_gguf
 from ..model.hub import HUB_ID, fetch_snapshot
 from .checkpoints import PICKLED_SUFFIXES, convert, place_file, place_weights
+from .gguf.file import place_gguf
 from .peft_split import has_adapters, save_pristine_base
 from .pretrained import save_pretrained
 from .quantised import check_directory
@@ -112,7 +112,7 @@ def _check_modules(source: Path) -> None:
     from ..model.cross_encoders import says_cross_encoder
 
     if (source / "modules.json").is_file() and not says_cross_encoder(source):
-        from ....serving.engine.sentence_files import check_modules
+        from ....serving.engine.models.sentence_files import check_modules
 
         try:
             check_modules(source)
@@ -123,7 +123,7 @@ def _check_modules(source: Path) -> None:
 def _further_modules(source: Path, transformer: Path) -> Iterator[Path]:
     """Folders of sentence-transformers modules: ``1_Pooling``, ``2_Dense``, …"""
     if (source / "modules.json").is_file():
-        from ....serving.engine.sentence_files import modules_of
+        from ....serving.engine.models.sentence_files import modules_of
 
         folders = dict.fromkeys(source / module.path for module in modules_of(source) if module.path)
         yield from (folder for folder in folders if folder != transformer and folder.is_dir())

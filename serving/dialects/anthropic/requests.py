@@ -12,6 +12,7 @@ from typing import Any
 
 from ...interface.constraint import Constraint
 from ...interface.errors import InvalidField
+from ...interface.labels import Labels
 from ...interface.readers import (
     Entry,
     boolean,
@@ -28,12 +29,11 @@ from ...interface.readers import (
     type_of,
 )
 from ...interface.request import RawChat, RawSampling, Tool, ToolChoice
-from ...labels import Labels
 from ..base import Headers
+from ..fields.label_fields import USER, user
 from ..fields.tables import MAX_TOKENS
 from ..fields.text_readers import STOPS, stop_strings
 from ..fields.tool_fields import PARAMETERS, tool_parameters
-from ..label_fields import USER, user
 from .blocks import CACHE_CONTROL, MAX_NAME, NAME, NO_SERVER_TOOLS, SYSTEM_BLOCK, texts_or
 from .messages import chat_of, read_turns, text_of
 

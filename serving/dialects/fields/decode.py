@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 
 from ...interface.errors import InvalidField
+from ...interface.labels import take_labels
 from ...interface.request import RawBeams, RawChat, RawCompletion, RawEmbedding, RawRequest, RawSampling, Task
-from ...labels import take_labels
-from ..chat_end import chat_end
 from .beam_fields import beams_of
+from .chat_end import chat_end
 from .constraint_fields import only
 from .fields import Table, task_of
 from .scoring_fields import read_score

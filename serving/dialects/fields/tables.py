@@ -28,11 +28,11 @@ from ...interface.readers import (
     string,
 )
 from ...interface.request import MAX_CHOICES, Task, UsageChunks
-from ..chat_end import ADD_GENERATION_PROMPT, CONTINUE_FINAL_MESSAGE
-from ..label_fields import DATABRICKS_LABELS, METADATA, SAFETY_IDENTIFIER, USER_FIELD
 from .beam_fields import BEAMS
+from .chat_end import ADD_GENERATION_PROMPT, CONTINUE_FINAL_MESSAGE
 from .constraint_fields import BACKEND, GUIDED, WHITESPACE, response_format, structured_outputs
 from .fields import Field, Table
+from .label_fields import DATABRICKS_LABELS, METADATA, SAFETY_IDENTIFIER, USER_FIELD
 from .messages import read_messages
 from .prediction_fields import PREDICTION
 from .scoring_fields import ScoreTable, query, texts

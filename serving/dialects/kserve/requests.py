@@ -13,12 +13,12 @@ import msgspec
 from msgspec import Struct
 
 from ...interface.errors import InvalidField
+from ...interface.labels import MAX_REQUEST_ID, Labels
 from ...interface.readers import boolean, integer, short_text, string
 from ...interface.request import Draft, EarlyStopping, LoraTask, PromptTable, RawBeams, RawCompletion, RawSampling
-from ...labels import MAX_REQUEST_ID, Labels
 from ..fields.fields import unknown_field
+from ..fields.label_fields import USER, user
 from ..fields.tables import MAX_CACHE_SALT
-from ..label_fields import USER, user
 from .body import InferCall
 from .replies import OUTPUTS
 from .tensor_fields import FIELDS, TensorField

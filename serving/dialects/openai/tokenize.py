@@ -11,7 +11,7 @@ from typing import Any
 from ...interface.errors import InvalidField
 from ...interface.readers import Entry, Reader, any_of, boolean, list_of, one_of, record, string
 from ...interface.request import Raw, RawChat
-from ..chat_end import ADD_GENERATION_PROMPT, CONTINUE_FINAL_MESSAGE, chat_end
+from ..fields.chat_end import ADD_GENERATION_PROMPT, CONTINUE_FINAL_MESSAGE, chat_end
 from ..fields.messages import read_messages
 from ..fields.text_readers import TOKEN, template_variables
 from ..fields.tool_fields import tools_reader

@@ -13,14 +13,14 @@ from typing import Any
 import msgspec
 
 from ...interface.errors import InvalidField
+from ...interface.labels import MAX_TAG_NAME, MAX_TAG_VALUE, MAX_TAGS, take_labels
 from ...interface.readers import Entry, Reader, boolean, integer, list_of, one_of, reader, record, refused, string
 from ...interface.request import Message, RawChat, RawSampling
-from ...labels import MAX_TAG_NAME, MAX_TAG_VALUE, MAX_TAGS, take_labels
 from ..fields.constraint_fields import only
 from ..fields.fields import Field, Table
+from ..fields.label_fields import METADATA, SAFETY_IDENTIFIER
 from ..fields.tables import EFFORTS, MAX_TOKENS, OPENAI
 from ..fields.tool_fields import chosen
-from ..label_fields import METADATA, SAFETY_IDENTIFIER
 from .input import NO_TOOLS_OF_ITS_OWN, NOT_STORED, read_input
 from .replies import NAMESPACES
 from .tools import namespaces, read_text, read_tool_choice, read_tools, shown_text, shown_tools

@@ -10,9 +10,9 @@ import msgspec
 from msgspec import Struct
 
 from ...interface.errors import InvalidField
+from ...interface.labels import Labels
 from ...interface.readers import INT32_MAX, UINT64_MAX, boolean, integer, number, one_of, reader, text
 from ...interface.request import RawCompletion, RawSampling
-from ...labels import Labels
 from ..fields.fields import Field, Table
 from ..mindie.requests import FLOAT_MAX
 

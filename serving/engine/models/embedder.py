@@ -26,13 +26,13 @@ from ..attention import ragged_attention
 from ..attention.attention import HOLDER, RECURRENT, UnsupportedAttentionError
 from ..native import library
 from ..native.library import NotNative
-from ..sentence_files import transformer_dir
 from ..weights import fp8, linear
 from ..weights.forward_context import ContextHolder, ForwardContext
 from .native_encoder import NativeEncoder, may_run_in_bf16, native_encoder
 from .packed.cache import MappedEncoder, keep_encoder, packed_key
 from .packed.source import PackedSource
 from .pooling import EmbeddingHead, pool, pooling_modes
+from .sentence_files import transformer_dir
 from .verification import WHOLE_TOLERANCE, relative_maximum, relative_norm
 
 logger = logging.getLogger(__name__)

@@ -29,8 +29,8 @@ from ...frontend.addressing import address, check_limits, meant, record_served
 from ...frontend.answer import Answer
 from ...frontend.operation import Handler, Request
 from ...frontend.worker_state import Server
+from ...interface.labels import NONE
 from ...interface.request import Raw
-from ...labels import NONE
 from ...tasks.prompt.endpoint import EndpointView
 
 R = TypeVar("R", bound=Raw)

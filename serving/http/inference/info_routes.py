@@ -18,8 +18,8 @@ from ...metering.accounts.authorization import UNKNOWN, Caller
 from ...observability import metrics
 from ...routing.replica_set import BEST_FIRST
 from ...routing.served_endpoints import ServedEndpoints, ServedEntity
-from .. import anthropic_models
 from ..route import Listener, Route
+from . import anthropic_models
 
 # fields of an endpoint's health that every caller may see; most of the others count the work of all tenants
 SHOWN = ("kernels_reason", "instruction_set", "quantization_reason", "kv_cache_dtype", "kv_cache_reason")

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ...adapter_template import default_of, own_template
 from ...control.plan import PlannedAdapter, PlannedEndpoint
 from ...control.settings import MODELS
 from ...dialects import DIALECTS
@@ -34,6 +33,7 @@ from ...interface.errors import (
     Unavailable,
 )
 from ...interface.readers import Entry, boolean, record, short_text, text
+from ...model_files.adapter_template import default_of, own_template
 from ...model_files.model_uri import parse
 from ...routing.plan_follower import PlanFollower
 from ...tasks.prompt.text import DEFAULT_TEMPLATE

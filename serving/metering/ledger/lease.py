@@ -10,8 +10,8 @@ from typing import Literal, Protocol
 from msgspec import Struct
 
 from ...interface.errors import Aborted
-from ...labels import NONE, Labels
-from ...model_version import UNKNOWN, ModelVersion
+from ...interface.labels import NONE, Labels
+from ...model_files.model_version import UNKNOWN, ModelVersion
 from ..accounts.limits import LimitStatus
 from .lease_owner import LeaseOwner
 from .settlement import Settlement, Status

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ...interface.errors import InvalidField
-from ...labels import MAX_TAG_VALUE
+from ...interface.labels import MAX_TAG_VALUE
 from ..store.time_formats import parse_timestamp
 from .usage import ALLOWED_GROUPS, LABELS, GroupBy, UsageFilter, is_group, is_selectable
 

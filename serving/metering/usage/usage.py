@@ -13,7 +13,7 @@ import sqlalchemy as sa
 from msgspec import Meta, Struct
 
 from ...interface.errors import InvalidField
-from ...labels import MAX_TAG_NAME
+from ...interface.labels import MAX_TAG_NAME
 from ..accounts.money import currency, units
 from ..store.store import Store
 from ..store.tables import folded, ledger, provisioned_minutes

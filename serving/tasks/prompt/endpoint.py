@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from ...interface.dialect_settings import DialectSettings
 from ...interface.engine import EngineInfo
 from ...interface.errors import InvalidField, NotFound
+from ...interface.labels import NONE, Labels
 from ...interface.request import MAX_MESSAGES, MAX_PROMPTS, RawRequest, Task
-from ...labels import NONE, Labels
 from ...model_files.model_uri import UNREGISTERED
 from .text import TextModel
 

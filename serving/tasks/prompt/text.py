@@ -23,11 +23,11 @@ from ...model_files.token_bytes import BYTE_TOKEN, byte_table, plain_token
 from ...sandbox import Refused
 from ...tool_calls.detect import formats_of
 from ...tool_calls.parser import special_stand_ins
-from ..template_trial import Needs, attempts, needs_of, succeeds
 from .detokenize import CONTEXT, ByteDetokenizer, Detokenizer, WindowDetokenizer
 from .pair_template import PairTemplate
 from .rendering import Renderer, TemplateReads, read_template
 from .special_token_injection import InjectionGuard, unmarked
+from .template_trial import Needs, attempts, needs_of, succeeds
 from .tokenizer_check import check_fast, check_tokenizer
 
 CHUNK = 65536  # characters tokenised at a time to find out whether a text can fit

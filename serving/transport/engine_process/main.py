@@ -20,10 +20,10 @@ from typing import Any
 
 import msgspec
 
-from ... import downloads
 from ...interface.engine import CoreFactory
 from ...interface.errors import InvalidField, PackagingError
 from ...interface.settings import EngineSettings
+from ...model_files import downloads
 from ...system import child
 from ...system.cpus import num_threads
 from ...system.escape import configure

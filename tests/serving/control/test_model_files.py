@@ -8,12 +8,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from mlflow_llm.serving import downloads
 from mlflow_llm.serving.control.mlflow_resolver import ResolvedModel
 from mlflow_llm.serving.control.model_sources import with_files
 from mlflow_llm.serving.endpoints.config import EntityConfig, ModelSource
 from mlflow_llm.serving.interface.bundle import Bundle
 from mlflow_llm.serving.interface.errors import PackagingError
+from mlflow_llm.serving.model_files import downloads
 
 
 def download(key: str) -> Bundle:

@@ -17,7 +17,7 @@ from scrapes import Figures, figures, pick
 from server_calls import BODY, ask, asking, health, until
 from serving_process import Running, running
 
-from mlflow_llm.serving.model_version import ModelVersion
+from mlflow_llm.serving.model_files.model_version import ModelVersion
 from mlflow_llm.serving.observability.worker_counters import KINDS, merge_ended
 
 

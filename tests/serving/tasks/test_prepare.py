@@ -8,8 +8,8 @@ import pytest
 from mlflow_llm.serving.dialects import DIALECTS, FIELDS
 from mlflow_llm.serving.dialects.fields.defaults import defaults_of
 from mlflow_llm.serving.interface.errors import ContextTooLong, InvalidField, NotFound, RequestError
+from mlflow_llm.serving.interface.labels import Labels
 from mlflow_llm.serving.interface.request import Message, TextPart, ToolCall
-from mlflow_llm.serving.labels import Labels
 from mlflow_llm.serving.tasks.prepare import NO_LIMITS, Limits, prepare
 from mlflow_llm.serving.tasks.prompt.conversation import check_turns, template_messages
 from mlflow_llm.serving.tasks.prompt.rendering import TemplateReads

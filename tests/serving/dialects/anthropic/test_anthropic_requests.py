@@ -21,8 +21,8 @@ from mlflow_llm.serving.dialects.anthropic.requests import (
 )
 from mlflow_llm.serving.interface.constraint import Constraint
 from mlflow_llm.serving.interface.errors import InvalidField
+from mlflow_llm.serving.interface.labels import Labels
 from mlflow_llm.serving.interface.request import Message, RawChat, TextPart, Tool, ToolCall, ToolChoice
-from mlflow_llm.serving.labels import Labels
 
 HI = [{"role": "user", "content": "hi"}]
 LEAST = {"model": "m", "max_tokens": 9, "messages": HI}

@@ -14,8 +14,8 @@ from mlflow_llm.serving.dialects.kserve.requests import echo_of
 from mlflow_llm.serving.dialects.kserve.tensor_fields import FIELDS
 from mlflow_llm.serving.dialects.kserve.tensors import BF16, BYTES, DTYPES
 from mlflow_llm.serving.interface.errors import InvalidField
+from mlflow_llm.serving.interface.labels import Labels
 from mlflow_llm.serving.interface.request import Draft, LoraTask, PromptTable, RawBeams, RawCompletion, RawSampling
-from mlflow_llm.serving.labels import Labels
 
 KSERVE = DIALECTS["kserve"]
 GREEDY = RawSampling(

@@ -18,8 +18,8 @@ from mlflow_llm.serving.dialects import DIALECTS, Head
 from mlflow_llm.serving.dialects.responses.fields import TABLE, read_response_request
 from mlflow_llm.serving.interface.constraint import Constraint
 from mlflow_llm.serving.interface.errors import InvalidField, RequestError, ServingError
+from mlflow_llm.serving.interface.labels import Labels
 from mlflow_llm.serving.interface.request import Message, RawChat, TextPart, Tool, ToolCall, ToolChoice
-from mlflow_llm.serving.labels import Labels
 
 DIALECT = DIALECTS["responses"]
 HEAD = Head(DIALECT.routes[0], {})

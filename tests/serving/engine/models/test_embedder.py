@@ -9,7 +9,7 @@ from embedding_models import MODELS, bundle_of, saved
 
 from mlflow_llm.serving.engine.models.embedder import load_embedder
 from mlflow_llm.serving.engine.models.pooling import MODES, pool
-from mlflow_llm.serving.engine.sentence_files import read_spec
+from mlflow_llm.serving.engine.models.sentence_files import read_spec
 from mlflow_llm.serving.interface.bundle import EmbeddingSpec
 from mlflow_llm.serving.interface.errors import ContextTooLong, PackagingError
 from mlflow_llm.serving.interface.settings import EngineSettings

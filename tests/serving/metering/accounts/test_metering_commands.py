@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from mlflow_llm.serving.cli import cli
 from mlflow_llm.serving.interface.errors import Conflict, InvalidField, NotFound, RequestError
-from mlflow_llm.serving.labels import Labels
+from mlflow_llm.serving.interface.labels import Labels
 from mlflow_llm.serving.metering import Keys, Limits, Price, Prices, ProvisionedMinutes
 from mlflow_llm.serving.metering.ledger.retention import fold
 

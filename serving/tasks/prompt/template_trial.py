@@ -1,0 +1,116 @@
+"""Finds out what a chat template needs of a request, by rendering short conversations.
+
+Most templates write any conversation. Some need a variable of ``chat_template_kwargs``, some take one turn alone, and
+some read the content of messages only as a list of parts. A model with such a template is packaged, and its requests
+are refused by the name of what they lack.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from .conversation import RESERVED
+from .rendering import Renderer, TemplateReads
+
+SYSTEM = {"role": "system", "content": "Answer in one word."}
+TURNS = [
+    {"role": "user", "content": "What colour is grass?"},
+    {"role": "assistant", "content": "Green."},
+    {"role": "user", "content": "And the clear sky?"},
+]
+TOOL = {
+    "type": "function",
+    "function": {"name": "look", "description": "Look up.", "parameters": {"type": "object", "properties": {}}},
+}
+MAX_VALUES = 48  # values tried for the variables of a template that needs some
+_PARTS = re.compile(r"\bfor\b[^%]*\bcontent\b|content['\"\]]*\s*\[\s*0")
+_QUOTED = re.compile(r"""'([^'\\\n]{1,64})'|"([^"\\\n]{1,64})\"""")
+_OWN = RESERVED | {
+    "bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token", "raise_exception",
+    "strftime_now", "enable_thinking", "thinking", "additional_special_tokens", "namespace", "range",
+}  # fmt: skip
+
+
+class Needs(NamedTuple):
+    """What requests must give: ``variables`` by name, and ``one_turn`` of the user alone. With ``parts``, the content
+    of messages has to be rendered as a list of parts."""
+
+    variables: tuple[str, ...] = ()
+    one_turn: bool = False
+    parts: bool = False
+
+    def __str__(self) -> str:
+        named = [f"chat_template_kwargs.{name}" for name in self.variables]
+        return " and ".join([*named, *["one message of the user, without further turns"] * self.one_turn])
+
+
+class Text(Protocol):
+    """Renders a conversation; raises any error."""
+
+    def __call__(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], *, parts: bool) -> str: ...
+
+
+def render_text(tokenizer: Any, source: str) -> Text:
+    """Return a function that renders conversations with one template, as text or as parts."""
+    renderers = {parts: Renderer(tokenizer, parts=parts) for parts in (False, True)}
+
+    def text(messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], *, parts: bool) -> str:
+        return renderers[parts].text(messages, source, variables)
+
+    return text
+
+
+class Attempt(NamedTuple):
+    """A conversation in which the text of the last message must appear."""
+
+    messages: list[dict[str, str]]
+    variables: dict[str, Any] = {}  # noqa: RUF012 - a default of a tuple, which nothing changes
+    parts: bool = False
+
+
+def attempts(source: str, reads: TemplateReads, *, parts: bool, named: bool) -> Iterator[Attempt]:
+    """Yield what is tried, the conversations that ask least of a request first.
+
+    With ``parts``, content is always a list of parts. ``named`` templates are for chats with tools or documents too.
+    """
+    forms = (True,) if parts else (False, True) if _PARTS.search(source) else (False,)
+    chats = ([SYSTEM, *TURNS], TURNS)
+    short = ([SYSTEM, TURNS[0]], TURNS[:1])
+    yield from (Attempt(chat, {}, form) for form in forms for chat in chats)
+    if named:
+        own: tuple[dict[str, Any], ...] = ({"tools": [TOOL]}, {"documents": [{"title": "Sky", "text": "It is blue."}]})
+        yield from (Attempt(TURNS, given, form) for form in forms for given in own)
+    yield from (Attempt(chat, {}, form) for form in forms for chat in short)
+    unknown = sorted((reads.variables or frozenset()) - _OWN)
+    if unknown:
+        for value in _values(source):
+            given = dict.fromkeys(unknown, value)
+            yield from (Attempt(chat, given, form) for form in forms for chat in (*chats, *short))
+
+
+def _values(source: str) -> Iterable[Any]:
+    """Values that a template's variables may take: of any type, and the texts that the template has."""
+    texts = dict.fromkeys(one or other for one, other in _QUOTED.findall(source))
+    return ["text", True, 1, {}, [], *texts][:MAX_VALUES]
+
+
+def succeeds(text: Text, attempt: Attempt) -> bool:
+    """Return whether the template writes the last message. Raises what ``text`` raises."""
+    written = text(attempt.messages, attempt.variables, parts=attempt.parts)
+    return attempt.messages[-1]["content"] in written
+
+
+def needs_of(text: Text, attempt: Attempt) -> Needs:
+    """Return what a template needs for which ``attempt`` has succeeded and all before it have not."""
+    needed = tuple(name for name in attempt.variables if name not in RESERVED and _lacks(text, attempt, name))
+    return Needs(needed, len(attempt.messages) < len(TURNS), attempt.parts)
+
+
+def _lacks(text: Text, attempt: Attempt, name: str) -> bool:
+    fewer = {key: value for key, value in attempt.variables.items() if key != name}
+    try:
+        return not succeeds(text, attempt._replace(variables=fewer))
+    except Exception:  # a template may raise anything
+        return True

@@ -1,0 +1,61 @@
+"""Images as bytes and as Pillow's objects in the input of ``predict``."""
+
+from __future__ import annotations
+
+import base64
+import io
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from PIL import Image
+
+from mlflow_llm.flavors.llm.predict.image_values import data_url
+from mlflow_llm.flavors.llm.predict.predict_input import requests_of
+
+
+def encoded(image: Image.Image, kind: str = "PNG") -> bytes:
+    written = io.BytesIO()
+    image.save(written, kind)
+    return written.getvalue()
+
+
+def messages(image: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": image}}]}]
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF"])
+@pytest.mark.parametrize("type_of", [bytes, bytearray, memoryview])
+def test_bytes_of_a_file_are_sent_as_they_are(kind: str, type_of: Any) -> None:
+    """The URL has the file's own type and bytes."""
+    data = encoded(Image.new("RGB", (3, 2), "red"), kind)
+    assert data_url(type_of(data)) == f"data:image/{kind.lower()};base64,{base64.b64encode(data).decode()}"
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "P", "1", "CMYK"])
+def test_an_image_of_pillow_keeps_its_pixels(mode: str) -> None:
+    """As PNG, which loses nothing; modes that PNG lacks become RGB."""
+    image = Image.effect_noise((5, 4), 90).convert(mode)
+    url = data_url(image)
+    assert url is not None
+    found = Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2])))
+    assert np.array_equal(np.asarray(found.convert("RGB")), np.asarray(image.convert("RGB")))
+
+
+@pytest.mark.parametrize("value", [b"", b"text", "text", 5, None])
+def test_other_values_are_no_images(value: Any) -> None:
+    """Nothing else becomes a URL."""
+    assert data_url(value) is None
+
+
+@pytest.mark.parametrize("as_bytes", [True, False])
+def test_in_a_field_and_in_a_column(as_bytes: bool) -> None:
+    """A dict, a list and a column of a frame may hold images within messages."""
+    picture = Image.new("RGB", (3, 2), "blue")
+    image: Any = encoded(picture) if as_bytes else picture
+    expected = {"messages": messages(data_url(image))}
+    assert requests_of({"messages": messages(image)}, "chat") == ([expected], True)
+    assert requests_of([{"messages": messages(image)}], "chat") == ([expected], False)
+    frame = pd.DataFrame({"messages": [messages(image)] * 2})
+    assert requests_of(frame, "chat") == ([expected] * 2, False)
