@@ -57,7 +57,7 @@ def bill_of_materials(distribution: object) -> dict[str, object]:
             purl,
             {"type": "library", "bom-ref": purl, "name": name, "purl": purl, "scope": scope, "properties": properties},
         )
-    sources = sorted([*glob(f"{SOURCES}/*.cpp"), *glob(f"{SOURCES}/*.h")])
+    sources = kernel_sources()
     files = [{"type": "file", "bom-ref": file, "name": file, "hashes": [sha256(file)]} for file in sources]
     license_ = {"license": {"id": "Apache-2.0"}}
     project = {"type": "library", "bom-ref": root, "name": metadata.name, "version": metadata.version, "purl": root}
@@ -72,6 +72,10 @@ def bill_of_materials(distribution: object) -> dict[str, object]:
     }
 
 
+def kernel_sources() -> list[str]:
+    return sorted([*glob(f"{SOURCES}/*.cpp"), *glob(f"{SOURCES}/**/*.h", recursive=True)])
+
+
 def sha256(path: str) -> dict[str, str]:
     with open(path, "rb") as file:
         return {"alg": "SHA-256", "content": hashlib.sha256(file.read()).hexdigest()}
@@ -81,7 +85,8 @@ def kernels(name: str, source: str, *flags: str) -> Extension:
     return Extension(
         f"mlflow_llm.serving.engine.native.{name}",
         sources=[f"{SOURCES}/{source}"],
-        depends=sorted([*glob(f"{SOURCES}/*.cpp"), *glob(f"{SOURCES}/*.h")]),
+        depends=kernel_sources(),
+        include_dirs=[SOURCES],
         # No -march: the kernels choose their instructions themselves and are entered only where these exist.
         extra_compile_args=["-std=c++17", "-O3", "-pthread", "-g0", "-fvisibility=hidden", *flags],
         extra_link_args=["-pthread"],

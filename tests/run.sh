@@ -108,8 +108,9 @@ check_beside mypy
 # Where the tests are run, away from the source tree: `python -m` puts the working directory before installed packages.
 mkdir "$scratch/run"
 cp -a tests examples notebooks benchmarks docs pyproject.toml setup.cfg LICENSE *.md "$scratch/run"
-mkdir -p "$scratch/run/serving/engine/native"  # which a test compiles for another processor
-cp -a serving/engine/native/*.h serving/engine/native/*.cpp "$scratch/run/serving/engine/native"
+mkdir -p "$scratch/run/serving/engine"  # its kernels are compiled for another CPU by a test
+cp -a serving/engine/native "$scratch/run/serving/engine"
+rm -f "$scratch"/run/serving/engine/native/*.so
 check_beside python tests/rewrite_asserts.py "$scratch/run/tests"
 # The wheel is built from a copy: setuptools' build/ folder would carry over modules that are no longer there.
 mkdir "$scratch/source" "$scratch/wheels"

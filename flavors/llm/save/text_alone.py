@@ -119,12 +119,13 @@ def _load(folder: Path, config: dict[str, Any]) -> Any:
     from ....serving.engine.weights.config_bounds import in_proportion
 
     name = next(iter(config.get("architectures") or ()), None)
-    found: Any = getattr(transformers, str(name), None)
+    found = getattr(transformers, str(name), None)
     if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)):
         raise PackagingError(f"model: transformers has no class {shown(name)}, which config.json names")
     try:
         with in_proportion(folder):
-            model, info = found.from_pretrained(
+            whole: Any = found
+            model, info = whole.from_pretrained(
                 str(folder),
                 dtype="auto",
                 attn_implementation="eager",

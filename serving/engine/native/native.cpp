@@ -15,13 +15,13 @@
 #endif
 #endif
 #ifdef __aarch64__
-#include "i8mm.h"
+#include "isa/i8mm.h"
 #endif
 #ifdef MLFLOW_LLM_AVX2
-#include "avx_vnni.h"
+#include "isa/avx_vnni.h"
 #endif
 #ifdef MLFLOW_LLM_SVE
-#include "vector_length.h"
+#include "isa/vector_length.h"
 #endif
 
 extern "C" {
@@ -84,10 +84,10 @@ API int mlflow_llm_supported() {
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,fma,avx2")
 #endif
 
-#include "continuations.h"
-#include "decoder_step.h"
-#include "encoder.h"
-#include "sampler.h"
+#include "sampling/continuations.h"
+#include "model/decoder_step.h"
+#include "model/encoder.h"
+#include "sampling/sampler.h"
 
 using namespace mlflow_llm;
 

@@ -6,9 +6,9 @@
 #include <cstring>
 #include <vector>
 
-#include "decoder_step.h"
-#include "encoder.h"
-#include "sampler.h"
+#include "model/decoder_step.h"
+#include "model/encoder.h"
+#include "sampling/sampler.h"
 
 using namespace mlflow_llm;
 

@@ -9,7 +9,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "simd.h"
+#include "isa/simd.h"
 
 namespace mlflow_llm {
 

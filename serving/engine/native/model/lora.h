@@ -6,8 +6,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "linear.h"
-#include "simd.h"
+#include "linear/dispatch.h"
+#include "isa/simd.h"
 
 namespace mlflow_llm {
 

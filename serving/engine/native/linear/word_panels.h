@@ -1,7 +1,7 @@
 // Linears with int8 panels by rows of 16-bit words (words.h).
 #pragma once
 
-#include "linear.h"
+#include "linear/panel_tiles.h"
 
 namespace mlflow_llm {
 

@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "i8mm.h"
+#include "isa/i8mm.h"
 
 namespace mlflow_llm {
 

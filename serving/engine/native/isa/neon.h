@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "i8mm.h"
+#include "isa/i8mm.h"
 
 namespace mlflow_llm {
 

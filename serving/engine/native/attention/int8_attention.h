@@ -14,10 +14,10 @@
 
 #include <numeric>
 
-#include "attention.h"
-#include "linear.h"
-#include "tiles.h"
-#include "words.h"
+#include "attention/attention.h"
+#include "linear/dispatch.h"
+#include "isa/tiles.h"
+#include "isa/words.h"
 
 namespace mlflow_llm {
 

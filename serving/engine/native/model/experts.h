@@ -10,8 +10,8 @@
 #include <algorithm>
 #include <vector>
 
-#include "encoder_attention.h"
-#include "linear.h"
+#include "attention/encoder_attention.h"
+#include "linear/dispatch.h"
 
 namespace mlflow_llm {
 

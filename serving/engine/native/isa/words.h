@@ -7,7 +7,7 @@
 // Integer sums are exact, so results are bitwise those of linear.h and int8_attention.h.
 #pragma once
 
-#include "simd.h"
+#include "isa/simd.h"
 
 namespace mlflow_llm {
 

@@ -12,9 +12,9 @@
 
 #include <vector>
 
-#include "encoder_attention.h"
-#include "linear.h"
-#include "norms.h"
+#include "attention/encoder_attention.h"
+#include "linear/dispatch.h"
+#include "model/norms.h"
 
 namespace mlflow_llm {
 

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "simd.h"
+#include "isa/simd.h"
 
 namespace mlflow_llm {
 

@@ -9,7 +9,7 @@
 
 #include <cmath>
 
-#include "simd.h"
+#include "isa/simd.h"
 
 namespace mlflow_llm {
 

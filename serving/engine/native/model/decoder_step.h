@@ -3,7 +3,7 @@
 
 #include <stdexcept>
 
-#include "decoder.h"
+#include "model/decoder.h"
 
 namespace mlflow_llm {
 

@@ -3,7 +3,7 @@
 // row's results are bitwise those of sdot, whatever row it is paired with.
 #pragma once
 
-#include "linear.h"
+#include "linear/panel_tiles.h"
 
 namespace mlflow_llm {
 

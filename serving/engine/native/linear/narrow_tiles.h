@@ -3,7 +3,7 @@
 // beginning, in fold expressions. Results are bitwise those of tile(). Rows are floats, for bfloat16 rounded to it.
 #pragma once
 
-#include "linear.h"
+#include "linear/panel_tiles.h"
 
 namespace mlflow_llm {
 

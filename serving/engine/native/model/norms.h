@@ -4,7 +4,7 @@
 #include <cmath>
 #include <cstring>
 
-#include "simd.h"
+#include "isa/simd.h"
 
 namespace mlflow_llm {
 

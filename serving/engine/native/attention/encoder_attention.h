@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "simd.h"
+#include "isa/simd.h"
 
 namespace mlflow_llm {
 

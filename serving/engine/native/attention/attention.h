@@ -9,7 +9,7 @@
 #include <cmath>
 #include <utility>
 
-#include "simd.h"
+#include "isa/simd.h"
 
 namespace mlflow_llm {
 

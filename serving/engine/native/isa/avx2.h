@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "avx_vnni.h"
+#include "isa/avx_vnni.h"
 
 namespace mlflow_llm {
 

@@ -13,8 +13,8 @@
 // to bfloat16, sums are float32.
 #pragma once
 
-#include "attention.h"
-#include "tiles.h"
+#include "attention/attention.h"
+#include "isa/tiles.h"
 
 namespace mlflow_llm {
 

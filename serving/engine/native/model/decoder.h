@@ -14,14 +14,14 @@
 #include <tuple>
 #include <vector>
 
-#include "attention.h"
-#include "experts.h"
-#include "hadamard.h"
-#include "int8_attention.h"
-#include "linear.h"
-#include "lora.h"
-#include "norms.h"
-#include "tile_attention.h"
+#include "attention/attention.h"
+#include "model/experts.h"
+#include "model/hadamard.h"
+#include "attention/int8_attention.h"
+#include "linear/dispatch.h"
+#include "model/lora.h"
+#include "model/norms.h"
+#include "attention/tile_attention.h"
 
 namespace mlflow_llm {
 

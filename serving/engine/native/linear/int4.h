@@ -10,7 +10,7 @@
 // the same alone and in any batch, as in linear.h.
 #pragma once
 
-#include "linear.h"
+#include "linear/panel_tiles.h"
 
 namespace mlflow_llm {
 

@@ -5,7 +5,7 @@
 #ifdef MLFLOW_LLM_AVX512
 #include <immintrin.h>
 #else
-#include "narrow_vectors.h"
+#include "isa/narrow_vectors.h"
 #endif
 
 #include <cstdint>

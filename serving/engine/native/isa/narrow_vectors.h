@@ -11,11 +11,11 @@
 #include <cstring>
 
 #ifdef __x86_64__
-#include "avx2.h"
+#include "isa/avx2.h"
 #elif defined(MLFLOW_LLM_SVE)
-#include "sve.h"
+#include "isa/sve.h"
 #else
-#include "neon.h"
+#include "isa/neon.h"
 #endif
 
 namespace mlflow_llm {
