@@ -14,7 +14,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
 from ...interface.errors import Unavailable, without_password
 
 BACKENDS = ("sqlite", "postgresql")
-MIGRATIONS = Path(__file__).parent / "migrations"
+MIGRATIONS = Path(__file__).parents[1] / "migrations"
 _VERSIONS_TABLE = "alembic_version"
 _VERSIONS: sa.Select[Any] = sa.select(sa.column("version_num")).select_from(sa.table(_VERSIONS_TABLE))
 _TRANSIENT_SQLITE = {5, 6, 15, 17}  # SQLITE_BUSY, _LOCKED, _PROTOCOL, _SCHEMA: other connections are active
