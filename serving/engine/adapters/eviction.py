@@ -1,4 +1,4 @@
-"""Which adapters are evicted to make room for others, fairly between their owners.
+"""The choice of adapters that are evicted to make room for others, fairly between their owners.
 
 Each tenant, for the adapters that came with its requests, and the named adapters together are entitled to an equal
 share. No owner starves another by loading more than its share.

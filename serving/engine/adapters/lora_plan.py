@@ -1,4 +1,4 @@
-"""What adapters add to the linears of one step, computed in one of two ways that give the same result.
+"""The part that adapters add to the linears of one step, computed in one of two ways that give the same result.
 
 Masked: A and B of the step's active adapters are concatenated along the rank, and a mask gives each token its columns::
 
@@ -136,7 +136,7 @@ class MaskedPlan:
 
 
 class SegmentPlan:
-    """What one step adds, by ``segments`` of the row. ``groups_of`` returns the factors of one adapter alone."""
+    """The part of one step by ``segments`` of the row. ``groups_of`` returns the factors of one adapter alone."""
 
     __slots__ = ("_groups", "_num_rows", "_scales", "_segments")
 

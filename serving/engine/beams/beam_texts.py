@@ -1,4 +1,4 @@
-"""Where the texts of a beam search end: stop strings, matched on the bytes of tokens, and stop sequences.
+"""The ends of texts of a beam search: stop strings, matched on the bytes of tokens, and stop sequences.
 
 Sampled texts are matched above the engine. A search has to know at once, because a text that has ended makes room for
 another. The rule is the same: a text ends with the token that completes a stop string, all of which must come after

@@ -1,4 +1,4 @@
-"""What a decoder asks of its attention, found out on torch's meta device: no weights are read, nothing is computed."""
+"""A probe of what a decoder asks of its attention, on torch's meta device: no weights are read, nothing is computed."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from .native_decoder import check_plain
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """Where the parts are in encoders of one kind.
+    """The places of the parts in encoders of one kind.
 
     ``linears``: a layer's q (with k and v; ``fused``: the three are one linear), o, up, down. ``norms``: those of its
     attention and its MLP, after them or, with ``norms_before``, before them. ``positions``: the table added to words.

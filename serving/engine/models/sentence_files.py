@@ -1,4 +1,4 @@
-"""What the files of a sentence-transformers directory say about its vectors, as the library itself reads them.
+"""The files of a sentence-transformers directory that shape its vectors, read as the library itself reads them.
 
 ::
 

@@ -1,4 +1,4 @@
-"""What attention and LoRA layers know about a forward beside its tensors: plans over the flat row of tokens.
+"""The context of a forward pass for attention and LoRA layers: plans over the flat row of tokens.
 
 All modules of a model hold the same ``ContextHolder``. Whatever runs a forward sets the context before it and removes
 it afterwards. (vLLM's forward context is a module-level global, which would tie two engines in a process together.)
