@@ -1,4 +1,4 @@
-"""Kernels of every instruction set of this kind of processor (test_arm.py has another kind's)."""
+"""Fixtures over the kernels of every instruction set of this CPU's architecture (test_arm.py has another's)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mlflow_llm.serving.engine.native.library import INSTRUCTION_SETS, use_instr
 
 @pytest.fixture(params=list(INSTRUCTION_SETS))
 def instructions(request: pytest.FixtureRequest) -> Iterator[str]:
-    """A test that asks for it runs once with each; those that the CPU lacks are skipped, by name."""
+    """Run the requesting test once with each instruction set; those that the CPU lacks are skipped by name."""
     name: str = request.param
     reason = why_not(name)
     if reason is not None:

@@ -1,4 +1,4 @@
-"""Running an engine core to the end and gathering its events; sequences without a core."""
+"""Helpers that run an engine core to the end and gather its events, and sequences without a core."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from mlflow_llm.serving.interface.request import LogitsOf, ValidRequest
 
 @dataclass
 class Outcome:
-    """What a request's events amount to; ``tokens`` and ``finished`` are by sequence index."""
+    """The events of a request; ``tokens`` and ``finished`` are by sequence index."""
 
     tokens: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     logprobs: dict[int, list[TokenLogprob]] = field(default_factory=lambda: defaultdict(list))
@@ -42,7 +42,7 @@ class Outcome:
     rows: dict[tuple[LogitsOf, int], list[Logits]] = field(default_factory=lambda: defaultdict(list))
 
     def logits(self, of: LogitsOf, index: int = 0, *, first: int = 0) -> npt.NDArray[np.float32]:
-        """[rows, V], which came in order from row ``first`` on."""
+        """Return [rows, V], after checking that they came in order from row ``first`` on."""
         for event in self.rows[of, index]:
             assert event.start == first
             first += event.num_rows
@@ -52,7 +52,8 @@ class Outcome:
 
 @contextlib.contextmanager
 def checked_cores(make: Callable[..., EngineCore]) -> Iterator[Callable[..., EngineCore]]:
-    """``make``, whose cores are checked and closed at the end: all memory is accounted for, and nothing is left."""
+    """Yield ``make``, whose cores are checked and closed at the end: all memory is accounted for, and nothing is
+    left."""
     made: list[EngineCore] = []
 
     def kept(**more: Any) -> EngineCore:
@@ -97,7 +98,7 @@ def take(core: EngineCore, outcomes: dict[str, Outcome], max_steps: int | None =
 
 
 def wait_for_work(core: EngineCore) -> None:
-    """Where requests wait for their grammars to be compiled, as the loop around an engine does."""
+    """Wait while requests wait for their grammars, as the loop around an engine does."""
     came = threading.Event()
     core.on_work(came.set)
     while not core.has_work() and core.waits:
@@ -114,7 +115,7 @@ def run(core: EngineCore, *requests: ValidRequest) -> dict[str, Outcome]:
 
 
 def sequence_of(request: ValidRequest, id: int = 0, *, max_model_len: int = 256) -> SequenceState:
-    """The first sequence of ``request``, of the base model, as the scheduler and the sampler take it."""
+    """Return the first sequence of ``request``, of the base model, as the scheduler and the sampler take it."""
     assert request.sampling is not None
     processors = LogitsProcessors.of(request.sampling)
     group = SequenceGroup(request, request.sampling, PrefixKey("", ""), max_model_len, 0.0, processors=processors)

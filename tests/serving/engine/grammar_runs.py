@@ -20,8 +20,8 @@ COMPACT: Any = {"whitespace_flexible": False}
 
 
 def bundle_of(kind: str, directory: Path, **more: Any) -> Bundle:
-    """A tiny model of random weights with a tokenizer of ``kind``, its logits wider than its vocabulary. ``more`` is
-    for its configuration."""
+    """Return a tiny random model with a tokenizer of ``kind``, its logits wider than its vocabulary. ``more`` is for
+    its configuration."""
     tokenizer = KINDS[kind]()
     size = tokenizer.get_vocab_size() + PADDING
     config = tf.LlamaConfig(**COMMON | {"vocab_size": size, "max_position_embeddings": 512, "pad_token_id": 0} | more)
@@ -47,7 +47,7 @@ def lark(value: str, **more: Any) -> Grammar:
 
 
 class Texts:
-    """What a tokenizer makes of an engine's tokens, behind another text: as a caller of a grammar sees them."""
+    """Text decoded from an engine's tokens after other text, as a caller of a grammar sees it."""
 
     def __init__(self, bundle: Bundle) -> None:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(bundle.tokenizer_dir)

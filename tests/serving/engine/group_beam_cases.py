@@ -1,5 +1,5 @@
-"""Makes ``group_beam_cases.json`` and ``group_processor_cases.json``: diverse beam searches of transformers 4.55, the
-last release that had them, the latter with logits processors.
+"""Generator of ``group_beam_cases.json`` and ``group_processor_cases.json``: diverse beam searches of transformers
+4.55, the last release that had them, the latter with logits processors.
 
     pip install --no-deps --target OLD transformers==4.55.4 tokenizers==0.21.4 huggingface_hub==0.34.4
     PYTHONPATH=OLD python tests/serving/engine/group_beam_cases.py 100 > \
@@ -25,7 +25,7 @@ VOCAB = 131
 
 
 def model() -> Any:
-    """A Llama of two layers with weights that make the next token depend on the context."""
+    """Return a Llama of two layers with weights that make the next token depend on the context."""
     config = tf.LlamaConfig(
         vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64, bos_token_id=1, eos_token_id=2, pad_token_id=0,
@@ -36,17 +36,17 @@ def model() -> Any:
         for _, weight in sorted(made.named_parameters()):
             if weight.dim() > 1:
                 weight.copy_(torch.from_numpy(draw.normal(0, 0.4, tuple(weight.shape)).astype(np.float32)))
-    made.generation_config.eos_token_id = None  # it would win over what a case asks for
+    made.generation_config.eos_token_id = None  # it would override what a case asks for
     return made
 
 
 def bias_of(seed: int) -> Any:
-    """A bias of every token, float32 [VOCAB]: by 0.5 or so, up and down."""
+    """Return a bias of every token, float32 [VOCAB]: by 0.5 or so, up and down."""
     return np.random.RandomState(seed).normal(0, 0.5, VOCAB).astype(np.float32)
 
 
 def processors(rng: random.Random, likely: list[int]) -> dict[str, Any]:
-    """What a case adds to log probabilities or forbids; tokens are likely ones."""
+    """Return random processor settings of a case; the tokens are likely ones."""
     return {
         "repetition_penalty": rng.choice([1.0, 0.7, 1.3, 2.0]),
         "no_repeat_ngram_size": rng.choice([0, 0, 1, 2, 3]),
@@ -71,7 +71,7 @@ def as_generate_takes_them(case: dict[str, Any]) -> dict[str, Any]:
 
 @torch.inference_mode()
 def case(made: Any, rng: random.Random, *, processed: bool) -> dict[str, Any]:
-    """A random search and its outcome; end tokens are such as are likely."""
+    """Return a random search and its outcome; its end tokens are likely ones."""
     groups = rng.randint(2, 4)
     width = groups * rng.randint(1, 3)
     prompt = [rng.randint(3, VOCAB - 1) for _ in range(rng.randint(1, 12))]

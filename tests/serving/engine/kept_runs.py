@@ -1,4 +1,4 @@
-"""Logits of the native step over keys and values that are kept in any form."""
+"""Logits of the native step over keys and values stored in any type."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MODELS = {
 
 
 def has_bf16_tiles() -> bool:
-    """Whether the processor's own tiles multiply bfloat16; which ones are used stays as it is."""
+    """Return whether the CPU's own tiles multiply bfloat16, without changing which are used."""
     found, used = library(), tiles()
     has = found is not None and use_tiles(AMX) == AMX and bool(found.mlflow_llm_can_attend_bf16(64) & 2)
     use_tiles(used)
@@ -33,8 +33,8 @@ def has_bf16_tiles() -> bool:
 def logits_of(
     loaded: Any, tokens: Any, cuts: list[int], *, beside: int = 0, threads: int = 2, fill: float = 0.0, **kept: Any
 ) -> Any:
-    """Logits of every token, computed in pieces that end at ``cuts`` beside ``beside`` other sequences, in memory that
-    held ``fill`` before."""
+    """Return logits of every token, computed in chunks that end at ``cuts`` beside ``beside`` other sequences, in
+    memory that held ``fill`` before."""
     use_threads(threads)
     cache = SlotKVCache(loaded.layers, num_slots=beside + 1, num_tokens=8192, max_model_len=2048, **kept)
     if fill:

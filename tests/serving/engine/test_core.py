@@ -1,4 +1,4 @@
-"""The core: every request ends once, with the tokens it would have alone, whatever happens around it."""
+"""The engine core: every request ends once, with the tokens it would have alone, whatever happens around it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def core(tiny_bundle: Bundle) -> Iterator[EngineCore]:
 def test_too_little_free_memory_is_said(
     tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Less than the context is warned of, next to nothing is refused; what somebody has set is neither."""
+    """Memory for less than the context gives a warning, next to none is refused, and an explicit setting gives
+    neither."""
     free = 0
     monkeypatch.setattr(assembly, "free_memory", lambda device: free)
     free = 2 * 100 * TOKEN_BYTES
@@ -68,7 +69,7 @@ def test_preemption_changes_no_token(tiny_bundle: Bundle, tiny_llama: Any) -> No
 
 
 def test_prefix_is_reused(core: EngineCore, tiny_llama: Any) -> None:
-    """A prompt that extends an earlier conversation reuses its KV, says how much, and gives the same tokens."""
+    """A prompt that extends an earlier conversation reuses its KV, reports how much, and gives the same tokens."""
     first = prompt_of(30, 0)
     answer = run(core, request_of("a", first))["a"].tokens[0]
     longer = (*first, *answer, 5, 6, 7)
@@ -171,7 +172,7 @@ def test_the_context_length_ends_a_text(core: EngineCore) -> None:
     ],
 )
 def test_impossible_requests_fail_with_their_kind(core: EngineCore, kind: str, request_: Any) -> None:
-    """What cannot be run fails at once, and the request beside it runs."""
+    """An impossible request fails at once with its kind of error, and the request beside it runs."""
     outcomes = run(core, request_, request_of("good", prompt_of(5, 0)))
     failed = outcomes["x"].failed
     assert failed is not None
@@ -180,7 +181,7 @@ def test_impossible_requests_fail_with_their_kind(core: EngineCore, kind: str, r
 
 
 def test_abort_at_any_point_frees_everything(core: EngineCore) -> None:
-    """Aborted before, during and after its prompt, a request ends once and its memory is accounted for."""
+    """A request aborted before, during or after its prompt ends once and its memory is freed."""
     for steps in range(8):
         outcomes = {name: Outcome() for name in ("a", "b")}
         core.add(request_of("a", prompt_of(40, 0), n=2))
@@ -218,7 +219,7 @@ def test_a_deadline_ends_a_request(core: EngineCore) -> None:
 
 @pytest.mark.parametrize("step", [7200.0, -7200.0])
 def test_a_clock_that_is_set_ends_nothing(core: EngineCore, monkeypatch: pytest.MonkeyPatch, step: float) -> None:
-    """A wall clock that jumps by two hours, either way, between two steps: time limits go on as they were."""
+    """A wall clock that jumps by two hours either way between two steps affects no time limit."""
     outcomes = {"a": Outcome(), "b": Outcome()}
     core.add(request_of("a", prompt_of(6, 0), max_tokens=20, deadline=time.monotonic() + 3600))
     take(core, outcomes, max_steps=1)
@@ -253,7 +254,7 @@ def test_one_failing_request_harms_no_other(
 
 
 def test_a_failing_sampler_fails_one_request(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error after the forward is pinned on its request too; nothing is left without an end."""
+    """An error in the sampler fails only its own request, and nothing is left without an end."""
     from mlflow_llm.serving.engine.requests import delivery as module
 
     original = module.sample
@@ -272,7 +273,7 @@ def test_a_failing_sampler_fails_one_request(core: EngineCore, monkeypatch: pyte
 def test_choices_that_are_not_finite_fail_their_request_once(
     core: EngineCore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Both choices of a prompt draw from the same broken logits in one step: one ``Failed``, and nothing is left."""
+    """Two choices with the same broken logits in one step give one ``Failed``, and nothing is left."""
     head = core._runner.step_forward.forward
 
     def broken(*arguments: Any) -> Any:
@@ -318,7 +319,7 @@ def test_logprobs(core: EngineCore, tiny_llama: Any) -> None:
 
 
 def test_random_traffic_keeps_every_token_and_all_memory(tiny_bundle: Bundle) -> None:
-    """Many adds, aborts and early ends under little memory: every request ends once and the books stay right."""
+    """With many adds, aborts and early ends in little memory every request ends once and the accounts stay right."""
     draw = random.Random(5)
     core = EngineCore(tiny_bundle, settings(kv_cache_memory=150 * TOKEN_BYTES, max_num_seqs=6))
     outcomes: dict[str, Outcome] = {}
@@ -341,7 +342,7 @@ def test_random_traffic_keeps_every_token_and_all_memory(tiny_bundle: Bundle) ->
 
 
 def test_shutdown_ends_every_request(tiny_bundle: Bundle) -> None:
-    """Closing fails what runs and waits with shutting_down, once each; later requests fail too."""
+    """Closing fails running and waiting requests with shutting_down, once each; later requests fail too."""
     core = EngineCore(tiny_bundle, settings(max_num_seqs=1))
     for name in "abc":
         core.add(request_of(name, prompt_of(5, 0), max_tokens=100))
@@ -380,7 +381,8 @@ def test_an_engine_on_a_thread_of_this_process(tiny_bundle: Bundle, tiny_llama: 
 def test_refused_address_space_falls_back_to_the_budget(
     tiny_bundle: Bundle, tiny_llama: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where only as much may be mapped as the KV budget, the engine has fewer slots and gives the same tokens."""
+    """When no more address space than the KV budget may be mapped, the engine has fewer slots and gives the same
+    tokens."""
     allowed = 600 * TOKEN_BYTES
 
     most = [allowed + (1 << 16)]  # slots are rounded up to whole pages
@@ -399,13 +401,13 @@ def test_refused_address_space_falls_back_to_the_budget(
     for i, prompt in enumerate(prompts):
         assert outcomes[str(i)].tokens[0] == greedy(tiny_llama, prompt, 12)
     core.close()
-    most[0] = allowed // 2  # the self-test has room, the cache has not
+    most[0] = allowed // 2  # enough for the self-test, but not for the cache
     with pytest.raises(PackagingError, match="kv_cache_memory"):
         EngineCore(tiny_bundle, settings(kv_cache_memory=allowed))
 
 
 def test_a_full_queue_of_others_keeps_no_provisioned_request_out(tiny_bundle: Bundle) -> None:
-    """Others are refused beyond ``max_queued_requests``; provisioned requests are counted among themselves."""
+    """Only best-effort requests are refused beyond ``max_queued_requests``; provisioned ones are counted separately."""
     core = EngineCore(tiny_bundle, settings(max_queued_requests=2))
     requests = [request_of(name, prompt_of(5, i), provisioned=name in "rst") for i, name in enumerate("abcrst")]
     outcomes = run(core, *requests)
@@ -415,7 +417,7 @@ def test_a_full_queue_of_others_keeps_no_provisioned_request_out(tiny_bundle: Bu
 
 
 def test_a_full_queue_keeps_no_continuation_out(tiny_bundle: Bundle, tiny_llama: Any) -> None:
-    """What continues is taken beyond ``max_queued_requests``; it counts for those who come new."""
+    """Continuations are taken beyond ``max_queued_requests``, and count towards it for new requests."""
     core = EngineCore(tiny_bundle, settings(max_queued_requests=2))
     prompts = {name: prompt_of(5, i) for i, name in enumerate("abcde")}
     outcomes = {name: Outcome() for name in prompts}
@@ -429,7 +431,7 @@ def test_a_full_queue_keeps_no_continuation_out(tiny_bundle: Bundle, tiny_llama:
 
 
 def test_a_flood_changes_no_provisioned_token(core: EngineCore, tiny_llama: Any) -> None:
-    """Provisioned requests preempt best-effort ones amid their text; both have the tokens they have alone."""
+    """Provisioned requests preempt best-effort ones amid their text, and both have the tokens they have alone."""
     flood = {f"f{i}": prompt_of(6 + i, i) for i in range(6)}
     outcomes = {name: Outcome() for name in (*flood, "r0", "r1", "r2")}
     for name, prompt in flood.items():

@@ -43,7 +43,7 @@ Wanted = list[tuple[ValidRequest, Answer]]
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    """A model that runs natively, with a tokenizer and two adapters."""
+    """Save a model that runs natively, with a tokenizer and two adapters."""
     return bundle_in(tmp_path_factory.mktemp("needle"))
 
 
@@ -84,8 +84,7 @@ ROUNDED: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(params=ROUNDED.values(), ids=list(ROUNDED))
 def make_rounded(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Made]:
-    """Engines of a model whose heads tiles can read: keys and values in bfloat16 or int8, beside linears in int8, or
-    all of it in bfloat16."""
+    """Return a factory of engines with bfloat16 or int8 keys and values, beside int8 linears, or all in bfloat16."""
     before = tiles()
     use_tiles(AMX if has_bf16_tiles() else EMULATED_TILES)
     for build in making(bundle_in(tmp_path, head_dim=64)):
@@ -107,7 +106,7 @@ def making(bundle: Bundle) -> Iterator[Made]:
 
 
 def kinds() -> list[ValidRequest]:
-    """Requests of every kind, with all the numbers that they can have."""
+    """Return requests of every kind, with every kind of returned value."""
     shown: dict[str, Any] = {"logprobs": 3, "generation_logits": True}
     return [
         request_of("greedy", prompt_of(70, 1), max_tokens=10, **shown),
@@ -122,10 +121,10 @@ def kinds() -> list[ValidRequest]:
 
 
 def neighbour(chance: random.Random, name: str) -> ValidRequest:
-    """Of any length and kind."""
+    """Return a random request of any length and kind."""
     kind = chance.random()
     prompt: Any = prompt_of(chance.randint(1, 90), chance.randrange(10**6))
-    if kind < 0.3:  # what begins like a needle
+    if kind < 0.3:  # a prompt that begins like a needle
         prompt = (*prompt_of(70, 1)[: chance.randint(8, 70)], *prompt[:10])
     more: dict[str, Any] = {"max_tokens": chance.randint(1, 20), "seed": chance.randrange(99)}
     more |= {"temperature": chance.choice([0.0, 1.0]), "cache_salt": chance.choice([None, "needles"])}
@@ -154,8 +153,8 @@ def run(core: EngineCore, wanted: Wanted, **more: Any) -> Needles:
 
 @pytest.mark.parametrize("quantization", ["none", "int8"])
 def test_the_needle(make: Made, quantization: str) -> None:
-    """Alone in one engine, and in others among neighbours: prefixes warm and cold, prompts in chunks of any size,
-    sequences that are preempted, resumed ones, adapters, grammars, searches and drafts beside it: no bit differs."""
+    """A needle alone in one engine and among neighbours in others, with warm and cold prefixes, chunks of any size,
+    preemption, resumption, adapters, grammars, searches and drafts, has the same bits."""
     wanted = wanted_of(make(quantization=quantization, prefix_caching=False, speculation="none"))
     token_bytes = INT8_TOKEN_BYTES if quantization == "int8" else TOKEN_BYTES
     preempted = resumed = cached = 0
@@ -180,8 +179,8 @@ def test_the_needle(make: Made, quantization: str) -> None:
     assert few.health().accepted_tokens > 0
 
 
-def test_the_needle_in_less(make_rounded: Made) -> None:
-    """The same with keys and values in bfloat16 or int8, and models in bfloat16: by tiles no bit differs either."""
+def test_the_needle_in_reduced_precision(make_rounded: Made) -> None:
+    """A needle has the same bits with bfloat16 or int8 keys and values, and in bfloat16 models, with tiles."""
     alone = make_rounded(prefix_caching=False, speculation="none")
     wanted = wanted_of(alone)
     core = make_rounded(kv_cache_memory=260 * WIDE_TOKEN_BYTES[alone.info.kv_cache_dtype], max_num_batched_tokens=19)
@@ -197,8 +196,8 @@ def test_the_needle_in_less(make_rounded: Made) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_searches_where_memory_is_scarce(make: Made, seed: int, caplog: pytest.LogCaptureFixture) -> None:
-    """Beams that lose their memory together and come back one by one, in several steps, have the texts that they have
-    alone; no step has tokens of what was preempted in it."""
+    """Beams preempted together and resumed one by one have the texts that they have alone; no step has tokens of a
+    sequence preempted in it."""
     kind = {one.request_id: one for one in kinds()}
     alone = make(speculation="none")
     wanted = [(kind[name], answer(alone, kind[name])) for name in ("searched", "greedy")]
@@ -216,14 +215,14 @@ def test_searches_where_memory_is_scarce(make: Made, seed: int, caplog: pytest.L
 
 
 def test_the_test_sees_what_depends_on_the_batch(make: Made) -> None:
-    """The same with kernels that add in another order in another batch: it does find them."""
+    """The needle test finds differences with kernels whose order of sums depends on the batch."""
     wanted = wanted_of(make(kernels="torch", dtype="bfloat16"))
     assert run(make(kernels="torch", dtype="bfloat16"), wanted).mismatches
 
 
 @pytest.mark.parametrize(("kernels", "dtype"), [("torch", "float32"), ("torch", "bfloat16"), ("auto", "bfloat16")])
 def test_batch_invariant(make: Made, kernels: str, dtype: str) -> None:
-    """With the setting those kernels, too, give the same bits alone and among others; whatever runs bfloat16 does."""
+    """With batch_invariant those kernels too give the same bits alone and among others, also in bfloat16."""
     settings = {"kernels": kernels, "dtype": dtype, "batch_invariant": True}
     wanted = wanted_of(make(**settings))
     core = make(**settings, max_num_batched_tokens=32, kv_cache_memory=500 * TOKEN_BYTES)

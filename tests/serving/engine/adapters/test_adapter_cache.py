@@ -1,4 +1,4 @@
-"""Which adapters are loaded: with requests and from disk, within a budget, while others generate."""
+"""The adapter cache: loading with requests and from disk, within a memory budget, while other requests generate."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> Adapters:
 
 @pytest.fixture
 def core_of(adapters: Adapters) -> Any:
-    """``core_of(adapters=…, **settings)``; each is checked and closed at the end."""
+    """Yield ``core_of(adapters=…, **settings)``; each core is checked and closed at the end."""
     with checked_cores(adapters.core) as make:
         yield make
 
@@ -80,13 +80,14 @@ def named(task: LoraTask, task_id: int) -> LoraTask:
 
 
 def text_of(core: EngineCore, prompt: tuple[int, ...], **more: Any) -> list[int] | str:
-    """The tokens, or the error's text."""
+    """Return the generated tokens, or the text of the error."""
     outcome = run(core, ask("one", prompt, **more))["one"]
     return outcome.failed.message if outcome.failed is not None else outcome.tokens[0]
 
 
 def test_a_task_is_sent_once_and_then_named(adapters: Adapters, core_of: Callable[..., EngineCore]) -> None:
-    """Its first request brings the weights, later ones the id alone; before, the error is TensorRT-LLM's."""
+    """The first request of a task brings the weights and later ones only the id; an unknown id is TensorRT-LLM's
+    error."""
     core = core_of()
     assert text_of(core, PROMPTS[0], lora_task=LoraTask(task_id=42)) == MISS.format(42)
     for name, task_id in (("b", 42), ("f", 2**64 - 1)):
@@ -97,7 +98,7 @@ def test_a_task_is_sent_once_and_then_named(adapters: Adapters, core_of: Callabl
 
 
 def test_a_task_id_is_one_of_its_owner_alone(adapters: Adapters, core_of: Callable[..., EngineCore]) -> None:
-    """Another tenant misses it, and what they send under that id is theirs."""
+    """A tenant cannot use another tenant's task id; weights it sends under that id are its own."""
     core = core_of()
     task = named(adapters.tasks["b"], 7)
     assert text_of(core, PROMPTS[0], lora_task=task, tenant="acme") == adapters.expected["b", PROMPTS[0]]
@@ -109,7 +110,7 @@ def test_a_task_id_is_one_of_its_owner_alone(adapters: Adapters, core_of: Callab
 
 
 def test_requests_at_once_load_a_task_once(adapters: Adapters, core_of: Callable[..., EngineCore]) -> None:
-    """Sixteen first requests with the same weights, and later ones with them again, are one load."""
+    """Sixteen concurrent first requests with the same weights, and later ones that resend them, cause a single load."""
     core = core_of()
     task = named(adapters.tasks["d"], 1)
     outcomes = run(core, *(ask(str(i), PROMPTS[i % 3], lora_task=task) for i in range(16)))
@@ -121,7 +122,8 @@ def test_requests_at_once_load_a_task_once(adapters: Adapters, core_of: Callable
 def test_other_weights_of_a_task_replace_it_for_those_who_come_after(
     adapters: Adapters, core_of: Callable[..., EngineCore]
 ) -> None:
-    """What runs ends on the weights it began with; the old ones go with it."""
+    """New weights for a task id serve later requests; a running request ends on the old weights, which are then
+    freed."""
     core = core_of()
     outcomes = {"old": Outcome(), "new": Outcome()}
     core.add(ask("old", PROMPTS[2], lora_task=named(adapters.tasks["a"], 5)))
@@ -187,7 +189,7 @@ def test_a_tenant_that_floods_evicts_its_own(adapters: Adapters, core_of: Callab
 
 
 def test_pinned_adapters_are_never_evicted(adapters: Adapters, core_of: Callable[..., EngineCore]) -> None:
-    """Those of the setting and those pinned as they are loaded; what they leave no room for is refused for good."""
+    """Pinned adapters are never evicted, and an adapter that cannot fit beside them is refused."""
     core = core_of(adapters=("f", "a"), pinned_adapters=("f",), adapter_memory=int(2.5 * adapters.size))
     with pytest.raises(LimitExceeded, match=r"allows beside pinned adapters: \d+"):
         core_of(adapters=("f",), pinned_adapters=("f",), adapter_memory=int(1.5 * adapters.size)).load_adapter(
@@ -214,7 +216,8 @@ def test_pinned_adapters_are_never_evicted(adapters: Adapters, core_of: Callable
 def test_evicted_adapters_come_back_from_copies(
     adapters: Adapters, core_of: Callable[..., EngineCore], tmp_path: Path
 ) -> None:
-    """A named one without its files, a task without its weights; beyond the copies' own memory they are lost."""
+    """Evicted adapters are reloaded from host copies without files or weights, unless the copies' memory limit dropped
+    them."""
     folder = tmp_path / "x"
     shutil.copytree(adapters.paths["f"], folder)
     core = core_of(adapter_memory=int(1.5 * adapters.size), adapter_host_memory=int(2.5 * adapters.size))
@@ -248,7 +251,7 @@ def test_a_copy_that_finds_no_room_stays_a_copy(adapters: Adapters, core_of: Cal
 
 
 def test_all_of_an_adapter_goes_to_the_host(adapters: Adapters, core_of: Callable[..., EngineCore]) -> None:
-    """And back: factors, gains and shifts, with their ranks and scaling."""
+    """A host copy keeps factors, gains and shifts with their ranks and scaling, and restores them."""
     pool = core_of()._parts.lora
     read = pool.read("f", adapters.paths["f"])
     with_gains = replace(
@@ -268,7 +271,7 @@ def test_all_of_an_adapter_goes_to_the_host(adapters: Adapters, core_of: Callabl
 def test_a_cache_full_of_adapters_in_use_refuses_the_next(
     adapters: Adapters, core_of: Callable[..., EngineCore]
 ) -> None:
-    """In TensorRT-LLM's words; when one is done the same request is taken. What could never fit says so."""
+    """A full cache refuses a request with TensorRT-LLM's message and takes it once an adapter is idle."""
     core = core_of(adapter_memory=int(1.5 * adapters.size))
     outcomes = {"held": Outcome(), "next": Outcome()}
     core.add(ask("held", PROMPTS[2], lora_task=named(adapters.tasks["f"], 1)))
@@ -347,7 +350,7 @@ def test_random_operations_give_each_adapter_its_own_text(
             try:
                 core.load_adapter(name, adapters.paths[which], replace=name in names)
                 names[name] = which
-            except Overloaded:  # all are in use
+            except Overloaded:  # all adapters are in use
                 refused += 1
         elif kind == "unload" and (others := sorted(names.keys() - {"a", "b"})):
             name = dice.choice(others)
@@ -365,7 +368,7 @@ def test_random_operations_give_each_adapter_its_own_text(
                 brings = dice.random() < 0.5
                 task = named(adapters.tasks[which], task_id) if brings else LoraTask(task_id=task_id)
                 core.add(ask(request_id, prompt, lora_task=task, tenant=owner))
-                if brings and request_id in core._inflight:  # else it is refused, and the id means what it did
+                if brings and request_id in core._inflight:  # otherwise it is refused, and the id keeps its old meaning
                     tasks[owner, task_id] = which
                 meant[request_id] = tasks.get((owner, task_id)), prompt
             else:

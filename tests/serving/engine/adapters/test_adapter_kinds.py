@@ -42,7 +42,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def adapted(family: str, kind: str, seed: int) -> Any:
-    """peft's model, its magnitudes and biases trained, in a manner of speaking."""
+    """Return peft's model with random magnitudes and biases in place of trained ones."""
     torch.manual_seed(seed)
     patterns = {"rank_pattern": {FIRST[family]: 5}, "alpha_pattern": {FIRST[family]: 3}}
     targets = EVERY[family] if seed % 2 else SOME[family]
@@ -60,7 +60,7 @@ def adapted(family: str, kind: str, seed: int) -> Any:
 
 @pytest.mark.parametrize("family", sorted(EVERY))
 def test_each_kind_continues_as_pefts_model(family: str, tmp_path: Path) -> None:
-    """All kinds in one batch with the base, prompts in chunks, with and without segments of their own."""
+    """All kinds of adapters, batched with the base model and chunked prompts, continue as peft's model does."""
     base = make_model(FAMILIES[family]())
     bundle = save_bundle(base, tmp_path / "model")
     core = EngineCore(bundle, EngineSettings(max_num_seqs=16, max_num_batched_tokens=32, kv_cache_memory=1 << 24))
@@ -85,7 +85,8 @@ def test_each_kind_continues_as_pefts_model(family: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("family", ["llama_wide", "qwen2"])
 def test_dora_that_comes_with_a_request_continues_as_pefts_model(family: str, tmp_path: Path) -> None:
-    """Beside the same weights as plain LoRA, and the base; linears keep their own biases (qwen2 has some)."""
+    """DoRA sent with a request continues as peft's model, beside plain LoRA and the base, and keeps the linears'
+    biases."""
     base = make_model(FAMILIES[family]())
     core = EngineCore(save_bundle(base, tmp_path / "model"), EngineSettings(kv_cache_memory=1 << 24))
     torch.manual_seed(0)
@@ -111,7 +112,7 @@ def test_dora_that_comes_with_a_request_continues_as_pefts_model(family: str, tm
 
 
 def broken(folder: Path, config: dict[str, Any], tensors: dict[str, Any]) -> None:
-    """A saved adapter with other settings and tensors; one of None is gone."""
+    """Save an adapter with changed settings and tensors; a tensor given as None is removed."""
     path, weights = folder / "adapter_config.json", folder / "adapter_model.safetensors"
     path.write_text(json.dumps(json.loads(path.read_text()) | config))
     found = load_file(weights) | tensors
@@ -136,10 +137,10 @@ PREFIX = "base_model.model.model.layers.0.self_attn.o_proj"
         ("plain", {"peft_type": "PREFIX_TUNING"}, {}, "'PREFIX_TUNING' is not supported"),
     ],
 )  # fmt: skip
-def test_what_is_not_run_is_refused_by_name(
+def test_unsupported_settings_are_refused_by_name(
     kind: str, config: dict[str, Any], tensors: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    """Nothing that changes a result is left out in silence."""
+    """Adapter settings that would change a result but are not supported are refused by name."""
     adapted("llama_wide", kind, 1).save_pretrained(tmp_path)
     read_adapter(tmp_path)
     broken(tmp_path, config, tensors)
@@ -147,8 +148,8 @@ def test_what_is_not_run_is_refused_by_name(
         read_adapter(tmp_path)
 
 
-def test_magnitudes_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
-    """A gain that is not finite would fail every request of the adapter."""
+def test_magnitudes_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    """Magnitudes that are not finite are refused at load."""
     adapted("llama_wide", "dora", 1).save_pretrained(tmp_path / "x")
     broken(tmp_path / "x", {}, {f"{PREFIX}.lora_magnitude_vector": torch.full((64,), float("nan"))})
     bundle = save_bundle(make_model(FAMILIES["llama_wide"]()), tmp_path / "model")
@@ -165,14 +166,14 @@ PROMPTS: dict[str, Any] = {
 
 
 def with_prompt(family: str, kind: str) -> Any:
-    """peft's model with a learned prompt."""
+    """Return peft's model with a learned prompt."""
     torch.manual_seed(5)
     return get_peft_model(make_model(FAMILIES[family]()), copy.deepcopy(PROMPTS[kind])).eval()
 
 
 @torch.inference_mode()
 def continued(model: Any, prompt: tuple[int, ...]) -> list[int]:
-    """Greedy, by peft's forward alone: its ``generate`` warns of position ids that it ignores."""
+    """Generate greedily with peft's forward alone, because its ``generate`` warns of position ids that it ignores."""
     ids = list(prompt)
     for _ in range(MAX_TOKENS):
         ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
@@ -181,7 +182,8 @@ def continued(model: Any, prompt: tuple[int, ...]) -> list[int]:
 
 @pytest.mark.parametrize("family", ["llama_wide", "gpt2"])
 def test_a_learned_prompt_continues_as_pefts_model(family: str, tmp_path: Path) -> None:
-    """Beside the base and a LoRA adapter; its tokens count as no others, and its prefixes are its own."""
+    """A learned prompt beside the base and a LoRA adapter continues as peft's model; its tokens and prefixes are its
+    own."""
     base = make_model(FAMILIES[family]())
     core = EngineCore(
         save_bundle(base, tmp_path / "model"),
@@ -207,8 +209,8 @@ def test_a_learned_prompt_continues_as_pefts_model(family: str, tmp_path: Path) 
     core.close()
 
 
-def test_what_a_learned_prompt_does_not_go_with(tmp_path: Path) -> None:
-    """A table of the request's own, scores of the prompt, a prompt that fills the context without it."""
+def test_conflicts_of_a_learned_prompt_are_refused(tmp_path: Path) -> None:
+    """A prompt table, prompt scores or a prompt that fills the context are refused together with a learned prompt."""
     core = EngineCore(
         save_bundle(make_model(FAMILIES["llama_wide"]()), tmp_path / "model"),
         EngineSettings(max_num_seqs=4, kv_cache_memory=1 << 24, max_model_len=32),
@@ -246,7 +248,7 @@ def test_what_a_learned_prompt_does_not_go_with(tmp_path: Path) -> None:
 def test_learned_prompts_that_are_refused(
     config: dict[str, Any], tensors: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    """Prefix tuning, other shapes and tensors: by name."""
+    """Prefix tuning and unexpected shapes or tensors are refused by name."""
     with_prompt("llama_wide", "prompt_tuning").save_pretrained(tmp_path)
     assert read_adapter(tmp_path).prompt == (5, 64)
     broken(tmp_path, config, tensors)
@@ -255,7 +257,7 @@ def test_learned_prompts_that_are_refused(
 
 
 def test_a_learned_prompt_of_another_width_is_refused(tmp_path: Path) -> None:
-    """Its vectors are of the base's width, where the base takes any."""
+    """A learned prompt whose vectors do not have the base model's width is refused."""
     with_prompt("llama_wide", "prompt_tuning").save_pretrained(tmp_path)
     for width, said in ((32, "vectors of width 32"), (0, "none")):
         with pytest.raises(PackagingError, match=f"the base takes {said}"):

@@ -41,7 +41,7 @@ MAX_TOKENS = 10
 
 
 class Family:
-    """A tiny base on disk, its adapters in peft's layout, and what peft's model of each continues with."""
+    """A tiny base model on disk, its adapters in peft's layout, and peft's own continuation of each."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self.models: dict[str | None, Any] = {None: make_model(FAMILIES[name]())}
@@ -99,7 +99,7 @@ def test_a_mixed_batch_equals_peft_one_by_one(family: Family) -> None:
 
 
 def test_segments_beside_a_head_of_few_rows(llama: Family, caplog: pytest.LogCaptureFixture) -> None:
-    """A long prompt of the base beside an adapter's short one is one step: no plan minds that the head has two rows."""
+    """A long base prompt and a short adapter prompt run in one step, although the head computes only two rows."""
     core = llama.core(kernels="torch", max_num_batched_tokens=256)
     before = core.health().steps
     outcomes = run(
@@ -210,7 +210,7 @@ def test_refusals_leave_the_engine_as_it_was(llama: Family, tmp_path: Path) -> N
 
 
 def test_adapters_of_the_bundle_are_there_from_the_start(llama: Family) -> None:
-    """What the model was saved with needs no call."""
+    """Adapters saved with the model are loaded when the engine starts."""
     bundle = Bundle(**{f: getattr(llama.bundle, f) for f in Bundle.__struct_fields__} | {"adapters": llama.paths})
     core = EngineCore(bundle, EngineSettings(max_num_seqs=2, kv_cache_memory=1 << 24))
     assert [info.name for info in core.adapters()] == list(llama.paths)

@@ -46,7 +46,7 @@ def gpt2():
 
 
 def save_adapter(folder, make=llama, **config):
-    """A random adapter in peft's layout; returns peft's own logits."""
+    """Save a random adapter in peft's layout and return peft's own logits."""
     torch.manual_seed(len(str(folder)))
     model = get_peft_model(make(), LoraConfig(init_lora_weights=False, **config)).eval()
     model.save_pretrained(folder)
@@ -144,7 +144,7 @@ def test_fan_in_fan_out_of_gpt2(tmp_path):
 
 
 def test_adding_and_removing(adapters):
-    """What is removed is forgotten; a step of base rows alone has no plan."""
+    """A removed adapter is forgotten, and a step of base rows alone has no plan."""
     _, pool = pool_over(llama())
     path = str(adapters["patterns"][0])
     assert pool.read("a", path).rank == 5

@@ -1,4 +1,4 @@
-"""Adapters that come with a request, in TensorRT-LLM's form: what they are for a model, and what does not fit it."""
+"""LoRA tasks sent with a request in TensorRT-LLM's format: how they map to a model, and which are refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FUSED = {"transformer.h.0.attn.c_attn": (18, 6), "transformer.h.0.attn.c_proj": 
 
 
 def rows(*config: tuple[int, ...], width: int = 100, shapes: dict[int, tuple[int, int]]) -> tuple[LoraTask, list]:
-    """A task of random factors, and those factors; ``shapes`` (out, in) by module id."""
+    """Return a task of random factors, and those factors; ``shapes`` is (out, in) by module id."""
     random = np.random.default_rng(0)
     factors, weights = [], np.zeros((len(config), width), dtype="<f4")
     for i, (module, _, rank, *_) in enumerate(config):
@@ -39,7 +39,7 @@ def rows(*config: tuple[int, ...], width: int = 100, shapes: dict[int, tuple[int
 
 
 def test_module_ids_name_the_linears_of_a_layer() -> None:
-    """1 to 4 are attention's, 5 is the gate, 6 down, 7 up, whatever their names suggest; each of its own rank."""
+    """Module ids 1 to 4 are attention's, 5 is the gate, 6 down and 7 up; each has its own rank."""
     names = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "down_proj", "up_proj")
     found = {name.rsplit(".", 1)[1]: shape for name, shape in APART.items()}
     config = [(i, i % 2, 1 + i % 3) for i in range(1, 8)]
@@ -57,7 +57,7 @@ def test_module_ids_name_the_linears_of_a_layer() -> None:
 
 
 def test_fused_qkv_is_one_a_and_the_rows_of_three_bs() -> None:
-    """Module 0 is split where the model has q, k and v apart, and is the module itself where it has not."""
+    """Module 0 (fused QKV) is split for a model with separate q, k and v, and kept whole for a fused one."""
     task, [(a, b)] = rows((0, 1, 2), shapes={0: (16, 6)})
     factors = TaskReader(APART).read(task).factors
     parts = [factors[f"model.layers.1.self_attn.{name}_proj"] for name in "qkv"]
@@ -85,7 +85,7 @@ def test_fused_qkv_is_one_a_and_the_rows_of_three_bs() -> None:
     ],
 )
 def test_a_row_that_does_not_fit_the_model_is_named(config: list[tuple[int, ...]], message: str) -> None:
-    """Unknown modules and layers, ranks out of bounds, a DoRA column that is no flag, one module twice."""
+    """Unknown modules and layers, ranks out of bounds, invalid DoRA flags and duplicate modules are refused by row."""
     task = LoraTask(task_id=1, weights=np.zeros((len(config), 30), "<f4").tobytes(), config=tuple(config))
     with pytest.raises(InvalidField) as error:
         TaskReader(APART).read(task)
@@ -114,13 +114,13 @@ def test_the_fourth_column_says_that_magnitudes_come_after_b() -> None:
     ],
 )
 def test_weights_of_another_length_are_refused(values: np.ndarray, message: str) -> None:
-    """Too short for A and B, numbers where padding should be, and numbers that are none."""
+    """Weights too short for A and B, nonzero padding and values that are not finite are refused."""
     with pytest.raises(InvalidField) as error:
         TaskReader(APART).read(LoraTask(task_id=1, weights=values.astype("<f4").tobytes(), config=((1, 0, 1),)))
     assert error.value.message.startswith(message)
 
 
 def test_a_model_without_known_layers_takes_no_task() -> None:
-    """What is no linear of a numbered layer (the head) has no module id."""
+    """A model without numbered layers refuses tasks: the head, for one, has no module id."""
     with pytest.raises(InvalidField, match="lora_config"):
         TaskReader({"lm_head": (50, 6)}).read(LoraTask(task_id=1, weights=b"\0" * 64, config=((1, 0, 1),)))

@@ -30,7 +30,7 @@ def table(width: int, seed: int, rows: int = 3) -> PromptTable:
 
 @torch.inference_mode()
 def expected(model: Any, prompt: tuple[int, ...], given: PromptTable) -> list[int]:
-    """What transformers continues with, given the vectors in place of ids."""
+    """Return transformers' greedy continuation with the vectors in place of their ids."""
     vectors = torch.frombuffer(bytearray(given.data), dtype=torch.float32).reshape(given.num_tokens, -1)
     words = model.get_input_embeddings()(torch.tensor([i if i < VOCAB else 0 for i in prompt]))
     for place, token_id in enumerate(prompt):
@@ -76,7 +76,7 @@ def ask(request_id: str, prompt: tuple[int, ...], given: PromptTable | None, **m
 
 
 def test_vectors_stand_where_their_ids_do(any_served: Served) -> None:
-    """In chunks of prompts and beside plain requests, two tables and none give what transformers does of each."""
+    """Prompts with two tables or none, chunked and beside plain requests, continue as in transformers."""
     core = any_served.core()
     tables = {str(seed): table(any_served.width, seed) for seed in (1, 2)}
     requests = [ask(name, PROMPT, given) for name, given in tables.items()]
@@ -89,7 +89,7 @@ def test_vectors_stand_where_their_ids_do(any_served: Served) -> None:
 
 
 def test_a_prefix_is_one_of_its_table(core_of: Callable[..., EngineCore], served: Served) -> None:
-    """The same ids under another table are other vectors: nothing of their KV is reused."""
+    """Equal ids under different tables share no KV."""
     core = core_of()
     for seed, cached in ((1, 0), (1, len(PROMPT) - 1), (2, 0), (1, len(PROMPT) - 1)):
         outcome = run(core, ask("one", PROMPT, table(served.width, seed)))["one"]
@@ -98,7 +98,7 @@ def test_a_prefix_is_one_of_its_table(core_of: Callable[..., EngineCore], served
 
 
 def test_penalties_and_drafts_leave_the_ids_of_tables_alone(core_of: Callable[..., EngineCore], served: Served) -> None:
-    """What counts the prompt's tokens counts those of the vocabulary, and no draft is a row of a table."""
+    """Penalties count only tokens of the vocabulary, and drafts never contain ids of a table."""
     core = core_of()
     given = table(served.width, 1)
     prompt = (5, 6, 7, VOCAB, 8) * 4 + (5, 6, 7)
@@ -112,7 +112,7 @@ def test_penalties_and_drafts_leave_the_ids_of_tables_alone(core_of: Callable[..
 
 
 def test_preemption_and_resumption_keep_the_table(core_of: Callable[..., EngineCore], served: Served) -> None:
-    """Computed anew or resumed after tokens that were delivered, a text is what it would have been."""
+    """A preempted or resumed request generates the same text, from the same table."""
     core = core_of(kv_cache_memory=60 * 2 * 2 * 16 * 2 * 4)
     tables = {str(seed): table(served.width, seed) for seed in range(4)}
     outcomes = run(core, *(ask(name, PROMPT, given) for name, given in tables.items()))
@@ -133,10 +133,11 @@ def test_preemption_and_resumption_keep_the_table(core_of: Callable[..., EngineC
         (PromptTable(data=b"", num_tokens=0), (1,), "prompt_embedding_table"),
     ],
 )  # fmt: skip
-def test_what_is_no_table_of_this_model_is_refused(
+def test_tables_that_do_not_fit_the_model_are_refused(
     core_of: Callable[..., EngineCore], given: PromptTable | None, prompt: tuple[int, ...], message: str
 ) -> None:
-    """Other sizes, numbers that are none, ids after its last row: that request alone fails, by name."""
+    """A table of another size, with numbers that are not finite or with ids after its last row fails its request by
+    name."""
     core = core_of()
     outcomes = {"bad": Outcome(), "good": Outcome()}
     core.add(ask("bad", prompt, given))
@@ -149,7 +150,7 @@ def test_what_is_no_table_of_this_model_is_refused(
 
 
 def test_a_prompt_of_virtual_tokens_is_not_scored(core_of: Callable[..., EngineCore], served: Served) -> None:
-    """A row of a table has no probability: asked for those of the prompt, the engine says so."""
+    """Prompt log probabilities are refused for prompts with virtual tokens, which have no probability."""
     outcome = run(core_of(), ask("one", PROMPT, table(served.width, 1), prompt_logprobs=1))["one"]
     assert outcome.failed is not None
     assert "where the prompt is scored" in outcome.failed.message

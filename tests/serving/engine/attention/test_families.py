@@ -1,4 +1,4 @@
-"""Every decoder family: ragged, chunked batches give what transformers' generate() gives for each prompt alone."""
+"""Decoder families: ragged, chunked batches give what transformers' generate() gives for each prompt alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mlflow_llm.serving.engine.core import EngineCore
 from mlflow_llm.serving.interface.errors import PackagingError
 from mlflow_llm.serving.interface.settings import EngineSettings
 
-SINCE = {"gptj": "5.24"}  # transformers' version whose code of the family lets attention be replaced
+SINCE = {"gptj": "5.24"}  # the first transformers version whose code of the family lets attention be replaced
 LENGTHS = (1, 3, 40, 9, 23, 17)  # longer than the sliding window, longer than a chunk
 
 
@@ -39,8 +39,8 @@ def check_equals_generate(make_config: Callable[[], Any], tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("family", sorted(REFUSED))
-def test_refuses_what_would_be_wrong(family: str, tmp_path: Path) -> None:
-    """A family whose attention cannot be replaced is refused by its name at load, until transformers lets it be."""
+def test_refuses_a_family_whose_attention_cannot_be_replaced(family: str, tmp_path: Path) -> None:
+    """A family whose attention cannot be replaced is refused by name at load, until transformers allows it."""
     if Version(tf.__version__) >= Version(SINCE.get(family, "6")):
         check_equals_generate(REFUSED[family], tmp_path)
         return

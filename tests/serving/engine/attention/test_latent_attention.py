@@ -1,4 +1,4 @@
-"""Multi-head latent attention: of a token only what its keys and values are made of is kept, and no text is another."""
+"""Multi-head latent attention: only the latent of a token is cached, and every text stays the same."""
 
 from __future__ import annotations
 
@@ -85,7 +85,8 @@ def texts(core: EngineCore, prompts: Any, **more: Any) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", sorted(CONFIGS))
 def test_equals_generate(name: str, tmp_path: Path) -> None:
-    """With queries that are compressed or not, each rotation, yarn's scale: generate()'s tokens, in chunks, mixed."""
+    """Compressed queries or not, each rotation and yarn's scale give generate()'s tokens, chunked and in mixed
+    batches."""
     model = make_model(CONFIGS[name]())
     settings = EngineSettings(max_num_seqs=4, max_num_batched_tokens=16, kv_cache_memory=1 << 24)
     core = EngineCore(save_bundle(model, tmp_path), settings)
@@ -95,7 +96,7 @@ def test_equals_generate(name: str, tmp_path: Path) -> None:
 
 
 def test_a_token_takes_what_is_compressed_and_the_shared_key(bundle: Bundle, make: Callable[..., EngineCore]) -> None:
-    """kv_lora_rank + qk_rope_head_dim numbers a layer, once: so many more tokens fit into the same memory."""
+    """A token takes kv_lora_rank + qk_rope_head_dim numbers a layer, so more tokens fit into the same memory."""
     layers = load_model(bundle, EngineSettings()).layers
     assert [shape.elements_per_token for shape in layers] == [KEPT, KEPT]
     core = make(kv_cache_memory=100 * TOKEN_BYTES)
@@ -104,7 +105,7 @@ def test_a_token_takes_what_is_compressed_and_the_shared_key(bundle: Bundle, mak
 
 
 def test_memory_that_runs_out_and_prefixes_change_no_text(model: Any, make: Callable[..., EngineCore]) -> None:
-    """Sequences that give way and come back, and prompts that begin alike, warm and cold."""
+    """Preempted sequences and prompts with common prefixes, warm and cold, have unchanged texts."""
     shared = prompt_of(20, 9)
     prompts = [(*shared, *prompt_of(n, n)) for n in (3, 5, 8, 2)]
     wanted = [greedy(model, prompt, 24) for prompt in prompts]
@@ -120,7 +121,7 @@ def test_memory_that_runs_out_and_prefixes_change_no_text(model: Any, make: Call
 
 @torch.inference_mode()
 def test_beams_are_those_of_generate(model: Any, make: Callable[..., EngineCore]) -> None:
-    """Hypotheses are forked by copies of what is kept."""
+    """Beam searches over the latent cache give generate()'s texts."""
     prompt = prompt_of(19, 4)
     ids = torch.tensor([prompt])
     wanted = model.generate(
@@ -133,7 +134,7 @@ def test_beams_are_those_of_generate(model: Any, make: Callable[..., EngineCore]
 
 
 def test_batch_invariant(make: Callable[..., EngineCore]) -> None:
-    """Log probabilities are bitwise the same alone and among others, whatever the chunks, where that is asked for."""
+    """With batch_invariant, log probabilities are bitwise the same alone and among others, whatever the chunks."""
     asked = {"max_tokens": 6, "logprobs": 2, "prompt_logprobs": 1}
     seen = []
     for budget, others in ((16, 0), (512, 3), (24, 4)):
@@ -157,8 +158,8 @@ def adapted(name: str) -> Any:
 
 @pytest.mark.filterwarnings("ignore::peft.utils.warning.PeftWarning")
 def test_adapters_on_every_projection(model: Any, make: Callable[..., EngineCore], tmp_path: Path) -> None:
-    """Also on the one that is absorbed, with magnitudes and biases: peft's texts, in one batch, joined and by
-    segments."""
+    """Adapters on every projection, the absorbed one included, with magnitudes and biases, give peft's texts in one
+    batch."""
     core = make(max_num_seqs=10)
     prompt = prompt_of(21, 3)
     wanted = {None: greedy(model, prompt, 8)}
@@ -174,8 +175,8 @@ def test_adapters_on_every_projection(model: Any, make: Callable[..., EngineCore
 
 
 @torch.inference_mode()
-def test_both_forms_are_one(model: Any) -> None:
-    """Absorbed or expanded, with adapters of either kind on some rows: the same attention, whole and in turns."""
+def test_absorbed_and_expanded_attention_agree(model: Any) -> None:
+    """Absorbed and expanded attention agree, with adapters of either kind on some rows, whole and in parts."""
     form = LatentForm.of(model.model.layers[0].self_attn)
     heads, outputs = form.weight.shape[0], form.weight.shape[0] * form.weight.shape[1]
     make = torch.Generator().manual_seed(1)
@@ -197,8 +198,8 @@ def test_both_forms_are_one(model: Any) -> None:
             torch.testing.assert_close(absorbed, whole)
 
 
-def test_what_costs_less_follows_from_length_and_place() -> None:
-    """One query is absorbed, a whole prompt expanded, with the widths of DeepSeek V2 and V3; heads take turns."""
+def test_the_cheaper_form_follows_from_length_and_position() -> None:
+    """A single query is absorbed and a whole prompt expanded, with the widths of DeepSeek V2 and V3."""
     form = LatentForm(torch.empty(128, 256, 512, device="meta"), 512, 128, 64, 128)
     assert not form.prefers_expanded(1, 4000)
     assert form.prefers_expanded(2000, 2000)
@@ -210,7 +211,7 @@ def test_what_costs_less_follows_from_length_and_place() -> None:
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 def test_int8(bundle: Bundle, kernels: str) -> None:
-    """What is absorbed stays in floats, the other linears do not."""
+    """With int8 the absorbed projection stays in floats while the other linears are quantised."""
     settings = EngineSettings(kernels=kernels, quantization="int8", kv_cache_memory=1 << 20)
     loaded = load_model(bundle, settings)
     linears = {name.rpartition(".")[2]: one for name, one in loaded.linears.linears.items() if ".0.self_attn." in name}
@@ -230,7 +231,7 @@ def test_int8(bundle: Bundle, kernels: str) -> None:
 def test_another_form_keeps_whole_keys_and_says_so(
     how: str, model: Any, bundle: Bundle, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A module that expands in another way runs by its own code, with a reason in the log and in what is reported."""
+    """A module that expands the latent in another way runs by its own code, and the reason is logged and reported."""
     expand, forward = DeepseekV3Attention.expand_kv, DeepseekV3Attention.forward
     if how == "keys":
 
@@ -255,8 +256,8 @@ def test_another_form_keeps_whole_keys_and_says_so(
     core.close()
 
 
-def test_code_that_offers_no_place_says_so() -> None:
-    """A model of a configuration with latent attention whose own code never has the latent apart."""
+def test_code_without_a_separate_latent_is_reported() -> None:
+    """A model with latent attention whose own code never separates the latent runs by that code, with a reason."""
     config = tf.LlamaConfig(**LATENT, head_dim=8)
     assert config.kv_lora_rank
     assert latent_attention.install(make_model(config)) == ([], "its code makes whole keys and values at once")
@@ -264,8 +265,8 @@ def test_code_that_offers_no_place_says_so() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision(bundle: Bundle, dtype: str) -> None:
-    """Last bits that choose another expert are no other model: the latent is kept, a token takes half as much."""
+def test_half_precision_keeps_the_latent(bundle: Bundle, dtype: str) -> None:
+    """In half precision the latent is still cached, and a token takes half the memory."""
     core = EngineCore(bundle, EngineSettings(dtype=dtype, kv_cache_memory=50 * TOKEN_BYTES))
     assert (core.info.kv_cache_reason, core.info.max_kv_tokens) == ("", 100)
     assert len(texts(core, PROMPTS[2:3])[0]) == 12

@@ -42,7 +42,7 @@ def test_another_salt_finds_nothing(core: EngineCore) -> None:
 
 
 def test_a_miss_computes_every_token(core: EngineCore) -> None:
-    """Under another salt the engine runs the whole prompt: what is not found is not skipped either."""
+    """Under another salt the engine computes every token of the prompt."""
     for salt in ("a", "b"):
         core.add(request_of(salt, PROMPT, cache_salt=salt, max_tokens=1))
         runs = core._scheduler.schedule()
@@ -66,7 +66,7 @@ def test_requests_side_by_side_do_not_wait_for_each_other(core: EngineCore) -> N
 
 
 def test_a_preempted_sequence_keeps_its_key(core: EngineCore) -> None:
-    """What lost its memory starts again under its own salt, beside another's equal prompt."""
+    """A preempted sequence starts again under its own salt, beside an equal prompt of another salt."""
     for salt in ("a", "b"):
         core.add(request_of(salt, PROMPT, cache_salt=salt))
     outcomes = {"a": Outcome(), "b": Outcome()}
@@ -87,7 +87,7 @@ class Sink:
 
 
 def test_a_continuation_carries_the_salt(core: EngineCore) -> None:
-    """What goes on in another engine, after a crash, a move or a pause, is looked up under the same salt there."""
+    """A continuation after a crash, a move or a pause is looked up under the request's own salt."""
     request = request_of("r", PROMPT, cache_salt="b", max_tokens=8)
     running = InflightRequest(request, 1, Sink())
     running.deliver(Tokens(0, (5, 6), (), 0))

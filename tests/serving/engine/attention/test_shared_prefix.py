@@ -1,4 +1,4 @@
-"""Sequences that begin alike read their prefix in one slot: with the bits of a copy, and right books."""
+"""Sequences that share a prefix read it in one slot: with the bits of a copy, and consistent accounts."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def as_before() -> Iterator[None]:
 
 
 class Sequences:
-    """Sequences over one cache, of which each keeps its logits by position."""
+    """Sequences over one cache, each of which keeps its logits by position."""
 
     def __init__(self, loaded: Any, kept: dict[str, Any], num_slots: int = 6) -> None:
         self.cache = SlotKVCache(
@@ -79,7 +79,7 @@ class Sequences:
         return length
 
     def step(self, **counts: int) -> dict[int, Any]:
-        """Compute so many tokens of each owner ``o<number>``; their logits."""
+        """Compute so many tokens of each owner ``o<number>`` and return their logits."""
         owners = {int(name[1:]): count for name, count in counts.items()}
         rows = [Row(owner, self.computed[owner], count) for owner, count in owners.items()]
         ids = np.concatenate([self.tokens[row.owner][row.start : row.start + row.num_tokens] for row in rows])
@@ -183,7 +183,7 @@ def tokens_of(*ids: int) -> Any:
 
 
 def expected(key: PrefixKey, tokens: Any) -> Any:
-    """What stands for each token's KV: a number made of all before it and of whose they are."""
+    """Return a stand-in for each token's KV: a number computed from the key and all tokens up to it."""
     total, found = float(KEYS.index(key) + 1), []
     for token in tokens.tolist():
         total = (total * 31 + token) % 1_000_003
@@ -192,7 +192,7 @@ def expected(key: PrefixKey, tokens: Any) -> Any:
 
 
 def write(cache: SlotKVCache, owner: int, key: PrefixKey, tokens: Any, start: int) -> None:
-    """As a forward of ``tokens`` from ``start`` on does: to the sequence's own slot."""
+    """Write KV as a forward of ``tokens`` from ``start`` on does: to the sequence's own slot."""
     slot = cache.slot_of(owner)
     cache._layers[0].k[slot.index, :, start : len(tokens)] = expected(key, tokens)[start:, None]
     cache._layers[0].v[slot.index, :, start : len(tokens)] = -expected(key, tokens)[start:, None]
@@ -200,7 +200,7 @@ def write(cache: SlotKVCache, owner: int, key: PrefixKey, tokens: Any, start: in
 
 
 def read(cache: SlotKVCache, owner: int, length: int) -> Any:
-    """As a native step does."""
+    """Read the KV of a sequence as a native step does."""
     k, v = cache._layers[0].k, cache._layers[0].v
     ranges = list(cache.slot_of(owner).ranges(0, length))
     keys, values = (torch.cat([cube[slot.index, 1, a:b, 3] for slot, a, b in ranges]) for cube in (k, v))
@@ -217,8 +217,8 @@ def start(cache: SlotKVCache, owner: int, tokens: Any, key: PrefixKey = BASE, **
 
 
 def test_every_sequence_reads_its_own() -> None:
-    """Over thousands of random starts, growths, forks, failures, releases and evictions, each sequence reads what its
-    own tokens, adapter and salt gave, and the books add up."""
+    """Over thousands of random starts, growths, forks, failures, releases and evictions, each sequence reads the KV of
+    its own tokens, adapter and salt, and the accounts add up."""
     draw = random.Random(5)
     cache = make_cache(900, num_slots=9)
     running: dict[int, tuple[PrefixKey, Any, int | None]] = {}
@@ -278,7 +278,8 @@ def test_every_sequence_reads_its_own() -> None:
 
 
 def test_a_prefix_is_counted_once() -> None:
-    """A prompt of 200 tokens that begins as a running one's takes what lies behind the last whole block."""
+    """A prompt of 200 tokens that begins as a running one takes memory only for the tokens after the last shared
+    block."""
     cache = make_cache()
     prompt = tokens_of(*range(200))
     start(cache, 0, prompt)
@@ -289,8 +290,8 @@ def test_a_prefix_is_counted_once() -> None:
 
 
 def test_a_source_that_ends_stays_for_its_readers() -> None:
-    """Ten sequences go on over a slot whose sequence was aborted: what they read stays, what none reads is given back,
-    and the rest with the last of them."""
+    """Ten sequences continue over the slot of an aborted sequence: the KV they read stays, unread KV is freed at once,
+    and the rest with the last reader."""
     cache = make_cache(2000, num_slots=14)
     prompt = tokens_of(*range(200))
     start(cache, 0, prompt)
@@ -312,8 +313,8 @@ def test_a_source_that_ends_stays_for_its_readers() -> None:
     assert (cache.num_tokens_used, cache.match(BASE, prompt)) == (0, (0, None))
 
 
-def test_what_was_wiped_is_found_by_nobody_while_it_is_read() -> None:
-    """Numbers that are not finite leave a slot but for what others read of it; that goes with the last of them."""
+def test_a_wiped_slot_is_never_reused_while_it_is_read() -> None:
+    """A wiped slot loses all but the KV that others read; that is freed with the last reader."""
     cache = make_cache()
     start(cache, 0, tokens_of(*range(200)))
     start(cache, 1, tokens_of(*range(140), 5))
@@ -330,7 +331,7 @@ def test_what_was_wiped_is_found_by_nobody_while_it_is_read() -> None:
 
 
 def test_an_adapter_that_is_forgotten_leaves_when_its_readers_do() -> None:
-    """Idle KV of an adapter that a running sequence still reads is found by none, and given back after it."""
+    """Idle KV of a removed adapter is never found again, and is freed after its last running reader."""
     cache = make_cache()
     key = KEYS[2]
     start(cache, 0, tokens_of(*range(200)), key)
@@ -347,7 +348,7 @@ def test_an_adapter_that_is_forgotten_leaves_when_its_readers_do() -> None:
 
 
 def test_a_sequence_alone_may_have_all_memory() -> None:
-    """What is kept gives way down to the tokens that the one running sequence reads of it."""
+    """Idle KV is evicted down to the tokens that the one running sequence reads of it."""
     cache = make_cache(400)
     start(cache, 0, tokens_of(*range(300)))
     start(cache, 1, tokens_of(*range(140), 5))
@@ -359,8 +360,8 @@ def test_a_sequence_alone_may_have_all_memory() -> None:
     assert torch.equal(read(cache, 1, 141), expected(BASE, tokens_of(*range(140), 5)))
 
 
-def test_what_a_search_may_write_again_is_copied() -> None:
-    """Of a beam others read the prompt alone, and a beam reads of others no more than its prompt."""
+def test_kv_that_a_search_may_rewrite_is_copied() -> None:
+    """Sequences share only the prompt of a beam, and a beam shares no more than its prompt."""
     cache = make_cache()
     texts = tokens_of(*range(300))
     start(cache, 0, texts, fixed=130)
@@ -377,8 +378,8 @@ def test_what_a_search_may_write_again_is_copied() -> None:
     assert torch.equal(read(cache, 1, 300), expected(BASE, texts))
 
 
-def test_every_place_can_be_had_whatever_is_read() -> None:
-    """Sequences that each read in as many kept slots as they may leave one for each that may run beside them."""
+def test_every_slot_stays_available_to_readers() -> None:
+    """Sequences that each read kept slots still leave a slot for every sequence that may run beside them."""
     running, most = 4, 3
     cache = make_cache(100_000, num_slots=running * most)
     for owner in range(running):
@@ -389,11 +390,11 @@ def test_every_place_can_be_had_whatever_is_read() -> None:
         for part in range(4):
             cache.release(10 * owner + part, keep=True)
     for owner in range(running):
-        start(cache, 100 + owner, tokens_of(*[owner] * 163, 0, *[owner] * 63, 9))
+        assert start(cache, 100 + owner, tokens_of(*[owner] * 163, 0, *[owner] * 63, 9)) > 0
 
 
-def test_books_that_do_not_add_up_are_told() -> None:
-    """A reader that a slot does not know of is an error of ours."""
+def test_check_integrity_reports_an_unknown_reader() -> None:
+    """A reader that its slot does not know of is reported by ``check_integrity``."""
     cache = make_cache()
     start(cache, 0, tokens_of(*range(200)))
     start(cache, 1, tokens_of(*range(140), 5))
@@ -405,9 +406,8 @@ def test_books_that_do_not_add_up_are_told() -> None:
 @native
 @pytest.mark.parametrize("kept", ["auto", "int8"])
 def test_requests_over_one_prompt_have_the_texts_they_have_alone(kept: str, tmp_path: Path) -> None:
-    """Twelve requests over a prompt of 150 tokens, choices, a search, a repeating one that is drafted for, and one that
-    is aborted while the others read in its slot: the texts of each alone without a prefix cache, and memory for one
-    prompt."""
+    """Twelve requests over one prompt of 150 tokens, with choices, a search, drafts and an abort among them, have the
+    texts of each alone without a prefix cache, and take memory for one prompt."""
     bundle = save_bundle(make_model(MODELS["qwen3"]()), tmp_path)
     settings = {"kv_cache_dtype": kept, "max_num_seqs": 16, "kv_cache_memory": 1 << 25}
     prompt = prompt_of(150, 1)

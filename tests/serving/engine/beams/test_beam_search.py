@@ -28,7 +28,7 @@ def tiny(family: str) -> Any:
 
 @torch.inference_mode()
 def searched(model: Any, prompt: Sequence[int], search: Any, count: int) -> list[Hypothesis]:
-    """The outcome of a search whose every step computes all tokens again."""
+    """Return the outcome of a search whose every step computes all tokens again."""
     ids = torch.tensor([list(prompt)])
     rows = ids
     while not search.done:
@@ -41,7 +41,8 @@ def searched(model: Any, prompt: Sequence[int], search: Any, count: int) -> list
 
 
 def check(found: list[Hypothesis], texts: list[list[int]], scores: list[float], ends: Sequence[int], pad: int) -> None:
-    """transformers writes the first end token in place of any in group searches, and pads what ended early."""
+    """Compare with transformers, which writes the first end token in place of any in group searches and pads early
+    ends."""
     assert len(found) == len(texts)
     for one, text, score in zip(found, texts, scores, strict=True):
         size = len(one.token_ids)
@@ -52,7 +53,7 @@ def check(found: list[Hypothesis], texts: list[list[int]], scores: list[float], 
 
 
 def random_cases(count: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Searches of widths 2 to 8 with penalties from -1 to 2 and up to three end tokens, which are likely ones."""
+    """Draw searches of widths 2 to 8 with penalties from -1 to 2 and up to three likely end tokens."""
     rng = random.Random(11)
     for _ in range(count):
         family = rng.choice(["llama", "qwen3", "gpt2", "mixtral"])
@@ -120,7 +121,8 @@ def searches() -> list[Any]:
 
 @pytest.mark.parametrize("kind", [0, 1])
 def test_a_search_with_few_ways_to_go_on(kind: int) -> None:
-    """Where nearly all is forbidden no beam is alive but those that are left; the texts are those, and no others."""
+    """When nearly all tokens are forbidden, only beams with an allowed token stay alive, and only their texts are
+    returned."""
     search = searches()[kind]
     row = torch.full((1, 20), -torch.inf)
     row[0, [3, 4]] = torch.tensor([-1.0, -2.0])
@@ -143,7 +145,7 @@ def test_a_search_with_few_ways_to_go_on(kind: int) -> None:
 
 @pytest.mark.parametrize("kind", [0, 1])
 def test_a_search_with_nothing_to_go_on_with(kind: int) -> None:
-    """Is done, without a text."""
+    """A search whose tokens are all forbidden is done, without a text."""
     search = searches()[kind]
     assert search.step(torch.full((1, 20), -torch.inf)) == ()
     assert search.done

@@ -1,4 +1,4 @@
-"""Beam searches whose texts are held to something: transformers' texts, and nothing that is forbidden among them."""
+"""Constrained beam searches: transformers' texts, none of which contains anything forbidden."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ END = 2
 
 
 class _Ends(tf.StoppingCriteria):  # type: ignore[misc]
-    """Stop sequences, from min_tokens on."""
+    """Stop sequences that count from min_tokens on."""
 
     def __init__(self, request: ValidRequest) -> None:
         assert request.sampling is not None
@@ -45,7 +45,7 @@ class _Ends(tf.StoppingCriteria):  # type: ignore[misc]
 
 @torch.inference_mode()
 def expected(model: Any, request: ValidRequest, criteria: Any = None, **more: Any) -> list[list[int]]:
-    """The texts of ``generate(num_beams=…)``."""
+    """Return the texts of ``generate(num_beams=…)``."""
     sampling, prompt = request.sampling, request.sequences[0].prompt_token_ids
     assert sampling is not None
     assert sampling.beams is not None
@@ -77,7 +77,7 @@ def expected(model: Any, request: ValidRequest, criteria: Any = None, **more: An
 
 
 def check(outcome: Outcome, wanted: list[list[int]], request: ValidRequest) -> None:
-    """transformers fills texts with the first end token, or its padding."""
+    """Compare with transformers, which fills texts with the first end token or its padding."""
     assert request.sampling is not None
     ends = request.sampling.stop_token_ids
     found = texts(outcome)
@@ -134,7 +134,7 @@ def test_searches_are_those_of_transformers(family: str, tmp_path: Path) -> None
 
 @pytest.fixture(scope="module", params=["byte_level", "byte_fallback"])
 def spoken(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Bundle, Any, Texts]:
-    """A model that writes texts, the same for transformers, and its tokenizer."""
+    """Provide a model that writes texts, the same for transformers, and its tokenizer."""
     bundle = bundle_of(request.param, tmp_path_factory.mktemp(request.param))
     model = AutoModelForCausalLM.from_pretrained(bundle.model_dir, attn_implementation="eager")
     return bundle, model, Texts(bundle)
@@ -146,7 +146,7 @@ def make_core(bundle: Bundle, **more: Any) -> EngineCore:
 
 
 def test_stop_strings_end_beams(spoken: tuple[Bundle, Any, Texts]) -> None:
-    """They end texts as transformers' ``stop_strings`` do: with the token that completes one, across tokens too."""
+    """Stop strings end beams as in transformers: with the token that completes one, also across tokens."""
     bundle, model, words = spoken
     core = make_core(bundle)
     rng = random.Random(2)
@@ -178,7 +178,7 @@ def test_stop_strings_end_beams(spoken: tuple[Bundle, Any, Texts]) -> None:
 
 
 class _Strings(tf.StoppingCriteria):  # type: ignore[misc]
-    """transformers' own looks for a tokenizer's tokens in the prompt too."""
+    """Stop strings in the generated text alone: transformers' own criteria look into the prompt too."""
 
     def __init__(self, words: Texts, prompt: int, stops: tuple[str, ...]) -> None:
         self._words, self._prompt, self._stops = words, prompt, stops
@@ -202,7 +202,7 @@ def test_the_space_before_the_first_word(tmp_path: Path, prompt: tuple[str, ...]
 
 
 def test_stop_strings_count_from_min_tokens_on(spoken: tuple[Bundle, Any, Texts]) -> None:
-    """A beam ends where the text above it does: not with a string that began before min_tokens."""
+    """A stop string that began before min_tokens does not end a beam."""
     bundle, _, words = spoken
     core = make_core(bundle)
     more: dict[str, Any] = {"max_tokens": 20, "grammar": regex("(ab){10}"), "beams": Beams(width=2), "stop": ("bab",)}
@@ -218,8 +218,8 @@ def test_stop_strings_count_from_min_tokens_on(spoken: tuple[Bundle, Any, Texts]
     core.close()
 
 
-def test_stop_strings_of_texts_that_are_not_their_tokens(tmp_path: Path) -> None:
-    """Where what a token writes depends on others the engine looks for none, and says so."""
+def test_stop_strings_need_a_readable_tokenizer(tmp_path: Path) -> None:
+    """A search with stop strings is refused if the tokenizer cannot be read for grammars."""
     core = make_core(bundle_of("word_piece", tmp_path))
     core._grammars._compiler._load_tokenizer = unreadable
     found = run(core, request_of("a", (4, 5), stop=("x",), beams=Beams(width=2)), request_of("b", (4, 5)))
@@ -236,7 +236,7 @@ def unreadable() -> Any:
 
 
 def test_stop_strings_need_a_tokenizer(tiny_bundle: Bundle) -> None:
-    """A model without one has no searches with stop strings, and says so; stop sequences it has."""
+    """A model without a tokenizer refuses searches with stop strings and accepts stop sequences."""
     core = tiny_core(tiny_bundle)
     failed = run(core, request_of("a", (4, 5), stop=("x",), beams=Beams(width=2)))["a"].failed
     assert failed is not None
@@ -245,7 +245,7 @@ def test_stop_strings_need_a_tokenizer(tiny_bundle: Bundle) -> None:
 
 
 class _Held:
-    """What a matcher that has read the whole text lets come next, for ``prefix_allowed_tokens_fn``."""
+    """The tokens that a grammar matcher allows after the whole text, for ``prefix_allowed_tokens_fn``."""
 
     def __init__(self, bundle: Bundle, request: ValidRequest) -> None:
         assert request.sampling is not None
@@ -265,8 +265,8 @@ class _Held:
 
 
 def test_beams_within_a_grammar(spoken: tuple[Bundle, Any, Texts]) -> None:
-    """Each beam is held to it by itself: the texts of transformers with the same tokens allowed, scores of the model's
-    own distribution."""
+    """Each beam follows the grammar by itself: the texts equal transformers' with the same allowed tokens, with scores
+    of the model's own distribution."""
     bundle, model, words = spoken
     core = make_core(bundle)
     whole = ["the fox", "the dog", "the dogs", "a lazy dog", "yes", "no", "note"]
@@ -291,9 +291,9 @@ def test_beams_within_a_grammar(spoken: tuple[Bundle, Any, Texts]) -> None:
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-def test_texts_of_a_form(spoken: tuple[Bundle, Any, Texts], groups: int) -> None:
-    """Searches for JSON, in little memory and beside sampled texts, write it whole, in groups of beams too; a text that
-    is cut says so."""
+def test_json_searches_write_whole_documents(spoken: tuple[Bundle, Any, Texts], groups: int) -> None:
+    """Searches for JSON write whole documents, with little memory, beside sampled texts and in beam groups; a text cut
+    by its length says so."""
     bundle, _, words = spoken
     core = make_core(bundle, kv_cache_memory=320 * TOKEN_BYTES)
     properties = {"a": {"enum": ["x", "the"]}, "b": {"type": "boolean"}, "c": {"type": "array", "items": {"enum": [1]}}}
@@ -327,7 +327,7 @@ def test_texts_of_a_form(spoken: tuple[Bundle, Any, Texts], groups: int) -> None
 
 
 def test_searches_within_grammars_give_way_and_come_back(spoken: tuple[Bundle, Any, Texts]) -> None:
-    """Beams that lose their memory go on where they were in their forms: the texts are those of each search alone."""
+    """Preempted searches within grammars continue where they were and give the texts of each search alone."""
     bundle, _, words = spoken
     beams = Beams(width=4, early_stopping="never")
     more: dict[str, Any] = {"n": 2, "max_tokens": 50, "grammar": regex("([ab] ?){90}"), "beams": beams}
@@ -346,7 +346,7 @@ def test_searches_within_grammars_give_way_and_come_back(spoken: tuple[Bundle, A
 
 
 def test_keys_come_once(spoken: tuple[Bundle, Any, Texts]) -> None:
-    """Each beam knows the keys of its own text: a form that leaves them open has each once."""
+    """Each beam tracks the keys of its own text, so open objects have no duplicate keys."""
     bundle, _, words = spoken
     core = make_core(bundle)
     keys = {"type": "object", "patternProperties": {"^[abc]$": {"enum": [1]}}, "additionalProperties": False}
@@ -369,7 +369,8 @@ def test_keys_come_once(spoken: tuple[Bundle, Any, Texts]) -> None:
 
 
 def test_fewer_texts_than_were_asked_for(spoken: tuple[Bundle, Any, Texts]) -> None:
-    """A grammar of two texts, however they are made of tokens, has these; other choices are empty and whole."""
+    """A grammar with only two texts gives these two, however they are tokenised; other choices are empty and
+    complete."""
     bundle, _, words = spoken
     core = make_core(bundle)
     for ends in ((END,), ()):
@@ -391,7 +392,8 @@ def test_fewer_texts_than_were_asked_for(spoken: tuple[Bundle, Any, Texts]) -> N
 
 
 def test_a_text_that_is_cut_says_so(spoken: tuple[Bundle, Any, Texts]) -> None:
-    """At max_tokens in the middle of its form; one that is whole with its last token ends by itself."""
+    """A text cut at max_tokens within its grammar ends with "length"; one complete at its last token ends with
+    "stop"."""
     bundle, _, words = spoken
     core = make_core(bundle)
     for most, reason in ((2, "length"), (40, "stop")):
@@ -403,8 +405,9 @@ def test_a_text_that_is_cut_says_so(spoken: tuple[Bundle, Any, Texts]) -> None:
 
 
 @pytest.mark.parametrize("searches", [True, False])
-def test_words_that_leave_a_form_nothing(spoken: tuple[Bundle, Any, Texts], searches: bool) -> None:
-    """A beam that bad words leave nothing goes nowhere, others go on; where none can the field fails it."""
+def test_bad_words_that_leave_a_beam_no_token(spoken: tuple[Bundle, Any, Texts], searches: bool) -> None:
+    """A beam left without a token by bad words dies while others continue; if none can, the request fails by the
+    field."""
     bundle, _, words = spoken
     core = make_core(bundle)
     vocabulary = range(words.tokenizer.backend_tokenizer.get_vocab_size() + PADDING)
@@ -437,8 +440,8 @@ def test_searches_for_calls(spoken: tuple[Bundle, Any, Texts]) -> None:
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-def test_a_form_of_no_text(spoken: tuple[Bundle, Any, Texts], groups: int) -> None:
-    """Where the grammar has the empty text alone, and no token ends it, all choices are empty and whole."""
+def test_a_grammar_of_the_empty_text_alone(spoken: tuple[Bundle, Any, Texts], groups: int) -> None:
+    """If the grammar has only the empty text and no token ends it, all choices are empty and complete."""
     core = make_core(spoken[0])
     beams = Beams(width=4, num_groups=groups, diversity_penalty=0.5 * (groups - 1))
     found = run(core, request_of("a", prompt_of(5, 1), n=2, grammar=regex(""), beams=beams))["a"]

@@ -1,4 +1,4 @@
-"""Beam searches in the engine: transformers' texts, whatever runs beside them and whoever loses memory."""
+"""Beam searches in the engine: transformers' texts, whatever runs beside them and whatever is preempted."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def make_core(bundle: Bundle, **more: Any) -> EngineCore:
 
 @torch.inference_mode()
 def expected(model: Any, request: ValidRequest) -> list[list[int]]:
-    """The texts that ``generate(num_beams=…)`` has for the request's one prompt."""
+    """Return the texts that ``generate(num_beams=…)`` has for the request's one prompt."""
     sampling, prompt = request.sampling, request.sequences[0].prompt_token_ids
     assert sampling is not None
     assert sampling.beams is not None
@@ -112,8 +112,8 @@ def test_searches_of_other_architectures(family: str, tmp_path: Any) -> None:
 
 
 def test_searches_give_way_and_come_back(tiny_bundle: Bundle, tiny_llama: Any) -> None:
-    """With memory for two searches at most, eight of them and plain requests preempt each other whole, and all come to
-    their texts."""
+    """With memory for two searches at most, eight of them and plain requests preempt each other whole, and all finish
+    with their texts."""
     core = make_core(tiny_bundle, kv_cache_memory=330 * TOKEN_BYTES, max_num_seqs=12)
     searches = [
         request_of(f"s{i}", prompt_of(18, i), max_tokens=20, n=2, beams=Beams(width=4, early_stopping="never"))
@@ -178,7 +178,7 @@ def test_a_scored_prompt_is_every_texts(tiny_bundle: Bundle, max_tokens: int) ->
 
 @pytest.mark.parametrize("penalty", [-0.5, 0.0, 1.0])
 def test_a_streamed_search_sends_what_is_certain(tiny_bundle: Bundle, tiny_llama: Any, penalty: float) -> None:
-    """A text that no other can come before is sent at once, before the search has ended; all are the same texts."""
+    """A text that can no longer be outranked is sent before the search has ended; the texts stay the same."""
     core = make_core(tiny_bundle)
     early = 0
     for number in range(8):
@@ -202,7 +202,7 @@ def test_a_streamed_search_sends_what_is_certain(tiny_bundle: Bundle, tiny_llama
 
 
 def test_several_prompts_and_ends_in_between(tiny_bundle: Bundle, tiny_llama: Any) -> None:
-    """Each prompt of a request is a search of its own; texts that the caller gives up leave the others as they are."""
+    """Each prompt of a request is a search of its own; aborted choices leave the others unchanged."""
     core = make_core(tiny_bundle)
     prompts = [prompt_of(7, 1), prompt_of(11, 2)]
     request = request_of("a", *prompts, max_tokens=8, n=2, beams=Beams(width=4))
@@ -237,7 +237,7 @@ def test_an_aborted_search_leaves_nothing(tiny_bundle: Bundle, steps: int) -> No
 
 
 def test_a_deadline_gives_what_is_best_by_then(tiny_bundle: Bundle) -> None:
-    """A search whose time is over ends with the best texts that it has."""
+    """A search past its deadline ends with the best texts it has."""
     core = make_core(tiny_bundle)
     outcomes = {"a": Outcome()}
     request = request_of("a", prompt_of(5, 1), max_tokens=200, n=2, beams=Beams(width=3))
@@ -260,7 +260,7 @@ def test_a_deadline_gives_what_is_best_by_then(tiny_bundle: Bundle) -> None:
     ],
 )
 def test_searches_that_could_never_run(tiny_bundle: Bundle, more: dict[str, Any], field: str) -> None:
-    """Beams that have no room beside each other are refused by the field's name."""
+    """Searches whose beams never fit beside each other are refused by the field's name."""
     core = make_core(tiny_bundle, kv_cache_memory=1000 * TOKEN_BYTES)
     failed = run(core, request_of("a", prompt_of(5, 1), **more))["a"].failed
     assert failed is not None

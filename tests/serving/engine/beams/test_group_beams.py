@@ -1,4 +1,4 @@
-"""Diverse searches in the engine: processors as in transformers 4.55, and texts that are sent before the end."""
+"""Diverse beam searches in the engine: processors as in transformers 4.55, and early texts in streams."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def request_for(case: dict[str, Any], name: str) -> ValidRequest:
 def test_processors_within_groups_are_those_of_the_last_release(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """60 searches with bad words, n-grams, penalties, biases, min_tokens and stop tokens have the texts and scores that
-    transformers 4.55 had, many at once: what a repetition penalty multiplies has the diversity in it."""
+    """60 searches with bad words, n-grams, penalties, biases, min_tokens and stop tokens have the texts and scores of
+    transformers 4.55, many at once: a repetition penalty also multiplies the diversity penalty."""
     made: dict[tuple[int, ...], Any] = {}
     make_search = beam_group.make_search
     monkeypatch.setattr(beam_group, "make_search", lambda *a: made.setdefault(len(made), make_search(*a)))  # type: ignore[arg-type]
@@ -67,7 +67,7 @@ def test_processors_within_groups_are_those_of_the_last_release(
 
 
 def streamed(core: Any, request: ValidRequest) -> tuple[Outcome, int]:
-    """What a request came to, and after how many steps of the engine some of its texts were sent, but not all."""
+    """Return a request's outcome, and the number of steps after which some but not all of its texts were sent."""
     outcomes = {request.request_id: Outcome()}
     found = outcomes[request.request_id]
     core.add(request)
@@ -96,8 +96,8 @@ RISING = np.full(VOCAB, 0.1, dtype="<f4").tobytes()
 def test_a_streamed_search_in_groups_sends_what_is_certain(
     tiny_bundle: Bundle, tiny_llama: Any, early_stopping: Any, more: dict[str, Any], comes_early: bool
 ) -> None:
-    """A text that none of a group that goes on can come before is sent at once; where a bias or penalty may raise log
-    probabilities nothing is certain before the end. The texts are those that come together."""
+    """A text that no running group can outrank is sent at once; with a bias or penalty that may raise log probabilities
+    nothing is sent before the end. The texts equal those that come together."""
     core = make_core(tiny_bundle)
     early = 0
     for number in range(8):
@@ -118,9 +118,9 @@ def test_a_streamed_search_in_groups_sends_what_is_certain(
     core.close()
 
 
-def test_what_a_group_that_is_done_has_found_waits_for_the_others() -> None:
-    """A group that is done changes no more, yet its texts are certain only where no other group may find a better one:
-    then all at once."""
+def test_texts_of_a_finished_group_wait_for_the_others() -> None:
+    """A finished group changes no more, but its texts are sent only when no other group may find a better one: then all
+    at once."""
     search = GroupBeamSearch(2, 9, (1,), 1.0, "first", num_groups=2, diversity_penalty=0.0, filler=0)
     row = torch.full((1, 6), -9.0)
     row[0, [1, 2]] = torch.tensor([-2.0, -1.0])

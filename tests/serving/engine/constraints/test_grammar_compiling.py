@@ -1,4 +1,4 @@
-"""Grammars are compiled beside the engine's steps: who waits for one is passed by all others."""
+"""Grammar compilation beside the engine's steps: a request that waits for its grammar delays no other."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def prompt(bundle: Bundle) -> tuple[int, ...]:
 
 
 class Slow:
-    """Compiling that goes on when it is let: ``begun`` counts, ``release`` lets what waits and what comes go on."""
+    """A compiler that blocks until released: ``begun`` counts starts, ``release`` lets this and later ones finish."""
 
     def __init__(self) -> None:
         self.sources: list[str] = []
@@ -79,14 +79,14 @@ def add(core: EngineCore, *requests: ValidRequest) -> dict[str, Outcome]:
 
 
 def finish(core: EngineCore, outcomes: dict[str, Outcome]) -> dict[str, Outcome]:
-    """Step while there is work, and not for what waits."""
+    """Step while there is work, without waiting for grammars."""
     while core.has_work():
         take(core, outcomes, 1)
     return outcomes
 
 
 def test_a_compile_delays_nobody(core: EngineCore, prompt: tuple[int, ...], slow: Slow) -> None:
-    """While a grammar is compiled, requests that came before it and after it run to their ends; then it goes on."""
+    """While a grammar is compiled, requests before and after it run to their ends; then its own runs."""
     outcomes = add(
         core,
         request_of("before", prompt),
@@ -111,7 +111,7 @@ def test_a_compile_delays_nobody(core: EngineCore, prompt: tuple[int, ...], slow
 def test_a_provisioned_request_that_waits_for_its_grammar_takes_no_time_from_best_effort(
     core: EngineCore, prompt: tuple[int, ...], slow: Slow
 ) -> None:
-    """It has no steps yet: best effort runs as if it were not there."""
+    """A provisioned request that waits for its grammar has no steps, so best-effort requests run at full speed."""
     add(core, held("waits", prompt, regex("slow"), provisioned=True))
     assert slow.begun.acquire(timeout=240)
     assert not core._scheduler.has_provisioned
@@ -142,7 +142,7 @@ def test_compiled_once(core: EngineCore, prompt: tuple[int, ...], slow: Slow) ->
 def test_kept_grammars_are_bounded(
     core: EngineCore, prompt: tuple[int, ...], slow: Slow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The grammar that was used longest ago is forgotten when there are too many."""
+    """The least recently used grammar is evicted when there are too many."""
     monkeypatch.setattr(grammars, "CACHED", 2)
     for expression in ("a", "b", "a", "c", "a", "b"):
         run(core, held("r", prompt, regex(expression)))
@@ -150,7 +150,7 @@ def test_kept_grammars_are_bounded(
 
 
 def test_a_search_that_is_aborted_while_it_waits(core: EngineCore, prompt: tuple[int, ...], slow: Slow) -> None:
-    """It leaves nothing behind, and requests beside it go on."""
+    """A search aborted while it waits for its grammar leaves nothing behind, and requests beside it continue."""
     outcomes = add(core, held("slow", prompt, regex("slow"), beams=Beams(width=2)), request_of("b", prompt))
     assert slow.begun.acquire(timeout=240)
     core.abort("slow")
@@ -161,7 +161,7 @@ def test_a_search_that_is_aborted_while_it_waits(core: EngineCore, prompt: tuple
 
 
 def test_aborted_while_it_waits(core: EngineCore, prompt: tuple[int, ...], slow: Slow) -> None:
-    """An aborted request ends at once, and one of its choices alone too; what nobody waits for is not compiled."""
+    """A request or a single choice aborted while it waits ends at once; a grammar nobody waits for is not compiled."""
     outcomes = add(core, held("slow", prompt, regex("slow")), held("queued", prompt, regex("no")))
     outcomes |= add(core, held("half", prompt, regex("yes"), n=2))
     assert slow.begun.acquire(timeout=240)
@@ -180,7 +180,7 @@ def test_aborted_while_it_waits(core: EngineCore, prompt: tuple[int, ...], slow:
 
 
 def test_refused_when_nobody_waits_any_more(core: EngineCore, prompt: tuple[int, ...], slow: Slow) -> None:
-    """A grammar that turned out bad after its request was aborted is refused to the next that asks for it."""
+    """A grammar found invalid after its request was aborted is refused to the next request for it."""
     bad = regex("(slow")
     outcomes = add(core, held("aborted", prompt, bad))
     assert slow.begun.acquire(timeout=240)
@@ -194,7 +194,7 @@ def test_refused_when_nobody_waits_any_more(core: EngineCore, prompt: tuple[int,
 
 
 def test_the_deadline_counts_while_it_waits(core: EngineCore, prompt: tuple[int, ...], slow: Slow) -> None:
-    """A request whose time is over ends although its grammar is not there."""
+    """A request past its deadline ends although its grammar is not compiled."""
     late = held("late", prompt, regex("slow"), deadline=time.monotonic())
     outcomes = add(core, late)
     assert core.has_work()
@@ -205,8 +205,8 @@ def test_the_deadline_counts_while_it_waits(core: EngineCore, prompt: tuple[int,
 def test_a_grammar_that_takes_too_long(
     core: EngineCore, prompt: tuple[int, ...], slow: Slow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is refused by the field's name, and what waits behind it is compiled by another thread; there is a bound on
-    those that are left behind."""
+    """A grammar that compiles too long is refused by the field's name, and those behind it are compiled by another
+    thread; the number of abandoned threads is bounded."""
     monkeypatch.setattr(grammars, "TIME_LIMIT", -1.0)
     monkeypatch.setattr(grammars, "MAX_GIVEN_UP", 2)
     for expression in ("slow", "slow 2"):
@@ -245,7 +245,8 @@ def test_a_grammar_that_takes_too_long(
     ],
 )
 def test_a_grammar_that_cannot_be_used(core: EngineCore, prompt: tuple[int, ...], grammar: Grammar, why: str) -> None:
-    """It is refused by the field's name with llguidance's reason in a line; plain requests beside it run."""
+    """An invalid grammar is refused by the field's name with llguidance's reason on one line; plain requests beside it
+    run."""
     found = run(core, held("bad", prompt, grammar), request_of("good", prompt))
     failed = found["bad"].failed
     assert failed is not None
@@ -256,8 +257,8 @@ def test_a_grammar_that_cannot_be_used(core: EngineCore, prompt: tuple[int, ...]
     assert found["good"].finished[0].reason == "length"
 
 
-def test_deep_grammars_end_no_engine(core: EngineCore, prompt: tuple[int, ...]) -> None:
-    """Rules that name rules that name rules, as deep as may be: compiled or refused, but the process lives."""
+def test_deep_grammars_do_not_crash_the_engine(core: EngineCore, prompt: tuple[int, ...]) -> None:
+    """Deeply nested rules are compiled or refused, and the process survives."""
     depth = grammars.MAX_LINES - 2
     rules = "\n".join(f'r{i}: r{i + 1} | "a"' for i in range(depth - 1))
     definitions = {f"d{i}": {"properties": {"x": {"$ref": f"#/$defs/d{i + 1}"}}} for i in range(4000)}
@@ -275,7 +276,8 @@ def test_deep_grammars_end_no_engine(core: EngineCore, prompt: tuple[int, ...]) 
 def test_a_matcher_that_fails_ends_its_request_alone(
     core: EngineCore, prompt: tuple[int, ...], slow: Slow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where a grammar reaches a limit in the middle of a text, its request fails; the next one compiles it anew."""
+    """A grammar matcher that fails in the middle of a text fails its own request; the next request compiles the grammar
+    anew."""
     source = "[ab]{30}"
     outcomes = add(core, held("fails", prompt, regex(source)), held("good", prompt, regex("[cd]{30}")))
     wait_for_work(core)
@@ -310,7 +312,7 @@ def test_plain_requests_read_no_tokenizer(
 
 
 def test_a_tokenizer_that_cannot_be_used(bundle: Bundle, prompt: tuple[int, ...]) -> None:
-    """Where the engine cannot read the tokenizer for grammars, requests for one are refused with the reason."""
+    """If the tokenizer cannot be read for grammars, requests with a grammar are refused with the reason."""
     core = EngineCore(msgspec.structs.replace(bundle, tokenizer_dir="/nowhere"), SETTINGS)
     found = run(core, held("r", prompt, regex("yes")), request_of("plain", prompt))
     assert found["r"].failed is not None
@@ -321,7 +323,7 @@ def test_a_tokenizer_that_cannot_be_used(bundle: Bundle, prompt: tuple[int, ...]
 
 
 def test_an_engine_without_a_tokenizer(tmp_path: Any, prompt: tuple[int, ...]) -> None:
-    """It says that it has no structured output, and refuses a request for it by the field's name."""
+    """An engine without a tokenizer reports no structured output and refuses such a request by the field's name."""
     core = EngineCore(save_bundle(make_model(FAMILIES["llama"]()), tmp_path), SETTINGS)
     assert not core.info.capabilities.structured_output
     failed = run(core, held("r", (5, 6), regex("yes")))["r"].failed
@@ -332,7 +334,7 @@ def test_an_engine_without_a_tokenizer(tmp_path: Any, prompt: tuple[int, ...]) -
 
 
 def test_closed_while_a_grammar_is_compiled(bundle: Bundle, prompt: tuple[int, ...], slow: Slow) -> None:
-    """Closing waits for no compile, and fails what waits for one."""
+    """Closing does not wait for a compilation, and fails the requests that wait for one."""
     core = EngineCore(bundle, SETTINGS)
     add(core, held("r", prompt, regex("slow")))
     assert slow.begun.acquire(timeout=240)
@@ -351,8 +353,8 @@ def test_closed_while_a_grammar_is_compiled(bundle: Bundle, prompt: tuple[int, .
 def test_a_grammar_that_leads_nowhere(
     core: EngineCore, prompt: tuple[int, ...], grammar: Grammar, why: str, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    """One with a dead end, or whose matching takes too much in the middle of a text, is the caller's: its request is
-    refused by the field, with numbers that are numbers, and those beside it go on."""
+    """A grammar with a dead end, or whose matching takes too much in the middle of a text, is the caller's error: its
+    request is refused by the field, with the actual numbers, and those beside it continue."""
     monkeypatch.setitem(grammars.LIMITS, "step_lexer_fuel", 1000)
     asked = [held(f"r{seed}", prompt, grammar, seed=10 * seed, temperature=2.0, n=1 + seed % 3) for seed in range(5)]
     found = run(core, *asked, held("good", prompt, regex("yes")))
@@ -366,7 +368,7 @@ def test_a_grammar_that_leads_nowhere(
 
 
 def test_the_instant_engine_holds_nothing_to_a_grammar(tmp_path: Any) -> None:
-    """An engine without structured output says so, and refuses a grammar by its field."""
+    """An engine without structured output reports so and refuses a grammar by its field."""
     core = InstantCore(write_model(tmp_path), EngineSettings())
     assert not core.info.capabilities.structured_output
     core.add(held("r", (5, 6), regex("yes")), "client")
@@ -375,8 +377,8 @@ def test_the_instant_engine_holds_nothing_to_a_grammar(tmp_path: Any) -> None:
     assert (failed.kind, failed.param) == ("invalid_field", "guided_regex")
 
 
-def test_what_is_put_to_be_compiled_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compiling thread may look at once: what nobody waits for then is never compiled."""
+def test_a_request_waits_before_its_grammar_is_queued(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grammar that the compiling thread takes at once already has its request waiting, so it is compiled."""
     asked = grammars.Grammars(lambda: pytest.fail("nothing is compiled here"), lambda: None)
     seen: list[list[str]] = []
     monkeypatch.setattr(asked._compiler, "put", lambda compilation: seen.append(list(compilation.waiting)))

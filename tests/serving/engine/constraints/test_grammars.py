@@ -1,4 +1,4 @@
-"""Generation within grammars, by models with every kind of tokenizer."""
+"""Generation within grammars by models with every kind of tokenizer."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def reasons(outcome: Outcome) -> list[str]:
 
 
 def test_texts_follow_their_schema(core: EngineCore, bundle: Bundle) -> None:
-    """Whatever a random model would say at temperature 1, its texts are instances of the schema, whole and nothing
-    beside; each of n choices is its own."""
+    """Texts of a random model at temperature 1 are complete instances of the schema and nothing else, for each of n
+    choices."""
     texts = Texts(bundle)
     prompt = texts.ids("the quick brown fox")
     found = run(core, *(within(f"s{seed}", prompt, schema(PERSON), seed=10 * seed, n=3) for seed in range(6)))
@@ -117,7 +117,7 @@ MIXED: dict[str, dict[str, Any]] = {
 
 
 def mixed(texts: Texts) -> list[ValidRequest]:
-    """32 requests of all kinds."""
+    """Return 32 requests of all kinds."""
     prompts = [texts.ids(text) for text in ("the quick brown fox", "yes, the dog", "a, b. c", '{"name": ')]
     return [
         within(f"{kind} {i}", prompts[i], parameters.get("grammar"), seed=17 * i, **_without_grammar(parameters))
@@ -131,7 +131,7 @@ def _without_grammar(parameters: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_alone_is_as_in_a_batch(core: EngineCore, bundle: Bundle) -> None:
-    """32 sequences, with grammars and without, have the same tokens together as each alone."""
+    """32 sequences, with and without grammars, have the same tokens together as each alone."""
     requests = mixed(Texts(bundle))
     together = run(core, *requests)
     for request in requests:
@@ -142,7 +142,7 @@ def test_alone_is_as_in_a_batch(core: EngineCore, bundle: Bundle) -> None:
 
 
 def test_resumed_at_every_token(core: EngineCore, bundle: Bundle) -> None:
-    """A request resumed after any of its tokens goes on with the text it would have had, and ends as it would have."""
+    """A request resumed after any of its tokens continues and ends with the same text."""
     for request in mixed(Texts(bundle))[:8]:
         whole = run(core, request)[request.request_id]
         tokens = whole.tokens[0]
@@ -160,7 +160,7 @@ def resumed_at(cut: int, request: ValidRequest, tokens: list[int]) -> ValidReque
 
 
 def test_resumed_outside_of_its_grammar(bytes_core: EngineCore, bytes_bundle: Bundle) -> None:
-    """Tokens that the grammar does not allow end the request that brings them, and no other."""
+    """Resumed tokens that the grammar does not allow end their own request and no other."""
     texts = Texts(bytes_bundle)
     prompt = texts.ids("the quick brown")
     bad = within("bad", prompt, regex("[abc]+"), resumed=texts.ids("abx"))
@@ -188,7 +188,7 @@ def test_preempted_sequences_go_on_in_their_grammars(bytes_bundle: Bundle, bytes
 
 
 def test_ends_of_a_text(bytes_core: EngineCore, bytes_bundle: Bundle) -> None:
-    """A text that its grammar lets end may end at the request's ends alone; one that can only end does so by itself,
+    """A text that its grammar lets end may end only by the request's own ends; one that can only end does so by itself,
     whatever ignore_eos and min_tokens say; one that is cut says so."""
     texts = Texts(bytes_bundle)
     prompt = texts.ids("the quick brown")
@@ -226,7 +226,7 @@ def test_ends_of_a_text(bytes_core: EngineCore, bytes_bundle: Bundle) -> None:
 
 
 def test_tokens_that_are_not_allowed_never_win(bytes_core: EngineCore, bytes_bundle: Bundle) -> None:
-    """However much a bias likes a token and dislikes the others: what the grammar does not allow has no probability."""
+    """Tokens that the grammar does not allow have no probability, however large a bias is."""
     texts = Texts(bytes_bundle)
     liked = tuple((token_id, 100.0) for token_id in texts.ids("xyz"))
     disliked = tuple((token_id, -100.0) for token_id in texts.ids("abc"))
@@ -241,8 +241,8 @@ def test_tokens_that_are_not_allowed_never_win(bytes_core: EngineCore, bytes_bun
 
 
 def test_log_probabilities_are_of_the_whole_distribution(bytes_core: EngineCore, bytes_bundle: Bundle) -> None:
-    """They are reported as of a plain request: of what the model would have said, and there is one for every token,
-    for which the grammar's own tokens are computed too."""
+    """Log probabilities are of the model's unconstrained distribution, one for every token, including those that the
+    grammar forces."""
     texts = Texts(bytes_bundle)
     request = within("r", texts.ids("the dog"), schema({"const": {"name": "Bob"}}), logprobs=3, temperature=0.0)
     found = run(bytes_core, request)["r"]
@@ -252,8 +252,8 @@ def test_log_probabilities_are_of_the_whole_distribution(bytes_core: EngineCore,
     assert found.logprobs[0][0].top == steps.logprobs[0][0].top
 
 
-def test_what_the_grammar_decides_is_not_computed_one_by_one(bytes_core: EngineCore, bytes_bundle: Bundle) -> None:
-    """Fast-forward takes fewer steps, and gives the same text where the grammar decides all of it; its tokens count."""
+def test_fast_forward_saves_steps(bytes_core: EngineCore, bytes_bundle: Bundle) -> None:
+    """Fast-forward of forced tokens takes fewer steps and gives the same text and token count."""
     texts = Texts(bytes_bundle)
     value = {"name": "the quick brown fox", "tags": ["red", "green"]}
     steps, said, counted = {}, {}, {}

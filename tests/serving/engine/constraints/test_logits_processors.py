@@ -1,4 +1,4 @@
-"""What a request adds to logits is what transformers' own processors make of the same logits."""
+"""Logits processors of a request: equal to transformers' own processors over the same logits."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def bias_of(values: Any) -> bytes:
 
 
 def random_request(rng: random.Random, number: int, **more: Any) -> ValidRequest:
-    """Few different tokens, so that words and n-grams are met with."""
+    """Return a request of few different tokens, so that words and n-grams occur."""
     tokens = [rng.randint(3, 9) for _ in range(rng.randint(8, 40))]
     words = [tuple(rng.randint(3, 9) for _ in range(rng.randint(1, 4))) for _ in range(rng.choice([0, 3, 12]))]
     bias = np.random.default_rng(number).normal(size=VOCAB).astype("<f4")
@@ -53,7 +53,7 @@ def random_request(rng: random.Random, number: int, **more: Any) -> ValidRequest
 
 
 def processors(sampling: Sampling, num_prompt: int) -> list[Any]:
-    """In the order of ``generate``, in which biases come first."""
+    """Return transformers' processors in the order of ``generate``, in which biases come first."""
     found: list[Any] = []
     if sampling.embedding_bias is not None:
         values = np.frombuffer(sampling.embedding_bias, dtype="<f4").tolist()
@@ -86,7 +86,7 @@ def test_logits_are_those_of_transformers() -> None:
 
 
 def test_long_ngrams_in_texts_that_repeat_themselves() -> None:
-    """Of any length against transformers, and of a text of one token in a time that goes with its length."""
+    """N-grams of any length equal transformers', also in a text of 100,000 equal tokens."""
     rng = random.Random(9)
     for number in range(60):
         words = [[rng.randint(3, 4) for _ in range(rng.randint(1, 90))] for _ in range(2)]
@@ -130,8 +130,8 @@ def test_penalties_count_the_prompt_where_it_is_asked_for(of_prompt: bool) -> No
         assert torch.equal(found[0], expected)
 
 
-def test_ids_behind_the_vocabulary_are_no_words() -> None:
-    """Tokens of a prompt that are rows of a table of vectors are counted by nothing."""
+def test_ids_after_the_vocabulary_are_not_counted() -> None:
+    """Prompt ids that are rows of a prompt table are counted by no penalty."""
     prompt = (VOCAB + 3, 5, VOCAB, 5, VOCAB + 3)
     more: dict[str, Any] = {"repetition_penalty": 1.5, "frequency_penalty": 1.0, "penalize_prompt": True}
     found = torch.ones(1, VOCAB)
@@ -141,7 +141,7 @@ def test_ids_behind_the_vocabulary_are_no_words() -> None:
 
 
 def test_a_forbidden_token_is_never_drawn() -> None:
-    """At any temperature, whatever truncates the rest; rows beside it draw as they do alone."""
+    """A forbidden token is never drawn at any temperature; rows beside it draw as they do alone."""
     words = tuple((token,) for token in range(3, 100))
     kinds: list[dict[str, Any]] = [{}, {"top_p": 0.7}, {"top_k": 5}, {"typical_p": 0.8}, {"min_p": 0.2}]
     logits = torch.randn(40, VOCAB, generator=torch.Generator().manual_seed(5))
@@ -155,8 +155,9 @@ def test_a_forbidden_token_is_never_drawn() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_where_all_is_forbidden_there_is_no_token(temperature: float) -> None:
-    """Such a row says so; log probabilities of the others are of the unchanged distribution."""
+def test_a_row_with_every_token_forbidden_has_no_token(temperature: float) -> None:
+    """A row whose tokens are all forbidden reports so; log probabilities of other rows are of the unchanged
+    distribution."""
     everything = bias_of([FORBIDDEN] * VOCAB)
     logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(6))
     rows = [
@@ -192,7 +193,7 @@ def generated(model: Any, request: ValidRequest) -> list[int]:
 
 
 def test_texts_are_those_of_generate(tiny_bundle: Bundle, tiny_llama: Any) -> None:
-    """Greedy texts of mixed requests, together and preempted."""
+    """Greedy texts of mixed requests, together and preempted, are those of generate()."""
     rng = random.Random(7)
     core = make_core(tiny_bundle, kv_cache_memory=160 * TOKEN_BYTES)
     requests = []
@@ -220,7 +221,7 @@ def test_texts_are_those_of_generate(tiny_bundle: Bundle, tiny_llama: Any) -> No
 
 
 def test_a_resumed_text_goes_on_as_it_would_have(tiny_bundle: Bundle) -> None:
-    """Words, n-grams and stop sequences count the tokens of an earlier attempt, at any place of the interruption."""
+    """Words, n-grams and stop sequences count the tokens of an earlier attempt, wherever it was interrupted."""
     core = make_core(tiny_bundle)
     more: dict[str, Any] = {
         "max_tokens": 24,
@@ -239,7 +240,7 @@ def test_a_resumed_text_goes_on_as_it_would_have(tiny_bundle: Bundle) -> None:
 
 
 def test_a_text_without_a_token_to_go_on_with_fails_alone(tiny_bundle: Bundle) -> None:
-    """No token twice leaves nothing after as many tokens as there are: an error of the field, after what was sent."""
+    """A text left without an allowed token fails alone, by the field's name, after the tokens already sent."""
     core = make_core(tiny_bundle, max_num_seqs=4)
     outcomes = {"a": Outcome(), "b": Outcome()}
     core.add(request_of("a", (4, 5), max_tokens=200, no_repeat_ngram_size=1, stream=True))
@@ -264,7 +265,7 @@ def test_a_text_without_a_token_to_go_on_with_fails_alone(tiny_bundle: Bundle) -
     ],
 )
 def test_what_does_not_fit_the_model_is_refused(tiny_bundle: Bundle, more: dict[str, Any], field: str) -> None:
-    """An engine checks what another process sends it."""
+    """The engine refuses token ids that do not fit the model."""
     core = make_core(tiny_bundle)
     failed = run(core, request_of("a", (4, 5), **more))["a"].failed
     assert failed is not None
@@ -273,7 +274,7 @@ def test_what_does_not_fit_the_model_is_refused(tiny_bundle: Bundle, more: dict[
 
 
 def test_stop_sequences_end_texts_in_the_engine(tiny_bundle: Bundle) -> None:
-    """The first of them to be whole ends each of the choices, from min_tokens on; a preempted one too."""
+    """The first complete stop sequence ends each choice, from min_tokens on, also after preemption."""
     core = make_core(tiny_bundle)
     free = run(core, request_of("free", (4, 5, 6), n=2, max_tokens=20, temperature=1.0))["free"].tokens
     runs = tuple(tuple(free[i][4:7]) for i in range(2))

@@ -1,4 +1,4 @@
-"""Whether the engine gets the processors it wants: what is read, when an episode begins and ends, what is said."""
+"""CPU contention of the engine: the readings, when an episode begins and ends, and its log lines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mlflow_llm.serving.engine.devices.cpu_contention import Contention, Reading
 
 
 class Machine:
-    """A clock and what the system says by it. ``passes`` lets a second go by of which so much was run and waited."""
+    """A clock and the readings at its time; ``passes`` advances it by a second with the given run and wait times."""
 
     def __init__(self) -> None:
         self.now, self.said = 100.0, Readings()
@@ -35,8 +35,8 @@ def machine() -> Machine:
 
 
 def test_an_episode_of_contention_logs_two_lines(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
-    """It begins with a window of waiting, stays however long that lasts or pauses, and ends after calm of ten seconds
-    in which the engine ran."""
+    """An episode begins after a window of waiting, lasts through pauses, and ends after ten calm seconds in which the
+    engine ran."""
     caplog.set_level(logging.INFO, logger=module.__name__)
     assert machine.passes(5) == 0.0
     assert machine.passes(60, ran=0.5, waited=0.4) == pytest.approx(4 / 9)
@@ -51,8 +51,8 @@ def test_an_episode_of_contention_logs_two_lines(machine: Machine, caplog: pytes
     assert second == "processors are free again after 109 seconds"
 
 
-def test_a_little_waiting_is_no_episode(machine: Machine) -> None:
-    """Less than a fifth, or a thread that hardly wanted to run, is shown and not reported."""
+def test_a_little_waiting_starts_no_episode(machine: Machine) -> None:
+    """Waiting for less than a fifth, or by a thread that hardly ran, is shown but not reported."""
     assert machine.passes(20, ran=0.85, waited=0.15) == pytest.approx(0.15)
     assert machine.passes(20, ran=0.01, waited=0.02) == 0.0
     assert machine.changes == []
@@ -72,14 +72,14 @@ def test_the_cause_of_contention_is_named(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A quota and the host are told apart from neighbours."""
+    """A CPU quota and the host's steal time are named apart from neighbouring processes."""
     monkeypatch.setattr(module, "quota", lambda: 0.5)
     machine.passes(waited=0.01, **more)
     assert text in caplog.text
 
 
 def test_readings_within_a_window_or_by_other_threads_are_ignored(machine: Machine) -> None:
-    """What is read is read once a window, by the thread it is about."""
+    """Readings are taken once a window, and only by the observed thread."""
     machine.said = Readings(ran=0.5, waited=0.5)
     machine.now += 0.9
     machine.contention.look()
@@ -94,7 +94,8 @@ def test_readings_within_a_window_or_by_other_threads_are_ignored(machine: Machi
 
 
 def test_readings_of_proc_and_cgroups(tmp_path: Path) -> None:
-    """schedstat in nanoseconds, steal in ticks, the worst throttling of the groups, of either version."""
+    """Readings are schedstat in nanoseconds, steal in ticks, and the worst throttling of the groups, of either cgroup
+    version."""
     top = tmp_path / "cg"
     own = tmp_path / "proc/self"
     for directory in (own, tmp_path / "proc/thread-self", top / "a"):
@@ -109,11 +110,11 @@ def test_readings_of_proc_and_cgroups(tmp_path: Path) -> None:
 
 
 def test_readings_where_proc_and_cgroups_have_nothing(tmp_path: Path) -> None:
-    """Without these files nothing is known, and nothing is raised."""
+    """Without these files readings are unknown and nothing is raised."""
     assert read(tmp_path) == Readings()
 
 
 def test_readings_of_this_machine() -> None:
-    """What is read here only grows."""
+    """Readings of the running machine never decrease."""
     first, second = read(), read()
     assert all(getattr(first, name) <= getattr(second, name) for name in Readings.__slots__)

@@ -1,4 +1,4 @@
-"""The engine on CUDA, where there is a device: the same code, the same tokens and vectors as on the processor."""
+"""The engine on CUDA, if there is a device: the same code, tokens and vectors as on the CPU."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def test_kernels_and_graphs_are_used(tiny_bundle: Bundle, tiny_llama: Any) -> No
 
 
 def test_weights_in_fp8(tiny_bundle: Bundle) -> None:
-    """In bfloat16 few rows and many are multiplied as such where the device has products in float8, and steps are
-    recorded; the self-test at load has looked at both."""
+    """On a device with float8 products, both few and many rows are multiplied in fp8 and steps are recorded, after the
+    self-test at load."""
     settings = EngineSettings(max_num_seqs=40, device="cuda", kv_cache_memory=1 << 26, quantization="fp8")
     core = EngineCore(tiny_bundle, settings)
     has = torch.cuda.get_device_capability() >= fp8.CAPABILITY
@@ -60,8 +60,8 @@ def test_weights_in_fp8(tiny_bundle: Bundle) -> None:
 
 
 def test_nothing_is_waited_for_between_launch_and_read(tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that is launched before the last one's tokens are read is launched without a wait for the device, drawn
-    in each way; the texts are those of steps launched one by one."""
+    """A step launched ahead does not synchronise with the device for any kind of sampling; the texts equal those of
+    steps launched one by one."""
     follow, followed = LaunchAhead._follow, []
 
     def watched(self: LaunchAhead, step: Any) -> Any:
@@ -90,8 +90,8 @@ def test_nothing_is_waited_for_between_launch_and_read(tiny_bundle: Bundle, monk
     assert sum(followed) > 30
 
 
-def test_vectors_are_those_of_the_processor(tmp_path: Any) -> None:
-    """An encoder gives the same vectors on the device as on the processor."""
+def test_vectors_equal_those_of_the_cpu(tmp_path: Any) -> None:
+    """An encoder gives the same vectors on the device as on the CPU."""
     torch.manual_seed(0)
     config = BertConfig(
         vocab_size=100, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64

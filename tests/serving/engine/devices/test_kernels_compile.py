@@ -1,4 +1,4 @@
-"""Triton's kernels become machine code of a GPU, which its interpreter does not try."""
+"""Triton's kernels compile to machine code of a GPU, which its interpreter does not try."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).with_name("compile_kernels.py")
 
 
 def test_every_kernel_compiles(tmp_path: Path) -> None:
-    """For Hopper and bfloat16: types, loops and instructions that only the compiler sees are right."""
+    """Every kernel compiles for Hopper and bfloat16."""
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 

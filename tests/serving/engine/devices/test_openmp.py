@@ -1,4 +1,4 @@
-"""How long torch's OpenMP threads spin, changed while they run: tried in processes of their own."""
+"""The spin time of torch's OpenMP threads, changed while they run, in processes of their own."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Steps launched before the last one's tokens are read: the events that the plain loop gives, whatever comes between.
 
-The processor runs what a CUDA device would, in the same order; only that nothing overlaps.
+The CPU runs what a CUDA device would, in the same order; only that nothing overlaps.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Then = tuple[str, int, Callable[[EngineCore], None]]  # when a request has so ma
 
 @pytest.fixture
 def followed(monkeypatch: pytest.MonkeyPatch) -> list[list[ScheduledChunk]]:
-    """Engines launch ahead on the processor too; the runs of each step that was launched before the last was read."""
+    """Let engines launch ahead on the CPU too; provide the runs of each step launched before the last was read."""
     follow, steps = LaunchAhead._follow, []
 
     def spy(self: LaunchAhead, step: Any) -> Any:
@@ -56,7 +56,7 @@ def make_core(bundle: Bundle, ahead: bool, **more: Any) -> EngineCore:
 
 
 def play(core: EngineCore, requests: Sequence[ValidRequest], then: Sequence[Then] = ()) -> dict[str, Outcome]:
-    """Run ``requests`` to their ends, checking the books after each step, and do each of ``then`` when it is due."""
+    """Run ``requests`` to their ends, checking the accounts after each step, and do each of ``then`` when it is due."""
     outcomes = {request.request_id: Outcome() for request in requests}
     add, waiting = core.add, list(then)
 
@@ -80,7 +80,7 @@ def play(core: EngineCore, requests: Sequence[ValidRequest], then: Sequence[Then
 
 
 def check_account(core: EngineCore, outcomes: dict[str, Outcome]) -> None:
-    """What was generated is what was delivered, and nothing is held."""
+    """Check that every generated token was delivered and that no memory is held."""
     assert core._exits.generated == sum(len(t) for o in outcomes.values() for t in o.tokens.values())
     for outcome in outcomes.values():
         for index, finished in outcome.finished.items():
@@ -104,7 +104,7 @@ def both(
 
 
 def mixed() -> list[ValidRequest]:
-    """Greedy and drawn in each way, of unequal lengths, some that end by what is said."""
+    """Return greedy and sampled requests of unequal lengths, some with stop conditions."""
     drawn = [{}, {"min_p": 0.05}, {"top_k": 20}, {"top_p": 0.8}, {"typical_p": 0.8}, {"top_k": 9, "top_p": 0.9}]
     requests = [
         request_of(f"drawn-{i}", prompt_of(5 + 4 * i, i), seed=i, temperature=0.9, max_tokens=14 + 3 * i, **p)
@@ -118,7 +118,7 @@ def mixed() -> list[ValidRequest]:
 def test_texts_are_those_of_the_plain_loop(
     tiny_bundle: Bundle, tiny_llama: Any, followed: list[list[ScheduledChunk]]
 ) -> None:
-    """Greedy and drawn in each way, with more sequences than places, every text and end is the same."""
+    """Every text and end equals the plain loop's, greedy and sampled, with more sequences than slots."""
     ahead, plain = both(tiny_bundle, mixed())
     assert texts(ahead) == texts(plain)
     assert len(followed) > 20
@@ -126,7 +126,7 @@ def test_texts_are_those_of_the_plain_loop(
 
 
 class DeviceTokens(torch.Tensor):
-    """Tokens that say of themselves that they are on a device."""
+    """CPU tokens that claim to be on a device."""
 
     device = property(lambda self: torch.device("cuda"))  # type: ignore[assignment]
 
@@ -134,8 +134,8 @@ class DeviceTokens(torch.Tensor):
 def test_tokens_of_a_device_are_copied_once_it_has_them(
     tiny_bundle: Bundle, followed: list[list[ScheduledChunk]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Into pinned memory, behind the step on its stream; they are read when the event after the copy has occurred, and
-    that is waited for only when the following step has been launched."""
+    """Tokens are copied into pinned memory after the step on its stream, and read when the event after the copy has
+    occurred, which is waited for only after the following step was launched."""
     done: list[str] = []
     draw, empty, follow = async_scheduling.draw_unread, torch.empty, LaunchAhead._follow
 
@@ -167,14 +167,14 @@ def test_tokens_of_a_device_are_copied_once_it_has_them(
 
 
 def test_a_step_is_launched_before_the_last_is_read(tiny_bundle: Bundle, followed: list[list[ScheduledChunk]]) -> None:
-    """Of one greedy text all decode steps but the first follow another, and none is launched behind its length."""
+    """Every decode step of a greedy text but the first is launched ahead, and none after its last token."""
     assert run(make_core(tiny_bundle, True), request_of("a", prompt_of(9, 0), max_tokens=12))["a"].finished
     assert [(run.start, run.num_tokens) for runs in followed for run in runs] == [(10 + i, 1) for i in range(10)]
 
 
 def test_an_end_costs_one_row(tiny_bundle: Bundle, tiny_llama: Any, followed: list[list[ScheduledChunk]]) -> None:
-    """A text that ends by a stop token, and one by a stop sequence, are followed by one row each, which is counted
-    nowhere; the others go on without a pause."""
+    """A text that ends by a stop token or a stop sequence costs one surplus row, which is not counted; the others
+    continue without a pause."""
     stop, through = (greedy(tiny_llama, prompt_of(12, seed), 20) for seed in (1, 2))
     requests = [
         request_of("stop", prompt_of(12, 1), max_tokens=40, stop_token_ids=(stop[5],)),
@@ -194,8 +194,8 @@ def test_an_end_costs_one_row(tiny_bundle: Bundle, tiny_llama: Any, followed: li
     }
 
 
-def test_what_comes_between_changes_no_text(tiny_bundle: Bundle, followed: list[list[ScheduledChunk]]) -> None:
-    """Arrivals, an abort, one choice's end by its caller and a second use of an id, all while a step is launched."""
+def test_changes_between_steps_change_no_text(tiny_bundle: Bundle, followed: list[list[ScheduledChunk]]) -> None:
+    """Arrivals, an abort, the end of one choice and a reused id while a step is launched change no text."""
     requests = [
         request_of("long", prompt_of(11, 1), max_tokens=60, stream=True),
         request_of("gone", prompt_of(17, 2), max_tokens=60, stream=True),
@@ -225,9 +225,9 @@ def test_preemption_loses_and_doubles_nothing(tiny_bundle: Bundle, followed: lis
     assert followed
 
 
-def test_what_needs_the_host_goes_the_plain_way(tiny_bundle: Bundle, followed: list[list[ScheduledChunk]]) -> None:
-    """Where one sequence has penalties, a bias, log probabilities, words it may not say or beams, no step is launched
-    ahead until that one has ended; a lower bound of the length only until it is reached."""
+def test_sampling_on_the_host_is_not_launched_ahead(tiny_bundle: Bundle, followed: list[list[ScheduledChunk]]) -> None:
+    """While a sequence has penalties, a bias, log probabilities, bad words or beams, no step is launched ahead; a lower
+    bound of the length prevents it only until it is reached."""
     for more in (
         {"presence_penalty": 1.0}, {"repetition_penalty": 1.3}, {"logit_bias": ((5, 2.0),)}, {"logprobs": 2},
         {"bad_words": ((7,), (8, 9))}, {"beams": Beams(width=2, length_penalty=1.0)}, {"generation_logits": True},
@@ -248,8 +248,8 @@ def test_what_needs_the_host_goes_the_plain_way(tiny_bundle: Bundle, followed: l
 def test_a_row_that_must_be_sorted_is_drawn_when_it_is_read(
     tiny_bundle: Bundle, followed: list[list[ScheduledChunk]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the best candidates have not top_p together, only the host can tell the token: the row launched behind it
-    is left unread and computed again."""
+    """If the best candidates do not sum to top_p, the token is drawn on the host: the row launched after it is
+    discarded and computed again."""
     monkeypatch.setattr(sampler, "MAX_TRUNCATED_CANDIDATES", 4)
     read = []
     choose = sampler.choose
@@ -271,7 +271,7 @@ def test_a_row_that_must_be_sorted_is_drawn_when_it_is_read(
 def test_numbers_that_are_not_finite_fail_one_request(
     tiny_bundle: Bundle, tiny_llama: Any, followed: list[list[ScheduledChunk]]
 ) -> None:
-    """One that is poisoned while a step is launched fails, once; what has its blocks next meets nothing of it."""
+    """A request that is not finite while a step is launched fails once; later users of its blocks are unaffected."""
     core = make_core(tiny_bundle, True, kv_cache_memory=128 * TOKEN_BYTES)
 
     def poison(core: EngineCore) -> None:
@@ -299,7 +299,7 @@ def test_numbers_that_are_not_finite_fail_one_request(
 def test_a_step_that_fails_is_computed_again(
     at: str, tiny_bundle: Bundle, followed: list[list[ScheduledChunk]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An error while a step is launched or read costs no request its text: each sequence is run alone."""
+    """An error while a step is launched or read fails no request: each sequence is run alone."""
     requests = [request_of(str(i), prompt_of(9 + i, i), max_tokens=20) for i in range(3)]
     plain = play(make_core(tiny_bundle, False), requests)
     name = "_launch" if at == "launch" else "_read"
@@ -317,7 +317,7 @@ def test_a_step_that_fails_is_computed_again(
 
 
 def test_provisioned_work_is_planned_as_ever(tiny_bundle: Bundle, followed: list[list[ScheduledChunk]]) -> None:
-    """Beside provisioned sequences best-effort ones get what time is left, step by step: these are not launched ahead;
+    """Beside provisioned sequences best-effort ones get the remaining time step by step and are not launched ahead;
     provisioned ones alone are."""
     bought = [request_of(f"p{i}", prompt_of(9 + i, i), max_tokens=30, provisioned=True) for i in range(2)]
     ahead, plain = both(tiny_bundle, [*bought, request_of("free", prompt_of(20, 5), max_tokens=30)])
@@ -329,7 +329,9 @@ def test_provisioned_work_is_planned_as_ever(tiny_bundle: Bundle, followed: list
     assert len(followed) > 20
 
 
-def test_a_grammar_ends_it(tiny_bundle: Bundle, followed: list[list[ScheduledChunk]]) -> None:
+def test_a_sequence_within_a_grammar_is_never_launched_ahead(
+    tiny_bundle: Bundle, followed: list[list[ScheduledChunk]]
+) -> None:
     """A sequence within a grammar is never launched ahead."""
     core = make_core(tiny_bundle, True)
     core.add(request_of("a", prompt_of(9, 0), max_tokens=30))
@@ -345,8 +347,8 @@ def test_a_grammar_ends_it(tiny_bundle: Bundle, followed: list[list[ScheduledChu
     core.close()
 
 
-def test_on_the_processor_it_is_off(tiny_bundle: Bundle) -> None:
-    """Nothing overlaps there: steps are not launched ahead, and the engine's facts say why."""
+def test_it_is_off_on_cpu(tiny_bundle: Bundle) -> None:
+    """On CPU steps are not launched ahead, and the engine's information gives the reason."""
     for setting, reason in (
         ("auto", "decode steps are not captured as CUDA graphs"),
         ("none", "the setting launch_ahead is 'none'"),

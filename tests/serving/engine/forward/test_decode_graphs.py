@@ -1,4 +1,4 @@
-"""Decode steps over fixed buffers: filled up to a size, they give each row what the model's code gives it."""
+"""Decode steps over fixed buffers: padded to a size, they give each row what the model's code gives it."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def core(tiny_bundle: Bundle) -> Iterator[EngineCore]:
 
 
 def test_sizes() -> None:
-    """Powers of two up to the most sequences, and that number itself."""
+    """Graph sizes are powers of two up to the max number of sequences, and that number itself."""
     assert [sizes_up_to(n) for n in (1, 2, 6, 64)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8, 16, 32, 64]]
 
 
 def test_filled_up_steps_give_what_plain_ones_do(core: EngineCore) -> None:
-    """Three rows at size 4, after a fuller step left its tables behind, have the logits of the model's own code; what
-    fills up writes into no sequence's block."""
+    """Three rows padded to size 4, after a larger step left its tables, have the logits of the model's own code;
+    padding rows write into no sequence's block."""
     cache, forward = core._parts.cache, core._runner.step_forward
     assert isinstance(forward, GraphedForward)
     prompts = [np.array(prompt_of(n, n), dtype=np.int32) for n in (20, 9, 3, 33)]
@@ -66,7 +66,7 @@ def test_filled_up_steps_give_what_plain_ones_do(core: EngineCore) -> None:
 
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Doubles of what of ``torch.cuda`` records a graph; what is done with them, in order."""
+    """Replace the graph functions of ``torch.cuda`` by doubles, and provide their calls in order."""
     done: list[str] = []
 
     @contextmanager
@@ -102,8 +102,8 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_recorded_steps_are_replayed(core: EngineCore, recorder: list[str]) -> None:
-    """Each size is run twice and recorded, the largest first, in one pool; then a step is one replay, and what it
-    returned stays when the next one writes over the graph's memory."""
+    """Each size is run twice and recorded, the largest first, in one pool; then a step is one replay, and its output
+    survives the next replay."""
     cache, forward = core._parts.cache, core._runner.step_forward
     with torch.inference_mode():
         forward._record()
@@ -140,7 +140,7 @@ def test_recorded_steps_are_replayed(core: EngineCore, recorder: list[str]) -> N
 
 
 def test_the_setting_chooses(tiny_bundle: Bundle, tiny_llama: Any) -> None:
-    """With "none" every step goes by the model's code, and the engine's facts say why."""
+    """With "none" every step runs the model's code, and the engine's information gives the reason."""
     core = EngineCore(tiny_bundle, settings(cuda_graphs="none"))
     assert core.info.paged is not None
     assert (core.info.paged.cuda_graphs, core.info.paged.cuda_graphs_reason) == (
@@ -154,7 +154,7 @@ def test_the_setting_chooses(tiny_bundle: Bundle, tiny_llama: Any) -> None:
 def test_a_model_that_cannot_be_recorded_runs_all_the_same(
     tiny_bundle: Bundle, tiny_llama: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where recording fails the steps go by the model's code, with the reason."""
+    """If recording fails, steps run the model's code and the reason is kept."""
 
     def record(self: Any, memory: Any) -> None:
         raise RuntimeError("operation not permitted when stream is capturing")

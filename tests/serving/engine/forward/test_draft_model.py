@@ -1,4 +1,4 @@
-"""A small model's drafts: of a model that thinks alike most hold, at any temperature; no text is another by them."""
+"""Draft models: most drafts of a similar model are accepted at any temperature, and no text changes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 
 @pytest.fixture(scope="module")
 def drafts(bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> dict[str, DraftBundle]:
-    """The large model with a little noise in its weights, another one, and one that our kernels do not run."""
+    """Save a noisy copy of the large model, an unrelated one, and one that the native kernels do not run."""
     from transformers import AutoModelForCausalLM
 
     alike = AutoModelForCausalLM.from_pretrained(bundle.model_dir)
@@ -90,8 +90,8 @@ def same(found: Outcome, wanted: Outcome) -> None:
 
 @pytest.mark.parametrize("kind", KINDS_OF_DRAFT)
 def test_drafts_of_a_model_change_no_text(kind: str, bundle: Bundle, drafts: dict[str, DraftBundle]) -> None:
-    """Whatever the small model is, alone or among others, within grammars, where memory is short: texts, log
-    probabilities and ends are those without it."""
+    """No draft model changes texts, log probabilities or ends: alone or batched, within grammars, with little
+    memory."""
     tight = 300 * 2 * 2 * 16 * 2 * 4
     drafting, plain = core_of(bundle, drafts[kind], kv_cache_memory=tight), core_of(bundle, speculation="none")
     rng, number = random.Random(5), 0
@@ -109,8 +109,10 @@ def test_drafts_of_a_model_change_no_text(kind: str, bundle: Bundle, drafts: dic
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 1.5])
-def test_a_model_that_thinks_alike(temperature: float, bundle: Bundle, drafts: dict[str, DraftBundle]) -> None:
-    """Most of its drafts hold at any temperature, since both models run the same race; a stranger's are given up."""
+def test_drafts_of_a_similar_model_are_accepted(
+    temperature: float, bundle: Bundle, drafts: dict[str, DraftBundle]
+) -> None:
+    """Most drafts of a similar model are accepted at any temperature; those of an unrelated model are given up."""
     taken = {}
     for kind in ("alike", "stranger"):
         core = core_of(bundle, drafts[kind])
@@ -128,8 +130,7 @@ def test_a_model_that_thinks_alike(temperature: float, bundle: Bundle, drafts: d
 
 
 def test_long_prompts_are_read_in_parts(bundle: Bundle, drafts: dict[str, DraftBundle]) -> None:
-    """No step of the small model has more tokens than a step may have; a prompt that it has read before is not read
-    again."""
+    """No step of the draft model exceeds the max tokens of a step, and a prompt read before is not read again."""
     core = core_of(bundle, drafts["alike"])
     forward, sizes = core._scheduler.speculation.model._forward, []
     original = forward.forward
@@ -150,7 +151,7 @@ def test_long_prompts_are_read_in_parts(bundle: Bundle, drafts: dict[str, DraftB
 
 
 def test_a_model_that_costs_too_much_is_hardly_asked(bundle: Bundle, drafts: dict[str, DraftBundle]) -> None:
-    """One as large as the large model saves nothing, however many of its drafts hold: it is asked now and then."""
+    """A draft model as large as the target saves nothing, so it is used only now and then."""
     core = core_of(bundle, drafts["alike"])
     core._scheduler.speculation.model.cost = 1.0
     prompt = np.random.default_rng(0).integers(3, 300, size=20).tolist()
@@ -160,7 +161,7 @@ def test_a_model_that_costs_too_much_is_hardly_asked(bundle: Bundle, drafts: dic
 
 
 def test_a_draft_model_that_fails_is_left(bundle: Bundle, drafts: dict[str, DraftBundle]) -> None:
-    """The engine goes on without it, and the text is the same."""
+    """If the draft model fails, the engine continues without it and the text is the same."""
     core, plain = core_of(bundle, drafts["alike"]), core_of(bundle, speculation="none")
 
     def fail(*_: Any) -> Any:
@@ -174,7 +175,8 @@ def test_a_draft_model_that_fails_is_left(bundle: Bundle, drafts: dict[str, Draf
 
 
 def test_other_vocabularies_are_refused(bundle: Bundle, drafts: dict[str, DraftBundle], tmp_path: Path) -> None:
-    """By the name of both, and of a token that they have not alike; without tokenizers by their sizes."""
+    """A draft model with another vocabulary is refused by both names and a differing token, or by sizes without
+    tokenizers."""
     alike = drafts["alike"]
     other = str(save(KINDS["unigram"](), tmp_path / "tokenizer"))
     with pytest.raises(PackagingError, match=r"draft_model: alike does not have this model's vocabulary: '.+' has "):
@@ -187,8 +189,8 @@ def test_other_vocabularies_are_refused(bundle: Bundle, drafts: dict[str, DraftB
 
 
 def test_settings_that_leave_it_without_use(bundle: Bundle, drafts: dict[str, DraftBundle]) -> None:
-    """Refused with speculation none, for a model that writes no text, and where none was found; where our kernels do
-    not run the engine says that it is not used."""
+    """A draft model is refused with speculation none, for embedding models and if none was found; without native
+    kernels the engine reports that it is unused."""
     with pytest.raises(InvalidField, match="draft_model: 'x' is not allowed; expected null with speculation none"):
         EngineSettings(draft_model="x", speculation="none")
     with pytest.raises(PackagingError, match="draft_model: a does embeddings"):

@@ -1,4 +1,4 @@
-"""How many tokens a step takes where the setting says nothing."""
+"""The max number of tokens of a step where no setting gives it."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def core_of(bundle: Bundle, **settings: Any) -> EngineCore:
         (60.0, MIN_TOKENS),
     ],
 )
-def test_what_is_prefilled_in_a_fifth_of_a_second(bundle: Bundle, seconds: float, expected: int) -> None:
-    """By the time that 64 tokens take, a multiple of 32 within bounds, beside all that may decode; the cache is as it
-    was."""
+def test_step_size_is_what_prefills_in_a_fifth_of_a_second(bundle: Bundle, seconds: float, expected: int) -> None:
+    """The step size follows from the time of 64 tokens: a multiple of 32 within bounds, plus the max sequences; the
+    cache is unchanged."""
     core = core_of(bundle)
     parts = core._parts
     assert parts.scheduler.max_num_batched_tokens == core.info.max_num_batched_tokens
@@ -57,8 +57,8 @@ def test_what_is_prefilled_in_a_fifth_of_a_second(bundle: Bundle, seconds: float
     core.close()
 
 
-def test_elsewhere_it_is_always_the_same(bundle: Bundle) -> None:
-    """Where a token's bits depend on how its prompt was cut; and a setting is a setting."""
+def test_step_size_is_constant_without_native_kernels(bundle: Bundle) -> None:
+    """The step size is constant where a token's bits depend on the chunks of its prompt, and a setting overrides it."""
     for settings, expected in (({"kernels": "torch"}, DEFAULT_TOKENS), ({"max_num_batched_tokens": 77}, 77)):
         core = core_of(bundle, **settings)
         assert core.info.max_num_batched_tokens == expected

@@ -1,4 +1,4 @@
-"""How long each step took, for requests that ask."""
+"""Step timings for requests that ask for them."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ def events(core: EngineCore, *requests: Any) -> dict[str, list[Any]]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_steps_are_timed_for_who_asks(tiny_bundle: Bundle, stream: bool) -> None:
-    """A step a token, in order and before its tokens, streamed or not; a neighbour that does not ask gets none."""
+def test_steps_are_timed_on_request(tiny_bundle: Bundle, stream: bool) -> None:
+    """A request that asks gets a timing for each token, in order and before it, streamed or not; its neighbours get
+    none."""
     core = EngineCore(tiny_bundle, EngineSettings(max_num_seqs=4, kv_cache_memory=1 << 24, speculation="none"))
     asks = msgspec.structs.replace(request_of("a", prompt_of(5, 1), max_tokens=20), timings=True, stream=stream)
     found = events(core, asks, request_of("b", prompt_of(7, 2), max_tokens=20))

@@ -52,7 +52,7 @@ class Served:
 
     @torch.inference_mode()
     def expected(self, ids: tuple[int, ...]) -> Any:
-        """The model's own forward of one text, pooled by hand."""
+        """Return the model's own forward of one text, pooled by hand."""
         hidden = self.model(input_ids=torch.tensor([ids])).last_hidden_state[0]
         vector = hidden[-1] if self.pooling == "lasttoken" else hidden.mean(0)
         return (vector / vector.norm()).numpy()
@@ -78,7 +78,8 @@ def ask(request_id: str, *texts: tuple[int, ...], **more: Any) -> ValidRequest:
 
 
 def take(core: EngineCore) -> dict[str, dict[int, Any]]:
-    """Vectors by request and index, a ``Failed`` under index -1; nothing may be reported twice or after an end."""
+    """Return vectors by request and index, with a ``Failed`` under index -1; fail on duplicates or events after an
+    end."""
     reported: dict[str, dict[int, Any]] = {}
     while core.has_work():
         for _, request_id, event in core.step():
@@ -106,7 +107,7 @@ def test_requests_batched_together_equal_each_text_alone(core: EngineCore, serve
 
 
 def test_batch_invariant(served: Served) -> None:
-    """With the setting a text has the same bits alone and among others: it is computed by itself."""
+    """With batch_invariant a text has the same bits alone and among others, because it is computed by itself."""
     core = EngineCore(served.bundle, EngineSettings(batch_invariant=True))
     alone = []
     for i, text in enumerate(TEXTS):
@@ -131,7 +132,7 @@ def test_a_short_request_does_not_wait_behind_a_bulk(core: EngineCore) -> None:
 
 
 def test_vectors_are_whole_whatever_dimensions(core: EngineCore, served: Served) -> None:
-    """A request's ``dimensions`` are cut above the engine, in one place for every engine."""
+    """The engine returns whole vectors: ``dimensions`` are cut above it, in one place for every engine."""
     core.add(ask("a", TEXTS[0], dimensions=8))
     assert np.allclose(take(core)["a"][0], served.expected(TEXTS[0]), atol=1e-5)
 
@@ -211,7 +212,7 @@ def test_an_error_is_its_own_requests_alone(core: EngineCore, monkeypatch: pytes
 
 
 def test_closing_fails_what_waits(served: Served) -> None:
-    """Shutdown tells every request that it is over."""
+    """Closing the engine fails every waiting request."""
     core = EngineCore(served.bundle, EngineSettings())
     core.add(ask("a", *TEXTS))
     core.add(ask("b", *TEXTS))

@@ -1,4 +1,4 @@
-"""A request of ``max_tokens`` 0: its prompt is scored and nothing is sampled."""
+"""Requests with ``max_tokens`` 0: the prompt is scored and nothing is sampled."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def scoring(name: str, prompt: tuple[int, ...], **more: Any) -> ValidRequest:
 
 
 def scores(outcome: Outcome, index: int = 0) -> tuple[TokenLogprob, ...]:
-    """Of a request that ended as it should: "length", with no token."""
+    """Return a request's scores, after checking that it ended with "length" and without a token."""
     assert outcome.failed is None
     assert outcome.finished[index].reason == "length"
     assert outcome.finished[index].num_generated_tokens == 0
@@ -46,7 +46,7 @@ def scores(outcome: Outcome, index: int = 0) -> tuple[TokenLogprob, ...]:
 
 
 def assert_equal(found: tuple[TokenLogprob, ...], expected: tuple[TokenLogprob, ...]) -> None:
-    """As far as torch's kernels give the same in a batch; ``test_native`` compares the native ones bit for bit."""
+    """Compare scores within the tolerance of torch's kernels; ``test_native`` compares the native ones bit for bit."""
     assert [one.token_id for one in found] == [one.token_id for one in expected]
     assert [one.logprob for one in found] == pytest.approx([one.logprob for one in expected], abs=1e-4)
 
@@ -78,7 +78,7 @@ def test_the_same_in_a_batch_and_with_a_warm_cache(core: EngineCore, tiny_llama:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_bitwise_the_same_with_a_warm_prefix(tiny_bundle: Bundle, dtype: str) -> None:
-    """By torch's kernels too: a prompt whose KV, or whose beginning, is in the cache is read as it was without."""
+    """With torch's kernels too, a prompt with a cached prefix has bitwise the same scores as a cold one."""
     core = core_of(tiny_bundle, dtype=dtype, kernels="torch")
     prompt = prompt_of(40, 5)
     cold = scores(run(core, scoring("cold", prompt))["cold"])
@@ -89,8 +89,8 @@ def test_bitwise_the_same_with_a_warm_prefix(tiny_bundle: Bundle, dtype: str) ->
     core.close()
 
 
-def test_a_scored_prompt_can_be_gone_on_with(core: EngineCore, tiny_llama: Any) -> None:
-    """Its KV stays for reuse by a request that generates."""
+def test_a_scored_prompt_is_reused_by_a_request_that_generates(core: EngineCore, tiny_llama: Any) -> None:
+    """The KV of a scored prompt is reused by a request that generates."""
     prompt = prompt_of(24, 0)
     scores(run(core, scoring("a", prompt))["a"])
     after = run(core, request_of("b", prompt))["b"]
@@ -107,7 +107,7 @@ def test_several_prompts_and_choices(core: EngineCore) -> None:
 
 
 def test_a_prompt_of_the_whole_context(core: EngineCore) -> None:
-    """A prompt that only is scored may fill the context; one that goes on may not."""
+    """A prompt that is only scored may fill the context; one that generates may not."""
     room = core.info.max_kv_tokens
     prompt = (prompt_of(64, 0) * (room // 64 + 1))[:room]
     assert len(scores(run(core, scoring("a", prompt))["a"])) == room - 1
@@ -115,8 +115,8 @@ def test_a_prompt_of_the_whole_context(core: EngineCore) -> None:
     assert [failed[name].failed.kind for name in "bc"] == ["context_too_long"] * 2
 
 
-def test_without_scores_there_is_nothing_to_do(core: EngineCore) -> None:
-    """Where no log probabilities are asked for, the request ends without a step of the model."""
+def test_without_scores_no_step_is_run(core: EngineCore) -> None:
+    """If no log probabilities are asked for, the request ends without a step of the model."""
     steps = core.health().steps
     outcome = run(core, request_of("a", prompt_of(30, 0), max_tokens=0))["a"]
     assert outcome.finished[0].reason == "length"
@@ -125,7 +125,7 @@ def test_without_scores_there_is_nothing_to_do(core: EngineCore) -> None:
 
 
 def test_preemption_changes_no_score(core: EngineCore) -> None:
-    """A prompt whose memory was taken while it was scored is scored again, whole."""
+    """A prompt preempted while it is scored is scored again, whole."""
     prompt = prompt_of(60, 0)
     outcomes = {"a": Outcome()}
     core.add(scoring("a", prompt))
@@ -150,7 +150,7 @@ def test_abort_in_the_middle(core: EngineCore) -> None:
 
 
 def test_numbers_that_are_not_finite(core: EngineCore) -> None:
-    """Scores that are no numbers are an error of their request, never sent."""
+    """Scores that are not finite fail their request and are never sent."""
     parts = core._runner.step_forward
     native = getattr(parts, "_weights", None)
     embedding = parts._model.get_input_embeddings().weight if native is None else native.embedding

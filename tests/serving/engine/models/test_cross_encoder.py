@@ -1,4 +1,4 @@
-"""Cross-encoders give the scores of sentence-transformers' ``CrossEncoder``."""
+"""Cross-encoders: the scores of sentence-transformers' ``CrossEncoder``."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def bundle_of(folder: Path, **spec: Any) -> Bundle:
 
 
 def encoded(kind: str) -> tuple[list[list[int]], list[int]]:
-    """``PAIRS`` as transformers tokenises them, and where the second type begins."""
+    """Return ``PAIRS`` as transformers tokenises them, and where the second type begins."""
     found = tokenizer(kind, 64)([list(pair) for pair in PAIRS])
     types = found.get("token_type_ids") or [[0] * len(ids) for ids in found["input_ids"]]
     return found["input_ids"], [one.index(1) if 1 in one else len(one) for one in types]
 
 
 def reference(folder: Path) -> Any:
-    """Numbers of the library that people train cross-encoders with, before its activation."""
+    """Return the logits of sentence-transformers, before its activation."""
     from sentence_transformers import CrossEncoder as Reference
 
     return Reference(str(folder), device="cpu", activation_fn=torch.nn.Identity()).predict(PAIRS)
@@ -50,7 +50,7 @@ def reference(folder: Path) -> Any:
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_numbers_of_sentence_transformers(tmp_path: Path, kind: str, kernels: str) -> None:
-    """Pairs of every length and both token types score within 1e-5 of the reference, whatever runs them."""
+    """Pairs of every length and both token types score within 1e-5 of the reference, with any kernels."""
     save_cross_encoder(tmp_path, kind)
     ours = load_cross_encoder(bundle_of(tmp_path), EngineSettings(kernels=kernels))
     expected = reference(tmp_path)
@@ -59,8 +59,8 @@ def test_the_numbers_of_sentence_transformers(tmp_path: Path, kind: str, kernels
 
 
 @pytest.mark.parametrize("kind", NATIVE)
-def test_what_runs_natively(kind: str, tmp_path: Path) -> None:
-    """Token types do not keep a BERT from the native kernels, where there are any."""
+def test_a_bert_with_token_types_runs_natively(kind: str, tmp_path: Path) -> None:
+    """A BERT with token types runs by the native kernels where there are any."""
     from mlflow_llm.serving.engine.native.library import library
 
     if library() is None:
@@ -70,7 +70,7 @@ def test_what_runs_natively(kind: str, tmp_path: Path) -> None:
 
 
 def test_alone_and_in_a_batch(tmp_path: Path) -> None:
-    """A pair's number does not depend on what is beside it."""
+    """A pair's score does not depend on the pairs beside it."""
     save_cross_encoder(tmp_path, "bert")
     ours = load_cross_encoder(bundle_of(tmp_path), EngineSettings())
     ids, seconds = encoded("bert")
@@ -79,15 +79,15 @@ def test_alone_and_in_a_batch(tmp_path: Path) -> None:
 
 
 def test_int8(tmp_path: Path) -> None:
-    """With int8 linears numbers are near, and the order of documents that are far apart stays."""
+    """With int8 linears scores stay close, and so does the order of documents that are far apart."""
     save_cross_encoder(tmp_path, "bert")
     ours = load_cross_encoder(bundle_of(tmp_path), EngineSettings(quantization="int8"))
     exact, found = reference(tmp_path), ours.embed(*encoded("bert"))[:, 0]
     assert abs(found - exact).max() < 0.25 * max(1.0, abs(exact).max())
 
 
-def test_what_is_refused_at_load(tmp_path: Path) -> None:
-    """A head of several labels, no head, and an architecture whose encoder cannot be run, each by its reason."""
+def test_unsupported_models_are_refused_at_load(tmp_path: Path) -> None:
+    """A head of several labels, a missing head and an unsupported encoder are refused, each with its reason."""
     save_cross_encoder(tmp_path / "three", labels=3)
     with pytest.raises(PackagingError, match="a head of one label; this one has 3"):
         load_cross_encoder(bundle_of(tmp_path / "three"), EngineSettings())
@@ -100,7 +100,7 @@ def test_what_is_refused_at_load(tmp_path: Path) -> None:
         load_cross_encoder(bundle_of(tmp_path / "headless"), EngineSettings())
 
 
-def test_lengths(tmp_path: Path) -> None:
+def test_lengths_are_limited(tmp_path: Path) -> None:
     """No pair may be longer than the model, its configuration or the setting allows."""
     save_cross_encoder(tmp_path, "xlm-roberta")
     limits = [
@@ -114,7 +114,7 @@ def test_lengths(tmp_path: Path) -> None:
 
 
 def test_through_the_engine(tmp_path: Path) -> None:
-    """The engine answers a request with a number a pair, and refuses what it cannot run."""
+    """The engine returns a score for each pair, and refuses requests that it cannot run."""
     save_cross_encoder(tmp_path, "bert")
     core = EngineCore(bundle_of(tmp_path), EngineSettings(max_num_batched_tokens=32))
     ids, seconds = encoded("bert")

@@ -40,7 +40,7 @@ def test_max_length_counts_shifted_positions_and_is_enforced(tmp_path):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_pooling_over_a_flat_row(mode):
-    """Each mode equals its definition for each sequence."""
+    """Each pooling mode equals its definition for each sequence."""
     hidden = torch.randn(7, 4)
     parts = hidden.split([2, 4, 1])
     rules = {

@@ -1,4 +1,4 @@
-"""What transformers' models export is read once, and anew when a source changes."""
+"""The cache of transformers' exported names: read once, and anew when a source changes."""
 
 from __future__ import annotations
 
@@ -43,12 +43,13 @@ class Reader:
 
 
 def ask(reader: Reader, *places: Path) -> list[Structure]:
-    """By one process: what it asks for a second time it has."""
+    """Look up places in one process, which remembers its answers."""
     found: dict[str, Any] = {}
     return [export_cache.kept(reader, found, place) for place in places]
 
 
 def test_a_second_process_reads_no_source(models: Path, cache: Path) -> None:
+    """A second process takes the exports from the cache file, which only its owner can read."""
     reader = Reader()
     first = ask(reader, models, models / "__init__.py")
     assert reader.read == [str(models)]
@@ -61,7 +62,8 @@ def test_a_second_process_reads_no_source(models: Path, cache: Path) -> None:
 
 
 @pytest.mark.parametrize("changed", ["llama/modeling_llama.py", "llama/modeling_new.py", "../utils/import_utils.py"])
-def test_a_source_that_changed_is_read(models: Path, cache: Path, changed: str) -> None:
+def test_a_changed_source_is_read_again(models: Path, cache: Path, changed: str) -> None:
+    """A changed source file or directory is read again."""
     reader = Reader()
     before = ask(reader, models)
     (models / changed).write_text("LlamaModel = 1; another = 2\n")
@@ -70,7 +72,8 @@ def test_a_source_that_changed_is_read(models: Path, cache: Path, changed: str) 
     assert len(reader.read) == 2
 
 
-def test_other_directories_are_read(models: Path, cache: Path) -> None:
+def test_other_directories_are_not_cached(models: Path, cache: Path) -> None:
+    """Directories other than the package of models are read from source and not cached."""
     reader = Reader()
     ask(reader, models / "llama", models / "llama" / "modeling_llama.py")
     assert len(reader.read) == 2
@@ -78,7 +81,8 @@ def test_other_directories_are_read(models: Path, cache: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"i\x01\x00\x00\x00", bytes(range(64))])
-def test_a_file_that_is_none_of_ours_is_not_used(models: Path, cache: Path, content: bytes) -> None:
+def test_a_foreign_cache_file_is_not_used(models: Path, cache: Path, content: bytes) -> None:
+    """A cache file with foreign content is ignored and replaced."""
     reader = Reader()
     ask(reader, models)
     (kept,) = cache.iterdir()
@@ -89,6 +93,7 @@ def test_a_file_that_is_none_of_ours_is_not_used(models: Path, cache: Path, cont
 
 
 def test_a_file_that_others_may_write_is_not_used(models: Path, cache: Path) -> None:
+    """A cache file that others may write to is ignored."""
     reader = Reader()
     ask(reader, models)
     (kept,) = cache.iterdir()
@@ -98,13 +103,14 @@ def test_a_file_that_others_may_write_is_not_used(models: Path, cache: Path) -> 
 
 
 def test_without_a_place_to_write_it_works_the_same(models: Path, cache: Path) -> None:
+    """The exports are the same if the cache directory cannot be created."""
     cache.parent.write_text("a file is in the way")
     reader = Reader()
     assert ask(reader, models) == [{frozenset({"torch"}): {"llama.modeling_llama": {"LlamaModel", "1"}}}]
 
 
 def test_a_user_without_a_home_reads_the_sources(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a container that runs as a number."""
+    """A user without a home directory, as in a container that runs as a number, reads the sources."""
     monkeypatch.delenv("MLFLOW_LLM_CACHE", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.delenv("HOME", raising=False)
@@ -118,12 +124,14 @@ def test_a_user_without_a_home_reads_the_sources(models: Path, monkeypatch: pyte
         cache_file.write_packed("a model", {}, {}, 1 << 20)
 
 
-def test_the_function_that_reads_sources_is_where_it_is_looked_for() -> None:
-    """Where a release of transformers has moved it, every start reads all sources again, and nothing else says so."""
+def test_the_cached_function_exists_in_transformers() -> None:
+    """The cached function exists in the installed transformers; were it moved, every start would read all sources again
+    unnoticed."""
     assert callable(getattr(importlib.import_module(export_cache.READER), export_cache.READ, None))
 
 
-def test_nothing_is_put_before_an_import_that_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_import_hook_after_the_import_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The import hook is installed only while transformers' package is not imported yet, and removed afterwards."""
     finders = list(sys.meta_path)
     with export_cache.used():
         assert sys.meta_path == finders

@@ -1,4 +1,4 @@
-"""Norms, gated MLPs and residuals by kernels in Triton: what the model's own code gives, or left as it is."""
+"""Fused Triton kernels for norms, gated MLPs and residuals: equal to the model's own code, or not used."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 @torch.inference_mode()
 def test_models_give_the_same(family: str, count: int) -> None:
-    """As many modules as there are of the known kinds run by kernels, and the logits are the model's."""
+    """The expected number of modules of each family runs by kernels, and the logits are the model's."""
     model = make_model((FAMILIES | MORE_FAMILIES)[family]()).to(DEVICE)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -64,7 +64,7 @@ def test_models_give_the_same(family: str, count: int) -> None:
 
 @torch.inference_mode()
 def test_a_kernel_that_does_not_run_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    """On CPU nothing is replaced; where a kernel raises, the model's own code stays, with a warning."""
+    """On CPU nothing is replaced; if a kernel raises, the model's own code stays, with a warning."""
     model = make_model(FAMILIES["llama"]())
     assert fused_modules.install(model) == 0
     monkeypatch.setattr(triton_support, "enabled", lambda device: True)
@@ -90,8 +90,7 @@ class Norm(torch.nn.Module):
 @pytest.mark.parametrize("shape", [(1, 1, 8), (1, 5, 300), (3, 2, 1000)])
 @torch.inference_mode()
 def test_a_sum_and_its_norm(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
-    """The sum is torch's to the bit; what was left with the norm is its own of that sum, of strided rows too, and is
-    given out once, for the very tensor."""
+    """The fused sum is bitwise torch's; its norm is kept for that very tensor, strided rows included, and used once."""
     norm = Norm(shape[-1]).to(dtype)
     x = torch.randn(*shape, device=DEVICE).to(dtype)
     more = torch.randn(*shape[:-1], 2 * shape[-1], device=DEVICE).to(dtype)[..., : shape[-1]]
@@ -108,7 +107,7 @@ def test_a_sum_and_its_norm(shape: tuple[int, int, int], dtype: torch.dtype) -> 
 
 @torch.inference_mode()
 def test_a_sum_that_is_not_of_one_kind() -> None:
-    """Other types, shapes, or no norm to follow: torch adds, and nothing is left."""
+    """For mixed types or shapes, or without a norm to follow, torch adds and nothing is kept."""
     norm, x = Norm(8), torch.randn(1, 3, 8, device=DEVICE)
     for more, by in ((x.half(), norm), (x[:, :1], norm), (x, None)):
         assert torch.equal(fused_residuals.add(x, more, by), x + more)
@@ -118,7 +117,7 @@ def test_a_sum_that_is_not_of_one_kind() -> None:
 @pytest.mark.usefixtures("_kernels")
 @torch.inference_mode()
 def test_most_norms_of_a_model_are_computed_with_their_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two layers five norms: the first alone by itself, and nothing is left with any afterwards."""
+    """Four of the five norms of two layers are fused with their sums, and no result is left over."""
     model = make_model(FAMILIES["llama"]()).to(DEVICE)
     fused_modules.install(model)
     counts = {"rms_norm": 0, "add_rms_norm": 0}
@@ -143,7 +142,7 @@ class Counted:
 @pytest.mark.usefixtures("_kernels")
 @torch.inference_mode()
 def test_gates_that_share_a_product_are_read_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gate and up are parts of one product's rows, which the kernel reads without a copy."""
+    """The kernel reads gate and up from the rows of their shared product without a copy."""
     model = make_model(FAMILIES["llama"]()).to(DEVICE)
     wanted = model(IDS.to(DEVICE)).logits
     fused_modules.install(model)
@@ -157,8 +156,8 @@ def test_gates_that_share_a_product_are_read_where_they_lie(monkeypatch: pytest.
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="test_cuda.py looks at it there")
 @pytest.mark.usefixtures("_kernels")
-def test_an_engine_over_all_of_them(tiny_bundle: Bundle, tiny_llama: Any) -> None:
-    """Its texts are generate()'s, of chunks of prompts, single tokens and steps over buffers that stay."""
+def test_an_engine_with_fused_modules(tiny_bundle: Bundle, tiny_llama: Any) -> None:
+    """An engine with all fused modules gives generate()'s texts for chunks, single tokens and fixed buffers."""
     settings = EngineSettings(
         kernels="torch", kv_block_size=16, max_num_seqs=3, max_num_batched_tokens=16, kv_cache_memory=1 << 22
     )
@@ -172,8 +171,8 @@ def test_an_engine_over_all_of_them(tiny_bundle: Bundle, tiny_llama: Any) -> Non
 
 @pytest.mark.usefixtures("_kernels")
 @torch.inference_mode()
-def test_layers_that_change_what_they_hand_on_are_left(caplog: Any) -> None:
-    """A layer with a form of its own keeps its code, whose difference is logged by the layer's name."""
+def test_layers_of_another_form_keep_their_code(caplog: Any) -> None:
+    """A layer whose output differs with fused kernels keeps its own code, and the difference is logged by its name."""
     caplog.set_level("INFO")
     model = make_model(MORE_FAMILIES["granite"]()).to(DEVICE)
     fused_modules.install(model)

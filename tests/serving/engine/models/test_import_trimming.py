@@ -1,4 +1,4 @@
-"""What an engine's process imports."""
+"""The imports of an engine's process."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ print(doubled(torch.ones(2)).tolist(), torch._dynamo.disable.__module__, torch.c
 
 
 def test_an_engines_process_imports_what_it_uses_and_the_compiler_still_runs() -> None:
-    """No compiler, no distributed tensors and no scipy until a model asks; what is compiled then is compiled. What the
-    models export comes from the cache, and is what their sources say."""
+    """An engine imports no compiler, distributed tensors or scipy until a model needs them, and torch.compile still
+    works. The models' exports come from the cache and equal those of the sources."""
     asked = subprocess.run([sys.executable, "-P", "-c", CODE], capture_output=True, text=True, check=True)
     assert asked.stdout.splitlines() == [
         "",

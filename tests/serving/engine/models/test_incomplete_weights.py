@@ -1,4 +1,4 @@
-"""Checkpoints that lack tensors: transformers would make those up at random."""
+"""Checkpoints that lack tensors, which transformers would initialise at random."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mlflow_llm.serving.interface.settings import EngineSettings
 
 
 def remove(folder: Path, is_lost: Callable[[str], bool]) -> set[str]:
-    """Take tensors out of the weights in ``folder``; returns their names."""
+    """Remove tensors from the weights in ``folder`` and return their names."""
     tensors = load_file(folder / "model.safetensors")
     lost = {name for name in tensors if is_lost(name)}
     kept = {name: tensor for name, tensor in tensors.items() if name not in lost}
@@ -28,7 +28,7 @@ def remove(folder: Path, is_lost: Callable[[str], bool]) -> set[str]:
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
 def test_a_decoder_that_lacks_a_tensor_is_refused_by_its_name(tmp_path: Path, family: str) -> None:
-    """A norm that is not there is named; with all tensors the model loads."""
+    """A decoder that lacks a norm is refused by the tensor's name; with all tensors it loads."""
     bundle = save_bundle(make_model(FAMILIES[family]()), tmp_path)
     load_model(bundle, EngineSettings())
     norm = {"gpt2": "transformer.h.1.ln_1.weight"}.get(family, "model.layers.1.input_layernorm.weight")
@@ -38,7 +38,7 @@ def test_a_decoder_that_lacks_a_tensor_is_refused_by_its_name(tmp_path: Path, fa
 
 
 def test_many_missing_tensors_are_counted(tmp_path: Path) -> None:
-    """Five are named, the others counted."""
+    """Five missing tensors are named and the others counted."""
     bundle = save_bundle(make_model(FAMILIES["llama"]()), tmp_path)
     lost = remove(tmp_path, lambda name: ".layers.1." in name)
     with pytest.raises(PackagingError, match=f"they lack {len(lost)} of the model's tensors: (model[^,]*, ){{5}}…$"):
@@ -47,7 +47,7 @@ def test_many_missing_tensors_are_counted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_head_that_is_the_embedding_need_not_be_stored(tmp_path: Path, tied: bool) -> None:
-    """Tied weights are stored once and are complete; a head of its own that is not stored is refused."""
+    """A tied head need not be stored; an untied head that is not stored is refused."""
     config = FAMILIES["llama"]()
     config.tie_word_embeddings = tied
     bundle = save_bundle(make_model(config), tmp_path)
@@ -60,7 +60,7 @@ def test_a_head_that_is_the_embedding_need_not_be_stored(tmp_path: Path, tied: b
 
 
 def test_an_encoder_that_lacks_a_tensor_is_refused_by_its_name(tmp_path: Path) -> None:
-    """An embedder is not loaded with a layer norm that its file lacks."""
+    """An embedder that lacks a layer norm is refused by the tensor's name."""
     saved(tmp_path, "bert")
     remove(tmp_path, lambda name: name == "encoder.layer.1.output.LayerNorm.weight")
     with pytest.raises(PackagingError, match=r"lack 1 .*: encoder\.layer\.1\.output\.LayerNorm\.weight$"):
@@ -68,7 +68,7 @@ def test_an_encoder_that_lacks_a_tensor_is_refused_by_its_name(tmp_path: Path) -
 
 
 def test_an_encoder_needs_no_pooler(tmp_path: Path) -> None:
-    """Encoders trained on masked tokens have none, and nothing that is embedded goes through it."""
+    """An encoder without a pooler loads, because embeddings do not use one."""
     saved(tmp_path, "bert")
     whole = load_embedder(bundle_of(tmp_path), EngineSettings()).embed([(5, 6, 7)])
     assert remove(tmp_path, lambda name: name.startswith("pooler."))

@@ -1,4 +1,4 @@
-"""An engine says which kernels it runs on, and why not ours."""
+"""The kernels that an engine reports, and its reasons for not using the native ones."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ def info_of(bundle: Bundle, **settings: Any) -> EngineInfo:
     ],
 )
 def test_why_a_decoder_is_not_run_natively(config: Any, settings: Any, reason: str, tmp_path: Path) -> None:
-    """The setting, the precision, the architecture or the heads are named."""
+    """The reported reason names the setting, the precision, the architecture or the heads."""
     info = info_of(save_bundle(make_model(config), tmp_path), **settings)
     assert (info.kernels, reason in info.kernels_reason) == ("torch", True), info.kernels_reason
     assert info.kernels_summary == f"torch ({info.kernels_reason})"
 
 
 @here
-def test_an_embedder_says_so_too(tmp_path: Path) -> None:
-    """Its setting is honoured, and a model that runs natively gives no reason."""
+def test_an_embedder_reports_its_kernels(tmp_path: Path) -> None:
+    """An embedder honours the setting, and reports no reason when it runs natively."""
     model = tf.BertModel(tf.BertConfig(**SIZES, num_attention_heads=2))
     bundle = msgspec.structs.replace(save_bundle(model, tmp_path), tasks=("embeddings",))
     assert info_of(bundle, kernels="torch").kernels_reason == "the setting kernels is 'torch'"
@@ -65,7 +65,7 @@ def test_an_embedder_says_so_too(tmp_path: Path) -> None:
 
 
 def test_a_missing_library_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not compiled, or for another processor: the engine runs, and says so."""
+    """An engine whose library is not compiled, or for another CPU, runs and reports it."""
     monkeypatch.setattr(library, "_loaded", lambda: "the CPU lacks AVX2")
     info = info_of(save_bundle(make_model(tf.LlamaConfig(**WIDE)), tmp_path))
     assert (info.kernels, info.kernels_reason) == ("torch", "the CPU lacks AVX2")
@@ -73,7 +73,7 @@ def test_a_missing_library_is_reported(tmp_path: Path, monkeypatch: pytest.Monke
 
 @here
 def test_an_engine_names_its_instruction_set(instructions: str, tmp_path: Path) -> None:
-    """The one whose kernels run, which are compiled for it."""
+    """The reported instruction set is the one whose kernels run."""
     info = info_of(save_bundle(make_model(tf.LlamaConfig(**WIDE)), tmp_path))
     assert (info.kernels, info.instruction_set) == ("native", instructions)
     compiled_for = library.required().mlflow_llm_instructions().decode()
@@ -94,7 +94,7 @@ def loaded_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]
 
 @here
 def test_a_library_of_another_version_is_not_called(loaded_anew: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What was compiled with another interface is named, and torch runs; nothing slower is taken in its place."""
+    """A library of another interface version is reported and not called; the engine runs on torch."""
     loaded_anew.setattr(library, "INTERFACE", 1000)
     info = info_of(save_bundle(make_model(tf.LlamaConfig(**WIDE)), tmp_path))
     assert info.kernels == "torch"
@@ -103,26 +103,26 @@ def test_a_library_of_another_version_is_not_called(loaded_anew: pytest.MonkeyPa
 
 @here
 def test_every_instruction_set_is_compiled() -> None:
-    """Where one is: a source that compiles for one alone would leave other processors to torch."""
+    """Every instruction set of a compiled library is there, so no CPU falls back to torch unnoticed."""
     assert [name for name in library.INSTRUCTION_SETS if "compiled" in (library.why_not(name) or "")] == []
 
 
 def test_every_structure_of_the_interface_is_compared() -> None:
-    """Its size, on both sides."""
+    """The size of every structure is compared between Python and the library."""
     declared = {one for one in vars(library).values() if isinstance(one, type) and issubclass(one, ctypes.Structure)}
     assert declared == set(library.STRUCTURES)
 
 
 @here
-def test_what_runs_goes_by_the_name_it_is_asked_for_by(instructions: str) -> None:
-    """Tiles with their own set alone, so that what is measured without them was without them."""
+def test_tiles_run_only_with_their_own_instruction_set(instructions: str) -> None:
+    """Tiles run only with the instruction set that is named for them, so that measurements without them are valid."""
     assert library.instruction_set() == instructions
     assert library.tiles() == (library.AMX if instructions.endswith("+amx") else library.NO_TILES)
 
 
 @here
-def test_an_instruction_set_that_is_asked_for(loaded_anew: pytest.MonkeyPatch) -> None:
-    """One that is not known, or that the CPU lacks, is refused with the variable's name."""
+def test_an_invalid_instruction_set_is_refused(loaded_anew: pytest.MonkeyPatch) -> None:
+    """An unknown instruction set, or one that the CPU lacks, is refused with the variable's name."""
     library.use_instruction_set("sse2")
     with pytest.raises(library.NotNative, match=r"MLFLOW_LLM_INSTRUCTION_SET is 'sse2', not one of"):
         library.required()
@@ -137,7 +137,7 @@ def test_an_instruction_set_that_is_asked_for(loaded_anew: pytest.MonkeyPatch) -
 
 
 def test_sve_is_chosen_by_name_alone(loaded_anew: pytest.MonkeyPatch) -> None:
-    """Where all of ARM's sets run; where it does not, whoever asks for it is told why, and nobody else."""
+    """SVE runs only when asked for by name; if it cannot run, that request alone gets the reason."""
     kernels = SimpleNamespace(mlflow_llm_use_byte_products=lambda use: use, mlflow_llm_use_tiles=lambda use: use)
     loaded_anew.setattr(library, "INSTRUCTION_SETS", library.ARM)
     loaded_anew.setattr(library, "_load", lambda name: kernels)
@@ -148,15 +148,15 @@ def test_sve_is_chosen_by_name_alone(loaded_anew: pytest.MonkeyPatch) -> None:
     assert library._chosen("sve") == (f"MLFLOW_LLM_INSTRUCTION_SET is 'sve': {library._lacks('sve')}", "")
 
 
-def test_a_library_that_its_compiler_could_not_make(loaded_anew: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Is said to lack one, beside others that are there."""
+def test_an_instruction_set_the_compiler_lacks(loaded_anew: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An instruction set that the compiler could not build is reported as missing, beside others that are there."""
     loaded_anew.setattr(library, "INSTRUCTION_SETS", library.ARM)
     loaded_anew.setattr(library, "_path", lambda instructions: tmp_path / instructions.file)
     assert "built without a compiler, or by one that does not know these" in str(library.why_not("sve"))
 
 
 def test_the_survey_of_a_child_process() -> None:
-    """What ``doctor`` asks: the package that engines import, and whether its kernels run."""
+    """The survey that ``doctor`` runs reports the package that engines import and whether its kernels run."""
     command, environment = child.python_command("serving.engine.native.survey"), child.environment()
     done = subprocess.run(command, capture_output=True, text=True, cwd="/", env=environment, check=True)
     found = json.loads(done.stdout)

@@ -1,4 +1,4 @@
-"""Encoders with ``dtype: bfloat16``: their linears by our kernels, what lies between in float32."""
+"""Encoders with ``dtype: bfloat16``: linears by the native kernels, everything else in float32."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def relative(found: Any, wanted: Any) -> float:
 @pytest.mark.usefixtures("instructions")
 @pytest.mark.parametrize("kind", ["bert", "roberta", "mpnet", "modernbert"])
 def test_vectors_are_near_and_the_same_in_any_batch(tmp_path: Path, kind: str) -> None:
-    """Further than float32's last bits, by no more than a weight is rounded; each its own whatever is beside."""
+    """Vectors differ from float32's by the rounding of weights alone, and are the same in any batch."""
     saved(tmp_path, kind)
     exact = embedder.load_embedder(bundle_of(tmp_path), EngineSettings()).embed(TEXTS)
     rounded = embedder.load_embedder(bundle_of(tmp_path), ROUNDED)
@@ -50,8 +50,8 @@ def test_vectors_are_near_and_the_same_in_any_batch(tmp_path: Path, kind: str) -
     assert (rounded.embed(TEXTS * 9) == np.tile(found, (9, 1))).all()
 
 
-def test_what_our_kernels_do_not_run_is_computed_by_torch(tmp_path: Path) -> None:
-    """A decoder that embeds stays in bfloat16 throughout, and the reason is told."""
+def test_unsupported_encoders_are_computed_by_torch(tmp_path: Path) -> None:
+    """A decoder that embeds stays in bfloat16 throughout, and the reason is reported."""
     saved(tmp_path, "llama")
     found = embedder.load_embedder(bundle_of(tmp_path, pooling="lasttoken"), ROUNDED)
     assert (found.info.kernels, found.info.dtype) == ("torch", "bfloat16")
@@ -61,10 +61,10 @@ def test_what_our_kernels_do_not_run_is_computed_by_torch(tmp_path: Path) -> Non
 
 @native
 @pytest.mark.parametrize("error", [NotNative("not this one"), PackagingError("in the self-test they differ")])
-def test_what_they_refuse_is_read_again(
+def test_an_encoder_that_the_kernels_refuse_is_loaded_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
 ) -> None:
-    """Torch computes it then, in bfloat16 as was asked for, and a warning says why."""
+    """An encoder that the kernels refuse is loaded again and computed by torch in bfloat16, with a warning."""
 
     def refuse(*args: Any, **more: Any) -> None:
         raise error
@@ -81,7 +81,7 @@ def test_what_they_refuse_is_read_again(
 @native
 @pytest.mark.parametrize("kind", ["bert", "modernbert"])
 def test_a_cross_encoders_numbers_are_near(tmp_path: Path, kind: str) -> None:
-    """The head computes in float32."""
+    """Scores of a cross-encoder are close, because its head computes in float32."""
     save_cross_encoder(tmp_path, kind)
     bundle = Bundle(content_hash="x", tasks=("score",), model_dir=str(tmp_path), tokenizer_dir=str(tmp_path))
     exact = cross_encoder.load_cross_encoder(bundle, EngineSettings())
@@ -92,8 +92,8 @@ def test_a_cross_encoders_numbers_are_near(tmp_path: Path, kind: str) -> None:
 
 
 @native
-def test_int8_beside_it(tmp_path: Path) -> None:
-    """Linears are int8 then, and the rest is float32."""
+def test_int8_linears_keep_the_rest_in_float32(tmp_path: Path) -> None:
+    """With int8 linears the rest is float32."""
     saved(tmp_path, "bert")
     plain = embedder.load_embedder(bundle_of(tmp_path), EngineSettings(quantization="int8"))
     both = embedder.load_embedder(bundle_of(tmp_path), EngineSettings(quantization="int8", dtype="bfloat16"))

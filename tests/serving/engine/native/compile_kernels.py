@@ -1,5 +1,5 @@
-"""Compiles every Triton kernel for Hopper, to machine code, which needs no GPU. Run by ``test_kernels_compile``: where
-the interpreter was chosen, kernels cannot be compiled in the same process."""
+"""Compilation of every Triton kernel for Hopper to machine code, which needs no GPU. Run by
+``test_kernels_compile``, because kernels cannot be compiled in a process that chose the interpreter."""
 
 from __future__ import annotations
 

@@ -26,10 +26,10 @@ pytestmark = [
     pytest.mark.skipif(library.why_not("avx2") is not None, reason=f"avx2: {library.why_not('avx2')}"),
 ]
 
-OLDER, NEWER = "cortex-a76", "max"  # processors: with dot products; with i8mm too
+OLDER, NEWER = "cortex-a76", "max"  # emulated CPUs: with dot products; with i8mm too
 OLDER_SVE, NEWER_SVE = "a64fx,sve512=off", "max,sve-max-vq=2"  # of 256 bits
 LATER = "0 2 the vector length of this thread is not 256 bits"
-LENGTHS = {  # processors, and what vector_length.cpp prints on them
+LENGTHS = {  # emulated CPUs, and what vector_length.cpp prints on them
     "cortex-a76": "0",
     "max,sve-max-vq=1": "0",
     "a64fx": "0",
@@ -42,12 +42,12 @@ LIBRARY = ("-fPIC", "-shared", "-msve-vector-bits=256", str(SOURCES / "native_sv
 
 def output_of(*command: str) -> tuple[bytes, str]:
     done = subprocess.run(command, capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr.decode()  # 1: something is not the same alone
+    assert done.returncode == 0, done.stderr.decode()  # 1: a result differs when computed alone
     return done.stdout, done.stderr.decode()
 
 
 def numbers_of(*command: str) -> tuple[np.ndarray, int]:
-    """And what `mlflow_llm_supported` says there."""
+    """Return the results of a program and of `mlflow_llm_supported` on the emulated CPU."""
     numbers, said = output_of(*command)
     return np.frombuffer(numbers, dtype=np.float32), int(said.split()[-1])
 
@@ -57,7 +57,7 @@ def emulated(processor: str, program: str) -> tuple[str, ...]:
 
 
 def build(*arguments: str) -> str:
-    """The last of them: the file that is made."""
+    """Build the files in order and return the last of them."""
     subprocess.run([COMPILER, *FLAGS, *arguments[:-1], "-o", arguments[-1]], check=True)
     return arguments[-1]
 
@@ -70,7 +70,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def alone(compiled: str) -> np.ndarray:
-    """Numbers of NEON without i8mm."""
+    """Return the results of NEON without i8mm."""
     numbers, supported = numbers_of(*emulated(OLDER, compiled))
     assert not supported & library.BYTE_PRODUCTS
     return numbers
@@ -82,8 +82,8 @@ def sve(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_kernels_of_arm_give_the_numbers_of_avx2(alone: np.ndarray, tmp_path: Path) -> None:
-    """Linears, an encoder, a decoder with keys and values in float32 and int8, draws: each bitwise the same alone, in a
-    batch, in chunks and on several threads; between the two processors up to rounding."""
+    """Linears, an encoder, a decoder with keys and values in float32 and int8, and draws are each bitwise the same
+    alone, in a batch, in chunks and on several threads, and between the two CPUs up to rounding."""
     here = str(tmp_path / "here")
     avx2 = ("-mavx2", "-mfma", str(NUMBERS), str(LIBRARIES / "_native_avx2.so"))
     subprocess.run(["g++", *FLAGS, *avx2, "-o", here], check=True)
@@ -92,15 +92,15 @@ def test_kernels_of_arm_give_the_numbers_of_avx2(alone: np.ndarray, tmp_path: Pa
     np.testing.assert_allclose(alone, wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_rows_two_by_two_are_what_each_is_alone(compiled: str, alone: np.ndarray) -> None:
-    """Where the processor has i8mm; bitwise those of one that has not."""
+def test_i8mm_gives_the_bits_of_single_rows(compiled: str, alone: np.ndarray) -> None:
+    """Products of row pairs with i8mm are bitwise those of a CPU without it."""
     pairs, supported = numbers_of(*emulated(NEWER, compiled))
     assert supported & library.BYTE_PRODUCTS
     np.testing.assert_array_equal(pairs.view(np.uint32), alone.view(np.uint32))
 
 
 def test_sve_gives_the_numbers_of_neon(sve: str, alone: np.ndarray, tmp_path: Path) -> None:
-    """With i8mm and without, bit for bit: the order of sums is the same."""
+    """SVE gives the bits of NEON, with i8mm and without, because the order of sums is the same."""
     flags = ("-march=armv8.2-a+sve", "-msve-vector-bits=256", "-DMLFLOW_LLM_SVE")
     there = build(*flags, str(NUMBERS), sve, str(tmp_path / "there"))
     for processor, has in ((NEWER_SVE, True), (OLDER_SVE, False)):
@@ -110,7 +110,7 @@ def test_sve_gives_the_numbers_of_neon(sve: str, alone: np.ndarray, tmp_path: Pa
 
 
 def test_sve_runs_at_its_own_vector_length_alone(sve: str, tmp_path: Path) -> None:
-    """Its library is refused without SVE, at 128, 512 and 2048 bits, and in a thread whose length is another later."""
+    """The SVE library is refused without SVE, at 128, 512 and 2048 bits, and in a thread whose length changes later."""
     asks = build(str(LENGTH), sve, str(tmp_path / "asks"))
     found = {processor: output_of(*emulated(processor, asks))[0].decode() for processor in LENGTHS}
     assert found == LENGTHS

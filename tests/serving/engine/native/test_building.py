@@ -1,4 +1,4 @@
-"""Models are built one at a time in a process: transformers changes the class of all models while it loads one."""
+"""Building models one at a time in a process: transformers changes the class of all models while it loads one."""
 
 import os
 import threading
@@ -28,7 +28,7 @@ def folder(tmp_path):
 
 
 def test_no_other_thread_builds_while_one_does(folder):
-    """``tie_weights`` is gone from all models while one is loaded: what another thread built then had no head."""
+    """No thread builds a model while another does, because ``tie_weights`` is removed from all models meanwhile."""
     tie_weights, taken = PreTrainedModel.tie_weights, []
 
     class Watched:
@@ -46,6 +46,7 @@ def test_no_other_thread_builds_while_one_does(folder):
 
 
 def test_models_of_many_threads_have_their_tied_heads(folder):
+    """Models built by eight threads at once all have their tied heads."""
     models = []
 
     def load():
@@ -60,7 +61,7 @@ def test_models_of_many_threads_have_their_tied_heads(folder):
 
 
 def test_a_process_that_is_forked_while_one_builds_builds_as_well(folder):
-    """It had the lock of a thread that it does not have, and models without heads."""
+    """A process forked while a thread builds can build models with tied heads itself."""
     within = threading.Event()
 
     class Slow:

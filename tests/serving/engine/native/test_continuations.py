@@ -1,4 +1,4 @@
-"""The best continuations of beams, natively, beside log_softmax and topk."""
+"""The best continuations of beams by the native kernels, beside log_softmax and topk."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ pytestmark = pytest.mark.skipif(library.library() is None, reason="needs the nat
 @pytest.mark.usefixtures("instructions")
 @pytest.mark.parametrize("size", [1, 5, 16, 40, 777, 4096])
 @pytest.mark.parametrize("beams", [1, 3])
-def test_they_are_those_of_topk(size: int, beams: int) -> None:
-    """Places and sums, with tokens that are forbidden and beams that are dead."""
+def test_continuations_equal_topk(size: int, beams: int) -> None:
+    """Places and sums equal topk's, with forbidden tokens and dead beams."""
     generator = torch.Generator().manual_seed(size * beams)
     logits = 5 * torch.randn(beams, size, generator=generator)
     logits[torch.rand(beams, size, generator=generator) < 0.1] = -math.inf
@@ -37,8 +37,8 @@ def test_they_are_those_of_topk(size: int, beams: int) -> None:
 
 
 @pytest.mark.usefixtures("instructions")
-def test_of_equals_the_first_comes_first() -> None:
-    """As where a model gives many tokens one logit."""
+def test_equal_logits_are_ordered_by_token() -> None:
+    """Equal logits are ordered by token id."""
     found = best_continuations([torch.zeros(100), torch.zeros(100)], np.zeros(2, np.float32), 5)
     assert found.places.tolist() == [0, 1, 2, 3, 4]
 
@@ -46,8 +46,8 @@ def test_of_equals_the_first_comes_first() -> None:
 @pytest.mark.usefixtures("instructions")
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("place", [0, 17, 39])
-def test_what_is_not_finite_is_an_error(bad: float, place: int) -> None:
-    """A NaN or an infinity in any row; a row of which no token is possible."""
+def test_values_that_are_not_finite_are_an_error(bad: float, place: int) -> None:
+    """A NaN or an infinity in any row, and a row without a possible token, are errors."""
     row = torch.zeros(40)
     row[place if bad > 0 or bad != bad else slice(None)] = bad
     with pytest.raises(FloatingPointError):
@@ -55,7 +55,7 @@ def test_what_is_not_finite_is_an_error(bad: float, place: int) -> None:
 
 
 def test_a_search_goes_the_same_way() -> None:
-    """Forks and hypotheses of a search by either."""
+    """A search has the same forks and hypotheses with native continuations and with torch."""
     one, two = (BeamSearch(4, 12, (3, 7), 0.7, "heuristic") for _ in range(2))
     generator = torch.Generator().manual_seed(5)
     rows = 3 * torch.randn(1, 300, generator=generator)
@@ -68,7 +68,7 @@ def test_a_search_goes_the_same_way() -> None:
     assert [text.score for text in one.best(4)] == pytest.approx([text.score for text in two.best(4)], abs=1e-5)
 
 
-def test_others_are_left_to_torch() -> None:
-    """Rows of bfloat16, or with gaps."""
+def test_other_types_and_strides_are_left_to_torch() -> None:
+    """Rows of bfloat16 or with gaps are left to torch."""
     assert not can_continue([torch.zeros(8, dtype=torch.bfloat16)])
     assert not can_continue([torch.zeros(16)[::2]])

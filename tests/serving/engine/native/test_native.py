@@ -1,4 +1,4 @@
-"""The native kernels and the decoder step that runs whole in one of them."""
+"""The native kernels and the native decoder step."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_float32_equals_torch(rows: int, shape: tuple[int, int], bias: bool) -> 
 @on_each_instruction_set
 @pytest.mark.parametrize("rows", [1, 13, 130])
 def test_int8_equals_the_other_int8(rows: int) -> None:
-    """An int8 product is bitwise the one of ``Int8Weight``: the same scales, exact sums."""
+    """An int8 product is bitwise that of ``Int8Weight``: the same scales, exact sums."""
     torch.manual_seed(2)
     weight, bias, x = torch.randn(100, 192), torch.randn(100), torch.randn(rows, 192)
     x[0] = 0.0
@@ -103,7 +103,7 @@ def test_int8_equals_the_other_int8(rows: int) -> None:
 @on_each_instruction_set
 @pytest.mark.parametrize("width", [16, 96, 192, 384, 640, 1536, 2048, 4096])
 def test_rotated_int8_equals_the_other(width: int) -> None:
-    """Its product is bitwise that of ``Int8Weight`` too, made from floats or from what is stored."""
+    """A rotated int8 product is bitwise that of ``Int8Weight``, made from floats or from stored weights."""
     torch.manual_seed(2)
     weight, bias, x = torch.randn(100, width), torch.randn(100), torch.randn(13, width)
     x[0] = 0.0
@@ -120,7 +120,7 @@ def test_rotated_int8_equals_the_other(width: int) -> None:
 @pytest.mark.parametrize("rows", [1, 2, 16, 17, 33, 130, 200])
 @pytest.mark.parametrize("kind", [INT8, ROTATED])
 def test_tiles_change_no_bit(kind: int, rows: int, width: int, use: int) -> None:
-    """int8 products by tiles, the processor's or emulated ones, are those without them, for any number of rows."""
+    """int8 products by tiles, the CPU's own or emulated, are bitwise those without them, for any number of rows."""
     if use == AMX and use_tiles(AMX) != AMX:
         pytest.skip("a processor without AMX; the emulated tiles run the same code")
     torch.manual_seed(7)
@@ -133,7 +133,8 @@ def test_tiles_change_no_bit(kind: int, rows: int, width: int, use: int) -> None
 
 
 def mixed(x: torch.Tensor) -> torch.Tensor:
-    """Each row times Sylvester's Hadamard matrix of the largest power of two that divides its width, orthonormal."""
+    """Return each row times Sylvester's Hadamard matrix of the largest power of two that divides its width,
+    orthonormal."""
     order, x = x.shape[-1] & -x.shape[-1], x.double()
     matrix = torch.ones(1, 1, dtype=torch.float64)
     while len(matrix) < order:
@@ -144,8 +145,8 @@ def mixed(x: torch.Tensor) -> torch.Tensor:
 @on_each_instruction_set
 @pytest.mark.parametrize("width", [16, 192, 4096])
 @pytest.mark.parametrize("rows", [1, 2, 7, 45])
-def test_rotated_int8_is_int8_of_what_a_hadamard_matrix_mixed(rows: int, width: int) -> None:
-    """Of both factors: their product stays, and an outlier leaves the other activations their levels."""
+def test_rotated_int8_is_int8_of_hadamard_rotated_factors(rows: int, width: int) -> None:
+    """Rotating both factors keeps their product, and an outlier leaves the other activations their levels."""
     torch.manual_seed(8)
     weight, bias, x = torch.randn(100, width), torch.randn(100), torch.randn(rows, width)
     x[:, ::16] *= 40.0
@@ -193,7 +194,7 @@ def test_a_row_alone_is_bitwise_the_row_in_a_batch(kind: int) -> None:
 @on_each_instruction_set
 @pytest.mark.parametrize("kind", [F32, INT8, BF16, ROTATED])
 @pytest.mark.parametrize("strange", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_not_finite_stays_so(kind: int, strange: float) -> None:
+def test_values_that_are_not_finite_stay_in_their_row(kind: int, strange: float) -> None:
     """A row with NaN or infinity gives nothing finite, and the rows beside it are untouched."""
     torch.manual_seed(5)
     packed, x = NativeWeight(torch.randn(40, 64), None, kind), torch.randn(3, 64)
@@ -206,7 +207,7 @@ def test_what_is_not_finite_stays_so(kind: int, strange: float) -> None:
 
 
 def test_shapes_and_types_the_kernels_refuse() -> None:
-    """Other widths, dtypes and places are left to torch."""
+    """Unsupported widths, dtypes and devices are left to torch."""
     assert can_pack(torch.zeros(3, 32))
     assert not can_pack(torch.zeros(3, 40))
     assert not can_pack(torch.zeros(3, 32, dtype=torch.bfloat16))
@@ -240,7 +241,8 @@ def core_of(directory: Path, name: str, **settings: Any) -> EngineCore:
 
 @pytest.mark.parametrize("name", sorted(DECODERS))
 def test_generates_what_generate_does(name: str, tmp_path: Path) -> None:
-    """Prompts in chunks and decodes mixed, long contexts too: the tokens of transformers' greedy ``generate``."""
+    """Chunked prompts and decodes mixed, with long contexts too, give the tokens of transformers' greedy
+    ``generate``."""
     model = make_model(DECODERS[name]())
     core = core_of(tmp_path, name, max_num_batched_tokens=100)
     assert isinstance(core._parts.runner.step_forward, NativeDecoder)
@@ -253,7 +255,7 @@ def test_generates_what_generate_does(name: str, tmp_path: Path) -> None:
 
 
 def logits_of(loaded: Any, tokens: Any, cuts: list[int], beside: int, threads: int) -> Any:
-    """Logits of every token, computed in pieces that end at ``cuts`` beside ``beside`` other sequences."""
+    """Return logits of every token, computed in chunks that end at ``cuts`` beside ``beside`` other sequences."""
     use_threads(threads)
     cache = SlotKVCache(loaded.layers, num_slots=beside + 1, num_tokens=8192, max_model_len=2048, dtype=torch.float32)
     decoder = NativeDecoder(loaded.decoder, cache)
@@ -274,7 +276,8 @@ def logits_of(loaded: Any, tokens: Any, cuts: list[int], beside: int, threads: i
 @on_each_instruction_set
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_a_token_is_bitwise_the_same_however_it_was_computed(name: str, tmp_path: Path) -> None:
-    """Chunks, neighbours and threads change no bit: one prefill of 1100 tokens or pieces of it, decodes at the end."""
+    """Chunks, neighbours and threads change no bit of one prefill of 1100 tokens or of parts of it with decodes at the
+    end."""
     settings = EngineSettings(kv_cache_memory=1 << 26)
     loaded = load_model(save_bundle(make_model(DECODERS[name]()), tmp_path), settings)
     tokens = np.random.default_rng(0).integers(0, 131, 1100)
@@ -289,7 +292,7 @@ def test_a_token_is_bitwise_the_same_however_it_was_computed(name: str, tmp_path
 
 @pytest.mark.parametrize("quantization", ["none", "int8"])
 def test_a_prompt_scores_bitwise_the_same_alone_and_in_a_batch(quantization: str, tmp_path: Path) -> None:
-    """Log probabilities of prompts that are scored alone, beside others, and after their KV is in the cache."""
+    """Log probabilities of a scored prompt are bitwise the same alone, beside others and with cached KV."""
     core = core_of(tmp_path, "llama", quantization=quantization, max_num_batched_tokens=64)
     assert core.info.kernels == "native"
     more = {"max_tokens": 0, "logprobs": 2, "prompt_logprobs": 2}
@@ -303,8 +306,8 @@ def test_a_prompt_scores_bitwise_the_same_alone_and_in_a_batch(quantization: str
 @on_each_instruction_set
 @pytest.mark.parametrize("head_dim", [16, 48, 64, 80, 96, 128, 256])
 def test_heads_of_every_width(head_dim: int, tmp_path: Path) -> None:
-    """Attention takes few queries one by one and many together: the same bits for heads of every width, and the logits
-    of the model's own code."""
+    """Attention over few queries and over many gives the same bits for heads of every width, and the logits of the
+    model's own code."""
     model = make_model(tf.Qwen3Config(**WIDE, head_dim=head_dim))
     loaded = load_model(save_bundle(model, tmp_path), EngineSettings(kv_cache_memory=1 << 26))
     tokens = np.random.default_rng(3).integers(0, 131, 70)
@@ -316,8 +319,8 @@ def test_heads_of_every_width(head_dim: int, tmp_path: Path) -> None:
 
 
 def test_tiles_change_no_bit_of_a_decoder(tmp_path: Path) -> None:
-    """int8 logits of a prompt in chunks are the same with tiles, the processor's and emulated ones. Without them the
-    head, which is in bfloat16, rounds otherwise."""
+    """int8 logits of a chunked prompt are the same with tiles, the CPU's own and emulated. Without them the bfloat16
+    head rounds differently."""
     settings = EngineSettings(quantization="int8", kv_cache_memory=1 << 26)
     loaded = load_model(save_bundle(make_model(DECODERS["llama"]()), tmp_path), settings)
     tokens = np.random.default_rng(2).integers(0, 131, 75)
@@ -354,8 +357,9 @@ def test_int8_runs_as_with_torch(tmp_path: Path) -> None:
     assert float(distance.max()) < 0.2
 
 
-def test_models_of_another_form_run_by_their_own_code(tmp_path: Path) -> None:
-    """A decoder the step does not know, and one whose heads the kernels do not take, are run by transformers' code."""
+def test_unsupported_decoders_run_by_transformers(tmp_path: Path) -> None:
+    """A decoder that the step does not support, and one whose heads the kernels do not take, run by transformers'
+    code."""
     for config in (tf.CohereConfig(**WIDE), tf.LlamaConfig(**COMMON)):
         core = EngineCore(save_bundle(make_model(config), tmp_path), EngineSettings(kv_cache_memory=1 << 24))
         assert isinstance(core._parts.runner.step_forward, ModelForward)
@@ -399,7 +403,7 @@ def modernbert(**more: Any) -> Any:
 
 @on_each_instruction_set
 def test_gelu_is_exact_to_float32() -> None:
-    """The polynomial is off by what one rounding of a float32 is, and nothing is left of it far below zero."""
+    """The polynomial is exact to one rounding of a float32, and vanishes far below zero."""
     x = torch.cat([torch.linspace(-9, 9, 100_000), torch.tensor([-3e38, -0.0, 1e-30, 3e38] * 4)])
     y, found = torch.empty_like(x), library()
     assert found is not None
@@ -416,7 +420,8 @@ def test_gelu_is_exact_to_float32() -> None:
 @on_each_instruction_set
 @pytest.mark.parametrize("name", sorted(ENCODERS))
 def test_an_encoder_equals_the_model_itself(name: str, tmp_path: Path) -> None:
-    """Hidden states of texts side by side are those of each text alone, by transformers and bitwise by ourselves."""
+    """Hidden states of texts side by side equal those of each text alone, by transformers and bitwise by the native
+    step."""
     torch.manual_seed(0)
     model = ENCODERS[name]().eval()
     model.save_pretrained(tmp_path)
@@ -433,7 +438,8 @@ def test_an_encoder_equals_the_model_itself(name: str, tmp_path: Path) -> None:
 
 
 def test_encoders_of_different_heads_in_one_process(tmp_path: Path) -> None:
-    """Threads keep room for a head between calls: texts twice as long over heads half as wide are as they are alone."""
+    """Scratch memory that threads keep between calls does not affect an encoder with longer texts and narrower
+    heads."""
     sizes = ENCODER_SIZES | {"max_position_embeddings": 1300}
     texts = {2: [[9] * 640], 4: [[7 + i % 99 for i in range(1280)]]}
     for heads in (2, 4):
@@ -449,7 +455,8 @@ def test_encoders_of_different_heads_in_one_process(tmp_path: Path) -> None:
 
 
 def test_an_encoder_with_words_of_another_width_runs_by_its_own_code(tmp_path: Path) -> None:
-    """ELECTRA's small models; the reason is named."""
+    """An encoder with embeddings of another width, like ELECTRA's small models, runs by its own code with the
+    reason."""
     config = tf.ElectraConfig(**ENCODER_SIZES, embedding_size=32)
     tf.ElectraModel(config).save_pretrained(tmp_path)
     bundle = Bundle(content_hash="x", tasks=("embeddings",), model_dir=str(tmp_path), tokenizer_dir="")
@@ -461,7 +468,7 @@ def test_an_encoder_with_words_of_another_width_runs_by_its_own_code(tmp_path: P
 @on_each_instruction_set
 @pytest.mark.parametrize(("name", "quantization"), [("bert", "none"), ("bert", "int8"), ("modernbert", "int8")])
 def test_threads_and_neighbours_change_no_bit_of_a_text(name: str, quantization: str, tmp_path: Path) -> None:
-    """Texts that threads take by groups, texts that all threads take together, one thread: the same bits."""
+    """Texts computed by groups of threads, by all threads together or by one have the same bits."""
     torch.manual_seed(0)
     ENCODERS[name]().save_pretrained(tmp_path)
     bundle = Bundle(content_hash="x", tasks=("embeddings",), model_dir=str(tmp_path), tokenizer_dir="")
@@ -485,7 +492,7 @@ def test_threads_and_neighbours_change_no_bit_of_a_text(name: str, quantization:
 
 
 def test_tokens_outside_the_vocabulary_are_refused(tmp_path: Path) -> None:
-    """The table of words is never read beyond its ends."""
+    """Tokens outside the vocabulary are refused, so the embedding table is never read beyond its ends."""
     ENCODERS["bert"]().save_pretrained(tmp_path)
     bundle = Bundle(content_hash="x", tasks=("embeddings",), model_dir=str(tmp_path), tokenizer_dir="")
     embedder = load_embedder(bundle, EngineSettings())
@@ -499,7 +506,7 @@ def test_tokens_outside_the_vocabulary_are_refused(tmp_path: Path) -> None:
 
 @on_each_instruction_set
 def test_exponential_times_equal_numpys_philox() -> None:
-    """Times are numpy's Philox bits put through the same logarithm, to the last bits."""
+    """Exponential times equal numpy's Philox bits put through the same logarithm, to the last bits."""
     for seed, position in ((1, 0), (2**63 + 5, 77), (123456789, 4000)):
         times = torch.empty(1001)
         found = library()
@@ -510,8 +517,8 @@ def test_exponential_times_equal_numpys_philox() -> None:
 
 @on_each_instruction_set
 @pytest.mark.parametrize("size", [1, 15, 16, 63, 64, 65, 200, 4099])
-def test_the_largest_is_torchs(size: int) -> None:
-    """Wherever it lies, of equals the first; -1 where it or another one is no finite number."""
+def test_argmax_equals_torchs(size: int) -> None:
+    """The argmax equals torch's, the first of equals; it is -1 if any value is not finite."""
     logits = torch.randn(40, size, generator=torch.Generator().manual_seed(size))
     logits[:20] = torch.round(logits[:20])  # many are equal
     assert largest(logits) == [row.tolist().index(max(row.tolist())) for row in logits]
@@ -545,7 +552,7 @@ def test_the_largest_is_torchs(size: int) -> None:
 )
 @pytest.mark.parametrize("spread", [0.5, 3.0, 30.0])
 def test_native_draws_equal_torchs(parameters: dict[str, Any], spread: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The native race has the winners of the one written with torch, whatever is cut off before it."""
+    """The native sampler draws the same tokens as torch's, with any truncation."""
     logits = torch.from_numpy(np.random.default_rng(3).normal(0, spread, (200, 997)).astype(np.float32))
     logits[:, 5] = float("-inf")
     sampling = [Sampling(**{"temperature": 1.0, "max_tokens": 9, **parameters})] * len(logits)
@@ -577,8 +584,8 @@ def test_native_draws_equal_torchs(parameters: dict[str, Any], spread: float, mo
 def test_native_draws_within_masks_equal_torchs(
     parameters: dict[str, Any], share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where a mask leaves few tokens, or most, the native race has the winners of the one written with torch, and none
-    that is not allowed; rows without a mask among them."""
+    """With masks that leave few tokens or most, the native sampler draws the tokens of torch's and none that is masked,
+    beside rows without a mask."""
     rng = np.random.default_rng(4)
     logits = torch.from_numpy(rng.normal(0, 3, (60, 997)).astype(np.float32))
     allowed = rng.random((60, 998)) < share
@@ -605,7 +612,7 @@ def test_native_draws_within_masks_equal_torchs(
 
 
 def test_weights_outlive_all_that_runs_when_a_process_ends() -> None:
-    """A thread that still reads them, to write the packed file, does not bring the process down."""
+    """A thread that still reads weights to write the packed file does not crash the process at its end."""
     program = """if True:
         import atexit
         seen = []

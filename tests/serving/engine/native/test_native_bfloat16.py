@@ -1,4 +1,4 @@
-"""Models, or their keys and values alone, in bfloat16: near to float32, and as exact whatever runs beside."""
+"""Models, or their keys and values alone, in bfloat16: close to float32, and bitwise the same in any batch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ BF16_KV: dict[str, Any] = {"kv_cache_dtype": "bfloat16", "kv_cache_memory": 1 <<
 
 @pytest.fixture(autouse=True)
 def tiles_that_multiply_bf16() -> Iterator[None]:
-    """The processor's, or emulated ones."""
+    """Use tiles that multiply bfloat16: the CPU's own, or emulated ones."""
     before, used = num_native_threads(), tiles()
     use_threads(2)
     use_tiles(AMX if has_bf16_tiles() else EMULATED_TILES)
@@ -61,7 +61,7 @@ def logits_of(loaded: Any, tokens: Any, cuts: list[int], **more: Any) -> Any:
 
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_a_token_is_bitwise_the_same_however_it_was_computed(name: str, tmp_path: Path) -> None:
-    """Chunks, neighbours, threads and what the memory held before change no bit."""
+    """Chunks, neighbours, threads and earlier contents of the memory change no bit."""
     loaded = loaded_model(MODELS[name](), tmp_path)
     count = 1100 if has_bf16_tiles() else 600
     tokens = np.random.default_rng(0).integers(0, 131, count)
@@ -77,7 +77,8 @@ def test_a_token_is_bitwise_the_same_however_it_was_computed(name: str, tmp_path
 
 @pytest.mark.parametrize("dim", [32, 64, 96, 128, 256])
 def test_logits_are_near_those_in_float32(dim: int, tmp_path: Path) -> None:
-    """Heads of every width: what rounding keys, values, queries and weights to eight bits leaves."""
+    """Logits are close to float32's for heads of every width, within the rounding of keys, values, queries and
+    weights."""
     loaded = loaded_model(MODELS["qwen3"](dim), tmp_path)
     tokens = np.random.default_rng(1).integers(0, 131, 150)
     exact = logits_of(loaded, tokens, [150], dtype=torch.float32)
@@ -88,8 +89,8 @@ def test_logits_are_near_those_in_float32(dim: int, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not has_bf16_tiles(), reason="a processor without AMX for bfloat16")
 @pytest.mark.parametrize("name", sorted(MODELS))
-def test_emulated_tiles_are_the_processors(name: str, tmp_path: Path) -> None:
-    """The code that stands for the instructions gives their bits."""
+def test_emulated_tiles_equal_the_cpus_own(name: str, tmp_path: Path) -> None:
+    """Emulated tiles give the bits of the CPU's instructions."""
     loaded = loaded_model(MODELS[name](), tmp_path)
     tokens = np.random.default_rng(2).integers(0, 131, 140)
     found = logits_of(loaded, tokens, [100, 139, 140])
@@ -104,7 +105,7 @@ def core_of(tmp_path: Path, **settings: Any) -> EngineCore:
 
 @pytest.mark.parametrize("quantization", ["none", "int8"])
 def test_prefixes_beams_and_drafts_leave_texts_as_they_are(quantization: str, tmp_path: Path) -> None:
-    """A prefix that ends within a block of values, forks of beams, and drafted tokens: as alone and cold."""
+    """A prefix that ends within a block of values, forks of beams and drafted tokens leave texts as they are alone."""
     prompt = prompt_of(75, 3)
     asked = [
         request_of("whole", prompt, max_tokens=9, logprobs=2),
@@ -132,7 +133,7 @@ def test_prefixes_beams_and_drafts_leave_texts_as_they_are(quantization: str, tm
 
 
 def test_the_same_memory_keeps_twice_as_much(tmp_path: Path) -> None:
-    """The budget is in bytes."""
+    """The same memory in bytes holds twice as many tokens."""
     totals = []
     for kind in ("auto", "bfloat16"):
         core = core_of(tmp_path, kv_cache_dtype=kind)
@@ -142,13 +143,13 @@ def test_the_same_memory_keeps_twice_as_much(tmp_path: Path) -> None:
 
 
 def kept_in(folder: Path, config: Any = MODELS["qwen3"], **settings: Any) -> tuple[Any, bool]:
-    """What keys and values are kept in, and whether the step is native."""
+    """Return the dtype of keys and values, and whether the step is native."""
     loaded = load_model(save_bundle(make_model(config()), folder), EngineSettings(**settings))
     return loaded.kept["dtype"], loaded.decoder is not None
 
 
-def test_float32_is_not_for_what_computes_in_less(tmp_path: Path) -> None:
-    """It would keep what has been rounded already."""
+def test_a_float32_cache_is_refused_for_a_bfloat16_model(tmp_path: Path) -> None:
+    """A float32 cache is refused for a model that computes in less, since its values are rounded already."""
     with pytest.raises(PackagingError, match=r"kv_cache_dtype: 'float32' is not allowed; .*in bfloat16"):
         kept_in(tmp_path, dtype="bfloat16", kv_cache_dtype="float32")
 
@@ -161,21 +162,21 @@ def test_float32_is_not_for_what_computes_in_less(tmp_path: Path) -> None:
         (lambda: tf.LlamaConfig(**WIDE), {}, "the head width 16 is not a multiple of 32"),
     ],
 )
-def test_what_cannot_be_kept_so_is_refused(config: Any, settings: Any, reason: str, tmp_path: Path) -> None:
-    """By name and with the reason, instead of another way in silence."""
+def test_an_unsupported_bfloat16_cache_is_refused(config: Any, settings: Any, reason: str, tmp_path: Path) -> None:
+    """A bfloat16 cache that cannot be used is refused by name and with the reason."""
     with pytest.raises(PackagingError, match=f"kv_cache_dtype: 'bfloat16' is not allowed.*{reason}"):
         loaded_model(config(), tmp_path, **settings)
 
 
-def test_a_processor_without_tiles_is_named(tmp_path: Path) -> None:
-    """The setting of one machine may come to another."""
+def test_a_cpu_without_tiles_is_named(tmp_path: Path) -> None:
+    """On a CPU without tiles the setting is refused with that reason."""
     use_tiles(NO_TILES)
     with pytest.raises(PackagingError, match="the CPU lacks AMX for bfloat16"):
         loaded_model(MODELS["qwen3"](), tmp_path)
 
 
 def test_tiles_that_are_refused_after_the_load(tmp_path: Path) -> None:
-    """An error of the step, not an illegal instruction, which would end the process."""
+    """Tiles refused after the load are an error of the step, not an illegal instruction that ends the process."""
     loaded = loaded_model(MODELS["qwen3"](), tmp_path)
     use_tiles(NO_TILES)
     with pytest.raises(RuntimeError, match="keys and values in bfloat16 need tiles, which are off"):
@@ -187,9 +188,9 @@ in_bfloat16 = pytest.mark.skipif(not has_bf16(), reason="a processor without AVX
 
 @in_bfloat16
 @pytest.mark.parametrize("use", [AMX, NO_TILES, EMULATED_TILES])
-def test_a_model_in_bfloat16_is_exact_in_its_way(use: int, tmp_path: Path) -> None:
-    """By tiles or without, a token has the same bits in any chunks, beside others, on any number of threads, and its
-    logits are near those in float32. Without tiles keys and values stay in float32."""
+def test_a_model_in_bfloat16_is_bitwise_reproducible(use: int, tmp_path: Path) -> None:
+    """With or without tiles, a token has the same bits in any chunks, beside others and on any number of threads, and
+    its logits are close to float32's. Without tiles keys and values stay in float32."""
     tiled = use_tiles(use) != NO_TILES and (use == EMULATED_TILES or has_bf16_tiles())
     loaded = load_model(save_bundle(make_model(MODELS["qwen3"]()), tmp_path), EngineSettings(dtype="bfloat16"))
     assert loaded.decoder is not None
@@ -206,8 +207,8 @@ def test_a_model_in_bfloat16_is_exact_in_its_way(use: int, tmp_path: Path) -> No
 
 @in_bfloat16
 def test_a_model_in_bfloat16_with_int8_linears(tmp_path: Path) -> None:
-    """Both settings together: linears in int8, the head, keys and values in bfloat16. Of weights that are in bfloat16
-    it is what int8 with such keys and values is."""
+    """With both settings linears are in int8, the head, keys and values in bfloat16. For weights stored in bfloat16 it
+    equals int8 with such keys and values."""
     bundle = save_bundle(make_model(MODELS["qwen3"]()).bfloat16(), tmp_path)
     core, other = (
         EngineCore(bundle, EngineSettings(**BF16_KV | {"quantization": "int8"} | more))
@@ -225,7 +226,8 @@ def test_a_model_in_bfloat16_with_int8_linears(tmp_path: Path) -> None:
 def test_what_is_not_run_natively_is_run_in_bfloat16_by_its_own_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another architecture; the setting; and a model whose native step the self-test refuses, which is read again."""
+    """A model of another architecture, with the setting, or that the self-test refuses and that is loaded again, runs
+    in bfloat16 by its own code."""
     for config, settings, reason in (
         (tf.CohereConfig(**WIDE), {}, "a native step does not support its architecture"),
         (MODELS["qwen3"](), {"kernels": "torch"}, "the setting kernels is 'torch'"),

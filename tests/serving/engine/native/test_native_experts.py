@@ -1,4 +1,4 @@
-"""Experts run natively: whoever chose them, however they are multiplied, and what is not run so says why."""
+"""Experts run natively: any router and any number of rows, with a reason for models that are not run so."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def loaded_model(config: Any, folder: Path, **settings: Any) -> Any:
 
 
 def logits_of(loaded: Any, forward: Forward | None = None, cuts: Sequence[int] = (120,), beside: int = 0) -> Any:
-    """Of every token, in pieces that end at ``cuts``; natively, or by ``forward``."""
+    """Return logits of every token, in chunks that end at ``cuts``, by the native step or by ``forward``."""
     cache = SlotKVCache(loaded.layers, num_slots=beside + 1, num_tokens=4096, max_model_len=256, dtype=torch.float32)
     decoder = NativeDecoder(loaded.decoder, cache)
     for owner in range(beside + 1):
@@ -67,8 +67,8 @@ def logits_of(loaded: Any, forward: Forward | None = None, cuts: Sequence[int] =
 
 @pytest.mark.parametrize("settings", [{}, {"quantization": "int8"}], ids=["float32", "int8"])
 def test_a_step_is_the_models_own_code_over_the_same_experts(settings: dict[str, str], tmp_path: Path) -> None:
-    """A router of transformers' and our experts one by one give the logits of the native step, for nearly all tokens to
-    rounding: sums in another order may round another way, or choose another expert."""
+    """transformers' router over single native experts gives the logits of the native step, for nearly all tokens up to
+    rounding: sums in another order may round differently or choose another expert."""
     loaded = loaded_model(tf.Qwen2MoeConfig(**MANY, shared_expert_intermediate_size=80), tmp_path, **settings)
     own = logits_of(loaded, model_forward(loaded.model, loaded.holder))
     apart = (logits_of(loaded) - own).norm(dim=-1) / own.norm(dim=-1)
@@ -77,7 +77,7 @@ def test_a_step_is_the_models_own_code_over_the_same_experts(settings: dict[str,
 
 @pytest.mark.parametrize("settings", [{}, {"quantization": "int8"}, {"dtype": "bfloat16"}], ids=str)
 def test_tiles_threads_and_neighbours_change_no_bit(settings: dict[str, str], tmp_path: Path) -> None:
-    """Twenty experts, five for a token: groups of no row, one, and more than a tile has."""
+    """With twenty experts, five per token, expert groups of no row, one, and more than a tile have the same bits."""
     if "dtype" in settings and not library.has_bf16():
         pytest.skip("a processor without AVX512-BF16")
     for tiles in (library.NO_TILES, library.AMX, library.EMULATED_TILES):
@@ -93,7 +93,7 @@ def test_tiles_threads_and_neighbours_change_no_bit(settings: dict[str, str], tm
 
 @pytest.mark.parametrize(("experts", "chosen"), [(1, 1), (3, 3), (33, 1)])
 def test_one_expert_all_of_them_and_one_of_many(experts: int, chosen: int, tmp_path: Path) -> None:
-    """Those of ``generate()``, whatever number there is."""
+    """Texts equal ``generate()``'s for one expert, for all of them chosen and for one of many."""
     model = make_model(tf.MixtralConfig(**WIDE, num_local_experts=experts, num_experts_per_tok=chosen))
     core = EngineCore(save_bundle(model, tmp_path), EngineSettings(kv_cache_memory=1 << 22, max_num_seqs=4))
     prompts = {str(n): prompt_of(n, n) for n in (1, 9, 30)}
@@ -104,8 +104,8 @@ def test_one_expert_all_of_them_and_one_of_many(experts: int, chosen: int, tmp_p
 
 
 @pytest.mark.parametrize(("experts", "said"), [(3, 1), (4, 4), (2, 2)])
-def test_two_by_turns_whatever_the_configuration_says(experts: int, said: int, tmp_path: Path) -> None:
-    """Phi-MoE's router chooses two; logits are those of its own code."""
+def test_phimoe_always_chooses_two_experts(experts: int, said: int, tmp_path: Path) -> None:
+    """Phi-MoE's router chooses two experts whatever its configuration says; logits are those of its own code."""
     config = tf.PhimoeConfig(**WIDE, num_local_experts=experts, num_experts_per_tok=said)
     loaded = loaded_model(config, tmp_path)
     own = logits_of(loaded, model_forward(loaded.model, loaded.holder))
@@ -114,14 +114,14 @@ def test_two_by_turns_whatever_the_configuration_says(experts: int, said: int, t
 
 
 def test_a_window_that_layers_do_not_pass_is_refused(tmp_path: Path) -> None:
-    """Phi-MoE's mask has it, its attention is not told: without it texts beyond it would be wrong."""
+    """Phi-MoE with a sliding window is refused: its mask has the window, but its attention is not given it."""
     config = tf.PhimoeConfig(**WIDE, num_local_experts=4, sliding_window=37)
     with pytest.raises(PackagingError, match="do not pass their window of 37"):
         loaded_model(config, tmp_path)
 
 
-def test_what_is_not_run_natively_says_why(tmp_path: Path) -> None:
-    """Clipped queries; experts that stay in their packed form all the same, and those that our kernels cannot take."""
+def test_unsupported_experts_report_the_reason(tmp_path: Path) -> None:
+    """Clipped queries and experts that the kernels cannot take are reported with the reason; experts stay packed."""
     olmoe = {"num_experts": 4, "num_experts_per_tok": 2}
     loaded = loaded_model(tf.OlmoeConfig(**WIDE, **olmoe, clip_qkv=8.0), tmp_path / "clipped")
     assert "it clips queries" in loaded.kernels_reason

@@ -1,4 +1,4 @@
-"""The forms of decoders that the native step runs beside Llama's: each is what transformers' own code is."""
+"""Decoder variants that the native step runs beside Llama's: each equals transformers' own code."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ FORMS = {
 }  # fmt: skip
 ADAPTERS = ("plain", "dora")
 LENGTHS = (1, 7, 64, 330)
-ROUTED = ("moe", "mixtral")  # rounding may choose another expert
+ROUTED = ("moe", "mixtral")  # a rounding difference may choose another expert
 
 
 def is_routed(name: str) -> bool:
@@ -94,8 +94,8 @@ def settings_of(**more: Any) -> EngineSettings:
 
 @pytest.mark.parametrize("name", sorted(FORMS))
 def test_generates_what_generate_does(name: str, tmp_path: Path) -> None:
-    """Prompts in chunks beside decodes, then with their prefixes in the cache and with tokens that are predicted: the
-    tokens of transformers' greedy ``generate``."""
+    """Chunked prompts beside decodes, then with cached prefixes and predicted tokens, give the tokens of transformers'
+    greedy ``generate``."""
     model = make_model(FORMS[name]())
     core = EngineCore(save_bundle(model, tmp_path), settings_of(max_num_batched_tokens=100))
     assert core.info.kernels == "native"
@@ -110,7 +110,8 @@ def test_generates_what_generate_does(name: str, tmp_path: Path) -> None:
 def logits(
     parts: EngineParts, tokens: Any, cuts: Sequence[int], names: Sequence[str | None] = (None,), vectors: Any = None
 ) -> torch.Tensor:
-    """Of every token of the first of ``names``' sequences, in pieces that end at ``cuts``, beside the others'."""
+    """Return logits of every token of the first of ``names``' sequences, in chunks that end at ``cuts``, beside the
+    others."""
     for owner in range(len(names)):
         parts.cache.acquire(owner, "", tokens.astype(np.int32), at_most=0)
     found, start = [], 0
@@ -130,7 +131,7 @@ def logits(
 
 
 def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Half of the rows are no further."""
+    """Return the median relative distance of the rows."""
     return float(((found - wanted).norm(dim=-1) / wanted.norm(dim=-1)).median())
 
 
@@ -140,8 +141,8 @@ FURTHEST = {"granite": 0.12}
 
 @pytest.mark.parametrize("name", sorted(FORMS))
 def test_a_token_is_bitwise_the_same_however_it_was_computed(name: str, tmp_path: Path) -> None:
-    """Chunks, neighbours and threads change no bit, in float32, int8 and bfloat16; and the logits are those of torch's
-    kernels in float32 and int8, and near those of float32."""
+    """Chunks, neighbours and threads change no bit, in float32, int8 and bfloat16; the logits are those of torch's
+    kernels in float32 and int8, and close to those of float32."""
     bundle = save_bundle(make_model(FORMS[name]()), tmp_path)
     tokens = np.random.default_rng(0).integers(0, 131, 90)
     threads = library.num_native_threads()
@@ -167,7 +168,8 @@ def test_a_token_is_bitwise_the_same_however_it_was_computed(name: str, tmp_path
 
 
 def save_adapter(model: Any, folder: Path, *, dora: bool) -> None:
-    """On every linear but the head, as peft before transformers 5 saved it: today's would take experts for linears."""
+    """Save an adapter on every linear but the head as peft did before transformers 5, whose peft takes experts for
+    linears."""
     tensors = {}
     for name, module in model.named_modules():
         if type(module) is torch.nn.Linear and name != "lm_head":
@@ -182,7 +184,7 @@ def save_adapter(model: Any, folder: Path, *, dora: bool) -> None:
 
 @pytest.mark.parametrize("name", sorted(FORMS))
 def test_adapters_and_vectors_are_added_as_with_torch(name: str, tmp_path: Path) -> None:
-    """Adapters on every linear, with magnitudes of their own too, and vectors in place of tokens."""
+    """Adapters on every linear, also with magnitudes, and vectors in place of tokens equal torch's."""
     bundle = save_bundle(make_model(FORMS[name]()), tmp_path / "model")
     for adapter in ADAPTERS:
         torch.manual_seed(1)

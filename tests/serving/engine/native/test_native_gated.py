@@ -1,4 +1,4 @@
-"""Gate and up go through the activation at once: by tiles, and of many rows by vectors, unless a row has an adapter."""
+"""The fused gate, up and activation: by tiles, and for many rows by vectors, unless a row has an adapter."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ WEIGHTS: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16"},
     "int4": {"quantization": "int4"},
 }
-MANY = 70  # tokens: enough rows for what vectors do at once too
+MANY = 70  # tokens: enough rows for the vector kernel too
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def emulated() -> Iterator[None]:
 
 
 def logits(parts: EngineParts, tokens: Any, beside: str | None) -> torch.Tensor:
-    """Of every token of a prompt, with one more row in the step."""
+    """Return logits of every token of a prompt, with one more row in the step."""
     ids = np.append(tokens, 5)
     for owner, of in enumerate((tokens, ids[-1:])):
         parts.cache.acquire(owner, PrefixKey("", str(beside)), of.astype(np.int32))
@@ -64,7 +64,7 @@ def logits(parts: EngineParts, tokens: Any, beside: str | None) -> torch.Tensor:
 
 
 def check_rows(name: str, settings: dict[str, Any], folder: Path) -> None:
-    """A row is bitwise the same beside many, in a step of few and beside a row with an adapter."""
+    """Check that a row is bitwise the same beside many, in a step of few and beside a row with an adapter."""
     bundle = save_bundle(make_model(MODELS[name]()), folder / "model")
     if settings.get("quantization") == "int4":
         weight_writer.quantize_files(folder / "model", bundle.tasks, "int4", [list(range(3, 131))])
@@ -84,6 +84,7 @@ def check_rows(name: str, settings: dict[str, Any], folder: Path) -> None:
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.usefixtures("emulated")
 def test_rows_by_tiles(name: str, weights: str, tmp_path: Path) -> None:
+    """With tiles, a row's gated MLP is bitwise the same among many rows, few rows and adapter rows."""
     check_rows(name, WEIGHTS[weights], tmp_path)
 
 
@@ -91,5 +92,6 @@ def test_rows_by_tiles(name: str, weights: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.usefixtures("instructions")
 def test_rows_by_vectors(name: str, weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_writer, "MAX_LOSS_NATS", float("inf"))  # all that can be is in four bits
+    """Without tiles, a row's gated MLP is bitwise the same among many rows, few rows and adapter rows."""
+    monkeypatch.setattr(weight_writer, "MAX_LOSS_NATS", float("inf"))  # every eligible linear has four bits
     check_rows(name, WEIGHTS[weights], tmp_path)

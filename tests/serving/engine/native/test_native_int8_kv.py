@@ -1,4 +1,4 @@
-"""Keys and values in int8, with a scale of each token and head: what rounding leaves, and the same bits however."""
+"""Keys and values in int8, with a scale for each token and head: the rounding error, and the same bits in any batch."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def found_of(loaded: Any, tokens: Any, cuts: list[int], **more: Any) -> Any:
 @pytest.mark.usefixtures("instructions")
 @pytest.mark.parametrize("name", sorted(ALL))
 def test_a_token_is_bitwise_the_same_however_it_was_computed(name: str, tmp_path: Path) -> None:
-    """Chunks, neighbours, threads, what the memory held before, and tiles or none change no bit."""
+    """Chunks, neighbours, threads, earlier contents of the memory, and tiles or none change no bit."""
     loaded = loaded_model(ALL[name](), tmp_path)
     tokens = np.random.default_rng(0).integers(0, 131, 1100)
     use_tiles(NO_TILES)
@@ -84,7 +84,7 @@ def test_a_token_is_bitwise_the_same_however_it_was_computed(name: str, tmp_path
 
 
 def hadamard(dim: int) -> Any:
-    """Sylvester's matrix in blocks of the largest power of two that divides ``dim``, orthogonal."""
+    """Return Sylvester's matrix in blocks of the largest power of two that divides ``dim``, orthogonal."""
     block = torch.ones(1, 1)
     while dim % (2 * len(block)) == 0:
         block = torch.cat([torch.cat([block, block], 1), torch.cat([block, -block], 1)])
@@ -92,7 +92,7 @@ def hadamard(dim: int) -> Any:
 
 
 class Rounding:
-    """A plan of torch's attention that keeps what int8 makes of keys, mixed by a Hadamard matrix, and of values."""
+    """A plan of torch's attention that rounds Hadamard-rotated keys and values to int8."""
 
     def __init__(self, plan: Any, mixed: bool) -> None:
         self._plan, self._mixed = plan, mixed
@@ -108,7 +108,7 @@ class Rounding:
 
 
 def rounded_of(loaded: Any, tokens: Any, *, mixed: bool = True) -> Any:
-    """Logits of the model's own code over keys and values that were rounded so."""
+    """Return logits of the model's own code over keys and values rounded to int8."""
     size = len(tokens)
     cache = SlotKVCache(loaded.layers, num_slots=1, num_tokens=256, max_model_len=256, dtype=torch.float32)
     cache.acquire(0, PrefixKey("", ""), tokens.astype(np.int32))
@@ -125,8 +125,8 @@ def distance(found: Any, wanted: Any) -> float:
 @pytest.mark.usefixtures("instructions")
 @pytest.mark.parametrize("dim", [16, 32, 48, 64, 80, 96, 128, 256])
 def test_it_is_the_attention_over_rounded_keys_and_values(dim: int, tmp_path: Path) -> None:
-    """Heads of every width: the model's own code over keys and values that were rounded so gives the same but for what
-    lies on the edge of two levels, and queries and weights of fourteen bits."""
+    """Heads of every width give the logits of the model's own code over rounded keys and values, but for values on the
+    edge of two levels and the rounding of queries and weights to fourteen bits."""
     loaded = loaded_model(MODELS["qwen3"](dim), tmp_path)
     tokens = np.random.default_rng(1).integers(0, 131, 200)
     rounded = rounded_of(loaded, tokens)
@@ -140,8 +140,8 @@ def test_it_is_the_attention_over_rounded_keys_and_values(dim: int, tmp_path: Pa
 @pytest.mark.usefixtures("instructions")
 @pytest.mark.parametrize("dim", [64, 96])
 def test_a_dimension_of_keys_that_is_far_above_the_others_costs_little(dim: int, tmp_path: Path) -> None:
-    """Two dimensions of each KV head, which rotate together, are 30 times as large in keys, and in queries a 30th: the
-    model is what it was. With a scale of the key as it is the others would have four levels left."""
+    """Two dimensions of each KV head that are 30 times as large in keys, and a 30th in queries, cost little accuracy.
+    Without the rotation the other dimensions would have four levels left."""
     factor, model = 30.0, make_model(tf.LlamaConfig(**WIDE | {"initializer_range": 0.2}, head_dim=dim))
     tokens = np.random.default_rng(1).integers(0, 131, 200)
     loaded = load_model(save_bundle(model, tmp_path / "as it was"), EngineSettings(**INT8_KV))
@@ -157,8 +157,8 @@ def test_a_dimension_of_keys_that_is_far_above_the_others_costs_little(dim: int,
 
 
 @native
-def test_a_number_that_is_none_is_not_hidden(tmp_path: Path) -> None:
-    """A prompt vector that is not finite leaves no logits that are: whole numbers know no NaN, scales do."""
+def test_values_that_are_not_finite_are_not_hidden(tmp_path: Path) -> None:
+    """A prompt vector that is not finite leaves no finite logits: int8 has no NaN, but the scales do."""
     loaded = loaded_model(MODELS["qwen3"](), tmp_path)
     with torch.inference_mode():
         loaded.decoder.embedding[5] = float("nan")
@@ -186,8 +186,8 @@ def core_of(tmp_path: Path, **settings: Any) -> EngineCore:
     ids=["float32", "int8", "bfloat16"],
 )
 def test_prefixes_beams_and_drafts_leave_texts_as_they_are(settings: dict[str, Any], tmp_path: Path) -> None:
-    """Beside weights of every kind: a prefix that ends within a block, forks of beams, and drafted tokens: as alone and
-    cold."""
+    """With weights of every kind, a prefix that ends within a block, forks of beams and drafted tokens leave texts as
+    they are alone."""
     prompt = prompt_of(75, 3)
     asked = [
         request_of("whole", prompt, max_tokens=9, logprobs=2),
@@ -214,7 +214,7 @@ def test_prefixes_beams_and_drafts_leave_texts_as_they_are(settings: dict[str, A
 
 @native
 def test_the_same_memory_keeps_nearly_four_times_as_much(tmp_path: Path) -> None:
-    """The budget is in bytes, those of scales among them."""
+    """The same memory in bytes, scales included, holds nearly four times as many tokens."""
     totals = []
     for kind in ("auto", "int8"):
         core = core_of(tmp_path, kv_cache_dtype=kind)
@@ -235,15 +235,15 @@ def test_the_same_memory_keeps_nearly_four_times_as_much(tmp_path: Path) -> None
     ],
 )
 @native
-def test_what_cannot_be_kept_so_is_refused(config: Any, settings: Any, reason: str, tmp_path: Path) -> None:
-    """By name and with the reason, not otherwise in silence: other kernels, dtypes, latent attention, heads."""
+def test_an_unsupported_int8_cache_is_refused(config: Any, settings: Any, reason: str, tmp_path: Path) -> None:
+    """An int8 cache is refused by name and with the reason for other kernels, dtypes, latent attention and heads."""
     with pytest.raises(PackagingError, match=f"kv_cache_dtype: 'int8' is not allowed; expected 'auto': .*{reason}"):
         loaded_model(config(), tmp_path, **settings)
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "int8"])
-def test_an_encoder_keeps_none(kind: str, tmp_path: Path) -> None:
-    """The setting would do nothing."""
+def test_an_encoder_refuses_the_setting(kind: str, tmp_path: Path) -> None:
+    """An encoder, which has no KV cache, refuses the setting."""
     sizes = {"vocab_size": 131, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
     bundle = save_bundle(tf.BertModel(tf.BertConfig(**sizes, num_attention_heads=2)), tmp_path)
     bundle = msgspec.structs.replace(bundle, tasks=("embeddings",))
@@ -252,7 +252,7 @@ def test_an_encoder_keeps_none(kind: str, tmp_path: Path) -> None:
 
 
 def kept_in(folder: Path, config: Any = MODELS["qwen3"], **settings: Any) -> tuple[Any, bool]:
-    """What keys and values are kept in, and whether the step is native."""
+    """Return the dtype of keys and values, and whether the step is native."""
     loaded = load_model(save_bundle(make_model(config()), folder), EngineSettings(**settings))
     return loaded.kept["dtype"], loaded.decoder is not None
 
@@ -260,7 +260,7 @@ def kept_in(folder: Path, config: Any = MODELS["qwen3"], **settings: Any) -> tup
 @native
 @pytest.mark.usefixtures("instructions")
 def test_beside_quantised_weights_it_is_the_default(tmp_path: Path) -> None:
-    """Where our own kernels run the model, and else as the model computes; as it is said where it is."""
+    """An int8 cache is the default with quantised weights and native kernels; an explicit setting overrides it."""
     assert kept_in(tmp_path / "int8", quantization="int8") == (torch.int8, True)
     assert kept_in(tmp_path / "asked", quantization="int8", kv_cache_dtype="float32") == (torch.float32, True)
     assert kept_in(tmp_path / "plain") == (torch.float32, True)
@@ -272,7 +272,8 @@ def test_beside_quantised_weights_it_is_the_default(tmp_path: Path) -> None:
 def test_a_default_that_the_self_test_refuses_is_not_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The step stays native; what was asked for by name is an error instead."""
+    """An int8 cache by default that fails the self-test is dropped and the step stays native; by setting it is an
+    error."""
     check = SelfTest.check
 
     def refuse(self: SelfTest, *args: Any, kept: Any = None, **more: Any) -> None:

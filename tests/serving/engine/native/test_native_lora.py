@@ -1,4 +1,4 @@
-"""Adapters in the native step: rows of one adapter are multiplied together, and each is what it is alone."""
+"""Adapters in the native step: rows of one adapter are multiplied together, with the bits of each alone."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.skipif(library.library() is None, reason="the native kernels are not here"),
 ]
 
-RANKS = {"one": 1, "seven": 7, "wide": 67}  # below, across and beyond what lies together in memory
+RANKS = {"one": 1, "seven": 7, "wide": 67}  # below, across and beyond a block of memory
 MODULES = {"one": ["q_proj", "down_proj"], "seven": "all-linear", "wide": "all-linear"}
 NAMES = [None, *(["seven"] * 10), "wide", "one", None, "wide", "one", "one", "wide"]
 
@@ -60,7 +60,7 @@ def assembled(saved: tuple[Bundle, Path], **more: object) -> EngineParts:
 
 
 def logits(parts: EngineParts, names: Sequence[str | None], ids: Sequence[int]) -> torch.Tensor:
-    """Of a step of one token a sequence."""
+    """Return logits of a step of one token per sequence."""
     tokens = np.array(ids)
     for owner in range(len(names)):
         parts.cache.acquire(owner, "", tokens[owner : owner + 1].astype(np.int32))
@@ -73,7 +73,7 @@ def logits(parts: EngineParts, names: Sequence[str | None], ids: Sequence[int]) 
 
 
 def test_a_row_is_bitwise_the_same_alone_and_among_rows_of_its_adapter(parts: EngineParts) -> None:
-    """In groups that are full, that are not, and by itself, on one thread and on three."""
+    """An adapter row has the same bits in full and partial groups and alone, on one thread and on three."""
     ids = list(range(3, 3 + len(NAMES)))
     threads = library.num_native_threads()
     try:
@@ -88,7 +88,8 @@ def test_a_row_is_bitwise_the_same_alone_and_among_rows_of_its_adapter(parts: En
 
 
 def test_the_native_step_adds_what_torch_adds(saved: tuple[Bundle, Path]) -> None:
-    """Ranks below, across and beyond a block, with DoRA; in float32 to the last digits, else to what is rounded."""
+    """Ranks below, across and beyond a block, with DoRA, equal torch's: to the last digits in float32, else to
+    rounding."""
     ids = list(range(3, 3 + len(NAMES)))
     for kind, tolerance in (("float32", 1e-5), ("int8", 0.05), ("bfloat16", 0.05)):
         native = logits(assembled(saved, **KINDS[kind]), NAMES, ids)
@@ -100,7 +101,7 @@ def test_the_native_step_adds_what_torch_adds(saved: tuple[Bundle, Path]) -> Non
 
 @pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the kernel has no huge pages")
 def test_large_factors_lie_in_huge_pages() -> None:
-    """From the beginning of one, in memory that is the process's alone: shared memory has none by default."""
+    """Large factors begin at a huge page of private memory, because shared memory has none by default."""
     factors = _huge(3 << 20, torch.bfloat16)
     assert factors.data_ptr() % HUGE_PAGE == 0
     factors.zero_()

@@ -19,9 +19,9 @@ FUNCTION = re.compile(r"^[0-9a-f]+ <(?P<name>.*)>:$")
 INSTRUCTION = re.compile(r"^ *(?P<at>[0-9a-f]+):\t(?:\{vex\} )?(?P<name>\S+) *(?P<operands>.*)$")
 PRODUCT = re.compile(r"vpdpbusd|vdpbf16ps|vfmadd\d+ps|vpmaddwd|vpmaddubsw")
 INTO_STACK = re.compile(r"%[yz]mm\d+,-?(0x[0-9a-f]+)?\(%r[sb]p")
-MANY = 8  # products in a turn of the loop
+MANY = 8  # products in an iteration of the loop
 
-KERNELS = {  # of a library a part of the name, and how many of them there are at least: row counts, kinds of weights
+KERNELS = {  # by library: part of a kernel's name, and the min number of such kernels (row counts, kinds of weights)
     "_native.so": {
         "mlflow_llm::tile<": 3 * 12,
         "mlflow_llm::int4_tile<": 6,
@@ -42,7 +42,7 @@ KERNELS = {  # of a library a part of the name, and how many of them there are a
 
 
 def functions(listing):
-    """(address, mnemonic, operands) of each function's instructions, by its name."""
+    """Return (address, mnemonic, operands) of each function's instructions, by its name."""
     found, name = defaultdict(list), ""
     for line in listing.splitlines():
         if match := FUNCTION.match(line):
@@ -53,7 +53,7 @@ def functions(listing):
 
 
 def inner_loops(instructions):
-    """The instructions of each loop that has no other within it."""
+    """Return the instructions of each loop that contains no other."""
     places = {at: i for i, (at, _, _) in enumerate(instructions)}
     ends = [
         (places[target], i)
@@ -70,7 +70,7 @@ def target_of(operands):
 
 
 def spilled(instructions):
-    """Loops of many products that write vectors to the stack."""
+    """Count loops of many products that write vectors to the stack."""
     return sum(
         sum(bool(PRODUCT.match(name)) for _, name, _ in loop) >= MANY
         and any(INTO_STACK.search(operands) for _, _, operands in loop)
@@ -82,6 +82,7 @@ def spilled(instructions):
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="no objdump, which comes with the compiler")
 @pytest.mark.parametrize("name", KERNELS)
 def test_sums_stay_in_registers(name):
+    """The inner loops of every kernel keep their sums in registers."""
     path = Path(library.__file__).with_name(name)
     command = ["objdump", "--disassemble", "--demangle", "--no-show-raw-insn", str(path)]
     found = functions(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
@@ -92,6 +93,8 @@ def test_sums_stay_in_registers(name):
 
 
 def test_a_loop_that_spills_is_found():
+    """A loop that stores a sum to the stack is found; other loads and stores are not counted."""
+
     def loop(*extra):
         products = [f" {16 + i:x}:\tvpdpbusd %zmm1,%zmm2,%zmm3" for i in range(MANY)]
         lines = ["0000000000000010 <kernel>:", *products, *extra, " 40:\tjne    10 <kernel>", " 42:\tret"]

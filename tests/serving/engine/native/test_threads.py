@@ -60,14 +60,14 @@ def indexes(n: int) -> Counter[int]:
 @pytest.mark.parametrize("threads", [1, 2, 3, 17])
 @pytest.mark.parametrize("n", [0, 1, 2, 7, 100, 1000])
 def test_parallel_runs_each_index_once(n: int, threads: int) -> None:
-    """Whatever the numbers of indexes and threads: every index, none twice, all before the call returns."""
+    """Every index runs exactly once before the call returns, for any number of indexes and threads."""
     use_threads(threads)
     assert num_native_threads() == threads
     assert indexes(n) == Counter(range(n))
 
 
 def test_parallel_does_not_wait_for_a_late_thread() -> None:
-    """While one thread is held up in an index, another does all the rest, its share too."""
+    """While one thread is held up in an index, another runs all the rest, its share too."""
     use_threads(2)
     done: list[int] = []
     rest = threading.Event()
@@ -85,7 +85,7 @@ def test_parallel_does_not_wait_for_a_late_thread() -> None:
 
 
 def test_parallel_rethrows_to_its_caller() -> None:
-    """A failure in any thread is raised by the call, once; the next call runs as before."""
+    """A failure in any thread is raised by the call, once; the next call runs normally."""
     use_threads(3)
     for _ in range(20):
         with pytest.raises(RuntimeError, match=r"the native kernels: index \d+"):
@@ -94,7 +94,7 @@ def test_parallel_rethrows_to_its_caller() -> None:
 
 
 def test_callers_at_once_do_not_wait_for_each_other() -> None:
-    """A caller that comes while the threads are taken works alone, and so does one from within an index."""
+    """A caller that comes while the threads are busy works alone, and so does a nested call."""
     use_threads(3)
     inside, go, found = threading.Event(), threading.Event(), []
 
@@ -118,7 +118,7 @@ def test_callers_at_once_do_not_wait_for_each_other() -> None:
 
 
 def test_many_callers_while_the_number_of_threads_changes() -> None:
-    """Calls from several threads, beside one that makes the pool larger and smaller, all do their indexes once."""
+    """Calls from several threads run all their indexes once while the pool grows and shrinks."""
     wrong: list[Counter[int]] = []
 
     def call() -> None:
@@ -138,6 +138,6 @@ def test_many_callers_while_the_number_of_threads_changes() -> None:
 
 
 def test_a_forked_child_has_a_pool_of_its_own() -> None:
-    """After fork() the child starts threads anew, as many as asked for, and the parent's go on."""
+    """After fork() the child starts its own threads, as many as configured, and the parent's go on."""
     done = subprocess.run([sys.executable, "-c", FORK], env=dict(os.environ), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

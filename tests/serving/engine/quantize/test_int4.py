@@ -1,4 +1,4 @@
-"""Weights of four bits: the kernel beside its definition, and models that are stored so."""
+"""Weights of four bits: the kernel beside its definition, and models stored in four bits."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ WIDE: dict[str, Any] = COMMON | {"hidden_size": 64}
 
 @pytest.fixture(scope="module", autouse=True)
 def all_in_four() -> Iterator[None]:
-    """Whatever it costs: weights at random bear four bits badly."""
+    """Quantise every linear to four bits at any cost, because random weights lose much by it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(weight_writer, "MAX_LOSS_NATS", float("inf"))
         yield
 
 
 def weight_of(rows: int, columns: int) -> tuple[torch.Tensor, ...]:
-    """Values, scales, zero points, factors of inputs and biases, at random."""
+    """Return random values, scales, zero points, input factors and biases."""
     torch.manual_seed(rows)
     groups = columns // library.GROUP
     values = torch.randint(0, 16, (rows, columns), dtype=torch.uint8)
@@ -49,9 +49,9 @@ def weight_of(rows: int, columns: int) -> tuple[torch.Tensor, ...]:
 @pytest.mark.parametrize("is_rotated", [False, True])
 @pytest.mark.parametrize("shape", [(96, 64), (50, 96), (33, 32), (200, 352)])
 @pytest.mark.usefixtures("instructions")
-def test_the_kernel_is_its_definition(shape: tuple[int, int], is_rotated: bool) -> None:
-    """Products are those of activations in int8, summed a group at a time; a row's are the same alone and in any batch,
-    of its parts too, and the weights are given back as they were."""
+def test_the_kernel_equals_its_definition(shape: tuple[int, int], is_rotated: bool) -> None:
+    """Products are those of int8 activations, summed by group; a row's product and its parts are the same alone and in
+    any batch, and the weights can be read back."""
     values, scale, zero, inputs, bias = weight_of(*shape)
     weight = NativeWeight.of_int4(values, scale, zero, inputs, bias, is_rotated=is_rotated)
     exact = (values.view(*scale.shape, -1).double() - zero[..., None]) * scale[..., None].double()
@@ -75,7 +75,7 @@ def test_the_kernel_is_its_definition(shape: tuple[int, int], is_rotated: bool) 
 
 
 def test_rounding_follows_the_activations() -> None:
-    """What a layer gives is nearer to what it gave than by rounding each weight by itself, which clipping alone is."""
+    """Calibrated rounding is closer to the layer's output than rounding each weight by itself."""
     torch.manual_seed(0)
     x = (torch.randn(400, 12) @ torch.randn(12, 64) + 0.1 * torch.randn(400, 64)) * torch.logspace(-1, 1, 64)
     weights = [torch.randn(48, 64), torch.randn(16, 64)]
@@ -89,7 +89,7 @@ def test_rounding_follows_the_activations() -> None:
 
 
 def test_sweeps_leave_less_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what a layer gives, each sweep over values and scales that were rounded already leaves less."""
+    """Each further sweep over rounded values and scales reduces the error of the layer's output."""
     torch.manual_seed(0)
     x = (torch.randn(400, 12) @ torch.randn(12, 64) + 0.1 * torch.randn(400, 64)) * torch.logspace(-1, 1, 64)
     weight, products, sizes = torch.randn(48, 64), x.t() @ x / len(x), x.abs().mean(0)
@@ -110,8 +110,8 @@ def dense(one: calibration.GroupedWeight) -> torch.Tensor:
 @pytest.mark.parametrize(
     "products", [torch.zeros(32, 32), torch.ones(32, 32), torch.full((32, 32), 1e30), torch.full((32, 32), 1e37)]
 )
-def test_inputs_that_say_little(products: torch.Tensor) -> None:
-    """Nothing, one thing only, or very large: weights are still rounded, to something near."""
+def test_uninformative_inputs_still_give_close_weights(products: torch.Tensor) -> None:
+    """Calibration inputs that are empty, constant or very large still round weights to close values."""
     weight = torch.randn(20, 32, generator=torch.Generator().manual_seed(1))
     (made,) = calibration.quantised([weight], products, products.diagonal())
     assert float((dense(made) - weight).norm() / weight.norm()) < 0.5
@@ -121,7 +121,7 @@ def test_inputs_that_say_little(products: torch.Tensor) -> None:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Bundle, Bundle]:
-    """A tiny model as it came, and in four bits by its own text."""
+    """Save a tiny model in full precision, and in four bits calibrated on its own text."""
     root = tmp_path_factory.mktemp("int4")
     config = tf.LlamaConfig(**WIDE, attention_bias=True)
     whole = save_bundle(make_model(config), root / "whole")
@@ -139,7 +139,7 @@ def scores(bundle: Bundle, **settings: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 def test_a_model_in_four_bits(models: tuple[Bundle, Bundle], kernels: str) -> None:
-    """Runs by our kernels and by torch, and scores texts near what the whole weights do."""
+    """A model in four bits runs by native kernels and by torch, and scores texts close to the original."""
     wanted, found = scores(models[0]), scores(models[1], quantization="int4", kernels=kernels)
     assert (found - wanted).abs().mean() < 0.25 * wanted.abs().mean()
 
@@ -157,9 +157,9 @@ def test_a_token_is_the_same_in_any_batch(models: tuple[Bundle, Bundle]) -> None
     core.close()
 
 
-def test_what_is_stored(models: tuple[Bundle, Bundle], tmp_path: Path) -> None:
-    """Two values a byte and scales of half a float in place of linears; those whose width is no multiple of a group in
-    int8; the same files from the same model."""
+def test_stored_tensors_of_four_bits(models: tuple[Bundle, Bundle], tmp_path: Path) -> None:
+    """Linears are stored as two values a byte with half-precision scales, those whose width is no multiple of a group
+    as int8; the same model gives the same files."""
     found = load_file(Path(models[1].model_dir) / "model.safetensors")
     parts = {name.rpartition(".")[2]: value for name, value in found.items() if ".0.mlp.up_proj." in name}
     shapes = {name: (value.dtype, tuple(value.shape)) for name, value in parts.items()}
@@ -186,8 +186,9 @@ def quantised_tensors(model: tf.PreTrainedModel, folder: Path) -> dict[str, torc
     return load_file(Path(bundle.model_dir) / "model.safetensors")
 
 
-def test_what_bears_four_bits_worst_has_eight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as cost too much, siblings together: never those whose outputs change nothing."""
+def test_the_most_sensitive_linears_get_eight_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The linears whose four-bit loss is too high get eight bits, siblings together, and never those whose outputs
+    change nothing."""
     model = make_model(tf.LlamaConfig(**WIDE | {"intermediate_size": 96}))
     model.model.layers[0].mlp.down_proj.weight.data.zero_()
     estimated: list[float] = []
@@ -224,7 +225,7 @@ def test_what_bears_four_bits_worst_has_eight(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize("before", [False, True])
 def test_threads_do_not_spin_beside_others(before: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While other processes run on the processors; afterwards they wait as they did."""
+    """Threads do not spin while other processes use the CPUs, and spin again afterwards."""
     waits: list[bool] = []
 
     class Oversubscribed:
@@ -249,7 +250,7 @@ def test_threads_do_not_spin_beside_others(before: bool, tmp_path: Path, monkeyp
 
 
 def test_gradients_are_those_of_a_tokens_loss() -> None:
-    """By finite differences of a bias, on a text whose loss the first token's outputs alone make."""
+    """Squared gradients equal finite differences of a bias, on a text with a single predicted token."""
     model = make_model(tf.LlamaConfig(**WIDE, attention_bias=True)).double().requires_grad_(False)
     linear = model.model.layers[0].self_attn.o_proj
     (found,) = sensitivity.squared_gradients(model, [linear], [[5, 6]])
@@ -260,10 +261,11 @@ def test_gradients_are_those_of_a_tokens_loss() -> None:
             losses.append(float(model(torch.tensor([[5, 6]])).logits[0, 0].log_softmax(-1)[6]))
         linear.bias[n] += 0.01
         slope = (losses[0] - losses[1]) / 0.02
-        assert float(found[n]) == pytest.approx(slope**2 / 2, rel=0.01)  # of two tokens
+        assert float(found[n]) == pytest.approx(slope**2 / 2, rel=0.01)  # averaged over two tokens
 
 
-def test_what_costs_most_for_its_size_is_chosen() -> None:
+def test_linears_with_the_highest_cost_for_their_size_are_chosen() -> None:
+    """Linears are chosen by cost per size until the remaining loss is within the limit."""
     costs, sizes = [6.0, 1.0, 5.0, 0.5], [60, 5, 25, 10]
     assert sensitivity.worst(costs, sizes, 12.5) == set()
     assert sensitivity.worst(costs, sizes, 12.4) == {1}
@@ -278,7 +280,8 @@ def test_what_costs_most_for_its_size_is_chosen() -> None:
 def test_inputs_are_collected_in_few_runs(
     at_once: int, of_model: int, runs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As many layers at once as an eighth of the model is large, or a gibibyte; the same in any number of runs."""
+    """Inputs are collected for as many layers at once as a share of the model or a byte limit allows, with equal
+    results."""
     model = make_model(tf.LlamaConfig(**WIDE)).requires_grad_(False)
     groups = [[layer.self_attn.o_proj] for layer in model.model.layers] + [
         [layer.mlp.gate_proj, layer.mlp.up_proj] for layer in model.model.layers
@@ -297,8 +300,8 @@ def test_inputs_are_collected_in_few_runs(
         assert torch.equal(one[2], other[2])
 
 
-def test_a_first_token_that_is_none() -> None:
-    """A configuration may keep its family's own, beyond the vocabulary: a text then begins as if it named none."""
+def test_a_bos_token_beyond_the_vocabulary_is_ignored() -> None:
+    """A BOS token beyond the vocabulary is ignored, as if the configuration named none."""
     model = make_model(tf.LlamaConfig(**WIDE)).requires_grad_(False)
     vocabulary = model.get_input_embeddings().num_embeddings
     texts = []
@@ -312,7 +315,7 @@ def test_a_first_token_that_is_none() -> None:
 def test_a_model_without_gradients(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Has four bits everywhere, and the log says that nothing was chosen."""
+    """A model without gradients gets four bits everywhere, and the log says that sensitivity was not estimated."""
     forward = tf.LlamaForCausalLM.forward
     monkeypatch.setattr(tf.LlamaForCausalLM, "forward", torch.no_grad()(forward))
     found = quantised_tensors(make_model(tf.LlamaConfig(**WIDE)), tmp_path / "model")
@@ -320,7 +323,7 @@ def test_a_model_without_gradients(
     assert "layer sensitivity could not be estimated; all layers get 4 bits" in caplog.text
 
 
-def test_of_weights_as_they_came(models: tuple[Bundle, Bundle]) -> None:
-    """Four bits are made when a model is logged: asked of another one they are refused by name."""
+def test_int4_is_refused_for_models_logged_without_it(models: tuple[Bundle, Bundle]) -> None:
+    """int4 is refused by name for a model that was not logged in four bits."""
     with pytest.raises(PackagingError, match="quantization: 'int4' is not allowed; expected 'none' or 'int8'"):
         EngineCore(models[0], EngineSettings(quantization="int4"))

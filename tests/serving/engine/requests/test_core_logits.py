@@ -1,4 +1,4 @@
-"""Logits of the prompt and of what is generated: the model's own rows, each once and in order, within their bound."""
+"""Logits of prompts and generated tokens: the model's own rows, each once and in order, within a memory limit."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def rows_of(model: Any, tokens: Sequence[int]) -> Any:
 
 
 def assert_rows(model: Any, prompt: Sequence[int], outcome: Outcome, index: int = 0, *, context: bool = True) -> None:
-    """The outcome's rows are the model's own for the prompt and the text of sequence ``index``."""
+    """Check that the outcome's rows are the model's own for the prompt and the text of sequence ``index``."""
     assert outcome.failed is None, outcome.failed
     tokens = outcome.tokens[index]
     expected = rows_of(model, (*prompt, *tokens))
@@ -61,7 +61,7 @@ def assert_rows(model: Any, prompt: Sequence[int], outcome: Outcome, index: int 
 
 @pytest.mark.parametrize("length", [1, 16, 17, 40])
 def test_rows_are_the_models(core: EngineCore, tiny_llama: Any, length: int) -> None:
-    """A row for each token of the prompt and each generated one, however the prompt falls into chunks."""
+    """There is a row for each token of the prompt and each generated one, however the prompt falls into chunks."""
     prompt = prompt_of(length, 0)
     busy = request_of("busy", prompt_of(9, 7), max_tokens=10)
     outcomes = run(core, request_of("a", prompt, max_tokens=7, **BOTH), busy)
@@ -69,8 +69,8 @@ def test_rows_are_the_models(core: EngineCore, tiny_llama: Any, length: int) -> 
     assert not outcomes["busy"].rows
 
 
-def test_rows_are_those_before_any_processor(core: EngineCore, tiny_llama: Any) -> None:
-    """Neither bias, penalties, temperature nor min_tokens are in them."""
+def test_rows_are_those_before_any_logits_processor(core: EngineCore, tiny_llama: Any) -> None:
+    """Rows include neither bias, penalties, temperature nor min_tokens."""
     prompt = prompt_of(12, 1)
     asked = request_of(
         "a", prompt, max_tokens=6, temperature=0.7, top_k=5, seed=3, repetition_penalty=1.5, presence_penalty=1.0,
@@ -82,15 +82,15 @@ def test_rows_are_those_before_any_processor(core: EngineCore, tiny_llama: Any) 
 
 
 def test_rows_come_in_events_of_a_bounded_size(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many rows of one step are several events."""
+    """Many rows of one step are sent as several events."""
     monkeypatch.setattr(inflight, "LOGITS_EVENT", 3 * 4 * VOCAB)
     outcome = run(core, request_of("a", prompt_of(16, 1), max_tokens=1, **BOTH))["a"]
     assert [event.num_rows for event in outcome.rows["context", 0]] == [3, 3, 3, 3, 3, 1]
     assert len(outcome.logits("context")) == 16
 
 
-def test_a_warm_prefix_takes_nothing_away(core: EngineCore) -> None:
-    """After the prompt's KV is in the cache its context logits are bitwise what they were, and still all there."""
+def test_a_warm_prefix_returns_all_rows(core: EngineCore) -> None:
+    """A prompt with cached KV returns all its context logits, bitwise the same."""
     prompt = prompt_of(40, 2)
     first = run(core, request_of("a", prompt, max_tokens=3, **BOTH))["a"]
     run(core, request_of("b", (*prompt, 5, 6), max_tokens=3))
@@ -103,7 +103,7 @@ def test_a_warm_prefix_takes_nothing_away(core: EngineCore) -> None:
 
 
 def test_rows_that_were_delivered_are_not_computed_again(core: EngineCore, tiny_llama: Any) -> None:
-    """A request that goes on from a row takes what is before it from the prefix cache."""
+    """A request resumed after some rows takes the earlier ones from the prefix cache."""
     prompt = prompt_of(40, 2)
     whole = run(core, request_of("a", prompt, max_tokens=3, **BOTH))["a"]
     asked = request_of("b", prompt, max_tokens=3, **BOTH)
@@ -116,7 +116,7 @@ def test_rows_that_were_delivered_are_not_computed_again(core: EngineCore, tiny_
 
 
 def test_a_prompt_alone(core: EngineCore, tiny_llama: Any) -> None:
-    """max_tokens 0 with context logits, alone or beside scores of the prompt: the request ends with them."""
+    """A request with max_tokens 0 and context logits, alone or with prompt scores, ends with them."""
     prompt = prompt_of(20, 4)
     asked = [
         request_of("a", prompt, max_tokens=0, context_logits=True),
@@ -130,7 +130,7 @@ def test_a_prompt_alone(core: EngineCore, tiny_llama: Any) -> None:
 
 
 def test_each_row_once_through_preemption(tiny_bundle: Bundle, tiny_llama: Any) -> None:
-    """Sequences that lose their memory, in their prompt or after it, give every row once."""
+    """Sequences preempted in their prompt or after it give every row once."""
     core = core_of(tiny_bundle, kv_cache_memory=150 * TOKEN_BYTES, max_num_batched_tokens=8)
     prompts = [prompt_of(30, i) for i in range(4)]
     outcomes = run(core, *(request_of(str(i), p, max_tokens=30, **BOTH) for i, p in enumerate(prompts)))
@@ -141,7 +141,7 @@ def test_each_row_once_through_preemption(tiny_bundle: Bundle, tiny_llama: Any) 
 
 
 def test_each_row_once_through_a_failed_step(core: EngineCore, tiny_llama: Any, monkeypatch: Any) -> None:
-    """A step that fails after rows were given out is run again, and they are not."""
+    """Rows sent before a step failed are not sent again when it is rerun."""
     from mlflow_llm.serving.engine.requests import delivery as module
 
     original, calls = module.sample, []
@@ -161,7 +161,7 @@ def test_each_row_once_through_a_failed_step(core: EngineCore, tiny_llama: Any, 
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_beams(core: EngineCore, tiny_llama: Any, groups: int) -> None:
-    """Each text of a search has the rows of its own tokens; the context comes once. Log probabilities beside them."""
+    """Each text of a search has the rows of its own tokens, with log probabilities; the context comes once."""
     prompt = prompt_of(12, 3)
     beams = Beams(width=4, num_groups=groups, diversity_penalty=0.5 if groups > 1 else 0.0)
     asked = request_of("a", prompt, n=3, max_tokens=6, beams=beams, logprobs=0, repetition_penalty=1.3, **BOTH)
@@ -175,7 +175,7 @@ def test_beams(core: EngineCore, tiny_llama: Any, groups: int) -> None:
 
 
 def test_numbers_that_are_not_finite(tiny_bundle: Bundle) -> None:
-    """A context that is not finite fails its request, also where nothing is generated."""
+    """A context that is not finite fails its request, also if nothing is generated."""
     core = core_of(tiny_bundle)
     forward = core._runner.step_forward.forward
     core._runner.step_forward.forward = lambda *args: forward(*args) * float("nan")  # type: ignore[method-assign]
@@ -195,7 +195,7 @@ def test_numbers_that_are_not_finite(tiny_bundle: Bundle) -> None:
     ],
 )
 def test_more_than_the_setting_is_refused(tiny_bundle: Bundle, more: Any, field: str, size: int) -> None:
-    """Before anything runs, with the bytes that it would be and the bound."""
+    """A request over the limit is refused before it runs, with its bytes and the limit."""
     core = core_of(tiny_bundle, max_logits_bytes=20 * 4 * VOCAB)
     outcomes = run(core, request_of("a", prompt_of(21, 0), **more), request_of("b", prompt_of(4, 0), max_tokens=2))
     failed = outcomes["a"].failed
@@ -208,8 +208,8 @@ def test_more_than_the_setting_is_refused(tiny_bundle: Bundle, more: Any, field:
     core.close()
 
 
-def test_what_fits_exactly_runs(tiny_bundle: Bundle) -> None:
-    """The bound is allowed."""
+def test_a_request_at_the_limit_runs(tiny_bundle: Bundle) -> None:
+    """A request exactly at the limit runs."""
     core = core_of(tiny_bundle, max_logits_bytes=20 * 4 * VOCAB)
     outcome = run(core, request_of("a", prompt_of(15, 0), max_tokens=5, **BOTH))["a"]
     assert len(outcome.logits("context")) == 15
@@ -218,7 +218,7 @@ def test_what_fits_exactly_runs(tiny_bundle: Bundle) -> None:
 
 
 def test_an_aborted_request(core: EngineCore) -> None:
-    """Ended in the middle of its prompt it has the rows so far."""
+    """A request aborted in the middle of its prompt has the rows up to there."""
     asked: ValidRequest = request_of("a", prompt_of(60, 0), max_tokens=4, **BOTH)
     core.add(asked)
     outcomes = take(core, {"a": Outcome()}, max_steps=2)
@@ -228,9 +228,9 @@ def test_an_aborted_request(core: EngineCore) -> None:
     assert len(outcomes["a"].logits("context")) == 32
 
 
-def test_a_reply_has_them(tmp_path: Path) -> None:
-    """From what a dialect decodes to the choices that it encodes: rows of the tokens that each choice has, and each
-    token's own log probability, whose sum is the choice's."""
+def test_a_reply_contains_the_rows(tmp_path: Path) -> None:
+    """Replies of a dialect contain the rows of each choice's tokens, and each token's own log probability, whose sum is
+    the choice's."""
     bundle = bundle_of("byte_level", tmp_path)
     engine = InProcessEngine(bundle, EngineSettings(kv_cache_memory=1 << 24, batch_invariant=True))
     view = EndpointView(name="tiny", info=engine.info, text=TextModel(bundle))

@@ -106,6 +106,7 @@ def reads(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 @pytest.mark.parametrize("budget", [16, 512])
 def test_tokens_are_those_of_generate(any_served: Served, kernels: str, budget: int) -> None:
+    """Greedy tokens are those of transformers' ``generate`` for every model, kernel and chunk size."""
     core = any_served.core(kernels=kernels, max_num_batched_tokens=budget)
     assert core.info.capabilities.pictures
     for seed in (0, 1):
@@ -117,11 +118,12 @@ def test_tokens_are_those_of_generate(any_served: Served, kernels: str, budget: 
 
 
 def test_pictures_matter(served: Served) -> None:
+    """The reference texts of two sets of pictures differ, so comparing with them is a real check."""
     assert served.expected(served.images(0)) != served.expected(served.images(1))
 
 
 def test_other_types_run(any_served: Served) -> None:
-    """In bfloat16 and int8 tokens may differ; the decoder is run as that of any other model."""
+    """The decoder runs in bfloat16 and int8, in which tokens may differ from float32's."""
     images = any_served.images()
     for settings in ({"quantization": "int8"}, {"dtype": "bfloat16", "kernels": "torch"}):
         core = any_served.core(**settings)
@@ -130,6 +132,7 @@ def test_other_types_run(any_served: Served) -> None:
 
 
 def test_requests_beside_each_other(served: Served, core_of: Any) -> None:
+    """Requests with pictures and a plain one have the tokens beside each other that each has alone."""
     core = core_of()
     given = [served.images(seed) for seed in range(4)]
     requests = [served.request(f"r{i}", images) for i, images in enumerate(given)]
@@ -141,6 +144,7 @@ def test_requests_beside_each_other(served: Served, core_of: Any) -> None:
 
 
 def test_features_are_kept_for_the_same_salt(served: Served, core_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Features and prefixes are reused under the same salt, and not under another salt or without one."""
     core, images = core_of(), served.images()
     sizes, wanted = reads(core, monkeypatch), served.expected(images)
     first = run(core, served.request("a", images, cache_salt="one"))["a"]
@@ -159,6 +163,7 @@ def test_features_are_kept_for_the_same_salt(served: Served, core_of: Any, monke
 
 
 def test_another_picture_shares_no_vector(served: Served, core_of: Any) -> None:
+    """A request with other pictures under the same salt reuses KV only up to the first picture."""
     core = core_of()
     for seed in (0, 1):
         images = served.images(seed)
@@ -171,6 +176,7 @@ def test_another_picture_shares_no_vector(served: Served, core_of: Any) -> None:
 
 
 def test_a_picture_twice_is_read_once(served: Served, core_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A picture that occurs twice in a prompt is encoded once for each salt."""
     core, (one, _) = core_of(), served.images()
     sizes = reads(core, monkeypatch)
     found = run(core, served.request("a", [one, one]), served.request("b", [one, one], cache_salt="s"))
@@ -179,6 +185,7 @@ def test_a_picture_twice_is_read_once(served: Served, core_of: Any, monkeypatch:
 
 
 def test_the_budget_keeps_the_latest(served: Served, core_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The encoder cache evicts the least recently used features, stays within its bytes and is off at 0."""
     images = [served.images(seed)[:1] for seed in range(3)]
     text = "a <image>"
     size = 4 * 64 * served.request("x", images[0], text).pictures[0].num_tokens
@@ -200,6 +207,7 @@ def test_the_budget_keeps_the_latest(served: Served, core_of: Any, monkeypatch: 
 
 
 def test_other_texts_go_on_while_pictures_are_read(served: Served, core_of: Any) -> None:
+    """A text request generates a token for each piece of a picture that is encoded meanwhile."""
     core = core_of()
     outcomes = {"text": Outcome(), "r": Outcome()}
     core.add(msgspec.structs.replace(request_of("text", prompt_of(5, 1)), sampling=Sampling(max_tokens=64)))
@@ -218,6 +226,7 @@ def test_other_texts_go_on_while_pictures_are_read(served: Served, core_of: Any)
 
 
 def test_a_request_that_leaves_while_its_pictures_are_read(served: Served, core_of: Any) -> None:
+    """Requests aborted or past their deadline while pictures are encoded end so; another one is unaffected."""
     core, outcomes = core_of(), {name: Outcome() for name in ("gone", "late", "stays")}
     core.add(served.request("gone", served.images(1)))
     core.add(served.request("late", served.images(2), deadline=time.monotonic() - 1))
@@ -231,6 +240,7 @@ def test_a_request_that_leaves_while_its_pictures_are_read(served: Served, core_
 
 
 def test_closing_while_pictures_are_read(served: Served) -> None:
+    """Closing the engine fails a request whose pictures are being encoded with shutting_down."""
     core = served.core()
     core.add(served.request("r", served.images()))
     core.step()
@@ -240,6 +250,7 @@ def test_closing_while_pictures_are_read(served: Served) -> None:
 def test_a_picture_that_cannot_be_read_fails_its_requests_alone(
     served: Served, core_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A picture whose encoding fails fails its own requests with a generic message; others are answered."""
     core, bad, good = core_of(), served.images(1), served.images(0)
     reader = core._pictures._reader
     real = type(reader).pieces
@@ -262,7 +273,7 @@ def test_a_picture_that_cannot_be_read_fails_its_requests_alone(
 
 @pytest.mark.parametrize("grammar_first", [True, False])
 def test_with_a_grammar(served: Served, core_of: Any, grammar_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The request begins when both its grammar is compiled and its pictures are read."""
+    """A request begins when both its grammar is compiled and its pictures are encoded."""
     core = core_of()
     grammar = Grammar(source="start: /[ab]{3,12}/", field="grammar")
     images, sampling = served.images(), {"grammar": grammar, "stop_token_ids": (1,)}
@@ -281,6 +292,7 @@ def test_with_a_grammar(served: Served, core_of: Any, grammar_first: bool, monke
 
 
 def test_beams(served: Served, core_of: Any) -> None:
+    """Beam searches over prompts with pictures give the texts of transformers' ``generate``."""
     core, images = core_of(), served.images()
     sampling = {"beams": Beams(width=3)}
     found = run(core, served.request("r", images, n=2, sampling=sampling))["r"]
@@ -289,6 +301,7 @@ def test_beams(served: Served, core_of: Any) -> None:
 
 
 def test_choices_and_continuation(served: Served, core_of: Any) -> None:
+    """A resumed request with pictures continues its text, and choices of one prompt are equal when greedy."""
     core, images = core_of(), served.images()
     whole = run(core, served.request("r", images, sampling={"temperature": 1.0}))["r"].tokens[0]
     request = served.request("s", images, sampling={"temperature": 1.0})
@@ -308,6 +321,7 @@ def refusal(core: EngineCore, request: ValidRequest) -> Failed:
 
 
 def test_refusals(served: Served, core_of: Any, tiny_bundle: Bundle) -> None:
+    """Pictures of the wrong size, missing pictures, prompt tables beside pictures and text models are refused."""
     core, images = core_of(), served.images()
     given = served.request("r", images)
     cut = msgspec.structs.replace(given.pictures[0], data=given.pictures[0].data[1:])
@@ -325,6 +339,7 @@ def test_refusals(served: Served, core_of: Any, tiny_bundle: Bundle) -> None:
 
 
 def test_a_processor_that_disagrees_fails_the_request(served: Served, core_of: Any) -> None:
+    """A request whose picture takes another number of tokens than its prompt has fails as internal."""
     core, given = core_of(), served.request("r", served.images())
     other = tuple(
         msgspec.structs.replace(one, num_tokens=one.num_tokens + change)
@@ -334,7 +349,7 @@ def test_a_processor_that_disagrees_fails_the_request(served: Served, core_of: A
 
 
 def test_a_model_with_attention_in_both_directions_is_refused(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The whole model is asked for its logits: one that treats tokens of pictures differently has others."""
+    """A model that attends in both directions within pictures is refused, because its logits differ."""
     from transformers.models.idefics3.modeling_idefics3 import Idefics3Model
 
     real = Idefics3Model.forward
@@ -351,7 +366,7 @@ def test_a_model_with_attention_in_both_directions_is_refused(served: Served, mo
 
 
 def test_prefixes_are_shared_up_to_the_first_other_picture(served: Served, core_of: Any) -> None:
-    """A conversation adds pictures; what is before them is not computed again, nor are words before any."""
+    """A conversation that adds pictures reuses the KV before them."""
     core, (one, two) = core_of(), served.images()
     words = "A text of some length that comes before: "
     for name, images, text in (
@@ -372,6 +387,7 @@ def test_prefixes_are_shared_up_to_the_first_other_picture(served: Served, core_
 def test_ids_begin_again_before_they_are_too_large(
     served: Served, core_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Ids of pictures restart before they exceed their limit, and texts stay right."""
     core, vocab_size = core_of(), served.model.config.text_config.vocab_size
     monkeypatch.setattr("mlflow_llm.serving.engine.requests.image_features.MOST_IDS", vocab_size + 120)
     for name, seed in (("a", 0), ("b", 1), ("c", 0), ("d", 1)):
@@ -381,7 +397,7 @@ def test_ids_begin_again_before_they_are_too_large(
 
 
 def test_an_adapter_trained_on_the_whole_model(any_served: Served, tmp_path: Path) -> None:
-    """Its modules are named as in the vision-language model; the engine has the decoder alone."""
+    """An adapter trained on the vision-language model applies to the engine's decoder."""
     from peft import LoraConfig, get_peft_model
 
     targets = r".*(language_model|text_model).*\.(q_proj|down_proj)"
@@ -398,7 +414,7 @@ def test_an_adapter_trained_on_the_whole_model(any_served: Served, tmp_path: Pat
 
 
 def test_tenants_take_turns(served: Served, core_of: Any) -> None:
-    """A tenant with one picture does not wait for all pictures of one with many requests."""
+    """A tenant with one picture does not wait for all pictures of a tenant with many requests."""
     core = core_of(max_num_seqs=16)
     for i in range(6):
         core.add(served.request(f"many{i}", served.images(i), tenant="a"))
@@ -417,7 +433,8 @@ def test_tenants_take_turns(served: Served, core_of: Any) -> None:
 
 
 def test_provisioned_requests_come_first(served: Served, core_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside a provisioned text, pictures of others are read for a small share of the time; its own are not held up."""
+    """Beside a provisioned text, pictures of others are encoded for a small share of the time; its own are not
+    delayed."""
     core, clock = core_of(), [1000.0]
     monkeypatch.setattr("mlflow_llm.serving.engine.requests.image_features.time.monotonic", lambda: clock[0])
     sizes = reads(core, monkeypatch)
@@ -450,5 +467,6 @@ def test_provisioned_requests_come_first(served: Served, core_of: Any, monkeypat
 
 
 def test_thin_pictures_are_refused(served: Served, core_of: Any) -> None:
+    """A picture with an extreme aspect ratio is refused with its size."""
     given = served.request("r", served.images(0, ((51, 1), (50, 1))))
     assert "51 x 1" in refusal(core_of(), given).message

@@ -1,4 +1,4 @@
-"""The sampler's race in Triton: numpy's random bits, bit for bit, and the winners of the race on CPU."""
+"""Device sampling in Triton: numpy's random bits, bit for bit, and the tokens that the CPU draws."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def test_bits_are_numpys() -> None:
         assert found.tolist() == generator.random_raw(32).view(np.uint32).tolist()
 
 
-def test_times_are_those_of_the_processor() -> None:
-    """Times agree to float32's last bits, also the smallest, which win races."""
+def test_times_equal_those_of_the_cpu() -> None:
+    """Times agree with the CPU's to float32's last bits, also the smallest, which win races."""
     found = device_sampling.exponentials(SEEDS, POSITIONS, SIZE, DEVICE).cpu()
     wanted = randomness.exponentials(SEEDS, POSITIONS, SIZE)
     torch.testing.assert_close(found, wanted, rtol=2e-6, atol=0)
@@ -51,8 +51,8 @@ def test_times_are_those_of_the_processor() -> None:
     [{}, {"min_p": 0.05}, {"top_p": 0.9, "top_k": 40}, {"typical_p": 0.8}],
     ids=["whole", "min_p", "top", "typical"],
 )
-def test_winners_are_those_of_the_processor(monkeypatch: pytest.MonkeyPatch, more: dict[str, float]) -> None:
-    """Rows of their own temperatures and seeds have the tokens that they have on CPU."""
+def test_winners_equal_those_of_the_cpu(monkeypatch: pytest.MonkeyPatch, more: dict[str, float]) -> None:
+    """Rows with their own temperatures and seeds draw the tokens that they draw on CPU."""
     logits = torch.randn(6, SIZE, generator=torch.Generator().manual_seed(5)) * 3
     requests = [request_of("r", prompt_of(4 + i, i), temperature=0.5 + i / 4, seed=99 + i, **more) for i in range(6)]
     places = [sequence_of(request) for request in requests]

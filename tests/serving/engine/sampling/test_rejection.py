@@ -1,4 +1,4 @@
-"""Drafts that come with their logits are taken by rejection sampling: the distribution is what it is without them."""
+"""Rejection sampling of drafts that come with their logits: the distribution is the same as without drafts."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def softmax(values: Any) -> Any:
 
 @pytest.mark.parametrize("alike", [0.0, 0.8, 1.0])
 def test_draws_are_of_the_target(alike: float) -> None:
-    """Chi-square, p > 0.01 over 10^5 draws: tokens are distributed as the model's, whatever the drafts were drawn from,
-    and as many drafts are taken as the two have in common. Drafts that are the model's own are all taken."""
+    """Tokens are distributed as the model's (chi-square, p > 0.01 over 10^5 draws), whatever the drafts were drawn
+    from, and the acceptance rate is the overlap of the two. Drafts of the model's own distribution are all accepted."""
     p = softmax(logits_of(1))
     q = softmax(alike * logits_of(1) + (1 - alike) * logits_of(2, spread=3.0))
     drafts = np.random.default_rng(3).choice(V, size=DRAWS, p=q)
@@ -49,8 +49,8 @@ def test_draws_are_of_the_target(alike: float) -> None:
         assert (tokens == drafts).all()
 
 
-def test_two_places_have_nothing_to_do_with_each_other() -> None:
-    """What is drawn at one place says nothing of the next, whether drafts were taken or not."""
+def test_two_positions_are_independent() -> None:
+    """Draws at one position are independent of the next, whether drafts were accepted or not."""
     draws = 20_000
     p, q = softmax(logits_of(1)), softmax(logits_of(2))
     random = np.random.default_rng(3)
@@ -74,7 +74,7 @@ SAMPLINGS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 def test_through_the_sampler(sampling: dict[str, Any]) -> None:
-    """The target is what temperature and truncation make of the logits: texts of drafts are distributed as others."""
+    """Texts with drafts are distributed as those without, after temperature and truncation."""
     draws = 2000
     row, own = torch.from_numpy(logits_of(4)), logits_of(5)
     random = np.random.default_rng(6)
@@ -94,8 +94,8 @@ def test_through_the_sampler(sampling: dict[str, Any]) -> None:
     assert stats.chisquare(wanted[p > 0], p[p > 0] * draws).pvalue > 0.01
 
 
-def test_where_a_place_is_drafted() -> None:
-    """As long as the text is what was drafted, and where something is drawn at all."""
+def test_which_positions_are_drafted() -> None:
+    """A position is drafted while the text equals the draft, and only when sampling with draft logits."""
     draft = DraftTokens(token_ids=(5, 6), logits=b"\0" * 8 * VOCAB)
 
     def at(*output: int, **more: Any) -> bool:
@@ -131,8 +131,8 @@ def drafted_requests() -> list[Any]:
 
 
 def test_a_text_does_not_depend_on_what_was_computed_along(bundle: Bundle) -> None:
-    """One token a step or several, alone or among others, resumed after any of its tokens: the text is the same, and it
-    is another than without the logits only where a draft was taken or refused."""
+    """A text is the same by single or multiple tokens a step, alone or batched, and resumed anywhere; it differs from
+    the one without logits only where a draft was accepted or rejected."""
     plain, drafting = core_of(bundle, "none"), core_of(bundle, "auto")
     requests = drafted_requests()
     alone = {one.request_id: run(plain, one)[one.request_id].tokens for one in requests}
@@ -153,8 +153,8 @@ def test_a_text_does_not_depend_on_what_was_computed_along(bundle: Bundle) -> No
     plain.close(), drafting.close()
 
 
-def test_logits_that_are_not_the_drafts(bundle: Bundle) -> None:
-    """Of another shape than the model has: refused, and the engine goes on."""
+def test_invalid_drafts_are_refused(bundle: Bundle) -> None:
+    """Draft logits of another shape and draft tokens outside the vocabulary are refused, and the engine goes on."""
     core = core_of(bundle, "auto")
     for draft in (DraftTokens(token_ids=(5, 6), logits=b"\0" * 8), DraftTokens(token_ids=(VOCAB,))):
         outcome = run(core, request_of("a", [5], draft=draft))["a"]

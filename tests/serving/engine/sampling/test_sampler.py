@@ -1,4 +1,4 @@
-"""The sampler draws what its parameters say, each row by itself."""
+"""The sampler: draws as its parameters say, independently for each row."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def sequence(seed: int = 0, output: tuple[int, ...] = (), **more: Any) -> Sequen
 
 
 def frequencies(logits: Any, **more: Any) -> Any:
-    """How often each token is drawn over ``DRAWS`` seeds."""
+    """Return how often each token is drawn over ``DRAWS`` seeds."""
     rows = logits[None].expand(DRAWS, -1)
     drawn = [s.token_id for s in sample(rows, [sequence(seed, **more) for seed in range(DRAWS)])]
     return np.bincount(drawn, minlength=len(logits)) / DRAWS
 
 
 def kept(p: Any, places: list[int]) -> Any:
-    """The distribution ``p`` with all but ``places`` cut away."""
+    """Return the distribution ``p`` with all but ``places`` cut away."""
     cut = np.zeros_like(p)
     cut[places] = p[places]
     return cut / cut.sum()
@@ -112,7 +112,7 @@ def test_numbers_that_are_not_finite_are_reported() -> None:
 
 
 def test_times_are_exponential_and_depend_on_seed_position_and_token() -> None:
-    """Times at rate one: the exponential distribution's mean and quantiles; other seeds and positions, other times."""
+    """Times have the exponential distribution's mean and quantiles at rate one, and differ by seed and position."""
     times = exponentials([3, 3, 2**64 - 1], [7, 8, 7], 20001).numpy()
     assert (times > 0).all()
     assert np.isfinite(times).all()

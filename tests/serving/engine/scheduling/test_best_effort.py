@@ -1,4 +1,4 @@
-"""Guaranteed requests beside best-effort work: the scheduler and its estimates, on a machine whose costs are known."""
+"""Provisioned requests beside best-effort work: the scheduler and its estimates, on a machine of known costs."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ Cost = Callable[[StepLoad], float]
 
 
 def cpu(work: StepLoad) -> float:
-    """About what a small model in int8 takes on two cores: 20 ms, 1.2 ms a sequence, 0.4 ms a prompt token."""
+    """Return about the time of a small int8 model on two cores: 20 ms, 1.2 ms a sequence, 0.4 ms a prompt token."""
     step = 0.020 + 0.0012 * work.rows + 0.0004 * work.chunk_tokens + 0.001 * work.chunks
     return step + 2e-7 * work.context
 
 
 def native(work: StepLoad) -> float:
-    """A fast step in which one more sequence is a large part of the whole, and large batches are cheaper by piece."""
+    """Return the time of a fast step in which a further sequence costs much and large batches are cheaper per piece."""
     return 0.003 + 0.001 * work.rows**0.8 + 0.0003 * work.chunk_tokens + 1e-7 * work.context
 
 
 class Machine:
-    """Steps of a scheduler that take the time ``cost`` says; ``ticks`` are (provisioned work, its time alone, time)."""
+    """A scheduler whose steps take the time ``cost`` says; ``ticks`` are (provisioned work, its time alone, time)."""
 
     def __init__(self, cost: Cost, *, num_tokens: int = 40_000, max_num_seqs: int = 32, num_slots: int = 64) -> None:
         shapes = [LayerShape(1, 8, 8)]
@@ -55,7 +55,7 @@ class Machine:
         return sequence
 
     def keep(self, count: int, *, provisioned: bool, prompt: int = 40, new: int = 60) -> None:
-        """As many callers that send their next request when the one before has ended."""
+        """Keep ``count`` callers active, each of which sends its next request when the last has ended."""
         running = sum(1 for s in self.sequences[-400:] if s.status != "finished" and s.provisioned == provisioned)
         for _ in range(count - running):
             self.add(prompt, new, provisioned=provisioned)
@@ -100,7 +100,7 @@ def test_a_flood_leaves_provisioned_callers_their_pace(cost: Cost, callers: int)
 
 
 def test_no_single_step_is_long() -> None:
-    """Where best-effort work fits into the limit of a step, hardly any step takes over 1.25 of its time alone."""
+    """When best-effort work fits into the limit of a step, 99 % of steps take at most 1.25 of their time alone."""
     machine = Machine(cpu)
     for _ in range(600):
         machine.keep(8, provisioned=True)
@@ -111,7 +111,8 @@ def test_no_single_step_is_long() -> None:
 
 
 def test_best_effort_work_uses_its_share() -> None:
-    """The flood gets nearly all the time that the guarantee leaves: steps are 1.03 of what they were, or more."""
+    """Best-effort work uses nearly all the time that the guarantee leaves: steps take 1.03 of their time alone, or
+    more."""
     machine = Machine(cpu)
     for _ in range(600):
         machine.keep(8, provisioned=True)
@@ -122,7 +123,7 @@ def test_best_effort_work_uses_its_share() -> None:
 
 
 def test_costs_that_change_are_learned_again() -> None:
-    """A machine that becomes twice as slow, or a step that becomes three times as fast, moves the estimates along."""
+    """The estimates follow a machine that becomes twice as slow and a step that becomes three times as fast."""
     machine = Machine(cpu)
     for factor in (1.0, 2.0, 0.3):
         machine.cost = lambda work, factor=factor: factor * cpu(work)
@@ -137,7 +138,7 @@ def test_costs_that_change_are_learned_again() -> None:
 
 
 def test_best_effort_work_has_whole_steps_when_nothing_is_provisioned() -> None:
-    """Without provisioned sequences, also after some, every sequence that decodes is in every step."""
+    """Without provisioned sequences, also after some, every decoding sequence is in every step."""
     machine = Machine(cpu)
     machine.keep(4, provisioned=True)
     while any(s.provisioned and s.status != "finished" for s in machine.sequences):
@@ -153,7 +154,7 @@ def test_best_effort_work_has_whole_steps_when_nothing_is_provisioned() -> None:
 
 
 def test_steps_stay_short_for_a_moment_after_provisioned_work() -> None:
-    """The next request of a caller that has just got its answer waits for a short step, not for the flood's longest."""
+    """Steps stay short for a moment after provisioned work, so that the caller's next request does not wait long."""
     machine = Machine(cpu)
     machine.keep(64, provisioned=False, prompt=100)
     for _ in range(30):
@@ -167,7 +168,7 @@ def test_steps_stay_short_for_a_moment_after_provisioned_work() -> None:
 
 
 def test_best_effort_work_saves_up_for_a_costly_sequence() -> None:
-    """Where one more sequence costs half a step, best-effort work saves up for it and is not starved."""
+    """When one more sequence costs half a step, best-effort work saves up budget for it and is not starved."""
     machine = Machine(lambda work: 0.004 * work.rows + 0.002 * work.chunk_tokens + 0.004)
     for _ in range(900):
         machine.keep(1, provisioned=True)
@@ -195,7 +196,7 @@ def test_best_effort_work_runs_in_order_of_arrival() -> None:
 
 
 def test_provisioned_sequences_take_slots_from_best_effort_ones() -> None:
-    """All slots are the flood's: the sequence that came last gives its up at once, and goes on from its kept KV."""
+    """When best-effort work has all slots, its newest sequence gives up its slot at once and resumes from cached KV."""
     machine = Machine(cpu, max_num_seqs=4, num_slots=8)
     machine.keep(6, provisioned=False, prompt=20, new=100)
     for _ in range(5):
@@ -215,7 +216,7 @@ def test_provisioned_sequences_take_slots_from_best_effort_ones() -> None:
 
 
 def test_provisioned_sequences_take_memory_from_best_effort_ones() -> None:
-    """A prompt for which there is no memory gets that of the best-effort sequences that came last."""
+    """A provisioned prompt without free memory takes that of the newest best-effort sequences."""
     machine = Machine(cpu, num_tokens=200)
     machine.keep(5, provisioned=False, prompt=35, new=20)
     for _ in range(3):
@@ -229,7 +230,7 @@ def test_provisioned_sequences_take_memory_from_best_effort_ones() -> None:
 
 
 def test_a_provisioned_sequence_does_not_wait_for_best_effort_work() -> None:
-    """Its prefix is just being computed by a best-effort sequence, which may take long: it computes its own."""
+    """A provisioned sequence does not wait for a prefix that best-effort work computes: it computes its own."""
     machine = Machine(cpu, max_num_seqs=8)
     prompt = prompt_of(300, 1)
     requests = [request_of(name, prompt, max_tokens=4, provisioned=name == "r") for name in ("s", "r")]
@@ -243,7 +244,7 @@ def test_a_provisioned_sequence_does_not_wait_for_best_effort_work() -> None:
 
 
 def test_random_arrivals_and_ends_of_both_kinds() -> None:
-    """Random arrivals, ends and scarce memory: the books stay right, no step is empty, and all end."""
+    """With random arrivals, ends and scarce memory the accounts stay right, no step is empty, and all end."""
     draw = random.Random(5)
     machine = Machine(native, num_tokens=400, max_num_seqs=5, num_slots=10)
     for _ in range(300):
@@ -262,7 +263,7 @@ def test_random_arrivals_and_ends_of_both_kinds() -> None:
 
 
 def test_the_cost_model_finds_a_known_cost() -> None:
-    """From steps of all kinds the cost of one more sequence, of prompt tokens and of the whole comes out."""
+    """The cost model recovers the known costs of a sequence, of prompt tokens and of a whole step."""
     draw, cost = random.Random(2), StepCost()
     for _ in range(300):
         rows, tokens = draw.randint(0, 12), draw.choice([0, 0, 50, 100])

@@ -1,4 +1,4 @@
-"""Turns between tenants: counted in tokens over weights, without credit for idleness, below priorities."""
+"""Fair sharing between tenants: by tokens over weights, without credit for idleness, below priorities."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _ids = iter(range(10**9))
 
 
 def waiting(tenant: str, prompt: int = 10, **more: Any) -> SequenceState:
-    """A new sequence of ``tenant``; prompts share no prefix."""
+    """Return a new sequence of ``tenant``; prompts share no prefix."""
     id = next(_ids)
     return sequence_of(request_of(f"r{id}", prompt_of(prompt, id), tenant=tenant, **more), id)
 
@@ -73,7 +73,7 @@ class Runs:
         self.cache.check_integrity()
 
     def until(self, sequence: SequenceState) -> int:
-        """Step until it ends; how many others ended before."""
+        """Step until the sequence ends, and return how many others ended before."""
         while sequence.status != "finished":
             self.step()
         return self.ended.index(sequence)
@@ -84,7 +84,7 @@ class Runs:
 
 
 def test_a_backlog_does_not_starve_a_single_request() -> None:
-    """Behind a thousand requests of one tenant, the one of another starts as soon as there is a place."""
+    """A single request starts as soon as there is a slot, behind a thousand requests of another tenant."""
     runs = Runs()
     runs.add(*(waiting("many", max_tokens=4) for _ in range(1000)))
     for _ in range(3):
@@ -96,7 +96,8 @@ def test_a_backlog_does_not_starve_a_single_request() -> None:
 
 
 def test_tenants_share_by_tokens_not_by_requests() -> None:
-    """Of two tenants with a backlog one has prompts and replies ten times as long: both are served as many tokens."""
+    """Two tenants with a backlog are served as many tokens each, although one has ten times longer prompts and
+    replies."""
     runs = Runs(seqs=2, tokens=2000)
     runs.add(*(waiting("long", 100, max_tokens=20) for _ in range(40)))
     runs.add(*(waiting("short", 10, max_tokens=2) for _ in range(400)))
@@ -107,7 +108,7 @@ def test_tenants_share_by_tokens_not_by_requests() -> None:
 
 @pytest.mark.parametrize("weight", [2, 5])
 def test_weights_are_shares(weight: int) -> None:
-    """A tenant whose key weighs more gets that many times the tokens, as long as both have a backlog."""
+    """A tenant with a higher weight gets that many times the tokens, while both have a backlog."""
     runs = Runs(seqs=2)
     runs.add(*(waiting("heavy", max_tokens=4, weight=weight) for _ in range(300)))
     runs.add(*(waiting("light", max_tokens=4) for _ in range(300)))
@@ -117,7 +118,7 @@ def test_weights_are_shares(weight: int) -> None:
 
 
 def test_within_a_tenant_order_is_of_arrival() -> None:
-    """However tenants take turns, the requests of each start in the order in which they came."""
+    """The requests of a tenant start in the order of their arrival."""
     rng = random.Random(7)
     runs = Runs(seqs=3, tokens=300)
     runs.add(*(waiting(rng.choice("abc"), rng.randint(1, 60), max_tokens=rng.randint(1, 9)) for _ in range(120)))
@@ -128,7 +129,7 @@ def test_within_a_tenant_order_is_of_arrival() -> None:
 
 
 def test_idleness_saves_up_no_credit() -> None:
-    """A tenant that comes back after long idleness takes turns with the other; it does not get all of them at once."""
+    """A tenant that returns after long idleness takes turns with the other and gets no backlog of turns."""
     runs = Runs(seqs=1)
     runs.add(waiting("idle", max_tokens=2))
     runs.drain()
@@ -142,7 +143,7 @@ def test_idleness_saves_up_no_credit() -> None:
 
 
 def test_debts_stay() -> None:
-    """What a tenant has used beyond the others counts when it comes back: it is lifted, never lowered."""
+    """A tenant's usage above the others' still counts when it returns: its counter is raised, never lowered."""
     tenants = Tenants()
     greedy, modest = tenants.of("greedy"), tenants.of("modest")
     greedy.used, modest.used = 900.0, 100.0
@@ -154,7 +155,7 @@ def test_debts_stay() -> None:
 
 
 def test_priority_and_provisioned_rule_above() -> None:
-    """Of one tenant, provisioned requests come first and lower priorities next, however much it has been served."""
+    """Provisioned requests come first and lower priority numbers next, however much the tenant has been served."""
     runs = Runs(seqs=1)
     runs.add(*(waiting("a", max_tokens=2) for _ in range(3)))
     runs.drain()
@@ -171,7 +172,7 @@ def test_priority_and_provisioned_rule_above() -> None:
 
 
 def test_preemption_charges_nothing_again() -> None:
-    """Sequences that lose their memory and start again have cost their prompt and each token once."""
+    """Preempted sequences are charged for their prompt and each token once."""
     runs = Runs(seqs=4, tokens=96)
     sequences = [waiting(tenant, 16, max_tokens=24) for tenant in "abab"]
     runs.add(*sequences)
@@ -184,7 +185,7 @@ def test_preemption_charges_nothing_again() -> None:
 
 
 def test_a_continuation_is_charged_for_what_is_new() -> None:
-    """A request that goes on after a pause or in another engine pays neither its prompt nor its text again."""
+    """A request that continues after a pause or in another engine is charged only for new tokens."""
     runs = Runs()
     resumed = waiting("a", 16, max_tokens=24, resumed=(9,) * 20)
     runs.add(resumed)
@@ -193,8 +194,8 @@ def test_a_continuation_is_charged_for_what_is_new() -> None:
 
 
 def test_a_newcomer_is_not_the_first_to_lose_its_memory() -> None:
-    """Where memory is short the sequences that started last give way, not those of who came last: a single request that
-    has started is not preempted for the backlog before it."""
+    """With scarce memory the sequences that started last are preempted, so a started request of a new tenant is
+    preempted at most once."""
     runs = Runs(seqs=4, tokens=100)
     runs.add(*(waiting("many", 20, max_tokens=16) for _ in range(40)))
     for _ in range(8):
@@ -239,7 +240,7 @@ def test_random_loads_end_and_are_accounted() -> None:
 
 
 def test_turns_are_those_of_a_sorted_list() -> None:
-    """The heap with its stale entries gives the tenants in the order of their counters, whatever grew meanwhile."""
+    """The heap with its stale entries gives tenants in the order of their counters, however these grow."""
     rng = random.Random(3)
     tenants = [Tenant() for _ in range(50)]
     turns, here = LeastServed(), set[Tenant]()
@@ -262,7 +263,7 @@ def test_turns_are_those_of_a_sorted_list() -> None:
 
 
 def test_a_server_of_many_tenants_forgets_those_that_are_gone() -> None:
-    """Counters are kept for some thousand tenants without requests, and for all that have some."""
+    """Counters are kept for a few thousand tenants without requests, and for all that have some."""
     tenants = Tenants()
     present = tenants.of("present")
     present.used, present.num_unfinished = 5.0, 1
@@ -273,7 +274,7 @@ def test_a_server_of_many_tenants_forgets_those_that_are_gone() -> None:
 
 
 class Embedder:
-    """Vectors of zeros."""
+    """An embedder that returns zero vectors."""
 
     def embed(self, ids: list[tuple[int, ...]]) -> Any:
         return np.zeros((len(ids), 2), dtype=np.float32)
@@ -299,8 +300,8 @@ def test_embeddings_of_a_tenant_do_not_wait_for_anothers_bulks() -> None:
 
 
 def test_a_full_queue_takes_another_tenants_request(tiny_bundle: Bundle) -> None:
-    """Where one tenant's backlog fills the engine's queue, its next request is refused and another tenant's let in, up
-    to its part; texts are those of each request alone."""
+    """When one tenant's backlog fills the queue, its next request is refused while another tenant's are admitted up to
+    its share."""
     settings = EngineSettings(dtype="float32", max_num_seqs=2, max_queued_requests=4 * QUEUE_FLOOR)
     core = EngineCore(tiny_bundle, settings)
     requests = [request_of(f"m{i}", (1, 2, i), tenant="many", max_tokens=2) for i in range(4 * QUEUE_FLOOR)]
@@ -316,8 +317,8 @@ def test_a_full_queue_takes_another_tenants_request(tiny_bundle: Bundle) -> None
 
 
 def test_a_tenants_request_passes_anothers_backlog_in_the_engine(tiny_bundle: Bundle) -> None:
-    """With real steps: of 40 requests of one tenant and a later one of another, that one is among the first to end, and
-    its text is what it is alone."""
+    """With real steps, a later request of another tenant is among the first to end beside 40 requests of one tenant,
+    and has its text of alone."""
     core = EngineCore(tiny_bundle, EngineSettings(dtype="float32", max_num_seqs=2))
     many = [request_of(f"m{i}", prompt_of(9, i), tenant="many") for i in range(40)]
     few = request_of("few", prompt_of(9, 99), tenant="few")
@@ -336,12 +337,12 @@ def test_a_tenants_request_passes_anothers_backlog_in_the_engine(tiny_bundle: Bu
     [({}, 12), ({"n": 3}, 36), ({"beams": Beams(width=4), "n": 2}, 48), ({"priority": 5, "weight": 4}, 12)],
 )
 def test_every_token_is_charged_once(tiny_bundle: Bundle, more: dict[str, Any], generated: int) -> None:
-    """A prompt once, whatever its choices, and each token generated; of a search those of all beams at each step."""
+    """A prompt is charged once for all its choices, and each generated token once, for a search those of all beams."""
     core = EngineCore(tiny_bundle, EngineSettings(dtype="float32", max_num_seqs=4))
     take(_with(core, request_of("r", prompt_of(30, 0), tenant="t", stop_token_ids=(), **more)), {"r": Outcome()})
     used = core._scheduler.waiting.tenants.of("t").used
     prompt = used - GENERATED_TOKEN_WEIGHT * generated / more.get("weight", 1)
-    # choices copy what the first one has computed, all but the last token
+    # choices copy the first one's KV, all but the last token
     assert prompt * more.get("weight", 1) == pytest.approx(30 + 2 * (more == {"n": 3}), abs=4 * ("beams" in more))
     core.close()
 

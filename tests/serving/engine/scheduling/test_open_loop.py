@@ -1,6 +1,6 @@
-"""Requests that come when they come, at four fifths of what the engine can do, on a clock of the test's own.
+"""Open-loop load at four fifths of the engine's capacity, on a simulated clock.
 
-A step takes what a step of the native kernels took: so much, and so much for each row and each token of a prompt.
+A step costs what a native step was measured to: a constant, and more for each row and each prompt token.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def seconds(runs: list[ScheduledChunk]) -> float:
 
 @dataclass
 class Served:
-    """A request: when it was due, and when its tokens came."""
+    """A request with the time it was due and the times of its tokens."""
 
     sequence: SequenceState
     due: float
@@ -72,7 +72,7 @@ class Engine:
 
 
 def requests(count: int, rate: float, seed: int) -> list[Served]:
-    """Lengths as of chats, some prompts long; a Poisson process of ``rate`` a second, all at once for 0."""
+    """Return chat-like lengths with some long prompts; a Poisson process of ``rate`` a second, all at once for 0."""
     draw = random.Random(seed)
     due, found = 0.0, []
     for id in range(count):
@@ -86,16 +86,16 @@ def requests(count: int, rate: float, seed: int) -> list[Served]:
 
 @pytest.fixture(scope="module")
 def capacity() -> float:
-    """Requests a second where all are there from the beginning."""
+    """Return the requests per second when all are there from the beginning."""
     engine = Engine()
     engine.serve(requests(150, 0.0, 1))
     return 150 / engine.now
 
 
 @pytest.mark.parametrize("seed", [2, 3])
-def test_neither_starves_the_other(capacity: float, seed: int) -> None:
-    """No token comes later than the largest step after the one before it; every prompt goes on in every step in which
-    it is one of few, so that its first token is there after the time that its own tokens and its turns take."""
+def test_prompts_and_decodes_do_not_starve_each_other(capacity: float, seed: int) -> None:
+    """No token comes later than the largest step after the one before it; every prompt advances in every step with few
+    prompts, so that its first token comes after the time of its own tokens and turns."""
     engine = Engine()
     served = requests(150, 0.8 * capacity, seed)
     engine.serve(served)

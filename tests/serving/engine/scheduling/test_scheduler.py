@@ -1,4 +1,4 @@
-"""The scheduler and the books of the slots, without a model."""
+"""The scheduler and its accounts of slots, without a model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def make(id: int, prompt: tuple[int, ...], **more: Any) -> SequenceState:
 
 
 def compute(scheduler: Scheduler, cache: SlotKVCache) -> dict[int, int]:
-    """Pretend to run a step: {sequence: tokens}; who samples gets token 9."""
+    """Pretend to run a step and return {sequence: tokens}; each sequence that samples gets token 9."""
     runs = scheduler.schedule()
     cache.decode_order([run.sequence.id for run in runs if run.num_tokens == 1])
     for run in runs:
@@ -57,7 +57,7 @@ def test_a_long_prompt_does_not_starve_short_ones() -> None:
 
 
 def test_prompts_end_one_after_the_other() -> None:
-    """Of six that are as long as each other the first is whole before the next one begins, while all of them start."""
+    """Six prompts of equal length all start, and each is finished before the next gets the rest of a step."""
     cache = make_cache(2000)
     scheduler = Scheduler(cache, max_num_seqs=6, max_num_batched_tokens=64)
     sequences = [make(i, prompt_of(96, i)) for i in range(6)]
@@ -71,8 +71,7 @@ def test_prompts_end_one_after_the_other() -> None:
 
 
 def test_shorter_prompts_leave_the_first_one_its_share() -> None:
-    """A prompt that came first has what those that start leave it, half of a step or more, and a quarter while shorter
-    ones have begun."""
+    """The first prompt gets what starting ones leave of a step: half or more, and a quarter while shorter ones run."""
     cache = make_cache(4000)
     scheduler = Scheduler(cache, max_num_seqs=40, max_num_batched_tokens=64)
     scheduler.add(make(0, prompt_of(400, 0)))
@@ -93,7 +92,7 @@ def test_priority_then_arrival() -> None:
 
 
 def test_memory_admits_in_order() -> None:
-    """A prompt that does not fit waits and none behind it overtakes it."""
+    """A prompt that does not fit waits, and none behind it overtakes it."""
     cache = make_cache(60)
     scheduler = Scheduler(cache, max_num_seqs=8, max_num_batched_tokens=256)
     for i, size in enumerate((40, 30, 5)):
@@ -104,7 +103,7 @@ def test_memory_admits_in_order() -> None:
 
 
 def test_illegal_moves_raise() -> None:
-    """A finished sequence cannot run again and a slot cannot be given twice."""
+    """A finished sequence cannot run again, and a slot cannot be assigned twice."""
     cache = make_cache()
     scheduler = Scheduler(cache, max_num_seqs=1, max_num_batched_tokens=64)
     sequence = make(0, (1, 2))
@@ -118,7 +117,7 @@ def test_illegal_moves_raise() -> None:
 
 
 def test_integrity_check_finds_wrong_accounts() -> None:
-    """A charge that does not add up is an error."""
+    """``check_integrity`` reports a wrong memory charge."""
     cache = make_cache()
     cache.acquire(1, BASE, np.array([1, 2], dtype=np.int32))
     cache.table.used += 1
@@ -161,7 +160,7 @@ def test_moved_slots_keep_their_numbers() -> None:
 
 
 def test_random_arrivals_ends_and_scarce_memory() -> None:
-    """Thousands of steps of random arrivals, ends and scarce memory keep the books right and end all."""
+    """Thousands of steps of random arrivals, ends and scarce memory keep the accounts right and end all sequences."""
     draw = random.Random(1)
     cache = make_cache(300, num_slots=10)
     scheduler = Scheduler(cache, max_num_seqs=5, max_num_batched_tokens=32)
@@ -183,7 +182,7 @@ def test_random_arrivals_ends_and_scarce_memory() -> None:
 
 
 def test_a_waiting_sequence_says_what_it_waits_for() -> None:
-    """For a prefix that is being computed, while others pass it; or for a place or memory, and later ones with it."""
+    """A waiting sequence names a prefix being computed, or a slot or memory, and so do those behind it."""
     cache = make_cache(num_tokens=300)
     scheduler = Scheduler(cache, max_num_seqs=3, max_num_batched_tokens=64)
     prompt = prompt_of(100, 0)
@@ -202,7 +201,7 @@ def test_a_waiting_sequence_says_what_it_waits_for() -> None:
 
 
 def test_a_step_may_give_a_sequence_several_tokens() -> None:
-    """They are taken up to the one that ends it, and what follows that is dropped."""
+    """Several tokens of a step are taken up to the one that ends the sequence, and the rest are dropped."""
     sequence = make(0, prompt_of(4, 0), max_tokens=6, stop_token_ids=(7,))
     assert sequence.extend([]) is None
     assert sequence.extend([Sampled(1), Sampled(2)]) is None
@@ -215,8 +214,8 @@ def test_a_step_may_give_a_sequence_several_tokens() -> None:
 
 
 def test_forced_tokens_are_computed_beside_the_decodes() -> None:
-    """A sequence to which its grammar has given some tokens at once goes on in the next step, with those that decode,
-    though prompts wait for their turns; no more of them in a step than leave its time to the others."""
+    """A sequence with tokens forced by its grammar continues in the next step beside the decodes, while prompts wait,
+    with at most as many tokens as leave the others their time."""
     cache = make_cache()
     scheduler = Scheduler(cache, max_num_seqs=4, max_num_batched_tokens=64)
     forced, plain = make(0, prompt_of(4, 0), max_tokens=200), make(1, prompt_of(4, 1), max_tokens=200)
@@ -237,7 +236,7 @@ def test_forced_tokens_are_computed_beside_the_decodes() -> None:
 
 
 def test_a_preempted_sequence_with_forced_tokens() -> None:
-    """It begins again as a prompt does, and is not run twice in a step."""
+    """A preempted sequence with forced tokens starts again as a prompt and runs once per step."""
     cache = make_cache()
     scheduler = Scheduler(cache, max_num_seqs=4, max_num_batched_tokens=16)
     sequence = make(0, prompt_of(20, 0), max_tokens=200)

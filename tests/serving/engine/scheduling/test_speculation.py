@@ -1,4 +1,4 @@
-"""Speculation changes nothing: texts, log probabilities and ends are those of one token a step."""
+"""Speculation: texts, log probabilities and ends are those of one token a step."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def make_core(bundle: Bundle, speculation: Any = "auto", **more: Any) -> EngineC
 
 @pytest.fixture(params=["none", "int8"])
 def cores(bundle: Bundle, request: pytest.FixtureRequest) -> Iterator[tuple[EngineCore, EngineCore]]:
-    """With drafts and without."""
+    """Return a core with drafts and one without."""
     pair = make_core(bundle, quantization=request.param), make_core(bundle, "none", quantization=request.param)
     yield pair
     for core in pair:
@@ -43,7 +43,7 @@ def cores(bundle: Bundle, request: pytest.FixtureRequest) -> Iterator[tuple[Engi
 
 
 def repetitive(rng: random.Random, number: int, **more: Any) -> ValidRequest:
-    """A prompt of a few words said again and again, as an edit of a text is; every kind of sampling."""
+    """Return a prompt of a few repeated words, as in an edit of a text, with every kind of sampling."""
     words = [[rng.randint(3, VOCAB - 1) for _ in range(rng.randint(2, 5))] for _ in range(3)]
     prompt = [token for _ in range(rng.randint(4, 10)) for token in rng.choice(words)]
     fields: dict[str, Any] = {
@@ -59,7 +59,7 @@ def repetitive(rng: random.Random, number: int, **more: Any) -> ValidRequest:
         "stop_token_ids": rng.choice([(), (7, 11, 13)]),
         "seed": number,
     }
-    if rng.random() < 0.25:  # what may forbid the very tokens that are drafted, or end the text at them
+    if rng.random() < 0.25:  # settings that may forbid drafted tokens, or end the text at them
         word = rng.choice(words)
         bias = np.random.default_rng(number).normal(size=VOCAB).astype("<f4").tobytes()
         fields |= rng.choice(
@@ -111,7 +111,7 @@ def test_drafts_save_steps(cores: tuple[EngineCore, EngineCore]) -> None:
 
 
 def test_drafts_beside_losses_of_memory(bundle: Bundle) -> None:
-    """Sequences that draft, lose their memory and come back have the texts that they have alone."""
+    """Sequences with drafts that are preempted and resumed have the texts that they have alone."""
     token_bytes = 2 * 2 * 16 * 2 * 4
     tight = make_core(bundle, kv_cache_memory=190 * token_bytes)
     plain = make_core(bundle, "none")
@@ -125,7 +125,7 @@ def test_drafts_beside_losses_of_memory(bundle: Bundle) -> None:
 
 
 def test_a_step_in_which_all_is_drafted_can_be_left(bundle: Bundle) -> None:
-    """A request that is aborted between two steps with drafts ends once, and others go on as they were."""
+    """A request aborted between two steps with drafts ends once, and others are unaffected."""
     core, plain = make_core(bundle), make_core(bundle, "none")
     rng = random.Random(9)
     first, second = (repetitive(rng, i, max_tokens=40, min_tokens=0, stop_token_ids=()) for i in range(2))
@@ -140,7 +140,7 @@ def test_a_step_in_which_all_is_drafted_can_be_left(bundle: Bundle) -> None:
 
 
 def test_searches_and_many_sequences_draft_nothing(bundle: Bundle) -> None:
-    """Beams have no drafts, and neither have eight sequences: their steps pay without."""
+    """Beam searches and batches of eight sequences use no drafts, because steps pay off without."""
     core = make_core(bundle)
     rng = random.Random(2)
     run(core, repetitive(rng, 0, temperature=0.0, logprobs=None, beams=Beams(width=3)))
@@ -170,8 +170,8 @@ def test_searches_and_many_sequences_draft_nothing(bundle: Bundle) -> None:
         ([1, 2, 3, 4, 1, 2, 3], 0, []),
     ],
 )
-def test_lookup(tokens: list[int], most: int, drafts: list[int]) -> None:
-    """What followed the last three tokens where they came last before."""
+def test_prompt_lookup(tokens: list[int], most: int, drafts: list[int]) -> None:
+    """Prompt lookup proposes the tokens after the last earlier occurrence of the last three tokens."""
     assert lookup(np.array(tokens, dtype=np.int32), most).tolist() == drafts
 
 
@@ -180,8 +180,8 @@ def array(tokens: list[int]) -> Any:
 
 
 def test_a_prediction_is_followed_and_taken_up_again() -> None:
-    """From its beginning on word by word; after what it does not have, at the next place where the last three words
-    stand, or else any; nothing is proposed meanwhile."""
+    """A prediction is followed from its beginning; after a mismatch nothing is proposed until the last three words, or
+    else any, occur in it again."""
     prediction = Prediction([1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 9])
     steps = [
         ([], [1, 2, 3]),
@@ -200,8 +200,7 @@ def test_a_prediction_is_followed_and_taken_up_again() -> None:
 
 
 def test_a_predicted_text_takes_fewer_steps(cores: tuple[EngineCore, EngineCore]) -> None:
-    """A text that is what was expected is computed several tokens at a time, also after words that were not; drafts are
-    counted as the caller's."""
+    """A predicted text takes several tokens a step, also after a mismatch; drafts are counted as the caller's."""
     drafting, plain = cores
     first = run(plain, request_of("a", [5, 6, 7], max_tokens=60, temperature=1.0))["a"]
     expected = list(first.tokens[0])
@@ -213,7 +212,7 @@ def test_a_predicted_text_takes_fewer_steps(cores: tuple[EngineCore, EngineCore]
     same(found, first)
     counts = found.finished[0].drafts
     assert counts is not None
-    assert found.drafts == {0: counts}  # they come with the tokens, should the engine not live to its end
+    assert found.drafts == {0: counts}  # counts come with the tokens, in case the engine dies before the end
     assert first.drafts == {}
     assert counts.predicted_accepted > 40
     assert counts.predicted - counts.predicted_accepted > 0
@@ -221,7 +220,7 @@ def test_a_predicted_text_takes_fewer_steps(cores: tuple[EngineCore, EngineCore]
 
 
 def test_without_our_kernels_nothing_is_drafted(bundle: Bundle, tmp_path: Path) -> None:
-    """Other kernels have not the same logits in every batch, so that drafts could change a text."""
+    """Without the native kernels there are no drafts, since logits that depend on the batch could change a text."""
     core = make_core(bundle, kernels="torch")
     assert core._scheduler.speculation is None
     core.close()

@@ -1,4 +1,4 @@
-"""A thousand requests of every kind have the same tokens, log probabilities and ends with drafts and without."""
+"""A thousand requests of every kind, whose tokens, log probabilities and ends are the same with drafts and without."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def adapters(bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 
 @pytest.fixture
 def cores(bundle: Bundle, adapters: dict[str, Path]) -> Iterator[tuple[EngineCore, EngineCore]]:
-    """With drafts and without."""
+    """Return a core with drafts and one without."""
     pair = []
     for speculation in ("auto", "none"):
         settings: Any = {"max_num_batched_tokens": 64, "kv_cache_memory": 1 << 24, "speculation": speculation}
@@ -114,7 +114,7 @@ def any_request(rng: random.Random, number: int, texts: Texts) -> ValidRequest:
 
 
 def again(rng: random.Random, request: ValidRequest, found: Outcome, **sampling: Any) -> ValidRequest:
-    """The same request, with what came of it as what is expected, a few tokens changed; half of them resumed."""
+    """Return the same request with its text as prediction, a few tokens changed; half of them are resumed."""
     text = list(found.tokens[0])
     for _ in range(rng.randint(0, 2)):
         place = rng.randrange(len(text))
@@ -130,7 +130,7 @@ def again(rng: random.Random, request: ValidRequest, found: Outcome, **sampling:
 
 def same(found: Outcome, wanted: Outcome, what: ValidRequest) -> None:
     assert found.failed == wanted.failed, what
-    if found.failed is not None:  # nothing may come: how far its siblings had come is as steps go
+    if found.failed is not None:  # it may have no tokens: how far its siblings had come depends on the steps
         return
     assert found.tokens == wanted.tokens, what
     assert found.logprobs == wanted.logprobs, what  # to the last bit
@@ -140,7 +140,7 @@ def same(found: Outcome, wanted: Outcome, what: ValidRequest) -> None:
 
 def test_a_thousand_requests_have_the_same_texts(cores: tuple[EngineCore, EngineCore], bundle: Bundle) -> None:
     """At every temperature, with penalties, grammars, adapters, log probabilities, several choices, stops, min_tokens
-    and predictions, resumed or not: nothing differs. Drafts are taken and refused within grammars too."""
+    and predictions, resumed or not, nothing differs. Drafts are accepted and rejected within grammars too."""
     drafting, plain = cores
     texts, rng = Texts(bundle), random.Random(7)
     number, taken = 0, {"grammar": 0, "adapter": 0, "prediction": 0}

@@ -28,7 +28,7 @@ def core_of(bundle: Bundle, **more: Any) -> EngineCore:
 
 
 def logprobs(core: EngineCore, prompt: tuple[int, ...]) -> torch.Tensor:
-    """Of every token of the prompt but the first, as the engine scores them."""
+    """Return the log probability of every token of the prompt but the first, as the engine scores them."""
     scored = run(core, request_of("scored", prompt, max_tokens=1, prompt_logprobs=0))["scored"].scored[0]
     return torch.tensor([score.logprob for score in scored.logprobs if score is not None])
 
@@ -47,7 +47,7 @@ def test_int8_gives_the_same_tokens_alone_and_in_a_batch(tiny_bundle: Bundle) ->
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_reduced_precision_is_near_float32(tiny_bundle: Bundle, name: str) -> None:
-    """Prompts score near what float32 says of them, not exactly so, and the engine says how it runs."""
+    """Prompts score close to float32 but not exactly so, and the engine reports how it runs."""
     exact, reduced = core_of(tiny_bundle), core_of(tiny_bundle, **CHANGES[name])
     assert (reduced.info.quantization, reduced.info.dtype) == {
         "int8": ("int8", "float32"),
@@ -64,7 +64,7 @@ def test_reduced_precision_is_near_float32(tiny_bundle: Bundle, name: str) -> No
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_reduced_precision_generates_in_a_batch(tiny_bundle: Bundle, name: str) -> None:
-    """Every request of a mixed batch gets all its tokens, and asked again the same ones."""
+    """Every request of a mixed batch gets all its tokens, and the same ones when asked again."""
     core = core_of(tiny_bundle, **CHANGES[name])
     requests = [request_of(str(i), prompt_of(n, i)) for i, n in enumerate(LENGTHS)]
     first = run(core, *requests)
@@ -88,7 +88,7 @@ def not_a_number(matmul: Callable[..., Any]) -> Callable[..., Any]:
 def test_grossly_wrong_linears_are_refused_at_load(
     tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch, name: str, fault: Callable[..., Any]
 ) -> None:
-    """Packed linears whose output is permuted or not a number fail the self-test, not the first caller."""
+    """Packed linears whose output is permuted or NaN fail the self-test at load."""
     for kind in (NativeWeight, Int8Weight) if name == "int8" else (NativeWeight, OneDnnWeight, PlainWeight):
         monkeypatch.setattr(kind, "matmul", fault(kind.matmul))
     with pytest.raises(PackagingError, match="self-test"):
@@ -96,7 +96,7 @@ def test_grossly_wrong_linears_are_refused_at_load(
 
 
 def test_embeddings_beside_generation_are_refused(tiny_bundle: Bundle) -> None:
-    """A model is an embedding model or a generating one."""
+    """An embedding model refuses to generate, and a generating one to embed."""
     bundle = Bundle(content_hash="x", tasks=("chat", "embeddings"), model_dir=tiny_bundle.model_dir, tokenizer_dir="")
     with pytest.raises(PackagingError, match="tasks: chat, embeddings"):
         core_of(bundle)

@@ -40,7 +40,7 @@ on_cpu = pytest.mark.skipif(CUDA, reason="looks at what a machine without a devi
 
 @pytest.fixture
 def _kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Triton's kernels run here, in its interpreter where there is no device."""
+    """Run Triton's kernels, in its interpreter if there is no device."""
     monkeypatch.setattr(triton_support, "enabled", lambda device: True)
     yield from _looked_at_anew()
 
@@ -68,7 +68,7 @@ def weights(rows: int, columns: int, seed: int = 0) -> tuple[torch.Tensor, torch
 @pytest.mark.parametrize("rows", [1, 3, 16, 17, 32])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=on_device)])
 def test_the_kernel_multiplies_as_floats_do(shape: tuple[int, int], rows: int, dtype: torch.dtype) -> None:
-    """Rows and widths that fill no block, with and without a bias."""
+    """Products of rows and widths that fill no block, with and without a bias, equal those in floats."""
     values, scale = weights(*shape)
     make, rtol = torch.Generator().manual_seed(rows), 1e-2 if dtype == torch.bfloat16 else 2e-3
     x = torch.randn(rows, shape[1], generator=make).to(DEVICE, dtype)
@@ -80,14 +80,14 @@ def test_the_kernel_multiplies_as_floats_do(shape: tuple[int, int], rows: int, d
 
 
 def test_the_kernel_reads_rows_that_lie_apart() -> None:
-    """A part of wider rows, as siblings leave it."""
+    """Strided rows, parts of wider ones as siblings have them, are read in place."""
     values, scale = weights(48, 32)
     x = torch.randn(3, 64, device=DEVICE)[:, 16:48]
     assert torch.equal(fp8.multiply(x, values, scale, None), fp8.multiply(x.contiguous(), values, scale, None))
 
 
 def test_every_byte_is_its_number() -> None:
-    """All 254 numbers of e4m3fn, subnormal ones too, exactly."""
+    """All 254 numbers of e4m3fn, subnormal ones included, are decoded exactly."""
     codes = [code for code in range(256) if code & 0x7F != 0x7F] + [0, 0]
     values = torch.tensor(codes, dtype=torch.uint8, device=DEVICE).view(torch.float8_e4m3fn).view(16, 16)
     found = fp8.multiply(torch.eye(16, device=DEVICE), values, torch.ones(16, device=DEVICE), None)
@@ -95,7 +95,7 @@ def test_every_byte_is_its_number() -> None:
 
 
 def test_rows_have_scales_of_their_own() -> None:
-    """Each row's largest is 448 whatever the others hold; a row of zeros stays zeros."""
+    """Each row's largest value is 448, whatever other rows hold; a row of zeros stays zeros."""
     rows = torch.tensor([[1e-4, -1e-4], [5.0, -1000.0], [0.0, 0.0]])
     values, scale = fp8.quantize_rows(rows)
     assert values.float().tolist() == [[448, -448], [2.25, -448], [0, 0]]
@@ -106,8 +106,8 @@ def test_rows_have_scales_of_their_own() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @in_float8
 def test_many_rows_are_multiplied_in_float8(dtype: torch.dtype) -> None:
-    """The product of the same weights and of rows as float8 rounds them, each by its own scale, in bfloat16; and that
-    is near the product of the rows as they are."""
+    """Many rows give the bfloat16 product of the weights and of the rows rounded to float8 with their own scales, close
+    to the product of the unrounded rows."""
     values, scale = weights(64, 128)
     x = torch.randn(70, 128, generator=torch.Generator().manual_seed(1)) * torch.logspace(-3, 0, 70)[:, None]
     x = x.to(DEVICE, dtype)
@@ -122,8 +122,8 @@ def test_many_rows_are_multiplied_in_float8(dtype: torch.dtype) -> None:
 
 @pytest.mark.usefixtures("_kernels")
 @pytest.mark.parametrize("rows", [2, fp8.FEW + 2])
-def test_weights_that_lie_transposed(rows: int) -> None:
-    """As GPT-2 stores them: kernels read them as any other."""
+def test_transposed_weights_and_inputs(rows: int) -> None:
+    """Transposed weights, as GPT-2 stores them, and transposed inputs are multiplied as any other."""
     weight = fp8.Fp8Weight(torch.randn(48, 96, device=DEVICE).t(), None)
     x = torch.randn(48, rows, device=DEVICE).t()
     wanted = x @ weight.dense().t()
@@ -132,8 +132,8 @@ def test_weights_that_lie_transposed(rows: int) -> None:
 
 @in_float8
 @pytest.mark.usefixtures("_kernels")
-def test_who_multiplies_follows_from_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FEW and less go by the kernel, more by the device's products, and in a self-test of those all do."""
+def test_the_number_of_rows_chooses_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to FEW rows go by the kernel, more by the device's products, which a self-test uses for all."""
     weight, taken = fp8.Fp8Weight(torch.randn(48, 32, device=DEVICE), None), []
     for name in ("multiply", "multiply_quantized", "multiply_floats"):
         monkeypatch.setattr(fp8, name, lambda x, *_, name=name: taken.append((name, len(x))))
@@ -148,8 +148,10 @@ def test_who_multiplies_follows_from_the_rows(monkeypatch: pytest.MonkeyPatch) -
 
 @in_float8
 @pytest.mark.usefixtures("_kernels")
-def test_what_does_not_run_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Where a product raises, or gives something else, floats are multiplied, and the reason is told."""
+def test_a_failing_or_wrong_product_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If a product raises or gives something else, floats are multiplied and the reason is reported."""
 
     def broken(*_: Any) -> Any:
         raise RuntimeError("no compiler")
@@ -173,7 +175,7 @@ def core_of(bundle: Bundle, **more: Any) -> EngineCore:
 
 
 def logprobs(core: EngineCore, prompt: tuple[int, ...], adapter: str | None = None) -> torch.Tensor:
-    """Of every token of the prompt but the first, as the engine scores them."""
+    """Return the log probability of every token of the prompt but the first, as the engine scores them."""
     request = request_of("scored", prompt, adapter=adapter, max_tokens=1, prompt_logprobs=0)
     return torch.tensor([one.logprob for one in run(core, request)["scored"].scored[0].logprobs if one is not None])
 
@@ -181,7 +183,7 @@ def logprobs(core: EngineCore, prompt: tuple[int, ...], adapter: str | None = No
 @on_cpu
 @pytest.mark.parametrize("kernels", [False, True], ids=["by torch", "by Triton"])
 def test_an_engine_is_near_floats(tiny_bundle: Bundle, request: pytest.FixtureRequest, kernels: bool) -> None:
-    """Prompts of few and of many rows score near what floats say of them, not exactly so; it says how it runs."""
+    """Prompts of few and of many rows score close to floats but not exactly so, and the engine reports how it runs."""
     request.getfixturevalue("_kernels" if kernels else "_anew")
     exact, narrow = core_of(tiny_bundle, quantization="none"), core_of(tiny_bundle)
     assert narrow.info.quantization == "fp8"
@@ -203,7 +205,7 @@ def test_an_engine_is_near_floats(tiny_bundle: Bundle, request: pytest.FixtureRe
 
 @on_cpu
 def test_vectors_are_near(tmp_path: Path) -> None:
-    """An encoder's point where those of floats do."""
+    """An encoder's vectors are close to those of floats."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64}
     BertModel(BertConfig(**sizes, num_attention_heads=4)).save_pretrained(tmp_path)
@@ -218,7 +220,7 @@ def test_vectors_are_near(tmp_path: Path) -> None:
 
 
 def test_memory_of_weights_that_were_packed_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What torch keeps of freed tensors is given back before it is asked how much the device has left."""
+    """torch's cached memory is released before the free memory of the device is read."""
     held = [300]
     monkeypatch.setattr(torch.cuda, "empty_cache", held.clear)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000 - sum(held), 1000))
@@ -226,8 +228,8 @@ def test_memory_of_weights_that_were_packed_is_free(monkeypatch: pytest.MonkeyPa
 
 
 @on_cpu
-def test_adapters_run_over_it(tiny_bundle: Bundle, tmp_path: Path) -> None:
-    """An adapter changes what it changes over floats, beside requests without it."""
+def test_adapters_run_over_fp8(tiny_bundle: Bundle, tmp_path: Path) -> None:
+    """An adapter changes scores as it does over floats, beside requests without it."""
     torch.manual_seed(0)
     config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
     get_peft_model(make_model(FAMILIES["llama"]()), config).save_pretrained(tmp_path)
@@ -245,7 +247,7 @@ def test_adapters_run_over_it(tiny_bundle: Bundle, tmp_path: Path) -> None:
 
 @on_cpu
 def test_batch_invariant_holds(tiny_bundle: Bundle) -> None:
-    """Log probabilities are the same to the bit alone and in a batch, though few and many rows are not alike."""
+    """With batch_invariant log probabilities are bitwise the same alone and in a batch."""
     core = core_of(tiny_bundle, batch_invariant=True)
     requests = [request_of(str(i), prompt_of(n, i), logprobs=0) for i, n in enumerate((5, 60, 33, 12))]
     together = run(core, *requests)
@@ -261,8 +263,8 @@ def test_batch_invariant_holds(tiny_bundle: Bundle) -> None:
 def test_the_self_test_looks_at_both_products(
     tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch, product: str
 ) -> None:
-    """Few rows or many that come out permuted are refused at load."""
-    fp8.why_not_scaled_mm(torch.device("cpu"))  # its own example would find it
+    """Products of few rows or of many that come out permuted are refused at load."""
+    fp8.why_not_scaled_mm(torch.device("cpu"))  # the kernel's own trial would find it
     own = getattr(fp8, product)
     monkeypatch.setattr(fp8, product, lambda *given: own(*given).flip(-1))
     with pytest.raises(PackagingError, match="self-test"):
@@ -280,15 +282,15 @@ def test_the_head_and_gates_stay_in_float() -> None:
 
 
 @on_cpu
-def test_our_own_kernels_have_none(tiny_bundle: Bundle) -> None:
-    """On CPU it is refused with what is allowed, for generating models and for embeddings."""
+def test_fp8_is_refused_with_native_kernels(tiny_bundle: Bundle) -> None:
+    """fp8 with native kernels is refused with the allowed values, for generating and embedding models."""
     for tasks in (tiny_bundle.tasks, ("embeddings",)):
         with pytest.raises(PackagingError, match="expected 'none' or 'int8' on CPU with kernels auto"):
             core_of(msgspec.structs.replace(tiny_bundle, tasks=tasks), kernels="auto", kv_block_size=None)
 
 
 def test_stored_weights_stay_as_they_are(tmp_path: Path) -> None:
-    """A model that was logged in int8 is refused fp8 by name; a draft beside one in fp8 is made so, if it is floats."""
+    """A model logged in int8 refuses fp8 by name; a draft model of floats beside one in fp8 becomes fp8."""
     assert adopted(FP8, tmp_path).quantization == "fp8"
     stored = {"quantization_config": {"quant_method": "compressed-tensors", "format": "int-quantized"}}
     (tmp_path / "config.json").write_text(json.dumps(stored))

@@ -84,7 +84,7 @@ def test_int8_row_is_bitwise_the_same_alone_and_in_a_batch():
 
 
 def test_int8_is_near_the_float_product():
-    """int8 weights and activations stay within 2 % of the product's size; a row of zeros gives the bias."""
+    """int8 products stay within 2 % of the float product's size; a row of zeros gives the bias."""
     torch.manual_seed(2)
     weight, bias, x = torch.randn(64, 128), torch.randn(64), torch.randn(5, 128)
     x[3] = 0
@@ -95,7 +95,7 @@ def test_int8_is_near_the_float_product():
 
 @pytest.mark.parametrize("width", [33, 40, 48, 64, 576, 1536, 4096])
 def test_a_hadamard_matrix_mixes_rows(width):
-    """It is orthonormal and its own inverse, and spreads one input over its block."""
+    """The Hadamard matrix is orthonormal and its own inverse, and spreads one input over its block."""
     torch.manual_seed(3)
     x, order = torch.randn(3, width), width & -width
     assert torch.allclose(rotated(rotated(x)), x, atol=1e-5)
@@ -107,7 +107,7 @@ def test_a_hadamard_matrix_mixes_rows(width):
 
 
 def test_an_outlier_does_not_take_the_levels_of_others():
-    """Rounding loses a fifth of what it loses where activations are multiplied as they are."""
+    """With rotation, an outlier costs a fifth of the rounding error that it costs without."""
     torch.manual_seed(4)
     weight, x = torch.randn(64, 512), torch.randn(20, 512)
     x[:, 7] *= 100

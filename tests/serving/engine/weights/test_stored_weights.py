@@ -1,4 +1,4 @@
-"""Models whose linears were quantised when they were logged: the same to the bit as quantised at load."""
+"""Models whose linears were quantised when they were logged: bitwise the same as quantised at load."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ MODELS: dict[str, Callable[[], Any]] = {
 
 
 def quantised(bundle: Bundle, to: Path, tasks: tuple[Any, ...] = ("completions",)) -> Bundle:
-    """``bundle`` with its linears stored in int8, in another directory."""
+    """Save ``bundle`` with its linears in int8 in another directory."""
     shutil.copytree(bundle.model_dir, to)
     quantize_files(to, tasks, "int8")
     return Bundle(content_hash="stored", tasks=tasks, model_dir=str(to), tokenizer_dir="")
 
 
 def scores(bundle: Bundle, **settings: Any) -> list[Any]:
-    """Log probabilities of a prompt and of what follows."""
+    """Return log probabilities of a prompt and of the generated tokens."""
     core = EngineCore(bundle, EngineSettings(quantization="int8", kv_cache_memory=1 << 24, packed_cache=0, **settings))
     found = run(core, request_of("r", prompt_of(40, 3), max_tokens=6, prompt_logprobs=2, logprobs=2))["r"]
     core.close()
@@ -59,14 +59,14 @@ def scores(bundle: Bundle, **settings: Any) -> list[Any]:
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_same_as_quantised_at_load(name: str, kernels: str, tmp_path: Path) -> None:
-    """Whatever kernels run, logits are bitwise those of the whole weights quantised at each start."""
+    """With any kernels, logits are bitwise those of the whole weights quantised at load."""
     whole = save_bundle(make_model(MODELS[name]()), tmp_path / "whole")
     stored = quantised(whole, tmp_path / "stored")
     assert scores(stored, kernels=kernels) == scores(whole, kernels=kernels)
 
 
 def test_nothing_is_kept_twice(tmp_path: Path) -> None:
-    """The file has int8 and a scale a row in place of each linear, other tensors once and exactly, as its
+    """The file has int8 and a scale a row in place of each linear, other tensors once and unchanged, as its
     configuration says."""
     model = make_model(MODELS["tied head"]())
     model.model.embed_tokens.weight.data = model.model.embed_tokens.weight.data.bfloat16().float()
@@ -93,10 +93,10 @@ def test_nothing_is_kept_twice(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
-def test_models_of_before_the_rotation(
+def test_models_stored_without_the_rotation(
     kernels: Literal["auto", "torch"], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Weights without a transform_config are multiplied as they are, and the log says that others are more exact."""
+    """Weights without a transform_config are multiplied unrotated, and the log says that others are more exact."""
     model = make_model(MODELS["tied head"]())
     stored = quantised(save_bundle(model, tmp_path / "whole"), tmp_path / "stored")
     assert "not rotated" not in caplog.text
@@ -128,7 +128,7 @@ def test_models_of_before_the_rotation(
     ],
 )
 def test_another_transform_is_refused(change: Callable[[Any], Any], tmp_path: Path) -> None:
-    """Weights that are mixed in another way are not read as if they were ours."""
+    """Weights with another transform are refused."""
     stored = quantised(save_bundle(make_model(MODELS["tied head"]()), tmp_path / "whole"), tmp_path / "stored")
     file = tmp_path / "stored/config.json"
     config = json.loads(file.read_text())
@@ -138,7 +138,7 @@ def test_another_transform_is_refused(change: Callable[[Any], Any], tmp_path: Pa
 
 
 def test_experts_in_the_file(tmp_path: Path) -> None:
-    """They are int8 with a scale a row of each expert; damaged ones are refused by name."""
+    """Experts are stored in int8 with a scale a row; damaged ones are refused by name."""
     stored = quantised(save_bundle(make_model(MODELS["shared expert"]()), tmp_path / "whole"), tmp_path / "stored")
     file, name = tmp_path / "stored/model.safetensors", "model.layers.1.mlp.experts.down_proj"
     whole = load_file(file)
@@ -168,7 +168,7 @@ def test_links_are_broken(tmp_path: Path) -> None:
 
 
 def test_floats_are_made_a_linear_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where they would be many, weights are floats for the time of a call only; the result is the same."""
+    """Large weights are dequantised for the time of a call only, with the same result."""
     for name in ("llama with biases", "shared expert"):
         stored = quantised(save_bundle(make_model(MODELS[name]()), tmp_path / f"{name} whole"), tmp_path / name)
         monkeypatch.setattr(stored_weights, "MAX_CACHED_BYTES", 1 << 30)
@@ -182,7 +182,7 @@ def test_floats_are_made_a_linear_at_a_time(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_an_encoder(tmp_path: Path) -> None:
-    """Embeddings are bitwise those of an encoder quantised at load."""
+    """Embeddings of a stored encoder are bitwise those of an encoder quantised at load."""
     torch.manual_seed(0)
     config = tf.BertConfig(
         vocab_size=131, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96
@@ -197,8 +197,8 @@ def test_an_encoder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("asked", ["none", "int4"])
-def test_other_weights_than_there_are(asked: Any, tmp_path: Path) -> None:
-    """An engine asked for weights that are not stored is refused by the setting's name and value."""
+def test_weights_that_are_not_stored_are_refused(asked: Any, tmp_path: Path) -> None:
+    """An engine asked for a quantisation that is not stored refuses it by the setting's name and value."""
     stored = quantised(save_bundle(make_model(MODELS["tied head"]()), tmp_path / "whole"), tmp_path / "stored")
     with pytest.raises(PackagingError, match=f"quantization: '{asked}' is not allowed; expected 'int8'"):
         EngineCore(stored, EngineSettings(quantization=asked))
@@ -248,7 +248,7 @@ def quantise_embedding(tensors: dict[str, Any]) -> None:
     ],
 )
 def test_damaged_weights_are_refused(damage: Callable[[Any], None], match: str, tmp_path: Path) -> None:
-    """By the tensor's name, and never made up."""
+    """Damaged weights are refused by the tensor's name."""
     stored = quantised(save_bundle(make_model(MODELS["tied head"]()), tmp_path / "whole"), tmp_path / "stored")
     tensors = load_file(tmp_path / "stored/model.safetensors")
     damage(tensors)
@@ -258,8 +258,8 @@ def test_damaged_weights_are_refused(damage: Callable[[Any], None], match: str, 
 
 
 @pytest.mark.parametrize("asked", ["none", "int8"])
-def test_stored_weights_that_config_is_silent_of(asked: Any, tmp_path: Path) -> None:
-    """Without its quantization_config a model is not read as if its whole numbers were weights."""
+def test_stored_weights_without_their_configuration_are_refused(asked: Any, tmp_path: Path) -> None:
+    """Stored weights without a quantization_config are refused."""
     stored = quantised(save_bundle(make_model(MODELS["tied head"]()), tmp_path / "whole"), tmp_path / "stored")
     file = tmp_path / "stored/config.json"
     config = json.loads(file.read_text())
@@ -272,7 +272,7 @@ def test_stored_weights_that_config_is_silent_of(asked: Any, tmp_path: Path) -> 
 
 
 def test_foreign_quantisation_is_refused(tmp_path: Path) -> None:
-    """A configuration that says of weights what was not written here is refused by that."""
+    """A quantization_config that differs from the written one is refused by that value."""
     bundle = save_bundle(make_model(MODELS["tied head"]()), tmp_path / "whole")
     file = tmp_path / "whole/config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": "awq"}}))
@@ -283,7 +283,7 @@ def test_foreign_quantisation_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 @pytest.mark.parametrize("name", ["model.layers.1.mlp.down_proj", "model.embed_tokens", "model.norm"])
 def test_weights_that_are_not_finite(name: str, quantization: str, tmp_path: Path) -> None:
-    """They are refused by their name, whether they are to be quantised or not."""
+    """Weights that are not finite are refused by name, quantised or not."""
     model = make_model(MODELS["tied head"]())
     model.get_submodule(name).weight.data.view(-1)[3] = torch.inf
     bundle = save_bundle(model, tmp_path / "whole")
@@ -292,7 +292,7 @@ def test_weights_that_are_not_finite(name: str, quantization: str, tmp_path: Pat
 
 
 def test_logits_that_are_not_finite(tmp_path: Path) -> None:
-    """Finite weights may overflow: calibration says so, and so does the engine's self-test."""
+    """Finite weights whose logits overflow are refused by calibration and by the engine's self-test."""
     model = make_model(MODELS["tied head"]())
     model.model.layers[1].mlp.down_proj.weight.data[3] = 3e38
     bundle = save_bundle(model, tmp_path / "whole")

@@ -1,4 +1,4 @@
-"""KV in blocks: whatever is shared, copied, evicted and forked, a sequence reads what its own tokens gave."""
+"""The paged KV cache: whatever is shared, copied, evicted or forked, a sequence reads the KV of its own tokens."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def tokens_of(*ids: int) -> Any:
 
 
 def expected(key: PrefixKey, tokens: Any) -> Any:
-    """What stands for each token's KV: a number made of all before it and of whose they are."""
+    """Return a stand-in for each token's KV: a number computed from the key and all tokens up to it."""
     total, found = float(KEYS.index(key) + 1), []
     for token in tokens.tolist():
         total = (total * 31 + token) % 1_000_003
@@ -37,7 +37,7 @@ def expected(key: PrefixKey, tokens: Any) -> Any:
 
 
 def write(cache: PagedKVCache, owner: int, key: PrefixKey, tokens: Any, start: int) -> None:
-    """As a forward of ``tokens`` from ``start`` on does."""
+    """Write KV as a forward of ``tokens`` from ``start`` on does."""
     if start < len(tokens):
         values = expected(key, tokens)[start:, None].expand(-1, 4)
         plan = cache.plan([Row(owner, start, len(tokens) - start)])
@@ -52,8 +52,8 @@ def read(cache: PagedKVCache, owner: int, length: int) -> Any:
 
 
 def test_every_sequence_reads_its_own() -> None:
-    """Over thousands of random starts, growths, forks, releases and evictions, what is reused is of the very same
-    tokens, adapter and salt, nobody writes into what others read, and the books add up."""
+    """Over thousands of random starts, growths, forks, releases and evictions, reused KV is of the very same tokens,
+    adapter and salt, nobody writes into shared blocks, and the accounts add up."""
     random.seed(3)
     cache = make_cache(num_tokens=18 * SIZE)
     running: dict[int, tuple[PrefixKey, Any]] = {}
@@ -75,7 +75,7 @@ def test_every_sequence_reads_its_own() -> None:
             if random.random() < 0.5 and cache.grow(one, len(tokens) + 1) and len(tokens) < 120:
                 running[one] = key, np.append(tokens, np.int32(random.randrange(2)))
                 write(cache, one, *running[one], len(tokens))
-        if len(running) > 1 and random.random() < 0.5:  # two beams: one goes on from where the other is
+        if len(running) > 1 and random.random() < 0.5:  # two beams: one continues from the other's tokens
             one, other = random.sample(list(running), 2)
             (key, tokens), (whose, others) = running[one], running[other]
             common = common_prefix(tokens, others)
@@ -110,8 +110,8 @@ def test_whole_blocks_are_shared_and_the_last_is_copied() -> None:
 
 
 def test_memory_is_counted_in_blocks() -> None:
-    """What does not fit in whole blocks is refused and changes nothing; idle blocks make room, the first of a prompt
-    last."""
+    """A request that does not fit into whole blocks is refused without side effects; idle blocks are evicted from the
+    end of a prompt."""
     cache = make_cache(num_tokens=4 * SIZE + 3)
     assert cache.num_tokens_total == 4 * SIZE
     assert cache.acquire(0, KEYS[0], tokens_of(*range(33))) is None
@@ -127,7 +127,7 @@ def test_memory_is_counted_in_blocks() -> None:
 
 
 def test_a_prefix_that_is_being_computed_is_waited_for() -> None:
-    """A prompt like a running one's is told whom to wait for until it is there, under the same key alone."""
+    """A prompt like a running one's waits until its prefix is computed, under the same key alone."""
     cache = make_cache()
     tokens = tokens_of(*range(60))
     cache.acquire(0, KEYS[0], tokens)
@@ -136,8 +136,8 @@ def test_a_prefix_that_is_being_computed_is_waited_for() -> None:
     assert cache.match(KEYS[0], tokens) == (59, None)
 
 
-def test_what_is_wiped_is_found_by_nobody() -> None:
-    """Numbers that are not finite leave neither the blocks nor the tree for others."""
+def test_wiped_blocks_are_never_reused() -> None:
+    """Blocks with numbers that are not finite are removed from the pool's cache and from the prefix tree."""
     cache = make_cache()
     tokens = tokens_of(*range(20))
     cache.acquire(0, KEYS[0], tokens)
@@ -151,7 +151,7 @@ def test_what_is_wiped_is_found_by_nobody() -> None:
 
 
 def test_without_prefix_caching_only_forks_share() -> None:
-    """Nothing is found by its tokens, and a beam still begins with its root's blocks."""
+    """Without prefix caching nothing is found by its tokens, while a beam still shares its root's blocks."""
     cache = make_cache(prefix_caching=False)
     tokens = tokens_of(*range(20))
     cache.acquire(0, KEYS[0], tokens)
@@ -165,8 +165,8 @@ def test_without_prefix_caching_only_forks_share() -> None:
     cache.check_integrity()
 
 
-def test_books_that_do_not_add_up_are_told() -> None:
-    """A block that is counted twice is an error of ours, by name."""
+def test_check_integrity_reports_inconsistent_counts() -> None:
+    """A block that is counted twice is reported by ``check_integrity``."""
     cache = make_cache()
     cache.acquire(0, KEYS[0], tokens_of(1, 2, 3))
     cache._tables[0].blocks[0].ref_count += 1
@@ -174,8 +174,8 @@ def test_books_that_do_not_add_up_are_told() -> None:
         cache.check_integrity()
 
 
-def test_books_of_a_large_cache_are_as_large_as_what_was_used() -> None:
-    """A thousand million tokens of address space cost an entry for each block that a sequence had."""
+def test_bookkeeping_grows_with_used_blocks_only() -> None:
+    """A cache of a thousand million tokens keeps records only for blocks that were used."""
     cache = make_cache(num_tokens=1 << 30)
     assert cache.acquire(0, KEYS[0], tokens_of(*range(20))) == 0
     assert (len(cache.pool.blocks), cache.pool.num_available) == (3, (1 << 30) // SIZE - 3)

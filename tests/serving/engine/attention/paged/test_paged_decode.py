@@ -51,8 +51,8 @@ def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("heads", CASES.values(), ids=CASES)
 def test_kernel_equals_reference(heads: Heads) -> None:
-    """Groups, odd widths, windows, caps and sinks, over lengths of a token and of three parts; each row has the same
-    bits alone as among others, however many parts the longest of them has."""
+    """The kernel equals the reference for groups, odd widths, windows, caps and sinks over lengths of one token to
+    three parts; each row has the same bits alone as among others, however many parts the longest of them has."""
     make = torch.Generator().manual_seed(0)
     num_blocks = 40
 
@@ -80,7 +80,7 @@ def test_kernel_equals_reference(heads: Heads) -> None:
 @pytest.mark.usefixtures("_kernels")
 @pytest.mark.parametrize("family", ["gpt_oss"])
 def test_engine_with_kernels_equals_generate(family: str, tmp_path: Path) -> None:
-    """A mixed batch over blocks, whose decodes go by the kernels, gives generate()'s tokens."""
+    """A mixed batch over blocks, decoded by the kernels, gives generate()'s tokens."""
     model = make_model(FAMILIES[family]())
     settings = EngineSettings(
         max_num_seqs=3, max_num_batched_tokens=16, kv_cache_memory=1 << 20, kv_block_size=8, kernels="torch",
@@ -98,7 +98,7 @@ def test_engine_with_kernels_equals_generate(family: str, tmp_path: Path) -> Non
 
 @pytest.mark.usefixtures("_kernels")
 def test_a_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An example at load finds what does not run or differs, and says why; wide heads are refused before."""
+    """A trial at load finds a kernel that fails or differs and gives the reason; wide heads are refused before."""
     k = torch.zeros(1, 16, 1, 8)
 
     def broken(*args: Any, **more: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The engine with KV in blocks, as on CUDA: the tokens of generate(), whatever is shared, forked and preempted."""
+"""The engine with paged KV, as on CUDA: generate()'s tokens, whatever is shared, forked and preempted."""
 
 from __future__ import annotations
 
@@ -49,8 +49,7 @@ def test_equals_generate(family: str, tmp_path: Path) -> None:
 
 
 def test_prefixes_choices_and_beams_share_blocks(core: EngineCore, tiny_llama: Any) -> None:
-    """A text that goes on, the choices of a prompt and the beams of a search take over what is there, and give the
-    texts that slots give."""
+    """Continued texts, choices of a prompt and beams of a search share blocks and give the texts that slots give."""
     prompt = prompt_of(30, 0)
     first = run(core, request_of("a", prompt))["a"].tokens[0]
     longer = (*prompt, *first, 5)
@@ -80,7 +79,7 @@ def test_preemption_changes_no_token(tiny_bundle: Bundle, tiny_llama: Any) -> No
 
 
 def test_numbers_that_are_not_finite_fail_one_request(core: EngineCore, tiny_llama: Any) -> None:
-    """What a poisoned sequence leaves in its blocks is met by no other."""
+    """KV that is not finite fails its own request; no later request reads it from the reused blocks."""
     core.add(request_of("bad", prompt_of(10, 0), max_tokens=40))
     outcomes = {"bad": Outcome(), "good": Outcome()}
     take(core, outcomes, max_steps=3)
@@ -96,7 +95,7 @@ def test_numbers_that_are_not_finite_fail_one_request(core: EngineCore, tiny_lla
 
 
 def test_searches_are_bounded_in_whole_blocks(tiny_bundle: Bundle) -> None:
-    """A search whose beams would fit by their tokens, but not by their blocks, is refused by its width."""
+    """A search whose beams fit by their tokens but not by their blocks is refused by its width."""
     core = EngineCore(tiny_bundle, settings(kv_cache_memory=(8 * 8 + 8) * TOKEN_BYTES))
     beams = Beams(width=4, length_penalty=1.0)
     outcome = run(core, request_of("a", prompt_of(5, 0), max_tokens=11, beams=beams))["a"]
@@ -108,7 +107,7 @@ def test_searches_are_bounded_in_whole_blocks(tiny_bundle: Bundle) -> None:
 
 
 def test_info_says_how_blocks_run(core: EngineCore) -> None:
-    """Block size, what attends and which steps are recorded stand in the engine's facts, with the reasons."""
+    """The engine's information names block size, attention and recorded steps, with the reasons."""
     paged = core.info.paged
     assert paged is not None
     assert (paged.kv_block_size, paged.attention, paged.attention_reason) == (8, "torch", "there is no CUDA device")
@@ -123,7 +122,7 @@ def test_info_says_how_blocks_run(core: EngineCore) -> None:
         ({"kv_cache_memory": 15 * TOKEN_BYTES}, f"bytes is not enough; expected at least {16 * TOKEN_BYTES}"),
     ],
 )
-def test_what_cannot_be_had_is_refused(tiny_bundle: Bundle, more: dict[str, Any], message: str) -> None:
-    """Blocks beside our own CPU kernels, and memory for none, are refused by name."""
+def test_unsupported_block_settings_are_refused(tiny_bundle: Bundle, more: dict[str, Any], message: str) -> None:
+    """Blocks with the native CPU kernels, and memory too small for a block, are refused by name."""
     with pytest.raises(PackagingError, match=message):
         EngineCore(tiny_bundle, settings(**more))

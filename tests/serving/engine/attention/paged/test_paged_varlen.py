@@ -1,4 +1,5 @@
-"""Prompts by ``varlen_attn``: what it is given over block tables, checked on a double of what torch documents."""
+"""Prompts by ``varlen_attn``: its arguments over block tables, checked by a double that follows torch's
+documentation."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ def double(
     query: Any, key: Any, value: Any, cu_seq_q: Any, cu_seq_k: Any, max_q: int, max_k: int, *, scale: float,
     window_size: tuple[int, int], enable_gqa: bool, seqused_k: Any, block_table: Any, num_splits: int,
 ) -> Any:  # fmt: skip
-    """By torch's documentation: queries stand at the end of their sequences' ``seqused_k`` tokens, and see ``left``
-    tokens before themselves."""
+    """Attend as torch documents: queries are the last of their sequences' ``seqused_k`` tokens, and see ``left`` tokens
+    before themselves."""
     assert (cu_seq_k, num_splits, enable_gqa) == (None, 1, query.shape[1] != key.shape[2])
     assert {x.dtype for x in (cu_seq_q, seqused_k, block_table)} == {torch.int32}
     assert max_q == int(cu_seq_q.diff().max())
@@ -49,8 +50,8 @@ def _no_memory() -> Iterator[None]:
 
 
 def test_torchs_own_takes_what_it_is_given(caplog: pytest.LogCaptureFixture) -> None:
-    """All the way to the operator, which has no implementation for the CPU; then prompts go without it, and why is
-    said."""
+    """torch's own function accepts the arguments down to the operator, which has no CPU implementation; prompts then
+    run without it and the reason is logged."""
     caplog.set_level("INFO")
     assert not varlen._computes_right(torch.device("cpu"), torch.bfloat16, 16, 2, 64)
     (said,) = caplog.messages
@@ -83,9 +84,9 @@ def test_prompts_by_varlen_equal_generate(family: str, tmp_path: Path, monkeypat
 
 
 @pytest.mark.usefixtures("_no_memory")
-def test_it_is_used_where_an_example_comes_out_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A torch that raises for block tables, as stock ones without FlashAttention 3 do, or that computes otherwise, is
-    found by an example; on CPU it is not asked."""
+def test_it_is_used_only_if_a_trial_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch that raises for block tables, as stock ones without FlashAttention 3 do, or that computes something else,
+    is found by a trial; on CPU it is not tried."""
     asked = torch.device("cpu"), torch.float32, 16, 2, 8
     monkeypatch.setattr(varlen, "varlen_attn", double)
     assert varlen._computes_right(*asked)

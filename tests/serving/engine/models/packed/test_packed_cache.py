@@ -1,4 +1,4 @@
-"""Weights kept in their packed form: mapped by the next start, and never used where anything is wrong with them."""
+"""The packed weight cache: mapped by the next start, and never used if anything is wrong with a file."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ HASH = "ab" * 32
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The directory of packed files, of this test alone."""
+    """Provide the directory of packed files, of this test alone."""
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     return tmp_path / "cache" / "packed"
 
@@ -112,7 +112,7 @@ def test_a_mapped_model_is_the_same_to_the_bit(
 
 
 def test_permissions_of_the_packed_file(tmp_path: Path, load: Callable[..., Any], cache: Path) -> None:
-    """Owner alone: files 0600 in a directory 0700."""
+    """Packed files are readable by the owner alone: 0600 in a directory 0700."""
     load(bundle_of(tmp_path))
     (file,) = cache.iterdir()
     assert [path.stat().st_mode & 0o777 for path in (cache, file)] == [0o700, 0o600]
@@ -138,7 +138,7 @@ def link(file: Path) -> None:
 
 
 def another_format(file: Path) -> None:
-    """Whole by its name, and no file of ours."""
+    """Write a file that is complete by its name but not a packed file."""
     import hashlib
 
     data = b"x" * 8192
@@ -150,10 +150,10 @@ def another_format(file: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [flip, cut, open_to_others, link, another_format])
-def test_what_is_damaged_or_foreign_is_not_used(
+def test_damaged_or_foreign_files_are_not_used(
     damage: Callable[[Path], None], tmp_path: Path, load: Callable[..., Any], cache: Path
 ) -> None:
-    """The model is loaded in full, the file is removed and written anew."""
+    """With a damaged or foreign file the model is loaded in full, and the file is removed and written anew."""
     bundle = bundle_of(tmp_path)
     expected = logits_of(load(bundle)[0])
     (file,) = cache.iterdir()
@@ -166,7 +166,7 @@ def test_what_is_damaged_or_foreign_is_not_used(
 
 
 def test_a_directory_of_others_is_not_used(tmp_path: Path, load: Callable[..., Any], cache: Path) -> None:
-    """Nothing is read from a directory that others may write to, and nothing put there."""
+    """A directory that others may write to is neither read nor written."""
     bundle = bundle_of(tmp_path)
     load(bundle)
     cache.chmod(0o777)
@@ -175,7 +175,7 @@ def test_a_directory_of_others_is_not_used(tmp_path: Path, load: Callable[..., A
 
 
 def test_packed_weights_with_other_logits_are_refused(tmp_path: Path, load: Callable[..., Any], cache: Path) -> None:
-    """A whole file whose model does not give the logits that are in it is not used."""
+    """A complete file whose model does not reproduce the stored logits is not used."""
     bundle = bundle_of(tmp_path)
     load(bundle)
     (file,) = cache.iterdir()
@@ -188,7 +188,7 @@ def test_packed_weights_with_other_logits_are_refused(tmp_path: Path, load: Call
 
 
 def test_packed_cache_bounds_its_bytes(tmp_path: Path, load: Callable[..., Any], cache: Path) -> None:
-    """Those that were used longest ago go first; what is larger than the bound is not kept; 0 keeps and uses none."""
+    """The least recently used files are evicted; a model larger than the bound is not stored; 0 disables the cache."""
     one, two = (bundle_of(tmp_path / name, name, str(i) * 64) for i, name in enumerate(sorted(DECODERS)[:2]))
     load(one)
     (file,) = cache.iterdir()
@@ -201,7 +201,7 @@ def test_packed_cache_bounds_its_bytes(tmp_path: Path, load: Callable[..., Any],
 
 
 def test_unfinished_files_are_swept(tmp_path: Path, load: Callable[..., Any], cache: Path) -> None:
-    """What a killed engine had begun to write goes with a later write; what is under way stays."""
+    """Files that a killed engine left unfinished are removed by a later write; recent ones stay."""
     cache.mkdir(mode=0o700, parents=True)
     old, new = cache / ".part-a-1", cache / ".part-b-2"
     for path in (old, new):
@@ -212,7 +212,7 @@ def test_unfinished_files_are_swept(tmp_path: Path, load: Callable[..., Any], ca
 
 
 def test_a_model_without_a_content_hash_is_not_kept(tmp_path: Path, load: Callable[..., Any], cache: Path) -> None:
-    """Without a content hash no file is kept, nor for what does not run natively."""
+    """No packed file is written without a content hash or for a model that does not run natively."""
     load(bundle_of(tmp_path, content_hash="tiny"))
     load(bundle_of(tmp_path), kernels="torch")
     load(bundle_of(tmp_path), dtype="float16")
@@ -222,7 +222,7 @@ def test_a_model_without_a_content_hash_is_not_kept(tmp_path: Path, load: Callab
 def test_a_damaged_source_is_not_kept(
     tmp_path: Path, load: Callable[..., Any], cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A load compares sizes only; whoever loads the intact model under that hash must not get what was made of it."""
+    """Weights that differ from the content hash are not packed, although a load compares sizes only."""
     bundle = bundle_of(tmp_path)
     weights = tmp_path / "model/model.safetensors"
     intact = weights.read_bytes()
@@ -236,7 +236,7 @@ def test_a_damaged_source_is_not_kept(
 
 
 def test_a_source_that_changes_meanwhile_is_not_kept(tmp_path: Path) -> None:
-    """Also one that is as it should be again when it is hashed: what was read may have been something else."""
+    """Weights that change during the load are not packed, even if they hash correctly afterwards."""
     source = PackedSource(bundle_of(tmp_path))
     weights = tmp_path / "model/model.safetensors"
     source.check()
@@ -249,7 +249,7 @@ def test_a_source_that_changes_meanwhile_is_not_kept(tmp_path: Path) -> None:
 
 
 def test_a_model_without_a_manifest_is_not_kept(tmp_path: Path, load: Callable[..., Any], cache: Path) -> None:
-    """Nobody can tell whether its files are what its hash says."""
+    """A model without a manifest is not packed, because its files cannot be checked against its hash."""
     load(msgspec.structs.replace(bundle_of(tmp_path), model_hashes={}))
     assert not cache.exists()
 
@@ -257,7 +257,7 @@ def test_a_model_without_a_manifest_is_not_kept(tmp_path: Path, load: Callable[.
 def test_a_full_disk_keeps_nothing(
     tmp_path: Path, load: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The model runs; the log says that it is not kept."""
+    """On a full disk the model runs, and the log says that it was not packed."""
     (tmp_path / "cache").write_text("a file")
     found, mapped = load(bundle_of(tmp_path))
     assert (found.decoder is not None, mapped) == (True, False)

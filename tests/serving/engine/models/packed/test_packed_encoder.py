@@ -1,4 +1,4 @@
-"""An embedder's weights in their packed form: mapped by the next start, under the same rules as a decoder's."""
+"""An embedder's packed weights: mapped by the next start, under the same rules as a decoder's."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ Load = Callable[..., tuple[embedder.Embedder, bool]]
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The directory of packed files, of this test alone."""
+    """Provide the directory of packed files, of this test alone."""
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     return tmp_path / "cache" / "packed"
 
 
 @pytest.fixture
 def load(monkeypatch: pytest.MonkeyPatch) -> Load:
-    """Load an embedder and wait for its packed file; and whether the weights' own files were left alone."""
+    """Load an embedder and wait for its packed file; return also whether the weights' own files were left alone."""
     plain = embedder.AutoModel.from_pretrained
     read: list[object] = []
     monkeypatch.setattr(embedder.AutoModel, "from_pretrained", lambda *a, **k: (read.append(a), plain(*a, **k))[1])
@@ -106,8 +106,9 @@ def test_a_mapped_embedder_is_the_same_to_the_bit(
     assert [path.stat().st_mode & 0o777 for path in (cache, file)] == [0o700, 0o600]
 
 
-def test_an_embedder_that_is_damaged_or_says_another_thing(tmp_path: Path, load: Load, cache: Path) -> None:
-    """What is not whole, or does not give the hidden states in it, is not used: the model is loaded in full."""
+def test_a_damaged_or_different_packed_embedder_is_not_used(tmp_path: Path, load: Load, cache: Path) -> None:
+    """A packed file that is damaged or does not reproduce its hidden states is not used: the model is loaded in
+    full."""
     bundle = bundle_of(tmp_path)
     expected = load(bundle)[0].embed(TEXTS)
     (file,) = cache.iterdir()
@@ -126,7 +127,7 @@ def test_an_embedder_that_is_damaged_or_says_another_thing(tmp_path: Path, load:
 
 
 def test_embedders_that_are_loaded_in_full(tmp_path: Path, load: Load, cache: Path) -> None:
-    """Without a content hash, native kernels or the setting no file is kept, nor of what does not run natively."""
+    """Without a content hash, native kernels or the setting an embedder is not packed."""
     load(bundle_of(tmp_path, content_hash="x"))
     load(bundle_of(tmp_path), kernels="torch")
     load(bundle_of(tmp_path), dtype="float16")
