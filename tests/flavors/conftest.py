@@ -1,4 +1,4 @@
-"""Fixtures of the flavor's tests: saved tiny models, and a store of MLflow's own in a temporary directory."""
+"""Fixtures of the flavor's tests: saved tiny models, and an MLflow store in a temporary directory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="session")
 def llama_dir(tmp_path_factory, tokenizer) -> Path:
-    """A Hugging Face directory: tiny Llama, tokenizer, chat template."""
+    """Save a tiny Llama with tokenizer and chat template as a Hugging Face directory."""
     folder = tmp_path_factory.mktemp("llama") / "tiny-llama"
     tiny_llama().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -42,7 +42,7 @@ def llama_dir(tmp_path_factory, tokenizer) -> Path:
 
 @pytest.fixture(scope="session")
 def bert_dir(tmp_path_factory, tokenizer) -> Path:
-    """A plain encoder directory."""
+    """Save a plain encoder directory."""
     folder = tmp_path_factory.mktemp("bert") / "tiny-bert"
     torch.manual_seed(0)
     config = BertConfig(
@@ -55,7 +55,7 @@ def bert_dir(tmp_path_factory, tokenizer) -> Path:
 
 @pytest.fixture(scope="session")
 def adapter_dir(tmp_path_factory, llama_dir) -> Path:
-    """A LoRA of the tiny Llama as peft writes it."""
+    """Save a LoRA of the tiny Llama as peft writes it."""
     folder = tmp_path_factory.mktemp("adapter") / "formal"
     add_lora(tiny_llama()).save_pretrained(folder)
     return folder
@@ -63,8 +63,8 @@ def adapter_dir(tmp_path_factory, llama_dir) -> Path:
 
 @pytest.fixture
 def store(tmp_path):
-    """A tracking and registry store of this test alone, in SQLite."""
-    # MLflow keeps what it has opened by URI: a name of its own, for pytest gives a folder that is gone to the next test
+    """Provide a tracking and registry store of this test alone, in SQLite."""
+    # MLflow caches stores by URI: use a unique name, because pytest reuses the names of removed folders
     with own_stores(empty_store(tmp_path, f"mlflow-{uuid.uuid4().hex}.db")):
         mlflow.create_experiment("tests", artifact_location=(tmp_path / "artifacts").as_uri())
         mlflow.set_experiment("tests")

@@ -1,4 +1,4 @@
-"""Tiny real models with random weights, for the tests of the flavor."""
+"""Tiny real models with random weights for the flavor's tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TEMPLATE = (
 
 
 def byte_tokenizer(**options) -> PreTrainedTokenizerFast:
-    """One token a byte, then <s>, </s>, <pad>, [CLS], [SEP]: ids 0..260."""
+    """Return a tokenizer of one token per byte, then <s>, </s>, <pad>, [CLS], [SEP]: ids 0..260."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     core = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -43,7 +43,7 @@ def tiny_llama(seed: int = 0, **options) -> LlamaForCausalLM:
 
 
 def add_lora(model, name: str = "default", *, seed: int = 1, **options):
-    """``model`` under a PeftModel with a LoRA whose B is not zero, so that it changes the output."""
+    """Return ``model`` under a PeftModel with a LoRA whose B is not zero, so that it changes the output."""
     given = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"} | options
     wrapped = get_peft_model(model, LoraConfig(**given), adapter_name=name)
     randomise(wrapped, name, seed)

@@ -1,4 +1,4 @@
-"""The errors of the flavor: serving's tree again, each class an ``MlflowException`` too."""
+"""The errors of the flavor: serving's tree again, each class also an ``MlflowException``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def an(cls: type[serving.ServingError]) -> serving.ServingError:
 
 @pytest.mark.parametrize("cls", serving.walk(), ids=lambda cls: cls.__name__)
 def test_every_class_has_its_public_one(cls):
-    """Of the same name, kind and place in the tree; status and message are MLflow's too, and nobody can lengthen it."""
+    """Every serving error has a public class of the same name, kind and place, with a fixed message and MLflow's
+    status."""
     reported = errors.mlflow_error(an(cls))
     assert type(reported) is getattr(errors, cls.__name__)
     assert isinstance(reported, cls)
@@ -38,7 +39,7 @@ def test_every_class_has_its_public_one(cls):
 
 @pytest.mark.parametrize("cls", serving.walk(), ids=lambda cls: cls.__name__)
 def test_errors_cross_processes(cls):
-    """Pickled and copied they are what they were."""
+    """Pickled and copied errors keep all their fields."""
     reported = errors.mlflow_error(an(cls))
     for again in (pickle.loads(pickle.dumps(reported)), copy.deepcopy(reported)):
         assert type(again) is type(reported)
@@ -47,12 +48,12 @@ def test_errors_cross_processes(cls):
 
 
 def test_serving_errors_stay_its_own():
-    """An error that crossed a process is one of serving's, whether the flavor is imported or not."""
+    """A serving error that crossed a process stays serving's, whether the flavor is imported or not."""
     assert {type(serving.from_kind(cls.kind, "x")).__module__ for cls in serving.walk()} == {serving.__name__}
 
 
 def test_packaging_errors_are_mlflows_too():
-    """With the code of a bad parameter, and still a ``ValueError``; raised twice over they stay one."""
+    """A packaging error has MLflow's code of a bad parameter and is a ``ValueError``; converted twice it stays one."""
 
     @raises_mlflow
     def load() -> None:

@@ -1,4 +1,5 @@
-"""An engine ends with the last object that uses it, closed or merely let go of; copies of a loaded model load again."""
+"""Release of engines with the last object that uses them, closed or garbage-collected; copies of a loaded model load
+again."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ def eventually(condition: Callable[[], bool], seconds: float = 240) -> bool:
 
 @pytest.fixture
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Engine processes of a model without weights, in a directory of the test's own."""
+    """Provide a directory of its own for engine processes of a model without weights."""
     base = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))
     monkeypatch.setattr(session, "_start", lambda b, s: connect(b, s, state_dir=str(base / "r"), core=CORE))
     yield base / "r"
@@ -72,20 +73,20 @@ def pids(runtime: Path) -> set[int]:
 
 
 def held() -> tuple[int, int]:
-    """Open files, and threads of clients."""
+    """Return the open files and the threads of clients."""
     threads = [thread for thread in threading.enumerate() if thread.name.startswith("mlflow-llm")]
     return len(os.listdir("/proc/self/fd")), len(threads)
 
 
 def test_a_loop_over_versions_stays_flat(runtime: Path, tmp_path: Path) -> None:
-    """A hundred models of five versions, loaded, asked and let go of without a collection: no thread, descriptor or
-    process is left, and memory does not grow."""
+    """A hundred models of five versions, loaded, queried and released without a garbage collection, leave no thread,
+    descriptor or process, and memory does not grow."""
     settings = EngineSettings(idle_timeout=0.2)
     bundles = [bundle_of(tmp_path / str(number), number) for number in range(VERSIONS)]
     with PyfuncModel(bundles[0], settings) as first:  # starts the sandbox, which the process keeps
         first.predict({"prompt": "x", "max_tokens": 2})
     del first
-    gc.collect()  # what earlier tests left is not counted
+    gc.collect()  # leftovers of earlier tests are not counted
     before, sizes, models, seen = held(), [], [], set()
     gc.disable()
     try:
@@ -107,7 +108,7 @@ def test_a_loop_over_versions_stays_flat(runtime: Path, tmp_path: Path) -> None:
 
 
 def test_an_engine_in_this_process_ends_too(tiny_bundle: Bundle) -> None:
-    """``in_process``: its thread goes with the last object that uses it."""
+    """The thread of an ``in_process`` engine ends with the last object that uses it."""
     engine = session._start(tiny_bundle, EngineSettings(in_process=True, kv_cache_memory=1 << 24))
     thread = engine._thread  # type: ignore[attr-defined]
     gone = weakref.ref(engine)
@@ -118,7 +119,7 @@ def test_an_engine_in_this_process_ends_too(tiny_bundle: Bundle) -> None:
 
 
 def test_a_stream_keeps_its_engine(runtime: Path, tmp_path: Path) -> None:
-    """Who lets go of the model and reads on gets the whole text."""
+    """A stream keeps its engine alive to the end of the text, although the model is released."""
     bundle = bundle_of(tmp_path)
     chunks = PyfuncModel(bundle, EngineSettings()).predict_stream(ASKED | {"max_tokens": 20})
     assert list(chunks)[-1]["usage"]["completion_tokens"] == 20
@@ -129,14 +130,15 @@ def test_a_stream_keeps_its_engine(runtime: Path, tmp_path: Path) -> None:
 
 @pytest.fixture
 def loaded(llama_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> mlflow.pyfunc.PyFuncModel:
-    """What ``mlflow.pyfunc.load_model`` gives, over an engine without weights in this process."""
+    """Return the result of ``mlflow.pyfunc.load_model``, over an engine without weights in this process."""
     monkeypatch.setattr(session, "_start", lambda bundle, settings: InstantEngine(bundle_of(tmp_path / "i"), settings))
     llm.save_model(tmp_path / "saved", model=llama_dir)
     return mlflow.pyfunc.load_model(str(tmp_path / "saved"))
 
 
 def test_closed_by_name(loaded: mlflow.pyfunc.PyFuncModel, tmp_path: Path) -> None:
-    """``llm.close`` takes MLflow's object, ours and the object API's; twice is harmless; then nothing is answered."""
+    """``llm.close`` takes MLflow's object, ours and the object API's; closing twice is harmless, and later requests
+    fail."""
     loaded.predict(ASKED)
     raw = loaded.get_raw_model()
     assert isinstance(raw, LanguageModel)
@@ -155,14 +157,14 @@ def test_closed_by_name(loaded: mlflow.pyfunc.PyFuncModel, tmp_path: Path) -> No
             person.complete("x")
 
 
-def test_what_cannot_be_closed() -> None:
-    """A model of another flavor, or no model, is named."""
+def test_closing_other_objects_is_refused() -> None:
+    """Closing a model of another flavor, or no model, is refused by name."""
     with pytest.raises(MlflowException, match="model: a dict is not allowed"):
         llm.close({})  # type: ignore[arg-type]
 
 
 def test_copies_load_again(loaded: mlflow.pyfunc.PyFuncModel, tmp_path: Path) -> None:
-    """A pickled or deep-copied model answers, and is not closed with the one it was made of."""
+    """A pickled or deep-copied model answers, and is not closed with its original."""
     loaded.predict(ASKED)
     copies = [pickle.loads(pickle.dumps(loaded)), copy.deepcopy(loaded)]
     people = [copy.deepcopy(loaded.get_raw_model()), pickle.loads(pickle.dumps(loaded.get_raw_model()))]
@@ -180,7 +182,7 @@ print(type(model.get_raw_model()).__name__, signature_enforcement._installed)
 
 
 def test_a_copy_in_another_process(loaded: mlflow.pyfunc.PyFuncModel, tmp_path: Path) -> None:
-    """A pickle is good in a process that has not imported anything of ours, and refuses what is no field there too."""
+    """A pickled model loads in a process that has not imported the flavor, and enforces its signature there too."""
     (tmp_path / "model.pickle").write_bytes(pickle.dumps(loaded))
     code = f"import pickle, sys\nmodel = pickle.load(open(sys.argv[1], 'rb'))\n{SHOW}"
     command = [sys.executable, "-W", "ignore", "-c", code, str(tmp_path / "model.pickle")]
@@ -189,7 +191,8 @@ def test_a_copy_in_another_process(loaded: mlflow.pyfunc.PyFuncModel, tmp_path: 
 
 
 def test_a_copy_where_the_files_are_not(store: Any, llama_dir: Path, tmp_path: Path) -> None:
-    """It is fetched again by its URI; one that has none says what to do, and one whose URI is another model too."""
+    """A copy without its files is fetched again by its URI; without a URI, or with one of another model, the error says
+    what to do."""
     with mlflow.start_run():
         info = llm.log_model(model=llama_dir, name="model")
     root = shutil.copytree(mlflow.artifacts.download_artifacts(info.model_uri), tmp_path / "here")
@@ -208,7 +211,7 @@ def test_a_copy_where_the_files_are_not(store: Any, llama_dir: Path, tmp_path: P
 
 
 def test_errors_cross_processes() -> None:
-    """What a request raises in a worker's process can be pickled back, whole."""
+    """Errors raised in a worker's process survive pickling, with all their fields."""
     for error in (InvalidField("n", -1, "1 or more"), Overloaded("busy", retry_after=2.0), NotFound("no", param="x")):
         again = pickle.loads(pickle.dumps(error))
         assert (type(again), str(again), vars(again)) == (type(error), str(error), vars(error))

@@ -1,4 +1,4 @@
-"""A Hugging Face directory, a GGUF file or a hub id where a logged model is expected, and logged on the fly."""
+"""The model cache: a Hugging Face directory, a GGUF file or a hub id in place of a logged model, logged on the fly."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_directory_that_was_not_logged_says_how(llama_dir: Path) -> None:
-    """The error is the two commands to choose from."""
+    """A directory that was not logged is refused with the two commands to choose from."""
     with pytest.raises(
         MlflowException,
         match=r"is a Hugging Face directory, not a logged model: log it first, with llm"
@@ -32,7 +32,7 @@ def test_a_directory_that_was_not_logged_says_how(llama_dir: Path) -> None:
 
 
 def test_an_adapter_says_what_it_needs(adapter_dir: Path) -> None:
-    """A LoRA alone is logged over a base."""
+    """An adapter alone is refused with the advice to log it over a base."""
     with pytest.raises(MlflowException, match=r"is a LoRA adapter, not a logged model: log it over its base"):
         llm.load_model(adapter_dir)
 
@@ -44,8 +44,8 @@ def test_an_adapter_says_what_it_needs(adapter_dir: Path) -> None:
         ("./nowhere", "there is no directory './nowhere'; expected one, models:/<name>/<version>, or a hub id"),
     ],
 )
-def test_what_is_nowhere(uri: str, reported: str) -> None:
-    """A path that does not exist is not found; where it could be a hub id, that is said."""
+def test_a_missing_path_is_reported(uri: str, reported: str) -> None:
+    """A path that does not exist is not found; if it could be a hub id, the error says so."""
     with pytest.raises(MlflowException) as caught:
         llm.load_model(uri)
     assert caught.value.message.startswith(reported)
@@ -53,14 +53,14 @@ def test_what_is_nowhere(uri: str, reported: str) -> None:
 
 
 def test_a_gguf_file_says_how(tmp_path: Path) -> None:
-    """A GGUF file is logged first, too."""
+    """A GGUF file that was not logged is refused with the command to log it."""
     (tmp_path / "a.gguf").write_bytes(b"GGUF")
     with pytest.raises(PackagingError, match="is a GGUF file, not a logged model"):
         unlogged_source.check_logged(str(tmp_path / "a.gguf"))
 
 
 def test_it_is_logged_once_into_the_cache(llama_dir: Path, cache: Path) -> None:
-    """The second call finds the first one's copy; it is a model like any other."""
+    """The second call finds the first one's copy, which is a model like any other."""
     made = model_cache.logged(str(llama_dir))
     assert made is not None
     assert made.parent == cache
@@ -73,7 +73,7 @@ def test_it_is_logged_once_into_the_cache(llama_dir: Path, cache: Path) -> None:
 
 
 def test_changed_files_are_logged_anew(llama_dir: Path, tmp_path: Path) -> None:
-    """Other weights in the same folder are another model."""
+    """Other weights in the same folder are logged as another model."""
     folder = shutil.copytree(llama_dir, tmp_path / "own")
     first = model_cache.logged(str(folder))
     (folder / "generation_config.json").write_text('{"max_new_tokens": 7}')
@@ -81,7 +81,7 @@ def test_changed_files_are_logged_anew(llama_dir: Path, tmp_path: Path) -> None:
 
 
 def test_two_at_once_make_one(llama_dir: Path, cache: Path) -> None:
-    """Of two that come at the same time one copy stays, whole, and both get it."""
+    """Two concurrent calls leave one complete copy, and both return it."""
     found: list[Path | None] = []
     threads = [threading.Thread(target=lambda: found.append(model_cache.logged(str(llama_dir)))) for _ in range(2)]
     for thread in threads:
@@ -93,8 +93,8 @@ def test_two_at_once_make_one(llama_dir: Path, cache: Path) -> None:
     assert len(list(cache.iterdir())) == 1
 
 
-def test_a_logged_model_is_no_source(llama_dir: Path, tmp_path: Path) -> None:
-    """What is logged already is left to the ordinary way."""
+def test_a_logged_model_is_not_logged_again(llama_dir: Path, tmp_path: Path) -> None:
+    """A logged model and a registry URI are left to the ordinary load."""
     llm.save_model(tmp_path / "saved", model=llama_dir, link_files=True)
     assert model_cache.logged(str(tmp_path / "saved")) is None
     assert model_cache.logged("models:/a/1") is None
@@ -104,7 +104,7 @@ def test_a_logged_model_is_no_source(llama_dir: Path, tmp_path: Path) -> None:
 def test_a_cache_that_cannot_be_written_is_reported(
     llama_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file where the folder should be is an error in one line."""
+    """A file in place of the cache directory is an error of one line."""
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("MLFLOW_LLM_CACHE", str(tmp_path / "file"))
     with pytest.raises(PackagingError, match="cannot be logged into"):
@@ -112,8 +112,8 @@ def test_a_cache_that_cannot_be_written_is_reported(
 
 
 @pytest.mark.parametrize("below", [False, True])
-def test_what_others_could_have_put_there(llama_dir: Path, cache: Path, below: bool) -> None:
-    """A copy whose name anyone can work out is taken only where no other user can write."""
+def test_a_cache_writable_by_others_is_refused(llama_dir: Path, cache: Path, below: bool) -> None:
+    """A cached copy is used only if no other user can write to its directories."""
     place = model_cache.logged(str(llama_dir)) if below else cache
     assert place is not None
     place.mkdir(parents=True, exist_ok=True)
@@ -125,7 +125,7 @@ def test_what_others_could_have_put_there(llama_dir: Path, cache: Path, below: b
 
 
 def test_a_link_to_anothers_copy(llama_dir: Path, cache: Path, tmp_path: Path) -> None:
-    """A symbolic link where the copy should be is not followed."""
+    """A symbolic link in place of the cached copy is not followed."""
     made = model_cache.logged(str(llama_dir))
     assert made is not None
     made.rename(tmp_path / "elsewhere")
@@ -135,5 +135,5 @@ def test_a_link_to_anothers_copy(llama_dir: Path, cache: Path, tmp_path: Path) -
 
 
 def test_not_found_is_a_packaging_error() -> None:
-    """Who catches the wider class catches this one."""
+    """ModelNotFound is a PackagingError, so that callers of either class catch it."""
     assert issubclass(ModelNotFound, PackagingError)

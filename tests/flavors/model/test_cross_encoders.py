@@ -1,4 +1,4 @@
-"""Cross-encoders packaged by the flavor: what is detected and refused, and scores equal to sentence-transformers'."""
+"""Cross-encoders packaged by the flavor: detection, refusals, and scores equal to sentence-transformers'."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ QUERY, DOCUMENTS = "w1 w2 w3", ["w4", "w5 w6", "w1 w2 w3", "w7 w8 w9"]
 
 
 def reference(folder: Path, **options):
-    """Imported only here: it takes seconds."""
+    """Return the model as a ``CrossEncoder``, imported only here because that takes seconds."""
     from sentence_transformers import CrossEncoder
 
     return CrossEncoder(str(folder), device="cpu", **options)
@@ -50,7 +50,8 @@ def model(saved):
 
 
 def test_scores_are_those_of_sentence_transformers(model, bert):
-    """Lists of pairs, one text and many, and two texts, with the sigmoid that one label has by default."""
+    """Scores of pair lists, of one text and many, and of two texts equal sentence-transformers', with the default
+    sigmoid."""
     expected = reference(bert)
     assert model.tasks == ("score",)
     assert model.score(FIRST, SECOND) == pytest.approx(expected.predict(PAIRS), abs=1e-5)
@@ -61,7 +62,7 @@ def test_scores_are_those_of_sentence_transformers(model, bert):
 
 @pytest.mark.parametrize("kind", ["bert", "distilbert", "xlm-roberta"])
 def test_scores_with_a_template_for_pairs(tmp_path, kind):
-    """Also of a tokenizer that transformers 5 has made, whose pairs are put together by a TemplateProcessing."""
+    """Scores are right for a transformers 5 tokenizer, whose pairs are joined by a TemplateProcessing."""
     source = save_cross_encoder(tmp_path / "source", kind, templated=True)
     llm.save_model(tmp_path / "m", source)
     long = " ".join(["w1", "w2", "w3"] * 40)
@@ -72,7 +73,7 @@ def test_scores_with_a_template_for_pairs(tmp_path, kind):
 
 
 def test_a_tokenizer_that_cuts_from_the_left_is_refused(tmp_path):
-    """Pairs are cut at their texts' ends: what sentence-transformers would cut elsewhere is no model to serve."""
+    """A tokenizer that truncates from the left is refused, because pairs are truncated at their texts' ends."""
     source = save_cross_encoder(tmp_path / "source")
     file = source / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"truncation_side": "left"}))
@@ -81,7 +82,7 @@ def test_a_tokenizer_that_cuts_from_the_left_is_refused(tmp_path):
 
 
 def test_rankings_are_those_of_sentence_transformers(model, bert):
-    """Best first, with places, texts and as many as were asked for."""
+    """Rankings are best first, with indices and texts, limited to the requested number."""
     expected = reference(bert).rank(QUERY, DOCUMENTS, top_k=3)
     found = model.rerank(QUERY, DOCUMENTS, top_n=3)
     assert [one.index for one in found] == [one["corpus_id"] for one in expected]
@@ -89,14 +90,14 @@ def test_rankings_are_those_of_sentence_transformers(model, bert):
     assert [one.document for one in found] == [DOCUMENTS[one.index] for one in found]
 
 
-def test_its_own_numbers(model, bert):
-    """``use_activation: false`` gives what the head gives."""
+def test_raw_scores_without_the_activation(model, bert):
+    """``use_activation: false`` returns the head's raw scores."""
     expected = reference(bert, activation_fn=torch.nn.Identity()).predict(PAIRS)
     assert model.score(FIRST, SECOND, use_activation=False) == pytest.approx(expected, abs=1e-5)
 
 
 def test_truncation_is_that_of_sentence_transformers(model, bert):
-    """A pair above the limit is refused, unless it is to be cut; then the longer text is cut first."""
+    """A pair above the limit is refused, unless truncation is on; then the longer text is cut first."""
     long = " ".join(["w1", "w2", "w3"] * 40)
     with pytest.raises(MlflowException, match=r"text_2: with its query, more than 64 tokens"):
         model.score(QUERY, long)
@@ -108,8 +109,8 @@ def test_truncation_is_that_of_sentence_transformers(model, bert):
     assert cut == pytest.approx([float(one) for one in shorter], abs=1e-5)
 
 
-def test_the_asynchronous_twin(model):
-    """The same scores for coroutines."""
+def test_asynchronous_scores(model):
+    """The asynchronous API returns the same scores."""
 
     async def ask():
         return await asyncio.gather(model.aio.score(FIRST, SECOND), model.aio.rerank(QUERY, DOCUMENTS, top_n=2))
@@ -120,7 +121,7 @@ def test_the_asynchronous_twin(model):
 
 
 def test_predict(saved, model):
-    """A request with a query or with pairs, and a frame with a row for each; usage counts every pair's tokens."""
+    """``predict`` scores a request with a query or with pairs and a frame of rows; usage counts every pair's tokens."""
     loaded = mlflow.pyfunc.load_model(str(saved), model_config={"in_process": True})
     found = loaded.predict({"query": QUERY, "documents": DOCUMENTS, "top_n": 2})
     assert [entry["index"] for entry in found["results"]] == [one.index for one in model.rerank(QUERY, DOCUMENTS)[:2]]
@@ -143,7 +144,7 @@ def test_predict(saved, model):
     ],
 )
 def test_the_activation_that_the_files_name(bert, tmp_path, key, value, activation):
-    """In the places where sentence-transformers wrote it before it had a file of its own, as it reads them."""
+    """The activation is read from the places where sentence-transformers wrote it before it had its own file."""
     source = shutil.copytree(bert, tmp_path / "source")
     config = source / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {key: value}))
@@ -155,8 +156,8 @@ def test_the_activation_that_the_files_name(bert, tmp_path, key, value, activati
         assert model.score(FIRST, SECOND) == pytest.approx(reference(source).predict(PAIRS), abs=1e-5)
 
 
-def test_what_sentence_transformers_has_saved(bert, tmp_path):
-    """A directory written by the library itself, with modules and an activation of its own."""
+def test_a_directory_saved_by_sentence_transformers(bert, tmp_path):
+    """A directory saved by sentence-transformers, with modules and its own activation, gives the same scores."""
     original = reference(bert, activation_fn=torch.nn.Identity())
     original.save_pretrained(str(tmp_path / "source"))
     llm.save_model(tmp_path / "m", tmp_path / "source", task="score")
@@ -164,8 +165,9 @@ def test_what_sentence_transformers_has_saved(bert, tmp_path):
         assert model.score(FIRST, SECOND) == pytest.approx(original.predict(PAIRS), abs=1e-5)
 
 
-def test_what_is_refused(bert, tmp_path, bert_dir, llama_dir):
-    """Several labels, no head, a model that writes, other tasks beside it, an activation that is code of anybody's."""
+def test_unsupported_cross_encoders_are_refused(bert, tmp_path, bert_dir, llama_dir):
+    """Several labels, no head, a generating model, other tasks beside it and an activation of foreign code are
+    refused."""
     three = save_cross_encoder(tmp_path / "three", labels=3)
     for source, reason in (
         (three, r"needs a cross-encoder.*BertForSequenceClassification of 3 labels"),
@@ -190,7 +192,8 @@ def test_what_is_refused(bert, tmp_path, bert_dir, llama_dir):
 
 
 def test_it_can_be_logged_for_embeddings(bert, tmp_path):
-    """The task says so; without it a model with a head of one label is a cross-encoder, one with three is refused."""
+    """A task of embeddings is honoured; without one a head of one label is a cross-encoder and one of three is
+    refused."""
     llm.save_model(tmp_path / "m", bert, task="embeddings")
     assert read_bundle(tmp_path / "m").tasks == ("embeddings",)
     with pytest.raises(MlflowException, match=r"has a head of 3 labels .* task='embeddings' logs its encoder"):
@@ -198,7 +201,7 @@ def test_it_can_be_logged_for_embeddings(bert, tmp_path):
 
 
 def test_embedding_models_compare_texts(bert_dir, tmp_path):
-    """An encoder's scores are the cosines of its vectors."""
+    """An embedding model's scores are the cosines of its vectors."""
     llm.save_model(tmp_path / "m", bert_dir)
     with llm.load_model(str(tmp_path / "m"), in_process=True, threads=1) as model:
         vectors = model.embed(["one", "two", "three"])

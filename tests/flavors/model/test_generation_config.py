@@ -1,4 +1,4 @@
-"""A model's ``generation_config.json`` as the defaults of its requests, and what stands over it."""
+"""A model's ``generation_config.json`` as the defaults of its requests, and what overrides it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ AS_FIELDS = {
 
 @pytest.fixture(scope="module")
 def qwen_dir(tmp_path_factory, llama_dir):
-    """The tiny Llama with another generation config."""
+    """Save the tiny Llama with another generation config."""
     folder = tmp_path_factory.mktemp("qwen") / "tiny"
     shutil.copytree(llama_dir, folder)
     (folder / "generation_config.json").write_text(json.dumps(QWEN))
@@ -68,15 +68,15 @@ def qwen_dir(tmp_path_factory, llama_dir):
     ],
     ids=range(9),
 )
-def test_what_a_file_says(tmp_path, values, defaults, rest):
-    """Sampling is read as request fields, ``do_sample: false`` as greedy; the rest is named unless it is off."""
+def test_settings_read_from_the_file(tmp_path, values, defaults, rest):
+    """Sampling settings become request fields and ``do_sample: false`` greedy; other active settings are reported."""
     (tmp_path / "generation_config.json").write_text(json.dumps(values))
     assert generation_config.read(tmp_path) == (defaults, rest)
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "{"])
-def test_a_file_that_is_none(tmp_path, text):
-    """Is refused by its name; no file says nothing."""
+def test_an_invalid_file_is_refused(tmp_path, text):
+    """An invalid file is refused by name; a missing one gives no defaults."""
     assert generation_config.read(tmp_path) == ({}, {})
     (tmp_path / "generation_config.json").write_text(text)
     with pytest.raises(PackagingError, match=r"generation_config\.json"):
@@ -97,7 +97,7 @@ def test_packaged_and_shown(tmp_path, qwen_dir, caplog):
 
 
 def test_a_value_in_the_file_that_is_refused(tmp_path, llama_dir, caplog):
-    """Is kept in the file, and the warning says what is allowed."""
+    """An invalid value is kept in the file, and the warning says what is allowed."""
     folder = tmp_path / "source"
     shutil.copytree(llama_dir, folder)
     (folder / "generation_config.json").write_text(json.dumps({"num_beams": 4, "max_new_tokens": -1}))
@@ -119,7 +119,8 @@ def test_a_value_in_the_file_that_is_refused(tmp_path, llama_dir, caplog):
     ids=range(4),
 )
 def test_another_at_log_time(tmp_path, qwen_dir, given, expected):
-    """Replaces the file's: a dict by either kind of names, none, or transformers' object."""
+    """A config given when logging replaces the file's: a dict by either kind of names, none, or transformers'
+    object."""
     llm.save_model(tmp_path / "m", qwen_dir, generation_config=given)
     assert Model.load(str(tmp_path / "m")).flavors["llm"]["request_defaults"] == expected
 
@@ -135,14 +136,14 @@ def test_another_at_log_time(tmp_path, qwen_dir, given, expected):
         ([1], r"generation_config: \[1\]"),
     ],
 )
-def test_what_cannot_be_a_default_is_refused(given, reported):
-    """What a caller asks for himself is not left without effect."""
+def test_invalid_defaults_are_refused(given, reported):
+    """Settings given as defaults that have no effect or an invalid value are refused by name."""
     with pytest.raises(PackagingError, match=reported):
         model_config.parse({"generation_config": given})
 
 
 def test_overrides_at_load(tmp_path, qwen_dir):
-    """The model's defaults hold; ``defaults`` stand over them, null takes one away, and a request over all."""
+    """``defaults`` override the model's defaults, null removes one, and a request overrides both."""
     llm.save_model(tmp_path / "m", qwen_dir)
     uri = str(tmp_path / "m")
     with llm.load_model(uri, in_process=True, defaults={"temperature": 0, "top_p": None}) as model:
@@ -159,8 +160,8 @@ def test_overrides_at_load(tmp_path, qwen_dir):
 
 
 def test_options_are_the_settings(tmp_path):
-    """The typed keyword arguments are the engine settings, name by name and type by type; a typo is reported with the
-    nearest name."""
+    """The typed keyword arguments equal the engine settings in name and type; a typo is reported with the nearest
+    name."""
     import typing
 
     from mlflow_llm.flavors.llm.model.options import EngineOptions

@@ -1,4 +1,4 @@
-"""The manifest: what it records, and that a model which is not what was saved does not load."""
+"""The manifest: its records, and the refusal to load a model that differs from what was saved."""
 
 import hashlib
 import json
@@ -47,7 +47,7 @@ def test_same_content_same_hash(saved, tmp_path, llama_dir, adapter_dir):
 
 
 def test_nothing_absolute_is_stored(copied, saved, llama_dir, tmp_path):
-    """A model that was moved loads, and no file of it names the machine's folders."""
+    """A moved model loads, and none of its files names the machine's folders."""
     shutil.move(copied, tmp_path / "elsewhere")
     bundle = llm.load_bundle(tmp_path / "elsewhere", verify="full")
     assert bundle.model_dir == str(tmp_path / "elsewhere/model")
@@ -67,7 +67,7 @@ def test_changed_size(copied):
 
 
 def test_changed_bytes(copied, monkeypatch):
-    """A change that keeps the size is found by full verification, by argument or environment."""
+    """A change that keeps the size is found by full verification, by argument or environment variable."""
     file = copied / "adapters/formal/adapter_model.safetensors"
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
@@ -81,7 +81,7 @@ def test_changed_bytes(copied, monkeypatch):
 
 
 def test_missing_file(copied):
-    """A file that is gone is named."""
+    """A missing file is named."""
     (copied / "tokenizer/tokenizer.json").unlink()
     with pytest.raises(MlflowException, match=r"tokenizer/tokenizer\.json is missing"):
         llm.load_bundle(copied)
@@ -89,7 +89,7 @@ def test_missing_file(copied):
 
 @pytest.mark.parametrize("name", ["model/pytorch_model.bin", "model/extra.safetensors", "adapters/new/x.json"])
 def test_added_file(copied, name):
-    """A file that was put in afterwards is refused: a loader might read it."""
+    """An added file is refused, because a loader might read it."""
     (copied / name).parent.mkdir(exist_ok=True)
     (copied / name).write_bytes(b"x")
     with pytest.raises(MlflowException, match=r"is not in manifest\.json"):
@@ -97,7 +97,7 @@ def test_added_file(copied, name):
 
 
 def test_edited_manifest(copied):
-    """An entry changed in the manifest no longer agrees with its content hash."""
+    """An edited manifest entry is found by the content hash."""
     manifest = json.loads((copied / "manifest.json").read_text())
     manifest["files"]["chat_template.jinja"]["sha256"] = "0" * 64
     (copied / "manifest.json").write_text(json.dumps(manifest))
@@ -106,7 +106,7 @@ def test_edited_manifest(copied):
 
 
 def test_unreadable_manifests(copied):
-    """A later format, a broken file and a missing one each say so."""
+    """A later format, a broken file and a missing one are each reported."""
     manifest = json.loads((copied / "manifest.json").read_text())
     (copied / "manifest.json").write_text(json.dumps(manifest | {"format_version": 99}))
     with pytest.raises(MlflowException, match=r"format version 99.*install a later one"):
@@ -120,6 +120,6 @@ def test_unreadable_manifests(copied):
 
 
 def test_verify_is_one_of_two(copied):
-    """Another value of verify is refused."""
+    """An unknown value of verify is refused."""
     with pytest.raises(MlflowException, match=r'expected "size" or "full"'):
         llm.load_bundle(copied, verify="none")

@@ -1,4 +1,4 @@
-"""Where a model is said to be: fixed to a version, or an error that says what there is instead."""
+"""Resolution of model URIs: pinned to a version, or an error that names the alternatives."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mlflow_llm.serving.interface.errors import ModelNotFound
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """``assistant`` with versions 1 to 7, an alias and a stage, ``empty`` without a version."""
+    """Register ``assistant`` with versions 1 to 7, an alias and a stage, and ``empty`` without a version."""
     with own_registry(tmp_path_factory.mktemp("registry")) as uri:
         client = MlflowClient()
         client.create_registered_model("assistant")
@@ -45,7 +45,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     ],
 )
 def test_a_uri_is_fixed_to_a_version(store: str, uri: str, version: str) -> None:
-    """Versions, aliases, ``latest``, and stages, whose latest version counts; as MLflow finds them."""
+    """Versions, aliases, ``latest`` and the latest version of a stage are resolved as MLflow does."""
     assert model_registry.pinned(uri) == f"models:/assistant/{version}"
     name, found = get_model_name_and_version(MlflowClient(), uri)
     assert (name, str(found)) == ("assistant", version)
@@ -67,8 +67,8 @@ def test_a_uri_is_fixed_to_a_version(store: str, uri: str, version: str) -> None
         ("models:/assistant", "'assistant' in {store} has versions, and none is named; it has versions 7, 6"),
     ],
 )
-def test_what_is_not_there_is_reported_with_what_is(store: str, uri: str, reported: str) -> None:
-    """The store that was asked, and the nearest names, versions and aliases; as MLflow's error with status 404."""
+def test_a_missing_model_is_reported_with_alternatives(store: str, uri: str, reported: str) -> None:
+    """A missing model is MLflow's not-found error with the store and the nearest names, versions and aliases."""
     with pytest.raises(ModelNotFound) as caught:
         model_registry.pinned(uri)
     assert str(caught.value).startswith(f"{uri}: {reported.format(store=store)}")
@@ -80,7 +80,7 @@ def test_what_is_not_there_is_reported_with_what_is(store: str, uri: str, report
 
 @pytest.mark.parametrize("uri", ["models:/assistant/1", "models:/assistant@champion", "runs:/abc/model"])
 def test_reading_makes_no_store(uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where MLflow's default store is not there, that is said, and the working directory stays as empty as it was."""
+    """If MLflow's default store does not exist, the error says so and no store is created."""
     monkeypatch.chdir(tmp_path)
     with own_stores(f"sqlite:///{tmp_path / 'mlflow.db'}"):
         with pytest.raises(MlflowException, match=r"there is no MLflow store at sqlite:///.*MLFLOW_TRACKING_URI"):
@@ -90,7 +90,7 @@ def test_reading_makes_no_store(uri: str, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_an_unknown_run_names_the_store(store: str) -> None:
-    """What MLflow refuses to download is reported with the store that was asked."""
+    """An unknown run is reported with the store that was asked."""
     with pytest.raises(
         MlflowException, match=r"runs:/abc/model cannot be fetched: .*looked for in sqlite:///"
     ) as caught:
@@ -98,15 +98,15 @@ def test_an_unknown_run_names_the_store(store: str) -> None:
     assert caught.value.error_code == "RESOURCE_DOES_NOT_EXIST"
 
 
-def test_what_a_client_raises_is_reported(store: str) -> None:
-    """MLflow's client for a URI's scheme may raise anything: this one a bare ValueError, without a connection."""
+def test_any_error_of_a_client_is_reported(store: str) -> None:
+    """Any error of MLflow's client for a URI scheme is reported, here a bare ValueError without a connection."""
     with pytest.raises(MlflowException, match=r"http://127\.0\.0\.1:1/x cannot be fetched: ") as caught:
         llm.load_model("http://127.0.0.1:1/x")
     assert caught.value.error_code == "RESOURCE_DOES_NOT_EXIST"
 
 
 def test_a_folder_to_download_to_is_made(llama_dir: Path, tmp_path: Path) -> None:
-    """``dst_path`` need not exist."""
+    """A ``dst_path`` that does not exist is created."""
     llm.save_model(tmp_path / "saved", llama_dir)
     with llm.load_model(str(tmp_path / "saved"), dst_path=str(tmp_path / "new" / "folder")):
         assert list((tmp_path / "new" / "folder").rglob("MLmodel"))

@@ -1,4 +1,4 @@
-"""A model in a directory is read without MLflow, whose import takes longer than all else that finding a model does."""
+"""Reading a model directory without MLflow, whose import takes longer than everything else."""
 
 from __future__ import annotations
 
@@ -33,13 +33,14 @@ def saved(llama_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def resolved(*words: str | Path) -> tuple[dict[str, object], str]:
-    """What the resolver prints: the answer, and the exit status with what was imported."""
+    """Return the resolver's printed answer, and its exit status with the imported modules."""
     done = subprocess.run([sys.executable, "-P", "-c", CODE, *map(str, words)], capture_output=True, check=True)
     answer, said = done.stdout.decode().splitlines()
     return json.loads(answer), said
 
 
 def test_a_directory_is_resolved_without_mlflow(saved: Path) -> None:
+    """A model directory is resolved with its settings and without importing MLflow."""
     answer, said = resolved(saved)
     assert said == "0"
     (model,) = answer["models"]  # type: ignore[misc]
@@ -48,12 +49,14 @@ def test_a_directory_is_resolved_without_mlflow(saved: Path) -> None:
 
 
 def test_a_directory_that_is_no_model_is_refused_without_mlflow(tmp_path: Path) -> None:
+    """A directory without a model is refused by its path, without importing MLflow."""
     answer, said = resolved(tmp_path)
     assert said == "1"
     assert str(tmp_path) in str(answer["error"])
 
 
 def test_a_name_of_the_registry_is_looked_up_by_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A registry URI imports MLflow and is reported as missing if it does not exist."""
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'no.db'}")
     answer, said = resolved("models:/nobody/1")
     assert said.startswith("1 mlflow")
@@ -61,6 +64,7 @@ def test_a_name_of_the_registry_is_looked_up_by_mlflow(tmp_path: Path, monkeypat
 
 
 def test_names_are_mlflows() -> None:
+    """The copied names equal MLflow's constants."""
     assert names.MLMODEL == MLMODEL_FILE_NAME
     assert names.PYFUNC == pyfunc.FLAVOR_NAME
     assert names.MODEL_CONFIG == pyfunc.MODEL_CONFIG
@@ -68,31 +72,35 @@ def test_names_are_mlflows() -> None:
 
 @pytest.mark.parametrize("content", ["", "[]", "flavors: 3", "flavors: [llm]", "flavors: {llm: {}", "\0"])
 def test_a_damaged_mlmodel_is_named(tmp_path: Path, content: str) -> None:
+    """An MLmodel file that is not a YAML object is refused by name."""
     (tmp_path / names.MLMODEL).write_text(content)
     with pytest.raises(PackagingError, match="MLmodel"):
         saved_config(tmp_path)
 
 
 def test_a_missing_mlmodel_is_named(tmp_path: Path) -> None:
-    """Its settings would be lost in silence, and MLflow does not load such a model either."""
+    """A missing MLmodel file is refused by name, because the model's settings would be lost."""
     with pytest.raises(PackagingError, match=r"MLmodel is missing in .*: the model's settings"):
         saved_config(tmp_path)
 
 
 @pytest.mark.parametrize("function", [None, {}, {"config": None}, {"config": ["dtype"]}])
 def test_an_mlmodel_without_settings_is_named(tmp_path: Path, function: object) -> None:
+    """An MLmodel file without the model's settings is refused with the offending value."""
     (tmp_path / names.MLMODEL).write_text(yaml.safe_dump({"flavors": {"llm": {}, "python_function": function}}))
     with pytest.raises(PackagingError, match=r"lacks the model's settings: python_function\.config is (None|\[)"):
         saved_config(tmp_path)
 
 
 def test_another_flavors_model_is_refused(tmp_path: Path) -> None:
+    """A model without this flavor is refused with the flavors it has."""
     (tmp_path / names.MLMODEL).write_text(yaml.safe_dump({"flavors": {"sklearn": {}, "python_function": {}}}))
     with pytest.raises(PackagingError, match="its flavors are python_function, sklearn"):
         saved_config(tmp_path)
 
 
 def test_public_names_are_imported_when_asked_for() -> None:
+    """Public names are imported lazily, by attribute and by ``import *``; an unknown one is an AttributeError."""
     assert set(llm.__all__) == set(llm.MODULES)
     assert set(llm.__all__) <= set(dir(llm))
     found: dict[str, object] = {}

@@ -1,4 +1,4 @@
-"""Chat templates: every form they come in, and the proof that they render."""
+"""Chat templates: their sources, and the check that they render."""
 
 import json
 import shutil
@@ -33,7 +33,7 @@ def save(tmp_path, llama_dir):
 
 
 def test_from_the_tokenizer(save):
-    """Without chat_template the tokenizer's own is stored."""
+    """Without chat_template the tokenizer's own template is stored."""
     assert save() == {"default": TEMPLATE}
 
 
@@ -49,7 +49,7 @@ def test_as_text_and_as_path(save, tmp_path):
 
 
 def test_by_name(save, tmp_path):
-    """Several templates by name: default and the others, which may need tools."""
+    """Several named templates are stored: the default and others, which may need tools."""
     (tmp_path / "tools.jinja").write_text(TOOLS_ONLY)
     given = {"default": TEMPLATE, "tool_use": tmp_path / "tools.jinja"}
     assert save(chat_template=given) == {"default": TEMPLATE, "tool_use": TOOLS_ONLY}
@@ -98,7 +98,7 @@ def test_template_without_a_system_role(save):
     ],
 )
 def test_templates_that_are_refused(save, template, reason):
-    """A template that is no template or does not render is refused with the reason, in the sandbox."""
+    """An invalid template, or one that does not render, is refused with the reason from the sandbox."""
     with pytest.raises(MlflowException) as caught:
         save(chat_template=template)
     assert reason in caught.value.message

@@ -1,4 +1,4 @@
-"""``model.aio``: the same answers as the object's own, without a thread a request, aborted with their tasks."""
+"""``model.aio``: the object's own answers without a thread per request, aborted with their tasks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FIELDS = {"max_tokens": 8, "ignore_eos": True, "temperature": 0}
 
 @pytest.fixture(scope="module", params=[False, True], ids=["process", "thread"])
 def model(request, llama_dir, tmp_path_factory):
-    """A tiny model whose engine is in a process of its own, and on a thread of this one."""
+    """Load a tiny model with its engine in another process, and on a thread of this one."""
     path = tmp_path_factory.mktemp("m") / "m"
     llm.save_model(path, llama_dir)
     with llm.load_model(str(path), in_process=request.param, threads=1) as loaded:
@@ -36,7 +36,7 @@ def embedder(bert_dir, tmp_path_factory):
 
 
 def test_answers_are_those_of_the_object(model):
-    """Chat, and completions of several prompts: equal, with their usage."""
+    """Asynchronous chat and completions of several prompts equal the object's, with their usage."""
 
     async def ask():
         return await asyncio.gather(
@@ -51,7 +51,7 @@ def test_answers_are_those_of_the_object(model):
 
 
 def test_vectors_are_those_of_the_object(embedder):
-    """One, several, and streamed in the order of the texts."""
+    """Asynchronous vectors, single, batched and streamed in order, equal the object's."""
     texts = ["a b c " * 9, "a"] * 9
 
     async def ask():
@@ -65,7 +65,7 @@ def test_vectors_are_those_of_the_object(embedder):
 
 
 def test_streams(model):
-    """Pieces add up to the whole answer; an early end is one."""
+    """Streamed pieces add up to the whole answer, and leaving a stream early ends it."""
 
     async def ask():
         async with await model.aio.chat("Hi", stream=True, **FIELDS) as stream:
@@ -81,8 +81,8 @@ def test_streams(model):
 
 
 def test_requests_hold_no_threads(model):
-    """While forty streams are open only the executor of the loop, which prepares them, has added threads. (One more
-    may come with neighbours that want the processors, whatever this process does.)"""
+    """Forty open streams add only the threads of the loop's executor, which prepares them. (One more may come with
+    neighbours that want the CPUs, whatever this process does.)"""
 
     async def ask():
         streams = [await model.aio.complete("Hi", stream=True, max_tokens=64, ignore_eos=True) for _ in range(40)]
@@ -115,7 +115,7 @@ def test_errors_are_mlflows(model):
 
 
 class FakeEngine:
-    """One request, whose events the test puts."""
+    """An engine with one request, whose events the test puts."""
 
     def __init__(self):
         self.closed = False
@@ -139,13 +139,13 @@ def pieces_of(engine):
 
 
 async def settled():
-    """Once all that can run has run."""
+    """Wait until everything that can run has run."""
     for _ in range(5):
         await asyncio.sleep(0)
 
 
 def test_a_cancelled_task_aborts_its_request():
-    """While it waits for an event that does not come."""
+    """A task cancelled while it waits for an event aborts its request."""
     engine = FakeEngine()
 
     async def ask():
@@ -161,7 +161,7 @@ def test_a_cancelled_task_aborts_its_request():
 
 
 def test_a_close_elsewhere_ends_the_wait():
-    """Another task closes the stream: its reader sees the end, and does not wait for ever."""
+    """A stream closed by another task ends for its reader, which does not wait for ever."""
     engine = FakeEngine()
 
     async def ask():
@@ -176,7 +176,7 @@ def test_a_close_elsewhere_ends_the_wait():
 
 
 def test_events_of_another_thread_wake_the_reader():
-    """Each once, in order; an error is raised where it comes, and closes the stream."""
+    """Events of another thread arrive once and in order; an error is raised in its place and closes the stream."""
     engine = FakeEngine()
 
     async def ask():
@@ -196,7 +196,7 @@ def test_events_of_another_thread_wake_the_reader():
 
 
 def test_a_dropped_stream_is_closed():
-    """By who forgets it without a word."""
+    """A stream that is garbage-collected without being read is closed."""
     engine = FakeEngine()
 
     async def ask():
@@ -207,7 +207,7 @@ def test_a_dropped_stream_is_closed():
 
 
 def test_a_queue_outlives_its_loop():
-    """An engine that puts an event behind the loop's end raises nothing on its own thread."""
+    """An engine that puts an event after the loop has ended raises nothing on its own thread."""
 
     async def make():
         queue = LoopQueue()
@@ -222,7 +222,7 @@ def test_a_queue_outlives_its_loop():
 
 
 def test_a_late_wake_up_is_no_event():
-    """Where its event was read before it came the reader waits on, for the next one."""
+    """After a wake-up whose event was already read, the reader waits for the next event."""
 
     async def read() -> str:
         queue = LoopQueue()

@@ -1,4 +1,4 @@
-"""``mlflow-llm batch -m``: a file of requests answered by a model in the command's own process."""
+"""``mlflow-llm batch -m``: a file of requests answered in the command's own process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def batch(source, output, *more):
 
 
 def test_rows_are_answered_here(saved, tmp_path):
-    """With the model's own defaults; what it refuses is that row's error, and the exit status says so."""
+    """Rows are answered with the model's own defaults; a refused row has its error, and the exit status says so."""
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     done = batch(source, output, "-m", str(saved))
@@ -47,7 +47,7 @@ def test_rows_are_answered_here(saved, tmp_path):
 
 
 def test_a_model_that_is_not_there(tmp_path):
-    """Stops the batch before any row is written."""
+    """A missing model stops the batch before any row is written."""
     (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')
     done = batch(tmp_path / "in.jsonl", tmp_path / "out.jsonl", "-m", str(tmp_path / "nowhere"))
     assert done.exit_code == 2, done.output
@@ -56,7 +56,7 @@ def test_a_model_that_is_not_there(tmp_path):
 
 
 def test_a_conversation_with_an_adapter_that_is_not_there(saved):
-    """``chat -m`` refuses a name that the loaded model does not have; the base does not answer in its place."""
+    """``chat -m`` refuses an adapter name that the loaded model does not have, instead of answering with the base."""
     words = ["chat", "-m", str(saved), "-C", "in_process=true", "--max-tokens", "2"]
     done = CliRunner().invoke(cli, [*words, "--model", "pirate", "Hi"])
     assert (done.exit_code, "there is no pirate; available: " in done.output) == (1, True), done.output

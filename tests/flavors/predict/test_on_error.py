@@ -1,4 +1,4 @@
-"""``on_error`` of predict: what stands in the place of a request that is refused or fails."""
+"""``on_error`` of predict: the value in place of a request that is refused or fails."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def model(llama_dir, tmp_path_factory):
 
 
 def test_null_and_return(model, caplog):
-    """The others are answered, in order; what failed is None, or an error object that names the field. The log says how
-    many, without a prompt."""
+    """Other rows are answered in order; a failed one is None, or an error object that names the field. The log counts
+    failures without showing a prompt."""
     with caplog.at_level(logging.WARNING):
         nulls = model.predict(ROWS, params={"on_error": "null"})
     assert "2 of 4 requests failed; row 1: max_token" in caplog.text
@@ -48,7 +48,7 @@ def test_null_and_return(model, caplog):
 @pytest.mark.parametrize("kind", [list, tuple, pandas.Series, lambda rows: numpy.array(rows, dtype=object)])
 @pytest.mark.parametrize("wrong", [None, 5, float("nan"), ["a"]], ids=repr)
 def test_an_entry_that_is_no_request(model, kind, wrong):
-    """Of a list as of a Series: its place has null or its error, the others are answered; by default it is named."""
+    """An entry of a list or Series that is not a request becomes null or its error; by default it is raised by row."""
     given, params = kind(["abc", wrong]), {"max_tokens": numpy.int64(2), "ignore_eos": True}
     answered, null = model.predict(given, params=params | {"on_error": "null"})
     assert (answered["usage"]["completion_tokens"], null) == (2, None)
@@ -60,7 +60,7 @@ def test_an_entry_that_is_no_request(model, kind, wrong):
 
 
 def test_a_row_that_fails_while_it_runs(model, monkeypatch):
-    """Its own error alone stands in its place."""
+    """A row that fails while it runs has its own error alone in its place."""
     session = model._model_impl.session
     plain = session.reply
 
@@ -78,13 +78,13 @@ def test_a_row_that_fails_while_it_runs(model, monkeypatch):
 
 @pytest.mark.parametrize("params", [{"on_error": "raise"}, {"on_error": None}, None])
 def test_the_default_raises(model, params):
-    """The first that is wrong, by its row."""
+    """The first invalid row is raised by its number by default."""
     with pytest.raises(MlflowException, match="row 1: max_token"):
         model.predict(ROWS, params=params)
 
 
-def test_what_raises_all_the_same(model):
-    """Another value, parameters that are none, a stream, and input that holds no requests."""
+def test_errors_raised_regardless_of_on_error(model):
+    """An unknown value, unknown parameters, streams and input without requests are raised regardless of on_error."""
     with pytest.raises(MlflowException, match=r"params\.on_error: 'ignore' .* \"null\""):
         model.predict(ROWS, params={"on_error": "ignore"})
     with pytest.raises(MlflowException, match=r"params\.foo"):
@@ -96,7 +96,7 @@ def test_what_raises_all_the_same(model):
 
 
 def test_a_closed_model_raises(llama_dir, tmp_path):
-    """Rather than giving nulls for all that was asked."""
+    """A closed model raises instead of giving null for every row."""
     llm.save_model(tmp_path / "m", llama_dir)
     loaded = mlflow.pyfunc.load_model(str(tmp_path / "m"), model_config={"in_process": True})
     loaded._model_impl.close()

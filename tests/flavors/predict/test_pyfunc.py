@@ -1,4 +1,4 @@
-"""What ``predict`` makes of each form of input, and of ``params``."""
+"""The forms of input and of ``params`` that ``predict`` takes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ COMPLETION = {"prompt": "a", "max_tokens": 3}
     ],
 )
 def test_a_dict_is_one_request_and_a_list_is_many(body):
-    """A dict asks for one object; the same in a list or tuple, also alone, for a list."""
+    """A dict gives one object; the same dict in a list or tuple, even alone, gives a list."""
     assert requests_of(body, "chat") == ([body], True)
     assert requests_of([body], "chat") == ([body], False)
     assert requests_of((body, COMPLETION), "chat") == ([body, COMPLETION], False)
@@ -40,7 +40,7 @@ def test_a_dict_is_one_request_and_a_list_is_many(body):
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("null", [None, float("nan"), np.float32("nan"), pd.NA, pd.NaT], ids=repr)
 def test_a_null_in_a_frame_says_nothing(null, count):
-    """In one row as in many."""
+    """A null in a frame counts as missing, in one row and in many."""
     frame = pd.DataFrame(
         {"prompt": ["a"] * count, "max_tokens": [3] * count, "stop": pd.Series([null] * count, dtype=object)}
     )
@@ -48,15 +48,15 @@ def test_a_null_in_a_frame_says_nothing(null, count):
 
 
 def test_nan_of_a_dict_is_kept():
-    """What a caller wrote himself is not taken for a missing field: it is refused later. ``pd.NA`` is null."""
+    """A NaN in a caller's dict is kept and not taken for a missing field; ``pd.NA`` becomes null."""
     (request,), _ = requests_of({"prompt": "a", "temperature": float("nan"), "stop": pd.NA}, "chat")
     assert np.isnan(request.pop("temperature"))
     assert request == {"prompt": "a", "stop": None}
 
 
 @pytest.mark.parametrize("given", [[], (), pd.DataFrame(), pd.DataFrame({"prompt": []}), pd.Series([], dtype=object)])
-def test_nothing_gives_nothing(given):
-    """No row is no request, and no error."""
+def test_empty_input_gives_an_empty_list(given):
+    """Input without rows gives no request and no error."""
     assert requests_of(given, "chat") == ([], False)
 
 
@@ -69,7 +69,7 @@ TEXTS = {
 
 @pytest.mark.parametrize("task", TEXTS)
 def test_texts_are_requests_of_the_models_first_task(task):
-    """A text is one; a list, a Series, an array or a frame with one column of texts has one an entry."""
+    """A text is one request; a list, Series, array or one-column frame of texts is one request per entry."""
     assert requests_of("hi", task) == ([TEXTS[task]], True)
     assert requests_of(np.array("hi"), task) == ([TEXTS[task]], True)
     many = (
@@ -87,7 +87,7 @@ def test_texts_are_requests_of_the_models_first_task(task):
 
 
 def test_arrays_of_a_parquet_row_are_lists():
-    """A conversation read back from Parquet is an array of messages in one row, not many rows."""
+    """A conversation read from Parquet is an array of messages in one row, not many rows."""
     frame = pd.DataFrame([{"messages": np.array(MESSAGES, dtype=object), "max_tokens": np.int64(3)}])
     assert requests_of(frame, "chat") == ([{"messages": MESSAGES, "max_tokens": 3}], False)
 
@@ -105,8 +105,8 @@ def test_arrays_of_a_parquet_row_are_lists():
     ],
     ids=range(7),
 )
-def test_what_is_no_request_is_refused(given, reported):
-    """By its place, or the column's name with the nearest one that is known."""
+def test_invalid_requests_are_refused(given, reported):
+    """An invalid request is refused by its place, or by the column's name with the nearest known one."""
     with pytest.raises(InvalidField, match=reported):
         requests_of(given, "chat")
 
@@ -127,14 +127,15 @@ DEEP = {"prompt": "a", "logit_bias": functools.reduce(lambda inner, _: [inner], 
     ids=range(6),
 )
 def test_an_entry_that_is_no_request_is_an_error_in_its_place(given, reported):
-    """The others are requests all the same, and what is made of the error is ``on_error``'s to say."""
+    """An entry that is not a request becomes an error in its place, and the others stay requests."""
     (error, text), single = requests_of(given, "completions")
     assert str(error).startswith(reported)
     assert (text, single) == ({"prompt": "hi"}, False)
 
 
 def test_columns_that_came_without_names():
-    """MLflow's ``spark_udf`` names them by their position, and adds every other column of the signature."""
+    """Columns named by position, as MLflow's ``spark_udf`` does for several columns, are refused with the way to name
+    them."""
     names = lossless_signature().inputs.input_names()
     frame = pd.DataFrame({names[0]: ["hi"]}, columns=names)
     with pytest.raises(InvalidField, match=r"columns without names.*struct\('prompt', …\)"):
@@ -142,7 +143,7 @@ def test_columns_that_came_without_names():
 
 
 def test_a_deep_row_of_a_frame_is_an_error_in_its_place():
-    """As one of a list is."""
+    """A row of a frame that is nested too deep becomes an error in its place, as in a list."""
     (error, text), _ = requests_of(pd.DataFrame([DEEP, {"prompt": "hi"}]), "completions")
     assert isinstance(error, InvalidField)
     assert text == {"prompt": "hi"}
@@ -158,13 +159,13 @@ def test_a_deep_row_of_a_frame_is_an_error_in_its_place():
     ],
 )
 def test_params_that_are_no_fields_are_refused(params, reported):
-    """Also where no row is there to be answered."""
+    """Params that are not fields are refused, also without rows."""
     with pytest.raises(InvalidField, match=reported):
         _check_params(params)
 
 
 def test_the_signature_lists_params_of_one_value():
-    """Every field of one scalar type, for those who hold ``params`` to a signature as MLflow does."""
+    """The signature lists every field of a scalar type as a param, since MLflow enforces these."""
     schema = lossless_signature().params
     given = {"temperature": 0, "max_tokens": 5, "adapter": "pirate", "echo": True, "seed": 2**40}
     _, params = _validate_prediction_input({"prompt": "a"}, dict(given), lossless_signature().inputs, schema)
@@ -175,7 +176,7 @@ def test_the_signature_lists_params_of_one_value():
 
 
 def test_a_request_stands_over_params():
-    """What a request says itself wins; null says nothing, in either."""
+    """A request's own value overrides params; null counts as missing in either."""
     params = {"temperature": 0.5, "max_tokens": 5, "seed": None}
     body = {"prompt": "a", "temperature": 0.0, "max_tokens": None}
     assert _with_params(body, params) == {"prompt": "a", "temperature": 0.0, "max_tokens": 5}
@@ -195,7 +196,7 @@ def test_a_request_stands_over_params():
     ids=repr,
 )
 def test_params_have_json_types_as_requests_have(given, read):
-    """numpy's and pandas' values are taken in either; a null of pandas' says nothing."""
+    """Params and requests take values of numpy and pandas; a null of pandas counts as missing."""
     found = _with_params({"prompt": "a"}, {"stop": given})
     assert found == {"prompt": "a"} | ({} if read is None else {"stop": read})
     assert type(found.get("stop")) is type(read)

@@ -24,7 +24,7 @@ def agent(tmp_path_factory, llama_dir):
 
 
 def test_answers_and_streams(agent):
-    """predict gives MLflow's response object, predict_stream its events; both say the same."""
+    """``predict`` gives MLflow's response object and ``predict_stream`` its events, with the same text."""
     assert isinstance(agent, ResponsesAgent)
     answer = agent.predict(ASKED)
     assert answer.usage.output_tokens == 5
@@ -45,7 +45,7 @@ def test_a_conversation_with_tools(agent):
 
 
 def test_further_fields(agent):
-    """custom_inputs are fields of the request; what is none is refused by its name."""
+    """``custom_inputs`` are request fields, and an unknown one is refused by name."""
     first, second = (agent.predict({**ASKED, "temperature": 1.0, "custom_inputs": {"seed": 7}}) for _ in range(2))
     assert first.output[0].content == second.output[0].content
     with pytest.raises(MlflowException, match="sede"):

@@ -1,4 +1,4 @@
-"""What MLflow lets through to a model of this flavor: all of it, on every way; and nothing else of other models."""
+"""MLflow's signature enforcement: bypassed for models of this flavor, unchanged for all others."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ GIVEN = [
 
 @pytest.mark.parametrize("given", GIVEN, ids=lambda given: f"{type(given).__name__} {given!r}"[:30])
 def test_input_and_params_arrive_as_they_were_given(ours, given):
-    """The very object, unknown names and all, in ``predict`` and in ``predict_stream``; parameters likewise."""
+    """Input and params arrive as the very objects given, unknown names included, in ``predict`` and
+    ``predict_stream``."""
     params = {"foo": 1, "stop": ["a"]}
     for data, found in (ours.predict(given, params=params), next(ours.predict_stream(given, params=params))):
         assert data is given
@@ -68,7 +69,7 @@ def test_input_and_params_arrive_as_they_were_given(ours, given):
 
 @pytest.mark.parametrize(("signature", "loader"), [(OWN, LOADER_MODULE), (lossless_signature(), "mlflow.sklearn")])
 def test_other_signatures_and_models_are_mlflows(signature, loader):
-    """A signature that the caller wrote, and a model of another flavor, are enforced as ever."""
+    """A caller's own signature and a model of another flavor are still enforced."""
     data, _ = model(signature, loader).predict({"prompt": "x", "foo": 1})
     assert isinstance(data, pd.DataFrame)
     assert list(data.columns) == ["prompt"]
@@ -86,7 +87,7 @@ ROWS = [{"prompt": "a", "max_token": 1}, {"messages": [{"role": "user"}]}]
 
 @pytest.mark.parametrize("form", ["inputs", "instances", "dataframe_records"])
 def test_forms_of_the_scoring_server(ours, form):
-    """Rows with different and unknown fields arrive as they were sent, with parameters beside them."""
+    """Rows with different and unknown fields arrive as they were sent, with params beside them."""
     assert served(ours, {form: ROWS, "params": {"foo": 1}}) == [ROWS, {"foo": 1}]
     assert served(ours, {form: "text"}) == ["text", None]
 
@@ -101,7 +102,7 @@ def test_forms_of_the_scoring_server(ours, form):
     ids=lambda body: next(iter(body)),
 )
 def test_a_request_as_the_body(ours, body):
-    """A body in the form of a request is the request, none of it taken for a parameter."""
+    """A body that is a request arrives whole, with none of its fields taken for a param."""
     assert served(ours, body) == [body, None]
 
 
@@ -111,7 +112,7 @@ class Columns:
 
 
 def test_tables_of_the_scoring_server():
-    """``dataframe_split``, CSV and Parquet keep columns that no request has; numbers are numbers."""
+    """``dataframe_split``, CSV and Parquet keep columns that are not request fields, and numbers stay numbers."""
     ours = pyfunc.PyFuncModel(model(lossless_signature()).metadata, Columns())
     expected = {"prompt": ["a", "b"], "max_token": [1, 2]}
     frame = pd.DataFrame(expected)
@@ -153,7 +154,7 @@ def test_tables_of_the_scoring_server():
     ],
 )
 def test_bodies_that_are_refused(ours, body, reported):
-    """What is no body, and what stands beside its rows without a meaning, is named, and the body is not repeated."""
+    """Invalid bodies and unknown keys beside the rows are refused by name, without repeating the body."""
     with pytest.raises(errors.RequestError, match=reported) as caught:
         served(ours, body)
     assert caught.value.get_http_status_code() == 400
@@ -161,7 +162,7 @@ def test_bodies_that_are_refused(ours, body, reported):
 
 
 def test_an_mlflow_that_drops_fields_is_found(monkeypatch):
-    """Where input passes another way, nothing is loaded: the error says what would be lost and which MLflow helps."""
+    """A version of MLflow that would drop fields fails the load, with the loss and the versions that work."""
     model(lossless_signature())
     monkeypatch.setattr(pyfunc, "_validate_prediction_input", lambda data, params, *rest: ({"prompt": "x"}, params))
     with pytest.raises(PackagingError, match=rf"MLflow {mlflow.__version__} .*\(predict\).* dropped unseen"):
@@ -169,7 +170,7 @@ def test_an_mlflow_that_drops_fields_is_found(monkeypatch):
 
 
 def test_an_mlflow_without_the_function_is_found(monkeypatch):
-    """The same where one of the functions is gone."""
+    """A version of MLflow that lacks one of the functions fails the load."""
     monkeypatch.setattr(signature_enforcement, "_installed", False)
     monkeypatch.delattr(pyfunc, "_validate_prediction_input")
     with pytest.raises(PackagingError, match=r"mlflow\.pyfunc\._validate_prediction_input"):

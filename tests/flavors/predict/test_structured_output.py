@@ -1,4 +1,4 @@
-"""Structured output through the object API and through ``predict``, and what a model may be logged with."""
+"""Structured output by the object API and by ``predict``, and as a default that a model is logged with."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _is_person(text):
 
 @pytest.fixture(scope="module")
 def path(tokenizer, tmp_path_factory):
-    """A tiny model that was logged with a form of its own, and with room for tools in its prompts."""
+    """Save a tiny model with a response format of its own, and with room for tools in its prompts."""
     root = tmp_path_factory.mktemp("m")
     tiny_llama(max_position_embeddings=2048).save_pretrained(root / "llama")
     tokenizer.save_pretrained(root / "llama")
@@ -46,8 +46,8 @@ def model(path):
         yield loaded
 
 
-def test_answers_have_the_form(model):
-    """Asked for, or the model's own; text of any form where the request says so."""
+def test_answers_follow_their_schema(model):
+    """Answers follow the requested schema or the model's own; a request may ask for free text."""
     assert _is_person(model.chat("Who?", response_format=FORMAT, **FIELDS).text)
     assert _is_person(model.chat("Who?", **FIELDS).text)
     assert model.chat("Who?", guided_choice=["yes", "no"], **FIELDS).text in ("yes", "no")
@@ -57,8 +57,8 @@ def test_answers_have_the_form(model):
         _is_person(plain)
 
 
-def test_streams_have_the_form(model):
-    """What a stream gives, of threads and of coroutines, is the text of the whole answer."""
+def test_streams_follow_their_schema(model):
+    """Streamed text of threads and of coroutines equals the whole answer and follows its schema."""
     stream = model.chat("Who?", stream=True, **FIELDS)
     assert _is_person("".join(stream))
     assert (stream.tool_calls, stream.reasoning, stream.finish_reason) == ((), "", "stop")
@@ -75,7 +75,7 @@ CALLING = {**FIELDS, "max_tokens": 128, "tools": [TOOL], "tool_choice": "require
 
 
 def test_answers_have_calls(model):
-    """A call stands beside the text, whole and streamed, and goes back as a message of the conversation."""
+    """A tool call comes beside the text, whole and streamed, and can be sent back as a message."""
     answer = model.chat("Who?", **CALLING)
     (call,) = answer.tool_calls
     assert (answer.text, answer.finish_reason, call.name) == ("", "tool_calls", "find")
@@ -95,7 +95,7 @@ def test_answers_have_calls(model):
 
 
 def test_predict_takes_tools(path):
-    """In a request and in the columns of a frame; what is no tool is refused by its place."""
+    """Tools are taken from a request and from columns of a frame; an invalid tool is refused by its place."""
     with llm.closing(mlflow.pyfunc.load_model(path, model_config={"in_process": True, "threads": 1})) as model:
         asked = {"messages": [{"role": "user", "content": "Who?"}], **CALLING}
         rows = [
@@ -109,8 +109,8 @@ def test_predict_takes_tools(path):
             model.predict({**asked, "tools": [{"type": "function", "function": {"name": "a b"}}]})
 
 
-def test_predict_takes_forms(path):
-    """In a request, in a column of a frame, and as a parameter for all rows."""
+def test_predict_takes_response_formats(path):
+    """A response format is taken from a request, from a column of a frame, and as a param for all rows."""
     with llm.closing(mlflow.pyfunc.load_model(path, model_config={"in_process": True, "threads": 1})) as model:
         messages = [{"role": "user", "content": "Who?"}]
         text = {"type": "text"}
@@ -140,7 +140,7 @@ def test_predict_takes_forms(path):
         ({"tool_choice": "required"}, "tool_choice"),
     ],
 )
-def test_what_no_model_is_logged_with(tmp_path, llama_dir, defaults, reported):
-    """A form that is none, two forms, and tools, which are for who calls them."""
+def test_invalid_formats_and_tools_are_refused_when_logging(tmp_path, llama_dir, defaults, reported):
+    """An invalid response format, two of them, and tools, which belong to requests, are refused when logging."""
     with pytest.raises(MlflowException, match=reported):
         llm.save_model(tmp_path / "m", llama_dir, defaults=defaults)

@@ -1,4 +1,4 @@
-"""An adapter logged alone over a registered base."""
+"""Adapters logged alone over a registered base."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ from mlflow_llm.serving.interface.errors import PackagingError
 
 @pytest.fixture
 def base(store, llama_dir):
-    """models:/assistant/1, a whole model."""
+    """Register a whole model as models:/assistant/1."""
     llm.log_model(llama_dir, name="assistant", registered_model_name="assistant")
     return "models:/assistant/1"
 
@@ -51,7 +51,7 @@ def test_serves_as_if_whole(base, adapter_dir):
 
 
 def test_answers_as_if_whole(base, llama_dir, adapter_dir):
-    """The adapter alone answers token for token what base and adapter answer that were logged together."""
+    """An adapter logged alone answers token for token like one logged with its base."""
     log_alone(adapter_dir, base=base)
     llm.log_model(llama_dir, name="whole", registered_model_name="whole", adapters={"formal": adapter_dir})
     body = {"prompt": "Once upon", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
@@ -67,7 +67,7 @@ def test_answers_as_if_whole(base, llama_dir, adapter_dir):
 
 
 def test_without_weights(base, adapter_dir):
-    """For an engine elsewhere the weights of adapter and base may be missing, here the base's; nothing else may."""
+    """For a remote engine the weights of adapter and base may be missing, but no other file."""
     log_alone(adapter_dir, base=base)
     whole = llm.load_bundle("models:/assistant/2")
     (Path(whole.model_dir) / "model.safetensors").unlink()
@@ -102,7 +102,7 @@ SAVED = {
 
 
 def config_over(adapter_dir, base, **given):
-    """The configuration of an adapter that is logged over ``base``, and its request defaults."""
+    """Return the configuration of an adapter logged over ``base``, and its request defaults."""
     saved = Model.load(log_alone(adapter_dir, base=base, **given).model_uri)
     return saved.flavors["python_function"]["config"], saved.flavors["llm"]["request_defaults"]
 
@@ -138,7 +138,7 @@ def base_with_settings(store, llama_dir, adapter_dir):
     ids=["nothing", "one default", "no defaults", "no generation config", "nulls", "other settings"],
 )
 def test_it_is_configured_as_its_base(base_with_settings, adapter_dir, given, config, defaults):
-    """What the base was saved with holds where nothing else is given; a null takes it away."""
+    """The base's saved settings hold unless overridden; null removes one."""
     found, request_defaults = config_over(adapter_dir, base_with_settings, **given)
     assert {name: found[name] for name in SAVED} == config
     assert request_defaults == defaults
@@ -147,7 +147,7 @@ def test_it_is_configured_as_its_base(base_with_settings, adapter_dir, given, co
 
 
 def test_the_generation_config_of_an_older_base(base_with_settings, adapter_dir):
-    """Is its file's, where the base was saved before there was such a key."""
+    """For a base saved before generation_config was a setting, its file gives the defaults."""
     root = Path(mlflow.artifacts.download_artifacts(base_with_settings))
     saved = Model.load(str(root))
     del saved.flavors["python_function"]["config"]["generation_config"]
@@ -158,7 +158,7 @@ def test_the_generation_config_of_an_older_base(base_with_settings, adapter_dir)
 
 
 def test_code_of_a_base_is_not_trusted_by_its_word(store, llama_dir, adapter_dir):
-    """Whoever logs an adapter over a base that runs its own code says so himself."""
+    """The base's trust_remote_code is not inherited: logging the adapter must set it."""
     llm.log_model(llama_dir, name="b", registered_model_name="assistant", trust_remote_code=True, max_num_seqs=2)
     found, _ = config_over(adapter_dir, "models:/assistant/1")
     assert (found["trust_remote_code"], found["max_num_seqs"]) == (False, 2)
@@ -183,7 +183,7 @@ def test_base_that_changed_is_refused(base, adapter_dir, store):
 
 
 def test_adapters_of_the_base_stay(store, llama_dir, adapter_dir):
-    """A base with adapters of its own keeps them under the new one; a name may not be taken twice."""
+    """A base's own adapters stay beside the new one, and a name cannot be used twice."""
     llm.log_model(llama_dir, name="a", registered_model_name="assistant", adapters={"casual": adapter_dir})
     log_alone(adapter_dir, base="models:/assistant/1")
     assert sorted(llm.load_bundle("models:/assistant/2").adapters) == ["casual", "formal"]
@@ -207,7 +207,7 @@ def test_adapter_that_does_not_fit(base, adapter_dir):
 
 
 def test_bases_that_are_refused(base, llama_dir, adapter_dir, tmp_path):
-    """A path, a version that is not there, a model beside base, and a base without adapters are refused."""
+    """A path, a missing version, a model beside base, and a base without adapters are refused."""
     with pytest.raises(MlflowException, match="expected models:/<name>/<version>"):
         log_alone(adapter_dir, base=str(llama_dir))
     with pytest.raises(MlflowException, match=r"base: models:/assistant/77: .* has no version .77.; it has version 1"):

@@ -1,4 +1,4 @@
-"""A draft model as a setting, and what is predicted: the same text, and the counts of drafts beside it."""
+"""A draft model as a setting, and predictions: the same text, with counts of drafts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MESSAGES = [{"role": "user", "content": "hello"}]
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Directories of a model that our kernels run, and of two smaller ones, the last with other tokens."""
+    """Save a model that the native kernels run and two smaller ones, the last with other tokens."""
     found = {}
     tokenizer, other = byte_tokenizer(chat_template=TEMPLATE), byte_tokenizer(chat_template=TEMPLATE)
     other.add_tokens(["another"])
@@ -36,15 +36,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture
 def saved(folders: dict[str, Path], tmp_path: Path) -> str:
-    """The large model, logged with the small one's directory as its setting."""
+    """Log the large model with the small one's directory as its setting."""
     llm.save_model(tmp_path / "model", model=folders["large"], draft_model=str(folders["small"]))
     return str(tmp_path / "model")
 
 
 @pytest.mark.skipif(library.library() is None, reason="speculation is the native step's")
 def test_a_model_with_a_draft_model(saved: str, folders: dict[str, Path]) -> None:
-    """A saved setting, taken also from a directory that is not logged; a prediction beside it: the text is that of the
-    model alone, and the reply says how many drafts there were and how many held."""
+    """A saved draft model, logged or a plain directory, and a prediction leave the text as it is, and the reply counts
+    proposed and accepted drafts."""
     body = {"messages": MESSAGES, "max_tokens": 40, "temperature": 0.7, "seed": 3}
     plain = llm.load_model(saved, draft_model=None, speculation="none", in_process=True)
     with llm.closing(plain):
@@ -63,20 +63,20 @@ def test_a_model_with_a_draft_model(saved: str, folders: dict[str, Path]) -> Non
 
 
 def test_another_vocabulary(saved: str, folders: dict[str, Path]) -> None:
-    """Refused when the engine starts, by a token that the two have not alike."""
+    """A draft model with another vocabulary is refused when the engine starts, by a differing token."""
     model = llm.load_model(saved, draft_model=str(folders["other"]), in_process=True)
     with llm.closing(model), pytest.raises(MlflowException, match="'another' has no id in this model"):
         model.chat(MESSAGES, max_tokens=1)
 
 
-def test_where_there_is_none(saved: str) -> None:
-    """No such model: said when the large one is loaded."""
+def test_a_missing_draft_model_is_refused_at_load(saved: str) -> None:
+    """A missing draft model is refused when the model is loaded."""
     with pytest.raises(MlflowException, match="nowhere"):
         llm.load_model(saved, draft_model="/nowhere/at/all")
 
 
 def test_served_models(saved: str, folders: dict[str, Path], tmp_path: Path) -> None:
-    """A server finds each draft model once, by its own settings or a model's; one that writes no text is refused."""
+    """A server resolves each draft model once, by its own settings or a model's, and refuses an embedding model."""
     llm.save_model(tmp_path / "small", model=folders["small"])
     large, small = read_bundle(Path(saved)), read_bundle(tmp_path / "small")
     asked = []

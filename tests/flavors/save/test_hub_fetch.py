@@ -1,4 +1,4 @@
-"""A hub id fetched over HTTP, from a hub that this test is: the parts of its protocol that a snapshot needs."""
+"""A hub id fetched over HTTP from a local hub that implements the needed parts of the protocol."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ except MlflowException as error:
 
 
 class Hub(ThreadingHTTPServer):
-    """Serves the files of ``folder`` as one repository, and one pickle more; notes what was asked for."""
+    """A hub that serves the files of ``folder`` and a pickle as one repository, and records the requests."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -38,7 +38,7 @@ class Hub(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """``/api/models/<repo>/revision/<name>`` lists; ``/<repo>/resolve/<commit>/<file>`` has a file."""
+    """The routes ``/api/models/<repo>/revision/<name>`` (list) and ``/<repo>/resolve/<commit>/<file>``."""
 
     server: Hub
 
@@ -89,8 +89,8 @@ def hub(llama_dir):
 
 
 def test_a_model_from_the_hub(hub, llama_dir, tmp_path):
-    """A hub id is downloaded at its revision and stored byte for byte; a pickle beside safetensors is not fetched;
-    an id that the hub does not have is a short error with its name."""
+    """A hub id is downloaded at its revision and stored byte for byte without a pickle beside safetensors; an unknown
+    id is a short error with its name."""
     online = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     online |= {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HOME": str(tmp_path / "cache")}
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT, str(tmp_path / "m"), str(tmp_path / "none")]

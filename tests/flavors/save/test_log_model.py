@@ -1,4 +1,4 @@
-"""log_model as MLflow's own, the signature, the settings and the requirements of a logged model."""
+"""``log_model`` as in MLflow: the signature, settings and requirements of a logged model."""
 
 import json
 import re
@@ -160,7 +160,7 @@ def test_every_setting_is_saved(tmp_path, llama_dir):
 
 
 def test_settings_from_a_file(tmp_path):
-    """model_config may be the path of a YAML file."""
+    """``model_config`` may be the path of a YAML file."""
     (tmp_path / "c.yaml").write_text(yaml.safe_dump({"threads": 2}))
     assert model_config.parse(tmp_path / "c.yaml").settings.threads == 2
     assert model_config.parse(str(tmp_path / "c.yaml")).settings.threads == 2
@@ -208,7 +208,7 @@ def test_requirements_are_exact(tmp_path, llama_dir):
 
 
 def test_requirements_of_the_caller(tmp_path, llama_dir):
-    """Extra requirements are added, a list replaces ours; the project's wheel stays unless the list names it."""
+    """Extra requirements are added and a list replaces ours; the project's wheel stays unless the list names it."""
     llm.save_model(tmp_path / "a", llama_dir, extra_pip_requirements=["einops==0.8.1"])
     extra = (tmp_path / "a/requirements.txt").read_text()
     assert "einops==0.8.1" in extra
@@ -250,7 +250,7 @@ def test_wheel_is_the_same_every_time(tmp_path, llama_dir):
 
 
 def test_wheel_follows_the_package(tmp_path, monkeypatch):
-    """It is packed once a process, and again when a file of the package has changed."""
+    """The wheel is built once per process, and again when a file of the package has changed."""
     (tmp_path / "a.py").write_text("VALUE = 1\n")
     monkeypatch.setattr(own_wheel, "_package_paths", lambda: iter([("mlflow_llm/a.py", tmp_path / "a.py")]))
     first = own_wheel.write_wheel(tmp_path)
@@ -269,7 +269,7 @@ def test_code_paths(tmp_path, llama_dir):
 
 
 def test_metadata_is_a_dict(tmp_path, store, llama_dir):
-    """Anything else is refused by name, when it is saved and when it is logged; nothing is left."""
+    """Metadata other than a dict is refused by name when saving and logging, and nothing is left."""
     with pytest.raises(PackagingError, match="metadata: 'x' is not allowed; expected a dict"):
         llm.save_model(tmp_path / "m", llama_dir, metadata="x")
     assert not (tmp_path / "m").exists()
@@ -282,8 +282,8 @@ def test_metadata_is_a_dict(tmp_path, store, llama_dir):
     [(b"\xff", "can't decode"), (b"{", "line 1"), (b"[" * 2000, "")],
     ids=["bytes", "half", "deep"],
 )
-def test_a_file_of_settings_that_is_no_yaml(tmp_path, llama_dir, content, why):
-    """Is refused by its name."""
+def test_an_invalid_settings_file_is_refused(tmp_path, llama_dir, content, why):
+    """A settings file that is not YAML is refused by its name."""
     file = tmp_path / "settings.yaml"
     file.write_bytes(content)
     with pytest.raises(PackagingError, match=f"model_config: .* cannot be read: .*{why}"):  # a long path is cut
@@ -294,14 +294,14 @@ def test_a_file_of_settings_that_is_no_yaml(tmp_path, llama_dir, content, why):
 
 @pytest.mark.parametrize("load", [llm.load_model, llm.load_bundle, llm.as_responses_agent])
 @pytest.mark.parametrize("uri", [None, 5, ""])
-def test_what_is_no_uri(load, uri):
-    """Is refused by name; a text of nothing is not the current directory."""
+def test_an_invalid_model_uri_is_refused(load, uri):
+    """A model URI that names nothing is refused by its value; an empty one is not the current directory."""
     with pytest.raises(PackagingError, match=f"model_uri: {uri!r} is not allowed; expected a local directory"):
         load(uri)
 
 
-def test_a_file_of_a_model_is_no_model(tmp_path, llama_dir):
-    """Nor is a directory that has lost the file with the model's settings."""
+def test_a_file_of_a_model_is_refused(tmp_path, llama_dir):
+    """A file of a model is refused, and so is a directory without the file of the model's settings."""
     llm.save_model(tmp_path / "m", llama_dir, max_num_seqs=2)
     with pytest.raises(PackagingError, match="is a file; expected a model's directory"):
         llm.load_model(str(tmp_path / "m" / "MLmodel"))
@@ -313,7 +313,7 @@ def test_a_file_of_a_model_is_no_model(tmp_path, llama_dir):
 
 
 def test_default_adapter_may_be_overridden(tmp_path, llama_dir, adapter_dir):
-    """At load the saved default adapter may be replaced by another of the model, or by none."""
+    """A load may replace the saved default adapter by another of the model, or by none."""
     adapters = {"formal": adapter_dir, "casual": adapter_dir}
     llm.save_model(tmp_path / "m", llama_dir, adapters=adapters, default_adapter="formal")
     configured = bundle_reader.configured
@@ -325,7 +325,7 @@ def test_default_adapter_may_be_overridden(tmp_path, llama_dir, adapter_dir):
 
 
 def test_pinned_adapters_are_the_models(tmp_path, llama_dir, adapter_dir):
-    """A name of none is refused when the model is logged, and where a load replaces the saved ones."""
+    """A pinned adapter that the model does not have is refused when logging and when a load overrides the setting."""
     adapters = {"formal": adapter_dir}
     with pytest.raises(PackagingError, match="pinned_adapters: 'x' is no adapter of the model; it has formal"):
         llm.save_model(tmp_path / "no", llama_dir, adapters=adapters, pinned_adapters=["x"])

@@ -1,4 +1,4 @@
-"""Checkpoints that are quantised already are refused by the name of their form when they are logged."""
+"""Checkpoints that are quantised already, which are refused by the name of their format."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ def refused(tmp_path: Path, source: Path) -> str:
 
 @pytest.mark.parametrize("name", FORMS)
 def test_each_form_is_refused_by_name(name: str, tmp_path: Path, llama_dir: Path) -> None:
-    """The refusal names the form, where it is said, and what to do."""
+    """The refusal names the format, where it is declared, and what to do."""
     text = refused(tmp_path, saved(tmp_path, llama_dir, quantization_config=FORMS[name]))
     assert f"are quantised already: {name}" in text
     assert "(quantization_config)" in text
     assert "quantization='int8'" in text
 
 
-def test_forms_that_say_it_elsewhere(tmp_path: Path, llama_dir: Path) -> None:
-    """Within the text's own configuration, in an older field, without a method, and in ModelOpt's own file."""
+def test_formats_declared_elsewhere_are_refused(tmp_path: Path, llama_dir: Path) -> None:
+    """A format declared in the text config, an older field, without a method or in ModelOpt's file is refused."""
     for number, (config, expected) in enumerate(
         (
             ({"text_config": {"quantization_config": FORMS["FP8"]}}, "FP8 (text_config.quantization_config)"),
@@ -65,6 +65,7 @@ def test_forms_that_say_it_elsewhere(tmp_path: Path, llama_dir: Path) -> None:
     assert "ModelOpt" in refused(tmp_path, source)
 
 
-def test_none_is_no_quantisation(tmp_path: Path, llama_dir: Path) -> None:
-    """A null in its place says nothing."""
+def test_a_null_quantization_config_is_ignored(tmp_path: Path, llama_dir: Path) -> None:
+    """A quantization_config of null is ignored and the model is saved."""
     llm.save_model(tmp_path / "m", saved(tmp_path, llama_dir, quantization_config=None))
+    assert (tmp_path / "m" / "MLmodel").is_file()

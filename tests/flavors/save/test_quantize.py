@@ -13,8 +13,8 @@ from mlflow_llm.flavors import llm
 
 
 def test_answers_as_quantised_at_load(store, llama_dir, adapter_dir):
-    """Base and adapter of a model logged with quantize, the adapter together with it or alone over it, answer what the
-    whole weights with quantization="int8" do."""
+    """Base and adapter of a model logged with quantize, with the adapter together or alone over it, answer like the
+    whole weights with quantization="int8"."""
     llm.log_model(llama_dir, name="q", registered_model_name="q", adapters={"formal": adapter_dir}, quantize="int8")
     llm.log_model(llama_dir, name="b", registered_model_name="b", quantize="int8")
     llm.log_model(name="a", registered_model_name="a", adapters={"formal": adapter_dir}, base="models:/b/1")
@@ -28,9 +28,9 @@ def test_answers_as_quantised_at_load(store, llama_dir, adapter_dir):
     assert texts["q"] == texts["a"] == texts["w"]
 
 
-def test_what_the_model_says_of_itself(tmp_path, llama_dir):
-    """The MLmodel file has the quantization, the size, and the setting; the manifest covers what is stored, and earlier
-    releases are told that they cannot read it. A model stored as it came says nothing of this."""
+def test_a_quantised_model_is_described(tmp_path, llama_dir):
+    """The MLmodel file has the quantization, the size and the setting; the manifest covers the stored files and is
+    refused by earlier releases. A model stored unquantised has none of this."""
     llm.save_model(tmp_path / "m", llama_dir, quantize="int8", link_files=True)
     said = Model.load(str(tmp_path / "m"))
     assert said.flavors["llm"]["quantization"] == "int8"
@@ -51,7 +51,7 @@ def test_what_the_model_says_of_itself(tmp_path, llama_dir):
 
 
 def test_a_model_object(tmp_path, tokenizer):
-    """A model object is quantised as a directory is, and left as it was."""
+    """A model object is quantised like a directory, and left unchanged."""
     model = tiny_llama()
     before = model.model.layers[0].mlp.up_proj.weight.clone()
     llm.save_model(tmp_path / "m", model, tokenizer=tokenizer, quantize="int8")
@@ -75,14 +75,14 @@ def test_a_model_object(tmp_path, tokenizer):
     ],
 )
 def test_refused_by_name(tmp_path, llama_dir, given, match):
-    """What cannot be is refused by field and value, and nothing is left behind."""
+    """Models and values that cannot be quantised are refused by field and value, and nothing is left behind."""
     with pytest.raises(MlflowException, match=match):
         llm.save_model(tmp_path / "m", **{"model": llama_dir, **given})
     assert not (tmp_path / "m").exists()
 
 
-def test_other_weights_than_there_are(tmp_path, llama_dir):
-    """A model loaded with another quantization than it has is refused by name when its engine starts."""
+def test_another_quantization_is_refused_at_load(tmp_path, llama_dir):
+    """A model loaded with another quantization than its own is refused by name when its engine starts."""
     llm.save_model(tmp_path / "m", llama_dir, quantize="int8")
     refused = pytest.raises(MlflowException, match="quantization: 'none' is not allowed; expected 'int8'")
     with llm.load_model(str(tmp_path / "m"), in_process=True, quantization="none") as model, refused:
@@ -90,7 +90,7 @@ def test_other_weights_than_there_are(tmp_path, llama_dir):
 
 
 def test_not_quantised_twice(tmp_path, llama_dir):
-    """The files of a quantised model are no model to log anew: what they were made of is."""
+    """A quantised model cannot be logged again: the original must be."""
     llm.save_model(tmp_path / "m", llama_dir, quantize="int8")
     with pytest.raises(MlflowException, match="quantised already: compressed-tensors"):
         llm.save_model(tmp_path / "n", str(tmp_path / "m/model"), tokenizer=str(llama_dir), quantize="int8")

@@ -1,4 +1,4 @@
-"""What no engine would run is refused when it is saved, by name, and nothing of it is left."""
+"""Models and settings that no engine would run: refused when saved, by name, with nothing left."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def save_encoder(folder: Path, model: Any) -> Path:
 
 
 def refused(path: Path, *args: Any, **options: Any) -> str:
-    """The message of a save that is refused."""
+    """Return the message of a save that is refused."""
     with pytest.raises(PackagingError) as caught:
         llm.save_model(path, *args, **options)
     assert not path.exists()
@@ -52,8 +52,8 @@ IN_THE_ENGINES_WORDS = [
 
 
 @pytest.mark.parametrize(("settings", "words"), IN_THE_ENGINES_WORDS)
-def test_settings_that_run_nowhere(tmp_path, llama_dir, settings, words):
-    """A save says what an engine would, also where the settings come in ``model_config``."""
+def test_settings_that_no_engine_runs_are_refused(tmp_path, llama_dir, settings, words):
+    """A save refuses what an engine would, also for settings in ``model_config``."""
     said = refused(tmp_path / "m", llama_dir, **settings)
     assert said.startswith(words)
     assert refused(tmp_path / "m", llama_dir, model_config=settings) == said
@@ -74,8 +74,8 @@ def test_settings_that_run_nowhere(tmp_path, llama_dir, settings, words):
         ({"compile": True}, "compile: True is not allowed"),
     ],
 )
-def test_settings_that_are_for_models_that_make_text(tmp_path, bert_dir, settings, words):
-    """An embedding model is refused with them."""
+def test_settings_of_generating_models_are_refused_for_embeddings(tmp_path, bert_dir, settings, words):
+    """An embedding model is refused with settings of generating models."""
     assert refused(tmp_path / "m", bert_dir, **settings).startswith(words)
 
 
@@ -84,14 +84,14 @@ def test_settings_that_are_for_models_that_make_text(tmp_path, bert_dir, setting
     [{"quantization": "fp8"}, {"kv_block_size": 16}, {"kv_cache_dtype": "int8"}, {"device": "cuda:7"}],
     ids=str,
 )
-def test_settings_that_run_elsewhere(tmp_path, llama_dir, settings):
-    """What this machine lacks another one may have."""
+def test_settings_that_another_machine_may_support_are_saved(tmp_path, llama_dir, settings):
+    """Settings that only this machine lacks support for are saved."""
     llm.save_model(tmp_path / "m", llama_dir, **settings)
     assert configured(tmp_path / "m")[0].tasks == ("chat", "completions")
 
 
-def test_a_draft_model_that_is_none(tmp_path, llama_dir, bert_dir):
-    """One that is not there, a model that writes no text, a file; one that is there, logged or not, is saved."""
+def test_invalid_draft_models_are_refused(tmp_path, llama_dir, bert_dir):
+    """A missing draft model, an embedding model and a file are refused; a directory, logged or not, is saved."""
     assert "draft_model: there is no directory '/nope'" in refused(tmp_path / "m", llama_dir, draft_model="/nope")
     llm.save_model(tmp_path / "bert", bert_dir)
     said = refused(tmp_path / "m", llama_dir, draft_model=str(tmp_path / "bert"))
@@ -104,8 +104,8 @@ def test_a_draft_model_that_is_none(tmp_path, llama_dir, bert_dir):
         assert configured(tmp_path / str(number))[1].settings.draft_model == str(uri)
 
 
-def test_arguments_that_mean_nothing_here(tmp_path, llama_dir, bert_dir):
-    """A revision of what is no hub id, and how vectors are made of a model that makes none."""
+def test_arguments_without_effect_are_refused(tmp_path, llama_dir, bert_dir):
+    """A revision without a hub id, and embedding settings of a generating model, are refused."""
     words = "revision: 'main' is not allowed; expected None: the model is no hub id"
     assert refused(tmp_path / "m", llama_dir, revision="main") == words
     model = tf.AutoModel.from_pretrained(bert_dir)
@@ -133,19 +133,19 @@ def test_arguments_that_mean_nothing_here(tmp_path, llama_dir, bert_dir):
     ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
 )
 def test_arguments_of_another_type(tmp_path, llama_dir, given, words):
-    """Are refused by name."""
+    """Arguments of a wrong type are refused by name."""
     assert refused(tmp_path / "m", llama_dir, **given).startswith(words)
 
 
 @pytest.mark.parametrize("path", [None, 3, b"m"], ids=str)
 def test_a_path_of_another_type(llama_dir, path):
-    """Is refused by name, too."""
+    """A path of a wrong type is refused by name."""
     with pytest.raises(PackagingError, match=r"path: .* is not allowed; expected a local directory"):
         llm.save_model(path, llama_dir)
 
 
 def test_metadata_of_numpy(tmp_path, store, llama_dir):
-    """Is saved as numbers and lists: the results of an evaluation are numpy's."""
+    """Metadata of numpy values, as evaluations return them, is saved as numbers and lists."""
     given = {"f1": np.float64(0.5), "counts": [np.int64(3)], "vector": np.arange(2)}
     expected = {"f1": 0.5, "counts": [3], "vector": [0, 1], "task": "llm/v1/chat"}
     llm.save_model(tmp_path / "m", llama_dir, metadata=given)
@@ -164,7 +164,7 @@ def test_metadata_of_numpy(tmp_path, store, llama_dir):
     ids=str,
 )
 def test_arguments_that_log_model_lacks(store, llama_dir, name, words):
-    """Are not taken for those that it gives MLflow itself; nothing is logged."""
+    """Unknown arguments of log_model are refused instead of passed to MLflow, and nothing is logged."""
     with pytest.raises(PackagingError) as caught:
         llm.log_model(llama_dir, **{"name": "m", name: "x"})
     assert str(caught.value).startswith(words)
@@ -182,7 +182,7 @@ def test_arguments_that_log_model_lacks(store, llama_dir, name, words):
     ],
 )
 def test_adapters_over_a_base(tmp_path, store, llama_dir, adapter_dir, given, words):
-    """Are refused with the same."""
+    """Adapters over a base are refused with the same messages."""
     llm.log_model(llama_dir, name="b", registered_model_name="assistant")
     options = {"base": "models:/assistant/1", "adapters": {"formal": adapter_dir}}
     assert refused(tmp_path / "m", **options, **given).startswith(words)
@@ -194,7 +194,7 @@ def mpnet(pad_token_id: int) -> Any:
 
 
 def test_encoders_that_run_wrong(tmp_path, monkeypatch):
-    """By their class, and by what comes out of them; a large one is left to the engine."""
+    """Encoders that cannot run or give wrong vectors are refused; a large one is left to the engine to check."""
     deberta = save_encoder(tmp_path / "deberta", tf.DebertaV2Model(tf.DebertaV2Config(**SIZES)))
     said = refused(tmp_path / "m", deberta)
     assert said == "model: DebertaV2Model is not supported for embeddings: its attention cannot be replaced"
@@ -206,8 +206,8 @@ def test_encoders_that_run_wrong(tmp_path, monkeypatch):
     llm.save_model(tmp_path / "large", other)
 
 
-def test_a_failure_of_another_kind_is_the_engines(tmp_path, bert_dir, monkeypatch, caplog):
-    """The machine that serves the model may have what this one lacks."""
+def test_a_failed_trial_does_not_refuse_the_model(tmp_path, bert_dir, monkeypatch, caplog):
+    """A trial that fails for lack of a package is logged and the model saved, since the serving machine may have it."""
 
     def lacking(*_: Any) -> None:
         raise ImportError("no package of that name here")
@@ -234,7 +234,7 @@ def bert(kind: str, labels: int = 2) -> Any:
     ],
 )
 def test_a_head_that_no_task_uses(tmp_path, kind, labels, head):
-    """Is refused by the model's name; who wants its encoder says so."""
+    """A model with a head that no task uses is refused by its name, unless its task is embeddings."""
     source = save_encoder(tmp_path / "source", bert(kind, labels))
     words = f"task: BertFor{kind} has {head} that no task has a use for; task='embeddings' logs its encoder without it"
     assert refused(tmp_path / "m", source) == words
@@ -244,8 +244,7 @@ def test_a_head_that_no_task_uses(tmp_path, kind, labels, head):
 
 @pytest.mark.parametrize("kind", ["MaskedLM", "PreTraining"])
 def test_an_encoder_as_it_was_trained(tmp_path, kind, caplog):
-    """Is an embedding model, as sentence-transformers takes it too; a warning says so, and none where it is asked
-    for."""
+    """An encoder as it was pretrained is an embedding model, with a warning unless the task was given."""
     source = save_encoder(tmp_path / "source", bert(kind))
     llm.save_model(tmp_path / "m", source)
     assert read_bundle(tmp_path / "m").tasks == ("embeddings",)

@@ -62,7 +62,7 @@ def test_adapters_added_to_a_transformers_model(tmp_path, tokenizer):
 
 
 def test_tied_base_is_split(tmp_path, tokenizer):
-    """A base whose head is its embedding comes back tied."""
+    """A base with a tied head is stored tied."""
     model = add_lora(tiny_llama(tie_word_embeddings=True))
     expected = logits(model)
     llm.save_model(tmp_path / "m", model, tokenizer=tokenizer)
@@ -112,7 +112,7 @@ def test_pickled_adapter_is_converted(tmp_path, llama_dir, adapter_dir):
 
 
 def test_merged_adapter_is_refused(tmp_path, tokenizer):
-    """A base with an adapter merged into its weights is no pristine base."""
+    """A base with an adapter merged into its weights is refused."""
     model = add_lora(tiny_llama())
     model.merge_adapter()
     with pytest.raises(MlflowException, match=r"an adapter is merged into .*unmerge_adapter"):
@@ -121,7 +121,7 @@ def test_merged_adapter_is_refused(tmp_path, tokenizer):
 
 @pytest.mark.parametrize("name", ["", "../up", "a/b", "a b", ".hidden", "x" * 129, 7, "dot."])
 def test_names_that_are_refused(tmp_path, llama_dir, adapter_dir, name):
-    """An adapter's name is safe as a folder and on the wire."""
+    """Adapter names that are unsafe as a folder or in a request are refused."""
     with pytest.raises(MlflowException, match=r"adapters: the name .* is not allowed"):
         llm.save_model(tmp_path / "m", llama_dir, adapters={name: adapter_dir})
 
@@ -186,23 +186,24 @@ def test_adapter_kinds_that_are_refused(tmp_path, llama_dir, adapter_dir, key):
     ],
 )
 def test_peft_models_that_are_refused(tmp_path, tokenizer, options, reason):
-    """What a PeftModel can have and the engine cannot run is refused when the model is logged, by name."""
+    """A PeftModel with features that the engine cannot run is refused by name when the model is logged."""
     model = add_lora(tiny_llama(), "mine", **options)
     with pytest.raises(MlflowException, match=f"'mine'.*{reason}"):
         llm.save_model(tmp_path / "m", model, tokenizer=tokenizer)
     assert not (tmp_path / "m").exists()
 
 
-@pytest.mark.filterwarnings("ignore::peft.utils.warning.PeftWarning")  # of lora_bias on linears that have none
+@pytest.mark.filterwarnings("ignore::peft.utils.warning.PeftWarning")  # lora_bias on linears without a bias
 @pytest.mark.parametrize("options", [{"use_dora": True}, {"lora_bias": True}, {"bias": "lora_only"}], ids=str)
 def test_peft_models_that_are_packaged(tmp_path, tokenizer, options):
-    """What an adapter has beside A and B is packaged with it."""
+    """A PeftModel with supported tensors beside A and B is packaged with them."""
     llm.save_model(tmp_path / "m", add_lora(tiny_llama(), "mine", **options), tokenizer=tokenizer)
     assert "mine" in llm.load_bundle(tmp_path / "m").adapters
 
 
 def test_learned_prompts_are_packaged(tmp_path, tokenizer, llama_dir):
-    """Of a PeftModel and of a directory; what an encoder made of them, without the encoder. Of prefixes none is."""
+    """Learned prompts of a PeftModel and of a directory are packaged without their encoder; prefix tuning is
+    refused."""
     model = get_peft_model(tiny_llama(), PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
     llm.save_model(tmp_path / "m", model, tokenizer=tokenizer)
     saved = tmp_path / "m/adapters/default"
@@ -214,7 +215,7 @@ def test_learned_prompts_are_packaged(tmp_path, tokenizer, llama_dir):
         llm.save_model(tmp_path / "o", prefix, tokenizer=tokenizer)
 
 
-def test_things_that_are_no_adapter(tmp_path, llama_dir):
+def test_invalid_adapters_are_refused(tmp_path, llama_dir):
     """A directory without an adapter, a model without one, and a wrong type are refused."""
     with pytest.raises(MlflowException, match=r"holds no adapter_config\.json"):
         llm.save_model(tmp_path / "m", llama_dir, adapters={"x": llama_dir})
@@ -225,7 +226,7 @@ def test_things_that_are_no_adapter(tmp_path, llama_dir):
 
 
 def test_default_adapter_must_exist(tmp_path, llama_dir, adapter_dir):
-    """The default adapter is one of the model's, and is saved with it."""
+    """The default adapter must be one of the model's, and is saved with it."""
     llm.save_model(tmp_path / "m", llama_dir, adapters={"x": adapter_dir}, default_adapter="x")
     assert json.loads((tmp_path / "m/manifest.json").read_text())["default_adapter"] == "x"
     assert llm.load_bundle(tmp_path / "m").default_adapter == "x"

@@ -29,8 +29,8 @@ def test_directory_is_taken_as_it_is(tmp_path, llama_dir):
 
 
 def test_directory_is_never_loaded(tmp_path, llama_dir, monkeypatch):
-    """Saving a directory reads no weights into memory: torch and safetensors loaders are not called, transformers' own
-    for the meta device alone."""
+    """Saving a directory reads no weights into memory: neither torch's nor safetensors' loaders are called, and
+    transformers' only for the meta device."""
     from_pretrained = PreTrainedModel.from_pretrained.__func__
 
     def refuse(*args, **kwargs):
@@ -166,7 +166,7 @@ def test_pickle_with_code_is_not_run(tmp_path, llama_dir):
 
 
 def test_safetensors_are_preferred(tmp_path, llama_dir):
-    """Of a directory with both, the safetensors are taken and the pickles, other formats and hidden files left."""
+    """From a directory with both, safetensors are stored; pickles, other formats and hidden files are not."""
     source = tmp_path / "source"
     shutil.copytree(llama_dir, source)
     for name in ("pytorch_model.bin", "model.onnx", "training_args.bin", ".secret", "trainer_state.json"):
@@ -178,7 +178,7 @@ def test_safetensors_are_preferred(tmp_path, llama_dir):
 
 
 def test_encoder_directory_answers_embeddings(tmp_path, bert_dir):
-    """A plain encoder is an embedding model with mean pooling."""
+    """A plain encoder becomes an embedding model with mean pooling."""
     llm.save_model(tmp_path / "m", bert_dir)
     bundle = llm.load_bundle(tmp_path / "m")
     assert bundle.tasks == ("embeddings",)
@@ -187,7 +187,7 @@ def test_encoder_directory_answers_embeddings(tmp_path, bert_dir):
 
 
 def test_decoder_for_embeddings_by_task(tmp_path, llama_dir):
-    """A decoder answers embeddings where the task says so: last-token pooling, or what the caller gives."""
+    """A decoder embeds if the task says so, with last-token pooling or the caller's."""
     llm.save_model(tmp_path / "m", llama_dir, task="embeddings")
     assert llm.load_bundle(tmp_path / "m").embedding.pooling == "lasttoken"
     llm.save_model(tmp_path / "n", llama_dir, task="llm/v1/embeddings", embedding={"pooling": "mean"})
@@ -210,7 +210,7 @@ def test_a_module_that_cannot_run_is_refused(tmp_path, bert_dir, given):
 
 
 def test_tasks(tmp_path, llama_dir):
-    """Chat and completions with a template, completions without, and only what is asked."""
+    """The tasks are chat and completions with a template, completions without, or the ones given."""
     plain = tmp_path / "plain"
     shutil.copytree(llama_dir, plain)
     (plain / "chat_template.jinja").unlink()
@@ -221,7 +221,7 @@ def test_tasks(tmp_path, llama_dir):
 
 
 def test_embeddings_beside_generation(tmp_path, llama_dir):
-    """An engine embeds or generates: a model that should do both is refused when it is saved, not when it is served."""
+    """A model with both embeddings and generation as tasks is refused when saved."""
     with pytest.raises(MlflowException, match="task: chat, embeddings is not allowed; expected embeddings alone"):
         llm.save_model(tmp_path / "m", llama_dir, task=["llm/v1/chat", "embeddings"])
     assert not (tmp_path / "m").exists()
@@ -284,7 +284,7 @@ def test_hub_id_that_cannot_be_had(tmp_path, monkeypatch):
     ],
 )
 def test_forms_that_are_refused(tmp_path, tokenizer, model, reason):
-    """What is no model is refused by name, and nothing is left behind."""
+    """Anything that is not a model is refused by name, and nothing is left behind."""
     with pytest.raises(MlflowException, match=reason):
         llm.save_model(tmp_path / "m", model, tokenizer=tokenizer)
     assert not (tmp_path / "m").exists()
@@ -306,7 +306,7 @@ def test_incomplete_directories(tmp_path, llama_dir, adapter_dir):
 
 @pytest.mark.parametrize("lost", ["model.norm.weight", "model.layers.1.mlp.up_proj.weight", "lm_head.weight"])
 def test_weights_that_lack_a_tensor(tmp_path, llama_dir, lost):
-    """It is named when the model is saved: what is not there would be made up at random."""
+    """A missing tensor is named when the model is saved, because it would be initialised at random."""
     source = tmp_path / "source"
     shutil.copytree(llama_dir, source)
     kept = {name: tensor for name, tensor in load_file(source / "model.safetensors").items() if name != lost}

@@ -1,4 +1,4 @@
-"""The format of tool calls, packaged with a model."""
+"""The tool-call format packaged with a model."""
 
 import json
 
@@ -19,7 +19,7 @@ CODER = "{% if tools %}{{ tools }}<function=x><parameter=y></parameter></functio
 
 @pytest.fixture
 def save(tmp_path, llama_dir):
-    """``save(**options)``: the folder of a saved model."""
+    """Provide ``save(**options)``, which returns the folder of a saved model."""
 
     def run(**options):
         llm.save_model(tmp_path / "m", llama_dir, **options)
@@ -36,7 +36,7 @@ def _formats(root):
 
 
 def test_detected_when_logged(save):
-    """Each template's format stands in the manifest, and its name in the MLmodel file."""
+    """Each template's format is in the manifest, and its name in the MLmodel file."""
     root = save(chat_template={"default": HERMES, "code": CODER, "plain": TEMPLATE})
     assert _formats(root) == {
         "default": FORMATS["hermes"],
@@ -48,8 +48,8 @@ def test_detected_when_logged(save):
     assert named == {"code": "qwen3_coder", "default": "hermes", "plain": "generic"}
 
 
-def test_of_a_model_of_an_earlier_release(save):
-    """A manifest without formats: they are detected when the model is loaded."""
+def test_formats_are_detected_for_models_of_earlier_releases(save):
+    """For a manifest without formats they are detected when the model is loaded."""
     root = save(chat_template=HERMES)
     manifest = json.loads((root / "manifest.json").read_text())
     del manifest["tool_formats"]
@@ -61,12 +61,12 @@ def test_of_a_model_of_an_earlier_release(save):
 
 @pytest.mark.parametrize("given", ["llama3_json", FORMATS["llama3_json"], {"name": "llama3_json"}])
 def test_given_by_its_name_or_itself(save, given):
-    """A format that is given holds for every template."""
+    """A format given by name or as an object holds for every template."""
     assert _formats(save(chat_template=HERMES, tool_format=given)) == {"default": FORMATS["llama3_json"]}
 
 
 def test_given_as_a_dict(save):
-    """Fields that are left out are of the format of that name; another name needs them all."""
+    """Fields left out of a dict come from the format of that name; a new name needs them all."""
     mine = {"name": "hermes", "begin": ["<call>"], "end": "</call>", "reasoning": {"begin": "<r>", "end": "</r>"}}
     [found] = _formats(save(chat_template=HERMES, tool_format=mine)).values()
     reasoning = Reasoning(begin="<r>", end="</r>")
@@ -74,7 +74,7 @@ def test_given_as_a_dict(save):
 
 
 def test_reasoning_is_found_beside_a_format_that_is_given(save):
-    """A format without reasoning gets the template's."""
+    """A given format without reasoning gets the template's."""
     [found] = _formats(save(chat_template=HERMES + "{# </think> #}", tool_format="llama3_json")).values()
     assert found.reasoning == REASONING["think"]
 
@@ -93,8 +93,8 @@ def test_reasoning_is_found_beside_a_format_that_is_given(save):
         ({"name": "hermes", "reasoning": {"begin": "", "end": "x"}}, "reasoning"),
     ],
 )
-def test_what_is_no_format_is_refused(save, tmp_path, given, why):
-    """With what is wrong, before anything is written."""
+def test_invalid_formats_are_refused(save, tmp_path, given, why):
+    """An invalid format is refused with the reason, before anything is written."""
     with pytest.raises(MlflowException, match=why) as caught:
         save(tool_format=given)
     assert caught.value.message.startswith("tool_format")
@@ -102,7 +102,7 @@ def test_what_is_no_format_is_refused(save, tmp_path, given, why):
 
 
 def test_over_a_registered_base(store, tmp_path, llama_dir, adapter_dir):
-    """An adapter that is logged alone has the base's formats, unless it brings templates or a format of its own."""
+    """An adapter logged alone has the base's formats, unless it brings templates or a format of its own."""
     llm.log_model(llama_dir, name="base", registered_model_name="base", chat_template=HERMES)
     own = {"hermes": {}, "glm4": {"tool_format": "glm4"}, "qwen3_coder": {"chat_template": CODER}}
     for expected, options in own.items():

@@ -1,4 +1,4 @@
-"""Vision-language models are packaged with how their prompts contain pictures, or refused with the reason."""
+"""Vision-language models: packaged with the layout of pictures in their prompts, or refused with the reason."""
 
 from __future__ import annotations
 
@@ -36,10 +36,11 @@ def llava(tmp_path: Path) -> Path:
 
 
 def test_saved_and_read_back(directory: Path, tmp_path: Path) -> None:
+    """A saved vision-language model has its picture layout in manifest and bundle, its processor's files and pillow."""
     llm.save_model(tmp_path / "saved", model=directory)
     manifest, bundle = read(tmp_path / "saved"), read_bundle(tmp_path / "saved")
     assert manifest.tasks == ("chat", "completions")
-    assert manifest.format_version == 4  # an earlier release refuses it, and says so
+    assert manifest.format_version == 4  # earlier releases refuse it with a message
     assert bundle.pictures == manifest.pictures == picture_spec(directory, directory, _config(directory))
     assert bundle.pictures is not None
     assert bundle.pictures.layout == ("fixed" if "llava" in directory.name else "grid")
@@ -48,7 +49,7 @@ def test_saved_and_read_back(directory: Path, tmp_path: Path) -> None:
 
 
 def test_a_model_object_with_its_processor(tmp_path: Path) -> None:
-    """A processor takes the place of the tokenizer that it has."""
+    """A model object takes a processor in place of a tokenizer."""
     model, processor = tiny_vision.make_model("smolvlm"), tiny_vision.processor_of("smolvlm")
     llm.save_model(tmp_path / "saved", model=model, tokenizer=processor)
     assert read_bundle(tmp_path / "saved").pictures is not None
@@ -57,6 +58,7 @@ def test_a_model_object_with_its_processor(tmp_path: Path) -> None:
 
 
 def test_text_models_are_as_before(tiny_llama: Any, tmp_path: Path) -> None:
+    """A text model is still refused for a tokenizer larger than its embedding."""
     tiny_llama.save_pretrained(tmp_path / "model")
     tiny_vision.tokenizer().save_pretrained(tmp_path / "model")
     with pytest.raises(PackagingError, match="embedding has 131 rows"):
@@ -65,6 +67,7 @@ def test_text_models_are_as_before(tiny_llama: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["idefics3", "smolvlm"])
 def test_tokens_are_the_processors(family: str, tmp_path: Path) -> None:
+    """The expanded image tokens equal those of transformers' processor for any sizes."""
     tiny_vision.save(family, tmp_path)
     spec, processor = picture_spec(tmp_path, tmp_path, _config(tmp_path)), tiny_vision.processor_of(family)
     for sizes in [(16, 16), (17, 16)], [(48, 3), (3, 48)], [(1000, 999), (1, 200)]:
@@ -79,6 +82,7 @@ def test_tokens_are_the_processors(family: str, tmp_path: Path) -> None:
 
 @hypothesis.given(st.integers(1, 5000), st.integers(1, 5000), st.sampled_from([(48, 16), (2048, 512), (1456, 364)]))
 def test_the_grid_is_that_of_transformers(width: int, height: int, sizes: tuple[int, int]) -> None:
+    """The tile grid equals that of transformers' image processor."""
     from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
     longest, tile = sizes
@@ -98,12 +102,15 @@ def test_the_grid_is_that_of_transformers(width: int, height: int, sizes: tuple[
     ],
 )
 def test_refused_arguments(llava: Path, tmp_path: Path, given: dict[str, Any], said: str) -> None:
+    """Arguments that do not apply to vision-language models are refused, and nothing is saved."""
     with pytest.raises(PackagingError, match=said):
         llm.save_model(tmp_path / "saved", model=llava, **given)
     assert not (tmp_path / "saved").exists()
 
 
 def test_refused_directories(llava: Path, tmp_path: Path) -> None:
+    """A missing processor file, an unknown processor class and an invalid image token are refused with the reason."""
+
     def refused(said: str, **changed: Any) -> None:
         folder = tmp_path / "changed"
         shutil.rmtree(folder, ignore_errors=True)
@@ -124,8 +131,8 @@ def _config(folder: Path) -> Any:
     return AutoConfig.from_pretrained(folder)
 
 
-def test_smolvlm_without_what_cuts_videos(tmp_path: Path) -> None:
-    """Its own processor needs torchvision and num2words, if only for videos."""
+def test_smolvlm_without_video_packages(tmp_path: Path) -> None:
+    """SmolVLM loads without torchvision and num2words, which its processor needs only for videos."""
     from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
     tiny_vision.save("smolvlm", tmp_path / "hf")
@@ -150,7 +157,10 @@ def test_smolvlm_without_what_cuts_videos(tmp_path: Path) -> None:
         ("processor_config", {"patch_size": 0}, "the place of a picture: "),
     ],
 )
-def test_numbers_that_cannot_be(llava: Path, tmp_path: Path, name: str, change: dict[str, Any], said: str) -> None:
+def test_impossible_processor_settings_are_refused(
+    llava: Path, tmp_path: Path, name: str, change: dict[str, Any], said: str
+) -> None:
+    """Impossible values in the configuration files are refused with the reason."""
     file = llava / f"{name}.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     with pytest.raises(PackagingError, match=said):
@@ -158,6 +168,7 @@ def test_numbers_that_cannot_be(llava: Path, tmp_path: Path, name: str, change: 
 
 
 def test_too_many_tiles(tmp_path: Path) -> None:
+    """A processor that cuts pictures into too many tiles is refused with their number."""
     tiny_vision.save("idefics3", tmp_path / "hf")
     file = tmp_path / "hf/processor_config.json"
     given = json.loads(file.read_text())
@@ -168,6 +179,7 @@ def test_too_many_tiles(tmp_path: Path) -> None:
 
 
 def test_the_template_of_an_earlier_processor(llava: Path, tmp_path: Path) -> None:
+    """A chat template in the older chat_template.json is taken."""
     (llava / "chat_template.jinja").unlink()
     (llava / "chat_template.json").write_text(json.dumps({"chat_template": tiny_vision.TEMPLATE}))
     llm.save_model(tmp_path / "saved", model=llava)
