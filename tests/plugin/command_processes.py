@@ -21,7 +21,7 @@ def llm_command(place: Path, name: str, *words: str) -> contextlib.AbstractConte
 
 @contextlib.contextmanager
 def running(place: Path, name: str, *words: str) -> Iterator[Path]:
-    """A command that runs, and its log; ended with SIGTERM, all its processes."""
+    """Run a command with its log, and end it and all its processes with SIGTERM."""
     log = place / f"{name}.log"
     with log.open("wb") as sink:
         started = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, start_new_session=True)

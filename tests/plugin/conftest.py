@@ -1,4 +1,4 @@
-"""A saved model of a few kilobytes, and a place of its own for state and engines."""
+"""Fixtures of a saved model of a few kilobytes, and of directories for state and engines."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ TEMPLATE = (
 
 @pytest.fixture(scope="session")
 def saved_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny random Llama with a byte tokenizer, saved with the flavor."""
+    """Save a tiny random Llama with a byte tokenizer by the flavor."""
     return save(tmp_path_factory.mktemp("deployed"))
 
 
 @pytest.fixture(scope="session")
 def second_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Another one, a layer deeper."""
+    """Save another model, a layer deeper."""
     return save(tmp_path_factory.mktemp("second"), num_hidden_layers=3)
 
 
@@ -56,7 +56,7 @@ def save(root: Path, **config: int) -> Path:
 
 @pytest.fixture
 def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """State and runtime directories of the test alone; when it is over, no process of it and no engine may be left."""
+    """Provide state and runtime directories of the test alone, and check that no process or engine is left."""
     with tempfile.TemporaryDirectory(prefix="mlp-", ignore_cleanup_errors=True) as root:
         monkeypatch.setenv(STATE_VARIABLE, f"{root}/state")
         monkeypatch.setenv("XDG_RUNTIME_DIR", root)
@@ -70,7 +70,7 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def belongs(process: psutil.Process, root: str) -> bool:
-    """Whether ``process`` is another one that was started with the test's environment."""
+    """Return whether ``process`` is another one that was started with the test's environment."""
     with contextlib.suppress(psutil.Error):
         ours = process.environ().get("XDG_RUNTIME_DIR") == root
         return ours and process.pid != psutil.Process().pid and process.status() != psutil.STATUS_ZOMBIE
@@ -79,7 +79,7 @@ def belongs(process: psutil.Process, root: str) -> bool:
 
 @pytest.fixture
 def client(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A client of target ``llm`` whose servers are stubs; what it has deployed is deleted in the end."""
+    """Provide a client of target ``llm`` whose servers are stubs; its deployments are deleted at the end."""
     monkeypatch.setattr(local_config, "command", stub_command(local_config.command))
     found = get_deploy_client("llm")
     yield found
@@ -89,7 +89,7 @@ def client(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.fixture
 def models(tmp_path: Path) -> Path:
-    """Directories that say they are models: of our flavor ``one``, ``two``, ``slow`` and ``bad``, of another ``sk``."""
+    """Make model directories: of our flavor ``one``, ``two``, ``slow`` and ``bad``, of another ``sk``."""
     for name in ("one", "two", "slow", "bad", "sk"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "MLmodel").write_text(f"flavors:\n  {'sklearn' if name == 'sk' else 'llm'}: {{}}\n")
@@ -98,7 +98,7 @@ def models(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def stranger() -> Iterator[int]:
-    """The port of a server of another kind, which answers everything with 200 and JSON of its own."""
+    """Provide the port of a foreign server, which answers everything with 200 and its own JSON."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

@@ -1,4 +1,4 @@
-"""Deployments of the stub server, which needs no model: started, killed and asked."""
+"""Helpers for deployments of the stub server, which needs no model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def stub_command(real: Callable[..., list[str]]) -> Callable[..., list[str]]:
 
 
 def started(deployment: dict[str, Any]) -> Any:
-    """What the server was started with."""
+    """Return the command line and environment the server was started with."""
     with urllib.request.urlopen(f"{deployment['url']}/started", timeout=240) as answer:
         return json.loads(answer.read())
 

@@ -25,7 +25,7 @@ OPTIONS = ("-C", "workers=1", "-C", "max_model_len=128", "-C", "idle_timeout=0.5
 
 @pytest.fixture
 def registered(place: Path, saved_model: Path, second_model: Path) -> Iterator[Any]:
-    """A registry with two versions of ``assistant``, the first of them ``champion``."""
+    """Register two versions of ``assistant``, the first of them as ``champion``."""
     with own_registry(place):
         for model in (saved_model, second_model):
             with mlflow.start_run():
@@ -42,14 +42,14 @@ def command(*words: str) -> str:
 
 
 def asked(file: Path) -> str:
-    """What ``predict`` answers to the request in ``file``."""
+    """Return the answer of ``predict`` to the request in ``file``."""
     reply = json.loads(command("predict", "--name", "assistant", "-I", str(file)))
     assert reply["usage"]["completion_tokens"] == 8
     return str(reply["choices"][0]["message"]["content"])
 
 
 def test_the_life_of_a_deployment_as_commands(registered: Any, place: Path) -> None:
-    """create from an alias, list, get, predict; the alias moves and update takes what it names now; delete."""
+    """A deployment is created from an alias, listed, queried, updated to the moved alias and deleted by commands."""
     file = place / "request.json"
     file.write_text(json.dumps(ASKED))
     assert "assistant is created" in command(
@@ -76,7 +76,7 @@ def test_the_life_of_a_deployment_as_commands(registered: Any, place: Path) -> N
 
 
 def refuse_others(place: Path) -> None:
-    """Models that the registry does not have, and a registry that is not the server's."""
+    """Check that unknown models, and a registry that is not the server's, are refused."""
     update = get_deploy_client("llm").update_deployment
     refused(
         "RESOURCE_DOES_NOT_EXIST",
@@ -107,7 +107,7 @@ def refuse_others(place: Path) -> None:
 
 
 def test_the_life_of_an_endpoint(place: Path, saved_model: Path, second_model: Path) -> None:
-    """MLflow's methods for endpoints are those for deployments by another name."""
+    """MLflow's methods for endpoints do what those for deployments do."""
     client = get_deploy_client("llm")
     refused("INVALID_PARAMETER_VALUE", "expected model_uri", client.create_endpoint, "helper", {"workers": 1})
     config = {"workers": 1, "max_model_len": 128, "idle_timeout": 0.5, "prefix_caching": False}

@@ -18,7 +18,7 @@ def state(tmp_path, monkeypatch):
 
 
 def test_module_has_one_client():
-    """MLflow demands exactly one client class beside its base in the module."""
+    """The module has exactly one client class beside its base, as MLflow demands."""
     found = [
         value
         for value in vars(deployments).values()
@@ -29,7 +29,7 @@ def test_module_has_one_client():
 
 
 def test_unknown_deployment():
-    """An unknown deployment is an MlflowException; deleting one is none; listing is empty."""
+    """Getting an unknown deployment is an MlflowException, deleting it is not, and the list is empty."""
     client = deployments.LlmDeploymentClient("llm")
     with pytest.raises(MlflowException, match="no deployment is called 'nobody'"):
         client.get_deployment("nobody")
@@ -39,13 +39,13 @@ def test_unknown_deployment():
 
 @pytest.mark.parametrize("name", ["", "a/b", "../x", "we ird", ".b", "a" * 64, None])
 def test_bad_names(name):
-    """A name is one of the management API: one that could leave the state directory is none."""
+    """Names that the management API does not allow, such as ones that leave the state directory, are refused."""
     with pytest.raises(MlflowException, match="name"):
         deployments.LlmDeploymentClient("llm").create_deployment(name, "models:/a/1")
 
 
 def test_a_server_that_does_not_answer():
-    """Every call on a target where nothing listens is an MlflowException that says so."""
+    """Every call on a target without a server is an MlflowException that says so."""
     client = deployments.LlmDeploymentClient("llm://127.0.0.1:1")
     for call in (
         lambda: client.create_deployment("a", "models:/a/1"),
@@ -69,18 +69,18 @@ def test_a_server_that_does_not_answer():
     ],
 )
 def test_a_model_uri_is_an_entity_and_back(uri, entity):
-    """What the API is sent for a URI names the same model again."""
+    """A model URI becomes the API's entity, and the entity becomes the same URI."""
     assert endpoint_calls.entity_of(uri) == entity
     assert endpoint_calls.uri_of(entity) == uri
 
 
 def test_the_latest_version_of_a_command_line():
-    """The server shows it as a version called ``latest``, which is no alias."""
+    """A model given as latest is shown as a version called ``latest``, which is not an alias."""
     assert endpoint_calls.uri_of({"entity_name": "a", "entity_version": "latest"}) == "models:/a/latest"
 
 
 def test_config_is_engine_settings():
-    """Texts of the command line are read as JSON; a key that is none of an endpoint's is refused by name."""
+    """Values of the command line are read as JSON, and an unknown key is refused by name."""
     config = endpoint_calls.config_of("models:/a/1", {"max_num_seqs": "4", "dtype": "bfloat16"})
     (entity,) = config["served_entities"]
     assert entity["engine_settings"] == {"max_num_seqs": 4, "dtype": "bfloat16"}
@@ -110,20 +110,20 @@ def test_config_is_engine_settings():
     ],
 )
 def test_config_that_is_refused(config, reason):
-    """A server that could not start is none: the field, its value and what is allowed are said at once."""
+    """A configuration with which the server could not start is refused at once by field and value."""
     with pytest.raises(MlflowException, match=reason) as refused:
         deployments.LlmDeploymentClient("llm").create_deployment("a", "models:/a/1", config=config)
     assert refused.value.error_code == "INVALID_PARAMETER_VALUE"
 
 
 def test_every_option_of_the_server_is_known():
-    """Each option of ``mlflow-llm serve`` is a key of ``-C``, or refused with what to do instead."""
+    """Each option of ``mlflow-llm serve`` is a key of ``-C``, or refused with an alternative."""
     names = {option.lstrip("-").replace("-", "_") for one in serve.params for option in one.opts if option[:2] == "--"}
     assert names == {*local_config.SERVER_KEYS, *local_config.REFUSED_KEYS}
 
 
 def test_a_key_in_a_file(monkeypatch, tmp_path):
-    """MLFLOW_LLM_KEY may be @FILE, as for the commands; what is no key is refused and not sent."""
+    """MLFLOW_LLM_KEY may be @FILE, as for the commands; an invalid key is refused and not sent."""
     (tmp_path / "ops.key").write_text("sk-abc\n")
     monkeypatch.setenv("MLFLOW_LLM_KEY", f"@{tmp_path / 'ops.key'}")
     assert http_calls._headers() == {"Authorization": "Bearer sk-abc"}
@@ -142,7 +142,7 @@ def test_entry_point():
 
 
 def test_a_key_that_does_not_manage_changes_nothing(monkeypatch):
-    """It is told so, and not that the endpoint serves no model: the models are what it does not see."""
+    """A key without management rights is told so, and not that the endpoint serves no model."""
     brief = {"name": "chat", "state": {"ready": "READY", "config_update": "NOT_UPDATING"}}
     monkeypatch.setattr(endpoint_calls, "get", lambda *_: brief | {"permission_level": "CAN_QUERY"})
     client = deployments.LlmDeploymentClient("llm://127.0.0.1:1")

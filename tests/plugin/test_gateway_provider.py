@@ -1,4 +1,4 @@
-"""The provider of MLflow's AI Gateway: found by entry point, talks OpenAI's dialect to our server."""
+"""The provider of MLflow's AI Gateway: found by its entry point, and speaking OpenAI's dialect to our server."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def _chat(provider: LlmProvider) -> chat.ResponsePayload:
 
 
 def test_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chat goes to ``<api_base>/chat/completions`` with the endpoint's model, the key, and the caller's fields."""
+    """A chat is sent to ``<api_base>/chat/completions`` with the endpoint's model, the key and the caller's fields."""
     import asyncio
 
     from mlflow.gateway.providers import openai_compatible

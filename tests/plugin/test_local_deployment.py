@@ -29,7 +29,7 @@ def text_of(chunks) -> str:
 
 
 def test_life_of_a_deployment(place: Path, saved_model: Path, second_model: Path) -> None:
-    """Create, list, get, predict, stream, update at the same URL without a dropped request, refuse, delete."""
+    """A deployment is created, listed, queried, streamed, updated at its URL without a dropped request, and deleted."""
     client = get_deploy_client("llm")
     made = client.create_deployment("assistant", str(saved_model), config=CONFIG)
     try:
@@ -68,7 +68,7 @@ def test_life_of_a_deployment(place: Path, saved_model: Path, second_model: Path
 
 
 def manage(target: str, model: Path) -> None:
-    """The running server as a target: an endpoint is created, listed, updated, asked and deleted beside the first."""
+    """Create, list, update, query and delete an endpoint of the running server beside the first."""
     client = get_deploy_client(target)
     made = client.create_deployment("second", str(model), config={"max_model_len": 64})
     assert (made["name"], made["state"]["ready"]) == ("second", "READY")
@@ -89,7 +89,7 @@ def manage(target: str, model: Path) -> None:
 
 @contextlib.contextmanager
 def callers(client, name: str, whole: dict, number: int = 4) -> Iterator[list[str]]:
-    """Callers in a closed loop while the body runs, one reply streamed after the other; yields what went wrong."""
+    """Run callers in a closed loop of streamed replies while the body runs, and yield their errors."""
     failures: list[str] = []
     done: list[int] = []
     over = threading.Event()
@@ -129,7 +129,7 @@ def test_a_model_that_does_not_load(place: Path) -> None:
 
 
 def test_run_local_and_help(place: Path, saved_model: Path) -> None:
-    """``mlflow deployments run-local`` serves until interrupted; ``help`` prints what the target takes."""
+    """``mlflow deployments run-local`` serves until interrupted; ``help`` prints the target's options."""
     command = [sys.executable, "-m", "mlflow", "deployments"]
     reported = subprocess.run([*command, "help", "-t", "llm"], capture_output=True, text=True, timeout=240, check=True)
     assert "llm://host:port" in reported.stdout
@@ -160,7 +160,7 @@ time.sleep(300)
 
 
 def test_a_server_that_nobody_collects_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another command's server is PID 1's child, often a zombie for good: it has ended all the same."""
+    """A server left as a zombie, because its parent has ended and PID 1 does not collect it, counts as ended."""
     killed: list[int] = []
     monkeypatch.setattr(psutil.Process, "kill", lambda process: killed.append(process.pid))
     parent = subprocess.Popen([sys.executable, "-c", NEVER_COLLECTS], stdout=subprocess.PIPE, text=True)

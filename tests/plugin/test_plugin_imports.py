@@ -1,4 +1,4 @@
-"""What a command of MLflow's, and a program that logs a model, pays for before it does anything."""
+"""The imports of MLflow's commands and of a program that logs a model."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ CODE = f"import sys, mlflow_llm.plugin.deployments; print(*(name for name in {HE
 
 
 def test_plugin_and_flavor_import_no_torch() -> None:
-    """Neither the deployments client nor the flavor has torch or transformers in memory until a model is looked at."""
+    """Neither the deployments client nor the flavor imports torch or transformers before a model is read."""
     asked = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True)
     assert asked.stdout.split() == []

@@ -1,4 +1,4 @@
-"""What ``predict`` takes, as the bodies of requests."""
+"""The inputs of ``predict``, converted to request bodies."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ USER, REPLY = {"role": "user", "content": "a"}, {"role": "assistant", "content":
 
 
 def of_command(body: dict[str, Any]) -> pd.DataFrame:
-    """What ``mlflow deployments predict -I`` makes of a file."""
+    """Return the input that ``mlflow deployments predict -I`` makes of a file."""
     return pd.read_json(io.StringIO(json.dumps(body)))
 
 
 def test_requests_of_a_frame() -> None:
-    """A row is a request without its empty cells; messages spread over rows are put together again."""
+    """A row is a request without its empty cells, and messages spread over rows are joined."""
     rows = pd.DataFrame([{"prompt": "a", "max_tokens": 2}, {"prompt": "b"}])
     assert requests_of(rows) == ([{"prompt": "a", "max_tokens": 2.0}, {"prompt": "b"}], False)
     spread = pd.DataFrame({"messages": [USER], "max_tokens": 2})
@@ -32,8 +32,8 @@ def test_requests_of_a_frame() -> None:
 
 @pytest.mark.parametrize("lengths", [(1, 1), (1, 3), (3, 2)])
 def test_a_frame_of_parquet(lengths: tuple[int, ...]) -> None:
-    """Lists come back from Parquet as arrays: a row stays a request, whatever the number of its messages; the nulls
-    that Arrow fills in for what a message does not have are left out."""
+    """A row with arrays, as lists come back from Parquet, stays a request, however many messages it has; nulls that
+    Arrow fills in are left out."""
     bodies = [{"messages": [USER, REPLY | {"name": "x"}, USER][:n], "stop": ["x", "y"], "seed": n} for n in lengths]
     file = io.BytesIO()
     pd.DataFrame(bodies).to_parquet(file)
@@ -41,7 +41,7 @@ def test_a_frame_of_parquet(lengths: tuple[int, ...]) -> None:
 
 
 def test_lists_of_the_command() -> None:
-    """A list as long as the messages is a list again, and a value for all of them is one value."""
+    """A list as long as the messages is joined again, and a value equal in all rows is a single value."""
     body = {"messages": [USER, REPLY, USER], "stop": ["x", "y", "z"], "max_tokens": 5}
     assert requests_of(of_command(body)) == ([body], True)
     assert requests_of(of_command({"messages": [USER, USER], "stop": "x"})) == (
@@ -51,14 +51,14 @@ def test_lists_of_the_command() -> None:
 
 
 def test_a_list_with_a_hole() -> None:
-    """Where only some rows have a value nobody can say what was meant."""
+    """A field that only some of the rows have is refused as ambiguous."""
     with pytest.raises(MlflowException, match="stop: only some of the rows") as refused:
         requests_of(of_command({"messages": [USER, USER], "stop": ["x", None]}))
     assert refused.value.error_code == "INVALID_PARAMETER_VALUE"
 
 
 def test_numbers_of_numpy() -> None:
-    """NumPy's numbers and arrays are sent as JSON's."""
+    """NumPy's numbers and arrays are sent as JSON numbers and lists."""
     given = {"prompt": "a", "max_tokens": np.int64(3), "echo": np.bool_(True), "seed": np.array([1, 2])}
     (body,), _ = requests_of(given)
     assert json.dumps(body) == '{"prompt": "a", "max_tokens": 3, "echo": true, "seed": [1, 2]}'
@@ -77,15 +77,16 @@ def test_numbers_of_numpy() -> None:
         ({1: "a"}, "the key 1 is no text"),
     ],
 )
-def test_what_is_no_request(inputs: Any, reason: str) -> None:
-    """What cannot be sent is an MlflowException that names it, and the caller's mistake; no server is asked."""
+def test_inputs_that_are_no_request_are_refused(inputs: Any, reason: str) -> None:
+    """Input that cannot be sent is an MlflowException that names it as the caller's mistake, without a call of the
+    server."""
     with pytest.raises(MlflowException, match=reason) as refused:
         get_deploy_client("llm://127.0.0.1:1").predict("a", inputs)
     assert refused.value.error_code == "INVALID_PARAMETER_VALUE"
 
 
 def test_streams() -> None:
-    """A request that asks for a stream is sent to the method that has streams, and the other way round."""
+    """A request for a stream is directed to the streaming method, and the other way round."""
     client = get_deploy_client("llm://127.0.0.1:1")
     with pytest.raises(MlflowException, match="predict_stream"):
         client.predict("a", {"prompt": "x", "stream": True})
@@ -94,7 +95,7 @@ def test_streams() -> None:
 
 
 def test_one_name() -> None:
-    """Deployments and endpoints are the same: two names for one call are refused, not one of them dropped."""
+    """Two different names for deployment and endpoint in one call are refused."""
     client = get_deploy_client("llm://127.0.0.1:1")
     for call in (
         lambda: client.predict("a", {"prompt": "x"}, endpoint="b"),

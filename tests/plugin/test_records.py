@@ -1,4 +1,4 @@
-"""What is kept of deployments, and which process is meant: killed callers, moved clocks, damaged files."""
+"""Records of deployments and identification of their processes: killed callers, moved clocks, damaged files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ get_deploy_client("llm").create_deployment("a", sys.argv[2])
 
 
 def test_a_create_that_was_killed(client: Any, models: Path) -> None:
-    """The server that it left is listed as starting, then as running, and can be deleted."""
+    """The server of a killed create is listed as starting, then as running, and can be deleted."""
     environment = {**os.environ, "STUB_WAIT": "6"}
     creator = subprocess.Popen([sys.executable, "-c", CREATE, STUB, str(models / "one")], env=environment)
     try:
@@ -62,7 +62,7 @@ def await_status(client: Any, status: str, seconds: float = 240) -> bool:
 
 
 def test_a_clock_that_moved() -> None:
-    """A process is known by its boot and ticks; by the clock only in records without, where it may not have moved."""
+    """A process is identified by boot id and ticks; records without these use the clock, unless it may have moved."""
     own = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     try:
         birth = processes.keep(own)
@@ -78,7 +78,7 @@ def test_a_clock_that_moved() -> None:
 
 
 def test_a_record_of_an_earlier_release(client: Any, models: Path) -> None:
-    """It has neither ticks nor stores: it is read, and its deployment updated and ended."""
+    """A record without ticks and stores is read, and its deployment can be updated and deleted."""
     made = client.create_deployment("a", str(models / "one"), config={"max_num_seqs": 2})
     file = records.directory() / "a.json"
     kept = {key: json.loads(file.read_text())[key] for key in ("name", "model_uri", "config", "url", "pid", "started")}
@@ -90,7 +90,7 @@ def test_a_record_of_an_earlier_release(client: Any, models: Path) -> None:
 
 
 def test_the_reason_is_of_this_start(client: Any, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A log that earlier starts wrote to has their errors, too."""
+    """The reported reason comes from this start, not from errors of earlier starts in the same log."""
     for said in ("Error: the first", "a last word"):
         monkeypatch.setenv("STUB_FAIL", said)
         refused("INTERNAL_ERROR", f"did not start: {said}", client.create_deployment, "a", str(models / "one"))
@@ -98,7 +98,7 @@ def test_the_reason_is_of_this_start(client: Any, models: Path, monkeypatch: pyt
 
 
 def test_a_stopped_deployment(client: Any, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """predict names the state and what helps; where the server cannot start again its record stays."""
+    """``predict`` of a stopped deployment names the state and the remedy; a failed restart keeps the record."""
     made = client.create_deployment("a", str(models / "one"))
     kill(made)
     refused("INVALID_STATE", "'a' is STOPPED .`update` starts it again", client.predict, "a", {"prompt": "x"})
@@ -109,8 +109,8 @@ def test_a_stopped_deployment(client: Any, models: Path, monkeypatch: pytest.Mon
     assert client.update_deployment("a")["url"] == made["url"]
 
 
-def test_a_port_held_on(client: Any, models: Path) -> None:
-    """The workers of a killed server hold its port for a moment: `update` waits for it."""
+def test_update_waits_for_a_port_in_use(client: Any, models: Path) -> None:
+    """``update`` waits for the port that workers of a killed server hold for a moment."""
     made = client.create_deployment("a", str(models / "one"))
     kill(made)
     holder = socket.create_server(("127.0.0.1", urlsplit(made["url"]).port or 0))
@@ -121,7 +121,7 @@ def test_a_port_held_on(client: Any, models: Path) -> None:
 
 
 def test_threads_that_still_run() -> None:
-    """A process has ended when its last thread has; one whose first has is a zombie that holds its port."""
+    """A process has ended when its last thread has; a zombie whose threads still run holds its port."""
     lines = "import ctypes, socket, threading, time; s = socket.create_server(('127.0.0.1', 0)); "
     lines += "threading.Thread(target=time.sleep, args=(600,)).start(); print(s.getsockname()[1], flush=True); "
     process = subprocess.Popen([sys.executable, "-c", lines + "ctypes.CDLL(None).pthread_exit(None)"], stdout=PIPE)
@@ -129,7 +129,7 @@ def test_threads_that_still_run() -> None:
     with process.stdout as reported:
         port = int(reported.readline())
     birth = processes.keep(process)
-    processes._children.pop(process.pid)  # nobody collects it
+    processes._children.pop(process.pid)  # its exit status is never read
     found = psutil.Process(process.pid)
     while found.status() != psutil.STATUS_ZOMBIE:
         time.sleep(0.01)
@@ -146,7 +146,7 @@ def test_threads_that_still_run() -> None:
 
 @pytest.mark.parametrize("text", [b"", b"{}", b"[1", b"\xff", b'{"name": "b", "pid": "x"}'])
 def test_a_damaged_record(client: Any, models: Path, text: bytes) -> None:
-    """It is named by its file, the others are listed beside it, and delete removes it."""
+    """A damaged record is named by its file, the others are listed beside it, and delete removes it."""
     file = records.directory() / "b.json"
     file.write_bytes(text)
     (records.directory() / "no name.json").write_bytes(text)
@@ -160,7 +160,7 @@ def test_a_damaged_record(client: Any, models: Path, text: bytes) -> None:
 
 
 def test_a_state_directory_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is named, with the variable that names another."""
+    """An unusable state directory is named with the variable that sets another."""
     (tmp_path / "file").touch()
     monkeypatch.setenv(STATE_VARIABLE, str(tmp_path / "file"))
     with pytest.raises(MlflowException, match=f"{tmp_path}/file/deployments cannot be used .*{STATE_VARIABLE}"):

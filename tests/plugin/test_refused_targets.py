@@ -1,4 +1,4 @@
-"""Models that cannot be served, and servers that are not ours."""
+"""Models that cannot be served, and servers of another kind."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mlflow_llm.serving.cli import cli
     ],
 )
 def test_a_model_that_cannot_be_served(client: Any, models: Path, uri: str | None, code: str, reason: str) -> None:
-    """It is known before a server is started, and by an error code."""
+    """A model that cannot be served is refused before a server is started, with an error code."""
     given = uri if uri is None else str(models / uri)
     refused(code, reason, client.create_deployment, "a", given)
     assert client.list_deployments() == []
@@ -32,7 +32,7 @@ def test_a_model_that_cannot_be_served(client: Any, models: Path, uri: str | Non
 
 
 def test_a_target_of_another_kind(stranger: int) -> None:
-    """JSON that is not ours is an MlflowException, too."""
+    """Foreign JSON of a target is an MlflowException, too."""
     client = get_deploy_client(f"llm://127.0.0.1:{stranger}")
     for call in (client.list_deployments, lambda: client.get_deployment("a"), lambda: client.update_deployment("a")):
         with pytest.raises(MlflowException, match="does not answer like an mlflow-llm server"):
@@ -41,7 +41,7 @@ def test_a_target_of_another_kind(stranger: int) -> None:
 
 @pytest.mark.parametrize("words", [("endpoints",), ("chat", "Hi"), ("bench",)])
 def test_commands_at_a_server_of_another_kind(stranger: int, words: tuple[str, ...]) -> None:
-    """chat, bench and endpoints say it in a line."""
+    """The commands chat, bench and endpoints report a foreign server in one line."""
     done = CliRunner().invoke(cli, [*words, "--url", f"http://127.0.0.1:{stranger}"])
     assert (done.exit_code, type(done.exception)) == (1, SystemExit)
     assert f"127.0.0.1:{stranger} does not answer like an mlflow-llm server" in done.stderr

@@ -1,4 +1,4 @@
-"""A server whose engines are on other hosts, with a registry behind HTTP: the weights go to the engines alone."""
+"""A server with remote engines and a registry over HTTP: only the engines fetch weights."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ from mlflow_llm.serving.transport.auth import write_key
 
 @pytest.fixture
 def registry(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The URL of an MLflow server that hands out artifacts itself."""
-    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # without a network mlflow waits for litellm's prices
+    """Provide the URL of an MLflow server that hands out artifacts itself."""
+    monkeypatch.setenv(
+        "LITELLM_LOCAL_MODEL_COST_MAP", "True"
+    )  # without a network, mlflow waits for litellm's price list
     port = free_port()
     words = [sys.executable, "-m", "mlflow", "server", "--port", str(port), "--workers", "1"]
     words += ["--backend-store-uri", empty_store(place), "--artifacts-destination", f"{place}/artifacts"]
@@ -42,7 +44,8 @@ def logged(registry: str, saved_model: Path) -> str:
 
 
 def test_the_gateway_fetches_texts_only(logged: str, place: Path) -> None:
-    """Tokenizer, templates and configurations come; the bundle is the same one, and an engine answers its requests."""
+    """The gateway fetches tokenizer, templates and configurations only; the bundle is the same, and an engine
+    answers."""
     (whole,) = resolve((logged,))
     (texts,) = resolve((), texts=(logged,))
     assert (texts.bundle.content_hash, texts.config, texts.uri) == (whole.bundle.content_hash, whole.config, logged)

@@ -1,4 +1,4 @@
-"""What ``mlflow-llm serve --profile`` changes in the answers of a server."""
+"""The effect of ``mlflow-llm serve --profile`` on a server's answers."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def post(url: str, body: dict[str, Any]) -> str:
 
 
 def indices(url: str) -> list[int]:
-    """Of the choices of a whole reply, in their order."""
+    """Return the indices of a whole reply's choices, in their order."""
     return [choice["index"] for choice in json.loads(post(url, TWICE_TWO))["choices"]]
 
 
 def ends(url: str) -> Counter[int]:
-    """How often a stream ends a choice of each index; every other chunk has one of these too."""
+    """Return how often a stream ends a choice of each index, after checking that other chunks have these indices."""
     *events, done = [line[6:] for line in post(url, TWICE_TWO | {"stream": True}).split("\n\n") if line]
     assert done == "[DONE]"
     choices = [choice for event in events for choice in json.loads(event)["choices"]]
@@ -41,7 +41,7 @@ def ends(url: str) -> Counter[int]:
 
 def test_the_profile_numbers_choices_by_prompt(saved_model: Path, place: Path) -> None:
     """With a Databricks profile the choices of a completion have their prompt's index on Databricks' routes, whole and
-    streamed, and OpenAI's flat one on OpenAI's; what the profile does not take is a 400 that says so."""
+    streamed, and OpenAI's flat index on OpenAI's; fields that the profile does not take are a 400."""
     port = free_port()
     words = ["-m", f"{saved_model}=assistant", "--profile", "databricks-provisioned", "--port", str(port)]
     with llm_command(place, "serve", "serve", *words) as log:

@@ -1,4 +1,4 @@
-"""Deployments whose server needs no model: how it is started, changed and found again, in a second or two each."""
+"""Deployments of a stub server: how it is started, changed and found again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OTHERS = {"max_connections": 60}
 
 
 def test_a_port_of_another(client: Any, models: Path, stranger: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server is ready when its own process listens, not when somebody answers at its port."""
+    """A server is ready when its own process listens, not when another process answers at its port."""
     create, config = client.create_deployment, {"port": stranger}
     refused(
         "RESOURCE_CONFLICT", f"cannot listen on 127.0.0.1:{stranger}", create, "a", str(models / "one"), config=config
@@ -30,7 +30,7 @@ def test_a_port_of_another(client: Any, models: Path, stranger: int, monkeypatch
 
 
 def test_values_of_python(client: Any, models: Path) -> None:
-    """Booleans and numbers are JSON's on the command line, and None is not given."""
+    """Booleans and numbers become JSON on the command line, and None is left out."""
     config = {"prefix_caching": False, "max_model_len": None, "max_num_seqs": 4, "workers": "1", "dtype": "float32"}
     made = client.create_deployment("a", str(models / "one"), config=config)
     words = started(made)["words"]
@@ -41,7 +41,7 @@ def test_values_of_python(client: Any, models: Path) -> None:
 
 
 def test_options_of_the_server(client: Any, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a server has on its command line is given to it; files by their full path, lists as options repeated."""
+    """Options of the server's command line are passed on: files by their full path, lists as repeated options."""
     monkeypatch.chdir(tmp_path)
     config = {"probe_port": 0, "max_connections": "50", "allowed_host": "llm.example, 10.0.0.7", "trace_content": True}
     made = client.create_deployment("a", str(models / "one"), config=config | {"jwt_jwks": "keys.json"} | TOKENS)
@@ -55,8 +55,8 @@ def test_options_of_the_server(client: Any, models: Path, tmp_path: Path, monkey
 
 
 def test_a_deployment_with_tls(client: Any, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its URL is https, and the authority that MLFLOW_LLM_CA names checks it; without one the refusal says so at once
-    and nothing is left."""
+    """A deployment with TLS has an https URL, checked by the authority in MLFLOW_LLM_CA; without one it is refused at
+    once and nothing is left."""
     authority = Authority(tmp_path)
     cert, key, _ = authority.issue("server")
     config = {"tls_cert": cert, "tls_key": key}
@@ -70,7 +70,7 @@ def test_a_deployment_with_tls(client: Any, models: Path, tmp_path: Path, monkey
 
 
 def test_settings_of_an_endpoint(client: Any, models: Path) -> None:
-    """What only the management API takes is taken by create as by update, and when the server is started again."""
+    """Settings of the management API alone are taken by create and update, and kept by a restart of the server."""
     made = client.create_deployment("a", str(models / "one"), config={"scale_to_zero_enabled": "true"})
     assert made["config"] == {"scale_to_zero_enabled": True}
     client.update_deployment("a", config={"max_num_seqs": 2})
@@ -80,8 +80,8 @@ def test_settings_of_an_endpoint(client: Any, models: Path) -> None:
     assert again["pid"] != made["pid"]
 
 
-def test_what_cannot_change(client: Any, models: Path) -> None:
-    """The command line of a running server stays; the same value again is no change, however it is written."""
+def test_options_of_a_running_server_cannot_change(client: Any, models: Path) -> None:
+    """Command-line options of a running server cannot change; the same value in another notation is no change."""
     made = client.create_deployment("a", str(models / "one"), config={"workers": 3})
     for given in ({"trust_remote_code": True}, {"workers": 2}, {"port": 1}, {"host": "0.0.0.0"}):
         reason = f"{next(iter(given))} cannot change while the server runs"
@@ -90,8 +90,8 @@ def test_what_cannot_change(client: Any, models: Path) -> None:
     assert client.update_deployment("a", config=same) == made
 
 
-def test_what_was_changed_through_the_server(client: Any, models: Path) -> None:
-    """URI and settings are those that the server tells, and known when it has ended."""
+def test_changes_made_through_the_server_are_shown(client: Any, models: Path) -> None:
+    """URI and settings changed through the server are shown, also after it has ended."""
     made = client.create_deployment("a", str(models / "one"), config={"max_num_seqs": 2})
     remote = get_deploy_client(made["url"].replace("http", "llm"))
     remote.update_deployment("a", str(models / "two"), config={"prefix_caching": False})
@@ -107,7 +107,7 @@ def test_what_was_changed_through_the_server(client: Any, models: Path) -> None:
 
 
 def test_an_endpoint_deleted_through_the_server(client: Any, models: Path) -> None:
-    """It is shown as deleted; create says how it comes back, and update brings it back on the server that runs."""
+    """An endpoint deleted through the server is shown as deleted; create names the remedy, and update restores it."""
     made = client.create_deployment("a", str(models / "one"), config={"max_num_seqs": 2})
     get_deploy_client(made["url"].replace("http", "llm")).delete_deployment("a")
     assert client.list_deployments() == [made | {"status": "DELETED"}]
@@ -116,19 +116,19 @@ def test_an_endpoint_deleted_through_the_server(client: Any, models: Path) -> No
 
 
 def test_an_interrupted_update(client: Any, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server goes on with an update whose caller is gone: it is shown, and not rolled back by the next start. One
-    that the server refuses leaves all as it was."""
+    """An update whose caller is interrupted goes on, is shown, and is not rolled back by the next start. An update that
+    the server refuses changes nothing."""
     made = client.create_deployment("a", str(models / "one"))
     bad = str(models / "bad")
     refused("INVALID_PARAMETER_VALUE", "no good", client.update_deployment, "a", bad, config={"max_num_seqs": 9})
     assert client.get_deployment("a") == made
     interrupted_update(client, models / "two", monkeypatch)
-    kill(made)  # before anybody looked
+    kill(made)  # before the state is read
     assert client.update_deployment("a")["model_uri"] == str(models / "two")
 
 
 def interrupted_update(client: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One whose caller gets Ctrl-C while the server works on it."""
+    """Run an update whose caller gets Ctrl-C while the server works on it."""
 
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -140,7 +140,7 @@ def interrupted_update(client: Any, model: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_an_update_during_another(client: Any, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is a conflict, and what is served is what is shown."""
+    """An update during another is a conflict, and the served model is the one shown."""
     made = client.create_deployment("a", str(models / "one"))
     interrupted_update(client, models / "slow", monkeypatch)
     refused("RESOURCE_CONFLICT", "in progress", client.update_deployment, "a", str(models / "two"))
@@ -148,7 +148,8 @@ def test_an_update_during_another(client: Any, models: Path, monkeypatch: pytest
 
 
 def test_relative_paths(client: Any, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Directory, database and MLflow's stores are found from any directory when the server is started again."""
+    """Relative paths of directory, database and MLflow's stores still hold when the server is restarted from
+    elsewhere."""
     monkeypatch.chdir(models)
     with own_stores("sqlite:///tracking.db"):
         made = client.create_deployment("a", "./one", config={"database": "sqlite:///x.db"})
@@ -160,7 +161,7 @@ def test_relative_paths(client: Any, models: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_password_is_not_shown(client: Any, models: Path) -> None:
-    """The server gets the database's password, get and list do not show it."""
+    """The server gets the database's password, but get and list do not show it."""
     url = "postgresql://me:secret@host/db"
     made = client.create_deployment("a", str(models / "one"), config={"database": url, "require_keys": "true"})
     assert made["config"]["database"] == "postgresql://me:***@host/db"
