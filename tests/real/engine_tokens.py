@@ -1,4 +1,4 @@
-"""What an engine core says of requests, run to their ends."""
+"""Tokens of requests run to their ends by an engine core."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mlflow_llm.serving.interface.request import Sampling, Sequence, ValidReques
 
 
 def greedy(name: str, prompt: tuple[int, ...], max_tokens: int, adapter: str | None = None) -> ValidRequest:
-    """A completion of one sequence."""
+    """Return a completions request of one greedy sequence."""
     return ValidRequest(
         request_id=name,
         task="completions",
@@ -20,7 +20,7 @@ def greedy(name: str, prompt: tuple[int, ...], max_tokens: int, adapter: str | N
 
 
 def tokens_reported(core: EngineCore, *requests: ValidRequest) -> dict[str, list[int]]:
-    """Tokens by request, all run in one batch; ``core`` is closed behind them."""
+    """Return the tokens of requests, all run in one batch; ``core`` is closed afterwards."""
     for request in requests:
         core.add(request)
     found: dict[str, list[int]] = {request.request_id: [] for request in requests}

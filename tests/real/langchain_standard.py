@@ -19,7 +19,7 @@ ANY_OBJECT = "json_object holds to any object; the right one is the model's to f
 
 
 class TestServer(ChatModelIntegrationTests):
-    """langchain-openai's model of chats, with the server as its OpenAI."""
+    """LangChain's chat model tests for langchain-openai with the server as its OpenAI."""
 
     @property
     def chat_model_class(self) -> type[ChatOpenAI]:
@@ -33,7 +33,7 @@ class TestServer(ChatModelIntegrationTests):
             "model": "assistant",
             "temperature": 0,
             "max_tokens": 160,
-            "frequency_penalty": 1.0,  # a small model repeats itself without an end
+            "frequency_penalty": 1.0,  # a small model repeats itself endlessly
             "stream_usage": True,
             "model_kwargs": {"parallel_tool_calls": False},
         }
@@ -44,10 +44,10 @@ class TestServer(ChatModelIntegrationTests):
 
     @pytest.mark.xfail(reason=BY_ITSELF)
     def test_agent_loop(self, model: BaseChatModel) -> None:
-        """With an agent's choice of tools, which is auto."""
+        """An agent loop runs with an agent's choice of tools, which is auto."""
         super().test_agent_loop(model)
 
     @pytest.mark.xfail(reason=ANY_OBJECT)
     def test_json_mode(self, model: BaseChatModel) -> None:
-        """With a schema in words."""
+        """JSON mode works with a schema described in words."""
         super().test_json_mode(model)

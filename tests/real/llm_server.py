@@ -1,4 +1,4 @@
-"""``mlflow-llm serve`` as the tests with real weights run it: on a free port, in a process of its own."""
+"""``mlflow-llm serve`` for tests with real weights: on a free port, in a process of its own."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WARNINGS_OF_CLIENTS = [  # about their own code
 
 @contextlib.contextmanager
 def served(root: Path, *arguments: str, spec: ServeSpec | None = None, **environment: str) -> Iterator[str]:
-    """Its URL, from ready to drained; ``root`` takes the log. ``spec`` says what the arguments say otherwise."""
+    """Yield the server's URL, from ready to drained; ``root`` takes the log, and ``spec`` overrides the arguments."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -1,4 +1,4 @@
-"""``mlflow models serve`` as a test runs it: on a free port, in a process group that is ended as a whole."""
+"""``mlflow models serve`` for tests: on a free port, in a process group that is ended as a whole."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class ModelsServer:
                 return error.code, json.load(error)
 
     def processes(self) -> list[psutil.Process]:
-        """All that run with this server's mark, the engine among them."""
+        """Return all processes with this server's mark, the engine included."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
@@ -78,7 +78,7 @@ class ModelsServer:
             os.killpg(self.process.pid, number)
 
     def wait_until_gone(self, timeout: float = 240) -> list[str]:
-        """Command lines of what is still there at the end, () where all is gone."""
+        """Wait for all processes to end and return the command lines of those that remain."""
         self.process.wait(timeout=timeout)
         deadline = time.monotonic() + timeout
         while (left := self.processes()) and time.monotonic() < deadline:

@@ -34,7 +34,7 @@ class Weather(BaseModel):
 
 
 class Report(BaseModel):
-    """What the weather is."""
+    """A report of the weather."""
 
     city: Literal["Paris", "Rome"]
     sunny: bool
@@ -50,29 +50,29 @@ FORM = {"type": "json_schema", "json_schema": {"name": "report", "schema": Repor
 
 @pytest.fixture(autouse=True)
 def collected() -> Iterator[None]:
-    """Clients' connections are closed with their objects, whose warnings belong to the test that made them."""
+    """Collect garbage after each test, because clients' connections are closed with their objects and warn then."""
     yield
     gc.collect()
 
 
 @pytest.fixture(params=["v1", "serving-endpoints"])
 def client(url: str, request: pytest.FixtureRequest) -> Iterator[Any]:
-    """OpenAI's client, of OpenAI's routes and of Databricks'."""
+    """Provide OpenAI's client for OpenAI's routes and for Databricks'."""
     import openai
 
     with openai.OpenAI(base_url=f"{url}/{request.param}", api_key="x", max_retries=0) as client:
         yield client
 
 
-def test_openai_parses_a_form(client: Any) -> None:
-    """``.parse`` gives an object of the class that was asked for."""
+def test_openai_parses_a_response_format(client: Any) -> None:
+    """``.parse`` returns an object of the requested class."""
     done = client.chat.completions.parse(model="assistant", messages=QUESTION, response_format=Report, **GREEDY)
     assert isinstance(done.choices[0].message.parsed, Report)
     assert done.choices[0].finish_reason == "stop"
 
 
 def test_openai_parses_calls(client: Any) -> None:
-    """``.parse`` gives the arguments as objects; a call that is required ends with ``tool_calls``, a named one with
+    """``.parse`` returns the arguments as objects; a required call ends with ``tool_calls``, a named one with
     ``stop``."""
     import openai
 
@@ -88,7 +88,7 @@ def test_openai_parses_calls(client: Any) -> None:
         assert done.choices[0].finish_reason == reason
 
 
-def test_openai_streams_a_form(client: Any) -> None:
+def test_openai_streams_a_response_format(client: Any) -> None:
     """``.stream`` gives the text piece by piece and the object at its end."""
     with client.chat.completions.stream(
         model="assistant", messages=QUESTION, response_format=Report, **GREEDY
@@ -101,7 +101,7 @@ def test_openai_streams_a_form(client: Any) -> None:
 
 
 def test_openai_streams_calls(client: Any) -> None:
-    """``.stream`` gives arguments as they come, and at the end the reply that is given whole without it."""
+    """``.stream`` gives arguments as they come, and at its end the reply of a whole request."""
     import openai
 
     asked = {"model": "assistant", "messages": QUESTION, "tools": [openai.pydantic_function_tool(Weather)], **GREEDY}
@@ -122,8 +122,7 @@ def _arguments(choice: Any) -> list[str]:
 
 
 def test_openai_deltas_of_calls(client: Any) -> None:
-    """The contract of deltas: what the first one of a call has no later one repeats, not even as a null, and indices
-    do not interleave."""
+    """No later delta of a call repeats a field of the first one, not even as a null, and indices do not interleave."""
     stream = client.chat.completions.create(
         model="assistant", messages=QUESTION, tools=[TOOL], tool_choice="required", stream=True, n=2, **GREEDY
     )
@@ -143,7 +142,8 @@ def test_openai_deltas_of_calls(client: Any) -> None:
 
 
 def test_a_call_and_its_result_go_back(client: Any) -> None:
-    """The message of a reply is sent back as it came, with what the tool said; none may be called then."""
+    """A reply's message can be sent back unchanged with the tool's result, and no further call is made when none is
+    allowed."""
     asked = {"model": "assistant", "tools": [TOOL], **GREEDY}
     called = client.chat.completions.create(
         messages=QUESTION, tool_choice="required", parallel_tool_calls=False, **asked
@@ -156,8 +156,8 @@ def test_a_call_and_its_result_go_back(client: Any) -> None:
     assert done.message.content
 
 
-def test_forms_of_vllm(url: str) -> None:
-    """vLLM's fields, as its users send them: in ``extra_body``, for chats and completions."""
+def test_guided_fields_of_vllm(url: str) -> None:
+    """vLLM's fields work in ``extra_body``, for chats and completions."""
     import openai
 
     with openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client:
@@ -174,7 +174,7 @@ def test_forms_of_vllm(url: str) -> None:
 
 
 def test_mlflow_deployments(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """MLflow's own client of a workspace: calls and forms by ``predict`` and ``predict_stream``."""
+    """MLflow's client of a workspace gets calls and schemas by ``predict`` and ``predict_stream``."""
     from mlflow.deployments import get_deploy_client
 
     monkeypatch.setenv("DATABRICKS_HOST", url)
@@ -192,7 +192,7 @@ def test_mlflow_deployments(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling", "json_mode"])
 def test_langchain_structured_output(url: str, method: str) -> None:
-    """``with_structured_output`` by each of its methods, and the same streamed."""
+    """``with_structured_output`` works with each of its methods, whole and streamed."""
     langchain = pytest.importorskip("langchain_openai")
     model = langchain.ChatOpenAI(base_url=f"{url}/v1", api_key="x", model="assistant", **GREEDY)
     if method == "json_mode":
@@ -205,7 +205,7 @@ def test_langchain_structured_output(url: str, method: str) -> None:
 
 
 def test_langchain_tools(url: str) -> None:
-    """``bind_tools``: calls of the whole reply and of its stream, gathered, are the same."""
+    """Calls by ``bind_tools`` are the same in the whole reply and gathered from its stream."""
     langchain = pytest.importorskip("langchain_openai")
     model = langchain.ChatOpenAI(base_url=f"{url}/v1", api_key="x", model="assistant", **GREEDY)
     bound = model.bind_tools([Weather], tool_choice="any", strict=True)
@@ -219,7 +219,7 @@ def test_langchain_tools(url: str) -> None:
 
 
 def test_langchain_standard(url: str) -> None:
-    """LangChain's own tests of a chat model (``langchain_standard``)."""
+    """LangChain's own tests of a chat model pass (``langchain_standard``)."""
     pytest.importorskip("langchain_tests")
     plugins = ("-p", "pytest_asyncio.plugin", "-p", "syrupy", "-o", "asyncio_mode=auto", "-p", "no:cacheprovider")
     file = Path(__file__).with_name("langchain_standard.py")
@@ -232,7 +232,7 @@ def test_langchain_standard(url: str) -> None:
 
 @pytest.fixture(scope="module")
 def ai_sdk(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Vercel's AI SDK as its lockfile has it, installed by npm beside a program that uses it."""
+    """Install Vercel's AI SDK by npm from its lockfile, beside a program that uses it."""
     if not (shutil.which("node") and shutil.which("npm")):
         pytest.skip("needs node and npm")
     folder = tmp_path_factory.mktemp("npm") / "ai_sdk"
@@ -245,7 +245,8 @@ def ai_sdk(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_ai_sdk(url: str, ai_sdk: Path) -> None:
-    """npm's ``ai`` with ``@ai-sdk/openai-compatible``: texts, objects and calls, whole and streamed, and an error."""
+    """npm's ``ai`` with ``@ai-sdk/openai-compatible`` gets texts, objects and calls, whole and streamed, and an
+    error."""
     given = os.environ | {"MLFLOW_LLM_TEST_URL": url}
     done = subprocess.run(("node", "client.mjs"), cwd=ai_sdk, env=given, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -265,7 +266,7 @@ def test_ai_sdk(url: str, ai_sdk: Path) -> None:
 
 
 def test_pydantic_ai(url: str) -> None:
-    """An agent whose output is a tool's arguments, or a form of the text, and one with a tool that is called."""
+    """A pydantic-ai agent gets its output by a tool's arguments and by a response format, and calls a tool."""
     pytest.importorskip("pydantic_ai")
     from pydantic_ai import Agent, NativeOutput, ToolOutput
     from pydantic_ai.models.openai import OpenAIChatModel
@@ -278,7 +279,7 @@ def test_pydantic_ai(url: str) -> None:
 
 
 def test_openai_agents(url: str) -> None:
-    """OpenAI's agents over chat completions: an output type, and a tool that is called and ends the run."""
+    """OpenAI's agents over chat completions get an output type, and a tool call that ends the run."""
     agents = pytest.importorskip("agents")
     import openai
 
@@ -313,8 +314,8 @@ def test_openai_agents(url: str) -> None:
 
 @pytest.mark.parametrize("mode", ["TOOLS", "TOOLS_STRICT", "JSON_SCHEMA"])
 def test_instructor(url: str, mode: str) -> None:
-    """instructor, by calls and by forms of the text; its mode JSON asks for any object (``json_object``), and that the
-    model finds the right one."""
+    """instructor gets the right object by calls, by a response format, and in mode JSON, which asks for any object
+    (``json_object``)."""
     instructor = pytest.importorskip("instructor")
     import openai
 

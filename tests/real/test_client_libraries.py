@@ -1,4 +1,4 @@
-"""More of what clients do with a running server: another base URL, MLflow's evaluation, LiteLLM's exceptions."""
+"""Further uses of a running server by clients: another base URL, MLflow's evaluation, LiteLLM's exceptions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHAT = {"messages": [{"role": "user", "content": QUESTION}], **GREEDY}
 
 @pytest.fixture
 def traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A place for the traces that MLflow's evaluation writes."""
+    """Provide a store for the traces that MLflow's evaluation writes."""
     import mlflow
 
     with own_stores(empty_store(tmp_path)):
@@ -28,7 +28,7 @@ def traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_openai_of_a_workspace(url: str) -> None:
-    """openai with a workspace's base URL: what ``/v1`` answers, streamed or not, of every task."""
+    """openai with a workspace's base URL gets the answers of ``/v1``, streamed or not, for every task."""
     import openai
 
     with (
@@ -40,7 +40,7 @@ def test_openai_of_a_workspace(url: str) -> None:
         chunks = list(client.chat.completions.create(model="assistant", stream=True, **CHAT))
         assert "".join(c.choices[0].delta.content or "" for c in chunks) == whole.choices[0].message.content
         assert chunks[-1].usage.total_tokens == whole.usage.total_tokens
-        raw = {"extra_body": {"use_raw_prompt": True}}  # which is not what this route does by itself
+        raw = {"extra_body": {"use_raw_prompt": True}}  # not the default of this route
         done = client.completions.create(model="assistant", prompt="One, two,", **GREEDY, **raw)
         assert (
             done.choices[0].text
@@ -53,7 +53,7 @@ def test_openai_of_a_workspace(url: str) -> None:
 
 
 def test_mlflow_to_predict_fn(workspace: str, traces: None) -> None:
-    """``mlflow.genai.to_predict_fn``, by which an evaluation asks an endpoint of a workspace."""
+    """``mlflow.genai.to_predict_fn`` queries an endpoint of a workspace for an evaluation."""
     import mlflow
 
     reply = mlflow.genai.to_predict_fn("endpoints:/assistant")(**CHAT)
@@ -62,7 +62,7 @@ def test_mlflow_to_predict_fn(workspace: str, traces: None) -> None:
 
 @pytest.mark.parametrize("target", ["databricks", "http"])
 def test_mlflow_judges_by_an_endpoint(workspace: str, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``endpoints:/name`` as the model of MLflow's LLM metrics, with either kind of deployments target."""
+    """``endpoints:/name`` serves as the model of MLflow's LLM metrics, with either kind of deployments target."""
     from mlflow.metrics.genai.model_utils import call_deployments_api, get_endpoint_type, score_model_on_payload
 
     monkeypatch.setenv("MLFLOW_DEPLOYMENTS_TARGET", workspace if target == "http" else target)
@@ -74,7 +74,7 @@ def test_mlflow_judges_by_an_endpoint(workspace: str, target: str, monkeypatch: 
 
 
 def test_mlflow_judges_by_openai(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``openai:/name`` as that model, with ``OPENAI_API_BASE`` at the server."""
+    """``openai:/name`` serves as that model, with ``OPENAI_API_BASE`` at the server."""
     from mlflow.metrics.genai.model_utils import score_model_on_payload
 
     monkeypatch.setenv("OPENAI_API_BASE", f"{url}/v1")
@@ -84,7 +84,7 @@ def test_mlflow_judges_by_openai(url: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize(("provider", "suffix"), [("openai", "/v1"), ("databricks", "/serving-endpoints")])
 def test_litellm_exceptions(url: str, provider: str, suffix: str) -> None:
-    """litellm tells an unknown endpoint and a prompt that is too long by exceptions of their own."""
+    """litellm raises different exceptions for an unknown endpoint and a prompt that is too long."""
     os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
     import litellm
 

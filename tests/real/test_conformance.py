@@ -34,7 +34,7 @@ Key = tuple[str, str, Mode]  # part, field ("" for the plain request), whole or 
 
 
 class Table:
-    """A server, and what it answered to every row."""
+    """A server and its answers to every row."""
 
     def __init__(self, url: str, secrets: Mapping[str, str], store: Path, key_ids: Mapping[str, str]) -> None:
         self._place = urlsplit(url)
@@ -73,13 +73,14 @@ class Table:
 
 @pytest.fixture(scope="module")
 def table(assistant: Path, embedder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Table]:
-    """A pay-per-token endpoint, a provisioned one of the same model, and one for vectors; a key for each part."""
+    """Serve a pay-per-token endpoint, a provisioned one of the same model, and an embedding one; a key for each
+    part."""
     root = tmp_path_factory.mktemp("conformance")
     database = f"sqlite:///{root}/ledger.db"
     store = Store(database)
     made = {name: Keys(store).create(name) for name in (*(part.name for part in PARTS), "example")}
     store.close()
-    engine = EngineSettings(max_model_len=512, quantization="int8")  # half the time, and as exact from run to run
+    engine = EngineSettings(max_model_len=512, quantization="int8")  # takes half the time, and is equally deterministic
     bundle = load_bundle(assistant)
     reserved: dict[str, Any] = {"min_provisioned_throughput": 1, "max_provisioned_throughput": 1}
     endpoints = (
@@ -95,7 +96,7 @@ def table(assistant: Path, embedder: Path, tmp_path_factory: pytest.TempPathFact
 
 @pytest.mark.parametrize(("part", "name"), ROWS, ids=[test_id(part, name) for part, name in ROWS])
 def test_field(table: Table, part: Part, name: str) -> None:
-    """Honoured, streamed and not, with the same text either way; or refused by its name with the reason."""
+    """A field is honoured with the same text streamed and not, or refused by its name with the reason."""
     row = part.rows[name]
     texts = []
     for mode in part.modes:
@@ -122,7 +123,7 @@ SNIPPETS = dict(
 
 @pytest.mark.parametrize("system", SNIPPETS)
 def test_a_client_moves_by_its_base_url(table: Table, system: str) -> None:
-    """The examples of docs/migrate.md, as they stand but for the port and the key."""
+    """The examples of docs/migrate.md run unchanged but for the port and the key."""
     code = SNIPPETS[system].replace("localhost:8000", f"127.0.0.1:{table.port}").replace("sk-…", table.secret)
     found: dict[str, Any] = {}
     exec(code, found)
@@ -133,7 +134,8 @@ def test_a_client_moves_by_its_base_url(table: Table, system: str) -> None:
 
 
 def test_openais_client_below_v3(table: Table) -> None:
-    """Chats, streamed and not, completions, embeddings and models, as its users of OpenVINO Model Server call them."""
+    """OpenAI's client gets chats, streamed and not, completions, embeddings and models by OpenVINO Model Server's
+    paths."""
     import openai
 
     messages: Any = [{"role": "user", "content": "Count: one, two, three,"}]
@@ -151,13 +153,13 @@ def test_openais_client_below_v3(table: Table) -> None:
 
 
 def test_every_system_has_an_example() -> None:
-    """Of docs/migrate.md."""
+    """Every system in docs/migrate.md has an example that is tried."""
     assert len(SNIPPETS) == 5
 
 
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
 def test_usage_agrees_with_the_ledger(table: Table, part: Part) -> None:
-    """Each answer has a row of its own: as many tokens of prompt and completion as the reply says it had."""
+    """Each answer has a ledger row with the prompt and completion tokens of its usage."""
     replies = [seen for key, seen in table.seen.items() if key[0] == part.name and isinstance(seen, Seen)]
     counted = [one for one in replies if one.prompt is not None or one.completion is not None]
     assert counted
@@ -174,7 +176,7 @@ def test_usage_agrees_with_the_ledger(table: Table, part: Part) -> None:
 
 
 def _settled(table: Table, part: str) -> list[tuple[int, int]]:
-    """(prompt, completion) of the part's rows, when none is open any more."""
+    """Return (prompt, completion) of the part's rows, when none is open any more."""
     until = time.monotonic() + 120
     while True:
         with contextlib.closing(sqlite3.connect(table.store)) as store:

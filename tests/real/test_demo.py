@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def models(smollm2_dir, minilm_dir, adapters_dir, tmp_path_factory):
-    """The folder of models as the quickstart's scripts lay it out."""
+    """Lay out the folder of models as the quickstart's scripts do."""
     folder = tmp_path_factory.mktemp("models")
     for name, source in {"smollm2": smollm2_dir, "minilm": minilm_dir, "adapters": adapters_dir}.items():
         (folder / name).symlink_to(source, target_is_directory=True)
@@ -25,7 +25,7 @@ def models(smollm2_dir, minilm_dir, adapters_dir, tmp_path_factory):
 
 
 def test_demo_prints_three_answers_with_usage(models, tmp_path):
-    """Base and both adapters answer differently over HTTP, each with its token counts; the embedder answers too."""
+    """Base and both adapters answer differently over HTTP with token counts, and the embedder answers."""
     command = [sys.executable, str(ROOT / "examples/quickstart/demo.py")]
     command += ["--models", str(models), "--store", str(tmp_path / "store")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=850, cwd=tmp_path)

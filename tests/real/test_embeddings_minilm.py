@@ -19,7 +19,8 @@ TEXTS = [
 
 
 def test_equal_to_sentence_transformers(minilm_dir):
-    """Texts of mixed lengths, one cut at max_seq_length, equal the peer to 1e-5 in cosine and have length 1."""
+    """Texts of mixed lengths, one cut at max_seq_length, equal sentence-transformers' to 1e-5 in cosine, with length
+    1."""
     peer = SentenceTransformer(str(minilm_dir), device="cpu")
     bundle = Bundle(
         content_hash="",

@@ -37,8 +37,8 @@ def runtime() -> Iterator[str]:
 
 
 def read(engine, temperature, on_token=lambda: None, grammar=None):
-    """Token ids, ending and log probabilities of each of two sequences. Within a grammar without these, so that some
-    tokens are not drawn."""
+    """Read token ids, ending and log probabilities of each of two sequences. Within a grammar no log probabilities are
+    asked for, so that forced tokens are not sampled."""
     request = ValidRequest(
         request_id=uuid.uuid4().hex,
         task="completions",
@@ -63,8 +63,8 @@ def read(engine, temperature, on_token=lambda: None, grammar=None):
 def test_killed_engine_keeps_the_text(
     smollm2_dir: Path, runtime: str, temperature: float, grammar: Grammar | None
 ) -> None:
-    """kill -9 in the middle of a text, within a grammar too: the same tokens, counts and log probabilities, to the last
-    bit, as without, and nothing is left at the end."""
+    """After kill -9 in the middle of a text, within a grammar too, tokens, counts and log probabilities are bitwise the
+    same, and nothing is left at the end."""
     model = str(smollm2_dir)
     bundle = Bundle(content_hash="smollm2", tasks=("completions",), model_dir=model, tokenizer_dir=model)
     with connect(bundle, SETTINGS, state_dir=runtime) as engine, connect(bundle, SETTINGS, state_dir=runtime) as other:

@@ -26,7 +26,7 @@ def last_logits(model, ids):
 
 
 def test_directory(tmp_path, smollm2_dir):
-    """SmolLM2 as a directory: chat and completions, weights byte for byte, full verification passes."""
+    """SmolLM2 as a directory serves chat and completions, with weights byte for byte and full verification."""
     llm.save_model(tmp_path / "m", smollm2_dir, link_files=True)
     bundle = llm.load_bundle(tmp_path / "m", verify="full")
     assert bundle.tasks == ("chat", "completions")
@@ -39,7 +39,7 @@ def test_directory(tmp_path, smollm2_dir):
 
 
 def test_directory_is_not_loaded_to_memory(tmp_path, smollm2_dir):
-    """Saving the directory raises a process's peak memory by far less than the weights weigh."""
+    """Saving the directory raises the peak memory by far less than the size of the weights."""
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT, str(smollm2_dir), str(tmp_path / "m")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     growth = int(done.stdout.split()[-1])
@@ -47,7 +47,7 @@ def test_directory_is_not_loaded_to_memory(tmp_path, smollm2_dir):
 
 
 def test_adapters_of_a_peft_model(tmp_path, smollm2_dir):
-    """Two adapters on the real model come back with equal logits, the base with those it had before them."""
+    """Two adapters on the real model come back with equal logits, and so does the base."""
     base = AutoModelForCausalLM.from_pretrained(smollm2_dir).eval()
     ids = AutoTokenizer.from_pretrained(smollm2_dir)("The capital of France is").input_ids
     expected = {"base": last_logits(base, ids)}
@@ -74,7 +74,7 @@ def test_adapters_of_a_peft_model(tmp_path, smollm2_dir):
 
 
 def test_gguf(tmp_path, smollm2_gguf):
-    """A GGUF file becomes plain float32 safetensors with its own tokenizer and template, and answers sensibly."""
+    """A GGUF file becomes float32 safetensors with its own tokenizer and template, and answers sensibly."""
     llm.save_model(tmp_path / "m", smollm2_gguf)
     bundle = llm.load_bundle(tmp_path / "m")
     assert bundle.tasks == ("chat", "completions")

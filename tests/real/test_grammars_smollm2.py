@@ -60,7 +60,7 @@ def request(tokenizer: Any, number: int, grammar: Grammar | None) -> ValidReques
 
 
 def run(core: EngineCore, *requests: ValidRequest) -> dict[str, Found]:
-    """Tokens and ends by request id."""
+    """Run requests and return tokens and ends by request id."""
     tokens: dict[str, list[int]] = {one.request_id: [] for one in requests}
     ends: dict[str, str] = {}
     for one in requests:
@@ -79,7 +79,7 @@ def run(core: EngineCore, *requests: ValidRequest) -> dict[str, Found]:
 
 
 def test_instances_alone_and_in_a_batch(core: EngineCore, tokenizer: Any) -> None:
-    """Every text at temperature 1 is an instance of its schema, and the same alone as among others and plain ones."""
+    """Every text at temperature 1 is an instance of its schema, and the same alone as in a batch."""
     held = [request(tokenizer, number, FORM) for number in range(6)]
     plain = [request(tokenizer, number, None) for number in range(6, 10)]
     found = run(core, *(one for pair in zip(held, plain, strict=False) for one in pair), *held[4:])
@@ -92,7 +92,7 @@ def test_instances_alone_and_in_a_batch(core: EngineCore, tokenizer: Any) -> Non
 
 
 def test_resumed_at_every_token(core: EngineCore, tokenizer: Any) -> None:
-    """With a real tokenizer too what a grammar decides is parted into the same tokens, wherever a text is resumed."""
+    """With a real tokenizer too, forced text is split into the same tokens wherever a request is resumed."""
     one = request(tokenizer, 3, FORM)
     tokens, end = run(core, one)[one.request_id]
     source = one.sequences[0]

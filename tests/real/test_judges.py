@@ -1,4 +1,4 @@
-"""Judges of ``mlflow.genai`` that ask a model on our server."""
+"""Judges of ``mlflow.genai`` that use a model of our server."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VERDICT = {
 
 @pytest.fixture(scope="module")
 def url(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A server with the endpoints ``assistant`` and ``judge``, whose model was logged with the form of a verdict."""
+    """Serve the endpoints ``assistant`` and ``judge``, whose model was logged with the schema of a verdict."""
     root = tmp_path_factory.mktemp("judges")
     llm.save_model(root / "chat", smollm2_dir, link_files=True)
     form = {"type": "json_schema", "json_schema": {"name": "verdict", "schema": VERDICT}}
@@ -33,7 +33,7 @@ def url(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
 def test_a_judge_by_openais_route(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """openai:/… with our URL: a verdict of the type that was asked for, held to by response_format."""
+    """A judge by openai:/… with our URL gets a verdict of the requested type, by response_format."""
     from mlflow.genai.judges import make_judge
 
     monkeypatch.setenv("OPENAI_API_KEY", "x")
@@ -52,7 +52,7 @@ def test_a_judge_by_openais_route(url: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
 def test_a_judge_by_a_workspaces_route(workspace: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """databricks:/… where the server is the workspace."""
+    """A judge by databricks:/… works with the server as the workspace."""
     from mlflow.genai.judges import make_judge
 
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
@@ -72,8 +72,8 @@ def test_a_judge_by_a_workspaces_route(workspace: str, monkeypatch: pytest.Monke
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
 def test_a_scorer_by_an_endpoint(workspace: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """endpoints:/… in MLflow's own scorers, with our server as the deployments target. MLflow asks in words alone for
-    the form of the verdict: the model's own default holds it to one."""
+    """MLflow's own scorers work with endpoints:/… and our server as deployments target. MLflow asks for the verdict's
+    format in words alone, which the model's own default enforces."""
     from mlflow.genai.scorers import Guidelines
 
     monkeypatch.setattr("mlflow.deployments.utils._deployments_target", None)
@@ -86,7 +86,7 @@ def test_a_scorer_by_an_endpoint(workspace: str, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
 def test_a_judge_by_an_endpoint(workspace: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """endpoints:/… in ``make_judge``, by the provider that litellm lacks; an endpoint that is not there is named."""
+    """``make_judge`` works with endpoints:/…, by the provider that litellm lacks; a missing endpoint is named."""
     import litellm
     from mlflow.exceptions import MlflowException
     from mlflow.genai.judges import make_judge
@@ -100,7 +100,7 @@ def test_a_judge_by_an_endpoint(workspace: str, monkeypatch: pytest.MonkeyPatch)
     judges.use_endpoints()
     judges.use_endpoints()
     assert len(litellm.custom_provider_map) == 1
-    parameters = {"max_tokens": 300, "temperature": 0.0, "frequency_penalty": 2.0}  # for it repeats itself
+    parameters = {"max_tokens": 300, "temperature": 0.0, "frequency_penalty": 2.0}  # because the model repeats itself
     asked = {"feedback_value_type": bool, "inference_params": parameters}
     polite = "Is the text polite? {{ outputs }}"
     feedback = make_judge(name="polite", instructions=polite, model="endpoints:/assistant", **asked)(

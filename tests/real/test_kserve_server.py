@@ -1,4 +1,4 @@
-"""TensorRT-LLM's tensors, by both of Triton's clients, on a server with real weights: each does what it says."""
+"""TensorRT-LLM's tensors, by both of Triton's clients, on a server with real weights: each has its effect."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Tensors:
         )
 
     def ask(self, prompt: Any, length: int = LENGTH, model: str = "assistant", **tensors: Any) -> dict[str, Any]:
-        """The answer's tensors by name, of the same request by both clients."""
+        """Send a request by both clients and return the answer's tensors by name, after checking that they agree."""
         given = {"input_ids": np.array([prompt], np.int32), "request_output_len": np.array([[length]], np.int32)}
         found = []
         for module, client in self.clients:
@@ -101,8 +101,8 @@ def greedy(tensors: Tensors, prompt: list[int]) -> list[int]:
 
 
 def test_words_ends_biases_and_n_grams(tensors: Tensors, prompt: list[int], greedy: list[int]) -> None:
-    """Runs of tokens that do not come and that end the text, an end of one's own, a bias of the vocabulary, n-grams
-    that do not come twice."""
+    """Bad words do not occur, stop words and another end id end the text, and a vocabulary bias and n-gram bans
+    hold."""
     banned = tensors.ids(prompt, bad_words_list=words(greedy[:1], greedy[3:5]))
     assert greedy[0] not in banned
     assert tensors.ids(prompt, stop_words_list=words([1, 2, 3], greedy[2:4])) == greedy[:4]
@@ -124,7 +124,7 @@ def vocabulary(tensors: Tensors) -> int:
 
 
 def test_sampling_is_by_the_seed(tensors: Tensors, prompt: list[int], greedy: list[int]) -> None:
-    """Seed 0 unless another is sent; either spelling; top_k 1 is greedy."""
+    """The seed is 0 unless another is sent, in either spelling, and top_k 1 is greedy."""
     free = {"runtime_top_p": one(1, np.float32), "temperature": one(1.5, np.float32)}
     drawn = [
         tensors.ids(prompt, **free, **seed)
@@ -135,7 +135,7 @@ def test_sampling_is_by_the_seed(tensors: Tensors, prompt: list[int], greedy: li
 
 
 def test_a_search_and_log_probabilities(tensors: Tensors, prompt: list[int], greedy: list[int]) -> None:
-    """All beams, best first where length does not count; each sum is that of its tokens'."""
+    """All beams are returned, best first without a length penalty; each sum is that of its tokens."""
     flag = {"return_log_probs": one(True, bool)}
     alone = tensors.ask(prompt, **flag)
     assert alone["output_ids"].tolist() == [greedy]
@@ -149,7 +149,7 @@ def test_a_search_and_log_probabilities(tensors: Tensors, prompt: list[int], gre
 
 
 def test_logits(tensors: Tensors, prompt: list[int], greedy: list[int]) -> None:
-    """What follows each token of the prompt, and what each token was chosen from: the greedy text is their maxima."""
+    """Context and generation logits have their shapes, and their maxima are the greedy text."""
     flags = {name: one(True, bool) for name in ("return_context_logits", "return_generation_logits")}
     found = tensors.ask(prompt, **flags)
     size = vocabulary(tensors)
@@ -160,13 +160,14 @@ def test_logits(tensors: Tensors, prompt: list[int], greedy: list[int]) -> None:
 
 
 def test_drafts_change_nothing(tensors: Tensors, prompt: list[int], greedy: list[int]) -> None:
-    """Right and wrong ones: the text is what it would have been."""
+    """Right and wrong drafts leave the text unchanged."""
     assert tensors.ids(prompt, draft_input_ids=np.array(greedy[:6], np.int32)) == greedy
     assert tensors.ids(prompt, draft_input_ids=np.array([*greedy[:3], 1, 2], np.int32)) == greedy
 
 
 def test_a_prompt_table(tensors: Tensors, prompt: list[int], greedy: list[int], smollm2_dir: Path) -> None:
-    """Rows that are the embeddings of the prompt's tokens, asked for beyond the vocabulary, stand for the prompt."""
+    """Table rows with the embeddings of the prompt's tokens, used by ids after the vocabulary, give the prompt's
+    text."""
     rows = load_file(smollm2_dir / "model.safetensors")["model.embed_tokens.weight"][prompt].astype(np.float32)
     table = {"prompt_embedding_table": rows, "prompt_vocab_size": one(len(prompt))}
     ids = [vocabulary(tensors) + place for place in range(len(prompt))]
@@ -178,7 +179,7 @@ def test_a_prompt_table(tensors: Tensors, prompt: list[int], greedy: list[int], 
 def test_an_adapter_with_the_request(
     tensors: Tensors, prompt: list[int], greedy: list[int], adapters_dir: Path
 ) -> None:
-    """Its weights with the first request, its id alone later: the text that the same adapter gives by its name."""
+    """An adapter sent with its first request, and later by its id alone, gives the text of the same adapter by name."""
     weights, config = trt_adapter(adapters_dir / "pirate")
     task = {"lora_task_id": one(7, np.uint64)}
     with pytest.raises(InferenceServerException, match="not found in cache"):
@@ -189,7 +190,7 @@ def test_an_adapter_with_the_request(
 
 
 def trt_adapter(folder: Path) -> tuple[Any, Any]:
-    """peft's files as TensorRT-LLM's rows: A [rank, in], then B [out, rank] with the scaling in it, padded."""
+    """Convert peft's files to TensorRT-LLM's rows: A [rank, in], then B [out, rank] with the scaling in it, padded."""
     described = json.loads((folder / "adapter_config.json").read_text())
     scaling, found = described["lora_alpha"] / described["r"], load_file(folder / "adapter_model.safetensors")
     rows, config = [], []

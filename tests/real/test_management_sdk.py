@@ -1,4 +1,4 @@
-"""Databricks' own SDK and MLflow's Databricks client manage the endpoints of a server, with real weights."""
+"""Databricks' SDK and MLflow's Databricks client as managers of a server's endpoints, with real weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LIMIT = timedelta(seconds=600)
 
 @pytest.fixture(scope="module")
 def registry(tmp_path_factory: pytest.TempPathFactory, smollm2_dir: Path, minilm_dir: Path) -> Iterator[str]:
-    """A registry with two versions of ``assistant`` (the second is "champion") and one of ``embedder``."""
+    """Register two versions of ``assistant`` (the second is "champion") and one of ``embedder``."""
     import mlflow
 
     with own_registry(tmp_path_factory.mktemp("registry")) as uri:
@@ -37,7 +37,7 @@ def registry(tmp_path_factory: pytest.TempPathFactory, smollm2_dir: Path, minilm
 
 @pytest.fixture(scope="module")
 def workspace(registry: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A server without a model, with a database: what a platform engineer starts first."""
+    """Serve without a model and with a database: what a platform engineer starts first."""
     root = tmp_path_factory.mktemp("workspace")
     with served(
         root,
@@ -52,7 +52,8 @@ def workspace(registry: str, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 def test_life_of_an_endpoint_by_databricks_sdk(workspace: str) -> None:
-    """create_and_wait, get, list, query, update_config_and_wait, tags, limits, refusals, delete."""
+    """databricks-sdk creates, gets, lists, queries, updates, tags, limits and deletes an endpoint, and shows
+    refusals."""
     from databricks.sdk import WorkspaceClient
     from databricks.sdk.errors import DatabricksError, NotFound
     from databricks.sdk.service import serving as api
@@ -108,7 +109,7 @@ def test_life_of_an_endpoint_by_databricks_sdk(workspace: str) -> None:
 
 
 def test_life_of_an_endpoint_by_mlflow(workspace: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """MLflow's Databricks client: create_endpoint, predict once it is ready, get, list, tags, delete."""
+    """MLflow's Databricks client creates, queries once ready, gets, lists, tags and deletes an endpoint."""
     from mlflow.deployments import get_deploy_client
 
     monkeypatch.setenv("DATABRICKS_HOST", workspace)

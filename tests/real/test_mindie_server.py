@@ -1,4 +1,4 @@
-"""The examples of MindIE's documents, sent as printed to a server with real weights; what it bills is what it says."""
+"""The examples of MindIE's documents, sent as printed to a server with real weights, and their bills."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mlflow_llm.flavors import llm
 from mlflow_llm.serving.metering import Store, Usage, UsageFilter
 
 MODEL = "gpt-3.5-turbo"
-MOST = 24  # tokens of a reply: maxIterTimes
+MAX_REPLY_TOKENS = 24  # tokens of a reply: maxIterTimes
 GENERATED = f"/v2/models/{MODEL}/generate"
 
 
@@ -30,9 +30,18 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def mindie(place: Path, smollm2_dir: Path) -> Iterator[str]:
-    """A server as one of MindIE's would be set up, with a ledger."""
+    """Serve as one of MindIE's servers would be set up, with a ledger."""
     llm.save_model(place / "chat", smollm2_dir, link_files=True)
-    own = ("--openAiSupport", "vllm", "--maxIterTimes", str(MOST), "--maxSeqLen", "1024", "--maxPrefillTokens", "256")
+    own = (
+        "--openAiSupport",
+        "vllm",
+        "--maxIterTimes",
+        str(MAX_REPLY_TOKENS),
+        "--maxSeqLen",
+        "1024",
+        "--maxPrefillTokens",
+        "256",
+    )
     store = ("--database", f"sqlite:///{place / 'ledger.db'}")
     with served(place, "-m", f"{place / 'chat'}={MODEL}", *own, *store, MLFLOW_LLM_STATE=str(place / "state")) as url:
         yield url
@@ -60,7 +69,7 @@ def rows(store: Store) -> dict[str, Any]:
 
 
 def billed(store: Store, before: dict[str, Any]) -> tuple[int, int]:
-    """Prompt and completion of the one row that came since there were those of ``before``."""
+    """Return prompt and completion tokens of the one row that was added since ``before``."""
     until = time.monotonic() + 240
     while True:
         new = [row for name, row in rows(store).items() if name not in before]
@@ -72,7 +81,7 @@ def billed(store: Store, before: dict[str, Any]) -> tuple[int, int]:
 
 
 def same_shape(found: Any, printed: Any) -> bool:
-    """Whether objects have the same keys in the same order, and lists of them what the printed one has."""
+    """Return whether objects have the same keys in the same order, and lists of them the printed ones' keys."""
     if isinstance(printed, dict):
         return list(found) == list(printed) and all(same_shape(found[key], printed[key]) for key in printed)
     if isinstance(printed, list) and printed and found:
@@ -95,7 +104,8 @@ PRINTED: dict[str, Any] = {
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("name", CHATS)
 def test_chats(mindie: str, store: Store, name: str, stream: bool) -> None:
-    """At OpenAI's own path, answered in the printed shape, at most maxIterTimes tokens long, and billed as said."""
+    """A chat at OpenAI's path is answered in the printed shape, with at most maxIterTimes tokens, and billed as
+    reported."""
     before = rows(store)
     body = {**CHATS[name], "model": MODEL, "stream": stream}
     status, text = post(f"{mindie}/v1/chat/completions", body)
@@ -120,12 +130,12 @@ def test_chats(mindie: str, store: Store, name: str, stream: bool) -> None:
         reason = reply["choices"][0]["finish_reason"]
     assert reason in ("stop", "length", "tool_calls")
     usage = reply["usage"]
-    assert usage["completion_tokens"] <= min(MOST, body["max_tokens"])
+    assert usage["completion_tokens"] <= min(MAX_REPLY_TOKENS, body["max_tokens"])
     assert billed(store, before) == (usage["prompt_tokens"], usage["completion_tokens"])
 
 
 def test_a_call_that_is_required(mindie: str) -> None:
-    """The printed reply of a tool round: empty content, an id as printed, arguments that the schema allows."""
+    """A tool round gives the printed reply: empty content, an id as printed, arguments that the schema allows."""
     body = {**CHATS["first-round"], "model": MODEL, "tool_choice": "required", "stop": None, "stop_token_ids": None}
     _, text = post(f"{mindie}/mindie/v1/chat/completions", body)
     choice = json.loads(text)["choices"][0]
@@ -148,12 +158,13 @@ def test_media(mindie: str) -> None:
 
 @pytest.mark.parametrize("how", ["generate", "generate_stream"])
 def test_generated(mindie: str, store: Store, how: str) -> None:
-    """As printed but for max_new_tokens, which maxIterTimes bounds; the details' count is what is billed."""
+    """Generation is answered as printed but for max_new_tokens, which maxIterTimes bounds; the details' count is
+    billed."""
     before = rows(store)
     url = f"{mindie}/v2/models/{MODEL}/{how}"
     status, text = post(url, GENERATE)
     assert (status, json.loads(text)["error_type"]) == (422, "Input Validation Error")
-    parameters = {**GENERATE["parameters"], "max_new_tokens": MOST}
+    parameters = {**GENERATE["parameters"], "max_new_tokens": MAX_REPLY_TOKENS}
     status, text = post(url, {**GENERATE, "parameters": parameters})
     assert status == 200, text
     if how == "generate":

@@ -1,4 +1,4 @@
-"""``mlflow models predict``: in this environment on real weights, and in one built from what the model carries."""
+"""``mlflow models predict``: in this environment on real weights, and in one built from the model's requirements."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ TINY = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "ignor
 
 
 def pip_find_links() -> str:
-    """Where pip is set up to look for wheels beside its index: uv does not read pip's settings."""
+    """Return pip's find-links setting, because uv does not read pip's settings."""
     command = [sys.executable, "-m", "pip", "config", "get", "global.find-links"]
     return " ".join(subprocess.run(command, capture_output=True, text=True, check=False).stdout.split())
 
 
 def write_pyenv(file: Path) -> None:
-    """A ``pyenv`` that gives the Python at hand: with virtualenv, MLflow has one built from source by its version."""
+    """Write a ``pyenv`` that gives the running Python, because MLflow's virtualenv would build one from source."""
     file.write_text(
         "#!/bin/sh\n"
         "for version; do :; done  # install --skip-existing 3.11.7\n"
@@ -37,7 +37,7 @@ def write_pyenv(file: Path) -> None:
 
 
 def models_predict(model: Path, body: Any, folder: Path, env_manager: str = "local", **environment: str) -> Any:
-    """What ``mlflow models predict`` writes for ``body``; a failure as its exit status and what it said."""
+    """Return the output of ``mlflow models predict`` for ``body``, or its exit status and error output."""
     asked, reported = folder / "asked.json", folder / "reported.json"
     asked.write_text(json.dumps(body))
     command = [sys.executable, "-W", "ignore", "-m", "mlflow", "models", "predict", "-m", str(model), "-t", "json"]
@@ -60,14 +60,14 @@ def test_one_request(assistant, tmp_path):
 
 
 def test_rows_and_params(tiny, tmp_path):
-    """Rows in MLflow's form get ``predictions`` in order; ``params`` hold for the rows that say nothing."""
+    """Rows in MLflow's form get ``predictions`` in order; ``params`` apply to rows without the field."""
     rows = [{"prompt": "a b c", "max_tokens": 1, "ignore_eos": True}, {"prompt": "a b c", "ignore_eos": True}]
     reported = models_predict(tiny, {"dataframe_records": rows, "params": {"max_tokens": 2}}, tmp_path)
     assert [reply["usage"]["completion_tokens"] for reply in reported["predictions"]] == [1, 2]
 
 
 def test_an_unknown_field_fails_the_command(tiny, tmp_path):
-    """It is refused by name with the nearest one, not dropped."""
+    """An unknown field fails the command with the nearest name."""
     status, said = models_predict(tiny, {"prompt": "Hi", "max_token": 3}, tmp_path)
     assert status != 0
     assert "did you mean 'max_tokens'" in said
@@ -83,7 +83,7 @@ def test_a_bad_request_fails_the_command(tiny, tmp_path):
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory) -> Path:
-    """A tiny model saved with its environment."""
+    """Save a tiny model with its environment."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "flavors"))
     from flavor_models import TEMPLATE, byte_tokenizer, tiny_llama
 
@@ -93,7 +93,7 @@ def tiny(tmp_path_factory) -> Path:
 
 
 def test_local_environment_from_python(tiny, tmp_path, monkeypatch):
-    """``mlflow.models.predict`` in this environment answers too."""
+    """``mlflow.models.predict`` answers in this environment too."""
     monkeypatch.chdir(tmp_path)
     mlflow.models.predict(str(tiny), TINY, output_path=str(tmp_path / "reported.json"), env_manager="local")
     assert json.loads((tmp_path / "reported.json").read_text())["usage"]["completion_tokens"] == 3

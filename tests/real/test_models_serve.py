@@ -16,7 +16,7 @@ MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["1 worker", "2 workers"])
 def server(request, assistant, tmp_path_factory):
-    """A ready server; at the end nothing of it may be left."""
+    """Start a server, and check at the end that nothing of it is left."""
     log = tmp_path_factory.mktemp("serve") / "server.log"
     settings = {"max_num_seqs": 40 + request.param}
     with models_server(assistant, request.param, log, settings) as running:
@@ -45,7 +45,7 @@ def test_32_callers_are_batched_in_one_engine(server, assistant):
 
 
 def test_only_the_engine_has_torch(server):
-    """The server's workers read text with tokenizers alone: only the engine has torch in memory."""
+    """Only the engine has torch in memory, not the server's workers."""
     having = [one for one in server.processes() if any("libtorch" in place.path for place in one.memory_maps())]
     assert ["engine_process" in " ".join(one.cmdline()) for one in having] == [True]
 
@@ -69,8 +69,8 @@ def test_rows_in_mlflow_forms(server, form):
 FORM = {"type": "object", "properties": {"sunny": {"type": "boolean"}}, "required": ["sunny"]}
 
 
-def test_tools_and_forms(server):
-    """A request alone and rows beside each other, in each of which tools and a form are fields as any other."""
+def test_tools_and_response_formats(server):
+    """Tools and response formats work in a single request and in rows beside each other."""
     tools = [{"type": "function", "function": {"name": "look", "parameters": FORM | {"additionalProperties": False}}}]
     asked = {"messages": MESSAGES, "temperature": 0, "max_tokens": 64}
     status, reply = server.post({**asked, "tools": tools, "tool_choice": "required", "parallel_tool_calls": False})
@@ -111,7 +111,7 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_gets_a_short_error(server, name):
-    """The status is the caller's fault, the message names the field, without stack trace or prompt."""
+    """Bad input gets a 4xx status and a message with the field, without stack trace or prompt."""
     body, expected, part = BAD[name]
     status, reply = server.post(body)
     text = json.dumps(reply)

@@ -1,4 +1,4 @@
-"""Pictures with SmolLM2 as the decoder: a notebook and every API give what the whole model's ``generate`` gives."""
+"""Pictures with SmolLM2 as the decoder: a notebook and every API give the text of the whole model's ``generate``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ASKED = ("What do you see here?", "And here?")
 
 
 class Reader:
-    """A model around SmolLM2, saved, and what it answers."""
+    """A saved model around SmolLM2, and its expected answers."""
 
     def __init__(self, smollm2_dir: Path, root: Path) -> None:
         self.model = tiny_vision.save_around(smollm2_dir, root / "hf", vision=VISION, tile=64, longest=128)
@@ -52,7 +52,7 @@ class Reader:
         return f"data:image/png;base64,{self.data(image)}"
 
     def messages(self) -> list[dict[str, Any]]:
-        """A user's message of two texts and two pictures."""
+        """Return a user's message of two texts and two pictures."""
         parts: list[dict[str, Any]] = []
         for text, image in zip(ASKED, self.images, strict=True):
             parts += [{"type": "image_url", "image_url": {"url": self.url(image)}}, {"type": "text", "text": text}]
@@ -60,7 +60,7 @@ class Reader:
 
     @torch.inference_mode()
     def expected(self) -> tuple[str, int]:
-        """The text, and how many tokens the prompt has."""
+        """Return the expected text and the prompt's number of tokens."""
         content: list[dict[str, str]] = []
         for text in ASKED:
             content += [{"type": "image"}, {"type": "text", "text": text}]
@@ -111,6 +111,8 @@ def test_a_notebook(reader: Reader) -> None:
 
 
 def test_openai(reader: Reader, server: str) -> None:
+    """OpenAI's client gets the expected text and usage, whole and streamed, and a continued conversation reuses its
+    prefix."""
     text, size = reader.expected()
     client = openai.OpenAI(base_url=f"{server}/v1", api_key="none")
     given: Any = {"model": "reader", "messages": reader.messages(), "max_tokens": MAX_TOKENS, "temperature": 0}
@@ -119,7 +121,7 @@ def test_openai(reader: Reader, server: str) -> None:
     assert whole.usage.prompt_tokens == size
     stream = client.chat.completions.create(**given, stream=True)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices) == text
-    # the conversation goes on, with another picture: what was before is not computed again
+    # the conversation continues with another picture: the KV of its beginning is reused
     turns = [*given["messages"], {"role": "assistant", "content": text}, *reader.messages()]
     further = client.chat.completions.create(**given | {"messages": turns})
     assert further.usage.prompt_tokens_details.cached_tokens >= size
@@ -128,6 +130,7 @@ def test_openai(reader: Reader, server: str) -> None:
 
 
 def test_the_other_apis(reader: Reader, server: str) -> None:
+    """The other APIs give the same text and number of prompt tokens."""
     text, size = reader.expected()
     client = openai.OpenAI(base_url=f"{server}/v1", api_key="none")
     parts: list[Any] = []
@@ -159,8 +162,8 @@ def test_the_other_apis(reader: Reader, server: str) -> None:
     assert max(counted["tokens"]) < reader.model.config.text_config.vocab_size
 
 
-def test_what_may_not_be_read(reader: Reader, server: str) -> None:
-    """A file below the directory is read; anything else is a 400 that names the part."""
+def test_only_allowed_files_are_read(reader: Reader, server: str) -> None:
+    """A file below the allowed directory is read; anything else is a 400 that names the part."""
 
     def ask(url: str) -> tuple[int, dict[str, Any]]:
         part = {"type": "image_url", "image_url": {"url": url}}

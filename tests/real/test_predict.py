@@ -18,12 +18,12 @@ from mlflow_llm.serving.interface.errors import InvalidField, NotFound
 
 MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
 GREEDY = {"temperature": 0, "max_tokens": 48}
-SETTINGS = {"max_model_len": 1024}  # which a prompt that is cut to it fills
+SETTINGS = {"max_model_len": 1024}  # a prompt truncated to it fills the context
 
 
 @pytest.fixture(scope="module")
 def model(assistant):
-    """The saved assistant as MLflow loads it."""
+    """Load the saved assistant by MLflow."""
     loaded = mlflow.pyfunc.load_model(str(assistant), model_config=SETTINGS)
     yield loaded
     loaded._model_impl.close()
@@ -31,7 +31,7 @@ def model(assistant):
 
 @pytest.fixture(scope="module")
 def person(assistant):
-    """The saved assistant as the object for people."""
+    """Load the saved assistant as the object API."""
     with llm.load_model(str(assistant), **SETTINGS) as loaded:
         yield loaded
 
@@ -74,7 +74,7 @@ def test_rows_keep_their_order_and_their_answers(model):
 
 
 def test_rows_run_in_one_batch(person):
-    """Thirty-two rows run together: many tokens a step."""
+    """Thirty-two rows run together, with many tokens a step."""
     rows = [{"prompt": f"{i}, {i + 1},", "max_tokens": 16, "ignore_eos": True} for i in range(32)]
     person.complete("a", max_tokens=1)
     before = person._session.engine.health()
@@ -102,7 +102,7 @@ FIELDS = {
 
 
 def test_every_field_has_its_effect(model):
-    """Each field of the document does what it says, all in one batch of rows that differ in what they carry."""
+    """Each documented field has its effect, all in one batch of rows with different fields."""
     plain = {"prompt": "one, two, three, four,", "max_tokens": 12, "temperature": 0}
     replies = model.predict([plain | body for body, _ in FIELDS.values()])
     for (name, (_, holds)), reply in zip(FIELDS.items(), replies, strict=True):
@@ -112,7 +112,8 @@ def test_every_field_has_its_effect(model):
 
 
 def test_a_search_has_the_texts_of_generate(model, smollm2_dir):
-    """``use_beam_search`` gives what ``generate(num_beams=…)`` does, best first; the tokens that are sent count."""
+    """``use_beam_search`` gives the texts of ``generate(num_beams=…)``, best first; usage counts the returned
+    tokens."""
     prompt = "The best thing about autumn is"
     asked = {"prompt": prompt, "use_beam_search": True, "best_of": 4, "n": 2, "max_tokens": 12, "length_penalty": 0.5}
     reply = model.predict(asked)
@@ -132,7 +133,7 @@ def test_a_search_has_the_texts_of_generate(model, smollm2_dir):
 
 
 def test_params_are_for_all_rows(model):
-    """``params`` holds for every row that does not say otherwise itself, streamed or whole."""
+    """``params`` apply to every row without the field, streamed or whole."""
     frame = pd.DataFrame({"prompt": ["One, two,", "A, B,", "x y"], "max_tokens": [None, None, 2]})
     replies = model.predict(frame, params={"max_tokens": 3, "temperature": 0, "adapter": "pirate"})
     assert [reply["usage"]["completion_tokens"] for reply in replies] == [3, 3, 2]
@@ -145,7 +146,7 @@ def test_params_are_for_all_rows(model):
 
 
 def test_many_rows_show_progress(model, monkeypatch, capsys):
-    """A progress bar counts the rows where it is asked for."""
+    """A progress bar counts the rows when asked for."""
     monkeypatch.setenv("MLFLOW_LLM_PROGRESS", "1")
     model.predict([{"prompt": "a", "max_tokens": 1}] * 9)
     assert "9/9" in capsys.readouterr().err
@@ -210,7 +211,7 @@ def test_bad_requests(model, body, status, part):
 
 
 def test_chat_complete_and_their_streams(person):
-    """The object for people answers with text, finish reason and usage, streamed or whole."""
+    """The object API answers with text, finish reason and usage, streamed or whole."""
     answer = person.chat("What is the capital of France?", adapter="pirate", **GREEDY)
     with person.chat("What is the capital of France?", adapter="pirate", stream=True, **GREEDY) as stream:
         pieces = list(stream)
@@ -247,7 +248,7 @@ def test_a_request_of_one_is_answered_as_many_are(model):
 
 
 def test_people_get_plain_errors(person):
-    """Errors of the object name the field and what is allowed, and are MLflow's too, in a stream as well."""
+    """Errors of the object API name the field and the allowed values, and are MLflow's too, in a stream as well."""
     with pytest.raises(InvalidField, match="top_p") as caught:
         person.chat("hi", top_p=7)
     assert isinstance(caught.value, MlflowException)
@@ -261,7 +262,7 @@ def test_people_get_plain_errors(person):
 
 
 def test_embeddings_have_shape_and_meaning(embedder):
-    """One text gives a vector, n give a matrix; what means the same lies nearer."""
+    """One text gives a vector and n give a matrix; texts of similar meaning are closer."""
     with llm.load_model(str(embedder)) as model:
         vectors = model.embed(["A cat sleeps.", "A kitten naps.", "Interest rates rose."])
         single = model.embed("A cat sleeps.")
@@ -279,7 +280,7 @@ def test_embeddings_have_shape_and_meaning(embedder):
 
 
 def test_a_closed_model_says_so(assistant):
-    """After close a request is refused, and closing again is harmless."""
+    """A closed model refuses requests, and closing again is harmless."""
     model = mlflow.pyfunc.load_model(str(assistant), model_config=SETTINGS)
     model._model_impl.close()
     model._model_impl.close()
@@ -303,7 +304,7 @@ WEATHER_TOOL = {"type": "function", "function": FUNCTION}
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
 def test_a_model_that_knows_no_tools_answers_a_forced_call(model, choice):
-    """SmolLM2's template has no tools: the call is valid at any seed, and its result goes back in."""
+    """A forced call of SmolLM2, whose template has no tools, is valid at any seed, and its result can be sent back."""
     messages = [{"role": "user", "content": "What is the weather in Rome?"}]
     body = {"messages": messages, "tools": [WEATHER_TOOL], "tool_choice": choice, "parallel_tool_calls": False}
     for seed in range(4):

@@ -1,4 +1,4 @@
-"""Guaranteed requests beside a flood, on real weights."""
+"""Provisioned requests beside a flood, on real weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from mlflow_llm.serving.interface.settings import EngineSettings
 
 
 class Clock:
-    """In place of ``time`` in the engine: a step takes 5 ms and 50 µs a token, on any machine and beside any load."""
+    """A replacement of ``time`` in the engine: a step takes 5 ms and 50 µs a token, on any machine and beside any
+    load."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -84,8 +85,8 @@ def engine(smollm2_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Engine:
 
 
 def test_a_flood_waits_and_changes_no_provisioned_text(engine: Engine) -> None:
-    """All slots are a flood's: provisioned requests start in the next step, end first and have the text that they have
-    alone; then every request of the flood is answered."""
+    """Provisioned requests start in the next step although a flood has all slots, end first and have the text that they
+    have alone; then every request of the flood is answered."""
     for number in range(3):
         engine.add(f"alone-{number}", number)
     engine.run()

@@ -1,4 +1,4 @@
-"""README from its first line to its last, as printed, in one shell, on what the demo leaves behind."""
+"""The README's commands from first to last, as printed, in one shell, after the demo."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ BLOCK = re.compile(
     r"^(?:## (?P<heading>[^\n]+)|```(?P<language>bash|python)\n(?P<code>.*?)^```)$", re.MULTILINE | re.DOTALL
 )
 MARK = "-- section:"
-LONGEST = 1700.0  # seconds: some 90 on two cores with nothing beside it
+LONGEST = 1700.0  # seconds: about 90 on two idle cores
 pytestmark = pytest.mark.timeout(1800)
 # The first two commands have tests of their own, and the second is the one that runs this.
 PROLOGUE = 'bash() { case "$1" in examples/quickstart/demo.sh|tests/run.sh) ;; *) command bash "$@";; esac; }\nset -m\n'
 
 
 def script() -> str:
-    """All commands in order; the Python blocks of neighbouring sections are one session, as a notebook is."""
+    """Return all commands in order; the Python blocks of neighbouring sections are one session, as a notebook is."""
     steps: list[tuple[str, str]] = []
     heading = ""
     parts = [PROLOGUE]
@@ -52,7 +52,8 @@ def script() -> str:
 
 @contextlib.contextmanager
 def demo_folder(smollm2: Path, adapters: Path, folder: Path) -> Iterator[Path]:
-    """What the demo leaves behind: environment, weights, adapters, and a store with ``assistant`` version 1."""
+    """Make the folder that the demo leaves: environment, weights, adapters, and a store with ``assistant`` version
+    1."""
     (folder / ".cache/models").mkdir(parents=True)
     (folder / ".cache/models/smollm2").symlink_to(smollm2)
     (folder / ".cache/models/adapters").symlink_to(adapters)
@@ -71,7 +72,7 @@ def demo_folder(smollm2: Path, adapters: Path, folder: Path) -> Iterator[Path]:
 
 
 def network_of_its_own() -> list[str]:
-    """A prefix under which the README's ports are free, whatever else runs; () where that is not allowed."""
+    """Return a command prefix under which the README's ports are free, or () where that is not allowed."""
     prefix = ["unshare", "--net", "--", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
     if shutil.which("unshare") is None or shutil.which("ip") is None:
         return []
@@ -90,7 +91,7 @@ def end_session(leader: int) -> None:
 def transcript(
     smollm2_dir: Path, adapters_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[dict[str, str], str, Path]]:
-    """Standard output by section, standard error, and the folder it ran in."""
+    """Return standard output by section, standard error, and the folder the script ran in."""
     pytest.importorskip("matplotlib")
     with demo_folder(smollm2_dir, adapters_dir, tmp_path_factory.mktemp("readme")) as folder:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("MLFLOW_")}
@@ -122,7 +123,7 @@ def transcript(
 
 
 def test_python_blocks(transcript: tuple[dict[str, str], str, Path]) -> None:
-    """The model is logged as version 2, and predicted with in every way that is printed."""
+    """The model is logged as version 2 and predicted with in every printed way."""
     sections, err, _ = transcript
     assert "Arrr" in sections["Log"], err[-3000:]
     assert "Traceback" not in err, err[-3000:]
@@ -137,7 +138,7 @@ def test_models_serve(transcript: tuple[dict[str, str], str, Path]) -> None:
 
 
 def test_the_server(transcript: tuple[dict[str, str], str, Path]) -> None:
-    """An answer on the terminal, and a stream of the pirate from curl."""
+    """The server answers on the terminal, and streams the pirate to curl."""
     sections, err, _ = transcript
     said, _, stream = sections["The server"].partition("data: ")
     assert "Paris" in said, err[-3000:]
@@ -150,7 +151,7 @@ def test_the_server(transcript: tuple[dict[str, str], str, Path]) -> None:
 
 
 def test_keys_limits_and_the_bill(transcript: tuple[dict[str, str], str, Path]) -> None:
-    """One answer, one refusal that says what is left, and a bill with one request of the tenant's."""
+    """There is one answer, one refusal with the remaining budget, and a bill with one request of the tenant's."""
     sections, err, folder = transcript
     out = sections["Keys, limits and the bill"]
     refusal = r"429.*otpm: the tenant's limit is 100 .*; \d+ are left and this request needs 60; try again in \d+ s"

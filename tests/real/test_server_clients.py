@@ -1,4 +1,4 @@
-"""The clients that people use, unchanged, against a running server with real weights."""
+"""Unmodified client libraries against a running server with real weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHAT = {"messages": [{"role": "user", "content": "What is the capital of France?
 
 
 def test_openai_sync(url: str) -> None:
-    """openai: chat, stream with usage, completions, models."""
+    """openai gets chat, stream with usage, completions and models."""
     import openai
 
     with openai.OpenAI(base_url=f"{url}/v1", api_key="x") as client:
@@ -43,7 +43,7 @@ def test_openai_sync(url: str) -> None:
 
 
 def test_openai_async(url: str) -> None:
-    """openai's asynchronous client: several streams at once, each complete."""
+    """openai's asynchronous client gets several complete streams at once."""
     import openai
 
     async def one(client: openai.AsyncOpenAI) -> str:
@@ -60,7 +60,7 @@ def test_openai_async(url: str) -> None:
 
 
 def test_openai_embeddings(url: str) -> None:
-    """openai: embeddings as floats, as base64 (its default), and of one or several lists of token ids; all agree."""
+    """openai gets equal embeddings as floats, as base64 (its default), and of one or several lists of token ids."""
     import openai
 
     with openai.OpenAI(base_url=f"{url}/v1", api_key="x") as client:
@@ -82,7 +82,7 @@ def test_openai_embeddings(url: str) -> None:
 
 
 def test_databricks_sdk(workspace: str) -> None:
-    """databricks-sdk: serving_endpoints.query for chat, completions and embeddings."""
+    """databricks-sdk's serving_endpoints.query gets chat, completions and embeddings."""
     from databricks.sdk import WorkspaceClient
     from databricks.sdk.service.serving import ChatMessage, ChatMessageRole
 
@@ -97,7 +97,7 @@ def test_databricks_sdk(workspace: str) -> None:
 
 
 def test_mlflow_databricks_client(workspace: str) -> None:
-    """mlflow.deployments' Databricks client: predict and predict_stream agree."""
+    """predict and predict_stream of mlflow.deployments' Databricks client agree."""
     from mlflow.deployments import get_deploy_client
 
     client = get_deploy_client("databricks")
@@ -108,7 +108,7 @@ def test_mlflow_databricks_client(workspace: str) -> None:
 
 
 def test_mlflow_http_client(url: str) -> None:
-    """mlflow.deployments' HTTP client: list, get and predict."""
+    """mlflow.deployments' HTTP client lists, gets and predicts."""
     from mlflow.deployments import get_deploy_client
 
     client = get_deploy_client(url)
@@ -118,7 +118,7 @@ def test_mlflow_http_client(url: str) -> None:
 
 
 def test_own_plugin(url: str) -> None:
-    """The plugin's client of a running server: list, get, predict of one and several, predict_stream."""
+    """The plugin's client of a running server lists, gets, predicts one and several, and streams."""
     from mlflow.deployments import get_deploy_client
 
     client = get_deploy_client(url.replace("http://", "llm://"))
@@ -130,7 +130,7 @@ def test_own_plugin(url: str) -> None:
 
 
 def test_langchain(url: str) -> None:
-    """langchain-openai: invoke and stream."""
+    """langchain-openai invokes and streams."""
     from langchain_openai import ChatOpenAI
 
     model = ChatOpenAI(base_url=f"{url}/v1", api_key="x", model="assistant", temperature=0, max_tokens=16)
@@ -144,7 +144,7 @@ def test_langchain(url: str) -> None:
     ("model", "suffix"), [("openai/assistant", "/v1"), ("databricks/assistant", "/serving-endpoints")]
 )
 def test_litellm(url: str, model: str, suffix: str) -> None:
-    """litellm through its openai and databricks providers: whole and streamed."""
+    """litellm answers whole and streamed through its openai and databricks providers."""
     os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
     import litellm
 
@@ -155,7 +155,7 @@ def test_litellm(url: str, model: str, suffix: str) -> None:
 
 
 def test_anthropic_sync(url: str) -> None:
-    """anthropic: messages whole, streamed, begun by the caller, and of the beta namespace; tokens as counted."""
+    """anthropic gets messages whole, streamed, prefilled, and of the beta namespace, with tokens as counted."""
     import anthropic
 
     ask = {"model": "assistant", "max_tokens": 16, "messages": CHAT["messages"], "extra_body": {"temperature": 0}}
@@ -178,7 +178,7 @@ def test_anthropic_sync(url: str) -> None:
 
 
 def test_anthropic_async(url: str) -> None:
-    """anthropic's asynchronous client: several streams at once, each complete."""
+    """anthropic's asynchronous client gets several complete streams at once."""
     import anthropic
 
     async def one(client: anthropic.AsyncAnthropic) -> str:
@@ -193,7 +193,7 @@ def test_anthropic_async(url: str) -> None:
 
 
 def test_anthropic_parse(url: str) -> None:
-    """anthropic: a text that is held to a pydantic model, whole and streamed."""
+    """anthropic gets a text that follows a pydantic model, whole and streamed."""
     import anthropic
 
     class City(pydantic.BaseModel):
@@ -209,7 +209,7 @@ def test_anthropic_parse(url: str) -> None:
 
 
 def test_openai_responses(url: str) -> None:
-    """openai: a response whole, streamed, held to a pydantic model, and with the earlier ones as its input."""
+    """openai gets a response whole, streamed, following a pydantic model, and with earlier ones as its input."""
     import openai
 
     class City(pydantic.BaseModel):
@@ -238,7 +238,7 @@ def test_openai_responses(url: str) -> None:
 
 
 def test_openai_responses_async(url: str) -> None:
-    """openai's asynchronous client: several streams at once, each complete."""
+    """openai's asynchronous client gets several complete streams at once."""
     import openai
 
     async def one(client: openai.AsyncOpenAI) -> str:
@@ -256,8 +256,8 @@ def test_openai_responses_async(url: str) -> None:
 
 
 def test_openai_responses_tools(url: str) -> None:
-    """openai: a round of tools, streamed and whole: a call that was asked for, held to its schema, its output, the
-    answer; a custom tool's text is held to its grammar."""
+    """openai gets a tool round, streamed and whole: a requested call that follows its schema, its output, the answer; a
+    custom tool's text follows its grammar."""
     import openai
 
     class Weather(pydantic.BaseModel):
@@ -301,7 +301,7 @@ def test_openai_responses_tools(url: str) -> None:
 
 
 def test_openai_agents_responses(url: str) -> None:
-    """openai-agents: an agent calls its function, gets what it returns and answers, streamed and not."""
+    """An agent of openai-agents calls its function and answers with its result, streamed and not."""
     import agents
     import openai
 
@@ -338,7 +338,8 @@ def test_openai_agents_responses(url: str) -> None:
 
 
 def test_anthropic_tools(url: str) -> None:
-    """anthropic: a forced call, whole and streamed, its result back in; tokens as counted; the client's tool runner."""
+    """anthropic gets a forced call, whole and streamed, sends its result, and runs its tool runner, with tokens as
+    counted."""
     import anthropic
 
     schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -383,7 +384,7 @@ class Report(pydantic.BaseModel):
 
 
 def test_langchain_responses(url: str) -> None:
-    """langchain-openai's model of this API: whole, streamed, a tool that is called, a type that is held to."""
+    """langchain-openai's Responses model works whole, streamed, with a tool call and with a structured output."""
     from langchain_core.messages import HumanMessage, ToolMessage
     from langchain_openai import ChatOpenAI
 
@@ -403,7 +404,7 @@ def test_langchain_responses(url: str) -> None:
 
 
 def test_pydantic_ai_responses(url: str) -> None:
-    """pydantic-ai's model of this API: an output type by a tool and by a format, and a function that is called."""
+    """pydantic-ai's Responses model gets an output type by a tool and by a format, and a function call."""
     import openai
     from pydantic_ai import Agent, NativeOutput
     from pydantic_ai.models.openai import OpenAIResponsesModel

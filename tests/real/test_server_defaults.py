@@ -32,7 +32,7 @@ def inclined(smollm2_dir: Path, adapters_dir: Path, tmp_path_factory: pytest.Tem
 
 
 def test_server_and_notebook_say_the_same(inclined: Path, tmp_path: Path) -> None:
-    """Text, usage and the name of what answered, where a request says nothing and where it names another adapter."""
+    """Server and notebook give the same text, usage and answering name, by default and with another adapter named."""
     model = mlflow.pyfunc.load_model(str(inclined))
     with served(tmp_path, "-m", str(inclined), "--name", "llm") as url:
         for body in (CHAT, CHAT | {"adapter": "json", "max_tokens": 12}):
@@ -42,7 +42,7 @@ def test_server_and_notebook_say_the_same(inclined: Path, tmp_path: Path) -> Non
             )
             with urllib.request.urlopen(asked, timeout=240) as answer:
                 there = json.load(answer)
-            for reply in (here, there):  # one engine serves both: what is cached depends on who came first
+            for reply in (here, there):  # one engine serves both, so the number of cached tokens depends on the order
                 del reply["usage"]["prompt_tokens_details"]
             for field in ("choices", "usage", "model"):
                 assert there[field] == here[field]

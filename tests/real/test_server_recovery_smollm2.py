@@ -1,4 +1,4 @@
-"""A server with real weights whose engine is killed or hangs: no caller can tell by the answer."""
+"""A server with real weights whose engine is killed or hangs, without a visible effect on answers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Server:
         self.url, self.runtime = url, runtime
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
-        """What may be compared of an answer: texts and ends by choice, and the tokens of prompt and completion."""
+        """Return the comparable parts of an answer: texts and ends by choice, and the token counts."""
         request = urllib.request.Request(
             f"{self.url}/v1/{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
@@ -105,8 +105,8 @@ def undisturbed(server: Server) -> list[Any]:
 
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
 def test_no_caller_can_tell(server: Server, undisturbed: list[Any], fault: signal.Signals) -> None:
-    """Chat, an adapter's too, and completions, greedy, sampled and searched, streamed and whole, one and two choices,
-    under way when the engine is killed or stopped: texts, ends and counts are those of an undisturbed run."""
+    """Chat, with an adapter too, and completions, greedy, sampled and searched, streamed and whole, have the texts,
+    ends and counts of an undisturbed run when the engine is killed or stopped meanwhile."""
     with ThreadPoolExecutor(len(REQUESTS)) as pool:
         before = server.health()["steps"]
         answers = [pool.submit(server.post, *request) for request in REQUESTS]

@@ -1,4 +1,4 @@
-"""Texts compared by running servers: real MiniLM, and a tiny cross-encoder beside it with a ledger."""
+"""Scores by running servers: real MiniLM, and a tiny cross-encoder beside it with a ledger."""
 
 from __future__ import annotations
 
@@ -45,14 +45,15 @@ def place(minilm_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def scorer(place: Path) -> Iterator[str]:
-    """The URL of a server of both models, metered."""
+    """Serve both models, metered, and provide the URL."""
     models = ["-m", f"{place}/embedder=embedder", "-m", f"{place}/reranker=reranker"]
     with served(place, *models, "--database", f"sqlite:///{place}/ledger.db") as url:
         yield url
 
 
 def test_minilm_ranks_as_sentence_transformers(scorer: str, minilm_dir: Path) -> None:
-    """Real weights: cosines within 1e-5 of the peer's, the answer first, the same in both forms."""
+    """On real weights cosines are within 1e-5 of sentence-transformers', the answer comes first, the same in both
+    forms."""
     from sentence_transformers import SentenceTransformer
 
     peer = SentenceTransformer(str(minilm_dir), device="cpu")
@@ -66,7 +67,7 @@ def test_minilm_ranks_as_sentence_transformers(scorer: str, minilm_dir: Path) ->
 
 
 def test_a_cross_encoder_is_served(scorer: str, place: Path) -> None:
-    """Scores are sentence-transformers', usage counts every pair, and too long a pair is refused by name."""
+    """Scores are sentence-transformers', usage counts every pair, and a pair that is too long is refused by name."""
     from sentence_transformers import CrossEncoder
 
     expected = CrossEncoder(str(place / "bert"), device="cpu").predict([("w1 w2", word) for word in WORDS])
@@ -82,7 +83,7 @@ def test_a_cross_encoder_is_served(scorer: str, place: Path) -> None:
 
 
 def test_clients(scorer: str) -> None:
-    """litellm's rerank and MLflow's deployments client, unchanged."""
+    """litellm's rerank and MLflow's deployments client work unmodified."""
     import litellm
 
     found = litellm.rerank(
@@ -97,7 +98,7 @@ def test_clients(scorer: str) -> None:
 
 
 def test_the_ledger_counts_scores(scorer: str, place: Path) -> None:
-    """A row for each request, of task "score", with the prompt's tokens and none generated."""
+    """The ledger has a row for each request, of task "score", with the prompt's tokens and none generated."""
     body = {"model": "reranker", "query": "w1 w2", "documents": WORDS}
     used = post(scorer, "/rerank", body)["usage"]["prompt_tokens"]
     with contextlib.closing(sqlite3.connect(place / "ledger.db")) as store:
@@ -108,7 +109,7 @@ def test_the_ledger_counts_scores(scorer: str, place: Path) -> None:
 
 
 def test_prompts_are_scored(url: str) -> None:
-    """``max_tokens: 0`` on real weights: the scores of a prompt are those that one more token does not change."""
+    """On real weights ``max_tokens: 0`` gives the prompt scores that a request for one token also gives."""
     body = {
         "model": "assistant",
         "prompt": "The capital of France is Paris",
