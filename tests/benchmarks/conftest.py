@@ -1,4 +1,4 @@
-"""The benchmarks are scripts beside the package; their parts are imported as they import one another."""
+"""Import paths for the benchmarks, which are scripts beside the package and import one another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A contender that says one token a step to each request; what the prompt's first token asks for goes wrong."""
+"""A contender that generates one token a step for each request, and fails as the prompt's first token asks."""
 
 from __future__ import annotations
 

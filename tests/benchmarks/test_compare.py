@@ -31,7 +31,7 @@ BENCHMARKS = str(Path(drive.__file__).parents[1])
 
 
 class Words:
-    """A tokenizer of a token a word."""
+    """A tokenizer with one token per word."""
 
     def __init__(self) -> None:
         self._words: list[str] = []
@@ -51,7 +51,7 @@ def all_of(seed: str, quick: bool = False) -> list[workloads.Workload]:
 
 
 def test_a_seed_decides_all() -> None:
-    """The same seed gives the same prompts, lengths and arrivals; another seed others."""
+    """The same seed gives the same prompts, lengths and arrivals, and another seed others."""
     assert all_of("1-0") == all_of("1-0")
     assert all_of("1-0") != all_of("1-1")
 
@@ -66,7 +66,7 @@ def test_prompts_differ_from_their_first_word_on_but_for_a_shared_one() -> None:
 
 
 def test_lengths_are_those_asked_for() -> None:
-    """Closed loops have prompts of 100 tokens, long prompts theirs, chats lengths of a wide range."""
+    """Prompts of closed loops have 100 tokens, long prompts their length, and chats a wide range."""
     by_name = {workload.name: workload for workload in all_of("1-0")}
     assert {len(r.prompt) for r in by_name["8 callers"].requests} == {100}
     assert {len(r.prompt) for r in by_name["prompt of 4000"].requests} == {4000}
@@ -77,7 +77,7 @@ def test_lengths_are_those_asked_for() -> None:
 
 
 class Ticking(drive.Engine):
-    """An engine of one token a step, of a second; ``most`` is how many ran at once."""
+    """An engine of one token a step of a second; ``most`` is the max number of concurrent requests."""
 
     def __init__(self, takes: float = 1.0) -> None:
         self.now, self.most, self._takes, self._left = 0.0, 0, takes, dict[str, int]()
@@ -104,7 +104,7 @@ def asked(count: int, tokens: int = 2, apart: float = 0.0) -> list[dict[str, Any
 
 
 def test_a_closed_loop_keeps_its_callers_busy() -> None:
-    """Never more than ``callers`` at once, the next at the end of the last, all answered."""
+    """A closed loop never runs more than ``callers`` at once, starts the next as one ends, and answers all."""
     engine = Ticking()
     answer = engine.run(asked(5), 2)
     assert engine.most == 2
@@ -114,22 +114,22 @@ def test_a_closed_loop_keeps_its_callers_busy() -> None:
 
 
 def test_requests_come_at_their_times_whatever_runs() -> None:
-    """In an open loop a request is due at its time, and its time to first token counts from then."""
+    """In an open loop a request is due at its time, from which its time to first token counts."""
     answer = Ticking().run(asked(3, 4, 2.5), None)
     assert [one["asked"] for one in answer["answers"]] == [0, 2.5, 5.0]
     assert [one["events"][0][0] for one in answer["answers"]] == [1, 4, 6]
     assert figures.figures(answer, 6.0).ttft_p50 == 1000.0
 
 
-def test_what_takes_too_long_is_cut() -> None:
-    """After the limit no more is done, and what was not over is counted."""
+def test_a_run_is_cut_at_its_limit() -> None:
+    """A run stops at its time limit and counts the requests that were not finished."""
     answer = Ticking().run(asked(4, 10), 1, 15.0)
     assert answer["cut"] == 3
     assert len(answer["answers"]) == 2
 
 
 def loaded_by(takes: float, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The chats that an engine with steps of ``takes`` seconds is given at 0.8 of what it can do."""
+    """Return the chats sent to an engine with steps of ``takes`` seconds at 0.8 of its capacity."""
     ran = []
 
     class Idle:
@@ -150,7 +150,7 @@ def loaded_by(takes: float, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, A
 
 
 def test_load_is_a_share_of_what_an_engine_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is four times as slow gets the same chats four times as far apart."""
+    """An engine four times as slow gets the same chats four times as far apart."""
     fast, slow = loaded_by(1.0, monkeypatch), loaded_by(4.0, monkeypatch)
     assert [one["prompt"] for one in slow] == [one["prompt"] for one in fast]
     assert [one["at"] for one in slow] == pytest.approx([4 * one["at"] for one in fast])
@@ -158,7 +158,8 @@ def test_load_is_a_share_of_what_an_engine_can_do(monkeypatch: pytest.MonkeyPatc
 
 
 def test_figures_of_known_times() -> None:
-    """Tokens a second to the last token, TTFT from when it was due, TPOT the mean, gaps between events."""
+    """Figures are right for known times: tokens a second to the last token, TTFT from the due time, mean TPOT and
+    gaps."""
     events = [(0.5, 1), (0.6, 1), (0.9, 2)]
     answer = {"seconds": 9.0, "cut": 0, "answers": [{"asked": 0.25, "events": events}, {"asked": 0.5, "events": []}]}
     found = figures.figures(answer, 2.0)
@@ -182,14 +183,14 @@ def rated(*rates: float | None) -> list[figures.Figures]:
 
 
 def test_ratios_are_within_a_round() -> None:
-    """The median of theirs by ours of the same round: a machine that slows down slows both."""
+    """Ratios are medians of the ratios within a round, so that a slow moment of the machine affects both."""
     assert figures.ratio(rated(100, 10, 50), rated(50, 5, 100)) == 0.5
     assert figures.ratio(rated(100, None), rated(None, 5)) is None
     assert figures.medians(rated(1.0, 3.0, None))["tokens_per_second"] == 2.0
 
 
 def test_texts_are_judged_by_the_reference() -> None:
-    """Another text that is as likely is only not the same; one that is not likely is nonsense."""
+    """A different text of equal likelihood is only not the same, and an unlikely one is nonsense."""
     reference = {"a": [1, 2, 3], "b": [4, 5]}
     own = {"a": 0.5, "b": 0.5}
     other = texts.compared(reference, {"a": [1, 2, 9], "b": [8, 8]}, own | {"their a": 0.7, "their b": 0.9})
@@ -207,7 +208,8 @@ def fake(tmp_path: Path) -> Iterator[Process]:
 
 
 def test_a_contender_is_asked_by_lines(fake: Process) -> None:
-    """It loads, runs and goes on after an error; what libraries print is no answer; its death is told."""
+    """A contender loads, runs and goes on after an error; output of libraries is no answer, and its death is
+    reported."""
     with pytest.raises(Failed, match="ValueError: no room"):
         fake.ask({"do": "load", "model": "m", "options": {"fails": "no room"}}, 60)
     told = fake.ask({"do": "load", "model": "m", "options": {}}, 60)
@@ -221,7 +223,7 @@ def test_a_contender_is_asked_by_lines(fake: Process) -> None:
 
 
 def test_nothing_of_a_contender_is_left(fake: Process) -> None:
-    """Closing ends it with threads that would go on, and a server that it left running."""
+    """Closing a contender ends its threads and any server that it left running."""
     told = fake.ask({"do": "load", "model": "m", "options": {}}, 60)
     server = psutil.Process(int(told["versions"]["server"]))
     fake.close()
@@ -230,7 +232,7 @@ def test_nothing_of_a_contender_is_left(fake: Process) -> None:
 
 
 def test_a_contender_that_says_nothing_is_not_waited_for(tmp_path: Path) -> None:
-    """No answer in time, and one that is none, are failures that name themselves."""
+    """A contender without an answer in time, or with an invalid one, fails with that reason."""
     silent = Process([sys.executable, "-c", "import sys; print('oh', flush=True); sys.stdin.read()"], tmp_path / "log")
     with pytest.raises(Failed, match="no JSON"):
         silent.ask({"do": "load"}, 60)
@@ -257,7 +259,7 @@ def result(**more: Any) -> dict[str, Any]:
 
 
 def test_tables_say_what_was_measured_and_who_is_missing() -> None:
-    """The processor with its instructions, a row a contender, and a line with the reason for one that is out."""
+    """A table names the CPU with its instructions, has a row for each contender, and a reason for each missing one."""
     shown = tables.markdown(result())
     assert "Some CPU (amx_int8), 2 cores; greedy; medians of 2 rounds; load average 0.1 before and 2.0 after." in shown
     assert "| ours int8 | 123 " in shown
@@ -268,7 +270,8 @@ def test_tables_say_what_was_measured_and_who_is_missing() -> None:
 
 
 def test_tables_of_a_load_say_what_each_can_do() -> None:
-    """Chats a second beside the figures at a share of them; those that were cut are not counted."""
+    """A table of a load has each contender's chats a second beside its figures at a share of them, without cut
+    chats."""
     names = [{"name": "chats at once", "kind": "loaded"}, {"name": "chats at 80%", "kind": "loaded"}]
     able = {"requests": 64, "cut": 4, "seconds": 10.0}
     row = {"contender": "ours int8", "workloads": {"chats at once": able, "chats at 80%": {"ttft_p50": 56.7}}}
@@ -291,7 +294,7 @@ print(subprocess.run([sys.executable, "-c", tells], capture_output=True, text=Tr
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="only processors of x86-64 have AMX")
 def test_amx_can_be_refused_to_all() -> None:
-    """What a contender starts is refused it too; ours takes what is left."""
+    """A process without AMX permission passes that on to its children, and our kernels use other instructions."""
     environment = {**os.environ, "PYTHONPATH": BENCHMARKS}
     command = [sys.executable, "-c", WITHOUT_AMX]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
@@ -299,6 +302,7 @@ def test_amx_can_be_refused_to_all() -> None:
 
 
 def test_a_table_without_amx_says_so() -> None:
+    """A table of a run without AMX says that no contender was allowed to use it, and does not list it."""
     shown = tables.markdown({**result(), "without_amx": True})
     assert "amx_int8" not in shown
     assert "The processor has AMX, which no contender was allowed to use" in shown
@@ -306,12 +310,12 @@ def test_a_table_without_amx_says_so() -> None:
 
 
 def test_tables_without_anyone() -> None:
-    """A run in which nobody could take part still tells why."""
+    """A run in which no contender could take part still gives the reasons."""
     assert "no disk" in tables.markdown(result(rows=[result()["rows"][1]]))
 
 
 def test_tables_go_between_their_marks() -> None:
-    """What stood there is replaced, what is around it stays; a document without marks is refused."""
+    """Tables replace the text between their marks and keep the text around; a document without marks is refused."""
     document = f"a\n{tables.BEGIN}\nold\n{tables.END}\nz"
     assert tables.insert(document, "new") == f"a\n{tables.BEGIN}\n\nnew\n\n{tables.END}\nz"
     with pytest.raises(ValueError, match="comparison"):
@@ -319,7 +323,7 @@ def test_tables_go_between_their_marks() -> None:
 
 
 def test_an_environment_that_cannot_be_made_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last line that the installer printed is the reason; one that is made is not made again."""
+    """A failed environment gives the installer's last line as reason, and a finished one is not made again."""
     made = environments.Environments(tmp_path)
     with pytest.raises(Failed, match="openvino could not be made: no such package"):
         made.run("openvino", [sys.executable, "-c", "raise SystemExit('no such package')"])
@@ -336,7 +340,7 @@ HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
 def test_streams_are_read_in_any_pieces(size: int) -> None:
-    """Events, sizes of chunks and the end are told apart however the bytes arrive."""
+    """Events, chunk sizes and the end of a stream are recognised however the bytes are split."""
     events = [b'data: {"text": "a"}\n\n', b'data: {"text": "b"}\n\n', b"data: [DONE]\n\n"]
     data = HEAD + b"".join(b"%x\r\n%s\r\n" % (len(event), event) for event in events) + b"0\r\n\r\n"
     stream = Stream({"id": "r"})
@@ -346,7 +350,7 @@ def test_streams_are_read_in_any_pieces(size: int) -> None:
 
 
 def test_a_refusal_is_shown() -> None:
-    """An answer that is no 200 is an error with its body, and so is a connection closed without one."""
+    """A status other than 200 is an error with its body, and so is a connection closed without an answer."""
     with pytest.raises(RuntimeError, match=r"400.*no such field"):
         Stream({}).take(b"HTTP/1.1 400 Bad Request\r\n\r\nno such field")
     with pytest.raises(RuntimeError, match="closed"):
@@ -354,7 +358,7 @@ def test_a_refusal_is_shown() -> None:
 
 
 def test_a_model_that_cannot_be_converted_is_a_reason(tmp_path: Path) -> None:
-    """Whatever goes wrong while a contender's model is made leaves that contender out, by name of the error."""
+    """Any error while a contender's model is made leaves that contender out, by the error's name."""
 
     def broken(*_: object) -> dict[str, Any]:
         raise KeyError("general.architecture")
@@ -387,20 +391,20 @@ def bundle_of_ours(directory: Path) -> str:
 
 @pytest.mark.skipif(library.library() is None, reason="no compiler, or a processor without AVX2")
 def test_each_of_our_tokens_is_an_event_of_its_own(tmp_path: Path) -> None:
-    """They come with their steps, not a few at a time: else a time to first token is that of several."""
+    """Our tokens arrive one a step, so that the time to first token is not that of several."""
     answer = drive.run(Ours(bundle_of_ours(tmp_path), {}), asked(2, 4), 1, 60)
     assert [count for one in answer["answers"] for _, count in one["events"]] == [1] * 8
 
 
 def test_ours_is_no_contender_without_our_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A library that is missing, or of another version, is an error that says so, not a measurement of torch's."""
+    """A missing library, or one of another version, is an error instead of a measurement of torch."""
     monkeypatch.setattr(library, "_loaded", lambda: "they are not compiled")
     with pytest.raises(RuntimeError, match="torch's run: they are not compiled"):
         Ours(bundle_of_ours(tmp_path), {})
 
 
 def test_a_server_is_asked_which_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What its health says of the endpoint decides."""
+    """A server's health decides whether the endpoint runs natively."""
     state = {"kernels": "native"}
     monkeypatch.setattr(kernels, "urlopen", lambda url: io.StringIO(json.dumps({"endpoints": {"compare": state}})))
     kernels.require_served_natively("http://there", "compare")

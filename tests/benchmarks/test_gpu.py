@@ -1,4 +1,4 @@
-"""``benchmarks/gpu.py``: what it measures, on a tiny model where there is no GPU; and what its script says there."""
+"""``benchmarks/gpu.py`` on a tiny model without a GPU, and the messages of its script."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SCRIPT = Path(gpu.__file__).with_suffix(".sh")
 
 
 def test_a_table_of_a_tiny_model(tmp_path: Path) -> None:
-    """Weights are made, our engine decodes over blocks in floats and in fp8, and each line has rates, floors and their
+    """Weights are made, the engine decodes over blocks in floats and in fp8, and each line has rates, floors and their
     ratios."""
     gpu.make_weights("tiny", "cpu", tmp_path)
     args = argparse.Namespace(
@@ -39,7 +39,8 @@ def test_a_table_of_a_tiny_model(tmp_path: Path) -> None:
 
 
 def test_the_floor() -> None:
-    """A step of one sequence reads every weight of Llama 3.2 1B that is multiplied, and its keys and values."""
+    """The floor of a one-sequence step is the time to read every multiplied weight of Llama 3.2 1B and its keys and
+    values."""
     config = gpu.config_of("1b")
     assert gpu.floor_seconds(config, 2, 1, 0, 1.0) == pytest.approx(2 * 1.2358e9, rel=0.01)
     more = gpu.floor_seconds(config, 2, 8, 100, 1.0) - gpu.floor_seconds(config, 2, 8, 0, 1.0)
@@ -50,7 +51,7 @@ def test_the_floor() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device, and the script would use it")
 def test_the_script_says_what_is_missing() -> None:
-    """Without a device it lists what is here and ends with status 2."""
+    """Without a device the script lists the machine's parts and ends with status 2."""
     done = subprocess.run(["bash", str(SCRIPT)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 2, done.stderr
     assert "torch finds no CUDA device" in done.stdout

@@ -1,4 +1,4 @@
-"""What benchmarks and examples import of this package is there, also in their strings, which mypy does not read."""
+"""Imports of this package in benchmarks and examples, also in program strings, which mypy does not read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OURS = "mlflow_llm"
 
 
 def imports(source: str) -> Iterator[tuple[str, str]]:
-    """Modules and their names, those of programs in string constants among them."""
+    """Yield modules and imported names, those of programs in string constants included."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").split(".")[0] == OURS:
             yield from ((str(node.module), alias.name) for alias in node.names)
@@ -39,11 +39,13 @@ def is_there(module: str, name: str) -> bool:
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_what_a_script_imports_is_there(script: Path) -> None:
+def test_imports_of_scripts_exist(script: Path) -> None:
+    """Every name that a script imports from this package exists."""
     assert [found for found in imports(script.read_text()) if not is_there(*found)] == []
 
 
 def test_programs_in_strings_are_read() -> None:
+    """Imports of programs in string constants are found, and missing names are recognised."""
     program = "from mlflow_llm.serving import nowhere; import mlflow_llm.serving.system.files"
     found = list(imports(f"RUN = {program!r}; SAID = 'mlflow_llm: a name'"))
     assert found == [("mlflow_llm.serving", "nowhere"), ("mlflow_llm.serving.system.files", "__name__")]
