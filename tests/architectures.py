@@ -1,4 +1,4 @@
-"""Prints docs/architectures.md, by running a tiny random model of every architecture in the engine:
+"""Generator of docs/architectures.md, by running a tiny random model of every architecture in the engine:
 
 python tests/architectures.py > docs/architectures.md
 """
@@ -36,7 +36,7 @@ from mlflow_llm.serving.interface.errors import PackagingError  # noqa: E402
 from mlflow_llm.serving.interface.settings import EngineSettings  # noqa: E402
 
 LENGTHS = (1, 3, 40, 9, 23, 17)  # longer than the sliding window, longer than a chunk
-# of a width that our kernels take, for those architectures that they know
+# heads of a width that the native kernels take, for the architectures they support
 WIDE = COMMON | {"hidden_size": 64}
 WIDE_ROUTED = ROUTED | {"moe_intermediate_size": 32}
 
@@ -182,7 +182,7 @@ become the model's sampling defaults. Models of experts in the architecture `lla
 
 
 def tried(make: Callable[[], Any]) -> tuple[str, str, str]:
-    """(class, "equal", kernels), or what was wrong in place of the second."""
+    """Return (class, "equal", kernels), or the error in place of the second."""
     model = make_model(make())
     name = type(model).__name__
     settings = EngineSettings(max_num_seqs=4, max_num_batched_tokens=16, kv_cache_memory=1 << 24)

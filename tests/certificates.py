@@ -1,4 +1,4 @@
-"""Certificates for tests: an authority, and what it signs."""
+"""Certificates for tests: an authority, and the certificates it signs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DAY = datetime.timedelta(days=1)
 
 
 class Authority:
-    """``ca`` is its certificate's file in ``place``."""
+    """A certificate authority; ``ca`` is its certificate's file in ``place``."""
 
     def __init__(self, place: Path, name: str = "authority") -> None:
         self.place = place
@@ -29,7 +29,7 @@ class Authority:
         Path(self.ca).write_bytes(_pem(made.sign(self._key, hashes.SHA256())))
 
     def issue(self, name: str) -> tuple[str, str, str]:
-        """Files of a new certificate of this machine: the certificate, its key, both in one."""
+        """Issue a certificate of this machine; return the files of the certificate, its key, and both in one."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         names = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]

@@ -1,4 +1,4 @@
-"""What each document lets a request ask, field by field, and what is to come of it: the data of docs/dialects.md.
+"""The fields of each document with their expected effect or refusal: the data of docs/dialects.md.
 
 ``tests/real/test_conformance.py`` sends every row to a real server, ``tests/serving/dialects/test_dialects_page.py``
 holds the page to the rows and the rows to the dialects' fields. The page is made by
@@ -88,7 +88,7 @@ is refused by name.
 
 
 def page(parts: tuple[Part, ...]) -> str:
-    """The whole document."""
+    """Return the whole document."""
     return HEAD + "".join(_section(part) for part in parts)
 
 
@@ -102,7 +102,7 @@ def _section(part: Part) -> str:
 
 
 def outcome(part: Part, row: Row) -> str:
-    """What the page says of a row."""
+    """Return the page's description of a row."""
     if row.refused is not None:
         return f"refused: {row.refused}" + (f" ({row.note})" if row.note else "")
     modes = [mode for mode in part.modes if mode in row.modes]
@@ -111,7 +111,7 @@ def outcome(part: Part, row: Row) -> str:
 
 
 def test_id(part: Part, name: str) -> str:
-    """Of the test of a row."""
+    """Return the id of a row's test."""
     return f"{part.name}-{name}"
 
 
@@ -119,7 +119,7 @@ test_id.__test__ = False  # type: ignore[attr-defined]  # to pytest a function o
 
 
 def events_of(data: bytes) -> list[dict[str, Any]]:
-    """The objects of a stream's events."""
+    """Return the objects of a stream's events."""
     found = []
     for event in data.decode().replace("\r\n", "\n").split("\n\n"):
         payload = event.strip().removeprefix("data:").strip()
@@ -133,7 +133,7 @@ def is_stream(headers: Mapping[str, str]) -> bool:
 
 
 def declared(schema: Mapping[str, Any]) -> Iterator[str]:
-    """The names of a dialect's fields, by its schema: those of ``parameters`` and of named tensors by themselves."""
+    """Return the names of a dialect's fields by its schema, those of ``parameters`` and named tensors by themselves."""
     for kind in ("anyOf", "oneOf"):
         for option in schema.get(kind, ()):
             yield from declared(option)

@@ -1,4 +1,4 @@
-"""The rows of the conformance table: a request for each field of each document, and what is to be seen."""
+"""The rows of the conformance table: a request for each field of each document, and its expected effect."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def words(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
-# --- what is to be seen
+# --- expected effects
 
 
 def as_plain(seen: Seen, plain: Seen) -> bool:
@@ -68,7 +68,7 @@ def choices(count: int) -> Callable[[Seen, Seen], bool]:
 
 
 def has(name: str) -> Callable[[Seen, Seen], bool]:
-    """Whether an object of the answer has something under ``name``."""
+    """Return whether an object of the answer has something under ``name``."""
     return lambda seen, plain: any(_find(event, name) for event in seen.events)
 
 
@@ -96,7 +96,7 @@ SAMPLING: dict[str, Row] = {
     "stop": Row(body={"stop": ["e"], "max_tokens": 12}, shows=lambda seen, plain: "e" not in seen.text),
     "presence_penalty": Row(body={"presence_penalty": 2.0}),
     "frequency_penalty": Row(body={"frequency_penalty": 2.0}),
-    "repetition_penalty": Row(body={"repetition_penalty": 0.1}, shows=unlike_plain),  # what was said is said again
+    "repetition_penalty": Row(body={"repetition_penalty": 0.1}, shows=unlike_plain),  # the earlier text is repeated
     "logit_bias": Row(body={"logit_bias": {TOKEN: 100}}, shows=matches(",+")),
     "min_tokens": Row(body={"min_tokens": LENGTH}, shows=tokens(LENGTH)),
     "stop_token_ids": Row(
@@ -160,7 +160,7 @@ SAMPLING: dict[str, Row] = {
 
 
 def _media(name: str, data: str, note: str = "") -> Row:
-    """A part that a text-only model refuses when its form is sound."""
+    """Return a part that a text-only model refuses when it is well-formed."""
     content = [{"type": "text", "text": "What?"}, {"type": name, name: {"url": data}}]
     return Row(
         body={"messages": [{"role": "user", "content": content}]},
@@ -391,7 +391,7 @@ GENERATE_ROWS = {
 
 
 def objects(path: str, **base: Any) -> Callable[[Row, Mode], tuple[str, dict[str, str], bytes]]:
-    """JSON bodies with ``stream`` among their fields."""
+    """Return JSON bodies with ``stream`` among their fields."""
 
     def request(row: Row, mode: Mode) -> tuple[str, dict[str, str], bytes]:
         own = {} if base["model"] == "embedder" else {"model": row.endpoint}
@@ -403,7 +403,7 @@ def objects(path: str, **base: Any) -> Callable[[Row, Mode], tuple[str, dict[str
 
 
 def read_objects(status: int, headers: Mapping[str, str], data: bytes) -> Seen:
-    """OpenAI's objects."""
+    """Read OpenAI's objects."""
     if not is_stream(headers):
         events = [json.loads(data)]
     else:
@@ -430,7 +430,7 @@ def read_objects(status: int, headers: Mapping[str, str], data: bytes) -> Seen:
 
 
 def generate(row: Row, mode: Mode) -> tuple[str, dict[str, str], bytes]:
-    """``details`` by default: they count the tokens."""
+    """Return a request with ``details`` by default, because they count the tokens."""
     top = {name: value for name, value in row.body.items() if name in ("id", "text_input")}
     parameters = {"details": True, "max_new_tokens": LENGTH}
     parameters |= {name: value for name, value in row.body.items() if name not in top}
@@ -440,7 +440,7 @@ def generate(row: Row, mode: Mode) -> tuple[str, dict[str, str], bytes]:
 
 
 def read_generate(status: int, headers: Mapping[str, str], data: bytes) -> Seen:
-    """Details are of all tokens so far."""
+    """Read details, which cover all tokens so far."""
     events = events_of(data) if is_stream(headers) else [json.loads(data)]
     text = "".join(event["text_output"] for event in events)
     return Seen(status=status, events=events, texts=[text], completion=events[-1]["details"]["generated_tokens"])

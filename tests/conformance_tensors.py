@@ -40,7 +40,8 @@ def seed(name: str, value: int) -> dict[str, Any]:
 
 
 def request(row: Row, mode: Mode) -> tuple[str, dict[str, str], bytes]:
-    """``id``, ``parameters`` and ``outputs`` of a row as they are, the rest tensors; None takes one away."""
+    """Return a row's request: ``id``, ``parameters`` and ``outputs`` as they are, the rest tensors; None removes
+    one."""
     base = {**tensor("input_ids", "INT32", IDS, 1, len(IDS)), **tensor("request_output_len", "INT32", [LENGTH], 1, 1)}
     top = {name: value for name, value in row.body.items() if name in ("id", "parameters", "outputs")}
     inputs, tail = [], b""
@@ -59,7 +60,7 @@ def request(row: Row, mode: Mode) -> tuple[str, dict[str, str], bytes]:
 
 
 def read(status: int, headers: Mapping[str, str], data: bytes) -> Seen:
-    """The texts are output_ids, spelled, or text_output."""
+    """Read the texts from output_ids, decoded, or from text_output."""
     size = int(headers.get(BYTES_OF_JSON, len(data)))
     answer, data = json.loads(data[:size]), data[size:]
     for one in answer["outputs"]:
@@ -102,7 +103,7 @@ def row(*tensors: Mapping[str, Any], **more: Any) -> Row:
 
 
 def lora(task: int) -> dict[str, Any]:
-    """An adapter of rank 1 for the queries of layer 0."""
+    """Return an adapter of rank 1 for the queries of layer 0."""
     weights = tensor("lora_weights", "FP32", [[1.0] * (2 * HIDDEN)], 1, 2 * HIDDEN)
     return {**seed("lora_task_id", task), **weights, **tensor("lora_config", "INT32", [[1, 0, 1]], 1, 3)}
 

@@ -1,4 +1,4 @@
-"""Fixtures that every part of the tests may use."""
+"""Fixtures shared by all tests."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from shared_servers import SERVERS, TOGETHER, SharedServers
 
-if TYPE_CHECKING:  # the process that hands the tests out loads this module too, and runs none
+if TYPE_CHECKING:  # xdist's controller loads this module too, and runs no tests
     from mlflow_llm.serving.interface.bundle import Bundle
 
 # A shell without job control, which is what runs many a CI, starts background commands with SIGINT ignored; every
 # process of ours would inherit that, and the tests of Ctrl-C would wait for nothing.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and a server then does, too
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores SIGHUP, and a server inherits that
 
 # Triton's kernels run in its interpreter where there is no GPU. It looks when it is first imported, whoever does that.
 if not os.path.exists("/dev/nvidiactl"):
@@ -65,15 +65,15 @@ CACHE = pytest.StashKey["tempfile.TemporaryDirectory[str]"]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A cache for the run: what one process of tests has packed of a model, the others map."""
+    """Set a cache for the run, so that models packed by one test process are mapped by the others."""
     if not hasattr(config, "workerinput"):  # before xdist starts its workers, which inherit the environment
         config.stash[CACHE] = made = tempfile.TemporaryDirectory(prefix="mlx-", ignore_cleanup_errors=True)
         os.environ["MLFLOW_LLM_CACHE"] = made.name
-    if not config.getoption("numprocesses", None):  # a process that runs tests itself
+    if not config.getoption("numprocesses", None):  # this process runs tests itself
         gc.disable()  # nothing of what it imports and collects is garbage: a seventh of that time
         import hypothesis
 
-        # how long an example takes is the machine's business
+        # the time of an example depends on the machine
         slow = [hypothesis.HealthCheck.too_slow]
         hypothesis.settings.register_profile("any machine", deadline=None, suppress_health_check=slow)
         hypothesis.settings.load_profile("any machine")
@@ -86,7 +86,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """``--dist loadfile``, but files whose tests share servers count as one."""
+    """Schedule by file (``--dist loadfile``), with files that share servers counted as one."""
     if config.getoption("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
@@ -100,23 +100,21 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """xdist runs one test an id, and says nothing of others of the same. Long files come first, in random order
-    otherwise."""
+    """Fail on duplicate ids, of which xdist runs only one, and put long files first in the otherwise random order."""
     assert len({item.nodeid for item in items}) == len(items), "two tests have one id"
     items.sort(key=lambda item: LONG.get(item.path.name, len(LONG)))
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Servers that files share end with the last test of those files."""
+    """Stop servers shared by files after the last test of those files."""
     servers = TOGETHER.get(item.path.name)
     if servers is not None and (nextitem is None or TOGETHER.get(nextitem.path.name) != servers):
         SERVERS.close()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What is there now stays: a collection of garbage that walks through all of it takes a second, and tests ask for
-    many."""
+    """Freeze existing objects, because a garbage collection over all of them takes a second and tests ask for many."""
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -128,8 +126,8 @@ ASKING: list[Any] = []  # fixtures that are being set up, the innermost last
 
 @pytest.hookimpl(wrapper=True)
 def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> Iterator[None]:
-    """Models are hundreds of megabytes: directories go with the fixture that asked for them, not with the run. What a
-    shared server reads stays, since that outlives the fixture."""
+    """Remove a fixture's directories with the fixture rather than at the end of the run, because models are hundreds of
+    megabytes. Files of a shared server stay, since it outlives the fixture."""
     ASKING.append(fixturedef)
     try:
         return (yield)
@@ -142,9 +140,7 @@ def pytest_fixture_post_finalizer(fixturedef: pytest.FixtureDef[Any], request: p
     if not request.session.testsfailed:
         for path in made:
             shutil.rmtree(path, ignore_errors=True)
-            path.mkdir(
-                exist_ok=True
-            )  # so that its name is not given again: MLflow goes on with what it has of a store by its path
+            path.mkdir(exist_ok=True)  # keeps its name from being reused: MLflow caches stores by path
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -164,14 +160,14 @@ def directories_of_fixtures() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def shared_servers(runtime_of_its_own: None) -> Iterator[SharedServers]:
-    """Those that are left end before the place that they run in."""
+    """Stop the remaining servers before their directory is removed."""
     yield SERVERS
     SERVERS.close()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def runtime_of_its_own() -> Iterator[None]:
-    """Engines are shared by all processes of a user: those of tests side by side would be each other's load."""
+    """Use a runtime directory of its own: engines are shared by all processes of a user, also of parallel tests."""
     with (
         tempfile.TemporaryDirectory(prefix="mlx-", ignore_cleanup_errors=True) as place,
         pytest.MonkeyPatch.context() as patch,
@@ -183,7 +179,7 @@ def runtime_of_its_own() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tiny_llama() -> Any:
-    """A random Llama of two layers, to compare with."""
+    """Return a random Llama of two layers as the reference."""
     from tiny_models import FAMILIES, make_model
 
     return make_model(FAMILIES["llama"]())
@@ -191,7 +187,7 @@ def tiny_llama() -> Any:
 
 @pytest.fixture(scope="session")
 def tiny_bundle(tiny_llama: Any, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    """The same model on disk."""
+    """Save the same model to disk."""
     from tiny_models import save_bundle
 
     return save_bundle(tiny_llama, tmp_path_factory.mktemp("tiny_llama"))

@@ -1,4 +1,4 @@
-"""Mutated requests to every inference route: none may be answered with a fault of ours, in another form than the
+"""Mutated requests to every inference route: none may be answered with an internal error, in another form than the
 dialect's, or not at all.
 
 CI sends some of each kind in process (``tests/serving/http/inference/test_fuzz.py``). By hand, against a running
@@ -33,12 +33,12 @@ MODEL = "assistant"
 HI = [{"role": "system", "content": "Help."}, {"role": "user", "content": "hello"}]
 TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
 SAMPLING = {"max_tokens": 3, "temperature": 0.5, "top_p": 0.9, "seed": 7, "stop": ["zz"], "stream": False}
-RAW = "\0raw:"  # a text that stands for what follows it, written as it is
+RAW = "\0raw:"  # a marker for the value after it, which is written verbatim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A route and a sound request to it. ``tail``: bytes after the JSON (KServe's binary tensors)."""
+    """A route and a valid request to it. ``tail``: bytes after the JSON (KServe's binary tensors)."""
 
     dialect: Dialect
     path: str
@@ -47,7 +47,7 @@ class Target:
 
 
 def targets() -> Iterator[Target]:
-    """Sound requests to each inference route of each dialect."""
+    """Return valid requests to each inference route of each dialect."""
     for dialect in DIALECTS.values():
         for route in dialect.routes:
             path = route.path.replace("<name>", MODEL).replace("<model_version>", "1")
@@ -89,7 +89,7 @@ def bodies(dialect: str, path: str, task: str | None) -> Iterator[tuple[dict[str
 
 
 def tensors() -> Iterator[tuple[dict[str, Any], bytes]]:
-    """KServe's requests, in JSON and with bytes behind it."""
+    """Return KServe's requests, in JSON and with trailing bytes."""
     ids = {"name": "input_ids", "datatype": "INT32", "shape": [1, 3]}
     length = {"name": "request_output_len", "datatype": "INT32", "shape": [1, 1], "data": [3]}
     words = {"name": "stop_words_list", "datatype": "INT32", "shape": [1, 2, 2], "data": [5, 6, 2, -1]}
@@ -105,7 +105,7 @@ def tensors() -> Iterator[tuple[dict[str, Any], bytes]]:
     yield {"inputs": [spelled, length]}, b"\x05\0\0\0hello"
 
 
-# --- what is made of a sound request
+# --- mutations of a valid request
 
 VALUES: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 2, 3, 2**31 - 1, 2**31, 2**63, 2**64, -(2**63) - 1, 10**40, 0.5, -0.0, 1e308, 1e-320,
@@ -123,13 +123,13 @@ NAMES = (
 
 
 class Mutator:
-    """Requests that are nearly sound, drawn by a seed."""
+    """A source of nearly valid requests, drawn by a seed."""
 
     def __init__(self, seed: int | str) -> None:
         self.draw = random.Random(seed)
 
     def request(self, target: Target) -> tuple[bytes, dict[str, str]]:
-        """A body and the headers that it needs."""
+        """Return a body and the headers that it needs."""
         value: Any = json.loads(json.dumps(target.body))
         for _ in range(self.draw.choice((1, 1, 1, 1, 2, 3))):
             value = self.changed(value)
@@ -149,7 +149,7 @@ class Mutator:
         return head + tail, headers
 
     def changed(self, value: Any) -> Any:
-        """``value`` with one change somewhere in it."""
+        """Return ``value`` with one change somewhere in it."""
         draw = self.draw
         if isinstance(value, dict) and value and draw.random() < 0.9:
             name = draw.choice(list(value))
@@ -172,7 +172,7 @@ class Mutator:
         return self._near(value) if draw.random() < 0.6 else draw.choice(VALUES)
 
     def _near(self, value: Any) -> Any:
-        """A value of the same kind, which may well be sound."""
+        """Return a value of the same kind, which may well be valid."""
         draw = self.draw
         if isinstance(value, bool):
             return not value
@@ -190,7 +190,7 @@ class Mutator:
             end = text.index('"', start + 1)
             text = text[:start] + text[start + len('"\\u0000raw:') : end] + text[end + 1 :]
         if self.draw.random() < 0.03 and text.startswith('{"'):
-            text = text[:-1] + ", " + text[1:]  # every key twice
+            text = text[:-1] + ", " + text[1:]  # duplicates every key
         return text.encode("utf-8", "surrogatepass")
 
     def _torn(self, data: bytes) -> bytes:
@@ -206,11 +206,11 @@ class Mutator:
         return data[:place] + data[place : place + 40] * 2 + data[place:]
 
 
-# --- what must hold of an answer
+# --- checks of an answer
 
 
 def fault(target: Target, status: int, headers: Mapping[str, str], data: bytes) -> str | None:
-    """What is wrong with an answer; None for one as it must be."""
+    """Return the error found in an answer, or None for a correct one."""
     if status >= 500:
         return f"a fault: {status} {data[:300]!r}"
     if status == 200:
@@ -269,7 +269,7 @@ def send(
 
 
 def tiny_bundle(root: Path) -> Any:
-    """A llama of random weights behind the byte tokenizer: our engine with all that it can."""
+    """Save a random Llama with the byte tokenizer, for which the engine has all its features."""
     import tiny_models
     import transformers
     from instant_model import write_instant_model

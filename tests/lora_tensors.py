@@ -1,4 +1,4 @@
-"""peft's adapters as TensorRT-LLM's clients send them with a request."""
+"""Conversion of peft's adapters to the form in which TensorRT-LLM's clients send them with a request."""
 
 from __future__ import annotations
 

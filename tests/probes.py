@@ -1,4 +1,4 @@
-"""Values to compare a reader and its JSON schema by."""
+"""Values for comparing a reader with its JSON schema."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ANY += [{"include_obfuscation": given} for given in (True, False, None, 0)]
 
 
 def bounds(schema: Any) -> Iterator[Any]:
-    """Values at, inside and just outside of every bound, and every option, that a schema has."""
+    """Return values at, inside and just outside of every bound, and every option, that a schema has."""
     if isinstance(schema, dict):
         for key in ("minimum", "maximum", "exclusiveMinimum"):
             if key in schema:

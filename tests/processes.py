@@ -1,8 +1,7 @@
-"""Whether processes have ended, also where nobody collects them.
+"""Detection of ended processes, also of those that are never waited for.
 
 A process whose parent died belongs to PID 1, and in many a container PID 1 never asks for its exit status: it stays a
-zombie, which ``psutil.pid_exists`` and ``psutil.wait_procs`` take for alive.
-"""
+zombie, which ``psutil.pid_exists`` and ``psutil.wait_procs`` take for alive."""
 
 from __future__ import annotations
 
@@ -13,8 +12,8 @@ import psutil
 
 
 def gone(process: psutil.Process | int) -> bool:
-    """Whether a process has let go of all it had: a dying one loses its command line before its locks, and a zombie
-    whose threads are still ending has its ports still."""
+    """Return whether a process has released everything: a dying one loses its command line before its locks, and a
+    zombie whose threads are still ending still has its ports."""
     try:
         found = psutil.Process(process) if isinstance(process, int) else process
         if not found.is_running() or found.status() == psutil.STATUS_DEAD:
@@ -25,7 +24,7 @@ def gone(process: psutil.Process | int) -> bool:
 
 
 def alive_after(processes: Iterable[psutil.Process | int], seconds: float = 240) -> list[psutil.Process | int]:
-    """Those that have not ended within so many seconds; returns as soon as all have."""
+    """Return the processes that have not ended within ``seconds``, as soon as all have ended."""
     end = time.monotonic() + seconds
     left = list(processes)
     while (left := [process for process in left if not gone(process)]) and time.monotonic() < end:

@@ -1,7 +1,7 @@
 """``python tests/rewrite_asserts.py FOLDER`` writes what pytest makes of the asserts of tests below ``FOLDER`` beside
 them, as it does itself.
 
-Processes of tests that start together each rewrite all files, ten seconds of a processor, before they find what another
+Processes of tests that start together each rewrite all files, ten seconds of CPU time, before they find what another
 one has written. Private names of pytest's are used here alone.
 """
 

@@ -1,7 +1,6 @@
-"""Servers that several files of tests share: started for the first test that asks, ended with the last of the files.
+"""Servers shared by several files of tests: started for the first test that asks, ended with the last of the files.
 
-Idle, each still takes a few percent of a processor, for as long as the other tests last.
-"""
+An idle one still takes a few percent of a CPU as long as the other tests run."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ class SharedServers:
         return self._servers[name]
 
     def close(self) -> None:
-        """End them all; one that is asked for again is another."""
+        """Stop all servers; one that is asked for again is started anew."""
         self._servers.clear()
         self._running.close()
 

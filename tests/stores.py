@@ -1,4 +1,4 @@
-"""MLflow's stores for a test, and afterwards as if nobody had named any."""
+"""MLflow stores for a test, with all settings restored afterwards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VARIABLES = ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI", "MLFLOW_EXPERIMENT_ID
 
 @contextlib.contextmanager
 def own_stores(uri: str) -> Iterator[None]:
-    """Tracking and registry are at ``uri``; an experiment that is set there is set nowhere else.
+    """Set tracking and registry to ``uri``; an experiment set there is reset afterwards.
 
     ``mlflow.set_tracking_uri`` and ``set_registry_uri`` pin what they are given, in the process and in its
     environment. To give them back what the getters said before would pin what was a mere default: the registry, which
@@ -49,7 +49,7 @@ def own_stores(uri: str) -> Iterator[None]:
 
 @functools.cache
 def _tables() -> bytes:
-    """An SQLite file with MLflow's tables and nothing in them."""
+    """Return an SQLite file with MLflow's tables and nothing in them."""
     with tempfile.TemporaryDirectory() as root, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # SQLAlchemy's of what MLflow uses of it, said once a process
         configure_mappers()
@@ -61,8 +61,8 @@ def _tables() -> bytes:
 
 
 def empty_store(root: Path, name: str = "mlflow.db") -> str:
-    """The URI of a new store in ``root``, which MLflow finds empty: its migrations, a second of processor time, are run
-    once a process of tests."""
+    """Return the URI of a new empty store in ``root``; its migrations, a second of CPU time, run once a test
+    process."""
     file = root / name
     if root.is_dir() and not file.exists():
         file.write_bytes(_tables())
@@ -71,7 +71,7 @@ def empty_store(root: Path, name: str = "mlflow.db") -> str:
 
 @contextlib.contextmanager
 def own_registry(root: Path) -> Iterator[str]:
-    """Tracking, registry and artifacts are in ``root``; gives their URI."""
+    """Put tracking, registry and artifacts into ``root`` and yield their URI."""
     uri = empty_store(root)
     with own_stores(uri):
         mlflow.create_experiment("tests", artifact_location=str(root / "artifacts"))

@@ -1,4 +1,4 @@
-"""The documents that name files of the code name files that are there."""
+"""Files of the code that the documents name: every one exists."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ DOCUMENTS = (
     "SECURITY.md",
     *(f"docs/internals/{path.name}" for path in sorted((ROOT / "docs/internals").glob("*.md"))),
 )
-# The sources of the kernels are not looked for: an installed package has none.
+# Sources of the kernels are skipped: an installed package has none.
 NAMED = re.compile(r"(?<![\w/.])((?:[a-z_]+/)*[a-z_0-9]+\.py|(?:[a-z_]+/)+)(?=[`\s,;:)])")
 
 
 def sources() -> set[str]:
-    """Every file and folder of the package, of the tests and of what stands beside them, as ``/a/b.py`` and ``/a/``."""
+    """Return every file and folder of the package, the tests and their neighbours, as ``/a/b.py`` and ``/a/``."""
     found = set()
     for top in (PACKAGE, ROOT / "tests", ROOT / "benchmarks", ROOT / "examples", ROOT / "docs"):
         inner = {folder for folder in (top / "flavors", top / "plugin", top / "serving") if folder.is_dir()}
@@ -36,8 +36,8 @@ def sources() -> set[str]:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_what_a_document_names_is_there(document: str) -> None:
-    """Each ``path/file.py`` and ``folder/`` between backticks is the end of the path of something."""
+def test_files_named_by_documents_exist(document: str) -> None:
+    """Each ``path/file.py`` and ``folder/`` between backticks is the end of an existing path."""
     text = re.sub(r"```.*?```", "", (ROOT / document).read_text(), flags=re.S)
     named = {name for span in re.findall(r"`([^`]+)`", text) for name in NAMED.findall(span + " ")}
     assert named

@@ -1,4 +1,4 @@
-"""Asserts that are rewritten before pytest starts."""
+"""Asserts rewritten before pytest starts."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 from rewrite_asserts import rewrite
 
 
-def test_pytest_takes_what_is_written(tmp_path: Path) -> None:
-    """It does not read the asserts again, and explains one that fails as ever."""
+def test_pytest_uses_the_rewritten_files(tmp_path: Path) -> None:
+    """pytest does not rewrite the asserts again, and explains a failing one as usual."""
     file = tmp_path / "test_it.py"
     file.write_text("def test_it():\n    one, two = 1, 2\n    assert one == two\n")
     rewrite(file)

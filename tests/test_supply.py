@@ -1,4 +1,4 @@
-"""What the project is installed from: lockfiles with hashes, and the wheel's own bill of materials."""
+"""The project's supply chain: lockfiles with hashes, and the wheel's bill of materials."""
 
 import configparser
 import importlib.metadata
@@ -17,7 +17,7 @@ LOCKS = {"tests/requirements.lock": "tests/requirements.txt", "examples/quicksta
 
 
 def asked(extra):
-    """Requirements of setup.cfg with the extra that the scripts install, and those of ``extra``."""
+    """Return requirements of setup.cfg with the extra that the scripts install, and those of ``extra``."""
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
     lines = config["options"]["install_requires"] + config["options.extras_require"]["gguf"]
@@ -27,9 +27,9 @@ def asked(extra):
 
 
 @pytest.mark.parametrize("lock", LOCKS)
-def test_locks_fit_what_is_asked_for(lock):
-    """Every requirement but torch has a locked version within its bounds: a lockfile that was forgotten is found
-    (bash tests/lock.sh)."""
+def test_locks_fit_the_requirements(lock):
+    """Every requirement but torch has a locked version within its bounds, so that an outdated lockfile is found (bash
+    tests/lock.sh)."""
     locked = {}
     for name, version in re.findall(r"^([A-Za-z0-9_.-]+)(?:\[[^]]*\])?==([^ ;\\]+)", (ROOT / lock).read_text(), re.M):
         locked.setdefault(canonicalize_name(name), []).append(version)
@@ -44,7 +44,7 @@ def test_locks_fit_what_is_asked_for(lock):
 
 @pytest.mark.parametrize("lock", LOCKS)
 def test_every_file_has_its_hash(lock):
-    """A lockfile holds names, versions, markers and SHA-256 alone: no index, no URL, no file of this machine."""
+    """A lockfile holds only names, versions, markers and SHA-256: no index, no URL, no local file."""
     text = (ROOT / lock).read_text().replace("\\\n", " ")
     lines = [line for line in text.splitlines() if line and not line.startswith("#")]
     assert len(lines) > 100
@@ -54,7 +54,7 @@ def test_every_file_has_its_hash(lock):
 
 
 def bill(folder):
-    """The bill in the wheel that is installed; in a source tree, the one that a build makes."""
+    """Return the bill in the installed wheel, or in a source tree the one that a build makes."""
     if (ROOT / "setup.py").is_file():
         command = [sys.executable, "-W", "ignore", "setup.py", "-q", "dist_info", "--output-dir", str(folder)]
         subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
@@ -64,9 +64,9 @@ def bill(folder):
     return path.read_text()
 
 
-def test_the_wheel_says_what_it_is_made_of(tmp_path):
+def test_the_bill_of_materials(tmp_path):
     """The CycloneDX bill names the project and its version, each requirement with its bounds, and the kernels' sources
-    with the hashes that they have."""
+    with their hashes."""
     found = json.loads(bill(tmp_path))
     assert (found["bomFormat"], found["specVersion"]) == ("CycloneDX", "1.6")
     project = found["metadata"]["component"]

@@ -46,13 +46,13 @@ PAIRS = [
 def save_cross_encoder(
     folder: Path, kind: str = "bert", *, labels: int = 1, max_length: int = 64, templated: bool = False
 ) -> Path:
-    """A model of random weights and a tokenizer of ninety words, w0 to w89."""
+    """Save a model of random weights and a tokenizer of ninety words, w0 to w89."""
     torch.manual_seed(1)
     config = CONFIGS[kind]()
     config.num_labels = labels
     model = tf.AutoModelForSequenceClassification.from_config(config).eval()
     with torch.no_grad():
-        for parameter in model.parameters():  # as trained weights: scores far from each other
+        for parameter in model.parameters():  # scores far from each other, as trained weights give
             if parameter.dim() > 1:
                 parameter.mul_(4)
     model.save_pretrained(folder)
@@ -61,8 +61,8 @@ def save_cross_encoder(
 
 
 def tokenizer(kind: str, max_length: int, *, templated: bool = False) -> Any:
-    """``templated``: what stands around texts is said by a template, as transformers 5 has it, not by a processor of
-    the family's own."""
+    """Return the tokenizer; ``templated``: special tokens come from a template, as in transformers 5, and not from the
+    family's own post-processor."""
     xlmr = kind == "xlm-roberta"
     special = XLMR_TOKENS if xlmr else BERT_TOKENS
     vocabulary = {word: i for i, word in enumerate([*special, *WORDS])}

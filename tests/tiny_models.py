@@ -1,4 +1,4 @@
-"""Tiny random models of the families the engine serves: real architectures, weights of a few kilobytes."""
+"""Tiny random models of the supported families: real architectures, weights of a few kilobytes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ COMMON: dict[str, Any] = {
 EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
 ROUTED: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 WINDOWS: dict[str, Any] = {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]}
-# multi-head latent attention: every head has keys and values of its own, made of what is compressed
+# multi-head latent attention: every head has its own keys and values, expanded from the latent
 LATENT_WIDTHS: dict[str, Any] = {
     "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
     "v_head_dim": 8,
@@ -142,7 +142,7 @@ MORE_FAMILIES: dict[str, Callable[[], Any]] = {
     "youtu": lambda: tf.YoutuConfig(**COMMON | LATENT_WIDTHS, embedding_initializer_range=0.4),
 }  # fmt: skip
 
-# What the engine refuses by name at load: its own code could not be run right within ours.
+# Families that the engine refuses by name at load, because their own code cannot be run correctly within it.
 REFUSED: dict[str, Callable[[], Any]] = {
     "bloom": lambda: tf.BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4),
     "deepseek_v32": lambda: tf.DeepseekV32Config(**LATENT),
@@ -169,10 +169,10 @@ REFUSED: dict[str, Callable[[], Any]] = {
 
 
 def make_model(config: Any, seed: int = 0) -> Any:
-    """A model of random weights; reference results are those of its eager attention."""
+    """Return a model of random weights with eager attention, which gives the reference results."""
     torch.manual_seed(seed)
     model = tf.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    model.generation_config.eos_token_id = None  # it would win over what ``greedy`` asks for
+    model.generation_config.eos_token_id = None  # it would override what ``greedy`` asks for
     return model.to(torch.float32).eval()
 
 
@@ -188,14 +188,14 @@ def save_bundle(model: Any, directory: Path, content_hash: str = "tiny") -> Bund
 
 
 def hashes(directory: Path) -> dict[str, str]:
-    """The SHA-256 of each file, as a manifest has them."""
+    """Return the SHA-256 of each file, as a manifest has them."""
     files = (path for path in directory.rglob("*") if path.is_file())
     return {str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 @torch.inference_mode()
 def greedy(model: Any, prompt: Sequence[int], max_tokens: int) -> list[int]:
-    """What ``generate()`` continues with, end-of-text not heeded."""
+    """Return the continuation by ``generate()``, ignoring end-of-text."""
     out = model.generate(
         torch.tensor([list(prompt)]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
@@ -213,7 +213,7 @@ def prompt_of(length: int, seed: int) -> tuple[int, ...]:
 
 
 def request_of(request_id: str, *prompts: Sequence[int], seed: int = 0, n: int = 1, **more: Any) -> ValidRequest:
-    """A completions request, greedy unless told otherwise; ``more`` is for ``Sampling`` and ``ValidRequest``."""
+    """Return a completions request, greedy by default; ``more`` is for ``Sampling`` and ``ValidRequest``."""
     outer = {"cache_salt": "tests"} | {k: more.pop(k) for k in list(more) if k in ValidRequest.__struct_fields__}
     resumed = tuple(more.pop("resumed", ()))
     sampling = Sampling(**{"max_tokens": 12, "temperature": 0.0, **more})

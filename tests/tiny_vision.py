@@ -30,7 +30,7 @@ TEMPLATE = (
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Bytes are tokens, and so is an empty line, as in many tokenizers."""
+    """Return a tokenizer of bytes with a token for an empty line, as in many tokenizers."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {text: i for i, text in enumerate((*SPECIAL, *TILES, *letters, 2 * NEWLINE))}
     made = Tokenizer(models.BPE(vocab=vocab, merges=[(NEWLINE, NEWLINE)]))

@@ -1,4 +1,4 @@
-"""Small tokenizers of every kind that transformers' fast tokenizers have; <s> is token 1, </s> is token 2."""
+"""Small tokenizers of every kind of transformers' fast tokenizers; <s> is token 1, </s> is token 2."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SPECIAL = ["<unk>", "<s>", "</s>"]
 
 
 def byte_level() -> Any:
-    """GPT-2's, Llama 3's and Qwen's."""
+    """Return a byte-level BPE as GPT-2, Llama 3 and Qwen have it."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -28,7 +28,8 @@ def byte_level() -> Any:
 
 
 def byte_fallback() -> Any:
-    """SentencePiece's BPE, as Llama 2 and Mistral have it: a space before every text, bytes for unknown characters."""
+    """Return SentencePiece's BPE, as Llama 2 and Mistral have it: a space before every text, bytes for unknown
+    characters."""
     letters = sorted(set("".join(CORPUS)) - {" ", "ö"})
     tokens = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", *letters]
     tokens += ["\u2581t", "he", "\u2581the", '{"', '":']
@@ -46,7 +47,7 @@ def byte_fallback() -> Any:
 
 
 def unigram() -> Any:
-    """SentencePiece's Unigram, as T5 and XLNet have it."""
+    """Return SentencePiece's Unigram, as T5 and XLNet have it."""
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
@@ -58,7 +59,7 @@ def unigram() -> Any:
 
 
 def word_piece() -> Any:
-    """BERT's: parts of words have a prefix, punctuation loses the space before it."""
+    """Return BERT's WordPiece: parts of words have a prefix, punctuation loses the space before it."""
     tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
@@ -76,7 +77,7 @@ KINDS: dict[str, Callable[[], Any]] = {
 
 
 def save(tokenizer: Any, directory: Path) -> Path:
-    """As a packaged model has it."""
+    """Save a tokenizer as a packaged model has it."""
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
     fast.save_pretrained(directory)
     return directory

@@ -1,4 +1,4 @@
-"""Values of the fields of tools and of structured output, right ones and nearly right ones, by the field's name."""
+"""Valid and nearly valid values of the fields of tools and structured output, by the field's name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ JUNK: Sequence[Any] = (None, True, 5, 0.5, "", "x", "a b", "x" * 65, [], ["x"], 
 
 
 def varied(value: Any) -> Iterator[Any]:
-    """``value``; without each key at every level, with junk in its place, and with a key too many."""
+    """Yield ``value``, then without each key at every level, with junk in its place, and with a key too many."""
     yield value
     if isinstance(value, Mapping):
         yield {**value, "colour": 1}
