@@ -1,4 +1,4 @@
-"""Clients in processes of their own, which the benchmarks' own work does not slow down. Prints JSON.
+"""Clients in processes of their own, which the benchmarks' own work does not slow down; they print JSON.
 
 ``arrivals.py read PORT COUNT BODY_FILE`` reads so many streams of one chat until SIGTERM: the times of their chunks.
 ``arrivals.py send PORT PATH BODY_FILE`` sends one body: status, start and end. Times are ``time.monotonic()``.

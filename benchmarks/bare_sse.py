@@ -1,4 +1,4 @@
-"""The least that a Flask application under gunicorn's gevent worker does for a stream: what the server is held against.
+"""A minimal Flask application under gunicorn's gevent worker that streams: the baseline of the server.
 
 It reads the request's JSON and sends prepared events, with a pause between them or none.
 """
@@ -18,7 +18,7 @@ EVENT = (
 
 
 class BareServer(Server):
-    """``tokens`` events a stream, ``pace`` seconds apart."""
+    """A server of ``tokens`` events a stream, ``pace`` seconds apart."""
 
     def __init__(self, tokens: int, pace: float) -> None:
         port = free_port()

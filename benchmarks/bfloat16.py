@@ -1,5 +1,5 @@
-"""What bfloat16 or int8 gains and costs, beside float32: of keys and values alone, or of the whole model in bfloat16
-(--dtype bfloat16). Or what weights of four bits do, beside int8 (--int4). Prompts, decodes, and how far texts differ.
+"""Speed and accuracy of bfloat16 or int8 beside float32: for keys and values alone, or for the whole model in bfloat16
+(--dtype bfloat16); or of four-bit weights beside int8 (--int4). Prompts, decodes, and the difference of texts.
 
     python benchmarks/bfloat16.py --model .cache/models/smollm2 [--quantization int8] [--dtype bfloat16]
     python benchmarks/bfloat16.py --model .cache/models/smollm2 --kv-cache-dtype int8 [--quantization int8]
@@ -48,7 +48,7 @@ def seconds_to_first(core: EngineCore, ids: tuple[int, ...]) -> float:
 
 
 def seconds_a_step(core: EngineCore, size: int, length: int) -> float:
-    """The median once ``size`` sequences of ``length`` tokens decode."""
+    """Return the median time of a step once ``size`` sequences of ``length`` tokens decode."""
     new = 24
     for i in range(size):
         core.add(request(str(i), drawn(length, i), max_tokens=new))
@@ -65,7 +65,7 @@ def drawn(length: int, seed: int) -> tuple[int, ...]:
 
 
 def surprise(core: EngineCore, windows: list[tuple[int, ...]]) -> tuple[float, int]:
-    """Negative log probabilities of the windows' tokens, summed, and their number."""
+    """Return the summed negative log probabilities of the windows' tokens, and their number."""
     total, count = 0.0, 0
     for ids in windows:
         core.add(request("scored", ids, max_tokens=0, logprobs=0, prompt_logprobs=0))

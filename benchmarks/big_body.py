@@ -1,4 +1,4 @@
-"""What a body of 4 MB costs the streams beside it: the time between their tokens, with and without.
+"""The effect of a body of 4 MB on concurrent streams: the time between their tokens, with and without.
 
 A real server with one worker and an engine that needs no weights but takes its time for each step, so that every delay
 above it is the worker's: HTTP, JSON, template, tokeniser, admission. The streams' reader and the big bodies' sender are
@@ -50,7 +50,7 @@ STREAM = {
 
 
 def bodies(special: str) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Path and body of each kind of 4 MB, by what happens to it."""
+    """Return path and body of each kind of 4 MB, by how it is processed."""
     text = (WORDS * (SIZE // len(WORDS) + 1))[:SIZE]
     chat, completions, embeddings = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
     big = {"model": "big", "max_tokens": 1}
@@ -79,7 +79,7 @@ def _turns(text: str, count: int) -> list[dict[str, str]]:
 
 
 def instant_bundle(tokenizer: Path, context: int, step: float) -> Bundle:
-    """An engine of ``step`` seconds a step; its "weights" stay in a folder of their own until the process ends."""
+    """Return a bundle of an engine of ``step`` seconds a step, with a folder of its own until the process ends."""
     root = Path(tempfile.mkdtemp(prefix="mll-model-"))
     atexit.register(shutil.rmtree, root, ignore_errors=True)
     model = {"vocab_size": 32000, "max_model_len": context, "step_delay": step}
@@ -97,8 +97,8 @@ def real_bundle(model: Path) -> Bundle:
 
 @contextlib.contextmanager
 def running(endpoints: dict[str, tuple[Bundle, str | None]], **engine: Any) -> Iterator[tuple[int, Path]]:
-    """Port and engines' directory of a server with one worker; ``endpoints`` are bundles and engine classes by name,
-    ``engine`` are settings of all."""
+    """Yield port and engines' directory of a server with one worker; ``endpoints`` are bundles and engine classes by
+    name, ``engine`` are settings of all."""
     port, settings = free_port(), EngineSettings(idle_timeout=0.3, **engine)
     with tempfile.TemporaryDirectory(prefix="mll-") as place:
         runtime = Path(place, "r")
@@ -121,7 +121,7 @@ def running(endpoints: dict[str, tuple[Bundle, str | None]], **engine: Any) -> I
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(60)
-            while any(runtime.glob("*/spec.json")):  # the engines end behind their last client
+            while any(runtime.glob("*/spec.json")):  # the engines end after their last client
                 time.sleep(0.1)
 
 
@@ -132,7 +132,7 @@ def _ready(port: int) -> bool:
 
 
 def measure(port: int, kind: str, path: str, body: dict[str, Any], streams: int, repeat: int) -> dict[str, Any]:
-    """Gaps between tokens, in ms: before the first body, and from each body's start until its answer."""
+    """Return gaps between tokens in ms: before the first body, and from each body's start until its answer."""
     client = [sys.executable, str(Path(__file__).with_name("arrivals.py"))]
     with tempfile.TemporaryDirectory() as place:
         big, stream = Path(place, "big.json"), Path(place, "stream.json")
@@ -167,7 +167,7 @@ def measure(port: int, kind: str, path: str, body: dict[str, Any], streams: int,
 
 
 def _gaps(times: list[list[float]], windows: list[tuple[float, float]]) -> list[float]:
-    """Milliseconds between neighbouring arrivals of one stream that overlap with a window."""
+    """Return the milliseconds between neighbouring arrivals of one stream that overlap with a window."""
     found = []
     for arrivals in times:
         for one, two in itertools.pairwise(arrivals):

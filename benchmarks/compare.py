@@ -7,10 +7,10 @@ Each contender has an environment of its own, made once under `--environments`, 
 It runs in a process of its own, which is asked by lines of JSON (`comparison/drive.py`) and idle while others run.
 In each round all of them run each workload one after the other, ours between the peers, in an order that turns from
 round to round; what is shown are medians of rounds, and the ratio is the median of the ratios within a round. Prompts
-are drawn from a seed: the same for all, others in each round. Prefixes are cached by whoever does so, speculation is
-off. Who cannot be installed, fails, or takes longer than `--limit` is a row, or a cell, without figures, and the
-reason is told; nothing ends for it. Texts are compared with transformers' `generate()` in float32 before anything is
-timed.
+are drawn from a seed: the same for all, others in each round. Contenders with a prefix cache use it; speculation is
+off.
+A contender that cannot be installed, fails, or takes longer than `--limit` is a row, or a cell, without figures but
+with the reason, and the run goes on. Texts are compared with transformers' `generate()` in float32 before any timing.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def loaded_name(share: float) -> str:
 
 
 class Comparison:
-    """The contenders' processes, what they have done so far, and why those that are out are so."""
+    """The contenders' processes, their results so far, and the reasons of those that are out."""
 
     def __init__(self, args: argparse.Namespace, environments: Environments, models: Models, tokenizer: Any) -> None:
         self._args, self._environments, self._models, self._tokenizer = args, environments, models, tokenizer
@@ -64,7 +64,7 @@ class Comparison:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """All that can be started, their texts compared."""
+        """Start all contenders that can be started and compare their texts."""
         try:
             asked = workloads.questions(self._tokenizer, 8 if self._args.quick else 32)
             with self._reference(asked) as reference:
@@ -83,7 +83,7 @@ class Comparison:
 
     @contextlib.contextmanager
     def _reference(self, asked: workloads.Workload) -> Iterator[Reference | None]:
-        """None where it fails: texts are not compared then."""
+        """Return the reference, or None if it fails: texts are not compared then."""
         with contextlib.ExitStack() as ending:
             reference = None
             with self.excluding("reference"):
@@ -94,7 +94,7 @@ class Comparison:
 
     @contextlib.contextmanager
     def excluding(self, name: str) -> Iterator[None]:
-        """A contender that fails is out, and why is kept."""
+        """Exclude a contender that fails, and keep the reason."""
         try:
             yield
         except Failed as error:
@@ -129,7 +129,7 @@ class Comparison:
                     self._measure(name, workload)
 
     def under_load(self, number: int, share: float) -> None:
-        """Chats that come at ``share`` of what each contender can do of them, which is measured first."""
+        """Run chats at ``share`` of each contender's capacity, which is measured first."""
         for name in list(self._processes):
             with self.excluding(name):
                 all_at_once = workloads.chats_at_once(self._writer(f"{number}-able"), 64, 32)
@@ -146,7 +146,7 @@ class Comparison:
         rate = found.tokens_per_second
         self._note(name, f"{workload.name}: {tables.number(rate)} tokens/s" + f", {found.cut} cut" * bool(found.cut))
         self.found[name].setdefault(workload.name, []).append(found)
-        if found.cut:  # what is left of it would run into the next
+        if found.cut:  # its unfinished requests would run into the next workload
             self._note(name, "started anew after a workload that took too long")
             process.close()
             self._processes[name] = self._start(name, CONTENDERS[name])
@@ -166,7 +166,7 @@ class Comparison:
 
 
 def show(results: list[Path], document: Path) -> None:
-    """Their tables, on stdout and between the marks of ``document``."""
+    """Show the runs' tables on stdout and between the marks of ``document``."""
     text = "\n\n".join(tables.markdown(json.loads(path.read_text()), path.stem) for path in results)
     print(text)
     document.write_text(tables.insert(document.read_text(), text))
@@ -250,7 +250,7 @@ def main() -> None:
             at = time.monotonic()
             if done < args.rounds:
                 comparison.round(done, steady)
-            longest = time.monotonic() - at  # rounds that follow may have no traffic
+            longest = time.monotonic() - at  # later rounds may have no traffic
             if done < args.traffic_rounds:
                 comparison.round(done, traffic)
             done += 1

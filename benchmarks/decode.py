@@ -1,4 +1,4 @@
-"""Tokens a second of our engine beside `generate()` with a static padded batch, in one run on the same weights.
+"""Tokens per second of our engine beside `generate()` with a static padded batch, in one run on the same weights.
 
 Each contender runs in a process of its own, on the thread that loaded the model; rounds are interleaved and the
 median is reported, because these machines are noisy. The load: prompts of ~100 tokens, a fixed number of new tokens,
@@ -25,7 +25,7 @@ WORDS = TEXT.split(" ")
 
 
 def prompt_ids(tokenizer: Any, number: int, length: int) -> list[int]:
-    """A prompt of exactly ``length`` tokens that differs from the others from its first word on."""
+    """Return a prompt of exactly ``length`` tokens that differs from the others from its first word on."""
     text = " ".join(WORDS[(number * 7 + i * (number % 5 + 1)) % len(WORDS)] for i in range(length + 8))
     return tokenizer.encode(f"{number} {text}", add_special_tokens=False)[:length]
 
@@ -116,7 +116,7 @@ CONTENDERS = {"generate": run_generate, **dict.fromkeys(OURS, run_ours), "openvi
 
 
 def contend(args: argparse.Namespace) -> None:
-    """One contender's process: warm up, then time each batch size once; JSON on the last line."""
+    """Run one contender's process: warm up, then time each batch size once; JSON on the last line."""
     batch = CONTENDERS[args.contender](args)
     batch(2)
     found = {}

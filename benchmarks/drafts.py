@@ -1,6 +1,5 @@
-"""What speculation gains and costs: tokens/s with drafts beside those without, on texts that are known before and on
-others. Both engines are in one process and take turns step by step, so that a machine that has fast and slow seconds
-has them for both.
+"""Gain and cost of speculation: tokens/s with drafts beside those without, on predictable texts and on others. Both
+engines are in one process and take turns step by step, so that fast and slow moments of the machine affect both.
 
     python benchmarks/drafts.py --model .cache/models/smollm2 [--quantization int8] [--tasks free --rounds 20]
 
@@ -53,7 +52,7 @@ def code(name: str, version: int) -> str:
 
 
 def tasks(tokenizer: Any, number: int) -> dict[str, tuple[list[int], Sampling]]:
-    """Prompt and sampling of each; ``number`` makes each time's different."""
+    """Return prompt and sampling of each task; ``number`` makes them different each time."""
 
     def ids(text: str) -> list[int]:
         return list(tokenizer(text)["input_ids"])
@@ -82,7 +81,8 @@ def tasks(tokenizer: Any, number: int) -> dict[str, tuple[list[int], Sampling]]:
 
 
 class Run:
-    """``seconds`` and ``processor`` seconds of an engine from its first token to the end of all, and the ``texts``."""
+    """The results of an engine: ``seconds`` and CPU time (``processor``) from its first token to its end, and
+    ``texts``."""
 
     def __init__(self, core: EngineCore, given: list[tuple[list[int], Sampling]], name: str) -> None:
         self._core = core
@@ -101,7 +101,7 @@ class Run:
         return list(self._tokens.values())
 
     def step(self) -> bool:
-        """Whether there is more to do."""
+        """Run a step and return whether there is more to do."""
         if not self._core.has_work():
             return False
         has_begun = any(self._tokens.values())

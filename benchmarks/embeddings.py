@@ -1,4 +1,4 @@
-"""Texts a second of our embedder beside sentence-transformers, fastembed and OpenVINO: same weights and texts, one run.
+"""Texts per second of our embedder beside sentence-transformers, fastembed and OpenVINO, in one run on equal weights.
 
     python benchmarks/embeddings.py --model .cache/models/minilm
 
@@ -66,7 +66,7 @@ def main() -> None:
     processes: dict[str, Process] = {}
     texts, errors, versions = make_texts(TEXTS), dict[str, str](), dict[str, dict[str, str]]()
     cosines: dict[str, float] = {}
-    # before AMX is refused to whatever starts from here on; what cannot be made is told below
+    # before AMX is refused to all processes started from here on; failures are reported below
     for name in args.contenders:
         with contextlib.suppress(Failed):
             if environment := EMBEDDERS[name].environment:

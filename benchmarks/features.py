@@ -1,4 +1,4 @@
-"""What features of a request cost: the engine's step with them, beside the step of as many plain greedy sequences.
+"""The cost of request features: the engine's step with them, beside a step of as many plain greedy sequences.
 
     python benchmarks/features.py --model .cache/models/smollm2 [--quantization int8]
     python benchmarks/features.py --kernels torch --quantization none --only plain --batch-invariant
@@ -49,7 +49,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 
 def burst(core: EngineCore, size: int, new: int, number: int, fields: dict[str, Any]) -> float:
-    """Milliseconds a step, the median once all of ``size`` sequences decode."""
+    """Return the median milliseconds of a step, once all of ``size`` sequences decode."""
     width = fields["beams"].width if "beams" in fields else 1
     if "embedding_bias" in fields:
         fields = fields | {"embedding_bias": b"\0\0\0\0" * core.info.vocab_size}

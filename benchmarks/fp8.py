@@ -1,4 +1,4 @@
-"""What weights in fp8 cost a model: perplexity of a text beside floats and int8, computed on CPU by torch's references.
+"""The accuracy of weights in fp8: perplexity of a text beside floats and int8, computed on CPU by torch's references.
 
     python benchmarks/fp8.py --model .cache/models/smollm2 --text docs/*.md
 
@@ -22,7 +22,7 @@ from mlflow_llm.serving.engine.weights.fp8 import Fp8Weight
 from mlflow_llm.serving.interface.bundle import Bundle
 from mlflow_llm.serving.interface.settings import EngineSettings
 
-FORMS: dict[str, tuple[str, int]] = {  # quantization, and how many rows are few
+FORMS: dict[str, tuple[str, int]] = {  # quantization, and up to how many rows use the product for few
     "floats": ("none", 0),
     "int8": ("int8", 0),
     "fp8, few rows": ("fp8", 1 << 30),

@@ -1,4 +1,4 @@
-"""What the server costs around its engine: alone, or with `--model` end to end; and the time until it is ready.
+"""The overhead of the server around its engine: alone, or with `--model` end to end; and the time until it is ready.
 
 Alone: one worker, with an engine that answers at once (`serving/testing/instant_core.py`), beside a bare Flask
 application that streams prepared events from the same gunicorn/gevent worker. End to end (`--model` is a saved MLflow
@@ -40,7 +40,7 @@ PACE = 0.010  # seconds a token, of the paced engine
 
 
 def instant_bundle(root: Path, step_delay: float) -> Bundle:
-    """No weights and a byte-level tokenizer."""
+    """Return a bundle without weights and with a byte-level tokenizer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -64,7 +64,7 @@ def alphabet() -> list[str]:
 
 
 def instant_server(root: Path, step_delay: float) -> LlmServe:
-    """The server with the engine that answers at once, one worker."""
+    """Run the server with an engine that answers at once, and one worker."""
     root.mkdir()
     port = free_port()
     engine = EngineSettings(idle_timeout=0.3, max_num_seqs=256)
@@ -85,7 +85,7 @@ def body(number: int, tokens: int, *, stream: bool, prompt: list[int] | None = N
 
 
 def tpot(calls: list[Call]) -> list[float]:
-    """Seconds between the streamed events of each call, the mean."""
+    """Return the mean seconds between the streamed events of each call."""
     short = [c.data[:500] for c in calls if len(c.chunks) < 3]
     if short:
         raise RuntimeError(f"streams without events: {short[0]!r}")
@@ -93,7 +93,7 @@ def tpot(calls: list[Call]) -> list[float]:
 
 
 def alone(name: str, at_once: Server, paced: Server, args: argparse.Namespace) -> dict[str, Any]:
-    """Whole replies of one token, streams as fast as they come, and streams of an engine with a pace."""
+    """Measure whole replies of one token, streams as fast as they come, and streams of a paced engine."""
     row: dict[str, Any] = {"server": name}
     with at_once as server:
         row["ready after s"] = server.ready_after
@@ -125,7 +125,7 @@ def alone(name: str, at_once: Server, paced: Server, args: argparse.Namespace) -
 
 
 def in_process(args: argparse.Namespace) -> None:
-    """The engine in this process and on this thread: a line "SIZE FIRST" in, tokens/s of that burst out."""
+    """Run the engine in this process and on this thread: a line "SIZE FIRST" in, tokens/s of that burst out."""
     from mlflow_llm.serving.cli.model_options import endpoint_specs
     from mlflow_llm.serving.engine.core import EngineCore
     from mlflow_llm.serving.interface.events import Tokens
@@ -150,12 +150,13 @@ def in_process(args: argparse.Namespace) -> None:
 
 
 def prompt(number: int, vocab_size: int) -> list[int]:
-    """100 token ids, others from the first on for each number."""
+    """Return 100 token ids that differ from the first one on for each number."""
     return [(number * 7919 + i * (number % 13 + 3) * 31 + 500) % min(vocab_size, 30_000) for i in range(100)]
 
 
 def end_to_end(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Bursts of requests at the server and in process, in turn: a machine's pace drifts, so each pair is a ratio."""
+    """Run bursts of requests at the server and in process, in turn: a machine's pace drifts, so each pair is a
+    ratio."""
     command = [sys.executable, __file__, "--in-process", "--model", args.model, "--new", str(args.new)]
     rates: dict[int, list[tuple[float, float]]] = {callers: [] for callers in args.callers}
     serve = LlmServe("-m", args.model, "--name", "bench", "--workers", "1", "--log-level", "warning")

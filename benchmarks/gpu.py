@@ -1,5 +1,5 @@
-"""Tokens a second of decoding on a GPU, in bfloat16 and with weights in fp8, beside what its memory allows, and beside
-vLLM (in bfloat16) where that is installed.
+"""Tokens per second of decoding on a GPU, in bfloat16 and with weights in fp8, beside its memory bound, and beside vLLM
+(in bfloat16) if that is installed.
 
 A Llama of random weights is made (what a token costs does not depend on what the weights are); prompts of random tokens
 are computed, then every sequence generates, greedy and without an end. The floor is the time in which the device reads
@@ -39,7 +39,7 @@ def config_of(size: str) -> Any:
 
 
 def make_weights(size: str, device: str, folder: Path) -> None:
-    """Random ones in bfloat16 (float32 on CPU), as a checkpoint."""
+    """Save random weights in bfloat16 (float32 on CPU) as a checkpoint."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -52,12 +52,12 @@ def make_weights(size: str, device: str, folder: Path) -> None:
 
 
 def prompts(vocab: int, count: int, length: int) -> list[tuple[int, ...]]:
-    """Of different tokens, so that none has another's prefix."""
+    """Return prompts of different tokens, so that none has another's prefix."""
     return [tuple((i * 7919 + j * 104729 + 3) % (vocab - 3) + 3 for j in range(length)) for i in range(count)]
 
 
 def copy_speed(device: str) -> float:
-    """Bytes a second that the device reads and writes: the best of several copies of a large tensor."""
+    """Return the bytes per second that the device reads and writes: the best of several copies of a large tensor."""
     import torch
 
     size = 1 << (24 if device == "cpu" else 30)
@@ -82,8 +82,8 @@ def synchronize(device: str) -> None:
 def floor_seconds(
     config: Any, itemsize: int, count: int, length: float, speed: float, linear_itemsize: int | None = None
 ) -> float:
-    """Of a step: all weights of linears and the head, and ``length`` tokens' keys and values of each sequence.
-    ``linear_itemsize``: bytes of a linear's number, if not as of all others."""
+    """Return the min time of a step: reading all weights of linears and the head, and ``length`` tokens' keys and
+    values of each sequence. ``linear_itemsize``: bytes of a linear's number, if different."""
     hidden, heads = config.hidden_size, config.num_attention_heads
     width = hidden // heads * config.num_key_value_heads
     layer = 2 * hidden * hidden + 2 * hidden * width + 3 * hidden * config.intermediate_size
@@ -93,7 +93,7 @@ def floor_seconds(
 
 
 def run_ours(args: argparse.Namespace, quantization: Literal["none", "fp8"] = "none") -> dict[str, Any]:
-    """Seconds a step of pure decoding, by number of sequences."""
+    """Return seconds a step of pure decoding, by number of sequences."""
     from mlflow_llm.serving.engine.core import EngineCore
     from mlflow_llm.serving.interface.bundle import Bundle
     from mlflow_llm.serving.interface.request import Sampling, Sequence, ValidRequest
@@ -151,7 +151,7 @@ def run_ours(args: argparse.Namespace, quantization: Literal["none", "fp8"] = "n
 
 
 def run_vllm(args: argparse.Namespace) -> dict[str, Any]:
-    """The same by vLLM: the difference of two runs, of which one has half as many tokens, is pure decoding."""
+    """Return the same of vLLM: the difference of two runs, of which one has half as many tokens, is pure decoding."""
     from vllm import LLM, SamplingParams, TokensPrompt
 
     llm = LLM(model=str(args.model), skip_tokenizer_init=True, max_num_seqs=max(args.sequences), max_model_len=4096,
@@ -173,7 +173,7 @@ def run_vllm(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def in_a_process(args: argparse.Namespace, contender: str, seconds: float) -> dict[str, Any]:
-    """What it measured, or ``error``."""
+    """Run a contender in a process of its own and return its measurements, or ``error``."""
     command = [sys.executable, __file__, "--run", contender, "--model", str(args.model), "--size", args.size]
     command += ["--device", args.device, "--prompt", str(args.prompt), "--new", str(args.new)]
     command += ["--cuda-graphs", args.cuda_graphs, "--launch-ahead", args.launch_ahead]
@@ -203,8 +203,8 @@ def table(
     theirs: dict[str, Any],
     speed: float,
 ) -> str:
-    """A line a number of sequences: tokens a second, and seconds a step as times those of the floor. ``plain`` is ours
-    with no step launched ahead."""
+    """Return a line per number of sequences: tokens per second, and the step time relative to the floor. ``plain`` is
+    ours with no step launched ahead."""
     config, itemsize = config_of(args.size), 4 if args.device == "cpu" else 2
     lines = [f"| {' | '.join(HEADS)} |", "|---" * len(HEADS) + "|"]
     for count in args.sequences:
@@ -223,7 +223,7 @@ def _ratio(one: float | None, other: float | None) -> str:
 
 
 def prompts_line(name: str, found: dict[str, Any]) -> str:
-    """Seconds in which the prompts of each number of sequences were computed."""
+    """Return the seconds in which the prompts of each number of sequences were computed."""
     return f"{name}: prompts in " + ", ".join(f"{n}: {seconds:.2f} s" for n, seconds in found["prefill"].items())
 
 

@@ -1,4 +1,4 @@
-"""What provisioned requests keep while 64 pay-per-token callers flood the same engine, and what the flood gets.
+"""Speed of provisioned requests while 64 pay-per-token callers flood the same engine, and speed of the flood.
 
 Callers send one request after another (closed loop), drive the engine itself and stamp every token as it comes out;
 reserved callers do so without rest (`busy`), or rest after each answer (`pausing`) and leave the engine idle at times.
@@ -29,7 +29,7 @@ from mlflow_llm.serving.interface.settings import EngineSettings
 
 @dataclass
 class Seen:
-    """Tokens, and times between them, of one class of callers in one kind of phase."""
+    """The tokens, and times between them, of one class of callers in one kind of phase."""
 
     tokens: int = 0
     seconds: float = 0.0
@@ -39,13 +39,13 @@ class Seen:
 
 
 class Callers:
-    """``count`` callers of one class; each sends its next request when the one before has ended."""
+    """A class of ``count`` callers; each sends its next request when the last has ended."""
 
     def __init__(self, core: EngineCore, name: str, count: int, args: argparse.Namespace, rest: float = 0.0) -> None:
         self.core, self.name, self.count, self.args, self.rest = core, name, count, args, rest
         self.due: list[float] = []  # when those that pause send again
         self.draw = random.Random(name)
-        self.open: dict[str, list[float]] = {}  # of each running request: sent at, then the time of each token
+        self.open: dict[str, list[float]] = {}  # by running request: the time it was sent, then that of each token
 
     def start(self) -> None:
         self.due = [time.perf_counter() + self.draw.uniform(0, self.rest) for _ in range(self.count)]
@@ -98,7 +98,7 @@ class Callers:
 
 
 def phase(core: EngineCore, callers: list[Callers], seconds: float, found: dict[str, Seen]) -> None:
-    """Run ``callers`` for ``seconds`` after a while in which nothing is counted."""
+    """Run ``callers`` for ``seconds`` after a warm-up that is not counted."""
     by_name = {c.name: c for c in callers}
     for c in callers:
         c.start()

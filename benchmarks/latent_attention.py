@@ -1,4 +1,4 @@
-"""What keeping the latent of multi-head latent attention gains, beside whole keys and values of every head.
+"""Gain of caching the latent of multi-head latent attention, beside whole keys and values of every head.
 
     python benchmarks/latent_attention.py [--context 2000] [--sequences 8] [--heads 16] [--layers 4]
 

@@ -1,6 +1,6 @@
-"""What metering adds to a request: reserve, count 64 tokens one by one, settle. Also written to results/.
+"""The cost of metering a request: reserve, count 64 tokens one by one, settle. Also written to results/.
 
-As a server's worker does it: on gevent's loop, transactions on threads of their own. ``--plain`` leaves both out.
+It runs as in a server's worker: on gevent's loop, transactions on threads of their own. ``--plain`` leaves both out.
 
 python benchmarks/ledger_cost.py [--requests 2000] [--plain] [--url sqlite:////path or postgresql://…]
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 
-if "--plain" not in sys.argv:  # before anything that makes a lock is imported
+if "--plain" not in sys.argv:  # before any import that creates a lock
     from gevent import monkey
 
     monkey.patch_all()
@@ -30,7 +30,7 @@ from mlflow_llm.serving.metering.store.store import Store
 
 
 def one_request(ledger: Ledger, request_id: str) -> float:
-    """Milliseconds that metering takes for one request of 64 generated tokens."""
+    """Return the milliseconds that metering takes for one request of 64 generated tokens."""
     reservation = Reservation(
         request_id=request_id,
         key_id="key_1",
@@ -50,7 +50,7 @@ def one_request(ledger: Ledger, request_id: str) -> float:
 
 
 def run(ledger: Ledger, requests: int, tag: str) -> dict[str, float]:
-    """Times as they pass, and the processor's of all threads, which other work on the machine disturbs less."""
+    """Measure wall time, and CPU time of all threads, which other work on the machine disturbs less."""
     began = time.process_time()
     times = [one_request(ledger, f"{tag}-{number}") for number in range(requests)]
     cpu = (time.process_time() - began) * 1000 / requests

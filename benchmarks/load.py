@@ -1,4 +1,4 @@
-"""Servers for benchmarks to load. The closed loop is that of `mlflow-llm bench` (`serving/cli/load_generator.py`)."""
+"""Servers under load in benchmarks. The closed loop is that of `mlflow-llm bench` (`serving/cli/load_generator.py`)."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Server:
             return False
 
     def worker_seconds(self) -> float:
-        """Processor time of the workers so far: children that were forked from the server, not started anew."""
+        """Return the CPU time of the workers so far: children forked from the server, not started anew."""
         import psutil
 
         server = psutil.Process(self._process.pid)
@@ -68,7 +68,7 @@ class Server:
 
 
 class ModelsServe(Server):
-    """`mlflow models serve` of a saved model."""
+    """A `mlflow models serve` process of a saved model."""
 
     def __init__(self, model: Path, *, workers: int = 1, log: Path | None = None) -> None:
         port = free_port()
@@ -78,7 +78,7 @@ class ModelsServe(Server):
 
 
 class LlmServe(Server):
-    """`mlflow-llm serve` with ``arguments``; ``port`` is given where they name it (``--spec``)."""
+    """An `mlflow-llm serve` process with ``arguments``; ``port`` is given where they name it (``--spec``)."""
 
     def __init__(self, *arguments: str, port: int | None = None, log: Path | None = None) -> None:
         if port is None:

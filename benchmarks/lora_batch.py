@@ -5,8 +5,8 @@
 Ranks 4, 8 and 16 in turn on every linear but the head; a row in each batch stays the base's. Ours is the engine's step
 of one token a sequence. Neither side has earlier tokens to attend to: the ratios are of linears, LoRA and dispatch.
 
-``--uses``: instead, what the first use of an evicted adapter of rank 16 costs over the base, which reads it from disk,
-and the second and third, which do not: whole requests of one token by the engine's core.
+``--uses``: instead, the cost over the base of the first use of an evicted adapter of rank 16, which reads it from disk,
+and of the second and third, which do not: whole requests of one token by the engine's core.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def median_ms(run: Callable[[], Any], repeats: int) -> float:
 
 
 def names_of(count: int, batch: int) -> list[str | None]:
-    """The first row is the base's, the others take the adapters in turn."""
+    """Return adapter names by row: the first row is the base's, the others take the adapters in turn."""
     return [None] + [f"a{i % count}" if count else None for i in range(batch - 1)]
 
 

@@ -26,7 +26,7 @@ TOPICS = ["rivers", "trains", "bread", "chess", "winter", "bridges", "maps", "cl
 
 
 def question(number: int) -> str:
-    """About 100 tokens, different from the first words on."""
+    """Return a question of about 100 tokens that differs from the first words on."""
     topic = TOPICS[number % len(TOPICS)]
     return (
         f"Question {number} about {topic}: write a long and careful text on how {topic} changed the lives of people "
@@ -53,7 +53,7 @@ def save_ours(model: str, path: Path, quantization: str) -> None:
 
 
 def one(client: Client, body: dict[str, Any]) -> Sample:
-    """The peer's reply is a list and its usage is off, so tokens are those asked for."""
+    """Send one request; the peer's reply is a list with wrong usage, so its tokens are the requested ones."""
     started = time.perf_counter()
     client.post("/invocations", body)
     return Sample(e2e=time.perf_counter() - started, prompt_tokens=0, tokens=body["max_tokens"])

@@ -60,7 +60,8 @@ def request_of(name: str, prompt: tuple[int, ...], **sampling: Any) -> ValidRequ
 
 
 class Neighbours:
-    """Of any length; some begin as the needle does, some are of adapters, drawn or searched for."""
+    """A source of random requests of any length; some share the needle's prefix, some use adapters, sampling or
+    beams."""
 
     def __init__(self, prompt: tuple[int, ...], vocab_size: int, adapters: tuple[str, ...]) -> None:
         self._prompt, self._size, self._adapters = prompt, vocab_size, adapters
@@ -76,7 +77,7 @@ class Neighbours:
         return request_of(name, ids, temperature=chance.choice([0.0, 1.0]), **more)
 
     def held(self, chance: random.Random, name: str) -> ValidRequest:
-        """Most of them long texts within grammars, of adapters too, some searched for."""
+        """Return requests for long texts within grammars, some with adapters or beams."""
         request = self(chance, name)
         if chance.random() < 0.3:
             return request
@@ -87,7 +88,7 @@ class Neighbours:
 
 
 def beside_a_killer(bundle: Bundle, settings: EngineSettings, wanted: Any, neighbour: Neighbours, count: int) -> Any:
-    """``count`` needles by an engine process that is killed after every fortieth: (needles, mismatches, kills)."""
+    """Run ``count`` needles in an engine process that is killed after every fortieth: (needles, mismatches, kills)."""
     found, kills, lock, chance = [0, 0], 0, threading.Lock(), random.Random(1)
     with (
         tempfile.TemporaryDirectory(prefix="n", dir="/tmp") as state,

@@ -1,4 +1,4 @@
-"""The output head beside int8 linears, in each form that it could have: processor time, and perplexity.
+"""The output head beside int8 linears, in each possible data type: CPU time, and perplexity.
 
     python benchmarks/output_head.py --model .cache/models/smollm2 --text docs/*.md
 

@@ -44,7 +44,7 @@ SIGLIP = {
     "patch_size": 16, "image_size": 512,
 }  # fmt: skip
 TOKENS = 16  # of an answer
-END = 2  # <|im_end|>, which neither writes before
+END = 2  # <|im_end|>, which neither generates before its end
 QUESTION = "<|im_start|>user\n<image>What is on this picture?<|im_end|>\n<|im_start|>assistant\n"
 MORE = "A cat.<|im_end|>\n<|im_start|>user\nAre you sure?<|im_end|>\n<|im_start|>assistant\n"
 
@@ -96,7 +96,7 @@ class Ours:
         )  # fmt: skip
 
     def ask(self, name: str, text: str, image: Any) -> tuple[float, list[int]]:
-        """Seconds to the first token, and the tokens."""
+        """Return the seconds to the first token, and the tokens."""
         began, first = time.perf_counter(), 0.0
         found: list[int] = []
         self.core.add(self.request(name, text, image), b"bench")
@@ -109,7 +109,7 @@ class Ours:
                     return first, found
 
     def gaps_beside(self, image: Any) -> tuple[float, float]:
-        """Seconds between two tokens of a stream: the median when it is alone, and the longest beside a picture."""
+        """Return the seconds between two tokens of a stream: the median alone, and the longest beside a picture."""
         self.core.add(self.request("stream", "<|im_start|>user\nTell me a long story.", None, tokens=2000), b"bench")
         alone = self._gaps(lambda steps, _: steps > 60)
         self.core.add(self.request("beside", QUESTION, image, tokens=1), b"bench")

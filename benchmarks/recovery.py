@@ -1,7 +1,7 @@
-"""What ``kill -9`` of an engine costs: how long ``/health`` is a 503, and the pause in the streams that run.
+"""The cost of ``kill -9`` of an engine: how long ``/health`` is a 503, and the pause in running streams.
 
-Of an engine without weights (what finding, starting and connecting cost) and of a real model: loaded anew, mapped
-from its packed form, and with a standby.
+Measured for an engine without weights (the cost of detection, start and connection) and for a real model: loaded anew,
+mapped from its packed form, and with a standby.
 ``python benchmarks/recovery.py MODEL_DIR`` (a Hugging Face directory with weights, tokenizer and chat template)
 """
 
@@ -49,8 +49,8 @@ def is_well(port: int) -> bool:
 
 
 def window(port: int, runtime: Path) -> tuple[float | None, float]:
-    """Milliseconds from the kill of an idle engine to the first 503, None where nobody met one, and to a 200 of the
-    engine behind it."""
+    """Return the milliseconds from the kill of an idle engine to the first 503, or None if no probe met one, and to a
+    200 of the next engine."""
     old = engine_pid(runtime)
     os.kill(old, signal.SIGKILL)
     killed, noticed = time.perf_counter(), None
@@ -67,7 +67,7 @@ def successor_of(pid: int, runtime: Path) -> bool:
 
 
 def pause(port: int, runtime: Path, streams: int) -> float:
-    """Milliseconds: the longest gap between tokens of any of ``streams`` streams whose engine is killed."""
+    """Return the longest gap in milliseconds between tokens of any of ``streams`` streams whose engine is killed."""
     arrivals: list[list[float]] = [[] for _ in range(streams)]
 
     def read(times: list[float]) -> None:
@@ -91,7 +91,7 @@ def pause(port: int, runtime: Path, streams: int) -> float:
 
 
 def await_whole(port: int, standby: int) -> None:
-    """Until the engine has its standby, where it is to have one."""
+    """Wait until the engine has its standby, if it is to have one."""
     while True:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=10) as answer:
             if json.load(answer)["endpoints"]["assistant"].get("standbys", 0) == standby:

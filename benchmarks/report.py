@@ -1,4 +1,4 @@
-"""What every benchmark prints and stores: the machine, the command, a table, and the same as JSON beside it."""
+"""Output of every benchmark: the machine, the command, a table, and the same as JSON beside it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PACKAGES = ("mlflow-llm", "torch", "transformers", "peft", "mlflow", "sentence-t
 
 
 def machine() -> dict[str, Any]:
-    """Processor and what it can do of ``FLAGS``, cores this process may use, memory in GiB, versions that matter."""
+    """Return the CPU and its features among ``FLAGS``, cores this process may use, memory in GiB, relevant versions."""
     import psutil
 
     cpu = platform.processor() or platform.machine()
@@ -43,7 +43,7 @@ def machine() -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Rows with the same keys as a Markdown table."""
+    """Return rows with the same keys as a Markdown table."""
     heads = list(rows[0])
     cells = [[_cell(row.get(head)) for head in heads] for row in rows]
     widths = [max(len(head), *(len(line[i]) for line in cells)) for i, head in enumerate(heads)]
@@ -61,7 +61,7 @@ def _cell(value: Any) -> str:
 
 def publish(name: str, rows: list[dict[str, Any]], *, show: str | None = None, **notes: Any) -> None:
     """Print the table, or ``show``, and write ``results/<name>.json``."""
-    # Where the weights lie on this machine is nobody's business: a folder shows by its name alone.
+    # The location of weights on this machine is private: a folder shows by its name alone.
     arguments = [Path(a).name if os.path.isabs(a) else a for a in sys.argv[1:]]
     command = "python " + " ".join([f"benchmarks/{Path(sys.argv[0]).name}", *map(shlex.quote, arguments)])
     print(table(rows) if show is None else show, flush=True)

@@ -1,4 +1,4 @@
-"""Tokens a second on processors that others use too: alone, beside busy neighbours, and under a CPU quota.
+"""Tokens per second on shared CPUs: alone, beside busy neighbours, and under a CPU quota.
 
 Contenders are processes that hold the model all the time and run one after the other, a short burst each, in an order
 that changes from round to round; what is reported are medians of the ratios within a round, because such a machine's
@@ -36,14 +36,14 @@ BUSY = "while True: pass"
 
 
 def hold(args: argparse.Namespace) -> None:
-    """A contender: a burst of `size` sequences for each line `size` that comes in; its seconds a token go out."""
+    """Run a contender: a burst of `size` sequences for each input line `size`; print its seconds per token."""
     sys.path.insert(0, args.code)
     from mlflow_llm.serving.interface.bundle import Bundle
     from mlflow_llm.serving.interface.settings import EngineSettings
 
     try:
         process = importlib.import_module("mlflow_llm.serving.transport.engine_process.main")
-    except ModuleNotFoundError:  # the code of --against, where its place was another
+    except ModuleNotFoundError:  # the code of --against, where the module was elsewhere
         process = importlib.import_module("mlflow_llm.serving.transport.process")
     settings = EngineSettings(
         quantization=args.quantization, max_model_len=2048, prefix_caching=False, threads=args.threads or None,
@@ -61,7 +61,7 @@ def hold(args: argparse.Namespace) -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     bundle = Bundle(content_hash="bench", tasks=("completions",), model_dir=args.model, tokenizer_dir=args.model)
     core = EngineCore(bundle, settings)
-    if args.alone and hasattr(core, "_contention"):  # what it sees of others is of the time before its bursts
+    if args.alone and hasattr(core, "_contention"):  # its view of other processes is from before its bursts
         core._contention.look = lambda: None  # type: ignore[method-assign]
 
     def burst(size: int, number: int) -> Burst:
@@ -86,7 +86,7 @@ def hold(args: argparse.Namespace) -> None:
 
 
 class Burst(NamedTuple):
-    """Seconds a token, by the clock and of all the process's processors; those that spin are in it."""
+    """A burst's seconds per token, by the clock and as CPU time of the whole process, spinning included."""
 
     seconds: float
     processor: float
@@ -117,7 +117,7 @@ class Contender:
 
     @contextlib.contextmanager
     def _first(self) -> Iterator[None]:
-        """Its threads run before all others."""
+        """Run its threads before all others (SCHED_FIFO)."""
         self._schedule(os.SCHED_FIFO, 1)
         try:
             yield
@@ -140,7 +140,7 @@ class Contender:
 
 @contextlib.contextmanager
 def neighbours(count: int) -> Iterator[None]:
-    """Processes that never rest."""
+    """Run processes that are always busy."""
     busy = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(count)]
     try:
         yield
@@ -152,7 +152,7 @@ def neighbours(count: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quota(processors: float) -> Iterator[Path | None]:
-    """A control group with so much time, of cgroup v2 where it has the controller, else of v1; None for 0."""
+    """Make a control group with the given CPU time, of cgroup v2 if it has the controller, else of v1; None for 0."""
     if not processors:
         yield None
         return
@@ -221,8 +221,8 @@ def main() -> None:
 
 
 def launch(args: argparse.Namespace, number: int) -> dict[str, list[Burst]]:
-    """Bursts of contenders that are started for it, every other time in reverse: the one that starts first is some
-    percent slower for all its life, the same code beside itself too."""
+    """Start contenders anew and run their bursts, every other time in reverse: the one that starts first is some
+    percent slower for all its life, even of the same code."""
     kinds: dict[str, tuple[str, dict[str, str]]] = {"ours": (str(ROOT), {})}
     kinds |= {f"ours, {n} spins": (str(ROOT), {"GOMP_SPINCOUNT": str(n)}) for n in args.spins}
     if args.against:
@@ -240,7 +240,7 @@ def launch(args: argparse.Namespace, number: int) -> dict[str, list[Burst]]:
         for name, (code, environment) in kinds.items():
             contenders[name] = Contender(args, code, environment)
             stack.callback(contenders[name].close)
-        if group is not None:  # what one gets without a quota: the same code outside of the group
+        if group is not None:  # the baseline without a quota: the same code outside of the group
             (group.parent / "cgroup.procs").write_text(str(os.getpid()))
             args.threads = 1
             contenders["one core"] = Contender(args, str(ROOT), {})
@@ -252,7 +252,7 @@ def launch(args: argparse.Namespace, number: int) -> dict[str, list[Burst]]:
 def measure(
     args: argparse.Namespace, contenders: dict[str, Contender], chance: random.Random
 ) -> dict[str, list[Burst]]:
-    """Of each contender, round by round: pairs of rounds, the second in the reverse order of the first."""
+    """Measure each contender round by round: pairs of rounds, the second in the reverse order of the first."""
     bursts: dict[str, list[Burst]] = {name: [] for name in contenders}
     order = list(contenders)
     for number in range(args.rounds):

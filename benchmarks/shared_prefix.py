@@ -1,5 +1,5 @@
-"""Many sequences over one long prompt: what each costs to start, in time and memory, and a step of all of them, where
-the prompt's keys and values are read in place and where each has a copy. Then, through the engine's loop, the time to
+"""Many sequences over one long prompt: time and memory to start each, and the time of a step of all of them, with the
+prompt's keys and values read in place and with a copy for each. Then, through the engine's loop, the time to
 the first token of a request whose prompt is found again but for its end, beside that of one that nobody sent before.
 
     python benchmarks/shared_prefix.py --model .cache/models/smollm2 --sequences 32 --prompt 4000
@@ -29,14 +29,14 @@ from mlflow_llm.serving.interface.request import Sampling, Sequence, ValidReques
 from mlflow_llm.serving.interface.settings import EngineSettings
 
 CHUNK = 512  # tokens of the prompt in a step
-OWN = 64  # tokens that each sequence has behind the prompt
+OWN = 64  # tokens that each sequence has after the prompt
 END = 20  # tokens in which a request differs from the one before, through the loop
 PAIRS = 5
 KEY = PrefixKey("", "")
 
 
 def measure(loaded: Any, kept: Any, args: argparse.Namespace, *, by_reference: bool) -> str:
-    """A row of the table."""
+    """Return a row of the table."""
     count, length = args.sequences, args.prompt
     size = length + OWN
     cache = SlotKVCache(
@@ -92,7 +92,7 @@ def seconds_to_first(core: EngineCore, name: str, prompt: list[int]) -> float:
 
 
 def hits(bundle: Bundle, args: argparse.Namespace) -> str:
-    """Medians of some pairs: a prompt of the length and END more, and the same with another end."""
+    """Return medians of some pairs: a prompt of the length and END more, and the same with another end."""
     common: dict[str, Any] = {"packed_cache": 0, "speculation": "none", "kv_cache_memory": 2 << 30}
     core = EngineCore(bundle, EngineSettings(quantization=args.quantization, **common))
     draw = np.random.default_rng(1)

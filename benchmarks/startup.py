@@ -1,4 +1,4 @@
-"""How long a model takes to its first token: in a process of its own, by phases, and as `mlflow-llm serve`.
+"""The time of a model to its first token: in a process of its own, by phases, and as `mlflow-llm serve`.
 
     python benchmarks/startup.py MODEL_DIR [--rounds 5]
 
@@ -66,7 +66,7 @@ FORMS = {"float32": ("plain", "none"), "int8": ("plain", "int8"), "int8, logged 
 
 
 def start(path: Path, quantization: str, cache: Path, imports: list[str]) -> tuple[list[Any], list[str]]:
-    """Marks (by the clock, by processor time) before and after imports, after the load and the first token; modules."""
+    """Return wall and CPU times before and after imports, after the load and the first token; and the modules."""
     done = subprocess.run(
         [sys.executable, "-c", CHILD, str(path), quantization],
         input=json.dumps(imports),
@@ -92,7 +92,7 @@ def phases(marks: list[Any]) -> dict[str, float]:
 
 
 def serve(path: Path, quantization: str, cache: Path) -> dict[str, float]:
-    """From the command to `/health` and to the first token of a chat."""
+    """Return the times from the command to `/health` and to the first token of a chat."""
     port = free_port()
     command = [sys.executable, "-m", "mlflow_llm.serving.cli", "serve", "-m", f"{path}=m", "--port", str(port)]
     began = time.perf_counter()

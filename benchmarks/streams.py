@@ -1,4 +1,5 @@
-"""Many HTTP requests at once from one thread, at a few microseconds an event: the load is not what is measured."""
+"""Many concurrent HTTP requests from one thread, at a few microseconds an event, so that the client is no
+bottleneck."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from typing import Any
 
 @dataclass(slots=True)
 class Call:
-    """One request: times are seconds on the performance counter, ``chunks`` the times of its streamed events."""
+    """A request; times are seconds on the performance counter, ``chunks`` the times of its streamed events."""
 
     request: bytes
     connection: socket.socket
@@ -23,7 +24,7 @@ class Call:
     seen: int = 0
 
     def take(self, data: bytes, streamed: bool) -> bool:
-        """Whether the answer is complete."""
+        """Add received data and return whether the answer is complete."""
         now = time.perf_counter()
         self.data += data
         if streamed:
@@ -47,8 +48,8 @@ def encode(path: str, body: dict[str, Any]) -> bytes:
 
 
 def closed_loop(port: int, requests: list[bytes], callers: int, *, streamed: bool) -> tuple[list[Call], float]:
-    """All of ``requests`` from ``callers`` kept connections; the calls and the wall time. Raises ``RuntimeError`` for
-    an answer that is no 200."""
+    """Send all ``requests`` from ``callers`` kept connections; return the calls and the wall time. Raises
+    ``RuntimeError`` for an answer other than 200."""
     left = iter(requests)
     done: list[Call] = []
     with selectors.DefaultSelector() as selector:

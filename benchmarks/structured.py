@@ -1,5 +1,5 @@
-"""What a grammar costs: the time of a step in which all sequences, or some of them, are held to one, beside plain steps
-of the same engine in the same run; and what fast-forward saves.
+"""The cost of a grammar: the time of a step in which all sequences, or some of them, follow one, beside plain steps of
+the same engine in the same run; and the saving by fast-forward.
 
 Rounds of plain and constrained steps alternate in one process, on the thread that loaded the model. Each row decodes at
 temperature 1 within an array of objects that never ends by itself, without fast-forward and speculation, so that a step
@@ -80,7 +80,7 @@ class Bench:
         )
 
     def steps(self, requests: list[Any], count: int) -> list[float]:
-        """Seconds of ``count`` steps in which all ``requests`` decode."""
+        """Return the seconds of ``count`` steps in which all ``requests`` decode."""
         for request in requests:
             self.core.add(request, b"bench")
         while self.core.health().num_running < len(requests) or self._prefills(requests):
@@ -106,7 +106,7 @@ class Bench:
         return []
 
     def run(self, *requests: Any) -> tuple[int, int]:
-        """To the end: (tokens, steps)."""
+        """Run to the end and return (tokens, steps)."""
         for request in requests:
             self.core.add(request, b"bench")
         tokens, before = 0, self.core.health().steps
@@ -135,7 +135,7 @@ def measure(bench: Bench, args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def forwarded(bench: Bench, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Whole objects with and without fast-forward: the same schema, as many tokens, fewer steps."""
+    """Compare whole objects with and without fast-forward: the same schema, as many tokens, fewer steps."""
     rows = []
     for size in args.batch:
         for on in (False, True):

@@ -1,4 +1,4 @@
-"""How often a text that is held to a schema breaks it: generations at temperature 1, judged by `jsonschema` and
+"""How often a text constrained by a schema violates it: generations at temperature 1, judged by `jsonschema` and
 `jsonschema-rs`, each key seen once.
 
 Schemas are those of the tests (`tests/serving/structured/random_schemas.py`), the prompt says nothing of them: what
@@ -22,7 +22,7 @@ from typing import Any
 from report import publish
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests/serving/structured"))
-PLAIN_EVERY = 8  # of the requests one is plain
+PLAIN_EVERY = 8  # every such request is plain
 
 
 class Bench:
@@ -52,7 +52,7 @@ class Bench:
         )
 
     def texts(self, requests: Iterator[Any], batch: int) -> Iterator[tuple[str, str, str]]:
-        """``(request, text, why it ended)``, with so many requests running at a time."""
+        """Yield ``(request, text, finish reason)``, with ``batch`` requests running at a time."""
         tokens: dict[str, list[int]] = {}
         while True:
             while len(tokens) < batch and (request := next(requests, None)) is not None:
@@ -73,7 +73,7 @@ class Bench:
 
 
 def held(count: int) -> dict[int, tuple[Any, Any]]:
-    """Schemas by seed, those that are refused left out."""
+    """Return schemas by seed, without those that are refused."""
     from random_schemas import random_schema
 
     from mlflow_llm.serving.interface.constraint import Constraint

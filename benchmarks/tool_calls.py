@@ -1,5 +1,5 @@
-"""Whether calls that must be valid are: forced, named and strict calls of random tools, drawn at temperature 1 and
-judged by jsonschema on their arguments.
+"""Validity of forced, named and strict calls of random tools, sampled at temperature 1, with their arguments checked by
+jsonschema.
 
 Each request has its own seed and some of the tools below; they run `--concurrency` at a time through the loaded model,
 as a notebook's would. What is cut by its length is counted apart: only so may a call be incomplete.
@@ -68,7 +68,7 @@ KINDS = ("required", "named", "single", "strict")
 
 
 def body(number: int, kind: str, max_tokens: int) -> dict[str, Any]:
-    """A request that draws some tools and a question by its number."""
+    """Return a request with some tools and a question, drawn by its number."""
     rng = random.Random(number)
     names = rng.sample(list(SCHEMAS), rng.randint(1, len(SCHEMAS)))
     tools = [
@@ -94,7 +94,7 @@ def body(number: int, kind: str, max_tokens: int) -> dict[str, Any]:
 
 
 def judge(asked: dict[str, Any], reply: dict[str, Any], kind: str) -> Counter[str]:
-    """Calls, those that were cut, and what is wrong, by their names."""
+    """Return the numbers of calls, of cut ones, and of errors by their names."""
     import jsonschema
 
     choice = reply["choices"][0]
@@ -102,7 +102,7 @@ def judge(asked: dict[str, Any], reply: dict[str, Any], kind: str) -> Counter[st
     found = Counter({"calls": len(calls), "replies": 1})
     if choice["finish_reason"] == "length":
         found["cut by length"] += 1
-        calls = calls[:-1]  # the last one may be the one that was cut
+        calls = calls[:-1]  # the last call may be cut
     elif not calls:
         found["wrong: no call"] += 1
     elif len(calls) > 1 and kind in ("named", "single"):

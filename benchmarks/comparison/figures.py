@@ -11,8 +11,8 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """Of one run of a workload. Times are milliseconds: TTFT from when a request was due, TPOT a request's mean between
-    tokens, gap any pause between two events of a request. None: nothing to take it from."""
+    """The figures of one run of a workload. Times are milliseconds: TTFT from when a request was due, TPOT a request's
+    mean between tokens, gap any pause between two events of a request. None: no data."""
 
     tokens_per_second: float | None
     tokens_per_processor_second: float | None
@@ -27,7 +27,7 @@ class Figures:
 
 
 def percentile(values: Sequence[float], percent: float) -> float | None:
-    """The nearest-rank percentile; None of nothing."""
+    """Return the nearest-rank percentile, or None of an empty list."""
     if not values:
         return None
     rank = -(-len(values) * percent // 100)
@@ -35,7 +35,8 @@ def percentile(values: Sequence[float], percent: float) -> float | None:
 
 
 def figures(answer: dict[str, Any], processor_seconds: float, streams: bool = True) -> Figures:
-    """Of the answer to a "run" message. A contender that does not stream has no times of single tokens."""
+    """Return the figures of the answer to a "run" message. A contender that does not stream has no times of single
+    tokens."""
     first, tpot, gaps = [], [], []
     tokens, ended = 0, 0.0
     for one in answer["answers"]:
@@ -64,7 +65,7 @@ def figures(answer: dict[str, Any], processor_seconds: float, streams: bool = Tr
 
 
 def medians(rounds: Sequence[Figures]) -> dict[str, float | None]:
-    """Each figure's median over rounds; what no round has is None."""
+    """Return each figure's median over rounds, or None if no round has it."""
     found: dict[str, float | None] = {}
     for name in asdict(rounds[0]):
         values = [value for one in rounds if (value := getattr(one, name)) is not None]
@@ -73,7 +74,7 @@ def medians(rounds: Sequence[Figures]) -> dict[str, float | None]:
 
 
 def ratio(ours: Sequence[Figures], theirs: Sequence[Figures], name: str = "tokens_per_second") -> float | None:
-    """The median over rounds of theirs by ours in the same round."""
+    """Return the median over rounds of theirs by ours in the same round."""
     pairs = ((getattr(a, name), getattr(b, name)) for a, b in zip(ours, theirs, strict=False))
     ratios = [b / a for a, b in pairs if a and b]
     return statistics.median(ratios) if ratios else None

@@ -1,4 +1,4 @@
-"""A GGUF file's matrices in 8 bits (Q8_0), whatever they were in; the rest of it stays as it is."""
+"""Conversion of a GGUF file's matrices to 8 bits (Q8_0), from any type; the rest stays as it is."""
 
 from __future__ import annotations
 

@@ -17,11 +17,11 @@ MARK = "COMPARISON_CONTENDER"  # in the environment of a contender's processes
 
 
 class Failed(RuntimeError):
-    """A contender could not do what it was asked, and this is why."""
+    """An error of a contender that could not do its task, with the reason."""
 
 
 class Process:
-    """``log`` takes what the contender prints; its end is told when it dies."""
+    """A contender's process. ``log`` takes its output, whose end is shown when it dies."""
 
     def __init__(self, command: list[str], log: Path, environment: dict[str, str] | None = None) -> None:
         self._log, self._rest = log, b""
@@ -38,7 +38,7 @@ class Process:
             )
 
     def ask(self, message: dict[str, Any], limit: float) -> dict[str, Any]:
-        """The answer. Raises ``Failed`` for an error, the process's end, or none within ``limit`` seconds."""
+        """Return the answer. Raises ``Failed`` for an error, the process's end, or none within ``limit`` seconds."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
@@ -75,8 +75,8 @@ class Process:
         return lines[-1][:300] if lines else f"status {self._process.wait(10)}"
 
     def processor_seconds(self) -> float:
-        """Of the process and all that it started so far, wherever they hang in the tree of processes; without its own
-        where ``servers`` do the work."""
+        """Return the CPU time so far of the process and all its descendants; without its own if ``servers`` do the
+        work."""
         import psutil
 
         total = 0.0
@@ -97,7 +97,7 @@ class Process:
                     yield process
 
     def close(self) -> None:
-        """End it: by the end of its input, so that it can end its servers; then by force whatever is left."""
+        """Stop it by closing its input, so that it can stop its servers; then kill whatever is left."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):

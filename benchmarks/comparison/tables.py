@@ -26,7 +26,7 @@ def number(value: float | None) -> str:
 
 
 def several(values: list[float | None], show: Any = number) -> str:
-    """Of several workloads in one cell; empty where there is nothing at all."""
+    """Return the values of several workloads in one cell, or an empty text if there are none."""
     return " / ".join(show(value) for value in values) if any(value is not None for value in values) else ""
 
 
@@ -42,7 +42,7 @@ def texts(found: dict[str, Any] | None) -> str:
 
 
 def markdown(result: dict[str, Any], run: str = "") -> str:
-    """The machine and the tables of one run, which is called ``run``."""
+    """Return the machine and the tables of one run, which is called ``run``."""
     steady = [one for one in result["workloads"] if one["kind"] == "steady"]
     loops = [one["name"] for one in steady if one["name"].endswith("callers")]
     prompts = [one["name"] for one in steady if one["name"].startswith("prompt")]
@@ -102,7 +102,7 @@ def markdown(result: dict[str, Any], run: str = "") -> str:
 
 
 def insert(document: str, text: str) -> str:
-    """``document`` with ``text`` between the two marks. Raises ``ValueError`` where they are not there."""
+    """Return ``document`` with ``text`` between the two marks. Raises ``ValueError`` if they are missing."""
     before, begin, rest = document.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:

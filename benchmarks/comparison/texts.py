@@ -16,9 +16,10 @@ NONSENSE = 1.5  # nats a token less likely than the reference's own text, on ave
 def compared(
     reference: Mapping[str, Sequence[int]], tokens: Mapping[str, Sequence[int]], losses: Mapping[str, float]
 ) -> dict[str, Any]:
-    """``same``: tokens at the beginning that are the reference's, over all texts, ``of`` so many. ``losses`` are mean
-    negative log probabilities by the reference: of its own texts under their names, of the others' under "their NAME".
-    A text may part early and be as good (a tie, rounding); one that the reference finds unlikely throughout is not."""
+    """Compare texts with the reference's. ``same``: tokens at the beginning that are the reference's, over all texts,
+    ``of`` so many. ``losses`` are mean negative log probabilities by the reference: of its own texts under their names,
+    of the others' under "their NAME". A text may diverge early and be as good (a tie, rounding); one that the reference
+    finds unlikely throughout is not."""
     each = [same_at_the_beginning(reference[name], tokens.get(name, ())) for name in reference]
     own = statistics.mean(losses[name] for name in reference)
     their = statistics.mean(losses.get(f"their {name}", float("inf")) for name in reference)
@@ -33,7 +34,7 @@ def compared(
 
 
 class Reference:
-    """The process that knows how texts are to be; ``texts`` are its own, by request."""
+    """The process that generates the reference texts; ``texts`` are its own, by request."""
 
     def __init__(self, process: Process, requests: Sequence[Request], limit: float) -> None:
         self._process, self._requests, self._limit = process, requests, limit

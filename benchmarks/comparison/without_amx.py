@@ -1,7 +1,7 @@
-"""A processor with AMX measured as one without: the kernel refuses the permission to use its tiles.
+"""A CPU with AMX measured as one without: the operating system refuses the permission to use its tiles.
 
 AMX's registers may be used by a process that asked for them (``arch_prctl(ARCH_REQ_XCOMP_PERM)``, Linux 5.16), and
-whoever uses AMX asks, finds out, and takes other instructions where it is refused. A seccomp filter refuses it here, to
+libraries that use AMX ask, and take other instructions if they are refused. A seccomp filter refuses it here, to
 this process and all that it starts, so that all contenders are alike. The filter's numbers are those of
 ``linux/filter.h``, ``linux/seccomp.h`` and ``asm/prctl.h``.
 """
@@ -27,7 +27,7 @@ class Program(ctypes.Structure):
 
 
 def refuse_amx() -> None:
-    """Raises ``OSError`` where the kernel takes no filter, ``RuntimeError`` on another processor than x86-64 or where
+    """Refuse AMX; raise ``OSError`` if the kernel takes no filter, ``RuntimeError`` on a CPU other than x86-64 or if
     this process has used the tiles already."""
     if platform.machine() != "x86_64":
         raise RuntimeError("only processors of x86-64 have AMX")

@@ -1,5 +1,5 @@
-"""What the contenders are asked. All is drawn from a seed, so that each contender of a round gets the same, and no
-round the same as another: a prefix cache has nothing to hit but what a workload itself repeats."""
+"""The workloads of the contenders. All is drawn from a seed, so that each contender of a round gets the same, and no
+round the same as another: a prefix cache hits only what a workload itself repeats."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """``at`` is seconds from the workload's begin, 0 in a closed loop; ``text`` is what ``prompt`` decodes to."""
+    """A request. ``at`` is seconds from the start, 0 in a closed loop; ``text`` is the decoded ``prompt``."""
 
     id: str
     prompt: tuple[int, ...]
@@ -43,7 +43,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """``callers`` in a closed loop; None: requests come at their times, whatever is still running."""
+    """A workload. ``callers`` in a closed loop; None: requests come at their times, whatever is still running."""
 
     name: str
     requests: tuple[Request, ...]
@@ -51,13 +51,13 @@ class Workload:
 
 
 class Writer:
-    """Makes requests of exact lengths, in order, from one seed."""
+    """A maker of requests of exact lengths, in order, from one seed."""
 
     def __init__(self, tokenizer: Tokenizer, seed: str) -> None:
         self._tokenizer, self._random, self._seed, self._count = tokenizer, random.Random(seed), seed, 0
 
     def prompt(self, length: int) -> tuple[int, ...]:
-        """``length`` tokens that differ from any other prompt's from the first words on."""
+        """Return ``length`` tokens that differ from any other prompt's from the first words on."""
         words = self._random.choices(WORDS, k=length + 8)
         text = " ".join([str(self._random.randrange(10**9)), *words])
         return tuple(self._tokenizer.encode(text, add_special_tokens=False)[:length])
@@ -72,7 +72,7 @@ class Writer:
         return min(high, max(low, round(median * 2.718281828 ** self._random.gauss(0, sigma))))
 
     def arrivals(self, count: int, rate: float) -> list[float]:
-        """A Poisson process: ``count`` times, ``rate`` a second on average, the first at 0."""
+        """Return a Poisson process: ``count`` times, ``rate`` a second on average, the first at 0."""
         times = [0.0]
         while len(times) < count:
             times.append(times[-1] + self._random.expovariate(rate))
@@ -85,13 +85,13 @@ def closed_loop(writer: Writer, callers: int, count: int, prompt: int, new: int)
 
 
 def long_prompt(writer: Writer, length: int, count: int) -> Workload:
-    """One after another, for their first tokens."""
+    """Return long prompts one after another, for their times to first token."""
     requests = tuple(writer.request(length, 2) for _ in range(count))
     return Workload(name=f"prompt of {length}", requests=requests, callers=1)
 
 
 def chat(writer: Writer, at: float = 0.0) -> Request:
-    """Of a length as in collections of shared chats: most are short, a few are very long."""
+    """Return a chat whose lengths are those of collections of shared chats: most are short, a few are very long."""
     return writer.request(writer.lognormal(80, 1.1, 4, 1024), writer.lognormal(90, 0.8, 4, 384), at)
 
 
@@ -100,12 +100,12 @@ def chats(writer: Writer, count: int, rate: float, name: str = "chats") -> Workl
 
 
 def chats_at_once(writer: Writer, count: int, callers: int) -> Workload:
-    """What a contender can do of them: some are always waiting for it."""
+    """Return chats in a closed loop with some always waiting, for a contender's capacity."""
     return Workload(name="chats at once", requests=tuple(chat(writer) for _ in range(count)), callers=callers)
 
 
 def shared_prompt(writer: Writer, count: int, rate: float, length: int) -> Workload:
-    """One system prompt of ``length`` tokens before every question."""
+    """Return questions after one system prompt of ``length`` tokens."""
     system = writer.prompt(length)
     requests = tuple(
         writer.request(writer.lognormal(40, 0.5, 8, 128), 64, at, system) for at in writer.arrivals(count, rate)
@@ -114,7 +114,7 @@ def shared_prompt(writer: Writer, count: int, rate: float, length: int) -> Workl
 
 
 def bursts(writer: Writer, count: int, size: int, pause: float) -> Workload:
-    """``count`` times ``size`` requests at the same moment, ``pause`` seconds apart."""
+    """Return ``count`` times ``size`` requests at the same moment, ``pause`` seconds apart."""
     requests = tuple(
         writer.request(writer.lognormal(90, 0.4, 16, 256), 64, burst * pause)
         for burst in range(count)
@@ -124,7 +124,7 @@ def bursts(writer: Writer, count: int, size: int, pause: float) -> Workload:
 
 
 def questions(tokenizer: Any, new: int) -> Workload:
-    """Chats whose texts are compared with those of the reference."""
+    """Return chats whose texts are compared with those of the reference."""
     requests = []
     for number, question in enumerate(QUESTIONS):
         message = [{"role": "user", "content": question}]
@@ -135,7 +135,7 @@ def questions(tokenizer: Any, new: int) -> Workload:
 
 
 def steady(quick: bool, callers: list[int], new: int) -> list[Callable[[Writer], Workload]]:
-    """Closed loops and long prompts."""
+    """Return closed loops and long prompts."""
     if quick:
         return [lambda w, n=n: closed_loop(w, n, n, 24, 8) for n in callers] + [lambda w: long_prompt(w, 128, 1)]
     loops = [lambda w, n=n: closed_loop(w, n, max(n, 2), 100, new) for n in callers]
@@ -143,7 +143,7 @@ def steady(quick: bool, callers: list[int], new: int) -> list[Callable[[Writer],
 
 
 def traffic(quick: bool, rate: float) -> list[Callable[[Writer], Workload]]:
-    """What comes as it comes."""
+    """Return open-loop workloads: chats, a shared prompt, and bursts."""
     if quick:
         return [
             lambda w: chats(w, 3, 4 * rate),

@@ -47,7 +47,7 @@ def log_models(store: Path, models: Path) -> None:
 
 @contextlib.contextmanager
 def served(model_uri: str, log: Path) -> Iterator[str]:
-    """``mlflow models serve`` on a free port of this machine; yields its URL when it answers."""
+    """Run ``mlflow models serve`` on a free port of this machine; yield its URL when it answers."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -69,7 +69,7 @@ def served(model_uri: str, log: Path) -> Iterator[str]:
             os.killpg(server.pid, signal.SIGTERM)
         try:
             server.wait(timeout=20)
-        except subprocess.TimeoutExpired:  # it is waiting for a request that does not end
+        except subprocess.TimeoutExpired:  # a request does not end
             os.killpg(server.pid, signal.SIGKILL)
             server.wait()
 

@@ -1,1 +1,2 @@
-"""A module a contender: it makes an `Engine` of `drive` and serves it, as ``python -m comparison.adapters.NAME``."""
+"""One module per contender: it makes an `Engine` of `drive` and serves it, as ``python -m
+comparison.adapters.NAME``."""

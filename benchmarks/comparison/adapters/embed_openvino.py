@@ -9,7 +9,7 @@ import openvino_genai as genai
 from comparison.drive import versions
 from comparison.embed import Embedder, in_order_of_length, serve
 
-BATCH = 32  # it takes what it is given as one batch, padded to its longest text
+BATCH = 32  # it runs its input as one batch, padded to its longest text
 
 
 class OpenVino(Embedder):

@@ -1,4 +1,4 @@
-"""Streams of a server on this machine, read by one thread: the caller is to cost little beside it."""
+"""Streams of a server on this machine, read by one thread, so that the client takes little CPU time beside it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Reader = Callable[[dict[str, Any]], tuple[list[int], str]]
 
 @dataclass
 class Stream:
-    """What has come of an answer; ``over`` when its end has."""
+    """The received part of an answer; ``over`` when it has ended."""
 
     request: dict[str, Any]
     head: bytes = b""
@@ -25,8 +25,8 @@ class Stream:
     over: bool = False
 
     def take(self, data: bytes) -> list[Any]:
-        """The events that are complete with ``data``, which is empty at the connection's end. Raises ``RuntimeError``
-        for an answer that is no 200.
+        """Return the events that ``data``, empty at the connection's end, completes. Raises ``RuntimeError`` for an
+        answer other than 200.
 
         Sizes of chunks stand before and between events, never within one, which a server writes whole."""
         self.data += data
@@ -45,7 +45,7 @@ class Stream:
 
 
 class HttpStreams(Engine):
-    """``body`` makes a request's body; ``read`` takes tokens and text from a streamed event.
+    """An engine over HTTP: ``body`` makes a request's body; ``read`` takes tokens and text from a streamed event.
 
     A connection each: servers close kept ones as they like. ``end`` ends the server."""
 

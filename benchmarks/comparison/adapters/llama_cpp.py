@@ -1,4 +1,4 @@
-"""llama.cpp's server over HTTP, built for this processor: a slot for each of 32 callers, one cache for all of them."""
+"""llama.cpp's server over HTTP, built for this CPU: a slot for each of 32 callers, one cache for all of them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def load(model: str, options: dict[str, Any]) -> HttpStreams:
     server = Server(command, port, probe="/health")
     try:
         server.__enter__()
-    except RuntimeError:  # a build with AMX may crash where it packs weights for it
+    except RuntimeError:  # a build with AMX may crash as it packs weights
         told["weights"] = "not repacked: it crashed with them"
         server = Server([*command, "--no-repack"], port, probe="/health")
         server.__enter__()

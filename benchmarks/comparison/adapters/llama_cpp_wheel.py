@@ -1,4 +1,4 @@
-"""llama.cpp's server over HTTP as the wheels of xllamacpp have it: for any processor with AVX2."""
+"""llama.cpp's server over HTTP as the wheels of xllamacpp have it: for any CPU with AVX2."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from comparison.drive import serve, versions
 
 
 def host(model: str) -> None:
-    """The server, in a process that ends with its stdin. Prints its port."""
+    """Run the server in a process that ends with its stdin, and print its port."""
     import xllamacpp
 
     parameters = xllamacpp.CommonParams()

@@ -17,7 +17,7 @@ from comparison.drive import Engine, Piece, serve, versions
 
 
 def saved(model: str, store: Path) -> Path:
-    """The model in MLflow's form, greedy and without an end of text, written whole or not at all."""
+    """Save the model in MLflow's form, greedy and without an end of text, completely or not at all."""
     import mlflow
 
     path = store / "mlflow-transformers"
@@ -52,7 +52,7 @@ class Served(Engine):
             with urllib.request.urlopen(asked, timeout=900) as answer:
                 said = json.load(answer)
             text = (said[0] if isinstance(said, list) else said)["choices"][0]["text"]
-            # Its usage is not what was generated; with no end of text that is what was asked for.
+            # Its usage is wrong; without an end of text the number of tokens is the requested one.
             self._answers.put(Piece(request["id"], [], text, True, request["max_tokens"]))
         except Exception as error:
             self._answers.put(error)

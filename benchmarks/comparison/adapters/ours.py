@@ -29,7 +29,7 @@ class Ours(Engine):
             model="m",
             sequences=(Sequence(prompt_token_ids=tuple(request["prompt"])),),
             sampling=Sampling(max_tokens=request["max_tokens"], temperature=0.0),
-            stream=True,  # else tokens come a few at a time, the first with them
+            stream=True,  # otherwise tokens come a few at a time, the first one included
             cache_salt="compare",  # prefixes are shared, as they are over HTTP
         )
         self._core.add(valid, b"compare")

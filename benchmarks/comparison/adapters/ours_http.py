@@ -1,4 +1,4 @@
-"""`mlflow-llm serve` of the model as it is logged, over HTTP: one worker and the engine's process."""
+"""`mlflow-llm serve` of the logged model over HTTP: one worker and the engine's process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from comparison.kernels import require_served_natively
 
 
 def saved(model: str, store: Path) -> Path:
-    """The model in MLflow's form, written whole or not at all."""
+    """Save the model in MLflow's form, completely or not at all."""
     path = store / "mlflow-llm"
     if not path.is_dir():
         import mlflow_llm.flavors.llm as flavor

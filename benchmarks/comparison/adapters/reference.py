@@ -1,4 +1,4 @@
-"""transformers' `generate()` in float32, one prompt at a time; and how likely it finds the texts of others."""
+"""transformers' `generate()` in float32, one prompt at a time, and its likelihood of others' texts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from comparison.drive import Engine, Piece, serve, versions
 
 
 class Reference(Engine):
-    """A request with ``tokens`` is scored: its text is the mean negative log probability of a token of them."""
+    """The reference engine; a request with ``tokens`` is scored: its text is their mean negative log probability."""
 
     def __init__(self, model: str, options: dict[str, Any]) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()

@@ -31,7 +31,7 @@ class ContinuousBatching(Engine):
         )
 
     def step(self, wait: float) -> list[Piece]:
-        """Results hold all tokens so far."""
+        """Return the new tokens of results, which hold all tokens so far."""
         pieces: list[Piece] = []
         while result := self._manager.get_result(timeout=0.0 if pieces else wait):
             if result.error:

@@ -22,7 +22,7 @@ class Vllm(Engine):
         self._engine.add_request(request["id"], {"prompt_token_ids": request["prompt"]}, sampling)
 
     def step(self, wait: float) -> list[Piece]:
-        """Outputs hold all tokens so far."""
+        """Return the new tokens of outputs, which hold all tokens so far."""
         pieces = []
         for output in self._engine.step():
             tokens = list(output.outputs[0].token_ids)[self._given[output.request_id] :]
