@@ -292,7 +292,7 @@ print(subprocess.run([sys.executable, "-c", tells], capture_output=True, text=Tr
 """
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="only processors of x86-64 have AMX")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="only CPUs of x86-64 have AMX")
 def test_amx_can_be_refused_to_all() -> None:
     """A process without AMX permission passes that on to its children, and our kernels use other instructions."""
     environment = {**os.environ, "PYTHONPATH": BENCHMARKS}
@@ -389,14 +389,14 @@ def bundle_of_ours(directory: Path) -> str:
     return save_bundle(make_model(tf.LlamaConfig(**COMMON | {"hidden_size": 64})), directory).model_dir
 
 
-@pytest.mark.skipif(library.library() is None, reason="no compiler, or a processor without AVX2")
+@pytest.mark.skipif(library.library() is None, reason="no compiler, or a CPU without AVX2")
 def test_each_of_our_tokens_is_an_event_of_its_own(tmp_path: Path) -> None:
     """Our tokens arrive one a step, so that the time to first token is not that of several."""
     answer = drive.run(Ours(bundle_of_ours(tmp_path), {}), asked(2, 4), 1, 60)
     assert [count for one in answer["answers"] for _, count in one["events"]] == [1] * 8
 
 
-def test_ours_is_no_contender_without_our_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_contender_needs_the_native_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A missing library, or one of another version, is an error instead of a measurement of torch."""
     monkeypatch.setattr(library, "_loaded", lambda: "they are not compiled")
     with pytest.raises(RuntimeError, match="torch's run: they are not compiled"):

@@ -48,7 +48,7 @@ def test_a_directory_is_resolved_without_mlflow(saved: Path) -> None:
     assert model["uri"] == str(saved)
 
 
-def test_a_directory_that_is_no_model_is_refused_without_mlflow(tmp_path: Path) -> None:
+def test_a_directory_without_a_model_is_refused_without_mlflow(tmp_path: Path) -> None:
     """A directory without a model is refused by its path, without importing MLflow."""
     answer, said = resolved(tmp_path)
     assert said == "1"

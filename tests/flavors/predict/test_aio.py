@@ -221,7 +221,7 @@ def test_a_queue_outlives_its_loop():
     assert queue.qsize() == 1
 
 
-def test_a_late_wake_up_is_no_event():
+def test_a_late_wake_up_is_ignored():
     """After a wake-up whose event was already read, the reader waits for the next event."""
 
     async def read() -> str:

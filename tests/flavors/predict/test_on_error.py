@@ -47,7 +47,7 @@ def test_null_and_return(model, caplog):
 
 @pytest.mark.parametrize("kind", [list, tuple, pandas.Series, lambda rows: numpy.array(rows, dtype=object)])
 @pytest.mark.parametrize("wrong", [None, 5, float("nan"), ["a"]], ids=repr)
-def test_an_entry_that_is_no_request(model, kind, wrong):
+def test_an_invalid_entry(model, kind, wrong):
     """An entry of a list or Series that is not a request becomes null or its error; by default it is raised by row."""
     given, params = kind(["abc", wrong]), {"max_tokens": numpy.int64(2), "ignore_eos": True}
     answered, null = model.predict(given, params=params | {"on_error": "null"})

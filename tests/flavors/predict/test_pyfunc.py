@@ -126,7 +126,7 @@ DEEP = {"prompt": "a", "logit_bias": functools.reduce(lambda inner, _: [inner], 
     ],
     ids=range(6),
 )
-def test_an_entry_that_is_no_request_is_an_error_in_its_place(given, reported):
+def test_an_invalid_entry_is_an_error_in_its_place(given, reported):
     """An entry that is not a request becomes an error in its place, and the others stay requests."""
     (error, text), single = requests_of(given, "completions")
     assert str(error).startswith(reported)
@@ -158,7 +158,7 @@ def test_a_deep_row_of_a_frame_is_an_error_in_its_place():
         ([1], r"params: \[1\]"),
     ],
 )
-def test_params_that_are_no_fields_are_refused(params, reported):
+def test_unknown_params_are_refused(params, reported):
     """Params that are not fields are refused, also without rows."""
     with pytest.raises(InvalidField, match=reported):
         _check_params(params)

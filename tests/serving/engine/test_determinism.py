@@ -25,7 +25,7 @@ from mlflow_llm.serving.interface.settings import EngineSettings
 from mlflow_llm.serving.testing.needle import Answer, Needles, answer, needles
 
 pytestmark = [
-    pytest.mark.skipif(library() is None, reason="no compiler, or a processor without AVX2"),
+    pytest.mark.skipif(library() is None, reason="no compiler, or a CPU without AVX2"),
     # peft 0.21 reads a property that transformers 5.23 deprecates
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
 ]
@@ -214,7 +214,7 @@ def test_searches_where_memory_is_scarce(make: Made, seed: int, caplog: pytest.L
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
-def test_the_test_sees_what_depends_on_the_batch(make: Made) -> None:
+def test_the_needle_finds_kernels_that_depend_on_the_batch(make: Made) -> None:
     """The needle test finds differences with kernels whose order of sums depends on the batch."""
     wanted = wanted_of(make(kernels="torch", dtype="bfloat16"))
     assert run(make(kernels="torch", dtype="bfloat16"), wanted).mismatches

@@ -119,9 +119,7 @@ def test_requests_at_once_load_a_task_once(adapters: Adapters, core_of: Callable
     assert core._adapters.num_loads == 1
 
 
-def test_other_weights_of_a_task_replace_it_for_those_who_come_after(
-    adapters: Adapters, core_of: Callable[..., EngineCore]
-) -> None:
+def test_new_weights_of_a_task_serve_later_requests(adapters: Adapters, core_of: Callable[..., EngineCore]) -> None:
     """New weights for a task id serve later requests; a running request ends on the old weights, which are then
     freed."""
     core = core_of()

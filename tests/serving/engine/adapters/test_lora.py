@@ -183,7 +183,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("key", REFUSALS)
-def test_what_is_not_applied_is_refused_by_name(adapters, tmp_path, key):
+def test_unsupported_adapter_settings_are_refused_by_name(adapters, tmp_path, key):
     """A configuration that would change the result in a way not built here is named in the error."""
     value, said = REFUSALS[key]
     source = adapters["plain"][0]

@@ -95,7 +95,7 @@ def test_equals_generate(name: str, tmp_path: Path) -> None:
     core.close()
 
 
-def test_a_token_takes_what_is_compressed_and_the_shared_key(bundle: Bundle, make: Callable[..., EngineCore]) -> None:
+def test_a_token_takes_the_latent_and_the_shared_key(bundle: Bundle, make: Callable[..., EngineCore]) -> None:
     """A token takes kv_lora_rank + qk_rope_head_dim numbers a layer, so more tokens fit into the same memory."""
     layers = load_model(bundle, EngineSettings()).layers
     assert [shape.elements_per_token for shape in layers] == [KEPT, KEPT]

@@ -34,7 +34,7 @@ from mlflow_llm.serving.engine.native.library import (
 from mlflow_llm.serving.interface.request import Beams
 from mlflow_llm.serving.interface.settings import EngineSettings
 
-native = pytest.mark.skipif(library() is None, reason="no compiler, or a processor without kernels of ours")
+native = pytest.mark.skipif(library() is None, reason="no compiler, or a CPU without kernels of ours")
 BF16_TILES = AMX if has_bf16_tiles() else EMULATED_TILES
 FORMS: list[tuple[dict[str, Any], int]] = [
     ({"dtype": torch.float32}, NO_TILES),
@@ -95,7 +95,7 @@ class Sequences:
 @native
 @pytest.mark.parametrize("name", sorted(MODELS))
 @pytest.mark.parametrize(("kept", "use"), FORMS)
-def test_what_is_read_in_place_has_the_bits_of_what_is_computed(
+def test_kv_read_in_place_has_the_bits_of_computed_kv(
     name: str, kept: dict[str, Any], use: int, tmp_path: Path
 ) -> None:
     """Over a segment's end, in prompts and decodes, beside a source that goes on and after it was aborted, by a reader

@@ -264,7 +264,7 @@ def test_a_text_without_a_token_to_go_on_with_fails_alone(tiny_bundle: Bundle) -
         ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size"),
     ],
 )
-def test_what_does_not_fit_the_model_is_refused(tiny_bundle: Bundle, more: dict[str, Any], field: str) -> None:
+def test_token_ids_that_do_not_fit_the_model_are_refused(tiny_bundle: Bundle, more: dict[str, Any], field: str) -> None:
     """The engine refuses token ids that do not fit the model."""
     core = make_core(tiny_bundle)
     failed = run(core, request_of("a", (4, 5), **more))["a"].failed

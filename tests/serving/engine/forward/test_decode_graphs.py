@@ -40,7 +40,7 @@ def test_sizes() -> None:
     assert [sizes_up_to(n) for n in (1, 2, 6, 64)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8, 16, 32, 64]]
 
 
-def test_filled_up_steps_give_what_plain_ones_do(core: EngineCore) -> None:
+def test_padded_steps_give_the_logits_of_plain_ones(core: EngineCore) -> None:
     """Three rows padded to size 4, after a larger step left its tables, have the logits of the model's own code;
     padding rows write into no sequence's block."""
     cache, forward = core._parts.cache, core._runner.step_forward

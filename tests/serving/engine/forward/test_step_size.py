@@ -27,7 +27,7 @@ def core_of(bundle: Bundle, **settings: Any) -> EngineCore:
     return EngineCore(bundle, EngineSettings(kv_cache_memory=1 << 24, **settings))
 
 
-@pytest.mark.skipif(library.library() is None, reason="no compiler, or a processor without AVX2")
+@pytest.mark.skipif(library.library() is None, reason="no compiler, or a CPU without AVX2")
 @pytest.mark.parametrize(
     ("seconds", "expected"),
     [

@@ -64,7 +64,7 @@ def test_a_bert_with_token_types_runs_natively(kind: str, tmp_path: Path) -> Non
     from mlflow_llm.serving.engine.native.library import library
 
     if library() is None:
-        pytest.skip("no compiler, or a processor without AVX2")
+        pytest.skip("no compiler, or a CPU without AVX2")
     save_cross_encoder(tmp_path, kind)
     assert load_cross_encoder(bundle_of(tmp_path), EngineSettings()).info.kernels == "native"
 

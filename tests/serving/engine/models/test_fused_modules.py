@@ -106,7 +106,7 @@ def test_a_sum_and_its_norm(shape: tuple[int, int, int], dtype: torch.dtype) -> 
 
 
 @torch.inference_mode()
-def test_a_sum_that_is_not_of_one_kind() -> None:
+def test_sums_of_mixed_types_are_left_to_torch() -> None:
     """For mixed types or shapes, or without a norm to follow, torch adds and nothing is kept."""
     norm, x = Norm(8), torch.randn(1, 3, 8, device=DEVICE)
     for more, by in ((x.half(), norm), (x[:, :1], norm), (x, None)):
@@ -172,7 +172,7 @@ def test_an_engine_with_fused_modules(tiny_bundle: Bundle, tiny_llama: Any) -> N
 @pytest.mark.usefixtures("_kernels")
 @torch.inference_mode()
 def test_layers_of_another_form_keep_their_code(caplog: Any) -> None:
-    """A layer whose output differs with fused kernels keeps its own code, and the difference is logged by its name."""
+    """A layer whose residuals have another form keeps its own code, which is logged by the layer's name."""
     caplog.set_level("INFO")
     model = make_model(MORE_FAMILIES["granite"]()).to(DEVICE)
     fused_modules.install(model)

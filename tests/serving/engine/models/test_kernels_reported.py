@@ -24,7 +24,7 @@ from mlflow_llm.serving.system import child
 
 WIDE: dict[str, Any] = COMMON | {"hidden_size": 64}
 SIZES = {"vocab_size": 131, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
-here = pytest.mark.skipif(library.library() is None, reason="no compiler, or a processor without AVX2")
+here = pytest.mark.skipif(library.library() is None, reason="no compiler, or a CPU without AVX2")
 
 
 NAMED = library.instruction_set()

@@ -19,7 +19,7 @@ from mlflow_llm.serving.interface.errors import PackagingError
 from mlflow_llm.serving.interface.settings import EngineSettings
 
 native = pytest.mark.skipif(
-    library() is None or not has_bf16(), reason="no compiler, or a processor whose kernels do not take bfloat16"
+    library() is None or not has_bf16(), reason="no compiler, or a CPU whose kernels do not take bfloat16"
 )
 TEXTS = [(5, 6, 7), (9,), (8, 7, 6, 5, 4, 3, 2, 9, 10, 11, 12), (4, 4, 5), tuple(range(3, 33))]
 ROUNDED = EngineSettings(dtype="bfloat16")

@@ -1,4 +1,4 @@
-// Numbers of the native kernels, of inputs that are the same on every processor, as float32 to standard output. Exits with
+// Numbers of the native kernels, of inputs that are the same on every CPU, as float32 to standard output. Exits with
 // 1 where a row, a text or a token is not bitwise the same alone as beside others. Calls the library's C interface alone;
 // its headers are here for the structures (compiled for the library's instruction set). To standard error: what it supports.
 #include <cstdio>

@@ -52,12 +52,12 @@ def numbers_of(*command: str) -> tuple[np.ndarray, int]:
     return np.frombuffer(numbers, dtype=np.float32), int(said.split()[-1])
 
 
-def emulated(processor: str, program: str) -> tuple[str, ...]:
-    return (EMULATOR, "-cpu", processor, "-L", SYSTEM, program)
+def emulated(cpu: str, program: str) -> tuple[str, ...]:
+    return (EMULATOR, "-cpu", cpu, "-L", SYSTEM, program)
 
 
 def build(*arguments: str) -> str:
-    """Build the files in order and return the last of them."""
+    """Compile into the file named by the last argument, and return it."""
     subprocess.run([COMPILER, *FLAGS, *arguments[:-1], "-o", arguments[-1]], check=True)
     return arguments[-1]
 
@@ -103,8 +103,8 @@ def test_sve_gives_the_numbers_of_neon(sve: str, alone: np.ndarray, tmp_path: Pa
     """SVE gives the bits of NEON, with i8mm and without, because the order of sums is the same."""
     flags = ("-march=armv8.2-a+sve", "-msve-vector-bits=256", "-DMLFLOW_LLM_SVE")
     there = build(*flags, str(NUMBERS), sve, str(tmp_path / "there"))
-    for processor, has in ((NEWER_SVE, True), (OLDER_SVE, False)):
-        numbers, supported = numbers_of(*emulated(processor, there))
+    for cpu, has in ((NEWER_SVE, True), (OLDER_SVE, False)):
+        numbers, supported = numbers_of(*emulated(cpu, there))
         assert bool(supported & library.BYTE_PRODUCTS) == has
         np.testing.assert_array_equal(numbers.view(np.uint32), alone.view(np.uint32))
 
@@ -112,5 +112,5 @@ def test_sve_gives_the_numbers_of_neon(sve: str, alone: np.ndarray, tmp_path: Pa
 def test_sve_runs_at_its_own_vector_length_alone(sve: str, tmp_path: Path) -> None:
     """The SVE library is refused without SVE, at 128, 512 and 2048 bits, and in a thread whose length changes later."""
     asks = build(str(LENGTH), sve, str(tmp_path / "asks"))
-    found = {processor: output_of(*emulated(processor, asks))[0].decode() for processor in LENGTHS}
+    found = {cpu: output_of(*emulated(cpu, asks))[0].decode() for cpu in LENGTHS}
     assert found == LENGTHS

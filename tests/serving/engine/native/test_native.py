@@ -51,7 +51,7 @@ from mlflow_llm.serving.interface.settings import EngineSettings
 from mlflow_llm.serving.interface.stop_rule import StopRule
 
 on_each_instruction_set = pytest.mark.usefixtures("instructions")
-pytestmark = pytest.mark.skipif(library() is None, reason="no compiler, or a processor without AVX2")
+pytestmark = pytest.mark.skipif(library() is None, reason="no compiler, or a CPU without AVX2")
 
 WIDE: dict[str, Any] = COMMON | {"hidden_size": 64, "max_position_embeddings": 2048}  # heads of 16, as the kernels take
 DECODERS = {
@@ -122,7 +122,7 @@ def test_rotated_int8_equals_the_other(width: int) -> None:
 def test_tiles_change_no_bit(kind: int, rows: int, width: int, use: int) -> None:
     """int8 products by tiles, the CPU's own or emulated, are bitwise those without them, for any number of rows."""
     if use == AMX and use_tiles(AMX) != AMX:
-        pytest.skip("a processor without AMX; the emulated tiles run the same code")
+        pytest.skip("a CPU without AMX; the emulated tiles run the same code")
     torch.manual_seed(7)
     packed, x = NativeWeight(torch.randn(100, width), torch.randn(100), kind), torch.randn(rows, width)
     x[0] = 0.0
@@ -169,7 +169,7 @@ def test_rotated_int8_is_int8_of_hadamard_rotated_factors(rows: int, width: int)
 def test_bfloat16_rounds_both_sides() -> None:
     """A bfloat16 product is the float32 product of the rounded factors."""
     if not has_bf16():
-        pytest.skip("a processor with AVX-512 that lacks BF16")
+        pytest.skip("a CPU with AVX-512 that lacks BF16")
     torch.manual_seed(3)
     weight, x = torch.randn(100, 192), torch.randn(7, 192)
     packed = NativeWeight(weight, None, BF16)

@@ -35,7 +35,7 @@ from mlflow_llm.serving.interface.errors import PackagingError
 from mlflow_llm.serving.interface.request import Beams
 from mlflow_llm.serving.interface.settings import EngineSettings
 
-pytestmark = pytest.mark.skipif(library() is None, reason="no compiler, or a processor without AVX2")
+pytestmark = pytest.mark.skipif(library() is None, reason="no compiler, or a CPU without AVX2")
 
 BF16_KV: dict[str, Any] = {"kv_cache_dtype": "bfloat16", "kv_cache_memory": 1 << 25}
 
@@ -87,7 +87,7 @@ def test_logits_are_near_those_in_float32(dim: int, tmp_path: Path) -> None:
     assert not torch.equal(found, exact)
 
 
-@pytest.mark.skipif(not has_bf16_tiles(), reason="a processor without AMX for bfloat16")
+@pytest.mark.skipif(not has_bf16_tiles(), reason="a CPU without AMX for bfloat16")
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_emulated_tiles_equal_the_cpus_own(name: str, tmp_path: Path) -> None:
     """Emulated tiles give the bits of the CPU's instructions."""
@@ -183,7 +183,7 @@ def test_tiles_that_are_refused_after_the_load(tmp_path: Path) -> None:
         logits_of(loaded, np.arange(5), [5])
 
 
-in_bfloat16 = pytest.mark.skipif(not has_bf16(), reason="a processor without AVX-512 BF16")
+in_bfloat16 = pytest.mark.skipif(not has_bf16(), reason="a CPU without AVX-512 BF16")
 
 
 @in_bfloat16
@@ -223,7 +223,7 @@ def test_a_model_in_bfloat16_with_int8_linears(tmp_path: Path) -> None:
 
 
 @in_bfloat16
-def test_what_is_not_run_natively_is_run_in_bfloat16_by_its_own_code(
+def test_models_without_a_native_step_run_in_bfloat16_by_their_own_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A model of another architecture, with the setting, or that the self-test refuses and that is loaded again, runs

@@ -79,7 +79,7 @@ def test_a_step_is_the_models_own_code_over_the_same_experts(settings: dict[str,
 def test_tiles_threads_and_neighbours_change_no_bit(settings: dict[str, str], tmp_path: Path) -> None:
     """With twenty experts, five per token, expert groups of no row, one, and more than a tile have the same bits."""
     if "dtype" in settings and not library.has_bf16():
-        pytest.skip("a processor without AVX512-BF16")
+        pytest.skip("a CPU without AVX512-BF16")
     for tiles in (library.NO_TILES, library.AMX, library.EMULATED_TILES):
         if library.use_tiles(tiles) != tiles or (tiles == library.EMULATED_TILES and not settings):
             continue

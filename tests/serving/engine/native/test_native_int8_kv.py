@@ -35,7 +35,7 @@ from mlflow_llm.serving.interface.errors import PackagingError
 from mlflow_llm.serving.interface.request import Beams
 from mlflow_llm.serving.interface.settings import EngineSettings
 
-native = pytest.mark.skipif(library() is None, reason="no compiler, or a processor without kernels of ours")
+native = pytest.mark.skipif(library() is None, reason="no compiler, or a CPU without kernels of ours")
 INT8_KV: dict[str, Any] = {"kv_cache_dtype": "int8", "kv_cache_memory": 1 << 25}
 CAPPED = {"attn_logit_softcapping": 3.0, "sliding_window": 37, "query_pre_attn_scalar": 16}
 ALL = MODELS | {
@@ -180,7 +180,7 @@ def core_of(tmp_path: Path, **settings: Any) -> EngineCore:
         {"quantization": "int8"},
         pytest.param(
             {"dtype": "bfloat16"},
-            marks=pytest.mark.skipif(not has_bf16(), reason="a processor without AVX-512 BF16"),
+            marks=pytest.mark.skipif(not has_bf16(), reason="a CPU without AVX-512 BF16"),
         ),
     ],
     ids=["float32", "int8", "bfloat16"],

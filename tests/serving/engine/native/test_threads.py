@@ -14,7 +14,7 @@ import pytest
 
 from mlflow_llm.serving.engine.native.library import WORK, library, num_native_threads, use_threads
 
-pytestmark = pytest.mark.skipif(library() is None, reason="no compiler, or a processor without AVX2")
+pytestmark = pytest.mark.skipif(library() is None, reason="no compiler, or a CPU without AVX2")
 
 FORK = """
 import os, signal, sys

@@ -1,5 +1,5 @@
-// What the library of SVE says of a processor, and of a thread whose vector length is another than it was: whether it runs
-// (`mlflow_llm_supported`) before and after, what a call returns then, and why. In plain code: most processors are to refuse it.
+// Prints the SVE library's report on a CPU, and in a thread whose vector length has changed: whether it is supported
+// (`mlflow_llm_supported`) before and after, the result of a call then, and why. Without SVE itself: most CPUs refuse.
 #include <sys/prctl.h>
 
 #include <cstdio>

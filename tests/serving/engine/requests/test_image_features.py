@@ -32,7 +32,7 @@ TEXT = "Look: <image> and <image>\nwhat?"
 
 
 class Served:
-    """A model with its processor, and what the engine is to give."""
+    """A vision-language model with its processor, and its expected texts."""
 
     def __init__(self, family: str, folder: Path) -> None:
         self.family = family
@@ -89,7 +89,7 @@ def core_of(served: Served) -> Any:
 
 
 def reads(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The sizes of the pieces that are read from now on."""
+    """Record the sizes of the pieces that are encoded from now on."""
     assert core._pictures is not None
     reader, sizes = core._pictures._reader, []
     real = type(reader).read

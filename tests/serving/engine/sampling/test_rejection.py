@@ -130,7 +130,7 @@ def drafted_requests() -> list[Any]:
     return found
 
 
-def test_a_text_does_not_depend_on_what_was_computed_along(bundle: Bundle) -> None:
+def test_a_text_does_not_depend_on_the_batch(bundle: Bundle) -> None:
     """A text is the same by single or multiple tokens a step, alone or batched, and resumed anywhere; it differs from
     the one without logits only where a draft was accepted or rejected."""
     plain, drafting = core_of(bundle, "none"), core_of(bundle, "auto")

@@ -124,7 +124,7 @@ def test_drafts_beside_losses_of_memory(bundle: Bundle) -> None:
     tight.close(), plain.close()
 
 
-def test_a_step_in_which_all_is_drafted_can_be_left(bundle: Bundle) -> None:
+def test_a_request_aborted_between_drafted_steps_ends_once(bundle: Bundle) -> None:
     """A request aborted between two steps with drafts ends once, and others are unaffected."""
     core, plain = make_core(bundle), make_core(bundle, "none")
     rng = random.Random(9)

@@ -107,7 +107,7 @@ def test_a_hadamard_matrix_mixes_rows(width):
 
 
 def test_an_outlier_does_not_take_the_levels_of_others():
-    """With rotation, an outlier costs a fifth of the rounding error that it costs without."""
+    """With rotation, an outlier costs less than a fifth of the rounding error that it costs without."""
     torch.manual_seed(4)
     weight, x = torch.randn(64, 512), torch.randn(20, 512)
     x[:, 7] *= 100

@@ -49,7 +49,7 @@ def _no_memory() -> Iterator[None]:
     varlen._computes_right.cache_clear()
 
 
-def test_torchs_own_takes_what_it_is_given(caplog: pytest.LogCaptureFixture) -> None:
+def test_torchs_own_function_takes_the_arguments(caplog: pytest.LogCaptureFixture) -> None:
     """torch's own function accepts the arguments down to the operator, which has no CPU implementation; prompts then
     run without it and the reason is logged."""
     caplog.set_level("INFO")

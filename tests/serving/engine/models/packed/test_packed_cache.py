@@ -28,7 +28,7 @@ from mlflow_llm.serving.interface.bundle import Bundle
 from mlflow_llm.serving.interface.settings import EngineSettings
 from mlflow_llm.serving.system.files import CACHE_VARIABLE
 
-pytestmark = pytest.mark.skipif(library() is None, reason="no compiler, or a processor without AVX2")
+pytestmark = pytest.mark.skipif(library() is None, reason="no compiler, or a CPU without AVX2")
 
 WIDE: dict[str, Any] = COMMON | {"hidden_size": 64, "max_position_embeddings": 2048}
 DECODERS = {

@@ -21,7 +21,7 @@ from mlflow_llm.serving.interface.bundle import Bundle, EmbeddingSpec
 from mlflow_llm.serving.interface.settings import EngineSettings
 from mlflow_llm.serving.system.files import CACHE_VARIABLE
 
-pytestmark = pytest.mark.skipif(library() is None, reason="no compiler, or a processor without AVX2")
+pytestmark = pytest.mark.skipif(library() is None, reason="no compiler, or a CPU without AVX2")
 
 SIZES: dict[str, Any] = {
     "vocab_size": 100,
@@ -84,7 +84,7 @@ def bundle_of(root: Path, name: str = "bert", content_hash: str = "ab" * 32, **s
 
 
 ROUNDED = pytest.param(
-    {"dtype": "bfloat16"}, marks=pytest.mark.skipif(not has_bf16(), reason="a processor without AVX-512 BF16")
+    {"dtype": "bfloat16"}, marks=pytest.mark.skipif(not has_bf16(), reason="a CPU without AVX-512 BF16")
 )
 
 
