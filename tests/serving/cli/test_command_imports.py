@@ -1,4 +1,4 @@
-"""What a command costs before it does anything, and what its help says."""
+"""The modules that each command imports before it does anything, and its help text."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_commands_and_arbiter_import_no_heavy_library() -> None:
 
 @pytest.mark.parametrize("name", ["", "keys", "limits", "prices", "usage"])
 def test_lists_of_commands_are_whole(name: str) -> None:
-    """What each command does is said in its line of the list, on a terminal of 80 columns, without an ellipsis."""
+    """The list of commands describes each one in one line of an 80-column terminal, without an ellipsis."""
     shown = CliRunner().invoke(cli, [*name.split(), "--help"], terminal_width=80).output
     lines = shown.partition("Commands:\n")[2].splitlines()
     assert [line for line in lines if line.endswith("...")] == []

@@ -45,7 +45,7 @@ def command(observed: Running) -> Command:
 
 
 def spoken(server: Running, *contents: str, **fields: object) -> str:
-    """What the server answers to the last of ``contents``, which alternate between user and assistant."""
+    """Return the server's reply to the last of ``contents``, which alternate between user and assistant."""
     roles = ("user", "assistant")
     messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(contents)]
     body = {"model": "assistant", "messages": messages, "temperature": 0} | fields
@@ -69,7 +69,7 @@ def test_chat_prints_the_answer(command: Command, observed: Running) -> None:
 def test_the_first_of_several_endpoints_is_named(
     ids: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What is asked without ``--model`` is said, unless there is nothing else to ask."""
+    """Without ``--model`` the first endpoint is used, and its name is printed if there are others."""
     client = Client("http://127.0.0.1:1")
     monkeypatch.setattr(client, "get", lambda path: {"data": [{"id": one} for one in ids]})
     assert first_model(client) == "b"
@@ -87,7 +87,7 @@ def test_the_address_of_a_server_is_a_url(host: str, url: str, capsys: pytest.Ca
 
 @pytest.mark.parametrize(("name", "written"), [("a%41", "a%41"), ("a b", "a%20b"), ("a b", "a b")])
 def test_a_socket_is_found_by_its_path_and_by_its_url(tmp_path: Path, name: str, written: str) -> None:
-    """As ``--socket`` takes it, and escaped as in a URL."""
+    """A socket is found by its plain path, as ``--socket`` takes it, and by its URL-escaped path."""
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(tmp_path / name))
         assert connector(f"unix:{tmp_path}/{written}")[1] == f"unix:{tmp_path}/{name}"
@@ -237,7 +237,7 @@ def test_bench_counts_errors(command: Command) -> None:
 
 
 def test_bench_asks_other_prompts_in_each_run(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a run left in the prefix cache is not found by the next one, unless its --seed is given."""
+    """Each bench run sends new prompts, so that the prefix cache holds none of them, unless --seed is given."""
     module = importlib.import_module("mlflow_llm.serving.cli.bench")
     runs: list[list[str]] = []
 
@@ -289,7 +289,7 @@ def test_endpoints(command: Command) -> None:
 
 @pytest.fixture(scope="module")
 def surveyed() -> Iterator[None]:
-    """What an engine's process would find is found once: one that loads torch."""
+    """Cache doctor's survey of an engine process, which loads torch, for all tests."""
     module = importlib.import_module("mlflow_llm.serving.cli.doctor")  # its name in the package is the command's
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "engine", functools.cache(module.engine))
@@ -333,7 +333,7 @@ def test_doctor_of_no_model(tmp_path: Path) -> None:
 
 
 def read_until(terminal: int, text: str, seconds: float = 240) -> str:
-    """What the terminal shows, up to ``text`` at least: what came with it is not shown again."""
+    """Return the terminal's output up to ``text`` and whatever arrived with it; nothing is returned twice."""
     shown, end = "", time.monotonic() + seconds
     while text not in shown:
         assert time.monotonic() < end, shown

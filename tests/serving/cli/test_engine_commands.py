@@ -58,7 +58,7 @@ def test_keys_that_are_none(key: str, tmp_path: Path, command: tuple[str, ...]) 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:5601", "tcp://*:5601", "tcp://host", "tcp://host:0", "ipc:///tmp/x"])
 def test_an_address_is_tcp(key: str, address: str) -> None:
-    """What is no tcp://host:port is refused by both commands."""
+    """Both commands refuse an address that is not tcp://host:port."""
     if "*" not in address:
         assert "expected tcp://host:port" in str(
             invoke("engine", "-m", "x", "--listen", address, "--key-file", key).exception

@@ -43,7 +43,7 @@ def status(server: Running, secret: str | None) -> int:
 
 
 def states(database: str) -> dict[str, str]:
-    """What ``keys list`` says of each key."""
+    """Return the state of each key as ``keys list`` reports it."""
     return {key["key_id"]: key["state"] for key in json.loads(keys(database, "list", "--json").stdout)}
 
 

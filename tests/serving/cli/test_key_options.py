@@ -1,4 +1,4 @@
-"""Where a command's key comes from."""
+"""The sources of a command's API key."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_what_is_no_key(words: tuple[str, ...], reported: str) -> None:
 
 
 def test_one_key_is_enough(tmp_path: Path) -> None:
-    """Of two, nobody knows which is meant."""
+    """Giving both --key and --key-file is refused."""
     file = tmp_path / "key"
     file.write_text("sk-file")
     assert "give one of them" in run("--key", "sk-x", "--key-file", str(file)).stderr

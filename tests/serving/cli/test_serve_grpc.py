@@ -23,7 +23,7 @@ def test_without_grpcio(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_port_that_is_taken() -> None:
-    """By another process, or by the server's own listeners."""
+    """A gRPC port that another process, or another listener of the server, uses is refused."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -27,6 +27,6 @@ def test_units(given: str | int, size: int) -> None:
 
 @pytest.mark.parametrize("given", ["", "0", "-1", "1e9", "lots", "8 GiBs", "0.0001k", "9" * 40, "8GB8", "inf", "٣"])
 def test_what_is_no_size_is_refused(given: str) -> None:
-    """By what is allowed, and never with a trace."""
+    """A value that is not a size is refused with an error that says what is allowed."""
     with pytest.raises(click.BadParameter, match=r"number of bytes|at least 1 byte"):
         Size().convert(given, None, None)

@@ -77,7 +77,7 @@ def test_wide_characters_count_twice() -> None:
 
 
 def test_history_without_a_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the state directory cannot be made there is no history file, and no error."""
+    """There is no history file, and no error, if the state directory cannot be created."""
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("MLFLOW_LLM_STATE", str(tmp_path / "file" / "below"))
     assert history_file() is None
@@ -88,7 +88,7 @@ def test_history_without_a_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_history_that_others_could_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is there already is closed to others; of a link, or another user's file, there is no history."""
+    """An existing history file is made private; a symbolic link or another user's file is not used."""
     monkeypatch.setenv("MLFLOW_LLM_STATE", str(tmp_path))
     file = tmp_path / "chat_history"
     file.write_text("")
