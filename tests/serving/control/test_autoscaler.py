@@ -1,4 +1,4 @@
-"""What the autoscaler measures, reserves, scales and bills of provisioned entities, without processes."""
+"""The autoscaler's measurements, reservations, scaling and billing of provisioned entities, without processes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 
 def engine_like(**can: bool) -> SimpleNamespace:
-    """What ``prepare`` asks of an engine that is not measured."""
+    """Return the part of an engine that ``prepare`` reads of one that is not measured."""
     return SimpleNamespace(info=SimpleNamespace(backend="other", capabilities=Capabilities(**can)))
 
 
@@ -88,7 +88,7 @@ def test_an_entity_is_measured_once_for_an_engine(measured: list[object], reserv
 
 
 def test_what_the_machine_cannot_give_is_refused(measured: list[object], reserved_time: ReservedTime) -> None:
-    """By name, with what was asked for and what was measured."""
+    """More throughput than the machine has is refused with the field's name, the value and what was measured."""
     fields = {"min_provisioned_throughput": 401, "max_provisioned_throughput": 500}
     with pytest.raises(InvalidField, match=r"^min_provisioned_throughput: 401 .*at most 400 tokens/s.*measured"):
         Autoscaler(reserved_time).prepare(served(**fields), engine_like())
@@ -111,7 +111,7 @@ def test_an_engine_that_keeps_no_pace_reserves_nothing(measured: list[object], r
 
 
 def test_all_reserves_fit_the_machine_together(measured: list[object], reserved_time: ReservedTime) -> None:
-    """What one has reserved another cannot, until it is gone; a new version takes the place of the old one."""
+    """Reserved throughput is unavailable to others until it is released; a new version replaces the old reservation."""
     autoscaler = Autoscaler(reserved_time)
     first, second = served("a", min_provisioned_throughput=300), served("b", min_provisioned_throughput=200)
     first, second = (

@@ -88,13 +88,13 @@ def test_an_endpoints_config() -> None:
 
 @pytest.mark.parametrize(("name", "value"), WRONG)
 def test_values_that_are_refused(name: str, value: Any) -> None:
-    """By their place in the config."""
+    """An invalid value is refused with its path in the config."""
     with pytest.raises(InvalidField, match=rf"^config\.{name}: "):
         config_body(ENTITIES | {name: value}, "config")
 
 
 def test_lengths_that_leave_no_room() -> None:
-    """What is of a part is less than what is of the whole, and a batch has one size."""
+    """Partial lengths must be below maxSeqLen, and maxPrefillTokens must agree with the engine settings."""
     for name in ("maxInputTokenLen", "maxIterTimes"):
         with pytest.raises(InvalidField, match=rf"^config\.{name}: 100"):
             config_body(ENTITIES | {name: 100, "maxSeqLen": 100}, "config")

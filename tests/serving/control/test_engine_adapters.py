@@ -97,7 +97,9 @@ def test_what_is_wanted_no_more_is_withdrawn(adapters: EngineAdapters) -> None:
 
 
 def test_endpoints_that_share_an_engine_share_its_names(adapters: EngineAdapters) -> None:
-    """Of two adapters of one name the first endpoint's is loaded, and the other's refused; the same one is both's."""
+    """Of two different adapters with one name the first endpoint's is loaded and the other's refused; equal ones are
+    shared.
+    """
     told, other = Told(), msgspec.structs.replace(LEGAL, path="/b", revision="9")
     both = [deployed("poet"), deployed("chat")]
     adapters.want({"chat": (LEGAL,), "poet": (other,)}, both, told)  # type: ignore[arg-type]

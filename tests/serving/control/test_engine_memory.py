@@ -1,4 +1,4 @@
-"""Which engines are loaded within a memory budget: idle ones go, the one used longest ago first, and come back."""
+"""The choice of engines that stay loaded within a memory budget: idle ones are unloaded, least recently used first."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Machine:
         )
 
     def tick(self, wanted: dict[str, int] | None = None, *, seconds: float = GRACE) -> set[str]:
-        """What is loaded after a while."""
+        """Advance the clock by ``seconds``, apply the budget and return the keys of the loaded engines."""
         self.now += seconds
         wanted = dict.fromkeys(self.admitted, 1) | (wanted or {})
         status = {key: self.status(key) for key in wanted}
@@ -94,8 +94,9 @@ class Machine:
 
 
 def test_idle_engines_go_the_least_recently_used_first(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Where two of three fit, the one that was used longest ago gives way to the one that is asked for, and the log
-    says which, why, and what bringing it back takes."""
+    """The least recently used engine is unloaded for the requested one, and the log gives its name, the reason and the
+    reload time.
+    """
     machine = Machine(tmp_path, 2.5, {"a": 1, "b": 1, "c": 1})
     machine.admit("a", "b", "c")
     for key in "abc":
@@ -156,7 +157,7 @@ def test_one_that_is_asked_for_while_it_leaves_comes_back(tmp_path: Path) -> Non
 
 
 def test_one_that_scaled_to_zero_comes_back_while_it_leaves(tmp_path: Path) -> None:
-    """As one that made room for another."""
+    """An engine that scales to zero comes back on a request even while it is still shutting down."""
     machine = Machine(tmp_path, 1.5, {"a": 1})
     machine.start("a")
     machine.held.add("a")
@@ -166,7 +167,7 @@ def test_one_that_scaled_to_zero_comes_back_while_it_leaves(tmp_path: Path) -> N
 
 
 def test_busy_engines_and_those_just_asked_for_stay(tmp_path: Path) -> None:
-    """What works is not unloaded, nor what was brought back for a request that is on its way: the other one waits."""
+    """A busy engine is not unloaded, nor one that was just reloaded for a request: the other one waits."""
     machine = Machine(tmp_path, 1.5, {"a": 1, "b": 1})
     machine.start("a", "b")
     machine.busy.add("b")
@@ -221,7 +222,7 @@ def test_growth_beyond_the_budget_unloads_what_is_idle(tmp_path: Path) -> None:
 
 
 def test_without_a_budget_nothing_is_unloaded(tmp_path: Path) -> None:
-    """What is wanted runs; what scales to zero says so."""
+    """Without a memory budget every wanted engine stays loaded; one scaled to zero records the reason."""
     machine = Machine(tmp_path, None, {"a": 100, "b": 100})
     machine.admit("a", "b")
     assert machine.tick() == {"a", "b"}

@@ -62,7 +62,7 @@ def test_looking_at_a_directory_changes_nothing_there(plan: PlanDirectory, tmp_p
 
 
 def test_a_requested_replica_has_its_time(plan: PlanDirectory) -> None:
-    """By the monotonic clock, by engine."""
+    """A request for a replica is recorded for each engine with a monotonic time."""
     plan.request_replica("engine")
     first = plan.replica_requested_at("engine")
     plan.request_replica("engine")

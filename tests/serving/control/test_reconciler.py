@@ -105,7 +105,7 @@ def test_an_endpoint_that_is_deleted_as_its_rollout_fails(
 
 
 def test_a_failure_is_reported_once_the_store_answers(controller: Controller, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the store is away when a rollout fails, the failure is written later."""
+    """A rollout failure that the store could not record is recorded once the store is available."""
     real, refusals = controller.endpoints.mark_failed, [Unavailable("the store is away"), ServingError("what is that")]
 
     def mark_failed(name: str, version: int, message: str) -> bool:

@@ -69,7 +69,7 @@ def test_a_tokenizers_own_code_is_not_run(instant_bundle: Bundle, tmp_path: Path
 
 
 def test_a_model_does_not_grant_itself_its_code(tiny_bundle: Bundle) -> None:
-    """What it was logged with is refused by name on a server, unless its command line says that it may, or may not."""
+    """A model's own config cannot enable trust_remote_code on a server: only the server's settings decide."""
     model = ResolvedModel(bundle=tiny_bundle, config={"trust_remote_code": True})
     with pytest.raises(PackagingError, match="-C trust_remote_code=true"):
         model.settings({})

@@ -57,7 +57,7 @@ class Lookups:
 
 
 def model(uri: str) -> tuple[ResolvedModel, ...]:
-    """What is found for ``uri``."""
+    """Return the models that a lookup of ``uri`` finds."""
     bundle = Bundle(content_hash=uri, tasks=("chat",), model_dir="/model", tokenizer_dir="/tokenizer")
     return (ResolvedModel(bundle=bundle, config={"max_num_seqs": 4}, uri=f"models:/{uri}/1"),)
 
@@ -91,7 +91,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def test_lookups_beyond_the_limit_wait(tmp_path: Path) -> None:
-    """Of six lookups in two workers two run at a time, and all are answered."""
+    """At most two of six lookups by two workers run at a time, and all are answered."""
     lookups = Lookups()
     workers = [ResolverPool(tmp_path, limit=2, timeout=60, find=lookups) for _ in range(2)]
     first, answers = ask(workers[0], "a", "b", "c")
@@ -105,7 +105,7 @@ def test_lookups_beyond_the_limit_wait(tmp_path: Path) -> None:
 
 
 def test_one_lookup_answers_all_callers_of_a_process(tmp_path: Path) -> None:
-    """Who asks for what is being looked up gets that answer or that error; later ones look anew."""
+    """Concurrent callers of one lookup share its answer or error; a later call looks up again."""
     lookups = Lookups()
     bounded = ResolverPool(tmp_path, limit=2, timeout=60, find=lookups)
     for uri, answer in (("a", model("a")), ("missing", None)):
@@ -125,7 +125,7 @@ def test_one_lookup_answers_all_callers_of_a_process(tmp_path: Path) -> None:
 
 
 def test_a_lookup_whose_caller_was_stopped_is_done_by_another(tmp_path: Path) -> None:
-    """Those who had joined a lookup that was given up do not end with it."""
+    """Callers that joined a lookup are answered even if the caller that started it was stopped."""
     waits, stop = threading.Event(), threading.Event()
     calls: list[int] = []
 
@@ -155,7 +155,7 @@ def test_a_lookup_whose_caller_was_stopped_is_done_by_another(tmp_path: Path) ->
 
 
 def test_one_lookup_answers_all_processes(tmp_path: Path) -> None:
-    """What one worker looks up another takes from it, model and error; who asks after that looks anew."""
+    """Workers share a running lookup's result, model or error; a later call looks up again."""
     lookups, polls = Lookups(), threading.Semaphore(0)
 
     def wait(seconds: float) -> None:

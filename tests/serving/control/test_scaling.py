@@ -10,7 +10,7 @@ TO_ZERO = ScalePolicy(per_replica=100, min_throughput=50, max_throughput=500, sc
 
 
 def test_load_adds_replicas_at_once():
-    """As many as keep each below its high mark, at most the maximum; a queue adds one more than there are."""
+    """Load adds enough replicas to keep each below its high mark, up to the maximum; a queue adds one more."""
     assert decide(POLICY, ScaleState(replicas=2), Load(tokens_per_second=300), 0).replicas == 4
     assert decide(POLICY, ScaleState(replicas=2), Load(tokens_per_second=9000), 0).replicas == 5
     assert decide(POLICY, ScaleState(replicas=3), Load(tokens_per_second=10, waiting=4), 0).replicas == 4

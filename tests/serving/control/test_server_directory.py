@@ -1,4 +1,4 @@
-"""What servers leave of their own directories."""
+"""The directories that servers leave behind."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def killed_server(place: Path) -> Path:
-    """What a server leaves that is killed with all its processes."""
+    """Start a server, kill it with all its processes and return the directory that it leaves."""
     environment = {**os.environ, "TMPDIR": str(place)}
     command = [sys.executable, "-c", SERVER]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as server:
@@ -47,7 +47,7 @@ def test_a_directory_goes_with_its_server(place: Path) -> None:
 
 
 def test_the_next_start_removes_directories_of_killed_servers(place: Path) -> None:
-    """What a killed server left goes; what a living server or a worker of a killed one uses stays, and all else."""
+    """Directories of killed servers are removed, those of living servers or workers and all other files are kept."""
     left, used = killed_server(place), killed_server(place)
     worker = PlanDirectory(used).add_worker()
     other = place / "mlflow-llm-server-of-others"

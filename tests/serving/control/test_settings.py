@@ -65,7 +65,7 @@ def invoke(*arguments: str) -> Result:
 
 
 def error_of(done: Result) -> str:
-    """What the console script prints of a command that was refused."""
+    """Return the error that the console script prints for a refused command."""
     return done.output if isinstance(done.exception, SystemExit) else f"Error: {done.exception}\n"
 
 
@@ -75,7 +75,9 @@ def line(field: str, value: object, allowed: str) -> str:
 
 @pytest.mark.parametrize(("field", "value", "allowed"), ENGINE)
 def test_bad_engine_settings_are_refused_by_field(field: str, value: object, allowed: str) -> None:
-    """Of the constructor, of plain values, of a model's config and of its overrides: the same line."""
+    """A bad engine setting gives the same error line from the constructor, plain values, a model's config and its
+    overrides.
+    """
     for make in (
         lambda: EngineSettings(**{field: value}),
         lambda: EngineSettings.read({field: value}),
@@ -109,7 +111,7 @@ def test_defaults_and_bounds_of_settings_are_allowed() -> None:
 
 
 def test_bad_saved_settings_of_a_served_model_are_refused(instant_bundle) -> None:
-    """What was saved with a model is refused by field; that its notebooks run it in process is no hindrance."""
+    """A bad setting saved with a model is refused with its field; a saved ``in_process`` is ignored by the server."""
     with pytest.raises(PackagingError, match="engine settings: threads: 0 is not allowed"):
         ResolvedModel(bundle=instant_bundle, config={"threads": 0}).settings({})
     assert not ResolvedModel(bundle=instant_bundle, config={"in_process": True}).settings({}).in_process
@@ -256,7 +258,7 @@ def test_the_state_directory_is_the_settings_the_variables_or_xdgs(
 
 
 def test_a_user_without_a_home_has_no_state_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As a container's bare user id: nothing is created in the working directory, and the variable is named."""
+    """Without a home directory the error names MLFLOW_LLM_STATE, and nothing is created in the working directory."""
     for name in ("HOME", "XDG_STATE_HOME", "MLFLOW_LLM_STATE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
