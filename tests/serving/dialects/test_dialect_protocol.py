@@ -1,4 +1,4 @@
-"""What a dialect is to the rest of the server: headers and bytes in and out, and whose errors a path has."""
+"""The interface of a dialect to the server: headers and bytes in and out, and the error form of each path."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def test_the_page_is_made_of_the_rows() -> None:
 
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
 def test_every_field_has_a_row(part: Part) -> None:
-    """Those that the dialect declares, those that the document names, and no row for one that nobody has."""
+    """Each field that the dialect declares or its document names has a row, and no other field has one."""
     names = set(declared(DIALECTS[part.dialect].request_schemas[part.task]))  # type: ignore[index]
     rows = {name for name in part.rows if name.partition("[")[0] == name or name in part.of_document}
     assert names | set(part.of_document) == rows

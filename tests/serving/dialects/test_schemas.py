@@ -85,7 +85,7 @@ def taken(table: Table, body: dict[str, Any]) -> bool:
 
 @pytest.mark.parametrize("table", TABLES)
 def test_schema_and_reader_take_the_same_values(table: Table) -> None:
-    """Of every field, refused ones too: null, wrong types, the bounds and what is just outside."""
+    """Schema and reader agree for each field, refused ones too, on null, wrong types and values around the bounds."""
     properties = table.schema()["properties"]
     assert set(properties) == {*table.fields, *table.refused}
     for name, schema in properties.items():

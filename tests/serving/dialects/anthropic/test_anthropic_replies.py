@@ -136,7 +136,7 @@ def test_why_it_ended(choice: dict[str, Any], reason: str, sequence: str | None)
     ids=["cut off", "no object", "no JSON", "deep"],
 )
 def test_arguments_that_are_no_object(arguments: str, block: dict[str, Any]) -> None:
-    """What was cut off is given as far as it goes; what calls nothing is text."""
+    """Arguments that were cut off are returned as far as they go; arguments that are not an object become text."""
     found = whole(calls=(msgspec.structs.replace(CALL, arguments=arguments),), finish_reason="length")
     assert found["content"] == [block]
 
@@ -249,7 +249,7 @@ def test_every_error_is_rendered(error_class: type[ServingError]) -> None:
     ],
 )
 def test_fields_have_the_callers_names(field: str, named: str) -> None:
-    """What is refused below the dialect is said of the field that was sent."""
+    """Errors from below the dialect name the field that the caller sent."""
     message = json.loads(CODEC.error(InvalidField(field, 1, "2")).body)["error"]["message"]
     assert message == f"{named}: 1 is not allowed; expected 2"
     parallel = json.loads(CODEC.error(InvalidField("parallel_tool_calls", False, "null")).body)["error"]["message"]

@@ -207,7 +207,7 @@ def test_turns_of_one_role_are_one() -> None:
     ],
 )  # fmt: skip
 def test_turns_that_are_refused(messages: list[tuple[str, Any]], param: str) -> None:
-    """By the path of what is wrong, in the caller's own numbers."""
+    """An invalid turn is refused with the path of the fault in the caller's own numbering."""
     error = refused(messages=[{"role": role, "content": content} for role, content in messages], system="s")
     assert error.param == param
 
@@ -263,7 +263,7 @@ def test_tools() -> None:
     ],
 )
 def test_tool_choice(choice: dict[str, Any], expected: ToolChoice, parallel: bool | None) -> None:
-    """Which tools may be called, and whether several."""
+    """``tool_choice`` says which tools may be called, and whether several may be called in parallel."""
     raw = read(tools=[WEATHER], tool_choice=choice)
     assert (raw.tool_choice, raw.parallel_tool_calls) == (expected, parallel)
 
@@ -312,7 +312,7 @@ def test_tool_choice(choice: dict[str, Any], expected: ToolChoice, parallel: boo
     ],
 )
 def test_fields_that_are_refused(fields: dict[str, Any], param: str) -> None:
-    """What is not served is refused by its name, never left out unseen."""
+    """An unsupported field is refused with its name and never ignored."""
     assert refused(**fields).param == param
 
 
@@ -394,7 +394,7 @@ PROBES = {
 
 @pytest.mark.parametrize("body", [BODY, COUNT_BODY], ids=["message", "count"])
 def test_schema_and_reader_take_the_same_values(body: Any) -> None:
-    """Of every field: null, wrong types, the bounds and what is just outside, and what has types of its own."""
+    """Schema and reader agree for each field on null, wrong types, values at and just outside the bounds, and probes."""
     least = {name: LEAST[name] for name in body.schema["required"]}
     for name, schema in body.schema["properties"].items():
         jsonschema.Draft202012Validator.check_schema(schema)

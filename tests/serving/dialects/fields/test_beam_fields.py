@@ -15,7 +15,7 @@ HI = [{"role": "user", "content": "hi"}]
 
 
 def beams(**fields: Any) -> RawBeams | None:
-    """Of a chat and of a completion, which read them alike."""
+    """Return the beam search fields read from a chat and a completion, which must agree."""
     chat = decode(OPENAI, {"messages": HI, **fields}, "chat")
     completion = decode(OPENAI, {"prompt": "hi", **fields}, "completions")
     assert isinstance(chat, RawChat)

@@ -1,4 +1,4 @@
-"""What a request says of a text's form: read into one ``Constraint``, whichever field says it."""
+"""The fields that constrain a reply's form, each read into one ``Constraint``."""
 
 import pytest
 from tool_probes import FORM, SCHEMA

@@ -386,7 +386,7 @@ def test_predictions(dialect, content):
     ],
 )
 def test_predictions_refused(prediction, param):
-    """What is no prediction is refused by the name of what is wrong; completions have none."""
+    """An invalid prediction is refused with the name of the fault; completions accept none."""
     assert _refused({"messages": HI, "prediction": prediction}).param == param
     assert _refused({"prompt": "a", "prediction": {"type": "content", "content": "a"}}).param == "prediction"
 

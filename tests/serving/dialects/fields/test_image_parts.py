@@ -221,7 +221,7 @@ def test_sizes_of_data(size: int) -> None:
 
 
 def test_the_largest_data() -> None:
-    """Of 20 MiB and no byte more."""
+    """Inline data of 20 MiB is accepted, and one byte more is refused."""
     text = base64.b64encode(bytes(MAX_PICTURE)).decode()
     assert image_url(openai(f"data:image/png;base64,{text}"), "p").content == text
     longer = base64.b64encode(bytes(MAX_PICTURE + 1)).decode()
@@ -232,7 +232,7 @@ def test_the_largest_data() -> None:
 
 @given(data=st.binary(max_size=40), junk=st.text(max_size=8))
 def test_base64_as_python_reads_it(data: bytes, junk: str) -> None:
-    """What is encoded is taken; what Python does not decode strictly is not."""
+    """Base64 is accepted exactly if Python's strict decoder accepts it and the result is not empty."""
     text = base64.b64encode(data).decode()
     if data:
         assert base64_of(text, "f", 40) == text
@@ -286,7 +286,7 @@ DETAIL = 'one of "auto", "low", "high"'
 )
 @pytest.mark.parametrize("dialect", OPENAI)
 def test_refusals_of_openais(dialect: str, part: dict[str, Any], field: str, allowed: str) -> None:
-    """What cannot be read is refused by its path, with what is allowed."""
+    """An unreadable part is refused with its path and what is allowed."""
     error = refused(dialect, {"type": "text", "text": "a"}, part)
     assert error.param == f"messages[0].content[1].{field}"
     assert allowed in error.message
@@ -315,7 +315,7 @@ def test_refusals_of_openais(dialect: str, part: dict[str, Any], field: str, all
     ],
 )
 def test_refusals_of_anthropics(block: dict[str, Any], field: str, allowed: str) -> None:
-    """What cannot be read is refused by its path, with what is allowed."""
+    """An unreadable block is refused with its path and what is allowed."""
     error = refused("anthropic", {"type": "text", "text": "a"}, block)
     assert error.param == f"messages[0].content[1].{field}"
     assert allowed in error.message
@@ -339,7 +339,7 @@ def test_refusals_of_anthropics(block: dict[str, Any], field: str, allowed: str)
     ],
 )
 def test_refusals_of_responses(part: dict[str, Any], field: str, allowed: str) -> None:
-    """What cannot be read is refused by its path, with what is allowed."""
+    """An unreadable part is refused with its path and what is allowed."""
     error = refused("responses", {"type": "input_text", "text": "a"}, part)
     assert error.param == f"input[0].content[1].{field}"
     assert allowed in error.message

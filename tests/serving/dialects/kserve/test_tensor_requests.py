@@ -1,4 +1,4 @@
-"""What TensorRT-LLM's tensors ask for, as a raw request: values, datatypes, defaults, and what belongs together."""
+"""TensorRT-LLM's tensors as a raw request: values, datatypes, defaults, and tensors that depend on each other."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def raw_of(values: Any, datatype: str) -> bytes:
 
 
 def decoded(*tensors: tuple[str, str, list[int], Any], binary: bool = True, **more: Any) -> RawCompletion:
-    """What the dialect makes of ``(name, datatype, shape, values)``, after the mandatory two."""
+    """Decode the tensors ``(name, datatype, shape, values)``, preceded by the mandatory two."""
     given = {name: (datatype, shape, values) for name, datatype, shape, values in tensors}
     if "text_input" not in given:
         given = {"input_ids": ("INT32", [1, 3], [5, 6, 7]), "request_output_len": ("INT32", [1, 1], [4])} | given

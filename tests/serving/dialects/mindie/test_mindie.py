@@ -42,7 +42,7 @@ def refused(field: str, value: Any) -> str:
 
 @pytest.mark.parametrize("body", CHATS.values(), ids=CHATS)
 def test_the_documents_requests_are_taken(body: dict[str, Any]) -> None:
-    """As printed, and by the schema too."""
+    """The documented requests are accepted as printed, by the reader and by the schema."""
     raw = read(**body)
     assert (raw.timings, raw.sampling.clip_max_tokens, raw.sampling.top_p) == (True, True, body["top_p"])
     assert raw.sampling.top_k == (0 if "top_k" in body else None)
@@ -133,7 +133,7 @@ def test_model_and_messages_are_needed() -> None:
     ],
 )
 def test_messages_that_are_refused(message: dict[str, Any], where: str) -> None:
-    """By their place."""
+    """An invalid message is refused with its path."""
     assert refused("messages", [message]).startswith(f"messages[0]{where}:")
 
 
@@ -296,7 +296,9 @@ def test_a_stream_of_full_texts() -> None:
 
 @pytest.mark.parametrize(("stop", "reason"), [(None, "tool_calls"), ("END", "stop"), (7, "tool_calls")])
 def test_a_stream_of_calls(stop: str | int | None, reason: str) -> None:
-    """What is new of a call in each chunk; the end says tool_calls, but of a stop string: it may have cut one off."""
+    """Each chunk has the new part of a call; the finish reason is tool_calls unless a stop string may have cut a call
+    off.
+    """
     pieces = (
         Delta(index=0, text="", calls=(CallDelta(index=0, id="call_12345678abcd", name="f"),), num_tokens=1),
         Delta(index=0, text="", calls=(CallDelta(index=0, arguments="{}"),), num_tokens=1),

@@ -17,7 +17,7 @@ HI = {"model": "llama3", "messages": [{"role": "system", "content": "Help."}, {"
 
 
 def sampling(**fields: Any) -> RawSampling:
-    """Of a chat and of a completion, which read them alike."""
+    """Return the sampling fields read from a chat and a completion, which must agree."""
     chat = DIALECT.read({**HI, **fields}, "chat")
     completion = DIALECT.read({"model": "llama3", "prompt": "hello", **fields}, "completions")
     assert isinstance(chat, RawChat)
@@ -27,7 +27,7 @@ def sampling(**fields: Any) -> RawSampling:
 
 
 def test_the_documents_defaults() -> None:
-    """What is not given is what the document says, not what the model has."""
+    """Fields left out have the documented defaults rather than the model's."""
     expected = RawSampling(temperature=0.0, top_p=1.0, top_k=0, repetition_penalty=1.0, seed=0, n=1)
     assert sampling() == expected
     given = {"best_of": 1, "n": 1, "length_penalty": 1.0, "diversity_penalty": 1.0, "num_beam_groups": 1}
@@ -94,7 +94,7 @@ def test_no_end_of_text() -> None:
     ],
 )
 def test_what_is_refused(fields: dict[str, Any], field: str) -> None:
-    """By the field's name, with the value and what is allowed."""
+    """An invalid field is refused with its name, the value and what is allowed."""
     for body, task in ((HI, "chat"), ({"model": "llama3", "prompt": "hello"}, "completions")):
         with pytest.raises(InvalidField) as refused:
             DIALECT.read({**body, **fields}, task)

@@ -58,7 +58,7 @@ def request(*, max_tokens: int = 9, **fields: Any) -> ValidRequest:
 
 
 def echoed(**fields: Any) -> bytes:
-    """What decoding keeps of a body with these fields."""
+    """Return the part of a body with these fields that decoding keeps for the reply."""
     return DIALECT.decode(Head(DIALECT.routes[0], {}), json.dumps({"input": "hi"} | fields).encode()).echoed
 
 
@@ -307,7 +307,7 @@ def test_calls_of_tools_in_a_namespace() -> None:
 
 
 def test_text_between_thoughts_and_calls() -> None:
-    """What comes again after something else is an item of its own."""
+    """Text that resumes after reasoning or a call becomes a separate output item."""
     pieces = [
         Delta(index=0, text="a"),
         Delta(index=0, text="", reasoning="b"),

@@ -106,7 +106,7 @@ def msgspec_fields(raw: RawChat) -> dict[str, Any]:
 
 
 def test_values_that_ask_for_nothing() -> None:
-    """What only the hosted service gives a meaning passes where it asks for what happens anyway."""
+    """Fields of the hosted service are accepted with values that ask for the default behaviour."""
     plain = read()
     asked: dict[str, Any] = {
         "store": False, "background": False, "service_tier": "auto", "prompt_cache_key": "k", "top_logprobs": 0,
@@ -186,7 +186,7 @@ def test_values_that_ask_for_nothing() -> None:
     ],
 )  # fmt: skip
 def test_refusals_name_their_field(fields: dict[str, Any], param: str, why: str) -> None:
-    """What cannot be done is refused by its path, with what is allowed or why."""
+    """An unsupported request is refused with the field's path and what is allowed, or the reason."""
     error = refused(**fields)
     assert error.param == param
     assert error.message.startswith(param + ": ")
@@ -237,7 +237,9 @@ def messages(*items: dict[str, Any]) -> tuple[Message, ...]:
 
 
 def test_a_round_of_tools() -> None:
-    """What the assistant thought, said and called in a row is one message; each output is one of role tool."""
+    """Consecutive reasoning, text and calls of the assistant become one message; each tool output becomes a tool
+    message.
+    """
     found = messages(USER, THOUGHT, SAID, CALL, WROTE, RESULT, WRITTEN, SAID)
     assert found == (
         Message(role="user", content="hi"),
@@ -364,7 +366,7 @@ def test_tool_choice(choice: Any, expected: ToolChoice) -> None:
 
 
 def test_formats() -> None:
-    """What the text is held to, with the field that says it."""
+    """A text format becomes a constraint that names the field it came from."""
     schema = {"type": "object"}
     asked = {"type": "json_schema", "name": "a", "schema": schema, "strict": True, "description": "b"}
     assert read(text={"verbosity": "medium"}).sampling.constraint is None
@@ -424,7 +426,7 @@ def test_what_the_reply_repeats() -> None:
     ],
 )
 def test_errors_have_the_names_of_this_api(param: str | None, message: str, expected: tuple[str | None, str]) -> None:
-    """What is found below the dialects is told by the field that the caller sent."""
+    """Errors from below the dialect name the field that the caller sent."""
     error = json.loads(DIALECT.error(RequestError(message, param=param)).body)["error"]
     assert (error["param"], error["message"]) == expected
 
@@ -472,7 +474,7 @@ ITEMS: list[Any] = [USER, SHOWN, CALL, RESULT, WROTE, WRITTEN, THOUGHT, SAID]
 
 
 def values() -> Iterator[Any]:
-    """Of every item: each of its fields left out, null, and of other types."""
+    """Yield each item as it is and with each of its fields left out, null and of other types."""
     for item in ITEMS:
         yield item
         for name in item:
@@ -487,7 +489,7 @@ def values() -> Iterator[Any]:
 
 @pytest.mark.parametrize("name", [*TABLE.fields, *TABLE.refused])
 def test_schema_and_reader_take_the_same_values(name: str) -> None:
-    """Of every field: null, wrong types, the bounds and what is just outside; but for what a schema cannot say."""
+    """Schema and reader agree on null, wrong types and bounds, except for rules that a schema cannot express."""
     schema = TABLE.schema()["properties"][name]
     validator = jsonschema.Draft202012Validator(schema)
     probes = [*ANY, *bounds(schema)]

@@ -35,7 +35,7 @@ def with_parameter(name: str, value: Any) -> dict[str, Any]:
 
 
 def test_the_documents_request_is_taken() -> None:
-    """As printed; the prompt goes to the model as it is."""
+    """The documented request is accepted as printed, and its prompt is passed to the model unchanged."""
     raw = read(GENERATE, "/generate_stream")
     sampling = raw.sampling
     assert (raw.prompts, raw.use_raw_prompt, raw.stream, raw.timings) == ((GENERATE["text_input"],), True, True, True)
@@ -101,7 +101,7 @@ def test_bounds(name: str, taken: list[Any], not_taken: list[Any]) -> None:
     ],
 )
 def test_bodies_that_are_refused(body: dict[str, Any]) -> None:
-    """By the name of the field."""
+    """An invalid body is refused with the name of the field."""
     with pytest.raises(InvalidField, match=r"^(text_input|id|parameters|colour): "):
         read(body)
     with pytest.raises(jsonschema.ValidationError):
