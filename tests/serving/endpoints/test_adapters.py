@@ -28,7 +28,7 @@ def endpoints(store_url: str) -> Iterator[EndpointStore]:
 
 
 def test_an_adapter_is_loaded_replaced_and_removed(endpoints: EndpointStore) -> None:
-    """By endpoint and name; each load is a revision of its own, and a second one has to say that it replaces."""
+    """Adapters are kept by endpoint and name; each load gets a new revision, and a second load must ask to replace."""
     adapters = endpoints.adapters
     first, none = adapters.put("chat", "legal", "/a", "/a", replace=False, by=BY)
     assert none is None
@@ -73,7 +73,7 @@ def test_they_go_with_their_endpoint(endpoints: EndpointStore) -> None:
 
 
 def test_changes_are_said(store_url: str) -> None:
-    """Of what is to be served, endpoints and their adapters alike; what changes nothing there says nothing."""
+    """A listener is notified of each change to the endpoints and adapters to be served, and of nothing else."""
     store, said = Store(store_url), []
     source = ModelSource(uri="m", bundle=Bundle(content_hash="h", tasks=("chat",), model_dir="/m", tokenizer_dir="/t"))
     endpoints = EndpointStore(store, locate=lambda found: (source,) * len(found), changed=lambda: said.append(1))

@@ -111,8 +111,7 @@ def probes(body: Any, schema: Any) -> Iterator[Any]:
 
 @pytest.mark.parametrize(("reader", "body"), BODIES)
 def test_schema_and_reader_take_the_same_bodies(reader: Reader[Any], body: Any) -> None:
-    """What fields say of each other (names in routes, shares that sum to 100) stands beside the schemas: what is
-    taken is always valid, and what is not taken is invalid or says so of such a relation."""
+    """Schema and reader accept the same bodies, except for relations between fields, which the reader alone checks."""
     validator = jsonschema.Draft202012Validator(reader.schema)
     assert validator.is_valid(body)
     assert taken(reader, body)

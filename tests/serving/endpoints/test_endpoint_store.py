@@ -249,7 +249,7 @@ WRITTEN = [
 
 @pytest.mark.parametrize(("config", "field"), WRITTEN)
 def test_a_field_is_named_as_the_caller_wrote_it(endpoints, config, field):
-    """By its place in the body sent, which is the config itself in an update, and in the spelling used there."""
+    """An error names the field by its path in the body that was sent, in the caller's spelling."""
     with pytest.raises(InvalidField) as created:
         endpoints.create({"name": "chat", "config": config})
     endpoints.create(body())
