@@ -95,8 +95,9 @@ def test_claims_have_the_names_that_the_server_gives_them(keys: dict[str, Any]) 
                           ("1.5", 0), ("", 0), ("٣", 0), ("9" * 5000, 0), ([3], 0), ({"of": 3}, 0)],
 )  # fmt: skip
 def test_a_claim_weighs_its_callers_turns(keys: dict[str, Any], claim: Any, weight: int) -> None:
-    """Where the server names one: 1 to 1000, 1 without it, and no caller where it is anything else; else it means
-    nothing."""
+    """The configured claim gives a weight of 1 to 1000, 1 if absent; another value is refused, and without a configured
+    claim it is ignored.
+    """
     source = KeySource("keys.json", read=lambda place: (jwks_of(keys["EdDSA"]), jwks.MAX_AGE))
     token = signed(keys["EdDSA"], "EdDSA", changed(plan={"weight": claim}))
     named = Tokens(ServerSettings(**SETTINGS, jwt_weight_claim="plan.weight"), source, clock=lambda: NOW)
@@ -281,7 +282,7 @@ def test_an_old_set_is_renewed_beside_the_requests(keys: dict[str, Any]) -> None
 
 
 def test_a_set_is_kept_as_long_as_its_answer_says(keys: dict[str, Any]) -> None:
-    """By Cache-Control, within bounds: a key that was withdrawn is not believed for a year."""
+    """A key set is cached for the time its Cache-Control header gives, within fixed bounds."""
     issuer = Issuer(keys["RS256"])
     issuer.max_age = 1000.0
     issuer.source.find("RS256")
@@ -332,7 +333,7 @@ class Answers(BaseHTTPRequestHandler):
 
 
 def test_a_set_is_downloaded_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is there is taken; redirects, refusals and large answers are not."""
+    """A key set is downloaded; redirects, errors and answers that are too large are refused."""
     monkeypatch.setenv("no_proxy", "*")
     with HTTPServer(("127.0.0.1", 0), Answers) as server, contextlib.ExitStack() as ending:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})

@@ -1,4 +1,4 @@
-"""What a tenant with a valid key can learn of another's requests by looking at every answer that it may have."""
+"""The information about other tenants' requests that a tenant with a valid key can find in its answers."""
 
 from __future__ import annotations
 

@@ -189,7 +189,7 @@ def test_what_has_come_for_a_stream_goes_out_together(instant_text: TextModel) -
 
 @pytest.mark.parametrize("room", [0, 1, 40, 250])
 def test_a_client_that_takes_no_more_is_waited_for_by_its_stream(instant_text: TextModel, room: int) -> None:
-    """What the kernel does not take goes out from the stream's greenlet, before all that comes after it."""
+    """Output that the socket does not accept is sent by the stream's greenlet, before all later output."""
     wire = Wire()
     put, greenlet, _ = stream_of(instant_text, wire, direct=True)
     first, *others = tokens(instant_text)
