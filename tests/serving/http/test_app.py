@@ -110,7 +110,7 @@ PATHS = ["/serving-endpoints/assistant/invocations", "/endpoints/assistant/invoc
 
 @pytest.mark.parametrize("path", PATHS)
 def test_a_model_beside_the_path(client: FlaskClient, path: str) -> None:
-    """Where the path names the endpoint, the body's model may name an adapter of it, or itself; another is refused."""
+    """With the endpoint in the path, the body's model may name it or one of its adapters; any other name is refused."""
     body = {"prompt": "hello", "max_tokens": 4, "seed": 1}
     base, adapted = (client.post(path, json=body | {"model": m}).json for m in ("assistant", "assistant:pirate"))
     assert base["choices"] == client.post(path, json=body).json["choices"]
@@ -187,7 +187,7 @@ def test_deep_values(client: FlaskClient, field: str, depth: int) -> None:
     ],
 )
 def test_values_that_are_no_json(client: FlaskClient, body: bytes, field: str) -> None:
-    """What JSON cannot say is refused by the name of its field where it has one, and no prompt is repeated."""
+    """A value that JSON does not allow is refused with its field where there is one, without repeating the prompt."""
     answer = client.post("/v1/chat/completions", data=body, content_type="application/json")
     assert (answer.status_code, answer.json["error"]["param"]) == (400, field)
     if field == "body":
@@ -236,7 +236,7 @@ def test_too_many_objects(client: FlaskClient, path: str, entry: bytes) -> None:
     ("given", "field"), [([9999], "input[0]"), ([[9999]], "input[0][0]"), ([[1], [9999]], "input[1][0]")]
 )
 def test_a_token_that_does_not_exist(client: FlaskClient, given: list[Any], field: str) -> None:
-    """Where it is in what was sent."""
+    """A token id outside the vocabulary is refused with its path in the request."""
     answer = client.post("/v1/embeddings", json={"input": given})
     assert (answer.status_code, answer.json["error"]["param"]) == (400, field)
 
@@ -308,7 +308,7 @@ def test_too_large_a_body(make: Callable[..., Server]) -> None:
 
 
 def test_logits_count_as_memory(make: Callable[..., Server], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a request asks for of logits is in the worker's memory budget while its reply is made."""
+    """Requested logits count in the worker's memory budget until the reply is made."""
     server = make()
     added: list[int] = []
     add = server.memory.add

@@ -98,7 +98,7 @@ def test_embeddings(gateway: object, observed: Running) -> None:
 
 
 def test_a_refusal_keeps_status_and_words(gateway: object) -> None:
-    """What our server refuses comes through with its status and message."""
+    """The gateway passes on the status and message of our server's refusal."""
     answer = gateway.post("/gateway/chat/invocations", json=CHAT | {"temperature": 1.5, "max_tokens": 999_999})
     assert answer.status_code == 400, answer.text
     assert "max_tokens" in answer.text

@@ -96,7 +96,7 @@ def test_a_draining_worker_takes_what_nobody_else_would() -> None:
 
 
 def test_the_table_is_shared_with_forked_workers() -> None:
-    """What a forked worker writes is seen by the others."""
+    """The other workers see the counts that a forked worker writes."""
     _, (one, other) = workers(2)
     child = os.fork()
     if child == 0:

@@ -27,7 +27,7 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[TimedConnection, soc
 
 
 def refused(ends: tuple[TimedConnection, socket.socket], head: bytes) -> bytes:
-    """What the client of ``head``, which the parser refuses, gets."""
+    """Return the answer that a client gets for ``head``, which the parser refuses."""
     connection, client = ends
     client.sendall(head)
     config = Config()
@@ -75,5 +75,5 @@ def test_the_callers_id_is_kept(ends: tuple[TimedConnection, socket.socket]) -> 
 
 
 def test_other_errors_are_not_answered(ends: tuple[TimedConnection, socket.socket]) -> None:
-    """What is no fault of the request is left to the worker."""
+    """An error that is not the request's fault is left to the worker."""
     assert not parse_errors.refuse(ends[0].plain, ValueError("ours"))

@@ -193,7 +193,7 @@ def test_a_slow_body(converse: Converse) -> None:
 
 
 def test_a_body_that_pauses_longer_than_a_head_may(converse: Converse) -> None:
-    """What arrives pays for pauses: an upload that takes longer than the limit in all is taken."""
+    """An upload that keeps sending is accepted even if it takes longer than the limit in all."""
     assert 4 * PAUSE > IO_TIMEOUT
     head = post(b"Connection: close\r\nContent-Length: %d\r\n" % (len(GOOD) + 4 * 4096))
     assert statuses(converse(head, *[b" " * 4096] * 4, GOOD)) == [200]
@@ -267,8 +267,9 @@ class Reading:
 def test_a_slow_reader_counts_as_waiting(
     monkeypatch: pytest.MonkeyPatch, delay: float, size: int, waits_since: float | None
 ) -> None:
-    """Who takes an answer at 1 KiB a second waits for us; who stopped is waited for since then, and who takes a byte
-    now and then (Slow Read) since the first."""
+    """A client reading 1 KiB/s is not held to be stalled; one that stopped is from its last read, and one reading
+    single bytes (Slow Read) from its first.
+    """
     plain = Reading(delay, size)
     monkeypatch.setattr(slowloris, "monotonic", lambda: plain.now)
     plain.connection = slowloris.TimedConnection(plain, 30.0)

@@ -95,6 +95,6 @@ def test_listeners(authority: Authority) -> None:
     ],
 )
 def test_settings_without_effect(values: dict[str, object], field: str) -> None:
-    """What goes with another setting is refused without it."""
+    """A setting that depends on another one is refused without it."""
     with pytest.raises(InvalidField, match=field):
         ServerSettings(**values)

@@ -1,4 +1,4 @@
-"""What an engine says of its drafts is in the reply, streamed or not, and in the ledger, and on no bill."""
+"""Draft counts of an engine in replies, streamed or not, and in the ledger, but on no bill."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def infer(client: FlaskClient, inputs: list[Any], path: str = INFER, **options: 
 
 
 def result(answer: Any) -> Any:
-    """What the client makes of an answer."""
+    """Parse an answer as the Triton client does."""
     assert answer.status_code == 200, answer.data
     size = answer.headers.get(HEADER)
     return triton.InferenceServerClient.parse_response_body(answer.data, header_length=size and int(size))
@@ -109,8 +109,9 @@ def test_binary_and_json_tensors(client: FlaskClient) -> None:
 
 
 def test_all_outputs_come_unless_some_are_asked_for(client: FlaskClient) -> None:
-    """Of token ids their tensors, of a text its text; each may be asked for by name. Binary where the request says so
-    of all, as the client does; an id that was not sent is not in the answer."""
+    """A prompt of token ids gets tensors of ids and one of text gets text, unless the request names its outputs and
+    their encoding.
+    """
     found = result(infer(client, prompt())).get_response()
     assert list(found) == ["model_name", "model_version", "outputs"]
     assert (found["model_name"], found["model_version"]) == ("assistant", "1")

@@ -59,7 +59,7 @@ def metered(make: Callable[..., Server], tmp_path: Path) -> Iterator[Metered]:
 
 
 def test_a_message(claude: anthropic.Anthropic) -> None:
-    """As many tokens as were asked for, and why it ended; what is counted before is what is used."""
+    """A message has the requested number of tokens, its stop reason and a usage that agrees with ``count_tokens``."""
     found = claude.messages.create(**ASK)
     assert (found.type, found.role, found.model) == ("message", "assistant", "assistant")
     assert (found.stop_reason, found.usage.input_tokens, found.usage.output_tokens) == ("max_tokens", PROMPT, 8)
@@ -159,7 +159,7 @@ def test_errors(
 
 
 def test_threads_are_refused_as_clients_know_it(claude: anthropic.Anthropic) -> None:
-    """By the code at which the client goes on with whole conversations: its tool runner does so by itself."""
+    """Threads are refused with the error code that makes the client's tool runner send whole conversations."""
 
     @anthropic.beta_tool
     def now() -> str:
@@ -264,7 +264,7 @@ def test_keys_that_are_refused(metered: Metered, headers: dict[str, str], path: 
 
 
 def test_an_agents_request(client: FlaskClient) -> None:
-    """What a coding agent sends beside a message is known, or refused by name: nothing of it is left out unseen."""
+    """The fields and headers of a coding agent's request are accepted, or refused by name, but never ignored."""
     body = BODY | {
         "system": [{"type": "text", "text": "You are an agent.", "cache_control": {"type": "ephemeral"}}],
         "metadata": {"user_id": "user_" + "0" * 120},

@@ -201,7 +201,7 @@ def test_clients_raise_at_once(place: Place, name: str) -> None:
 
 
 def test_the_strictest_limit_wins(place: Place) -> None:
-    """Of limits on key, tenant and endpoint the one that holds up longest is named, and all of them hold."""
+    """Limits of key, tenant and endpoint all apply, and the error names the one that blocks longest."""
     place.limits.set("key", place.key.key_id, "otpm", 1000)
     place.limits.set("tenant", "acme", "otpm", 10)
     place.limits.set("endpoint", "assistant", "qph", 3)

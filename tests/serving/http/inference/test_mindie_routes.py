@@ -187,7 +187,7 @@ def test_media_within_what_is_allowed(serve: Serve, tmp_path: Path) -> None:
 
 
 def test_long_stop_strings(serve: Serve) -> None:
-    """As many characters as the document allows are matched, not only read."""
+    """Stop strings of the documented maximum length are accepted and matched."""
     stop = ["a" * 16384, "b" * 16384]
     assert ask(serve(m={}), MINDIE, HI | {"model": "m", "stop": stop})["usage"]["completion_tokens"] == 4
 

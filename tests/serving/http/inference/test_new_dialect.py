@@ -76,7 +76,7 @@ def ids_bytes(ids: tuple[int, ...]) -> bytes:
 
 @pytest.fixture
 def client(server: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Of a server that has the dialect beside its own."""
+    """Return a client of a server that has the test's dialect beside its own."""
     framed = Framed()
     monkeypatch.setitem(DIALECTS, framed.name, framed)
     return create_app(server, documented(inference_routes(framed) + info_routes.ROUTES)).test_client()
@@ -87,7 +87,7 @@ HEADERS = {"Content-Type": "application/octet-stream", "X-Ids-Length": "12"}
 
 
 def test_bytes_and_headers_both_ways(client: Any) -> None:
-    """What its headers say decides how a body is read; its answers, streamed or not, have its own type and headers."""
+    """Headers decide how a body is decoded, and replies, streamed or not, have the dialect's own type and headers."""
     whole = client.post("/framed/assistant/v5", data=IDS, headers=HEADERS)
     assert (whole.status_code, whole.content_type) == (200, "application/octet-stream")
     assert len(whole.data) == int(whole.headers["X-Ids-Length"]) == 4 * 5
@@ -99,7 +99,7 @@ def test_bytes_and_headers_both_ways(client: Any) -> None:
 
 
 def test_what_a_reply_repeats(client: Any) -> None:
-    """What decoding kept of a request comes back to its dialect with the reply, streamed or not, and no one else's."""
+    """The dialect gets back what its decoding kept of the same request, for streamed and whole replies."""
     for path in ("/framed/assistant/v5", "/framed/assistant/v5/stream"):
         for label in ("one", ""):
             answer = client.post(path, data=IDS, headers=HEADERS | {"X-Label": label})
@@ -117,7 +117,7 @@ def test_what_a_reply_repeats(client: Any) -> None:
     ],
 )
 def test_refusals_have_its_form(client: Any, path: str, headers: dict[str, str], status: int, message: bytes) -> None:
-    """Those of its decoding, those that come before it, and those of paths that no route has."""
+    """Errors of decoding, errors before it and errors of unknown paths have the dialect's form."""
     answer = client.post(path, data=IDS, headers=HEADERS | headers)
     assert (answer.status_code, answer.content_type) == (status, "text/x-framed")
     assert answer.data.startswith(message)

@@ -57,7 +57,7 @@ def metered(make: Callable[..., Server], tmp_path: Path) -> Iterator[tuple[opena
 
 
 def test_a_response(gpt: openai.OpenAI) -> None:
-    """As many tokens as were asked for, why it ended, and what was asked."""
+    """A response has the requested number of tokens, the reason it is incomplete and the request's own settings."""
     found = gpt.responses.create(**ASK, instructions="be", metadata={"a": "b"})
     assert (found.object, found.model, found.status) == ("response", "assistant", "incomplete")
     assert found.incomplete_details is not None
@@ -162,7 +162,7 @@ def test_errors(
 
 
 def test_no_reasoning_is_no_request(gpt: openai.OpenAI) -> None:
-    """Of a model that does not reason, effort none asks for nothing."""
+    """Reasoning effort none is accepted for a model that does not reason."""
     assert gpt.responses.create(**ASK, reasoning={"effort": "none"}).reasoning.effort == "none"
 
 
@@ -188,7 +188,7 @@ def test_the_ledger(metered: tuple[openai.OpenAI, Store]) -> None:
 
 
 def test_a_large_request_is_counted_while_its_reply_is_made(make: Callable[..., Server]) -> None:
-    """What a response repeats is within its caller's memory until the reply has gone, and no longer."""
+    """The part of a request that a response repeats counts in the memory budget until the reply has been sent."""
     server = make()
     client = create_app(server).test_client()
     tools = [{"type": "function", "name": "f", "strict": False, "parameters": {"description": "x" * 10**6}}]

@@ -22,7 +22,7 @@ def post(client: FlaskClient, path: str, body: dict) -> tuple[int, dict]:
 
 
 def cosines(client: FlaskClient, query: str, documents: list[str]) -> list[float]:
-    """Of the vectors that ``/v1/embeddings`` gives."""
+    """Return the cosine similarities of the vectors that ``/v1/embeddings`` gives."""
     answer = client.post("/v1/embeddings", json={"model": "assistant", "input": [query, *documents]})
     first, *others = (np.array(entry["embedding"]) for entry in answer.get_json()["data"])
     return [float(first @ other / np.linalg.norm(first) / np.linalg.norm(other)) for other in others]
@@ -83,7 +83,7 @@ def test_how_many_and_whether_with_texts(client: FlaskClient) -> None:
 
 
 def test_equal_scores_keep_their_order(client: FlaskClient) -> None:
-    """Of documents that score the same the first one given is first."""
+    """Documents with equal scores keep the order in which they were given."""
     found = post(client, "/rerank", {"query": "q", "documents": ["a", "a", "a"]})[1]["results"]
     assert [entry["index"] for entry in found] == [0, 1, 2]
 
@@ -138,7 +138,7 @@ def test_truncation(client: FlaskClient) -> None:
     ],
 )
 def test_refusals(client: FlaskClient, path: str, body: dict, field: str) -> None:
-    """What is not taken is refused in OpenAI's form, by the name of the field."""
+    """An invalid request is refused in OpenAI's error form with the name of the field."""
     status, found = post(client, path, body)
     assert status in (400, 404)
     assert set(found["error"]) == {"message", "type", "param", "code"}

@@ -91,7 +91,7 @@ def test_how_a_chat_ends(client: FlaskClient) -> None:
     ],
 )
 def test_refusals(client: FlaskClient, path: str, body: dict, field: str) -> None:
-    """What is not taken is refused in OpenAI's form, by the name of the field."""
+    """An invalid request is refused in OpenAI's error form with the name of the field."""
     status, found = post(client, path, body)
     assert status in (400, 404)
     assert set(found["error"]) == {"message", "type", "param", "code"}
@@ -119,7 +119,7 @@ def test_adapters_are_found(client: FlaskClient) -> None:
 
 
 def test_large_prompts_count_in_memory(make: Callable[..., Server]) -> None:
-    """What a caller may have in memory at once bounds these requests too, and all of it is given back."""
+    """Tokenize requests are subject to the memory budget and return all that they took of it."""
     server = make(max_body_bytes=10_000)
     client = create_app(server).test_client()
     assert post(client, "/tokenize", {"prompt": "a" * 9_000})[0] == 200

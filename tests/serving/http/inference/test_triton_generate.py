@@ -25,7 +25,7 @@ ASK: dict[str, Any] = {"text_input": "What is Triton?", "max_tokens": 5}
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> FlaskClient:
-    """Of a server whose model writes printable characters, one a token, and never ends by itself."""
+    """Return a client of a server whose model writes one printable character a token and never stops by itself."""
     bundle = write_instant_model(tmp_path_factory.mktemp("printable"), vocab_size=94)
     engine = InstantEngine(bundle, EngineSettings(max_model_len=1024))
     view = EndpointView(name="assistant", info=engine.info, text=TextModel(bundle), names=("model-1",))

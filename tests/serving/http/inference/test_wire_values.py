@@ -41,7 +41,7 @@ def test_lists(client: FlaskClient, path: str, expected: dict) -> None:
 
 @pytest.mark.parametrize(("path", "text"), [("/ping", "\n"), ("/version", version("mlflow"))])
 def test_probes(client: FlaskClient, path: str, text: str) -> None:
-    """What MLflow's scoring server answers to these, as text."""
+    """The probe paths answer the same text as MLflow's scoring server."""
     answer = client.get(path)
     assert (answer.status_code, answer.mimetype, answer.text) == (200, "text/plain", text)
 

@@ -118,7 +118,7 @@ def test_limits_and_prices(client: FlaskClient, store: Store) -> None:
 
 
 def test_every_change_is_in_the_audit_log(client: FlaskClient) -> None:
-    """By the key's id, under the request's id, without secrets."""
+    """The audit log has each change with the key's id, the request's id and no secret."""
     made = client.post(KEYS, json={"tenant": "acme"}, headers={"X-Request-Id": "made-1"}).json
     entry = client.get(AUDIT, query_string={"target": made["key"]["key_id"]}).json["audit"][0]
     assert (entry["action"], entry["via"], entry["request_id"], entry["tenant"]) == (

@@ -1,4 +1,4 @@
-"""What engines wrote, as Databricks' SDK asks a server for it."""
+"""Engine logs as Databricks' SDK requests them from a server."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_logs_by_databricks_sdk(server: Running) -> None:
 
 
 def test_a_load_that_failed_is_remembered(tmp_path: Path) -> None:
-    """By endpoint and served entity, until it loads."""
+    """The log of a failed load is kept by endpoint and served entity until the load succeeds."""
     plan_directory = PlanDirectory(tmp_path)
     assert plan_directory.failed_log("1", "models:/a/1") == ""
     plan_directory.save_failed_log("1", "models:/a/1", "out of memory")
@@ -91,6 +91,7 @@ def test_no_line_is_shown_from_its_middle(tmp_path: Path, num_bytes: int, shown:
 
 
 def test_of_a_long_line_whole_words_are_shown(tmp_path: Path) -> None:
+    """The tail of a long line begins with a whole word, so that no part of a secret is shown."""
     log = tmp_path / "engine.log"
     log.write_text("key sk-abcdefghijkl is wrong")
     assert tail(str(log), 12) == "is wrong"

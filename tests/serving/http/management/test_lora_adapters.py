@@ -46,7 +46,7 @@ def post(server: Running, path: str, **body: Any) -> tuple[int, str]:
 
 
 def texts(server: Running, model: str, number: int = 6) -> set[str]:
-    """What so many requests get, each on a connection of its own, so that all workers are asked."""
+    """Return the replies to ``number`` requests, each on a new connection, so that every worker is asked."""
     found = set()
     for _ in range(number):
         with asking(server, BODY | {"model": model}) as answer:
@@ -125,7 +125,7 @@ def test_adapters_come_and_go_in_every_worker_engine_and_start(place: Path) -> N
 
 
 def _refusals(server: Running, place: Path) -> None:
-    """What is outside of the allowed directories, or is no adapter, or has another's name."""
+    """Check that paths outside the allowed directories, paths that are not adapters and taken names are refused."""
     allowed = place / "allowed"
     for path in (
         place / "secret",
@@ -186,7 +186,7 @@ def test_sources_are_directories_or_names(places: str) -> None:
 
 @pytest.mark.parametrize("uri", ["models:/team-a/1", "models:/team-a@champion", "models:/legal/3"])
 def test_registered_models_are_allowed_by_name(uri: str) -> None:
-    """By pattern or whole; versions and aliases of an allowed name are."""
+    """A registered model is allowed by its full name or by a pattern, with any of its versions and aliases."""
     lora_adapters._check_allowed(fake_server(adapter_sources="models:/team-*, models:/legal"), uri)
     with pytest.raises(PermissionDenied):
         lora_adapters._check_allowed(fake_server(adapter_sources="models:/other"), uri)

@@ -119,7 +119,7 @@ def test_pages_of_other_sites_do_not_manage_a_server_without_keys(
 
 
 def test_a_reserve_without_a_ledger_is_refused_by_its_place() -> None:
-    """By the field that asked for it, before a model is looked for."""
+    """Provisioned throughput without a ledger is refused with its field, before the model is looked up."""
     for asked in ({"min_provisioned_throughput": 5}, {"max_provisioned_throughput": 5}):
         config = config_body({"served_entities": [CONFIG["served_entities"][0] | asked]}, "")
         with pytest.raises(InvalidField, match=rf"^served_entities\[0\].{next(iter(asked))}: 5 .*--database"):

@@ -1,4 +1,4 @@
-"""What keys of each scope see of endpoints, and which they may use."""
+"""The endpoints that keys of each scope can see and use."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_bad_keys_at_open_routes_count_as_refusals(
 
 
 def test_changes_by_http_are_audited(client: FlaskClient, key: Callable[..., dict[str, str]], store: Store) -> None:
-    """Who, by the key's id, with the request's id, and what it was before and after."""
+    """The audit log has each HTTP change with the key's id, the request's id and the states before and after."""
     headers = key("manage") | {"X-Request-Id": "change-1"}
     tags = {"delete_tags": ["team"]}
     assert client.patch(f"{API}/other/tags", json=tags, headers=headers).status_code == 200

@@ -52,7 +52,7 @@ class Everyone:
 
 @pytest.fixture(scope="module")
 def client(make: Callable[..., Server]) -> FlaskClient:
-    """Of one server for every route: nothing is kept of what is refused."""
+    """Return a client of one server for all routes: refused requests leave no state in it."""
     return create_app(make()).test_client()
 
 
@@ -113,7 +113,7 @@ def test_no_csrf_guard_where_keys_are_required(make: Callable[..., Server]) -> N
 )
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/invocations", "/api/2.0/serving-endpoints"])
 def test_other_content_types_are_refused(client: FlaskClient, path: str, kind: str | None) -> None:
-    """What a page may send without asking (CORS) is a 415 that says what is taken; nothing of the body is read."""
+    """A content type that a page may send without a CORS preflight gets a 415 that names the accepted ones."""
     answer = client.post(path, data=b"{", headers={} if kind is None else {"Content-Type": kind})
     assert answer.status_code == 415, answer.text
     assert "Content-Type: " in answer.text

@@ -1,4 +1,4 @@
-"""What can be refused before a body is read is: limits that are used up, too many refusals, too much in memory."""
+"""Refusals before a body is read: exhausted limits, too many refusals and too much memory in use."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_an_early_refusal_reserves_nothing(place: Place) -> None:
 
 
 def test_an_endpoint_that_the_body_names(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where only the body says which endpoint is meant, its limits refuse before the body is tokenised."""
+    """If only the body names the endpoint, the endpoint's limits refuse the request before it is tokenised."""
     (one,) = place.server.endpoints
     place.change(endpoints=ServedEndpoints(one, dataclasses.replace(one, endpoint="other", entity="model-2")))
     place.limits.set("endpoint", "assistant", "qpm", 0)
@@ -175,7 +175,7 @@ def test_strangers_are_limited_by_address(place: Place, monkeypatch: pytest.Monk
 
 
 def test_pages_of_other_sites_use_up_no_refusals(make: Callable[..., Server]) -> None:
-    """What a browser sends for a page of another site is refused, and does not have its user refused."""
+    """Requests from pages of other sites are refused without counting as refusals of the user."""
     client = create_app(make(refusals_per_minute=5)).test_client()
     for _ in range(20):
         assert (

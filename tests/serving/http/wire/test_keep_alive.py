@@ -1,4 +1,4 @@
-"""Which connections take another request: none whose last body broke off or was left unread."""
+"""Reuse of connections: one whose last body was cut off or left unread is closed."""
 
 from __future__ import annotations
 
