@@ -22,6 +22,8 @@ def test_every_setting_says_what_it_does(settings: type[Checked]) -> None:
 
 
 def test_meanings_of_several_lines_are_one() -> None:
+    """A description of several lines is joined into one."""
+
     class Two(Checked, frozen=True, kw_only=True):
         """Two settings.
 

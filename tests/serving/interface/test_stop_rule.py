@@ -32,6 +32,6 @@ def test_a_stop_string_counts_from_min_tokens_on() -> None:
 
 
 def test_the_length_is_bounded_by_the_room() -> None:
-    """By what the context has left, where that is less than ``max_tokens``; a prompt that fills it ends at once."""
+    """The length is bounded by the room left in the context; a prompt that fills it ends at once."""
     assert [rule(room=3).reason(1, count) for count in (2, 3)] == [None, "length"]
     assert [rule(room=9).max_tokens, rule(room=0).reason(None, 0)] == [5, "length"]
