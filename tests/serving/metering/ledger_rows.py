@@ -28,7 +28,7 @@ def rows_of(store):
 
 
 def die(ledger: Ledger) -> None:
-    """What the kernel does at the end of a process: the lock goes, everything else stays as it is."""
+    """Release the ledger's lock as the kernel does when a process dies, and leave everything else."""
     assert ledger._owner is not None
     ledger._owner.spool.close()
     ledger._owner.progress.close()

@@ -25,7 +25,9 @@ ALL = AuditFilter()
 
 
 def test_every_change_is_reported_once(store):
-    """Who, when, what, before and after, newest first; a change that was none, or failed, leaves nothing."""
+    """Each change has one entry with actor, time, action and both states, newest first; failed or empty changes have
+    none.
+    """
     keys, limits, prices = Keys(store), Limits(store), Prices(store)
     secret, key = keys.create("acme", limits=[("qph", 5)], by=ANN)
     keys.rotate(key.key_id, by=ANN)
@@ -100,7 +102,7 @@ def aged(store: Store, *days: float) -> None:
 
 
 def test_old_entries_are_pruned(store, monkeypatch):
-    """By age, in batches; what was removed is reported by an entry, and removing nothing leaves none."""
+    """Old entries are pruned by age in batches; a pruning that removed entries is itself recorded."""
     monkeypatch.setattr(audit, "BATCH", 2)
     aged(store, 500, 101, 100.1, 99.9, 1, 200, 300)
     assert prune(store, 100, by=ANN) == 5

@@ -52,7 +52,7 @@ def ledgers(store, tmp_path):
 
 @pytest.mark.parametrize("step", [HOURS, -HOURS])
 def test_a_row_ends_after_it_has_started(store, clocks, ledgers, reserve_of, step):
-    """By as long as it took, wherever the wall clock was set meanwhile."""
+    """A row's duration is the elapsed time, even if the wall clock was set meanwhile."""
     ledger = ledgers(clocks)
     lease = ledger.reserve(reserve_of("r1"))
     clocks.wait(1.5)
@@ -63,7 +63,7 @@ def test_a_row_ends_after_it_has_started(store, clocks, ledgers, reserve_of, ste
 
 
 def test_a_recovered_row_ends_no_earlier_than_it_started(store, clocks, ledgers, reserve_of):
-    """Who settles it knows the wall clock alone, and that was set back."""
+    """A recovered row does not end before it started, even if the wall clock was set back."""
     ledger = ledgers(clocks)
     ledger.reserve(reserve_of("r1"))
     del ledger._open["r1"]

@@ -245,7 +245,7 @@ def test_the_bill(run, store, ledger, reserve_of, tmp_path):
 
 
 def test_settle(run, ledger, reserve_of, tmp_path):
-    """What a killed process left is closed without a server, with what it had counted."""
+    """``usage settle`` closes a killed process's requests with the tokens counted, without a server."""
     from ledger_rows import die, rows_of
 
     lease = ledger.reserve(reserve_of("r1"))

@@ -1,4 +1,4 @@
-"""What engines counted comes into the ledger once, whoever is killed where."""
+"""Token counts of engine journals, entered into the ledger exactly once whichever process is killed."""
 
 from __future__ import annotations
 

@@ -42,6 +42,7 @@ def is_open(connection: sqlite3.Connection) -> bool:
 
 
 def test_the_one_used_last_is_used_again(database):
+    """The connection that was used last is used again."""
     engine = database.engine(pool_size=3, kept=3, pool_timeout=0)
     with engine.connect() as last, engine.connect():
         expected = last.connection.dbapi_connection
@@ -53,6 +54,7 @@ def test_the_one_used_last_is_used_again(database):
 
 
 def test_what_is_beyond_those_kept_is_closed(database):
+    """Returned connections beyond the number to keep are closed."""
     engine = database.engine(pool_size=4, kept=1, pool_timeout=0)
     with engine.connect(), engine.connect(), engine.connect():
         assert engine.pool.status() == "3 of 4 connections in use, 0 open"
@@ -60,6 +62,7 @@ def test_what_is_beyond_those_kept_is_closed(database):
 
 
 def test_no_more_than_its_size_and_one_that_comes_back_is_taken(database):
+    """The pool opens no more connections than its size, and a waiting thread gets one that is returned."""
     engine = database.engine(pool_size=1, kept=1, pool_timeout=0)
     with engine.connect(), pytest.raises(PoolTimeout, match="all 1 connections are in use"):
         engine.connect()
@@ -74,6 +77,7 @@ def test_no_more_than_its_size_and_one_that_comes_back_is_taken(database):
 
 
 def test_a_place_is_not_lost_with_a_connection_that_failed(database):
+    """A connection that failed to open, or was invalidated, leaves its slot free."""
     engine = database.engine(pool_size=1, kept=1, pool_timeout=0)
     database.broken = True
     for _ in range(3):
@@ -87,6 +91,7 @@ def test_a_place_is_not_lost_with_a_connection_that_failed(database):
 
 
 def test_disposed_of_it_closes_what_is_open_and_starts_over(database):
+    """Disposing of the engine closes open connections, after which the pool opens new ones up to its size."""
     engine = database.engine(pool_size=2, kept=2, pool_timeout=0)
     with engine.connect():
         pass
@@ -97,6 +102,7 @@ def test_disposed_of_it_closes_what_is_open_and_starts_over(database):
 
 
 def test_many_threads_never_share_a_connection(database):
+    """Six threads with a pool of three never share a connection."""
     engine = database.engine(pool_size=3, kept=2, pool_timeout=60)
     using: list[sqlite3.Connection] = []
     shared = []

@@ -34,7 +34,7 @@ def ledger(file: Path, tmp_path: Path, clock):
 
 
 def backup(file: Path, to: Path) -> Path:
-    """As ``sqlite3 serving.db ".backup …"``."""
+    """Back the database up like ``sqlite3 serving.db ".backup …"``."""
     with closing(sqlite3.connect(file)) as source, closing(sqlite3.connect(to)) as target:
         source.backup(target)
     return to
@@ -47,7 +47,7 @@ def replace(file: Path, by: Path) -> None:
 
 
 def closed_breaker(ledger: Ledger) -> None:
-    """As after its seconds."""
+    """Close the ledger's circuit breaker, as the passing of its time would."""
     ledger._refusing_until = ledger._spooling_until = 0.0
 
 

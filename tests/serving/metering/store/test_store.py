@@ -108,7 +108,7 @@ def test_files_that_are_no_store(made, reason, tmp_path, monkeypatch):
 
 
 def test_revisions_are_alembics():
-    """What is read off the names of the migrations' files is what alembic reads in them, in its order."""
+    """The revisions read from the migrations' file names are alembic's, in the same order."""
     config = Config()
     config.set_main_option("script_location", str(checks.MIGRATIONS))
     scripts = ScriptDirectory.from_config(config).walk_revisions()

@@ -56,7 +56,7 @@ def opened():
 
 
 def copy(source: str, target: str) -> None:
-    """As an administrator would: cp of SQLite's file, pg_dump and restore."""
+    """Copy a database as an administrator would: cp of SQLite's file, or pg_dump and restore."""
     if source.startswith("sqlite"):
         with closing(sqlite3.connect(source.removeprefix("sqlite:///"))) as connection:
             connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
@@ -154,7 +154,7 @@ def test_a_moved_store_takes_over_what_is_left(store_url, other_url, tmp_path, o
 
 
 def test_settling_without_a_server(store_url, tmp_path, opened, reserve_of):
-    """What ended processes left is closed exactly; what living ones have open is left, here and elsewhere."""
+    """Settling without a server closes ended processes' requests exactly and leaves those of living processes open."""
     root = tmp_path / "state"
     here, there, gone = opened(store_url, root), opened(store_url, tmp_path / "b"), opened(store_url, tmp_path / "c")
     leases = []
@@ -200,7 +200,7 @@ def test_a_moved_file_is_the_same_store(tmp_path, opened):
 
 @pytest.mark.parametrize("store_url", ["postgresql"], indirect=True)
 def test_one_database_by_two_urls_is_one_store(store_url, tmp_path, opened, reserve_of):
-    """By socket or port, by another user's name or with options: one store, one directory."""
+    """Two URLs of one database, with another host name and options, are one store with one state directory."""
     root = tmp_path / "state"
     one = opened(store_url, root)
     another = store_url.replace("127.0.0.1", "localhost") + "?application_name=other&connect_timeout=5"

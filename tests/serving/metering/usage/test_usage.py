@@ -42,7 +42,7 @@ def test_pages_follow_a_stable_cursor(store, filled, reserve_of, clock):
 
 
 def test_rows_are_filtered(store, filled, clock):
-    """By time (end excluded), tenant, endpoint, entity."""
+    """Rows are filtered by time (end excluded), tenant, endpoint and entity."""
     usage, now = Usage(store), int(clock.now * 1000)
     assert ids(usage.rows(UsageFilter(start_ms=now))) == ["r4", "r5"]
     assert ids(usage.rows(UsageFilter(end_ms=now, tenant="acme"))) == ["r1", "r3"]
@@ -121,7 +121,7 @@ def test_provisioned_minutes_spend_the_budget(store, ledger, clock, reserve_of):
 
 
 def test_a_plot_has_colours_for_the_largest(store, ledger, reserve_of):
-    """Of many tenants the most expensive have bars of their own, and the others one, with nothing lost."""
+    """The most expensive tenants have bars of their own, the others share one, and the sum is unchanged."""
     ledger.prices.set("*", Price(input=1_000_000))
     for number in range(14):
         ledger.reserve(reserve_of(f"r{number}", tenant=f"t{number:02}")).settle()
