@@ -20,7 +20,7 @@ from mlflow_llm.serving.model_files.model_uri import RegisteredModel, by_version
     ],
 )
 def test_a_registered_model_is_parsed_and_written_back(uri: str, model: RegisteredModel) -> None:
-    """By MLflow's rule: a name may hold an at sign, and then the last one begins the alias."""
+    """A URI is parsed by MLflow's rule, that the last at sign begins the alias, and formatted back unchanged."""
     assert parse(uri) == model
     assert model.uri == uri
 

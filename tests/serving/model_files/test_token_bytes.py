@@ -42,7 +42,7 @@ def test_special_tokens_are_their_names(kind: str) -> None:
 
 
 def test_a_decoder_that_looks_further_is_refused() -> None:
-    """Where a token's text depends on what follows it (GPT-1's kind) there is no table, and the error says why."""
+    """A decoder under which a token's text depends on the next token (GPT-1's kind) is refused with the reason."""
     from tokenizers import Tokenizer, decoders, models
 
     vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2, "a</w>": 3, "b</w>": 4, "c": 5, "the</w>": 6}
