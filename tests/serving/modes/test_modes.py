@@ -135,7 +135,7 @@ def test_calibration_measures_reading_and_writing_apart():
 
 
 def test_calibration_of_a_slow_engine_is_short():
-    """Where a token takes a second, it asks for a few tokens of each caller and still finds the speed."""
+    """Calibration of an engine that takes a second a token asks for few tokens and still measures the speed."""
     engine = TimedEngine()
     engine.scale = 100
     capacity = calibrate(engine, prompt_tokens=64, new_tokens=32, clock=engine.clock)
