@@ -1,4 +1,4 @@
-"""What the log and the metrics keep of a request: enough to find it again, nothing of what a prompt says."""
+"""The fields of a request in the log and the metrics: enough to find it again, nothing of its prompt."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CHAT: dict[str, Any] = {"model": "assistant", "messages": [{"role": "user", "con
 
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What was logged."""
+    """Collect the events that are logged."""
     lines: list[dict[str, Any]] = []
     monkeypatch.setattr(logs, "event", lambda name, **fields: lines.append({"event": name, **fields}))
     return lines

@@ -49,7 +49,7 @@ class Engine:
 
 
 def worker(**engines: Engine) -> ServedEndpoints:
-    """What a worker serves: ``chat`` with the entity v1 on replicas."""
+    """Return the endpoints of a worker that serves ``chat`` with the entity v1 on replicas."""
     replicas = ReplicaSet(INFO, (), open=engines.__getitem__, request_replica=lambda: None)
     replicas.set_addresses(tuple(engines))
     return ServedEndpoints(ServedEntity(endpoint="chat", entity="v1", view=None, engine=replicas))
@@ -108,7 +108,7 @@ def test_every_worker_shows_the_same_counters(tmp_path: Path, monkeypatch: pytes
 
 
 def test_the_file_does_not_grow_for_ever(tmp_path: Path) -> None:
-    """Of engine processes that are not seen any more only the sum is kept."""
+    """The file's size is bounded: of engine processes no longer seen only the sum is kept."""
     counters = EngineCounters(tmp_path)
     lasting = Health(status="ready", steps=1)
     for number in range(3 * KEPT):

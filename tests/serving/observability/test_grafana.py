@@ -92,7 +92,7 @@ def dashboard() -> Any:
 
 
 def unlike(given: Any, got: Any, path: str = "") -> Iterator[str]:
-    """Where ``got`` lacks something of ``given`` or has it otherwise; what ``got`` has beside that are defaults."""
+    """Yield each path where ``got`` lacks or changes something of ``given``; additions in ``got`` are defaults."""
     if isinstance(given, dict) and isinstance(got, dict):
         for name, value in given.items():
             yield from unlike(value, got[name], f"{path}/{name}") if name in got else [f"{path}/{name} is unknown"]
@@ -104,7 +104,7 @@ def unlike(given: Any, got: Any, path: str = "") -> Iterator[str]:
 
 
 def not_allowed(value: Any, path: str = "") -> Iterator[str]:
-    """Where an object of the schema has a value that the field's enumeration has not."""
+    """Yield each path where an object of the schema has a value outside the field's enumeration."""
     if isinstance(value, (list, dict)):
         for name, item in enumerate(value) if isinstance(value, list) else value.items():
             yield from not_allowed(item, f"{path}/{name}")
@@ -157,7 +157,7 @@ def test_expressions_fit_the_exposed_metrics(title: str, expression: str, shown:
 
 
 def test_every_metric_is_on_the_dashboard(shown: dict[str, set[str]]) -> None:
-    """What is measured is shown."""
+    """Every exported metric is shown on the dashboard."""
     used = {s.name for _, expression in EXPRESSIONS for s in selectors(promql.parse(filled(expression)))}
     bases = {re.sub(r"_(bucket|sum|count|total|created)$", "", name) for name in shown}
     assert bases <= {re.sub(r"_(bucket|total)$", "", name) for name in used}
@@ -173,7 +173,7 @@ def test_variables_have_values_from_a_metric(name: str, shown: dict[str, set[str
 
 
 def test_the_dashboard_can_be_loaded() -> None:
-    """What Grafana needs to load it: ids, places that fit and do not overlap, data sources and reference ids."""
+    """Grafana can load the dashboard: it has unique ids, panels that do not overlap, data sources and reference ids."""
     assert DASHBOARD["schemaVersion"] >= 36
     assert DASHBOARD["uid"]
     assert len({panel["id"] for panel in PANELS}) == len(PANELS)

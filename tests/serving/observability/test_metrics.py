@@ -1,4 +1,4 @@
-"""What Prometheus reads: every figure after a known load, on a real server and through the files of its workers."""
+"""The metrics that Prometheus reads, after a known load, on a real server and through its workers' files."""
 
 from __future__ import annotations
 

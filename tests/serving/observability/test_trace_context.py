@@ -1,4 +1,4 @@
-"""Which requests are traced, under which ids, and what the log says of them."""
+"""The choice of traced requests, their trace ids and their log fields."""
 
 from __future__ import annotations
 
