@@ -375,7 +375,7 @@ def test_every_error_is_rendered(dialect, error_class):
 
 @pytest.mark.parametrize("error_class", walk(RequestError), ids=lambda c: c.__name__)
 def test_no_client_sends_a_mistake_again(error_class):
-    """Permanent errors have statuses that clients do not retry, except limits, request timeouts and OpenAI's conflicts."""
+    """Permanent errors have statuses that clients do not retry, except limits, timeouts and OpenAI's conflicts."""
     assert error_class.status in {400, 401, 403, 404, 405, 409, 413, 414, 415, 417, 422, 431} or (
         error_class in (LimitExceeded, RequestTimeout)
     )

@@ -394,7 +394,7 @@ PROBES = {
 
 @pytest.mark.parametrize("body", [BODY, COUNT_BODY], ids=["message", "count"])
 def test_schema_and_reader_take_the_same_values(body: Any) -> None:
-    """Schema and reader agree for each field on null, wrong types, values at and just outside the bounds, and probes."""
+    """Schema and reader agree for each field on null, wrong types, probes and values around the bounds."""
     least = {name: LEAST[name] for name in body.schema["required"]}
     for name, schema in body.schema["properties"].items():
         jsonschema.Draft202012Validator.check_schema(schema)
