@@ -97,7 +97,7 @@ def test_what_is_wanted_no_more_is_withdrawn(adapters: EngineAdapters) -> None:
 
 
 def test_endpoints_that_share_an_engine_share_its_names(adapters: EngineAdapters) -> None:
-    """Of two different adapters with one name the first endpoint's is loaded and the other's refused; equal ones are
+    """If two adapters have one name the first endpoint's is loaded and the other's refused, unless they are equal and
     shared.
     """
     told, other = Told(), msgspec.structs.replace(LEGAL, path="/b", revision="9")
