@@ -66,7 +66,7 @@ def _characters(path: Path) -> dict[int, str]:
 
 
 class Truth:
-    """What every engine process of a model wrote down.
+    """The records that every engine process of a model wrote.
 
     ``serials`` maps a ledger's request id to the caller's serial, ``certain`` to the tokens generated, ``doubtful`` to
     those of the last step of engines that were killed. ``steps`` has for each engine the request ids of each step.
