@@ -37,7 +37,7 @@ def operations(of: str = "", without: str = "^$") -> list[str]:
 
 
 def described(operation: str, *, coverage: bool = True) -> Any:
-    """What schemathesis makes of one operation; without ``coverage`` no bounds of single fields."""
+    """Return schemathesis' schema of one operation, with or without its coverage phase."""
     method, _, path = operation.partition(" ")
     found = _document()["paths"][path][method.lower()]
     schema = schemathesis.openapi.from_dict(_document() | {"paths": {path: {method.lower(): found}}})
