@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass
 class Record:
-    """What one client saw of one request.
+    """The outcome of one request as its client saw it.
 
     ``status`` None: no answer came. ``received`` counts tokens. ``refused``: the body of an answer that is not a
     200, if it came: a worker can be killed between the head and the body of its answer. ``error``: how the
