@@ -239,7 +239,7 @@ def test_a_server_traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_an_exporter_without_a_store_says_so(tmp_path: Path) -> None:
-    """Without a trace store the exporter reports that traces cannot be exported, and ends with status 1 as its input closes."""
+    """Without a trace store the exporter says that it cannot export and ends with status 1 as its input closes."""
     command = [sys.executable, "-m", "mlflow_llm.serving.observability.trace_exporter", str(tmp_path), "served"]
     environment = {**os.environ, "MLFLOW_TRACKING_URI": "nonsense://nowhere"}
     done = subprocess.run(command, input=b"", capture_output=True, env=environment, timeout=600)
