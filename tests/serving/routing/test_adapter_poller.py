@@ -146,8 +146,9 @@ def test_models_are_listed_without_the_engine(narrow: Running) -> None:
 
 
 def test_an_adapter_of_another_client_is_found_soon(narrow: Running) -> None:
-    """What another process loads into the engine can be asked for and is listed by every worker; what it unloads is not
-    any more."""
+    """An adapter that another client loads into the engine is usable and listed in every worker soon, until it is
+    unloaded.
+    """
     (status,) = narrow.runtime.glob("*/status.json")
     with attach(str(Path(status).parent)) as other:
         other.load_adapter("formal", str(status.parent))

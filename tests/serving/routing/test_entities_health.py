@@ -115,7 +115,7 @@ def test_health_counts_standbys_where_they_are_configured() -> None:
 
 
 def test_health_says_how_blocks_run() -> None:
-    """Of a KV cache in blocks: their size, what attends, which steps are recorded, and why not; of slots nothing."""
+    """Health describes a paged KV cache (block size, attention kernel, CUDA graphs) and has no such entry for slots."""
     on_gpu = engine("ready")
     paged = PagedInfo(kv_block_size=16, attention="triton", cuda_graphs=(1, 2))
     on_gpu.info = msgspec.structs.replace(NATIVE, paged=paged)

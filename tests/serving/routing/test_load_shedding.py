@@ -42,8 +42,7 @@ def flood(shedder: LoadShedder, engine: Engine, caller: Caller | None, requests:
 
 
 def test_a_flood_of_one_key_leaves_room() -> None:
-    """Of a thousand requests of one key a third of the queue is let in; another tenant then has its own share, and a
-    third and a fourth still theirs."""
+    """A flood of requests of one key fills a third of the queue, and each further tenant gets a share of the rest."""
     shedder, engine = LoadShedder(max_queued=QUEUE, retry_after=1.0), Engine()
     assert flood(shedder, engine, key("greedy")) - 4 == 86
     others = [flood(shedder, engine, key(name)) for name in ("b", "c", "d")]
@@ -61,7 +60,7 @@ def test_keys_of_a_tenant_share() -> None:
 
 
 def test_a_share_is_given_back() -> None:
-    """What leaves makes room again, to the last place."""
+    """Requests that leave free their caller's share completely."""
     shedder, engine = LoadShedder(max_queued=QUEUE, retry_after=1.0), Engine()
     let_in = flood(shedder, engine, key("greedy"))
     for _ in range(let_in):
@@ -71,7 +70,7 @@ def test_a_share_is_given_back() -> None:
 
 
 def test_a_full_engine_still_takes_a_newcomer() -> None:
-    """Where other workers' requests have filled the engine's queue, who has nothing waiting here gets a sixteenth."""
+    """If other workers have filled the engine's queue, a caller with nothing queued here gets a sixteenth of it."""
     shedder, engine = LoadShedder(max_queued=QUEUE, retry_after=1.0, workers=4), Engine(waiting=10_000)
     assert flood(shedder, engine, key("newcomer")) - 1 == QUEUE // 16
 

@@ -31,8 +31,9 @@ def endpoints(instant_bundle: Bundle, instant_text: TextModel) -> ServedEndpoint
 
 
 def test_a_version_chooses_the_entity(endpoints: ServedEndpoints) -> None:
-    """Of an endpoint and of an adapter of it; an entity of another version, and a version that is not there, are not
-    found."""
+    """A version selects the entity of an endpoint or of an adapter; an unknown version or another entity's is not
+    found.
+    """
     assert [endpoints.route("chat", version=v)[0].entity for v in ("3", "4")] == ["old", "new"]
     assert endpoints.find("chat:pirate", "4") == (endpoints.route("new")[0], "pirate")
     assert endpoints.route("new", version="4")[0].entity == "new"

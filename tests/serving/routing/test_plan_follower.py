@@ -38,7 +38,7 @@ def until(what: Callable[[], bool]) -> None:
 
 
 def test_the_follower_is_woken_for_a_new_plan_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By looks that wake nobody until there is something to do."""
+    """The follower polls without waking its greenlet until there is a new plan or an incomplete one."""
     monkeypatch.setattr(module, "TURN", 0.001)
     directory, shedder = PlanDirectory(tmp_path), LoadShedder(max_queued=1, retry_after=1.0)
     directory.publish(Plan(generation=1))

@@ -57,7 +57,7 @@ def endpoints(engine: InstantEngine, instant_text: TextModel) -> ServedEndpoints
 
 
 def test_an_endpoint_is_split_and_an_entity_is_itself(endpoints: ServedEndpoints) -> None:
-    """By the endpoint's name in shares, with an adapter too; by the entity's name never another."""
+    """An endpoint's name splits traffic by share, with an adapter too; an entity's name selects that entity alone."""
     shares = Counter(endpoints.route("chat")[0].entity for _ in range(400))
     assert abs(shares["a"] - 100) <= 4
     assert {endpoints.route("chat:pirate")[0].entity for _ in range(20)} == {"a", "b"}
@@ -71,7 +71,7 @@ def test_an_endpoint_is_split_and_an_entity_is_itself(endpoints: ServedEndpoints
 
 
 def test_an_adapter_is_found_by_its_own_name(endpoints: ServedEndpoints) -> None:
-    """Where one endpoint has it; of several the caller is told to choose."""
+    """An adapter's own name finds it if one visible endpoint has it; if several do the caller is told to choose."""
     with pytest.raises(InvalidField, match="chat:pirate and loyal:pirate"):
         endpoints.route("pirate")
     alone = ServedEndpoints(endpoints.route("chat", "a")[0])
@@ -109,7 +109,7 @@ def test_what_a_body_names_is_of_the_paths_endpoint(endpoints: ServedEndpoints) 
 
 
 def test_callers_stick_where_it_is_asked(endpoints: ServedEndpoints) -> None:
-    """By the request's key on any endpoint; by the API key on a sticky one; callers without a key do not stick."""
+    """Requests stick by their own key on any endpoint, and by API key on a sticky one unless it is anonymous."""
 
     def chosen(name: str, **who: str) -> set[str]:
         return {endpoints.route(name, **who)[0].entity for _ in range(20)}
@@ -255,7 +255,7 @@ def test_without_a_replica_a_request_waits_and_asks_for_one(replicated) -> None:
 
 
 def test_requests_wait_their_time_for_replicas_that_should_be_there(replicated) -> None:
-    """Where engines are expected and none is reached, the state says so and requests wait for their time only."""
+    """If no expected engine can be reached the state is starting, and requests wait only for their limit."""
     replicas = replicated()
     replicas._away_timeout = 0.05
     assert not replicas.set_addresses(("gone",))
@@ -301,7 +301,7 @@ def test_streams_of_a_replica_that_is_away_request_another(engine: InstantEngine
 
 
 def test_a_request_counts_for_its_engine(engine: InstantEngine) -> None:
-    """What has entered is known by engine until it leaves, so that no engine is closed under a request."""
+    """A request counts for its engine from its entry until it leaves."""
     shedder = LoadShedder(max_queued=1, retry_after=1.0)
     shedder.enter("chat", engine)
     shedder.enter("chat", engine)
@@ -312,8 +312,9 @@ def test_a_request_counts_for_its_engine(engine: InstantEngine) -> None:
 
 
 def test_a_request_that_cannot_be_in_time_is_told_when_to_come_back(engine: InstantEngine) -> None:
-    """Where the last start of an unloaded engine took longer than a request has, it is refused at once, the engine is
-    asked for all the same, and Retry-After is what is left of the start; one that has the time waits."""
+    """A request whose deadline is before the expected end of an engine's start is refused at once, with the remaining
+    time in Retry-After, while the start is requested all the same.
+    """
     asked: list[float] = []
     record = EngineRecord(start_seconds=100.0, unloaded="no request came for it")
     replicas = ReplicaSet(
@@ -333,7 +334,7 @@ def test_a_request_that_cannot_be_in_time_is_told_when_to_come_back(engine: Inst
 
 @pytest.mark.parametrize("is_early", [True, False])
 def test_the_stream_of_a_request_that_waited_is_tapped_as_any(engine: InstantEngine, is_early: bool) -> None:
-    """What comes while its reader waits is taken by who tapped it, before there was a replica or since."""
+    """A tap takes the events of a request that waited for a replica, whether set before or after the replica came."""
     buffer = EventBuffer(LocalQueue(), 1)
     handle = SimpleNamespace(post=lambda command: None, abort=lambda: None)
     one = SimpleNamespace(
