@@ -15,7 +15,7 @@ from mlflow_llm.serving.rpc.receive_limiter import Intake, Message
 
 
 class _Call:
-    """What an intake knows of a call."""
+    """A call as the intake sees it."""
 
     def __init__(self) -> None:
         self.is_over = False
