@@ -1,4 +1,4 @@
-"""What a forked process does with its parent's pool."""
+"""The behaviour of a forked process with its parent's pool."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ def test_templates_and_pictures_do_not_meet():
 
 
 def test_without_pillow(pool, monkeypatch, tmp_path):
-    """Where it is not installed, the process says so."""
+    """Without Pillow the process reports a ModuleNotFoundError."""
     monkeypatch.setattr(sys, "path", [path for path in sys.path if "site-packages" not in path])
     with pytest.raises(Refused) as caught:
         picture(pool)

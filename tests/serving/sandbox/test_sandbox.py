@@ -113,7 +113,7 @@ def test_a_process_that_somebody_kills(pool):
 
 
 def test_killed_again_and_again(pool, monkeypatch):
-    """Where every process ends, the work is given up after the second."""
+    """Work is given up after the second process that ends while doing it."""
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(Ended):
         render(pool, PLAIN)
