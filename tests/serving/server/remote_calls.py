@@ -1,4 +1,4 @@
-"""What tests ask of a server whose engines are on other hosts."""
+"""Requests of tests to a server whose engines are on other hosts."""
 
 from __future__ import annotations
 

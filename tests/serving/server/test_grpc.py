@@ -92,7 +92,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @pytest.fixture(autouse=True)
 def tenant_of_its_own(served: Served, request: pytest.FixtureRequest) -> None:
-    """What another test gave up may be settled late."""
+    """Give each test a tenant of its own, since requests abandoned by another test may be settled late."""
     served.of_tenant(request.node.name[:60])
 
 
@@ -137,7 +137,7 @@ class Stream:
         return result.get_response()
 
     def all(self) -> list[Any]:
-        """Those up to the one that says it is the last."""
+        """Return the responses up to and including the final one."""
         found = [self.next()]
         while not found[-1].parameters["triton_final_response"].bool_param:
             found.append(self.next())
@@ -243,7 +243,7 @@ def test_a_client_that_cancels_is_settled(served: Served, client: Any) -> None:
 def test_refusals_have_their_statuses(
     served: Served, client: Any, name: str, change: dict[str, Any], headers: dict[str, str] | None, status: str
 ) -> None:
-    """Of callers, models, tensors and messages that are too large."""
+    """Refused callers, models, tensors and oversized messages have their gRPC status codes."""
     with pytest.raises(InferenceServerException) as refused:
         client.infer(name, inputs(rpc, **change), headers=served.headers if headers is None else headers)
     assert refused.value.status() == f"StatusCode.{status}", refused.value

@@ -187,8 +187,9 @@ def missed(server: Running) -> bool:
 
 
 def test_a_drain_that_is_over_ends_streams(hasty: Pair) -> None:
-    """What runs when the drain is over gets a final error event; requests that wait too long for an engine that is away
-    get a 503 with Retry-After."""
+    """At the end of a drain running streams get a final error event, and requests for the missing engine a 503 with
+    Retry-After.
+    """
     server, engine = hasty
     with asking(server, LONG | {"max_tokens": 4000}) as answer:
         answer.readline()
@@ -202,7 +203,7 @@ def test_a_drain_that_is_over_ends_streams(hasty: Pair) -> None:
 
 
 def refused(bundle: Bundle, address: str, key: str) -> str:
-    """What a server says that does not come up."""
+    """Return the output of a server that fails to start."""
     with pytest.raises(AssertionError) as raised, running(bundle, addresses=(address,), key_file=key):
         pass
     return str(raised.value)

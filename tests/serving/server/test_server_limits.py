@@ -18,8 +18,9 @@ LATE = BODY | {"max_tokens": 2000}
 
 
 def test_a_full_queue_refuses(deliberate: Running) -> None:
-    """Of 24 callers at once an endpoint with room for four serves four at least; the others get a time to come
-    again, from load shedding and from the queue; and then there is room."""
+    """An endpoint with room for four serves at least four of 24 concurrent callers; the others get a Retry-After, and
+    later there is room again.
+    """
     until(lambda: idle(deliberate))
 
     def call(number: int) -> tuple[int, str | None, str]:

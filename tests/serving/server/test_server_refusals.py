@@ -115,7 +115,7 @@ CASES = LINES | HEADERS | BODIES
 
 @pytest.mark.parametrize("case", CASES)
 def test_refused(fast: Running, case: str) -> None:
-    """What a server cannot or must not take is a 4xx with a JSON body that shows nothing of the code."""
+    """An invalid or forbidden request gets a 4xx with a JSON body that reveals nothing of the code."""
     data, expected = CASES[case]
     status, head, body = raw(fast, data)
     assert status == expected, body

@@ -103,8 +103,9 @@ def ended(caller: socket.socket) -> bool:
 
 
 def test_a_burst_is_shared(tmp_path: Path) -> None:
-    """Of 120 connections at once no worker has more than half again its share; nor does one that has taken the place of
-    a killed one get by without."""
+    """No worker has more than 1.5 times its share of 120 concurrent connections, even after one was killed and
+    replaced.
+    """
     with three_workers(tmp_path / "model") as server:
         for _ in range(2):
             with idle(server, 120):
@@ -141,8 +142,9 @@ def test_probes_have_a_listener_of_their_own(guarded: tuple[Running, str]) -> No
 
 
 def test_a_server_whose_every_place_is_answered(tmp_path: Path) -> None:
-    """Where no connection can be closed, one beyond its address's part gets an error, and others are queued; probes are
-    answered all the same, and places that become free are taken again."""
+    """If no connection can be closed, one beyond its address's limit gets a 429, probes are still answered, and freed
+    places are used again.
+    """
     port = free_port()
     bundle = write_instant_model(tmp_path / "model", step_delay=0.05)
     with running(bundle, max_connections=3, max_connections_per_address=2, probe_port=port) as server:

@@ -44,7 +44,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    """Of an engine of 10 ms a step that takes longer to load than a kill may cost."""
+    """Return a model whose engine takes 10 ms a step and longer to load than a failover may take."""
     return write_instant_model(tmp_path_factory.mktemp("backed"), step_delay=0.01, load_delay=0.5)
 
 
@@ -79,7 +79,7 @@ def state(server: Running) -> dict[str, Any]:
 
 
 def standby_pid(server: Running) -> int:
-    """Of the engine that is not the one that serves, once it is ready."""
+    """Return the process id of the standby engine once it is ready."""
     until(lambda: state(server).get("standbys") == 1 and len(engines(server)) == 2)
     (found,) = engines(server) - {engine_pid(server)}
     return found

@@ -1,4 +1,4 @@
-"""What a server says and does while it starts, and where it listens."""
+"""A server's output and behaviour while it starts, and its listening addresses."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_an_engine_without_a_token_is_never_ready(tmp_path: Path) -> None:
 
 
 def listening(server: Running) -> set[tuple[str, int]]:
-    """Where the server's processes take TCP connections."""
+    """Return the TCP addresses on which the server's processes listen."""
     one = psutil.Process(server.process.pid)
     connections = [c for p in (one, *one.children(recursive=True)) for c in p.net_connections("tcp")]
     return {(c.laddr.ip, c.laddr.port) for c in connections if c.status == psutil.CONN_LISTEN}

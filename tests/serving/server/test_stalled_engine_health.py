@@ -1,4 +1,4 @@
-"""What ``/health`` says of an engine that stands still with work to do."""
+"""The report of ``/health`` on an engine that has work and makes no progress."""
 
 from __future__ import annotations
 

@@ -88,8 +88,9 @@ def kill(server: Running) -> None:
 def test_a_server_killed_beside_another_of_another_store(
     start: Callable[[str], Running], production_url: str, staging_url: str
 ) -> None:
-    """What production's processes left at kill -9 waits for production's next start, while staging goes on: then the
-    finished requests and the cut stream are billed to the token, in each store its own."""
+    """The requests of a killed server are settled by its own next start, not by another store's server, and billed to
+    the token in its own store.
+    """
     production, staging = start(production_url), start(staging_url)
     own, other = Store(production_url), Store(staging_url)
     for tokens in (7, 11):
