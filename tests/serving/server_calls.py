@@ -1,4 +1,4 @@
-"""What tests ask of a real server, and what they read of it."""
+"""Requests of tests to a real server, and readers of its state."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def engine_pids(server: Running) -> set[int]:
 
 
 def lines(server: Running, path: str) -> list[dict[str, Any]]:
-    """What the log has of requests to ``path``."""
+    """Return the log entries of requests to ``path``."""
     entries = [json.loads(line) for line in server.log().splitlines() if line.startswith("{")]
     return [entry for entry in entries if entry.get("path") == path and entry["event"] == "request"]
 
