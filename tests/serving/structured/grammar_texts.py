@@ -1,4 +1,4 @@
-"""Which texts a grammar takes: llguidance over a tokenizer of bytes, as fast as it is exact."""
+"""The texts that a grammar accepts, checked by llguidance with a tokenizer of single bytes."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def test_an_expression_matches_the_text_as_a_whole(expression: str, words: list[
     ],
 )  # fmt: skip
 def test_dialects_meet(expression: str, right: list[str], wrong: list[str]) -> None:
-    """What JavaScript, Python and Rust write differently is understood."""
+    """Constructs that JavaScript, Python and Rust write differently are all understood."""
     made = texts.of("regex", expression)
     assert [text for text in right if not texts.takes(made, text)] == []
     assert [text for text in wrong if texts.takes(made, text)] == []

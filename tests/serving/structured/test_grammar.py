@@ -73,7 +73,7 @@ def test_choices_are_different_texts(value: Any) -> None:
 
 
 def test_a_schema_stands_in_a_larger_grammar() -> None:
-    """What ``schema_value`` gives is held to within ``%json``, by the same rules."""
+    """A schema from ``schema_value`` is enforced inside ``%json`` of a larger grammar by the same rules."""
     schema = schema_value({"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}, "tools")
     grammar = grammar_of(Constraint(kind="lark", value='start: "<" /[a-z]+/ ">" "x"', field="f"))
     source = json.dumps({"grammars": [{"lark_grammar": f'start: "<call>" %json {json.dumps(schema)} "</call>"'}]})

@@ -1,4 +1,4 @@
-"""What pydantic 2 makes of Python's types is taken."""
+"""The schemas that pydantic 2 generates from Python's types."""
 
 from __future__ import annotations
 
@@ -138,7 +138,9 @@ def test_a_type_of_pydantic_is_held_to(name: str) -> None:
 def test_the_decimals_of_older_pydantic_are_taken_without_their_look_ahead(
     pattern: str, right: list[str], wrong: list[str]
 ) -> None:
-    """What the expression with the look-ahead matches is written, with bounded digits."""
+    """The decimal patterns of older pydantic are accepted as if without their look-ahead, and with a bounded number of
+    digits.
+    """
     made = texts.of("json_schema", {"type": "string", "pattern": pattern})
     assert [text for text in right if not texts.takes(made, json.dumps(text)) or not re.search(pattern, text)] == []
     assert [text for text in wrong if texts.takes(made, json.dumps(text))] == []

@@ -119,7 +119,7 @@ def test_what_is_ignored_stands_between_terminals() -> None:
 
 @pytest.mark.parametrize("name", _COMMON)
 def test_common_terminals_are_what_they_are_plain(name: str) -> None:
-    """Those that are imported are llguidance's own."""
+    """A quoted common terminal accepts the same texts as llguidance's own."""
     lark, rng = f'start: "\\n" X\n%import common.{name} -> X', random.Random(name)
     plain, quoted = texts.of("lark", lark), _quoted(lark)
     for _ in range(60):
@@ -188,7 +188,7 @@ def test_what_needs_no_escapes_stays_as_it_is(lark: str) -> None:
     ('start: "\\""\n%import common.NOTHING', "common.NOTHING"),
 ], ids=lambda value: value[:24])  # fmt: skip
 def test_what_cannot_be_written_is_refused_with_its_line(lark: str, named: str) -> None:
-    """By its name; nothing is held to by half."""
+    """A construct that cannot be quoted is refused with its line and name."""
     with pytest.raises(InvalidField, match=f"^f(?s:.*)(?:{named})"):
         _quoted(lark)
 

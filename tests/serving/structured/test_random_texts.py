@@ -69,7 +69,7 @@ USER_INTERFACE = {
 
 @pytest.fixture(scope="module")
 def tokenizer() -> GrammarTokenizer:
-    """Of a few hundred tokens that JSON is made of, some with a whole key or more in them."""
+    """Return a tokenizer of a few hundred JSON tokens, some of which hold a whole key or more."""
     trained = ByteLevelBPETokenizer()
     sample = json.dumps({"name": "a", "value": [1, 2.5], "items": {"a": "b", "id": None}})
     texts = [sample, sample.replace(" ", ""), '{"a":1,"a":2}', '"a","a":"a"', "2024-02-29T10:00:00Z é"]
@@ -123,7 +123,7 @@ def check(schema: Any, text: str | None) -> None:
 
 
 def schemas() -> Iterator[tuple[Any, Grammar]]:
-    """Those of seeds from 0 that are not refused."""
+    """Yield the random schemas, of seeds from 0, that are not refused."""
     for seed in range(10 * SCHEMAS):
         schema = random_schema(seed)
         try:
@@ -148,7 +148,7 @@ def test_every_text_that_a_grammar_allows_satisfies_its_schema(tokenizer: Gramma
 
 @pytest.mark.parametrize("schema", [WEATHER, STEPS, USER_INTERFACE, {"type": "object"}, True], ids=str)
 def test_schemas_of_documents_are_held_to(schema: Any, tokenizer: GrammarTokenizer) -> None:
-    """Those of OpenAI's documents, and free JSON."""
+    """Texts drawn from the grammars of OpenAI's documented schemas, and of free JSON, satisfy them."""
     grammar = grammar_of(Constraint(kind="json_schema", value=schema, field="field"))
     for seed in range(10):
         check(schema, drawn(grammar, tokenizer, seed))

@@ -102,7 +102,7 @@ def test_options_of_the_enforcement_are_not_the_callers(schema: Any) -> None:
 
 
 def test_a_property_may_have_the_name_of_our_options() -> None:
-    """As a name or as a value it means nothing."""
+    """A property may be called x-guidance and hold an object with that key: neither is taken for an option."""
     schema = {
         "type": "object",
         "properties": {"x-guidance": {"const": {"x-guidance": 1}}},
