@@ -15,7 +15,7 @@ from mlflow_llm.serving.testing.instant_engine import InstantEngine
 
 
 class Wanted:
-    """What a supervisor would say; ``sync`` has it."""
+    """The adapters that a supervisor wants, with their ``sync``."""
 
     def __init__(self) -> None:
         self.adapters = NOTHING
@@ -79,7 +79,7 @@ def test_another_process_gets_them_anew(engine: InstantEngine, instant_bundle: B
 
 
 def test_a_full_engine_is_asked_again(engine: InstantEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What cannot be now is no refusal."""
+    """An adapter that a full engine could not load is not refused but loaded at the next attempt."""
     wanted, real, full = Wanted(), engine.load_adapter, [Overloaded("full", retry_after=1.0)]
 
     def load_adapter(name: str, path: str, **more: bool) -> object:

@@ -92,7 +92,7 @@ def test_an_engine_that_loads_no_more_is_failed(make_bundle, supervise):
 
 
 def test_a_draining_replica_stays_while_nobody_can_say_whether_it_is_used(place, make_bundle, supervise):
-    """Who uses an engine stands in files, and they may be out of reach for a while."""
+    """A draining replica stays while the files that say whether it is in use cannot be read."""
     asked, unreadable = [], [OSError(errno.EMFILE, "Too many open files")]
 
     def in_use(address):
