@@ -20,7 +20,7 @@ def test_pauses_double_up_to_the_longest(at_once: bool) -> None:
 
 @pytest.mark.parametrize("at_once", [False, True])
 def test_pauses_start_over_after_a_success(at_once: bool) -> None:
-    """What has worked is tried again as soon as something new."""
+    """After a success the pauses start over, with an immediate attempt if ``at_once`` is set."""
     backoff = Backoff(1.0, 8.0)
     for _ in range(3):
         backoff.failed()

@@ -36,7 +36,7 @@ def tree(root: Path, *, kernels: bool, more: str = "") -> Path:
 
 
 def places(cwd: Path, installed: Path) -> tuple[list[str], str]:
-    """What a process in ``cwd`` imports and what its children are to import, and its warnings."""
+    """Return the import places of a process in ``cwd`` and of its children, and its warnings."""
     environment = {**os.environ, "PYTHONPATH": str(installed)}
     done = subprocess.run([sys.executable, "-c", SHOW], cwd=cwd, env=environment, capture_output=True, text=True)
     return done.stdout.split(), done.stderr

@@ -37,7 +37,7 @@ def test_half_a_processor_of_version_1(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("own", ["/docker/abc", "/docker/abc/below"])
 def test_a_container_sees_its_group_at_the_mount(own: str, tmp_path: Path) -> None:
-    """Where a group is mounted rather than the whole tree, paths are taken from that group."""
+    """If a group is mounted instead of the whole tree, paths are relative to that group."""
     top = tmp_path / "a b"
     proc = machine(tmp_path, f"0::{own}", V2_MOUNT.format(root="/docker/abc", top=str(top).replace(" ", "\\040")))
     group(top, "below", cpu__max="max 100000")
@@ -84,7 +84,7 @@ def test_siblings_of_a_core_are_one(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is found here lies within the machine; OMP_NUM_THREADS wins where it is a number."""
+    """The CPUs found are within the machine's; a numeric OMP_NUM_THREADS takes precedence."""
     found = processors()
     assert 1 <= found.threads <= found.cores <= found.allowed == len(os.sched_getaffinity(0))
     monkeypatch.setenv("OMP_NUM_THREADS", "7,2")

@@ -1,4 +1,4 @@
-"""What callers and models write, as logs and terminals show it."""
+"""Escaping of callers' and models' text in logs and on terminals."""
 
 import importlib
 import io
@@ -58,7 +58,7 @@ def test_a_message_is_one_line():
 
 
 def test_terminals_are_not_commanded(monkeypatch):
-    """What a model answers and what a server calls its models is shown, and changes nothing else of the terminal."""
+    """Control characters in a model's reply or an endpoint's name reach the terminal escaped."""
 
     chats = importlib.import_module("mlflow_llm.serving.cli.chat")  # the package has the command under that name
     endpoints = importlib.import_module("mlflow_llm.serving.cli.endpoints")

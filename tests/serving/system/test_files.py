@@ -1,4 +1,4 @@
-"""Where the cache is, and files that are replaced whole."""
+"""The cache directory, and atomic replacement of files."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_parts_of_the_cache_have_places_of_their_own() -> None:
 
 
 def test_a_file_is_replaced_whole_and_is_its_owners(tmp_path: Path) -> None:
-    """Who had the old one open reads on in it; nobody else may read the new one, and no draft stays."""
+    """Replacing a file leaves open readers the old content, makes it private and leaves no temporary file."""
     path = tmp_path / "a.json"
     replace_file(path, b"one")
     with path.open("rb") as old:
