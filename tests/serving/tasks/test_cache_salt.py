@@ -1,4 +1,4 @@
-"""Who shares prompt prefixes with whom."""
+"""The callers that share prompt prefixes in the cache."""
 
 from __future__ import annotations
 

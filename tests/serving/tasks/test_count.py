@@ -41,7 +41,7 @@ def test_as_the_engine_gets_it(endpoint, body):
 
 
 def test_templated_completions(endpoint_of):
-    """Where completions go through the template, so does a counted one."""
+    """A counted completion goes through the template if completions of the endpoint do."""
     templated = endpoint_of(raw_prompts=False, default_system_prompt="hello")
     expected = prepare(_raw(prompt="world"), templated).sequences[0].prompt_token_ids
     assert count.prompt_tokens(_raw(prompt="world"), templated) == expected
@@ -116,7 +116,7 @@ def test_only_a_reply_is_gone_on_with(endpoint):
 
 
 def test_strict_turns_and_open_ends(endpoint_of):
-    """Where turns are strict a chat may end in the assistant's only where no reply is begun."""
+    """With strict turns a chat may end in an assistant message only if no reply is begun."""
     strict, messages = endpoint_of(strict_turns=True), _raw(messages=GO_ON).messages
     for end in ("open", "closed"):
         assert count.prompt_tokens(RawChat(messages=messages, end=end), strict)

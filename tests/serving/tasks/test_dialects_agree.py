@@ -71,7 +71,7 @@ def view(make: Callable[..., Server]) -> EndpointView:
 def valid(
     view: EndpointView, dialect: str, path: str, body: bytes, headers: dict[str, str] | None = None
 ) -> ValidRequest:
-    """What the engine gets of a request, without what only its reply goes by."""
+    """Return the engine's request for a body, without the fields that only its reply uses."""
     codec = DIALECTS[dialect]
     route = next(route for route in codec.routes if route.path == path)
     raw = codec.decode(Head(route, headers or {}, {"name": "assistant"}), body)
@@ -102,7 +102,7 @@ CHATS = (
 @SAMPLED
 @given(messages=MESSAGES, common=COMMON, more=OPENAIS)
 def test_chats(view: EndpointView, messages: list[Any], common: dict[str, Any], more: dict[str, Any]) -> None:
-    """Of everything that OpenAI, Databricks, MLflow, MindIE and OpenVINO's server all take."""
+    """The same chat in OpenAI's, Databricks', MLflow's, MindIE's and OpenVINO's dialects is the same request."""
     more.pop("ignore_eos", None)  # MindIE's, too, but OpenVINO bounds the length by it
     found = [
         ask(view, dialect, path, messages=messages, **{"repetition_penalty": 1.0, "top_k": None, **common, **more})
@@ -114,7 +114,9 @@ def test_chats(view: EndpointView, messages: list[Any], common: dict[str, Any], 
 @SAMPLED
 @given(messages=MESSAGES, common=COMMON, stop=st.lists(st.sampled_from(["a", "bc", "é"]), max_size=2, unique=True))
 def test_agents_apis(view: EndpointView, messages: list[Any], common: dict[str, Any], stop: list[str]) -> None:
-    """What OpenAI's Responses and Anthropic's Messages can say is the same chat; Anthropic's has no seed."""
+    """The same chat in OpenAI's Responses, Anthropic's Messages and chat completions is the same request, but for
+    seeds.
+    """
     chat = ask(view, "openai", "/v1/chat/completions", messages=messages, stop=stop or None, **common)
     most = common.pop("max_tokens")
     response = ask(
@@ -136,7 +138,7 @@ def _without_seeds(request: ValidRequest) -> ValidRequest:
 @SAMPLED
 @given(prompt=TEXTS, common=COMMON, more=OPENAIS)
 def test_completions(view: EndpointView, prompt: str, common: dict[str, Any], more: dict[str, Any]) -> None:
-    """Of a text, where no template is applied."""
+    """The same completion in four dialects, without a template, is the same request."""
     more.pop("ignore_eos", None)
     asked = {"prompt": prompt, "repetition_penalty": 1.0, "top_k": None, **common, **more}
     first = ask(view, "openai", "/v1/completions", **asked)

@@ -1,4 +1,4 @@
-"""What a caller expects the text to be: as tokens of this model, or refused."""
+"""Predicted outputs, as tokens of the model or refused."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What form the texts of a request must have: tools that may be called, and forms that an endpoint can hold to."""
+"""Constraints on a request's texts: callable tools, and forms that an endpoint can enforce."""
 
 import dataclasses
 
@@ -152,7 +152,7 @@ def test_a_form_that_a_model_was_logged_with(holding):
     ],
 )
 def test_forms_that_are_none(holding, fields, param, words):
-    """What is no schema, expression or grammar is refused with its field, before it reaches an engine."""
+    """An invalid schema, expression or grammar is refused with its field, before it reaches an engine."""
     with pytest.raises(InvalidField) as caught:
         prepare(DIALECTS["mlflow"].read({"messages": HI, **fields}), holding)
     assert caught.value.param.startswith(param)

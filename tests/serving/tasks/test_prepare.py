@@ -22,7 +22,7 @@ def _valid(endpoint, limits=NO_LIMITS, **body):
 
 
 def test_defaults(endpoint, text):
-    """What the caller leaves out has its final value: temperature 1, room up to the context, the model's ends."""
+    """Fields left out get final values: temperature 1, the rest of the context, the model's end tokens."""
     request = _valid(endpoint, messages=HI)
     sampling = request.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (1.0, 1.0, 0)
@@ -43,7 +43,7 @@ def test_defaults(endpoint, text):
     ],
 )
 def test_divisors_that_float32_has_not(endpoint, asked, used):
-    """By them logits would be infinite, and none the largest: what is next to them has the same effect."""
+    """A divisor that underflows in float32 is replaced by the nearest value with the same effect and finite logits."""
     sampling = _valid(endpoint, prompt="fox", **asked).sampling
     assert {name: getattr(sampling, name) for name in used} == used
 

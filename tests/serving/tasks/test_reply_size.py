@@ -1,4 +1,4 @@
-"""What a request multiplies is bounded by name before it runs."""
+"""Bounds on fields that multiply a request's work, checked before it runs."""
 
 from __future__ import annotations
 

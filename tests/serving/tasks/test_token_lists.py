@@ -1,4 +1,4 @@
-"""What requests say of single tokens, as engines get it, and what is refused of it."""
+"""The fields of a request about single tokens: their values for the engine, and refusals."""
 
 import numpy as np
 import pytest

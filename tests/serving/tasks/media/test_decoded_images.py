@@ -259,7 +259,7 @@ def test_bombs(data):
 
 
 def test_a_gif_of_many_frames():
-    """Of an animation only the first frame is decoded: 5,000 frames are no more work than one."""
+    """Only the first of an animation's 5,000 frames is decoded."""
     frame = encoded(drawn("P", (8, 8)), "GIF")
     body = frame[13 + 768 : -1]  # behind the header and its table of colors
     data = frame[:-1] + body * 5000 + b";"
@@ -267,7 +267,7 @@ def test_a_gif_of_many_frames():
 
 
 def test_more_than_a_request_may_have():
-    """What is left of a request's pixels limits a picture too, and the error says so."""
+    """The pixels left to a request limit a picture too, and the error says so."""
     data = encoded(drawn("L", (10, 10)), "PNG")
     assert decoded(data, PART, left=100).width == 10
     assert refusal(data, left=99).endswith(

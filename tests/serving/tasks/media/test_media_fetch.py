@@ -184,7 +184,7 @@ def test_what_is_asked():
     ],
 )
 def test_answers_that_are_no_picture(answer, why):
-    """What the server did is said in our words, with nothing of what it wrote."""
+    """The error describes the server's failure in our words and repeats nothing of its answer."""
     with server(answer) as (port, requests):
         found = refusal(f"http://127.0.0.1:{port}/a")
     assert found == f"'127.0.0.1:{port}' is not allowed; expected a URL that can be fetched: {why}"
@@ -192,7 +192,7 @@ def test_answers_that_are_no_picture(answer, why):
 
 
 def test_an_answer_that_is_not_decoded():
-    """What is fetched and is no picture is named by its kind alone; a length that is too short cuts the picture."""
+    """A fetched file that is not a picture is described by its type alone; a short Content-Length truncates one."""
     with server(closed(whole(b"<html>secret"))) as (port, _):
         found = refusal(f"http://127.0.0.1:{port}/a")
     assert found.startswith("'an HTML file' is not allowed; expected a picture in PNG")

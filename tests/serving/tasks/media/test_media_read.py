@@ -1,4 +1,4 @@
-"""Which media of a request are read, and from where: files below a directory, data in the request."""
+"""The media that a request may have read: files below an allowed directory and inline data."""
 
 import base64
 import importlib.util
@@ -272,7 +272,7 @@ def test_swapped_after_the_check(inside, allowed, monkeypatch, swap):
 
 
 def test_a_fifo_at_the_last_moment(inside, allowed, monkeypatch):
-    """What becomes a FIFO even after it was looked at is opened without waiting, and refused."""
+    """A file that becomes a FIFO after it was checked is opened without blocking, and refused."""
     target = inside / "a.png"
     real = os.stat
 

@@ -54,7 +54,7 @@ def test_errors_are_those_of_transformers(text, template):
 
 
 def test_a_request_that_is_stopped(endpoint, monkeypatch):
-    """What takes too long for its limit is a 400 that names template and limit; without a process it is a 503."""
+    """A template stopped at its limit is a 400 that names template and limit; without a process it is overload."""
     tight = Limits(seconds=0.5, memory=100 << 20, output=50)
     monkeypatch.setattr(rendering, "render_limits", lambda size, context: tight)
     raw = DIALECTS["openai"].read({"messages": [{"role": "user", "content": "a" * 100}]}, "chat")

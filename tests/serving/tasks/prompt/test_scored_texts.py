@@ -1,4 +1,4 @@
-"""What an engine gets of a request that compares texts."""
+"""The token sequences that an engine gets of a request that compares texts."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_long_query_does_not_multiply_without_end(cross):
 
 
 def test_megabytes_are_read_at_their_beginning(cross, cross_text, monkeypatch):
-    """Of a text of megabytes only as much is tokenised as can count."""
+    """Only as much of a text of megabytes is tokenised as can fit the context."""
     seen = []
     encode = cross_text._backend.__class__.encode_batch_fast
     backend = cross_text._backend

@@ -101,7 +101,7 @@ def test_a_template_that_knows_no_tools_gets_them_as_text(roomy):
 
 
 def test_a_system_message_is_kept_before_the_tools(roomy):
-    """What the caller's system message says comes first."""
+    """The caller's system message comes before the description of the tools."""
     assert _text(roomy(), Message(role="system", content="Be brief."), ASKED).startswith(
         "<s><|start|>system\nBe brief.\n\n# Tools"
     )

@@ -202,7 +202,7 @@ def test_where_tokens_start(text, ask, chunk):
 
 
 def test_a_stop_string_behind_half_a_character(text, ask):
-    """What is trimmed away with a stop string has no log probabilities, where half a character stands before it too."""
+    """Tokens removed with a stop string have no log probabilities, even after half a character."""
     single = {text.token_bytes(i): i for i in range(text.vocab_size)}
     ids = [single[data] for data in (b"a", b"\xe6", b"b")]
     events = [Tokens(0, (i,), (TokenLogprob(i, -1.0),)) for i in ids]

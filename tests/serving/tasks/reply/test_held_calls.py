@@ -1,4 +1,4 @@
-"""Which requests have a grammar for the calls of their replies."""
+"""The requests whose replies have a grammar for their calls."""
 
 import msgspec
 import pytest

@@ -88,7 +88,7 @@ def test_deltas_of_calls(hermes, ask):
 
 
 def test_arguments_come_with_their_tokens(hermes, ask):
-    """What a token adds to arguments goes out before the next token comes."""
+    """The arguments that a token adds are sent before the next token."""
     head, body = '<tool_call>\n{"name": "f", "arguments": ', '{"x": 1, "y": "abc", "z": [1, 2]}'
     ids = hermes.encode(head, False)
     request, said = ask(hermes), ""

@@ -23,7 +23,7 @@ def test_match_across_pieces():
 
 
 def test_holds_only_a_possible_beginning():
-    """What cannot become a stop string goes out at once, and a false beginning goes out when it fails."""
+    """Text that cannot begin a stop string is sent at once, and a false beginning once it fails to match."""
     matcher = StopMatcher(("END",))
     assert matcher.push("go E") == ("go ", None)
     assert matcher.push("N") == ("", None)
@@ -36,7 +36,7 @@ def test_overlapping_beginning():
 
 
 def test_first_complete_match_wins():
-    """Of two stop strings in one piece the one that is complete first ends the text."""
+    """The stop string that is complete first ends the text."""
     assert _run(["dog", "o"], ["hot dog"]) == ("h", "o")
 
 
@@ -75,7 +75,7 @@ def _through(sequences, tokens):
 
 
 def test_text_of_a_possible_stop_sequence_is_held():
-    """What begins one waits, and goes out as soon as it cannot be one."""
+    """The beginning of a stop sequence is held back, and sent once it cannot match."""
     a, b, c = map(ord, "bdf")
     assert _through(((a, b, c),), (a, b, a, b, c, a)) == (["", "", "bd", "", ""], "bdf")
     assert _through(((a, b, c),), (c, a, b)) == (["f", "", "", "bd"], None)
