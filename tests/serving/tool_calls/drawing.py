@@ -85,7 +85,7 @@ class Vocabulary:
         return next((ids for ids in marks if matcher.validate_tokens(ids) == len(ids)), [])
 
     def read(self, ids, format, tools):
-        """What the parser makes of them, special tokens told to it."""
+        """Parse the tokens, with the special tokens known to the parser."""
         stand_ins = special_stand_ins(self.special, format)
         parser, out = make_parser(format, tools, specials=stand_ins), Read()
         names = {token_id: token for token, token_id in self.special.items()}

@@ -11,7 +11,7 @@ from mlflow_llm.serving.tool_calls.parts import CallArguments, CallBegin, CallEn
 
 @dataclass
 class Read:
-    """What came out of a parser: ``calls`` are [name, arguments, whether it has ended]."""
+    """The output of a parser: ``calls`` are [name, arguments, whether it has ended]."""
 
     text: str = ""
     reasoning: str = ""

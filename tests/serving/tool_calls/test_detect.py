@@ -1,4 +1,4 @@
-"""Which format a template's calls have."""
+"""Detection of the format of a template's calls."""
 
 import pytest
 
@@ -41,7 +41,7 @@ def test_granite_4_writes_as_hermes_does():
 
 
 def test_a_template_without_marks_is_not_known():
-    """Which is then told of tools by text, with the marks of reasoning that it has."""
+    """A template without markers of calls gets the generic format, with its own markers of reasoning."""
     plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
     assert detect(plain) is None
     assert detect_or_generic(plain) == FORMATS["generic"]
@@ -80,5 +80,5 @@ def test_a_response_template_of_its_own():
     "response", [7, {}, {"fields": 3}, {"fields": {"tool_calls": []}}, _response(open=[3], close=4)]
 )
 def test_a_response_template_that_is_none(response):
-    """What came with a model is not trusted: where it makes no sense the chat template decides."""
+    """An invalid response template is ignored in favour of the chat template."""
     assert detect_or_generic(TEMPLATES["hermes"], (), response).name == "hermes"

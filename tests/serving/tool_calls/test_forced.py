@@ -94,7 +94,7 @@ def test_forced_calls_are_valid(name, choice, special):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_strict_tools_are_held_to_in_auto(name):
-    """Where a model may call as it likes, what it calls is valid too; the rest is text."""
+    """With tool choice auto the calls of strict tools are valid, and other text is free."""
     words, format = vocabulary(True), FORMATS[name]
     grammar = call_grammar(format, TOOLS, AUTO, special=words.special)
     for seed in range(3):
@@ -199,7 +199,7 @@ def test_reasoning_comes_first(special):
 
 
 def test_special_tokens_are_tokens():
-    """Where a mark is a special token its letters are none."""
+    """A marker that is a special token cannot be spelt with ordinary tokens."""
     words, format = vocabulary(True), FORMATS["mistral_v3"]
     grammar = call_grammar(format, (NOW,), REQUIRED, special=words.special)
     text = written_calls(format, [ToolCall(id="", name="now", arguments={})])
@@ -227,7 +227,7 @@ def test_a_text_may_speak_of_marks_that_are_tokens():
 )
 @pytest.mark.parametrize("name", ["qwen3_coder", "llama4_pythonic"])
 def test_what_only_json_can_hold_is_refused(name, parameters, named):
-    """Where arguments are not written as JSON, names and rules that cannot be written are refused by their place."""
+    """Names and rules that a format other than JSON cannot express are refused with their path."""
     with pytest.raises(InvalidField, match=FORMATS[name].name) as caught:
         call_grammar(FORMATS[name], (NOW, Tool(name="f", parameters=parameters)), REQUIRED)
     assert caught.value.param == "tools[1].function.parameters"

@@ -1,4 +1,4 @@
-"""What a parser makes of a model's text, whatever it is and however it comes."""
+"""The parser's output for any model text, however it is split."""
 
 import json
 
@@ -64,7 +64,7 @@ ALSO = [
 
 
 def _everywhere(text, format, tools=TOOLS, **options):
-    """What ``text`` is read as, which is the same however it is cut in two, and character by character."""
+    """Parse ``text`` whole, check that every split in two and single characters give the same, and return it."""
     whole = read([text], format, tools, **options)
     assert read(list(text), format, tools, **options) == whole
     for place in range(len(text)):
@@ -204,7 +204,7 @@ def test_several_calls():
     ],
 )
 def test_what_is_no_call_is_text(text):
-    """Where no call can be read nothing is lost, markers and all."""
+    """Text in which no call can be parsed is returned whole, with its markers."""
     found = _everywhere(text, HERMES)
     assert (found.calls, found.text) == ([], text)
 
@@ -336,7 +336,7 @@ def test_calls_in_reasoning():
 
 
 def test_special_tokens_are_not_spelt():
-    """Where a marker is a special token, an ordinary text of the same characters is none."""
+    """If a marker is a special token, ordinary text with the same characters is no marker."""
     format = FORMATS["mistral_v11"]
     specials = special_stand_ins(["[TOOL_CALLS]", "[ARGS]", "<s>"], format)
     assert set(specials) == {"[TOOL_CALLS]", "[ARGS]"}
@@ -411,7 +411,7 @@ def _pieces_of(format):
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
 def test_no_cut_changes_what_is_read(data):
-    """Of any text and in every format: how it is cut makes no difference."""
+    """Any text in any format is parsed alike however it is split."""
     format = FORMATS[data.draw(st.sampled_from(sorted(FORMATS)))]
     if format.reasoning is None and data.draw(st.booleans()):
         format = msgspec.structs.replace(format, reasoning=REASONING["think"])

@@ -1,4 +1,4 @@
-"""What models were recorded to write, and what canitoolcall says that it means (https://pypi.org/project/canitoolcall)."""
+"""Recorded outputs of models, and their meaning by canitoolcall (https://pypi.org/project/canitoolcall)."""
 
 import random
 
