@@ -1,4 +1,4 @@
-"""What an engine says it cannot do is refused or left out by its client, with the reason."""
+"""Requests for capabilities that an engine lacks, refused or reduced by its client with the reason."""
 
 from __future__ import annotations
 

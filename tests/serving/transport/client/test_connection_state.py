@@ -31,7 +31,7 @@ def test_the_table_knows_every_state_and_leads_nowhere_else() -> None:
 
 
 def test_an_illegal_move_raises() -> None:
-    """What the table does not name cannot happen, and says what it was."""
+    """A transition that the table does not list raises an error that names it."""
     legal = {(state, happening) for state, row in TRANSITIONS.items() for happening in row}
     for state, happening in itertools.product(get_args(State), get_args(Happening)):
         if (state, happening) not in legal:

@@ -40,7 +40,7 @@ def welcome(state, generation):
 
 
 def submitted(state):
-    """What goes to the engine now, by the callers' names: whether it continues."""
+    """Take the submitted requests out of the outbox, and return for each whether it continues."""
     frames, state.outbox = list(state.outbox), type(state.outbox)()
     found = [message for message in map(m.decode_for_engine, frames) if isinstance(message, m.Submit)]
     return {message.request.request_id: message.continues for message in found}
@@ -66,7 +66,7 @@ def test_a_paused_request_goes_on_in_a_full_queue(place, bundle):
 
 
 def test_requests_go_on_at_a_full_replica(place, bundle):
-    """What is handed over to a replica whose queue is full goes on there, whether or not it has given a token."""
+    """Requests handed over to a replica with a full queue continue there, with or without tokens so far."""
     with place.connect(bundle, FULL, replica=1) as one, place.connect(bundle, FULL, replica=2) as two:
         moved = [one.submit(long(f"moved-{i}", 500)) for i in range(3)]
         first = [next(moved[0])]
@@ -114,7 +114,7 @@ def test_a_message_without_the_mark_is_a_new_request():
 
 
 def test_the_instant_engine_refuses_new_requests_only(bundle):
-    """Of two beyond the bound the one that continues is taken."""
+    """If two requests exceed the queue's bound, the one that continues is accepted."""
     core = InstantEngine(bundle, FULL).core
     for i in range(3):
         core.add(completion(f"r{i}"), "")

@@ -150,7 +150,7 @@ def test_more_than_fits_into_a_turn_is_taken_by_the_loop(loop: Loop, engine: One
 
 
 def test_what_breaks_on_the_way_ends_the_loop(loop: Loop, engine: OneEngine, caplog: pytest.LogCaptureFixture) -> None:
-    """As it does in a turn: what runs is told, and nobody waits for it."""
+    """An exception while events are delivered ends the loop and fails its running requests."""
     reader = submit(loop, engine)
     reader.fails = ZeroDivisionError("broken")
     engine.says(*events(1))

@@ -1,4 +1,4 @@
-"""What a client notes of an in-flight request, and what it submits again after its engine has died."""
+"""The client's record of an in-flight request, and its continuation after the engine has died."""
 
 from __future__ import annotations
 
@@ -91,8 +91,7 @@ def test_a_sequence_whose_last_tokens_ended_it_is_not_run_again(run: tuple[int, 
 
 
 def test_a_scored_prompt_is_not_scored_again() -> None:
-    """Of a request that generates nothing only ``Finished`` was lost; one that was not scored is run again, and gets
-    its scores once."""
+    """A scored prompt that lost only ``Finished`` is finished; an unscored one is run again and scored once."""
     request = completion(n=2, max_tokens=0)
     scored = PromptScored(0, (TokenLogprob(5, -1.0),))
     inflight, sink = running(request, scored)
@@ -106,7 +105,7 @@ def test_a_scored_prompt_is_not_scored_again() -> None:
 
 
 def test_pairs_that_are_run_again_keep_their_token_types() -> None:
-    """Where the second text of a pair begins goes with the pair, whichever of them were answered."""
+    """The boundary between the texts of a pair is kept in a continuation, whichever pairs were answered."""
     request = msgspec.structs.replace(completion(n=3), task="score", n=1, sampling=None, second_from=(1, 2, 3))
     inflight, _ = running(request, Embedded(1, b"\0\0\0\0"))
     again = inflight.continuation(MAX_TOKENS)
@@ -209,7 +208,7 @@ def test_drafts_of_a_killed_engine_are_counted_with_the_next() -> None:
 
 
 def test_drafts_of_a_text_whose_end_was_lost_are_counted() -> None:
-    """What a killed engine had sent the last token of ends with what was drafted for it."""
+    """A text whose last token had come ends with its draft counts if the engine is killed."""
     inflight, sink = running(completion(max_tokens=2), Tokens(0, (5, 6), drafts=DraftCounts(3, 1)))
     assert inflight.continuation(MAX_TOKENS) is None
     last = sink[-1]

@@ -73,7 +73,7 @@ def test_a_next_attempt_gives_what_is_missing() -> None:
 
 
 def test_a_prompt_that_was_read_is_not_read_again() -> None:
-    """Of a request that generates nothing only ``Finished`` was lost, once all that it asks of its prompt has come."""
+    """A prompt-only request is not run again once all that it asked of its prompt has come."""
     sink = Sink()
     both = asking(completion(max_tokens=0), prompt_logprobs=0, logprobs=0, generation_logits=False)
     inflight = InflightRequest(both, 1, sink)

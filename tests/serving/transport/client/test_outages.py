@@ -84,7 +84,7 @@ def test_who_looks_whether_a_lock_is_held_delays_a_start_but_does_not_fail_it(pl
 
 
 def test_without_descriptors_nobody_is_taken_for_dead(tmp_path):
-    """Where no file can be opened, the holder of a lock is still its holder; a missing file is not held."""
+    """If no file can be opened a lock counts as held; a missing lock file does not."""
     path = str(tmp_path / "lock")
     lock = try_acquire(path)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -194,7 +194,7 @@ def test_a_stream_is_handed_over_while_its_engine_is_looked_for(pair):
 
 
 def test_a_stream_is_handed_over_as_the_search_for_its_engine_fails(pair):
-    """What was handed over before the search failed is not failed with what waits for its engine still."""
+    """A stream handed over during a failing search for its engine is not failed with the waiting requests."""
     one, two, bundle = pair
     request, waiting = completion(max_tokens=200), completion("w", max_tokens=10**5)
 

@@ -91,7 +91,7 @@ def test_others_do_not_wait_for_a_suspect_that_left(end: str) -> None:
 
 
 def test_nobody_waits_when_all_have_failed() -> None:
-    """Where no engine could be had everything fails, and what comes later is not held for a suspect of before."""
+    """After all requests have failed a new one does not wait for an earlier suspect."""
     state = ClientState("c")
     engines = Engines(state, {"a"})
     state.submit(completion("a"), Sink())

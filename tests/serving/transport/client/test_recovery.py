@@ -52,7 +52,7 @@ def test_killed_engine_loses_nothing(place, make_bundle, n, temperature):
 
 @pytest.mark.parametrize("known", [False, True])
 def test_cached_tokens_are_those_of_the_first_attempt(place, make_bundle, known):
-    """What was found in the cache, or not, when a request began is reported at its end, whichever engine ends it."""
+    """The reported number of cached tokens is that of the first attempt, whichever engine ends the request."""
     bundle = make_bundle(step_delay=0.004, prefix_cache=True)
     with place.connect(bundle) as engine:
         if known:

@@ -1,4 +1,4 @@
-"""Who starts, shares and ends an engine process, and that nothing outlives it."""
+"""Starting, sharing and ending of engine processes, which leave nothing behind."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_an_engine_terminated_twice(place, make_bundle):
 
 
 def test_both_killed(place, make_bundle):
-    """What an engine and its client leave when both are killed, the next start of any engine removes."""
+    """The next start of any engine removes what a killed engine and its killed client left."""
     child = place.run("print(engine.info.pid, flush=True); time.sleep(600)", make_bundle())
     pid = int(child.stdout.readline())
     child.kill()

@@ -1,4 +1,4 @@
-"""What an engine process sets before torch is imported."""
+"""The environment that an engine process sets before torch is imported."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mlflow_llm.serving.transport.engine_process.main import _set_threads
 
 
 def test_threads_are_known_to_openmp_before_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as there are processors for; a number in the environment wins over that, the setting over both."""
+    """OpenMP gets one thread per usable CPU; the environment takes precedence over that, and the setting over both."""
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.setenv(name, "")  # so that what the code under test sets is taken back
         monkeypatch.delenv(name)

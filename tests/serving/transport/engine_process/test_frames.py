@@ -1,4 +1,4 @@
-"""What a step gives a client is one frame, unless it has many logits."""
+"""The framing of a step's events: one frame per client, unless it has many logits."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def free_address() -> str:
 
 
 def undisturbed(bundle, request):
-    """What the engine says of ``request``, without the time it takes."""
+    """Return the events of an undisturbed engine for ``request``, without timings."""
     local = InstantEngine(bundle)
     local.core.model = msgspec.structs.replace(local.core.model, step_delay=0.0)
     return timeless(local.submit(request))
@@ -134,7 +134,7 @@ def test_keys_that_are_none(tmp_path):
 
 
 def test_nobody_there(key):
-    """Where nothing listens a client gets an error in time."""
+    """A client gets an error before its timeout has long passed if nothing listens at the address."""
     with pytest.raises(Unavailable, match="no engine answered"):
         attach(free_address(), key_file=key, timeout=1.0)
 
@@ -174,8 +174,7 @@ def test_a_broken_connection(place, make_bundle, key):
 
 
 def test_a_deadline_is_counted_where_the_engine_is(place, make_bundle):
-    """What is left of it comes along: another host's monotonic clock says nothing here, and a wall clock decides
-    nothing anywhere."""
+    """A remote client's deadline is set from the time left, a local one's from the shared monotonic clock."""
     core = InstantCore(make_bundle(max_model_len=10**6), SETTINGS)
     state = StateDirectory(place.runtime, "k" * 16)
     state.lock().release()
@@ -234,8 +233,9 @@ def test_a_silent_client_is_gone(place, make_bundle, monkeypatch):
 
 
 def test_a_key_opens_no_files(place, make_bundle, key, tmp_path):
-    """Who has an engine's key, and says that it is a client of the engine's host, names no journal there; adapters are
-    loaded from below the directories that the host allows alone, links and dots followed."""
+    """A remote client with the key that claims to be local can name no journal, and loads adapters only from allowed
+    directories, after resolving links and dots.
+    """
     address, journal = free_address(), tmp_path / "journal"
     (tmp_path / "allowed/own").mkdir(parents=True)
     (tmp_path / "other/own").mkdir(parents=True)
