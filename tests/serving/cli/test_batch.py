@@ -28,7 +28,9 @@ SPENT = -429  # a 429 because of a budget
 
 
 class FakeServer:
-    """Answers a prompt with itself. ``held`` prompts wait for ``release``; ``statuses`` come first, one a request."""
+    """A server that answers each prompt with itself. ``held`` prompts wait for ``release``; ``statuses`` are answered
+    first, one a request.
+    """
 
     def __init__(self) -> None:
         self.asked: Counter[str] = Counter()
@@ -121,7 +123,7 @@ def texts(file: Path) -> list[str]:
 
 
 def test_both_shapes_of_rows(server: FakeServer, files: tuple[Path, Path]) -> None:
-    """OpenAI's lines and plain bodies are answered in OpenAI's lines, in the input's order, whatever came first."""
+    """Rows in OpenAI's batch form and plain bodies are both answered in OpenAI's form, in the input's order."""
     mine = {"custom_id": "mine", "method": "POST", "url": "/v1/completions", "body": {"prompt": "b", "model": "own"}}
     files[0].write_text(json.dumps({"prompt": "a"}) + "\n\n" + json.dumps(mine) + "\n" + json.dumps({"prompt": "c"}))
     done = run(server, files)
@@ -135,8 +137,9 @@ def test_both_shapes_of_rows(server: FakeServer, files: tuple[Path, Path]) -> No
 
 
 def test_rows_that_fail(server: FakeServer, files: tuple[Path, Path]) -> None:
-    """Stand in the output with status and error, the others with their answers, and the exit status is 1. Asked again
-    on demand, a row has one line."""
+    """Failed rows are in the output with status and error and make the exit status 1; retried on demand, a row has one
+    line.
+    """
     write(files[0], {"prompt": "a"}, {"prompt": "bad"}, {"prompt": "c", "stream": True}, {"prompt": "d", "input": "x"})
     server.statuses["bad"] = [400]
     done = run(server, files)
@@ -151,7 +154,9 @@ def test_rows_that_fail(server: FakeServer, files: tuple[Path, Path]) -> None:
 
 
 def test_a_busy_server_is_asked_again(server: FakeServer, files: tuple[Path, Path]) -> None:
-    """429, 502 and 503 say nothing of a row; past the retries the batch stops, and goes on later without a loss."""
+    """A row is retried after 429, 502 and 503; when the retries are used up the batch stops and can be resumed without
+    a loss.
+    """
     write(files[0], *prompts(3))
     server.statuses["1"] = [429, 502, 503]
     assert run(server, files).exit_code == 0
@@ -168,7 +173,7 @@ def test_a_busy_server_is_asked_again(server: FakeServer, files: tuple[Path, Pat
 
 
 def test_a_refused_key_stops(server: FakeServer, files: tuple[Path, Path]) -> None:
-    """It is no row's fault: no row is written as failed."""
+    """A refused key stops the batch, and no row is written as failed."""
     write(files[0], *prompts(2))
     server.statuses["0"] = [401]
     stopped = run(server, files, "--concurrency", "1")
@@ -186,7 +191,7 @@ def test_a_spent_budget_stops(server: FakeServer, files: tuple[Path, Path]) -> N
 
 
 def test_after_kill_9(server: FakeServer, files: tuple[Path, Path]) -> None:
-    """A batch that was killed in the middle goes on: what was written is not asked again, every row has one line."""
+    """A batch that was killed resumes: rows written before are not sent again, and every row has one line."""
     write(files[0], *prompts(6))
     server.held = {"4"}
     command = [sys.executable, "-m", "mlflow_llm.serving.cli", "batch", str(files[0]), "-o", str(files[1])]
@@ -206,7 +211,7 @@ def test_after_kill_9(server: FakeServer, files: tuple[Path, Path]) -> None:
 
 
 def test_an_output_of_another_input(server: FakeServer, files: tuple[Path, Path]) -> None:
-    """A row that changed, or a file that is no output, is refused before anything is asked, and left as it is."""
+    """An output with a changed row, or a file that is no output, is refused before any request and left unchanged."""
     write(files[0], *prompts(2))
     run(server, files)
     before = files[1].read_bytes()
@@ -240,7 +245,7 @@ def test_an_output_of_another_input(server: FakeServer, files: tuple[Path, Path]
     ],
 )
 def test_input_that_is_none(server: FakeServer, files: tuple[Path, Path], text: str, reported: str) -> None:
-    """Is refused by its line before anything is asked or written."""
+    """Invalid input is refused with its line number before anything is sent or written."""
     files[0].write_text("\n".join(text.split("\n")))
     done = run(server, files)
     assert (done.exit_code, reported in done.stderr) == (2, True), done.stderr
@@ -248,14 +253,14 @@ def test_input_that_is_none(server: FakeServer, files: tuple[Path, Path], text: 
 
 
 def test_options_that_do_not_go_together(server: FakeServer, files: tuple[Path, Path]) -> None:
-    """Each is refused rather than left without effect; the output cannot be the input."""
+    """Options that exclude each other are refused, and so is an output that is the input."""
     write(files[0], {"prompt": "a"})
     for more in (("-C", "threads=1"), ("-m", "x", "--model", "y"), ("-o", str(files[0]))):
         assert run(server, files, *more).exit_code == 2
 
 
 def test_one_writer(files: tuple[Path, Path]) -> None:
-    """A second process is refused, and what is written late, behind the end, is written nowhere."""
+    """A second writer is refused, and a write after the journal was closed fails and writes nothing."""
     write(files[0], *prompts(1))
     rows = Rows(files[0])
     (key,) = rows.keys
@@ -269,7 +274,7 @@ def test_one_writer(files: tuple[Path, Path]) -> None:
 
 
 def test_answers_are_their_owners(files: tuple[Path, Path]) -> None:
-    """A new file is closed to others, also put in order; one that its owner has opened to them stays so."""
+    """A new output is readable by its owner alone, even after sorting; one that its owner opened to others stays so."""
     write(files[0], *prompts(2))
     keys = list(Rows(files[0]).keys)
     for mode in (0o600, 0o640):
@@ -285,7 +290,7 @@ def test_answers_are_their_owners(files: tuple[Path, Path]) -> None:
 
 
 def test_an_output_that_leads_elsewhere(server: FakeServer, files: tuple[Path, Path], tmp_path: Path) -> None:
-    """A symbolic link is not followed, and a pipe is no file that a restart could read."""
+    """An output that is a symbolic link is not followed, and a pipe is refused, since a restart could not read it."""
     write(files[0], *prompts(1))
     target = tmp_path / "precious"
     files[1].symlink_to(target)
@@ -299,7 +304,7 @@ def test_an_output_that_leads_elsewhere(server: FakeServer, files: tuple[Path, P
 
 
 def test_order_of_completion(files: tuple[Path, Path]) -> None:
-    """Left as written where that is asked for; a row that was written twice has its last line alone."""
+    """On demand the output is left in the order of completion; of a row written twice the last line counts."""
     write(files[0], *prompts(3))
     rows = Rows(files[0])
     keys = list(rows.keys)
@@ -312,7 +317,7 @@ def test_order_of_completion(files: tuple[Path, Path]) -> None:
 
 
 def test_a_full_disk(files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A line that cannot be written whole leaves nothing of itself."""
+    """A line that cannot be written whole is removed completely."""
     write(files[0], *prompts(2))
     rows = Rows(files[0])
     first, second = rows.keys
@@ -341,7 +346,7 @@ def test_a_full_disk(files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) 
     ],
 )
 def test_rows_go_where_their_fields_say(tmp_path: Path, body: dict[str, Any], path: str) -> None:
-    """A body by itself, and a line whose url is the same; another url is refused by name."""
+    """A body's fields decide its path; a url that differs from it is refused by name."""
     lines = [
         body,
         {"custom_id": "x", "url": path, "body": body},

@@ -39,7 +39,7 @@ PASTE_ON, PASTE_OFF = "\x1b[?2004h", "\x1b[?2004l"  # what a terminal is reporte
 
 @pytest.fixture
 def command(observed: Running) -> Command:
-    """``command("chat", …, input=…)`` against the server."""
+    """Return ``command("chat", …, input=…)``, which runs a command against the server."""
     runner = CliRunner(env={"MLFLOW_LLM_URL": observed.url, "MLFLOW_LLM_KEY": None})
     return lambda *args, input=None: runner.invoke(cli, list(args), input=input)
 
@@ -80,7 +80,7 @@ def test_the_first_of_several_endpoints_is_named(
     ("host", "url"), [("::1", "http://[::1]:80"), ("127.0.0.1", "http://127.0.0.1:80"), ("a.b", "http://a.b:80")]
 )
 def test_the_address_of_a_server_is_a_url(host: str, url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """One that can be copied, of IPv6 too."""
+    """A server's address is printed as a URL that can be copied, IPv6 addresses included."""
     say({"stage": "listening", "scheme": "http", "host": host, "port": 80})
     assert capsys.readouterr().err == f"listening on {url} (docs at /docs)\n"
 
@@ -145,7 +145,7 @@ def test_urls_that_are_none(url: str) -> None:
 
 
 class Strange(http.server.BaseHTTPRequestHandler):
-    """Somebody else's server: a page at every GET; a stream that breaks off at every POST."""
+    """A foreign server: every GET gets an HTML page, every POST a stream that breaks off."""
 
     protocol_version = "HTTP/1.1"
 
@@ -298,7 +298,7 @@ def surveyed() -> Iterator[None]:
 
 @pytest.mark.usefixtures("surveyed")
 def test_doctor() -> None:
-    """doctor names versions, processors, threads, memory and limits, as text and as JSON."""
+    """doctor reports versions, CPUs, threads, memory and limits, as text and as JSON."""
     text = CliRunner().invoke(cli, ["doctor"])
     assert (text.exit_code, text.stdout.splitlines()[-1]) == (0, "no problems found")
     found = json.loads(CliRunner().invoke(cli, ["doctor", "--json"]).stdout)
@@ -346,7 +346,7 @@ def read_until(terminal: int, text: str, seconds: float = 240) -> str:
 def chatting(
     server: Running, *message: str, term: str = "dumb", state: Path | None = None
 ) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """``chat`` in a terminal, and our end of it."""
+    """Yield ``chat`` in a pseudo-terminal, and the test's end of it."""
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "mlflow_llm.serving.cli", "chat", "--url", server.url, "--temperature", "0"]
     environment = {**os.environ, "TERM": term, "PROMPT_TOOLKIT_NO_CPR": "1"}
@@ -365,7 +365,9 @@ def chatting(
 
 
 def test_a_conversation_in_a_terminal(observed: Running) -> None:
-    """A greeting and a prompt; Ctrl-C stops an answer and leaves the conversation; Ctrl-D ends it."""
+    """``chat`` in a terminal shows a greeting and a prompt; Ctrl-C stops an answer but not the conversation; Ctrl-D
+    ends it.
+    """
     first = spoken(observed, "Hello", max_tokens=1)
     with chatting(observed) as (process, ours):
         assert "chatting with assistant" in read_until(ours, "> ")
@@ -394,7 +396,7 @@ def test_an_interrupt_at_the_prompt(observed: Running) -> None:
 
 
 def test_an_answer_that_is_interrupted(observed: Running) -> None:
-    """One message whose answer Ctrl-C stops: what came is shown, and the exit status tells."""
+    """Ctrl-C during the answer to a single message leaves what has come on the screen, and the exit status tells."""
     first = spoken(observed, "Hello", max_tokens=1)
     with chatting(observed, "Hello") as (process, ours):
         read_until(ours, first)

@@ -15,7 +15,7 @@ COMMAND = re.compile(r"\bmlflow-llm ((?:[a-z][a-z-]*)(?: [^`#|;&)\n]*)?)")
 
 
 def documented() -> list[str]:
-    """From README and documents: of each command its words, a line that goes on put together."""
+    """Return the commands in README and documents as lists of words, with continued lines joined."""
     texts = [
         path.read_text().replace("\\\n", " ") for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
     ]
@@ -23,7 +23,7 @@ def documented() -> list[str]:
 
 
 def unknown(line: str) -> list[str]:
-    """The options of ``line`` that its command does not have; the line itself where there is no such command."""
+    """Return the options of ``line`` that its command does not have, or the line itself if there is no such command."""
     command: click.Command = cli
     words = line.split()
     options = {"-h", "--help", "--version"}
@@ -34,7 +34,7 @@ def unknown(line: str) -> list[str]:
 
 
 def test_there_are_many() -> None:
-    """The documents have commands."""
+    """The documents contain commands, so that the test below checks something."""
     assert len(documented()) > 40
 
 

@@ -44,7 +44,7 @@ class Answers:
 
 
 def test_what_engines_run_on_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The table and the JSON have kernels, what keys and values are kept in, the reasons, and every served entity."""
+    """The table and the JSON have the kernels, the type of the KV cache, the reasons and every served entity."""
     module = importlib.import_module("mlflow_llm.serving.cli.endpoints")  # its name in the package is the command's
     monkeypatch.setattr(module, "Client", Answers)
     done = CliRunner().invoke(cli, ["endpoints", "--url", "http://127.0.0.1:1"])

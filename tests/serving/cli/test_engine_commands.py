@@ -30,7 +30,7 @@ def key(tmp_path: Path) -> str:
 
 
 def test_a_new_key(key: str, tmp_path: Path) -> None:
-    """A key is for its owner alone, another each time, and never replaced."""
+    """A new key file is readable by its owner alone, different each time, and never replaced."""
     assert stat.S_IMODE(os.stat(key).st_mode) == 0o600
     first = Path(key).read_text()
     assert len(first.strip()) == 64
@@ -45,7 +45,7 @@ def test_a_new_key(key: str, tmp_path: Path) -> None:
     "command", [("engine", "-m", "x", "--key-file"), ("serve", "--port", "0", "-m", "x", "--engine", ONE)]
 )
 def test_keys_that_are_none(key: str, tmp_path: Path, command: tuple[str, ...]) -> None:
-    """Both sides refuse a key file that is missing, open to others or short, by name."""
+    """A key file that is missing, readable by others or too short is refused by name on both sides."""
     command = command if command[-1] == "--key-file" else (*command, "--engine-key-file")
     short = tmp_path / "short"
     short.touch(0o600)
@@ -69,7 +69,7 @@ def test_an_address_is_tcp(key: str, address: str) -> None:
 
 
 def test_addresses_of_endpoints(key: str) -> None:
-    """Engines are named by endpoint, but where there is one endpoint; several are its replicas."""
+    """Engines are assigned by endpoint name, optional for a single endpoint; several engines are its replicas."""
     assert engine_addresses((ONE, f"a={TWO}"), ("a",), key) == {"a": (ONE, TWO)}
     assert engine_addresses((f"b={ONE}",), ("a", "b"), key) == {"b": (ONE,)}
     assert engine_addresses((), ("a",), None) == {}
@@ -85,7 +85,7 @@ def test_addresses_of_endpoints(key: str) -> None:
     ],
 )
 def test_what_serve_refuses(key: str, arguments: tuple[str, ...], reason: str) -> None:
-    """An engine of no endpoint, one given twice, a setting that no engine would have."""
+    """serve refuses an engine without an endpoint, one given twice, and settings that remote engines would not have."""
     done = invoke("serve", "--port", "0", *arguments, "--engine-key-file", key)
     assert done.exit_code == 2
     assert reason in done.output
@@ -98,7 +98,7 @@ def test_a_key_and_engines_go_together(key: str) -> None:
 
 
 def test_engines_elsewhere_are_not_scaled(instant_bundle) -> None:
-    """An endpoint on engines of other hosts can neither be provisioned nor scaled to zero."""
+    """An endpoint on remote engines can be neither provisioned nor scaled to zero."""
     for more in ({"scale_to_zero_enabled": True}, {"max_provisioned_throughput": 10}):
         spec = EndpointSpec(name="a", entity="m", bundle=instant_bundle, addresses=(ONE,), key_file="k", **more)
         with pytest.raises(PackagingError, match="neither provisioned nor scaled"):

@@ -21,7 +21,7 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def guarded(database: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """Two workers that ask for keys."""
+    """Yield a server of two workers that requires keys."""
     root: Path = tmp_path_factory.mktemp("guarded")
     settings = {"workers": 2, "database": database, "require_keys": True, "state_dir": str(root / "state")}
     with running(write_instant_model(root), **settings) as server:
@@ -48,8 +48,9 @@ def states(database: str) -> dict[str, str]:
 
 
 def test_a_keys_life(guarded: Running, database: str) -> None:
-    """A key that is created while the server runs works at once and is listed without its secret; revoked, it is soon
-    refused by every worker, and another key is not."""
+    """A key created while the server runs works at once and is listed without its secret; every worker refuses it soon
+    after it is revoked, but no other key.
+    """
     assert status(guarded, None) == 401
     made = keys(database, "create", "--tenant", "team")
     secret, key_id = made.stdout.strip(), made.stderr.split()[1]

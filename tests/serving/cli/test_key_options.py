@@ -23,7 +23,9 @@ def run(*words: str, **options: object) -> Result:
 
 
 def test_a_key_comes_from_many_places(tmp_path: Path) -> None:
-    """A file in two spellings, standard input, the environment (a file's name as well), or written out."""
+    """A key is read from a file (in two spellings), standard input, the environment (which may name a file) or the
+    option.
+    """
     file = tmp_path / "key"
     file.write_text("  sk-file\n")
     assert run().stdout == "none\n"
@@ -46,7 +48,7 @@ def test_a_key_comes_from_many_places(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_no_key(words: tuple[str, ...], reported: str) -> None:
-    """Said without showing it."""
+    """An invalid key is refused without being shown."""
     done = run(*words, input="")
     assert (done.exit_code, reported in done.stderr, "two words" in done.stderr) == (2, True, False), done.stderr
 
@@ -59,7 +61,9 @@ def test_one_key_is_enough(tmp_path: Path) -> None:
 
 
 def test_every_command_that_takes_a_key_takes_it_so() -> None:
-    """And says that a key that is written out is seen."""
+    """Every command that takes a key has the same options, and its help warns that a key on the command line is
+    visible.
+    """
     commands = dict(cli.commands) | dict(cli.commands["keys"].commands)
     for name in ("chat", "bench", "endpoints", "audit", "create", "list", "rotate"):
         options = {opt: option for option in commands[name].params for opt in option.opts}

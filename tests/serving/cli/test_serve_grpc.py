@@ -14,7 +14,7 @@ from mlflow_llm.serving.interface.errors import InvalidField
 
 
 def test_without_grpcio(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The extra that has it is named."""
+    """Without grpcio the error names the extra that installs it."""
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "grpc" else find(name, *rest))
     done = CliRunner().invoke(cli, ["serve", "-m", "models:/a/1", "--port", "0", "--grpc-port", "0"])

@@ -21,7 +21,7 @@ from mlflow_llm.serving.cli.sizes import Size
     ],
 )
 def test_units(given: str | int, size: int) -> None:
-    """Decimal and binary ones, of either case, with or without a space."""
+    """Sizes have decimal or binary units in either case, with or without a space."""
     assert Size().convert(given, None, None) == size
 
 

@@ -15,7 +15,7 @@ from mlflow_llm.serving.cli.terminal import Wrapped, history_file
 
 
 def screen(written: str) -> list[str]:
-    """The lines that a terminal shows of text, newlines, cursor-left and erase-to-end."""
+    """Return the lines that a terminal shows of text, newlines, cursor-left and erase-to-end."""
     lines, column = [""], 0
     for found in re.finditer(r"\x1b\[(\d*)([DK])|(.)", written, re.DOTALL):
         count, verb, character = found.groups()
@@ -65,7 +65,7 @@ def test_nothing_is_lost_and_no_line_is_too_long(text: str, columns: int, pieces
 
 
 def test_no_terminal_no_wrapping() -> None:
-    """Into a pipe the text goes as it is."""
+    """Text that goes into a pipe is not wrapped."""
     out: list[str] = []
     Wrapped(out.append, None).write(TEXT)
     assert out == [TEXT]
