@@ -38,7 +38,7 @@ def _binaries() -> Path | None:
 
 
 def _as_server_user(command: list[str]) -> None:
-    """PostgreSQL refuses to run as root: become ``postgres`` then."""
+    """Switch to the user ``postgres`` if the tests run as root, since PostgreSQL refuses root."""
     user = None
     if os.getuid() == 0:
         user = "postgres"
@@ -47,7 +47,7 @@ def _as_server_user(command: list[str]) -> None:
 
 @pytest.fixture(scope="session")
 def postgres_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """URL of a server of our own, without its database's name."""
+    """Yield the URL of a PostgreSQL server of the tests' own, without a database name."""
     pytest.importorskip("psycopg", reason="the extra 'postgres' is not installed")
     binaries = _binaries()
     if binaries is None:
@@ -82,7 +82,7 @@ def sqlite_url(tmp_path: Path) -> str:
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def store_url(request: pytest.FixtureRequest) -> str:
-    """Every test that takes it runs on both databases."""
+    """Return a new store's URL, once for each of the two databases."""
     if request.param == "sqlite":
         return request.getfixturevalue("sqlite_url")
     import psycopg
@@ -106,14 +106,18 @@ def instant_text(instant_bundle: Bundle) -> TextModel:
 
 @pytest.fixture(scope="module")
 def observed(shared_servers: SharedServers, tmp_path_factory: pytest.TempPathFactory) -> Running:
-    """A real server that nobody harms: two workers, 2 ms a step, replies in printable ASCII that never end early."""
+    """Yield a real server that no test harms: two workers, 2 ms a step, replies in printable ASCII that never end
+    early.
+    """
     bundle = write_instant_model(tmp_path_factory.mktemp("observed"), step_delay=0.002, vocab_size=94)
     return shared_servers.get("observed", lambda: running(bundle, workers=2))
 
 
 @pytest.fixture(scope="session")
 def make(instant_bundle: Bundle, instant_text: TextModel) -> Callable[..., Server]:
-    """``make(keys=…, mode=…, ledger=…, **server_settings)``: a server with one endpoint, ``assistant``."""
+    """Return ``make(keys=…, mode=…, ledger=…, **server_settings)``, which makes a server with one endpoint,
+    ``assistant``.
+    """
 
     def build(mode: Mode | None = None, **options: object) -> Server:
         parts = {name: options.pop(name) for name in PARTS if name in options}
@@ -144,7 +148,7 @@ def client(server: Server) -> FlaskClient:
 
 @pytest.fixture(scope="module")
 def unsteady(shared_servers: SharedServers, tmp_path_factory: pytest.TempPathFactory) -> Running:
-    """Two workers; an engine of 10 ms a step that counts as hanging after 4 s without one."""
+    """Yield a server of two workers whose engine takes 10 ms a step and counts as hanging after 4 s without one."""
     bundle = write_instant_model(tmp_path_factory.mktemp("unsteady"), step_delay=0.01)
     settings = EngineSettings(idle_timeout=0.3, stall_timeout=4.0)
     return shared_servers.get("unsteady", lambda: running(bundle, workers=2, engine=settings))
@@ -152,15 +156,18 @@ def unsteady(shared_servers: SharedServers, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture(scope="module")
 def fast(shared_servers: SharedServers, tmp_path_factory: pytest.TempPathFactory) -> Running:
-    """One worker that takes bodies of 1 MiB and waits 5 s for a client that stalls; an engine that never waits."""
+    """Yield a server of one worker that takes bodies of 1 MiB and waits 5 s for a stalled client; its engine never
+    waits.
+    """
     bundle = write_instant_model(tmp_path_factory.mktemp("fast"), max_model_len=10**7)
     return shared_servers.get("fast", lambda: running(bundle, io_timeout=5.0, max_body_bytes=2**20))
 
 
 @pytest.fixture(scope="module")
 def deliberate(shared_servers: SharedServers, tmp_path_factory: pytest.TempPathFactory) -> Running:
-    """One worker; an engine of 150 ms a step, two requests at once and four in all, that takes 1 s to load and whose
-    steps may be held back."""
+    """Yield a server of one worker; its engine takes 150 ms a step, runs two of at most four requests, loads in 1 s and
+    its steps may be held back.
+    """
     bundle = write_instant_model(tmp_path_factory.mktemp("deliberate"), step_delay=0.15, load_delay=1.0)
     settings = EngineSettings(idle_timeout=0.3, max_num_seqs=2, max_queued_requests=4)
     options = {"core": GATED_CORE, "engine": settings, "max_queued": 3}
