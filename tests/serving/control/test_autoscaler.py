@@ -36,7 +36,7 @@ def served(name: str = "chat", version: int = 1, **fields: object) -> DeployedEn
 
 
 def status(replicas: int, **health: int) -> EngineStatus:
-    """All that there are are ready; ``health`` is that of the first."""
+    """Return a status in which all existing replicas are ready and the first has ``health``."""
     first, rest = Health(status="ready", **health), Health(status="ready")
     each = tuple(
         ReplicaStatus(index=index, address=f"/{index}", state="ready", health=rest if index else first)
@@ -47,7 +47,7 @@ def status(replicas: int, **health: int) -> EngineStatus:
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Every engine gives 100 tokens/s, and this machine has processors for four; the engines measured."""
+    """Have every engine measure 100 tokens/s on a machine with CPUs for four, and return the engines measured."""
     engines: list[object] = []
 
     def calibrated(engine: object) -> Capacity:
@@ -77,7 +77,7 @@ def reserved_time(store: Store) -> ReservedTime:
 
 
 def test_an_entity_is_measured_once_for_an_engine(measured: list[object], reserved_time: ReservedTime) -> None:
-    """Its facts are what was measured; another version on the same engine is not measured again."""
+    """An entity's facts are measured once for an engine: another version on the same engine is not measured again."""
     autoscaler, engine = Autoscaler(reserved_time), engine_like()
     limits = {"min_provisioned_throughput": 150, "max_provisioned_throughput": 300}
     assert autoscaler.prepare(served(**limits), engine) == FACTS
@@ -95,7 +95,7 @@ def test_what_the_machine_cannot_give_is_refused(measured: list[object], reserve
 
 
 def test_without_a_ledger_nothing_is_reserved(measured: list[object]) -> None:
-    """The config is refused with what is missing, before anything is measured."""
+    """Without a ledger provisioned throughput is refused with what is missing, before anything is measured."""
     with pytest.raises(InvalidField, match=r"^max_provisioned_throughput: 500 .*--database"):
         Autoscaler().prepare(served(max_provisioned_throughput=500), engine_like())
     with pytest.raises(InvalidField, match=r"^min_provisioned_throughput: 500 .*--database"):
@@ -104,7 +104,7 @@ def test_without_a_ledger_nothing_is_reserved(measured: list[object]) -> None:
 
 
 def test_an_engine_that_keeps_no_pace_reserves_nothing(measured: list[object], reserved_time: ReservedTime) -> None:
-    """The config is refused by its field, with the engine that says so."""
+    """Provisioned throughput on an engine that cannot keep a pace is refused with the field and the engine."""
     with pytest.raises(InvalidField, match=r"^max_provisioned_throughput: 500 .*none of an engine of backend 'other'"):
         Autoscaler(reserved_time).prepare(served(max_provisioned_throughput=500), engine_like(provisioned=False))
     assert measured == []
@@ -128,7 +128,9 @@ def test_all_reserves_fit_the_machine_together(measured: list[object], reserved_
 
 
 def test_an_entity_that_is_not_provisioned_has_one_replica() -> None:
-    """Whatever its load; none when it may scale to zero and there was no request for long enough."""
+    """An entity that is not provisioned has one replica at any load, and none if it may scale to zero and was idle long
+    enough.
+    """
     autoscaler = Autoscaler(idle_seconds=10)
     busy = status(1, num_running=64, num_waiting=100, generated_tokens=10_000)
     assert autoscaler.step(served(), {}, busy, None, 0.0) == 1
@@ -139,7 +141,9 @@ def test_an_entity_that_is_not_provisioned_has_one_replica() -> None:
 
 
 def test_demand_within_the_reserve_adds_replicas_and_its_end_takes_them_away() -> None:
-    """A flood on the same engine is no demand of the entity; prompts count by their weight."""
+    """Demand within the reserve adds replicas and its end removes them; other entities' load does not count, and
+    prompts count by weight.
+    """
     autoscaler = Autoscaler(settle_seconds=20)
     one = served(min_provisioned_throughput=50, max_provisioned_throughput=400)
     tokens = {
@@ -168,7 +172,7 @@ def test_demand_within_the_reserve_adds_replicas_and_its_end_takes_them_away() -
 
 
 def test_a_request_during_zero_starts_the_first_replica_and_only_it() -> None:
-    """While it starts there is one, however often the request asks."""
+    """Requests to an entity without replicas start one, however many requests there are while it starts."""
     autoscaler = Autoscaler(idle_seconds=5)
     one = served(min_provisioned_throughput=50, max_provisioned_throughput=400, scale_to_zero_enabled=True)
     for now in range(7):
@@ -187,7 +191,7 @@ def minutes(store: Store) -> list[tuple[int, str, int, int]]:
 
 
 def test_reserved_time_is_billed_by_the_minute(store: Store) -> None:
-    """Every minute in which a replica was ready, by the most tokens/s reserved in it, to the creator's tenant."""
+    """Every minute in which a replica was ready is billed to the creator's tenant by its largest reserved tokens/s."""
     now = 6000.0
     Prices(store, clock=lambda: now).set("m-1", Price(unit_minute=7))
     _, key = Keys(store).create("acme")
@@ -207,7 +211,7 @@ def test_reserved_time_is_billed_by_the_minute(store: Store) -> None:
 
 
 def test_minutes_are_billed_once_the_store_answers_again(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No minute is lost and none is billed for another; nothing is raised meanwhile."""
+    """While the store is unavailable nothing is raised, and afterwards every minute is billed exactly once."""
     clock = iter((6000.0, 6060.0, 6121.0, 6130.0))
     now = 0.0
     reserved = ReservedTime(store, now=lambda: now)
@@ -228,7 +232,7 @@ def test_minutes_are_billed_once_the_store_answers_again(store: Store, monkeypat
 
 
 def test_calibration_of_an_engine_of_each_kind(tmp_path: Path) -> None:
-    """One that writes and one that embeds are measured by what they do."""
+    """Calibration measures a generating engine by generation and an embedding engine by embedding."""
     bundle = write_model(tmp_path / "m", InstantModel(step_delay=0.001))
     for tasks in (("completions",), ("embeddings",)):
         engine = InstantEngine(msgspec.structs.replace(bundle, tasks=tasks))

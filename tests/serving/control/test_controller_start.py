@@ -21,8 +21,7 @@ from mlflow_llm.serving.system.child import FAREWELL
 
 
 def said_at_start(directory: Path, spec: ServeSpec) -> tuple[dict[str, str], str]:
-    """The last step that a controller process reports, and what it writes on standard error, while its server still
-    lives."""
+    """Return the last step that a controller process reports and its standard error, while its server still runs."""
     (directory / "spec.json").write_bytes(msgspec.json.encode(spec))
     command = [sys.executable, "-m", "mlflow_llm.serving.control.main", str(directory)]
     pipe = subprocess.PIPE
@@ -36,8 +35,9 @@ def said_at_start(directory: Path, spec: ServeSpec) -> tuple[dict[str, str], str
 
 
 def test_a_failed_start_ends_with_its_reason_alone(tmp_path: Path, instant_bundle: Bundle) -> None:
-    """The controller process says why and ends while its server still holds its standard input: nothing is said of
-    that."""
+    """A controller process whose start fails reports the reason and ends, even while its server keeps its standard
+    input open.
+    """
     broken = msgspec.structs.replace(instant_bundle, model_dir=str(tmp_path / "nowhere"))
     endpoint = EndpointSpec(name="assistant", entity="assistant", bundle=broken, core=INSTANT_CORE)
     spec = ServeSpec(endpoints=(endpoint,), settings=ServerSettings(), runtime_dir=str(tmp_path / "r"))
@@ -70,7 +70,7 @@ def test_keys_that_are_not_read_are_warned_of(
 
 
 def test_a_store_that_cannot_be_opened_ends_the_start(tmp_path: Path) -> None:
-    """The database and the reason, without a trace."""
+    """A store that cannot be opened ends the start with the database and the reason, without a traceback."""
     spec = ServeSpec(settings=ServerSettings(database="mysql://me:s3cret@host/db"), runtime_dir=str(tmp_path / "r"))
     said, complained = said_at_start(tmp_path, spec)
     message = "database mysql://me:***@host/db: is neither sqlite:// nor postgresql://"
@@ -80,7 +80,9 @@ def test_a_store_that_cannot_be_opened_ends_the_start(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("farewell", [b"", FAREWELL])
 def test_a_servers_directory_is_its_own_to_remove(tmp_path: Path, farewell: bytes) -> None:
-    """The controller process does where the server died, also while the system still takes the server for alive."""
+    """The controller process removes a dead server's directory, even while the system still reports the server as
+    alive.
+    """
     directory = tmp_path / "server"
     directory.mkdir()
     (directory / "spec.json").write_bytes(msgspec.json.encode(ServeSpec(runtime_dir=str(tmp_path / "r"))))

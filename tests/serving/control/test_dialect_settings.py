@@ -51,12 +51,12 @@ WRONG = [
 
 
 def test_there_is_an_example_of_each() -> None:
-    """The tests below are of all settings."""
+    """Every dialect setting has an example, so that the tests below cover all of them."""
     assert set(ALL) == set(NAMES)
 
 
 def test_the_command_line() -> None:
-    """An option of its name for each setting; what is not given is not said."""
+    """The command line has an option of the same name for each setting; one that is not given is left out."""
     found: list[DialectSettings] = []
 
     @click.command()
@@ -76,7 +76,9 @@ def test_the_command_line() -> None:
 
 
 def test_an_endpoints_config() -> None:
-    """All of them stand beside served_entities, and are shown there; maxPrefillTokens is the entities' batch too."""
+    """An endpoint's config takes and shows all dialect settings beside served_entities; maxPrefillTokens also sets the
+    entities' batch size.
+    """
     sent = msgspec.to_builtins(ALL)
     config = config_body(ENTITIES | sent, "config")
     assert config.dialects == DialectSettings(**ALL)
@@ -105,7 +107,7 @@ def test_lengths_that_leave_no_room() -> None:
 
 
 def test_a_servers_are_for_endpoints_that_say_nothing() -> None:
-    """An endpoint's own stand before the server's; both reach its configuration and its engine."""
+    """An endpoint's own dialect settings take precedence over the server's; both reach its configuration and engine."""
     bundle = Bundle(content_hash="x", tasks=("chat",), model_dir="/m", tokenizer_dir="/m")
     own = DialectSettings(maxIterTimes=5, maxPrefillTokens=64)
     spec = ServeSpec(
@@ -127,7 +129,7 @@ def test_a_servers_are_for_endpoints_that_say_nothing() -> None:
 
 
 def test_engines_of_other_hosts_have_their_own_batch() -> None:
-    """A setting that they would not have is refused, of the server as of the endpoint."""
+    """A batch setting is refused for remote engines, for the server as for the endpoint."""
     bundle = Bundle(content_hash="x", tasks=("chat",), model_dir="/m", tokenizer_dir="/m")
     elsewhere = EndpointSpec(name="a", entity="/m", bundle=bundle, addresses=("tcp://h:1",), key_file="/k")
     assert ServeSpec(endpoints=(elsewhere,), dialects=DialectSettings(maxIterTimes=5)).resolved().endpoints
@@ -136,7 +138,7 @@ def test_engines_of_other_hosts_have_their_own_batch() -> None:
 
 
 def test_a_spec_file(tmp_path: Path) -> None:
-    """Its settings are checked by their place."""
+    """Dialect settings in a spec file are checked, and errors give their path."""
     path = tmp_path / "spec.json"
     path.write_text(json.dumps({"dialects": msgspec.to_builtins(ALL)}))
     assert read_serve_spec(str(path)).dialects == DialectSettings(**ALL)

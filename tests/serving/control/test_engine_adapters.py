@@ -22,7 +22,7 @@ PLANNED = PlannedAdapter(name="legal", revision="1")
 
 
 class Told:
-    """A supervisor that knows the engine "key"."""
+    """A stand-in for the supervisor of the engine "key"."""
 
     def __init__(self) -> None:
         self.wanted: dict[str, WantedAdapters] = {}
@@ -68,7 +68,9 @@ def planned(adapters: EngineAdapters, found: EngineStatus, before: tuple = (), n
 
 
 def test_an_adapter_is_planned_when_every_ready_replica_has_it(adapters: EngineAdapters) -> None:
-    """Not before; one that is started again keeps what the plan said, and none that is wanted has nothing to load."""
+    """An adapter enters the plan once every ready replica has it and stays while one restarts; without any wanted
+    replica it is planned at once.
+    """
     have, lack = {"legal": "1"}, {}
     assert planned(adapters, status(("ready", have), ("ready", have))) == ((PLANNED,), ())
     assert planned(adapters, status(("ready", have), ("ready", lack))) == ((), ())
@@ -79,7 +81,7 @@ def test_an_adapter_is_planned_when_every_ready_replica_has_it(adapters: EngineA
 
 
 def test_a_refusal_is_said_and_a_replacement_waited_for(adapters: EngineAdapters) -> None:
-    """One replica's refusal is the adapter's; while a new revision is loaded the name means the old one."""
+    """One replica's refusal is the adapter's; while a new revision loads, the name still means the old one."""
     refusal = PlannedAdapter(name="legal", revision="1", refusal="it does not fit")
     assert planned(adapters, status(("ready", {}), refused="1"))[0] == (refusal,)
     adapters.want({"chat": (NEWER,)}, [deployed()], Told())  # type: ignore[arg-type]
@@ -89,7 +91,9 @@ def test_a_refusal_is_said_and_a_replacement_waited_for(adapters: EngineAdapters
 
 
 def test_what_is_wanted_no_more_is_withdrawn(adapters: EngineAdapters) -> None:
-    """Also by a controller process that has it from the plan of the one before alone."""
+    """An adapter that is no longer wanted is withdrawn, even by a new controller process that knows it only from the
+    old plan.
+    """
     told = Told()
     adapters.want({}, [deployed()], told)  # type: ignore[arg-type]
     assert told.wanted["key"] == WantedAdapters(adapters={}, withdrawn=frozenset({"legal"}))

@@ -21,7 +21,7 @@ INFO = EngineInfo(content_hash="x", tasks=("chat",), vocab_size=1, max_model_len
 
 
 class Machine:
-    """Engines that start and end as they are told, on a clock of the test's. ``sizes`` in GiB are what they take."""
+    """Engines that start and end as told, on a clock of the test's own. ``sizes`` in GiB are their memory."""
 
     def __init__(self, tmp_path: Path, budget: float | None, sizes: dict[str, float]) -> None:
         self.now = 1000.0
@@ -76,7 +76,7 @@ class Machine:
         return {key for key, number in self.running.items() if number}
 
     def request(self, key: str) -> set[str]:
-        """A request waits for an engine; what is loaded when it was served."""
+        """Request an engine and return the keys of the engines loaded once the request was served."""
         for _ in range(4):
             self.requested[key] = self.now
             self.tick(seconds=0.5)
@@ -84,7 +84,7 @@ class Machine:
         return self.tick(seconds=0.5)
 
     def start(self, *keys: str) -> None:
-        """Load them one after the other, as rollouts do."""
+        """Load the engines one after the other, as rollouts do."""
         for key in keys:
             self.admit(key)
             for _ in range(3):
@@ -118,7 +118,7 @@ def test_idle_engines_go_the_least_recently_used_first(tmp_path: Path, caplog: p
 
 
 def test_one_that_is_unloaded_stays_so_until_it_is_asked_for(tmp_path: Path) -> None:
-    """Nothing but a request brings an engine back, however much room there is."""
+    """Only a request brings an unloaded engine back, however much memory is free."""
     machine = Machine(tmp_path, 1.5, {"a": 1, "b": 1})
     machine.start("a", "b")
     assert machine.tick() == {"b"}
@@ -129,7 +129,7 @@ def test_one_that_is_unloaded_stays_so_until_it_is_asked_for(tmp_path: Path) -> 
 
 
 def test_the_new_one_starts_when_the_old_one_is_gone(tmp_path: Path) -> None:
-    """An engine that is unloaded finishes what it has; its memory counts until it is gone."""
+    """An engine that is unloaded finishes its requests, and its memory counts until its process has ended."""
     machine = Machine(tmp_path, 1.5, {"a": 1, "b": 1})
     machine.start("a", "b")
     for _ in range(3):
@@ -141,7 +141,7 @@ def test_the_new_one_starts_when_the_old_one_is_gone(tmp_path: Path) -> None:
 
 
 def test_one_that_is_asked_for_while_it_leaves_comes_back(tmp_path: Path) -> None:
-    """Its process is there: it needs no room besides its own, however long a request keeps it from ending."""
+    """An engine requested while it shuts down comes back: its process exists and needs no further memory."""
     machine = Machine(tmp_path, 1.5, {"a": 1, "b": 1})
     machine.start("a", "b")
     for _ in range(3):
@@ -179,7 +179,7 @@ def test_busy_engines_and_those_just_asked_for_stay(tmp_path: Path) -> None:
 
 
 def test_a_provisioned_minimum_is_never_unloaded(tmp_path: Path) -> None:
-    """An engine that keeps one stays, idle as it may be; others share what it leaves."""
+    """An engine with a provisioned minimum stays loaded even when idle; the others share the rest of the budget."""
     machine = Machine(tmp_path, 2.5, {"paid": 1, "a": 1, "b": 1})
     machine.admit("paid", min_provisioned_throughput=5, max_provisioned_throughput=5)
     machine.admit("a", "b")
@@ -193,7 +193,7 @@ def test_a_provisioned_minimum_is_never_unloaded(tmp_path: Path) -> None:
 
 
 def test_what_never_fits_is_refused_by_name(tmp_path: Path) -> None:
-    """Larger than the budget by its files, or once it is measured; or pinned beside what is pinned already."""
+    """An engine larger than the budget, by its files, by measurement or beside pinned ones, is refused by name."""
     machine = Machine(tmp_path, 2, {"huge": 3, "a": 1.5, "b": 1.5})
     with pytest.raises(
         PackagingError, match=r"entity e/huge has files of 3.00 GiB, more than engine_memory_budget has"
@@ -211,7 +211,7 @@ def test_what_never_fits_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_growth_beyond_the_budget_unloads_what_is_idle(tmp_path: Path) -> None:
-    """An engine that came to take more than was thought costs the idle one that was used longest ago its place."""
+    """If an engine grows beyond the estimate, the least recently used idle engine is unloaded."""
     machine = Machine(tmp_path, 2.5, {"a": 1, "b": 1})
     machine.start("a", "b")
     assert machine.tick() == {"a", "b"}
@@ -232,8 +232,7 @@ def test_without_a_budget_nothing_is_unloaded(tmp_path: Path) -> None:
 
 
 def test_a_new_controller_process_keeps_what_is_loaded(tmp_path: Path) -> None:
-    """Started again, it knows what each engine takes and how long its start took, and those that were loaded, which it
-    finds running, come before those that were not."""
+    """A new controller process knows each engine's size and load time, and prefers engines that are running."""
     before = Machine(tmp_path, 1.5, {"a": 1, "b": 1})
     before.start("a", "b")
     assert before.tick() == {"b"}
@@ -247,7 +246,7 @@ def test_a_new_controller_process_keeps_what_is_loaded(tmp_path: Path) -> None:
 
 
 def test_sizes_are_of_files_then_of_processes(tmp_path: Path) -> None:
-    """Weights and the KV cache that settings ask for; of a process, what it really has."""
+    """An engine's size is estimated from its weights and KV cache, and measured once its process runs."""
     machine = Machine(tmp_path, None, {"a": 1})
     source = machine.entity("a").model
     assert estimated_size(source) == GIB

@@ -31,7 +31,7 @@ STREAM = BODY | {"stream": True, "max_tokens": 40, "stream_options": {"include_u
 
 @pytest.fixture(scope="module")
 def versions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Bundle]:
-    """Models by version; "broken" has no weights."""
+    """Return models by version; "broken" has no weights."""
     found = {}
     for version in ("1", "2", "3"):
         root = tmp_path_factory.mktemp(f"v{version}-")
@@ -49,7 +49,7 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def live(versions: dict[str, Bundle], database: str) -> Iterator[Running]:
-    """Two workers; the endpoint ``assistant`` serves version 1."""
+    """Yield a server of two workers whose endpoint ``assistant`` serves version 1."""
     state = str(Path(database.removeprefix("sqlite:///")).parent)
     with running(versions["1"], engine=ENGINE, workers=2, database=database, state_dir=state) as server:
         yield server
@@ -57,14 +57,14 @@ def live(versions: dict[str, Bundle], database: str) -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def endpoints(versions: dict[str, Bundle], database: str) -> Iterator[EndpointStore]:
-    """The server's store, with models that no registry knows."""
+    """Return the server's endpoint store, with models that no registry knows."""
     store = Store(database)
     yield EndpointStore(store, locate=locator(versions))
     store.close()
 
 
 def locator(versions: dict[str, Bundle]) -> Callable[[tuple], tuple[ModelSource, ...]]:
-    """Finds the models of ``versions``, which no registry knows."""
+    """Return a locator of the models of ``versions``, which no registry knows."""
 
     def locate(entities: tuple) -> tuple[ModelSource, ...]:
         return tuple(
@@ -76,7 +76,7 @@ def locator(versions: dict[str, Bundle]) -> Callable[[tuple], tuple[ModelSource,
 
 
 def config(*shares: tuple[str, int]) -> dict:
-    """A config of versions and their percentages; entities are called v1, v2, …"""
+    """Return a config of versions with their percentages; entities are called v1, v2, …"""
     return {
         "served_entities": [{"name": f"v{v}", "entity_name": "instant", "entity_version": v} for v, _ in shares],
         "traffic_config": {"routes": [{"served_model_name": f"v{v}", "traffic_percentage": p} for v, p in shares]},
@@ -89,7 +89,7 @@ def get(server: Running, path: str) -> dict:
 
 
 def settled(server: Running, name: str = "assistant", seconds: float = 240) -> dict:
-    """The endpoint's state once no update of it is in progress."""
+    """Return the endpoint's state once no update of it is in progress."""
     state = lambda: get(server, f"/api/2.0/serving-endpoints/{name}")["state"]  # noqa: E731
     until(lambda: state()["config_update"] != "IN_PROGRESS", seconds)
     return state()
@@ -109,7 +109,9 @@ def served_by(server: Running, model: str = "assistant", headers: dict[str, str]
 
 
 class Callers:
-    """Callers in a closed loop, each streaming one reply after the other; ``replies`` is who served each whole one."""
+    """Callers in a closed loop, each streaming one reply after the other; ``replies`` names the server of each complete
+    one.
+    """
 
     def __init__(self, server: Running, number: int) -> None:
         self._server = server
@@ -144,7 +146,7 @@ class Callers:
 
 
 def test_an_update_drops_no_request(live: Running, endpoints: EndpointStore) -> None:
-    """Under load the new version warms, then gets the traffic, then the old engine ends; every reply is whole."""
+    """Under load the new version warms up, gets the traffic, and then the old engine ends; every reply is complete."""
     serve(live, endpoints, ("1", 100))
     with Callers(live, 6) as callers:
         serve(live, endpoints, ("2", 100))
@@ -158,8 +160,9 @@ def test_an_update_drops_no_request(live: Running, endpoints: EndpointStore) -> 
 
 
 def test_a_failed_update_falls_back(live: Running, endpoints: EndpointStore) -> None:
-    """A version that does not load leaves the old one serving, with the reason in the state, and what its engine wrote
-    in its log of the build."""
+    """A version that fails to load leaves the old one serving, with the reason in the state and the engine's output in
+    its build log.
+    """
     serve(live, endpoints, ("1", 100))
     with Callers(live, 2) as callers:
         endpoints.update_config("assistant", config(("broken", 100)))
@@ -175,7 +178,9 @@ def test_a_failed_update_falls_back(live: Running, endpoints: EndpointStore) -> 
 
 
 def test_traffic_is_split_and_sticks_when_asked(live: Running, endpoints: EndpointStore) -> None:
-    """Over two entities by percentage; with a sticky key always the same one; an entity by its own name is itself."""
+    """Traffic is split over two entities by percentage; a sticky key always gets the same one, and an entity's own name
+    selects it.
+    """
     serve(live, endpoints, ("2", 70), ("3", 30))
     shares = Counter(served_by(live) for _ in range(100))
     assert abs(shares["v2"] - 70) <= 6  # two workers, each within a few requests of its percentage
@@ -187,7 +192,7 @@ def test_traffic_is_split_and_sticks_when_asked(live: Running, endpoints: Endpoi
 
 
 def test_endpoints_come_and_go(live: Running, endpoints: EndpointStore) -> None:
-    """One that is created answers in every worker once it is ready; deleted, it is a 404 and its engine ends."""
+    """A created endpoint answers in every worker once it is ready; a deleted one is a 404 and its engine ends."""
     endpoints.create({"name": "other", "config": config(("1", 100))})
     assert settled(live, "other")["ready"] == "READY"
     for _ in range(6):
@@ -209,7 +214,7 @@ def test_endpoints_come_and_go(live: Running, endpoints: EndpointStore) -> None:
 def test_a_killed_controller_process_is_started_again_and_no_request_is_lost(
     live: Running, endpoints: EndpointStore
 ) -> None:
-    """Requests go on with the same engine, the controller process is started again, and an update afterwards works."""
+    """A killed controller process is restarted; requests continue on the same engine, and a later update works."""
     serve(live, endpoints, ("2", 100))
     until(lambda: len(engines(live)) == 1)
     before = engines(live)
@@ -225,7 +230,7 @@ def test_a_killed_controller_process_is_started_again_and_no_request_is_lost(
 
 
 def test_endpoints_outlive_their_server(versions: dict[str, Bundle], tmp_path: Path) -> None:
-    """A server that is started again serves what the store has, beside what its command line says."""
+    """A restarted server serves the endpoints in the store beside those of its command line."""
     options = {"engine": ENGINE, "database": f"sqlite:///{tmp_path / 'serving.db'}", "state_dir": str(tmp_path)}
     with running(versions["1"], **options) as server:
         store = Store(options["database"])
@@ -242,7 +247,7 @@ def test_endpoints_outlive_their_server(versions: dict[str, Bundle], tmp_path: P
 
 
 def test_a_model_logged_twice_is_one_engine(tmp_path: Path) -> None:
-    """Two versions with the same content, each in files of its own: two endpoints, one engine process."""
+    """Two versions with the same content in separate files are served to two endpoints by one engine process."""
     (tmp_path / "1").mkdir()
     bundle = write_instant_model(tmp_path / "1")
     again = msgspec.structs.replace(bundle, model_dir=str(shutil.copytree(bundle.model_dir, tmp_path / "2")))

@@ -29,7 +29,9 @@ def files(place: Path) -> set[str]:
 
 
 def test_a_plan_is_adopted_when_every_worker_has_it(plan: PlanDirectory) -> None:
-    """A worker that has just come has adopted nothing; without workers every plan is adopted."""
+    """A plan counts as adopted once every worker has it; a new worker has adopted none, and without workers all are
+    adopted.
+    """
     plan.publish(Plan(generation=3))
     assert plan.read().generation == 3
     assert plan.is_adopted(3)
@@ -45,8 +47,9 @@ def test_a_plan_is_adopted_when_every_worker_has_it(plan: PlanDirectory) -> None
 
 
 def test_looking_at_a_directory_changes_nothing_there(plan: PlanDirectory, tmp_path: Path) -> None:
-    """Neither a new one nor one with the files of a killed worker, which count for nothing and go with the next
-    worker."""
+    """Reading a plan directory changes nothing in it; a killed worker's files are ignored, and removed by the next
+    worker.
+    """
     assert (plan.read(), plan.workers(), plan.replica_requested_at("engine")) == (Plan(), (), None)
     assert list(tmp_path.iterdir()) == []
     subprocess.run([sys.executable, "-c", KILLED_WORKER, str(tmp_path)], check=False)
@@ -74,8 +77,9 @@ def test_a_requested_replica_has_its_time(plan: PlanDirectory) -> None:
 
 
 def test_changes_are_noted(plan: PlanDirectory, tmp_path: Path) -> None:
-    """A change of the endpoints' store and a request without a replica are seen at once, without a look at either;
-    after the server's end they are nothing."""
+    """Changes of the endpoint store and requests without a replica are noticed at once without polling; after the
+    server's end they are ignored.
+    """
     before = plan.change_stamp()
     assert plan.change_stamp() == before
     plan.note_change()

@@ -39,7 +39,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Bundle]:
-    """``shared`` loads at once, ``slow`` in 1.5 s; both take 2 ms a step and never end a text early."""
+    """Return two models: ``shared`` loads at once and ``slow`` in 1.5 s; both take 2 ms a step and never stop early."""
     root: Path = tmp_path_factory.mktemp("models")
     model = {"step_delay": 0.002, "vocab_size": 94}
     delays = {"shared": 0.0, "slow": 1.5}
@@ -48,8 +48,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Bundle]:
 
 @pytest.fixture(scope="module")
 def server(store: Store, models: dict[str, Bundle]) -> Iterator[Running]:
-    """``assistant`` is paid by token; ``reserved`` shares its engine and has 50 tokens/s; ``sleepy`` takes 1.5 s to
-    load, runs one request and queues two, and may scale to zero after 1.5 s."""
+    """Yield a server of three endpoints: ``assistant`` is pay-per-token; ``reserved`` shares its engine with 50
+    tokens/s reserved; ``sleepy`` loads in 1.5 s, runs one request, queues two and may scale to zero after 1.5 s.
+    """
     few = EngineSettings(idle_timeout=0.2, max_num_seqs=1)
     reserve = {"min_provisioned_throughput": 50, "max_provisioned_throughput": 50, "core": INSTANT_CORE}
     more = (
@@ -73,14 +74,15 @@ def server(store: Store, models: dict[str, Bundle]) -> Iterator[Running]:
 
 
 def ask(server: Running, endpoint: str, **body: Any) -> tuple[int, dict[str, Any], Any]:
-    """(status, body, headers) of a completion."""
+    """Return status, body and headers of a completion."""
     with asking(server, PROMPT | body, path=f"/serving-endpoints/{endpoint}/invocations") as answer:
         return answer.status, json.loads(answer.read()), answer.headers
 
 
 def test_fields_follow_the_mode_of_the_endpoint(server: Running) -> None:
-    """n on the provisioned endpoint and error_behavior on the pay-per-token one answer; the other way round is a 400
-    that says why."""
+    """n is accepted by the provisioned endpoint alone and error_behavior by the pay-per-token one; otherwise they are a
+    400 with the reason.
+    """
     status, reply, _ = ask(server, "reserved", n=2)
     assert (status, len(reply["choices"])) == (200, 2)
     assert ask(server, "assistant", error_behavior="truncate")[0] == 200
@@ -111,7 +113,7 @@ def test_reserved_time_is_billed_and_its_tokens_are_not(server: Running, store: 
 
 
 def test_a_request_draws_from_the_reserve_and_gives_back(server: Running, store: Store) -> None:
-    """While it runs, the bucket of the endpoint is lower by what it may use; other endpoints have none."""
+    """A running request lowers its endpoint's reserve bucket by what it may use; other endpoints have no bucket."""
     bucket = sa.select(buckets.c.level_milli).where(buckets.c.subject == "reserved\nmodel-r")
     level = lambda: store.read(lambda connection: connection.execute(bucket).scalar_one())  # noqa: E731
     assert ask(server, "reserved")[0] == 200
@@ -126,7 +128,7 @@ def test_a_request_draws_from_the_reserve_and_gives_back(server: Running, store:
 
 
 def engine_pids(server: Running) -> set[int]:
-    """0 for one that is just being started."""
+    """Return the engines' process ids, 0 for one that is just being started."""
     return {int(json.loads(path.read_text())["pid"]) for path in server.runtime.glob("*/status.json")}
 
 
@@ -135,8 +137,9 @@ def engines(server: Running) -> int:
 
 
 def test_an_idle_entity_scales_to_zero_and_back(server: Running) -> None:
-    """Idle, the engine ends. The next requests wait for a new one as far as the queue goes, and each of these is
-    answered; one more gets a time to come again."""
+    """An idle engine ends; the next requests wait for a new one and are answered up to the queue's size, and one more
+    gets a Retry-After.
+    """
     until(lambda: engines(server) == 1)
     awake = engine_pids(server)
     answers: list[tuple[int, dict[str, Any], Any]] = []
@@ -166,8 +169,9 @@ def reserving(throughput: int) -> dict[str, Any]:
 
 
 def test_a_reserve_is_changed_while_it_is_served(server: Running, store: Store, models: dict[str, Bundle]) -> None:
-    """More than the machine gives fails by name, with what was measured, and the old reserve is served on; what it can
-    give takes its place, on the bill too."""
+    """A reserve above the machine's capacity fails with the field and the measurement while the old one is still
+    served; a feasible one replaces it, on the bill too.
+    """
 
     def locate(entities: tuple[Any, ...]) -> tuple[ModelSource, ...]:
         return tuple(

@@ -32,7 +32,7 @@ CONFIG = {"served_entities": [{"entity_name": "assistant", "entity_version": "1"
 
 
 class Controller:
-    """A reconciler with a store and a supervisor of its own, in this process. ``missing`` is why no model is found."""
+    """A reconciler with its own store and supervisor in this process. ``missing`` is the error of a model lookup."""
 
     def __init__(self, place: Path, runtime: str, bundle: Bundle) -> None:
         self.missing = ""
@@ -59,7 +59,7 @@ class Controller:
         self.endpoints.create({"name": name, "config": CONFIG})
 
     def update(self, name: str) -> str:
-        """How the last update of an endpoint went, after one more look."""
+        """Return the result of an endpoint's last update after one more reconciliation."""
         self.reconciler.tick()
         found: str = self.endpoints.get(name)["state"]["config_update"]
         return found
@@ -84,7 +84,7 @@ def controller(tmp_path: Path) -> Iterator[Controller]:
 def test_an_endpoint_that_is_deleted_as_its_rollout_fails(
     controller: Controller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is deleted after the reconciler has read the store and before it reports that the rollout failed."""
+    """An endpoint may be deleted between the reconciler's read of the store and its report of a failed rollout."""
     real = rollout.Rollout.poll
     deleted = []
 
@@ -138,8 +138,7 @@ def test_a_plan_that_cannot_be_written_is_written_later(
 
 
 def test_an_endpoint_whose_engine_loads_no_more_fails(controller: Controller) -> None:
-    """An endpoint of a model that another serves, but whose engine has died and cannot be started: its update has
-    failed, with the reason."""
+    """The update of an endpoint whose shared engine has died and cannot be restarted fails with the reason."""
     controller.create("one")
     until(lambda: controller.update("one") == "NOT_UPDATING")
     (key,) = controller.supervisor.entities()
@@ -155,7 +154,7 @@ def test_an_endpoint_whose_engine_loads_no_more_fails(controller: Controller) ->
 
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_replicas_that_cannot_be_started_are_left_out_of_the_plan(elsewhere: bool) -> None:
-    """Left out while there is another replica; the last one stays: its requests are to get its error."""
+    """Replicas that cannot be started leave the plan, except the last one, whose error its requests get."""
 
     def status(*states: str) -> EngineStatus:
         each = enumerate(states)
@@ -175,7 +174,7 @@ def test_replicas_that_cannot_be_started_are_left_out_of_the_plan(elsewhere: boo
 
 
 def test_at_rest_it_looks_seldom(controller: Controller) -> None:
-    """The store is asked more often only while something is under way."""
+    """The store is polled more often only while a change is in progress."""
     assert controller.reconciler.pause == QUIET_TICK
     controller.create("chat")
     controller.reconciler.tick()

@@ -32,12 +32,12 @@ class OwnTokenizer(PreTrainedTokenizerFast):
 
 @pytest.fixture
 def marker(tmp_path: Path) -> Path:
-    """The file whose being there shows that the model's code ran."""
+    """Return the path of a file that exists once the model's code has run."""
     return tmp_path / "ran"
 
 
 def with_code(source: Path, target: Path, marker: Path, config: str, changes: dict[str, object]) -> str:
-    """A copy of a model or tokenizer that brings code of its own along."""
+    """Return a copy of a model or tokenizer that includes code of its own."""
     shutil.copytree(source, target)
     (target / "own.py").write_text(CODE.format(marker=str(marker)))
     path = target / config
@@ -88,7 +88,7 @@ def test_a_model_does_not_grant_itself_its_code(tiny_bundle: Bundle) -> None:
     ],
 )
 def test_templates_cannot_escape_their_sandbox(instant_bundle: Bundle, tmp_path: Path, template: str) -> None:
-    """A template that reaches for Python's insides, or for a file, is refused as a request that cannot be rendered."""
+    """A template that accesses Python's internals or a file is refused as a request that cannot be rendered."""
     path = tmp_path / "template.jinja"
     path.write_text(template)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(instant_bundle.tokenizer_dir)

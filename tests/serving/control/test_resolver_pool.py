@@ -33,7 +33,7 @@ entry._run([sys.executable, "-c", looker], None)
 
 
 class Lookups:
-    """In place of the processes: what was asked for, how many at once, each held until it is let go."""
+    """A stand-in for lookup processes that records lookups and their concurrency, and blocks each until released."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -63,7 +63,7 @@ def model(uri: str) -> tuple[ResolvedModel, ...]:
 
 
 def ask(bounded: ResolverPool, *uris: str) -> tuple[list[threading.Thread], list[Any]]:
-    """Each on a thread of its own; what came of it."""
+    """Look up each URI on a thread of its own; return the threads and the list of their results."""
     answers: list[Any] = []
 
     def one(uri: str) -> None:
@@ -182,8 +182,7 @@ def test_one_lookup_answers_all_processes(tmp_path: Path) -> None:
 
 
 def test_a_lookup_whose_process_was_killed_is_done_by_another(tmp_path: Path) -> None:
-    """A lookup that ends without an answer keeps no caller waiting, and an answer from before is not taken for its
-    own."""
+    """Callers of a lookup that ended without an answer do not hang, and an older answer is not taken for its result."""
     lookups, polls = Lookups(), threading.Semaphore(0)
 
     def wait(seconds: float) -> None:
@@ -206,7 +205,7 @@ def test_a_lookup_whose_process_was_killed_is_done_by_another(tmp_path: Path) ->
 
 
 def test_old_answers_are_removed(tmp_path: Path) -> None:
-    """A server that looks up many models keeps the answers of the last minute."""
+    """Only the answers of the last minute are kept."""
     lookups = Lookups()
     bounded = ResolverPool(tmp_path, limit=1, timeout=60, find=lookups)
     for name in "abc":
@@ -220,7 +219,7 @@ def test_old_answers_are_removed(tmp_path: Path) -> None:
 
 
 def test_waiting_for_a_resolver_ends_with_overloaded(tmp_path: Path) -> None:
-    """The wait for a place ends with a 503 after the time limit, and so does a crowd."""
+    """Waiting for a free lookup ends with a 503 after the time limit, and so does an overlong queue."""
     clock = iter(range(1000))
     bounded = ResolverPool(
         tmp_path, limit=1, timeout=30, find=Lookups(), clock=lambda: float(next(clock)), sleep=lambda seconds: None

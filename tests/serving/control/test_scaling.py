@@ -17,7 +17,7 @@ def test_load_adds_replicas_at_once():
 
 
 def test_replicas_go_one_by_one_after_a_while():
-    """Only when the rest would have been well under load all that time."""
+    """Replicas are removed one at a time, and only if the rest would have been well under load for the whole period."""
     state, low = ScaleState(replicas=4), Load(tokens_per_second=90, running=1)
     state = decide(POLICY, state, low, 0)
     state = decide(POLICY, state, low, 59)
@@ -30,7 +30,7 @@ def test_replicas_go_one_by_one_after_a_while():
 
 
 def test_scale_to_zero_and_back():
-    """Idle long enough: none; the first request brings the minimum back at once."""
+    """After a long enough idle time there is no replica; the first request brings the minimum back at once."""
     state = ScaleState(replicas=1)
     for now in (0, 299):
         state = decide(TO_ZERO, state, Load(tokens_per_second=0), now)
@@ -47,7 +47,7 @@ def test_scale_to_zero_and_back():
     zero=st.booleans(),
 )
 def test_replicas_stay_within_their_bounds(loads, zero):
-    """Whatever the load: never over the maximum, never under the minimum unless scaled to zero and idle."""
+    """At any load the number of replicas is between minimum and maximum, unless an idle entity is scaled to zero."""
     policy, state, now = TO_ZERO if zero else POLICY, ScaleState(replicas=2), 0.0
     for tokens, waiting, seconds in loads:
         now += seconds
@@ -58,7 +58,7 @@ def test_replicas_stay_within_their_bounds(loads, zero):
 
 
 def test_a_steady_load_does_not_flap():
-    """From any start, a constant load settles and stays."""
+    """A constant load settles on one number of replicas from any start."""
     for tokens in range(0, 500, 7):
         state, seen = ScaleState(replicas=5), []
         for now in range(0, 3000, 10):

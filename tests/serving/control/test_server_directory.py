@@ -40,7 +40,7 @@ def killed_server(place: Path) -> Path:
 
 
 def test_a_directory_goes_with_its_server(place: Path) -> None:
-    """Nothing is left at the end."""
+    """A server's directory is removed when the server ends."""
     with server_directory() as directory:
         assert directory.parent == place
     assert list(place.iterdir()) == []

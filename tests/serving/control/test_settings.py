@@ -94,7 +94,7 @@ def test_bad_engine_settings_are_refused_by_field(field: str, value: object, all
 
 @pytest.mark.parametrize(("field", "value", "allowed"), SERVER)
 def test_bad_server_settings_are_refused_by_field(field: str, value: object, allowed: str) -> None:
-    """A server's settings, by their constructor and of plain values."""
+    """A bad server setting gives the same error from the constructor and from plain values."""
     for make in (lambda: ServerSettings(**{field: value}), lambda: ServerSettings.read({field: value})):
         with pytest.raises(InvalidField) as caught:
             make()
@@ -102,7 +102,7 @@ def test_bad_server_settings_are_refused_by_field(field: str, value: object, all
 
 
 def test_defaults_and_bounds_of_settings_are_allowed() -> None:
-    """The defaults, the bounds, and whole numbers where any number may stand."""
+    """The defaults, the bounds, and whole numbers for float settings are accepted."""
     for settings in (EngineSettings, ServerSettings):
         assert settings.read(msgspec.to_builtins(settings())) == settings()
     read = EngineSettings.read({"idle_timeout": 0, "max_adapters": 0, "threads": None, "device": "cuda:1"})
@@ -118,8 +118,9 @@ def test_bad_saved_settings_of_a_served_model_are_refused(instant_bundle) -> Non
 
 
 def test_a_servers_settings_of_generation_are_for_its_decoders(instant_bundle, monkeypatch, capsys) -> None:
-    """``-C kv_cache_dtype`` for decoders and encoders: encoders run without it, which is said; their own is kept, to be
-    refused, and a server of encoders alone is refused."""
+    """Generation settings on a server's command line apply to its decoders: encoders run without them, which is logged,
+    and a server of encoders alone refuses them.
+    """
     encoder = msgspec.structs.replace(instant_bundle, tasks=("embeddings",))
     found = {"d": ResolvedModel(bundle=instant_bundle, uri="d"), "e": ResolvedModel(bundle=encoder, uri="e")}
     monkeypatch.setattr(mlflow_resolver, "resolve", lambda uris, texts=(): tuple(found[u] for u in (*uris, *texts)))
@@ -147,7 +148,7 @@ def test_a_servers_settings_of_generation_are_for_its_decoders(instant_bundle, m
 def test_bad_settings_on_the_command_line_are_refused(
     tmp_path: Path, command: tuple[str, ...], setting: str, expected: str
 ) -> None:
-    """-C of serve and engine, before anything is read."""
+    """A bad ``-C`` setting of serve or engine is refused before anything is read."""
     if command[0] == "engine":
         key = str(tmp_path / "key")
         assert invoke("engine-key", key).exit_code == 0
@@ -159,7 +160,7 @@ def test_bad_settings_on_the_command_line_are_refused(
 
 @pytest.mark.parametrize("arguments", [("--timeout", "-1"), ("--timeout", "0"), ("--drain-timeout", "-1")])
 def test_bad_seconds_of_serve_are_refused(arguments: tuple[str, ...]) -> None:
-    """Seconds that are none are refused by option."""
+    """An invalid number of seconds is refused with its option."""
     done = invoke("serve", "--port", "0", "-m", "x", *arguments)
     assert done.exit_code == 2
     assert f"Invalid value for '{arguments[0]}'" in done.output
@@ -175,7 +176,7 @@ def test_bad_seconds_of_serve_are_refused(arguments: tuple[str, ...]) -> None:
     ],
 )
 def test_bad_names_of_endpoints_are_refused(arguments: tuple[str, ...], name: str) -> None:
-    """A name is one that the management API takes too."""
+    """An endpoint name that the management API would refuse is refused on the command line."""
     shown = error_of(invoke("serve", "--port", "0", *arguments))
     allowed = "1 to 63 letters, digits, dots, dashes and underscores, a letter or digit first"
     assert shown.startswith("Error: " + line("name", name, allowed))
@@ -198,7 +199,7 @@ def test_bad_names_of_endpoints_are_refused(arguments: tuple[str, ...], name: st
     ],
 )
 def test_a_bad_spec_of_serve_is_refused_by_place(tmp_path: Path, spec: object, reason: str) -> None:
-    """A file's settings are refused by their place in it."""
+    """A bad setting in a spec file is refused with its path."""
     path = tmp_path / "spec.json"
     path.write_text(spec if isinstance(spec, str) else json.dumps(spec))
     shown = error_of(invoke("serve", "--spec", str(path)))
@@ -208,7 +209,7 @@ def test_a_bad_spec_of_serve_is_refused_by_place(tmp_path: Path, spec: object, r
 
 
 def test_a_bad_name_in_a_spec_is_refused(instant_bundle) -> None:
-    """An endpoint of a file has a name of the same form."""
+    """A bad endpoint name in a spec file is refused."""
     with pytest.raises(InvalidField, match="name: 'we ird' is not allowed"):
         EndpointSpec(name="we ird", entity="x", bundle=instant_bundle)
 
@@ -235,7 +236,7 @@ def test_a_bad_spec_of_engine_is_refused_in_one_line(tmp_path: Path, text: str, 
 
 @pytest.mark.parametrize("count", [0, 1])
 def test_a_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    """Said by field, before the weights are read; the CPU always is there."""
+    """A missing device is refused with the field before the weights are read; the CPU is always available."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     assert resolve_device(EngineSettings(device="cpu")).type == "cpu"
     device = f"cuda:{count}" if count else "cuda"
@@ -246,7 +247,7 @@ def test_a_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch, 
 def test_the_state_directory_is_the_settings_the_variables_or_xdgs(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """MLFLOW_LLM_STATE, else XDG's state directory, else the user's; a server's own ``state_dir`` wins."""
+    """The state directory is ``state_dir``, MLFLOW_LLM_STATE, XDG's state directory or the user's, in that order."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "xdg"))
     monkeypatch.delenv("MLFLOW_LLM_STATE", raising=False)
     assert ledger_dir(ServerSettings()) == tmp_path / "xdg/mlflow-llm/ledger"
@@ -284,7 +285,7 @@ def test_a_state_directory_that_cannot_be_written_ends_the_start(
 
 
 def test_requiring_keys_without_a_database_is_refused(tmp_path: Path) -> None:
-    """Wherever they are asked for: a server that asks for keys and has none would let everybody in."""
+    """Requiring keys without a database is refused on the command line and in a spec."""
     reason = "require_keys: True is not allowed; expected false without --database"
     with pytest.raises(InvalidField, match=reason):
         ServerSettings(require_keys=True)
@@ -302,21 +303,21 @@ def test_requiring_keys_without_a_database_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_unknown_fields_of_a_spec_are_refused(tmp_path: Path, spec: dict[str, Any], said: str) -> None:
-    """A misspelt name must not leave a server open."""
+    """An unknown field of a spec is refused, so that a misspelling cannot leave a server open."""
     file = tmp_path / "spec.json"
     file.write_text(json.dumps(spec))
     assert said in error_of(invoke("serve", "--spec", str(file)))
 
 
 def test_a_model_is_named_after_its_uri() -> None:
-    """Whoever has it the other way round is told how."""
+    """A model given as URI=name instead of name=URI is refused with the right order."""
     done = invoke("serve", "-m", "chat=models:/assistant/1")
     assert done.exit_code == 2
     assert "-m chat=models:/assistant/1: the URI comes first, models:/assistant/1=chat" in done.output
 
 
 def test_options_beside_a_spec_are_refused(tmp_path: Path) -> None:
-    """They would have no effect; one of them is --require-keys."""
+    """Options beside a spec are refused, since they would have no effect."""
     spec = tmp_path / "spec.json"
     spec.write_text(json.dumps({"endpoints": []}))
     done = invoke("serve", "--spec", str(spec), "--require-keys", "--port", "28999")
@@ -329,6 +330,6 @@ def test_options_beside_a_spec_are_refused(tmp_path: Path) -> None:
     [("127.0.0.1", False), ("127.8.8.8", False), ("::1", False), ("localhost", False), ("0.0.0.0", True), ("::", True)],
 )
 def test_a_keyless_server_beyond_loopback_is_open_to_others(host: str, is_open: bool) -> None:
-    """Beyond this machine there is a warning, but where keys are asked for."""
+    """A server counts as open to others if it listens beyond loopback and does not require keys."""
     assert ServerSettings(host=host).is_open_to_others == is_open
     assert not ServerSettings(host=host, database="sqlite:///x.db", require_keys=True).is_open_to_others
