@@ -8,7 +8,7 @@ V2_MOUNT = "30 23 0:26 {root} {top} rw,nosuid - cgroup2 cgroup2 rw,nsdelegate"
 
 
 def machine(tmp_path: Path, cgroup: str, *mounts: str) -> Path:
-    """A /proc with these lines, the mounts' tops below ``tmp_path``."""
+    """Write a /proc with these lines and mount points below ``tmp_path``, and return its path."""
     own = tmp_path / "proc/self"
     own.mkdir(parents=True)
     (own / "cgroup").write_text(cgroup + "\n")
