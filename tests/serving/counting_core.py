@@ -26,7 +26,7 @@ CORE = f"{__name__}:CountingCore"
 
 
 def importable() -> Any:
-    """A context: processes that are started inside find this module."""
+    """Make this module importable, in a context, for processes started inside."""
     paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     return patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, paths)))
 
@@ -82,7 +82,7 @@ class Truth:
             self._read(whole, int(path.name) in killed)
 
     def total(self, counts: Counter[str]) -> int:
-        """Tokens of callers' requests: the server's own (warming up, measuring) have no serial."""
+        """Return the number of tokens of callers' requests; the server's own (warm-up, measuring) have no serial."""
         return sum(tokens for name, tokens in counts.items() if name in self.serials)
 
     def _read(self, lines: list[str], killed: bool) -> None:
