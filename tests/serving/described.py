@@ -27,7 +27,9 @@ def _document() -> dict[str, Any]:
 
 
 def operations(of: str = "", without: str = "^$") -> list[str]:
-    """``POST /v1/completions`` and so on: those whose path has ``of`` in it, and not ``without`` (both patterns)."""
+    """Return the operations, such as ``POST /v1/completions``, whose path matches ``of`` and not ``without``
+    (patterns).
+    """
     return [
         f"{method.upper()} {path}"
         for path, methods in _document()["paths"].items()
