@@ -35,7 +35,7 @@ CHAT = InferenceRoute("/v1/chat/completions", "chat", "")
     ],
 )
 def test_whose_errors_a_path_has(path: str, name: str) -> None:
-    """The route's dialect, or the prefix's; MLflow's where neither is known."""
+    """A path's errors are in the dialect of its route or prefix, and in MLflow's if neither is known."""
     assert dialect_of(path).name == name
 
 

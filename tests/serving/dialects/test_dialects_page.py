@@ -18,7 +18,7 @@ DOCUMENTED = ("databricks", "openvino", "mindie", "generate", "kserve")
 
 
 def test_the_page_is_made_of_the_rows() -> None:
-    """Made again with ``python tests/conformance.py > docs/dialects.md``."""
+    """The page is the output of ``python tests/conformance.py > docs/dialects.md``."""
     assert PAGE.read_text(encoding="utf-8") == page(PARTS)
 
 
@@ -31,6 +31,6 @@ def test_every_field_has_a_row(part: Part) -> None:
 
 
 def test_every_documented_dialect_has_a_part() -> None:
-    """For each of its tasks."""
+    """Each documented dialect has a part for each of its tasks."""
     expected = {(name, task) for name in DOCUMENTED if name in DIALECTS for task in DIALECTS[name].request_schemas}
     assert {(part.dialect, part.task) for part in PARTS} == expected

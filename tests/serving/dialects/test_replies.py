@@ -66,7 +66,7 @@ def _wire(dialect, request, reply):
 
 
 def test_openai_chat():
-    """A chat completion in OpenAI's order of keys."""
+    """A chat completion has OpenAI's keys in OpenAI's order."""
     assert _wire("openai", _request(), Reply(choices=(_choice(),), usage=USAGE)) == (
         '{"id": "chatcmpl-r1", "object": "chat.completion", "created": 1700000000, "model": "m", "choices": '
         '[{"index": 0, "message": {"role": "assistant", "content": "Hé"}, "logprobs": null, "finish_reason": "stop"}], '
@@ -76,7 +76,7 @@ def test_openai_chat():
 
 
 def test_databricks_completions():
-    """A text completion with the document's usage."""
+    """A text completion has the documented usage."""
     assert _wire("databricks", _request("completions"), Reply(choices=(_choice(),), usage=USAGE)) == (
         '{"id": "cmpl-r1", "object": "text_completion", "created": 1700000000, "model": "m", "choices": '
         '[{"index": 0, "text": "Hé", "logprobs": null, "finish_reason": "stop"}], '
@@ -99,7 +99,7 @@ def test_databricks_index_profiles():
 
 
 def test_embeddings():
-    """Embeddings as floats with the Databricks id, and as base64 of little-endian float32."""
+    """Embeddings are floats with the Databricks id, or base64 of little-endian float32."""
     vector = array("f", [0.5, -1.0]).tobytes()
     reply = Reply(vectors=(vector,), usage=Usage(prompt_tokens=5))
     assert _wire("databricks", _request("embeddings"), reply) == (
@@ -261,7 +261,7 @@ TOOLS = ToolUse(names=("find", "run"), custom=("run",))
     ("said", "content"), [({}, None), ({"text": "Well"}, "Well"), ({"reasoning": "Hm."}, None)], ids=str
 )
 def test_messages_with_calls(dialect, said, content):
-    """Calls of functions and of custom tools; content is null where there is no text, reasoning stands beside."""
+    """A message has calls of functions and custom tools, null content without text, and its reasoning beside them."""
     choice = Choice(**{"index": 0, "text": "", "finish_reason": "tool_calls", "calls": CALLS, **said})
     found = DIALECTS[dialect].written(_request(tools=TOOLS), Reply(choices=(choice,), usage=USAGE))["choices"][0]
     reasoning = {"reasoning_content": "Hm."} if "reasoning" in said else {}
@@ -282,8 +282,9 @@ def test_reasoning_without_calls():
 
 
 def test_drafts_in_usage():
-    """A prediction's accepted and rejected tokens as OpenAI has them, none included; all drafts beside, where there
-    were any. Databricks' usage has no details."""
+    """Usage has a prediction's accepted and rejected tokens as in OpenAI's API, and all drafts where there were any;
+    Databricks' usage has no details.
+    """
     choice = Choice(index=0, text="", finish_reason="stop")
     predicted = msgspec.structs.replace(USAGE, accepted_prediction_tokens=0, rejected_prediction_tokens=0)
     drafted = msgspec.structs.replace(

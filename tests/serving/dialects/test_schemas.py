@@ -114,14 +114,14 @@ NAMES = sorted({*FIELDS["chat"], *FIELDS["completions"], *FIELDS["embeddings"], 
     task=st.sampled_from(["chat", "completions", "embeddings"]),
 )
 def test_schema_and_table_take_the_same_bodies(body: dict[str, Any], task: str) -> None:
-    """Whole bodies of junk, with and without the field that a task needs."""
+    """Schema and table accept the same junk bodies, with and without the field that a task needs."""
     table = MLFLOW[task]
     for given_body in (body, body | {table.required: REQUIRED[table.required]}):
         assert jsonschema.Draft202012Validator(table.schema()).is_valid(given_body) == taken(table, given_body)
 
 
 def test_schemas_are_schemas() -> None:
-    """Each is valid by JSON Schema's own, and null is nowhere but where it means the default."""
+    """Each schema is a valid JSON Schema, with null only where it means the default."""
     for tables in (OPENAI, DATABRICKS, MLFLOW):
         for task, table in tables.items():
             schema = table.schema()
@@ -137,7 +137,7 @@ TEXTS = ["x", "", ["x"], [{"text": "y"}], {"text": "x"}, [], {}, [[]], [None], {
 
 @pytest.mark.parametrize("table", SCORE_TABLES, ids=["openai", "databricks", "rerank"])
 def test_schemas_of_comparisons(table: ScoreTable) -> None:
-    """Two sides under one pair of names, any other name null: schema and table take the same bodies."""
+    """Schema and table accept the same bodies of comparisons: two sides under one pair of names, other names null."""
     schema = jsonschema.Draft202012Validator(table.schema())
     jsonschema.Draft202012Validator.check_schema(table.schema())
     names = sorted({name for form in table.forms for name in form})

@@ -66,13 +66,13 @@ def _request(task: str, **fields: object) -> ValidRequest:
     ],
 )
 def test_whole(dialect: str, task: str, expected: str) -> None:
-    """The body of a whole reply."""
+    """The body of a whole reply equals the snapshot."""
     reply = VECTORS if task == "embeddings" else REPLY
     assert DIALECTS[dialect].encode(_request(task), reply).body == expected.encode()
 
 
 def test_vectors_as_base64() -> None:
-    """An embedding as OpenAI's client asks for it: little-endian float32 in base64."""
+    """An embedding in base64 is little-endian float32, as OpenAI's client asks for it."""
     body = DIALECTS["openai"].encode(_request("embeddings", encoding_format="base64"), VECTORS).body
     assert body == ("{" + EMBEDDED.replace("[0.5,-1.0]", '"AAAAPwAAgL8="')).encode()
 
@@ -87,7 +87,9 @@ def test_vectors_as_base64() -> None:
     ],
 )
 def test_streamed(dialect: str, task: str, usage: str) -> None:
-    """Every event of a streamed reply; the last chunk has usage unasked on Databricks' and MLflow's routes."""
+    """Every event of a streamed reply equals the snapshot, with usage in the last chunk of Databricks' and MLflow's
+    routes.
+    """
     null = '"logprobs":null,"finish_reason":null}]}\n\n'
     if task == "chat":
         expected = f'{CHUNK}{{"index":0,"delta":{{"role":"assistant","content":"H"}},{null}'

@@ -13,7 +13,7 @@ HOSTILE = '{"a":"0"} \\ \u2028 "1" \n 0'
 @pytest.mark.parametrize("text", ["", "a", '"', "\\", HOSTILE, "\x00\x1f\x7f", "\u00e9\U0001f600", "0", "1"])
 @pytest.mark.parametrize("around", ["m", "0", "1", HOSTILE])
 def test_the_same_bytes_as_encoded_whole(text: str, around: str) -> None:
-    """Whatever stands around the text, and whatever the text is."""
+    """A text put into the template gives the bytes of the whole encoded anew."""
 
     def encode(said: str) -> bytes:
         return sse.event({"model": around, "text": said, "last": [around, 0, 1]})

@@ -50,7 +50,7 @@ def whole(usage: Usage = USAGE, **choice: Any) -> dict[str, Any]:
 
 
 def streamed(*pieces: Piece) -> list[dict[str, Any]]:
-    """The events' data; each is named by its type and is one of the client's."""
+    """Return the data of the events, checking that each is named by its type and known to the client."""
     encoder = CODEC.stream(request())
     wire = b"".join(map(encoder.encode, pieces)).decode()
     events = []
@@ -63,7 +63,7 @@ def streamed(*pieces: Piece) -> list[dict[str, Any]]:
 
 
 def test_a_message() -> None:
-    """The object's fields; input is counted without what the cache had."""
+    """A message has the documented fields, and its input tokens exclude the cached ones."""
     assert whole(text="Hé") == {
         "id": "msg_r1",
         "type": "message",
@@ -83,7 +83,7 @@ def test_a_message() -> None:
 
 
 def test_blocks() -> None:
-    """Thinking, text and calls are blocks of their own; thinking is counted beside."""
+    """Thinking, text and calls are separate blocks, and thinking tokens are counted separately."""
     found = whole(
         msgspec.structs.replace(USAGE, reasoning_tokens=1),
         reasoning="hm",
@@ -116,7 +116,7 @@ def test_blocks() -> None:
     ],
 )
 def test_why_it_ended(choice: dict[str, Any], reason: str, sequence: str | None) -> None:
-    """Each end has its reason, streamed or not; a call of a tool that was named is a reason too."""
+    """Each finish reason has its stop_reason, streamed or not, and calls give tool_use even if the text just stopped."""
     found = whole(**choice)
     assert (found["stop_reason"], found["stop_sequence"]) == (reason, sequence)
     calls = [CallDelta(index=0, id="call_1", name="weather")] if "calls" in choice else []
@@ -142,7 +142,7 @@ def test_arguments_that_are_no_object(arguments: str, block: dict[str, Any]) -> 
 
 
 def test_a_stream() -> None:
-    """Events in their order: blocks one after the other, usage again at the end."""
+    """A stream has its events in the documented order: blocks one after the other, and usage again at the end."""
     usage = {"input_tokens": 5, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0, "output_tokens": 0}
     text_delta = {"type": "content_block_delta", "index": 0}
     assert streamed(
@@ -266,6 +266,6 @@ def test_a_context_that_is_full() -> None:
 
 
 def test_when_to_come_back() -> None:
-    """Retry-After goes with an error that passes."""
+    """A temporary error has a Retry-After header."""
     assert CODEC.error(RequestError("no", retry_after=1.2)).headers == {"Retry-After": "2"}
     assert CODEC.error(DeadlineExceeded("late")).headers == {}

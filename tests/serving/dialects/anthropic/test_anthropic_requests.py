@@ -55,7 +55,7 @@ def test_a_user_has_256_characters_at_most() -> None:
 
 
 def test_what_a_message_asks() -> None:
-    """Every field of sampling, the end user's id, and the stream."""
+    """Sampling fields, the end user's id and the stream flag reach the raw request."""
     raw = read(
         temperature=0.5,
         top_p=0.9,
@@ -82,7 +82,7 @@ def test_null_is_the_default() -> None:
 
 @pytest.mark.parametrize("name", ["model", "max_tokens", "messages"])
 def test_required_fields(name: str) -> None:
-    """They are asked for by name; max_tokens is not in what is only counted."""
+    """A missing required field is refused by name; max_tokens is not required for counting."""
     assert refused(**{name: "left out"}).param == name
     if name == "max_tokens":
         assert read_count_request({"model": "m", "messages": HI}).sampling.max_tokens is None
@@ -98,7 +98,7 @@ def test_required_fields(name: str) -> None:
     ],
 )
 def test_system(system: Any, expected: Any) -> None:
-    """A string or text blocks, before all messages; a breakpoint of the cache is a hint."""
+    """The system prompt, a string or text blocks, precedes all messages; cache breakpoints are ignored as hints."""
     first = read(system=system).messages[0]
     parts = tuple(map(TextPart, expected)) if isinstance(expected, tuple) else expected
     assert (first.content if first.role == "system" else None) == parts
@@ -120,7 +120,7 @@ def test_a_billing_header_is_not_shown_to_the_model() -> None:
 
 
 def test_a_round_of_tools() -> None:
-    """Thinking, text and calls are one message; each result is a message of its own, before the user's text."""
+    """Thinking, text and calls become one message; each tool result becomes a message before the user's text."""
     assert turns(
         ("user", "is it raining?"),
         (
@@ -159,7 +159,9 @@ def test_a_round_of_tools() -> None:
 
 
 def test_turns_of_one_role_are_one() -> None:
-    """Their texts stand apart by an empty line; results of one turn may come in several messages."""
+    """Consecutive turns of one role are joined with an empty line between texts; tool results may come in several
+    messages.
+    """
     assert turns(("user", "a"), ("user", [{"type": "text", "text": "b"}]), ("user", "c")) == (
         Message(role="user", content=tuple(map(TextPart, ("a", "\n\n", "b", "\n\n", "c")))),
     )
@@ -213,7 +215,7 @@ def test_turns_that_are_refused(messages: list[tuple[str, Any]], param: str) -> 
 
 
 def test_the_beginning_of_the_reply() -> None:
-    """A last message of the assistant is left open; an empty one is none."""
+    """A last message of the assistant is continued by the reply; an empty one is dropped."""
     begun = [*HI, {"role": "assistant", "content": "The answer is ("}]
     raw = read(messages=begun)
     assert raw.end == "open"
@@ -234,7 +236,7 @@ def test_the_beginning_of_the_reply() -> None:
     ],
 )
 def test_beginnings_that_cannot_be_continued(content: Any, more: dict[str, Any], param: str) -> None:
-    """Blanks at the end, which templates cut off; anything but text; what holds a whole reply to a form."""
+    """A reply cannot begin with trailing blanks or anything but text, nor with a constraint on the whole reply."""
     assert refused(messages=[*HI, {"role": "assistant", "content": content}], **more).param == param
 
 
@@ -323,7 +325,7 @@ def test_what_claude_code_sends_by_default() -> None:
 
 
 def test_formats() -> None:
-    """The schema that a text is held to, under its newer or older name."""
+    """The schema of a text is read under its newer and its older name."""
     form = {"type": "json_schema", "schema": {"type": "object"}}
     newer = read(output_config={"format": form, "effort": "high"})
     assert newer.sampling.constraint == Constraint(
@@ -345,12 +347,12 @@ def test_formats() -> None:
     ],
 )
 def test_thinking(thinking: dict[str, Any], expected: bool) -> None:
-    """Whether the model is to reason; a budget is less than max_tokens."""
+    """Thinking is switched on or off, and its budget must be less than max_tokens."""
     assert read(max_tokens=2048, thinking=thinking).thinking is expected
 
 
 def test_versions() -> None:
-    """A known version is taken, and none; any other is refused by the header's name. Betas are not read."""
+    """A known version or none is accepted, and another is refused by the header's name; beta headers are ignored."""
     dialect = DIALECTS["anthropic"]
     body = json.dumps(LEAST).encode()
     beta = {"anthropic-beta": "output-128k-2025-02-19"}

@@ -25,7 +25,7 @@ def beams(**fields: Any) -> RawBeams | None:
 
 
 def test_the_fields_of_a_search() -> None:
-    """``best_of`` beams, or n of them; every setting arrives."""
+    """A search has ``best_of`` beams, or n, and every search setting arrives."""
     assert beams(use_beam_search=True, n=3) == RawBeams(width=3, field="n")
     asked = beams(
         use_beam_search=True, best_of=6, n=2, length_penalty=-0.5, early_stopping="never", num_beam_groups=3,
@@ -61,7 +61,7 @@ def test_no_search() -> None:
     ],
 )
 def test_what_contradicts_a_search(fields: dict[str, Any], field: str) -> None:
-    """Refused by the field's name, with its value and what is allowed."""
+    """A field that contradicts a beam search is refused with its name, its value and what is allowed."""
     with pytest.raises(InvalidField) as error:
         beams(**fields)
     assert error.value.param == field

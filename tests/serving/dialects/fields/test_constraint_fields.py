@@ -67,7 +67,7 @@ def _constraint(dialect="openai", body=HI, **fields):
     ],
 )
 def test_each_field_becomes_a_constraint(dialect, body, fields, kind, value, field):
-    """Kind, value and the path of the field that said it."""
+    """Each constraint field is read into a kind, a value and the field's path."""
     assert _constraint(dialect, body, **fields) == Constraint(kind=kind, value=value, field=field)
 
 
@@ -82,12 +82,12 @@ def test_each_field_becomes_a_constraint(dialect, body, fields, kind, value, fie
     ],
 )
 def test_json_without_white_space(fields, compact):
-    """``disable_any_whitespace`` is for JSON; an expression says itself where space is."""
+    """``disable_any_whitespace`` makes JSON compact and does not change a regular expression."""
     assert _constraint(structured_outputs=fields).compact is compact
 
 
 def test_strict_or_not_is_the_same():
-    """``strict`` false asks for less than what is done: the schema is held to with any value."""
+    """``strict`` makes no difference: the schema is enforced with any value."""
     for strict in (True, False, None):
         form = {**FORM, "json_schema": {**FORM["json_schema"], "strict": strict, "description": "d"}}
         assert _constraint(response_format=form) == _constraint(response_format=FORM)
@@ -109,7 +109,7 @@ def test_text_is_said_and_nothing_is_not():
     ],
 )
 def test_two_forms_are_refused_by_both_names(fields, param, other):
-    """More than one constraint: the second field is at fault, the message names the first."""
+    """A second constraint is refused with its own field, and the message names the first."""
     with pytest.raises(InvalidField, match=f"null: {other} says") as caught:
         _constraint(**fields)
     assert caught.value.param == param
@@ -171,7 +171,7 @@ def test_two_forms_are_refused_by_both_names(fields, param, other):
     ],
 )
 def test_what_is_refused_is_named(fields, param, words):
-    """The path of the value at fault, and what is allowed there."""
+    """An invalid constraint is refused with the path of the value at fault and what is allowed there."""
     with pytest.raises(InvalidField) as caught:
         _constraint(**fields)
     assert caught.value.param == param

@@ -146,7 +146,7 @@ def test_bad_values_name_their_field(field, value):
 
 @pytest.mark.parametrize("field", ["seed", "max_tokens", "top_k", "n", "temperature", "top_p", "min_p"])
 def test_both_bounds_are_named(field):
-    """Below and above what is allowed, a message names the same lowest and highest value."""
+    """The error for a value below or above the bounds names both of them."""
     schema = MLFLOW["chat"].fields[field].read.schema
     low = schema.get("minimum", schema.get("exclusiveMinimum"))
     above, below = (_refused({"messages": HI, field: value}) for value in (schema["maximum"] + 1, low - 1))
@@ -167,7 +167,7 @@ def test_unknown_fields_are_refused_by_name(dialect, body, task):
 
 
 def test_values_that_ask_for_nothing():
-    """Fields that are not built yet, or that have no meaning here, pass where they ask for nothing."""
+    """Fields that are unsupported, or meaningless here, are accepted with values that ask for nothing."""
     asked = {
         "tools": None,
         "tool_choice": "none",
@@ -196,7 +196,7 @@ def test_databricks_keeps_to_its_document():
 
 
 def test_max_completion_tokens():
-    """The newer name means max_tokens; both with different values is refused."""
+    """max_completion_tokens means max_tokens, and both with different values are refused."""
     decode = DIALECTS["openai"].read
     assert decode({"messages": HI, "max_completion_tokens": 3}).sampling.max_tokens == 3
     assert decode({"messages": HI, "max_completion_tokens": 3, "max_tokens": 3}).sampling.max_tokens == 3
@@ -204,7 +204,7 @@ def test_max_completion_tokens():
 
 
 def test_task_follows_from_the_body():
-    """messages is chat, prompt completions, input embeddings; none or two of them is refused."""
+    """The task follows from messages, prompt or input; a body with none or two of them is refused."""
     decode = DIALECTS["databricks"].read
     assert isinstance(decode({"messages": HI}), RawChat)
     assert isinstance(decode({"prompt": "x"}), RawCompletion)
@@ -235,7 +235,7 @@ def test_prompt_forms(prompt, prompts, batched):
     "bad", [[], 5, {}, [1, "a"], ["a", 1], [[]], [True], [-1], [1.5], [1, 2**31], [[1], "a"], [None], "\udc00"]
 )
 def test_bad_prompts(bad):
-    """Mixed, empty and wrongly typed prompts and inputs are refused by place."""
+    """Mixed, empty and wrongly typed prompts and inputs are refused with their path."""
     assert _refused({"prompt": bad}).param.startswith("prompt")
     assert _refused({"input": bad}).param.startswith("input")
 
@@ -298,7 +298,7 @@ def test_messages_are_read_as_they_were_parted():
 
 
 def test_a_part_of_another_kind_is_refused_by_its_place():
-    """A sound is named by the path of its part, not taken for a text or left out."""
+    """A content part of an unsupported kind, such as audio, is refused by its path."""
     sound = {"type": "input_audio", "input_audio": {"data": "AA==", "format": "wav"}}
     content = [{"type": "text", "text": "what is this"}, sound]
     with pytest.raises(InvalidField, match=r'expected one of "text", "image_url"$') as caught:

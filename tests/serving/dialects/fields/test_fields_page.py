@@ -20,7 +20,7 @@ def script() -> dict[str, Any]:
 
 
 def test_the_page_is_what_the_script_prints(script: dict[str, Any]) -> None:
-    """Made again with ``python docs/reference/fields.py > docs/fields.md``."""
+    """The page is the output of ``python docs/reference/fields.py > docs/fields.md``."""
     assert (DOCS / "fields.md").read_text(encoding="utf-8") == script["page"]()
 
 

@@ -79,7 +79,7 @@ def expected(field: str, name: str, root: str = "messages", **more: Any) -> Medi
 
 
 def test_the_types_of_data() -> None:
-    """PNG, JPEG, WebP and GIF; the type is not part of what is passed on."""
+    """PNG, JPEG, WebP and GIF data are accepted, and their media type is not passed on."""
     for kind in ("png", "jpeg", "webp", "gif"):
         for dialect, part in (
             ("openai", openai(f"data:image/{kind};base64,{DATA}")),
@@ -103,7 +103,7 @@ def test_the_types_of_data() -> None:
 )
 @pytest.mark.parametrize("detail", [{}, *({"detail": value} for value in ("auto", "low", "high", None))])
 def test_openais(dialect: str, url: str, place: dict[str, str], detail: dict[str, Any]) -> None:
-    """A URL, data in it, and paths, as vLLM takes them; texts stay before and after."""
+    """URLs, data URLs and, as in vLLM, paths are read, and texts keep their places before and after."""
     found = user(dialect, {"type": "text", "text": "a"}, openai(url, **detail), {"type": "text", "text": "b"})
     assert found == (TextPart("a"), expected(".image_url.url", "image_url", **place), TextPart("b"))
 
@@ -117,7 +117,7 @@ def test_openais(dialect: str, url: str, place: dict[str, str], detail: dict[str
     ],
 )
 def test_anthropics(block: dict[str, Any], field: str, place: dict[str, str]) -> None:
-    """A block with base64 or a URL; a breakpoint of the cache is a hint."""
+    """A block with base64 or a URL is read, and a cache breakpoint is ignored as a hint."""
     found = user("anthropic", {"type": "text", "text": "a"}, block)
     assert found == (TextPart("a"), expected(field, "image", **place))
     assert user("anthropic", block, block)[0].part == "messages[0].content[0]"
@@ -142,7 +142,7 @@ def test_anthropics(block: dict[str, Any], field: str, place: dict[str, str]) ->
     ],
 )
 def test_responses(url: str, place: dict[str, str], more: dict[str, Any]) -> None:
-    """The URL is a string beside the type."""
+    """The part has its URL as a string beside the type."""
     found = user("responses", {"type": "input_text", "text": "a"}, response(url, **more))
     assert found == (TextPart("a"), expected(".image_url", "input_image", "input", **place))
 
@@ -160,7 +160,7 @@ def test_responses(url: str, place: dict[str, str], more: dict[str, Any]) -> Non
 )
 @pytest.mark.parametrize("role", ["user", "system", "assistant", "tool"])
 def test_mindies(role: str, given: dict[str, str], kind: str, place: dict[str, str]) -> None:
-    """In a message of any role, with what is read of them later, and the type of the part."""
+    """Media are read in messages of any role, with the type of their part."""
     (name, url) = next(iter(given.items()))
     message = {"role": role, "content": [{"type": "text", "text": "a"}, {"type": name, name: url}]}
     (found,) = decoded("mindie", message | ({"tool_call_id": "c"} if role == "tool" else {}))
@@ -194,7 +194,7 @@ BAD_DATA = [
 
 @pytest.mark.parametrize(("data", "allowed"), BAD_DATA)
 def test_data_that_is_not_base64(data: str, allowed: str) -> None:
-    """In every dialect, with the field that has the data and not the data itself."""
+    """Invalid base64 is refused in every dialect with its field, without repeating the data."""
     found = [
         refused("openai", openai(f"data:image/png;base64,{data}")),
         refused("mindie", {"type": "image_url", "image_url": f"data:image/png;base64,{data}"}),
@@ -211,7 +211,7 @@ def test_data_that_is_not_base64(data: str, allowed: str) -> None:
 
 @pytest.mark.parametrize("size", [0, 1, 2, 3, 4, 100, 101, 102])
 def test_sizes_of_data(size: int) -> None:
-    """Bytes are counted without decoding them, to the byte."""
+    """The size of base64 data is computed exactly without decoding it."""
     text = base64.b64encode(b"x" * size).decode()
     if size:
         assert base64_of(text, "f", size) == text
@@ -385,14 +385,14 @@ RESPONSES_CALL = {"type": "function_call", "call_id": "c", "name": "f", "argumen
     ],
 )  # fmt: skip
 def test_only_users_have_pictures(dialect: str, messages: list[dict[str, Any]], param: str, allowed: str) -> None:
-    """In the messages of others, and in what a tool returns, they are refused by their place."""
+    """Pictures in messages of other roles and in tool results are refused by their path."""
     error = refusal(dialect, *messages)
     assert error.param == param
     assert allowed in error.message
 
 
 def test_system_prompts_of_anthropic() -> None:
-    """The field beside the messages has no pictures either."""
+    """A picture in Anthropic's system field is refused."""
     codec = DIALECTS["anthropic"]
     asked = body("anthropic", {"role": "user", "content": "a"}) | {"system": [base64_block(DATA)]}
     with pytest.raises(InvalidField, match=f"system\\[0\\].type: 'image' is not allowed.*{ONLY}"):
@@ -400,7 +400,7 @@ def test_system_prompts_of_anthropic() -> None:
 
 
 def test_a_picture_after_a_result() -> None:
-    """The results of a turn come first, then its texts and pictures as a message of the user."""
+    """The tool results of a turn come first, then its texts and pictures as a user message."""
     result = {"type": "tool_result", "tool_use_id": "c", "content": "ok"}
     found = decoded(
         "anthropic",
@@ -415,7 +415,7 @@ def test_a_picture_after_a_result() -> None:
 
 
 def test_turns_of_anthropic_that_are_joined() -> None:
-    """An empty line stands between two turns, whatever begins the second."""
+    """An empty line separates two joined turns, whatever the second begins with."""
     found = decoded(
         "anthropic",
         {"role": "user", "content": "a"},
@@ -448,7 +448,7 @@ GOOD = {
 
 @pytest.mark.parametrize("dialect", GOOD)
 def test_how_many(dialect: str) -> None:
-    """At most 20 in all messages together, texts aside; more are refused before any is read."""
+    """A request may have at most 20 pictures, and more are refused before any is read."""
     text = {"type": "input_text" if dialect == "responses" else "text", "text": "x"}
     half = {"role": "user", "content": [text, *[GOOD[dialect]] * (MAX_MEDIA // 2), text]}
     other = {"role": "assistant", "content": "a"}
@@ -462,7 +462,7 @@ def test_how_many(dialect: str) -> None:
 
 
 def test_requests_that_are_only_counted() -> None:
-    """Bodies whose tokens are counted have the same pictures."""
+    """Requests whose tokens are only counted may have the same pictures."""
     asked = {"model": "m", "messages": [{"role": "user", "content": [base64_block(DATA)]}]}
     jsonschema.validate(asked, COUNT_BODY.schema)
     assert read_count_request(asked).messages[0].content == user("anthropic", base64_block(DATA))
@@ -474,7 +474,7 @@ def test_requests_that_are_only_counted() -> None:
 
 
 def test_what_a_response_repeats() -> None:
-    """The input is no part of it, nor are its pictures."""
+    """A response repeats neither the input nor its pictures."""
     codec = DIALECTS["responses"]
     raw = codec.decode(
         Head(codec.routes[0], {}),

@@ -28,7 +28,7 @@ def _tool(name="f", **function):
 
 @pytest.mark.parametrize("dialect", ["openai", "databricks", "mlflow"])
 def test_functions_are_read(dialect):
-    """Name, description, parameters and ``strict``; what is left out is None, or false."""
+    """A function's name, description, parameters and ``strict`` are read; missing ones are None, or false."""
     raw = _read(dialect, tools=[TOOL, _tool()])
     assert raw.tools == (
         Tool(name="find", description="Find it.", parameters=SCHEMA, strict=True),
@@ -39,7 +39,7 @@ def test_functions_are_read(dialect):
 
 
 def test_custom_tools_are_read():
-    """A custom tool takes a text: any, or one of a grammar or an expression, whose place errors name."""
+    """A custom tool takes any text or one of a grammar or regular expression, and errors name its path."""
     regex = {"type": "grammar", "grammar": {"syntax": "regex", "definition": "a+"}}
     forms = [None, {"type": "text"}, regex]
     tools = [CUSTOM, *({"type": "custom", "custom": {"name": f"t{i}", "format": form}} for i, form in enumerate(forms))]
@@ -71,7 +71,7 @@ def test_custom_tools_are_read():
     ],
 )
 def test_choices_are_read(given, expected):
-    """A word, one tool by its name, or a subset; a subset of one is not a named choice."""
+    """A tool choice is a mode, one named tool or a subset; a subset of one is not a named choice."""
     assert _read(tools=[TOOL, CUSTOM], tool_choice=given).tool_choice == expected
 
 
@@ -124,7 +124,7 @@ def test_choices_are_read(given, expected):
     ],
 )
 def test_bad_tools_are_named(tools, param, words):
-    """The path of what is at fault, and what is allowed there."""
+    """An invalid tool is refused with the path of the fault and what is allowed there."""
     error = _refused(tools=tools)
     assert error.param == param
     assert words in error.message
@@ -159,7 +159,7 @@ def test_bad_tools_are_named(tools, param, words):
     ],
 )
 def test_bad_choices_are_named(choice, param, words):
-    """The path of what is at fault; a tool of the other kind is not the one that was named."""
+    """An invalid choice is refused with its path; a tool of the other kind does not match the name."""
     error = _refused(tools=[TOOL], tool_choice=choice)
     assert error.param == param
     assert words in error.message

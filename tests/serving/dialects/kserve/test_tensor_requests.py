@@ -37,7 +37,7 @@ TEXT, MAX_TOKENS = ("text_input", BYTES, [1, 1], [b"hi"]), ("max_tokens", "INT32
 
 
 def raw_of(values: Any, datatype: str) -> bytes:
-    """The bytes of a tensor, as the protocol has them."""
+    """Encode the values of a tensor as the protocol's bytes."""
     if datatype == BYTES:
         return b"".join(struct.pack("<I", len(one)) + one for one in values)
     if datatype == BF16:
@@ -76,7 +76,7 @@ def test_a_user_has_256_characters_at_most() -> None:
 
 
 def test_tensorrt_llm_s_defaults() -> None:
-    """Greedy, seed 0, nothing penalised, whatever the model was logged with; a prompt is taken as it stands."""
+    """The defaults are greedy sampling with seed 0 and no penalties, whatever the model's own; prompts are raw."""
     raw = decoded()
     assert (raw.prompts, raw.use_raw_prompt, raw.stream) == (((5, 6, 7),), True, False)
     assert raw.sampling == GREEDY
@@ -137,8 +137,7 @@ BIAS = np.array([0.5, -1, 0, 3], "<f4")
 )
 @pytest.mark.parametrize("binary", [True, False])
 def test_each_tensor(tensor: tuple[str, str, list[int], Any], expected: dict[str, Any], binary: bool) -> None:
-    """Its value where everything below the dialects looks for it, from bytes as from JSON; a switch that is off, and an
-    empty list, ask for nothing."""
+    """Each tensor sets its field, from bytes as from JSON; false switches and empty lists ask for nothing."""
     found = decoded(tensor, binary=binary).sampling
     assert {name: getattr(found, name) for name in expected} == expected
     assert all(
@@ -172,7 +171,7 @@ def test_what_clients_of_the_backend_may_not_send(tensors: list[Any], more: dict
 
 
 def test_a_search() -> None:
-    """All beams are answered; lengths are not rewarded by default; what would draw is refused beside it, by name."""
+    """A beam search returns all beams without a length penalty by default; sampling fields are refused by name."""
     width = ("beam_width", "INT32", [1], [3])
     found = decoded(width, ("runtime_top_k", "INT32", [1], [1]), ("temperature", "FP32", [1], [1]))
     assert found.sampling.beams == RawBeams(width=3, length_penalty=0.0, early_stopping="heuristic")
@@ -187,7 +186,9 @@ def test_a_search() -> None:
 
 
 def test_an_adapter_with_the_request() -> None:
-    """Weights and their rows' meaning come together and match, and later the id alone; half precision is exact."""
+    """Adapter weights and config come together and must match; later the id alone selects them; half precision is
+    exact.
+    """
     task = ("lora_task_id", "UINT64", [1, 1], [7])
     config = ("lora_config", "INT32", [1, 2, 3], [[1, 0, 8], [2, 0, 8]])
     weights = np.arange(6, dtype="<f4")
@@ -204,8 +205,7 @@ def test_an_adapter_with_the_request() -> None:
 
 
 def test_a_prompt_table() -> None:
-    """[rows, hidden size], with or without a batch of one, or flat as the document has it; float16 as the document
-    wants it."""
+    """A prompt table is [rows, hidden size], with or without a batch dimension, or flat as documented, in float16."""
     table = np.arange(6, dtype="<f4")
     size = ("prompt_vocab_size", "INT32", [1], [2])
     for shape in ([2, 3], [1, 2, 3], [6]):
@@ -216,7 +216,7 @@ def test_a_prompt_table() -> None:
 
 
 def test_drafts_and_what_they_were_drawn_from() -> None:
-    """A row of logits for each token; a token that could not be drawn has -inf, NaN is none."""
+    """Draft logits have one row for each draft token; -inf is allowed and NaN is refused."""
     ids = ("draft_input_ids", "INT32", [2], [3, 4])
     logits = np.array([[1, -np.inf, 2], [0, 0, 0]], "<f4")
     found = decoded(ids, ("draft_logits", "FP32", [2, 3], logits)).sampling.draft
@@ -230,7 +230,7 @@ def test_drafts_and_what_they_were_drawn_from() -> None:
 
 
 def test_texts_and_parameters() -> None:
-    """A text takes the place of ids, a parameter that of a tensor of one value; a timeout is in microseconds."""
+    """A text may replace the ids, and a parameter a tensor of one value; a timeout is in microseconds."""
     text = (("text_input", BYTES, [1, 1], ["ü".encode()]), ("max_tokens", "INT32", [1], [4]))
     parameters = {"top_k": 5, "temperature": 0.5, "timeout": 1500, "user": "u", "cache_salt": "s", "adapter": "a"}
     raw = decoded(*text, parameters=parameters | {"sequence_id": 0, "priority": 0, "binary_data_output": True})
@@ -243,7 +243,7 @@ def test_texts_and_parameters() -> None:
 
 
 def test_every_tensor_of_the_document_is_known() -> None:
-    """TensorRT-LLM's table of request tensors, by name."""
+    """Every tensor in TensorRT-LLM's table of request tensors is known by name."""
     document = """request_output_len input_ids streaming beam_width temperature runtime_top_k runtime_top_p len_penalty
     early_stopping repetition_penalty min_length presence_penalty frequency_penalty no_repeat_ngram_size random_seed
     end_id pad_id embedding_bias bad_words_list stop_words_list prompt_embedding_table prompt_vocab_size lora_task_id

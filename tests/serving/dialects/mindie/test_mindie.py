@@ -50,7 +50,7 @@ def test_the_documents_requests_are_taken(body: dict[str, Any]) -> None:
 
 
 def test_a_round_of_tools() -> None:
-    """An assistant's message may be calls alone, and a tool's answers one by its id."""
+    """An assistant's message may consist of calls alone, and a tool's message answers one by its id."""
     _, _, asked, answered = read(**SECOND_ROUND).messages
     assert asked.tool_calls[0].arguments == {"order_id": "12345"}
     assert answered.tool_call_id == asked.tool_calls[0].id == "tool_call_8p2Nk"
@@ -81,7 +81,7 @@ def test_a_round_of_tools() -> None:
     ],
 )
 def test_bounds(field: str, taken: list[Any], not_taken: list[Any]) -> None:
-    """Each field within the document's bounds, null where it may be, and nothing else; the schema says the same."""
+    """Each field is accepted within the documented bounds only, or null where allowed; the schema agrees."""
     schema = MINDIE.request_schemas["chat"]
     for value in [*taken, *([None] if field not in ("model", "best_of") else [])]:
         read(**{field: value})
@@ -91,14 +91,14 @@ def test_bounds(field: str, taken: list[Any], not_taken: list[Any]) -> None:
 
 
 def test_what_is_left_out_and_what_is_nothing() -> None:
-    """Ids beyond 32 bits are left out; an empty list of stop strings is none; all of the strings are bounded."""
+    """Ids beyond 32 bits are dropped, an empty list of stop strings means none, and their total length is bounded."""
     assert read(stop_token_ids=[2, 2**31, -(2**40), 13]).sampling.stop_token_ids == (2, 13)
     assert read(stop=[]).sampling.stop is None
     assert "32768" in refused("stop", ["a" * 32768, "b"])
 
 
 def test_model_and_messages_are_needed() -> None:
-    """Without either a request is refused by its name."""
+    """A request without model or messages is refused with the missing field."""
     for field in ("model", "messages"):
         assert refused(field, None).startswith(field)
 
@@ -157,7 +157,7 @@ def test_messages_that_say_more_than_they_need() -> None:
     ],
 )
 def test_media_that_are_well_formed(part: dict[str, Any], source: str, place: str) -> None:
-    """A path, a URL or base64, alone or in an object."""
+    """A medium is a path, a URL or base64, by itself or in an object."""
     (found,) = read(messages=[{"role": "user", "content": [part]}]).messages[0].content
     assert isinstance(found, MediaPart)
     assert (found.source, found.place, found.part) == (source, place, "messages[0].content[0]")
@@ -186,13 +186,13 @@ def test_media_that_are_well_formed(part: dict[str, Any], source: str, place: st
     ],
 )
 def test_media_that_are_malformed(kind: str, value: Any) -> None:
-    """Refused by the place of what is wrong, before anything is read."""
+    """Malformed media are refused with the path of the fault, before anything is read."""
     part = {"type": kind, kind: value}
     assert refused("messages", [{"role": "user", "content": [part]}]).startswith(f"messages[0].content[0].{kind}")
 
 
 def test_the_number_of_media() -> None:
-    """At most 20 of all kinds in all messages together."""
+    """A request has at most 20 media of all kinds."""
     content = [{"type": "image_url", "image_url": PNG}] * 10
     read(messages=[{"role": "user", "content": content}] * 2)
     more = [{"role": "user", "content": [{"type": "audio_url", "audio_url": "/a.mp3"}]}]
@@ -201,7 +201,7 @@ def test_the_number_of_media() -> None:
 
 
 def test_tools() -> None:
-    """Functions alone, with object parameters; null is none."""
+    """Tools are functions with object parameters, and null means none."""
     assert read(tools=None, tool_choice=None).tools is None
     assert refused("tools", [{"type": "custom", "custom": {"name": "x"}}]).startswith("tools[0].type")
     function = {**TOOLS[0]["function"], "parameters": {"type": "array"}}
@@ -232,7 +232,7 @@ HEAD = (
 
 
 def test_a_reply() -> None:
-    """The printed keys in the printed order."""
+    """A reply has the documented keys in the documented order."""
     choice = Choice(index=0, text="\n\nHello there", finish_reason="stop", steps=STEPS)
     found = MINDIE.encode(request(), Reply(choices=(choice,), usage=USAGE)).body
     message = b'"message":{"role":"assistant","content":"\\n\\nHello there"},"finish_reason":"stop"}],'
@@ -314,7 +314,7 @@ def test_a_stream_of_calls(stop: str | int | None, reason: str) -> None:
 
 
 def test_errors() -> None:
-    """Text and type; within a stream before [DONE]."""
+    """An error has its text and type, and precedes [DONE] in a stream."""
     refused = MINDIE.error(NotFound("no endpoint", param="model"))
     assert (refused.status, refused.body) == (404, b'{"error": "no endpoint", "error_type": "NotFoundError"}')
     busy = MINDIE.error(Overloaded("full", retry_after=2))
@@ -325,5 +325,5 @@ def test_errors() -> None:
 
 
 def test_the_single_example_streams_too() -> None:
-    """Streamed it is not measured, since its chunks have no times."""
+    """The single example is also accepted streamed, without timings, since its chunks have none."""
     assert not read(**SINGLE | {"stream": True}).timings

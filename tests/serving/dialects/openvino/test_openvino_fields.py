@@ -36,7 +36,9 @@ def test_the_documents_defaults() -> None:
 
 
 def test_a_search_by_best_of() -> None:
-    """Its width, and the settings of the document; groups come by our own field, with diversity_penalty 1.0."""
+    """best_of gives a search its width and the documented settings; groups have our own field and diversity_penalty
+    1.0.
+    """
     assert sampling(best_of=4, n=2).beams == RawBeams(width=4, field="best_of")
     assert sampling(best_of=4).n == 1
     asked = {"best_of": 4, "length_penalty": 0.5, "early_stopping": True, "use_beam_search": True}
@@ -49,12 +51,12 @@ def test_a_search_by_best_of() -> None:
 
 
 def test_a_penalty_of_one_group_changes_nothing() -> None:
-    """There is one group unless ``num_beam_groups`` says otherwise, as in that server."""
+    """diversity_penalty changes nothing unless ``num_beam_groups`` asks for several groups."""
     assert sampling(best_of=4, diversity_penalty=3.0) == sampling(best_of=4)
 
 
 def test_no_end_of_text() -> None:
-    """``ignore_eos`` takes 4000 tokens at most, and that or what the context leaves where none are given."""
+    """With ``ignore_eos`` max_tokens is at most 4000, and by default that or the rest of the context."""
     found = sampling(ignore_eos=True)
     assert (found.max_tokens, found.clip_max_tokens) == (4000, True)
     assert sampling(ignore_eos=True, max_tokens=4000).max_tokens == 4000
@@ -103,7 +105,7 @@ def test_what_is_refused(fields: dict[str, Any], field: str) -> None:
 
 
 def test_what_the_document_lists_as_unsupported() -> None:
-    """OpenAI's and vLLM's fields arrive as they do at OpenAI's own path."""
+    """OpenAI's and vLLM's fields that the document calls unsupported arrive as they do at OpenAI's own path."""
     more = {
         "frequency_penalty": 0.5, "presence_penalty": -0.5, "logit_bias": {"5": 3}, "stop": ["a"], "seed": 7,
         "min_p": 0.1, "stop_token_ids": [3], "include_stop_str_in_output": True, "min_tokens": 2,
@@ -118,7 +120,7 @@ def test_what_the_document_lists_as_unsupported() -> None:
 
 
 def test_its_errors() -> None:
-    """A text under ``error``, with the status and Retry-After of the class; within a stream too."""
+    """An error is a text under ``error`` with its class's status and Retry-After, also within a stream."""
     assert (DIALECT.error(NotFound("nobody")).status, DIALECT.error(NotFound("nobody")).body) == (
         404,
         b'{"error": "nobody"}',

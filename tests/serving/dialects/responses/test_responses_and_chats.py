@@ -23,7 +23,7 @@ FUNCTION = st.fixed_dictionaries(
 
 @st.composite
 def turns(draw: st.DrawFn) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """A conversation as messages of a chat, and as items."""
+    """Draw a conversation, both as chat messages and as items."""
     messages, items = [], []
     for number in range(draw(st.integers(1, 4))):
         role = draw(st.sampled_from(["system", "developer", "user", "assistant", "calls"]))
@@ -71,7 +71,7 @@ SAME = {
 
 @st.composite
 def both(draw: st.DrawFn) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The body of a chat completion and that of a response which ask the same."""
+    """Draw the bodies of a chat completion and a response that ask the same."""
     messages, items = draw(turns())
     same = draw(st.fixed_dictionaries({}, optional=SAME))
     chat, response = {"messages": messages, **same}, {"input": items, **same}
@@ -96,7 +96,7 @@ def both(draw: st.DrawFn) -> tuple[dict[str, Any], dict[str, Any]]:
 
 @st.composite
 def tools(draw: st.DrawFn) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Functions, and a custom tool, nested and flat."""
+    """Draw functions and a custom tool, in nested and in flat form."""
     functions = [{"name": name, **draw(FUNCTION)} for name in NAMES]
     nested: list[dict[str, Any]] = [{"type": "function", "function": function} for function in functions]
     flat: list[dict[str, Any]] = [{"type": "function", **function} for function in functions]
@@ -110,7 +110,7 @@ def tools(draw: st.DrawFn) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 @st.composite
 def choices(draw: st.DrawFn) -> tuple[Any, Any]:
-    """A choice of tools, nested and flat."""
+    """Draw a tool choice, in nested and in flat form."""
     word = draw(st.sampled_from(["none", "auto", "required", "named", "allowed"]))
     if word not in ("named", "allowed"):
         return word, word
@@ -125,7 +125,7 @@ def choices(draw: st.DrawFn) -> tuple[Any, Any]:
 
 
 def read(dialect: str, body: dict[str, Any]) -> Any:
-    """The raw request in plain values, without the names of fields and what the reply repeats."""
+    """Return the raw request in plain values, without field names and what only the reply repeats."""
     codec = DIALECTS[dialect]
     raw = codec.decode(Head(codec.routes[0], {}), json.dumps(body).encode())
     assert isinstance(raw, RawChat)
@@ -141,6 +141,6 @@ def nameless(value: Any) -> Any:
 @settings(max_examples=300, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 @given(both())
 def test_both_apis_ask_the_same(bodies: tuple[dict[str, Any], dict[str, Any]]) -> None:
-    """Conversations with calls and reasoning, sampling, tools, their choice and forms of the text."""
+    """Both APIs give the same request for conversations, reasoning, sampling, tools, tool choice and text formats."""
     chat, response = bodies
     assert read("openai", chat) == read("responses", response)

@@ -63,7 +63,7 @@ def echoed(**fields: Any) -> bytes:
 
 
 def whole(choice: Choice, asked: bytes = b"", **fields: Any) -> dict[str, Any]:
-    """The body of a whole reply, which the client's type takes as it is."""
+    """Return the body of a whole reply after checking it against the client's type."""
     body = DIALECT.encode(request(**fields), Reply(choices=(choice,), usage=USAGE), asked).body
     check(Response.model_validate_json(body, strict=True))
     found: dict[str, Any] = json.loads(body)
@@ -71,7 +71,7 @@ def whole(choice: Choice, asked: bytes = b"", **fields: Any) -> dict[str, Any]:
 
 
 def check(found: Any) -> None:
-    """Nothing is in it that its type does not know; ``store`` and an item's ids stand in the API's reference alone."""
+    """Check that the type knows every field; only ``store`` and item ids are from the API's reference alone."""
     if isinstance(found, pydantic.BaseModel):
         known = {"store"} if isinstance(found, Response) else set()
         assert set(found.model_extra or ()) <= known, (type(found), found.model_extra)
@@ -83,7 +83,7 @@ def check(found: Any) -> None:
 
 
 def streamed(*pieces: Piece, asked: bytes = b"", error: ServingError | None = None) -> list[dict[str, Any]]:
-    """The events of a stream: numbered, each of a type that the client has."""
+    """Return the events of a stream after checking that they are numbered and of types known to the client."""
     encoder = DIALECT.stream(request(), asked)
     assert encoder.content_type.startswith("text/event-stream")
     wire = b"".join(map(encoder.encode, pieces)) + (encoder.error(error) if error else b"")
@@ -104,7 +104,7 @@ def kinds(events: list[dict[str, Any]]) -> list[str]:
 
 
 def test_a_response() -> None:
-    """The whole object, byte for byte."""
+    """A whole response is as expected, byte for byte."""
     body = DIALECT.encode(
         request(),
         Reply(choices=(Choice(index=0, text="Hé", finish_reason="stop"),), usage=USAGE, completed=1700000002),
@@ -126,7 +126,7 @@ def test_a_response() -> None:
 
 
 def test_what_a_response_repeats() -> None:
-    """The request's own fields in place of what they are unless given; nulls are as if left out."""
+    """The request's own fields replace the defaults in a response; nulls count as left out."""
     asked: dict[str, Any] = {
         "instructions": "be kind", "max_output_tokens": 7, "max_tool_calls": 3, "metadata": {"a": "b"},
         "parallel_tool_calls": False, "prompt_cache_key": "k", "prompt_cache_retention": "24h", "user": "u",
@@ -146,7 +146,7 @@ def test_what_a_response_repeats() -> None:
 
 
 def test_output_items() -> None:
-    """Reasoning, then the text with its log probabilities, then calls, each an item with an id of its own."""
+    """Reasoning, text with log probabilities and calls are output items, in this order, each with its own id."""
     calls = (
         ReplyCall(id="c1", name="f", arguments='{"a":1}'),
         ReplyCall(id="c2", name="note", arguments="rain", custom=True),
@@ -189,7 +189,7 @@ def test_output_items() -> None:
     ],
 )
 def test_there_is_always_an_item(choice: Choice, expected: list[str]) -> None:
-    """A reply of nothing is an empty message; one of something else has none."""
+    """A reply without any output has one empty message, and one with other items has none."""
     assert [item["type"] for item in whole(choice)["output"]] == expected
 
 
@@ -211,7 +211,7 @@ def test_status(reason: Any, max_tokens: int, status: str, details: Any) -> None
 
 
 def test_the_model_names_the_adapter() -> None:
-    """``endpoint:adapter`` where an adapter answers."""
+    """The response's model is ``endpoint:adapter`` if an adapter answers."""
     assert whole(Choice(index=0, text="x", finish_reason="stop"), adapter="pirate")["model"] == "m:pirate"
 
 
@@ -224,7 +224,7 @@ END = (Ended(index=0, finish_reason="stop"), Done(usage=USAGE))
 
 
 def test_a_stream_of_text() -> None:
-    """A message is added, gets its part, grows, and is done; the last event has all of the response."""
+    """A message is added, gets its part, grows and is done; the last event holds the whole response."""
     asked = echoed(instructions="be kind", tools=TOOLS)
     events = streamed(*TEXT, *END, asked=asked)
     assert kinds(events) == [
@@ -246,7 +246,9 @@ def test_a_stream_of_text() -> None:
 
 
 def test_a_stream_of_everything() -> None:
-    """Reasoning, text, a function's call and a custom tool's: one item after the other, the whole reply at the end."""
+    """Reasoning, text, a function call and a custom call are streamed one after the other, with the whole reply at the
+    end.
+    """
     pieces = (
         Delta(index=0, text="", reasoning="h", num_tokens=1),
         Delta(index=0, text="", reasoning="m", num_tokens=1),
@@ -321,7 +323,9 @@ def test_text_between_thoughts_and_calls() -> None:
 
 
 def test_log_probabilities_of_the_text() -> None:
-    """A token whose text was held back is of the text that follows; those of thoughts, calls and marks are left out."""
+    """A held-back token's log probability goes with the text that follows; those of reasoning, calls and markers are
+    left out.
+    """
     pieces = (
         Delta(index=0, text="", reasoning="h", logprobs=(scored("h"),)),
         Delta(index=0, text="", logprobs=(scored("</think>"),)),
@@ -346,7 +350,7 @@ def scored(token: str) -> TextLogprob:
 
 
 def test_a_stream_of_nothing() -> None:
-    """An empty message, as in a whole reply."""
+    """A stream without any text has an empty message, as a whole reply does."""
     events = streamed(*END)
     assert kinds(events)[2:] == [
         "output_item.added", "content_part.added", "output_text.done", "content_part.done", "output_item.done",
@@ -365,7 +369,7 @@ def test_a_stream_of_nothing() -> None:
     ],
 )
 def test_a_stream_that_is_cut(pieces: tuple[Piece, ...]) -> None:
-    """It ends as incomplete, and so does its last item; only a custom tool's call has no status to say so."""
+    """A stream that is cut ends as incomplete with its last item; a custom tool's call alone has no status for it."""
     events = streamed(*pieces, Ended(index=0, finish_reason="length"), Done(usage=USAGE))
     assert kinds(events)[-2:] == ["output_item.done", "incomplete"]
     (item,) = events[-1]["response"]["output"]
@@ -384,7 +388,7 @@ def test_a_stream_that_is_cut(pieces: tuple[Piece, ...]) -> None:
     ],
 )
 def test_a_call_that_a_stop_string_cut(stop: str | int | None, arguments: str, status: str) -> None:
-    """Nobody is to run it: it is incomplete, and so is the response, streamed and whole."""
+    """A call cut off by a stop string is incomplete, as is its response, streamed and whole, so that nobody runs it."""
     call = ReplyCall(id="c", name="f", arguments=arguments)
     found = whole(Choice(index=0, text="", calls=(call,), finish_reason="stop", stop_reason=stop), max_tokens=4)
     assert [found["status"], found["output"][0]["status"]] == [status] * 2
@@ -409,7 +413,7 @@ def test_a_call_that_a_stop_string_cut(stop: str | int | None, arguments: str, s
     ],
 )
 def test_a_stream_that_breaks_off(error: ServingError, code: str, failure: str) -> None:
-    """An error, and the response as failed with what there was of it; also where nothing has been said yet."""
+    """A broken stream ends with an error and a failed response with the output so far, even before any output."""
     events = streamed(*TEXT, error=error)
     assert kinds(events)[-2:] == ["error", "failed"]
     message = error.message.replace(".function", "")

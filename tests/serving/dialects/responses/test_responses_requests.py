@@ -63,7 +63,7 @@ def echoed(**fields: Any) -> dict[str, Any]:
 
 
 def test_every_field_arrives() -> None:
-    """Sampling, the end user's id, the stream and the instructions, each under its name in the raw request."""
+    """Sampling, the end user's id, the stream flag and the instructions reach the raw request under their names."""
     sampling = {
         "temperature": 0.5, "top_p": 0.9, "top_k": 40, "min_p": 0.1, "typical_p": 0.9, "repetition_penalty": 1.1,
         "presence_penalty": -1.0, "frequency_penalty": 1.0, "seed": 7, "min_tokens": 1, "ignore_eos": True,
@@ -93,7 +93,7 @@ def test_every_field_arrives() -> None:
 
 
 def test_null_is_the_default() -> None:
-    """A field that is null is as one that is left out, but for the input."""
+    """A null field counts as left out, except the input."""
     left_out = msgspec_fields(read())
     for name in (*TABLE.fields, *TABLE.refused):
         if name != "input":
@@ -270,7 +270,7 @@ def test_turns_of_the_assistant() -> None:
 
 
 def test_reasoning_that_comes_back() -> None:
-    """Its text, or its summary, is what templates read as reasoning; encrypted it says nothing."""
+    """The text of reasoning, or its summary, is given back to the template; encrypted reasoning is ignored."""
     summary = {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "short"}]}
     assert messages(THOUGHT, summary, SAID)[0].reasoning_content == "hm\nshort"
     (_, said) = messages(USER, {"type": "reasoning", "summary": [], "encrypted_content": "x"}, SAID)
@@ -302,7 +302,7 @@ def test_what_codex_says_about_itself() -> None:
 
 
 def test_messages_of_every_form() -> None:
-    """With and without a type, as strings and as parts, developer for system, a refusal as what was said."""
+    """Messages are read with or without a type, as strings or parts, developer as system and refusals as text."""
     parts = [{"type": "input_text", "text": "a", "prompt_cache_breakpoint": {"mode": "explicit"}}]
     parts += [{"type": "input_text", "text": "b"}]
     denied = {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}
@@ -361,7 +361,7 @@ def test_tools() -> None:
     ],
 )
 def test_tool_choice(choice: Any, expected: ToolChoice) -> None:
-    """Each form of the choice; a subset of one is not a named tool."""
+    """Each form of the choice is read; a subset of one is not a named tool."""
     assert read(tools=[WEATHER, NOTE], tool_choice=choice).tool_choice == expected
 
 
@@ -381,7 +381,7 @@ def test_formats() -> None:
 
 
 def test_logprobs() -> None:
-    """They are asked for by include; how many alternatives beside."""
+    """Log probabilities are requested by include, and the number of alternatives by top_logprobs."""
     raw = read(include=["message.output_text.logprobs"], top_logprobs=3).sampling
     assert (raw.logprobs, raw.top_logprobs) == (True, 3)
     raw = read(include=["message.output_text.logprobs"]).sampling
@@ -396,13 +396,13 @@ def test_reasoning_effort() -> None:
 
 
 def test_truncation() -> None:
-    """Auto is what endpoints call error_behavior: truncate."""
+    """Truncation auto is the same as error_behavior truncate."""
     assert read(truncation="auto").sampling.error_behavior == "truncate"
     assert read(truncation="disabled").sampling.error_behavior is None
 
 
 def test_what_the_reply_repeats() -> None:
-    """The fields that a response object has, as they were sent."""
+    """The fields of a response object that the request has are repeated as they were sent."""
     asked = {"instructions": "be kind", "tools": [WEATHER], "tool_choice": "auto", "user": "u", "metadata": {"a": "b"}}
     asked |= {"parallel_tool_calls": False, "text": {"format": {"type": "json_object"}}, "max_tool_calls": 3}
     asked |= {"reasoning": {"effort": "low"}, "truncation": "auto", "prompt_cache_key": "k", "max_output_tokens": 7}
@@ -439,7 +439,7 @@ def test_errors_have_the_names_of_this_api(param: str | None, message: str, expe
     ],
 )
 def test_a_field_of_chats_keeps_its_name_in_the_error(body: dict[str, Any], message: str) -> None:
-    """The caller has sent that field, whatever the same thing is called here."""
+    """A chat field sent to this API keeps its name in the error."""
     with pytest.raises(InvalidField) as caught:
         DIALECT.decode(HEAD, json.dumps({"input": "x"} | body).encode())
     error = json.loads(DIALECT.error(caught.value).body)["error"]
@@ -463,7 +463,7 @@ def test_a_field_of_chats_keeps_its_name_in_the_error(body: dict[str, Any], mess
     ],
 )
 def test_bytes_that_are_no_request(body: bytes, param: str | None) -> None:
-    """They are the caller's mistake, by the field where there is one."""
+    """Invalid bytes are refused as the caller's mistake, with the field where there is one."""
     with pytest.raises(RequestError) as found:
         DIALECT.decode(HEAD, body)
     assert param is None or found.value.param == param
@@ -506,7 +506,7 @@ def test_schema_and_reader_take_the_same_values(name: str) -> None:
 
 
 def test_the_schema_is_one() -> None:
-    """It is valid by JSON Schema's own."""
+    """The schema of requests is a valid JSON Schema."""
     jsonschema.Draft202012Validator.check_schema(TABLE.schema())
 
 
@@ -531,7 +531,7 @@ JUNK = st.sampled_from([*ITEMS, "x", "function", "message", "user", "grammar"]) 
     fields=st.dictionaries(st.sampled_from([*TABLE.fields, *TABLE.refused, "n"]), JUNK, max_size=3),
 )  # fmt: skip
 def test_junk_is_read_or_refused(items: Any, fields: dict[str, Any]) -> None:
-    """Whatever stands in a body, it is a request or an error of the tree."""
+    """Any JSON body is read as a request or refused with an error of the tree."""
     with contextlib.suppress(ServingError):
         raw = read_response_request(fields | {"input": items})
         assert raw.messages

@@ -45,7 +45,7 @@ def test_the_documents_request_is_taken() -> None:
 
 
 def test_defaults() -> None:
-    """Twenty tokens, or what there is room for, the most probable ones; nothing is measured."""
+    """The defaults are twenty tokens, or the rest of the context, greedy and without timings."""
     raw = read({"text_input": "x"})
     assert (raw.sampling.temperature, raw.sampling.max_tokens, raw.sampling.clip_max_tokens) == (0.0, 20, True)
     assert (raw.stream, raw.timings) == (False, False)
@@ -72,7 +72,7 @@ def test_defaults() -> None:
     ],
 )
 def test_bounds(name: str, taken: list[Any], not_taken: list[Any]) -> None:
-    """Each parameter within the document's bounds, or null, and nothing else; the schema says the same."""
+    """Each parameter is accepted within the documented bounds only, or as null; the schema agrees."""
     schema = GENERATED.request_schemas["completions"]
     for value in [*taken, *([None] if name != "stop" else [])]:
         read(with_parameter(name, value))
@@ -109,7 +109,7 @@ def test_bodies_that_are_refused(body: dict[str, Any]) -> None:
 
 
 def test_the_longest_text() -> None:
-    """512 KiB of characters are taken, and an id of 256."""
+    """A text of 524,288 characters and an id of 256 are accepted."""
     assert len(read({"text_input": "字" * 512 * 2**10, "id": "a" * 256}).prompts[0]) == 512 * 2**10
 
 
@@ -149,7 +149,7 @@ def streamed(body: dict[str, Any], form: ReplyForm, *pieces: Any, **variables: s
 
 
 def test_events() -> None:
-    """No space after the colon, the printed keys in their order, no [DONE]; the end has the sum of all waits."""
+    """Events have no space after the colon, the documented key order and no [DONE]; the last has all waits' sum."""
     expected = (
         HEAD + f'"am","details":{{"generated_tokens":1,{NO_COSTS},"batch_size":1,"queue_wait_time":10}}}}\n\n',
         HEAD + f'" passion","details":{{"generated_tokens":2,{NO_COSTS},"batch_size":2,"queue_wait_time":11}}}}\n\n',
@@ -160,7 +160,7 @@ def test_events() -> None:
 
 
 def test_events_of_the_current_profile() -> None:
-    """Times stand where the document has nulls, and the last event shows the end."""
+    """The current profile has times in place of the documented nulls, and its last event shows the end."""
     found = streamed(GENERATE, ReplyForm(times=True, end_text=True), *PIECES).split("\n\n")
     costs = [json.loads(line[5:])["details"] for line in found if line]
     assert [one["first_token_cost"] for one in costs] == [200.0] * 3
@@ -169,7 +169,7 @@ def test_events_of_the_current_profile() -> None:
 
 
 def test_events_without_details() -> None:
-    """They are the text alone; perf_stat adds how long each step took to the last one."""
+    """Events without details are the text alone; perf_stat adds the time of each step to the last one."""
     body = {"text_input": "x", "id": "a123", "parameters": {"perf_stat": True}}
     last = (
         '"","perf_stat":{"prefill_time":200.0,"decode_time_arr":[56.0,28.0],"batch_size":[1,2,1],'
@@ -179,7 +179,7 @@ def test_events_without_details() -> None:
 
 
 def test_a_drawn_id_and_a_version() -> None:
-    """The reply's own id where the request has none; the version is the path's."""
+    """A reply has an id of its own if the request has none, and the version of the path."""
     raw = read({"text_input": "x"}, "/versions/<model_version>/generate", model_version="3")
     choice = Choice(index=0, text="am", finish_reason="length")
     body = GENERATED.encode(request(), Reply(choices=(choice,), usage=Usage(prompt_tokens=5)), raw.echoed).body
@@ -196,7 +196,9 @@ def test_a_drawn_id_and_a_version() -> None:
     ],
 )
 def test_a_whole_reply(ended: dict[str, Any], reason: str) -> None:
-    """Lists of what each step had, and why the text ended; the literal end only where it did by itself."""
+    """A whole reply lists each step's values and the finish reason, with the end token only if the model ended by
+    itself.
+    """
     choice = Choice(index=0, text="am passion", steps=STEPS, **ended)
     whole = Reply(choices=(choice,), usage=Usage(prompt_tokens=5, completion_tokens=3))
     found = json.loads(GENERATED.encode(request(form=ReplyForm(end_text=True)), whole, read(GENERATE).echoed).body)
@@ -227,7 +229,7 @@ def test_a_whole_reply(ended: dict[str, Any], reason: str) -> None:
     ],
 )
 def test_errors(error: Any, status: int, body: dict[str, str]) -> None:
-    """The document's statuses, and its names of fields."""
+    """Errors have the documented statuses and field names."""
     found = GENERATED.error(error)
     said = json.loads(found.body)
     assert found.status == status
