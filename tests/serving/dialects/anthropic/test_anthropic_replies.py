@@ -116,7 +116,7 @@ def test_blocks() -> None:
     ],
 )
 def test_why_it_ended(choice: dict[str, Any], reason: str, sequence: str | None) -> None:
-    """Each finish reason has its stop_reason, streamed or not, and calls give tool_use even if the text just stopped."""
+    """Each finish reason has its stop_reason, streamed or not, and calls give tool_use even after a plain stop."""
     found = whole(**choice)
     assert (found["stop_reason"], found["stop_sequence"]) == (reason, sequence)
     calls = [CallDelta(index=0, id="call_1", name="weather")] if "calls" in choice else []
