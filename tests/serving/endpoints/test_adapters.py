@@ -53,7 +53,7 @@ def test_an_adapter_is_loaded_replaced_and_removed(endpoints: EndpointStore) -> 
 
 
 def test_what_no_engine_takes_was_never_there(endpoints: EndpointStore) -> None:
-    """Taken back, what it replaced is there again; a later load of the name stays."""
+    """Taking back an adapter that no engine accepts restores the one it replaced and keeps a later load."""
     adapters = endpoints.adapters
     first, _ = adapters.put("chat", "legal", "/a", "/a", replace=False)
     second, old = adapters.put("chat", "legal", "/b", "/b", replace=True)
@@ -66,7 +66,7 @@ def test_what_no_engine_takes_was_never_there(endpoints: EndpointStore) -> None:
 
 
 def test_they_go_with_their_endpoint(endpoints: EndpointStore) -> None:
-    """A new endpoint of the same name has none."""
+    """Adapters are deleted with their endpoint: a new endpoint of the same name has none."""
     endpoints.adapters.put("chat", "legal", "/a", "/a", replace=False)
     endpoints.delete("chat")
     assert endpoints.adapters.all() == {}

@@ -92,7 +92,7 @@ def taken(reader: Reader[Any], body: Any) -> bool:
 
 
 def probes(body: Any, schema: Any) -> Iterator[Any]:
-    """The body with another value in each of its places, without each, and with an unknown one."""
+    """Yield the body with each of its values replaced or removed, and with an unknown field."""
     values = [*ANY, *TEXTS, *INTEGERS, *dict.fromkeys(bounds(schema))]
     for path in places(body):
         here = body
@@ -125,7 +125,7 @@ def test_schema_and_reader_take_the_same_bodies(reader: Reader[Any], body: Any) 
 
 
 def test_both_spellings_are_one_schema() -> None:
-    """And a body in both is refused."""
+    """Both spellings have one schema, and a body that mixes them is refused."""
     validator = jsonschema.Draft202012Validator(config_body.schema)
     for body, valid in ((CONFIG, True), (OLD_CONFIG, True), (CONFIG | OLD_CONFIG, False), ({}, False)):
         assert validator.is_valid(body) == taken(config_body, body) == valid
@@ -133,7 +133,7 @@ def test_both_spellings_are_one_schema() -> None:
 
 
 def test_routes_of_the_management_api_have_the_readers_schemas() -> None:
-    """Each is valid by JSON Schema's own."""
+    """The management routes have the readers' schemas, and each is a valid JSON Schema."""
     bodies = {(route.method, route.path): route.body for route in ROUTES if route.body is not None}
     one = f"{SERVING_ENDPOINTS}/<name>"
     assert {place: body for place, body in bodies.items() if place[1].startswith(SERVING_ENDPOINTS)} == {

@@ -65,7 +65,7 @@ def state_of(view):
 
 
 def active(endpoints):
-    """The configuration that the only endpoint serves."""
+    """Return the configuration that the only endpoint serves."""
     (endpoint,) = endpoints.states()
     return endpoints.config(endpoint.name, endpoint.active_version)
 
@@ -76,7 +76,7 @@ FAILED = EndpointStateConfigUpdate.UPDATE_FAILED
 
 
 def test_an_endpoint_is_created_and_becomes_ready(endpoints):
-    """Not ready and in progress, then ready; the SDK's types read every answer."""
+    """A new endpoint is in progress, then ready, and the SDK's types read every answer."""
     assert state_of(
         endpoints.create(body(tags=[{"key": "team", "value": "a"}]), by=Actor(name="ann", via="python"))
     ) == (NOT_READY, BUSY)
@@ -100,7 +100,7 @@ def test_an_endpoint_is_created_and_becomes_ready(endpoints):
 
 
 def test_an_update_runs_alone_and_falls_back_when_it_fails(endpoints):
-    """While one runs another is a conflict; a failure keeps the old config; a stale report changes nothing."""
+    """A concurrent update is a conflict, a failed one keeps the old config, and a stale report changes nothing."""
     endpoints.create(body())
     with pytest.raises(Conflict):
         endpoints.update_config("chat", body(entity(version="2"))["config"])
@@ -122,7 +122,7 @@ def test_an_update_runs_alone_and_falls_back_when_it_fails(endpoints):
 
 
 def test_a_dead_engine_makes_an_endpoint_not_ready(endpoints):
-    """And a live one ready again; never before there is a config to be ready with."""
+    """A dead engine makes its endpoint not ready and a live one ready again, once there is an active config."""
     endpoints.create(body())
     with pytest.raises(Conflict):
         endpoints.set_ready("chat", True)
@@ -133,7 +133,7 @@ def test_a_dead_engine_makes_an_endpoint_not_ready(endpoints):
 
 
 def test_entities_of_one_endpoint_have_the_same_tasks(endpoints):
-    """In any order; others are refused, at creation and at update."""
+    """The entities of an endpoint must have the same tasks, in any order, at creation and at update."""
     endpoints.create(body(entity(), entity("poet"), routes={"assistant-1": 50, "poet-1": 50}))
     endpoints.mark_ready("chat", 1)
     mixed = body(entity(), entity("minilm"), routes={"assistant-1": 50, "minilm-1": 50})["config"]
@@ -145,7 +145,9 @@ def test_entities_of_one_endpoint_have_the_same_tasks(endpoints):
 
 
 def test_what_the_server_was_started_with_is_declared(endpoints):
-    """A new endpoint, no change where it is the same, a new version where it differs, even while another is pending."""
+    """Declaring an endpoint at the start creates it, leaves an equal one, and gives a different one a new version even
+    during an update.
+    """
 
     def config(version, **more):
         served = config_body(body(entity(version=version))["config"], "").served_entities[0]
@@ -176,7 +178,7 @@ def test_what_the_server_was_started_with_is_declared(endpoints):
     ],
 )
 def test_a_model_is_named_by_version_alias_or_uri(given, uri, name):
-    """Each gives the URI that MLflow fetches, and a name to route by."""
+    """A version, an alias or a URI gives the model URI that MLflow fetches and a name for routing."""
     (served,) = config_body(body(given)["config"], "").served_entities
     assert (served.uri, served.name) == (uri, name)
 
@@ -213,7 +215,7 @@ BAD_CONFIGS = [
 
 @pytest.mark.parametrize(("config", "field"), BAD_CONFIGS)
 def test_a_bad_config_is_refused_by_field(endpoints, config, field):
-    """Nothing is created by it."""
+    """A bad config is refused with its field, and nothing is created."""
     with pytest.raises(InvalidField, match=field):
         endpoints.create({"name": "chat", "config": config})
     assert endpoints.list() == {"endpoints": []}
@@ -262,7 +264,7 @@ def test_a_field_is_named_as_the_caller_wrote_it(endpoints, config, field):
 
 
 def test_unknown_fields_of_limits_and_tags_are_refused(endpoints):
-    """A misspelt list of limits is not an empty one, which would take all limits away."""
+    """An unknown field in limits or tags is refused, since a misspelt list of limits would remove all limits."""
     endpoints.create(body())
     for change, wrong in ((endpoints.put_rate_limits, "rate_limit"), (endpoints.patch_tags, "tags")):
         with pytest.raises(InvalidField, match=f"^{wrong}: .*no such field"):
@@ -287,7 +289,7 @@ def test_bad_names_and_unknown_endpoints_are_refused(endpoints):
 
 
 def test_tags_are_added_replaced_and_deleted(endpoints):
-    """The answer has the tags as they are then, by key."""
+    """A change of tags returns all tags after it, ordered by key."""
     endpoints.create(body(tags=[{"key": "a", "value": "1"}, {"key": "b"}]))
     added = [{"key": "c", "value": "3"}, {"key": "a", "value": "2"}]
     answer = endpoints.patch_tags("chat", {"add_tags": added, "delete_tags": ["b", "zz"]})
@@ -299,7 +301,7 @@ def test_tags_are_added_replaced_and_deleted(endpoints):
 
 
 def test_rate_limits_are_the_ledgers_limits(endpoints, store, tmp_path):
-    """Calls a minute of the endpoint and of each user, replaced as a whole, enforced by the ledger."""
+    """Rate limits, per minute for the endpoint or each user, are replaced as a whole and enforced by the ledger."""
     endpoints.create(body())
     rates = [{"calls": 2, "renewal_period": "minute"}, {"calls": 1, "key": "user", "renewal_period": "minute"}]
     answer = PutResponse.from_dict(endpoints.put_rate_limits("chat", {"rate_limits": rates}))
