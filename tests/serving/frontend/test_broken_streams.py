@@ -23,7 +23,7 @@ LATE = {"messages": MESSAGES, "max_tokens": 4000, "temperature": 0}  # eight sec
 
 @pytest.fixture
 def workspace(observed: Running, monkeypatch: pytest.MonkeyPatch) -> Running:
-    """The server as a Databricks workspace."""
+    """Configure the server as a Databricks workspace."""
     monkeypatch.setenv("DATABRICKS_HOST", observed.url)
     monkeypatch.setenv("DATABRICKS_TOKEN", "token")
     return observed
@@ -32,7 +32,9 @@ def workspace(observed: Running, monkeypatch: pytest.MonkeyPatch) -> Running:
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("task", ["chat", "completions"])
 def test_openai_raises(observed: Running, base: str, task: str) -> None:
-    """openai: chunks up to the time limit, then its ``APIError`` with our message, on Databricks' routes too."""
+    """The openai client yields chunks up to the time limit, then raises ``APIError`` with our message, on Databricks'
+    routes too.
+    """
     with openai.OpenAI(base_url=observed.url + base, api_key="x", max_retries=0) as client:
         limited: dict = {"model": "assistant", "stream": True, "extra_headers": LIMIT}
         if task == "chat":
@@ -47,7 +49,7 @@ def test_openai_raises(observed: Running, base: str, task: str) -> None:
 
 
 def test_a_response_has_failed(observed: Running) -> None:
-    """openai: the events of a response up to the time limit, then an error and the response as failed."""
+    """The openai client gets a response's events up to the time limit, then an error and the failed response."""
     ask = {"model": "assistant", "input": "Hi", "max_output_tokens": 4000, "temperature": 0, "extra_headers": LIMIT}
     with openai.OpenAI(base_url=f"{observed.url}/v1", api_key="x", max_retries=0) as client:
         *events, error, last = client.responses.create(**ask, stream=True)
@@ -61,7 +63,7 @@ def test_a_response_has_failed(observed: Running) -> None:
 
 @pytest.mark.parametrize("base", BASES)
 def test_langchain_raises(observed: Running, base: str) -> None:
-    """langchain-openai hands that error on."""
+    """langchain-openai passes on the openai client's error."""
     ChatOpenAI = pytest.importorskip("langchain_openai").ChatOpenAI
     model = ChatOpenAI(
         base_url=observed.url + base, api_key="x", model="assistant", max_tokens=4000, default_headers=LIMIT
@@ -71,7 +73,7 @@ def test_langchain_raises(observed: Running, base: str) -> None:
 
 
 def test_databricks_client_sees_the_error(workspace: Running) -> None:
-    """MLflow's Databricks client knows no error within a stream: its last chunk is the error, in both forms."""
+    """MLflow's Databricks client knows no errors in streams: the error is its last chunk, in both forms."""
     from mlflow.deployments import get_deploy_client
 
     stream = get_deploy_client("databricks").predict_stream(endpoint="assistant", inputs={**LATE, "timeout": 2})

@@ -38,7 +38,7 @@ SETTINGS = {"jwt_jwks": "keys.json", "jwt_issuer": "https://idp", "jwt_audience"
 
 @pytest.fixture(scope="module")
 def keys() -> dict[str, Any]:
-    """A key of each kind, by its algorithm, which is its id too."""
+    """Return a key of each algorithm, whose name is its id too."""
     return {
         "RS256": RSAKey.generate_key(2048, {"kid": "RS256"}),
         "ES256": ECKey.generate_key("P-256", {"kid": "ES256"}),
@@ -65,13 +65,13 @@ def tokens(keys: dict[str, Any]) -> Tokens:
 
 @pytest.mark.parametrize("algorithm", ["RS256", "ES256", "EdDSA"])
 def test_a_token_is_a_caller(tokens: Tokens, keys: dict[str, Any], algorithm: str) -> None:
-    """Its claims say who calls, for whom, and with which of our scopes."""
+    """A token's claims give the caller's id, its tenant and its known scopes."""
     found = tokens.verify(signed(keys[algorithm], algorithm))
     assert found == Caller(key_id="jwt:ann", tenant="acme", scopes=("invoke",))
 
 
 def test_claims_have_the_names_that_the_server_gives_them(keys: dict[str, Any]) -> None:
-    """A name as it is, or a path with dots; lists and texts; a long subject is still one caller."""
+    """A claim is configured by name or dotted path and may be a list or a text; a long subject is still one caller."""
     names = {
         "jwt_subject_claim": "azp",
         "jwt_tenant_claim": "https://acme.example/tenant",
@@ -139,13 +139,15 @@ def changed(**claims: Any) -> dict[str, Any]:
     ],
 )
 def test_claims_that_are_refused(tokens: Tokens, keys: dict[str, Any], claims: dict[str, Any]) -> None:
-    """Another issuer's, for another server, without an end, not yet good, or of nobody: one answer for all."""
+    """Claims of another issuer or audience, without expiry, not yet valid or without subject get one and the same
+    error.
+    """
     with pytest.raises(Unauthenticated, match=r"^the token is not valid here$"):
         tokens.verify(signed(keys["RS256"], "RS256", claims))
 
 
 def test_times_hold_within_the_leeway(tokens: Tokens, keys: dict[str, Any]) -> None:
-    """Clocks may differ by half a minute; an expired token is told so."""
+    """Clocks may differ by half a minute, and the error of an expired token says so."""
     for claims in (changed(exp=NOW - 29), changed(nbf=NOW + 29), changed(iat=NOW + 29)):
         tokens.verify(signed(keys["RS256"], "RS256", claims))
     with pytest.raises(Unauthenticated, match="expired"):
@@ -158,15 +160,16 @@ def unsigned(header: dict[str, Any], claims: dict[str, Any] = CLAIMS, signature:
 
 
 def with_secret(secret: bytes) -> str:
-    """Signed in HS256, our key's name on it."""
+    """Sign a token in HS256 under our key's id."""
     text = unsigned({"alg": "HS256", "kid": "RS256"}).rpartition(".")[0]
     signature = hmac.digest(secret, text.encode(), "sha256")
     return f"{text}.{base64.urlsafe_b64encode(signature).decode().rstrip('=')}"
 
 
 def test_forgeries(tokens: Tokens, keys: dict[str, Any]) -> None:
-    """No signature, a public key as a secret (algorithm confusion), another's key under our name, a key of another
-    kind, keys and addresses that the token brings itself, parts that are none."""
+    """Forged tokens are refused: unsigned, with a public key as HMAC secret (algorithm confusion), another key, another
+    key type, keys or URLs in the token, malformed parts.
+    """
     rsa = keys["RS256"]
     stranger = RSAKey.generate_key(2048, {"kid": "RS256"})
     good = signed(rsa, "RS256")
@@ -202,8 +205,7 @@ def test_forgeries(tokens: Tokens, keys: dict[str, Any]) -> None:
 
 
 def test_keys_that_are_taken_out_of_a_set() -> None:
-    """Secrets, weak and huge ones, those for encryption and those of unknown kinds verify nothing; what is no set is
-    refused."""
+    """Secrets, weak, oversized, encryption and unknown keys of a set verify nothing; a malformed set is refused."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         weak = RSAKey.generate_key(1024, {"kid": "weak"}).as_dict(private=False)
@@ -226,7 +228,7 @@ def test_keys_that_are_taken_out_of_a_set() -> None:
 
 
 class Issuer:
-    """A JWKS that changes, and how often it was asked for."""
+    """A key set that changes and counts its downloads."""
 
     def __init__(self, *keys: Any) -> None:
         self.keys, self.asked, self.now, self.max_age = keys, 0, 0.0, jwks.MAX_AGE
@@ -240,7 +242,7 @@ class Issuer:
 
 
 def test_a_new_key_is_found_and_bad_names_fetch_nothing(keys: dict[str, Any]) -> None:
-    """One look for all unknown names in ten seconds; the issuer's new key is found with the next."""
+    """Unknown key ids cause one download in ten seconds, and a new key of the issuer is found with the next."""
     issuer = Issuer(keys["RS256"])
     issuer.source.find("RS256")
     for number in range(1000):
@@ -258,7 +260,9 @@ def test_a_new_key_is_found_and_bad_names_fetch_nothing(keys: dict[str, Any]) ->
 
 
 def test_an_old_set_is_renewed_beside_the_requests(keys: dict[str, Any]) -> None:
-    """They go on with the keys there are; an issuer that is away for long is believed no more."""
+    """An old set is renewed in the background while requests use it; after a long outage of the issuer it is not used
+    any more.
+    """
     issuer = Issuer(keys["RS256"])
     issuer.source.find("RS256")
     renewed = threading.Event()
@@ -307,7 +311,7 @@ def test_a_set_is_kept_as_long_as_its_answer_says(keys: dict[str, Any]) -> None:
 
 
 def test_an_issuer_that_is_away_is_a_503(keys: dict[str, Any]) -> None:
-    """With the time to come back; it is asked again no sooner."""
+    """If the issuer is unavailable requests are a 503 with Retry-After, and it is not asked again earlier."""
     issuer = Issuer()
     for _ in range(5):
         with pytest.raises(Unavailable) as refused:
@@ -360,7 +364,7 @@ def test_a_set_is_downloaded_within_bounds(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_over_http(make: Callable[..., Server], tokens: Tokens, keys: dict[str, Any]) -> None:
-    """A token runs requests with its scopes; another is a 401 that says no more, a missing scope a 403."""
+    """A valid token runs requests within its scopes; an invalid one is a 401 without details, a missing scope a 403."""
     client: FlaskClient = create_app(make(tokens=tokens)).test_client()
 
     def ask(path: str, token: str | None) -> Any:
@@ -390,13 +394,13 @@ def test_over_http(make: Callable[..., Server], tokens: Tokens, keys: dict[str, 
     ],
 )
 def test_settings_that_would_take_too_much(changes: dict[str, Any], field: str) -> None:
-    """Tokens of any issuer or for any server, symmetric ones, keys over an open line."""
+    """Settings that would accept any issuer or audience, symmetric algorithms or keys over plain HTTP are refused."""
     with pytest.raises(InvalidField, match=f"^{field}: "):
         ServerSettings(**(SETTINGS | changes))
 
 
 def test_a_file_without_keys_is_refused_at_the_start(tmp_path: Path) -> None:
-    """Before models are loaded."""
+    """A key file without keys is refused at the start, before models are loaded."""
     file = tmp_path / "keys.json"
     words = ["serve", "-m", "x", "--jwt-issuer", "i", "--jwt-audience", "a", "--jwt-jwks", str(file)]
     for text in (None, "no json", '{"keys": []}'):

@@ -29,7 +29,7 @@ CONFIG = {"served_entities": [{"name": "m", "entity_name": "m", "entity_version"
 
 @pytest.fixture
 def servers(make: Callable[..., Server], tmp_path: Path) -> Iterator[Callable[..., FlaskClient]]:
-    """``servers(prefix_sharing=…)``: a client of a new server on the one engine."""
+    """Return ``servers(prefix_sharing=…)``, which makes a client of a new server on the one engine."""
     engine = InstantEngine(write_instant_model(tmp_path / "cached", prefix_cache=True))
 
     def new(of_endpoint: str | None = None, **settings: object) -> FlaskClient:
@@ -48,7 +48,7 @@ def cached(client: FlaskClient, **more: Any) -> int:
 
 
 def test_two_servers_on_one_engine(servers: Callable[..., FlaskClient]) -> None:
-    """Servers without keys find their own prompts in an engine that they share, and none of each other's."""
+    """Servers without keys that share an engine find their own cached prompts and none of each other's."""
     first, second = servers(), servers()
     assert cached(first) == 0
     assert cached(second) == 0
@@ -73,7 +73,7 @@ def test_an_endpoint_s_own_sharing_wins(servers: Callable[..., FlaskClient]) -> 
 @pytest.mark.parametrize("path", ROUTES)
 @pytest.mark.parametrize("salt", ["", "x" * 257, 7, ["a"], "\ud800"])
 def test_a_salt_is_a_short_text(client: FlaskClient, path: str, salt: object) -> None:
-    """In every dialect a salt that is empty, too long or no text is refused by its name; null is none."""
+    """An empty, overlong or non-text salt is refused by name in every dialect; null means none."""
     refused = client.post(path, json={"model": "assistant", **CHAT, "cache_salt": salt})
     assert refused.status_code == 400
     assert "cache_salt: " in refused.text

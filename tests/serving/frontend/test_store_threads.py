@@ -60,10 +60,10 @@ def run(script: str, url: str) -> str:
 
 
 def test_threads_that_have_event_loops_never_wait_for_each_other(store_url):
-    """A worker once stopped answering for ever: both its threads had a loop, and met at the connections' lock."""
+    """Threads with event loops of their own do not deadlock at the lock of the store's connections."""
     assert run(LOOPS, store_url) == "16\n"
 
 
 def test_a_transaction_that_never_ends_times_out(store_url):
-    """Others are told that the store does not answer, and are not begun later; what reads goes on."""
+    """While a transaction hangs others time out with an error and are not begun later; reads go on."""
     assert run(STUCK, store_url) == "the metering store does not answer\n1\nagain\n"

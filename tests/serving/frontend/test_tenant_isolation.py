@@ -25,7 +25,7 @@ CHANGES = ("created", "id", "Content-Length", "X-Request-Id", "x-ratelimit-reset
 
 @pytest.fixture
 def place(make: Callable[..., Server], tmp_path: Path) -> Iterator[tuple[FlaskClient, dict[str, dict[str, str]]]]:
-    """A client, and the headers of each tenant's key; limits on the endpoint and on each key."""
+    """Return a client and the headers of each tenant's key, with limits on the endpoint and on each key."""
     store = Store(f"sqlite:///{tmp_path}/ledger.db")
     ledger, keys, limits = Ledger(store, state_dir=tmp_path), Keys(store), Limits(store)
     server = make(keys=keys, mode=PayPerToken(ledger), ledger=ledger)
@@ -42,7 +42,7 @@ def place(make: Callable[..., Server], tmp_path: Path) -> Iterator[tuple[FlaskCl
 
 
 def seen(client: FlaskClient, headers: dict[str, str]) -> list[Any]:
-    """All that a key's holder sees, but for what changes with the hour and with the holder's own requests."""
+    """Return all that a key's holder can see, without what changes with time and its own requests."""
     whole = client.post("/v1/completions", json=MINE, headers=headers)
     found: list[Any] = [
         {k: v for k, v in whole.json.items() if k not in CHANGES},
@@ -70,8 +70,9 @@ def seen(client: FlaskClient, headers: dict[str, str]) -> list[Any]:
 
 
 def test_metrics_take_the_scope_manage_or_the_probe_listener(make: Callable[..., Server], tmp_path: Path) -> None:
-    """Without a key 401, with one that does not manage 403; on a server with a listener for probes, which alone has the
-    route then, and on one that asks for no keys, whoever comes."""
+    """Metrics are a 401 without a key and a 403 without the scope manage; with a probe listener only that has the
+    route, and without keys it is open.
+    """
     store = Store(f"sqlite:///{tmp_path}/ledger.db")
     keys = Keys(store)
     client = create_app(make(keys=keys)).test_client()

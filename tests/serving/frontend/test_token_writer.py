@@ -29,7 +29,7 @@ TEXT = "Hello w\u00f6rld \u00e9\U0001f600 and on"
 
 
 class Wire:
-    """A client's connection: what arrived, and how many bytes the kernel takes at once."""
+    """A client's connection that records what arrived and limits how many bytes it accepts at once."""
 
     def __init__(self, *, chunked: bool = True) -> None:
         self.data, self.room, self.waited, self.num_sent = b"", 10**6, 0, 0
@@ -62,7 +62,7 @@ def stream_of(
     record: AccessRecord | None = None,
     pulled: Callable[[generate.Pieces], InterruptibleIterator[Piece]] = InterruptibleIterator,
 ) -> tuple[Callable[[Event], None], gevent.Greenlet, list[int]]:
-    """How its engine's client puts events, the greenlet that answers as gunicorn does, and what that pulled."""
+    """Return how the engine's client puts events, the greenlet that answers as gunicorn does, and what it pulled."""
     request = ValidRequest(
         request_id="r1",
         task=task,  # type: ignore[arg-type]
@@ -143,7 +143,7 @@ def test_tokens_do_not_wake_their_stream(instant_text: TextModel, task: str, dia
 def test_text_alone_goes_straight_into_its_template(
     instant_text: TextModel, monkeypatch: pytest.MonkeyPatch, task: str, dialect: str
 ) -> None:
-    """Once there is one, no piece is made of a token that is only text, and its usage and bytes are the same."""
+    """Once there is a template a token that is only text is written into it, with the same usage and bytes."""
     wire = Wire()
     put, greenlet, _ = stream_of(instant_text, wire, direct=True, task=task, dialect=dialect)
     first, second, *others = tokens(instant_text)
@@ -160,7 +160,7 @@ def test_text_alone_goes_straight_into_its_template(
 
 
 def test_content_that_is_traced_is_gathered(instant_text: TextModel) -> None:
-    """All that its own greenlet, which has the first token, was not woken for."""
+    """Traced content includes the tokens that were written without waking the stream's greenlet."""
     wire, record = Wire(), AccessRecord(request_id="r1", method="POST", path="/", replies={})
     put, greenlet, _ = stream_of(instant_text, wire, direct=True, record=record)
     for event in tokens(instant_text):
@@ -173,7 +173,7 @@ def test_content_that_is_traced_is_gathered(instant_text: TextModel) -> None:
 
 
 def test_what_has_come_for_a_stream_goes_out_together(instant_text: TextModel) -> None:
-    """Tokens of several steps, which were there when it was looked, are one packet."""
+    """Tokens of several steps that are available together are sent in one packet."""
     wire = Wire()
     put, greenlet, _ = stream_of(instant_text, wire, direct=True)
     first, *others = tokens(instant_text)
@@ -208,7 +208,7 @@ def test_a_client_that_takes_no_more_is_waited_for_by_its_stream(instant_text: T
 
 @pytest.mark.parametrize("error", [TimeoutError("timed out"), BrokenPipeError(32, "Broken pipe")])
 def test_a_connection_that_breaks_ends_the_answer(instant_text: TextModel, error: OSError) -> None:
-    """The error comes out of the stream as that of any write: gunicorn knows what it means."""
+    """A broken connection raises its error out of the stream, as any write would, for gunicorn to handle."""
     wire = Wire()
     put, greenlet, _ = stream_of(instant_text, wire, direct=True)
     first, second, *_ = tokens(instant_text)
@@ -224,7 +224,7 @@ def test_a_connection_that_breaks_ends_the_answer(instant_text: TextModel, error
 def test_what_goes_wrong_with_a_token_is_said_in_the_stream(
     instant_text: TextModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It ends with the event of an error, and whoever put the token notices nothing."""
+    """A fault in writing a token ends the stream with an error event and does not reach whoever put the token."""
     wire = Wire()
     put, greenlet, _ = stream_of(instant_text, wire, direct=True)
     first, second, *_ = tokens(instant_text)
@@ -238,7 +238,7 @@ def test_what_goes_wrong_with_a_token_is_said_in_the_stream(
 
 
 def test_an_answer_without_chunks(instant_text: TextModel) -> None:
-    """A client of HTTP/1.0 gets the bytes themselves."""
+    """A client of HTTP/1.0 gets the reply without chunked encoding."""
     wire = Wire(chunked=False)
     put, greenlet, _ = stream_of(instant_text, wire, direct=True, chunked=False)
     events = tokens(instant_text)
@@ -254,7 +254,7 @@ def test_an_answer_without_chunks(instant_text: TextModel) -> None:
 
 @pytest.mark.parametrize("is_interrupted", [False, True])
 def test_a_stream_that_is_over_needs_no_garbage_collection(instant_text: TextModel, is_interrupted: bool) -> None:
-    """Nothing that is left of its request leads back to it: a quiet worker may go without a collection for long."""
+    """A finished stream leaves no reference cycle, so that its request is freed without a garbage collection."""
     streams: weakref.WeakSet[RemoteStream] = weakref.WeakSet()
     pulls: list[InterruptibleIterator[Piece]] = []
 
