@@ -16,8 +16,7 @@ GATE = "steps"
 
 
 class GatedCore(InstantCore):
-    """Takes requests and aborts as ever; while its model directory has a file ``steps``, no step beyond the number in
-    it is taken."""
+    """An engine core that takes no step beyond the number in its model directory's file ``steps``, if it exists."""
 
     def __init__(self, bundle: Bundle, settings: EngineSettings) -> None:
         super().__init__(bundle, settings)
@@ -37,7 +36,7 @@ class GatedCore(InstantCore):
 
 @contextlib.contextmanager
 def steps_up_to(model_dir: str, number: int) -> Iterator[None]:
-    """The engine of a model takes no step after this one."""
+    """Let the engine of a model take no step after this one."""
     gate = Path(model_dir, GATE)
     gate.with_suffix(".new").write_text(str(number))
     gate.with_suffix(".new").rename(gate)
