@@ -19,7 +19,7 @@ def workers(number: int) -> tuple[AcceptBalancer, list[WorkerSlot]]:
 
 
 def deal(given: list[WorkerSlot], order: list[int], now: float = 0.0) -> None:
-    """A connection for the first worker of ``order`` whose turn it is."""
+    """Give a connection to the first worker of ``order`` whose turn it is."""
     taker = next(given[place] for place in order if given[place].take_turn(now))
     taker.add()
 
@@ -48,7 +48,7 @@ def test_a_worker_whose_connections_ended_is_next() -> None:
 
 
 def test_a_hung_worker_is_passed_over() -> None:
-    """After a while without a connection taken, others take what was left to it, until it takes one itself."""
+    """A worker that takes no connection for a while is passed over until it takes one itself."""
     _, (one, hung) = workers(2)
     one.add()
     assert not one.take_turn(0.0)
@@ -62,7 +62,7 @@ def test_a_hung_worker_is_passed_over() -> None:
 
 
 def test_a_worker_that_accepts_is_not_hung() -> None:
-    """However long others wait, time counts from the last connection that was taken."""
+    """A worker counts as hung by the time since its last accepted connection, however long others wait."""
     _, (one, other) = workers(2)
     for _ in range(8):
         one.add()
@@ -72,7 +72,7 @@ def test_a_worker_that_accepts_is_not_hung() -> None:
 
 
 def test_a_worker_that_ended_is_not_waited_for() -> None:
-    """Neither one whose slot was taken back, nor one that drains; its successor begins with none."""
+    """An ended or draining worker is not waited for; its successor begins with no connections."""
     balancer, (one, other) = workers(2)
     one.add()
     assert not one.take_turn(0.0)
@@ -87,7 +87,7 @@ def test_a_worker_that_ended_is_not_waited_for() -> None:
 
 
 def test_a_draining_worker_takes_what_nobody_else_would() -> None:
-    """While all drain, each answers (with a 503); while another serves, that one has the connection."""
+    """A draining worker takes connections (for a 503) only if no other worker serves."""
     _, (one, other) = workers(2)
     one.close()
     assert not one.take_turn(0.0)

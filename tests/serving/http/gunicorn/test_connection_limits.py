@@ -13,7 +13,7 @@ from mlflow_llm.serving.http.wire.keep_alive import RequestBody, address_in
 
 
 class Limited:
-    """A connection that waits for its client since ``since``; None: it is being answered."""
+    """A connection that has waited for its client since ``since``; None: it is being answered."""
 
     def __init__(self, address: str, since: float | None, *, body: bool = False) -> None:
         self.address, self.since, self.body = address, since, body
@@ -32,7 +32,7 @@ def connections(*since: float | None, address: str = "a") -> list[Limited]:
 
 
 def test_a_full_worker_evicts_the_longest_idle() -> None:
-    """The connection that has waited longest for its client makes room; bodies that arrive go last."""
+    """A full worker evicts the connection that has waited longest for its client; those receiving bodies go last."""
     limits = ConnectionLimits(3, 3)
     young, old, body = Limited("a", 5.0), Limited("b", 2.0), Limited("c", 1.0, body=True)
     for connection in (young, old, body):
@@ -46,7 +46,7 @@ def test_a_full_worker_evicts_the_longest_idle() -> None:
 
 
 def test_an_address_at_its_limit_evicts_its_own() -> None:
-    """Beyond its part an address makes room for itself, whoever else has waited longer."""
+    """An address at its limit evicts a connection of its own, even if others have waited longer."""
     limits = ConnectionLimits(10, 2)
     other = Limited("b", 0.0)
     mine = connections(1.0, 2.0, 3.0)
@@ -56,7 +56,7 @@ def test_an_address_at_its_limit_evicts_its_own() -> None:
 
 
 def test_an_address_at_its_limit_of_busy_connections_is_refused() -> None:
-    """It gets no more; others do."""
+    """An address whose connections are all busy at its limit gets no more, but others do."""
     limits = ConnectionLimits(10, 2)
     for connection in connections(None, None):
         assert limits.admit(connection)
@@ -65,7 +65,7 @@ def test_an_address_at_its_limit_of_busy_connections_is_refused() -> None:
 
 
 def test_a_connection_is_released_once() -> None:
-    """Leaving frees the place and is reported once, also after an eviction."""
+    """Closing a connection frees its place once and is reported once, also after an eviction."""
     left: list[int] = []
     limits = ConnectionLimits(1, 1, on_release=lambda: left.append(1))
     first, second = connections(1.0, 2.0)
@@ -95,7 +95,7 @@ def test_addresses_that_count_as_one(peer: object, address: str) -> None:
 
 @pytest.mark.parametrize(("peer", "address"), [(("2001:db8::1", 5, 0, 0), "2001:db8::/64"), ("", "user 1000")])
 def test_a_request_counts_for_whom_its_connection_does(peer: object, address: str) -> None:
-    """An IPv6 host is one caller with all of its addresses, and each user of a Unix socket is one."""
+    """Limits count an IPv6 host with all its addresses as one caller, and so each user of a Unix socket."""
     stream = SimpleNamespace(reader=io.BytesIO())
     connection = TimedConnection(None, 30.0, peer=peer, address=address)
     body = RequestBody(SimpleNamespace(body=stream, headers=[]), connection)

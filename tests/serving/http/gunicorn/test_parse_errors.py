@@ -18,7 +18,7 @@ from mlflow_llm.serving.http.wire.bodies import TooSlow
 
 @pytest.fixture
 def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[TimedConnection, socket.socket]]:
-    """A server's connection, parsed as in a worker, and its client's end."""
+    """Yield a server's connection, parsed as in a worker, and its client's end."""
     monkeypatch.setattr(RequestParser, "mesg_class", RequestParser.mesg_class)
     parse_errors.install()
     ours, theirs = socket.socketpair()
@@ -56,7 +56,7 @@ def test_the_dialect_of_the_path(ends: tuple[TimedConnection, socket.socket], he
 
 
 def test_a_first_line_that_is_too_long(ends: tuple[TimedConnection, socket.socket]) -> None:
-    """Its path was never known: the form is MLflow's."""
+    """An overlong request line is answered in MLflow's form, since its path is unknown."""
     answer = refused(ends, b"GET /" + b"a" * 9000 + b" HTTP/1.1\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 414 URI Too Long\r\n")
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["error_code"] == "BAD_REQUEST"

@@ -51,8 +51,9 @@ class Clock:
 
 
 class Client:
-    """The server's end of a connection whose client sends each of ``parts`` ``pause`` seconds after the one before, on
-    ``clock``, and then nothing more. ``answer`` is what it was sent."""
+    """The server's end of a connection whose client sends ``parts``, ``pause`` seconds apart on ``clock``, and then
+    nothing. ``answer`` is what it was sent.
+    """
 
     family = socket.AF_INET
 
@@ -97,7 +98,7 @@ class Client:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """That of all connections."""
+    """Return the clock of all connections."""
     clock = Clock()
     monkeypatch.setattr(slowloris, "monotonic", clock)
     return clock
@@ -105,7 +106,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture
 def converse(clock: Clock, make: Callable[..., Server], monkeypatch: pytest.MonkeyPatch) -> Iterator[Converse]:
-    """``converse(*parts, pause=…, app=…)``: what a worker answers to a client that sends them, until it closes."""
+    """Return ``converse(*parts, pause=…, app=…)``, which gives a worker's answer to a client until it closes."""
     monkeypatch.setattr(RequestParser, "mesg_class", NotedRequest)
     config = Config()
     config.set("keepalive", 75)
@@ -128,15 +129,16 @@ def converse(clock: Clock, make: Callable[..., Server], monkeypatch: pytest.Monk
 
 @pytest.fixture(scope="module")
 def full(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """One worker with 24 places for connections."""
+    """Yield a server of one worker with 24 places for connections."""
     bundle = write_instant_model(tmp_path_factory.mktemp("full"))
     with running(bundle, io_timeout=240.0, max_connections=CONNECTIONS, **OF_ONE) as server:
         yield server
 
 
 def test_slowloris_heads_are_evicted(full: Running) -> None:
-    """With every place taken by a head that does not end (Slowloris), another is served: the oldest makes room, and
-    the others stay."""
+    """With every place taken by an unfinished head (Slowloris) a new client is served: the oldest is evicted and the
+    others stay.
+    """
     until(lambda: health(full)["running"] == 0)
     head = b"POST %s HTTP/1.1\r\nHost: localhost\r\nX-A: " % CHAT
     with contextlib.ExitStack() as held, ThreadPoolExecutor(1) as pool:
@@ -153,8 +155,7 @@ def test_slowloris_heads_are_evicted(full: Running) -> None:
 
 
 def test_a_head_that_stops(converse: Converse) -> None:
-    """The beginning of a head with nothing behind it is a 408, however slowly it came; a connection without a byte is
-    closed as it is."""
+    """An unfinished head is a 408 however slowly it came; a connection without a byte is closed without an answer."""
     for parts in ([HEAD], [HEAD, *[b"a"] * 10]):
         head, _, body = converse(*parts).partition(b"\r\n\r\n")
         assert statuses(head) == [408]
@@ -165,7 +166,7 @@ def test_a_head_that_stops(converse: Converse) -> None:
 
 
 def test_a_head_in_two_parts(converse: Converse) -> None:
-    """A pause within a head, below the limit, is none of our business."""
+    """A pause within a head below the limit is accepted."""
     assert statuses(converse(HEAD, CLOSING)) == [200]
 
 
@@ -234,8 +235,9 @@ class Scripted:
     ("delay", "size", "seconds"), [(20.0, 2**15, 10_000), (0.5, 600, 10_000), (29.0, 1, 30), (1.0, 512, 60)]
 )
 def test_deadline_of_a_slow_body(monkeypatch: pytest.MonkeyPatch, delay: float, size: int, seconds: float) -> None:
-    """With 30 s to wait, a body of more than 1 KiB a second goes on for hours, however it pauses; one of half of that
-    ends after a minute, one of a byte now and then with its second byte."""
+    """With a timeout of 30 s a body of more than 1 KiB/s goes on for hours, one of half of that ends after a minute,
+    and one of single bytes with its second byte.
+    """
     plain = Scripted(delay, size)
     monkeypatch.setattr(slowloris, "monotonic", lambda: plain.now)
     reading = slowloris.TimedConnection(plain, 30.0)
@@ -281,7 +283,7 @@ def test_a_slow_reader_counts_as_waiting(
 
 
 def test_a_lingering_connection_may_be_evicted() -> None:
-    """While it is only waited for that a refused client closes, its place is worth as little as an idle one's."""
+    """A connection that only lingers for a refused client's close may be evicted like an idle one."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         connection = slowloris.TimedConnection(ours, 30.0)
@@ -293,7 +295,7 @@ def test_a_lingering_connection_may_be_evicted() -> None:
 
 
 def test_no_request_after_an_unread_body_that_stops(converse: Converse) -> None:
-    """A body that was not needed and broke off leaves the connection's end, not a place for a request within it."""
+    """After an unneeded body that broke off the connection ends, and no request is read within the body."""
     broken = post(b"Content-Length: 100\r\n", b"x" * 20, b"/v1/nothing")
     assert statuses(converse(broken, NEXT, pause=1.5 * IO_TIMEOUT)) == [404, 408]
 
@@ -324,7 +326,7 @@ def test_a_reply_may_take_longer(converse: Converse, clock: Clock, server: Serve
 
 
 def test_a_long_reply_costs_the_next_head_no_time(converse: Converse, clock: Clock, server: Server) -> None:
-    """Time that a reply takes is none of the next head's."""
+    """The time that a reply takes does not count for the next head."""
     slow = Slow(clock, create_app(server))
     answer = converse(sized(GOOD) + HEAD, CLOSING, app=slow, pause=slow.pieces * PAUSE + PAUSE)
     assert statuses(answer) == [200, 200]

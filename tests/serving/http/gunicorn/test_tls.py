@@ -20,7 +20,7 @@ def authority(tmp_path: Path) -> Authority:
 
 
 def test_versions_and_ciphers(authority: Authority) -> None:
-    """Nothing below TLS 1.2, and no cipher without forward secrecy."""
+    """TLS is 1.2 or newer, with forward secrecy only."""
     cert, key, _ = authority.issue("server")
     context = make_context(cert, key, None)
     assert context.minimum_version == ssl.TLSVersion.TLSv1_2
@@ -32,7 +32,7 @@ def test_versions_and_ciphers(authority: Authority) -> None:
 
 
 def test_files_that_cannot_be_read(authority: Authority, tmp_path: Path) -> None:
-    """A missing file, another's key and a file that is no PEM are refused by the file's name."""
+    """A missing file, a key of another certificate and a file that is not PEM are refused by the file's name."""
     cert, key, both = authority.issue("server")
     _, other, _ = authority.issue("other")
     make_context(both, None, None)
@@ -52,7 +52,7 @@ def test_files_that_cannot_be_read(authority: Authority, tmp_path: Path) -> None
 
 
 def test_a_renewed_certificate_is_read_again(authority: Authority) -> None:
-    """Once its files have changed the next connection has the new one; files that do not fit leave the old one."""
+    """A renewed certificate is used by the next connection; files that do not match leave the old one."""
     cert, key, _ = authority.issue("server")
     tls = Tls(cert, key)
     first = tls.context
@@ -68,7 +68,7 @@ def test_a_renewed_certificate_is_read_again(authority: Authority) -> None:
 
 
 def test_listeners(authority: Authority) -> None:
-    """Gateway and probes have one certificate, and each its own authority of clients."""
+    """Gateway and probe listeners have one certificate, and each has its own client CA."""
     cert, key, _ = authority.issue("server")
     settings = ServerSettings(tls_cert=cert, tls_key=key, tls_client_ca=authority.ca, probe_port=1)
     gateway, probes = gateway_tls(settings), probe_tls(settings)

@@ -20,7 +20,7 @@ ROOM = 64 * 2**10
 
 @pytest.fixture(params=["tcp", "unix"])
 def ends(request: pytest.FixtureRequest) -> Iterator[tuple[socket.socket, socket.socket]]:
-    """A server's connection, and its client's, whose own buffer is small."""
+    """Yield a server's connection, and its client's with a small buffer."""
     with ExitStack() as held:
         if request.param == "unix":
             ours, theirs = socket.socketpair()
@@ -34,7 +34,7 @@ def ends(request: pytest.FixtureRequest) -> Iterator[tuple[socket.socket, socket
 
 
 def taken(ours: socket.socket) -> int:
-    """Bytes that the kernel takes at once for a client that reads nothing."""
+    """Return how many bytes the kernel takes at once for a client that reads nothing."""
     ours.setblocking(False)
     sent = 0
     while sent < SIZE:
@@ -46,13 +46,13 @@ def taken(ours: socket.socket) -> int:
 
 
 def test_unsent_bytes_stay_below_the_watermark(ends: tuple[socket.socket, socket.socket]) -> None:
-    """Some hundred tokens' bytes beyond the client's own buffer, not the megabytes of a default."""
+    """The kernel buffers only a few hundred tokens' bytes beyond the client's buffer, not megabytes by default."""
     limit_unsent(ends[0], 30.0)
     assert 0 < taken(ends[0]) <= 2 * ROOM + 4 * UNSENT
 
 
 def test_a_reader_that_takes_nothing_times_out(ends: tuple[socket.socket, socket.socket]) -> None:
-    """It is a ``TimeoutError``; what was sent is there in its order."""
+    """A reader that takes nothing raises ``TimeoutError``, and what was sent arrives in order."""
     ours, theirs = ends
     limit_unsent(ours, 30.0)
     ours.settimeout(0.05)
@@ -74,7 +74,7 @@ def test_megabytes_arrive_whole(ends: tuple[socket.socket, socket.socket]) -> No
 
 
 def test_what_is_sent_at_once_never_waits() -> None:
-    """The kernel takes what it has room for, in order; a reader that is gone is found by whoever waits."""
+    """A send without waiting fills the kernel's buffer in order; a closed reader raises when waited for."""
     ours, theirs = gevent.socket.socketpair()
     with theirs, ours:
         connection = TimedConnection(ours, 30.0)
@@ -95,6 +95,6 @@ def test_what_is_sent_at_once_never_waits() -> None:
 
 
 def test_a_timeout_beyond_the_kernels_longest() -> None:
-    """A limit of a year is the longest that the kernel knows."""
+    """A write timeout of a year is clamped to the kernel's maximum."""
     with socket.socket() as one:
         limit_unsent(one, 365 * 86400.0)

@@ -40,7 +40,9 @@ def ledger(tmp_path: Path) -> Iterator[Ledger]:
 def test_drafts_in_replies_and_ledger(
     make: Callable[..., Server], ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The counts of a request with a prediction, whole and streamed, and of one without; all rows cost the same."""
+    """Replies, whole and streamed, and ledger rows have the draft counts of requests with a prediction, at the same
+    cost.
+    """
     monkeypatch.setattr(instant_core, "Finished", partial(Finished, drafts=DraftCounts(9, 6, 4, 3)))
     keys = Keys(ledger.store)
     secret, _ = keys.create("acme")

@@ -40,7 +40,7 @@ def check(target: Target, answer: Any, body: bytes) -> None:
 
 
 def test_every_route_is_tried() -> None:
-    """Each inference route of each dialect has a sound request to begin with."""
+    """Each inference route of each dialect has a valid request to mutate."""
     assert {route.path for dialect in DIALECTS.values() for route in dialect.routes} == {
         route.path
         for target in TARGETS
@@ -51,7 +51,7 @@ def test_every_route_is_tried() -> None:
 
 @pytest.mark.parametrize("target", TARGETS, ids=name_of)
 def test_mutated_requests(patient: FlaskClient, target: Target) -> None:
-    """Each is answered or refused in its dialect's form, whatever was changed in it."""
+    """Any mutated request is answered or refused in its dialect's form."""
     mutator = Mutator(name_of(target))
     for _ in range(MUTATED):
         body, headers = mutator.request(target)
@@ -59,7 +59,7 @@ def test_mutated_requests(patient: FlaskClient, target: Target) -> None:
 
 
 def large(sound: dict[str, Any]) -> Iterator[tuple[str, bytes]]:
-    """Bodies of 10 MB, by what they are: what is in the rest of them makes no difference."""
+    """Return bodies of 10 MB by their kind."""
     text = json.dumps(sound)
     yield "10 MB of an unknown field", json.dumps({**sound, "filler": "x" * 10_000_000}).encode()
     if "hello" in text:
@@ -69,7 +69,7 @@ def large(sound: dict[str, Any]) -> Iterator[tuple[str, bytes]]:
 
 
 def hostile(sound: dict[str, Any]) -> Iterator[tuple[str, bytes]]:
-    """Bodies that no parser may fall over, by what they are."""
+    """Return bodies that are hard on a parser, by their kind."""
     text = json.dumps(sound)
     field = json.dumps(next(name for name in sound if name not in ("id", "model")))
 
@@ -99,7 +99,9 @@ def hostile(sound: dict[str, Any]) -> Iterator[tuple[str, bytes]]:
 
 @pytest.mark.parametrize("target", OBJECTS, ids=name_of)
 def test_hostile_bodies_are_refused(patient: FlaskClient, target: Target) -> None:
-    """Large, deep, broken, with numbers that are none, with a key twice: a 4xx that says why, in the dialect's form."""
+    """Large, deep and broken bodies, with invalid numbers or duplicate keys, are a 4xx with the reason in the dialect's
+    form.
+    """
     sound = dict(target.body)
     for what, body in (*hostile(sound), *(large(sound) if target in FIRST else ())):
         answer = post(patient, target, body)
@@ -130,7 +132,7 @@ LIES: tuple[tuple[str, Any], ...] = (
 
 @pytest.mark.parametrize("target", BINARY, ids=name_of)
 def test_tensors_whose_sizes_lie(patient: FlaskClient, target: Target) -> None:
-    """A shape, a type, a size or a header that does not fit the bytes that came is refused, whatever it promises."""
+    """A shape, datatype, size or header that does not fit the bytes is refused."""
     for name, lie in LIES:
         first, *rest = target.body["inputs"]
         head = json.dumps({**target.body, "inputs": [{**first, name: lie}, *rest]}).encode()

@@ -28,7 +28,7 @@ def tensor(name: str, values: Any, *, binary: bool = True) -> Any:
 
 
 def prompt(length: int = 6, **more: Any) -> list[Any]:
-    """The two mandatory tensors, in bytes, and others."""
+    """Return the two mandatory tensors, in bytes, and others."""
     found = [
         tensor("input_ids", np.arange(10, 10 + length, dtype=np.int32)[None]),
         tensor("request_output_len", np.array([[4]], np.int32)),
@@ -37,7 +37,7 @@ def prompt(length: int = 6, **more: Any) -> list[Any]:
 
 
 def infer(client: FlaskClient, inputs: list[Any], path: str = INFER, **options: Any) -> Any:
-    """The answer of the server to what the client sends."""
+    """Return the server's answer to what the client sends."""
     body, size = triton.InferenceServerClient.generate_request_body(inputs, **options)
     headers = {} if size is None else {HEADER: str(size)}
     return client.post(path, data=body, headers=headers, content_type=None)
@@ -51,7 +51,7 @@ def result(answer: Any) -> Any:
 
 
 def refused(answer: Any, status: int = 400) -> str:
-    """The message of an error in the protocol's form."""
+    """Return the message of an error in the protocol's form."""
     assert (answer.status_code, list(answer.json)) == (status, ["error"]), answer.data
     return str(answer.json["error"])
 
@@ -127,7 +127,7 @@ def test_all_outputs_come_unless_some_are_asked_for(client: FlaskClient) -> None
 
 
 def test_a_version_and_an_adapter_in_the_path(client: FlaskClient) -> None:
-    """A version that is there answers as the model does, an adapter after a colon otherwise; others are not found."""
+    """An existing version answers as the model, an adapter after a colon as itself; unknown ones are not found."""
     base = result(infer(client, prompt())).as_numpy("output_ids").tolist()
     versioned = "/v2/models/assistant/versions/{}/infer"
     assert result(infer(client, prompt(), versioned.format("1"))).as_numpy("output_ids").tolist() == base
@@ -139,7 +139,7 @@ def test_a_version_and_an_adapter_in_the_path(client: FlaskClient) -> None:
 
 
 def body(**changed: Any) -> dict[str, Any]:
-    """A request in JSON alone."""
+    """Return a request in JSON alone."""
     return {
         "inputs": [
             {"name": "input_ids", "datatype": "INT32", "shape": [1, 3], "data": [1, 2, 3]},
@@ -211,7 +211,7 @@ def one(name: str, datatype: str, shape: list[int], data: Any, **more: Any) -> d
     ],
 )
 def test_what_is_wrong_is_refused_by_name(client: FlaskClient, change: Callable[[dict], Any], said: str) -> None:
-    """Tensors, parameters and outputs: the field, its value and what is allowed."""
+    """A wrong tensor, parameter or output is refused with its name, its value and what is allowed."""
     asked = body()
     change(asked)
     assert said in refused(client.post(INFER, json=asked)), said
@@ -229,7 +229,7 @@ def test_what_is_wrong_is_refused_by_name(client: FlaskClient, change: Callable[
     ],
 )
 def test_word_lists_whose_offsets_lie(client: FlaskClient, words: Any, said: str) -> None:
-    """Ends go up, within the row, and behind the last there is -1 alone."""
+    """The offsets of a word list must increase within the row and be followed by -1 alone."""
     answer = infer(client, prompt(stop_words_list=np.array([words], np.int32)))
     assert said in refused(answer)
 
@@ -249,7 +249,7 @@ def test_word_lists_whose_offsets_lie(client: FlaskClient, words: Any, said: str
     ],
 )
 def test_lengths_that_lie(client: FlaskClient, header: str | None, cut: int, said: str) -> None:
-    """The JSON's, and those of the tensors, which are all that may stand behind it."""
+    """Wrong lengths of the JSON or of a tensor are refused, as are bytes behind the last tensor."""
     data, size = triton.InferenceServerClient.generate_request_body(prompt())
     data = data[: len(data) - cut] if cut >= 0 else data + b"\0" * -cut
     headers = {} if header is None else {HEADER: str(size) if header == "right" else header}
@@ -268,7 +268,7 @@ def test_lengths_that_lie(client: FlaskClient, header: str | None, cut: int, sai
     ],
 )
 def test_texts_whose_lengths_lie(client: FlaskClient, tensor_bytes: bytes, said: str) -> None:
-    """An element of BYTES ends within the tensor, and the last at its end; a prompt is UTF-8."""
+    """Each element of a BYTES tensor must end within it, the last one at its end, and a prompt must be UTF-8."""
     asked = body(inputs=[one("text_input", "BYTES", [1], None), one("max_tokens", "INT32", [1], [4])])
     asked["inputs"][0] |= {"parameters": {"binary_data_size": len(tensor_bytes)}}
     head = json.dumps(asked).encode()
@@ -279,7 +279,9 @@ def test_texts_whose_lengths_lie(client: FlaskClient, tensor_bytes: bytes, said:
 
 
 def test_the_server_and_its_models(client: FlaskClient) -> None:
-    """Metadata, configuration, readiness and the repository's index, of versions too; unknown ones are not found."""
+    """Metadata, configuration, readiness and index describe the server, models and versions; unknown ones are not
+    found.
+    """
     assert client.get("/v2/health/live").status_code == client.get("/v2/health/ready").status_code == 200
     assert client.get("/v2").json["name"] == "mlflow-llm"
     for path in ("/v2/models/assistant", "/v2/models/assistant/versions/1"):

@@ -26,7 +26,7 @@ PROMPT = len("<user>hi<assistant>") + 1  # a byte a token, and one that ends the
 
 
 def connected(server: Server, **options: Any) -> anthropic.Anthropic:
-    """Anthropic's client of an application without a server around it."""
+    """Yield Anthropic's client of an application without a server around it."""
     transport = httpx2.WSGITransport(app=create_app(server), remote_addr="127.0.0.1")
     given = {"api_key": "unused", "base_url": "http://localhost:8000", "max_retries": 0} | options
     return anthropic.Anthropic(http_client=httpx2.Client(transport=transport), **given)
@@ -69,7 +69,7 @@ def test_a_message(claude: anthropic.Anthropic) -> None:
 
 
 def test_a_stream_is_the_message(claude: anthropic.Anthropic) -> None:
-    """The stream helper's message is the one that is not streamed, but for its id."""
+    """The stream helper's final message equals the whole reply, except for its id."""
     whole = claude.messages.create(**ASK)
     with claude.messages.stream(**ASK) as stream:
         text = "".join(stream.text_stream)
@@ -79,7 +79,7 @@ def test_a_stream_is_the_message(claude: anthropic.Anthropic) -> None:
 
 
 def test_a_reply_goes_back_in(claude: anthropic.Anthropic) -> None:
-    """Blocks of a reply are taken in the next turn as the client holds them, streamed or not."""
+    """A reply's blocks, as the client holds them, are accepted in the next turn, streamed or not."""
     with claude.messages.stream(**ASK) as stream:
         streamed = stream.get_final_message()
     for found in (claude.messages.create(**ASK), streamed):
@@ -88,7 +88,7 @@ def test_a_reply_goes_back_in(claude: anthropic.Anthropic) -> None:
 
 
 def test_a_reply_goes_on_where_it_was_begun(claude: anthropic.Anthropic, client: FlaskClient) -> None:
-    """The prompt ends in the text that the caller began the reply with, to the token."""
+    """The prompt ends, to the token, in the text with which the caller began the reply."""
     begun = [*HI, {"role": "assistant", "content": "The answer is ("}]
     chat = {"messages": begun, "continue_final_message": True}
     expected = client.post("/tokenize", json=chat).json["count"]
@@ -97,7 +97,7 @@ def test_a_reply_goes_on_where_it_was_begun(claude: anthropic.Anthropic, client:
 
 
 def test_more_tokens_than_there_is_room_for(claude: anthropic.Anthropic) -> None:
-    """The text goes on to the end of the context, and says that it ended there."""
+    """With more max_tokens than room the text fills the context and its stop reason says so."""
     long = [{"role": "user", "content": "a" * 4068}]
     found = claude.messages.create(**ASK | {"messages": long, "max_tokens": 5000})
     assert found.stop_reason == "model_context_window_exceeded"
@@ -105,7 +105,7 @@ def test_more_tokens_than_there_is_room_for(claude: anthropic.Anthropic) -> None
 
 
 def test_stop_sequences(claude: anthropic.Anthropic) -> None:
-    """The one that ended the text is named and is not part of it."""
+    """The stop sequence that ended the text is named and is not part of it."""
     ask = ASK | {"max_tokens": 64}
     text = claude.messages.create(**ask).content[0].text
     stop = text[10:12]
@@ -173,7 +173,7 @@ def test_threads_are_refused_as_clients_know_it(claude: anthropic.Anthropic) -> 
 
 
 def test_paths_that_are_not_served(client: FlaskClient) -> None:
-    """Below the API's own path errors have its form: no such route, no such method, no JSON."""
+    """Unknown routes, wrong methods and non-JSON bodies below the API's path are refused in its form."""
     for method, path, status, kind in (
         ("POST", "/v1/messages/batches", 404, "not_found_error"),
         ("GET", "/v1/messages", 405, "invalid_request_error"),
@@ -185,7 +185,7 @@ def test_paths_that_are_not_served(client: FlaskClient) -> None:
 
 
 def test_counting(claude: anthropic.Anthropic) -> None:
-    """Counts are what a message would use, whatever stands in it; a prompt over the context is counted too."""
+    """Counts equal the usage of the message with any content, and a prompt over the context is counted too."""
     ask: dict[str, Any] = {
         "system": [{"type": "text", "text": "be brief", "cache_control": {"type": "ephemeral"}}],
         "messages": [*HI, {"role": "assistant", "content": "yes?"}, {"role": "user", "content": "Grüße </s>"}],
@@ -202,7 +202,7 @@ def test_counting(claude: anthropic.Anthropic) -> None:
 
 
 def test_counting_tools(claude: anthropic.Anthropic) -> None:
-    """Many tools with large schemas, calls and results: counted as they are used, by the template in either way."""
+    """Many tools, large schemas, calls and results count exactly as they are used."""
     schema = {"type": "object", "properties": {f"p{i}": {"type": "string", "description": "d" * 20} for i in range(20)}}
     tools: Any = [{"name": f"tool_{i}", "description": "t" * 50, "input_schema": schema} for i in range(2)]
     turns: Any = [
@@ -225,8 +225,9 @@ def test_models(claude: anthropic.Anthropic) -> None:
 
 
 def test_both_places_of_a_key(metered: Metered) -> None:
-    """A key is taken from x-api-key or Authorization; of both if they are the same. Messages are billed to it, and
-    counts are not."""
+    """A key is taken from x-api-key or Authorization, or from both if equal; messages are billed to it and counts are
+    not.
+    """
     key = metered.secret
     for headers in ({"x-api-key": key}, {"Authorization": f"Bearer {key}"}):
         with connected(metered.server, api_key=None, default_headers=headers) as claude:
@@ -254,7 +255,7 @@ def test_both_places_of_a_key(metered: Metered) -> None:
 )
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens", "/v1/chat/completions"])
 def test_keys_that_are_refused(metered: Metered, headers: dict[str, str], path: str) -> None:
-    """No key, an unknown one, and two that differ: neither is chosen."""
+    """A missing or unknown key is refused, and so are two different ones."""
     client = create_app(metered.server).test_client()
     given = {name: value.format(key=metered.secret) for name, value in headers.items()}
     answer = client.post(path, json=BODY, headers=given)

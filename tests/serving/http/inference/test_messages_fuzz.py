@@ -74,7 +74,7 @@ def patient(make: Callable[..., Server]) -> FlaskClient:
 @settings(max_examples=150, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 @given(messages=ANY_TURNS | SOUND_TURNS | SOUND_TURNS, fields=FIELDS)
 def test_no_message_is_a_fault(patient: FlaskClient, messages: list[Any], fields: dict[str, Any]) -> None:
-    """Each is answered, with as many tokens as are counted for it, or refused in the API's form."""
+    """Any mutated message is answered with the counted number of tokens, or refused in the API's form."""
     body = {"model": "assistant", "max_tokens": 4, "messages": messages, **fields}
     answer = post(patient, "/v1/messages", body)
     assert answer.status_code in (200, 400), answer.text

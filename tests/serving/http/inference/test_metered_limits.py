@@ -33,7 +33,7 @@ NOW = 1_800_000_000
 
 
 class Place:
-    """One server, its limits and its clock."""
+    """A server with its limits and its clock."""
 
     def __init__(self, server: Server, store: Store, keys: Keys, clock: list[float]) -> None:
         self.server, self.store, self.keys, self.clock = server, store, keys, clock
@@ -51,7 +51,7 @@ class Place:
 
 @pytest.fixture(scope="session")
 def new_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store without a row: copying it is quicker than making one."""
+    """Return an empty store to copy, which is faster than making one."""
     path = tmp_path_factory.mktemp("new") / "ledger.db"
     store = Store(f"sqlite:///{path}")
     store.close()
@@ -79,7 +79,7 @@ def used(answer: Any) -> tuple[int, int]:
 
 
 def test_fields_that_the_mode_does_not_take(place: Place) -> None:
-    """Are refused in the words of ``prepare``."""
+    """Fields that the mode does not take are refused with the message of ``prepare``."""
     answer = place.ask(n=2)
     allowed = "1: more choices are available on provisioned throughput endpoints only"
     assert (answer.status_code, answer.json["error"]["message"]) == (400, f"n: 2 is not allowed; expected {allowed}")
@@ -88,8 +88,9 @@ def test_fields_that_the_mode_does_not_take(place: Place) -> None:
 @pytest.mark.parametrize("scope", ["key", "tenant", "endpoint", "user"])
 @pytest.mark.parametrize("kind", ["itpm", "otpm", "qpm", "qph", "budget_day", "budget_month"])
 def test_retry_after_says_when_a_limit_admits_again(place: Place, kind: str, scope: str) -> None:
-    """Every kind in every scope: the third request is refused, names the limit, what is left (of one's own limits: an
-    endpoint's would tell what others used) and when to come back; a second before it is refused again, then served."""
+    """For each limit in each scope the refusal names it, what is left (of one's own limits only) and a Retry-After that
+    is exact to the second.
+    """
     first = place.ask()
     assert first.status_code == 200
     prompt, completion = used(first)
@@ -247,7 +248,7 @@ def test_unused_reservations_come_back(place: Place) -> None:
 
 
 def test_requests_in_flight(place: Place) -> None:
-    """A stream that is not read to its end holds its place; leaving gives it back."""
+    """An unfinished stream holds its place in flight until it is closed."""
     place.limits.set("key", place.key.key_id, "in_flight", 1)
     stream = place.ask(stream=True, max_tokens=300)
     lines = iter(stream.response)
@@ -262,7 +263,7 @@ def test_requests_in_flight(place: Place) -> None:
 
 
 def test_a_limit_of_zero(place: Place) -> None:
-    """Keeps a caller out: no time helps, so nobody is asked to retry."""
+    """A limit of zero refuses without a Retry-After, since waiting does not help."""
     place.limits.set("tenant", "acme", "qpm", 0)
     refused = place.ask()
     assert (refused.status_code, "Retry-After" in refused.headers) == (403, False)
@@ -270,7 +271,7 @@ def test_a_limit_of_zero(place: Place) -> None:
 
 
 def test_a_budget_that_is_spent(place: Place) -> None:
-    """A budget for ever does not come back: nobody is asked to retry, and there is no request beyond it."""
+    """A spent total budget refuses further requests without a Retry-After."""
     place.limits.set("tenant", "acme", "budget", 150)
     spent = 0
     for _ in itertools.count():
@@ -289,7 +290,7 @@ def test_a_budget_that_is_spent(place: Place) -> None:
     [("/serving-endpoints/assistant/invocations", "error_code"), ("/endpoints/assistant/invocations", "error_code")],
 )
 def test_limits_in_other_dialects(place: Place, path: str, said: str) -> None:
-    """The Databricks and MLflow routes refuse in their own words, with the same headers."""
+    """Databricks' and MLflow's routes refuse in their own forms with the same headers."""
     place.limits.set("user", "assistant", "qpm", 1)
     assert place.ask().status_code == 200
     headers = {"Authorization": f"Bearer {place.secret}"}
@@ -301,7 +302,7 @@ def test_limits_in_other_dialects(place: Place, path: str, said: str) -> None:
 
 
 def test_an_engine_knows_tenants_by_hashes_and_weights(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine gets a hash, one for all keys of a tenant and another for each tenant, and the weight of the key."""
+    """The engine gets the key's weight and a hash of the tenant, the same for all keys of one tenant."""
     (entity,) = place.server.endpoints
     submitted: list[Any] = []
     submit = type(entity.engine).submit

@@ -31,7 +31,7 @@ Serve = Callable[..., FlaskClient]
 
 @pytest.fixture
 def serve(instant_bundle: Bundle, instant_text: TextModel) -> Serve:
-    """``serve(llama={"openAiSupport": "vllm"}, …)``: a client of a server with these endpoints and their settings."""
+    """Return ``serve(llama={"openAiSupport": "vllm"}, …)``, which makes a client of a server with these endpoints."""
 
     def build(**endpoints: dict[str, Any]) -> FlaskClient:
         engine = InstantEngine(instant_bundle, EngineSettings(max_model_len=1024))
@@ -52,7 +52,7 @@ def ask(client: FlaskClient, path: str, body: dict[str, Any], status: int = 200)
 
 
 def test_the_documents_examples(serve: Serve) -> None:
-    """Sent as printed, answered in the printed shape: keys, their order and their types."""
+    """The documented examples are answered with the documented keys, order and types."""
     found = ask(serve(llama_65b={}), MINDIE, {"model": "llama_65b", **SINGLE})
     assert list(found) == ["id", "object", "created", "model", "choices", "usage", "prefill_time", "decode_time_arr"]
     assert list(found["choices"][0]) == ["index", "message", "finish_reason"]
@@ -66,7 +66,7 @@ def test_the_documents_examples(serve: Serve) -> None:
 
 
 def test_generated_events(serve: Serve) -> None:
-    """The document's example, streamed: one event a token and an end, each in the printed form."""
+    """The documented example, streamed, gives one event a token and an end, in the documented form."""
     answer = serve(llama_65b={}).post("/v2/models/llama_65b/generate_stream", json=GENERATE)
     assert answer.content_type == "text/event-stream"
     events = answer.get_data(as_text=True).split("\n\n")
@@ -80,7 +80,9 @@ def test_generated_events(serve: Serve) -> None:
 
 
 def test_who_speaks_it_at_openais_path(serve: Serve) -> None:
-    """The endpoints whose setting says vllm; others, and what names none, stay OpenAI's, errors included."""
+    """At OpenAI's path only endpoints with the setting vllm speak MindIE's dialect; errors without an endpoint are
+    OpenAI's.
+    """
     client = serve(ours={"openAiSupport": "vllm"}, theirs={}, others={"openAiSupport": "openai"})
     assert "prefill_time" in ask(client, OPENAI, HI | {"model": "ours"})
     assert "prefill_time" in ask(client, OPENAI, HI | {"model": "ours-1"})
@@ -94,7 +96,9 @@ def test_who_speaks_it_at_openais_path(serve: Serve) -> None:
 
 
 def test_a_server_that_speaks_it_everywhere(serve: Serve) -> None:
-    """Then also what names no endpoint, or no JSON, or another kind of body, is refused in its form."""
+    """If every endpoint speaks MindIE's dialect, bodies without an endpoint, or without JSON, are refused in its form
+    too.
+    """
     client = serve(a={"openAiSupport": "vllm"}, b={"openAiSupport": "vllm"})
     assert ask(client, OPENAI, HI | {"model": "nobody"}, 404)["error_type"] == "NotFoundError"
     answer = client.post(OPENAI, data=b"{", content_type="application/json")
@@ -105,7 +109,7 @@ def test_a_server_that_speaks_it_everywhere(serve: Serve) -> None:
 
 
 def test_full_texts(serve: Serve) -> None:
-    """With the setting each chunk has the text so far."""
+    """With the setting each chunk has the full text so far."""
     answer = serve(m={"fullTextEnabled": True}).post(MINDIE, json=HI | {"model": "m", "stream": True})
     chunks = [json.loads(line[6:]) for line in answer.get_data(as_text=True).split("\n\n")[:-2]]
     texts = [chunk["choices"][0]["delta"]["content"] for chunk in chunks]
@@ -114,7 +118,7 @@ def test_full_texts(serve: Serve) -> None:
 
 
 def test_most_tokens_of_a_reply(serve: Serve) -> None:
-    """maxIterTimes is the default of max_tokens in MindIE's chats and bounds them; elsewhere more is refused."""
+    """maxIterTimes is the default and the bound of max_tokens in MindIE's chats; elsewhere more is refused."""
     client = serve(m={"maxIterTimes": 7})
     for asked, made in ((None, 7), (3, 3), (50, 7), (2**31 - 1, 7)):
         found = ask(client, MINDIE, HI | {"model": "m", "max_tokens": asked})
@@ -153,7 +157,7 @@ def test_a_prompt_leaves_room_for_the_longest_reply(serve: Serve) -> None:
 
 
 def test_media_within_what_is_allowed(serve: Serve, tmp_path: Path) -> None:
-    """A file is looked at below the allowed directory alone, whatever links say; then the model is what refuses."""
+    """A file is only looked for below the allowed directory, links resolved; then the model refuses the medium."""
     inside, outside = tmp_path / "media", tmp_path / "other"
     for place in (inside, outside):
         place.mkdir()
@@ -193,7 +197,7 @@ def test_long_stop_strings(serve: Serve) -> None:
 
 
 def test_times_of_the_current_profile(serve: Serve) -> None:
-    """Details have what the document leaves null."""
+    """Details have the times that the document leaves null."""
     body = {"text_input": "x", "parameters": {"details": True}}
     path = "/v2/models/m/generate"
     assert ask(serve(m={}), path, body)["details"]["first_token_cost"] is None

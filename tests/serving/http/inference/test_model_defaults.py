@@ -28,7 +28,7 @@ DEFAULTS = {"max_tokens": 7, "temperature": 0, "stop": "zzz", "seed": 5}
 
 @pytest.fixture
 def client(make: Callable[..., Server]) -> FlaskClient:
-    """``assistant`` was logged with a default adapter and defaults."""
+    """Return a client of ``assistant``, logged with a default adapter and defaults."""
     server = make()
     (endpoint,) = server.endpoints.entities()
     view = dataclasses.replace(endpoint.view, default_adapter="pirate", defaults=defaults_of(DEFAULTS))
@@ -41,7 +41,7 @@ def client(make: Callable[..., Server]) -> FlaskClient:
     "path", ["/v1/chat/completions", "/serving-endpoints/assistant/invocations", "/invocations", "/v1/completions"]
 )
 def test_defaults_fill_what_a_request_leaves_out(client: FlaskClient, path: str) -> None:
-    """The defaults' values on every route, for whole replies and the adapter's name in them."""
+    """Defaults apply on every route to whole replies, which name the default adapter."""
     body = {"model": "assistant", "prompt": "Hi", "ignore_eos": True} if path == "/v1/completions" else CHAT
     reply = client.post(path, json=body).json
     assert (reply["usage"]["completion_tokens"], reply["model"]) == (7, "assistant:pirate")
@@ -50,7 +50,7 @@ def test_defaults_fill_what_a_request_leaves_out(client: FlaskClient, path: str)
 
 
 def test_a_requests_own_fields_win(client: FlaskClient) -> None:
-    """A value of its own, or another name of the field, replaces the default."""
+    """A request's own value, under any of the field's names, replaces the default."""
     for own in ({"max_tokens": 3}, {"max_completion_tokens": 3}):
         assert client.post("/v1/chat/completions", json=CHAT | own).json["usage"]["completion_tokens"] == 3
     drawn = [
@@ -61,7 +61,7 @@ def test_a_requests_own_fields_win(client: FlaskClient) -> None:
 
 
 def test_fields_that_a_task_lacks_are_left_out(client: FlaskClient) -> None:
-    """An embedding takes no temperature, and its encoding is the default's only where it says none."""
+    """An embedding ignores a default temperature, and uses the default encoding if it gives none."""
     assert defaults_of(DEFAULTS)("embeddings") is None
     body = {"model": "assistant", "input": "Hi"}
     assert isinstance(client.post("/v1/embeddings", json=body).json["data"][0]["embedding"], list)
@@ -71,7 +71,7 @@ def test_fields_that_a_task_lacks_are_left_out(client: FlaskClient) -> None:
 
 
 def test_a_default_max_tokens_gives_way_to_the_context(client: FlaskClient, make: Callable[..., Server]) -> None:
-    """To the room in the context, and to what a request says: they never refuse one."""
+    """A default max_tokens is reduced to the room in the context and never refuses a request."""
     server = make()
     (endpoint,) = server.endpoints.entities()
     long = dataclasses.replace(endpoint.view, defaults=defaults_of({"max_tokens": 10**6, "min_tokens": 10}))
@@ -84,7 +84,7 @@ def test_a_default_max_tokens_gives_way_to_the_context(client: FlaskClient, make
 
 
 def test_defaults_of_an_endpoint(monkeypatch: pytest.MonkeyPatch, instant_bundle: Bundle) -> None:
-    """Stand over the model's own and are shown with what holds; one that is none is refused by its place."""
+    """An endpoint's defaults override the model's and are shown merged; an invalid one is refused with its path."""
     saved = {"generation_config": {"temperature": 0.6, "top_k": 20}, "defaults": {"max_tokens": 7, "stop": "x"}}
     monkeypatch.setattr(registry, "resolve", lambda uris: (ResolvedModel(bundle=instant_bundle, config=saved),))
     given = {"temperature": 0.1, "top_k": None}
@@ -103,14 +103,14 @@ def test_defaults_of_an_endpoint(monkeypatch: pytest.MonkeyPatch, instant_bundle
 
 
 def test_defaults_of_the_command_line() -> None:
-    """``-D FIELD=VALUE`` is JSON where it reads as such; what is no default is refused by name."""
+    """``-D FIELD=VALUE`` is parsed as JSON where it can be, and an invalid default is refused by name."""
     assert request_fields(("temperature=0", "stop=x", "top_k=null")) == {"temperature": 0, "stop": "x", "top_k": None}
     with pytest.raises(InvalidField, match=r"^-D\.max_token: .*did you mean 'max_tokens'"):
         request_fields(("max_token=1",))
 
 
 def test_defaults_that_a_task_does_not_take(instant_bundle: Bundle) -> None:
-    """Are refused before anything is served, by name."""
+    """Defaults that a task does not take are refused by name before anything is served."""
     assert ResolvedModel(bundle=instant_bundle, config={"defaults": DEFAULTS}).defaults == DEFAULTS
     assert ResolvedModel(bundle=instant_bundle).defaults == {}
     _check_defaults(DEFAULTS, instant_bundle)

@@ -19,7 +19,7 @@ from mlflow_llm.serving.interface.request import RawCompletion, RawRequest, RawS
 
 
 class Framed:
-    """Token ids as little-endian uint32, which a header counts in bytes; ``v<version>`` is how many to generate."""
+    """A dialect of token ids as little-endian uint32 with a length header; ``v<version>`` is the number to generate."""
 
     name = "framed"
     routes = (
@@ -124,7 +124,7 @@ def test_refusals_have_its_form(client: Any, path: str, headers: dict[str, str],
 
 
 def test_the_document_has_it(client: Any) -> None:
-    """Its routes, the types of its bodies, its schemas and its form of error."""
+    """The OpenAPI document has the dialect's routes, media types, schemas and error form."""
     document = client.get("/openapi.json").json
     operation = document["paths"]["/framed/{name}/v{version}"]["post"]
     (content,) = operation["requestBody"]["content"].items()

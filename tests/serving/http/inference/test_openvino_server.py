@@ -17,7 +17,7 @@ CHAT = {
 
 
 def test_the_documents_example(client: FlaskClient) -> None:
-    """Answered in the printed shape, with the length that the original does not tell, and greedy: the same again."""
+    """The documented example is answered in the documented shape, greedily, so that it is the same again."""
     first, again = (client.post("/v3/chat/completions", json=CHAT).json for _ in range(2))
     assert first["choices"] == again["choices"]
     (choice,) = first["choices"]
@@ -53,14 +53,14 @@ def test_streams_and_other_tasks(client: FlaskClient) -> None:
     ],
 )
 def test_errors(client: FlaskClient, path: str, body: dict[str, Any], status: int, said: str) -> None:
-    """``{"error": "..."}`` and nothing else, also where no route is."""
+    """An error is ``{"error": "..."}`` and nothing else, also for unknown routes."""
     answer = client.post(path, json=body)
     assert (answer.status_code, list(answer.json)) == (status, ["error"])
     assert said in answer.json["error"]
 
 
 def test_ignore_eos_takes_what_the_context_leaves(client: FlaskClient) -> None:
-    """The 4000 tokens that no request has asked for do not refuse it for its prompt's length."""
+    """ignore_eos without max_tokens uses at most the rest of the context instead of refusing a long prompt."""
     prompt = "a" * 4090  # of a context of 4096
     answer = client.post("/v3/completions", json={"model": "assistant", "prompt": prompt, "ignore_eos": True})
     assert answer.status_code == 200, answer.text
@@ -70,7 +70,7 @@ def test_ignore_eos_takes_what_the_context_leaves(client: FlaskClient) -> None:
 
 
 def test_lists_and_states(client: FlaskClient) -> None:
-    """The models as OpenAI's list has them, one of them, and their states as TensorFlow Serving says them."""
+    """Models are listed and shown as OpenAI's API has them, and their states as TensorFlow Serving's."""
     assert client.get("/v3/models").json == client.get("/v1/models").json
     assert client.get("/v3/models/assistant").json["id"] == "assistant"
     assert list(client.get("/v3/models/nobody").json) == ["error"]

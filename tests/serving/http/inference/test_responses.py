@@ -32,7 +32,7 @@ SAME: dict[str, Any] = {
 
 
 def connected(server: Server, **options: Any) -> openai.OpenAI:
-    """OpenAI's client of an application without a server around it."""
+    """Yield OpenAI's client of an application without a server around it."""
     transport = httpx.WSGITransport(app=create_app(server), remote_addr="127.0.0.1")
     given = {"api_key": "unused", "base_url": "http://localhost:8000/v1", "max_retries": 0} | options
     return openai.OpenAI(http_client=httpx.Client(transport=transport), **given)
@@ -46,7 +46,7 @@ def gpt(server: Server) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture
 def metered(make: Callable[..., Server], tmp_path: Path) -> Iterator[tuple[openai.OpenAI, Store]]:
-    """A client with a key of a server with a ledger, and its store."""
+    """Yield a client with a key of a server with a ledger, and its store."""
     store = Store(f"sqlite:///{tmp_path}/ledger.db")
     ledger, keys = Ledger(store, state_dir=tmp_path), Keys(store)
     secret, _ = keys.create("acme")
@@ -112,7 +112,7 @@ def test_a_reply_goes_back_in(gpt: openai.OpenAI) -> None:
 
 
 def test_counting(gpt: openai.OpenAI) -> None:
-    """Counts are what a response would use, whatever stands in it; an input over the context is counted too."""
+    """Counts equal the usage of the response with any input, and an input over the context is counted too."""
     ask: dict[str, Any] = {"model": "assistant", "instructions": "be", "input": [{"role": "user", "content": "Grüße"}]}
     used = gpt.responses.create(**ask, max_output_tokens=1).usage.input_tokens
     found = gpt.responses.input_tokens.count(**ask)
@@ -123,7 +123,7 @@ def test_counting(gpt: openai.OpenAI) -> None:
 
 
 def test_logprobs(gpt: openai.OpenAI) -> None:
-    """An entry a token where they are included, with as many alternatives, streamed and not."""
+    """Included log probabilities have an entry for each token with the requested alternatives, streamed or not."""
     ask = ASK | {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
     part = gpt.responses.create(**ask).output[0].content[0]
     assert [len(entry.top_logprobs) for entry in part.logprobs] == [2] * 8
@@ -167,7 +167,7 @@ def test_no_reasoning_is_no_request(gpt: openai.OpenAI) -> None:
 
 
 def test_truncation(metered: tuple[openai.OpenAI, Store]) -> None:
-    """On an endpoint that is paid by the token an over-long input loses its beginning, and the reply says so."""
+    """A pay-per-token endpoint truncates the beginning of an overlong input, and the reply says so."""
     client, _ = metered
     found = client.responses.create(**ASK | {"input": "x" * 5000}, truncation="auto")
     assert (found.truncation, found.usage.input_tokens) == ("auto", 4096 - 8)
@@ -207,7 +207,7 @@ def tools_shown(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def test_the_document_has_it(client: FlaskClient) -> None:
-    """Its route, its fields and its form of error; the page that shows them."""
+    """The OpenAPI document and its page have the route, its fields and its form of error."""
     document = client.get("/openapi.json").json
     operation = document["paths"]["/v1/responses"]["post"]
     content = operation["requestBody"]["content"]["application/json"]

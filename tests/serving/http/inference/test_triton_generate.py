@@ -53,14 +53,16 @@ def ask(client: FlaskClient, body: dict[str, Any], status: int = 200, path: str 
     ],
 )
 def test_which_form_is_meant(body: Any, meant: bool) -> None:
-    """Triton's own where a name is known to it and not to MindIE's; a misspelt one of MindIE's stays MindIE's."""
+    """A body is read as Triton's form if a name is known to it alone; a misspelt name of MindIE's stays MindIE's."""
     assert is_meant(json.dumps(body).encode()) is meant
     assert not is_meant(b"{")
 
 
 @pytest.mark.parametrize("body", [ASK, {"text_input": ASK["text_input"], "parameters": {"max_tokens": 5}}])
 def test_a_text(client: FlaskClient, body: dict[str, Any]) -> None:
-    """Inputs stand among the body's keys, or in parameters; greedy as TensorRT-LLM is; without ids nobody asked for."""
+    """Inputs stand at the top level or in parameters; sampling is greedy as in TensorRT-LLM, and ids are returned on
+    request only.
+    """
     found = ask(client, body)
     assert list(found) == ["model_name", "model_version", "text_output"]
     assert (found["model_name"], found["model_version"], len(found["text_output"])) == ("assistant", "1", 5)
@@ -69,7 +71,7 @@ def test_a_text(client: FlaskClient, body: dict[str, Any]) -> None:
 
 
 def test_what_may_be_asked_beside(client: FlaskClient) -> None:
-    """The prompt before the text, stop words as lists, prompts of token ids, log probabilities beside a text."""
+    """A request may have the prompt echoed, lists of stop words, prompts of token ids, and log probabilities."""
     text = ask(client, ASK)["text_output"]
     whole = ask(client, ASK | {"parameters": {"exclude_input_in_output": False}})["text_output"]
     assert whole == ASK["text_input"] + text
@@ -93,7 +95,7 @@ def events(client: FlaskClient, body: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def test_events(client: FlaskClient) -> None:
-    """One a text, with the same keys; stream false has the whole text in one."""
+    """Each text is an event with the same keys; stream false gives the whole text in one."""
     whole = ask(client, ASK)
     found = events(client, ASK)
     assert len(found) == 5
@@ -123,7 +125,7 @@ def test_events(client: FlaskClient) -> None:
     ],
 )
 def test_what_is_refused(client: FlaskClient, body: dict[str, Any], where: str) -> None:
-    """In Triton's form and with its status, by the field."""
+    """A refusal has Triton's form and status, and names the field."""
     found = ask(client, body, 400)
     assert list(found) == ["error"]
     assert where in found["error"].split(":")[0]
@@ -131,7 +133,7 @@ def test_what_is_refused(client: FlaskClient, body: dict[str, Any], where: str) 
 
 @pytest.mark.parametrize("name", ["return_log_probs", "return_context_logits", "beam_width"])
 def test_what_is_not_streamed(client: FlaskClient, name: str) -> None:
-    """Numbers beside the text, and texts that come at the end, are refused by name where tokens are streamed."""
+    """Outputs that cannot be streamed are refused by name if tokens are streamed."""
     answer = client.post(f"{PATH}_stream", json=ASK | {name: 2 if name == "beam_width" else True})
     assert answer.status_code == 400
     assert answer.get_json()["error"].startswith(name)

@@ -33,7 +33,7 @@ ENTRY = {
     ],
 )
 def test_lists(client: FlaskClient, path: str, expected: dict) -> None:
-    """Every field and value of the objects that list endpoints, and no other."""
+    """The lists of endpoints have exactly the expected fields and values."""
     answer = client.get(path)
     assert (answer.status_code, answer.content_type) == (200, "application/json")
     assert answer.json == expected
@@ -75,6 +75,6 @@ def test_a_reply_names_its_adapter(client: FlaskClient, path: str, body: dict) -
 
 
 def test_a_reply_of_the_base_names_the_endpoint(client: FlaskClient) -> None:
-    """However the request called it."""
+    """A reply of the base model names the endpoint, whatever name the request used."""
     for model in ("assistant", "model-1"):
         assert client.post("/v1/chat/completions", json=CHAT | {"model": model}).json["model"] == "assistant"
