@@ -244,7 +244,7 @@ def test_an_output_of_another_input(server: FakeServer, files: tuple[Path, Path]
         ('{"body": {}, "custom": "a"}', "did you mean 'custom_id'"),
     ],
 )
-def test_input_that_is_none(server: FakeServer, files: tuple[Path, Path], text: str, reported: str) -> None:
+def test_invalid_input_is_refused(server: FakeServer, files: tuple[Path, Path], text: str, reported: str) -> None:
     """Invalid input is refused with its line number before anything is sent or written."""
     files[0].write_text("\n".join(text.split("\n")))
     done = run(server, files)

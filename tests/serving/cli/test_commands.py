@@ -137,7 +137,7 @@ def test_no_server(arguments: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("url", ["ftp://host", "http://", "http://host:port", "http://host:99999"])
-def test_urls_that_are_none(url: str) -> None:
+def test_invalid_urls_are_usage_errors(url: str) -> None:
     """A URL that cannot be one is a usage error that shows it."""
     done = CliRunner().invoke(cli, ["endpoints", "--url", url])
     assert done.exit_code == 2
@@ -319,7 +319,7 @@ def test_doctor_tells_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("surveyed")
-def test_doctor_of_no_model(tmp_path: Path) -> None:
+def test_doctor_with_an_unreadable_model(tmp_path: Path) -> None:
     """A model that cannot be read is one line behind the report, not a trace; it is a problem in the JSON too."""
     command = ["doctor", "-m", str(tmp_path / "nothing")]
     done = CliRunner().invoke(cli, command)
@@ -448,7 +448,7 @@ def test_serve_looks_at_its_store_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ['{"endpoints": [', '{"settings": {"port": "x"}}'])
-def test_serve_of_a_spec_that_is_none(text: str, tmp_path: Path) -> None:
+def test_serve_refuses_an_invalid_spec(text: str, tmp_path: Path) -> None:
     """A file that is no spec is an error with its name and the reason."""
     file = tmp_path / "spec.json"
     file.write_text(text)

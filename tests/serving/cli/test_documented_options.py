@@ -33,7 +33,7 @@ def unknown(line: str) -> list[str]:
     return [word for word in words if re.fullmatch(r"--?[a-zA-Z][a-z-]*", word) and word not in options]
 
 
-def test_there_are_many() -> None:
+def test_documents_contain_commands() -> None:
     """The documents contain commands, so that the test below checks something."""
     assert len(documented()) > 40
 

@@ -44,7 +44,7 @@ def test_a_new_key(key: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "command", [("engine", "-m", "x", "--key-file"), ("serve", "--port", "0", "-m", "x", "--engine", ONE)]
 )
-def test_keys_that_are_none(key: str, tmp_path: Path, command: tuple[str, ...]) -> None:
+def test_bad_key_files_are_refused(key: str, tmp_path: Path, command: tuple[str, ...]) -> None:
     """A key file that is missing, readable by others or too short is refused by name on both sides."""
     command = command if command[-1] == "--key-file" else (*command, "--engine-key-file")
     short = tmp_path / "short"

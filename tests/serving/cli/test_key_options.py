@@ -47,13 +47,13 @@ def test_a_key_comes_from_many_places(tmp_path: Path) -> None:
         (("--key", "sk-x", "--key-file", "/dev/null"), "contains no key"),
     ],
 )
-def test_what_is_no_key(words: tuple[str, ...], reported: str) -> None:
+def test_invalid_keys_are_refused(words: tuple[str, ...], reported: str) -> None:
     """An invalid key is refused without being shown."""
     done = run(*words, input="")
     assert (done.exit_code, reported in done.stderr, "two words" in done.stderr) == (2, True, False), done.stderr
 
 
-def test_one_key_is_enough(tmp_path: Path) -> None:
+def test_two_keys_are_refused(tmp_path: Path) -> None:
     """Giving both --key and --key-file is refused."""
     file = tmp_path / "key"
     file.write_text("sk-file")

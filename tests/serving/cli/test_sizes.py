@@ -26,7 +26,7 @@ def test_units(given: str | int, size: int) -> None:
 
 
 @pytest.mark.parametrize("given", ["", "0", "-1", "1e9", "lots", "8 GiBs", "0.0001k", "9" * 40, "8GB8", "inf", "٣"])
-def test_what_is_no_size_is_refused(given: str) -> None:
+def test_invalid_sizes_are_refused(given: str) -> None:
     """A value that is not a size is refused with an error that says what is allowed."""
     with pytest.raises(click.BadParameter, match=r"number of bytes|at least 1 byte"):
         Size().convert(given, None, None)

@@ -76,7 +76,7 @@ def test_wide_characters_count_twice() -> None:
     assert wrapped("一二三四五 六七八九十", 12) == ["一二三四五 ", "六七八九十"]
 
 
-def test_history_without_a_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_history_without_a_state_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """There is no history file, and no error, if the state directory cannot be created."""
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("MLFLOW_LLM_STATE", str(tmp_path / "file" / "below"))

@@ -87,7 +87,7 @@ def test_an_entity_is_measured_once_for_an_engine(measured: list[object], reserv
     assert measured == [engine]
 
 
-def test_what_the_machine_cannot_give_is_refused(measured: list[object], reserved_time: ReservedTime) -> None:
+def test_throughput_above_the_capacity_is_refused(measured: list[object], reserved_time: ReservedTime) -> None:
     """More throughput than the machine has is refused with the field's name, the value and what was measured."""
     fields = {"min_provisioned_throughput": 401, "max_provisioned_throughput": 500}
     with pytest.raises(InvalidField, match=r"^min_provisioned_throughput: 401 .*at most 400 tokens/s.*measured"):

@@ -106,7 +106,7 @@ def test_lengths_that_leave_no_room() -> None:
         config_body({"served_entities": entities, "maxPrefillTokens": 512}, "config")
 
 
-def test_a_servers_are_for_endpoints_that_say_nothing() -> None:
+def test_server_settings_are_defaults_for_endpoints() -> None:
     """An endpoint's own dialect settings take precedence over the server's; both reach its configuration and engine."""
     bundle = Bundle(content_hash="x", tasks=("chat",), model_dir="/m", tokenizer_dir="/m")
     own = DialectSettings(maxIterTimes=5, maxPrefillTokens=64)

@@ -90,7 +90,7 @@ def test_a_refusal_is_said_and_a_replacement_waited_for(adapters: EngineAdapters
     assert planned(adapters, status(("ready", {"legal": "2"})), (PLANNED,)) == ((newer,), ())
 
 
-def test_what_is_wanted_no_more_is_withdrawn(adapters: EngineAdapters) -> None:
+def test_unwanted_adapters_are_withdrawn(adapters: EngineAdapters) -> None:
     """An adapter that is no longer wanted is withdrawn, even by a new controller process that knows it only from the
     old plan.
     """

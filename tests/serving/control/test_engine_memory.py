@@ -192,7 +192,7 @@ def test_a_provisioned_minimum_is_never_unloaded(tmp_path: Path) -> None:
     assert machine.request("b") == {"paid", "b"}
 
 
-def test_what_never_fits_is_refused_by_name(tmp_path: Path) -> None:
+def test_an_engine_that_cannot_fit_is_refused(tmp_path: Path) -> None:
     """An engine larger than the budget, by its files, by measurement or beside pinned ones, is refused by name."""
     machine = Machine(tmp_path, 2, {"huge": 3, "a": 1.5, "b": 1.5})
     with pytest.raises(

@@ -34,7 +34,7 @@ CHAT = InferenceRoute("/v1/chat/completions", "chat", "")
         ("", "mlflow"),
     ],
 )
-def test_whose_errors_a_path_has(path: str, name: str) -> None:
+def test_error_dialect_of_a_path(path: str, name: str) -> None:
     """A path's errors are in the dialect of its route or prefix, and in MLflow's if neither is known."""
     assert dialect_of(path).name == name
 

@@ -52,7 +52,7 @@ def test_an_adapter_is_loaded_replaced_and_removed(endpoints: EndpointStore) -> 
         adapters.put("nobody", "legal", "/a", "/a", replace=False)
 
 
-def test_what_no_engine_takes_was_never_there(endpoints: EndpointStore) -> None:
+def test_taking_back_restores_the_replaced_adapter(endpoints: EndpointStore) -> None:
     """Taking back an adapter that no engine accepts restores the one it replaced and keeps a later load."""
     adapters = endpoints.adapters
     first, _ = adapters.put("chat", "legal", "/a", "/a", replace=False)
@@ -65,14 +65,14 @@ def test_what_no_engine_takes_was_never_there(endpoints: EndpointStore) -> None:
     assert adapters.all() == {}
 
 
-def test_they_go_with_their_endpoint(endpoints: EndpointStore) -> None:
+def test_adapters_are_deleted_with_their_endpoint(endpoints: EndpointStore) -> None:
     """Adapters are deleted with their endpoint: a new endpoint of the same name has none."""
     endpoints.adapters.put("chat", "legal", "/a", "/a", replace=False)
     endpoints.delete("chat")
     assert endpoints.adapters.all() == {}
 
 
-def test_changes_are_said(store_url: str) -> None:
+def test_listeners_are_notified_of_changes(store_url: str) -> None:
     """A listener is notified of each change to the endpoints and adapters to be served, and of nothing else."""
     store, said = Store(store_url), []
     source = ModelSource(uri="m", bundle=Bundle(content_hash="h", tasks=("chat",), model_dir="/m", tokenizer_dir="/t"))

@@ -134,7 +134,7 @@ def test_unknown_models(client: FlaskClient, model: str) -> None:
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"1", b'"x"', b"\xff\xfe", b"[" * 100_000, b"null"])
-def test_bodies_that_are_no_object(client: FlaskClient, body: bytes) -> None:
+def test_bodies_that_are_not_objects(client: FlaskClient, body: bytes) -> None:
     """A body that is no JSON object is a 400 that says so, in the dialect of the route."""
     for path, key in (("/v1/chat/completions", "error"), ("/invocations", "error_code")):
         answer = client.post(path, data=body, content_type="application/json")
@@ -186,7 +186,7 @@ def test_deep_values(client: FlaskClient, field: str, depth: int) -> None:
         ),
     ],
 )
-def test_values_that_are_no_json(client: FlaskClient, body: bytes, field: str) -> None:
+def test_values_that_json_does_not_allow(client: FlaskClient, body: bytes, field: str) -> None:
     """A value that JSON does not allow is refused with its field where there is one, without repeating the prompt."""
     answer = client.post("/v1/chat/completions", data=body, content_type="application/json")
     assert (answer.status_code, answer.json["error"]["param"]) == (400, field)

@@ -29,7 +29,7 @@ def test_a_registered_model_is_parsed_and_written_back(uri: str, model: Register
     "uri",
     ["models:/m-" + "0" * 32, "models:/", "models:/a/b/c", "models:/a@", "models:/@b", "runs:/1/model", "/a/b", "a@b"],
 )
-def test_other_uris_name_no_registered_model(uri: str) -> None:
+def test_uris_without_a_registered_model(uri: str) -> None:
     """Ids of logged models, malformed URIs, other schemes and paths."""
     assert parse(uri) is None
 

@@ -94,7 +94,7 @@ def test_finding_an_endpoint_takes_no_part_in_its_traffic(endpoints: ServedEndpo
         assert endpoints.route("chat", "chat:pirate")[0].entity == expected.choose()
 
 
-def test_what_a_body_names_is_of_the_paths_endpoint(endpoints: ServedEndpoints) -> None:
+def test_a_bodys_model_must_belong_to_the_paths_endpoint(endpoints: ServedEndpoints) -> None:
     """An entity of it, an adapter, both; another endpoint or another adapter is refused, and one that is not there."""
     entity, adapter = endpoints.route("chat:pirate", "b")
     assert (entity.endpoint, entity.entity, adapter) == ("chat", "b", "pirate")
@@ -333,7 +333,7 @@ def test_a_request_that_cannot_be_in_time_is_told_when_to_come_back(engine: Inst
 
 
 @pytest.mark.parametrize("is_early", [True, False])
-def test_the_stream_of_a_request_that_waited_is_tapped_as_any(engine: InstantEngine, is_early: bool) -> None:
+def test_the_stream_of_a_waiting_request_can_be_tapped(engine: InstantEngine, is_early: bool) -> None:
     """A tap takes the events of a request that waited for a replica, whether set before or after the replica came."""
     buffer = EventBuffer(LocalQueue(), 1)
     handle = SimpleNamespace(post=lambda command: None, abort=lambda: None)

@@ -69,14 +69,14 @@ def test_typed_and_raw_contents() -> None:
         ),
     ],
 )
-def test_tensors_that_lie_are_refused(tensor: dict[str, Any], more: dict[str, Any], said: str) -> None:
+def test_inconsistent_tensors_are_refused(tensor: dict[str, Any], more: dict[str, Any], said: str) -> None:
     """Values that are missing, too many, of another type or of another size than they say."""
     with pytest.raises(InvalidField) as refused:
         decoded({"name": "temperature"} | tensor, **more)
     assert said in refused.value.message
 
 
-def test_what_is_no_message() -> None:
+def test_bytes_that_are_not_protobuf_are_refused() -> None:
     """Bytes that protobuf cannot read are refused as such."""
     with pytest.raises(RequestError, match="not a ModelInferRequest"):
         DIALECT.decode(Head(INFER, {}), b"\xff\xff\xff")

@@ -30,7 +30,7 @@ def call() -> Any:
     return _Call()
 
 
-def test_as_many_of_the_largest_messages_as_have_room() -> None:
+def test_largest_messages_are_limited_by_room() -> None:
     """128 MiB of 16 MiB each, 32 MiB of one caller; a message that could be larger than all of it comes alone."""
     found = Intake.of(ServerSettings())
     assert (found._total, found._by_caller) == (8, 2)
@@ -38,7 +38,7 @@ def test_as_many_of_the_largest_messages_as_have_room() -> None:
     assert (one._total, one._by_caller) == (2, 1)
 
 
-def test_what_has_no_turn_waits_for_one() -> None:
+def test_calls_wait_for_a_free_turn() -> None:
     """256 callers come at once: never more than the turns there are, and all come in the end."""
     intake = Intake(total=3, by_caller=1, patience=600)
     lock, now, most = threading.Lock(), 0, 0
@@ -75,7 +75,7 @@ def test_a_callers_own_turns_are_bounded() -> None:
         pass
 
 
-def test_whoever_is_late_loses_its_call_when_others_wait() -> None:
+def test_a_silent_call_is_cancelled_when_others_wait() -> None:
     """A client that sends nothing holds its turn no longer than another has patience; a message that has come does."""
     intake = Intake(total=2, by_caller=1, patience=0.01)
     slow, here = call(), call()
@@ -102,7 +102,7 @@ def test_whoever_is_late_loses_its_call_when_others_wait() -> None:
     assert not here.cancelled.is_set()
 
 
-def test_a_message_is_nowhere_once_it_is_received() -> None:
+def test_a_turn_ends_when_the_memory_budget_decides() -> None:
     """Its turn ends when the budget has counted it, or refuses it; its id is known afterwards."""
     data = ModelInferRequest(id="mine", model_name="m", model_version="2").SerializeToString()
     ended: list[bool] = []

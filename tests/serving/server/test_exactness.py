@@ -262,7 +262,7 @@ def test_no_limit_is_exceeded(outcome: Outcome) -> None:
             assert sum(used for at, used in rows if 0 <= at - first <= seconds) <= TIGHT[kind], (kind, first)
 
 
-def test_in_flight_is_in_flight(outcome: Outcome) -> None:
+def test_concurrency_limits_hold(outcome: Outcome) -> None:
     """Requests of the tenant that may have one at a time never generated side by side.
 
     Those that ended by themselves: an aborted one is over for the ledger a step before it is for the engine.

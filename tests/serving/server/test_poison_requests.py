@@ -29,7 +29,7 @@ def fragile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 @pytest.mark.parametrize(
     ("path", "stream"), [("/v1/chat/completions", False), ("/serving-endpoints/assistant/invocations", True)]
 )
-def test_it_is_refused_for_good(fragile: Running, path: str, stream: bool) -> None:
+def test_a_poison_request_gets_a_422(fragile: Running, path: str, stream: bool) -> None:
     """A 422, which no client retries, with a message that says why and no Retry-After, whole and streamed; what ran
     beside it has its whole answer, and the server goes on."""
     until(lambda: idle(fragile))

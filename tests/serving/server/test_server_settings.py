@@ -141,7 +141,7 @@ def test_probes_have_a_listener_of_their_own(guarded: tuple[Running, str]) -> No
     error.value.close()
 
 
-def test_a_server_whose_every_place_is_answered(tmp_path: Path) -> None:
+def test_a_full_server_without_idle_connections(tmp_path: Path) -> None:
     """If no connection can be closed, one beyond its address's limit gets a 429, probes are still answered, and freed
     places are used again.
     """
@@ -162,7 +162,7 @@ def test_a_server_whose_every_place_is_answered(tmp_path: Path) -> None:
         assert {(line["address"], line["status"]) for line in lines} == {("127.0.0.1", 429)}
 
 
-def test_who_does_not_take_an_answer_makes_room(guarded: tuple[Running, str]) -> None:
+def test_a_client_that_reads_nothing_is_evicted(guarded: tuple[Running, str]) -> None:
     """Places of clients that read nothing of what they asked for (Slow Read) are another's."""
     server, _ = guarded
     with ExitStack() as held:
@@ -185,7 +185,7 @@ def test_who_does_not_take_an_answer_makes_room(guarded: tuple[Running, str]) ->
         ({"probe_port": -1}, "probe_port"),
     ],
 )
-def test_listeners_that_cannot_be(values: dict[str, object], field: str) -> None:
+def test_invalid_probe_addresses_are_refused(values: dict[str, object], field: str) -> None:
     """An address for probes without a port, or the gateway's own, is refused."""
     with pytest.raises(InvalidField, match=field):
         ServerSettings(**values)

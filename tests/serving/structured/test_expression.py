@@ -150,7 +150,7 @@ def test_dialects_meet(expression: str, right: list[str], wrong: list[str]) -> N
         ("\ud800", "a regular expression"),
     ],
 )
-def test_what_has_no_place_is_refused_by_its_name(expression: Any, named: str) -> None:
+def test_unsupported_constructs_are_refused_by_name(expression: Any, named: str) -> None:
     """The error says which construct it is, for a field and for a schema's pattern at its pointer."""
     with pytest.raises(InvalidField, match=f"^guided_regex: .* is not allowed; expected .*{named}"):
         grammar_of(Constraint(kind="regex", value=expression, field="guided_regex"))

@@ -118,7 +118,7 @@ def test_what_is_ignored_stands_between_terminals() -> None:
 
 
 @pytest.mark.parametrize("name", _COMMON)
-def test_common_terminals_are_what_they_are_plain(name: str) -> None:
+def test_quoted_common_terminals_match_the_plain_ones(name: str) -> None:
     """A quoted common terminal accepts the same texts as llguidance's own."""
     lark, rng = f'start: "\\n" X\n%import common.{name} -> X', random.Random(name)
     plain, quoted = texts.of("lark", lark), _quoted(lark)
@@ -187,7 +187,7 @@ def test_what_needs_no_escapes_stays_as_it_is(lark: str) -> None:
     ("start: %if", "one of %ignore"),
     ('start: "\\""\n%import common.NOTHING', "common.NOTHING"),
 ], ids=lambda value: value[:24])  # fmt: skip
-def test_what_cannot_be_written_is_refused_with_its_line(lark: str, named: str) -> None:
+def test_constructs_that_cannot_be_quoted_are_refused(lark: str, named: str) -> None:
     """A construct that cannot be quoted is refused with its line and name."""
     with pytest.raises(InvalidField, match=f"^f(?s:.*)(?:{named})"):
         _quoted(lark)

@@ -96,12 +96,12 @@ def test_what_is_refused_says_what_and_where(schema: Any, message: str) -> None:
     ],
     ids=str,
 )
-def test_options_of_the_enforcement_are_not_the_callers(schema: Any) -> None:
+def test_x_guidance_options_are_refused(schema: Any) -> None:
     """The key is refused wherever it is a keyword."""
     assert "x-guidance" in refusal(schema)
 
 
-def test_a_property_may_have_the_name_of_our_options() -> None:
+def test_a_property_may_be_called_x_guidance() -> None:
     """A property may be called x-guidance and hold an object with that key: neither is taken for an option."""
     schema = {
         "type": "object",

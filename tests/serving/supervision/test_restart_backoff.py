@@ -91,7 +91,7 @@ def test_an_engine_that_loads_no_more_is_failed(make_bundle, supervise):
     assert one(supervisor).message == ""
 
 
-def test_a_draining_replica_stays_while_nobody_can_say_whether_it_is_used(place, make_bundle, supervise):
+def test_a_draining_replica_stays_while_its_use_is_unknown(place, make_bundle, supervise):
     """A draining replica stays while the files that say whether it is in use cannot be read."""
     asked, unreadable = [], [OSError(errno.EMFILE, "Too many open files")]
 
@@ -126,7 +126,7 @@ def test_pauses_start_over_after_a_healthy_life(make_bundle, supervise, monkeypa
     assert pauses == [0.25, 0.5, 1.0, 0.25]
 
 
-def test_a_long_load_that_fails_is_no_healthy_life(place, make_bundle, monkeypatch):
+def test_a_long_failed_load_does_not_reset_the_backoff(place, make_bundle, monkeypatch):
     """An engine that takes long to fail is not started again at once, each time."""
     now = [0.0]
 

@@ -42,7 +42,7 @@ def places(cwd: Path, installed: Path) -> tuple[list[str], str]:
     return done.stdout.split(), done.stderr
 
 
-def test_every_launcher_is_the_one() -> None:
+def test_no_other_module_starts_an_interpreter() -> None:
     """No other module of the package starts an interpreter but an isolated one (-I): each would have to remember -P
     and the environment."""
     found = {
@@ -82,7 +82,7 @@ def test_a_checkout_with_other_code(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kernels", [True, False])
-def test_a_checkout_that_is_all_there_is(tmp_path: Path, kernels: bool) -> None:
+def test_a_checkout_without_an_installed_package(tmp_path: Path, kernels: bool) -> None:
     """Kernels built in place are used; without any there is nothing better to run."""
     checkout, installed = tree(tmp_path / "checkout", kernels=kernels), tree(tmp_path / "installed", kernels=False)
     shown, warned = places(checkout, installed)

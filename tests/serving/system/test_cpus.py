@@ -13,7 +13,7 @@ from mlflow_llm.serving.system.control_groups import groups
 from mlflow_llm.serving.system.cpus import Processors, num_threads, processors, quota
 
 
-def test_the_least_quota_up_the_tree_binds(tmp_path: Path) -> None:
+def test_the_smallest_quota_up_the_tree_applies(tmp_path: Path) -> None:
     """cgroup v2: of nested groups' cpu.max the smallest counts, wherever it stands; "max" is none."""
     top = tmp_path / "cg"
     proc = machine(tmp_path, "0::/pods/pod/box", V2_MOUNT.format(root="/", top=top))
@@ -26,7 +26,7 @@ def test_the_least_quota_up_the_tree_binds(tmp_path: Path) -> None:
     assert quota(proc) == 4.0
 
 
-def test_half_a_processor_of_version_1(tmp_path: Path) -> None:
+def test_half_a_cpu_in_cgroup_v1(tmp_path: Path) -> None:
     """cgroup v1: quota over period of the group and those above; -1 is none."""
     top = tmp_path / "cpu"
     proc = machine(tmp_path, "4:memory:/x\n3:cpu,cpuacct:/a/b\n0::/", v1_mount("cpu,cpuacct").format(root="/", top=top))

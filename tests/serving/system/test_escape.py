@@ -57,7 +57,7 @@ def test_a_message_is_one_line():
     assert not set(HIDDEN) & set(written)
 
 
-def test_terminals_are_not_commanded(monkeypatch):
+def test_control_characters_are_escaped_on_terminals(monkeypatch):
     """Control characters in a model's reply or an endpoint's name reach the terminal escaped."""
 
     chats = importlib.import_module("mlflow_llm.serving.cli.chat")  # the package has the command under that name

@@ -27,7 +27,7 @@ def limited(top: Path, path: str, most: str, used: int, cached: int = 0) -> None
     group(top, path, memory__max=most, memory__current=str(used), memory__stat=stat)
 
 
-def test_the_least_room_up_the_tree_binds(tmp_path: Path) -> None:
+def test_the_smallest_room_up_the_tree_applies(tmp_path: Path) -> None:
     """cgroup v2: of the group and those above it that which leaves least; "max" is no limit."""
     top = tmp_path / "cg"
     proc = machine(tmp_path, "0::/pods/pod/box", V2_MOUNT.format(root="/", top=top))

@@ -79,7 +79,7 @@ def test_more_than_is_counted(endpoint, name, monkeypatch):
     assert refused.value.param == name
 
 
-def test_what_prepare_refuses(endpoint_of):
+def test_counting_refuses_what_prepare_refuses(endpoint_of):
     """A task that the model does not do and a template it does not have are refused as in a request."""
     with pytest.raises(RequestError, match="this model does embeddings"):
         count.prompt_tokens(_raw(prompt="x"), endpoint_of(tasks=("embeddings",)))
@@ -109,7 +109,7 @@ def test_the_last_message_left_open(endpoint, text, last):
     assert replying == closed + "<|start|>assistant\n"
 
 
-def test_only_a_reply_is_gone_on_with(endpoint):
+def test_only_an_assistant_message_can_be_continued(endpoint):
     """A message of the user cannot be left open for the model."""
     with pytest.raises(InvalidField, match=r"messages\[0\].role"):
         count.prompt_tokens(RawChat(messages=_raw(messages=HI).messages, end="open"), endpoint)

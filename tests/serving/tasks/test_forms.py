@@ -81,7 +81,7 @@ def test_choices_of_no_tool_are_refused(fields, words):
     ],
 )
 @pytest.mark.parametrize("content", [{"messages": HI}, {"prompt": "x"}], ids=["chat", "completions"])
-def test_an_engine_that_holds_to_no_form(endpoint, content, fields, param):
+def test_an_engine_without_structured_output_refuses_constraints(endpoint, content, fields, param):
     """A form is refused by its field where the engine has no structured output; text is what every engine gives."""
     info = endpoint.info
     plain = msgspec.structs.replace(
@@ -151,7 +151,7 @@ def test_a_form_that_a_model_was_logged_with(holding):
         ({"guided_regex": "("}, "guided_regex", ""),
     ],
 )
-def test_forms_that_are_none(holding, fields, param, words):
+def test_invalid_constraints_are_refused(holding, fields, param, words):
     """An invalid schema, expression or grammar is refused with its field, before it reaches an engine."""
     with pytest.raises(InvalidField) as caught:
         prepare(DIALECTS["mlflow"].read({"messages": HI, **fields}), holding)

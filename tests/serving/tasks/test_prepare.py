@@ -42,7 +42,7 @@ def test_defaults(endpoint, text):
         ({"typical_p": 5e-324}, {"typical_p": 1e-9}),
     ],
 )
-def test_divisors_that_float32_has_not(endpoint, asked, used):
+def test_divisors_that_underflow_in_float32(endpoint, asked, used):
     """A divisor that underflows in float32 is replaced by the nearest value with the same effect and finite logits."""
     sampling = _valid(endpoint, prompt="fox", **asked).sampling
     assert {name: getattr(sampling, name) for name in used} == used

@@ -105,7 +105,7 @@ def test_what_is_refused(endpoint, asked, field):
         (None, "embedding_bias"),
     ],
 )
-def test_biases_that_are_none(endpoint, value, field):
+def test_invalid_biases_are_refused(endpoint, value, field):
     """Numbers that would make others of no account, and biases that leave no token."""
     values = np.full(endpoint.info.vocab_size, -np.inf if value is None else 0.0)
     values[3] = -np.inf if value is None else value
@@ -124,7 +124,7 @@ def test_fields_of_requests(endpoint, text):
 
 
 @pytest.mark.parametrize("words", ["dog", [""], [1], [[]], [["a"]], [[-1]], [[1.5]], ["x"] * 1025, {"a": 1}])
-def test_bad_words_that_are_none(words):
+def test_invalid_bad_words_are_refused(words):
     """Anything but texts and lists of token ids is refused with its place."""
     with pytest.raises(InvalidField, match=r"^bad_words"):
         DIALECTS["openai"].read({"prompt": "hello", "bad_words": words})

@@ -28,7 +28,7 @@ def test_a_backend_reads_the_settings_under_its_name(tmp_path: Path) -> None:
         ({"vllm": {}}, r"backend\.vllm: .* expected settings of this engine alone, which is 'instant'"),
     ],
 )
-def test_what_it_does_not_know_is_refused_by_name(tmp_path: Path, given: dict[str, object], message: str) -> None:
+def test_unknown_backend_settings_are_refused(tmp_path: Path, given: dict[str, object], message: str) -> None:
     """Field, value and what is allowed, also for another backend's settings."""
     bundle = write_model(tmp_path / "model")
     with pytest.raises(InvalidField, match=message):

@@ -79,6 +79,6 @@ def test_a_response_template_of_its_own():
 @pytest.mark.parametrize(
     "response", [7, {}, {"fields": 3}, {"fields": {"tool_calls": []}}, _response(open=[3], close=4)]
 )
-def test_a_response_template_that_is_none(response):
+def test_invalid_response_templates_are_ignored(response):
     """An invalid response template is ignored in favour of the chat template."""
     assert detect_or_generic(TEMPLATES["hermes"], (), response).name == "hermes"

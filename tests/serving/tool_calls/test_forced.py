@@ -171,7 +171,7 @@ def test_a_call_or_else_a_text_of_a_form(name):
     assert words.accepts(grammar, written_calls(marked, (call,)))
 
 
-def test_nothing_is_held_to_that_nobody_asked_for():
+def test_unconstrained_tools_need_no_grammar():
     """Tools that are not strict, to be called or not, several at once: plain generation."""
     assert call_grammar(FORMATS["hermes"], (NOW, RUN)) is None
     assert call_grammar(FORMATS["hermes"]) is None
@@ -226,7 +226,7 @@ def test_a_text_may_speak_of_marks_that_are_tokens():
     ],
 )
 @pytest.mark.parametrize("name", ["qwen3_coder", "llama4_pythonic"])
-def test_what_only_json_can_hold_is_refused(name, parameters, named):
+def test_schemas_that_only_json_can_express_are_refused(name, parameters, named):
     """Names and rules that a format other than JSON cannot express are refused with their path."""
     with pytest.raises(InvalidField, match=FORMATS[name].name) as caught:
         call_grammar(FORMATS[name], (NOW, Tool(name="f", parameters=parameters)), REQUIRED)

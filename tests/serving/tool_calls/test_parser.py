@@ -203,7 +203,7 @@ def test_several_calls():
         "a <tool_call",
     ],
 )
-def test_what_is_no_call_is_text(text):
+def test_malformed_calls_are_text(text):
     """Text in which no call can be parsed is returned whole, with its markers."""
     found = _everywhere(text, HERMES)
     assert (found.calls, found.text) == ([], text)
@@ -290,7 +290,7 @@ def test_python_values():
 
 
 @pytest.mark.parametrize("text", ["[f('x')]", "[f(x)]", "[f(1)]", "[f(**{})]", "[f(x==1)]", "[f"])
-def test_python_that_is_no_call(text):
+def test_python_that_is_not_a_call_is_text(text):
     """Only calls with keywords are calls; other Python at the beginning of a text is text."""
     found = _everywhere(text, FORMATS["llama4_pythonic"])
     arguments = "".join(arguments for _, arguments, _ in found.calls)

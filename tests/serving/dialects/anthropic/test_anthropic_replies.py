@@ -115,7 +115,7 @@ def test_blocks() -> None:
         ({"finish_reason": "length", "calls": (CALL,)}, "max_tokens", None),
     ],
 )
-def test_why_it_ended(choice: dict[str, Any], reason: str, sequence: str | None) -> None:
+def test_stop_reasons(choice: dict[str, Any], reason: str, sequence: str | None) -> None:
     """Each finish reason has its stop_reason, streamed or not, and calls give tool_use even after a plain stop."""
     found = whole(**choice)
     assert (found["stop_reason"], found["stop_sequence"]) == (reason, sequence)
@@ -135,7 +135,7 @@ def test_why_it_ended(choice: dict[str, Any], reason: str, sequence: str | None)
     ],
     ids=["cut off", "no object", "no JSON", "deep"],
 )
-def test_arguments_that_are_no_object(arguments: str, block: dict[str, Any]) -> None:
+def test_arguments_that_are_not_an_object(arguments: str, block: dict[str, Any]) -> None:
     """Arguments that were cut off are returned as far as they go; arguments that are not an object become text."""
     found = whole(calls=(msgspec.structs.replace(CALL, arguments=arguments),), finish_reason="length")
     assert found["content"] == [block]
@@ -265,7 +265,7 @@ def test_a_context_that_is_full() -> None:
     assert refused["error"]["message"] == "prompt is too long: messages: 9 tokens"
 
 
-def test_when_to_come_back() -> None:
+def test_retry_after() -> None:
     """A temporary error has a Retry-After header."""
     assert CODEC.error(RequestError("no", retry_after=1.2)).headers == {"Retry-After": "2"}
     assert CODEC.error(DeadlineExceeded("late")).headers == {}

@@ -93,7 +93,7 @@ def test_strict_or_not_is_the_same():
         assert _constraint(response_format=form) == _constraint(response_format=FORM)
 
 
-def test_text_is_said_and_nothing_is_not():
+def test_type_text_overrides_the_model_and_null_does_not():
     """Type text overrides what a model was logged with, and gives way to another field; null says nothing."""
     assert _constraint(response_format={"type": "text"}) == Constraint(kind="text", field="response_format")
     assert _constraint(response_format={"type": "text"}, guided_regex="a").kind == "regex"
@@ -170,7 +170,7 @@ def test_two_forms_are_refused_by_both_names(fields, param, other):
         ({"structured_outputs": {"xml": "x"}}, "structured_outputs.xml", "no such field"),
     ],
 )
-def test_what_is_refused_is_named(fields, param, words):
+def test_invalid_constraints_name_their_path(fields, param, words):
     """An invalid constraint is refused with the path of the value at fault and what is allowed there."""
     with pytest.raises(InvalidField) as caught:
         _constraint(**fields)

@@ -95,7 +95,7 @@ def test_no_end_of_text() -> None:
         ({"bestof": 2}, "bestof"),
     ],
 )
-def test_what_is_refused(fields: dict[str, Any], field: str) -> None:
+def test_invalid_fields_are_refused(fields: dict[str, Any], field: str) -> None:
     """An invalid field is refused with its name, the value and what is allowed."""
     for body, task in ((HI, "chat"), ({"model": "llama3", "prompt": "hello"}, "completions")):
         with pytest.raises(InvalidField) as refused:

@@ -462,7 +462,7 @@ def test_a_field_of_chats_keeps_its_name_in_the_error(body: dict[str, Any], mess
         (b'{"input": ' + b"[" * 5000 + b"]" * 5000 + b"}", None),
     ],
 )
-def test_bytes_that_are_no_request(body: bytes, param: str | None) -> None:
+def test_invalid_bytes_are_refused(body: bytes, param: str | None) -> None:
     """Invalid bytes are refused as the caller's mistake, with the field where there is one."""
     with pytest.raises(RequestError) as found:
         DIALECT.decode(HEAD, body)
@@ -505,7 +505,7 @@ def test_schema_and_reader_take_the_same_values(name: str) -> None:
         assert validator.is_valid(value) == known, (name, str(value)[:200])
 
 
-def test_the_schema_is_one() -> None:
+def test_the_schema_is_valid() -> None:
     """The schema of requests is a valid JSON Schema."""
     jsonschema.Draft202012Validator.check_schema(TABLE.schema())
 

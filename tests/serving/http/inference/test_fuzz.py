@@ -131,7 +131,7 @@ LIES: tuple[tuple[str, Any], ...] = (
 
 
 @pytest.mark.parametrize("target", BINARY, ids=name_of)
-def test_tensors_whose_sizes_lie(patient: FlaskClient, target: Target) -> None:
+def test_tensors_with_wrong_sizes(patient: FlaskClient, target: Target) -> None:
     """A shape, datatype, size or header that does not fit the bytes is refused."""
     for name, lie in LIES:
         first, *rest = target.body["inputs"]

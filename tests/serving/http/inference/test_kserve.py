@@ -228,7 +228,7 @@ def test_what_is_wrong_is_refused_by_name(client: FlaskClient, change: Callable[
         ([[1, 2, 3], [-1, -1, -1]], "no words are [1, 2, 0]"),
     ],
 )
-def test_word_lists_whose_offsets_lie(client: FlaskClient, words: Any, said: str) -> None:
+def test_word_lists_with_wrong_offsets(client: FlaskClient, words: Any, said: str) -> None:
     """The offsets of a word list must increase within the row and be followed by -1 alone."""
     answer = infer(client, prompt(stop_words_list=np.array([words], np.int32)))
     assert said in refused(answer)
@@ -248,7 +248,7 @@ def test_word_lists_whose_offsets_lie(client: FlaskClient, words: Any, said: str
         ("right", -3, "'3 bytes after the tensors'"),
     ],
 )
-def test_lengths_that_lie(client: FlaskClient, header: str | None, cut: int, said: str) -> None:
+def test_wrong_lengths_are_refused(client: FlaskClient, header: str | None, cut: int, said: str) -> None:
     """Wrong lengths of the JSON or of a tensor are refused, as are bytes behind the last tensor."""
     data, size = triton.InferenceServerClient.generate_request_body(prompt())
     data = data[: len(data) - cut] if cut >= 0 else data + b"\0" * -cut
@@ -267,7 +267,7 @@ def test_lengths_that_lie(client: FlaskClient, header: str | None, cut: int, sai
         (b"\1\0\0\0\xff", "expected UTF-8"),
     ],
 )
-def test_texts_whose_lengths_lie(client: FlaskClient, tensor_bytes: bytes, said: str) -> None:
+def test_texts_with_wrong_lengths(client: FlaskClient, tensor_bytes: bytes, said: str) -> None:
     """Each element of a BYTES tensor must end within it, the last one at its end, and a prompt must be UTF-8."""
     asked = body(inputs=[one("text_input", "BYTES", [1], None), one("max_tokens", "INT32", [1], [4])])
     asked["inputs"][0] |= {"parameters": {"binary_data_size": len(tensor_bytes)}}

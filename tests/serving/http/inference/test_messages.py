@@ -172,7 +172,7 @@ def test_threads_are_refused_as_clients_know_it(claude: anthropic.Anthropic) -> 
     assert runner.until_done().usage.output_tokens == 8
 
 
-def test_paths_that_are_not_served(client: FlaskClient) -> None:
+def test_unknown_paths_below_the_api(client: FlaskClient) -> None:
     """Unknown routes, wrong methods and non-JSON bodies below the API's path are refused in its form."""
     for method, path, status, kind in (
         ("POST", "/v1/messages/batches", 404, "not_found_error"),

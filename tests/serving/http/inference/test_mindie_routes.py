@@ -79,7 +79,7 @@ def test_generated_events(serve: Serve) -> None:
     assert details[-1]["queue_wait_time"] >= sum(each["queue_wait_time"] for each in details[:-1]) - len(details)
 
 
-def test_who_speaks_it_at_openais_path(serve: Serve) -> None:
+def test_dialect_of_openais_path(serve: Serve) -> None:
     """At OpenAI's path only endpoints with the setting vllm speak MindIE's dialect; errors without an endpoint are
     OpenAI's.
     """

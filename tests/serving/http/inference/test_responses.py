@@ -161,7 +161,7 @@ def test_errors(
     assert message in found.value.message
 
 
-def test_no_reasoning_is_no_request(gpt: openai.OpenAI) -> None:
+def test_effort_none_without_reasoning(gpt: openai.OpenAI) -> None:
     """Reasoning effort none is accepted for a model that does not reason."""
     assert gpt.responses.create(**ASK, reasoning={"effort": "none"}).reasoning.effort == "none"
 

@@ -52,7 +52,7 @@ def ask(client: FlaskClient, body: dict[str, Any], status: int = 200, path: str 
         ([], False),
     ],
 )
-def test_which_form_is_meant(body: Any, meant: bool) -> None:
+def test_form_of_a_body(body: Any, meant: bool) -> None:
     """A body is read as Triton's form if a name is known to it alone; a misspelt name of MindIE's stays MindIE's."""
     assert is_meant(json.dumps(body).encode()) is meant
     assert not is_meant(b"{")
@@ -124,7 +124,7 @@ def test_events(client: FlaskClient) -> None:
         ({"max_tokens": 5}, "input_ids"),
     ],
 )
-def test_what_is_refused(client: FlaskClient, body: dict[str, Any], where: str) -> None:
+def test_refusals_have_tritons_form(client: FlaskClient, body: dict[str, Any], where: str) -> None:
     """A refusal has Triton's form and status, and names the field."""
     found = ask(client, body, 400)
     assert list(found) == ["error"]
@@ -132,7 +132,7 @@ def test_what_is_refused(client: FlaskClient, body: dict[str, Any], where: str) 
 
 
 @pytest.mark.parametrize("name", ["return_log_probs", "return_context_logits", "beam_width"])
-def test_what_is_not_streamed(client: FlaskClient, name: str) -> None:
+def test_outputs_that_cannot_be_streamed(client: FlaskClient, name: str) -> None:
     """Outputs that cannot be streamed are refused by name if tokens are streamed."""
     answer = client.post(f"{PATH}_stream", json=ASK | {name: 2 if name == "beam_width" else True})
     assert answer.status_code == 400

@@ -90,7 +90,7 @@ def test_no_line_is_shown_from_its_middle(tmp_path: Path, num_bytes: int, shown:
     assert tail(str(log), num_bytes) == shown
 
 
-def test_of_a_long_line_whole_words_are_shown(tmp_path: Path) -> None:
+def test_the_tail_of_a_long_line_begins_with_a_whole_word(tmp_path: Path) -> None:
     """The tail of a long line begins with a whole word, so that no part of a secret is shown."""
     log = tmp_path / "engine.log"
     log.write_text("key sk-abcdefghijkl is wrong")

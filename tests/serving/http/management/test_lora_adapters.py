@@ -206,7 +206,7 @@ def test_the_adapter_of_a_registered_model() -> None:
         path(PackagingError("it is broken"))
 
 
-def test_what_an_engine_refuses_is_taken_back(tmp_path: Path) -> None:
+def test_an_adapter_that_the_engine_refuses_is_removed(tmp_path: Path) -> None:
     """The caller gets the engine's reason as a 400, and nothing of it stays in the store."""
     taken, asked = [], []
     new = DynamicAdapter(name="x", uri="/a", path="/a", revision="1")

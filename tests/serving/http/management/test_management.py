@@ -87,7 +87,7 @@ def test_an_endpoint_over_http(managed: Callable[..., FlaskClient]) -> None:
         (CHAT | {"rate_limits": [{"calls": 1, "renewal_period": "minute"}]}, 409, "rate_limits"),
     ],
 )
-def test_what_cannot_be_created_is_refused_by_name(managed, body: object, status: int, named: str) -> None:
+def test_bad_endpoints_are_refused_by_field(managed, body: object, status: int, named: str) -> None:
     """A 4xx that names the field, and nothing is made."""
     client = managed()
     raw = {"data": body, "content_type": "application/json"}

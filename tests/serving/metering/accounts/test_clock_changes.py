@@ -126,7 +126,7 @@ def test_a_reserve_refills_by_time_that_passes(store, clocks, ledgers, reserve_o
     assert taken == [True, True, False, True, False]
 
 
-def test_nobody_is_taken_for_dead_by_a_step(store, clocks, ledgers, reserve_of):
+def test_a_clock_step_does_not_declare_a_process_dead(store, clocks, ledgers, reserve_of):
     """The rows of a process of another host stay open while its heartbeats come, whatever the times say."""
     theirs = Clocks()
     here, there = ledgers(clocks), ledgers(theirs, "other-host")
@@ -156,7 +156,7 @@ def test_a_steady_clock_moves_up_to_others_and_never_back():
     assert steady.now() == 1035
 
 
-def test_silence_is_what_does_not_change():
+def test_silence_is_measured_by_the_observers_clock():
     """For so long, by the clock of who looks; what went away and came back begins anew."""
     now = [0.0]
     detector = StalenessDetector(60, monotonic=lambda: now[0])

@@ -52,7 +52,7 @@ def test_a_revoked_key_is_refused_by_every_process_within_the_caches_time(store,
         elsewhere.verify(secret)
 
 
-def test_what_makes_no_key_is_refused(store):
+def test_invalid_key_fields_are_refused(store):
     """Bad tenants, names, scopes and unknown keys are named."""
     ours = Keys(store)
     for arguments in ({"tenant": ""}, {"tenant": "a", "scopes": ()}, {"tenant": "a", "scopes": ("root",)}):

@@ -75,7 +75,7 @@ def test_limits(run, store):
         run("limits", "remove", "tenant", "acme", "qph")
 
 
-def test_limits_of_whom_there_is_not(run, store, sqlite_url):
+def test_limits_of_unknown_subjects(run, store, sqlite_url):
     """A key that there is not is refused; an endpoint may come later, which is said."""
     with pytest.raises(NotFound, match="no key 'key_nope'"):
         run("limits", "set", "key", "key_nope", "otpm=1")
@@ -97,7 +97,7 @@ def test_a_price_is_given(store, sqlite_url):
     assert done.stdout == "m: 0.00 in, 0.00 cached, 0.00 out\n"
 
 
-def test_a_price_of_what_is_not_served_is_said(store, sqlite_url):
+def test_a_price_for_an_unserved_model_is_warned_of(store, sqlite_url):
     """A typing error would cost nobody anything; a price for all needs no model."""
     done = CliRunner().invoke(cli, ["prices", "set", "typo", "--input", "1", "--database", sqlite_url])
     assert (done.exit_code, done.stderr) == (

@@ -41,7 +41,7 @@ def is_open(connection: sqlite3.Connection) -> bool:
     return True
 
 
-def test_the_one_used_last_is_used_again(database):
+def test_the_most_recently_used_connection_is_reused(database):
     """The connection that was used last is used again."""
     engine = database.engine(pool_size=3, kept=3, pool_timeout=0)
     with engine.connect() as last, engine.connect():
@@ -53,7 +53,7 @@ def test_the_one_used_last_is_used_again(database):
     assert engine.pool.status() == "0 of 3 connections in use, 2 open"
 
 
-def test_what_is_beyond_those_kept_is_closed(database):
+def test_returned_connections_beyond_kept_are_closed(database):
     """Returned connections beyond the number to keep are closed."""
     engine = database.engine(pool_size=4, kept=1, pool_timeout=0)
     with engine.connect(), engine.connect(), engine.connect():
@@ -61,7 +61,7 @@ def test_what_is_beyond_those_kept_is_closed(database):
     assert sorted(map(is_open, database.opened)) == [False, False, True]
 
 
-def test_no_more_than_its_size_and_one_that_comes_back_is_taken(database):
+def test_size_is_the_limit_and_waiters_get_returned_connections(database):
     """The pool opens no more connections than its size, and a waiting thread gets one that is returned."""
     engine = database.engine(pool_size=1, kept=1, pool_timeout=0)
     with engine.connect(), pytest.raises(PoolTimeout, match="all 1 connections are in use"):
@@ -76,7 +76,7 @@ def test_no_more_than_its_size_and_one_that_comes_back_is_taken(database):
     assert len(served) == 1
 
 
-def test_a_place_is_not_lost_with_a_connection_that_failed(database):
+def test_a_failed_connection_frees_its_slot(database):
     """A connection that failed to open, or was invalidated, leaves its slot free."""
     engine = database.engine(pool_size=1, kept=1, pool_timeout=0)
     database.broken = True
@@ -90,7 +90,7 @@ def test_a_place_is_not_lost_with_a_connection_that_failed(database):
         assert connection.exec_driver_sql("SELECT 1").scalar_one() == 1
 
 
-def test_disposed_of_it_closes_what_is_open_and_starts_over(database):
+def test_dispose_closes_connections_and_starts_over(database):
     """Disposing of the engine closes open connections, after which the pool opens new ones up to its size."""
     engine = database.engine(pool_size=2, kept=2, pool_timeout=0)
     with engine.connect():

@@ -119,7 +119,7 @@ def test_another_store_is_not_taken_for_this_one(ledger, file, tmp_path, reserve
     assert {name: row.completion_tokens for name, row in rows_of(ledger.store).items()} == {"running": 3}
 
 
-def test_what_is_no_database_is_told(ledger, file, reserve_of, caplog) -> None:
+def test_a_file_that_is_not_a_database_is_logged(ledger, file, reserve_of, caplog) -> None:
     """The reason is in the log, and requests are refused."""
     ledger.reserve(reserve_of("r1")).settle()
     kept = backup(file, file.with_name("kept.db"))

@@ -95,7 +95,7 @@ def never(seconds):
         (later_version, "was made by a later version of mlflow-llm"),
     ],
 )
-def test_files_that_are_no_store(made, reason, tmp_path, monkeypatch):
+def test_files_that_are_not_stores_are_refused(made, reason, tmp_path, monkeypatch):
     """Each is refused at once, with the URL and the reason, and is left as it is."""
     file = tmp_path / "x.db"
     made(file)

@@ -195,7 +195,7 @@ def test_truncated(way):
             assert pixels(cut) == wanted
 
 
-def test_it_ends_too_early():
+def test_half_a_file_ends_too_early():
     """Half a file is said to end too early."""
     data = encoded(drawn("RGB", (64, 64)), "JPEG")
     assert refusal(data[: len(data) // 2]).endswith("can be decoded: it ends too early")

@@ -206,7 +206,7 @@ def raised(shown, settings):
     return caught.value.message
 
 
-def test_what_is_no_file(inside, allowed):
+def test_paths_that_are_not_regular_files(inside, allowed):
     """Directories, FIFOs, devices, sockets and files that are not there are refused without waiting for them."""
     os.mkfifo(inside / "fifo.png")
     for path in (inside / "deep", inside / "fifo.png", inside / "nothing.png", inside / "a.png" / "b.png", inside):

@@ -84,7 +84,7 @@ def test_templates_too_long_or_too_hard_to_read():
     assert read_template("constant", "{{ 'a' * 10**10 }}{{ b }}").variables == {"b"}
 
 
-def test_a_tokenizers_own_code_renders_by_itself(text):
+def test_a_trusted_tokenizer_class_renders_with_its_own_code(text):
     """A tokenizer class with apply_chat_template of its own, which may run because somebody said so, is asked."""
 
     class Own(PreTrainedTokenizerFast):

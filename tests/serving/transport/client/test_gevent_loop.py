@@ -129,7 +129,7 @@ def test_events_are_delivered_without_a_turn_of_the_loop(loop: Loop, engine: One
     assert loop.turns == before
 
 
-def test_what_asks_for_more_wakes_the_loop(loop: Loop, engine: OneEngine) -> None:
+def test_events_that_need_an_answer_wake_the_loop(loop: Loop, engine: OneEngine) -> None:
     """A reader that does not follow has its request taken out of the engine, with nothing else to wake the loop; what
     the engine says last ends the connection."""
     reader = submit(loop, engine)
@@ -149,7 +149,9 @@ def test_more_than_fits_into_a_turn_is_taken_by_the_loop(loop: Loop, engine: One
     assert [event.token_ids for event in reader if isinstance(event, Tokens)] == [(token,) for token in range(100)]
 
 
-def test_what_breaks_on_the_way_ends_the_loop(loop: Loop, engine: OneEngine, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_exception_during_delivery_ends_the_loop(
+    loop: Loop, engine: OneEngine, caplog: pytest.LogCaptureFixture
+) -> None:
     """An exception while events are delivered ends the loop and fails its running requests."""
     reader = submit(loop, engine)
     reader.fails = ZeroDivisionError("broken")
@@ -185,7 +187,7 @@ def test_a_welcome_between_two_turns_is_seen_in_the_next(tmp_path: Path) -> None
         loop.close()
 
 
-def test_an_engine_that_says_something_is_not_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_responding_engine_is_not_searched_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its lock is looked at only when nothing has come of it; one whose lock is free is given up in the end."""
     engine = OneEngine(tmp_path)
     monkeypatch.setattr(io_loop, "TURN", 0.0)

@@ -50,7 +50,7 @@ def test_a_step_may_give_a_sequence_any_number_of_tokens() -> None:
     assert again.n == 3
 
 
-def test_only_plain_tokens_that_were_taken_at_once_ask_for_no_look_at_their_request() -> None:
+def test_plain_tokens_need_no_further_processing() -> None:
     """Not those that wait for their reader, nor what a pause, an end or a search for its first tokens follows from."""
     inflight, sink = running(completion(max_tokens=9))
     sink.put = lambda event: True  # type: ignore[assignment]
@@ -147,7 +147,7 @@ def test_tokens_of_an_earlier_attempt_count_towards_the_length() -> None:
     assert sink[-1] == Finished(0, "length", num_generated_tokens=5)
 
 
-def test_texts_of_a_search_are_searched_for_together() -> None:
+def test_a_beam_search_is_run_again_as_a_whole() -> None:
     """A search one of whose texts is open is run again whole; what its caller has is not said again."""
     request = completion(n=2, max_tokens=2)
     sampling = msgspec.structs.replace(request.sampling, beams=Beams(width=3))
@@ -207,7 +207,7 @@ def test_drafts_of_a_killed_engine_are_counted_with_the_next() -> None:
     }
 
 
-def test_drafts_of_a_text_whose_end_was_lost_are_counted() -> None:
+def test_drafts_are_counted_if_finished_was_lost() -> None:
     """A text whose last token had come ends with its draft counts if the engine is killed."""
     inflight, sink = running(completion(max_tokens=2), Tokens(0, (5, 6), drafts=DraftCounts(3, 1)))
     assert inflight.continuation(MAX_TOKENS) is None

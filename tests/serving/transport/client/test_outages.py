@@ -63,7 +63,7 @@ def test_a_runtime_directory_that_goes_while_it_is_made(place, monkeypatch):
     os.rmdir(place.runtime)
 
 
-def test_who_looks_whether_a_lock_is_held_delays_a_start_but_does_not_fail_it(place, make_bundle, monkeypatch):
+def test_probing_a_lock_delays_a_start_but_does_not_fail_it(place, make_bundle, monkeypatch):
     """Looking takes a free lock for a moment, and an engine may be started in that moment."""
     looking, real = [], Launcher._start
 
@@ -83,7 +83,7 @@ def test_who_looks_whether_a_lock_is_held_delays_a_start_but_does_not_fail_it(pl
     place.assert_clean()
 
 
-def test_without_descriptors_nobody_is_taken_for_dead(tmp_path):
+def test_a_lock_counts_as_held_without_file_descriptors(tmp_path):
     """If no file can be opened a lock counts as held; a missing lock file does not."""
     path = str(tmp_path / "lock")
     lock = try_acquire(path)
@@ -137,7 +137,7 @@ def test_an_engine_that_only_one_client_gave_up_is_taken_again(place, make_bundl
     place.assert_clean()
 
 
-def test_an_engine_that_goes_on_hanging_is_waited_for_no_longer_than_one_that_is_gone(place, make_bundle):
+def test_a_hanging_engine_is_waited_for_like_a_dead_one(place, make_bundle):
     """Gone back to, it still gives no answer: what waits for it fails in time, and later requests find it well."""
     bundle = make_bundle(step_delay=0.004)
     with place.connect(bundle, LASTING, keep=True) as owner:

@@ -90,7 +90,7 @@ def test_others_do_not_wait_for_a_suspect_that_left(end: str) -> None:
     assert [message.number for message in engines.submitted()] == [late]
 
 
-def test_nobody_waits_when_all_have_failed() -> None:
+def test_no_request_waits_after_all_have_failed() -> None:
     """After all requests have failed a new one does not wait for an earlier suspect."""
     state = ClientState("c")
     engines = Engines(state, {"a"})

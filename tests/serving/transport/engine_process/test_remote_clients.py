@@ -119,7 +119,7 @@ def test_no_word_without_the_key(place, make_bundle, key, tmp_path, other):
     place.assert_clean()
 
 
-def test_keys_that_are_none(tmp_path):
+def test_bad_key_files_are_refused(tmp_path):
     """A key that is missing, short or open to others is refused before anything is connected."""
     short = tmp_path / "short"
     short.touch(0o600)
@@ -133,7 +133,7 @@ def test_keys_that_are_none(tmp_path):
         attach("tcp://127.0.0.1:1", key_file=open_to_all)
 
 
-def test_nobody_there(key):
+def test_no_engine_at_the_address(key):
     """A client gets an error before its timeout has long passed if nothing listens at the address."""
     with pytest.raises(Unavailable, match="no engine answered"):
         attach(free_address(), key_file=key, timeout=1.0)

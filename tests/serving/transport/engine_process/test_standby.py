@@ -37,7 +37,7 @@ def processes_of(place: Place, engine: Any) -> tuple[psutil.Process, psutil.Proc
     return both.pop(engine.info.pid), *both.values()
 
 
-def test_it_takes_over(place: Place, make_bundle: Callable[..., Bundle]) -> None:
+def test_a_standby_takes_over(place: Place, make_bundle: Callable[..., Bundle]) -> None:
     """A stream whose engine is killed goes on in the standby with the same tokens, another stands by, and all end
     with the last client."""
     bundle = make_bundle(step_delay=0.01)
@@ -56,7 +56,7 @@ def test_it_takes_over(place: Place, make_bundle: Callable[..., Bundle]) -> None
     place.assert_clean()
 
 
-def test_who_attached_finds_it(place: Place, make_bundle: Callable[..., Bundle]) -> None:
+def test_attached_clients_find_the_standby(place: Place, make_bundle: Callable[..., Bundle]) -> None:
     """A gateway's client, which starts no engine, goes on in the standby while its supervisor looks away."""
     with place.connect(make_bundle(step_delay=0.01), STANDBY) as owner:
         serving, standby = processes_of(place, owner)
@@ -69,7 +69,7 @@ def test_who_attached_finds_it(place: Place, make_bundle: Callable[..., Bundle])
             assert (len(tokens[0]), client.info.pid) == (100, standby.pid)
 
 
-def test_an_engine_that_hangs_is_replaced_by_it(place: Place, make_bundle: Callable[..., Bundle]) -> None:
+def test_a_hanging_engine_is_replaced_by_its_standby(place: Place, make_bundle: Callable[..., Bundle]) -> None:
     """The engine that stands still is killed, the standby is not."""
     settings = msgspec.structs.replace(STANDBY, stall_timeout=2.0)
     with place.connect(make_bundle(), settings, keep=True) as engine:
@@ -105,7 +105,7 @@ def test_all_killed_at_once(place: Place, make_bundle: Callable[..., Bundle]) ->
         assert engine.info.pid not in {process.pid for process in both}
 
 
-def test_an_engine_that_is_asked_to_end_takes_it_along(place: Place, make_bundle: Callable[..., Bundle]) -> None:
+def test_sigterm_of_an_engine_ends_its_standby(place: Place, make_bundle: Callable[..., Bundle]) -> None:
     """Both end with their last client after a SIGTERM; SIGTERM of the standby alone leaves the engine's files where
     they are."""
     engine = place.connect(make_bundle(), STANDBY)
@@ -137,7 +137,7 @@ def test_clients_that_die_with_the_engine(place: Place, make_bundle: Callable[..
     place.assert_clean()
 
 
-def test_what_is_refused() -> None:
+def test_invalid_numbers_of_standbys_are_refused() -> None:
     """More than one, or one for an engine that has no process, is refused by name."""
     for settings in ({"standby": 2}, {"standby": 1, "in_process": True}):
         with pytest.raises(InvalidField, match="standby"):
