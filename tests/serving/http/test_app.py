@@ -99,7 +99,7 @@ def test_adapter_by_model_name(client: FlaskClient) -> None:
 @pytest.mark.parametrize("empty", [{"model": "assistant:"}, {"model": "assistant", "adapter": ""}, {"adapter": ""}])
 @pytest.mark.parametrize("path", ["/endpoints/assistant/invocations", "/invocations"])
 def test_an_empty_adapter_is_not_the_base(client: FlaskClient, path: str, empty: dict) -> None:
-    """It is an adapter that is not there, in either spelling; the answer lists those that are."""
+    """An empty adapter name is an unknown adapter, in either spelling, and the answer lists the known ones."""
     answer = client.post(path, json={"prompt": "hello", "max_tokens": 4} | empty)
     assert (answer.status_code, "adapter ''" in answer.json["message"]) == (404, True), answer.json
     assert "pirate" in answer.json["message"]
@@ -209,7 +209,7 @@ def test_values_that_json_does_not_allow(client: FlaskClient, body: bytes, field
     ],
 )
 def test_a_key_that_is_there_twice(client: FlaskClient, fields: bytes, field: str) -> None:
-    """Its path is named."""
+    """A duplicate key in a body is refused with its path."""
     body = b'{"messages": [{"role": "user", "content": "x"}], ' + fields + b"}"
     answer = client.post("/v1/chat/completions", data=body, content_type="application/json")
     assert (answer.status_code, answer.json["error"]["param"]) == (400, field)
@@ -219,7 +219,9 @@ def test_a_key_that_is_there_twice(client: FlaskClient, fields: bytes, field: st
 @pytest.mark.parametrize("entry", [b"{}", b"[]", b'{"a": []}', b'"\\\\", []'])
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v2/models/m/generate"])
 def test_too_many_objects(client: FlaskClient, path: str, entry: bytes) -> None:
-    """Refused before they are made; marks within texts do not count, however they are escaped."""
+    """A body with too many objects is refused before they are created; brackets within strings do not count, however
+    escaped.
+    """
     many = b'{"metadata": [' + b",".join([entry] * (MAX_OBJECTS + 1)) + b"]}"
     answer = client.post(path, data=many, content_type="application/json")
     assert answer.status_code in (400, 422)

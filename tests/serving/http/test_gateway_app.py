@@ -28,7 +28,9 @@ CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 6, "tempe
 
 @pytest.fixture(scope="module")
 def gateway(observed: Running, tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
-    """A client of the gateway's application; its endpoints ``chat``, ``completions``, ``embeddings`` are ours."""
+    """Return a client of the gateway's application, whose endpoints ``chat``, ``completions`` and ``embeddings`` are
+    ours.
+    """
     from mlflow.gateway.app import create_app_from_path
     from starlette.testclient import TestClient
 
@@ -79,7 +81,7 @@ def test_chat_streamed(gateway: object, observed: Running) -> None:
 
 
 def test_completions(gateway: object, observed: Running) -> None:
-    """Completions through the gateway, whole and streamed."""
+    """Completions through the gateway work whole and streamed."""
     body = {"prompt": "One", "max_tokens": 6, "temperature": 0}
     expected = direct(observed, "/v1/completions", body)["choices"][0]["text"]
     assert gateway.post("/gateway/completions/invocations", json=body).json()["choices"][0]["text"] == expected
@@ -89,7 +91,7 @@ def test_completions(gateway: object, observed: Running) -> None:
 
 
 def test_embeddings(gateway: object, observed: Running) -> None:
-    """Embeddings through the gateway, one text and several, with usage."""
+    """Embeddings through the gateway work for one text and several, with usage."""
     for given in ("a", ["a", "bc"]):
         reported = gateway.post("/gateway/embeddings/invocations", json={"input": given}).json()
         expected = direct(observed, "/v1/embeddings", {"input": given})

@@ -25,7 +25,7 @@ ENVIRONMENT = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "PATH": f"{Path(sys.execu
 
 
 def blocks() -> tuple[str, str, str]:
-    """The commands: the tracking server's, the endpoint's, the requests."""
+    """Return the documented commands: the tracking server's, the endpoint's and the requests."""
     text = DOCUMENT.read_text().partition(f"\n## {SECTION}\n")[2]
     start, make, ask = re.findall(r"^```\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     return start, make, ask
@@ -33,7 +33,7 @@ def blocks() -> tuple[str, str, str]:
 
 @pytest.fixture
 def ports(observed: Running) -> dict[str, str]:
-    """The document's ports, and those of this machine."""
+    """Return the document's ports with free ones of this machine in their place."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return {"5000": str(probe.getsockname()[1]), "8000": observed.url.rpartition(":")[2]}

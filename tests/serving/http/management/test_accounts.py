@@ -71,8 +71,9 @@ def client(server: Server, operator: str) -> FlaskClient:
 
 
 def test_a_keys_life(client: FlaskClient) -> None:
-    """Created with its limits, listed, changed, rotated, revoked; the secret is reported where it is made and nowhere
-    else, and no cache keeps it."""
+    """A key is created with its limits, listed, changed, rotated and revoked; its secret is shown only on creation,
+    uncached.
+    """
     made = client.post(KEYS, json={"tenant": "acme", "expires": "90d", "limits": {"qph": 5, "budget": "2.50"}})
     assert (made.status_code, made.headers["Cache-Control"]) == (200, "no-store")
     secret, key = made.json["secret"], made.json["key"]
@@ -93,7 +94,7 @@ def test_a_keys_life(client: FlaskClient) -> None:
 
 
 def test_limits_and_prices(client: FlaskClient, store: Store) -> None:
-    """Set, listed and taken away; money is decimal text in the store's currency."""
+    """Limits and prices are set, listed and removed; money is decimal text in the store's currency."""
     assert client.get(CURRENCY).json == {"currency": ""}
     assert client.put(CURRENCY, json={"currency": "EUR"}).json == {"currency": "EUR"}
     reported = client.put(LIMITS, json={"scope": "tenant", "subject": "a/b c", "limits": {"budget_month": "25"}}).json
@@ -132,7 +133,7 @@ def test_every_change_is_in_the_audit_log(client: FlaskClient) -> None:
 
 
 def test_accounts_take_the_scope_manage(client: FlaskClient, server: Server, store: Store) -> None:
-    """Every route is a 403 to other scopes, a 401 to strangers, and a 404 on a server without a ledger."""
+    """Every route is a 403 without the scope manage, a 401 without a key, and a 404 without a ledger."""
     other = {"Authorization": f"Bearer {Keys(store).create('acme', scopes=('invoke', 'usage'))[0]}"}
     places = [("GET", path) for path in (KEYS, LIMITS, PRICES, CURRENCY, AUDIT)] + [("POST", KEYS), ("PUT", PRICES)]
     for method, path in places:
@@ -174,7 +175,7 @@ def test_accounts_take_the_scope_manage(client: FlaskClient, server: Server, sto
     ],
 )
 def test_mistakes_are_named(client: FlaskClient, method: str, path: str, body: object, field: str) -> None:
-    """Field, value and what is allowed; nothing is changed."""
+    """An error names the field, its value and what is allowed, and nothing is changed."""
     before = len(client.get(AUDIT).json["audit"])
     answer = client.open(path, method=method, json=body)
     assert (answer.status_code, answer.json["message"].partition(":")[0]) == (400, field), answer.json
@@ -189,7 +190,7 @@ def operation(request: pytest.FixtureRequest) -> object:
 @settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @described.by_fixture("operation").parametrize()
 def test_no_request_is_a_5xx(case, client: FlaskClient) -> None:
-    """Whatever the document allows, and near it, gets an answer that is no fault of ours."""
+    """Requests within the documented schema, and near it, never get a 5xx."""
     kwargs = case.as_transport_kwargs(base_url="http://localhost")
     path = kwargs["url"].removeprefix("http://localhost")
     body = {"json": kwargs["json"]} if "json" in kwargs else {"data": kwargs.get("data")}
@@ -213,7 +214,7 @@ def url(server: Server) -> Iterator[str]:
 
 
 def test_commands_over_http(url: str, operator: str, store: Store, tmp_path: Path) -> None:
-    """The same as on a database; the key comes from a file, the environment or standard input."""
+    """Commands do the same over HTTP as on a database, with a key from a file, the environment or standard input."""
     file = tmp_path / "key"
     file.write_text(operator + "\n")
 
@@ -282,7 +283,7 @@ def test_the_bill_over_http(url: str, operator: str, ledger: Ledger, tmp_path: P
 
 
 def test_an_allow_list_with_unknown_endpoints(url: str, operator: str, store: Store) -> None:
-    """An endpoint that nothing serves may come later; a typing error is said, by a server as on a database."""
+    """An allow list may name an endpoint that is not served yet, with a warning, on a server as on a database."""
     database = str(store.engine.url)
     for place in (["--url", url, "--key", operator], ["--database", database]):
         made = CliRunner().invoke(cli, ["keys", "create", *place, "--endpoint", "typo:pirate", "--endpoint", "typo"])
@@ -297,7 +298,7 @@ def test_an_allow_list_with_unknown_endpoints(url: str, operator: str, store: St
 
 
 def test_commands_on_a_server_or_a_database(tmp_path: Path) -> None:
-    """A database and a server are one too many, and none too few."""
+    """A command refuses both a database and a server, and neither."""
     for words, reported in (
         (["--url", "http://x", "--database", "sqlite:///x.db"], "give one of them"),
         ([], "name a database with --database, or a server with --url"),

@@ -59,7 +59,7 @@ def test_a_load_that_failed_is_remembered(tmp_path: Path) -> None:
 
 
 def test_a_log_of_any_size_is_read_at_its_end(tmp_path: Path) -> None:
-    """So many bytes at most, none from before the load, and none of a file that is not there."""
+    """The tail of a log has at most so many bytes, none from before the load, and none if there is no file."""
     state = StateDirectory(str(tmp_path), "key")
     Path(state.path).mkdir()
     log = Path(state.file("engine.log"))
@@ -84,7 +84,7 @@ def test_a_log_of_any_size_is_read_at_its_end(tmp_path: Path) -> None:
     ],
 )
 def test_no_line_is_shown_from_its_middle(tmp_path: Path, num_bytes: int, shown: str) -> None:
-    """Half a key does not look like one, so it would not be masked."""
+    """No line is shown from its middle, since half a key would not be recognised and masked."""
     log = tmp_path / "engine.log"
     log.write_text("key sk-abcdefghijkl\nnext\n")
     assert tail(str(log), num_bytes) == shown
@@ -115,5 +115,5 @@ def test_the_tail_of_a_long_line_begins_with_a_whole_word(tmp_path: Path) -> Non
     ],
 )
 def test_secrets_and_control_characters_are_taken_out(line: str, shown: str) -> None:
-    """Secrets, and what would move a terminal's cursor or turn its text."""
+    """Secrets, and characters that move a terminal's cursor or reorder its text, are removed."""
     assert cleaned(f"{line}\nnext") == f"{shown}\nnext"

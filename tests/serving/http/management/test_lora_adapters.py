@@ -69,7 +69,7 @@ def adapter(place: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Allowed is ``allowed``; ``secret`` is beside it, and links lead there."""
+    """Return a directory with ``allowed``, ``secret`` beside it, and links to the latter."""
     root = tmp_path_factory.mktemp("loras")
     for name in ("legal", "poet"):
         adapter(root / "allowed" / name)
@@ -95,8 +95,9 @@ def serving(place: Path, bundle: Bundle, **settings: Any) -> Any:
 
 
 def test_adapters_come_and_go_in_every_worker_engine_and_start(place: Path) -> None:
-    """Loaded, called by both names in each worker, kept by a killed engine's successor and the next start, replaced,
-    unloaded."""
+    """An adapter is usable in every worker under both names, survives a killed engine and a restart, and is replaced
+    and unloaded.
+    """
     sources = f"{place / 'allowed'}, models:/team-*"
     legal = str(place / "allowed" / "legal")
     bundle = write_instant_model(place / "model")
@@ -161,7 +162,7 @@ def _refusals(server: Running, place: Path) -> None:
 
 
 def fake_server(found: Any = None, **settings: Any) -> Any:
-    """A server of these settings, with a registry of ``found``."""
+    """Return a stand-in for a server with these settings and a registry of ``found``."""
 
     def find(uris: tuple[str, ...]) -> Any:
         if isinstance(found, Exception):
@@ -179,7 +180,7 @@ def test_loading_is_off_by_default() -> None:
 
 @pytest.mark.parametrize("places", ["/", "relative", "models:/", "/srv, https://example.org"])
 def test_sources_are_directories_or_names(places: str) -> None:
-    """Neither all of the machine nor all of the registry, nor another scheme."""
+    """A source is a directory or a model name: the root, the whole registry and other schemes are refused."""
     with pytest.raises(InvalidField, match="adapter_sources"):
         ServerSettings(adapter_sources=places)
 
@@ -193,7 +194,7 @@ def test_registered_models_are_allowed_by_name(uri: str) -> None:
 
 
 def test_the_adapter_of_a_registered_model() -> None:
-    """Its only one, or the one of the name; without either, and where there is no such model, the error says so."""
+    """The adapter of a registered model is its only one or the one of the given name; otherwise the error says so."""
     path = lambda found, name="x": lora_adapters._path(fake_server(found), "models:/team/1", name)  # noqa: E731
     assert path({"legal": "/l"}) == "/l"
     assert path({"legal": "/l", "x": "/x"}) == "/x"

@@ -39,7 +39,9 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 @pytest.fixture
 def managed(make: Callable[..., Server], store: Store, instant_bundle: Bundle) -> Callable[..., FlaskClient]:
-    """``managed(**options of make)``: a client of a server whose store has every model but "nothing"."""
+    """Return ``managed(**options of make)``, which makes a client of a server whose store has every model but
+    "nothing".
+    """
 
     def locate(entities: tuple) -> tuple[ModelSource, ...]:
         if any(entity.entity_name == "nothing" for entity in entities):
@@ -53,7 +55,9 @@ def managed(make: Callable[..., Server], store: Store, instant_bundle: Bundle) -
 
 
 def test_an_endpoint_over_http(managed: Callable[..., FlaskClient]) -> None:
-    """Created, listed, tagged, described, refused twice, deleted; unknown ones are a 404 in Databricks' form."""
+    """An endpoint is created, listed, tagged, described and deleted; a duplicate is refused and an unknown one is a 404
+    in Databricks' form.
+    """
     client = managed()
     made = client.post(API, json=CHAT).json
     assert (made["name"], made["state"]["config_update"]) == ("chat", "IN_PROGRESS")
@@ -88,7 +92,7 @@ def test_an_endpoint_over_http(managed: Callable[..., FlaskClient]) -> None:
     ],
 )
 def test_bad_endpoints_are_refused_by_field(managed, body: object, status: int, named: str) -> None:
-    """A 4xx that names the field, and nothing is made."""
+    """A bad endpoint is a 4xx that names the field, and nothing is created."""
     client = managed()
     raw = {"data": body, "content_type": "application/json"}
     answer = client.post(API, **raw) if isinstance(body, bytes) else client.post(API, json=body)
@@ -111,7 +115,7 @@ def test_bad_endpoints_are_refused_by_field(managed, body: object, status: int, 
 def test_pages_of_other_sites_do_not_manage_a_server_without_keys(
     managed: Callable[..., FlaskClient], headers: dict[str, str], status: int
 ) -> None:
-    """A browser sends a plain form anywhere, and a name can be made to mean this machine."""
+    """A page of another site cannot manage a server without keys, neither by a plain form nor by DNS rebinding."""
     client = managed()
     answer = client.post(API, json=CHAT, headers=headers, base_url=f"http://{headers.get('Host', 'localhost')}")
     assert answer.status_code == status, answer.json
@@ -169,7 +173,7 @@ def client(managed: Callable[..., FlaskClient]) -> FlaskClient:
 @settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @described.by_fixture("operation").parametrize()
 def test_no_management_request_is_a_5xx(case, client: FlaskClient) -> None:
-    """Whatever the document allows, and near it, gets an answer that is no fault of ours."""
+    """Requests within the documented schema, and near it, never get a 5xx."""
     client.post(API, json=CHAT)
     kwargs = case.as_transport_kwargs(base_url="http://localhost")
     headers = {k: v for k, v in (kwargs.get("headers") or {}).items() if "\n" not in v and "\r" not in v}

@@ -23,7 +23,7 @@ PATH = "/api/2.0/usage"
 
 @pytest.fixture(scope="module")
 def books(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Ledger, dict[str, str]]]:
-    """Ten requests of two tenants at two endpoints, and a key each: acme's, zeta's, an operator's, a reader's."""
+    """Make ten requests of two tenants at two endpoints, and keys of acme, zeta, an operator and a reader."""
     root = tmp_path_factory.mktemp("books")
     store = Store(f"sqlite:///{root}/ledger.db")
     ledger, keys = Ledger(store, state_dir=root), Keys(store)
@@ -89,7 +89,7 @@ def test_a_key_sees_its_tenant_and_an_operator_all(ask: Callable[..., object]) -
 
 
 def test_usage_in_pages(ask: Callable[..., object]) -> None:
-    """A cursor leads on to the last row."""
+    """The cursor of each page leads to the next one, up to the last row."""
     first = ask("operator", limit=7)
     rest = ask("operator", limit=7, cursor=first.json["next_cursor"])
     assert ids(first) + ids(rest) == [f"r{n}" for n in range(10)]
@@ -97,7 +97,7 @@ def test_usage_in_pages(ask: Callable[..., object]) -> None:
 
 
 def test_usage_by_time(ask: Callable[..., object]) -> None:
-    """Start is included, end is not; days, ISO times and milliseconds are understood."""
+    """The start is included and the end is not; days, ISO times and milliseconds are accepted."""
     today = time.strftime("%Y-%m-%d", time.gmtime())
     started = ask("operator").json["usage"][3]["started_ms"]
     assert len(ids(ask("operator", start=started))) + len(ids(ask("operator", end=started))) == 10
@@ -106,7 +106,7 @@ def test_usage_by_time(ask: Callable[..., object]) -> None:
 
 
 def test_usage_in_sums(ask: Callable[..., object]) -> None:
-    """Sums by any column, with what was reserved beside them."""
+    """Usage is summed by any columns, together with reserved throughput."""
     found = ask("operator", by="tenant,endpoint").json
     assert found["provisioned"] == []
     assert found["usage"][0] == {
@@ -164,7 +164,7 @@ def test_usage_as_csv_and_parquet(ask: Callable[..., object], tmp_path: Path) ->
     ],
 )
 def test_mistakes_are_named(ask: Callable[..., object], parameters: dict[str, object], field: str) -> None:
-    """Field, value and what is allowed."""
+    """An error names the field, its value and what is allowed."""
     reported = ask("operator", **parameters)
     assert reported.status_code == 400
     assert reported.json["error_code"] == "INVALID_PARAMETER_VALUE"
@@ -181,7 +181,7 @@ def test_without_a_ledger_there_is_no_usage(client: FlaskClient) -> None:
 def test_a_store_that_is_away_is_a_503(
     guarded: FlaskClient, books: tuple[Ledger, dict[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the time to come back."""
+    """If the store is unavailable the answer is a 503 with Retry-After."""
     from mlflow_llm.serving.interface.errors import Unavailable
 
     def away(*_: object, **__: object) -> None:

@@ -29,7 +29,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 @pytest.fixture
 def client(make: Callable[..., Server], store: Store, instant_bundle: Bundle) -> FlaskClient:
-    """A server of ``assistant``, with ``assistant`` and ``other`` in its store."""
+    """Return a client of a server of ``assistant``, with ``assistant`` and ``other`` in its store."""
     managed = EndpointStore(
         store, locate=lambda entities: tuple(ModelSource(uri=one.uri, bundle=instant_bundle) for one in entities)
     )
@@ -40,7 +40,7 @@ def client(make: Callable[..., Server], store: Store, instant_bundle: Bundle) ->
 
 @pytest.fixture
 def key(store: Store) -> Callable[..., dict[str, str]]:
-    """``key(*scopes, endpoints=…)``: the headers of a new key."""
+    """Return ``key(*scopes, endpoints=…)``, which makes the headers of a new key."""
 
     def make(*scopes: str, endpoints: tuple[str, ...] | None = None) -> dict[str, str]:
         secret, _ = Keys(store).create("team", scopes=scopes, endpoints=endpoints)
@@ -50,7 +50,9 @@ def key(store: Store) -> Callable[..., dict[str, str]]:
 
 
 def test_the_permission_level_is_the_callers(client: FlaskClient, key: Callable[..., dict[str, str]]) -> None:
-    """CAN_MANAGE, CAN_QUERY or CAN_VIEW; models, settings, tags and people are for who manages."""
+    """The permission level is CAN_MANAGE, CAN_QUERY or CAN_VIEW; models, settings, tags and people are shown to
+    managers alone.
+    """
     for scopes, level in ((("manage",), "CAN_MANAGE"), (("invoke", "usage"), "CAN_QUERY"), (("usage",), "CAN_VIEW")):
         found = client.get(f"{API}/assistant", headers=key(*scopes)).json
         assert found["permission_level"] == level
@@ -60,7 +62,7 @@ def test_the_permission_level_is_the_callers(client: FlaskClient, key: Callable[
 
 
 def test_a_key_sees_the_endpoints_of_its_list(client: FlaskClient, key: Callable[..., dict[str, str]]) -> None:
-    """Others are not there for it, in lists, by name and in errors."""
+    """Endpoints outside a key's list are hidden from it in lists, by name and in errors."""
     limited = key("invoke", endpoints=("other",))
     assert [one["name"] for one in client.get(API, headers=limited).json["endpoints"]] == ["other"]
     assert client.get(f"{API}/assistant", headers=limited).status_code == 404
@@ -75,7 +77,7 @@ def test_a_key_sees_the_endpoints_of_its_list(client: FlaskClient, key: Callable
 
 
 def test_a_key_may_use_the_endpoints_of_its_list(client: FlaskClient, key: Callable[..., dict[str, str]]) -> None:
-    """One for an adapter alone may not use the model without it."""
+    """A key may use the endpoints of its list; one for an adapter alone may not use the base model."""
     assert client.post("/invocations", json=ASK, headers=key("invoke", endpoints=("assistant",))).status_code == 200
     adapter_only = key("invoke", endpoints=("assistant:legal",))
     refused = client.post("/invocations", json=ASK, headers=adapter_only)
@@ -87,7 +89,7 @@ def test_a_key_may_use_the_endpoints_of_its_list(client: FlaskClient, key: Calla
 def test_a_model_path_is_shown_to_managers_alone(
     client: FlaskClient, key: Callable[..., dict[str, str]], make: Callable[..., Server], store: Store
 ) -> None:
-    """A served model whose name is a URI is shown to who manages; others see the endpoint's name."""
+    """A served model's URI is shown to managers alone; others see the endpoint's name."""
     from dataclasses import replace
 
     from mlflow_llm.serving.routing.served_endpoints import ServedEndpoints, ServedEntity
@@ -102,7 +104,7 @@ def test_a_model_path_is_shown_to_managers_alone(
 
 
 def test_health_names_no_endpoint_to_strangers(client: FlaskClient, key: Callable[..., dict[str, str]]) -> None:
-    """A probe needs no key and sees the status alone; a key sees the endpoints that it may use."""
+    """Without a key health has the status alone; with one it has the endpoints that the key may use."""
     assert client.get("/health").json == {"status": "OK"}
     assert client.get("/health", headers={"Authorization": "Bearer sk-wrong"}).json == {"status": "OK"}
     assert list(client.get("/health", headers=key("invoke")).json["endpoints"]) == ["assistant"]
@@ -112,8 +114,9 @@ def test_health_names_no_endpoint_to_strangers(client: FlaskClient, key: Callabl
 def test_bad_keys_at_open_routes_count_as_refusals(
     make: Callable[..., Server], store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unknown keys at a probe count as refusals of their sender and are then looked up no more; pages that tell all
-    the same look none up."""
+    """Unknown keys at a probe count as refusals of their sender, and after too many are not looked up; public pages
+    look up none.
+    """
     keys = Keys(store)
     server = make(keys=keys, refusals_per_minute=3)
     client = create_app(server).test_client()
@@ -155,7 +158,7 @@ def test_changes_by_http_are_audited(client: FlaskClient, key: Callable[..., dic
 def test_tokens_and_scores_are_for_who_may_invoke(
     client: FlaskClient, key: Callable[..., dict[str, str]], path: str, body: dict[str, object]
 ) -> None:
-    """No key, a key of another scope, and one of another endpoint, each in OpenAI's form, as for any request."""
+    """Tokenising and scoring without a key, or with one of another scope or endpoint, is refused in OpenAI's form."""
     asked = body | {"model": "assistant"}
     answers = [
         client.post(path, json=asked, headers=headers)

@@ -12,8 +12,7 @@ from mlflow_llm.serving.http.openapi.docs_page import page
 
 
 def test_every_route_is_described(client: FlaskClient) -> None:
-    """The served document has an operation for each route that the application answers, and no other; its own
-    references resolve."""
+    """The served document describes exactly the routes that the application answers, and its references resolve."""
     served = client.get("/openapi.json").json
     described = {(path, method.upper()) for path, operations in served["paths"].items() for method in operations}
     mounted = {
@@ -41,7 +40,7 @@ def references(node: object) -> Iterator[str]:
 
 
 def test_operations_have_ids_of_their_own(client: FlaskClient) -> None:
-    """Code generators name a function after each: no two are the same."""
+    """Operation ids are unique, since code generators name functions after them."""
     operations = [one for path in client.get("/openapi.json").json["paths"].values() for one in path.values()]
     assert len({operation["operationId"] for operation in operations}) == len(operations)
 
@@ -58,7 +57,7 @@ def test_headers_keep_to_the_document(client: FlaskClient) -> None:
 
 
 def test_the_page_tells_what_a_field_takes(client: FlaskClient) -> None:
-    """All that any shape of a message takes, once; defaults, and whose they are where models have their own."""
+    """The page shows every property of any message shape once, with defaults and whether a model may have its own."""
     page = html.unescape(client.get("/docs").text)
     (row, *_) = re.findall(r"<tr><td><code>messages\[\]\.role</code>.*?</tr>", page)
     assert all(f'"{role}"' in row for role in ("system", "developer", "user", "assistant", "tool"))
@@ -73,7 +72,7 @@ def test_the_page_tells_what_a_field_takes(client: FlaskClient) -> None:
 
 
 def test_the_page_escapes_what_it_shows() -> None:
-    """Nothing of the document is markup; a body of several media types is shown once for each of its shapes."""
+    """The page escapes all text of the document, and shows a body of several media types once for each shape."""
     shape = {"type": "object", "properties": {"<i>": {"type": "string", "description": "<script>alert(1)</script>"}}}
     body = {"content": {"application/json": {"schema": shape}, "application/octet-stream": {"schema": {}}}}
     operation = {"tags": ["<b>"], "summary": "a & b", "parameters": [], "requestBody": body, "responses": {}}

@@ -44,8 +44,9 @@ def examples_alone(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture(scope="module")
 def send(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """``send(case)``: the answer of a server with a store, so that the management API does all it can, and a context
-    that is soon full, so that nothing the document allows takes long."""
+    """Return ``send(case)``, which gets the answer of a server with a store and a short context, so that no request
+    takes long.
+    """
     root = tmp_path_factory.mktemp("described")
     bundle = write_instant_model(root / "model", max_model_len=64)
     with pytest.MonkeyPatch.context() as patch, requests.Session() as session:
@@ -59,20 +60,21 @@ def send(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 @tried
 @described.by_fixture("with_bounds").parametrize()
 def test_no_request_is_a_5xx(case: Any, send: Any) -> None:
-    """Whatever the document allows, and near it, gets an answer that is no fault of ours."""
+    """Requests within the documented schema, and near it, never get a 5xx."""
     check(case, send(case))
 
 
 @tried
 @described.by_fixture("examples_alone").parametrize()
 def test_no_example_is_a_5xx(case: Any, send: Any) -> None:
-    """On the other routes."""
+    """Examples of the remaining routes never get a 5xx."""
     check(case, send(case))
 
 
 def reachable(case: Any) -> Any:
-    """Bounds are tried one by one in a request that has every field and header: for the endpoint that is there, and
-    without what alone would have it refused or out of time each time, they come as far as the engine."""
+    """Fix the endpoint and drop fields that would always be refused or time out, so that bounds are tried up to the
+    engine.
+    """
     if case.meta.phase.name.value == "coverage":
         if "name" in (case.path_parameters or {}) and "invocations" in case.path:
             case.path_parameters["name"] = "assistant"
@@ -88,7 +90,7 @@ def reachable(case: Any) -> Any:
 
 
 def check(case: Any, answer: Any) -> None:
-    """A time limit that passed is an answer only where the request set it."""
+    """Check that the answer is below 500, or a 504 if the request set a time limit."""
     own = isinstance(case.body, dict) and case.body.get("timeout") is not None
     limited = own or TIMEOUT_HEADER.lower() in {name.lower() for name in case.headers or {}}
     assert answer.status_code < 500 or (answer.status_code == 504 and limited), (answer.status_code, answer.text)

@@ -44,7 +44,7 @@ OWN = [
 
 
 class Everyone:
-    """Keys that let everyone in."""
+    """Keys that accept every caller."""
 
     def verify(self, secret: str, scope: str | None = None) -> object:
         return ANONYMOUS
@@ -58,7 +58,7 @@ def client(make: Callable[..., Server]) -> FlaskClient:
 
 @pytest.mark.parametrize(("method", "path"), PLACES, ids=[f"{method} {path}" for method, path in PLACES])
 def test_no_route_answers_a_page_of_another_site(client: FlaskClient, method: str, path: str) -> None:
-    """A foreign ``Origin``, ``Sec-Fetch-Site`` or ``Host``, and one that is malformed, is a 403 that names it."""
+    """A foreign or malformed ``Origin``, ``Sec-Fetch-Site`` or ``Host`` is a 403 that names the header."""
     for headers in FOREIGN:
         answer = client.open(path.replace("<name>", "a").replace("<path:name>", "a"), method=method, headers=headers)
         assert answer.status_code == 403, (headers, answer.text)

@@ -27,7 +27,7 @@ LARGE = CHAT | {"messages": [{"role": "user", "content": " " * 3000}], "max_toke
 
 
 class Unread(io.RawIOBase):
-    """A body that nobody may touch."""
+    """A request body whose reading fails the test."""
 
     def read(self, size: int = -1) -> bytes:
         raise AssertionError("the body was read")
@@ -41,14 +41,14 @@ class Place:
         self.secret, self.key = self.keys.create("acme")
 
     def change(self, **parts: Any) -> None:
-        """Another server, with ``parts`` in place of its own."""
+        """Replace ``parts`` of the server."""
         self.server = dataclasses.replace(self.server, **parts)
         self.client: FlaskClient = create_app(self.server).test_client()
 
     def ask(
         self, body: Any = CHAT, secret: str | None = None, path: str = "/v1/chat/completions", **environ: Any
     ) -> Any:
-        """``body`` None announces a large one that cannot be read."""
+        """Send a request; ``body`` None announces a large one that cannot be read."""
         headers = {"Authorization": f"Bearer {secret or self.secret}", "Content-Type": "application/json"}
         if body is None:
             unread = {"wsgi.input": Unread(), "CONTENT_LENGTH": str(10 * 2**20)}
@@ -76,7 +76,7 @@ def subject(place: Place, scope: str) -> str:
 @pytest.mark.parametrize("scope", ["key", "tenant", "endpoint", "user"])
 @pytest.mark.parametrize("kind", ["itpm", "otpm", "qpm", "qph", "budget", "budget_day"])
 def test_a_used_up_limit_refuses_before_the_body_is_read(place: Place, kind: str, scope: str) -> None:
-    """A large body is not received for a limit of which nothing is left, and the answer is that of an admission."""
+    """If a limit is used up a large body is refused unread, with the answer of an admission."""
     used = place.ask(CHAT | {"ignore_eos": True}).json["usage"]
     tokens = {"itpm": used["prompt_tokens"], "otpm": used["completion_tokens"], "qpm": 1, "qph": 1}
     value = tokens.get(kind, used["prompt_tokens"] + 10 * used["completion_tokens"])
@@ -93,7 +93,7 @@ def test_a_used_up_limit_refuses_before_the_body_is_read(place: Place, kind: str
 
 
 def test_requests_in_flight_refuse_before_the_body_is_read(place: Place) -> None:
-    """Concurrency that is used up refuses, and when it is free again the request is taken."""
+    """Used-up concurrency refuses a request unread, and once a place is free it is taken."""
     place.limits.set("key", place.key.key_id, "in_flight", 1)
     stream = place.ask(CHAT | {"stream": True, "max_tokens": 2000, "ignore_eos": True})
     next(stream.response)
@@ -130,7 +130,7 @@ def test_an_endpoint_that_the_body_names(place: Place, monkeypatch: pytest.Monke
 
 
 def test_a_store_that_is_away_refuses_before_the_body_is_read(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without an answer from the store nothing large is received either."""
+    """If the store is unavailable a large body is refused unread."""
     assert place.ask().status_code == 200
 
     def away(*_: Any, **__: Any) -> None:

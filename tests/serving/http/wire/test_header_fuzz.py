@@ -67,7 +67,7 @@ OFTEN = settings(max_examples=100, deadline=None, suppress_health_check=list(Hea
 
 @pytest.fixture(scope="module")
 def keyed(make: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[FlaskClient, str]]:
-    """A client of a server with keys and a ledger, and the secret of a key that may do everything."""
+    """Return a client of a server with keys and a ledger, and the secret of a key with all scopes."""
     place: Path = tmp_path_factory.mktemp("fuzz")
     store = Store(f"sqlite:///{place}/serving.db")
     secret, _ = Keys(store).create(tenant="team", scopes=("invoke", "manage", "usage"))
@@ -88,7 +88,7 @@ def open_to_all(make: Callable[..., Server]) -> FlaskClient:
 @given(headers=st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=4), route=st.sampled_from(ROUTES))
 @example(headers={"Origin": "http://["}, route=ROUTES[0])
 def test_headers(open_to_all: FlaskClient, headers: dict[str, str], route: object) -> None:
-    """Every route of a server without keys, with any headers, is an answer below 500."""
+    """Every route of a server without keys answers any headers with a status below 500."""
     check_headers(open_to_all, headers, route)
 
 
@@ -103,7 +103,7 @@ def check_headers(client: FlaskClient, headers: dict[str, str], route: object) -
 @OFTEN
 @given(headers=st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=4), route=st.sampled_from(ROUTES))
 def test_headers_beside_a_key(keyed: tuple[FlaskClient, str], headers: dict[str, str], route: object) -> None:
-    """Every route of a server with keys, with any headers, is an answer below 500."""
+    """Every route of a server with keys answers any headers with a status below 500."""
     client, secret = keyed
     check_headers(client, {"Authorization": f"Bearer {secret}"} | headers, route)
 
@@ -135,7 +135,7 @@ def test_queries_of_usage(keyed: tuple[FlaskClient, str], query: dict[str, str])
 @OFTEN
 @given(name=st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=30))
 def test_names_in_paths(keyed: tuple[FlaskClient, str], name: str) -> None:
-    """Every name of an endpoint in a path is an answer below 500."""
+    """Every endpoint name in a path is answered with a status below 500."""
     client, secret = keyed
     for route in ROUTES:
         if "<" in route.path and route.method in ("GET", "DELETE"):

@@ -34,7 +34,9 @@ LAST = {
 
 @pytest.mark.parametrize("case", LAST)
 def test_no_request_after_a_broken_or_unread_body(fast: Running, case: str) -> None:
-    """Behind a body that broke off or was left unread nothing is a request: the answer says close, and it is closed."""
+    """After a body that broke off or was left unread the answer says close, and the connection ends without reading
+    another request.
+    """
     data, expected = LAST[case]
     statuses, answer = exchange(fast, data + NEXT)
     assert statuses == expected, answer

@@ -30,7 +30,7 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture
 def turning() -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Wraps a function: it returns only after the event loop has turned ten times while it ran."""
+    """Wrap a function so that it returns only after the event loop has turned ten times while it ran."""
 
     def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*args: Any, **named: Any) -> Any:
@@ -54,7 +54,7 @@ def turning() -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 def test_the_loop_turns_while_a_body_is_read(
     make: Callable[..., Server], monkeypatch: pytest.MonkeyPatch, turning: Any, kind: str
 ) -> None:
-    """Decoding, validating and the writing of a large reply run where the loop goes on meanwhile."""
+    """The event loop goes on while a large body is decoded and validated and a large reply is written."""
     server, seen = make(offload_bytes=2048), []
     for name in ("_decode", "prepare", "_whole") if kind == "embeddings" else ("_decode", "prepare"):
         function = turning(getattr(invoke, name))
@@ -76,7 +76,7 @@ def test_the_loop_turns_while_a_body_is_read(
 
 
 def test_an_error_of_a_thread_is_raised_here_and_printed_nowhere(capfd: pytest.CaptureFixture[str]) -> None:
-    """Bad input found on a thread is an error as it is on the loop, and no traceback goes to the log."""
+    """Bad input found on a thread raises the same error as on the loop, and logs no traceback."""
 
     def refuse() -> None:
         raise InvalidField("messages", 1, "a list")
@@ -93,7 +93,7 @@ def test_an_error_of_a_thread_is_raised_here_and_printed_nowhere(capfd: pytest.C
 
 @pytest.mark.parametrize("announced", [True, False])
 def test_the_loop_turns_between_pieces_of_a_body(announced: bool) -> None:
-    """Megabytes that have arrived already are not read in one go."""
+    """The event loop goes on between reads of megabytes that have already arrived."""
     data = b"x" * (10 * bodies.PIECE)
     environ: dict[str, Any] = {"wsgi.input": io.BytesIO(data)}
     environ |= {"CONTENT_LENGTH": str(len(data))} if announced else {"wsgi.input_terminated": True}
