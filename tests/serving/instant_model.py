@@ -18,7 +18,9 @@ TEMPLATE = (
 
 
 def write_instant_model(root: Path, **model: float) -> Bundle:
-    """A bundle of ``InstantEngine`` in ``root``: a 259-token byte tokenizer and no weights."""
+    """Write a model for ``InstantEngine`` into ``root``, with a 259-token byte tokenizer and no weights; return its
+    bundle.
+    """
     vocab = {c: i for i, c in enumerate(ALPHABET)}
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
