@@ -12,7 +12,7 @@ from mlflow_llm.serving.interface.validated_struct import Checked
 
 @pytest.mark.parametrize("settings", [EngineSettings, ServerSettings, DialectSettings])
 def test_every_setting_says_what_it_does(settings: type[Checked]) -> None:
-    """None is left out, and none is described that does not exist."""
+    """Every setting is described, and every description is of an existing setting."""
     meanings = settings.meanings()
     assert list(meanings) == [name for name, _, _ in settings.described()]
     assert [name for name, meaning in meanings.items() if not meaning] == []

@@ -34,13 +34,13 @@ def test_the_drawing_is_the_tree() -> None:
 
 
 def test_every_status_is_one_of_http() -> None:
-    """499 apart, which is nginx's for a client that went away."""
+    """Every status is one of HTTP, except 499, nginx's status for a client that went away."""
     known = {status.value for status in HTTPStatus} | {errors.Aborted.status}
     assert {cls.status for cls in errors.walk()} <= known
 
 
 def test_a_status_stands_in_the_tree_alone() -> None:
-    """No other module of what answers over HTTP has the number of a failure: it raises or names the class."""
+    """Only the error tree has the status codes of failures: other modules raise or name its classes."""
     numbers = {cls.status for cls in errors.walk()}
     found = [
         f"{path.relative_to(SERVING)}:{node.lineno}: {node.value}"
@@ -65,5 +65,5 @@ def test_a_status_stands_in_the_tree_alone() -> None:
     ids=range(6),
 )
 def test_the_reason_of_another_librarys_error(message: str, told: str) -> None:
-    """Is one short line: the first one, with the next if the first only introduces it."""
+    """The reason of another library's error is its first line, with the next one if the first only introduces it."""
     assert errors.reason(ValueError(message)) == told

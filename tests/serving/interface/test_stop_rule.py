@@ -14,20 +14,20 @@ def rule(room: int | None = None, **more: int) -> StopRule:
 
 @pytest.mark.parametrize(("last", "count", "reason"), [(1, 1, None), (7, 1, "stop"), (8, 5, "stop"), (1, 5, "length")])
 def test_a_stop_token_wins_over_the_length(last: int, count: int, reason: str | None) -> None:
-    """The last token decides, and at full length it still may."""
+    """A stop token as the last token ends the text, even at full length."""
     assert rule().reason(last, count) == reason
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_a_stop_token_counts_after_min_tokens(count: int) -> None:
-    """The first ``min_tokens`` tokens are no end: exactly those for which the sampler gives it no probability."""
+    """A stop token counts only after the first ``min_tokens`` tokens, for which the sampler excludes it."""
     found = rule(min_tokens=2)
     assert found.may_stop(count) == found.is_stop(7, count) == (count > 2)
     assert found.reason(7, count) == ("stop" if count > 2 else None)
 
 
 def test_a_stop_string_counts_from_min_tokens_on() -> None:
-    """It is part of the text that it ends, unlike a stop token: the text has its ``min_tokens`` with it."""
+    """A stop string may end with the ``min_tokens``-th token, since unlike a stop token it is part of the text."""
     assert [rule(min_tokens=2).may_match(count) for count in (1, 2, 3)] == [False, True, True]
 
 
