@@ -12,7 +12,7 @@ from mlflow_llm.serving.metering import Ledger, Store
 
 
 class Clock:
-    """Seconds that move when told to."""
+    """A clock that moves when told to."""
 
     def __init__(self, now: float = 1_800_000_000.0) -> None:
         self.now = now

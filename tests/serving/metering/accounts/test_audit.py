@@ -66,7 +66,7 @@ def test_every_change_is_reported_once(store):
 
 
 def test_pages_of_the_log(store):
-    """A cursor leads on to the oldest entry; entries are found by actor, action and target."""
+    """A cursor leads to the oldest entry, and entries are filtered by actor, action and target."""
     limits = Limits(store)
     for number in range(5):
         limits.set("tenant", f"t{number}", "qph", 1, by=ANN if number % 2 else None)
@@ -84,7 +84,7 @@ def test_pages_of_the_log(store):
 
 
 def test_the_log_cannot_be_rewritten(store):
-    """The database refuses it, whoever asks."""
+    """The database itself refuses to change or delete audit entries."""
     Limits(store).set("tenant", "acme", "qph", 1)
     for statement in ("UPDATE audit SET actor = 'x'", "DELETE FROM audit"):
         with pytest.raises(DBAPIError, match="append-only"), store.engine.begin() as connection:
@@ -93,7 +93,7 @@ def test_the_log_cannot_be_rewritten(store):
 
 
 def aged(store: Store, *days: float) -> None:
-    """Entries of so many days ago."""
+    """Make audit entries as many days old as given."""
     now = int(time.time() * 1000)
     with store.engine.begin() as connection:
         for number, age in enumerate(days):
@@ -122,7 +122,7 @@ def test_old_entries_are_pruned(store, monkeypatch):
 
 
 def test_what_no_entry_allows_is_kept(store):
-    """The database lets no entry go that is younger than a recorded age, nor the record itself, nor by a short age."""
+    """The database keeps entries younger than the recorded age, the record itself, and all if that age is too short."""
     aged(store, 100, 300, 400)
     assert prune(store, 350) == 1
     statement = sa.text("DELETE FROM audit WHERE action = 'audit.prune' OR target = 'tenant t1'")
@@ -136,7 +136,7 @@ def test_what_no_entry_allows_is_kept(store):
 
 
 def test_the_command(store, store_url):
-    """On either side of its name, like ``usage fold``; a server has no such thing."""
+    """``audit prune`` takes --database on either side of its name, like ``usage fold``, and no server."""
     aged(store, 100)
     for words in (["audit", "--database", store_url, "prune", "90"], ["audit", "prune", "--database", store_url, "90"]):
         done = CliRunner().invoke(cli, words)
@@ -149,7 +149,7 @@ def test_the_command(store, store_url):
 
 
 def at_revision(url: str, revision: str) -> None:
-    """A database as an earlier version of the package made it."""
+    """Return a database as an earlier version of the package made it."""
     config = Config()
     config.set_main_option("script_location", str(Path(migrations.__file__).parent))
     engine = sa.create_engine(url)
@@ -164,7 +164,7 @@ def at_revision(url: str, revision: str) -> None:
 
 
 def test_an_older_database_is_upgraded(store_url):
-    """Keys of before neither expire nor are for some endpoints only, and can be changed as others."""
+    """After an upgrade older keys have no expiry and no endpoint list, and can be changed like others."""
     at_revision(store_url, "0002")
     store = Store(store_url)
     keys = Keys(store)

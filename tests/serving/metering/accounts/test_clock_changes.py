@@ -38,7 +38,7 @@ def clocks() -> Clocks:
 
 @pytest.fixture
 def ledgers(store, tmp_path):
-    """Makes ledgers of processes of one host; all are closed at the end."""
+    """Return a maker of ledgers of several processes on one host; all are closed at the end."""
     made = []
 
     def make(clocks: Clocks, where: str = "state") -> Ledger:
@@ -115,7 +115,7 @@ def test_a_window_lasts_as_long_as_it_says(store, clocks, ledgers, reserve_of, s
 
 
 def test_a_reserve_refills_by_time_that_passes(store, clocks, ledgers, reserve_of):
-    """Not by a clock that is set; set back it still refills."""
+    """A reserve refills by elapsed time, not by the wall clock, even after that was set back."""
     ledger = ledgers(clocks)
     bucket = Bucket(rate=1, burst_seconds=40, prompt_weight_milli=0)
     taken = []
@@ -144,7 +144,7 @@ def test_a_clock_step_does_not_declare_a_process_dead(store, clocks, ledgers, re
 
 
 def test_a_steady_clock_moves_up_to_others_and_never_back():
-    """It runs at the monotonic clock's pace from where the others are."""
+    """The steady clock runs at the monotonic clock's pace from the latest time of the others, and never goes back."""
     clocks = Clocks(1000.0)
     steady = MonotonicClock(clocks.wall, lambda: clocks.monotonic)
     clocks.step(-500)
@@ -157,7 +157,7 @@ def test_a_steady_clock_moves_up_to_others_and_never_back():
 
 
 def test_silence_is_measured_by_the_observers_clock():
-    """For so long, by the clock of who looks; what went away and came back begins anew."""
+    """Silence is timed by the observer's clock, and starts anew after an absence."""
     now = [0.0]
     detector = StalenessDetector(60, monotonic=lambda: now[0])
     assert detector.observe({"a": 1, "b": 1}) == []

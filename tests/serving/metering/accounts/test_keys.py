@@ -38,7 +38,9 @@ def test_a_key_is_verified_with_its_scopes(store):
 
 
 def test_a_revoked_key_is_refused_by_every_process_within_the_caches_time(store, monkeypatch):
-    """At once where it was revoked, elsewhere when the cache entry has aged."""
+    """A revoked key is refused at once by the process that revoked it, and by others when their cache entry has
+    expired.
+    """
     here, elsewhere = Keys(store), Keys(store)
     secret, key = here.create("acme")
     here.verify(secret)
@@ -64,7 +66,7 @@ def test_invalid_key_fields_are_refused(store):
 
 @pytest.mark.parametrize("late", ["9999-12-31T23:59:59-23:59", "253402300800000", "9007199254740991"])
 def test_a_key_expires_within_the_calendar(store, late):
-    """A moment that no date can show is refused, and the last of all can be shown."""
+    """An expiry beyond the last date is refused; the last date itself can be shown."""
     with pytest.raises(InvalidField, match=r"^expires: "):
         Keys(store).create("acme", expires=late)
     _, key = Keys(store).create("acme", expires="9999-12-31T23:59:59")
@@ -72,7 +74,7 @@ def test_a_key_expires_within_the_calendar(store, late):
 
 
 def test_a_key_expires(store, clock):
-    """At its moment, in a process that has it in its cache as well; a moment that has passed makes no key."""
+    """A key expires at its time even if it is cached; an expiry in the past is refused."""
     ours = Keys(store, clock=clock)
     secret, key = ours.create("acme", expires="1h")
     assert key.expires_ms == clock() * 1000 + 3_600_000
@@ -114,7 +116,7 @@ def test_a_rotated_key_has_two_secrets_for_a_while(store, clock):
 
 
 def test_revoking_ends_the_old_secret_too(store, clock):
-    """A key that was rotated because it leaked is ended as a whole."""
+    """Revoking a rotated key ends its old secret too."""
     ours = Keys(store, clock=clock)
     first, key = ours.create("acme")
     ours.rotate(key.key_id)
@@ -124,7 +126,7 @@ def test_revoking_ends_the_old_secret_too(store, clock):
 
 
 def test_an_expired_key_is_rotated_with_a_new_end_only(store, clock):
-    """Its old secret stays what it is: expired."""
+    """Rotating an expired key needs a new expiry, and its old secret stays expired."""
     ours = Keys(store, clock=clock)
     first, key = ours.create("acme", expires="1h")
     clock.now += 3600
@@ -137,7 +139,7 @@ def test_an_expired_key_is_rotated_with_a_new_end_only(store, clock):
 
 
 def test_what_a_key_may_use(store):
-    """An endpoint with all its adapters, or one adapter alone; without a list all of them."""
+    """A key may use an endpoint with all its adapters or one adapter alone; without a list it may use all."""
     ours = Keys(store)
     secret, key = ours.create("acme", endpoints=("chat", "law:legal"))
     caller = ours.verify(secret)

@@ -64,7 +64,7 @@ def test_keys_with_weights(run, store):
 
 
 def test_limits(run, store):
-    """Set, list, remove; money is in currency units."""
+    """Limits are set, listed and removed, with money in currency units."""
     assert "tenant acme: 0.25 currency units in all" in run("limits", "set", "tenant", "acme", "qph=7", "budget=0.25")
     assert [(limit.kind, limit.value) for limit in Limits(store).list()] == [("budget", 250_000), ("qph", 7)]
     line = run("limits", "list", "--scope", "tenant").splitlines()[1].split()
@@ -76,7 +76,7 @@ def test_limits(run, store):
 
 
 def test_limits_of_unknown_subjects(run, store, sqlite_url):
-    """A key that there is not is refused; an endpoint may come later, which is said."""
+    """A limit for an unknown key is refused; one for an unknown endpoint is set with a note."""
     with pytest.raises(NotFound, match="no key 'key_nope'"):
         run("limits", "set", "key", "key_nope", "otpm=1")
     assert Limits(store).list() == ()
@@ -89,7 +89,7 @@ def test_limits_of_unknown_subjects(run, store, sqlite_url):
 
 
 def test_a_price_is_given(store, sqlite_url):
-    """Without one nothing is set, least of all 0; 0 can be said."""
+    """A price must be given to be set; 0 is allowed."""
     done = CliRunner().invoke(cli, ["prices", "set", "m", "--database", sqlite_url])
     assert (done.exit_code, "give a price" in done.stderr) == (2, True)
     assert Prices(store).list() == ()
@@ -98,7 +98,7 @@ def test_a_price_is_given(store, sqlite_url):
 
 
 def test_a_price_for_an_unserved_model_is_warned_of(store, sqlite_url):
-    """A typing error would cost nobody anything; a price for all needs no model."""
+    """A price for a model that is not served is set with a warning; a price for all models has none."""
     done = CliRunner().invoke(cli, ["prices", "set", "typo", "--input", "1", "--database", sqlite_url])
     assert (done.exit_code, done.stderr) == (
         0,
@@ -108,7 +108,7 @@ def test_a_price_for_an_unserved_model_is_warned_of(store, sqlite_url):
 
 
 def test_money_has_its_currency(run, store, ledger, reserve_of):
-    """In prices, limits, refusals and the bill; once costs are booked it keeps its name."""
+    """Prices, limits, refusals and bills show the currency, which cannot be changed once costs are booked."""
     assert run("prices", "currency") == "no currency is set\n"
     assert run("prices", "currency", "EUR") == "EUR\n"
     assert run("prices", "set", "*", "--input", "1000").startswith("*: 1000.00 EUR in")
@@ -126,7 +126,7 @@ def test_money_has_its_currency(run, store, ledger, reserve_of):
 
 @pytest.mark.parametrize("where", ["folded", "provisioned"])
 def test_a_currency_stays_with_its_costs(run, store, ledger, reserve_of, clock, where):
-    """Also where the requests have become daily sums, and where throughput was reserved and nothing asked."""
+    """The currency is fixed by costs that are folded into daily sums, or of reserved throughput, too."""
     run("prices", "currency", "EUR")
     ledger.prices.set("model-1", Price(input=1_000_000, unit_minute=1_000_000))
     if where == "folded":
@@ -142,13 +142,13 @@ def test_a_currency_stays_with_its_costs(run, store, ledger, reserve_of, clock, 
 
 
 def test_a_past_time_is_shown_as_one(run):
-    """Not as seconds since 1970."""
+    """A time in the past is shown as a date rather than as seconds since 1970."""
     with pytest.raises(InvalidField, match=r"effective: '2020-01-01T00:00:00\+00:00' is not allowed"):
         run("prices", "set", "m", "--input", "1", "--effective", "2020-01-01")
 
 
 def test_prices(run, store):
-    """A million tokens in currency units; cached tokens cost as much as others unless said."""
+    """A price is for a million tokens in currency units; cached tokens cost the same unless given."""
     run("prices", "set", "model-1", "--input", "3", "--output", "15.000001")
     ((entity, _, price),) = Prices(store).list()
     assert (entity, price.input, price.cached, price.output) == ("model-1", 3_000_000, 3_000_000, 15_000_001)
@@ -176,14 +176,14 @@ def test_prices(run, store):
     ],
 )
 def test_mistakes_are_named(run, store, words, field):
-    """Field, value and what is allowed; nothing is changed."""
+    """An error names the field, its value and what is allowed, and nothing is changed."""
     with pytest.raises(InvalidField, match=f"^{field}: ") as refused:
         run(*words)
     assert refused.value.param == field
 
 
 def test_a_database_that_cannot_be(tmp_path):
-    """One line, no trace."""
+    """An unusable database is a one-line error without a traceback."""
     for url in (
         "nodialect://x",
         "sqlite://",
@@ -210,14 +210,14 @@ def test_a_database_that_cannot_be(tmp_path):
     ],
 )
 def test_reading_makes_no_store(words, sqlite_url, tmp_path):
-    """A mistyped URL is not an empty store."""
+    """A command that reads refuses a missing database instead of creating one."""
     done = CliRunner().invoke(cli, list(words), env={"MLFLOW_LLM_DATABASE": sqlite_url})
     assert (done.exit_code, "there is no such file" in done.stderr) == (1, True)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_bill(run, store, ledger, reserve_of, tmp_path):
-    """Sums and their total, what was reserved, and the files."""
+    """The bill has sums with a total, reserved throughput and the export files."""
     run("prices", "set", "*", "--input", "1", "--output", "2", "--unit-minute", "0.5")
     for number in range(3):
         ledger.reserve(reserve_of(f"r{number}", tenant=f"t{number % 2}")).settle(completion=number)

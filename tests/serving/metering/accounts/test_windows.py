@@ -24,7 +24,7 @@ steps = st.lists(
 
 
 class Model:
-    """All charges ever, as (second, amount): sums are counted from nothing each time."""
+    """A brute-force model: all charges as (second, amount), summed anew each time."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -35,7 +35,7 @@ class Model:
         return sum(amount for at, amount in self.charges if at // slot >= now // slot - before)
 
     def worst(self) -> int:
-        """The most in any window of exactly 60 s (3,600 s) that begins at a charge."""
+        """Return the largest sum in any window of exactly 60 s (3,600 s) that begins at a charge."""
         span = SECONDS[self.kind]
         return max(
             (sum(a for at, a in self.charges if start <= at <= start + span) for start, _ in self.charges), default=0
@@ -50,7 +50,7 @@ def amounts(kind: str, value: int) -> Amounts:
 @given(steps=steps, allowed=st.integers(1, 80))
 @settings(max_examples=150, deadline=None)
 def test_no_window_holds_more_than_its_limit(kind, steps, allowed):
-    """Against a brute-force model: same sums, never over the limit in any window, and the wait is exact."""
+    """Windows agree with a brute-force model: the same sums, never over the limit, and an exact wait."""
     state, model, now = WindowState(), Model(kind), 1_800_000_000
     for what, value in steps:
         if what == "wait":

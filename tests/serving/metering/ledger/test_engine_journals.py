@@ -41,7 +41,7 @@ def run(journal, request_id, tokens):
 
 
 def test_ended_requests_come_while_the_engine_lives(store, ledger, rows, root):
-    """Once each; what still runs comes when it has ended, and again from another engine is added."""
+    """Ended requests are booked once each, running ones when they end, and counts from another engine are added."""
     journal = Journal(root, "engine-1")
     journal.end([run(journal, "r0", 3), run(journal, "r1", 2)])
     running = run(journal, "r2", 5)
@@ -57,7 +57,7 @@ def test_ended_requests_come_while_the_engine_lives(store, ledger, rows, root):
 
 
 def test_a_dead_engines_running_requests_are_counted(store, ledger, rows, root):
-    """Up to the token that it had counted; its directory goes, and nothing of it comes twice."""
+    """A dead engine's running requests are booked up to the last counted token, once, and its directory is removed."""
     journal = Journal(root, "engine-1")
     journal.end([run(journal, "r0", 3)])
     run(journal, "r1", 4)
@@ -70,7 +70,7 @@ def test_a_dead_engines_running_requests_are_counted(store, ledger, rows, root):
 
 
 def test_a_line_whose_slot_is_still_there_counts_once(store, ledger, rows, root, monkeypatch):
-    """A kill between the line and the slot leaves both."""
+    """A request is booked once if a kill left both its journal line and its slot."""
     journal = Journal(root, "engine-1")
     entry = run(journal, "r0", 3)
     monkeypatch.setattr(journal._running, "give_back", lambda slot: None)

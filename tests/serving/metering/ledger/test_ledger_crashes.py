@@ -26,7 +26,7 @@ WORKER = Path(__file__).with_name("ledger_worker.py")
 
 @pytest.fixture
 def successor(store, tmp_path, clock):
-    """Another process's ledger over the same store and state."""
+    """Return another process's ledger over the same store and state."""
     opened = Ledger(store, state_dir=tmp_path / "state", clock=clock, monotonic=clock)
     yield opened
     opened.close()
@@ -91,7 +91,7 @@ def test_a_checkpoint_newer_than_the_progress_file_counts(store, tmp_path, clock
 
 @pytest.fixture
 def locked(sqlite_url):
-    """A connection that can take the whole database for itself."""
+    """Return a connection that can lock the whole database."""
     connection = sqlite3.connect(sqlite_url.removeprefix("sqlite:///"), isolation_level=None)
     yield connection
     connection.close()
@@ -124,7 +124,7 @@ def test_with_the_store_away_nothing_is_admitted_and_nothing_lost(store, ledger,
 
 @pytest.mark.parametrize("store_url", ["sqlite"], indirect=True)
 def test_a_ledger_says_how_it_stands(store, ledger, reserve_of, locked):
-    """Open rows, what waits in the spool, whether the store answers; an outage is reported once."""
+    """A ledger reports open rows, the spool's size and whether the store answers; an outage is logged once."""
     outages = []
     ledger.on_outage = lambda: outages.append(1)
     leases = [ledger.reserve(reserve_of(f"r{number}")) for number in range(3)]
@@ -334,7 +334,7 @@ def test_processes_killed_at_random_leave_exact_sums(store_url, store, tmp_path,
 
 
 def _compare(rows, truths: Path) -> None:
-    """Every certain step is in the ledger; the one step a kill fell into either is or is not, and nothing else."""
+    """Check that every certain step is in the ledger, a step hit by a kill possibly, and nothing else."""
     checked = 0
     for truth in truths.glob("*.truth"):
         lines = [line.split() for line in truth.read_text().splitlines()]

@@ -13,7 +13,7 @@ DAY = 86_400
 
 @pytest.fixture
 def aged(ledger, reserve_of, clock):
-    """Requests of three days: two 40 and 39 days ago (one of them still open), one of today."""
+    """Make requests of three days: two 40 and 39 days ago (one still open), and one of today."""
     ledger.prices.set("*", Price(input=1_000_000, output=2_000_000))
     open_lease = None
     for age in (40, 39, 0):
@@ -30,7 +30,7 @@ def aged(ledger, reserve_of, clock):
 
 
 def test_folding_keeps_every_total(store, aged, clock, monkeypatch):
-    """Old closed rows become sums a day, in batches; sums by any column, with any filter, stay what they were."""
+    """Folding old closed rows into daily sums keeps every total by any column and filter."""
     monkeypatch.setattr(retention, "BATCH", 3)
     usage, today = Usage(store), int(clock.now * 1000)
     questions = [
@@ -65,6 +65,6 @@ def test_folded_money_counts_in_budgets(store, aged, clock, reserve_of):
 
 @pytest.mark.parametrize("days", [31, 0, -1, True])
 def test_recent_rows_are_kept(store, days):
-    """A month's budget needs its rows."""
+    """Recent rows are not folded, since monthly budgets need them."""
     with pytest.raises(InvalidField, match="days"):
         fold(store, days)

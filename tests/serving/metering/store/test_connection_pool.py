@@ -12,7 +12,7 @@ from mlflow_llm.serving.metering.store.connection_pool import ConnectionPool
 
 
 class Database:
-    """Counts what is opened; ``broken`` while nothing can be."""
+    """A database that records opened connections; while ``broken`` none can be opened."""
 
     def __init__(self) -> None:
         self.opened: list[sqlite3.Connection] = []

@@ -52,7 +52,7 @@ def closed_breaker(ledger: Ledger) -> None:
 
 
 def test_a_backup_that_is_put_back_is_what_counts_from_then_on(ledger, file, tmp_path, reserve_of) -> None:
-    """A running request is billed in it, if it knows it; what other processes change there holds here."""
+    """A restored backup bills the running requests that it knows, and other processes' changes to it apply."""
     running = ledger.reserve(reserve_of("running"))
     copy = backup(file, tmp_path / "backup.db")
     ledger.reserve(reserve_of("forgotten")).settle(completion=1)
@@ -71,7 +71,9 @@ def test_a_backup_that_is_put_back_is_what_counts_from_then_on(ledger, file, tmp
 
 
 def test_nothing_is_admitted_while_the_file_is_gone(ledger, file, reserve_of, caplog) -> None:
-    """And none is made in its place; settlements wait in the spool, the reason is told, once."""
+    """While the database file is missing nothing is admitted or created, settlements are spooled, and the reason is
+    logged once.
+    """
     running = ledger.reserve(reserve_of("running"))
     away = file.with_name("away.db")
     file.rename(away)
@@ -120,7 +122,7 @@ def test_another_store_is_not_taken_for_this_one(ledger, file, tmp_path, reserve
 
 
 def test_a_file_that_is_not_a_database_is_logged(ledger, file, reserve_of, caplog) -> None:
-    """The reason is in the log, and requests are refused."""
+    """If the file is not a database the reason is logged and requests are refused."""
     ledger.reserve(reserve_of("r1")).settle()
     kept = backup(file, file.with_name("kept.db"))
     broken = file.with_name("broken.db")

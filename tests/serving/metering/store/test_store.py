@@ -26,13 +26,13 @@ from mlflow_llm.serving.metering.store.checks import NoStore
 
 
 def test_migrations_give_the_tables_that_the_code_uses(store):
-    """Nothing differs between the migrated schema and the metadata."""
+    """The migrated schema equals the metadata of the code."""
     with store.engine.connect() as connection:
         assert compare_metadata(MigrationContext.configure(connection), tables.metadata) == []
 
 
 def test_many_processes_open_a_new_database_at_once(store_url):
-    """One migrates, the others wait for it."""
+    """If many processes open a new database, one migrates it and the others wait."""
     script = f"from mlflow_llm.serving.metering import Store; Store({store_url!r}).close()"
     openers = [subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE) for _ in range(4)]
     errors = [opener.communicate(timeout=240)[1].decode() for opener in openers]
@@ -40,7 +40,7 @@ def test_many_processes_open_a_new_database_at_once(store_url):
 
 
 def test_writes_of_many_threads_come_one_after_another(store):
-    """Read-then-write transactions lose no update."""
+    """Concurrent read-then-write transactions lose no update."""
     limits = Limits(store)
     limits.set("key", "k", "qph", 0)
     table = tables.limits
@@ -96,7 +96,7 @@ def never(seconds):
     ],
 )
 def test_files_that_are_not_stores_are_refused(made, reason, tmp_path, monkeypatch):
-    """Each is refused at once, with the URL and the reason, and is left as it is."""
+    """A file that is not a store is refused at once with the URL and the reason, and left unchanged."""
     file = tmp_path / "x.db"
     made(file)
     before = file.is_file() and file.read_bytes()
@@ -116,7 +116,7 @@ def test_revisions_are_alembics():
 
 
 def test_a_new_file_is_for_its_owner_alone(tmp_path):
-    """It holds hashes of keys and everybody's ledger; SQLite's other files take its mode over."""
+    """A new database file, with key hashes and the ledger, is private, and SQLite's other files have its mode."""
     file = tmp_path / "x.db"
     store = Store(f"sqlite:///{file}")
     store.read(lambda connection: connection.execute(sa.text("SELECT 1")).all())
@@ -127,7 +127,7 @@ def test_a_new_file_is_for_its_owner_alone(tmp_path):
 
 
 def test_a_database_that_others_hold_is_waited_for(tmp_path):
-    """A lock passes: only after the timeout it is said that the database does not answer, and why."""
+    """A locked database is waited for; only after the timeout the error says that it does not answer, and why."""
     url = f"sqlite:///{tmp_path}/x.db"
     Store(url).close()
     with contextlib.closing(sqlite3.connect(tmp_path / "x.db")) as other:
@@ -167,7 +167,7 @@ def test_postgresql_that_is_not_there(monkeypatch):
     ],
 )
 def test_passwords_are_not_shown(url, seen):
-    """Neither in an address nor in a query."""
+    """Passwords are removed from a URL's address and query."""
     assert without_password(url) == seen
 
 
@@ -192,7 +192,7 @@ def test_urls_that_cannot_work_are_refused(url, reason):
 
 
 def test_a_store_is_made_only_where_it_may_be(store_url, tmp_path):
-    """Whoever reads makes none, and nobody makes directories."""
+    """A store is created only by commands that may create one, and its directory never is."""
     with pytest.raises(NoStore, match="make one"):
         Store(store_url, make=False)
     Store(store_url).close()

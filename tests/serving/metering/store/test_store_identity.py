@@ -28,7 +28,7 @@ from mlflow_llm.serving.transport.engine_process.journal import MeteredRequests
 
 @pytest.fixture
 def other_url(store_url, tmp_path, request):
-    """A second database of the same kind."""
+    """Return the URL of a second database of the same kind."""
     if store_url.startswith("sqlite"):
         return f"sqlite:///{tmp_path}/other.db"
     import psycopg
@@ -42,7 +42,7 @@ def other_url(store_url, tmp_path, request):
 
 @pytest.fixture
 def opened():
-    """Opens a ledger; all are closed with their stores at the end."""
+    """Return an opener of ledgers; all are closed with their stores at the end."""
     ledgers = []
 
     def open_ledger(url: str, root: Path, **clocks) -> Ledger:
@@ -68,7 +68,7 @@ def copy(source: str, target: str) -> None:
 
 
 def half_done(ledger: Ledger, reserve_of, name: str) -> None:
-    """A request that ran when its process was killed, a settlement in the spool, and what an engine counted."""
+    """Leave a request of a killed process, a spooled settlement and an engine's counts."""
     ledger.reserve(reserve_of(f"{name}-ran")).count(5)
     spooled = ledger.reserve(reserve_of(f"{name}-spooled"))
     ledger._spooling_until = float("inf")
@@ -96,7 +96,7 @@ def exact(name: str) -> dict[str, tuple[int, int, str]]:
 
 
 def test_a_store_settles_its_own_and_nothing_else(store_url, other_url, tmp_path, opened, reserve_of):
-    """Two stores in one state directory: what the one's processes left waits for that store, whoever starts first."""
+    """Of two stores in one state directory each settles only its own processes' requests, whoever starts first."""
     root = tmp_path / "state"
     half_done(opened(store_url, root), reserve_of, "production")
     half_done(opened(other_url, root), reserve_of, "staging")
@@ -134,7 +134,7 @@ def test_a_copy_is_another_store(store_url, other_url, tmp_path, opened, reserve
 
 
 def test_a_moved_store_takes_over_what_is_left(store_url, other_url, tmp_path, opened, reserve_of):
-    """Through a copy, its original gone: on request, and not while a process of the original lives."""
+    """A copied store takes over the original's requests on request, unless a process of the original lives."""
     root = tmp_path / "state"
     first, second = opened(store_url, root), opened(store_url, root)
     first.maintain()
@@ -178,7 +178,7 @@ def test_settling_without_a_server(store_url, tmp_path, opened, reserve_of):
 
 
 def test_a_moved_file_is_the_same_store(tmp_path, opened):
-    """Renamed, reached by a link, or restored in place: its processes find what they left."""
+    """A renamed, linked or restored database file is the same store and finds its processes' leftovers."""
     root, file = tmp_path / "state", tmp_path / "a.db"
     first = opened(f"sqlite:///{file}", root).state_dir
     (tmp_path / "link.db").symlink_to(file)
@@ -231,7 +231,7 @@ def test_two_state_directories_of_one_store(store_url, tmp_path, opened, reserve
 
 
 def test_what_an_earlier_release_left_is_taken_over(store_url, other_url, tmp_path, opened, reserve_of):
-    """Files of no named store go to the store that knows their requests, and to no other."""
+    """Files of an earlier release, without a store's name, go only to the store that knows their requests."""
     root = tmp_path / "state"
     dead = opened(store_url, root)
     half_done(dead, reserve_of, "old")

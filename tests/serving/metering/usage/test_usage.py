@@ -15,7 +15,7 @@ from mlflow_llm.serving.metering.usage.plot import OTHERS, cost_by_day, plot_usa
 
 @pytest.fixture
 def filled(ledger, reserve_of, clock):
-    """Six requests: two tenants, two models, over two days, some in the same millisecond."""
+    """Make six requests of two tenants and two models over two days, some in the same millisecond."""
     ledger.prices.set("*", Price(input=1_000_000, output=2_000_000))
     for number in range(6):
         tenant, entity = ("acme", "=model") if number % 2 else ("zeta", "model-2")
@@ -59,7 +59,7 @@ def test_bad_pages_are_refused(store):
 
 
 def test_sums_by_day_and_tenant(store, filled):
-    """Sums are exact and ordered."""
+    """Sums by day and tenant are exact and ordered."""
     sums = Usage(store).sums(UsageFilter(), by=("day", "tenant"))
     assert [(s.group, s.requests, s.prompt_tokens, s.completion_tokens, s.cost) for s in sums] == [
         (("2027-01-15", "acme"), 2, 20, 4, 28),
@@ -70,7 +70,7 @@ def test_sums_by_day_and_tenant(store, filled):
 
 
 def test_csv_and_parquet_have_every_row(store, filled, tmp_path):
-    """Same rows in both; a text that a spreadsheet would run is disarmed in the CSV."""
+    """CSV and Parquet have the same rows, and texts that a spreadsheet would run are escaped in the CSV."""
     usage = Usage(store)
     rows = list(csv.DictReader(io.StringIO("".join(csv_lines(usage, UsageFilter())))))
     assert [row["request_id"] for row in rows] == [f"r{number}" for number in range(6)]
