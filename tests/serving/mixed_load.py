@@ -54,7 +54,7 @@ KINDS = {  # of a hundred requests
 
 
 def body_of(kind: str, serial: int, draw: random.Random) -> tuple[str, dict[str, Any]]:
-    """Path and body. The serial is in the prompt, behind "#"."""
+    """Return path and body of a request, with its serial in the prompt behind "#"."""
     prompt = f"{'word ' * draw.randrange(8)}#{serial}"
     body: dict[str, Any] = {"model": "assistant", "max_tokens": draw.randrange(1, 25), "ignore_eos": True}
     body |= {"temperature": draw.choice([0, 1.0]), "seed": serial}
@@ -83,7 +83,7 @@ def body_of(kind: str, serial: int, draw: random.Random) -> tuple[str, dict[str,
 
 
 class Load:
-    """``clients`` threads send ``requests`` requests in all. ``tenant_of(draw)`` gives (tenant, secret)."""
+    """A load of ``requests`` requests by ``clients`` threads. ``tenant_of(draw)`` gives (tenant, secret)."""
 
     def __init__(
         self, port: int, requests: int, clients: int, tenant_of: Callable[[random.Random], tuple[str, str]], seed: int
