@@ -30,7 +30,7 @@ def test_a_registered_model_is_parsed_and_written_back(uri: str, model: Register
     ["models:/m-" + "0" * 32, "models:/", "models:/a/b/c", "models:/a@", "models:/@b", "runs:/1/model", "/a/b", "a@b"],
 )
 def test_uris_without_a_registered_model(uri: str) -> None:
-    """Ids of logged models, malformed URIs, other schemes and paths."""
+    """Ids of logged models, malformed URIs, other schemes and paths are not registered models."""
     assert parse(uri) is None
 
 
@@ -39,12 +39,12 @@ def test_uris_without_a_registered_model(uri: str) -> None:
     [("3", "models:/a/3"), ("@b", "models:/a@b"), ("b", "models:/a@b"), ("latest", "models:/a/latest")],
 )
 def test_a_served_entity_names_a_version_or_an_alias(version: str, uri: str) -> None:
-    """``latest`` is a version; an alias may leave its at sign out."""
+    """``latest`` counts as a version, and an alias may be given without its at sign."""
     assert by_version("a", version).uri == uri
 
 
 def test_paths_and_stores_are_reported_apart() -> None:
-    """A URI of a store, a path of this machine, and a URI that is neither."""
+    """A store's URI, a local path and anything else are told apart."""
     asked = ["models:/a/1", "runs:/1/a", "./a", "/srv/a:b", "s3://bucket/a"]
     assert [in_store(uri) for uri in asked] == [True, True, False, False, False]
     assert [is_path(uri) for uri in asked] == [False, False, True, True, False]
