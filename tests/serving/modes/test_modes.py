@@ -55,7 +55,7 @@ def test_fields_follow_the_mode(ledger):
 
 @pytest.mark.parametrize("mode", ["paid", "reserved"])
 def test_a_request_reserves_what_it_may_use_at_most(store, ledger, mode):
-    """Each prompt once and max_tokens for every sequence, then the row has what was counted."""
+    """A request reserves each prompt once and max_tokens for every sequence, and its row gets the counted tokens."""
     chosen = PayPerToken(ledger) if mode == "paid" else Provisioned(ledger, throughput=1000)
     Limits(store).set("key", "key_1", "otpm", 120)
     Limits(store).set("key", "key_1", "itpm", 11)
@@ -70,7 +70,7 @@ def test_a_request_reserves_what_it_may_use_at_most(store, ledger, mode):
 
 
 def test_within_the_reserve_a_request_runs_first(ledger):
-    """The engine keeps its pace; beyond the reserve it is one among the pay-per-token requests."""
+    """A request within the reserve has priority in the engine; one beyond it competes like pay-per-token requests."""
     reserved, paid = Provisioned(ledger, throughput=1), PayPerToken(ledger)
     admissions = [reserved.admit(valid(f"r{number}"), CALLER, TARGET) for number in range(3)]  # 25 of 60 tokens each
     flood = paid.admit(valid("flood"), CALLER, TARGET)
@@ -81,7 +81,7 @@ def test_within_the_reserve_a_request_runs_first(ledger):
 
 
 def test_a_throughput_that_cannot_be_given_is_refused(ledger):
-    """Ranges that make no sense at once, a minimum over the measured capacity when it is known."""
+    """Invalid ranges are refused at once, and a minimum over the capacity once that is measured."""
     capacity = Capacity(decode_tokens_per_second=100, prefill_tokens_per_second=1000)
     check_throughput(0, 100)
     check_throughput(200, 300, capacity, max_replicas=2)
@@ -96,7 +96,7 @@ def test_a_throughput_that_cannot_be_given_is_refused(ledger):
 
 
 class TimedEngine:
-    """An engine whose clock moves 1 ms a prompt token and 10 ms a generated one, so that its speed is known."""
+    """An engine whose clock advances 1 ms a prompt token and 10 ms a generated one, so that its speed is known."""
 
     def __init__(self, failure: Failed | None = None) -> None:
         self.now, self.scale = 0.0, 1
@@ -125,7 +125,7 @@ class TimedEngine:
 
 
 def test_calibration_measures_reading_and_writing_apart():
-    """1 ms a prompt token and 10 ms a token after the first are found as such; prompts differ."""
+    """Calibration separates 1 ms a prompt token from 10 ms a generated one, using different prompts."""
     engine = TimedEngine()
     capacity = calibrate(engine, prompt_tokens=40, new_tokens=20, clock=engine.clock)
     assert capacity.decode_tokens_per_second in (99, 100)
