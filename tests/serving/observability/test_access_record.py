@@ -76,7 +76,7 @@ def test_an_unknown_adapter_becomes_no_label(client: FlaskClient, lines: list[di
 def test_every_answer_but_those_open_to_all_has_a_line(
     make: Callable[..., Server], store: Store, lines: list[dict[str, Any]]
 ) -> None:
-    """Lists and refusals as well as requests, with the key that asked; probes and the docs leave none."""
+    """Lists and refusals are logged like requests, with the key that asked; public probes and the docs are not."""
     keys = Keys(store)
     secret, key = keys.create("team")
     client = create_app(make(keys=keys)).test_client()

@@ -27,7 +27,7 @@ def stored(path: Path) -> dict[str, float]:
 
 @pytest.fixture
 def full_disk() -> Full:
-    """A context in which the disk is full."""
+    """Simulate a full disk, in a context."""
 
     def fallocate(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -42,7 +42,7 @@ def full_disk() -> Full:
 
 
 def test_all_of_a_file_lies_on_the_disk(tmp_path: Path) -> None:
-    """Nothing that is mapped is a hole, whose first use on a full disk would end the process."""
+    """A mapped counter file has no holes, whose first use on a full disk would kill the process."""
     path = tmp_path / "counter_1.db"
     file = CounterFile(str(path))
     for number, key in enumerate(MANY):
@@ -61,7 +61,7 @@ def test_all_of_a_file_lies_on_the_disk(tmp_path: Path) -> None:
 
 
 def test_counters_on_a_full_disk_are_kept(tmp_path: Path, full_disk: Full) -> None:
-    """In memory, and written when there is room; scrapes find whole files or none."""
+    """On a full disk counters are kept in memory and written when there is room; scrapes never find partial files."""
     path = tmp_path / "counter_1.db"
     file = CounterFile(str(path))
     with full_disk():
@@ -75,7 +75,7 @@ def test_counters_on_a_full_disk_are_kept(tmp_path: Path, full_disk: Full) -> No
 
 
 def test_a_file_that_cannot_grow(tmp_path: Path, full_disk: Full) -> None:
-    """It goes on counting what it has, and as many new ones as it has room for."""
+    """A counter file that cannot grow goes on counting what it has, and adds counters while it has room."""
     path = tmp_path / "counter_1.db"
     file = CounterFile(str(path))
     file.write_value("a", 1, 0.0)
@@ -91,7 +91,7 @@ def test_a_file_that_cannot_grow(tmp_path: Path, full_disk: Full) -> None:
 
 
 def test_counters_of_an_ended_worker_stay_where_they_are(tmp_path: Path, full_disk: Full) -> None:
-    """Scrapes read its file until there is room to add it to the others."""
+    """An ended worker's file is kept and scraped until there is room to merge it."""
     file = CounterFile(str(tmp_path / "counter_7.db"))
     file.write_value("a", 3, 0.0)
     file.close()
@@ -104,7 +104,7 @@ def test_counters_of_an_ended_worker_stay_where_they_are(tmp_path: Path, full_di
 
 
 def test_the_librarys_counters_are_written_so(tmp_path: Path) -> None:
-    """In a process whose counters are files; every label's counter is in one without holes."""
+    """prometheus_client's multi-process counters, with every label, are in files without holes."""
     program = """
 from mlflow_llm.serving.observability import metrics
 from prometheus_client import values

@@ -28,7 +28,7 @@ INFO = SimpleNamespace(pid=1, **dict.fromkeys(metrics.EngineCollector.INFO, ""))
 
 
 class Engine:
-    """An engine process with the counters that a test gives it."""
+    """An engine process with counters given by the test."""
 
     info, num_replicas = INFO, 1
 
@@ -74,7 +74,7 @@ def directory(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.usefixtures("directory")
 def test_a_replica_that_leaves_takes_nothing_away() -> None:
-    """Neither while its last requests run nor when it is let go; what it still generates counts."""
+    """Counters do not fall while a replica's last requests run, nor when it is released, and still count its tokens."""
     engines = {"one": Engine("a", 1_000_000), "other": Engine("b", 400)}
     endpoints = worker(**engines)
     replicas = next(iter(endpoints)).engine
@@ -88,7 +88,7 @@ def test_a_replica_that_leaves_takes_nothing_away() -> None:
 
 @pytest.mark.usefixtures("directory")
 def test_an_engine_that_starts_again_counts_on() -> None:
-    """Its new process begins at 0, also between two scrapes."""
+    """Counters go on from the old process's values when an engine restarts from 0, even between two scrapes."""
     engines = {"one": Engine("a", 1_000_000), "other": Engine("b", 400)}
     endpoints = worker(**engines)
     engines["one"].restarted("c")
@@ -98,7 +98,7 @@ def test_an_engine_that_starts_again_counts_on() -> None:
 
 
 def test_every_worker_shows_the_same_counters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that came later, or whose heartbeat is older, shows no less than the one that was asked before."""
+    """A newer worker, or one with an older heartbeat, shows counters no smaller than those scraped before."""
     monkeypatch.setenv(metrics.DIRECTORY, str(tmp_path))
     assert generated(worker(one=Engine("a", 1_000_000))) == 1_000_000
     assert generated(worker(one=Engine("a", 999_990))) == 1_000_000
@@ -119,8 +119,9 @@ def test_the_file_does_not_grow_for_ever(tmp_path: Path) -> None:
 
 
 def test_counter_files_of_engines_are_summed(tmp_path: Path) -> None:
-    """Also of a process that no worker was connected to any more, or never saw, and of an entity's former versions;
-    a heartbeat that is older than what is written changes nothing, and no other entity has any of it."""
+    """An entity's counters sum those of unconnected and unseen processes and of former versions; older heartbeats
+    change nothing, and other entities get none of it.
+    """
     kept, counters = CounterDirectory(tmp_path), EngineCounters(tmp_path)
     for key, place in (("first", PLACE), ("second", PLACE), ("third", ("chat", "v2"))):
         kept.assign(place, key)
@@ -136,7 +137,7 @@ def test_counter_files_of_engines_are_summed(tmp_path: Path) -> None:
 
 
 def test_counters_that_cannot_be_written_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The server's directory is gone, or the disk is full: it is logged, nothing is made, and the engine goes on."""
+    """If counters cannot be written this is logged, no file is made, and the engine goes on."""
     counted, health = CounterWriter("a"), Health(status="ready")
     counted.keep({str(tmp_path / "gone")}, health)
     counted.write(health)
@@ -146,7 +147,7 @@ def test_counters_that_cannot_be_written_are_logged(tmp_path: Path, caplog: pyte
 
 
 def test_an_engine_without_generations_is_counted_as_one() -> None:
-    """One that has no generations is one engine by itself; two as replicas are two."""
+    """An engine without generations counts as one process, and two such replicas as two."""
 
     def engine() -> Any:
         made = SimpleNamespace(
@@ -163,8 +164,9 @@ def test_an_engine_without_generations_is_counted_as_one() -> None:
 
 
 def test_counters_outlive_a_killed_engine(tmp_path: Path) -> None:
-    """Two workers and a kill -9: every scrape shows at least what was generated before, and then more. The first one
-    comes when the engine is dead, and has every token of it."""
+    """After a kill -9 every worker's scrapes show at least the tokens generated before, all of the dead engine's at
+    once, and then more.
+    """
     bundle = write_instant_model(tmp_path / "model", step_delay=0.002)
     name = "mlflow_llm_generated_tokens_total"
     with running(bundle, workers=2) as server:

@@ -30,7 +30,7 @@ EXPRESSIONS = [(panel["title"], target["expr"]) for panel in PANELS for target i
 
 @pytest.fixture(scope="module")
 def shown(make: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
-    """The labels of every sample that a scrape shows, by name."""
+    """Return the labels of every sample of a scrape, by name."""
     tmp_path = tmp_path_factory.mktemp("shown")
     store = Store(f"sqlite:///{tmp_path}/ledger.db")
     server = make(ledger=Ledger(store, state_dir=tmp_path))
@@ -51,7 +51,7 @@ def shown(make: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory)
 
 
 def filled(expression: str) -> str:
-    """``expression`` with the dashboard's variables in place."""
+    """Return ``expression`` with values for the dashboard's variables."""
     text = expression.replace("$__rate_interval", "1m")
     for name in VARIABLES:
         text = text.replace(f"${name}", ".*")
@@ -60,7 +60,7 @@ def filled(expression: str) -> str:
 
 
 def selectors(node: Any) -> Iterator[Any]:
-    """Every vector selector below ``node``."""
+    """Yield every vector selector below ``node``."""
     if isinstance(node, promql.VectorSelector):
         yield node
     elif isinstance(node, promql.MatrixSelector):
@@ -74,7 +74,7 @@ def selectors(node: Any) -> Iterator[Any]:
 
 
 def groupings(node: Any) -> Iterator[tuple[set[str], Any]]:
-    """The labels of every ``by (…)`` below ``node``, and what they group."""
+    """Yield the labels of every ``by (…)`` below ``node`` with the grouped expression."""
     if isinstance(node, promql.AggregateExpr) and node.modifier is not None:
         yield set(node.modifier.labels), node.expr
     for name in ("expr", "lhs", "rhs"):
@@ -86,7 +86,7 @@ def groupings(node: Any) -> Iterator[tuple[set[str], Any]]:
 
 @pytest.fixture
 def dashboard() -> Any:
-    """The document as the objects of Grafana's schema."""
+    """Return the dashboard as objects of Grafana's schema."""
     register_default_plugins()
     return Dashboard.from_json(DASHBOARD)
 
@@ -141,7 +141,7 @@ def test_grafana_knows_every_panel(dashboard: Any) -> None:
 
 @pytest.mark.parametrize(("title", "expression"), EXPRESSIONS)
 def test_expressions_fit_the_exposed_metrics(title: str, expression: str, shown: dict[str, set[str]]) -> None:
-    """It is PromQL; its metrics are exposed with the labels it selects and groups by; legends name such labels."""
+    """Expressions are valid PromQL over exposed metrics and labels, and legends name such labels."""
     parsed = promql.parse(filled(expression))
     used = list(selectors(parsed))
     assert used

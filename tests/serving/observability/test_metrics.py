@@ -23,14 +23,14 @@ from mlflow_llm.serving.observability.worker_counters import KINDS, merge_ended
 
 @pytest.fixture(scope="module")
 def counted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Figures, Running]]:
-    """A server of two workers after a known load, and what it says of it."""
+    """Return a server of two workers after a known load, and its metrics."""
     with running(write_instant_model(tmp_path_factory.mktemp("counted"), step_delay=0.002), workers=2) as server:
         known_load(server)
         yield figures(server), server
 
 
 def known_load(server: Running) -> None:
-    """12 whole and 8 streamed chats of 8 tokens, 4 of them an adapter's, 1 refused by its endpoint, 1 before."""
+    """Send 12 whole and 8 streamed chats of 8 tokens, 4 to an adapter, one refused by its endpoint and one before."""
     streamed = BODY | {"stream": True}
     adapted = streamed | {"model": "assistant:pirate"}
     with ThreadPoolExecutor(4) as pool:
@@ -52,7 +52,7 @@ def test_requests_are_counted_by_status(counted: tuple[Figures, Running]) -> Non
 
 
 def test_tokens_are_counted_by_kind(counted: tuple[Figures, Running]) -> None:
-    """Tokens are those of the usages, by kind and adapter; the engine counts the same."""
+    """The token counters equal the sums of the usages, by kind and adapter, and the engine's own counts."""
     found, server = counted
     usage = json.loads(ask(server, BODY)[1])["usage"]
     name = "mlflow_llm_tokens_total"
@@ -201,7 +201,7 @@ for _ in range(int(sys.argv[1])):
 
 @pytest.fixture
 def ended(tmp_path: Path) -> Callable[[int], int]:
-    """Runs a process that counts so many requests; its pid."""
+    """Run a process that counts so many requests, and return its pid."""
 
     def run(count: int) -> int:
         environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
@@ -235,7 +235,7 @@ def test_counters_of_ended_workers_are_merged(tmp_path: Path, ended: Callable[[i
 def test_a_worker_that_ended_when_it_had_just_made_its_files_counted_nothing(
     tmp_path: Path, ended: Callable[[int], int]
 ) -> None:
-    """They are empty, or have a size and nothing in them; those of others are merged, and the arbiter goes on."""
+    """Empty or unwritten counter files of an ended worker are skipped, others are merged, and the arbiter goes on."""
     for kind in KINDS:
         (tmp_path / f"{kind}_1.db").touch()
         (tmp_path / f"{kind}_2.db").write_bytes(bytes(2**16))

@@ -14,7 +14,7 @@ from mlflow_llm.serving.observability.tracing import SpanRecord, TraceContext, T
 
 
 def test_calls_and_reasoning_are_in_a_trace() -> None:
-    """A span whose content is traced has them as the caller got them; a choice that says nothing is a choice too."""
+    """A span with traced content has calls and reasoning as the caller got them, and empty choices too."""
     sent: list[bytes] = []
     tracer = Tracer(1.0, content=True, send=lambda data: sent.append(data) is None)
     trace = TraceContext("4b" * 16, "00" * 7 + "01", None, True)

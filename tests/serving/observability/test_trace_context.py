@@ -62,7 +62,7 @@ def test_the_callers_state_goes_on() -> None:
 
 
 def test_sampling_is_the_callers_or_the_servers_share() -> None:
-    """Off by default, whatever a caller says; on, the caller decides, else the share of requests."""
+    """Sampling is off by default; if it is on the caller's flag decides, or else the configured share."""
     assert Tracer().context(None) is None
     off = Tracer().context(HEADER)
     assert off is not None

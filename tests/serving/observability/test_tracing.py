@@ -36,7 +36,7 @@ CHAT = {"model": "assistant", "messages": [{"role": "user", "content": "Hi"}], "
 
 
 class Collector(http.server.BaseHTTPRequestHandler):
-    """Takes OpenTelemetry's protobuf requests."""
+    """A collector that accepts OpenTelemetry's protobuf requests."""
 
     def do_POST(self) -> None:
         from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -55,7 +55,7 @@ class Collector(http.server.BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def collecting() -> Iterator[tuple[str, list[Any]]]:
-    """A collector: its address, and what it has taken so far."""
+    """Yield a collector's address and the requests it has received."""
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Collector) as server:
         server.taken = []
         thread = threading.Thread(target=server.serve_forever)
@@ -69,7 +69,7 @@ def collecting() -> Iterator[tuple[str, list[Any]]]:
 
 @contextlib.contextmanager
 def exporting(directory: Path, **environment: str) -> Iterator[None]:
-    """The exporter's process; leaving closes its standard input and waits until all is exported."""
+    """Run the exporter's process; leaving closes its standard input and waits until all is exported."""
     command = [sys.executable, "-m", "mlflow_llm.serving.observability.trace_exporter", str(directory), "served"]
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("MLFLOW_TRACKING", "OTEL_"))}
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, env=kept | environment)
@@ -89,7 +89,7 @@ def exporting(directory: Path, **environment: str) -> Iterator[None]:
 
 
 def traces(store: str) -> dict[str, Any]:
-    """MLflow's traces by the request's id."""
+    """Return MLflow's traces by request id."""
     client = mlflow.MlflowClient(store)
     experiment = client.get_experiment_by_name("served")
     found = client.search_traces(locations=[experiment.experiment_id], max_results=100)
@@ -97,7 +97,7 @@ def traces(store: str) -> dict[str, Any]:
 
 
 def spans(taken: list[Any]) -> dict[str, Any]:
-    """The collector's spans by the request's id, with attributes as a dict."""
+    """Return the collector's spans by request id, with attributes as a dict."""
     found = {}
     for request in taken:
         for span in request.resource_spans[0].scope_spans[0].spans:
@@ -128,7 +128,7 @@ class Exported(NamedTuple):
 
 @pytest.fixture(scope="module")
 def exported(make: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory) -> Exported:
-    """Requests of every kind, traced by one exporter to a database and to a collector."""
+    """Trace requests of every kind with one exporter to a database and a collector."""
     store = empty_store(tmp_path_factory.mktemp("traces"))
     with tempfile.TemporaryDirectory(prefix="mlt-") as root, collecting() as collector:
         outbox = Outbox(Path(root))
