@@ -28,7 +28,7 @@ def sized(body: bytes, path: bytes = CHAT, more: bytes = b"") -> bytes:
 
 
 def exchange(server: Running, data: bytes, *, end: bool = False) -> tuple[list[int], bytes]:
-    """The statuses of all answers to ``data`` until the server closes, and everything it said."""
+    """Send ``data`` and return the statuses of all answers and everything received until the server closes."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=240) as caller:
         caller.sendall(data)
         if end:
