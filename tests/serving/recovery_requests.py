@@ -16,7 +16,7 @@ SAMPLED = {"temperature": 1.0, "seed": 7}
 
 
 def answer_to(server: Running, path: str, body: dict[str, Any]) -> tuple[int, Any]:
-    """Status, and what may be compared of a reply: choices or vectors, and usage."""
+    """Return the status and the comparable parts of a reply: choices or vectors, and usage."""
     with asking(server, body, path) as answer:
         data = answer.read()
         if not body.get("stream") or answer.status != 200:
@@ -28,7 +28,7 @@ def answer_to(server: Running, path: str, body: dict[str, Any]) -> tuple[int, An
 
 
 def joined(chunks: list[dict[str, Any]]) -> tuple[dict[int, tuple[str, list[Any], set[Any]]], dict[str, int]]:
-    """Text, log probabilities and finish reasons of each choice of a stream, and its usage."""
+    """Return text, log probabilities and finish reasons of each choice of a stream, and its usage."""
     choices: dict[int, tuple[str, list[Any], set[Any]]] = {}
     for chunk in chunks:
         for choice in chunk["choices"]:
