@@ -32,7 +32,7 @@ PIRATE = BODY | {"model": "assistant:pirate"}
 
 
 class Absent(InstantEngine):
-    """Says nothing of its adapters until ``here`` is set, and then fails while ``error`` is there."""
+    """An engine that reports no adapters until ``here`` is set, and then fails while ``error`` is set."""
 
     def __init__(self, bundle: Bundle) -> None:
         super().__init__(bundle, EngineSettings(max_model_len=256))
@@ -50,7 +50,7 @@ class Absent(InstantEngine):
 
 @pytest.fixture(scope="module")
 def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """Two workers, each with room for two requests of which one runs."""
+    """Yield a server of two workers, each with room for two requests of which one runs."""
     bundle = write_instant_model(tmp_path_factory.mktemp("narrow"), step_delay=0.005)
     engine = EngineSettings(idle_timeout=0.3, stall_timeout=300.0, max_num_seqs=1)
     with running(bundle, workers=2, engine=engine, max_queued=1) as server:
@@ -59,7 +59,7 @@ def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 @contextmanager
 def stopped(server: Running) -> Iterator[None]:
-    """The engine stands still, and is not missed yet."""
+    """Stop the engine without its being considered dead yet."""
     until(lambda: idle(server))
     pid = engine_pid(server)
     os.kill(pid, signal.SIGSTOP)
@@ -76,8 +76,9 @@ def models(server: Running) -> list[str]:
 
 
 def test_names_are_known_while_the_engine_is_away(instant_bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    """First those of the model; the engine's own when it answers; these too while it fails. It is asked one question
-    at a time, and none after it is closed."""
+    """Until the engine answers its model's adapters are known, then its own, even while it fails; it is asked one
+    question at a time and none after closing.
+    """
     monkeypatch.setattr(adapter_poller, "INTERVAL", 0.01)
     engine = Absent(instant_bundle)
     engine.load_adapter("formal", instant_bundle.model_dir)
@@ -105,7 +106,7 @@ def test_names_are_known_while_the_engine_is_away(instant_bundle: Bundle, monkey
 
 
 def test_a_time_limit_holds_for_an_adapter(narrow: Running) -> None:
-    """A request for an adapter, named either way, ends at its limit while the engine stands still."""
+    """A request for an adapter, named either way, ends at its time limit while the engine is stopped."""
     with stopped(narrow):
         for path, body in (("/v1/chat/completions", PIRATE), ("/invocations", BODY | {"adapter": "pirate"})):
             with asking(narrow, body, path, {"X-Request-Timeout": "0.5"}) as answer:
@@ -114,7 +115,7 @@ def test_a_time_limit_holds_for_an_adapter(narrow: Running) -> None:
 
 
 def test_a_full_queue_refuses_requests_for_an_adapter(narrow: Running) -> None:
-    """Twelve at once, of which two workers have room for four: the others are refused, not kept waiting."""
+    """Of twelve concurrent requests for an adapter those beyond the room of two workers are refused without waiting."""
 
     def call(_: int) -> int:
         with asking(narrow, PIRATE) as answer:
@@ -130,7 +131,7 @@ def test_a_full_queue_refuses_requests_for_an_adapter(narrow: Running) -> None:
 
 
 def test_an_unknown_adapter_is_not_found_without_the_engine(narrow: Running) -> None:
-    """In ``model`` or as ``adapter``, in a small body or one that is read on a thread."""
+    """An unknown adapter, in ``model`` or ``adapter``, is a 404 without the engine, in small and large bodies."""
     with stopped(narrow):
         for named in ({"model": "assistant:nobody"}, {"adapter": "nobody"}):
             for padding in (0, 10_000):
@@ -140,7 +141,7 @@ def test_an_unknown_adapter_is_not_found_without_the_engine(narrow: Running) -> 
 
 
 def test_models_are_listed_without_the_engine(narrow: Running) -> None:
-    """The list of models waits for no engine."""
+    """The list of models is answered while the engine is stopped."""
     with stopped(narrow):
         assert models(narrow) == ["assistant", "assistant:pirate"]
 

@@ -26,7 +26,7 @@ def engine(status: str, **figures: float) -> SimpleNamespace:
 
 
 def health_of(**endpoints: dict[str, object]) -> tuple[int, dict]:
-    """Status and endpoints of the answer, given each endpoint's engines by served entity."""
+    """Return status and endpoints of the health answer for these engines by served entity."""
     served = ServedEndpoints()
     served.replace(
         tuple(
@@ -69,7 +69,7 @@ def test_every_served_entity_counts(status: str) -> None:
 
 
 def test_one_replica_that_makes_progress_is_enough() -> None:
-    """Requests move to it; the age of the other's last step is seen. None wanted is well, none reached is not."""
+    """One progressing replica makes an entity healthy; no wanted replica is healthy too, but none reachable is not."""
     hung, good = engine("stalled", last_step_age=9.0, steps=1), engine("ready", last_step_age=0.1, steps=1)
     code, found = health_of(chat={"v1": replicas(hung, good)})
     assert (code, found["chat"]["status"], found["chat"]["last_step_age"]) == (200, "ready", 9.0)
@@ -82,7 +82,7 @@ def test_one_replica_that_makes_progress_is_enough() -> None:
 
 
 def test_health_names_the_engines_kernels() -> None:
-    """Each engine's kernels, with the reason where they are torch's: of the endpoint, or of each of its entities."""
+    """Health names the kernels of each endpoint's or entity's engine, with the reason if they are torch's."""
     slow = engine("ready")
     slow.info = msgspec.structs.replace(NATIVE, kernels="torch", kernels_reason="they are not compiled")
     reported_of = {"kernels": "torch", "kernels_reason": "they are not compiled"}
@@ -104,8 +104,9 @@ def test_health_names_the_engines_kernels() -> None:
 
 
 def test_health_counts_standbys_where_they_are_configured() -> None:
-    """The number that is ready, of an endpoint whose engine is to have one; they are no replicas, and lack of one is
-    no 503."""
+    """Health has the number of ready standbys where they are configured; they are no replicas, and a missing one is no
+    503.
+    """
     asked = [engine("ready", num_standbys=number) for number in (0, 1)]
     for one in asked:
         one.info = msgspec.structs.replace(NATIVE, num_standbys=1)

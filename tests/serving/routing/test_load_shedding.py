@@ -16,7 +16,7 @@ QUEUE = 256
 
 
 class Engine:
-    """Runs four at once; ``waiting`` and ``provisioned`` are what its heartbeat says."""
+    """An engine that runs four requests at once and reports ``waiting`` and ``provisioned`` in its heartbeat."""
 
     num_replicas = 1
 
@@ -32,7 +32,7 @@ def key(name: str, tenant: str | None = None) -> Caller:
 
 
 def flood(shedder: LoadShedder, engine: Engine, caller: Caller | None, requests: int = 1000) -> int:
-    """How many of a flood of requests are let in."""
+    """Return how many of a flood of requests are admitted."""
     for done in range(requests):
         try:
             shedder.enter("chat", engine, caller=caller)
@@ -51,7 +51,7 @@ def test_a_flood_of_one_key_leaves_room() -> None:
 
 
 def test_keys_of_a_tenant_share() -> None:
-    """A tenant's hundred keys have half of the queue between them, and one of them no more than any other's third."""
+    """A hundred keys of a tenant share half of the queue, and each gets no more than any other's third."""
     shedder, engine = LoadShedder(max_queued=QUEUE, retry_after=1.0), Engine()
     of_tenant = [flood(shedder, engine, key(f"k{i}", "many")) for i in range(100)]
     assert sum(of_tenant) - 4 == QUEUE // 2
@@ -76,7 +76,7 @@ def test_a_full_engine_still_takes_a_newcomer() -> None:
 
 
 def test_shares_of_several_workers_leave_room() -> None:
-    """Four workers, each with the same greedy key, see by the heartbeat what the others have let in."""
+    """Four workers with the same greedy key leave room, since each sees the others' requests in the heartbeat."""
     engine = Engine()
     workers = [LoadShedder(max_queued=QUEUE, retry_after=1.0, workers=4) for _ in range(4)]
     for _ in range(200):
@@ -88,7 +88,7 @@ def test_shares_of_several_workers_leave_room() -> None:
 
 
 def test_without_keys_there_are_no_shares() -> None:
-    """A server that asks for no keys has one kind of callers: they have the whole queue."""
+    """Without keys all callers share the whole queue."""
     shedder, engine = LoadShedder(max_queued=QUEUE, retry_after=1.0), Engine()
     assert flood(shedder, engine, None) == 4 + QUEUE
 
@@ -102,7 +102,7 @@ def test_with_max_queued_0_nothing_waits() -> None:
 
 
 def test_a_queue_of_others_keeps_no_provisioned_request_out() -> None:
-    """Requests to endpoints with provisioned throughput are counted apart: those before it are what one waits for."""
+    """A provisioned request waits only for those before it: other requests in the queue do not keep it out."""
     shedder, flooded = LoadShedder(max_queued=2, retry_after=1.0), Engine(waiting=50)
     with pytest.raises(Overloaded):
         shedder.enter("paid", flooded)

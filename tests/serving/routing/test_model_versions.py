@@ -16,7 +16,7 @@ from mlflow_llm.serving.testing.instant_engine import InstantEngine
 
 @pytest.fixture
 def endpoints(instant_bundle: Bundle, instant_text: TextModel) -> ServedEndpoints:
-    """``chat`` has version 3 as the entity old and version 4 as the entity new."""
+    """Return endpoints where ``chat`` has version 3 as the entity old and version 4 as the entity new."""
     engine = InstantEngine(instant_bundle, EngineSettings(max_model_len=256))
 
     def entity(name: str, version: str) -> ServedEntity:
@@ -47,5 +47,5 @@ def test_a_version_chooses_the_entity(endpoints: ServedEndpoints) -> None:
     [("models:/a/3", "3"), ("models:/a@b", "b"), ("models:/a/latest", "latest"), ("models:/a", "1"), ("/srv/a", "1")],
 )
 def test_the_version_of_a_uri(uri: str, version: str) -> None:
-    """The registry's, or its alias; 1 for what is in no registry."""
+    """The version of a URI is the registry's version or alias, and 1 outside a registry."""
     assert version_of(uri) == version

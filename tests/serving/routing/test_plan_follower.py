@@ -47,7 +47,7 @@ def test_the_follower_is_woken_for_a_new_plan_alone(tmp_path: Path, monkeypatch:
     running = gevent.spawn(follower.run)
 
     def rests() -> bool:
-        """Many looks, and no turn."""
+        """Return whether many polls pass without a turn."""
         looks, turns = follower.looks, follower.turns
         until(lambda: follower.looks > looks + 20)
         return follower.turns == turns

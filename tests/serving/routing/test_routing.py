@@ -41,7 +41,7 @@ def engine(instant_bundle: Bundle) -> InstantEngine:
 
 @pytest.fixture
 def endpoints(engine: InstantEngine, instant_text: TextModel) -> ServedEndpoints:
-    """``chat`` is split over the entities a (25 %) and b; ``loyal`` is the same, and sticky."""
+    """Return endpoints: ``chat`` is split over the entities a (25 %) and b; ``loyal`` is the same, and sticky."""
 
     def entity(name: str, entity: str) -> ServedEntity:
         view = EndpointView(name=name, info=engine.info, text=instant_text, adapters=("pirate",), names=(entity,))
@@ -83,8 +83,7 @@ def test_an_adapter_is_found_by_its_own_name(endpoints: ServedEndpoints) -> None
 
 
 def test_finding_an_endpoint_takes_no_part_in_its_traffic(endpoints: ServedEndpoints) -> None:
-    """A look at an endpoint, an entity or an adapter, and a body that names the path's endpoint again, leave the order
-    in which the split chooses as it is."""
+    """Finding an endpoint, entity or adapter does not advance the traffic split."""
     expected = TrafficSplit("chat", ROUTES, start=7)
     for _ in range(40):
         assert endpoints.find("chat")[0].entity == "a"
@@ -95,7 +94,7 @@ def test_finding_an_endpoint_takes_no_part_in_its_traffic(endpoints: ServedEndpo
 
 
 def test_a_bodys_model_must_belong_to_the_paths_endpoint(endpoints: ServedEndpoints) -> None:
-    """An entity of it, an adapter, both; another endpoint or another adapter is refused, and one that is not there."""
+    """A body may name an entity or an adapter of the path's endpoint; others, and unknown ones, are refused."""
     entity, adapter = endpoints.route("chat:pirate", "b")
     assert (entity.endpoint, entity.entity, adapter) == ("chat", "b", "pirate")
     assert endpoints.route("chat", "chat:pirate")[1] == "pirate"
@@ -134,7 +133,7 @@ def request(deadline: float | None = None) -> ValidRequest:
 
 @pytest.fixture
 def replicated(instant_bundle: Bundle, engine: InstantEngine) -> Callable[[], ReplicaSet]:
-    """Replicas of instant engines by any address but "gone"; ``wanted`` counts the calls for one."""
+    """Return a maker of replicas of instant engines at any address but "gone"; ``wanted`` counts requests for one."""
 
     def build() -> ReplicaSet:
         wanted: list[int] = []
@@ -165,7 +164,7 @@ def test_the_replica_with_the_least_to_do_is_taken(replicated) -> None:
 
 
 def test_the_requests_of_a_task_go_to_one_replica(replicated) -> None:
-    """Its adapter was sent to one engine: the others of the task, in any worker, go there, and tasks are spread."""
+    """Requests of one adapter task go to one replica, in any worker, and different tasks are spread."""
     workers = [replicated() for _ in range(2)]
     for replicas, addresses in zip(workers, (("x", "y"), ("y", "x")), strict=True):
         replicas.set_addresses(addresses)
@@ -183,7 +182,7 @@ def test_the_requests_of_a_task_go_to_one_replica(replicated) -> None:
 
 
 def test_a_former_replica_is_held_until_its_requests_have_ended(replicated) -> None:
-    """It gets no new ones, and its address is reported until it is released."""
+    """A former replica gets no new requests, and its address is reported until it is released."""
     replicas = replicated()
     replicas.set_addresses(("x", "y"))
     streams = [replicas.submit(request()) for _ in range(2)]
@@ -215,7 +214,7 @@ def test_a_former_replica_is_held_until_its_requests_have_ended(replicated) -> N
 def test_a_former_replica_is_released_when_its_streams_are_over(
     engine: InstantEngine, events: list[Event], closes: bool
 ) -> None:
-    """Not when they are freed: after a disconnect, a traceback still refers to the stream."""
+    """A former replica is released when its streams are over, even if a traceback still refers to one."""
     buffer = EventBuffer(LocalQueue(), 1)
     handle = SimpleNamespace(post=lambda command: None, abort=lambda: None)
     one = SimpleNamespace(
@@ -239,7 +238,7 @@ def test_a_former_replica_is_released_when_its_streams_are_over(
 
 
 def test_without_a_replica_a_request_waits_and_asks_for_one(replicated) -> None:
-    """It runs as soon as there is one; past its deadline it fails; adapters are those of the model meanwhile."""
+    """Without a replica a request asks for one and waits until its deadline; the model's adapters are known."""
     replicas = replicated()
     assert [adapter.name for adapter in replicas.adapters()] == ["pirate"]
     assert replicas.health().status == "ready"
@@ -269,7 +268,7 @@ def test_requests_wait_their_time_for_replicas_that_should_be_there(replicated) 
 
 
 def test_streams_of_a_replica_that_is_away_request_another(engine: InstantEngine) -> None:
-    """About once a second, so that its entity is not taken for idle; not while another replica takes it over."""
+    """Streams of a lost replica request another about once a second, but not while another replica takes them over."""
     states, wanted = {"x": "starting", "y": "starting"}, []
 
     def open(address: str) -> SimpleNamespace:

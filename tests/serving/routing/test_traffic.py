@@ -19,7 +19,7 @@ ROUTES = (
 
 @pytest.mark.parametrize("start", [0, 1, 2**63, 2**64 - 1, 0xDEADBEEF])
 def test_traffic_is_split_within_one_percent(start: int) -> None:
-    """Over 10,000 requests every share is within 1 % of its percentage, and 0 % is nothing."""
+    """Over 10,000 requests each share is within 1 % of its percentage, and 0 % gets none."""
     split = TrafficSplit("chat", ROUTES, start=start)
     counts = Counter(split.choose() for _ in range(10_000))
     for route in ROUTES:
@@ -28,7 +28,7 @@ def test_traffic_is_split_within_one_percent(start: int) -> None:
 
 
 def test_a_sticky_caller_stays_with_its_entity() -> None:
-    """The same in every worker, and over many callers the split is kept within 1 %."""
+    """A sticky caller gets the same entity in every worker, and over many callers the split is within 1 %."""
     one, other = (TrafficSplit("chat", ROUTES, start=start) for start in (1, 2))
     chosen = {f"key_{number}": one.choose(f"key_{number}") for number in range(10_000)}
     assert chosen == {key: other.choose(key) for key in chosen}
