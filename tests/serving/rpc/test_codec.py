@@ -29,7 +29,7 @@ def decoded(*tensors: dict[str, Any], route: Any = INFER, **more: Any) -> RawCom
 
 
 def test_typed_and_raw_contents() -> None:
-    """The same request from typed fields, from bytes, and from both in one."""
+    """Typed fields, raw bytes and both mixed in one request are decoded alike."""
     ids, length = np.array([5, 6, 7], "<i4").tobytes(), np.array([4], "<i4").tobytes()
     bare = [{key: entry[key] for key in ("name", "datatype", "shape")} for entry in (PROMPT, LENGTH)]
     expected = decoded()
@@ -70,14 +70,14 @@ def test_typed_and_raw_contents() -> None:
     ],
 )
 def test_inconsistent_tensors_are_refused(tensor: dict[str, Any], more: dict[str, Any], said: str) -> None:
-    """Values that are missing, too many, of another type or of another size than they say."""
+    """A tensor is refused if values are missing, too many, or of another type or size than declared."""
     with pytest.raises(InvalidField) as refused:
         decoded({"name": "temperature"} | tensor, **more)
     assert said in refused.value.message
 
 
 def test_bytes_that_are_not_protobuf_are_refused() -> None:
-    """Bytes that protobuf cannot read are refused as such."""
+    """Bytes that protobuf cannot parse are refused as such."""
     with pytest.raises(RequestError, match="not a ModelInferRequest"):
         DIALECT.decode(Head(INFER, {}), b"\xff\xff\xff")
 
@@ -86,7 +86,7 @@ STREAMING = {"name": "streaming", "datatype": "BOOL", "shape": [1], "contents": 
 
 
 def test_only_streams_are_streamed() -> None:
-    """And no search is: which of its texts are best is known at the end."""
+    """Only streaming calls are streamed, and no beam search, whose best texts are known at the end."""
     assert decoded(STREAMING, route=STREAM).stream
     with pytest.raises(InvalidField, match="ModelStreamInfer"):
         decoded(STREAMING)
@@ -98,8 +98,9 @@ def test_only_streams_are_streamed() -> None:
 
 
 def test_a_token_s_response_has_all_that_was_asked_for() -> None:
-    """Its log probability and that of all so far, its row of logits, those of the prompt with the first, its text; the
-    last response is empty, and says that it is the last."""
+    """A token's response has its text, log probabilities and logits, the first one those of the prompt too; the last is
+    empty and marked final.
+    """
     asked = [
         {"name": name, "datatype": "BOOL", "shape": [1], "contents": {"bool_contents": [True]}}
         for name in ("streaming", "return_log_probs", "return_context_logits", "return_generation_logits")
@@ -176,7 +177,9 @@ def test_a_stream_that_begins_with_the_prompt() -> None:
 
 
 def test_metadata_and_deadlines() -> None:
-    """Names in any case; the shorter of a call's deadline and its own time limit holds; an address without its port."""
+    """Metadata names are case-insensitive, the shorter of deadline and time limit applies, and addresses lose their
+    port.
+    """
     assert Metadata({"authorization": "x"}, None).get("Authorization") == "x"
     limits = [
         ({}, 2.5, "2.500000"),

@@ -31,7 +31,9 @@ def call() -> Any:
 
 
 def test_largest_messages_are_limited_by_room() -> None:
-    """128 MiB of 16 MiB each, 32 MiB of one caller; a message that could be larger than all of it comes alone."""
+    """Messages of 16 MiB are received up to 128 MiB, 32 MiB of one caller; one that may exceed all of it is received
+    alone.
+    """
     found = Intake.of(ServerSettings())
     assert (found._total, found._by_caller) == (8, 2)
     one = Intake.of(ServerSettings(max_body_bytes=2**30))
@@ -39,7 +41,7 @@ def test_largest_messages_are_limited_by_room() -> None:
 
 
 def test_calls_wait_for_a_free_turn() -> None:
-    """256 callers come at once: never more than the turns there are, and all come in the end."""
+    """Of 256 concurrent calls never more than the available turns are received, and all are in the end."""
     intake = Intake(total=3, by_caller=1, patience=600)
     lock, now, most = threading.Lock(), 0, 0
 
@@ -64,7 +66,7 @@ def test_calls_wait_for_a_free_turn() -> None:
 
 
 def test_a_callers_own_turns_are_bounded() -> None:
-    """One who fills its own waits for itself; another does not wait for it."""
+    """A caller that fills its own turns waits for itself, and others do not wait for it."""
     intake = Intake(total=3, by_caller=1, patience=0.0)
     with intake.turn(call(), "a"):
         with pytest.raises(Overloaded), intake.turn(call(), "a"):
@@ -76,7 +78,9 @@ def test_a_callers_own_turns_are_bounded() -> None:
 
 
 def test_a_silent_call_is_cancelled_when_others_wait() -> None:
-    """A client that sends nothing holds its turn no longer than another has patience; a message that has come does."""
+    """A client that sends nothing holds its turn only until another has waited long enough; once a message arrives it
+    keeps it.
+    """
     intake = Intake(total=2, by_caller=1, patience=0.01)
     slow, here = call(), call()
     with intake.turn(slow, "a") as late, intake.turn(here, "b") as turn:
@@ -103,7 +107,7 @@ def test_a_silent_call_is_cancelled_when_others_wait() -> None:
 
 
 def test_a_turn_ends_when_the_memory_budget_decides() -> None:
-    """Its turn ends when the budget has counted it, or refuses it; its id is known afterwards."""
+    """A turn ends when the memory budget has counted or refused the message, whose id is then known."""
     data = ModelInferRequest(id="mine", model_name="m", model_version="2").SerializeToString()
     ended: list[bool] = []
     message = Message(data, lambda: ended.append(True))

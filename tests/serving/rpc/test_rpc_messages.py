@@ -16,7 +16,7 @@ from mlflow_llm.serving.rpc.statuses import STATUSES
 
 
 def test_the_description_is_that_of_the_proto(tmp_path: Path) -> None:
-    """kserve.binpb is what protoc makes of kserve.proto."""
+    """kserve.binpb is the output of protoc for kserve.proto."""
     pytest.importorskip("grpc_tools")
     made = tmp_path / "made.binpb"
     command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{DESCRIPTION.parent}", f"--descriptor_set_out={made}"]
@@ -29,7 +29,7 @@ def fields(message: Any) -> dict[str, tuple[int, int, bool]]:
 
 
 def test_every_message_is_that_of_triton_s_client() -> None:
-    """Numbers and types of all fields that ours have, and the calls of the service."""
+    """Field numbers, types and service calls equal those of Triton's client."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         service = pytest.importorskip("tritonclient.grpc.service_pb2")
@@ -48,5 +48,5 @@ def test_every_message_is_that_of_triton_s_client() -> None:
 
 
 def test_every_error_has_a_status() -> None:
-    """Each class of the tree ends a call in a way of its own."""
+    """Each class of the error tree has its gRPC status."""
     assert {error.kind for error in walk()} == set(STATUSES)
