@@ -11,7 +11,7 @@ from mlflow_llm.serving.sandbox import Pool
 
 
 def check_fork(pool: Pool, work: Callable[[], Any]) -> None:
-    """A forked process works with processes of its own, and leaves its parent's working."""
+    """Check that a forked process uses its own processes and leaves its parent's working."""
     wanted = work()
     (process,) = pool._all
     reader, writer = os.pipe()

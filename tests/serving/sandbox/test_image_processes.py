@@ -58,7 +58,7 @@ def pool():
 
 @pytest.fixture
 def changed(pool, monkeypatch, tmp_path):
-    """A pool whose processes can do more work than pictures."""
+    """Return a pool whose processes can do more work than pictures."""
 
     def make(died=signal.SIGSEGV):
         made = tmp_path / "child.py"
@@ -75,7 +75,7 @@ def picture(pool, data=None, limits=None, most=MOST):
 
 
 def test_raw_bytes(changed):
-    """Bytes of any number come as they were and go back with what is said of them, one request after the other."""
+    """Raw bytes of any number are passed in and returned unchanged, one request after the other."""
     pool = changed()
     for size in (1, 65535, 65536, 65537, 10_000_001):
         data = os.urandom(min(size, 1 << 20)) * (size // min(size, 1 << 20)) + bytes(size % min(size, 1 << 20))
@@ -118,7 +118,7 @@ def test_errors_leave_the_process(pool):
 
 
 def test_too_many_pixels(pool):
-    """Their number is the error."""
+    """The error for too many pixels has their number."""
     with pytest.raises(Refused) as caught:
         picture(pool, encoded((11, 10)), most=109)
     assert (caught.value.kind, caught.value.message) == ("TooManyPixels", "110")

@@ -58,7 +58,7 @@ def test_limits_hold(pool, source, what):
 
 
 def test_what_templates_raise(pool):
-    """An error of the template itself comes back with its class, its text and, of syntax, its line."""
+    """A template's error comes back with its class, its text and, for a syntax error, its line."""
     with pytest.raises(Refused) as caught:
         render(pool, "\n{{ nothing( }}")
     assert (caught.value.kind, caught.value.line) == ("TemplateSyntaxError", 2)
@@ -103,7 +103,7 @@ def test_children_that_somebody_else_waits_for(pool):
 
 
 def test_a_process_that_somebody_kills(pool):
-    """Work whose process is killed under it is done by another; one that is killed between requests as well."""
+    """Work whose process is killed, during or between requests, is done by another process."""
     render(pool, PLAIN)
     (process,) = pool._all
     os.kill(process.pid, signal.SIGKILL)
@@ -166,7 +166,7 @@ def test_a_fork_has_processes_of_its_own(pool):
 
 
 def test_it_ends_with_its_parent():
-    """A process that is killed leaves none behind."""
+    """A killed process leaves no sandbox processes behind."""
     code = (
         "from mlflow_llm.serving.sandbox import POOL, render_limits; import os, signal\n"
         "POOL.run('reads', render_limits(0, None), source='x')\n"
@@ -182,7 +182,7 @@ def test_it_ends_with_its_parent():
 
 
 def test_it_needs_little(pool):
-    """No torch, transformers package, NumPy or Pillow is loaded for rendering: a process is small and starts fast."""
+    """A rendering process loads no torch, transformers, NumPy or Pillow, so that it is small and starts fast."""
     render(pool, PLAIN)
     (process,) = pool._all
     with open(f"/proc/{process.pid}/maps") as maps:
@@ -196,7 +196,7 @@ def test_it_needs_little(pool):
 
 
 def test_it_has_no_secrets(pool, monkeypatch):
-    """The environment of a confined process has no variable that rendering does not need."""
+    """The environment of a sandboxed process has only the variables that rendering needs."""
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
     render(pool, PLAIN)
     (process,) = pool._all
@@ -205,7 +205,7 @@ def test_it_has_no_secrets(pool, monkeypatch):
 
 
 def test_regular_expressions(pool):
-    """Patterns are peft's, the first that fits a name's dotted end; one that backtracks for ever is stopped."""
+    """Patterns match the end of a dotted name as in peft, the first match wins, and endless backtracking is stopped."""
     names = ["model.layers.0.q_proj", "model.layers.1.q_proj", "q_proj", "k_proj"]
     found = pool.run("match", LIMITS, patterns=[r"layers\.1\.q_proj", "q_proj"], names=names)
     assert found == [1, 0, 1, -1]
@@ -216,7 +216,7 @@ def test_regular_expressions(pool):
 
 
 def test_an_interrupted_request_takes_its_process_along(pool, monkeypatch):
-    """Whoever stops waiting (a greenlet that is killed, Ctrl-C) leaves no process in the middle of something."""
+    """An interrupted caller (a killed greenlet, Ctrl-C) ends the process it was using."""
 
     def interrupted(fd, writing, seconds):
         raise KeyboardInterrupt
