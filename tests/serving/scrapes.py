@@ -12,7 +12,7 @@ Figures = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
 def figures(server: Running) -> Figures:
-    """Every sample of a scrape by name and labels."""
+    """Return every sample of a scrape by name and labels."""
     with urllib.request.urlopen(f"{server.url}/metrics", timeout=240) as answer:
         text = answer.read().decode()
     families = text_string_to_metric_families(text)
@@ -20,5 +20,5 @@ def figures(server: Running) -> Figures:
 
 
 def pick(found: Figures, name: str, **labels: str) -> float:
-    """The sum of the samples of ``name`` that have ``labels``."""
+    """Return the sum of the samples of ``name`` that have ``labels``."""
     return sum(value for (n, has), value in found.items() if n == name and labels.items() <= dict(has).items())
