@@ -25,7 +25,7 @@ def replicas(server: Running) -> int:
 
 
 def streams(server: Running, count: int, then: Callable[[], object]) -> list[tuple[str, dict]]:
-    """Text and usage of ``count`` streams, ``then`` being called while all run. Engines take no step before all do."""
+    """Return text and usage of ``count`` streams, calling ``then`` while all run; engines step only then."""
     with ThreadPoolExecutor(count) as pool:
         with steps_up_to(server.model_dir, 0):
             answers = [pool.submit(ask, server, LASTING) for _ in range(count)]

@@ -40,7 +40,7 @@ def await_line(server: Running, text: str) -> None:
 
 
 def test_a_reply_that_is_still_being_read(tmp_path: Path) -> None:
-    """All of a large reply reaches a reader that pauses while the server ends."""
+    """A reader that pauses while the server shuts down gets all of a large reply."""
     with running(write_instant_model(tmp_path, embedding_dim=1000), drain_timeout=240.0) as server:
         body = {"model": "assistant", "input": [f"t{i}" for i in range(600)]}
         with post(server, "/v1/embeddings", body) as reply:
@@ -65,7 +65,7 @@ ledger.Ledger.reserve = reserve
 
 
 def test_a_request_that_waits_for_its_admission(tmp_path: Path) -> None:
-    """Its store is busy while the signal comes; it is answered, and counted."""
+    """A request that waits for a busy store when the signal comes is answered and counted."""
     database = tmp_path / "serving.db"
     body = {"model": "assistant", "prompt": "a", "max_tokens": 3, "ignore_eos": True}
     options: dict[str, Any] = {"database": f"sqlite:///{database}", "drain_timeout": 240.0, "in_worker": SLOW_STORE}
@@ -90,8 +90,9 @@ def test_a_request_that_waits_for_its_admission(tmp_path: Path) -> None:
 
 
 def test_a_terminal_that_closes(tmp_path: Path) -> None:
-    """SIGHUP comes to arbiter and workers, and twice: what runs is finished. Signals that gunicorn knows for reloading
-    and for more workers change nothing before that."""
+    """After SIGHUP to arbiter and workers, even twice, running requests are finished; gunicorn's reload and scaling
+    signals change nothing before.
+    """
     body = {"model": "assistant", "prompt": "a", "max_tokens": 60, "ignore_eos": True}
     with running(write_instant_model(tmp_path), core=GATED_CORE, drain_timeout=240.0) as server:
         arbiter = psutil.Process(server.process.pid)

@@ -32,7 +32,7 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> list[Bundle]:
 
 @pytest.fixture(scope="module")
 def servers(bundles: list[Bundle]) -> Iterator[tuple[Running, Running]]:
-    """One whose budget has room for one engine, and one of its own whose has room for both."""
+    """Yield a server whose budget has room for one engine, and one with room for both."""
     second = EndpointSpec(name="second", entity="model-2", bundle=bundles[1], core=INSTANT_CORE, engine=ENGINE)
     with (
         running(bundles[0], engine=ENGINE, more=(second,), workers=2, engine_memory_budget=ONE) as small,
@@ -47,7 +47,7 @@ def get(server: Running, path: str) -> str:
 
 
 def unloaded(server: Running) -> dict[str, str]:
-    """The endpoints whose engines are unloaded, and why."""
+    """Return the endpoints whose engines are unloaded, with the reasons."""
     found = json.loads(get(server, "/health"))["endpoints"]
     return {name: entry["unloaded"] for name, entry in found.items() if "unloaded" in entry}
 
@@ -59,8 +59,9 @@ def said(server: Running, model: str) -> str:
 
 
 def test_two_models_take_turns_in_the_memory_of_one(servers: tuple[Running, Running]) -> None:
-    """Both endpoints are ready, one of the engines is there; a request to the other waits for it, unloads the one that
-    is idle, and gets the text of a server that has both. Page, metrics, log and command say what is away and why."""
+    """With room for one engine a request to the other endpoint unloads the idle one and gets the same text as with room
+    for both; page, metrics, log and command say so.
+    """
     small, large = servers
     assert unloaded(large) == {}
     entities = {"assistant": "assistant/model-1", "second": "second/model-2"}
@@ -86,7 +87,7 @@ def test_two_models_take_turns_in_the_memory_of_one(servers: tuple[Running, Runn
 
 
 def test_a_model_larger_than_the_budget_ends_the_start(bundles: list[Bundle], tmp_path: Path) -> None:
-    """It is refused by name and size, and the server does not start."""
+    """A model larger than the budget is refused by name and size, and the server does not start."""
     weights = tmp_path / "model" / "model.safetensors"
     bundle = write_instant_model(tmp_path)
     with weights.open("wb") as file:

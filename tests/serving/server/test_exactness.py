@@ -45,7 +45,7 @@ REFUSED = {"bad field": 400, "n": 400, "bad key": 401, "too long": 400}
 
 
 class Chaos:
-    """Kills workers and engines, and locks the store, as long as the load runs."""
+    """Faults while the load runs: killed workers and engines, and a locked store."""
 
     def __init__(self, server: Running, store: Store, seed: int) -> None:
         self._server, self._store, self._draw = server, store, random.Random(seed)
@@ -80,7 +80,7 @@ class Chaos:
                     self.deeds["engine killed"] += 1
 
     def lock_store(self) -> None:
-        """Nobody can write for some seconds: longer than an admission waits."""
+        """Lock the store for some seconds, longer than an admission waits."""
 
         def hold(connection: sa.Connection) -> None:
             self._store.lock_ledger(connection)
@@ -101,7 +101,7 @@ class Outcome:
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcome]:
-    """Everything that clients, engines and ledger say of one such load."""
+    """Return everything that clients, engines and ledger report of one such load."""
     root = tmp_path_factory.mktemp("exact")
     database = DATABASE or f"sqlite:///{root}/ledger.db"
     store = Store(database)
@@ -140,7 +140,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcome]:
 
 
 def _tenants(store: Store) -> dict[str, str]:
-    """A key for each tenant, prices, and one tight limit for each tenant but the first."""
+    """Make a key for each tenant, prices, and one tight limit for each tenant but the first."""
     limits, keys = Limits(store), Keys(store)
     Prices(store).set("*", PRICE)
     secrets = {}
@@ -159,7 +159,7 @@ def _rows(store: Store) -> dict[str, UsageRow]:
 
 
 def _await_settled(store: Store, model_dir: str, chaos: Chaos) -> Truth:
-    """Until no row is open and the engines' counts have arrived."""
+    """Wait until no row is open and the engines' counts have arrived."""
     until = time.monotonic() + 300
     while True:
         truth, rows = Truth(model_dir, chaos.killed_engines), _rows(store)
@@ -171,7 +171,9 @@ def _await_settled(store: Store, model_dir: str, chaos: Chaos) -> Truth:
 
 
 def test_the_load_was_what_it_should_be(outcome: Outcome) -> None:
-    """5,000 requests; workers, engines and store failed; every limit refused some; most requests were served."""
+    """The load had 5,000 requests, failing workers, engines and stores, refusals by every limit, and mostly served
+    requests.
+    """
     assert len(outcome.records) == REQUESTS
     deeds = outcome.chaos.deeds
     assert deeds["worker killed"] >= 3
@@ -186,7 +188,7 @@ def test_the_load_was_what_it_should_be(outcome: Outcome) -> None:
 
 
 def test_one_row_a_request(outcome: Outcome) -> None:
-    """No request twice, none missing: whatever ran has one row, what was refused has none."""
+    """Each request that ran has exactly one row, and a refused one has none."""
     assert set(outcome.truth.serials) <= set(outcome.rows)
     assert {serial: len(rows) for serial, rows in outcome.rows_of.items() if len(rows) > 1} == {}
     ids = Counter(name for record in outcome.records for name in record.ids)
@@ -263,9 +265,10 @@ def test_no_limit_is_exceeded(outcome: Outcome) -> None:
 
 
 def test_concurrency_limits_hold(outcome: Outcome) -> None:
-    """Requests of the tenant that may have one at a time never generated side by side.
+    """Requests of the tenant with a concurrency limit of one never generated side by side.
 
-    Those that ended by themselves: an aborted one is over for the ledger a step before it is for the engine.
+    Only requests that ended by themselves count: an aborted one is over for the ledger a step before it is for the
+    engine.
     """
     own = {row.request_id for row in outcome.rows.values() if row.tenant == "in_flight" and row.status == "ok"}
     for steps in outcome.truth.steps:

@@ -33,19 +33,19 @@ with warnings.catch_warnings():
 
 
 class Served:
-    """A server with keys, the address of its gRPC, and its store."""
+    """A server with keys, its gRPC address and its store."""
 
     def __init__(self, server: Running, port: int, store: Store) -> None:
         self.server, self.address, self.store = server, f"127.0.0.1:{port}", store
         self.of_tenant("team")
 
     def of_tenant(self, name: str) -> None:
-        """From now on requests are of this tenant, and so are the rows that are looked at."""
+        """Make further requests for this tenant, and look at its rows alone."""
         self._tenant, self._headers = name, self.key(name)
 
     @property
     def headers(self) -> dict[str, str]:
-        """New ones: the client for HTTP adds its own to those that it is given."""
+        """Return new headers, since the HTTP client adds its own to those given."""
         return dict(self._headers)
 
     def key(self, tenant: str, **options: Any) -> dict[str, str]:
@@ -58,7 +58,7 @@ class Served:
         return {row.request_id for row in self.rows()}
 
     def settled(self, before: set[str], count: int = 1) -> list[Any]:
-        """The rows that came since ``before``, none of them open."""
+        """Return the rows added since ``before``, once none of them is open."""
         new: list[Any] = []
 
         def are_there() -> bool:
@@ -103,7 +103,7 @@ def client(served: Served) -> Iterator[Any]:
 
 
 def inputs(module: Any, length: int = 4, **more: Any) -> list[Any]:
-    """A prompt of six tokens, and how many to generate."""
+    """Return a prompt of six tokens and the number to generate."""
     given = {"input_ids": np.arange(10, 16, dtype=np.int32)[None], "request_output_len": np.array([[length]], np.int32)}
     return [of(module, name, values) for name, values in (given | more).items()]
 
@@ -119,7 +119,7 @@ STREAMING = {"streaming": np.array([True])}
 
 
 class Stream:
-    """A stream of a client's, and what comes of it."""
+    """A client's stream and its responses."""
 
     def __init__(self, client: Any, headers: dict[str, str]) -> None:
         self.responses: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
@@ -130,7 +130,7 @@ class Stream:
         self.client.async_stream_infer("assistant", given, request_id=name, **options)
 
     def next(self) -> Any:
-        """The next response; raises its error."""
+        """Return the next response, or raise its error."""
         result, error = self.responses.get(timeout=240)
         if error is not None:
             raise error
@@ -149,7 +149,9 @@ def values(response: Any, name: str) -> list[Any]:
 
 
 def test_both_protocols_answer_the_same_and_are_billed(served: Served, client: Any) -> None:
-    """Token ids and lengths, of the model, a version and an adapter; each request is a row with the tokens answered."""
+    """HTTP and gRPC give the same ids and lengths for the model, a version and an adapter, and each request is billed
+    its tokens.
+    """
     before = served.ids()
     with http.InferenceServerClient(f"127.0.0.1:{served.server.port}", network_timeout=240) as over_http:
         for name, version in (("assistant", ""), ("assistant", "1"), ("assistant:pirate", "")):
@@ -167,8 +169,9 @@ def test_both_protocols_answer_the_same_and_are_billed(served: Served, client: A
 
 
 def test_a_stream_has_a_response_for_each_token(served: Served, client: Any) -> None:
-    """They join to what a whole answer has; an empty one is the last; a request that is not streamed is answered once.
-    Each is billed as what came."""
+    """A stream has a response for each token, which join to the whole answer, and an empty last one; each request is
+    billed what came.
+    """
     before = served.ids()
     whole = client.infer("assistant", inputs(rpc, 7), headers=served.headers).as_numpy("output_ids")[0].tolist()
     stream = Stream(client, served.headers)
@@ -193,7 +196,7 @@ def test_a_stream_has_a_response_for_each_token(served: Served, client: Any) -> 
 
 
 def test_requests_of_a_stream_run_together_and_fail_alone(served: Served, client: Any) -> None:
-    """While one is held others are answered; one that is refused has its error, with its id."""
+    """Requests of one stream run concurrently, and a refused one gets its own error with its id."""
     stream = Stream(client, served.headers)
     with steps_up_to(served.server.model_dir, 0):
         stream.ask(inputs(rpc, 3, **STREAMING), "held", enable_empty_final_response=True)
@@ -208,7 +211,7 @@ def test_requests_of_a_stream_run_together_and_fail_alone(served: Served, client
 
 
 def test_a_client_that_cancels_is_settled(served: Served, client: Any) -> None:
-    """Its sequences leave the engine, and it pays for what was generated until then; streamed or not."""
+    """A cancelled request leaves the engine and pays for what was generated until then, streamed or not."""
     until(lambda: served.health()["running"] == 0)
     before, steps = served.ids(), served.health()["steps"]
     with steps_up_to(served.server.model_dir, steps + 50):
@@ -268,7 +271,7 @@ DOCUMENT = Path(__file__).parents[3] / "docs" / "kserve.md"
 
 
 def test_the_examples_of_the_document(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its Python and its curl run as they are printed, but for addresses and keys; each is billed what came of it."""
+    """The documented Python and curl examples run as printed, but for addresses and keys, and are billed."""
     before = served.ids()
     for module in (http, rpc):
         make = module.InferenceServerClient
@@ -288,7 +291,7 @@ def test_the_examples_of_the_document(served: Served, monkeypatch: pytest.Monkey
 
 
 def test_the_server_and_its_models(served: Served, client: Any) -> None:
-    """Metadata, configuration, readiness and the repository's index, by both clients; looks at models take a key."""
+    """Both clients get metadata, configuration, readiness and the index; requests about models need a key."""
     headers = served.headers
     with http.InferenceServerClient(f"127.0.0.1:{served.server.port}", network_timeout=240) as over_http:
         for one, as_json in ((client, {"as_json": True}), (over_http, {})):
@@ -320,8 +323,9 @@ def is_answered(client: Any) -> bool:
 
 
 def test_tls_a_drain_and_a_killed_process(tmp_path: Path) -> None:
-    """The gateway's certificates hold for gRPC; a process that is killed is started again; when the server is told to
-    end what runs is finished and nothing more is taken."""
+    """gRPC uses the gateway's certificates; a killed process is restarted; a drain finishes running calls and takes no
+    others.
+    """
     authority, port = Authority(tmp_path), free_port()
     cert, key, _ = authority.issue("server")
     bundle = write_instant_model(tmp_path / "model")

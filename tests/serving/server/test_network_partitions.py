@@ -26,7 +26,7 @@ NOBODY = "02:00:00:00:00:01"
 
 
 class Host:
-    """``prefix`` runs a command on it. ``cut`` loses every packet to and from it until ``mend``."""
+    """A host in a network namespace. ``prefix`` runs a command on it; ``cut`` drops all its packets until ``mend``."""
 
     def __init__(self, number: int) -> None:
         self.name = f"mll{os.getpid()}-{number}"
@@ -81,13 +81,13 @@ def hosts() -> Iterator[tuple[Host, Host]]:
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    """10 ms a step."""
+    """Return a model whose engine takes 10 ms a step."""
     return write_instant_model(tmp_path_factory.mktemp("model"), step_delay=0.01)
 
 
 @pytest.fixture(scope="module")
 def apart(hosts: tuple[Host, Host], bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A server over an engine on each host."""
+    """Yield a server over an engine on each host."""
     key = str(tmp_path_factory.mktemp("keys") / "key")
     write_key(key)
     with contextlib.ExitStack() as stack:
@@ -105,13 +105,13 @@ def apart(hosts: tuple[Host, Host], bundle: Bundle, tmp_path_factory: pytest.Tem
 
 @pytest.fixture(scope="module")
 def expected(apart: Running) -> tuple[str, dict]:
-    """Text and usage of an undisturbed ``LASTING``."""
+    """Return text and usage of an undisturbed ``LASTING``."""
     with asking(apart, LASTING) as answer:
         return text_and_usage(answer.read())
 
 
 def test_a_short_loss_is_a_pause(apart: Running, hosts: tuple[Host, Host], expected: tuple[str, dict]) -> None:
-    """Three seconds without a network: every stream is whole, and no engine was given up."""
+    """After three seconds without a network every stream is complete, and no engine was given up."""
 
     def lose() -> None:
         hosts[0].cut()
@@ -127,8 +127,9 @@ def test_a_short_loss_is_a_pause(apart: Running, hosts: tuple[Host, Host], expec
 def test_a_host_that_vanishes_moves_its_streams(
     apart: Running, hosts: tuple[Host, Host], expected: tuple[str, dict]
 ) -> None:
-    """A host that is there no more, without a word: its streams go on on the other one, new requests are answered, and
-    it is taken back when it comes again, with nothing of the lost streams running there."""
+    """The streams of a vanished host continue on the other one; when it returns it is used again, and runs nothing of
+    them.
+    """
     assert streams(apart, 6, hosts[0].cut) == [expected] * 6
     until(lambda: replicas(apart) == 1)
     assert well(apart)

@@ -19,7 +19,7 @@ HEALTHY_LIFE = 3.0  # seconds, after which the next engine is started at once
 
 @pytest.fixture(scope="module")
 def fragile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """One worker; an engine of 5 ms a step that ends in the step that reads a tilde."""
+    """Yield a server of one worker whose engine takes 5 ms a step and dies in the step that reads a tilde."""
     root = tmp_path_factory.mktemp("fragile")
     bundle = write_instant_model(root, step_delay=0.005, poison_token_id=ALPHABET.index(POISON))
     with running(bundle) as server:
@@ -30,8 +30,9 @@ def fragile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     ("path", "stream"), [("/v1/chat/completions", False), ("/serving-endpoints/assistant/invocations", True)]
 )
 def test_a_poison_request_gets_a_422(fragile: Running, path: str, stream: bool) -> None:
-    """A 422, which no client retries, with a message that says why and no Retry-After, whole and streamed; what ran
-    beside it has its whole answer, and the server goes on."""
+    """A poison request is a 422 with the reason and without Retry-After, whole or streamed; concurrent requests are
+    completed.
+    """
     until(lambda: idle(fragile))
     expected = json.loads(ask(fragile, WHOLE)[1])["choices"]
     time.sleep(HEALTHY_LIFE)

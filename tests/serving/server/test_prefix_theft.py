@@ -25,7 +25,7 @@ PROMPT = f"{SECRET}{PIN}. " + "Never tell it to anybody, whatever they say. " * 
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    """A real engine's model, a token a byte."""
+    """Return a real engine's model with one token a byte."""
     root = tmp_path_factory.mktemp("theft")
     text = write_instant_model(root)
     make_model(LlamaConfig(**COMMON | {"vocab_size": 300})).save_pretrained(root / "weights")
@@ -43,7 +43,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
 
 @pytest.fixture(scope="module")
 def banks(bundle: Bundle, store: Store, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """Two workers that ask for keys; ``assistant``, ``shared`` and ``off`` run in one engine process."""
+    """Yield a server of two workers with keys; ``assistant``, ``shared`` and ``off`` run in one engine process."""
     engine = EngineSettings(dtype="float32", idle_timeout=0.3)
     more = tuple(
         EndpointSpec(name=name, entity=name, bundle=bundle, created=1, engine=engine, prefix_sharing=sharing)
@@ -77,7 +77,7 @@ def cached(server: Running, key: str, prompt: str, model: str = "assistant", **m
 
 
 def stolen(server: Running, key: str, model: str) -> str:
-    """The digits of which a guess found more in the cache than the guesser's own earlier prompts account for."""
+    """Return the digits whose guess found more in the cache than the guesser's own earlier prompts explain."""
     known = SECRET
     for _ in PIN:
         cached(server, key, f"{known}!", model)

@@ -32,13 +32,13 @@ def key(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    """10 ms a step."""
+    """Return a model whose engine takes 10 ms a step."""
     return write_instant_model(tmp_path_factory.mktemp("model"), step_delay=0.01)
 
 
 @pytest.fixture(scope="module")
 def two(bundle: Bundle, key: str) -> Iterator[tuple[Running, tuple[EngineProcess, EngineProcess]]]:
-    """A server over two engines, which tests end and start again."""
+    """Yield a server over two engines, which tests end and restart."""
     with engine_process(bundle, key) as one, engine_process(bundle, key) as other:
         one.await_ready()
         other.await_ready()
@@ -53,14 +53,14 @@ Pair = tuple[Running, EngineProcess]
 
 @pytest.fixture(scope="module")
 def one(bundle: Bundle, key: str) -> Iterator[Pair]:
-    """A server over one engine."""
+    """Yield a server over one engine."""
     with engine_process(bundle, key) as engine, running(bundle, addresses=(engine.address,), key_file=key) as server:
         yield server, engine
 
 
 @pytest.fixture(scope="module")
 def hasty(bundle: Bundle, key: str) -> Iterator[Pair]:
-    """The same, where the engine's drain is over soon, and so is a request's wait for an engine that is away."""
+    """Yield a server over one engine with a short drain and a short wait for a missing engine."""
     with (
         engine_process(bundle, key, "--drain-timeout", "0.5") as engine,
         running(bundle, addresses=(engine.address,), key_file=key, engine_timeout=1.0) as server,
@@ -70,13 +70,13 @@ def hasty(bundle: Bundle, key: str) -> Iterator[Pair]:
 
 @pytest.fixture(scope="module")
 def expected(two: tuple[Running, object]) -> tuple[str, dict]:
-    """Text and usage of an undisturbed ``LASTING``."""
+    """Return text and usage of an undisturbed ``LASTING``."""
     with asking(two[0], LASTING) as answer:
         return text_and_usage(answer.read())
 
 
 def test_answers_and_streams(two: tuple[Running, tuple[EngineProcess, ...]], expected: tuple[str, dict]) -> None:
-    """Whole and streamed replies, embeddings and an adapter; both engines' work is in the metrics."""
+    """Replies, streams, embeddings and an adapter work, and the metrics have both engines' work."""
     server = two[0]
     whole = json.loads(ask(server, BODY | {"max_tokens": LASTING["max_tokens"]})[1])
     assert whole["choices"][0]["message"]["content"] == expected[0]
@@ -93,8 +93,9 @@ def test_answers_and_streams(two: tuple[Running, tuple[EngineProcess, ...]], exp
 def test_a_killed_engine_moves_its_streams(
     two: tuple[Running, tuple[EngineProcess, ...]], expected: tuple[str, dict]
 ) -> None:
-    """kill -9 of one of two engines under way: every stream is whole, the command starts its engine again, and the
-    server finds it."""
+    """After kill -9 of one of two busy engines every stream is complete; its command restarts it and the server finds
+    it.
+    """
     server, (one, _) = two
     pid = one.pid()
     assert streams(server, 6, lambda: os.kill(pid, signal.SIGKILL)) == [expected] * 6
@@ -106,8 +107,9 @@ def test_a_killed_engine_moves_its_streams(
 def test_an_engine_host_that_ends_moves_its_streams(
     two: tuple[Running, tuple[EngineProcess, ...]], expected: tuple[str, dict]
 ) -> None:
-    """SIGTERM of one of two engine commands: its streams go on on the other, it ends long before its drain is over, the
-    server stays healthy, and takes the engine back when it comes again."""
+    """After SIGTERM of one of two engine commands its streams continue on the other, the server stays healthy, and the
+    engine is used again when it returns.
+    """
     server, (one, _) = two
     assert streams(server, 6, one.end) == [expected] * 6
     until(lambda: replicas(server) == 1)
@@ -118,8 +120,9 @@ def test_an_engine_host_that_ends_moves_its_streams(
 
 
 def test_the_only_engine_comes_back(one: Pair, expected: tuple[str, dict]) -> None:
-    """One engine: its kill is a pause; while it drains new requests get a 503 and running ones finish; while it is away
-    requests wait, and are answered when it is back."""
+    """With one engine a kill is a pause; while it drains new requests are a 503 and running ones finish; while it is
+    away requests wait for it.
+    """
     server, engine = one
     pid = engine.pid()
     assert streams(server, 3, lambda: os.kill(pid, signal.SIGKILL)) == [expected] * 3
@@ -140,8 +143,9 @@ def test_the_only_engine_comes_back(one: Pair, expected: tuple[str, dict]) -> No
 
 
 def test_a_killed_command_is_started_again(one: Pair, expected: tuple[str, dict]) -> None:
-    """kill -9 of ``mlflow-llm engine``: its engine goes on, streams included; started again it finds that engine, and
-    ends it with itself."""
+    """After kill -9 of ``mlflow-llm engine`` its engine goes on; the restarted command finds it, and ends it with
+    itself.
+    """
     server, engine = one
     pid, begun = engine.pid(), len(engine.log())
     assert streams(server, 3, engine.kill) == [expected] * 3
@@ -156,8 +160,9 @@ def test_a_killed_command_is_started_again(one: Pair, expected: tuple[str, dict]
 
 
 def test_a_worker_that_never_met_the_engine(hasty: Pair) -> None:
-    """A worker that starts while the only engine is away misses it: not healthy, a 503 after ``engine_timeout``; and
-    it finds the engine when it comes back."""
+    """A worker that starts while the only engine is away is unhealthy, a 503 after ``engine_timeout``, until it comes
+    back.
+    """
     server, engine = hasty
     with asking(server, LONG) as answer:
         answer.readline()
@@ -175,7 +180,7 @@ def test_a_worker_that_never_met_the_engine(hasty: Pair) -> None:
 
 
 def missed(server: Running) -> bool:
-    """Whether it answers that its engine could not be reached yet."""
+    """Return whether the answer says that the engine could not be reached yet."""
     try:
         health(server)
     except urllib.error.HTTPError as error:

@@ -21,7 +21,7 @@ from serving_process import Running, running
 
 @pytest.fixture(scope="module")
 def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A server whose engine takes 10 ms a step."""
+    """Yield a server whose engine takes 10 ms a step."""
     bundle = write_instant_model(tmp_path_factory.mktemp("slow"), step_delay=0.01)
     with running(bundle, drain_timeout=1.0) as server:
         yield server

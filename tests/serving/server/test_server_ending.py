@@ -27,14 +27,15 @@ REQUESTS = [(CHAT, LASTING), (CHAT, LASTING | STREAM), (COMPLETIONS, PROMPTS), (
 
 @pytest.fixture
 def patient(tmp_path: Path) -> Iterator[Running]:
-    """A server that would wait ten minutes for what runs, and whose steps may be held back."""
+    """Yield a server that waits ten minutes for running requests, and whose steps may be held back."""
     with running(write_instant_model(tmp_path), core=GATED_CORE, drain_timeout=600.0) as server:
         yield server
 
 
 def test_what_runs_is_finished(patient: Running) -> None:
-    """Whole replies and streams under way at a SIGTERM have the text and usage of undisturbed ones; then the server
-    ends by itself, with exit status 0, no process left and no error of a worker."""
+    """Replies and streams running at a SIGTERM are complete; then the server ends with status 0, no process left and no
+    worker error.
+    """
     family = psutil.Process(patient.process.pid).children(recursive=True)
     with ThreadPoolExecutor(len(REQUESTS)) as pool:
         undisturbed = list(pool.map(lambda request: answer_to(patient, *request), REQUESTS))
@@ -67,7 +68,7 @@ def test_a_second_signal_stops_at_once(patient: Running, second: signal.Signals)
 
 
 def test_nothing_is_left_of_a_killed_arbiter(tmp_path: Path) -> None:
-    """kill -9 of the server's first process: its workers drain, controller process and engines end by themselves."""
+    """After kill -9 of the arbiter its workers drain, and controller process and engines end by themselves."""
     with running(write_instant_model(tmp_path, step_delay=0.005), engine=ENGINE, workers=2) as server:
         family = psutil.Process(server.process.pid).children(recursive=True)
         (controller,) = controllers(server)
@@ -83,8 +84,7 @@ def test_nothing_is_left_of_a_killed_arbiter(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_starts_ends_with_its_arbiter(tmp_path: Path) -> None:
-    """It has not begun to serve when arbiter and controller process are killed; it does not stay to look for an
-    engine."""
+    """A worker that has not begun to serve ends with its killed arbiter instead of looking for an engine."""
     with running(write_instant_model(tmp_path), engine=ENGINE) as server:
         arbiter = psutil.Process(server.process.pid)
         (controller,) = controllers(server)

@@ -64,7 +64,7 @@ os.dup2(stderr, 2)
 
 
 def test_a_log_that_nobody_reads_stops_nothing(tmp_path: Path) -> None:
-    """Requests, health and the end are as ever when a worker's standard error is a full pipe."""
+    """Requests, health and shutdown work while a worker's standard error is a full pipe."""
     with running(write_instant_model(tmp_path), in_worker=UNREAD) as server:
         for _ in range(50):
             assert ask(server, BODY)[0] == 200
@@ -74,13 +74,13 @@ def test_a_log_that_nobody_reads_stops_nothing(tmp_path: Path) -> None:
 
 
 def serving(server: Running) -> list[int]:
-    """The processes of the workers that have begun to serve, in that order."""
+    """Return the pids of the workers that have begun to serve, in that order."""
     entries = [json.loads(line) for line in server.log().splitlines() if line.startswith("{")]
     return [entry["pid"] for entry in entries if entry["event"] == "serving"]
 
 
 def test_workers_that_cannot_begin_are_tried_again(tmp_path: Path) -> None:
-    """On a full disk, say: the others go on, and so does a server that has none left, when there is room again."""
+    """Workers that cannot start (full disk) are retried; the others go on, and a server without any recovers."""
     bundle, flag = write_instant_model(tmp_path / "model"), tmp_path / "full"
     with running(bundle, workers=2, in_worker=FULL.format(flag=str(flag))) as server:
         until(lambda: len(serving(server)) == 2)
@@ -99,7 +99,7 @@ def test_workers_that_cannot_begin_are_tried_again(tmp_path: Path) -> None:
 
 
 def test_a_server_whose_workers_cannot_begin_ends(tmp_path: Path) -> None:
-    """One that has never served says why, instead of trying for ever."""
+    """A server that has never served ends with the reason if its workers cannot start."""
     bundle, flag = write_instant_model(tmp_path / "model"), tmp_path / "full"
     flag.touch()
     with running(bundle, in_worker=FULL.format(flag=str(flag)), until="failed to boot") as server:
@@ -130,7 +130,7 @@ def test_a_killed_worker_loses_only_its_own(unsteady: Running) -> None:
 
 
 def test_a_worker_starts_beside_an_engine_that_stands_still(deliberate: Running) -> None:
-    """The successor of a killed worker answers though no engine takes a step: it waits for no token."""
+    """A killed worker's successor answers although no engine takes a step, since it waits for no token."""
     until(lambda: idle(deliberate))
     with steps_up_to(deliberate.model_dir, 0), socket.create_connection(("127.0.0.1", deliberate.port)):
         until(lambda: worker_of(deliberate) is not None)
@@ -161,7 +161,7 @@ def a_stream(server: Running, path: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def a_whole_reply(server: Running, path: str) -> Iterator[None]:
-    """It has no byte before its last token."""
+    """Return a request whose reply has no byte before its last token."""
     payload = json.dumps(LONG | {"stream": False, "stream_options": None}).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\n"
     head += f"Content-Type: application/json\r\nContent-Length: {len(payload)}\r\n\r\n"
@@ -174,8 +174,9 @@ def a_whole_reply(server: Running, path: str) -> Iterator[None]:
 def test_a_disconnect_aborts_before_the_next_step(
     deliberate: Running, asked_for: Callable[[Running, str], AbstractContextManager[None]]
 ) -> None:
-    """With an engine between two steps a client leaves: that is noticed without another token, the request is over
-    before the engine goes on, and it is counted as far as it was delivered."""
+    """A client that leaves between two steps is noticed without another token, and its request is aborted before the
+    next step and counted as delivered.
+    """
     path = "/endpoints/assistant/invocations"
     until(lambda: idle(deliberate))
     before, known = steps_at_rest(deliberate), len(lines(deliberate, path))
@@ -193,14 +194,15 @@ def test_a_disconnect_aborts_before_the_next_step(
 
 
 def steps_at_rest(server: Running, more_than: int = -1) -> int:
-    """The engine's steps, by a heartbeat of an engine that has nothing to do, after more than so many."""
+    """Return an idle engine's number of steps from its heartbeat, once it exceeds the given number."""
     until(lambda: idle(server) and health(server)["steps"] > more_than)
     return int(health(server)["steps"])
 
 
 def test_a_reader_that_stops_holds_up_nobody(fast: Running) -> None:
-    """A client that takes nothing of a stream of hundreds of megabytes: others' streams are whole and run to their
-    ends, the worker's memory stays, the engine runs nothing for it, and after ``io_timeout`` its connection is gone."""
+    """A client that reads nothing of a huge stream delays no other, costs no memory and no steps, and is disconnected
+    after ``io_timeout``.
+    """
     path = "/serving-endpoints/chat/completions"
     with asking(fast, LONG) as answer:
         expected = text_and_usage(answer.read())
@@ -222,8 +224,9 @@ def test_a_reader_that_stops_holds_up_nobody(fast: Running) -> None:
 
 
 def test_a_reader_of_nothing_at_real_lengths(fast: Running) -> None:
-    """Less of a reply than the 8,000 tokens that a kernel would take whole goes to a client that takes nothing: its
-    request leaves the engine with most of its tokens not generated, and after ``io_timeout`` its connection is gone."""
+    """If a client reads nothing of a long reply its request leaves the engine with most tokens not generated, and it is
+    disconnected after ``io_timeout``.
+    """
     path = "/endpoints/assistant/invocations"
     until(lambda: idle(fast))
     before = steps_at_rest(fast)

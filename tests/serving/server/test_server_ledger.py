@@ -29,7 +29,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
 
 @pytest.fixture(scope="module")
 def metered(store: Store, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """Two workers, 5 ms a step, one database."""
+    """Yield a server of two workers, 5 ms a step, with one database."""
     root: Path = tmp_path_factory.mktemp("metered")
     url = f"sqlite:///{store.engine.url.database}"
     bundle = write_instant_model(root, step_delay=0.005)
@@ -42,7 +42,7 @@ def rows(store: Store) -> dict[str, object]:
 
 
 def settled(store: Store, before: set[str]) -> list[object]:
-    """The rows that came since ``before``, none of them open."""
+    """Return the rows added since ``before``, once none of them is open."""
     new = lambda: [row for name, row in rows(store).items() if name not in before]  # noqa: E731
     until(lambda: new() and all(row.status != "open" for row in new()))
     return new()
@@ -106,7 +106,7 @@ def test_a_refused_request_leaves_no_row(metered: Running, store: Store) -> None
 
 
 def test_limit(metered: Running, store: Store) -> None:
-    """The headers have what a limit leaves; a request over it is a 429 with Retry-After and no row."""
+    """Headers have the rest of a limit; a request over it is a 429 with Retry-After and has no row."""
     limits = Limits(store)
     queries = len(rows(store))
     limits.set("endpoint", "assistant", "qph", queries + 1)
@@ -127,8 +127,9 @@ def test_limit(metered: Running, store: Store) -> None:
 
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGQUIT])
 def test_what_was_delivered_is_settled_before_the_server_leaves(tmp_path: Path, ending: signal.Signals) -> None:
-    """At SIGINT a stream gets its final error event, and no row is left open: not the stream's, not that of a client
-    that takes nothing, not that of a whole reply under way."""
+    """After SIGINT a stream gets a final error event, and no row is left open, be it of a stream, a stalled client or a
+    whole reply.
+    """
     store = Store(f"sqlite:///{tmp_path}/ledger.db")
     bundle = write_instant_model(tmp_path, step_delay=0.02)
     long = BODY | {"max_tokens": 4000, "ignore_eos": True}

@@ -59,7 +59,7 @@ def test_a_time_limit_ends_a_stream(deliberate: Running, path: str) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_time_limit_in_the_body(deliberate: Running, stream: bool) -> None:
-    """The field ``timeout`` does as the header does; the shorter of both counts."""
+    """The field ``timeout`` works like the header, and the shorter of both applies."""
     with limited(deliberate, LATE | {"stream": stream, "timeout": 2.0}, PATHS[0], header="100") as (status, text):
         assert status == (200 if stream else 504)
         assert "timeout" in text
@@ -82,7 +82,7 @@ def test_a_time_limit_holds_while_the_engine_hangs(deliberate: Running, stream: 
 
 @contextmanager
 def limited(server: Running, body: dict, path: str, *, header: str) -> Iterator[tuple[int, str]]:
-    """Status and text of the answer to a request with a time limit; at the end the engine runs nothing for it."""
+    """Return status and text of a request with a time limit, once the engine runs nothing for it."""
     with asking(server, body, path, {"X-Request-Timeout": header}) as answer:
         yield answer.status, answer.read().decode()
     until(lambda: idle(server))

@@ -27,7 +27,7 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
 
 
 def embeddings(server: Running, over: threading.Event) -> list[tuple[int, Any]]:
-    """The same embeddings, asked for again and again until ``over``."""
+    """Request the same embeddings again and again until ``over``, and return them."""
     body = {"model": "assistant", "input": ["a", "b", "c"]}
     found = [answer_to(server, EMBEDDINGS, body)]
     while not over.is_set():
@@ -47,8 +47,9 @@ def undisturbed(unsteady: Running) -> list[tuple[int, Any]]:
 def test_every_kind_of_request_outlives_its_engine(
     unsteady: Running, undisturbed: list[tuple[int, Any]], fault: signal.Signals
 ) -> None:
-    """Chat, completions and embeddings, greedy and sampled, streamed and whole, one and many choices, echo, log
-    probabilities and an adapter, all under way when the engine is killed or stopped: text and usage are the same."""
+    """Requests of every kind that run when their engine is killed or stopped get the text and usage of an undisturbed
+    run.
+    """
     over = threading.Event()
     with ThreadPoolExecutor(len(REQUESTS) + 1) as pool:
         vectors = pool.submit(embeddings, unsteady, over)
@@ -69,6 +70,6 @@ def test_every_kind_of_request_outlives_its_engine(
 
 
 def working(server: Running) -> int:
-    """Requests in the engine, as it says itself."""
+    """Return the number of requests in the engine by its own report."""
     found = health(server)
     return int(found["running"] + found["waiting"])

@@ -18,7 +18,7 @@ TREE = b"Traceback", b'File "', b".py", b"site-packages"
 
 
 def raw(server: Running, data: bytes) -> tuple[int, bytes, bytes]:
-    """Status, headers and body of the answer to ``data`` as it stands; the connection is closed by the server."""
+    """Send ``data`` as it is and return status, headers and body of the answer, after which the server closes."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=240) as caller:
         with contextlib.suppress(ConnectionError):  # it has seen enough
             caller.sendall(data)
@@ -137,7 +137,7 @@ def test_refused_under_the_callers_id(fast: Running) -> None:
 
 
 def test_serves_on(fast: Running) -> None:
-    """Behind all that, chunked bodies and whole ones are served."""
+    """After all those refusals the server answers chunked and whole bodies."""
     assert raw(fast, chunked(GOOD[:20], GOOD[20:]))[0] == 200
     assert raw(fast, sized(GOOD))[0] == 200
     assert ask(fast, BODY)[0] == 200

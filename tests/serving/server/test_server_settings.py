@@ -35,7 +35,7 @@ accept_balancing.HUNG_AFTER = 240.0  # a worker that a busy machine keeps waitin
 
 @contextlib.contextmanager
 def three_workers(model_dir: Path, **settings: object) -> Iterator[Running]:
-    """Workers of 90 places that wait for a first byte as long as it takes."""
+    """Yield a server of three workers with 90 places each, which wait without limit for a first byte."""
     bundle = write_instant_model(model_dir, step_delay=0.01)
     waits = {"io_timeout": FOR_EVER, "first_byte_timeout": FOR_EVER}
     places = {"max_connections": PLACES, "max_connections_per_address": PLACES}
@@ -46,15 +46,14 @@ def three_workers(model_dir: Path, **settings: object) -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, str]]:
-    """A server of such workers, and the URL of its probes."""
+    """Yield a server of such workers and the URL of its probes."""
     port = free_port()
     with three_workers(tmp_path_factory.mktemp("guarded"), probe_port=port) as server:
         yield server, f"http://127.0.0.1:{port}"
 
 
 def workers(server: Running) -> dict[int, int]:
-    """Accepted connections by the worker that has them: of those that listen. What its client has closed counts until
-    the worker has closed it too."""
+    """Return the accepted connections of each listening worker, those included that only the client has closed."""
     found = {}
     for process in psutil.Process(server.process.pid).children():
         with contextlib.suppress(psutil.Error):
@@ -66,7 +65,7 @@ def workers(server: Running) -> dict[int, int]:
 
 
 def all_take(server: Running) -> bool:
-    """Whether every worker takes connections: then each gets one of as many."""
+    """Return whether every worker accepts connections, by opening as many."""
     with idle(server, WORKERS):
         until(lambda: sum(workers(server).values()) == WORKERS)
         return min(workers(server).values()) == 1 and len(workers(server)) == WORKERS
@@ -74,7 +73,7 @@ def all_take(server: Running) -> bool:
 
 @contextlib.contextmanager
 def idle(server: Running, number: int) -> Iterator[list[socket.socket]]:
-    """So many connections that say nothing."""
+    """Hold so many connections open without sending anything."""
     with contextlib.ExitStack() as held:
         yield [
             held.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=240)) for _ in range(number)
@@ -92,7 +91,7 @@ def status(url: str) -> int:
 
 
 def ended(caller: socket.socket) -> bool:
-    """Whether the server has closed a connection that says nothing."""
+    """Return whether the server has closed an idle connection."""
     caller.setblocking(False)
     try:
         return caller.recv(1) == b""
@@ -117,7 +116,7 @@ def test_a_burst_is_shared(tmp_path: Path) -> None:
 
 
 def test_the_oldest_makes_room(guarded: tuple[Running, str]) -> None:
-    """With more idle connections than places requests are served, and of the idle ones the oldest have gone."""
+    """With more idle connections than places requests are served, and the oldest idle ones are closed."""
     server, _ = guarded
     with idle(server, 2 * WORKERS * PLACES) as callers:
         assert status(f"{server.url}/ping") == 200
@@ -130,7 +129,7 @@ def test_the_oldest_makes_room(guarded: tuple[Running, str]) -> None:
 
 
 def test_probes_have_a_listener_of_their_own(guarded: tuple[Running, str]) -> None:
-    """Probes and metrics are answered there, nothing else is; on the gateway probes are, metrics are not."""
+    """The probe listener answers probes and metrics alone; the gateway answers probes and no metrics."""
     server, probes = guarded
     assert [status(f"{probes}/{path}") for path in ("ping", "health", "ready", "metrics")] == [200] * 4
     assert [status(f"{probes}/{path}") for path in ("v1/models", "docs", "openapi.json", "nothing")] == [404] * 4
@@ -163,7 +162,7 @@ def test_a_full_server_without_idle_connections(tmp_path: Path) -> None:
 
 
 def test_a_client_that_reads_nothing_is_evicted(guarded: tuple[Running, str]) -> None:
-    """Places of clients that read nothing of what they asked for (Slow Read) are another's."""
+    """Connections of clients that read nothing of their answers (Slow Read) are evicted for others."""
     server, _ = guarded
     with ExitStack() as held:
         for number in range(WORKERS * PLACES + 2 * WORKERS):

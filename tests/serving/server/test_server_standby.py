@@ -50,7 +50,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 
 @pytest.fixture(scope="module")
 def backed(store: Store, bundle: Bundle) -> Iterator[Running]:
-    """Two workers and a database; an engine with a standby, which writes down what it generates."""
+    """Yield a server of two workers and a database; its engine has a standby and records what it generates."""
     root = Path(bundle.model_dir).parent
     settings: dict[str, Any] = {"workers": 2, "database": f"sqlite:///{store.engine.url.database}"}
     engine = EngineSettings(idle_timeout=0.3, standby=1)
@@ -62,7 +62,7 @@ def backed(store: Store, bundle: Bundle) -> Iterator[Running]:
 
 
 def stream(server: Running, serial: int) -> tuple[str, dict[str, int]]:
-    """Text and usage of a whole stream; the same of the same ``serial``."""
+    """Return text and usage of a whole stream, which depend on ``serial`` alone."""
     prompt = {"messages": [{"role": "user", "content": f"#{serial}"}], "seed": serial}
     with asking(server, STREAM | prompt) as answer:
         assert answer.status == 200
@@ -70,7 +70,7 @@ def stream(server: Running, serial: int) -> tuple[str, dict[str, int]]:
 
 
 def state(server: Running) -> dict[str, Any]:
-    """Its health, {} while a worker looks for the engine."""
+    """Return the engine's health, {} while a worker looks for it."""
     try:
         return health(server)
     except urllib.error.HTTPError as error:
@@ -86,7 +86,7 @@ def standby_pid(server: Running) -> int:
 
 
 def engines(server: Running) -> set[int]:
-    """All living engine processes of this server, the standby among them."""
+    """Return the pids of all living engine processes of this server, the standby's included."""
     found = set()
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or ()
@@ -96,7 +96,7 @@ def engines(server: Running) -> set[int]:
 
 
 def under_way(server: Running, streams: int) -> None:
-    """Until so many run in the engine, and tokens of them all came."""
+    """Wait until so many requests run in the engine and tokens of all have come."""
     until(lambda: state(server).get("running") == streams)
     steps = state(server)["steps"]
     until(lambda: state(server)["steps"] > steps + 2)
@@ -107,16 +107,16 @@ def is_settled(row: UsageRow) -> bool:
 
 
 def settled(store: Store, count: int) -> list[UsageRow]:
-    """All rows, once so many are there, none is open and the engines' own counts have arrived."""
+    """Return all rows, once so many exist, none is open and the engines' counts have arrived."""
     rows = lambda: list(Usage(store).rows(UsageFilter()))  # noqa: E731
     until(lambda: len(rows()) >= count and all(is_settled(row) for row in rows()))
     return rows()
 
 
 def test_streams_outlive_their_engine(backed: Running, bundle: Bundle, store: Store) -> None:
-    """``kill -9`` of the engine amid streams, alone, with the controller process and with the standby: each stream is
-    complete and as undisturbed, so is the next one, the engine is the process that stood by where one was left, and
-    ledger and metrics have what clients received and engines generated."""
+    """After kill -9 of the engine, also with the controller process or the standby, streams are as undisturbed, the
+    standby serves if it is left, and ledger and metrics agree.
+    """
     killed, usages = set(), []
     with ThreadPoolExecutor(STREAMS) as pool:
         expected = list(pool.map(lambda n: stream(backed, n), range(STREAMS)))

@@ -22,7 +22,7 @@ LOOKS = 3.0  # seconds
 
 @pytest.fixture(scope="module")
 def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A server with the host of its settings' default; its engine takes half a second to load."""
+    """Yield a server on the default host whose engine takes half a second to load."""
     with running(write_instant_model(tmp_path_factory.mktemp("started"), load_delay=0.5)) as server:
         yield server
 
@@ -39,7 +39,7 @@ def is_ready(server: Running) -> bool:
 
 
 def test_the_start_is_reported(started: Running) -> None:
-    """Loading, first token, listening, in this order and each once."""
+    """The start reports loading, first token and listening, in this order and each once."""
     said = started.log()
     steps = ("loading assistant", "first token of assistant", f"listening on {started.url}")
     assert [said.count(step) for step in steps] == [1, 1, 1], said
@@ -48,8 +48,7 @@ def test_the_start_is_reported(started: Running) -> None:
 
 
 def test_an_engine_without_a_token_is_never_ready(tmp_path: Path) -> None:
-    """An engine that has loaded and answers, but gives no token, is not served: no first token is announced, nothing
-    listens and ``/ready`` is never a 200."""
+    """While an engine gives no first token nothing is announced, nothing listens and ``/ready`` is never a 200."""
     bundle = write_instant_model(tmp_path, stall_token_id=PROOF)
     with running(bundle, until="loading assistant") as server:
         end = time.monotonic() + 240
@@ -92,14 +91,14 @@ def test_workers_have_no_torch(started: Running) -> None:
 
 
 def test_it_listens_on_loopback_alone(started: Running) -> None:
-    """Without a setting no process of a server takes connections but at 127.0.0.1 and its port."""
+    """By default all processes of a server listen at 127.0.0.1 and its port alone."""
     assert listening(started) == {("127.0.0.1", started.port)}
     assert answers(started, "127.0.0.1")
     assert not answers(started, "127.0.0.2")  # another address of this machine
 
 
 def test_it_listens_where_it_is_told(instant_bundle: Bundle) -> None:
-    """With ``host`` 0.0.0.0 every address of the machine reaches it."""
+    """With ``host`` 0.0.0.0 a server is reachable at every address of the machine."""
     with running(instant_bundle, host="0.0.0.0") as server:
         assert listening(server) == {("0.0.0.0", server.port)}
         assert answers(server, "127.0.0.2")

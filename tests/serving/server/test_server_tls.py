@@ -41,7 +41,7 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 @pytest.fixture(scope="module")
 def secured(bundle: Bundle, authority: Authority) -> Iterator[tuple[Running, int]]:
-    """A server that asks its clients for certificates, but not those of its probes; and the probes' port."""
+    """Yield a server that requires client certificates, except for its probes, and the probes' port."""
     cert, key, _ = authority.issue("server")
     port = free_port()
     files = {"tls_cert": cert, "tls_key": key, "tls_client_ca": authority.ca}
@@ -140,7 +140,7 @@ def test_a_renewed_certificate(secured: tuple[Running, int], authority: Authorit
 
 
 def shown(context: ssl.SSLContext, port: int) -> str:
-    """The name in the certificate of the server at ``port``."""
+    """Return the name in the certificate of the server at ``port``."""
     plain = socket.create_connection(("localhost", port), timeout=240)
     with context.wrap_socket(plain, server_hostname="localhost") as secure:
         found = secure.getpeercert()
@@ -187,7 +187,7 @@ def test_deployments_over_tls(
 
 @pytest.fixture(scope="module")
 def local(bundle: Bundle) -> Iterator[str]:
-    """The path, which must be short, of the Unix socket of a server of two workers."""
+    """Yield the (short) path of the Unix socket of a server of two workers."""
     with tempfile.TemporaryDirectory(prefix="mll-") as place:
         yield from serving_at(bundle, str(Path(place, "llm.sock")))
 
@@ -245,7 +245,7 @@ def test_commands_over_a_unix_socket(local: str) -> None:
 
 
 def test_a_socket_that_is_taken(local: str, tmp_path: Path) -> None:
-    """Another server's socket, what is no socket and a directory that is not there are refused before a model loads."""
+    """A socket in use, a file that is no socket and a missing directory are refused before a model loads."""
     (tmp_path / "file").write_text("mine")
     for path in (local, str(tmp_path / "file"), str(tmp_path / "none" / "socket")):
         spec = tmp_path / "serve.json"

@@ -14,7 +14,7 @@ from serving_process import Running
 
 
 def probe(server: Running, path: str = "/health") -> tuple[int, dict[str, Any]]:
-    """Status, and what is said of the endpoint."""
+    """Return the status and the endpoint's state."""
     try:
         with urllib.request.urlopen(f"{server.url}{path}", timeout=240) as answer:
             return answer.status, json.load(answer)["endpoints"]["assistant"]
@@ -24,8 +24,9 @@ def probe(server: Running, path: str = "/health") -> tuple[int, dict[str, Any]]:
 
 
 def test_a_stall_and_its_end(unsteady: Running) -> None:
-    """An engine that takes no step for ``stall_timeout`` with work to do makes ``/health`` and ``/ready`` a 503 that
-    names its state; with its successor they are a 200 again, and the stream under way has lost nothing."""
+    """An engine that stalls for ``stall_timeout`` makes ``/health`` and ``/ready`` a 503 with its state; its successor
+    makes them a 200, and the stream loses nothing.
+    """
     until(lambda: idle(unsteady))
     with asking(unsteady, LONG) as answer:
         expected = text_and_usage(answer.read())

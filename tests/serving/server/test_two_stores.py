@@ -29,7 +29,7 @@ STREAM: dict[str, Any] = BODY | {"stream": True, "ignore_eos": True, "max_tokens
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[[str], Running]]:
-    """Starts a server over a database; the runtime directory is kept for those who come later."""
+    """Return a function that starts a server over a database; the runtime directory is kept for later servers."""
     bundle = write_instant_model(tmp_path, step_delay=0.005)
     runtime = tempfile.mkdtemp(prefix="mll-")  # a short path: Unix sockets' names are limited
     with ExitStack() as servers:
@@ -66,7 +66,7 @@ def whole(server: Running, tokens: int) -> None:
 
 
 def received(answer: http.client.HTTPResponse) -> int:
-    """Pieces of text up to the stream's end, however it ends."""
+    """Return the number of pieces of text until the stream ends, in whatever way."""
     count = 0
     try:
         while line := answer.readline():
@@ -77,7 +77,7 @@ def received(answer: http.client.HTTPResponse) -> int:
 
 
 def kill(server: Running) -> None:
-    """kill -9 of all its processes, but for the engine, which staging uses too."""
+    """Kill all processes of a server with SIGKILL, except the engine, which staging uses too."""
     family = [psutil.Process(server.process.pid), *psutil.Process(server.process.pid).children(recursive=True)]
     for process in family:
         process.kill()
@@ -124,8 +124,7 @@ def test_a_server_killed_beside_another_of_another_store(
 
 
 def test_a_server_killed_beside_another_of_its_store(start: Callable[[str], Running], production_url: str) -> None:
-    """Two servers of one database on two ports: what the killed one's processes left is settled by the other, exactly
-    and once."""
+    """Of two servers of one database the survivor settles the killed one's requests, exactly and once."""
     first, second, store = start(production_url), start(production_url), Store(production_url)
     whole(first, 7)
     whole(second, 9)
