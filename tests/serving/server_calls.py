@@ -27,7 +27,7 @@ BODY = {
 def asking(
     server: Running, body: dict | bytes, path: str = "/v1/chat/completions", headers: dict[str, str] | None = None
 ) -> Iterator[http.client.HTTPResponse]:
-    """The open answer to a request; leaving closes the connection."""
+    """Yield the open answer to a request; leaving closes the connection."""
     data = body if isinstance(body, bytes) else json.dumps(body)
     with contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=240)) as connection:
         connection.request("POST", path, data, {"Content-Type": "application/json"} | (headers or {}))
@@ -46,7 +46,7 @@ def health(server: Running) -> dict:
 
 
 def draining(server: Running) -> bool:
-    """Whether the server says that it takes no more requests."""
+    """Return whether the server reports that it takes no more requests."""
     try:
         urllib.request.urlopen(f"{server.url}/ready", timeout=240).close()
     except urllib.error.HTTPError as error:
@@ -56,7 +56,7 @@ def draining(server: Running) -> bool:
 
 
 def until(condition, seconds: float = 240) -> None:
-    """Asked more and more seldom: what is waited for starts later where it is asked for all the time."""
+    """Wait for a condition, polling at growing intervals so as not to delay what is waited for."""
     end, pause = time.monotonic() + seconds, 0.01
     while not condition():
         assert time.monotonic() < end
@@ -68,7 +68,7 @@ LONG = BODY | {"max_tokens": 200, "stream": True, "stream_options": {"include_us
 
 
 def text_and_usage(lines: bytes) -> tuple[str, dict]:
-    """Text and usage of a stream's bytes."""
+    """Return text and usage of a stream's bytes."""
     events = [line[6:] for line in lines.decode().split("\n\n") if line]
     assert events[-1] == "[DONE]", events[-2:]
     chunks = [json.loads(event) for event in events[:-1]]
@@ -77,7 +77,7 @@ def text_and_usage(lines: bytes) -> tuple[str, dict]:
 
 
 def well(server: Running) -> bool:
-    """Whether ``/health`` is a 200: a worker answers 503 until it has found the new engine."""
+    """Return whether ``/health`` is a 200: a worker answers 503 until it has found the new engine."""
     try:
         health(server)
     except urllib.error.HTTPError as error:
@@ -87,18 +87,18 @@ def well(server: Running) -> bool:
 
 
 def idle(server: Running) -> bool:
-    """Healthy and with nothing left to do."""
+    """Return whether the server is healthy with nothing left to do."""
     return well(server) and health(server)["running"] == 0
 
 
 def engine_pid(server: Running) -> int:
-    """The engine of this server: the process whose command line names its runtime directory's engine."""
+    """Return the pid of this server's engine, whose command line has its runtime directory."""
     (found,) = engine_pids(server)
     return found
 
 
 def engine_pids(server: Running) -> set[int]:
-    """Empty for the moment between an engine and its successor."""
+    """Return the engine pids, none for the moment between an engine and its successor."""
     return {int(json.loads(p.read_text())["pid"]) for p in server.runtime.glob("*/status.json")}
 
 
@@ -109,7 +109,7 @@ def lines(server: Running, path: str) -> list[dict[str, Any]]:
 
 
 def worker_of(server: Running, besides: set[psutil.Process] = frozenset()) -> psutil.Process | None:
-    """A worker, but none of ``besides``, that has an accepted connection."""
+    """Return a worker, other than ``besides``, that has an accepted connection."""
     for process in psutil.Process(server.process.pid).children():
         connections = process.net_connections("tcp")
         mine = [c for c in connections if c.status == "ESTABLISHED" and c.laddr.port == server.port]
