@@ -15,7 +15,7 @@ ENGINE = EngineSettings(idle_timeout=0.3)
 
 
 def engines(server: Running) -> list[int]:
-    """Process ids of the engines that live."""
+    """Return the process ids of the living engines."""
     found = []
     for status in server.runtime.glob("*/status.json"):
         try:
