@@ -40,8 +40,9 @@ main()
 
 
 class Running:
-    """``log()`` is what the server has said so far; ``runtime`` is where its engines are found, ``model_dir`` belongs
-    to its first endpoint."""
+    """A running server. ``log()`` is its output so far; ``runtime`` is where its engines are found; ``model_dir``
+    belongs to its first endpoint.
+    """
 
     def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path, model_dir: str) -> None:
         self.process, self.port, self._log, self.model_dir = process, port, log, model_dir
@@ -66,8 +67,9 @@ _own_ports = _ports()
 
 
 def free_port() -> int:
-    """A port that nothing else takes before a server does: it belongs to this process of tests, each in its turn, and
-    the kernel gives it to no connection and to nobody who asks for any."""
+    """Return a port reserved for this test process, which the kernel gives to no connection and to nobody asking for
+    any.
+    """
     return next(filter(_is_free, _own_ports))
 
 
@@ -143,7 +145,7 @@ def running(
 
 
 def python_path() -> str:
-    """With the cores of tests, which engines import by name."""
+    """Return a PYTHONPATH with the tests' engine cores, which engines import by name."""
     return os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
 
 
@@ -165,7 +167,7 @@ def _await(server: Running, seconds: float, said: str) -> None:
 
 
 def _await_engines(runtime: Path) -> None:
-    """Engines end by themselves soon after their last client; their directory must live until then."""
+    """Wait for the engines to end after their last client, since their directory must live until then."""
     until = time.monotonic() + 240
     while any(runtime.glob("*/spec.json")):
         assert time.monotonic() < until, "an engine outlives its server"
