@@ -13,7 +13,7 @@ END = 256
 
 
 class _Bytes:
-    """A tokenizer whose tokens are the 256 bytes, and one that ends a text."""
+    """A tokenizer whose tokens are the 256 bytes and an end of text."""
 
     eos_token_id = END
     bos_token_id = None
@@ -29,7 +29,7 @@ _LIMITS = llguidance.LLParserLimits(verbose_errors=False)
 
 
 def matcher(grammar: Grammar) -> llguidance.LLMatcher:
-    """Raises ``ValueError`` with llguidance's reason where the grammar does not compile."""
+    """Compile a grammar; raise ``ValueError`` with llguidance's reason if that fails."""
     made = llguidance.LLMatcher(TOKENIZER, grammar.source, log_level=0, limits=_LIMITS)
     if made.is_error():
         raise ValueError(made.get_error())
@@ -37,7 +37,7 @@ def matcher(grammar: Grammar) -> llguidance.LLMatcher:
 
 
 def takes(made: llguidance.LLMatcher, text: str | bytes) -> bool:
-    """Whether the text as a whole is one of the grammar's."""
+    """Return whether the grammar accepts the text as a whole."""
     assert made.reset()
     data = text.encode() if isinstance(text, str) else text
     return bool(made.try_consume_tokens(list(data)) == len(data) and made.is_accepting())

@@ -52,12 +52,14 @@ def forbidden(text: str) -> set[bytes]:
     ],
 )
 def test_tokens_with_which_a_key_comes_twice_are_forbidden(text: str, tokens: set[bytes]) -> None:
-    """Within a key, before it, and where a token has the whole of it; an inner object has keys of its own."""
+    """Tokens that would repeat a key are forbidden, within the key, before it and as a whole; inner objects have their
+    own keys.
+    """
     assert forbidden(text) == tokens
 
 
 def test_keys_are_followed_as_a_reader_of_json_finds_them() -> None:
-    """Random values, written and fed in pieces: ``came_twice`` is set where a reader finds a key twice."""
+    """For random values fed in pieces ``came_twice`` is set exactly where a JSON reader finds a duplicate key."""
     draw = random.Random(0)
 
     def text(depth: int) -> str:

@@ -38,7 +38,7 @@ ATOMS = [
 
 @st.composite
 def unanchored(draw: st.DrawFn, depth: int = 2) -> str:
-    """Expressions of what Python, JavaScript and Rust have in common."""
+    """Draw expressions of the syntax common to Python, JavaScript and Rust."""
     parts = []
     for _ in range(draw(st.integers(1, 3))):
         atom = draw(st.sampled_from(ATOMS))
@@ -55,7 +55,7 @@ def anchored(draw: st.DrawFn) -> str:
 
 
 def python(expression: str) -> re.Pattern[str]:
-    """For Python a dollar also stands before a line break at the end."""
+    """Translate for Python, whose dollar also matches before a final line break."""
     return re.compile(expression.replace("$", r"\Z"), re.ASCII)
 
 
@@ -151,7 +151,7 @@ def test_dialects_meet(expression: str, right: list[str], wrong: list[str]) -> N
     ],
 )
 def test_unsupported_constructs_are_refused_by_name(expression: Any, named: str) -> None:
-    """The error says which construct it is, for a field and for a schema's pattern at its pointer."""
+    """An unsupported construct is refused by name, for a field and for a schema's pattern with its pointer."""
     with pytest.raises(InvalidField, match=f"^guided_regex: .* is not allowed; expected .*{named}"):
         grammar_of(Constraint(kind="regex", value=expression, field="guided_regex"))
     schema = {"type": "object", "properties": {"a/b": {"pattern": expression}}}
@@ -162,7 +162,7 @@ def test_unsupported_constructs_are_refused_by_name(expression: Any, named: str)
 @given(st.text("ab()[]{}|*+?^$.\\-:<>=!P&/1,dswpux0\n", max_size=30))
 @settings(max_examples=500, deadline=None)
 def test_any_text_is_refused_or_compiles(expression: str) -> None:
-    """Nothing that a caller writes ends in another error than a refusal."""
+    """Any expression compiles or is refused with an ``InvalidField``."""
     try:
         grammar = grammar_of(Constraint(kind="regex", value=expression, field="guided_regex"))
     except InvalidField:

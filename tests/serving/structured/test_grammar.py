@@ -33,13 +33,13 @@ def test_json_object_is_any_object() -> None:
     ],
 )
 def test_whitespace_is_one_blank_at_most(text: str, taken: bool) -> None:
-    """Behind a comma and a colon a blank may stand, and nowhere else any."""
+    """At most one blank is allowed behind a comma or a colon, and white space nowhere else."""
     assert texts.takes(texts.of("json_object"), text) is taken
 
 
 @pytest.mark.parametrize("kind", ["json_object", "json_schema"])
 def test_compact_json_has_no_blank(kind: str) -> None:
-    """With ``compact`` not even behind a comma or a colon, but in strings as ever."""
+    """``compact`` allows no blank behind a comma or a colon, but keeps those in strings."""
     value = {"type": "object", "additionalProperties": True} if kind == "json_schema" else None
     made = texts.matcher(grammar_of(Constraint(kind=kind, value=value, compact=True, field="f")))
     assert texts.takes(made, '{"a":1,"b":[1,"c d"]}')
@@ -47,7 +47,7 @@ def test_compact_json_has_no_blank(kind: str) -> None:
 
 
 def test_digits_and_nesting_have_an_end() -> None:
-    """No run of digits and no nesting goes on for as long as a model likes."""
+    """Runs of digits and nesting are bounded."""
     made = texts.of("json_object")
     assert texts.takes(made, '{"a": 123456789012345.0123456789}')
     assert not texts.takes(made, '{"a": ' + "1" * 20 + "}")

@@ -36,7 +36,7 @@ EXPECTED = {
 
 
 def written(value: Any) -> Iterator[str]:
-    """A value in compact JSON, with the properties of its objects in every order."""
+    """Yield a value in compact JSON, with its objects' properties in every order."""
     if isinstance(value, dict):
         orders = itertools.permutations(value) if len(value) <= 4 else [tuple(value)]
         for names in orders:
@@ -55,7 +55,7 @@ def written(value: Any) -> Iterator[str]:
 
 @pytest.mark.parametrize("draft", SUITE)
 def test_no_invalid_value_of_the_suite_is_taken(draft: str) -> None:
-    """Each schema is held to, or refused with the keyword and where it stands; the counts are those of the document."""
+    """Each schema is enforced or refused with keyword and pointer, and the counts are those of the document."""
     counts: Counter[str] = Counter()
     wrong = []
     for file, cases in SUITE[draft].items():

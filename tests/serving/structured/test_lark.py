@@ -39,7 +39,7 @@ ws ::= [ ]?
     ],
 )  # fmt: skip
 def test_a_grammar_is_held_to(grammar: str, right: list[str], wrong: list[str]) -> None:
-    """Comments, texts and expressions may have in them what is refused elsewhere."""
+    """Comments, strings and expressions of a grammar may contain what is refused elsewhere."""
     made = texts.of("lark", grammar)
     assert [text for text in right if not texts.takes(made, text)] == []
     assert [text for text in wrong if texts.takes(made, text)] == []
@@ -71,13 +71,13 @@ def test_a_grammar_is_held_to(grammar: str, right: list[str], wrong: list[str]) 
     ],
 )
 def test_what_reaches_past_the_text_is_refused_by_name(grammar: Any, named: str) -> None:
-    """Special tokens, options of sampling and of the engine, other grammars, schemas that turn their own rules off."""
+    """Special tokens, sampling and engine options, other grammars and rule-disabling schemas are refused by name."""
     with pytest.raises(InvalidField, match=f"^guided_grammar.*(?s:.*){named}"):
         grammar_of(Constraint(kind="lark", value=grammar, field="guided_grammar"))
 
 
 def test_json_schema_within_a_grammar_keeps_its_keys_apart() -> None:
-    """Open keys are watched there too."""
+    """The open keys of a JSON schema within a grammar stay distinct too."""
     open_keys = 'start: %json {"type": "object"}'
     assert grammar_of(Constraint(kind="lark", value=open_keys, field="f")).distinct_keys
     assert not grammar_of(Constraint(kind="lark", value='start: "a"', field="f")).distinct_keys

@@ -45,7 +45,7 @@ def changed(draw: random.Random) -> Any:
 
 
 def drawn(made: llguidance.LLMatcher, draw: random.Random) -> bytes | None:
-    """A text of bytes drawn among those that are allowed, None for one that has not ended or is no UTF-8."""
+    """Return a text of randomly drawn allowed bytes, or None if it has not ended or is not UTF-8."""
     assert made.reset()
     written = bytearray()
     for _ in range(MAX_BYTES):
@@ -63,7 +63,7 @@ def drawn(made: llguidance.LLMatcher, draw: random.Random) -> bytes | None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_changed_schema_is_refused_or_held_to(seed: int) -> None:
-    """No other error than a refusal or a grammar that does not compile; what is written, ``jsonschema`` finds valid."""
+    """A mutated schema is refused, does not compile, or gives texts that ``jsonschema`` finds valid."""
     draw, judged = random.Random(seed), 0
     for _ in range(1500):
         schema = changed(draw)

@@ -148,6 +148,6 @@ def test_the_decimals_of_older_pydantic_are_taken_without_their_look_ahead(
 
 
 def test_a_set_of_anything_is_refused() -> None:
-    """No grammar keeps what comes twice out of a list of anything."""
+    """A set of anything is refused, since no grammar can forbid duplicates in it."""
     with pytest.raises(InvalidField, match=r"^field#/properties/tags: 'uniqueItems' is not allowed; expected "):
         texts.of("json_schema", pydantic.create_model("Tagged", tags=(set[str], ...)).model_json_schema())

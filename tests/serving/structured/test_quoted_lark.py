@@ -86,7 +86,7 @@ def _random_rule(rng: random.Random, atoms: list[str], depth: int = 0) -> str:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_random_grammars_take_the_same_texts(seed: int) -> None:
-    """Rules, terminals of terminals, repetitions, lazy ones; where the plain one compiles."""
+    """Random quoted grammars accept the texts of the plain ones, where those compile."""
     rng, taken = random.Random(seed), 0
     for _ in range(12):
         terminals = [atom for atom in ATOMS if atom not in ("T", "U", "l")]
@@ -108,7 +108,7 @@ def test_random_grammars_take_the_same_texts(seed: int) -> None:
 
 
 def test_what_is_ignored_stands_between_terminals() -> None:
-    """Behind the last one too where the plain grammar has it, unless nothing else may follow; not between quotes."""
+    """Ignored terminals are accepted where the plain grammar accepts them, even at the end, but not between quotes."""
     lark = 'start: ESCAPED_STRING ("," ESCAPED_STRING)*\n%import common (ESCAPED_STRING, WS)\n%ignore WS'
     quoted, plain = _quoted(lark), texts.of("lark", lark)
     for text in ('"a" ,\n"\t\\n"', '""', '"a"x', '"a",', '"\\"', '"é\n\n"\n,""'):
@@ -128,7 +128,7 @@ def test_quoted_common_terminals_match_the_plain_ones(name: str) -> None:
 
 
 def test_each_text_has_one_spelling() -> None:
-    """An escape where none is needed, or a longer one, is not taken; nor is a character that needs one."""
+    """Unneeded or overlong escapes are not accepted, nor are characters that need one."""
     quoted = _quoted(r"start: /[\s\S]/")
     for spelling in ("a", r"\n", r"\"", r"\\", r"\u001f", r"\b", "é", "/"):
         assert texts.takes(quoted, spelling)
@@ -140,8 +140,7 @@ def test_each_text_has_one_spelling() -> None:
     "lark", ['start: %regex {"substring_words": "a b"}', 'start: A\nA: /[a-z]*/ & /[ab]*/ | "c"', "root ::= [a-c]+"]
 )
 def test_what_needs_no_escapes_stays_as_it_is(lark: str) -> None:
-    """A grammar whose texts never have a quote, a backslash or a control character may have what else cannot be
-    written."""
+    """A grammar whose texts never need escapes may use constructs that cannot be quoted."""
     assert texts.takes(_quoted(lark), "a")
 
 
@@ -194,7 +193,7 @@ def test_constructs_that_cannot_be_quoted_are_refused(lark: str, named: str) -> 
 
 
 def test_a_grammar_of_many_rules_is_written_at_once() -> None:
-    """Rules that refer to each other, long choices and repetitions stay in bounds."""
+    """A grammar of many mutual rules, long choices and repetitions is quoted within bounds."""
     rules = "\n".join(f'r{chr(97 + i)}: "\\n" r{chr(97 + (i + 1) % 20)} | /"[^"]*"/' for i in range(20))
     words = " | ".join(f'"w{i}\\n"' for i in range(300))
     lark = f"start: ra | ({words}){{1,1000}} | {'(' * 20}{words}{')' * 20}\n{rules}"

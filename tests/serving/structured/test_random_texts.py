@@ -84,8 +84,9 @@ def grammar_state(grammar: Grammar, tokenizer: GrammarTokenizer) -> GrammarState
 
 
 def drawn(grammar: Grammar, tokenizer: GrammarTokenizer, seed: int) -> str | None:
-    """A text of tokens drawn among those that are allowed; what ends something is drawn more often. None where it has
-    not ended, which only values within values may be the reason of."""
+    """Return a text of randomly drawn allowed tokens, biased towards endings, or None if deep nesting kept it from
+    ending.
+    """
     draw, written = random.Random(seed), bytearray()
     made = grammar_state(grammar, tokenizer)
     for _ in range(MAX_TOKENS):
@@ -134,7 +135,7 @@ def schemas() -> Iterator[tuple[Any, Grammar]]:
 
 
 def test_every_text_that_a_grammar_allows_satisfies_its_schema(tokenizer: GrammarTokenizer) -> None:
-    """200 schemas, random texts under their masks: two judges find each valid, no key comes twice, all end."""
+    """For 200 schemas random texts under their masks are valid by two validators, have distinct keys and end."""
     cut = 0
     for seed, (schema, grammar) in zip(range(SCHEMAS), schemas(), strict=False):
         text = drawn(grammar, tokenizer, seed)

@@ -97,7 +97,7 @@ def test_what_is_refused_says_what_and_where(schema: Any, message: str) -> None:
     ids=str,
 )
 def test_x_guidance_options_are_refused(schema: Any) -> None:
-    """The key is refused wherever it is a keyword."""
+    """x-guidance is refused wherever it is a keyword."""
     assert "x-guidance" in refusal(schema)
 
 
@@ -176,7 +176,9 @@ HOSTILE: list[Any] = [
 
 @pytest.mark.parametrize("number", range(len(HOSTILE)))
 def test_hostile_schemas_are_refused(number: int) -> None:
-    """Too large, too deep, without end, no JSON: an error of the field, soon and without recursion."""
+    """Schemas that are too large, too deep, endless or not JSON are refused with their field, soon and without
+    recursion.
+    """
     assert refusal(HOSTILE[number])
 
 
@@ -282,14 +284,14 @@ def test_hostile_schemas_are_refused(number: int) -> None:
     ids=lambda value: json.dumps(value)[:40] if isinstance(value, dict) else "",
 )
 def test_what_people_send_is_held_to(schema: Any, right: list[str], wrong: list[str]) -> None:
-    """References with siblings, annotations, choices between properties, counts of properties."""
+    """Common schemas are enforced: references with siblings, annotations, property choices, property counts."""
     made = texts.of("json_schema", schema)
     assert [text for text in right if not texts.takes(made, text)] == []
     assert [text for text in wrong if texts.takes(made, text)] == []
 
 
 def test_a_schema_that_refers_to_itself_nests_to_an_end() -> None:
-    """24 levels of arrays and objects, however often the schema comes back to itself."""
+    """A recursive schema allows 24 levels of arrays and objects."""
     made = texts.of("json_schema", {"type": "array", "items": {"$ref": "#"}})
     assert texts.takes(made, "[" * 24 + "]" * 24)
     assert not texts.takes(made, "[" * 25 + "]" * 25)
