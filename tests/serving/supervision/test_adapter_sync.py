@@ -38,7 +38,9 @@ def paths_of(engine: InstantEngine) -> dict[str, str]:
 
 
 def test_what_is_wanted_is_loaded_and_what_is_withdrawn_leaves(engine: InstantEngine, tmp_path: Path) -> None:
-    """A new revision replaces the old one; other adapters of the engine are let be."""
+    """Wanted adapters are loaded and withdrawn ones unloaded; a new revision replaces the old, and others are left
+    alone.
+    """
     wanted, one, two = Wanted(), tmp_path / "one", tmp_path / "two"
     one.mkdir(), two.mkdir()
     assert not wanted.sync.sync(engine)
@@ -54,7 +56,7 @@ def test_what_is_wanted_is_loaded_and_what_is_withdrawn_leaves(engine: InstantEn
 
 
 def test_a_refusal_is_kept_until_another_revision(engine: InstantEngine, tmp_path: Path) -> None:
-    """One that the engine does not take keeps no other back, and what it was to replace stays."""
+    """An adapter that the engine refuses does not hold others back, and the one it was to replace stays."""
     wanted = Wanted()
     wanted.want(a=(str(tmp_path), "1"))
     wanted.sync.sync(engine)
@@ -67,7 +69,7 @@ def test_a_refusal_is_kept_until_another_revision(engine: InstantEngine, tmp_pat
 
 
 def test_another_process_gets_them_anew(engine: InstantEngine, instant_bundle: Bundle, tmp_path: Path) -> None:
-    """Before it takes requests again, what is wanted is there."""
+    """A restarted engine gets the wanted adapters before it takes requests again."""
     wanted = Wanted()
     wanted.want(a=(str(tmp_path), "1"))
     wanted.sync.sync(engine)

@@ -22,7 +22,7 @@ from mlflow_llm.serving.transport.discovery.launcher import Launcher
 
 @pytest.fixture
 def supervise(place):
-    """``supervise(bundle)``: a supervisor of the place that keeps the bundle as "a", ready."""
+    """Return ``supervise(bundle)``, which starts a supervisor that keeps the bundle as "a", ready."""
     made = []
 
     def make(bundle, **options):
@@ -43,7 +43,7 @@ def one(supervisor):
 
 
 def engine_of(supervisor):
-    """None while it is not ready."""
+    """Return the replica's engine, None while it is not ready."""
     with contextlib.suppress(NotFound):
         return supervisor.engine("a")
 
@@ -54,7 +54,7 @@ def die(pid):
 
 
 def test_a_kept_engine_outlives_a_full_disk(place, make_bundle, supervise, full_disk):
-    """The replica says what is wrong and starts the engine once it is not."""
+    """On a full disk the replica reports the fault, and starts the engine once there is room."""
     supervisor = supervise(make_bundle())
     pid = supervisor.engine("a").info.pid
     full_disk(2)
@@ -75,7 +75,9 @@ def test_a_client_that_ends_is_replaced(make_bundle, supervise):
 
 
 def test_an_engine_that_loads_no_more_is_failed(make_bundle, supervise):
-    """Once ready, killed, and its weights gone: failed with the reason, and ready again when they are back."""
+    """An engine that is killed and whose weights are gone is failed with the reason, and ready again when they are
+    back.
+    """
     bundle = make_bundle()
     supervisor = supervise(bundle)
     weights = Path(bundle.model_dir, "instant.json")
@@ -150,7 +152,7 @@ def test_a_long_failed_load_does_not_reset_the_backoff(place, make_bundle, monke
 
 
 def test_a_crashing_engine_is_not_started_as_fast_as_it_crashes(place, make_bundle, monkeypatch):
-    """Pauses double from the second early death on, and a healthy life forgets them."""
+    """Pauses double from the second early death on and start over after a healthy life."""
     now = [0.0]
 
     def pass_by(seconds):

@@ -37,7 +37,7 @@ green.close()
 
 @pytest.fixture
 def supervise(place):
-    """``supervise(**options)``: a supervisor of the place, closed at the end with nothing left."""
+    """Return ``supervise(**options)``, which makes a supervisor that is closed at the end, leaving nothing."""
     made = []
 
     def make(**options):
@@ -82,7 +82,7 @@ def test_supervised_engine_comes_back(place, make_bundle, supervise):
 
 
 def test_replicas_come_and_go(place, make_bundle, supervise):
-    """More replicas are more processes; fewer end the last ones; none is none; an unknown entity is refused."""
+    """More replicas start processes, fewer end the last ones, zero ends all, and an unknown entity is refused."""
     supervisor = supervise()
     supervisor.add("a", model_of(make_bundle()), replicas=2)
     assert len(supervisor.await_ready("a", replicas=2).ready) == 2
@@ -103,7 +103,7 @@ def test_replicas_come_and_go(place, make_bundle, supervise):
 
 
 def test_a_draining_replica_runs_while_it_is_used(place, make_bundle, supervise):
-    """A removed engine goes on, and is even started again, until it is not used; added again in time, it stays."""
+    """A removed engine runs, and is even restarted, until it is unused; added again in time, it stays."""
     used = {"yes"}
     supervisor = supervise(in_use=lambda address: bool(used))
     model = model_of(make_bundle(step_delay=0.003))
@@ -126,7 +126,7 @@ def test_a_draining_replica_runs_while_it_is_used(place, make_bundle, supervise)
 
 
 def test_a_model_that_does_not_load_is_tried_again(place, make_bundle, supervise):
-    """It is failed, with the reason, until its files are there; another model by the same name is a conflict."""
+    """A model that fails to load has the reason until its files exist; another model of the same name is a conflict."""
     bundle = make_bundle()
     weights = Path(bundle.model_dir, "instant.json")
     text = weights.read_text()
