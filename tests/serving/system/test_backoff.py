@@ -9,7 +9,7 @@ from mlflow_llm.serving.system.backoff import Backoff
 
 @pytest.mark.parametrize("at_once", [False, True])
 def test_pauses_double_up_to_the_longest(at_once: bool) -> None:
-    """The first comes at once where that was asked for; thousands of failures later the pause is still finite."""
+    """Pauses double up to the maximum, stay finite after thousands of failures, and the first is zero on request."""
     backoff = Backoff(0.25, 30.0, at_once=at_once)
     expected = [0.0] * at_once + [0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
     assert [backoff.failed() for _ in expected] == expected

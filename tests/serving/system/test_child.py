@@ -22,7 +22,7 @@ SHOW = "from mlflow_llm.serving.system import child; print(child.own_place()); p
 
 
 def tree(root: Path, *, kernels: bool, more: str = "") -> Path:
-    """The part of a package that decides who runs, with or without a file where the kernels are."""
+    """Create the part of a package that decides which copy runs, with or without a kernel library."""
     for name in CODE:
         path = root / "mlflow_llm" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -55,7 +55,7 @@ def test_no_other_module_starts_an_interpreter() -> None:
 
 
 def test_a_package_in_the_working_directory_is_not_run(tmp_path: Path) -> None:
-    """A child starts in a directory that has a broken package of our name."""
+    """A package of our name in the working directory is not imported by a child process."""
     poison = tmp_path / "mlflow_llm" / "__init__.py"
     poison.parent.mkdir()
     poison.write_text("raise SystemExit('the working directory was imported')")
@@ -73,7 +73,7 @@ def test_a_checkout_beside_the_same_code_with_kernels(tmp_path: Path) -> None:
 
 
 def test_a_checkout_with_other_code(tmp_path: Path) -> None:
-    """Two different packages are not mixed in one run: the checkout runs without kernels, with a warning."""
+    """A checkout that differs from the installed package is not mixed with it: it runs without kernels and warns."""
     checkout = tree(tmp_path / "checkout", kernels=False, more="CHANGED = True\n")
     installed = tree(tmp_path / "installed", kernels=True)
     shown, warned = places(checkout, installed)
@@ -83,15 +83,16 @@ def test_a_checkout_with_other_code(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kernels", [True, False])
 def test_a_checkout_without_an_installed_package(tmp_path: Path, kernels: bool) -> None:
-    """Kernels built in place are used; without any there is nothing better to run."""
+    """A checkout runs by itself, with its own kernels if they were built in place."""
     checkout, installed = tree(tmp_path / "checkout", kernels=kernels), tree(tmp_path / "installed", kernels=False)
     shown, warned = places(checkout, installed)
     assert (shown, warned) == ([str(checkout)] * 2, "")
 
 
 def test_relative_paths_of_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Entries of PYTHONPATH keep their meaning for children with another working directory; an empty one, which is
-    the working directory, is left out."""
+    """Relative PYTHONPATH entries keep their meaning in children with another working directory; empty ones are
+    dropped.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", f"here{os.pathsep}{os.pathsep}/there")
     paths = child.environment()["PYTHONPATH"].split(os.pathsep)

@@ -14,7 +14,7 @@ from mlflow_llm.serving.system.cpus import Processors, num_threads, processors, 
 
 
 def test_the_smallest_quota_up_the_tree_applies(tmp_path: Path) -> None:
-    """cgroup v2: of nested groups' cpu.max the smallest counts, wherever it stands; "max" is none."""
+    """With cgroup v2 the smallest cpu.max of the nested groups applies; "max" is no limit."""
     top = tmp_path / "cg"
     proc = machine(tmp_path, "0::/pods/pod/box", V2_MOUNT.format(root="/", top=top))
     group(top, "pods/pod/box", cpu__max="400000 100000")
@@ -27,7 +27,7 @@ def test_the_smallest_quota_up_the_tree_applies(tmp_path: Path) -> None:
 
 
 def test_half_a_cpu_in_cgroup_v1(tmp_path: Path) -> None:
-    """cgroup v1: quota over period of the group and those above; -1 is none."""
+    """With cgroup v1 the quota over the period of the group and those above applies; -1 is no limit."""
     top = tmp_path / "cpu"
     proc = machine(tmp_path, "4:memory:/x\n3:cpu,cpuacct:/a/b\n0::/", v1_mount("cpu,cpuacct").format(root="/", top=top))
     group(top, "a/b", cpu__cfs_quota_us="-1", cpu__cfs_period_us="100000")
@@ -54,7 +54,7 @@ def test_a_group_above_the_mount(tmp_path: Path) -> None:
 
 
 def test_no_limit_where_nothing_can_be_read(tmp_path: Path) -> None:
-    """No control groups, no controller, files that say nothing: no quota."""
+    """Without readable control groups there is no quota."""
     assert quota(tmp_path) is None
     top = tmp_path / "cg"
     proc = machine(tmp_path, "0::/a\n2:cpuset:/", V2_MOUNT.format(root="/", top=top))
@@ -67,12 +67,12 @@ def test_no_limit_where_nothing_can_be_read(tmp_path: Path) -> None:
     ("cores", "limit", "threads"), [(2, None, 2), (2, 0.5, 1), (2, 1.0, 1), (2, 1.5, 2), (4, 2.0, 2), (4, 9.0, 4)]
 )
 def test_threads_follow_the_quota(cores: int, limit: float | None, threads: int) -> None:
-    """A thread a core, and no more than the quota keeps running, rounded up."""
+    """There is one thread a core, and no more than the quota rounded up."""
     assert Processors(allowed=cores, cores=cores, quota=limit).threads == threads
 
 
 def test_siblings_of_a_core_are_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two hyperthreads of a core count once, and only processors that affinity allows count at all."""
+    """Two hyperthreads of a core count once, and only CPUs that the affinity allows count."""
     for cpu in range(8):
         topology = tmp_path / f"cpu{cpu}/topology"
         topology.mkdir(parents=True)

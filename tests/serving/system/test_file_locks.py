@@ -13,7 +13,7 @@ from mlflow_llm.serving.system.file_locks import create_locked, create_locked_di
 
 
 def test_a_file_appears_locked(tmp_path: Path) -> None:
-    """Under its name it is held from the first moment; released it can be taken."""
+    """A new lock file is held from the moment it appears, and can be taken once released."""
     lock = create_locked(str(tmp_path / "one"))
     assert (os.listdir(tmp_path), lock.is_current, is_held(lock.path)) == (["one"], True, True)
     lock.release()
@@ -21,7 +21,7 @@ def test_a_file_appears_locked(tmp_path: Path) -> None:
 
 
 def test_a_file_that_another_creates_is_refused(tmp_path: Path) -> None:
-    """While its creator holds it under the hidden name."""
+    """A lock file that another process is creating under its hidden name is refused."""
     other = try_acquire(str(tmp_path / ".one"))
     assert other is not None
     with pytest.raises(FileExistsError):
@@ -30,7 +30,7 @@ def test_a_file_that_another_creates_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_directory_appears_locked(tmp_path: Path) -> None:
-    """Its owner's alone, with parents; nothing of the hidden name stays."""
+    """A new locked directory is private, with its parents, and leaves nothing of its hidden name."""
     path = tmp_path / "owners" / "one"
     lock = create_locked_directory(str(path))
     assert (os.listdir(path.parent), os.listdir(path), is_held(lock.path)) == (["one"], ["lock"], True)
@@ -42,7 +42,7 @@ def test_a_directory_appears_locked(tmp_path: Path) -> None:
 def test_asking_whether_a_new_directory_is_held_does_not_fail_its_creator(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another process that sweeps takes the lock for a moment: the creator waits for it."""
+    """Creating a locked directory waits for a sweeping process that probes the lock for a moment."""
     asked: list[object] = []
 
     def taken_once(path: str, *, create: bool = True) -> file_locks.FileLock | None:
@@ -58,7 +58,7 @@ def test_asking_whether_a_new_directory_is_held_does_not_fail_its_creator(
 
 
 def test_a_missing_file_is_not_created_on_request(tmp_path: Path) -> None:
-    """A lock that is looked for is not made by looking."""
+    """Probing a missing lock file does not create it."""
     with pytest.raises(FileNotFoundError):
         try_acquire(str(tmp_path / "one"), create=False)
     assert os.listdir(tmp_path) == []
@@ -68,7 +68,7 @@ def test_a_missing_file_is_not_created_on_request(tmp_path: Path) -> None:
 def test_a_lock_that_cannot_be_looked_at_counts_as_held(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, held: bool
 ) -> None:
-    """A living owner must not be taken for dead; a file that is not there has no owner."""
+    """A lock that cannot be examined counts as held, and a missing file does not."""
 
     def refuse(*args: object) -> int:
         raise OSError(code, os.strerror(code))
@@ -98,7 +98,7 @@ def test_a_forked_child_does_not_keep_its_parents_lock(tmp_path: Path) -> None:
 
 
 def test_a_lock_is_held_for_a_block_alone_or_beside_readers(tmp_path: Path) -> None:
-    """Readers hold it together and keep writers out; a writer keeps all out; after the block it is free."""
+    """Readers share a lock and exclude writers, a writer excludes all, and after the block the lock is free."""
     path = str(tmp_path / "lock")
     with locked(path, exclusive=False), locked(path, exclusive=False):
         assert not is_held(path)

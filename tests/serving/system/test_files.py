@@ -25,15 +25,16 @@ from mlflow_llm.serving.system.files import cache_dir, replace_file, replacing
 def test_the_cache_is_where_its_variables_say(
     monkeypatch: pytest.MonkeyPatch, given: str, user: str, expected: str
 ) -> None:
-    """The package's own variable, then XDG's, then the home folder; an empty one is none, nor is a relative one of
-    XDG's, which by its specification is to be ignored."""
+    """The cache is at the package's variable, XDG's or below the home folder; empty ones, and XDG's relative ones, are
+    ignored.
+    """
     for name, value in {"MLFLOW_LLM_CACHE": given, "XDG_CACHE_HOME": user, "HOME": "/home/me"}.items():
         monkeypatch.setenv(name, value)
     assert cache_dir("x") == Path(expected)
 
 
 def test_parts_of_the_cache_have_places_of_their_own() -> None:
-    """Logged models and packed weights never meet."""
+    """Logged models and packed weights have separate directories in the cache."""
     assert model_cache.CACHE_PART != cache_file.PLACE
 
 
@@ -49,7 +50,7 @@ def test_a_file_is_replaced_whole_and_is_its_owners(tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_replaced_stays(tmp_path: Path) -> None:
-    """A failure leaves what was there, and nothing beside it."""
+    """A failed replacement leaves the old file and nothing beside it."""
     (tmp_path / "a").mkdir()
     with pytest.raises(OSError):
         replace_file(tmp_path / "a", b"x")
@@ -57,7 +58,7 @@ def test_a_file_that_cannot_be_replaced_stays(tmp_path: Path) -> None:
 
 
 def test_a_writer_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
-    """Whatever the block raises, and whatever draft a killed writer had left."""
+    """If the writer raises the old file stays, and a killed writer's temporary file does no harm."""
     path = tmp_path / "a"
     path.write_bytes(b"old")
     (tmp_path / "a.draft").symlink_to(tmp_path / "elsewhere")

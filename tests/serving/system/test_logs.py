@@ -32,7 +32,7 @@ def unread_stderr():
 
 @pytest.fixture
 def pipe():
-    """A small pipe: the file to read, and the descriptor to write to."""
+    """Yield a small pipe: the file to read, and the descriptor to write to."""
     read, write = os.pipe()
     fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, PAGE)
     with open(read) as file:
@@ -46,7 +46,7 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
 
 
 def log_to(fd: int, limit: int):
-    """A function that logs its argument by a handler of so few lines."""
+    """Return a function that logs its argument by a handler with a queue of so few lines."""
     handler = QueuedHandler(fd, limit)
     handler.setFormatter(JsonLines())
 
@@ -57,8 +57,7 @@ def log_to(fd: int, limit: int):
 
 
 def test_an_unread_pipe_loses_lines_and_says_how_many(pipe):
-    """Nobody waits for its reader. Read again, it has lines in their order, the number of those between, and the
-    lines that came afterwards."""
+    """An unread pipe blocks nobody; read again, it has lines in order, the number of lost ones, and later lines."""
     found, write = pipe
     log, total = log_to(write, 10), 1000
     for number in range(total):
@@ -79,7 +78,7 @@ def test_an_unread_pipe_loses_lines_and_says_how_many(pipe):
 
 
 def test_a_non_blocking_pipe_is_waited_for(pipe):
-    """Whoever starts a server may hand it such a pipe; it gets every line whole."""
+    """A non-blocking pipe is waited for and gets every line whole."""
     found, write = pipe
     os.set_blocking(write, False)
     log = log_to(write, 10)
@@ -89,7 +88,7 @@ def test_a_non_blocking_pipe_is_waited_for(pipe):
 
 
 def test_all_is_written_at_the_end_and_by_one_process():
-    """A process that ends has written its lines in order, and a fork repeats none of its parent's."""
+    """A process writes all its lines in order before it ends, and a fork repeats none of its parent's."""
     done = run(
         """
         logs.configure()
@@ -109,7 +108,7 @@ def test_all_is_written_at_the_end_and_by_one_process():
 
 
 def test_a_worker_ends_with_an_unread_pipe():
-    """gevent's replacements of threads and queues make no difference; the end does not wait for a reader."""
+    """A gevent-patched worker with an unread pipe ends without waiting for a reader."""
     done = run(
         """
         from gevent import monkey

@@ -16,7 +16,7 @@ MIB = 2**20
 
 @pytest.fixture(autouse=True)
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine whose own memory is no limit."""
+    """Simulate a machine whose own memory is no limit."""
     found = psutil.virtual_memory()._replace(total=64 << 30, available=48 << 30)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: found)
     monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
@@ -28,7 +28,7 @@ def limited(top: Path, path: str, most: str, used: int, cached: int = 0) -> None
 
 
 def test_the_smallest_room_up_the_tree_applies(tmp_path: Path) -> None:
-    """cgroup v2: of the group and those above it that which leaves least; "max" is no limit."""
+    """With cgroup v2 the group with the least room, up the tree, applies; "max" is no limit."""
     top = tmp_path / "cg"
     proc = machine(tmp_path, "0::/pods/pod/box", V2_MOUNT.format(root="/", top=top))
     assert main_memory(proc) == MainMemory(64 << 30, 48 << 30)
@@ -39,7 +39,7 @@ def test_the_smallest_room_up_the_tree_applies(tmp_path: Path) -> None:
 
 
 def test_the_page_cache_is_free(tmp_path: Path) -> None:
-    """Files that were read or written count as used in ``memory.current``, until somebody needs the room."""
+    """The page cache in ``memory.current`` counts as free."""
     top = tmp_path / "cg"
     proc = machine(tmp_path, "0::/box", V2_MOUNT.format(root="/", top=top))
     limited(top, "box", str(2000 * MIB), 1999 * MIB, cached=1000 * MIB)
@@ -49,7 +49,7 @@ def test_the_page_cache_is_free(tmp_path: Path) -> None:
 
 
 def test_version_1(tmp_path: Path) -> None:
-    """Its own names; a group without a limit has one of 2^63."""
+    """cgroup v1's files are read, and its 2^63 is no limit."""
     top = tmp_path / "memory"
     proc = machine(tmp_path, "4:memory:/a/b\n0::/", v1_mount("memory").format(root="/", top=top))
     stat = f"total_inactive_file {5 * MIB}\ntotal_active_file {MIB}\ninactive_file 1"
@@ -59,7 +59,7 @@ def test_version_1(tmp_path: Path) -> None:
 
 
 def test_address_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``ulimit -v``: what this process has not mapped yet."""
+    """``ulimit -v`` leaves what this process has not mapped yet."""
     proc = machine(tmp_path, "0::/")
     (proc / "self/statm").write_text("1000 900 1 1 1 1 0\n")
     monkeypatch.setattr(resource, "getrlimit", lambda which: (500 * MIB, resource.RLIM_INFINITY))
