@@ -42,7 +42,7 @@ def _byte_level(special=()):
 
 
 def _byte_fallback():
-    """SentencePiece's kind: spaces as U+2581, unknown characters as byte tokens."""
+    """Return a tokenizer like SentencePiece's: spaces as U+2581, unknown characters as byte tokens."""
     letters = sorted(set("the quick brown fox jumps over lazy dog hello world"))
     tokens = [
         "<unk>",
@@ -87,13 +87,15 @@ def _text_model(folder, tokenizer, eos="</s>", template=TEMPLATE):
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory):
-    """Byte-level BPE with a BOS, four special tokens and a chat template."""
+    """Return a model with byte-level BPE, a BOS, four special tokens and a chat template."""
     return _text_model(tmp_path_factory.mktemp("t") / "bytes", _byte_level())
 
 
 @pytest.fixture
 def text_of(tmp_path):
-    """``text_of(template, special=tokens)``: a model of ``text``'s kind with this chat template and further tokens."""
+    """Return ``text_of(template, special=tokens)``, which makes a model like ``text`` with this template and further
+    tokens.
+    """
     return lambda template, special=(): _text_model(
         tmp_path / str(len(template)), _byte_level(special), template=template
     )
@@ -101,7 +103,7 @@ def text_of(tmp_path):
 
 @pytest.fixture(scope="session")
 def fallback_text(tmp_path_factory):
-    """BPE with byte fallback and no template."""
+    """Return a model with BPE, byte fallback and no template."""
     return _text_model(tmp_path_factory.mktemp("t") / "fallback", _byte_fallback(), template=None)
 
 
@@ -112,7 +114,7 @@ def any_text(request):
 
 @pytest.fixture
 def endpoint_of(text):
-    """``endpoint_of(context=…, tasks=…, adapters=…, **profile fields)``."""
+    """Return ``endpoint_of(context=…, tasks=…, adapters=…, **profile fields)``, which makes an endpoint."""
 
     def build(context=512, tasks=("chat", "completions", "embeddings"), adapters=(), names=(), model=None, **profile):
         model = model or text

@@ -4,7 +4,7 @@ from mlflow_llm.serving.interface.events import Finished, Tokens
 
 
 class ScriptedStream:
-    """Iterates over prepared events and remembers what was done to it; ``finish`` ends a sequence as an engine does."""
+    """A stream of prepared events that records calls; ``finish`` ends a sequence as an engine does."""
 
     def __init__(self, events):
         self.events = list(events)
@@ -40,6 +40,6 @@ class ScriptedEngine:
 
 
 def spoken(index, token_ids, reason="stop", cached=0, chunk=1):
-    """The events of one sequence that samples ``token_ids``, ``chunk`` at a time."""
+    """Return the events of a sequence that samples ``token_ids``, ``chunk`` at a time."""
     parts = [tuple(token_ids[i : i + chunk]) for i in range(0, len(token_ids), chunk)]
     return [*(Tokens(index, part) for part in parts), Finished(index, reason, cached, len(token_ids))]

@@ -18,7 +18,7 @@ def salt(sharing: str = "tenant", tenant: str = "a", endpoint: str = "e", asked:
 
 
 def test_tenants_have_salts_of_their_own() -> None:
-    """A tenant's requests have one salt at all endpoints, another tenant's another."""
+    """A tenant's requests have one salt at all endpoints, and another tenant's have another."""
     assert salt(endpoint="e") == salt(endpoint="f")
     assert salt(tenant="a") != salt(tenant="b")
 
@@ -56,7 +56,7 @@ def test_servers_have_secrets_of_their_own() -> None:
 
 
 def test_a_process_and_its_workers_have_one_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sessions of one process, and of the workers that multiprocessing makes of it, share; no other process's do."""
+    """Workers of one process, also by multiprocessing, share a secret, and no other process does."""
     first = session._secret()
     assert session._secret() == first
     monkeypatch.setattr(multiprocessing.current_process(), "authkey", b"another process's")

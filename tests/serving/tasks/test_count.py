@@ -88,7 +88,7 @@ def test_counting_refuses_what_prepare_refuses(endpoint_of):
 
 
 def test_texts_by_themselves(endpoint_of, text):
-    """Special tokens around a text are asked for or not; none are put twice."""
+    """Special tokens around a plain text are added on request and never twice."""
     endpoint = endpoint_of(tasks=TEXTS, raw_prompts=False)
     bos = text.encode("")
     assert count.text_tokens("hello", endpoint, True) == bos + count.text_tokens("hello", endpoint, False)

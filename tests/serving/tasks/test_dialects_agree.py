@@ -150,7 +150,7 @@ def test_completions(view: EndpointView, prompt: str, common: dict[str, Any], mo
 @SAMPLED
 @given(prompt=TEXTS, common=COMMON, penalty=st.floats(0.1, 2), greedy=st.booleans())
 def test_generate(view: EndpointView, prompt: str, common: dict[str, Any], penalty: float, greedy: bool) -> None:
-    """Triton's generate as MindIE has it: ``do_sample`` false is a temperature of 0."""
+    """``do_sample`` false in MindIE's form of Triton's generate is a temperature of 0."""
     heat = common.pop("temperature")
     most = common.pop("max_tokens")
     parameters = {**common, "temperature": heat, "do_sample": not greedy, "max_new_tokens": most}
@@ -163,7 +163,7 @@ def test_generate(view: EndpointView, prompt: str, common: dict[str, Any], penal
 @SAMPLED
 @given(ids=IDS, common=COMMON, penalty=st.floats(0.125, 2, width=32))
 def test_tensors(view: EndpointView, ids: list[int], common: dict[str, Any], penalty: float) -> None:
-    """KServe's, in JSON and as bytes: the completion of the same token ids, from either kind of tensors."""
+    """KServe tensors, in JSON or bytes and of either kind, are the completion of the same token ids."""
     bounds = {"temperature": 0.5, "top_p": 0.5, "top_k": common.pop("top_k", 7)}  # which float32 has as they are
     scalars = [
         ("request_output_len", "INT32", common["max_tokens"]),

@@ -39,7 +39,7 @@ def logits(endpoint: Any, *token_ids: int, change: Any = None) -> bytes:
 
 
 def test_a_predicted_text_is_its_tokens(endpoint, text):
-    """Without a beginning of its own; of one that is longer than a text can be, as much as can."""
+    """A predicted text becomes tokens without a BOS, cut to the longest possible text."""
     found = DIALECTS["mlflow"].read({"messages": HI, "prediction": {"type": "content", "content": "brown fox"}})
     sampling = prepare(found, endpoint).sampling
     assert sampling.draft == DraftTokens(token_ids=text.encode("brown fox", False))
@@ -48,7 +48,7 @@ def test_a_predicted_text_is_its_tokens(endpoint, text):
 
 
 def test_tokens_and_logits_as_they_are(endpoint):
-    """Ids are checked against the vocabulary, logits against the ids: a row for each."""
+    """Draft ids are checked against the vocabulary, and logits need one row for each id."""
     rows = logits(endpoint, 5, 6)
     assert drafted(endpoint, Draft(token_ids=(5, 6), logits=rows)) == DraftTokens(token_ids=(5, 6), logits=rows)
     never = logits(endpoint, 5, 6, change=(0, 7, -np.inf))
@@ -56,7 +56,7 @@ def test_tokens_and_logits_as_they_are(endpoint):
 
 
 def test_refusals(endpoint):
-    """Each by its name, with what is allowed."""
+    """An invalid prediction is refused with its name and what is allowed."""
     size = endpoint.info.vocab_size
     assert refused(endpoint, Draft(token_ids=(5, size))).param == "draft_input_ids[1]"
     assert refused(endpoint, Draft(token_ids=(-1,))).param == "draft_input_ids[0]"
@@ -72,7 +72,7 @@ def test_refusals(endpoint):
 
 
 def test_usage_has_the_drafts_of_all_choices(endpoint, text):
-    """Summed over choices; accepted and rejected tokens of a prediction are there where one was made."""
+    """Usage sums the drafts of all choices, with accepted and rejected tokens where there was a prediction."""
     body = {"messages": HI, "n": 2}
     plain = prepare(DIALECTS["mlflow"].read(body), endpoint)
     draft = DraftTokens(token_ids=(5,))

@@ -35,7 +35,7 @@ def _use(**fields):
     ],
 )
 def test_tools_that_may_be_called(choice, names, expected):
-    """All of them, the one that is named, or the subset; with tools and no choice it is auto."""
+    """All tools, the named one or the subset may be called; with tools and no choice it is auto."""
     found = _use(tools=TOOLS, tool_choice=choice, parallel_tool_calls=False)
     assert found == ToolUse(
         names=names,
@@ -51,7 +51,7 @@ def test_tools_that_may_be_called(choice, names, expected):
     "fields", [{}, {"tools": []}, {"tool_choice": "auto"}, {"tools": TOOLS, "tool_choice": "none"}]
 )
 def test_no_tool_may_be_called(fields):
-    """Without tools, or with the choice none."""
+    """Without tools, or with the choice none, no tool may be called."""
     assert _use(**fields) is None
 
 
@@ -66,7 +66,7 @@ def test_no_tool_may_be_called(fields):
     ],
 )
 def test_choices_of_no_tool_are_refused(fields, words):
-    """A choice that no tool of the request meets."""
+    """A choice that matches no tool of the request is refused."""
     with pytest.raises(InvalidField, match=words) as caught:
         _use(**fields)
     assert caught.value.param == "tool_choice"
@@ -82,7 +82,7 @@ def test_choices_of_no_tool_are_refused(fields, words):
 )
 @pytest.mark.parametrize("content", [{"messages": HI}, {"prompt": "x"}], ids=["chat", "completions"])
 def test_an_engine_without_structured_output_refuses_constraints(endpoint, content, fields, param):
-    """A form is refused by its field where the engine has no structured output; text is what every engine gives."""
+    """An engine without structured output refuses a constraint by its field, but accepts type text."""
     info = endpoint.info
     plain = msgspec.structs.replace(
         info, capabilities=msgspec.structs.replace(info.capabilities, structured_output=False)
@@ -96,7 +96,7 @@ def test_an_engine_without_structured_output_refuses_constraints(endpoint, conte
 
 
 def test_text_overrides_the_form_that_a_model_was_logged_with(endpoint):
-    """A model that was logged with a form refuses nothing to who asks for a text."""
+    """A request for text overrides the constraint that a model was logged with."""
     view = dataclasses.replace(endpoint, defaults=defaults_of({"response_format": {"type": "json_object"}}))
     asked = {"messages": HI, "response_format": {"type": "text"}}
     assert prepare(DIALECTS["mlflow"].read(asked), view).sampling.grammar is None
@@ -104,7 +104,7 @@ def test_text_overrides_the_form_that_a_model_was_logged_with(endpoint):
 
 @pytest.fixture
 def holding(endpoint):
-    """An endpoint whose engine holds texts to grammars."""
+    """Return an endpoint whose engine supports grammars."""
     capabilities = msgspec.structs.replace(endpoint.info.capabilities, structured_output=True)
     return dataclasses.replace(endpoint, info=msgspec.structs.replace(endpoint.info, capabilities=capabilities))
 
@@ -121,7 +121,7 @@ def holding(endpoint):
 )
 @pytest.mark.parametrize("content", [{"messages": HI}, {"prompt": "x"}], ids=["chat", "completions"])
 def test_forms_become_grammars(holding, content, fields):
-    """Whatever says it, each choice is held to the grammar of the request's constraint, beside all other fields."""
+    """Each choice gets the grammar of the request's constraint, whichever field sets it, beside all other fields."""
     more = {"n": 2, "stop": ["x"], "ignore_eos": True, "min_tokens": 2, "logprobs": 1 if "prompt" in content else True}
     if "prompt" in content:
         more |= {"echo": True, "suffix": "!"}
@@ -131,7 +131,7 @@ def test_forms_become_grammars(holding, content, fields):
 
 
 def test_a_form_that_a_model_was_logged_with(holding):
-    """It holds where a request says nothing of one, and any that a request has takes its place."""
+    """A logged constraint applies if the request has none, and is replaced by any other."""
     view = dataclasses.replace(holding, defaults=defaults_of({"response_format": FORM}))
     logged = prepare(DIALECTS["mlflow"].read({"messages": HI}), view).sampling.grammar
     assert logged.field == "response_format.json_schema.schema"

@@ -31,7 +31,7 @@ def ask(endpoint):
     ],
 )
 def test_too_many(ask, asked, field, size):
-    """The error has the bytes that it would be and the bound: one row of float32 a token; searches count all beams."""
+    """The error has the size in bytes and the bound, with one float32 row a token and all beams counted."""
     ask(**asked, most=size)
     with pytest.raises(InvalidField, match=f"^{field}: .*{size} bytes.*at most {size - 1} bytes.*max_logits_bytes"):
         ask(**asked, most=size - 1)
@@ -39,26 +39,26 @@ def test_too_many(ask, asked, field, size):
 
 @pytest.mark.parametrize("field", ["context_logits", "generation_logits"])
 def test_no_streams(ask, field):
-    """Logits come with whole replies alone."""
+    """Logits are refused for streams."""
     with pytest.raises(InvalidField, match=f"^{field}: True is not allowed; expected false with stream"):
         ask(stream=True, **{field: True})
     assert ask(stream=True, **{field: False}).stream
 
 
 def test_an_engine_that_gives_none(ask):
-    """One whose bound is 0, as of engines that have no such thing, refuses by name."""
+    """An engine whose bound is 0 has no logits and refuses them by name."""
     with pytest.raises(InvalidField, match=r"^context_logits: .* at most 0 bytes"):
         ask(context_logits=True, most=0)
 
 
 def test_the_first_choice_has_the_context(ask):
-    """Later choices of a prompt ask for no row of it: they would be the same."""
+    """Only the first choice of a prompt has its context logits, since the others would be the same."""
     valid = ask(prompts=((5, 6, 7), (8, 9)), context_logits=True, n=2)
     assert [sequence.context_logits_from for sequence in valid.sequences] == [0, 3, 0, 2]
 
 
 def test_a_prompt_alone(ask):
-    """max_tokens 0 is allowed with context logits, and generation logits are none of it."""
+    """max_tokens 0 is allowed with context logits and has no generation logits."""
     assert ask(context_logits=True, max_tokens=0).sampling.max_tokens == 0
     with pytest.raises(
         InvalidField, match=r"^generation_logits: True is not allowed; expected false with max_tokens 0"

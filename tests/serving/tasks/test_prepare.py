@@ -304,7 +304,7 @@ def test_limits(endpoint, body, field):
     ],
 )
 def test_what_a_template_reads(source, variables, tool_calls):
-    """Names from outside, with transformers' own tags; None where the source cannot be read."""
+    """A template's external variables are found, also with transformers' own tags; None if it cannot be parsed."""
     reads = TemplateReads(source)
     assert (reads.variables, reads.tool_calls) == (variables, tool_calls)
 
@@ -376,7 +376,7 @@ def test_defaults_of_the_model(endpoint_of):
 
 
 def test_prefixes_are_shared_with_no_other_request(endpoint):
-    """Unless whoever serves says with whom."""
+    """Prefixes are shared with no other request unless the server configures sharing."""
     assert _valid(endpoint, messages=HI, cache_salt="mine").cache_salt is None
 
 

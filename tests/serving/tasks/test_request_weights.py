@@ -25,7 +25,7 @@ TABLE = PromptTable(data=struct.pack("<8f", *range(8)), num_tokens=2)
 
 @pytest.fixture
 def takes(endpoint_of):
-    """An endpoint whose engine takes both, with an adapter that answers by default."""
+    """Return an endpoint whose engine takes adapters and prompt tables, with a default adapter."""
 
     def build(**capabilities):
         view = endpoint_of(adapters=("legal",))
@@ -37,7 +37,7 @@ def takes(endpoint_of):
 
 
 def test_an_adapter_with_the_request_takes_the_place_of_the_default_one(takes):
-    """The valid request has the task with its tenant, and no adapter of the endpoint."""
+    """A request's own adapter, with its tenant, replaces the endpoint's default adapter."""
     valid = prepare(RawCompletion(prompts=("hello",), lora_task=TASK), takes(), Limits(tenant="acme"))
     assert (valid.adapter, valid.lora_task, valid.tenant) == (None, TASK, "acme")
     plain = prepare(RawCompletion(prompts=("hello",)), takes(), Limits(tenant="acme"))
@@ -58,7 +58,7 @@ def test_an_adapter_with_the_request_takes_the_place_of_the_default_one(takes):
     ],
 )  # fmt: skip
 def test_a_task_of_another_form_is_refused_by_name(takes, task, more, message):
-    """Ids out of range, one tensor without the other, rows of other lengths: the field, the value, what is allowed."""
+    """Ids out of range, a missing tensor and rows of other lengths are refused with field, value and bounds."""
     with pytest.raises(InvalidField) as error:
         prepare(RawCompletion(prompts=("hello",), lora_task=task, **more), takes())
     assert error.value.message.startswith(message)
@@ -75,7 +75,9 @@ def test_an_engine_without_them_refuses_both_by_name(takes):
 
 
 def test_ids_after_the_vocabulary_are_rows_of_the_table(takes):
-    """They count as prompt tokens; the id after the last row is refused as any other unknown one."""
+    """Ids beyond the vocabulary are rows of the prompt table and count as prompt tokens; an id after the last row is
+    refused.
+    """
     view = takes()
     size = view.info.vocab_size
     asked = RawSampling(max_tokens=1)
@@ -90,7 +92,7 @@ def test_ids_after_the_vocabulary_are_rows_of_the_table(takes):
 
 
 def test_echo_writes_the_texts_of_the_vocabulary_alone(takes):
-    """Virtual tokens have no text; asked for with log probabilities they are refused, for they have none of those."""
+    """Virtual tokens are not echoed, since they have no text, and are refused with log probabilities."""
     view = takes()
     size, (hello,) = view.info.vocab_size, view.text.encode("h", add_special_tokens=False)[:1]
     raw = RawCompletion(prompts=((size, hello, size + 1),), prompt_table=TABLE, echo=True)
@@ -109,14 +111,14 @@ def test_echo_writes_the_texts_of_the_vocabulary_alone(takes):
     ],
 )
 def test_a_table_of_another_size_is_refused(takes, table, message):
-    """Its numbers are prompt_vocab_size rows of the model's hidden size."""
+    """A prompt table must have prompt_vocab_size rows of the model's hidden size."""
     with pytest.raises(InvalidField) as error:
         prepare(RawCompletion(prompts=((1,),), prompt_table=table), takes())
     assert error.value.message.startswith(message)
 
 
 def test_a_table_needs_token_ids(takes):
-    """No text names a row of a table: with a text or a chat it is refused."""
+    """A prompt table with a text or a chat is refused, since only token ids name its rows."""
     for raw in (
         RawCompletion(prompts=("hello",), prompt_table=TABLE),
         RawChat(messages=(), prompt_table=TABLE),

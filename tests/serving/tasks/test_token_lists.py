@@ -20,7 +20,9 @@ def _bias(*values):
 
 
 def test_a_bad_word_is_meant_however_it_is_written(any_text):
-    """At the beginning, behind a space and within a line: the tokens of each, once; spaces before it say nothing."""
+    """A bad word gives its distinct token sequences at the beginning, after a space and within a line; leading spaces
+    are ignored.
+    """
     found, *others = spellings(["dog", "  dog", "  "], any_text)
     assert {any_text.encode("dog", False), any_text.encode(" dog", False)} <= set(found)
     assert others == [found, ()]
@@ -89,7 +91,7 @@ def test_an_end_of_the_callers_own(endpoint):
     ],
 )
 def test_what_is_refused(endpoint, asked, field):
-    """Each by its name and what is allowed, in a line."""
+    """An invalid value is refused with its name and what is allowed, in one line."""
     with pytest.raises(InvalidField) as caught:
         _sampling(endpoint, **asked)
     assert caught.value.param == field
@@ -106,7 +108,7 @@ def test_what_is_refused(endpoint, asked, field):
     ],
 )
 def test_invalid_biases_are_refused(endpoint, value, field):
-    """Numbers that would make others of no account, and biases that leave no token."""
+    """Biases that are too large, or leave no token, are refused."""
     values = np.full(endpoint.info.vocab_size, -np.inf if value is None else 0.0)
     values[3] = -np.inf if value is None else value
     with pytest.raises(InvalidField) as caught:
@@ -115,7 +117,7 @@ def test_invalid_biases_are_refused(endpoint, value, field):
 
 
 def test_fields_of_requests(endpoint, text):
-    """vLLM's bad_words, which may also be tokens, and transformers' no_repeat_ngram_size."""
+    """vLLM's bad_words, which may also be tokens, and transformers' no_repeat_ngram_size are accepted."""
     body = {"prompt": "hello", "bad_words": ["dog", [5, 6]], "no_repeat_ngram_size": 2, "seed": 0}
     found = prepare(DIALECTS["openai"].read(body), endpoint).sampling
     asked = {"bad_words": ("dog", (5, 6)), "no_repeat_ngram_size": 2}

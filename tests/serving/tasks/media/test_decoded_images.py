@@ -55,7 +55,7 @@ WAYS = [
 
 
 def drawn(mode, size, seed=0):
-    """A picture of random pixels."""
+    """Return a picture of random pixels."""
     rng = random.Random(f"{mode}{size}{seed}")
     width, height = size
     if mode == "I;16":
@@ -100,7 +100,7 @@ def refusal(data, left=images.MAX_ALL_PIXELS):
 
 @pytest.mark.parametrize(("format", "mode", "options"), WAYS)
 def test_pixels_are_those_of_transformers(format, mode, options):
-    """Every format, mode and kind of transparency, the first frame of several: bit for bit what load_image returns."""
+    """Pixels of every format, mode and transparency, and of first frames, are bit for bit those of load_image."""
     for size in SIZES:
         data = encoded(drawn(mode, size), format, **options)
         assert pixels(data) == expected(data), size
@@ -109,7 +109,7 @@ def test_pixels_are_those_of_transformers(format, mode, options):
 @pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP"])
 @pytest.mark.parametrize("orientation", range(10))
 def test_orientation(format, orientation):
-    """Pictures are turned as their EXIF data says; values without a meaning turn nothing."""
+    """Pictures are rotated by their EXIF orientation, and undefined values rotate nothing."""
     exif = Image.Exif()
     exif[0x0112] = orientation
     exif[0x010E] = "größe"
@@ -120,7 +120,7 @@ def test_orientation(format, orientation):
 
 
 def test_damaged_exif():
-    """EXIF data that is damaged, in any of its bytes, does what it does in transformers: nothing, or an error."""
+    """EXIF data damaged in any byte has the same effect as in transformers: none, or an error."""
     exif = Image.Exif()
     exif[0x0112] = 6
     exif[0x010E] = "text"
@@ -136,7 +136,7 @@ def test_damaged_exif():
 
 
 def test_many_pictures_of_one_process():
-    """A process that has closed itself off decodes every format, also those that it meets later, and stays the same."""
+    """A sandboxed process decodes every format, even ones first seen later, and its results stay the same."""
     images.PICTURES.close()
     for format in ("PNG", "JPEG", "WEBP", "GIF") * 3:
         data = encoded(drawn("RGB", (40, 30)), format)
@@ -181,7 +181,7 @@ def test_what_is_no_picture(data, what):
 
 @pytest.mark.parametrize("way", [way for way in WAYS if not way[2] or "save_all" in way[2]], ids=str)
 def test_truncated(way):
-    """A file that ends at any of its bytes is refused or decoded (where the rest is no pixels), as by transformers."""
+    """A file truncated at any byte is refused or decoded as by transformers."""
     format, mode, options = way
     data = encoded(drawn(mode, (9, 7)), format, **options)
     ends = range(1, len(data)) if len(data) < 400 else sorted(random.Random(0).sample(range(1, len(data)), 120))
@@ -196,7 +196,7 @@ def test_truncated(way):
 
 
 def test_half_a_file_ends_too_early():
-    """Half a file is said to end too early."""
+    """Half a file is refused as ending too early."""
     data = encoded(drawn("RGB", (64, 64)), "JPEG")
     assert refusal(data[: len(data) // 2]).endswith("can be decoded: it ends too early")
 
@@ -205,7 +205,7 @@ def test_half_a_file_ends_too_early():
 @example(data=b"\0\0\0\rIHDR\0\0\0\0\0\0\0\0\x08\x02\0\0\0", head=b"\x89PNG\r\n\x1a\n")
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 def test_random_bytes(data, head):
-    """Whatever the bytes are, they are decoded or refused."""
+    """Random bytes are decoded or refused."""
     if head + data:
         with contextlib.suppress(InvalidField):
             found = decoded(head + data, PART)
@@ -224,7 +224,7 @@ def test_changed_bytes(at, value, way):
 
 
 def png(width, height, rows):
-    """A PNG of one bit a pixel whose header says ``width`` and ``height``."""
+    """Return a 1-bit PNG whose header has ``width`` and ``height``."""
 
     def chunk(name, data):
         return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
@@ -277,7 +277,7 @@ def test_more_than_a_request_may_have():
 
 
 def test_a_picture_that_takes_too_long():
-    """A small file that is decoded again and again (thousands of scans) is stopped by the limit for its few pixels."""
+    """A small file with thousands of scans is stopped by the time limit for its few pixels."""
     data = encoded(Image.new("L", (512, 512), 128), "JPEG", progressive=True)
     last = data.rindex(b"\xff\xda")
     found = refusal(data[:last] + data[last:-2] * 30_000 + data[-2:])
@@ -285,7 +285,7 @@ def test_a_picture_that_takes_too_long():
 
 
 def test_no_process(monkeypatch):
-    """Without a process it is a 503 with Retry-After: the picture is not at fault."""
+    """Without a process the error is a 503 with Retry-After that does not blame the picture."""
 
     def none(*_, **__):
         raise NoProcess("all places are taken")
@@ -297,7 +297,7 @@ def test_no_process(monkeypatch):
 
 
 def test_a_process_cannot_open_anything():
-    """From its first picture on, a process has no limit for new descriptors but zero."""
+    """From its first picture on a process has a descriptor limit of zero."""
     decoded(encoded(drawn("L", (1, 1)), "PNG"), PART)
     for process in images.PICTURES._all:
         with open(f"/proc/{process.pid}/limits") as limits:
@@ -307,7 +307,7 @@ def test_a_process_cannot_open_anything():
 
 
 def test_thin_pictures_are_refused() -> None:
-    """A processor that scales the shorter side to hundreds of pixels would make gigabytes of a hundred bytes."""
+    """Thin pictures are refused, since an image processor that scales the shorter side would make gigabytes of them."""
     file = io.BytesIO()
     Image.new("RGB", (5100, 100)).save(file, "PNG")
     part = MediaPart(kind="image", source="data", most=10**6, field="f", part="p")

@@ -41,7 +41,7 @@ def whole(data):
 
 @contextmanager
 def server(answer, context=None, listens=True):
-    """A server that gives ``answer(connection)`` to each connection, after its request unless it does not listen.
+    """Serve ``answer(connection)`` to each connection, after its request unless told not to listen.
 
     Yields its port and the requests that it got.
     """
@@ -79,7 +79,7 @@ def server(answer, context=None, listens=True):
 
 
 def sent(*pieces):
-    """An answer of these pieces, after which the server waits until the client closes."""
+    """Return an answer of these pieces, after which the server waits until the client closes."""
 
     def answer(connection):
         for piece in pieces:
@@ -90,7 +90,7 @@ def sent(*pieces):
 
 
 def closed(*pieces):
-    """An answer of these pieces, after which the server closes."""
+    """Return an answer of these pieces, after which the server closes."""
 
     def answer(connection):
         for piece in pieces:
@@ -138,14 +138,14 @@ def refusal(url, **options):
     ids=["closed", "kept open", "a byte at a time", "HTTP/1.0", "chunked", "after 100", "identity", "longer"],
 )  # fmt: skip
 def test_answers(answer):
-    """However a server sends it, the picture arrives."""
+    """A picture arrives in whatever way a server sends it."""
     with server(answer) as (port, _):
         found = asked(f"http://127.0.0.1:{port}/a.png")
     assert (found.width, found.height, found.data) == (2, 1, bytes((1, 2, 3)) * 2)
 
 
 def test_what_is_asked():
-    """The request has no credentials and no cookies; characters that no URL has are encoded, escapes stay."""
+    """The request has no credentials and no cookies; invalid URL characters are escaped, and escapes stay."""
     with server(closed(whole(PNG))) as (port, requests):
         asked(f"http://localhost:{port}/a b/ü%20.png?x=1&y=ä b#part")
         asked(f"http://localhost:{port}")
@@ -245,7 +245,7 @@ def test_too_much_around_the_body(answer, monkeypatch):
 
 
 def trickle(head, piece):
-    """A server that sends a little again and again, so that no single wait is long."""
+    """Return a server that sends a little again and again, so that no single wait is long."""
 
     def answer(connection):
         connection.sendall(head)
@@ -284,7 +284,7 @@ def test_the_time_of_all_urls():
 
 
 def test_hosts_that_are_not_there(monkeypatch):
-    """No address, no server behind any address: both are said; further addresses are tried."""
+    """A host without an address, or without a server at any of its addresses, is an error; each address is tried."""
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]
     assert refusal(f"http://127.0.0.1:{port}/a").endswith("fetched: the connection with the server failed")
@@ -301,7 +301,7 @@ def test_hosts_that_are_not_there(monkeypatch):
 
 
 def test_hosts_that_are_not_allowed():
-    """The host of the URL itself is checked, whatever the dialect took for it, and other schemes are refused."""
+    """The URL's own host is checked, whatever the dialect read, and other schemes are refused."""
     for url in ("http://evil.example/a", "http://127.0.0.1@evil.example/a", "http://[::1/a", "ftp://127.0.0.1/a",
                 "file:///etc/passwd", "http://127.0.0.1:99999/", "http:///a", ""):  # fmt: skip
         part = MediaPart(
@@ -321,7 +321,7 @@ def test_hosts_that_are_not_allowed():
 
 
 def test_no_proxy(monkeypatch):
-    """Proxies of the environment are not used: they would be told of the URLs of callers."""
+    """Proxies of the environment are not used, since they would learn callers' URLs."""
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     monkeypatch.setenv("no_proxy", "")
@@ -357,7 +357,7 @@ def test_tls(tmp_path, monkeypatch):
 
 
 def test_descriptors_are_closed(monkeypatch):
-    """Whatever happens, the connection is closed."""
+    """The connection is closed after success and after every error."""
     answers = [closed(whole(PNG)), closed(b"HTTP/1.1 404 No\r\n\r\n"), closed(b"nonsense\r\n"), closed()]
     made = []
     real = fetch._connected

@@ -101,7 +101,7 @@ def test_text_costs_nothing(monkeypatch):
 
 
 def test_models_that_read_only_text(inside, allowed):
-    """The first part is named with its dialect's own type, unless another one may not be read."""
+    """A text-only model refuses the first part by its dialect's type, unless another may not be read at all."""
     shown = data_part(picture(), name="input_image")
     found = refusal(shown, reads_pictures=False)
     assert (
@@ -114,7 +114,7 @@ def test_models_that_read_only_text(inside, allowed):
 
 @pytest.mark.parametrize("kind", ["video", "audio"])
 def test_other_media(kind):
-    """Videos and sounds are refused by any model, with the type of the part."""
+    """Videos and audio are refused by any model, with the type of the part."""
     found = refusal(data_part(picture()), data_part(b"x", 1, kind=kind, name=f"{kind}_url"))
     assert found.startswith(
         f'messages[0].content[1].type: \'{kind}_url\' is not allowed; expected "text" or "image_url"'
@@ -171,7 +171,7 @@ def test_links_within(inside, allowed):
 
 
 def test_paths_outside(inside, allowed):
-    """Nothing outside is read, whether a path climbs, links lead there or it is not there at all."""
+    """A path outside the directory, by dots, links or absence, is never read."""
     (inside / "out.png").symlink_to(inside.parent / "secret.png")
     (inside / "up").symlink_to("..")
     (inside / "gone.png").symlink_to(inside.parent / "nothing.png")
@@ -200,7 +200,7 @@ def test_paths_outside(inside, allowed):
 
 
 def raised(shown, settings):
-    """The message with which reading itself refuses, as if nothing had been checked before."""
+    """Return the refusal of reading itself, as if nothing had been checked before."""
     with pytest.raises(InvalidField) as caught:
         Sources(settings, None).read(shown)
     return caught.value.message
@@ -289,7 +289,7 @@ def test_a_fifo_at_the_last_moment(inside, allowed, monkeypatch):
 
 @pytest.mark.parametrize("role", ["system", "assistant", "tool"])
 def test_only_messages_of_the_user_have_pictures(role: str) -> None:
-    """MindIE's document has pictures in messages of any role; templates have places for them in the user's."""
+    """Pictures are allowed in user messages alone, even in MindIE's dialect."""
     part = MediaPart(kind="image", source="data", content="aGVsbG8=", most=10, field="f", part="messages[0].content[0]")
     given = [Message(role=role, content=(part,))]  # type: ignore[arg-type]
     with pytest.raises(InvalidField, match=r"messages\[0\].content\[0\].type.*only messages of the user"):

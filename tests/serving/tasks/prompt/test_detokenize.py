@@ -42,7 +42,7 @@ def test_random_valid_text_byte_fallback(fallback_text, seed):
 
 
 def test_incomplete_character_is_held(text):
-    """No half character is ever delivered: text waits for the last byte."""
+    """Text waits for the last byte of a character: no half character is delivered."""
     ids = text.encode("🧪", add_special_tokens=False)
     assert len(ids) > 1
     detokenizer = text.detokenizer()
@@ -84,7 +84,7 @@ def test_starts_of_any_bytes(text, written):
 
 @pytest.mark.parametrize("seed", range(40))
 def test_starts_of_whole_tokens(text, seed):
-    """Tokens of several characters, parts of characters and special tokens: the whole ones stand where they start."""
+    """Whole tokens stand at their reported starts, among tokens of several or partial characters and special ones."""
     draw = random.Random(seed)
     ids = [draw.randrange(text.vocab_size) for _ in range(60)]
     begun, _ = starts(text.detokenizer(False), ids)
@@ -112,7 +112,7 @@ def test_starts_with_byte_fallback(fallback_text):
 
 
 def test_a_space_at_the_beginning_is_kept_where_a_grammar_counts_it(any_text):
-    """The text of a sequence is all of its tokens' where it is asked for, and its decode where it is not."""
+    """A sequence's leading space is kept on request and dropped otherwise, as in the tokenizer's decode."""
     ids = any_text.encode("a the dog", add_special_tokens=False)[-2:]
     whole = any_text.decode(any_text.encode("a the dog", add_special_tokens=False))
     detokenizer = any_text.detokenizer(keeps_space=True)

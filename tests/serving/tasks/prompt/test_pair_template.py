@@ -17,8 +17,7 @@ LENGTHS = [0, 1, 2, 3, 5, 8, 13, 21]
 @pytest.mark.parametrize("kind", ["bert", "distilbert", "xlm-roberta"])
 @pytest.mark.parametrize("limit", [5, 6, 7, 12, 13, 20, 64])
 def test_as_transformers_has_it(kind: str, limit: int, templated: bool) -> None:
-    """Ids, token types and which text is cut ("longest_first"), for pairs of all lengths; a processor of the family's
-    own and a template say the same."""
+    """Ids, token types and truncation ("longest_first") of pairs of all lengths equal those of transformers."""
     reference = tokenizer(kind, 64, templated=templated)
     joined = pair_template(reference)
     typed = "token_type_ids" in reference.model_input_names
@@ -34,7 +33,7 @@ def test_as_transformers_has_it(kind: str, limit: int, templated: bool) -> None:
 
 
 def words(pair: str, *, typed: bool) -> PreTrainedTokenizerFast:
-    """A tokenizer of two words that puts pairs together so."""
+    """Return a tokenizer of two words with this pair template."""
     backend = Tokenizer(models.WordLevel({"a": 0, "b": 1, "[U]": 2, "[S]": 3}, unk_token="[U]"))
     backend.post_processor = processors.TemplateProcessing(single="$A", pair=pair, special_tokens=[("[S]", 3)])
     names = ["input_ids", *(["token_type_ids"] if typed else []), "attention_mask"]
@@ -42,13 +41,13 @@ def words(pair: str, *, typed: bool) -> PreTrainedTokenizerFast:
 
 
 def test_tokenizers_that_mix_pairs_are_refused() -> None:
-    """A template with the second text before the first is no pair that we can put together."""
+    """A template with the second text before the first is refused."""
     with pytest.raises(PackagingError, match="does not put a pair's first text before its second"):
         pair_template(words("$B:1 $A:0", typed=False))
 
 
 def test_types_count_for_models_that_are_told_of_them() -> None:
-    """A third type is refused where the model is told of types, and says nothing where it is not."""
+    """A third token type is refused if the model uses types, and ignored otherwise."""
     with pytest.raises(PackagingError, match="its token types are not first 0 and then 1"):
         pair_template(words("$A:0 $B:1 [S]:2", typed=True))
     pair = pair_template(words("$A:0 $B:1 [S]:2", typed=False)).join((0,), (1,), 8)

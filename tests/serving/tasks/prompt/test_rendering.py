@@ -25,7 +25,7 @@ TEMPLATES = [
 
 
 def test_as_transformers_renders(text):
-    """Whatever a template uses, the text is that of apply_chat_template, and so is an error's."""
+    """A rendered text, or error, equals that of apply_chat_template."""
     rng = random.Random(5)
     renderer = Renderer(text._hf)
     variables = {"flag": {"deep": [1, 2.5]}, "number": 2**70, "bos_token": "<own>"}
@@ -77,7 +77,7 @@ def test_limits_grow_with_the_request(text):
 
 
 def test_templates_too_long_or_too_hard_to_read():
-    """A template of megabytes is refused by name, and one whose reading needs too much is so as well."""
+    """A template of megabytes is refused by name, and so is one that takes too much to parse."""
     with pytest.raises(PackagingError, match=r"chat_template 'rag': 1048577 characters; at most 1048576"):
         check_length("rag", "a" * (MAX_TEMPLATE + 1))
     assert read_template("deep", "{{" + "(" * 400_000 + "}}").variables is None
@@ -85,7 +85,7 @@ def test_templates_too_long_or_too_hard_to_read():
 
 
 def test_a_trusted_tokenizer_class_renders_with_its_own_code(text):
-    """A tokenizer class with apply_chat_template of its own, which may run because somebody said so, is asked."""
+    """A trusted tokenizer class with its own apply_chat_template renders the chat."""
 
     class Own(PreTrainedTokenizerFast):
         def apply_chat_template(self, conversation, **kwargs):

@@ -44,7 +44,7 @@ def cross(endpoint_of, cross_text):
 
 
 def test_a_ranking_takes_the_models_prompts(endpoint_of, text, monkeypatch):
-    """Query and documents stand behind their own prompts; texts that are only compared behind the default one."""
+    """A ranking puts query and document behind their own prompts; plain comparison uses the default prompt."""
     prompts = {"query": "query: ", "passage": "doc: ", "plain": "p: "}
     monkeypatch.setattr(text, "embedding", EmbeddingSpec(prompts=prompts, default_prompt="plain"))
     endpoint = endpoint_of(tasks=("embeddings",))
@@ -72,7 +72,7 @@ def test_encoder_texts_are_cut_before_their_special_tokens(endpoint_of, text, mo
 
 
 def test_pairs_are_those_of_the_tokenizer(cross):
-    """Ids and token types as transformers gives them, and the activation that the model was logged with."""
+    """Pairs have transformers' ids and token types, and the activation logged with the model."""
     first, second = (list(side) for side in zip(*PAIRS, strict=True))
     valid = prepare(_raw(text_1=first, text_2=second, truncate_prompt_tokens=-1), cross)
     expected = tokenizer("bert", 64)([list(pair) for pair in PAIRS], truncation="longest_first", max_length=48)
@@ -95,7 +95,7 @@ def test_pairs_are_those_of_the_tokenizer(cross):
     ],
 )
 def test_refusals(cross, body, field):
-    """Pairs that are too long, bounds that the model does not have, and tasks that it does not do, by name."""
+    """Overlong pairs, unsupported bounds and tasks are refused by name."""
     with pytest.raises(RequestError) as refused:
         prepare(_raw(**body), cross)
     assert refused.value.param == field
@@ -132,7 +132,7 @@ def test_megabytes_are_read_at_their_beginning(cross, cross_text, monkeypatch):
 
 
 def test_defaults_of_the_model(cross):
-    """A model may be logged with where its texts are cut and how many are given back."""
+    """A model's logged defaults of truncation and of the number of results apply."""
     own = _raw(query="", documents="", top_n=1, truncate_prompt_tokens=-1)
     endpoint = dataclasses.replace(cross, defaults=lambda task: own if task == "score" else None)
     valid = prepare(_raw(query="w1", documents=["w1", "w2 " * 60]), endpoint)

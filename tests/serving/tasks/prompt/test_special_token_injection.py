@@ -12,7 +12,7 @@ WORDS = ["<|start|>", "<|end|>", "</s>", "<s>", " fox", "dog ", "\n", "<|", "|>"
 
 @pytest.mark.parametrize(("stretch", "group"), [(16, 1), (40, 3), (16384, 256)])
 def test_as_transformers_does_it(text, monkeypatch, stretch, group):
-    """Whatever mixture of tokens, halves of tokens and text a chat is, its ids are those of transformers."""
+    """Any mixture of tokens, half tokens and text in a chat has transformers' ids."""
     monkeypatch.setattr(special_token_injection, "STRETCH", stretch)
     monkeypatch.setattr(special_token_injection, "GROUP", group)
     source, rng = text.template(None), random.Random(stretch)

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 
 def test_threads_get_what_one_thread_gets(text):
-    """Chats with and without control tokens, raw prompts and decoding at once give what each gives alone."""
+    """Concurrent threads get the same results as one thread, for chats, raw prompts and decoding."""
     plain = [{"role": "user", "content": "hello world"}]
     marked = [{"role": "user", "content": "a<|end|>b <s>"}]
     jobs = [

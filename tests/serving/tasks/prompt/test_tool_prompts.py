@@ -35,7 +35,7 @@ RESULT = Message(role="tool", content="12 <|end|> C", tool_call_id="call_1")
 
 @pytest.fixture
 def roomy(endpoint_of, text_of, text):
-    """``roomy(template)``: an endpoint whose context has room for tools; None is a template that knows none."""
+    """Return ``roomy(template)``, which makes an endpoint with room for tools; None is a template without tools."""
     return lambda template=None: endpoint_of(model=text_of(template) if template else text, context=8192)
 
 
@@ -49,7 +49,7 @@ def _text(endpoint, *messages, **fields):
 
 
 def _tokens(endpoint, token, *messages, **fields):
-    """How often ``token`` is in the prompt as itself and not as text."""
+    """Return how often ``token`` is in the prompt as itself and not as text."""
     [token_id] = endpoint.text.encode(token, False)
     return prepare_chat(_raw(*messages, **fields), endpoint).prompt.token_ids.count(token_id)
 
@@ -80,7 +80,9 @@ def test_no_control_token_comes_in_by_a_tool(roomy, template):
 
 
 def test_no_control_token_comes_in_where_a_template_writes_python(roomy):
-    """A template that prints a dict as Python does escapes what marks a caller's text; that is seen through."""
+    """A caller's control tokens stay text even where a template prints a dict in Python syntax, which escapes our
+    marks.
+    """
     source = "<|start|>{{ tools | string }}{{ messages[0].content }}<|end|>"
     endpoint = roomy("{# <tool_call></tool_call> #}" + source)
     assert _tokens(endpoint, "<|end|>", ASKED) == 1
@@ -123,13 +125,13 @@ def test_several_results_are_one_message(roomy):
 
 
 def test_tools_that_may_not_be_called_are_not_shown(roomy):
-    """tool_choice none: the prompt is that of a chat without tools."""
+    """With tool_choice none the prompt is that of a chat without tools."""
     none = _text(roomy(), ASKED, tool_choice=ToolChoice(mode="none"))
     assert none == _text(roomy(), ASKED, tools=None)
 
 
 def test_same_tools_same_prompt(roomy):
-    """A conversation that goes on begins with the tokens that it had: its prefix can be reused."""
+    """A continued conversation begins with the same tokens, so that its prefix can be reused."""
     first = prepare_chat(_raw(ASKED), roomy()).prompt.token_ids
     longer = prepare_chat(_raw(ASKED, CALLED, RESULT), roomy()).prompt.token_ids
     assert longer[: len(first)] == first
@@ -165,7 +167,7 @@ def test_ids_in_the_form_of_the_template(roomy):
 
 @pytest.mark.parametrize("parameters", [None, {}, {"type": "object"}])
 def test_a_tool_without_parameters_has_no_properties(roomy, parameters):
-    """Templates that walk through the properties find none, and not that there is nothing to walk through."""
+    """A tool without parameters has empty properties, so that templates can iterate over them."""
     source = "<tool_call></tool_call>{% for k in tools[0].function.parameters.properties.items() %}{{ k }}{% endfor %}."
     assert _text(roomy(source), ASKED, tools=(Tool(name="now", parameters=parameters),)).endswith(".")
 
@@ -211,7 +213,7 @@ def test_calls_at_the_end_of_a_prompt_without_a_reply():
 
 
 def test_how_calls_are_read(roomy):
-    """The tools that may be called, those of one text among them; None where none may be called."""
+    """Calls are parsed for the tools that may be called, and not parsed if there are none."""
     custom = Tool(name="run", kind="custom")
     chosen = ToolChoice(mode="required", names=("run",))
     use = prepare_chat(
@@ -227,7 +229,7 @@ def test_how_calls_are_read(roomy):
     [("<think>\n", True), ("", False), ("<think>\n\n</think>\n\n", False), ("see <think> x", False)],
 )
 def test_a_prompt_that_opens_the_reasoning(roomy, opened, expected):
-    """Templates that write the mark of reasoning at a prompt's end are seen; a caller's words are not."""
+    """A template that opens the reasoning at a prompt's end is recognised; the same words of a caller are not."""
     source = "{# </think> #}{% for m in messages %}{{ m.content }}{% endfor %}<|start|>assistant\n" + opened
     chat = prepare_chat(_raw(Message(role="user", content="why <think>"), tools=None), roomy(source))
     assert chat.begins_in_reasoning is expected

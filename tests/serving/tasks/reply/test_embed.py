@@ -40,7 +40,7 @@ def test_dimensions_cut_and_renormalise(endpoint):
 
 
 def test_vectors_without_dimensions(endpoint):
-    """Are the engine's own, bit for bit; one of zeros stays one when it is cut."""
+    """Without dimensions the engine's own vectors are returned, bit for bit; a truncated zero vector stays zero."""
     vector = np.arange(16, dtype="<f4").tobytes()
     whole = gather(embed.run(ScriptedEngine([Embedded(0, vector)]), _ask(endpoint, input="dog")))
     assert whole.vectors == (vector,)

@@ -260,7 +260,7 @@ def test_tokens_are_counted_before_they_are_reported(text, ask):
 
 
 def test_end_comes_once_and_done_last(text, ask):
-    """Each choice ends exactly once and Done is the last piece."""
+    """Each choice ends exactly once, and Done is the last piece."""
     pieces = list(generate.run(ScriptedEngine([*spoken(0, (9,)), *spoken(1, (9,))]), ask(n=2), text))
     assert sum(isinstance(p, Ended) for p in pieces) == 2
     assert isinstance(pieces[-1], Done)

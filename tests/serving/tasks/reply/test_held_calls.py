@@ -28,8 +28,7 @@ def _grammar(endpoint, **fields):
 
 @pytest.mark.parametrize(("fields", "param"), HELD)
 def test_calls_that_are_held_to_something(endpoint_of, fields, param):
-    """Forced, strict, single calls and such of a subset have a grammar; where the engine takes none they are refused
-    by the field that asks for them."""
+    """Forced, strict, single and subset calls have a grammar; an engine without grammars refuses them by the field."""
     endpoint = endpoint_of(context=4096)
     assert "lark_grammar" in _grammar(endpoint, **fields).source
     info = endpoint.info
@@ -43,7 +42,7 @@ def test_calls_that_are_held_to_something(endpoint_of, fields, param):
 
 
 def test_calls_that_are_not(endpoint_of):
-    """Tools that may be called or not, in any number and order, cost nothing; nor do those that may not be called."""
+    """Unconstrained tools, in any number and order, have no grammar, nor do tools that may not be called."""
     endpoint = endpoint_of(context=4096)
     assert _grammar(endpoint, tools=(NOW,)) is None
     assert _grammar(endpoint, tools=(STRICT,), tool_choice=ToolChoice(mode="none")) is None
@@ -51,7 +50,7 @@ def test_calls_that_are_not(endpoint_of):
 
 
 def test_a_form_beside_calls(endpoint_of, text_of):
-    """response_format with tools is one grammar of both; after reasoning where the model reasons."""
+    """response_format with tools gives one grammar of both, after the reasoning if the model reasons."""
     form = Constraint(kind="regex", value="[a-z]+", field="structured_outputs.regex")
     sampling = RawSampling(constraint=form)
     both = _grammar(endpoint_of(context=4096), tools=(NOW,), sampling=sampling)

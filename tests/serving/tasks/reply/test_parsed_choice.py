@@ -24,7 +24,7 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
 
 @pytest.fixture
 def hermes(text_of):
-    """A model whose template has tools in Hermes' form and reasoning between think markers."""
+    """Return a model whose template has tools in Hermes' form and reasoning between think markers."""
     return text_of(HERMES)
 
 
@@ -128,7 +128,7 @@ def test_ids_of_calls(hermes, ask):
     ],
 )
 def test_finish_reason(hermes, ask, fields, said, engine_reason, expected):
-    """tool_calls where the model ended after a call that it chose itself; never without a call, nor for one cut off."""
+    """The finish reason is tool_calls if the model ended after a complete call of its own choice."""
     reply, _ = _reply(said, ask(hermes, **fields), hermes, engine_reason)
     assert reply.choices[0].finish_reason == expected
 

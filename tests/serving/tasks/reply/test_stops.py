@@ -62,7 +62,7 @@ def test_random_against_whole_text(seed):
 
 
 def _through(sequences, tokens):
-    """Token ``i`` is a text of one or two characters; what is let through after each, and where the text ends."""
+    """Feed the tokens, of one or two characters each; return the texts let through and the end of the text."""
     stops, texts, place = SequenceStops(sequences), [], 0
     for token in tokens:
         text = chr(token) * (1 + token % 2)
@@ -82,8 +82,9 @@ def test_text_of_a_possible_stop_sequence_is_held():
 
 
 def test_stop_sequences_against_a_plain_search():
-    """Over random texts of two tokens: the text ends before the first sequence to be whole, the longest of several, and
-    what has been let through is never more than that."""
+    """For random texts the result is that of a plain search: the first complete stop sequence, the longest of several,
+    ends the text.
+    """
     rng = random.Random(8)
     for _ in range(500):
         sequences = tuple(tuple(rng.choices((97, 98), k=rng.randint(2, 5))) for _ in range(rng.randint(1, 3)))

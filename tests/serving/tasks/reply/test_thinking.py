@@ -23,7 +23,7 @@ NEVER = TURNS
 
 @pytest.fixture
 def ends(endpoint_of: Any, text_of: Any) -> Any:
-    """``ends(template)(thinking)``: what a prompt has after its turns."""
+    """Return ``ends(template)(thinking)``, which gives what a prompt has after its turns."""
 
     def of(template: str) -> Callable[[bool | None], str]:
         endpoint = endpoint_of(model=text_of(template))
@@ -48,14 +48,14 @@ def ends(endpoint_of: Any, text_of: Any) -> Any:
     ids=["enable_thinking", "thinking", "no switch"],
 )
 def test_switches(ends: Any, template: str, on: str, off: str, unsaid: str) -> None:
-    """The template's variable says it; unsaid is the template's own way."""
+    """The template's variable switches reasoning on or off, and without a choice the template decides."""
     end = ends(template)
     assert (end(True), end(False), end(None)) == (on, off, unsaid)
 
 
 @pytest.mark.parametrize("template", [ALWAYS, HARMONY], ids=["opened by the prompt", "harmony"])
 def test_a_model_that_always_reasons(ends: Any, template: str) -> None:
-    """It cannot be told not to."""
+    """Thinking cannot be switched off for a model that always reasons."""
     end = ends(template)
     assert end(True) == end(None)
     with pytest.raises(InvalidField, match="thinking: 'disabled' is not allowed; expected enabled"):
@@ -63,7 +63,7 @@ def test_a_model_that_always_reasons(ends: Any, template: str) -> None:
 
 
 def test_a_model_that_never_reasons(ends: Any) -> None:
-    """It cannot be told to."""
+    """Thinking cannot be switched on for a model that never reasons."""
     end = ends(NEVER)
     assert end(False) == end(None)
     with pytest.raises(InvalidField, match="thinking: 'enabled' is not allowed; expected disabled"):
