@@ -14,7 +14,7 @@ from mlflow_llm.serving.testing.instant_core import InstantCore, InstantModel, w
 
 
 def test_a_backend_reads_the_settings_under_its_name(tmp_path: Path) -> None:
-    """They replace the model's; what is not set stays."""
+    """Settings under a backend's name replace the model's, and others stay."""
     bundle = write_model(tmp_path / "model", InstantModel(step_delay=5.0, vocab_size=77))
     core = InstantCore(bundle, EngineSettings(backend={"instant": {"step_delay": 0.0}}))
     assert (core.model.step_delay, core.model.vocab_size) == (0.0, 77)
@@ -29,14 +29,14 @@ def test_a_backend_reads_the_settings_under_its_name(tmp_path: Path) -> None:
     ],
 )
 def test_unknown_backend_settings_are_refused(tmp_path: Path, given: dict[str, object], message: str) -> None:
-    """Field, value and what is allowed, also for another backend's settings."""
+    """An unknown setting, or another backend's, is refused with field, value and what is allowed."""
     bundle = write_model(tmp_path / "model")
     with pytest.raises(InvalidField, match=message):
         InstantCore(bundle, EngineSettings(backend=given))
 
 
 def test_our_own_engine_has_no_settings_of_its_own(tiny_bundle: Bundle) -> None:
-    """All of them are those of every engine; another backend's are refused."""
+    """Our own engine has no settings under its name and refuses those of another backend."""
     for given in ({"instant": {"step_delay": 1}}, {"native": {"speed": 1}}):
         with pytest.raises(InvalidField, match="backend"):
             EngineCore(tiny_bundle, EngineSettings(backend=given))

@@ -25,7 +25,7 @@ def answer(core: InstantCore, request: ValidRequest) -> tuple[list[int], str]:
 
 
 def test_a_stop_sequence_ends_a_text(tmp_path: Path) -> None:
-    """Its tokens, those of an earlier attempt among them, whatever came between."""
+    """A stop sequence ends a text, also if its first tokens came in an earlier attempt."""
     core = InstantCore(write_model(tmp_path / "model"), EngineSettings())
     free, reason = answer(core, request_of("free", (5, 6), max_tokens=9))
     assert (len(free), reason) == (9, "length")
