@@ -13,7 +13,7 @@ from mlflow_llm.serving.sandbox import PICTURES, POOL, Ended, Exceeded, Limits, 
 from mlflow_llm.serving.sandbox import child as script
 from mlflow_llm.serving.sandbox import process as processes
 
-MOST = 1 << 20
+MAX_BYTES = 1 << 20
 CHILD = """
 import os, socket, sys
 sys.argv[1:] = sys.argv[1:2]
@@ -69,7 +69,7 @@ def changed(pool, monkeypatch, tmp_path):
     return make
 
 
-def picture(pool, data=None, limits=None, most=MOST):
+def picture(pool, data=None, limits=None, most=MAX_BYTES):
     data = encoded() if data is None else data
     return pool.run("picture", limits or decode_limits(most, len(data)), data=data, most=most)
 

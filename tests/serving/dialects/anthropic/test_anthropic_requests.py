@@ -25,7 +25,7 @@ from mlflow_llm.serving.interface.labels import Labels
 from mlflow_llm.serving.interface.request import Message, RawChat, TextPart, Tool, ToolCall, ToolChoice
 
 HI = [{"role": "user", "content": "hi"}]
-LEAST = {"model": "m", "max_tokens": 9, "messages": HI}
+MIN_BODY = {"model": "m", "max_tokens": 9, "messages": HI}
 WEATHER = {"name": "weather", "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}}}
 CACHED = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
 CALL = {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"city": "Oslo"}}
@@ -35,12 +35,12 @@ IMAGE = {"type": "image", "source": SOURCE}
 
 
 def read(**fields: Any) -> RawChat:
-    return read_message_request(LEAST | fields)
+    return read_message_request(MIN_BODY | fields)
 
 
 def refused(**fields: Any) -> InvalidField:
     with pytest.raises(InvalidField) as found:
-        read_message_request({name: value for name, value in (LEAST | fields).items() if value != "left out"})
+        read_message_request({name: value for name, value in (MIN_BODY | fields).items() if value != "left out"})
     return found.value
 
 
@@ -76,7 +76,7 @@ def test_what_a_message_asks() -> None:
 
 def test_null_is_the_default() -> None:
     """A null says no more than a field that is left out, wherever the body has a default."""
-    nulls = dict.fromkeys(name for name in BODY.schema["properties"] if name not in LEAST)
+    nulls = dict.fromkeys(name for name in BODY.schema["properties"] if name not in MIN_BODY)
     assert read(**nulls) == read()
 
 
@@ -354,7 +354,7 @@ def test_thinking(thinking: dict[str, Any], expected: bool) -> None:
 def test_versions() -> None:
     """A known version or none is accepted, and another is refused by the header's name; beta headers are ignored."""
     dialect = DIALECTS["anthropic"]
-    body = json.dumps(LEAST).encode()
+    body = json.dumps(MIN_BODY).encode()
     beta = {"anthropic-beta": "output-128k-2025-02-19"}
     for headers in ({}, {VERSION_HEADER: "2023-06-01"}, {VERSION_HEADER: "2026-10-21"} | beta):
         assert dialect.decode(Head(dialect.routes[0], headers), body).task == "chat"
@@ -397,7 +397,7 @@ PROBES = {
 @pytest.mark.parametrize("body", [BODY, COUNT_BODY], ids=["message", "count"])
 def test_schema_and_reader_take_the_same_values(body: Any) -> None:
     """Schema and reader agree for each field on null, wrong types, probes and values around the bounds."""
-    least = {name: LEAST[name] for name in body.schema["required"]}
+    least = {name: MIN_BODY[name] for name in body.schema["required"]}
     for name, schema in body.schema["properties"].items():
         jsonschema.Draft202012Validator.check_schema(schema)
         validator = jsonschema.Draft202012Validator(schema)

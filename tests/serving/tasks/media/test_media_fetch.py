@@ -20,7 +20,7 @@ from mlflow_llm.serving.interface.request import MediaPart, Message
 from mlflow_llm.serving.tasks.media import fetch, source
 from mlflow_llm.serving.tasks.media.media import pictures_of
 
-MOST = 20 << 20
+MAX_BYTES = 20 << 20
 FIELD = "messages[0].content[0].image_url.url"
 FOREVER = 600.0  # seconds of what is stopped by something else
 
@@ -99,7 +99,7 @@ def closed(*pieces):
     return answer
 
 
-def asked(url, allowed=("127.0.0.1", "localhost"), deadline=None, place=None, most=MOST):
+def asked(url, allowed=("127.0.0.1", "localhost"), deadline=None, place=None, most=MAX_BYTES):
     host = url.split("/")[2]
     part = MediaPart(
         kind="image",
@@ -213,8 +213,8 @@ def endless(head, piece):
 @pytest.mark.parametrize(
     "answer",
     [
-        closed(OK + b"Content-Length: %d\r\n\r\n" % (MOST + 1)),
-        closed(OK + b"\r\n", bytes(MOST + 1)),
+        closed(OK + b"Content-Length: %d\r\n\r\n" % (MAX_BYTES + 1)),
+        closed(OK + b"\r\n", bytes(MAX_BYTES + 1)),
         endless(OK + b"\r\n", bytes(1 << 16)),
         endless(OK + b"Transfer-Encoding: chunked\r\n\r\n", (b"10000\r\n" + bytes(1 << 16) + b"\r\n")),
     ],
@@ -225,7 +225,7 @@ def test_too_large(answer, monkeypatch):
     monkeypatch.setattr(source, "FETCH_SECONDS", FOREVER)
     with server(answer) as (port, _):
         found = refusal(f"http://127.0.0.1:{port}/a")
-    assert found == f"'more than {MOST} bytes' is not allowed; expected 1 to {MOST} bytes"
+    assert found == f"'more than {MAX_BYTES} bytes' is not allowed; expected 1 to {MAX_BYTES} bytes"
 
 
 @pytest.mark.parametrize(
