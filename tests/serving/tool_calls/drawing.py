@@ -44,7 +44,7 @@ class Vocabulary:
         self.grammar = make(again, frozenset(self.special.values()), backend.get_vocab_size())
 
     def ids(self, text):
-        """Token ids, special tokens as such."""
+        """Return the token ids of a text, with special tokens as such."""
         return self.backend.encode(text, add_special_tokens=False).ids
 
     def matcher(self, grammar):
@@ -54,12 +54,12 @@ class Vocabulary:
         return matcher
 
     def accepts(self, grammar, text):
-        """Whether ``text`` is one of the grammar, from end to end."""
+        """Return whether the grammar accepts ``text`` as a whole."""
         matcher, ids = self.matcher(grammar), self.ids(text)
         return matcher.validate_tokens(ids) == len(ids) and matcher.consume_tokens(ids) and matcher.is_accepting()
 
     def draw(self, grammar, seed, stop=0.3, most=500):
-        """Token ids, and whether they are a whole text. ``stop``: how probable an end is where there may be one."""
+        """Return drawn token ids and whether they are complete. ``stop`` is the probability of a possible end."""
         matcher, rng, ids = self.matcher(grammar), random.Random(seed), []
         end = self.grammar.vocab_size
         bits = np.zeros(end // 32 + 1, dtype=np.uint32)
@@ -78,7 +78,7 @@ class Vocabulary:
         return ids, False
 
     def _mark(self, matcher, rng):
-        """Now and then a mark, which random letters would never make."""
+        """Return an occasional marker, which random letters would never make."""
         if rng.random() < 0.75:
             return []
         marks = (self.ids(mark) for mark in rng.sample(['"', "}", "]", *MARKS], len(MARKS) + 3))
@@ -104,5 +104,5 @@ class Vocabulary:
 
 @functools.cache
 def vocabulary(special):
-    """With special tokens among the marks of formats, or without."""
+    """Return a vocabulary with the formats' markers as special tokens, or without."""
     return Vocabulary(SPECIAL if special else ())

@@ -34,7 +34,7 @@ class Read:
 
 
 def read(pieces, format, tools=None, cut=False, **options):
-    """Every piece pushed, and the end."""
+    """Push every piece and the end through a parser, and return its output."""
     parser, out = make_parser(format, tools, **options), Read()
     for piece in pieces:
         out.add(parser.push(piece))
@@ -44,6 +44,6 @@ def read(pieces, format, tools=None, cut=False, **options):
 
 
 def split(text, places):
-    """``text`` cut at ``places``."""
+    """Split ``text`` at ``places``."""
     places = sorted({0, *places, len(text)})
     return [text[a:b] for a, b in pairwise(places)]

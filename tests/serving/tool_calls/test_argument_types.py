@@ -27,7 +27,7 @@ DEFS = {"Unit": {"enum": ["c", "f"]}, "Loop": {"$ref": "#/$defs/Loop"}}
     ],
 )
 def test_types(schema, types):
-    """Types come from type, enum, const, unions and references within the schema; what is open has none."""
+    """Types come from type, enum, const, unions and local references of the schema; open schemas have none."""
     tool = Tool(name="f", parameters={"type": "object", "properties": {"x": schema}, "$defs": DEFS})
     assert argument_types([tool]) == {"f": {"x": types} if types else {}}
 

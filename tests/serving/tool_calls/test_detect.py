@@ -31,7 +31,7 @@ TEMPLATES = {
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_marks_of_a_template(name):
-    """Each family is known by what its template writes."""
+    """Each family of templates is detected by what it writes."""
     assert detect(TEMPLATES[name]).name == name
 
 
@@ -62,7 +62,7 @@ def _response(**tool_calls):
 
 
 def test_a_response_template_comes_before_the_chat_template():
-    """transformers' table of a family is taken by its marks; reasoning is as it says."""
+    """A response template takes precedence over the chat template, for the markers and for reasoning."""
     response = _response(open_pattern=r"<tool_call>\s*<function=(?P<name>\w+)>", content_args={"p": "<parameter=x>"})
     found = detect(LLAMA, (), response)
     assert found.name == "qwen3_coder"
@@ -70,7 +70,7 @@ def test_a_response_template_comes_before_the_chat_template():
 
 
 def test_a_response_template_of_its_own():
-    """A region of literal ends around JSON is a format, without a name that we know."""
+    """A response template with literal ends around JSON gives a format without a known name."""
     response = _response(open="<<call", close="call>>", content="json", transform={"function": "{content}"})
     found = detect("", (), response)
     assert (found.begin, found.end, found.layout) == (("<<call",), "call>>", "object")

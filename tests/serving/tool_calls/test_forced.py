@@ -80,7 +80,7 @@ def _check(calls, choice, tools=TOOLS):
 @pytest.mark.parametrize("choice", [REQUIRED, NAMED], ids=["required", "named"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_forced_calls_are_valid(name, choice, special):
-    """In each format, with special tokens and without: calls and nothing else, of arguments that the schema takes."""
+    """Forced output in each format, with special tokens or without, is only calls with valid arguments."""
     words, format = vocabulary(special), FORMATS[name]
     grammar = call_grammar(format, TOOLS, choice, special=words.special)
     for seed in range(3):
@@ -105,7 +105,7 @@ def test_strict_tools_are_held_to_in_auto(name):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_what_a_model_writes_is_allowed(name):
-    """A call in the format's own words, alone and after a text, is within the grammar; one of another name is not."""
+    """A call in the format's own form, alone or after a text, is accepted, and one of another name is not."""
     words, format = vocabulary(True), FORMATS[name]
     call = ToolCall(id="", name="get_weather", arguments={"city": "Rome", "unit": "C"})
     text = written_calls(format, (call,))
@@ -125,7 +125,7 @@ def test_what_a_model_writes_is_allowed(name):
 
 @pytest.mark.parametrize("name", [name for name, format in FORMATS.items() if format.parallel])
 def test_parallel_calls(name):
-    """Several calls where they are asked for, one alone where they are not, no more than a bound."""
+    """Several calls are allowed up to a bound if parallel calls are, otherwise one."""
     words, format = vocabulary(True), FORMATS[name]
     calls = [ToolCall(id="", name="now", arguments={})] * (MAX_CALLS + 1)
     for choice in (REQUIRED, AUTO):
@@ -140,7 +140,7 @@ def test_parallel_calls(name):
 
 
 def test_a_named_choice_is_one_call():
-    """The function that the caller named, once."""
+    """A named choice allows exactly one call of that function."""
     words, format = vocabulary(False), FORMATS["hermes"]
     grammar = call_grammar(format, (NOW, WEATHER), ToolChoice(mode="required", names=("now",), named=True))
     now = ToolCall(id="", name="now", arguments={})
@@ -150,7 +150,7 @@ def test_a_named_choice_is_one_call():
 
 
 def test_a_subset_that_may_be_called():
-    """Tools beside it are not called, also where calls are not forced."""
+    """Tools outside the subset cannot be called, even if calls are not forced."""
     words, format = vocabulary(False), FORMATS["hermes"]
     grammar = call_grammar(format, (NOW, replace(NOW, name="then")), ToolChoice(mode="auto", names=("now",)))
     for name, allowed in (("now", True), ("then", False)):
@@ -159,7 +159,7 @@ def test_a_subset_that_may_be_called():
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_call_or_else_a_text_of_a_form(name):
-    """With response_format a reply is calls or a text that has the form, never another text."""
+    """With response_format a reply is calls or a text of that form."""
     words, format = vocabulary(True), FORMATS[name]
     grammar = call_grammar(format, TOOLS, AUTO, response=grammar_of(TEXT), special=words.special)
     final = "<|channel|>final<|message|>" if format.layout == "channels" else ""
@@ -172,7 +172,7 @@ def test_a_call_or_else_a_text_of_a_form(name):
 
 
 def test_unconstrained_tools_need_no_grammar():
-    """Tools that are not strict, to be called or not, several at once: plain generation."""
+    """Optional, parallel calls of tools that are not strict have no grammar."""
     assert call_grammar(FORMATS["hermes"], (NOW, RUN)) is None
     assert call_grammar(FORMATS["hermes"]) is None
     assert call_grammar(FORMATS["hermes"], TOOLS, ToolChoice(mode="none")) is None
@@ -182,7 +182,7 @@ def test_unconstrained_tools_need_no_grammar():
 
 @pytest.mark.parametrize("special", [(), ("<think>", "</think>")])
 def test_reasoning_comes_first(special):
-    """A model may reason before what it must write, and goes on where its prompt has opened the reasoning."""
+    """A model may reason before forced output, and continues reasoning that its prompt has opened."""
     words = vocabulary(False)
     format = replace(FORMATS["hermes"], reasoning=REASONING["think"])
     call = written_calls(format, [ToolCall(id="", name="now", arguments={})])
@@ -209,7 +209,7 @@ def test_special_tokens_are_tokens():
 
 
 def test_a_text_may_speak_of_marks_that_are_tokens():
-    """In auto, letters that look like a special token are text."""
+    """With auto, text that is spelt like a special token stays text."""
     words = vocabulary(True)
     grammar = call_grammar(FORMATS["mistral_v3"], (replace(NOW, strict=True),), AUTO, special=words.special)
     ids = words.ids("I write [TOOL") + words.ids("_CALLS] so")
@@ -236,7 +236,7 @@ def test_schemas_that_only_json_can_express_are_refused(name, parameters, named)
 
 
 def test_a_schema_that_nothing_satisfies_is_refused_by_its_tool():
-    """The path is that of the tool's parameters."""
+    """A schema that nothing satisfies is refused with the path of the tool's parameters."""
     tool = Tool(name="f", parameters={"type": "object", "required": ["a"], "properties": {"a": False}})
     with pytest.raises(InvalidField) as caught:
         call_grammar(FORMATS["hermes"], (NOW, tool), REQUIRED)
@@ -249,7 +249,7 @@ def _custom(kind, value):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_custom_tool_with_an_expression(name):
-    """Its one text matches, whatever stands around it."""
+    """A custom tool's text matches its expression, whatever surrounds it."""
     words, format = vocabulary(True), FORMATS[name]
     tools = (_custom("regex", r'say "[a-z]{1,3}"\n?'),)
     grammar = call_grammar(format, tools, REQUIRED, parallel=False, special=words.special)
@@ -263,8 +263,9 @@ def test_a_custom_tool_with_an_expression(name):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_values_that_look_like_marks(name):
-    """A value of the caller's that is spelt as a special token is letters; one with a mark of the format is left out
-    where it stands as it is."""
+    """A schema value spelt like a special token is plain letters; one with a marker of the format is excluded where it
+    is not quoted.
+    """
     words, format = vocabulary(True), FORMATS[name]
     values = ["<|end|>", "[ARGS]", "x</tool_call>", "y</parameter>", "z</arg_value>", "w"]
     tools = (Tool(name="f", parameters={"type": "object", "properties": {"a": {"enum": values}}, "required": ["a"]}),)
@@ -277,7 +278,7 @@ def test_values_that_look_like_marks(name):
 
 @pytest.mark.parametrize("name", ["qwen3_coder", "glm45"])
 def test_texts_within_values_look_like_no_marks(name):
-    """A text in a list or an object among parameters has no mark in it, at which a reader would end the value."""
+    """A text within a list or an object parameter contains no marker, at which a parser would end the value."""
     words, format = vocabulary(False), FORMATS[name]
     grammar = call_grammar(format, (SEARCH,), REQUIRED, parallel=False)
     head = written_calls(format, [ToolCall(id="", name="search", arguments={"q": "abc", "code": "AB1"})])

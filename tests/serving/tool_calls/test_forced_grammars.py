@@ -84,7 +84,7 @@ def _judge(definition):
 
 @pytest.mark.parametrize("format", FORMATS.values(), ids=lambda format: format.name)
 def test_a_custom_tools_text_is_of_its_grammar(format):
-    """Whatever is drawn, the text that is read from the call is one that the tool takes; 12 is a text, too."""
+    """The text parsed from any drawn call of a custom tool is accepted by its grammar, even one like 12."""
     words = vocabulary(True)
     for name, definition in GRAMMARS.items():
         tool, judge = _tool(definition), _judge(definition)
@@ -100,7 +100,7 @@ def test_a_custom_tools_text_is_of_its_grammar(format):
 
 @pytest.mark.parametrize("format", FORMATS.values(), ids=lambda format: format.name)
 def test_each_text_of_a_grammar_can_be_written(format):
-    """Quotes, backslashes and line breaks in it are escaped where the format needs it, and read back."""
+    """Quotes, backslashes and line breaks in a grammar's text are escaped where needed, and parsed back."""
     words = vocabulary(True)
     for name, definition in GRAMMARS.items():
         tool = _tool(definition)
@@ -115,7 +115,7 @@ def test_each_text_of_a_grammar_can_be_written(format):
 
 @pytest.mark.parametrize("name", ["hermes", "llama4_pythonic", "glm45"])
 def test_a_grammar_beside_text_and_other_tools(name):
-    """A model that may call as it likes is held to it as soon as it calls."""
+    """With tool choice auto a custom tool's grammar applies as soon as the tool is called."""
     words, format, tool = vocabulary(True), FORMATS[name], _tool('start: "a\\n" start "\\"" | "-"')
     auto = ToolChoice(mode="auto")
     grammar = call_grammar(format, (tool, Tool(name="now")), auto, special=words.special)
@@ -130,7 +130,7 @@ def test_a_grammar_beside_text_and_other_tools(name):
 
 
 def test_what_cannot_be_held_to_is_refused_by_its_field():
-    """With its line; where the text stands as it is the same grammar is held to."""
+    """A grammar that cannot be quoted is refused with its field and line, and accepted in formats without quotes."""
     tool = _tool('start: "x"\n  %json {"type": "object"}'.replace("\n", " "))
     for format in FORMATS.values():
         if format.arguments == "parameters":
@@ -155,7 +155,7 @@ ENDED = [
 @pytest.mark.parametrize("name", ["qwen3_coder", "glm45"])
 @pytest.mark.parametrize(("definition", "right", "wrong"), ENDED)
 def test_a_text_that_could_go_on_ends_where_it_stands_as_it_is(definition, right, wrong, name, special):
-    """The last terminal may be one that takes the mark behind the text, too; within a terminal there is no mark."""
+    """The last terminal of an unquoted text may accept the end marker too, but no terminal contains it."""
     words, format, tool = vocabulary(special), FORMATS[name], _tool(definition)
     grammar = call_grammar(format, (tool,), REQUIRED, parallel=False, special=words.special)
     for text in right + wrong:

@@ -9,7 +9,7 @@ from mlflow_llm.serving.tool_calls.formats import FORMATS
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_formats_are_json(name):
-    """A format survives its JSON form, which leaves out what is usual."""
+    """A format survives its JSON form, which omits defaults."""
     data = msgspec.json.encode(FORMATS[name])
     assert msgspec.json.decode(data, type=ToolFormat) == FORMATS[name]
     assert b"null" not in data

@@ -83,7 +83,7 @@ def test_every_format_is_tried():
 
 @pytest.mark.parametrize(("name", "text"), [*WRITTEN.items(), *ALSO])
 def test_one_call(name, text):
-    """A call as the family writes it, and as it is known to write it too, is read with its arguments' types."""
+    """One call in each of a family's forms is parsed with its arguments' types."""
     found = _everywhere(text, FORMATS[name])
     assert _calls(found) == [("f", {"x": 1, "s": "é"})]
     assert (found.text, found.reasoning) == ("", "")
@@ -128,7 +128,7 @@ def test_unknown_tools(name):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_cut_calls(name):
-    """However early a text is cut, no more comes out than what it says, and no marker is left of it."""
+    """However early a text is cut, the output is a prefix of the whole, without markers."""
     text = WRITTEN[name]
     full = read([text], FORMATS[name], TOOLS).calls[0][1]
     for size in range(len(text)):
@@ -210,7 +210,7 @@ def test_malformed_calls_are_text(text):
 
 
 def test_call_that_breaks():
-    """A call whose arguments stop being JSON is given out as far as they were; what follows is text again."""
+    """A call whose arguments stop being JSON is output as far as they go, and what follows is text."""
     found = _everywhere('<tool_call>{"name": "f", "arguments": {"x": 1</tool_call> so', HERMES)
     assert found.calls == [["f", '{"x": 1', True]]
     assert found.text == "so"
@@ -260,7 +260,7 @@ def test_arguments_are_as_written():
     ],
 )
 def test_types_of_parameters(parameter, value, expected):
-    """A parameter's text becomes what the tool's schema says; where it says nothing, JSON if it is any."""
+    """A parameter's text gets the type of the tool's schema; without one it is JSON if it parses."""
     text = f"<function=f>\n<parameter={parameter}>\n{value}\n</parameter>\n</function>"
     ((_, arguments),) = _calls(_everywhere(text, CODER))
     assert arguments == {parameter: expected}
@@ -298,7 +298,7 @@ def test_python_that_is_not_a_call_is_text(text):
 
 
 def test_custom_tools():
-    """A custom tool's arguments are the one text in them, or the object as it stands where that is another."""
+    """A custom tool's arguments are the one text in them, or the whole object if it has another form."""
     for said in ('ls "a"\n\\é😀', "", "\ud83d".encode(errors="replace").decode()):
         text = json.dumps({"name": "sh", "arguments": {"input": said}})
         found = _everywhere(f"<tool_call>{text}</tool_call>", HERMES)

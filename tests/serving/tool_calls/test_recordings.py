@@ -19,7 +19,7 @@ FAMILIES = load_families()
 
 
 def _dsml(region, space=""):
-    """DeepSeek's later formats, as somebody would package them who has such a model: they are in no table of ours."""
+    """Return DeepSeek's later formats, which are in no table of ours, as a user might package them."""
     tag = f"｜DSML｜{space}"
     return ToolFormat(
         name="dsml",
@@ -109,7 +109,7 @@ def _in_reasoning(fixture, format):
 
 
 def _as_detokenized(fixture, format):
-    """``(text, stand-ins)``: the raw output with special tokens as a detokenizer gives them."""
+    """Return ``(text, stand-ins)``: the raw output with special tokens as a detokenizer gives them."""
     known = SPECIAL_IDS.get("mistral_v3" if format.name == "mistral_v3" else fixture.family)
     if known is None or fixture.output_token_ids is None:
         return fixture.raw_output, {}
@@ -138,14 +138,14 @@ def _result(fixture, places):
 
 
 def _is_partial_call(fixture, result):
-    """Whether a call was cut: how many there are then is the only difference."""
+    """Return whether a call was cut, so that only the number of calls can be compared."""
     expected = len(fixture.expected.tool_calls) if fixture.expected is not None else 0
     return fixture.truncated and len(result.tool_calls) == expected + 1
 
 
 @pytest.mark.parametrize("fixture", FIXTURES, ids=lambda each: each.id)
 def test_recordings(fixture):
-    """A recorded output means what canitoolcall says, however it is cut: every place, every character, at random."""
+    """A recorded output is parsed as canitoolcall says, split at every place, into characters and at random."""
     length = len(_as_detokenized(fixture, _format(fixture))[0])
     whole = _result(fixture, ())
     draw = random.Random(fixture.id)
