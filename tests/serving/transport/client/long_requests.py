@@ -11,7 +11,7 @@ LENGTH = 100 * HIGH  # how far an engine gets is up to the machine: it goes on u
 
 
 def long(name="", length=LENGTH, **given):
-    """A request of ``length`` tokens a sequence."""
+    """Return a request of ``length`` tokens a sequence."""
     request = completion(name, max_tokens=length, **given)
     return msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, stop_token_ids=()))
 

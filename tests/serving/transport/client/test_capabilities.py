@@ -39,7 +39,9 @@ def outgoing(state: ClientState) -> list[str]:
 
 @pytest.mark.parametrize("resumes", [True, False])
 def test_only_an_engine_that_resumes_gets_a_request_again(resumes: bool) -> None:
-    """After a death what has delivered tokens goes on where it can be resumed, else it fails; the rest starts again."""
+    """After a death requests with delivered tokens continue if the engine can resume them and fail otherwise; the rest
+    restart.
+    """
     state, begun, fresh = ClientState("c"), Sink(), Sink()
     welcome(state, resumes)
     number = state.submit(completion("begun"), begun)
@@ -55,7 +57,7 @@ def test_only_an_engine_that_resumes_gets_a_request_again(resumes: bool) -> None
 
 @pytest.mark.parametrize("resumes", [True, False])
 def test_only_a_request_that_can_be_resumed_is_paused(resumes: bool) -> None:
-    """For a reader that does not follow it leaves the engine, unless its text could not go on afterwards."""
+    """A request with a slow reader is paused only if its text could be resumed afterwards."""
     state = ClientState("c")
     welcome(state, resumes)
     number = state.submit(completion("slow"), Sink())

@@ -18,7 +18,7 @@ from mlflow_llm.serving.transport.client.protocol_state import ClientState
 
 
 def test_the_table_knows_every_state_and_leads_nowhere_else() -> None:
-    """Each state can be reached from the first one, and each can be closed."""
+    """Each state can be reached from the first one, and closed from there."""
     assert set(TRANSITIONS) == set(get_args(State))
     reached, states = {"disconnected"}, ["disconnected"]
     while states:
@@ -40,7 +40,7 @@ def test_an_illegal_move_raises() -> None:
 
 
 class ForgetfulFinder:
-    """Finds an engine of another generation each time; ``left`` are the generations it was asked to replace."""
+    """A finder of an engine of another generation each time; ``left`` has the generations it was asked to replace."""
 
     client_id, secret, failed_log = "", None, ""
 
@@ -63,7 +63,7 @@ class ForgetfulFinder:
 def test_an_engine_that_replaces_a_stalled_one_is_not_replaced_for_a_failed_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The generation that stood still is named in one search; what fails after that is not the new engine's fault."""
+    """One search replaces a stalled generation; a later failed connection does not replace the new engine."""
     finder = ForgetfulFinder()
     loop = IoLoop(ThreadPoller(), finder, ClientState("c"), stall_timeout=60.0, keep=True, rest=lambda: None)
 

@@ -20,7 +20,7 @@ INFO = EngineInfo(
 
 
 class Sink:
-    """A reader who notes everything."""
+    """A reader that records everything."""
 
     paused = is_full = is_drained = False
 
@@ -32,7 +32,7 @@ class Sink:
 
 
 def welcome(state, generation):
-    """The engine takes ``state`` as its client; what it is sent from then on."""
+    """Have the engine welcome ``state`` as its client, and return what it is sent from then on."""
     state.hello("")
     state.outbox.clear()
     state.receive(m.encode(m.Welcome(generation, INFO, Health(status="ready"))))
@@ -52,7 +52,7 @@ def bundle(make_bundle):
 
 
 def test_a_paused_request_goes_on_in_a_full_queue(place, bundle):
-    """A slow reader reads on after others have taken every place: its stream is whole, a new one is not."""
+    """A paused request continues after others have filled the queue, while a new one is refused."""
     with place.connect(bundle, FULL) as engine:
         (slow,) = submit_paused(engine, long("slow", 1500))
         others = [engine.submit(long(f"other-{i}", 10**6)) for i in range(3)]
@@ -84,7 +84,9 @@ def test_requests_go_on_at_a_full_replica(place, bundle):
 
 
 def test_what_an_engine_was_given_continues_in_the_next():
-    """It is marked so, delivered tokens or none; what was asked for while there was no engine is new."""
+    """A request given to an engine is marked as continuing in the next one, even without tokens; one made without an
+    engine is new.
+    """
     state = ClientState("client")
     assert welcome(state, "first") == {}
     state.submit(completion("old"), Sink())
@@ -95,7 +97,7 @@ def test_what_an_engine_was_given_continues_in_the_next():
 
 
 def test_what_is_adopted_continues_if_it_had_begun():
-    """Handed over from a client that never had an engine, a request is new; from one that had, it continues."""
+    """A request handed over by a client that never had an engine is new, and otherwise continues."""
     had, never, other = ClientState("had"), ClientState("never"), ClientState("other")
     welcome(had, "first")
     welcome(other, "second")
@@ -107,7 +109,7 @@ def test_what_is_adopted_continues_if_it_had_begun():
 
 
 def test_a_message_without_the_mark_is_a_new_request():
-    """The mark has a default, so that an engine takes what a client of the same protocol without it says."""
+    """A message without the mark is a new request, so that older clients of the protocol work."""
     request = completion()
     frame = msgspec.msgpack.encode(["submit", 7, request])
     assert m.decode_for_engine(frame) == m.Submit(7, request)

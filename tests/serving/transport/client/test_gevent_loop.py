@@ -26,7 +26,7 @@ INFO = EngineInfo(
 
 
 class Reader(list[Event]):
-    """``fails``: what it raises for the next event."""
+    """A reader; ``fails`` is what it raises for the next event."""
 
     paused, is_full, is_drained = False, False, False
     fails: Exception | None = None
@@ -39,7 +39,7 @@ class Reader(list[Event]):
 
 
 class OneEngine:
-    """A finder to which there is one engine; the test plays it on ``socket``."""
+    """A finder of one engine, which the test plays on ``socket``."""
 
     client_id, secret, failed_log, generation = "", None, "", "1"
 
@@ -91,7 +91,7 @@ class Loop(IoLoop):
 
 @pytest.fixture
 def loop(engine: OneEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Loop]:
-    """Welcomed, with one request, which ``reader`` reads; the clock does not wake it."""
+    """Yield a connected loop with one request, which ``reader`` reads; no timer wakes it."""
     monkeypatch.setattr(io_loop, "TURN", 3600.0)
     state = ClientState("c")
     made = Loop(GeventPoller(), engine, state, stall_timeout=60.0, keep=True, rest=lambda: gevent.sleep(0))
@@ -119,7 +119,7 @@ def events(*tokens: int) -> list[m.Events]:
 
 
 def test_events_are_delivered_without_a_turn_of_the_loop(loop: Loop, engine: OneEngine) -> None:
-    """Each in its order, by whoever finds that they can be read."""
+    """Events are delivered in order without a turn of the loop, by the callback that finds them readable."""
     reader = submit(loop, engine)
     before = loop.turns
     for token in range(5):
@@ -130,8 +130,9 @@ def test_events_are_delivered_without_a_turn_of_the_loop(loop: Loop, engine: One
 
 
 def test_events_that_need_an_answer_wake_the_loop(loop: Loop, engine: OneEngine) -> None:
-    """A reader that does not follow has its request taken out of the engine, with nothing else to wake the loop; what
-    the engine says last ends the connection."""
+    """A reader that falls behind has its request paused with nothing else to wake the loop, and the engine's last
+    message ends the connection.
+    """
     reader = submit(loop, engine)
     loop.state._resumes = True
     reader.is_full = True
@@ -142,7 +143,7 @@ def test_events_that_need_an_answer_wake_the_loop(loop: Loop, engine: OneEngine)
 
 
 def test_more_than_fits_into_a_turn_is_taken_by_the_loop(loop: Loop, engine: OneEngine) -> None:
-    """Frame after frame, and nothing is left when it waits again: ZeroMQ does not say twice that there is more."""
+    """The loop takes frame after frame until none is left before it waits, since ZeroMQ signals only once."""
     reader = submit(loop, engine)
     engine.says(*events(*range(100)))
     until(lambda: len(reader) == 100)
@@ -170,7 +171,7 @@ class NeverPolled(ThreadPoller):
 
 
 def test_a_welcome_between_two_turns_is_seen_in_the_next(tmp_path: Path) -> None:
-    """Nothing need come after it, and no time pass: the loop is connected without having waited."""
+    """A welcome between two turns connects the loop in the next one, without another message or a timeout."""
     engine = OneEngine(tmp_path)
 
     def answer() -> None:
@@ -188,7 +189,7 @@ def test_a_welcome_between_two_turns_is_seen_in_the_next(tmp_path: Path) -> None
 
 
 def test_a_responding_engine_is_not_searched_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its lock is looked at only when nothing has come of it; one whose lock is free is given up in the end."""
+    """An engine's lock is checked only while it is silent, and an engine whose lock is free is given up."""
     engine = OneEngine(tmp_path)
     monkeypatch.setattr(io_loop, "TURN", 0.0)
     monkeypatch.setattr(engine, "alive", lambda: False)

@@ -31,7 +31,7 @@ class Sink(list[Event]):
 
 
 def running(request: ValidRequest, *events: Event) -> tuple[InflightRequest, Sink]:
-    """``request`` after its engine gave ``events``, and what its reader has."""
+    """Return ``request`` after its engine gave ``events``, and its reader's sink."""
     sink = Sink()
     inflight = InflightRequest(request, 1, sink)
     for event in events:
@@ -40,7 +40,7 @@ def running(request: ValidRequest, *events: Event) -> tuple[InflightRequest, Sin
 
 
 def test_a_step_may_give_a_sequence_any_number_of_tokens() -> None:
-    """None (it waits), one, or several (accepted drafts): the next attempt goes on after the last of them."""
+    """A step may give a sequence none, one or several tokens, and the next attempt goes on after the last."""
     events = [Tokens(0, (5,)), Tokens(0, ()), Tokens(0, (6, 7, 8)), Tokens(1, (9, 10))]
     inflight, sink = running(completion(n=3), *events)
     assert sink == events
@@ -51,7 +51,7 @@ def test_a_step_may_give_a_sequence_any_number_of_tokens() -> None:
 
 
 def test_plain_tokens_need_no_further_processing() -> None:
-    """Not those that wait for their reader, nor what a pause, an end or a search for its first tokens follows from."""
+    """Only plain tokens that their reader takes at once, and that end or pause nothing, need no further processing."""
     inflight, sink = running(completion(max_tokens=9))
     sink.put = lambda event: True  # type: ignore[assignment]
     assert not inflight.deliver(Tokens(0, (5,), num_cached_tokens=1))
@@ -71,7 +71,7 @@ def test_plain_tokens_need_no_further_processing() -> None:
 
 @pytest.mark.parametrize(("last", "reason"), [((6, 7, 0), "stop"), ((6, 7, 8), "length")])
 def test_a_sequence_whose_last_step_ended_it_is_not_run_again(last: tuple[int, ...], reason: str) -> None:
-    """Only its ``Finished`` was lost with the engine: at a stop token or at its full length."""
+    """A sequence that lost only its ``Finished``, at a stop token or its full length, is not run again."""
     inflight, sink = running(completion(max_tokens=4), Tokens(0, (5,), num_cached_tokens=2), Tokens(0, last))
     assert inflight.continuation(MAX_TOKENS) is None
     assert inflight.done
@@ -80,7 +80,7 @@ def test_a_sequence_whose_last_step_ended_it_is_not_run_again(last: tuple[int, .
 
 @pytest.mark.parametrize(("run", "over"), [((5, 6, 7), True), ((6, 7, 8), False), ((4, 5, 6, 7), False)])
 def test_a_sequence_whose_last_tokens_ended_it_is_not_run_again(run: tuple[int, ...], over: bool) -> None:
-    """At the end of a stop sequence, whichever steps its tokens came in."""
+    """A sequence whose last tokens were a stop sequence is not run again, whichever steps they came in."""
     request = completion(max_tokens=9)
     assert request.sampling is not None
     sampling = msgspec.structs.replace(request.sampling, stop_sequences=(run,))
@@ -138,7 +138,7 @@ def test_an_illegal_move_raises() -> None:
 
 
 def test_tokens_of_an_earlier_attempt_count_towards_the_length() -> None:
-    """A request that was resumed by its caller is as long as what it brought and what was delivered."""
+    """The length of a request resumed by its caller counts the tokens it brought and those delivered."""
     request = completion(max_tokens=5)
     (sequence,) = request.sequences
     brought = msgspec.structs.replace(sequence, resumed_token_ids=(8, 9))
@@ -148,7 +148,7 @@ def test_tokens_of_an_earlier_attempt_count_towards_the_length() -> None:
 
 
 def test_a_beam_search_is_run_again_as_a_whole() -> None:
-    """A search one of whose texts is open is run again whole; what its caller has is not said again."""
+    """A beam search with an open text is run again whole, and its caller gets nothing twice."""
     request = completion(n=2, max_tokens=2)
     sampling = msgspec.structs.replace(request.sampling, beams=Beams(width=3))
     request = msgspec.structs.replace(request, sampling=sampling, sequences=request.sequences * 2)
@@ -168,7 +168,7 @@ def test_a_beam_search_is_run_again_as_a_whole() -> None:
 
 
 def test_measured_steps_end_nothing() -> None:
-    """They are handed on under the request's own numbering, before and after its engine was replaced."""
+    """Measured steps are passed on under the request's own numbering, before and after its engine was replaced."""
     step = (StepTiming(0.1, 0.2, 3),)
     inflight, sink = running(completion(n=2), Timed(0, step), Tokens(0, (5,)), Finished(0, "stop"), Timed(1, step))
     again = inflight.continuation(MAX_TOKENS)
@@ -180,7 +180,7 @@ def test_measured_steps_end_nothing() -> None:
 
 
 def test_drafts_of_a_paused_attempt_are_counted_with_the_next() -> None:
-    """A reader that was too slow for a while learns of all drafts of its text."""
+    """The drafts of a paused attempt are included in the count at the end."""
     inflight, sink = running(completion(max_tokens=9), Tokens(0, (5, 6)))
     inflight.move("pausing")
     inflight.deliver(Finished(0, "abort", drafts=DraftCounts(4, 2, 1, 1)))
@@ -194,7 +194,7 @@ def test_drafts_of_a_paused_attempt_are_counted_with_the_next() -> None:
 
 
 def test_drafts_of_a_killed_engine_are_counted_with_the_next() -> None:
-    """They come with the tokens, as many as there were by then, and are counted once, whichever sequence ends first."""
+    """The drafts that a killed engine reported with its tokens are counted once, whichever sequence ends first."""
     before = (Tokens(0, (5,), drafts=DraftCounts(2, 0)), Tokens(1, (6, 7), drafts=DraftCounts(1, 1)))
     events = (*before, Tokens(0, (8, 9), drafts=DraftCounts(4, 1)), Finished(1, "stop", drafts=DraftCounts(1, 1)))
     inflight, sink = running(completion(n=2, max_tokens=9), *events)

@@ -50,7 +50,7 @@ def gathered(events: Iterable[Event]) -> dict[Any, bytes]:
 
 
 def test_a_next_attempt_gives_what_is_missing() -> None:
-    """It is asked for the context from the first row that is missing; rows that come twice are handed on once."""
+    """The next attempt asks for context logits from the first missing row on, and repeated rows are passed on once."""
     sink = Sink()
     inflight = InflightRequest(asking(completion(prompt=(1, 2, 3, 4, 5))), 1, sink)
     for event in (rows("context", 0, 2), rows("context", 2, 3)):
@@ -91,7 +91,7 @@ def test_a_prompt_that_was_read_is_not_read_again() -> None:
 
 
 def test_a_search_that_is_run_again_gives_its_rows_once() -> None:
-    """Rows of texts that came before their tokens are not handed on again."""
+    """A search that is run again does not repeat rows that came before their tokens."""
     sink = Sink()
     request = asking(completion(n=2), beams=Beams(width=2))
     inflight = InflightRequest(request, 1, sink)
@@ -110,7 +110,7 @@ def test_a_search_that_is_run_again_gives_its_rows_once() -> None:
 
 
 def test_a_buffer_of_logits_is_full_by_bytes() -> None:
-    """Long before it has as many events as other buffers hold; drained when few bytes are left."""
+    """A buffer of logits is full by bytes before the usual number of events, and drained when few bytes are left."""
     buffer = event_buffer(asking(completion()), queue.SimpleQueue())
     part = Logits(0, "context", 0, 1, bytes(HIGH_BYTES // 8))
     for _ in range(8):
@@ -127,7 +127,7 @@ def test_a_buffer_of_logits_is_full_by_bytes() -> None:
 
 @pytest.mark.parametrize("n", [2])
 def test_an_unread_request_leaves_the_engine_which_is_killed(place: Any, make_bundle: Any, n: int) -> None:
-    """Paused for the bytes that wait, its engine killed, read at last: the rows are those of an engine left alone."""
+    """A request paused for its unread bytes, whose engine is killed, gives an undisturbed engine's rows when read."""
     bundle = make_bundle(vocab_size=2**16)
     request = asking(completion(max_tokens=110, n=n, prompt=(4, 5, 6)), stop_token_ids=())
     sequences = tuple(

@@ -35,7 +35,7 @@ def undisturbed(bundle, request):
 
 
 def test_a_stream_outlives_a_full_disk(place, make_bundle, full_disk):
-    """An engine that cannot be started again at once, for want of space, is a little later: no token is lost."""
+    """A stream loses no token if its engine can be restarted only once the disk has room again."""
     bundle, request = make_bundle(step_delay=0.004), completion(max_tokens=100)
     with place.connect(bundle) as engine:
         stream = engine.submit(request)
@@ -47,7 +47,7 @@ def test_a_stream_outlives_a_full_disk(place, make_bundle, full_disk):
 
 
 def test_a_runtime_directory_that_goes_while_it_is_made(place, monkeypatch):
-    """The last user of a runtime directory may remove it just as the next one has made it."""
+    """Making a runtime directory succeeds even if its last user removes it meanwhile."""
     real, left = state_directory.check_private, [1, 2, 3]
 
     def check_private(path, *kind):
@@ -64,7 +64,7 @@ def test_a_runtime_directory_that_goes_while_it_is_made(place, monkeypatch):
 
 
 def test_probing_a_lock_delays_a_start_but_does_not_fail_it(place, make_bundle, monkeypatch):
-    """Looking takes a free lock for a moment, and an engine may be started in that moment."""
+    """A process that probes a free lock at the moment of a start delays the start only."""
     looking, real = [], Launcher._start
 
     def start(self):
@@ -99,7 +99,7 @@ def test_a_lock_counts_as_held_without_file_descriptors(tmp_path):
 
 
 def test_a_search_may_fail_for_ever(monkeypatch):
-    """Pauses stay finite after thousands of failures; what the system refuses ends requests only when it lasts."""
+    """Pauses stay finite after thousands of failures, and system errors end requests only if they last."""
     said = []
     found = Reconnect(said.append)
     refused = OSError(errno.ENOSPC, "No space left on device")
@@ -119,7 +119,7 @@ def test_a_search_may_fail_for_ever(monkeypatch):
 
 
 def test_an_engine_that_only_one_client_gave_up_is_taken_again(place, make_bundle):
-    """A client that alone has seen its engine hang goes back to it when it is well: the stream goes on there."""
+    """A client that alone took its engine for hung returns to it, and its stream continues there."""
     bundle, request = make_bundle(step_delay=0.01), completion(max_tokens=400)
     with place.connect(bundle, LASTING, keep=True) as owner:
         pid = owner.info.pid
@@ -138,7 +138,7 @@ def test_an_engine_that_only_one_client_gave_up_is_taken_again(place, make_bundl
 
 
 def test_a_hanging_engine_is_waited_for_like_a_dead_one(place, make_bundle):
-    """Gone back to, it still gives no answer: what waits for it fails in time, and later requests find it well."""
+    """If the engine still does not answer, waiting requests fail in time, and later ones find it once it does."""
     bundle = make_bundle(step_delay=0.004)
     with place.connect(bundle, LASTING, keep=True) as owner:
         pid = owner.info.pid
@@ -163,7 +163,7 @@ def test_a_hanging_engine_is_waited_for_like_a_dead_one(place, make_bundle):
 
 @pytest.fixture
 def pair(place, make_bundle):
-    """Clients of two replicas, and the bundle; the first, whose pid is ``pair[0].info.pid``, has no supervisor."""
+    """Return clients of two replicas, and the bundle; the first, with pid ``pair[0].info.pid``, has no supervisor."""
     bundle = make_bundle(step_delay=0.004)
     owners = [place.connect(bundle, replica=i) for i in range(2)]
     one, two = (attach(owner._io.finder.state.path, timeout=240.0) for owner in owners)
@@ -175,7 +175,7 @@ def pair(place, make_bundle):
 
 
 def test_a_stream_is_handed_over_while_its_engine_is_looked_for(pair):
-    """A search takes as long as it takes; what ran there goes on with the other replica meanwhile."""
+    """A stream can be handed over to another replica while the search for its engine takes long."""
     one, two, bundle = pair
     request, looking, real = completion(max_tokens=200), threading.Event(), one._io.finder.find
 

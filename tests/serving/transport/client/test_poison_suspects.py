@@ -19,20 +19,20 @@ INFO = EngineInfo(
 
 
 class Sink(list):
-    """The events of one request."""
+    """A sink of one request's events."""
 
     paused, is_full, is_drained = False, False, True
     put = list.append
 
 
 class Engines:
-    """Engine after engine, each dying as soon as it has one of ``poison``; all others get their one token first."""
+    """A series of engines that die as soon as they have one of ``poison``; all others first give one token."""
 
     def __init__(self, state: ClientState, poison: set[str]) -> None:
         self.state, self.poison, self.deaths = state, poison, 0
 
     def live(self) -> None:
-        """One engine's life, until nothing is left to do or it dies."""
+        """Run one engine until nothing is left to do or it dies."""
         self.state.hello("c")
         self.state.receive(m.encode(m.Welcome(f"g{self.deaths}", INFO, Health(status="ready"))))
         while batch := self.submitted():
@@ -44,7 +44,7 @@ class Engines:
                 self.state.receive(m.encode(m.Events(1, ((message.number, Finished(0, "length", 0, 1)),))))
 
     def submitted(self) -> list[m.Submit]:
-        """All that came since the last step: what is together in the engine."""
+        """Return all requests that came since the last step, and so are together in the engine."""
         frames = [m.decode_for_engine(frame) for frame in self.state.outbox]
         self.state.outbox.clear()
         return [frame for frame in frames if isinstance(frame, m.Submit)]
@@ -52,8 +52,9 @@ class Engines:
 
 @pytest.mark.parametrize("poison", [{"r0"}, {"r2"}, {"r4"}, {"r1", "r3"}, {f"r{i}" for i in range(5)}])
 def test_only_those_that_end_engines_are_given_up(poison: set[str]) -> None:
-    """Five requests together on engines that die before any of them has an event: those that do not cause it finish,
-    those that do fail for good, wherever they stand, and each costs a few engines."""
+    """If requests run together on dying engines only those that kill them fail for good, at the cost of a few
+    engines each.
+    """
     state = ClientState("c")
     engines, sinks = Engines(state, poison), {f"r{i}": Sink() for i in range(5)}
     for name, sink in sinks.items():
@@ -106,7 +107,7 @@ def test_no_request_waits_after_all_have_failed() -> None:
 
 
 def test_the_others_get_their_tokens(place, make_bundle) -> None:
-    """With real engines: what runs beside a request that kills them has the tokens of an undisturbed run."""
+    """Requests beside one that kills real engines get the tokens of an undisturbed run."""
     bundle = make_bundle(poison_token_id=666, step_delay=0.002)
     requests = [completion(f"r{i}", prompt=(i, 1)) for i in range(4)]
     expected = [by_sequence(InstantEngine(bundle).submit(request)) for request in requests]

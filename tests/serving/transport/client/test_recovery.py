@@ -21,7 +21,7 @@ from mlflow_llm.serving.transport.client.protocol_state import MAX_RESTARTS
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("n", [1, 3])
 def test_killed_engine_loses_nothing(place, make_bundle, n, temperature):
-    """kill -9 at random points, twice: the same tokens, ends and counts as without, for several requests."""
+    """After two kill -9 at random points several requests have the same tokens, ends and counts as without."""
     bundle = make_bundle(step_delay=0.004)
     requests = [
         completion(f"r{i}", max_tokens=60 + 20 * i, n=n, temperature=temperature, prompt=(i, 1)) for i in range(4)
@@ -83,7 +83,7 @@ def test_hung_engine_is_replaced(place, make_bundle):
 
 
 def test_an_engine_that_hangs_grows_older(place, make_bundle):
-    """While nothing is heard of it the age of its last step grows, and falls when it goes on; the rest is as it was."""
+    """The age of a hanging engine's last step grows until it goes on, and the rest of its health stays."""
     with place.connect(make_bundle(step_delay=0.02, max_model_len=10**7)) as engine:  # not soon paused
         stream = engine.submit(completion(max_tokens=10**6))
         next(stream)
@@ -100,7 +100,7 @@ def test_an_engine_that_hangs_grows_older(place, make_bundle):
 
 
 def test_nothing_runs_in_an_engine_that_is_away(place, make_bundle):
-    """Nor waits there; what each process has counted is kept by its generation."""
+    """A dead engine has no running or waiting requests, and its counts are kept by generation."""
     settings = msgspec.structs.replace(SETTINGS, max_num_seqs=1)
     bundle = make_bundle(step_delay=0.02, load_delay=1.0, max_model_len=10**7)  # so slow that no stream is soon paused
     with place.connect(bundle, settings) as engine:
@@ -123,7 +123,7 @@ def test_nothing_runs_in_an_engine_that_is_away(place, make_bundle):
 
 
 def test_two_clients_one_successor(place, make_bundle):
-    """When a shared engine dies its clients, in two processes, meet again in one."""
+    """Two clients of a dead shared engine, in two processes, share one successor."""
     bundle = make_bundle(step_delay=0.003)
     with place.connect(bundle) as engine:
         code = """

@@ -84,7 +84,7 @@ def test_ending_a_sequence_of_a_paused_request(place, bundle):
 
 
 def test_leaving_a_paused_request(place, bundle):
-    """A paused request whose reader leaves is gone without a trace."""
+    """A paused request whose reader leaves is removed completely."""
     with place.connect(bundle) as engine:
         (stream,) = submit_paused(engine, long())
         stream.close()

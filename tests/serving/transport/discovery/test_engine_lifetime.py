@@ -26,7 +26,7 @@ from mlflow_llm.serving.transport.discovery.state_directory import StateDirector
 
 
 def test_remote_equals_local(place, make_bundle):
-    """An engine process says exactly what the same engine in this process says, and leaves nothing."""
+    """An engine process gives exactly the events of the same engine in this process, and leaves nothing."""
     bundle = make_bundle()
     with place.connect(bundle) as engine:
         here = InstantEngine(bundle).submit(completion(n=3))
@@ -37,7 +37,7 @@ def test_remote_equals_local(place, make_bundle):
 
 
 def test_files_are_private(place, make_bundle):
-    """Runtime and state directory and the socket are the user's alone, and others are refused."""
+    """Runtime directory, state directory and socket are private to the user, and others' are refused."""
     bundle = make_bundle()
     with place.connect(bundle) as engine:
         state = engine._io.finder.state
@@ -105,7 +105,7 @@ def test_dropped_stream_is_aborted(place, make_bundle):
 
 
 def test_terminated_engine(place, make_bundle):
-    """SIGTERM lets an engine go on until its last client has gone, and then end at once, whatever its idle_timeout."""
+    """After SIGTERM an engine runs until its last client has gone, and then ends at once, whatever its idle_timeout."""
     lasting = msgspec.structs.replace(SETTINGS, idle_timeout=600.0)
     bundle, request = make_bundle(step_delay=0.002), completion(max_tokens=100)
     expected = by_sequence(InstantEngine(bundle).submit(request))
@@ -192,7 +192,7 @@ def test_killed_while_loading(place, make_bundle):
     ],
 )
 def test_why_an_engine_ended_while_it_loaded(tmp_path, make_bundle, monkeypatch, log, free, said):
-    """Memory is the guess only where neither the log nor the disk tells why."""
+    """The error guesses at memory only if neither the log nor the disk gives a reason."""
     launcher = Launcher(make_bundle(), EngineSettings(), state_dir=str(tmp_path / "run"))
     lock = launcher.state.lock()
     launcher.state.prepare()
@@ -248,8 +248,7 @@ def test_threads_share_a_client(place, make_bundle):
 
 
 def test_an_interpreter_by_another_name_shares_the_engine(place, make_bundle, monkeypatch):
-    """``python`` and ``python3.11`` of one environment are one: as a notebook starts with one and a command with the
-    other. Another environment, or another interpreter, is not."""
+    """``python`` and ``python3.11`` of one environment share an engine; another environment or interpreter does not."""
     bundle = make_bundle()
     folder, prefix, real = Path(sys.executable).parent, sys.prefix, os.path.realpath(sys.executable)
     keys = []
@@ -276,7 +275,7 @@ def test_removed_directory(place, make_bundle):
 
 
 def test_a_directory_removed_under_a_stream(place, make_bundle):
-    """An engine that cannot be found any more ends at once, one other goes on with what ran."""
+    """An engine whose directory is removed ends at once, and another continues its requests."""
     bundle = make_bundle(step_delay=0.02)
     expected = by_sequence(InstantEngine(bundle).submit(completion(max_tokens=120)))
     with place.connect(bundle) as engine:

@@ -19,7 +19,7 @@ ONE, TWO = LOCAL + b"one", LOCAL + b"two"
 
 
 class Server(EngineServer):
-    """Without a connection: what it would send is kept."""
+    """An engine server without a connection, which keeps what it would send."""
 
     def _send(self, identity: bytes, message: m.ToClient) -> None:
         self.sent.setdefault(identity, []).append(message)
@@ -35,7 +35,7 @@ class Server(EngineServer):
 
 @contextmanager
 def offline_server(tmp_path: Path) -> Iterator[Server]:
-    """One that knows the clients ``ONE`` and ``TWO``; their journals are in ``tmp_path / "journal"``."""
+    """Return a server that knows the clients ``ONE`` and ``TWO``, with journals in ``tmp_path / "journal"``."""
     bundle = Bundle(content_hash="x", tasks=("completions",), model_dir=str(tmp_path), tokenizer_dir="")
     write_model(tmp_path, InstantModel())
     settings = EngineSettings()

@@ -12,14 +12,14 @@ from mlflow_llm.serving.transport.engine_process.drain import Drain
 
 @pytest.fixture
 def clock(monkeypatch):
-    """``clock[0]`` is the time."""
+    """Return a clock whose time is ``clock[0]``."""
     now = [100.0]
     monkeypatch.setattr(drain, "time", SimpleNamespace(monotonic=lambda: now[0]))
     return now
 
 
 def test_nobody_asked(clock):
-    """Until it is asked to end, an engine goes on, with work or without."""
+    """An engine that was not asked to end goes on, with work or without."""
     asked = Drain(5.0)
     clock[0] += 1000
     assert not asked.under_way
@@ -27,7 +27,7 @@ def test_nobody_asked(clock):
 
 
 def test_what_runs_has_its_time(clock):
-    """Without work it is over at once, with work after its seconds; asking again gives no more of them."""
+    """A drain is over at once without work and after its seconds with work; asking again does not extend it."""
     asked = Drain(5.0)
     asked.begin()
     assert asked.over(busy=False)
@@ -41,7 +41,7 @@ def test_what_runs_has_its_time(clock):
 
 
 def test_at_once(clock):
-    """Asked to end at once, whether or not it drains already, it waits for nothing."""
+    """An engine asked to end at once does not wait, even if it is draining."""
     for before in (False, True):
         asked = Drain(5.0)
         if before:

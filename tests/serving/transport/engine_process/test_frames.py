@@ -17,7 +17,7 @@ from mlflow_llm.serving.transport.engine_process.server import LOCAL
 
 
 def test_many_logits_are_several_frames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A frame is sent as soon as it has so many bytes of logits; events stay in order, and others go as they went."""
+    """A frame is sent as soon as it has so many bytes of logits, and events stay in order."""
     request = completion("a", max_tokens=1, n=4)
     assert request.sampling is not None
     sampling = msgspec.structs.replace(request.sampling, context_logits=True, generation_logits=True)
@@ -38,7 +38,7 @@ def test_many_logits_are_several_frames(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_messages_are_taken_between_steps_without_a_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While there is work nobody polls: what has come is there, and what has not is for the next step."""
+    """While there is work messages are received between steps without waiting."""
     with offline_server(tmp_path) as server, zmq.Context() as context:
         router, client = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
         router.bind("inproc://engine")

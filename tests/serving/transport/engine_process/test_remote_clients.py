@@ -29,7 +29,7 @@ from mlflow_llm.serving.transport.engine_process import server
 
 @pytest.fixture
 def key(tmp_path):
-    """A file with a new key."""
+    """Return the path of a new key file."""
     return write_key(tmp_path / "key")
 
 
@@ -51,7 +51,7 @@ def undisturbed(bundle, request):
 
 
 class Wire:
-    """A loopback port that passes bytes on to ``address``, until it is cut."""
+    """A loopback port that forwards bytes to ``address`` until it is cut."""
 
     def __init__(self, address: str) -> None:
         host, _, port = address.removeprefix("tcp://").rpartition(":")
@@ -80,7 +80,7 @@ class Wire:
             pass
 
     def cut(self) -> None:
-        """Break the connections that are there; new ones are taken."""
+        """Break the current connections; new ones are accepted."""
         ends, self._ends = self._ends, []
         for end in ends:
             with contextlib.suppress(OSError):  # its peer was faster
@@ -104,7 +104,7 @@ def test_a_wrong_key_is_refused(place, make_bundle, key, tmp_path):
 
 @pytest.mark.parametrize("other", [None, "other"])
 def test_no_word_without_the_key(place, make_bundle, key, tmp_path, other):
-    """A socket that speaks the engine's protocol, in the clear or with another key, is not answered."""
+    """An engine does not answer a socket that speaks its protocol in the clear or with another key."""
     address = free_address()
     context = zmq.Context()
     with place.connect(make_bundle(), listen=address, key_file=key):
@@ -134,13 +134,13 @@ def test_bad_key_files_are_refused(tmp_path):
 
 
 def test_no_engine_at_the_address(key):
-    """A client gets an error before its timeout has long passed if nothing listens at the address."""
+    """If nothing listens at the address, a client gets an error after its timeout."""
     with pytest.raises(Unavailable, match="no engine answered"):
         attach(free_address(), key_file=key, timeout=1.0)
 
 
 def test_a_stream_between_hosts_outlives_its_engine(place, make_bundle, key):
-    """kill -9 of the engine: its successor listens at the same address, and the stream goes on as it would have."""
+    """After kill -9 the engine's successor listens at the same address, and the stream continues undisturbed."""
     address, bundle = free_address(), make_bundle(step_delay=0.005)
     request = completion(max_tokens=200)
     with (
@@ -155,7 +155,7 @@ def test_a_stream_between_hosts_outlives_its_engine(place, make_bundle, key):
 
 
 def test_a_broken_connection(place, make_bundle, key):
-    """A connection that breaks, twice, while the engine works on: each stream goes on, and no sequence stays behind."""
+    """After a connection breaks twice each stream continues, and no sequence is left in the engine."""
     address, bundle = free_address(), make_bundle(step_delay=0.01)
     requests = [completion(f"r{i}", max_tokens=150, prompt=(i, 1)) for i in range(3)]
     wire = Wire(address)
@@ -193,11 +193,11 @@ def test_a_deadline_is_counted_where_the_engine_is(place, make_bundle):
 
 class _Deaf:
     def send(self, frame, flags=0):
-        """Nobody listens."""
+        """Drop the message, since nobody listens."""
 
 
 def test_a_silent_client_is_gone(place, make_bundle, monkeypatch):
-    """A client of another host that says nothing for long loses its sequences; one that pings keeps them."""
+    """A remote client that is silent for long loses its sequences, and one that pings keeps them."""
     clock = SimpleNamespace(now=1000.0, monotonic=lambda: clock.now)
     monkeypatch.setattr(server, "time", clock)
     core = InstantCore(make_bundle(step_delay=0.01, max_model_len=10**6), SETTINGS)

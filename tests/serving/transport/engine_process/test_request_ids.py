@@ -24,7 +24,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 
 def test_numbers_are_a_connections_own(server: Server) -> None:
-    """Two clients may use the same number: each hears of its own request, by that number."""
+    """Two clients may use the same request number, and each gets the events of its own request."""
     server._handle(ONE, m.Submit(1, completion("a", max_tokens=2)))
     server._handle(TWO, m.Submit(1, completion("b", max_tokens=3)))
     server.run_out()
@@ -35,7 +35,7 @@ def test_numbers_are_a_connections_own(server: Server) -> None:
 
 
 def test_the_journal_has_the_id_that_the_ledger_has(server: Server, tmp_path: Path) -> None:
-    """Nothing is added to it, whatever it is made of."""
+    """The journal has the ledger's request id unchanged, whatever it consists of."""
     for number, name in enumerate(("req@x.1", "3f", "req-9")):
         server._handle(ONE, m.Submit(number, completion(name, max_tokens=number + 1)))
     server.run_out()
@@ -45,8 +45,9 @@ def test_the_journal_has_the_id_that_the_ledger_has(server: Server, tmp_path: Pa
 
 
 def test_a_request_runs_once(server: Server) -> None:
-    """Handed over to another connection it may come there before it is aborted on the first: the first attempt ends,
-    and its abort, when it comes, is not the second's."""
+    """A request handed over before its abort ends on the first connection, and the late abort does not end the second
+    attempt.
+    """
     request = completion("a", max_tokens=4)
     server._handle(ONE, m.Submit(5, request))
     server.core.step()
@@ -64,7 +65,7 @@ def test_a_request_runs_once(server: Server) -> None:
 
 
 def test_a_client_sends_the_id_as_it_is(server: Server) -> None:
-    """Also of a request that it has taken over from another client; the number is then another."""
+    """A client sends the request id unchanged, also after a handover, when the number differs."""
     one, two = ClientState("one"), ClientState("two")
     for state in (one, two):
         state.hello("")

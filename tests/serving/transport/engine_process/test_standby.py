@@ -27,7 +27,7 @@ def standing_by(engine: Any) -> bool:
 
 
 def processes_of(place: Place, engine: Any) -> tuple[psutil.Process, psutil.Process]:
-    """The engine and its standby, once it is ready."""
+    """Return the engine's pid and its standby's, once the latter is ready."""
 
     def found() -> dict[int, psutil.Process]:
         return {process.pid: process for process in place.engines() if not gone(process)}
@@ -38,8 +38,9 @@ def processes_of(place: Place, engine: Any) -> tuple[psutil.Process, psutil.Proc
 
 
 def test_a_standby_takes_over(place: Place, make_bundle: Callable[..., Bundle]) -> None:
-    """A stream whose engine is killed goes on in the standby with the same tokens, another stands by, and all end
-    with the last client."""
+    """A stream whose engine is killed continues in the standby with the same tokens; a new standby starts, and all end
+    with the last client.
+    """
     bundle = make_bundle(step_delay=0.01)
     with place.connect(bundle, STANDBY) as engine:
         expected = by_sequence(engine.submit(completion("whole", max_tokens=200)))
@@ -57,7 +58,7 @@ def test_a_standby_takes_over(place: Place, make_bundle: Callable[..., Bundle]) 
 
 
 def test_attached_clients_find_the_standby(place: Place, make_bundle: Callable[..., Bundle]) -> None:
-    """A gateway's client, which starts no engine, goes on in the standby while its supervisor looks away."""
+    """A client that starts no engine continues in the standby, without its supervisor's help."""
     with place.connect(make_bundle(step_delay=0.01), STANDBY) as owner:
         serving, standby = processes_of(place, owner)
         (directory,) = [path for path in os.listdir(place.runtime) if os.path.isdir(os.path.join(place.runtime, path))]
@@ -70,7 +71,7 @@ def test_attached_clients_find_the_standby(place: Place, make_bundle: Callable[.
 
 
 def test_a_hanging_engine_is_replaced_by_its_standby(place: Place, make_bundle: Callable[..., Bundle]) -> None:
-    """The engine that stands still is killed, the standby is not."""
+    """A hanging engine is killed and its standby takes over."""
     settings = msgspec.structs.replace(STANDBY, stall_timeout=2.0)
     with place.connect(make_bundle(), settings, keep=True) as engine:
         serving, standby = processes_of(place, engine)
@@ -80,7 +81,7 @@ def test_a_hanging_engine_is_replaced_by_its_standby(place: Place, make_bundle: 
 
 
 def test_a_standby_that_dies_is_replaced(place: Place, make_bundle: Callable[..., Bundle]) -> None:
-    """Nobody who uses the engine notices."""
+    """A standby that dies is replaced without any effect on the engine's users."""
     with place.connect(make_bundle(step_delay=0.01), STANDBY) as engine:
         serving, standby = processes_of(place, engine)
         stream = engine.submit(completion(max_tokens=100))
@@ -93,7 +94,7 @@ def test_a_standby_that_dies_is_replaced(place: Place, make_bundle: Callable[...
 
 
 def test_all_killed_at_once(place: Place, make_bundle: Callable[..., Bundle]) -> None:
-    """Without its standby an engine is started again as before."""
+    """If engine and standby are killed together the engine is restarted as without one."""
     with place.connect(make_bundle(), STANDBY) as engine:
         both = processes_of(place, engine)
         for process in reversed(both):
@@ -106,8 +107,9 @@ def test_all_killed_at_once(place: Place, make_bundle: Callable[..., Bundle]) ->
 
 
 def test_sigterm_of_an_engine_ends_its_standby(place: Place, make_bundle: Callable[..., Bundle]) -> None:
-    """Both end with their last client after a SIGTERM; SIGTERM of the standby alone leaves the engine's files where
-    they are."""
+    """After a SIGTERM engine and standby end with their last client; SIGTERM of the standby alone keeps the engine's
+    files.
+    """
     engine = place.connect(make_bundle(), STANDBY)
     serving, standby = processes_of(place, engine)
     standby.terminate()
@@ -138,7 +140,7 @@ def test_clients_that_die_with_the_engine(place: Place, make_bundle: Callable[..
 
 
 def test_invalid_numbers_of_standbys_are_refused() -> None:
-    """More than one, or one for an engine that has no process, is refused by name."""
+    """More than one standby, or one for an engine without a process, is refused by name."""
     for settings in ({"standby": 2}, {"standby": 1, "in_process": True}):
         with pytest.raises(InvalidField, match="standby"):
             EngineSettings(**settings)
