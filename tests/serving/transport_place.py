@@ -61,7 +61,7 @@ def eventually(condition: Callable[[], bool], timeout: float = 240) -> bool:
 
 
 class Place:
-    """A runtime directory of the test's own (short: a socket's path has 107 bytes), and who runs there."""
+    """A runtime directory of the test's own (short: a socket's path has 107 bytes), and its processes."""
 
     def __init__(self) -> None:
         self.base = tempfile.mkdtemp(prefix="t", dir="/tmp")
@@ -69,7 +69,7 @@ class Place:
         self.children: list[subprocess.Popen[str]] = []
 
     def engines(self) -> list[psutil.Process]:
-        """Engine processes of this place, zombies included."""
+        """Return the engine processes of this place, zombies included."""
         found = []
         for process in psutil.process_iter(["cmdline"]):
             line = process.info["cmdline"] or []
@@ -89,7 +89,7 @@ class Place:
         return connect(bundle, settings, state_dir=self.runtime, core=CORE, **options)
 
     def run(self, code: str, bundle: Bundle, settings: EngineSettings = SETTINGS) -> subprocess.Popen[str]:
-        """A Python process that runs ``CLIENT`` and then ``code``."""
+        """Start a Python process that runs ``CLIENT`` and then ``code``."""
         program = CLIENT + textwrap.dedent(code)
         arguments = [msgspec.json.encode(bundle), msgspec.json.encode(settings), self.runtime, CORE]
         child = subprocess.Popen(
@@ -128,7 +128,7 @@ def make_bundle(tmp_path: Path) -> Callable[..., Bundle]:
 
 @pytest.fixture
 def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """``full_disk(times)``: so many files of state directories cannot be written."""
+    """Return ``full_disk(times)``, after which so many writes of state files fail."""
     left: list[OSError] = []
     real = StateDirectory.write_json
 
@@ -156,12 +156,12 @@ def completion(
 
 
 def timeless(events: Iterable[Event]) -> list[Event]:
-    """``events`` without the times in them."""
+    """Return ``events`` without their times."""
     return [msgspec.structs.replace(e, queue_time=0.0) if isinstance(e, Finished) else e for e in events]
 
 
 def by_sequence(events: Iterable[Event]) -> tuple[dict[int, list[int]], dict[int | None, Event]]:
-    """Token ids and the ending of each sequence."""
+    """Return the token ids and the ending of each sequence."""
     tokens: dict[int, list[int]] = {}
     ends: dict[int | None, Event] = {}
     for event in timeless(events):
