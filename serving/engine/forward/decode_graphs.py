@@ -21,7 +21,8 @@ import torch
 from ..adapters.virtual_tokens import VirtualTokens
 from ..attention.kv_cache import Row
 from ..attention.paged.cache import PagedKVCache
-from ..attention.paged.plan import PagedPlan, StepTables, row_indexes, table_array
+from ..attention.paged.plan import PagedPlan
+from ..attention.paged.step_tables import StepTables, row_indexes, table_array
 from ..devices.transfers import upload
 from ..weights.forward_context import ContextHolder, ForwardContext
 from .runner import ModelForward

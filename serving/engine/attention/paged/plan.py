@@ -14,17 +14,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
-
-from ..kv_cache import LayerShape, Row
+from ..kv_cache import LayerShape
 from ..slab import Slab
 from ..slot_attention import attend_latent_prefill, causal_mask, prefill
 from . import decode, varlen
+from .step_tables import Chunk, StepTables
 
 if TYPE_CHECKING:
     from ..latent_attention import Projections
-    from .cache import PagedKVCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,72 +72,6 @@ class LayerBlocks:
 
     def _pairs(self, k: Any, v: Any) -> list[tuple[Any, Any]]:
         return [(self.k, k)] if self.shape.shared else [(self.k, k), (self.v, v)]
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Tokens ``[a, b)`` of the flat row, which are those from position ``start`` on of a sequence with this block
-    table."""
-
-    a: int
-    b: int
-    start: int
-    blocks: Any
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.b - self.a
-
-
-@dataclass(frozen=True, slots=True)
-class StepTables:
-    """The tables that a step's attention reads, on the device. ``indexes`` int64 [T] says where each token's KV goes.
-    For the single tokens, which come first: ``block_tables`` int32 [B, blocks] and ``lengths`` int32 [B]."""
-
-    indexes: Any
-    block_tables: Any
-    lengths: Any
-    chunks: Sequence[Chunk] = ()
-    longest: int = 0
-
-    @classmethod
-    def of(cls, rows: Sequence[Row], cache: PagedKVCache, device: Any) -> StepTables:
-        tables = [cache.blocks_of(row.owner) for row in rows]
-        n = next((i for i, row in enumerate(rows) if row.num_tokens != 1), len(rows))
-        lengths = [row.start + 1 for row in rows[:n]]
-        chunks, a = [], n
-        for row, table in zip(rows[n:], tables[n:], strict=True):
-            blocks = torch.tensor(table[: cache.num_blocks(row.start + row.num_tokens)], device=device)
-            chunks.append(Chunk(a, a + row.num_tokens, row.start, blocks))
-            a += row.num_tokens
-        return cls(
-            indexes=torch.from_numpy(row_indexes(rows, tables, cache.block_size)).to(device),
-            block_tables=torch.from_numpy(table_array(tables[:n])).to(device),
-            lengths=torch.tensor(lengths, dtype=torch.int32, device=device),
-            chunks=chunks,
-            longest=max(lengths, default=0),
-        )
-
-    @property
-    def num_decodes(self) -> int:
-        return len(self.lengths)
-
-
-def row_indexes(rows: Sequence[Row], tables: Sequence[Sequence[int]], size: int) -> Any:
-    """Return where each token's KV goes, int64 [T]: an index into all blocks' tokens."""
-    parts = []
-    for row, table in zip(rows, tables, strict=True):
-        at = np.arange(row.start, row.start + row.num_tokens)
-        parts.append(np.asarray(table, dtype=np.int64)[at // size] * size + at % size)
-    return np.concatenate(parts)
-
-
-def table_array(tables: Sequence[Sequence[int]]) -> Any:
-    """Return block tables as int32 [B, longest table], padded with block 0."""
-    array = np.zeros((len(tables), max(map(len, tables), default=0)), dtype=np.int32)
-    for row, table in zip(array, tables, strict=True):
-        row[: len(table)] = table
-    return array
 
 
 class PagedPlan:

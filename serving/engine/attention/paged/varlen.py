@@ -8,13 +8,12 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-if TYPE_CHECKING:
-    from .plan import StepTables
+from .step_tables import StepTables
 
 logger = logging.getLogger(__name__)
 HALVES = (torch.float16, torch.bfloat16)  # the dtypes of flash attention
