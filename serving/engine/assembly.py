@@ -44,26 +44,32 @@ FEWEST_TOKENS = 64  # of KV that are of any use, where nobody has set how many
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """The parts of an engine. A generating engine has all but ``embedder``, and ``ahead`` only if it launches steps
-    ahead. An embedding engine has only ``embedder``."""
+    """The parts of an engine that generates."""
 
     info: EngineInfo
-    cache: Any = None
-    scheduler: Any = None
-    runner: Any = None
-    lora: Any = None
-    reader: PictureReader | None = None  # of pictures, if the model reads them
-    ahead: GraphedForward | None = None  # launches steps ahead, if the engine does that
-    embedder: Any = None
+    cache: Any
+    scheduler: Any
+    runner: Any
+    lora: Any
+    reader: PictureReader | None  # of images, if the model reads them
+    ahead: GraphedForward | None  # launches steps ahead, if the engine does that
 
 
-def assemble(bundle: Bundle, settings: EngineSettings) -> EngineParts:
+@dataclass(frozen=True, slots=True)
+class EmbeddingParts:
+    """The part of an engine that embeds texts or scores pairs."""
+
+    info: EngineInfo
+    embedder: Any
+
+
+def assemble(bundle: Bundle, settings: EngineSettings) -> EngineParts | EmbeddingParts:
     """Load the weights and assemble the engine. Raises ``PackagingError`` if it cannot run as the settings ask."""
     refuse_settings(settings, bundle.tasks, quantization_of(transformer_dir(bundle.model_dir)))
     fp8.refuse(settings, resolve_device(settings))
     use_threads(settings)
     if POOLED.intersection(bundle.tasks):
-        return _pooling_parts(bundle, settings)
+        return _embedding_parts(bundle, settings)
     loaded = load_model(bundle, settings)
     memory = free_memory(loaded.device) // 2 if settings.kv_cache_memory is None else settings.kv_cache_memory
     # the native step is batch-invariant anyway and keeps prefix caching: computing a prefix again gives the same bits
@@ -199,12 +205,12 @@ def _paged_info(loaded: LoadedModel, cache: KVCache, forward: StepForward, not_a
     )
 
 
-def _pooling_parts(bundle: Bundle, settings: EngineSettings) -> EngineParts:
+def _embedding_parts(bundle: Bundle, settings: EngineSettings) -> EmbeddingParts:
     from .models import cross_encoder, embedder
 
     load = cross_encoder.load_cross_encoder if "score" in bundle.tasks else embedder.load_embedder
     loaded: Any = load(bundle, settings)
-    return EngineParts(loaded.info, embedder=loaded)
+    return EmbeddingParts(loaded.info, loaded)
 
 
 def make_cache(loaded: LoadedModel, settings: EngineSettings, memory: int, *, prefix_caching: bool) -> KVCache:

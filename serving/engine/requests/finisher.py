@@ -11,7 +11,6 @@ from ..beams.beam_group import BeamGroup
 from ..constraints.grammars import Grammars
 from ..scheduling.inflight import InflightRequest, InflightRequests
 from ..scheduling.sequence import SequenceGroup, SequenceState
-from .embedding_queue import EmbeddingQueue
 
 logger = logging.getLogger(__name__)
 
@@ -19,16 +18,12 @@ logger = logging.getLogger(__name__)
 class RequestFinisher:
     """Removes finished and failed requests from all parts of the engine.
 
-    ``scheduler`` and ``cache`` are None if the engine generates no text. ``generated`` counts the tokens given to
-    requests, ``generated_provisioned`` those given to provisioned ones."""
+    ``generated`` counts the tokens given to requests, ``generated_provisioned`` those given to provisioned ones."""
 
-    def __init__(
-        self, inflight: InflightRequests, scheduler: Any, cache: Any, embeddings: EmbeddingQueue, grammars: Grammars
-    ) -> None:
+    def __init__(self, inflight: InflightRequests, scheduler: Any, cache: Any, grammars: Grammars) -> None:
         self._inflight = inflight
         self._scheduler = scheduler
         self._cache = cache
-        self._embeddings = embeddings
         self._grammars = grammars
         self.generated = self.generated_provisioned = 0
 
@@ -57,7 +52,6 @@ class RequestFinisher:
         """Fail a request: finish all of its sequences and remove it from the engine."""
         for sequence in inflight.unfinished:
             self._scheduler.finish(sequence, keep=False)
-        self._embeddings.drop(inflight.request.request_id)
         self._grammars.forget(inflight.request.request_id)
         self._inflight.fail(inflight, error)
 

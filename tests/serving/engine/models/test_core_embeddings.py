@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -14,8 +15,18 @@ from tiny_models import request_of
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaModel
 
 from mlflow_llm.serving.engine.core import EngineCore
+from mlflow_llm.serving.engine.cores.embedding_core import EmbeddingCore
+from mlflow_llm.serving.engine.cores.generation_core import GenerationCore
 from mlflow_llm.serving.interface.bundle import Bundle, EmbeddingSpec
-from mlflow_llm.serving.interface.errors import Aborted, ContextTooLong, DeadlineExceeded, InternalError, ShuttingDown
+from mlflow_llm.serving.interface.errors import (
+    Aborted,
+    ContextTooLong,
+    DeadlineExceeded,
+    InternalError,
+    InvalidField,
+    NotFound,
+    ShuttingDown,
+)
 from mlflow_llm.serving.interface.events import Embedded, Failed
 from mlflow_llm.serving.interface.request import Sequence, ValidRequest
 from mlflow_llm.serving.interface.settings import EngineSettings
@@ -209,6 +220,33 @@ def test_an_error_is_its_own_requests_alone(core: EngineCore, monkeypatch: pytes
     reported = take(core)
     assert reported["bad"][-1].kind == InternalError("").kind
     assert sorted(reported["good"]) == [0, 1]
+
+
+def test_every_batch_is_a_step(core: EngineCore) -> None:
+    """Health counts the batch that empties the queue too."""
+    core.add(ask("a", TEXTS[0]))
+    take(core)
+    assert core.health().steps == 1
+
+
+def test_it_is_an_embedding_core(core: EngineCore, tiny_bundle: Bundle) -> None:
+    """The factory chooses the core by the model's tasks; only a generating one has a KV cache."""
+    generating = EngineCore(tiny_bundle, EngineSettings(kv_cache_memory=1 << 24))
+    assert (type(core), type(generating)) == (EmbeddingCore, GenerationCore)
+    assert core.health().kv_tokens_total == 0 < generating.health().kv_tokens_total
+    assert not core.waits
+    generating.close()
+
+
+def test_it_takes_no_adapters(core: EngineCore) -> None:
+    """Loading one is refused as a bad field, unloading or asking for one as not found."""
+    with pytest.raises(InvalidField, match="this model takes none"):
+        core.load_adapter("a", "/nowhere")
+    with pytest.raises(NotFound, match="'a' is not loaded"):
+        core.unload_adapter("a")
+    assert core.adapters() == ()
+    core.add(msgspec.structs.replace(ask("asks", TEXTS[0]), adapter="a"))
+    assert take(core)["asks"][-1].kind == NotFound("").kind
 
 
 def test_closing_fails_what_waits(served: Served) -> None:

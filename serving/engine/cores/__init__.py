@@ -1,0 +1,1 @@
+"""The cores of the engine: one for models that generate, one for models that embed or score, and their base."""
