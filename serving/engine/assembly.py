@@ -30,6 +30,7 @@ from .forward.step_size import step_size
 from .models.image_encoder import PictureReader
 from .models.loader import LoadedModel, kv_block_size, load_model, resolve_device, use_threads
 from .models.native_decoder import NativeDecoder
+from .models.pooling import InputEmbedder
 from .models.sentence_files import transformer_dir
 from .models.settings_check import refuse_settings
 from .native import library
@@ -47,10 +48,10 @@ class EngineParts:
     """The parts of an engine that generates."""
 
     info: EngineInfo
-    cache: Any
-    scheduler: Any
-    runner: Any
-    lora: Any
+    cache: KVCache
+    scheduler: Scheduler
+    runner: Runner
+    lora: LoraPool
     reader: PictureReader | None  # of images, if the model reads them
     ahead: GraphedForward | None  # launches steps ahead, if the engine does that
 
@@ -60,7 +61,7 @@ class EmbeddingParts:
     """The part of an engine that embeds texts or scores pairs."""
 
     info: EngineInfo
-    embedder: Any
+    embedder: InputEmbedder
 
 
 def assemble(bundle: Bundle, settings: EngineSettings) -> EngineParts | EmbeddingParts:
@@ -209,7 +210,7 @@ def _embedding_parts(bundle: Bundle, settings: EngineSettings) -> EmbeddingParts
     from .models import cross_encoder, embedder
 
     load = cross_encoder.load_cross_encoder if "score" in bundle.tasks else embedder.load_embedder
-    loaded: Any = load(bundle, settings)
+    loaded: InputEmbedder = load(bundle, settings)
     return EmbeddingParts(loaded.info, loaded)
 
 

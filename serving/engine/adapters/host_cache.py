@@ -8,27 +8,29 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Generic, TypeVar
 
 from .eviction import choose, held_by
 
+Weights = TypeVar("Weights")
+
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Copy:
+class _Copy(Generic[Weights]):
     key: str
     owner: Hashable
     num_bytes: int
     last_used: int
-    weights: Any
+    weights: Weights
 
 
-class HostCopies:
+class HostCopies(Generic[Weights]):
     """Copies within ``budget`` bytes, which owners share in the same way as the device's (``adapter_room``). A copy
     that came later counts as used later."""
 
     def __init__(self, budget: int) -> None:
         self._budget = budget
-        self._copies: dict[str, _Copy] = {}
+        self._copies: dict[str, _Copy[Weights]] = {}
         self._made = 0
 
     def __contains__(self, key: str) -> bool:
@@ -42,7 +44,7 @@ class HostCopies:
         """Return whether a copy of this size can be kept at all."""
         return num_bytes <= self._budget
 
-    def keep(self, key: str, owner: Hashable, num_bytes: int, weights: Any) -> list[str]:
+    def keep(self, key: str, owner: Hashable, num_bytes: int, weights: Weights) -> list[str]:
         """Keep a copy. Return the keys of the copies dropped for it, or its own if there is no room for it."""
         held = held_by(self._copies.values())
         gone = choose(self._copies.values(), held, owner, num_bytes, room=self._budget)
@@ -54,7 +56,7 @@ class HostCopies:
         self._copies[key] = _Copy(key, owner, num_bytes, self._made, weights)
         return [copy.key for copy in gone]
 
-    def take(self, key: str) -> Any:
+    def take(self, key: str) -> Weights:
         """Take the weights of ``key`` out, to go back to the device."""
         return self._copies.pop(key).weights
 

@@ -20,7 +20,7 @@ import itertools
 import os
 from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 from ...interface.bundle import Bundle
 from ...interface.engine import AdapterInfo
@@ -40,6 +40,8 @@ from . import lora_task
 from .eviction import choose, held_by
 from .files import CONFIG, WEIGHTS
 from .host_cache import HostCopies
+from .lora import Adapter, LoraPool
+from .request_adapters import not_loaded
 from .virtual_tokens import Table
 
 HOST_MEMORY = 1 << 30  # default for bytes of copies on the host if the weights are on another device
@@ -69,18 +71,26 @@ class _Adapter:
         return self.name[0] if isinstance(self.name, tuple) else None
 
 
+class Forgetful(Protocol):
+    """The part of the KV cache used here, which is above the adapters."""
+
+    def forget(self, adapter: str) -> None:
+        """Drop the idle KV of an adapter, whatever its salt."""
+        ...
+
+
 class AdapterRegistry:
     """Loads, evicts and counts the adapters of one engine.
 
-    ``pool`` (``lora.LoraPool``) holds the weights and is None if the model takes no adapters; ``cache`` holds the KV.
+    ``pool`` holds the weights, ``cache`` the KV.
     ``max_adapters`` limits the number of named adapters, ``budget`` the bytes of all loaded ones and ``host_budget``
     the bytes of the copies of evicted ones on the host. Adapters named in ``pinned`` are never evicted.
     """
 
     def __init__(
         self,
-        pool: Any,
-        cache: Any,
+        pool: LoraPool,
+        cache: Forgetful,
         *,
         max_adapters: int,
         budget: int,
@@ -89,7 +99,7 @@ class AdapterRegistry:
     ) -> None:
         self._pool, self._cache = pool, cache
         self._max_adapters, self._budget, self._pinned = max_adapters, budget, frozenset(pinned)
-        self._host = HostCopies(host_budget)
+        self._host: HostCopies[Adapter] = HostCopies(host_budget)
         self._current: dict[Hashable, _Adapter] = {}  # a named adapter by its name, a task by (owner, id)
         self._by_key: dict[str, _Adapter] = {}
         self._clock = itertools.count(1)
@@ -138,13 +148,12 @@ class AdapterRegistry:
 
     def learned_prompt(self, key: str) -> Table | None:
         """The learned prompt of a claimed adapter, which goes before its requests' prompts; None if it has none."""
-        prompt: Table | None = self._pool.prompt_of(key) if key else None
-        return prompt
+        return self._pool.prompt_of(key) if key else None
 
     def _named(self, name: str) -> _Adapter:
         adapter = self._current.get(name)
         if adapter is None:
-            raise NotFound(f"adapter {name!r} is not loaded", param="adapter")
+            raise not_loaded(name)
         if adapter.key not in self._pool and not self._came_back(adapter):
             assert adapter.info is not None
             path = adapter.info.path
@@ -198,10 +207,7 @@ class AdapterRegistry:
         """Load a named adapter from a peft directory. With ``pinned`` it is never evicted.
 
         A name that is already loaded is refused, or replaced with ``replace``: running requests end on the old
-        weights. Raises ``AlreadyExists``, ``LimitExceeded``, ``Overloaded``, or ``InvalidField`` if the model takes no
-        adapters."""
-        if self._pool is None:
-            raise InvalidField("adapter", name, "no adapter: this model takes none")
+        weights. Raises ``AlreadyExists``, ``LimitExceeded``, ``Overloaded``, or ``InvalidField`` if it does not fit."""
         known = self._current.get(name)
         if known is not None and not replace:
             raise AlreadyExists(f"adapter {name!r} is already loaded", param="adapter")
@@ -227,13 +233,13 @@ class AdapterRegistry:
         With ``at_once`` there is no conflict: requests that use the adapter end on its weights."""
         adapter = self._current.get(name)
         if adapter is None:
-            raise NotFound(f"adapter {name!r} is not loaded", param="adapter")
+            raise not_loaded(name)
         if adapter.users and not at_once:
             raise Conflict(f"adapter {name!r} is in use", param="adapter")
         self._leave(adapter)
 
     def infos(self) -> tuple[AdapterInfo, ...]:
-        """The named adapters; () if the model takes none."""
+        """Return the named adapters."""
         return tuple(one.info for one in self._current.values() if one.info is not None)
 
     # -- room
@@ -273,7 +279,7 @@ class AdapterRegistry:
             if one.info is None:
                 self._leave(one)
 
-    def _enter(self, adapter: _Adapter, read: Any) -> _Adapter:
+    def _enter(self, adapter: _Adapter, read: Adapter) -> _Adapter:
         """Make ``adapter`` the one that its name refers to."""
         known = self._current.get(adapter.name)
         if known is not None:
@@ -283,7 +289,7 @@ class AdapterRegistry:
         self._add(adapter, read)
         return adapter
 
-    def _add(self, adapter: _Adapter, read: Any) -> None:
+    def _add(self, adapter: _Adapter, read: Adapter) -> None:
         self._pool.add(adapter.key, read)
         self.num_loads += 1
 
@@ -311,7 +317,7 @@ class AdapterRegistry:
         for key, adapter in self._by_key.items():
             if adapter.users != held.count(key) or not (adapter.is_current or adapter.users):
                 raise RuntimeError(f"adapter {key} has {adapter.users} users, {held.count(key)} requests")
-        if self._pool is not None and (self.num_bytes > self._budget or len(self._pool) > len(self._by_key)):
+        if self.num_bytes > self._budget or len(self._pool) > len(self._by_key):
             raise RuntimeError(f"{len(self._pool)} adapters of {self.num_bytes} bytes are loaded")
         for key in self._by_key:
             if key in self._host and key in self._pool:
@@ -340,8 +346,8 @@ def pinned_adapters(settings: EngineSettings, bundle: Bundle) -> frozenset[str]:
     return frozenset((*settings.pinned_adapters, *default))
 
 
-def adapter_host_memory(settings: EngineSettings, pool: Any) -> int:
+def adapter_host_memory(settings: EngineSettings, pool: LoraPool) -> int:
     """Bytes allowed for copies on the host. If the weights are there anyway, only what the setting asks for."""
     if settings.adapter_host_memory is not None:
         return settings.adapter_host_memory
-    return 0 if pool is None or pool.is_on_host else HOST_MEMORY
+    return 0 if pool.is_on_host else HOST_MEMORY

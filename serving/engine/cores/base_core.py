@@ -12,7 +12,7 @@ from ...interface.engine import AdapterInfo, Client, EngineInfo, EngineOutput, H
 from ...interface.errors import AlreadyExists, InternalError, ServingError, ShuttingDown
 from ...interface.request import ValidRequest
 from ...interface.settings import EngineSettings
-from ..adapters.registry import AdapterRegistry
+from ..adapters.request_adapters import RequestAdapters
 from ..devices import openmp
 from ..devices.cpu_contention import Contention
 from ..native import library
@@ -28,7 +28,7 @@ class BaseCore(ABC):
 
     backend: ClassVar[str] = BACKEND
 
-    def __init__(self, settings: EngineSettings, info: EngineInfo, adapters: AdapterRegistry) -> None:
+    def __init__(self, settings: EngineSettings, info: EngineInfo, adapters: RequestAdapters) -> None:
         self.settings = settings
         self.info = info
         self._adapters = adapters

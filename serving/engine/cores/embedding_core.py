@@ -12,7 +12,7 @@ from ...interface.engine import Client, EngineOutput, Health
 from ...interface.errors import Aborted, DeadlineExceeded, ServingError
 from ...interface.request import ValidRequest
 from ...interface.settings import EngineSettings
-from ..adapters.registry import AdapterRegistry
+from ..adapters.request_adapters import NoAdapters
 from ..assembly import EmbeddingParts
 from ..forward.step_size import DEFAULT_TOKENS
 from ..requests.embedding_queue import EmbeddingQueue
@@ -29,8 +29,7 @@ class EmbeddingCore(BaseCore):
         self._parts = parts
         max_tokens = 0 if settings.batch_invariant else settings.max_num_batched_tokens or DEFAULT_TOKENS
         self._embeddings = EmbeddingQueue(parts.embedder, max_tokens)
-        adapters = AdapterRegistry(None, None, max_adapters=settings.max_adapters, budget=settings.adapter_memory)
-        super().__init__(settings, parts.info, adapters)
+        super().__init__(settings, parts.info, NoAdapters())
 
     def _accept(self, request: ValidRequest, client: Client) -> None:
         adapter = self._adapters.claim(request)

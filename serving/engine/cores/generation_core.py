@@ -57,18 +57,15 @@ class GenerationCore(BaseCore):
             width=parts.info.hidden_size,
             first_id=parts.info.vocab_size,
         )
-        super().__init__(
-            settings,
-            parts.info,
-            AdapterRegistry(
-                parts.lora,
-                parts.cache,
-                max_adapters=settings.max_adapters,
-                budget=settings.adapter_memory,
-                host_budget=adapter_host_memory(settings, parts.lora),
-                pinned=pinned_adapters,
-            ),
+        self._registry = AdapterRegistry(
+            parts.lora,
+            parts.cache,
+            max_adapters=settings.max_adapters,
+            budget=settings.adapter_memory,
+            host_budget=adapter_host_memory(settings, parts.lora),
+            pinned=pinned_adapters,
         )
+        super().__init__(settings, parts.info, self._registry)
         self._wake: Callable[[], None] = _ignore
         trust = settings.trust_remote_code
         read = partial(grammar_tokenizer.load, bundle, parts.info.vocab_size, trust_remote_code=trust)
@@ -102,7 +99,7 @@ class GenerationCore(BaseCore):
         inflight = self._inflight.add(request, client, adapter)
         num_learned = 0
         try:
-            learned = self._adapters.learned_prompt(adapter)
+            learned = self._registry.learned_prompt(adapter)
             if learned is not None:
                 num_learned, table = len(learned.vectors), learned
                 request = with_learned_prompt(request, num_learned, self.info)

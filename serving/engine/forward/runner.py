@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from ..adapters.lora import LoraPool
 from ..adapters.virtual_tokens import VirtualTokens
 from ..attention.kv_cache import KVCache, Row
 from ..scheduling.batch_invariance import pieces
@@ -47,11 +48,11 @@ class StepForward(Protocol):
 
 
 class ModelForward:
-    """Runs transformers' code. ``lora`` is the adapter pool or None."""
+    """Runs transformers' code. ``lora`` is None for a model without adapters."""
 
     wants_decodes_together = True
 
-    def __init__(self, model: Any, holder: ContextHolder, cache: KVCache, lora: Any, device: Any) -> None:
+    def __init__(self, model: Any, holder: ContextHolder, cache: KVCache, lora: LoraPool | None, device: Any) -> None:
         self._model = model
         self._holder = holder
         self._cache = cache

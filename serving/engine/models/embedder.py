@@ -74,14 +74,18 @@ class Embedder:
         self._head = EmbeddingHead(self._spec, bundle.model_dir, width, self._device)
         self.info = msgspec.structs.replace(self.info, embedding_dim=self._head.dim)
 
-    def embed(self, token_ids: Sequence[Sequence[int]]) -> np.ndarray[Any, np.dtype[np.float32]]:
+    def embed(
+        self, token_ids: Sequence[Sequence[int]], second_from: Sequence[int] | None = None
+    ) -> np.ndarray[Any, np.dtype[np.float32]]:
         """Embed sequences: float32 [n, dim], pooled and, if the model says so, normalised to length 1.
 
-        Raises ``ContextTooLong``, and ``InvalidField`` for an empty sequence."""
+        From ``second_from`` on, a sequence's tokens are of the second type. Raises ``ContextTooLong``, and
+        ``InvalidField`` for an empty sequence."""
         self.check_lengths(token_ids)
         vectors = np.empty((len(token_ids), self.dim), dtype=np.float32)
         for row in rows(token_ids, row_tokens(self)):
-            vectors[row] = self._embed_row([token_ids[i] for i in row])
+            seconds = None if second_from is None else [second_from[i] for i in row]
+            vectors[row] = self._embed_row([token_ids[i] for i in row], seconds)
         return vectors
 
     def check_lengths(self, token_ids: Sequence[Sequence[int]]) -> None:
@@ -93,10 +97,10 @@ class Embedder:
                 raise InvalidField("input", [], "at least one token")
 
     @torch.inference_mode()
-    def _embed_row(self, sequences: Sequence[Sequence[int]]) -> Any:
+    def _embed_row(self, sequences: Sequence[Sequence[int]], second_from: Sequence[int] | None) -> Any:
         lengths = [len(sequence) for sequence in sequences]
         assert self._head is not None, "set when the model is loaded"
-        return self._head(pool(self.hidden(sequences), lengths, self._spec.pooling)).cpu().numpy()
+        return self._head(pool(self.hidden(sequences, second_from), lengths, self._spec.pooling)).cpu().numpy()
 
     def hidden(self, sequences: Sequence[Sequence[int]], second_from: Sequence[int] | None = None) -> Any:
         """The last hidden states [T, D] of the sequences of a row.

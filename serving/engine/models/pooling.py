@@ -7,13 +7,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ...interface.bundle import POOLING_MODES as MODES
 from ...interface.bundle import EmbeddingSpec, HeadModule
+from ...interface.engine import EngineInfo
 from ...interface.errors import PackagingError, reason
 
 WEIGHTS = "model.safetensors"
+
+
+class InputEmbedder(Protocol):
+    """A model that computes one vector of each input: an embedder pools them, a cross-encoder scores them."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    def embed(self, token_ids: Sequence[Sequence[int]], second_from: Sequence[int] | None = None) -> Any:
+        """Return float32 [n, dim], a row for each input. From ``second_from`` on, an input's tokens are its second
+        text's."""
+        ...
 
 
 def pooling_modes(pooling: str) -> list[str]:

@@ -12,11 +12,12 @@ import torch
 from ...interface.errors import ServingError
 from ...interface.events import PromptScored
 from ...interface.stop_rule import StopReason
+from ..attention.kv_cache import KVCache
 from ..beams.beam_group import BeamGroup
 from ..constraints.logits_processors import nothing_left
 from ..sampling.sampler import sample, score_prompt
 from ..scheduling.inflight import InflightRequests
-from ..scheduling.scheduler import ScheduledChunk
+from ..scheduling.scheduler import ScheduledChunk, Scheduler
 from ..scheduling.sequence import NO_ALLOWED_TOKEN, Sampled, SamplePosition, SequenceGroup, SequenceState
 from .finisher import RequestFinisher
 
@@ -27,8 +28,8 @@ class Delivery:
     def __init__(
         self,
         inflight: InflightRequests,
-        scheduler: Any,
-        cache: Any,
+        scheduler: Scheduler,
+        cache: KVCache,
         exits: RequestFinisher,
         add_member: Callable[[SequenceGroup, int], SequenceState],
     ) -> None:
@@ -154,6 +155,7 @@ class Delivery:
         sequence, speculation = chunk.sequence, self._scheduler.speculation
         if sequence.status != "running":
             return
+        assert speculation is not None, "it made the drafts"
         first = sequence.num_tokens
         held = speculation.verify(sequence, sequence.slice(first, first + chunk.num_drafted).copy(), sampled)
         sequence.num_computed = first + len(held) - 1

@@ -14,6 +14,7 @@ import numpy as np
 
 from ...interface.events import Embedded
 from ...interface.request import ValidRequest
+from ..models.pooling import InputEmbedder
 from ..scheduling.tenants import LeastServed, Tenant, Tenants
 
 Outcome = Embedded | Exception
@@ -22,11 +23,9 @@ Outcome = Embedded | Exception
 class EmbeddingQueue:
     """Batches the inputs of waiting requests.
 
-    ``embedder.embed(token id tuples, where the second text of each begins)`` returns float32 [n, dim]: pooled and
-    normalised vectors, or a cross-encoder's numbers. A batch has at most ``max_tokens`` tokens; with 0 each input is a
-    batch of its own."""
+    A batch has at most ``max_tokens`` tokens; with 0 each input is a batch of its own."""
 
-    def __init__(self, embedder: Any, max_tokens: int) -> None:
+    def __init__(self, embedder: InputEmbedder, max_tokens: int) -> None:
         self._embedder = embedder
         self._max_tokens = max_tokens
         self._lines: dict[Tenant, dict[str, deque[int]]] = {}  # input indices by request, in the order of their turns

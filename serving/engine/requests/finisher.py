@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 from ...interface.errors import InternalError, ServingError
 from ...interface.events import FinishReason
+from ..attention.kv_cache import KVCache
 from ..beams.beam_group import BeamGroup
 from ..constraints.grammars import Grammars
 from ..scheduling.inflight import InflightRequest, InflightRequests
+from ..scheduling.scheduler import Scheduler
 from ..scheduling.sequence import SequenceGroup, SequenceState
 
 logger = logging.getLogger(__name__)
@@ -20,7 +21,7 @@ class RequestFinisher:
 
     ``generated`` counts the tokens given to requests, ``generated_provisioned`` those given to provisioned ones."""
 
-    def __init__(self, inflight: InflightRequests, scheduler: Any, cache: Any, grammars: Grammars) -> None:
+    def __init__(self, inflight: InflightRequests, scheduler: Scheduler, cache: KVCache, grammars: Grammars) -> None:
         self._inflight = inflight
         self._scheduler = scheduler
         self._cache = cache
