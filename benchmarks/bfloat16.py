@@ -21,7 +21,7 @@ from typing import Any
 
 from report import publish
 
-from mlflow_llm.serving.engine.core import EngineCore
+from mlflow_llm.serving.engine.cores.generation_core import GenerationCore
 from mlflow_llm.serving.interface.bundle import Bundle
 from mlflow_llm.serving.interface.request import Sampling, Sequence, ValidRequest
 from mlflow_llm.serving.interface.settings import EngineSettings
@@ -39,7 +39,7 @@ def request(name: str, ids: tuple[int, ...], **sampling: Any) -> ValidRequest:
     )
 
 
-def seconds_to_first(core: EngineCore, ids: tuple[int, ...]) -> float:
+def seconds_to_first(core: GenerationCore, ids: tuple[int, ...]) -> float:
     core.add(request("prompt", ids, max_tokens=1))
     began = time.perf_counter()
     while core.has_work():
@@ -47,7 +47,7 @@ def seconds_to_first(core: EngineCore, ids: tuple[int, ...]) -> float:
     return time.perf_counter() - began
 
 
-def seconds_a_step(core: EngineCore, size: int, length: int) -> float:
+def seconds_a_step(core: GenerationCore, size: int, length: int) -> float:
     """Return the median time of a step once ``size`` sequences of ``length`` tokens decode."""
     new = 24
     for i in range(size):
@@ -64,7 +64,7 @@ def drawn(length: int, seed: int) -> tuple[int, ...]:
     return tuple(random.Random(seed).choices(range(100, 20000), k=length))
 
 
-def surprise(core: EngineCore, windows: list[tuple[int, ...]]) -> tuple[float, int]:
+def surprise(core: GenerationCore, windows: list[tuple[int, ...]]) -> tuple[float, int]:
     """Return the summed negative log probabilities of the windows' tokens, and their number."""
     total, count = 0.0, 0
     for ids in windows:
@@ -77,7 +77,7 @@ def surprise(core: EngineCore, windows: list[tuple[int, ...]]) -> tuple[float, i
     return total, count
 
 
-def texts(core: EngineCore, prompts: list[tuple[int, ...]], new: int) -> list[list[int]]:
+def texts(core: GenerationCore, prompts: list[tuple[int, ...]], new: int) -> list[list[int]]:
     found: dict[str, list[int]] = {str(i): [] for i in range(len(prompts))}
     for i, ids in enumerate(prompts):
         core.add(request(str(i), ids, max_tokens=new))
@@ -123,7 +123,7 @@ def main() -> None:
     whole, kinds = next(iter(each)), tuple(each)
     folders = {"int4": args.int4}
     cores = {
-        kind: EngineCore(
+        kind: GenerationCore(
             Bundle(
                 content_hash="bench",
                 tasks=("completions",),

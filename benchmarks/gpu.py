@@ -94,7 +94,7 @@ def floor_seconds(
 
 def run_ours(args: argparse.Namespace, quantization: Literal["none", "fp8"] = "none") -> dict[str, Any]:
     """Return seconds a step of pure decoding, by number of sequences."""
-    from mlflow_llm.serving.engine.core import EngineCore
+    from mlflow_llm.serving.engine.cores.generation_core import GenerationCore
     from mlflow_llm.serving.interface.bundle import Bundle
     from mlflow_llm.serving.interface.request import Sampling, Sequence, ValidRequest
     from mlflow_llm.serving.interface.settings import EngineSettings
@@ -112,7 +112,7 @@ def run_ours(args: argparse.Namespace, quantization: Literal["none", "fp8"] = "n
     )
     bundle = Bundle(content_hash="gpu", tasks=("completions",), model_dir=str(args.model), tokenizer_dir="")
     began = time.perf_counter()
-    core = EngineCore(bundle, settings)
+    core = GenerationCore(bundle, settings)
     found: dict[str, Any] = {"start_seconds": time.perf_counter() - began, "steps": {}, "prefill": {}}
     assert core.info.paged is not None
     found["attention"] = core.info.paged.attention

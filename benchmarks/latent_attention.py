@@ -21,7 +21,7 @@ from bfloat16 import drawn, seconds_a_step, seconds_to_first
 from report import publish
 
 from mlflow_llm.serving.engine.attention import latent_attention
-from mlflow_llm.serving.engine.core import EngineCore
+from mlflow_llm.serving.engine.cores.generation_core import GenerationCore
 from mlflow_llm.serving.interface.bundle import Bundle
 from mlflow_llm.serving.interface.settings import EngineSettings
 
@@ -49,16 +49,16 @@ def save_model(folder: str, asked: argparse.Namespace) -> None:
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
 
-def load(folder: str, *, whole: bool) -> EngineCore:
+def load(folder: str, *, whole: bool) -> GenerationCore:
     bundle = Bundle(content_hash="latent", tasks=("completions",), model_dir=folder, tokenizer_dir="")
     settings = EngineSettings(kv_cache_memory=MEMORY, prefix_caching=False)
     if not whole:
-        return EngineCore(bundle, settings)
+        return GenerationCore(bundle, settings)
     with patch.object(latent_attention, "install", lambda model: ([], "asked for by the benchmark")):
-        return EngineCore(bundle, settings)
+        return GenerationCore(bundle, settings)
 
 
-def measured(cores: dict[str, EngineCore], asked: argparse.Namespace) -> list[dict[str, Any]]:
+def measured(cores: dict[str, GenerationCore], asked: argparse.Namespace) -> list[dict[str, Any]]:
     rows: dict[str, dict[str, Any]] = {}
     for name, core in cores.items():
         tokens = core._parts.cache.num_tokens_total

@@ -27,8 +27,8 @@ from report import publish
 from transformers import AutoModelForCausalLM
 
 from mlflow_llm.serving.engine.assembly import assemble
-from mlflow_llm.serving.engine.attention.kv_cache import Row
-from mlflow_llm.serving.engine.core import EngineCore
+from mlflow_llm.serving.engine.attention.kv_cache import PrefixKey, Row
+from mlflow_llm.serving.engine.cores.generation_core import GenerationCore
 from mlflow_llm.serving.interface.bundle import Bundle
 from mlflow_llm.serving.interface.request import Sampling, Sequence, ValidRequest
 from mlflow_llm.serving.interface.settings import EngineSettings
@@ -83,7 +83,7 @@ def run_ours(model_dir: str, folder: Path, repeats: int, settings: EngineSetting
     for batch in BATCHES:
         ids = np.random.default_rng(0).integers(0, 1000, batch)
         for owner in range(batch):
-            parts.cache.acquire(owner, "", ids[owner : owner + 1].astype(np.int32))
+            parts.cache.acquire(owner, PrefixKey("", ""), ids[owner : owner + 1].astype(np.int32))
         rows = [Row(owner, 0, 1) for owner in parts.cache.decode_order(range(batch))]
         for count in COUNTS:
             names = names_of(count, batch)
@@ -102,11 +102,11 @@ def run_uses(model_dir: str, folder: Path, repeats: int, settings: EngineSetting
     bundle = Bundle(
         content_hash="bench", tasks=("completions",), model_dir=model_dir, tokenizer_dir=model_dir, adapters=paths
     )
-    core = EngineCore(bundle, settings)
+    core = GenerationCore(bundle, settings)
     core.unload_adapter("b")
-    settings = msgspec.structs.replace(settings, adapter_memory=core._adapters.num_bytes * 3 // 2)
+    settings = msgspec.structs.replace(settings, adapter_memory=core._registry.num_bytes * 3 // 2)
     core.close()
-    core = EngineCore(bundle, settings)  # with room for one of the two
+    core = GenerationCore(bundle, settings)  # with room for one of the two
     times: dict[str, list[tuple[float, float]]] = {"base": [], "first": [], "second": [], "third": [], "other": []}
     for i in range(repeats):
         for use, found in times.items():

@@ -14,14 +14,15 @@ import time
 import torch
 from report import publish
 
-from mlflow_llm.serving.engine.core import EngineCore
+from mlflow_llm.serving.engine.cores.generation_core import GenerationCore
+from mlflow_llm.serving.engine.models.native_decoder import NativeDecoder
 from mlflow_llm.serving.interface.bundle import Bundle
 from mlflow_llm.serving.interface.events import Finished
 from mlflow_llm.serving.interface.request import Sampling, Sequence, ValidRequest
 from mlflow_llm.serving.interface.settings import EngineSettings
 
 
-def seconds_a_step(core: EngineCore, name: str, prompt: int, new: int) -> float:
+def seconds_a_step(core: GenerationCore, name: str, prompt: int, new: int) -> float:
     request = ValidRequest(
         request_id=name,
         task="completions",
@@ -50,7 +51,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
     bundle = Bundle(content_hash="bench", tasks=("completions",), model_dir=args.model, tokenizer_dir=args.model)
-    core = EngineCore(
+    core = GenerationCore(
         bundle,
         EngineSettings(
             quantization=args.quantization,
@@ -61,6 +62,7 @@ def main() -> None:
         ),
     )
     decoder = core._parts.runner.step_forward
+    assert isinstance(decoder, NativeDecoder)
     weights = decoder._weights
     packed = {
         id(one): one for layer in weights.layers for one in (layer.qkv, layer.o, layer.gate_up, layer.down) if one

@@ -24,7 +24,8 @@ import msgspec
 from llguidance import LLMatcher
 from report import publish
 
-from mlflow_llm.serving.engine.core import EngineCore
+from mlflow_llm.serving.engine.attention.slot_cache import SlotKVCache
+from mlflow_llm.serving.engine.cores.generation_core import GenerationCore
 from mlflow_llm.serving.interface.bundle import Bundle
 from mlflow_llm.serving.interface.constraint import Grammar
 from mlflow_llm.serving.interface.request import Beams, Sampling, Sequence, ValidRequest
@@ -143,8 +144,8 @@ def main() -> None:
         "batch_invariant": args.batch_invariant, "kv_cache_dtype": args.kv_cache_dtype,
     }  # fmt: skip
 
-    def core_of(**more: Any) -> EngineCore:
-        return EngineCore(bundle, EngineSettings(**{"kv_cache_memory": 1 << 30, **basic, **more}))
+    def core_of(**more: Any) -> GenerationCore:
+        return GenerationCore(bundle, EngineSettings(**{"kv_cache_memory": 1 << 30, **basic, **more}))
 
     core = core_of(prefix_caching=False, speculation="none")
     walk = random.Random(5)
@@ -155,6 +156,7 @@ def main() -> None:
         request = request_of(name, prompt, **SHOWN, **sampling)
         wanted.append((request, answer(core, request)))
     cache = core._parts.cache
+    assert isinstance(cache, SlotKVCache)
     tokens = 8 * 110 * cache.slot_elements // cache.slot_tokens * cache.dtype.itemsize
     neighbour = Neighbours(prompt, core.info.vocab_size, tuple(adapters))
     kernels = core.info.kernels

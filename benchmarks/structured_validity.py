@@ -29,13 +29,13 @@ class Bench:
     def __init__(self, args: argparse.Namespace) -> None:
         from transformers import AutoTokenizer
 
-        from mlflow_llm.serving.engine.core import EngineCore
+        from mlflow_llm.serving.engine.cores.generation_core import GenerationCore
         from mlflow_llm.serving.interface.bundle import Bundle
         from mlflow_llm.serving.interface.settings import EngineSettings
 
         bundle = Bundle(content_hash="bench", tasks=("completions",), model_dir=args.model, tokenizer_dir=args.model)
         settings = EngineSettings(quantization=args.quantization, max_model_len=2048, max_num_seqs=max(args.batch))
-        self.core = EngineCore(bundle, settings)
+        self.core = GenerationCore(bundle, settings)
         self.tokenizer: Any = AutoTokenizer.from_pretrained(args.model)
         self.prompt = tuple(self.tokenizer.encode("Here is an example of the data, as JSON:\n"))
         self.max_tokens = args.max_tokens

@@ -13,7 +13,6 @@ import torch
 from ..interface.bundle import Bundle
 from ..interface.engine import Capabilities, EngineInfo, PagedInfo
 from ..interface.errors import PackagingError
-from ..interface.request import POOLED
 from ..interface.settings import EngineSettings
 from ..system.main_memory import main_memory
 from .adapters.lora import LoraPool
@@ -64,13 +63,10 @@ class EmbeddingParts:
     embedder: InputEmbedder
 
 
-def assemble(bundle: Bundle, settings: EngineSettings) -> EngineParts | EmbeddingParts:
-    """Load the weights and assemble the engine. Raises ``PackagingError`` if it cannot run as the settings ask."""
-    refuse_settings(settings, bundle.tasks, quantization_of(transformer_dir(bundle.model_dir)))
-    fp8.refuse(settings, resolve_device(settings))
-    use_threads(settings)
-    if POOLED.intersection(bundle.tasks):
-        return _embedding_parts(bundle, settings)
+def assemble(bundle: Bundle, settings: EngineSettings) -> EngineParts:
+    """Load the weights and assemble an engine that generates. Raises ``PackagingError`` if it cannot run as the
+    settings ask."""
+    _prepare(bundle, settings)
     loaded = load_model(bundle, settings)
     memory = free_memory(loaded.device) // 2 if settings.kv_cache_memory is None else settings.kv_cache_memory
     # the native step is batch-invariant anyway and keeps prefix caching: computing a prefix again gives the same bits
@@ -127,6 +123,13 @@ def assemble(bundle: Bundle, settings: EngineSettings) -> EngineParts | Embeddin
     )
     runner = Runner(forward, cache, batch_invariant=alone)
     return EngineParts(info, cache, scheduler, runner, lora, loaded.reader, ahead)
+
+
+def _prepare(bundle: Bundle, settings: EngineSettings) -> None:
+    """Refuse settings that do not suit the model or the machine, and set the threads."""
+    refuse_settings(settings, bundle.tasks, quantization_of(transformer_dir(bundle.model_dir)))
+    fp8.refuse(settings, resolve_device(settings))
+    use_threads(settings)
 
 
 def _check_room(num_tokens: int, max_model_len: int, memory: int) -> None:
@@ -206,9 +209,12 @@ def _paged_info(loaded: LoadedModel, cache: KVCache, forward: StepForward, not_a
     )
 
 
-def _embedding_parts(bundle: Bundle, settings: EngineSettings) -> EmbeddingParts:
+def assemble_embedding(bundle: Bundle, settings: EngineSettings) -> EmbeddingParts:
+    """Load a model that embeds texts or scores pairs. Raises ``PackagingError`` if it cannot run as the settings
+    ask."""
     from .models import cross_encoder, embedder
 
+    _prepare(bundle, settings)
     load = cross_encoder.load_cross_encoder if "score" in bundle.tasks else embedder.load_embedder
     loaded: InputEmbedder = load(bundle, settings)
     return EmbeddingParts(loaded.info, loaded)

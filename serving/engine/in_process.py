@@ -18,12 +18,11 @@ from ..interface.events import Embedded, Event, Failed, Finished
 from ..interface.request import ValidRequest
 from ..interface.settings import EngineSettings
 from .core import EngineCore
-from .cores.base_core import BaseCore
 
 logger = logging.getLogger(__name__)
 
 WAIT = 0.25  # seconds between looks while a request waits for its grammar, since it may have a deadline
-Command = Callable[[BaseCore], None]
+Command = Callable[[EngineCore], None]
 Commands: TypeAlias = "queue.SimpleQueue[Command | None]"
 
 
@@ -93,7 +92,7 @@ class InProcessEngine(Engine):
             stream.put(Failed(ShuttingDown.kind, "the engine is closed"))
         return stream
 
-    def _add(self, core: BaseCore, request: ValidRequest, stream: InProcessStream) -> None:
+    def _add(self, core: EngineCore, request: ValidRequest, stream: InProcessStream) -> None:
         core.add(request, stream)
 
     def abort(self, request_id: str) -> None:
@@ -132,17 +131,17 @@ class InProcessEngine(Engine):
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
-    def _send(self, command: Callable[[BaseCore], None]) -> bool:
+    def _send(self, command: Callable[[EngineCore], None]) -> bool:
         with self._lock:
             if self._closed:
                 return False
             self._commands.put(command)
             return True
 
-    def _call(self, ask: Callable[[BaseCore], Any]) -> Any:
+    def _call(self, ask: Callable[[EngineCore], Any]) -> Any:
         answer: Future[Any] = Future()
 
-        def run(core: BaseCore) -> None:
+        def run(core: EngineCore) -> None:
             try:
                 answer.set_result(ask(core))
             except Exception as error:
@@ -167,7 +166,7 @@ def _main(bundle: Bundle, settings: EngineSettings, started: Future[EngineInfo],
     _hand_out(core.close())
 
 
-def _follow(core: BaseCore, commands: Commands) -> bool:
+def _follow(core: EngineCore, commands: Commands) -> bool:
     """Run the next command; return False at the end. No reference to it stays, since it may refer to the engine."""
     command = _next_command(commands, WAIT if core.waits else None, wait=not core.has_work())
     if command is not None:
@@ -182,7 +181,7 @@ def _next_command(commands: Commands, seconds: float | None, *, wait: bool) -> C
         return _nothing
 
 
-def _nothing(core: BaseCore) -> None:
+def _nothing(core: EngineCore) -> None:
     """The command that runs between two steps if no other has come."""
 
 

@@ -4,32 +4,34 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Collection
 
 import msgspec
 import torch
 
-from ...interface.engine import Client, EngineOutput, Health
+from ...interface.bundle import Bundle
+from ...interface.engine import Client, EngineInfo, EngineOutput, Health
 from ...interface.errors import Aborted, DeadlineExceeded, ServingError
 from ...interface.request import ValidRequest
-from ...interface.settings import EngineSettings
-from ..adapters.request_adapters import NoAdapters
-from ..assembly import EmbeddingParts
+from ..adapters.request_adapters import NoAdapters, RequestAdapters
+from ..assembly import assemble_embedding
 from ..forward.step_size import DEFAULT_TOKENS
 from ..requests.embedding_queue import EmbeddingQueue
 from ..scheduling.inflight import InflightRequest
-from .base_core import BaseCore, model_failure
+from .engine_core import EngineCore, model_failure
 
 logger = logging.getLogger(__name__)
 
 
-class EmbeddingCore(BaseCore):
+class EmbeddingCore(EngineCore, pooled=True):
     """A core without a KV cache, sequences or adapters: all inputs of a request are embedded, or the request fails."""
 
-    def __init__(self, settings: EngineSettings, parts: EmbeddingParts) -> None:
-        self._parts = parts
+    def _load(self, bundle: Bundle, pinned: Collection[str]) -> tuple[EngineInfo, RequestAdapters]:
+        settings = self.settings
+        self._parts = assemble_embedding(bundle, settings)
         max_tokens = 0 if settings.batch_invariant else settings.max_num_batched_tokens or DEFAULT_TOKENS
-        self._embeddings = EmbeddingQueue(parts.embedder, max_tokens)
-        super().__init__(settings, parts.info, NoAdapters())
+        self._embeddings = EmbeddingQueue(self._parts.embedder, max_tokens)
+        return self._parts.info, NoAdapters()
 
     def _accept(self, request: ValidRequest, client: Client) -> None:
         adapter = self._adapters.claim(request)

@@ -15,14 +15,15 @@ import torch
 
 from ...interface.bundle import Bundle
 from ...interface.constraint import Grammar
-from ...interface.engine import Client, EngineOutput, Health
+from ...interface.engine import Client, EngineInfo, EngineOutput, Health
 from ...interface.errors import ServingError
 from ...interface.events import Finished
 from ...interface.request import LoraTask, ValidRequest
 from ...interface.settings import EngineSettings
 from ..adapters.registry import AdapterRegistry, adapter_host_memory
+from ..adapters.request_adapters import RequestAdapters
 from ..adapters.virtual_tokens import Table, table_of
-from ..assembly import EngineParts
+from ..assembly import assemble
 from ..attention.kv_cache import PrefixKey
 from ..beams.beam_group import BeamGroup
 from ..constraints import grammar_tokenizer
@@ -37,38 +38,23 @@ from ..requests.request_check import check_beams, with_learned_prompt
 from ..scheduling.inflight import InflightRequest
 from ..scheduling.scheduler import ScheduledChunk
 from ..scheduling.sequence import SequenceGroup, SequenceState
-from .base_core import BaseCore, model_failure
+from .engine_core import EngineCore, model_failure
 
 logger = logging.getLogger(__name__)
 
 
-class GenerationCore(BaseCore):
+class GenerationCore(EngineCore, pooled=False):
     """A core with a KV cache, whose requests have sequences. Not thread-safe."""
 
-    def __init__(
-        self, bundle: Bundle, settings: EngineSettings, parts: EngineParts, pinned_adapters: Collection[str]
-    ) -> None:
-        self._parts = parts
-        self._scheduler = parts.scheduler
-        self._runner = parts.runner
+    def __init__(self, bundle: Bundle, settings: EngineSettings) -> None:
+        super().__init__(bundle, settings)
+        parts = self._parts
         self._pictures = Pictures(
-            parts.reader,
-            budget=settings.picture_cache,
-            width=parts.info.hidden_size,
-            first_id=parts.info.vocab_size,
+            parts.reader, budget=settings.picture_cache, width=self.info.hidden_size, first_id=self.info.vocab_size
         )
-        self._registry = AdapterRegistry(
-            parts.lora,
-            parts.cache,
-            max_adapters=settings.max_adapters,
-            budget=settings.adapter_memory,
-            host_budget=adapter_host_memory(settings, parts.lora),
-            pinned=pinned_adapters,
-        )
-        super().__init__(settings, parts.info, self._registry)
         self._wake: Callable[[], None] = _ignore
         trust = settings.trust_remote_code
-        read = partial(grammar_tokenizer.load, bundle, parts.info.vocab_size, trust_remote_code=trust)
+        read = partial(grammar_tokenizer.load, bundle, self.info.vocab_size, trust_remote_code=trust)
         self._masks = BitmaskWorker()
         self._grammars = Grammars(read, lambda: self._wake())
         scheduler, cache = parts.scheduler, parts.cache
@@ -77,6 +63,21 @@ class GenerationCore(BaseCore):
         self._ahead = LaunchAhead(parts.ahead, scheduler, cache)
         self._next_id = 0
         self._goes_on = False
+
+    def _load(self, bundle: Bundle, pinned: Collection[str]) -> tuple[EngineInfo, RequestAdapters]:
+        settings = self.settings
+        self._parts = parts = assemble(bundle, settings)
+        self._scheduler = parts.scheduler
+        self._runner = parts.runner
+        self._registry = AdapterRegistry(
+            parts.lora,
+            parts.cache,
+            max_adapters=settings.max_adapters,
+            budget=settings.adapter_memory,
+            host_budget=adapter_host_memory(settings, parts.lora),
+            pinned=pinned,
+        )
+        return parts.info, self._registry
 
     # -- requests ---------------------------------------------------------------------------------------------------
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import ClassVar
+from collections.abc import Callable, Collection
+from typing import Any, ClassVar, Self
 
 from ...interface.bundle import Bundle
 from ...interface.engine import AdapterInfo, Client, EngineInfo, EngineOutput, Health
 from ...interface.errors import AlreadyExists, InternalError, ServingError, ShuttingDown
-from ...interface.request import ValidRequest
+from ...interface.request import POOLED, ValidRequest
 from ...interface.settings import EngineSettings
+from ...interface.validated_struct import Checked
+from ..adapters.registry import pinned_adapters
 from ..adapters.request_adapters import RequestAdapters
 from ..devices import openmp
 from ..devices.cpu_contention import Contention
@@ -19,30 +20,42 @@ from ..native import library
 from ..requests.request_check import check_request
 from ..scheduling.inflight import InflightRequest, InflightRequests
 
-BACKEND = "native"
 
+class EngineCore:
+    """Implements ``Core`` except for what a step computes. ``EngineCore(bundle, settings)`` makes a subclass, the core
+    of the model's tasks. Not thread-safe: the thread that makes it must drive it (torch ties its threads to it)."""
 
-class BaseCore(ABC):
-    """Implements ``Core`` except for what a step computes. Not thread-safe: the thread that makes it must drive it
-    (torch ties its threads to it)."""
+    backend: ClassVar[str] = "native"
+    _by_pooled: ClassVar[dict[bool, type[EngineCore]]] = {}
 
-    backend: ClassVar[str] = BACKEND
+    def __init_subclass__(cls, *, pooled: bool) -> None:
+        """Register a core. ``pooled``: whether it computes the tasks in ``POOLED``, or all others."""
+        super().__init_subclass__()
+        cls._by_pooled[pooled] = cls
 
-    def __init__(self, settings: EngineSettings, info: EngineInfo, adapters: RequestAdapters) -> None:
+    def __new__(cls, bundle: Bundle, settings: EngineSettings) -> Self:
+        """Choose the core by the model's tasks, unless it is called by its own name."""
+        chosen: Any = cls._by_pooled[bool(POOLED.intersection(bundle.tasks))] if cls is EngineCore else cls
+        made: Self = super().__new__(chosen)
+        return made
+
+    def __init__(self, bundle: Bundle, settings: EngineSettings) -> None:
+        """Load the model. Raises ``PackagingError`` if it cannot run as the settings ask."""
+        settings.of_backend(self.backend, Checked)
         self.settings = settings
-        self.info = info
-        self._adapters = adapters
+        self.info, self._adapters = self._load(bundle, pinned_adapters(settings, bundle))
         self._inflight = InflightRequests(self._ended)
         self._steps = 0
         self._last_step = time.monotonic()
         self._closed = False
         self._contention = Contention(self._wait_on_processors)
         self._wait_on_processors(False)
-
-    def load_bundled_adapters(self, bundle: Bundle) -> None:
-        """Load the adapters that came with the model."""
         for name, path in bundle.adapters.items():
             self.load_adapter(name, path)
+
+    def _load(self, bundle: Bundle, pinned: Collection[str]) -> tuple[EngineInfo, RequestAdapters]:
+        """Load the model and make what its adapters are kept in, where those named in ``pinned`` are never evicted."""
+        raise NotImplementedError
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
@@ -67,25 +80,25 @@ class BaseCore(ABC):
             self._inflight.check_room(request, self.settings.max_queued_requests)
         check_request(request, self.info)
 
-    @abstractmethod
     def _accept(self, request: ValidRequest, client: Client) -> None:
         """Put a checked request in flight. Raises ``ServingError`` only while the request is not yet in flight."""
+        raise NotImplementedError
 
-    @abstractmethod
     def abort(self, request_id: str) -> None:
         """End a request early. Unknown or finished requests are ignored."""
+        raise NotImplementedError
 
-    @abstractmethod
     def finish(self, request_id: str, index: int) -> None:
         """End one sequence, whose text is complete for its caller. The others go on."""
+        raise NotImplementedError
 
-    @abstractmethod
     def _expire(self, inflight: InflightRequest) -> None:
         """End a request whose deadline has passed."""
+        raise NotImplementedError
 
-    @abstractmethod
     def _fail(self, inflight: InflightRequest, error: ServingError) -> None:
         """Fail a request and release all that it has in the engine."""
+        raise NotImplementedError
 
     def _ended(self, inflight: InflightRequest) -> None:
         """Note that a request has left the engine."""
@@ -93,9 +106,9 @@ class BaseCore(ABC):
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
-    @abstractmethod
     def has_work(self) -> bool:
         """Return whether ``step`` has something to do or to return."""
+        raise NotImplementedError
 
     @property
     def waits(self) -> bool:
@@ -106,9 +119,9 @@ class BaseCore(ABC):
         """See ``Core.on_work``. Never called by a core whose requests wait for nothing."""
         return
 
-    @abstractmethod
     def step(self) -> list[EngineOutput]:
         """Make a little progress (one forward) and return what happened."""
+        raise NotImplementedError
 
     def _expire_late(self) -> None:
         now = time.monotonic()
