@@ -104,6 +104,10 @@ class Grammars:
         """How many requests wait."""
         return len(self._waiting)
 
+    def __contains__(self, request_id: str) -> bool:
+        """Return whether a request waits, until ``take`` returns it: its grammar may be done before."""
+        return request_id in self._waiting
+
     def ask(self, request_id: str, grammar: Grammar) -> Compilation:
         """Return the compilation of ``grammar``. If it is not done, the request now waits for it.
 
@@ -147,7 +151,7 @@ class Grammars:
         """Return whether ``take`` has something to return."""
         return any(one.is_done or _is_overdue(one) for one in self._waiting.values())
 
-    def take(self) -> list[tuple[str, Compilation, ServingError | None]]:
+    def take(self) -> list[tuple[str, ServingError | None]]:
         """Take the requests whose wait is over, each with its error if it cannot be run."""
         over = []
         for compilation in list(dict.fromkeys(self._waiting.values())):
@@ -158,7 +162,7 @@ class Grammars:
             if compilation.refusal:
                 self.drop(compilation)
             for request_id, grammar in compilation.waiting.items():
-                over.append((request_id, compilation, compilation.error(grammar)))
+                over.append((request_id, compilation.error(grammar)))
                 del self._waiting[request_id]
             compilation.waiting.clear()
         return over

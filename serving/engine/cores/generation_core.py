@@ -28,7 +28,7 @@ from ..attention.kv_cache import PrefixKey
 from ..beams.beam_group import BeamGroup
 from ..constraints import grammar_tokenizer
 from ..constraints.bitmasks import BitmaskWorker
-from ..constraints.grammars import TEXTS, Compilation, Grammars
+from ..constraints.grammars import TEXTS, Grammars
 from ..constraints.logits_processors import LogitsProcessors
 from ..forward.async_scheduling import LaunchAhead
 from ..requests.delivery import Delivery
@@ -36,6 +36,7 @@ from ..requests.finisher import RequestFinisher
 from ..requests.image_features import Pictures
 from ..requests.request_check import check_beams, with_learned_prompt
 from ..scheduling.inflight import InflightRequest
+from ..scheduling.prerequisites import Prerequisites
 from ..scheduling.scheduler import ScheduledChunk
 from ..scheduling.sequence import SequenceGroup, SequenceState
 from .engine_core import EngineCore, model_failure
@@ -115,21 +116,28 @@ class GenerationCore(EngineCore, pooled=False):
         inflight.groups = self._groups(request, adapter, table)
         for group in inflight.groups if num_learned else ():
             group.num_learned = num_learned
-        reading = self._pictures.get(request.request_id)
+        inflight.prerequisites = Prerequisites(
+            images=request.request_id in self._pictures,
+            grammar=request.request_id in self._grammars,
+            compilation=compilation,
+        )
         for sequence in inflight.unfinished:
-            if reading is not None:
-                sequence.waits_for = "pictures"
-            elif compilation is not None:
-                sequence.waits_for = "grammar"
+            sequence.waits_for = inflight.prerequisites.wait_reason
             self._scheduler.add(sequence)
-        if reading is not None:
-            reading.compilation = compilation
-            reading.compiles = compilation is not None and not compilation.is_done
-        elif compilation is None or compilation.is_done:
-            self._begin(inflight, compilation)
+        if inflight.prerequisites.are_met:
+            self._begin(inflight)
 
-    def _begin(self, inflight: InflightRequest, compilation: Compilation | None) -> None:
+    def _proceed(self, inflight: InflightRequest) -> None:
+        """Begin a request if the prerequisite that has been met was the last, or let it wait for the next."""
+        if inflight.prerequisites.are_met:
+            self._begin(inflight)
+        else:
+            for sequence in inflight.unfinished:
+                sequence.waits_for = inflight.prerequisites.wait_reason
+
+    def _begin(self, inflight: InflightRequest) -> None:
         """Let the sequences run, each within its grammar if it has one. End those that were complete when resumed."""
+        compilation = inflight.prerequisites.compilation
         for sequence in inflight.unfinished:
             reason = sequence.stop_reason()
             self._scheduler.unblock(sequence)
@@ -296,29 +304,27 @@ class GenerationCore(EngineCore, pooled=False):
 
     def _end_waits(self) -> None:
         """Begin the requests whose grammars are compiled, and fail those whose grammars cannot be compiled."""
-        for request_id, compilation, error in self._grammars.take():
+        for request_id, error in self._grammars.take():
             inflight = self._inflight.get(request_id)
-            if inflight is not None and error is not None:
+            if inflight is None:
+                continue
+            if error is not None:
                 self._exits.fail(inflight, error)
-            elif inflight is not None:
-                reading = self._pictures.get(request_id)
-                if reading is None:
-                    self._begin(inflight, compilation)
-                else:
-                    reading.compilation, reading.compiles = compilation, False
+            else:
+                inflight.prerequisites.grammar = False
+                self._proceed(inflight)
 
     def _read_pictures(self) -> None:
-        """Read a piece of a picture. Begin the requests whose pictures are all read, if their grammars are compiled."""
-        for request_id, reading, error in self._pictures.read():
+        """Read a piece of an image. Begin the requests whose images are all read, if their grammars are compiled."""
+        for request_id, error in self._pictures.read():
             inflight = self._inflight.get(request_id)
             if inflight is None:
                 continue
             if error is not None:
                 self._exits.fail(inflight, model_failure(error))
-            elif not reading.compiles:
-                self._begin(inflight, reading.compilation)
-            for sequence in inflight.unfinished if reading.compiles else ():
-                sequence.waits_for = "grammar"
+            else:
+                inflight.prerequisites.images = False
+                self._proceed(inflight)
 
     def _is_late(self) -> bool:
         now = time.monotonic()

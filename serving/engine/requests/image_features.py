@@ -39,9 +39,7 @@ MOST_PICTURES = 2**16  # whose ids are known; others get new ones, and share no 
 @dataclass(slots=True)
 class Reading:
     """A request whose pictures are not all read. ``missing`` are those, with their rows in ``table``. ``rank`` is its
-    class and priority. ``tenant`` is charged a piece over ``weight``.
-
-    ``compilation`` is that of the request's grammar once it is done; ``compiles`` says whether it is still awaited."""
+    class and priority. ``tenant`` is charged a piece over ``weight``."""
 
     rank: tuple[bool, int]
     number: int
@@ -49,8 +47,6 @@ class Reading:
     weight: int
     table: Table
     missing: list[tuple[Key, Picture, slice]]
-    compiles: bool = False
-    compilation: Any = None
 
 
 @dataclass(slots=True)
@@ -81,14 +77,14 @@ class Pictures:
     def __bool__(self) -> bool:
         return bool(self._readings)
 
-    def get(self, request_id: str) -> Reading | None:
-        """The request's reading; None if none of its pictures is missing."""
-        return self._readings.get(request_id)
+    def __contains__(self, request_id: str) -> bool:
+        """Return whether a request waits for some of its images."""
+        return request_id in self._readings
 
     def ask(self, request: ValidRequest) -> tuple[ValidRequest, Table]:
         """Return the request with the engine's ids and without pixels, and the table of these ids.
 
-        The table's vectors are there when ``get`` finds no reading."""
+        The table's vectors are there when the request is no longer in here."""
         self._asked += 1
         salt = f"{ALONE}{self._asked}" if request.cache_salt is None else request.cache_salt
         counts = [picture.num_tokens for picture in request.pictures]
@@ -155,7 +151,7 @@ class Pictures:
         is_best_effort, _ = self._first().rank
         return not (beside_provisioned and is_best_effort) or time.monotonic() >= self._rests_until
 
-    def read(self) -> list[tuple[str, Reading, Exception | None]]:
+    def read(self) -> list[tuple[str, Exception | None]]:
         """Read one piece of a picture. Return the requests that have all of theirs now, or cannot have them."""
         assert self._reader is not None, "without one, nothing was asked"
         began, first = time.monotonic(), self._first()
@@ -177,7 +173,7 @@ class Pictures:
         except Exception as error:
             logger.exception("a picture cannot be read")
             failed = first.missing[0][0] if part is None else part.key
-            done = [(name, reading, error) for name, reading in self._take(failed)]
+            done = [(name, error) for name in self._take(failed)]
         charged = first if part is None else part.reading
         charged.tenant.used += 1 / charged.weight
         if kind:
@@ -191,19 +187,17 @@ class Pictures:
     def _is_wanted(self, key: Key) -> bool:
         return any(key == missing for reading in self._readings.values() for missing, _, _ in reading.missing)
 
-    def _take(self, key: Key) -> list[tuple[str, Reading]]:
-        """Remove the readings that lack ``key``, and return them."""
+    def _take(self, key: Key) -> list[str]:
+        """Remove the readings that lack ``key``, and return their requests."""
         found = [
-            (name, reading)
-            for name, reading in self._readings.items()
-            if any(key == missing for missing, _, _ in reading.missing)
+            name for name, reading in self._readings.items() if any(key == missing for missing, _, _ in reading.missing)
         ]
-        for name, _ in found:
+        for name in found:
             self._leave(name)
         return found
 
-    def _deliver(self, key: Key, vectors: Vectors) -> list[tuple[str, Reading, Exception | None]]:
-        done: list[tuple[str, Reading, Exception | None]] = []
+    def _deliver(self, key: Key, vectors: Vectors) -> list[tuple[str, Exception | None]]:
+        done: list[tuple[str, Exception | None]] = []
         for name, reading in list(self._readings.items()):
             for missing, _, rows in reading.missing:
                 if missing == key:
@@ -211,7 +205,7 @@ class Pictures:
             reading.missing = [entry for entry in reading.missing if entry[0] != key]
             if not reading.missing:
                 self._leave(name)
-                done.append((name, reading, None))
+                done.append((name, None))
         self._keep(key, vectors)
         return done
 

@@ -15,6 +15,7 @@ from ...interface.engine import QUEUE_FLOOR, Client, EngineOutput
 from ...interface.errors import Overloaded, ServingError
 from ...interface.events import Event, Failed, Finished, FinishReason, Logits, Timed, TokenLogprob, Tokens
 from ...interface.request import LogitsOf, ValidRequest
+from .prerequisites import Prerequisites
 from .sequence import SequenceGroup, SequenceState
 
 LOGITS_EVENT = 2**20  # approximate size of an event in bytes
@@ -40,6 +41,7 @@ class InflightRequest:
     adapter: str = ""  # the key that it claims (``AdapterRegistry``)
     has_table: bool = False  # whether it has a table of virtual tokens
     groups: list[SequenceGroup] = field(default_factory=list)
+    prerequisites: Prerequisites = field(default_factory=Prerequisites)
 
     @property
     def unfinished(self) -> list[SequenceState]:

@@ -179,6 +179,29 @@ def test_aborted_while_it_waits(core: EngineCore, prompt: tuple[int, ...], slow:
     assert slow.sources == [regex("slow").source, regex("yes").source]
 
 
+def test_done_before_the_request_waits(
+    core: EngineCore, prompt: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A grammar that is done while its request is still being added begins the request once, or fails it."""
+    ask, begun = core._grammars.ask, []
+
+    def ask_and_wait(request_id: str, grammar: Grammar) -> Any:
+        compilation, event = ask(request_id, grammar), threading.Event()
+        for _ in range(2400):
+            if compilation.is_done:
+                return compilation
+            event.wait(0.1)
+        raise AssertionError("the grammar was not compiled")
+
+    begin = core._begin
+    monkeypatch.setattr(core._grammars, "ask", ask_and_wait)
+    monkeypatch.setattr(core, "_begin", lambda inflight: (begun.append(inflight.request.request_id), begin(inflight)))
+    outcomes = finish(core, add(core, held("good", prompt, regex("[ab]{3}")), held("bad", prompt, regex("("))))
+    assert begun == ["good"]
+    assert [one.reason for one in outcomes["good"].finished.values()] == ["stop"]
+    assert outcomes["bad"].failed is not None
+
+
 def test_refused_when_nobody_waits_any_more(core: EngineCore, prompt: tuple[int, ...], slow: Slow) -> None:
     """A grammar found invalid after its request was aborted is refused to the next request for it."""
     bad = regex("(slow")

@@ -424,8 +424,8 @@ def test_tenants_take_turns(served: Served, core_of: Any) -> None:
     pieces = [len(core._pictures._reader.pieces(p)) for p in served.request("x", one, "a <image>").pictures]
     longest = max(len(core._pictures._reader.pieces(p)) for p in served.request("x", served.images()).pictures)
     take(core, outcomes, max_steps=sum(pieces) + longest)  # its own, and the picture that was begun
-    assert core._pictures.get("one") is None
-    assert sum(core._pictures.get(f"many{i}") is not None for i in range(6)) >= 5
+    assert "one" not in core._pictures
+    assert sum(f"many{i}" in core._pictures for i in range(6)) >= 5
     take(core, outcomes)
     for i in range(6):
         assert [outcomes[f"many{i}"].tokens[0]] == served.expected(served.images(i))
@@ -458,8 +458,8 @@ def test_provisioned_requests_come_first(served: Served, core_of: Any, monkeypat
     assert len(sizes) == 2
     core.add(served.request("own", served.images(0), provisioned=True))
     take(core, outcomes, max_steps=14)
-    assert core._pictures.get("own") is None
-    assert core._pictures.get("other") is not None
+    assert "own" not in core._pictures
+    assert "other" in core._pictures
     core.abort("text")
     take(core, outcomes)
     for name, seed in (("own", 0), ("other", 1)):
