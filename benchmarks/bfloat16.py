@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from measured import announced, say_kernels
 from report import publish
 
 from mlflow_llm.serving.engine.cores.generation_core import GenerationCore
@@ -102,6 +103,7 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=1024)
     parser.add_argument("--windows", type=int, default=24)
     args = parser.parse_args()
+    say_kernels()
     if args.int4 and (args.quantization, args.dtype, args.kv_cache_dtype) != ("none", "float32", "bfloat16"):
         parser.error("--int4 stands beside int8, and takes no --quantization, --dtype or --kv-cache-dtype")
     from transformers import AutoTokenizer
@@ -123,14 +125,16 @@ def main() -> None:
     whole, kinds = next(iter(each)), tuple(each)
     folders = {"int4": args.int4}
     cores = {
-        kind: GenerationCore(
-            Bundle(
-                content_hash="bench",
-                tasks=("completions",),
-                model_dir=folders.get(kind, args.model),
-                tokenizer_dir="",
-            ),
-            EngineSettings(**settings, **more),
+        kind: announced(
+            GenerationCore(
+                Bundle(
+                    content_hash="bench",
+                    tasks=("completions",),
+                    model_dir=folders.get(kind, args.model),
+                    tokenizer_dir="",
+                ),
+                EngineSettings(**settings, **more),
+            )
         )
         for kind, more in each.items()
     }

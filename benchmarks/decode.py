@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from measured import announced, say_kernels
 from report import publish
 
 TEXT = "the river carries small boats past quiet towns where people read letters and plant trees in spring"
@@ -61,7 +62,7 @@ def run_ours(args: argparse.Namespace) -> Any:
     settings = EngineSettings(
         dtype=args.dtype, max_model_len=2048, prefix_caching=False, threads=args.threads, **OURS[args.contender]
     )
-    core = EngineCore(bundle, settings)
+    core = announced(EngineCore(bundle, settings))
 
     def batch(size: int) -> int:
         for i in range(size):
@@ -142,6 +143,7 @@ def main() -> None:
     if args.contender:
         contend(args)
         return
+    say_kernels()
     names = ["generate", *OURS] + (["openvino int8"] if args.openvino else [])
     found: dict[str, dict[int, list[float]]] = {name: {size: [] for size in args.batch} for name in names}
     for _ in range(args.rounds):

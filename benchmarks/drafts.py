@@ -17,6 +17,7 @@ import time
 from typing import Any
 
 import msgspec
+from measured import announced, say_kernels
 from report import publish
 from transformers import AutoTokenizer
 
@@ -125,11 +126,12 @@ def main() -> None:
     names = ("copy", "edit", "edit, predicted", "rename", "rename, predicted", "free")
     parser.add_argument("--tasks", nargs="+", choices=names, default=names)
     args = parser.parse_args()
+    say_kernels()
     tokenizer = AutoTokenizer.from_pretrained(args.model, local_files_only=True)
     bundle = Bundle(content_hash="bench", tasks=("completions",), model_dir=args.model, tokenizer_dir="")
     settings = EngineSettings(quantization=args.quantization, max_model_len=2048, prefix_caching=False)
-    plain = EngineCore(bundle, msgspec.structs.replace(settings, speculation="none"))
-    drafting = EngineCore(bundle, settings)
+    plain = announced(EngineCore(bundle, msgspec.structs.replace(settings, speculation="none")))
+    drafting = announced(EngineCore(bundle, settings))
     rows = []
     for callers in args.callers:
         ratios: dict[str, list[tuple[float, float]]] = {}

@@ -17,6 +17,7 @@ import time
 from typing import Any
 
 import msgspec
+from measured import announced, say_kernels
 from report import publish
 
 from mlflow_llm.serving.engine.core import EngineCore
@@ -81,6 +82,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--only", nargs="+", choices=list(FEATURES), default=list(FEATURES))
     args = parser.parse_args()
+    say_kernels(args.kernels)
     bundle = Bundle(content_hash="bench", tasks=("completions",), model_dir=args.model, tokenizer_dir="")
     settings = EngineSettings(
         max_logits_bytes=2**30,
@@ -90,11 +92,11 @@ def main() -> None:
         max_model_len=512,
         prefix_caching=False,
     )
-    core = EngineCore(bundle, settings)
+    core = announced(EngineCore(bundle, settings))
     invariant = None
     names = ["plain", *(name for name in args.only if name != "plain")]
     if args.batch_invariant:
-        invariant = EngineCore(bundle, msgspec.structs.replace(settings, batch_invariant=True))
+        invariant = announced(EngineCore(bundle, msgspec.structs.replace(settings, batch_invariant=True)))
         names.append(INVARIANT)
     ratios: dict[tuple[int, str], list[float]] = {}
     plain_ms: dict[int, list[float]] = {}

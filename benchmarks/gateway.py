@@ -25,6 +25,7 @@ from typing import Any
 import msgspec
 from bare_sse import BareServer
 from load import LlmServe, Server, free_port
+from measured import announced, say_kernels
 from report import publish
 from streams import Call, closed_loop, encode
 
@@ -132,7 +133,7 @@ def in_process(args: argparse.Namespace) -> None:
     from mlflow_llm.serving.interface.request import Sampling, Sequence, ValidRequest
 
     (spec,) = endpoint_specs({"bench": args.model}, {})
-    core = EngineCore(spec.bundle, spec.engine)
+    core = announced(EngineCore(spec.bundle, spec.engine))
     for line in sys.stdin:
         size, first = map(int, line.split())
         began = time.perf_counter()
@@ -211,6 +212,7 @@ def main() -> None:
         in_process(args)
         return
     if args.model:
+        say_kernels()
         rows = end_to_end(args)
         publish("gateway_end_to_end", rows, load=f"100 prompt + {args.new} new tokens, greedy, {args.rounds} rounds")
         return

@@ -18,6 +18,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
+from measured import announced, say_kernels
 from report import publish
 
 from mlflow_llm.serving.engine.core import EngineCore
@@ -164,9 +165,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int)
     args = parser.parse_args()
+    say_kernels()
     bundle = Bundle(content_hash="bench", tasks=("completions",), model_dir=args.model, tokenizer_dir=args.model)
     settings = EngineSettings(quantization=args.quantization, max_model_len=2048, threads=args.threads)
-    core = EngineCore(bundle, settings)
+    core = announced(EngineCore(bundle, settings))
     flood = Callers(core, "flood", args.flood, args)
     kinds = {
         "busy": Callers(core, "reserved", args.reserved, args),

@@ -18,6 +18,7 @@ from unittest.mock import patch
 import torch
 import transformers
 from bfloat16 import drawn, seconds_a_step, seconds_to_first
+from measured import announced, say_kernels
 from report import publish
 
 from mlflow_llm.serving.engine.attention import latent_attention
@@ -53,9 +54,9 @@ def load(folder: str, *, whole: bool) -> GenerationCore:
     bundle = Bundle(content_hash="latent", tasks=("completions",), model_dir=folder, tokenizer_dir="")
     settings = EngineSettings(kv_cache_memory=MEMORY, prefix_caching=False)
     if not whole:
-        return GenerationCore(bundle, settings)
+        return announced(GenerationCore(bundle, settings))
     with patch.object(latent_attention, "install", lambda model: ([], "asked for by the benchmark")):
-        return GenerationCore(bundle, settings)
+        return announced(GenerationCore(bundle, settings))
 
 
 def measured(cores: dict[str, GenerationCore], asked: argparse.Namespace) -> list[dict[str, Any]]:
@@ -80,6 +81,7 @@ def main() -> None:
     for name, number in (("context", 2000), ("sequences", 8), ("heads", 16), ("layers", 4), ("rounds", 3)):
         parser.add_argument(f"--{name}", type=int, default=number)
     asked = parser.parse_args()
+    say_kernels()
     with tempfile.TemporaryDirectory() as folder:
         save_model(folder, asked)
         cores = {"the latent": load(folder, whole=False), "whole keys and values": load(folder, whole=True)}

@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
+from measured import announced, say_kernels
 from peft import LoraConfig, get_peft_model
 from report import publish
 from transformers import AutoModelForCausalLM
@@ -102,11 +103,11 @@ def run_uses(model_dir: str, folder: Path, repeats: int, settings: EngineSetting
     bundle = Bundle(
         content_hash="bench", tasks=("completions",), model_dir=model_dir, tokenizer_dir=model_dir, adapters=paths
     )
-    core = GenerationCore(bundle, settings)
+    core = announced(GenerationCore(bundle, settings))
     core.unload_adapter("b")
     settings = msgspec.structs.replace(settings, adapter_memory=core._registry.num_bytes * 3 // 2)
     core.close()
-    core = GenerationCore(bundle, settings)  # with room for one of the two
+    core = announced(GenerationCore(bundle, settings))  # with room for one of the two
     times: dict[str, list[tuple[float, float]]] = {"base": [], "first": [], "second": [], "third": [], "other": []}
     for i in range(repeats):
         for use, found in times.items():
@@ -146,6 +147,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--uses", action="store_true")
     arguments = parser.parse_args()
+    say_kernels(arguments.kernels)
     suffix = "" if arguments.quantization == "none" else f"-{arguments.quantization}"
     if arguments.uses:
         settings = EngineSettings(quantization=arguments.quantization, kernels=arguments.kernels, prefix_caching=False)

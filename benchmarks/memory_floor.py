@@ -12,6 +12,7 @@ import statistics
 import time
 
 import torch
+from measured import announced, say_kernels
 from report import publish
 
 from mlflow_llm.serving.engine.cores.generation_core import GenerationCore
@@ -50,16 +51,19 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
+    say_kernels()
     bundle = Bundle(content_hash="bench", tasks=("completions",), model_dir=args.model, tokenizer_dir=args.model)
-    core = GenerationCore(
-        bundle,
-        EngineSettings(
-            quantization=args.quantization,
-            kv_cache_dtype=args.kv_cache_dtype,
-            kv_cache_memory=1 << 30,
-            packed_cache=0,
-            speculation="none",
-        ),
+    core = announced(
+        GenerationCore(
+            bundle,
+            EngineSettings(
+                quantization=args.quantization,
+                kv_cache_dtype=args.kv_cache_dtype,
+                kv_cache_memory=1 << 30,
+                packed_cache=0,
+                speculation="none",
+            ),
+        )
     )
     decoder = core._parts.runner.step_forward
     assert isinstance(decoder, NativeDecoder)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from load import ModelsServe
+from measured import say_kernels
 from report import publish
 
 from mlflow_llm.serving.cli.http import Client
@@ -84,6 +85,7 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=64, help="new tokens a request")
     parser.add_argument("--rounds", type=int, default=2, help="requests of the single caller")
     args = parser.parse_args()
+    say_kernels()
 
     def ours(number: int, new: int) -> dict[str, Any]:
         messages = [{"role": "user", "content": question(number)}]

@@ -22,6 +22,7 @@ from typing import Any
 
 import msgspec
 from llguidance import LLMatcher
+from measured import announced, say_kernels
 from report import publish
 
 from mlflow_llm.serving.engine.attention.slot_cache import SlotKVCache
@@ -133,6 +134,7 @@ def main() -> None:
     parser.add_argument("--batch-invariant", action="store_true")
     parser.add_argument("--count", type=int, default=1000)
     args = parser.parse_args()
+    say_kernels(args.kernels)
     listed = sorted(os.listdir(args.adapters)) if args.adapters else []
     adapters = {name: os.path.join(args.adapters, name) for name in listed}
     bundle = Bundle(
@@ -144,8 +146,8 @@ def main() -> None:
         "batch_invariant": args.batch_invariant, "kv_cache_dtype": args.kv_cache_dtype,
     }  # fmt: skip
 
-    def core_of(**more: Any) -> GenerationCore:
-        return GenerationCore(bundle, EngineSettings(**{"kv_cache_memory": 1 << 30, **basic, **more}))
+    def core_of(**more: Any) -> EngineCore:
+        return announced(GenerationCore(bundle, EngineSettings(**{"kv_cache_memory": 1 << 30, **basic, **more})))
 
     core = core_of(prefix_caching=False, speculation="none")
     walk = random.Random(5)

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from measured import say_kernels
 from report import publish
 from transformers import AutoConfig, AutoTokenizer
 
@@ -94,6 +95,7 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=1024)
     parser.add_argument("--windows", type=int, default=8)
     args = parser.parse_args()
+    say_kernels()
     config = AutoConfig.from_pretrained(args.model)
     tokens = AutoTokenizer.from_pretrained(args.model)("\n\n".join(one.read_text() for one in args.text)).input_ids
     windows = np.array(tokens[: args.window * args.windows]).reshape(args.windows, args.window)

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from measured import announced, say_kernels
 from PIL import Image
 from report import publish
 from transformers import (
@@ -79,7 +80,9 @@ class Ours:
             content_hash="benchmark", tasks=("chat", "completions"), model_dir=str(folder), tokenizer_dir=str(folder),
             pictures=self.spec,
         )  # fmt: skip
-        self.core = EngineCore(bundle, EngineSettings(kv_cache_memory=1 << 30, speculation="none", **settings))
+        self.core = announced(
+            EngineCore(bundle, EngineSettings(kv_cache_memory=1 << 30, speculation="none", **settings))
+        )
 
     def request(self, name: str, text: str, image: Any | None, tokens: int = TOKENS) -> ValidRequest:
         ids = self.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -151,6 +154,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--name", default="pictures")
     args = parser.parse_args()
+    say_kernels()
     draw, rows = np.random.default_rng(0), []
     with tempfile.TemporaryDirectory() as name:
         model, processor = build(args.model, Path(name))

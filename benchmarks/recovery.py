@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import big_body
+from measured import say_kernels
 from report import publish
 
 BODY = {
@@ -123,6 +124,7 @@ def main() -> None:
     parser.add_argument("--callers", type=int, default=4)
     parser.add_argument("--repeat", type=int, default=3)
     arguments = parser.parse_args()
+    say_kernels()
     instant = big_body.instant_bundle(arguments.model, 8192, 0.01)
     real = big_body.real_bundle(arguments.model)
     counts = (arguments.callers, arguments.repeat)

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from decode import prompt_ids
+from measured import say_kernels
 from report import publish
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -60,6 +61,8 @@ def hold(args: argparse.Namespace) -> None:
     assert Path(process.__file__).resolve().is_relative_to(Path(args.code).resolve()), process.__file__
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     bundle = Bundle(content_hash="bench", tasks=("completions",), model_dir=args.model, tokenizer_dir=args.model)
+    if Path(args.code).resolve() == ROOT:  # another checkout may be older than what is asked here
+        say_kernels(args.kernels)
     core = EngineCore(bundle, settings)
     if args.alone and hasattr(core, "_contention"):  # its view of other processes is from before its bursts
         core._contention.look = lambda: None  # type: ignore[method-assign]
@@ -100,7 +103,7 @@ class Contender:
         inherited = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
         self._process = subprocess.Popen(
             [*args.under.split(), sys.executable, "-P", __file__, *arguments], text=True, stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
             env={**inherited, "PYTHONPATH": f"{code}:{ROOT / 'benchmarks'}", **environment},
         )  # fmt: skip
         assert self._line() == "ready"

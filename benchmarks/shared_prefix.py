@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
+from measured import announced, say_kernels
 
 from mlflow_llm.serving.engine.attention.kv_cache import PrefixKey, Row
 from mlflow_llm.serving.engine.attention.slot_cache import BF16_LAYOUT, INT8_LAYOUT, SlotKVCache
@@ -94,7 +95,7 @@ def seconds_to_first(core: EngineCore, name: str, prompt: list[int]) -> float:
 def hits(bundle: Bundle, args: argparse.Namespace) -> str:
     """Return medians of some pairs: a prompt of the length and END more, and the same with another end."""
     common: dict[str, Any] = {"packed_cache": 0, "speculation": "none", "kv_cache_memory": 2 << 30}
-    core = EngineCore(bundle, EngineSettings(quantization=args.quantization, **common))
+    core = announced(EngineCore(bundle, EngineSettings(quantization=args.quantization, **common)))
     draw = np.random.default_rng(1)
     misses, found = [], []
     for i in range(PAIRS):
@@ -113,6 +114,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=4000, help="tokens that all sequences begin with")
     parser.add_argument("--quantization", choices=("none", "int8"), default="int8")
     args = parser.parse_args()
+    say_kernels()
     bundle = Bundle(
         content_hash="benchmark", tasks=("completions",), model_dir=str(args.model), tokenizer_dir=str(args.model)
     )

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from load import free_port
+from measured import say_kernels
 from report import publish
 
 CHILD = """
@@ -147,6 +148,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--no-server", action="store_true")
     args = parser.parse_args()
+    say_kernels()
     found: dict[tuple[str, str], list[dict[str, float]]] = {}
     with tempfile.TemporaryDirectory(prefix="startup-") as directory:
         place = Path(directory)

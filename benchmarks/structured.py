@@ -17,6 +17,7 @@ import statistics
 import time
 from typing import Any
 
+from measured import announced, say_kernels
 from report import publish
 
 ITEM = {
@@ -54,7 +55,7 @@ class Bench:
             prefix_caching=False,
             speculation="none",
         )
-        self.core = EngineCore(bundle, settings)
+        self.core = announced(EngineCore(bundle, settings))
         self.tokenizer: Any = AutoTokenizer.from_pretrained(args.model)
         self._numbers = itertools.count()
         self._sources = {
@@ -164,6 +165,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60, help="of each kind and round")
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
+    say_kernels()
     bench = Bench(args)
     bench.run(bench.request("endless", 4), bench.request("item", 4))
     publish("structured", measure(bench, args), load=f"{args.steps} steps a round, {args.rounds} rounds, medians")

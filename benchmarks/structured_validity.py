@@ -19,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from measured import announced, say_kernels
 from report import publish
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests/serving/structured"))
@@ -35,7 +36,7 @@ class Bench:
 
         bundle = Bundle(content_hash="bench", tasks=("completions",), model_dir=args.model, tokenizer_dir=args.model)
         settings = EngineSettings(quantization=args.quantization, max_model_len=2048, max_num_seqs=max(args.batch))
-        self.core = GenerationCore(bundle, settings)
+        self.core = announced(GenerationCore(bundle, settings))
         self.tokenizer: Any = AutoTokenizer.from_pretrained(args.model)
         self.prompt = tuple(self.tokenizer.encode("Here is an example of the data, as JSON:\n"))
         self.max_tokens = args.max_tokens
@@ -144,6 +145,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 32])
     parser.add_argument("--max-tokens", type=int, default=512)
     args = parser.parse_args()
+    say_kernels()
     bench = Bench(args)
     rows = [measure(bench, args, batch) for batch in args.batch]
     publish("structured_validity", rows, load=f"{args.schemas} schemas x {args.seeds} seeds, temperature 1")

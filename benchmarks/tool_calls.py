@@ -18,6 +18,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from measured import say_kernels
 from report import publish
 
 SHORT = {"type": "string", "maxLength": 24}
@@ -153,6 +154,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=160)
     parser.add_argument("--tool-format", help="another format than the one that the model's template has")
     args = parser.parse_args()
+    say_kernels()
 
     import mlflow
 
