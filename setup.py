@@ -4,18 +4,31 @@ They are plain C behind ctypes, with no Python in them: one build serves every P
 its name and the wheel is tagged for the platform alone. Without a compiler the package is built without them.
 """
 
+import atexit
 import hashlib
 import json
 import os
 import platform
 import re
+import shutil
+import tempfile
 from glob import glob
 
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
 
 SOURCES = "serving/engine/native"
+
+
+class BuildOutside(build):
+    """A build outside the checkout: its ``build/`` would carry over modules that are no longer there."""
+
+    def initialize_options(self) -> None:
+        super().initialize_options()
+        self.build_base = tempfile.mkdtemp(prefix="mlflow-llm-build-")
+        atexit.register(shutil.rmtree, self.build_base, ignore_errors=True)
 
 
 class BuildKernels(build_ext):
@@ -47,7 +60,7 @@ def bill_of_materials(distribution: object) -> dict[str, object]:
     root = f"pkg:pypi/{metadata.name}@{metadata.version}"
     required = [(line, "required") for line in distribution.install_requires]  # type: ignore[attr-defined]
     for extra, lines in sorted(distribution.extras_require.items()):  # type: ignore[attr-defined]
-        required += [(line, "optional") for line in lines] if extra != "test" else []
+        required += [(line, "optional") for line in lines] if extra not in ("docs", "test") else []
     components: dict[str, dict[str, object]] = {}
     for line, scope in required:
         name, bounds = re.fullmatch(r"([A-Za-z0-9_.-]+)(?:\[[^]]*\])?\s*([^;]*).*", line).groups()  # type: ignore[union-attr]
@@ -106,5 +119,5 @@ setup(
         *([kernels("_native_avx2", "native_avx2.cpp", IN_ORDER)] if X86 else []),
         *([kernels("_native_sve", "native_sve.cpp", IN_ORDER, FIXED_LENGTH)] if ARM else []),
     ],
-    cmdclass={"build_ext": BuildKernels, "bdist_wheel": PlatformWheel},
+    cmdclass={"build": BuildOutside, "build_ext": BuildKernels, "bdist_wheel": PlatformWheel},
 )
