@@ -146,7 +146,7 @@ def main() -> None:
         "batch_invariant": args.batch_invariant, "kv_cache_dtype": args.kv_cache_dtype,
     }  # fmt: skip
 
-    def core_of(**more: Any) -> EngineCore:
+    def core_of(**more: Any) -> GenerationCore:
         return announced(GenerationCore(bundle, EngineSettings(**{"kv_cache_memory": 1 << 30, **basic, **more})))
 
     core = core_of(prefix_caching=False, speculation="none")

@@ -36,4 +36,4 @@ lock() {
 
 upgrade=("$@")
 lock examples/quickstart/requirements.lock ${upgrade[@]+"${upgrade[@]}"}
-lock tests/requirements.lock tests/requirements.txt ${upgrade[@]+"${upgrade[@]}"}
+lock tests/requirements.lock tests/requirements.txt --extra docs ${upgrade[@]+"${upgrade[@]}"}

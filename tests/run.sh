@@ -7,24 +7,13 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 root=$PWD
+. tests/common.sh
 
 quick=
 if [ "${1:-}" = --quick ]; then
     quick=1
     shift
 fi
-
-find_python() {
-    local candidate
-    for candidate in "${PYTHON:-}" python3.11 python3.12 python3.13 python3; do
-        if [ -n "$candidate" ] && "$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
-            echo "$candidate"
-            return
-        fi
-    done
-    echo "Python 3.11 or later with venv is needed; name one with PYTHON=/path/to/python" >&2
-    exit 1
-}
 
 # A check that fails does not keep the others from being made; the script fails at the end.
 failed=
@@ -48,7 +37,6 @@ checked() {
         cat "$log"
     done
 }
-say() { printf '== [%d:%02d] %s\n' $((SECONDS / 60)) $((SECONDS % 60)) "$*"; }
 
 export PIP_DISABLE_PIP_VERSION_CHECK=1 TOKENIZERS_PARALLELISM=false HF_HUB_DISABLE_PROGRESS_BARS=1
 venv="$root/.venv-test"
@@ -105,24 +93,17 @@ if [ "$(cat "$venv/asked" 2>/dev/null)" != "$asked" ]; then
     echo "$asked" > "$venv/asked"
 fi
 check_beside mypy
-# Where the tests are run, away from the source tree: `python -m` puts the working directory before installed packages.
-mkdir "$scratch/run"
-cp -a tests examples notebooks benchmarks docs pyproject.toml setup.cfg LICENSE *.md "$scratch/run"
-mkdir -p "$scratch/run/serving/engine"  # its kernels are compiled for another CPU by a test
-cp -a serving/engine/native "$scratch/run/serving/engine"
-rm -f "$scratch"/run/serving/engine/native/*.so
+copy_tests "$root" "$scratch/run"
 check_beside python tests/rewrite_asserts.py "$scratch/run/tests"
-# The wheel is built from a copy: setuptools' build/ folder would carry over modules that are no longer there.
-mkdir "$scratch/source" "$scratch/wheels"
-cp -a mlflow_llm plugin flavors serving setup.cfg setup.py pyproject.toml README.md LICENSE "$scratch/source"
-find "$scratch/source" -name __pycache__ -prune -exec rm -rf {} +
+copy_source "$root" "$scratch/source"
+mkdir "$scratch/wheels"
 pip wheel --quiet --no-deps --no-build-isolation --wheel-dir "$scratch/wheels" "$scratch/source"
 wheel=$(echo "$scratch"/wheels/*.whl)
 pip install --quiet --force-reinstall --no-deps "$wheel"
 check_beside lint-imports
 # What four processes of tests import at once is compiled by one before.
 check_beside python -W ignore -c "import anthropic, databricks.sdk, mlflow.pyfunc, openai, sentence_transformers"
-check_beside mkdocs build --quiet --strict --site-dir "$scratch/site"
+check_beside mkdocs build --strict --quiet --site-dir "$scratch/site"
 check pip check
 check ruff check .
 check ruff format --check .
@@ -144,8 +125,7 @@ import mlflow_llm, pathlib, sys
 assert pathlib.Path(mlflow_llm.__file__).is_relative_to(sys.prefix), mlflow_llm.__file__
 CHECK
 if [ -n "$quick" ]; then
-    set -- tests/serving/dialects tests/serving/tasks tests/serving/engine tests/serving/modes tests/flavors \
-        tests/real/test_generate_smollm2.py "$@"
+    set -- "${quick_tests[@]}" "$@"
 fi
 unset PYTHONDONTWRITEBYTECODE  # what one process of tests has compiled the others need not
 # Four files of tests at a time, in the order that tests/conftest.py gives them: the tests of processes wait more than

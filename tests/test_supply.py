@@ -3,6 +3,7 @@
 import configparser
 import importlib.metadata
 import json
+import os
 import re
 import subprocess
 import sys
@@ -17,11 +18,11 @@ LOCKS = {"tests/requirements.lock": "tests/requirements.txt", "examples/quicksta
 
 
 def asked(extra):
-    """Return requirements of setup.cfg with the extra that the scripts install, and those of ``extra``."""
+    """Return requirements of setup.cfg with the extra gguf, and those of the file ``extra``, with the extra docs."""
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
     lines = config["options"]["install_requires"] + config["options.extras_require"]["gguf"]
-    lines += (ROOT / extra).read_text() if extra else ""
+    lines += config["options.extras_require"]["docs"] + "\n" + (ROOT / extra).read_text() if extra else ""
     plain = (line.partition("#")[0].strip() for line in lines.splitlines())
     return [Requirement(line) for line in plain if line]
 
@@ -83,3 +84,19 @@ def test_the_bill_of_materials(tmp_path):
     assert {"native.cpp"} < {Path(source["name"]).name for source in sources}
     (depends,) = found["dependencies"]
     assert set(depends["dependsOn"]) == {component["bom-ref"] for component in found["components"]}
+
+
+def test_a_build_leaves_nothing_in_the_checkout(tmp_path):
+    """Modules are built in a folder outside the checkout, which is gone afterwards."""
+    if not (ROOT / "setup.py").is_file():
+        pytest.skip("run from a copy without the sources")
+    checkout, outside = tmp_path / "checkout", tmp_path / "outside"
+    (checkout / "mlflow_llm").mkdir(parents=True)
+    outside.mkdir()
+    (checkout / "mlflow_llm/__init__.py").touch()
+    for name in ("setup.py", "setup.cfg", "README.md", "LICENSE"):
+        (checkout / name).write_bytes((ROOT / name).read_bytes())
+    command = [sys.executable, "-W", "ignore", "setup.py", "-q", "build_py"]
+    subprocess.run(command, cwd=checkout, check=True, capture_output=True, env={**os.environ, "TMPDIR": str(outside)})
+    assert not (checkout / "build").exists()
+    assert list(outside.iterdir()) == []

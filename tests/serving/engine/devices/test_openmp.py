@@ -44,7 +44,7 @@ def run(**environment: str) -> str:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="libgomp is torch's runtime on Linux")
 def test_short_spinning_yields_to_other_threads() -> None:
-    """Short spinning applies to one thread with its own team for as long as asked, and torch's results stay the same."""
+    """Short spinning applies to one thread with its own team, as long as asked; torch's results stay the same."""
     assert run() == "True 1"
 
 
