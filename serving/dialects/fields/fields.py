@@ -5,6 +5,7 @@ The same tables give the MLflow signature and the OpenAPI document.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +33,12 @@ class Field:
     note: str = ""
     default: bool | float | str | None = None
     default_words: str = ""
+
+    def replace(self, **changes: Any) -> Field:
+        """Return this field as another dialect has it. A ``default`` also replaces the ``default_words``."""
+        if "default" in changes:
+            changes = {"default_words": "", **changes}
+        return dataclasses.replace(self, **changes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

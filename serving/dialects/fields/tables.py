@@ -6,7 +6,6 @@ the MLflow signature lists exactly these. The ``schema`` of each table goes into
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -331,7 +330,7 @@ PAIRS = (
     _field("text_2", texts, "documents", "a text or a list of them"),
 )
 OTHER_PAIRS = tuple(
-    dataclasses.replace(field, name=name)
+    field.replace(name=name)
     for field, names in zip(PAIRS, (("queries", "data_1"), ("documents", "items", "data_2")), strict=True)
     for name in names
 )

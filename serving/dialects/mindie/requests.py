@@ -26,9 +26,9 @@ from ...interface.readers import (
 from ...interface.request import RawChat, Task
 from ..fields.decode import decode
 from ..fields.fields import Field, Table
-from ..fields.tables import MAX_TOKENS, OPENAI
+from ..fields.tables import OPENAI
 from ..fields.text_readers import TOKEN
-from ..fields.tool_fields import Bounds, tool_choice, tools_reader
+from ..fields.tool_fields import Bounds, tools_reader
 from .messages import messages
 
 FLOAT_MAX = 3.4e38
@@ -105,6 +105,11 @@ def _stop_token_ids(value: Any, path: str) -> tuple[int, ...]:
     return tuple(found)
 
 
+def _shared(name: str) -> Field:
+    """Return the field as OpenAI's chats have it."""
+    return OPENAI["chat"].fields[name]
+
+
 _POSITIVE = integer(1, INT32_MAX)
 _STREAM_OPTIONS = record(include_usage=Entry(boolean))
 _FIELDS = (
@@ -115,54 +120,22 @@ _FIELDS = (
         target="messages",
         description="a non-empty list of messages; content has at most 4 MiB of characters and 20 media together",
     ),
-    Field(name="stream", read=boolean, target="stream", description="send server-sent events", default=False),
-    Field(
-        name="temperature",
-        read=number(0, FLOAT_MAX),
-        target="sampling.temperature",
-        description="sampling temperature; 0 is greedy",
-        default_words="1, or the model's own",
-    ),
-    Field(
-        name="top_k",
-        read=_top_k,
-        target="sampling.top_k",
-        description="the k most probable tokens; -1: all",
-        default_words="all, or the model's own",
-    ),
-    Field(
-        name="seed",
-        read=integer(0, UINT64_MAX),
-        target="sampling.seed",
-        description="the same seed gives the same text",
-    ),
-    Field(name="stop", read=_stop, target="sampling.stop", description="strings that end the text"),
-    Field(
-        name="stop_token_ids",
+    _shared("stream"),
+    _shared("temperature").replace(read=number(0, FLOAT_MAX)),
+    _shared("top_k").replace(read=_top_k, description="the k most probable tokens; -1: all"),
+    _shared("seed").replace(read=integer(0, UINT64_MAX)),
+    _shared("stop").replace(read=_stop),
+    _shared("stop_token_ids").replace(
         read=_stop_token_ids,
-        target="sampling.stop_token_ids",
         description="tokens that end the text; ids beyond 32 bits are ignored",
     ),
-    Field(
-        name="max_tokens",
-        read=integer(1, MAX_TOKENS),
-        target="sampling.max_tokens",
+    _shared("max_tokens").replace(
         description="maximum number of tokens to generate; reduced to maxIterTimes and the rest of the context",
         default_words="maxIterTimes, or the rest of the context",
     ),
-    Field(
-        name="tools",
-        read=tools_reader(Bounds(custom=False)),
-        target="tools",
-        description="functions that the model may call",
-    ),
-    Field(
-        name="tool_choice",
-        read=tool_choice,
-        target="tool_choice",
-        description="none, auto (the default), required, or the tool to call",
-    ),
-    Field(name="n", read=integer(1, 1), target="sampling.n", description="only one choice is supported", default=1),
+    _shared("tools").replace(read=tools_reader(Bounds(custom=False))),
+    _shared("tool_choice").replace(description="none, auto (the default), required, or the tool to call"),
+    _shared("n").replace(read=integer(1, 1), description="only one choice is supported"),
     Field(
         name="stream_options",
         read=_STREAM_OPTIONS,
@@ -171,10 +144,6 @@ _FIELDS = (
     ),
     Field(name="logprobs", read=one_of(False, why="replies have no log probabilities"), target=None),
 )
-
-
-def _shared(name: str) -> Field:
-    return OPENAI["chat"].fields[name]
 
 
 TABLE: Table = Table(

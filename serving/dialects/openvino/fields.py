@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 
 from ...interface.errors import InvalidField
-from ...interface.readers import INT64, UINT64_MAX, boolean, integer, number, one_of, refused
-from ...interface.request import MAX_CHOICES, RawBeams, RawChat, RawCompletion, RawRequest, RawSampling, Task
+from ...interface.readers import integer, number, one_of, refused
+from ...interface.request import RawBeams, RawChat, RawCompletion, RawRequest, RawSampling, Task
 from ..fields.beam_fields import EARLY, check_nothing_drawn, take_beams
 from ..fields.decode import decode
 from ..fields.fields import Field, Table, task_of
@@ -31,92 +31,46 @@ DEFAULTS: Mapping[str, Any] = {
 DIVERSITY_PENALTY = 1.0
 _SEARCH = "beam search (best_of above 1)"
 
+
+def _shared(name: str, /, **changes: Any) -> Field:
+    """Return the field as OpenAI's chats have it, with this document's ``changes``."""
+    return OPENAI["chat"].fields[name].replace(**changes)
+
+
 FIELDS = (
-    Field(
-        name="ignore_eos",
-        read=boolean,
-        target="sampling.ignore_eos",
+    _shared(
+        "ignore_eos",
         description=f"continue after the end-of-text token; max_tokens is then at most {IGNORE_EOS_MAX_TOKENS}, and by "
         "default that or the rest of the context",
-        default=False,
     ),
-    Field(
-        name="n",
-        read=integer(1, MAX_CHOICES),
-        target="sampling.n",
-        description="texts to return, at most best_of",
-        default=1,
-    ),
-    Field(
-        name="best_of",
-        read=integer(1, MAX_CHOICES),
-        target="beams.best_of",
+    _shared("n", description="texts to return, at most best_of"),
+    _shared(
+        "best_of",
         description="above 1: beam search with this many beams that returns the best n texts; not streamed",
         default=1,
     ),
-    Field(
-        name="use_beam_search",
-        read=boolean,
-        target="beams.use",
-        description="implied by best_of above 1",
-    ),
-    Field(
-        name="length_penalty",
-        read=number(-10, 10),
-        target="beams.length_penalty",
+    _shared("use_beam_search", description="implied by best_of above 1", default=None),
+    _shared(
+        "length_penalty",
         description=f"{_SEARCH} divides the log probability of a text by its length to this power",
         default=1.0,
     ),
-    Field(
-        name="diversity_penalty",
-        read=number(0, 100),
-        target="beams.diversity_penalty",
+    _shared(
+        "diversity_penalty",
         description=f"{_SEARCH} with num_beam_groups above 1: subtracted from the log probability of a token for each "
         "earlier group that chose it; no effect with one group",
         default=DIVERSITY_PENALTY,
     ),
-    Field(
-        name="num_beam_groups",
-        read=integer(1, MAX_CHOICES),
-        target="beams.num_groups",
+    _shared(
+        "num_beam_groups",
         description=f"{_SEARCH}: groups of beams that diversity_penalty makes differ; a divisor of best_of",
         default=1,
     ),
-    Field(
-        name="temperature",
-        read=number(0, 2),
-        target="sampling.temperature",
-        description="above 0: sampling",
-        default=0.0,
-    ),
-    Field(
-        name="top_p",
-        read=number(0, 1, above=True),
-        target="sampling.top_p",
-        description="nucleus sampling: the smallest set of tokens with this probability",
-        default=1.0,
-    ),
-    Field(
-        name="top_k",
-        read=integer(0, MAX_TOKENS),
-        target="sampling.top_k",
-        description="the k most probable tokens; 0: all",
-        default=0,
-    ),
-    Field(
-        name="repetition_penalty",
-        read=number(0, 100, above=True),
-        target="sampling.repetition_penalty",
-        description="penalty on tokens of prompt and text; 1 is none",
-        default=1.0,
-    ),
-    Field(
-        name="seed",
-        read=integer(-INT64, UINT64_MAX),
-        target="sampling.seed",
-        description="the same seed gives the same text",
-        default=0,
-    ),
+    _shared("temperature", description="above 0: sampling", default=0.0),
+    _shared("top_p", default=1.0),
+    _shared("top_k", read=integer(0, MAX_TOKENS), description="the k most probable tokens; 0: all", default=0),
+    _shared("repetition_penalty", read=number(0, 100, above=True), default=1.0),
+    _shared("seed", default=0),
 )
 REFUSED = {
     "prompt_logprobs": refused("echo with logprobs at /v3/completions scores a prompt"),

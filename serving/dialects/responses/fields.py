@@ -6,7 +6,6 @@ completions; clients send them as ``extra_body``. Fields that need stored respon
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -96,7 +95,7 @@ _OWN = (
         "truncation", _truncation, "sampling.error_behavior",
         "auto: cut the beginning of an input that exceeds the context (pay-per-token endpoints); default disabled",
     ),
-    dataclasses.replace(METADATA, description=f"{METADATA.description}; the reply repeats them"),
+    METADATA.replace(description=f"{METADATA.description}; the reply repeats them"),
     _field(
         "client_metadata",
         _client_metadata,

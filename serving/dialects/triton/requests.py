@@ -14,6 +14,7 @@ from ...interface.labels import Labels
 from ...interface.readers import INT32_MAX, UINT64_MAX, boolean, integer, number, one_of, reader, text
 from ...interface.request import RawCompletion, RawSampling
 from ..fields.fields import Field, Table
+from ..fields.tables import OPENAI
 from ..mindie.requests import FLOAT_MAX
 
 MAX_TEXT = 512 * 2**10  # characters
@@ -39,6 +40,14 @@ def _object(value: Any, path: str) -> dict[str, Any]:
 
 _UNICODE = text(re.compile(r"[\s\S]*"), "a string")
 
+_POSITIVE = number(0, FLOAT_MAX, above=True)
+
+
+def _shared(name: str, /, **changes: Any) -> Field:
+    """Return the field as OpenAI's completions have it, with this document's ``changes``."""
+    return OPENAI["completions"].fields[name].replace(**changes)
+
+
 PARAMETERS = Table(
     required="",
     fields={
@@ -58,59 +67,30 @@ PARAMETERS = Table(
                 description="sample tokens; false: always take the most probable one",
                 default=False,
             ),
-            Field(
-                name="max_new_tokens",
+            _shared(
+                "max_tokens",
                 read=integer(1, INT32_MAX),
-                target="sampling.max_tokens",
+                name="max_new_tokens",
                 description="maximum number of tokens to generate, at most maxIterTimes",
                 default=MAX_NEW_TOKENS,
             ),
-            Field(
-                name="repetition_penalty",
-                read=number(0, FLOAT_MAX, above=True),
-                target="sampling.repetition_penalty",
-                description="penalty on tokens of prompt and text; 1 is none",
-                default=1.0,
-            ),
-            Field(
-                name="seed",
-                read=integer(1, UINT64_MAX),
-                target="sampling.seed",
-                description="the same seed gives the same text",
-            ),
-            Field(
-                name="temperature",
-                read=number(0, FLOAT_MAX, above=True),
-                target="sampling.temperature",
-                description="sampling temperature",
-                default=1.0,
-            ),
-            Field(
-                name="top_k",
+            _shared("repetition_penalty", read=_POSITIVE, default=1.0),
+            _shared("seed", read=integer(1, UINT64_MAX)),
+            _shared("temperature", read=_POSITIVE, description="sampling temperature", default=1.0),
+            _shared(
+                "top_k",
                 read=integer(0, INT32_MAX),
-                target="sampling.top_k",
                 description="the k most probable tokens, fewer than the vocabulary has; 0: all",
                 default=0,
             ),
-            Field(
-                name="top_p",
-                read=number(0, 1, above=True),
-                target="sampling.top_p",
-                description="nucleus sampling: the smallest set of tokens with this probability",
-                default=1.0,
-            ),
+            _shared("top_p", default=1.0),
             Field(
                 name="batch_size",
                 read=integer(1, INT32_MAX),
                 target=None,
                 note="how many sequences run together is the engine's affair; details say how many did",
             ),
-            Field(
-                name="typical_p",
-                read=number(0, 1, above=True),
-                target="sampling.typical_p",
-                description="locally typical sampling",
-            ),
+            _shared("typical_p", default_words=""),
             Field(
                 name="watermark",
                 read=one_of(False, why="watermarks are not supported"),
