@@ -7,14 +7,13 @@ import re
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
 
 from ..dialects import Head, InferenceRoute, StreamEncoder
 from ..interface.errors import Aborted, InternalError, InvalidField, ServingError
 from ..interface.logits_size import logits_size
 from ..interface.reply import Done, Piece, Reply
 from ..interface.request import RawRequest, ValidRequest
-from ..modes import Target
+from ..modes import Admission, Target
 from ..observability.access_record import AccessRecord
 from ..routing.served_endpoints import ServedEntity
 from ..system import logs
@@ -149,12 +148,12 @@ def _start(
 
     ``held`` gets everything that must be released, and releases it in reverse order.
     """
-    admission = None
+    admission: Admission | None = None
     if entity.mode is not None:
         target = Target(endpoint=entity.endpoint, entity=entity.entity, model=entity.identity)
         admission = held.enter_context(entity.mode.admit(valid, request.caller, target, request.record.labels))
         valid = admission.request
-        request.record.headers |= rate_limit_headers.headers(admission.limits)
+        request.record.headers |= rate_limit_headers.headers(admission.lease.limits)
     source = _run(entity, valid, admission)
     pull: InterruptibleIterator[Piece] = InterruptibleIterator(source)
     held.callback(pull.close)
@@ -165,21 +164,21 @@ def _start(
     return source, pull, _counted(pull, admission, request.record)
 
 
-def _run(entity: ServedEntity, valid: ValidRequest, admission: Any) -> generate.Pieces:
+def _run(entity: ServedEntity, valid: ValidRequest, admission: Admission | None) -> generate.Pieces:
     if valid.task == "embeddings":
         return embed.run(entity.engine, valid)
     if valid.task == "score":
         return score.run(entity.engine, valid)
-    on_tokens = None if admission is None else lambda _, count: admission.count(count)
+    on_tokens = None if admission is None else lambda _, count: admission.lease.count(count)
     return generate.run(entity.engine, valid, entity.view.text, on_tokens)
 
 
-def _counted(pull: InterruptibleIterator[Piece], admission: Any, record: AccessRecord) -> Iterator[Piece]:
+def _counted(pull: InterruptibleIterator[Piece], admission: Admission | None, record: AccessRecord) -> Iterator[Piece]:
     for piece in pull:
         record.see(piece)
         if admission is not None and isinstance(piece, Done):
             used = piece.usage
-            admission.settle(
+            admission.lease.settle(
                 prompt=used.prompt_tokens,
                 cached=used.cached_tokens,
                 completion=used.completion_tokens,

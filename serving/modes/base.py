@@ -6,14 +6,13 @@ A new mode is a class that implements ``Mode`` and is exported by ``modes/__init
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Literal, Protocol
+from typing import Protocol
 
 from msgspec import Struct
 
 from ..interface.labels import NONE, Labels
 from ..interface.request import ValidRequest
 from ..metering.accounts.keys import Caller
-from ..metering.accounts.limits import LimitStatus
 from ..metering.ledger.lease import Bucket, Lease, Reservation
 from ..model_files.model_version import UNKNOWN, ModelVersion
 
@@ -51,39 +50,13 @@ class Mode(Protocol):
 class Admission:
     """The context manager around a request's run: ``with mode.admit(…) as admitted: engine.submit(admitted.request)``.
 
-    ``request`` is the ``ValidRequest`` for the engine, marked ``provisioned`` if the mode decides so. Leaving the
-    context settles the lease (see ``Lease``).
+    ``request`` is the ``ValidRequest`` for the engine, marked ``provisioned`` if the mode decides so. Its tokens are
+    counted and settled on the ``lease``; leaving the context settles it in any case (see ``Lease``).
     """
 
     def __init__(self, lease: Lease, request: ValidRequest) -> None:
         self.lease = lease
         self.request = request
-
-    @property
-    def limits(self) -> tuple[LimitStatus, ...]:
-        return self.lease.limits
-
-    def count(self, completion_tokens: int = 0, *, prompt: int | None = None, cached: int | None = None) -> None:
-        self.lease.count(completion_tokens, prompt=prompt, cached=cached)
-
-    def settle(
-        self,
-        *,
-        prompt: int | None = None,
-        cached: int | None = None,
-        completion: int | None = None,
-        finish_reason: str | None = None,
-        status: Literal["ok", "error", "aborted"] = "ok",
-        drafts: tuple[int, int] = (0, 0),
-    ) -> None:
-        self.lease.settle(
-            prompt=prompt,
-            cached=cached,
-            completion=completion,
-            finish_reason=finish_reason,
-            status=status,
-            drafts=drafts,
-        )
 
     def __enter__(self) -> Admission:
         return self

@@ -60,10 +60,10 @@ def test_a_request_reserves_what_it_may_use_at_most(store, ledger, mode):
     Limits(store).set("key", "key_1", "otpm", 120)
     Limits(store).set("key", "key_1", "itpm", 11)
     with chosen.admit(valid("r1", n=3, prompts=2), CALLER, TARGET) as admitted:
-        assert {limit.kind: limit.remaining for limit in admitted.limits} == {"otpm": 0, "itpm": 0}
+        assert {limit.kind: limit.remaining for limit in admitted.lease.limits} == {"otpm": 0, "itpm": 0}
         with pytest.raises(LimitExceeded):
             chosen.admit(valid("r2"), CALLER, TARGET)
-        admitted.count(4, cached=2)
+        admitted.lease.count(4, cached=2)
     (row,) = Usage(store).page(UsageFilter()).rows
     assert (row.mode, row.adapter, row.entity) == (chosen.profile.name, "poet", "model-1")
     assert (row.prompt_tokens, row.cached_tokens, row.completion_tokens) == (11, 2, 4)
@@ -77,7 +77,7 @@ def test_within_the_reserve_a_request_runs_first(ledger):
     assert [admitted.request.provisioned for admitted in admissions] == [True, True, False]
     assert not flood.request.provisioned
     for admitted in (*admissions, flood):
-        admitted.settle()
+        admitted.lease.settle()
 
 
 def test_a_throughput_that_cannot_be_given_is_refused(ledger):
