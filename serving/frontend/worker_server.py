@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 from collections.abc import Callable
@@ -66,11 +67,8 @@ def worker_server(spec: ServeSpec, directory: Path, cache_secret: bytes | None =
         ledger.start()  # must be after the fork, which it is here
     find = ResolverPool(directory, limit=settings.max_resolvers, timeout=settings.resolve_timeout)
     located = functools.partial(locate, overrides=spec.engine, metered=ledger is not None, find=find)
-    server = make_server(
-        endpoints,
-        settings,
-        load_shedder=load_shedder,
-        cache_secret=cache_secret,
+    server = dataclasses.replace(
+        make_server(endpoints, settings, load_shedder=load_shedder, cache_secret=cache_secret),
         keys=keys if settings.asks_who else None,
         tokens=_tokens(settings),
         ledger=ledger,

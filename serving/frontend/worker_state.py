@@ -81,17 +81,12 @@ def make_server(
     *,
     load_shedder: LoadShedder | None = None,
     cache_secret: bytes | None = None,
-    keys: Keys | None = None,
-    tokens: Tokens | None = None,
-    ledger: Ledger | None = None,
-    tracer: Tracer = tracing.OFF,
-    endpoint_store: EndpointStore | None = None,
-    follower: PlanFollower | None = None,
-    runtime_dir: str | None = None,
-    find_models: FindModels | None = None,
 ) -> Server:
-    """Make a server with ``settings``. With a ``follower``, ``load_shedder`` must be the follower's; ``cache_secret``
-    (``CacheSalts``) must be the same in all workers."""
+    """Make what every server has, with ``settings``; ``dataclasses.replace`` adds what only some have.
+
+    A server with a ``follower`` needs the follower's own ``load_shedder``. ``cache_secret`` (``CacheSalts``) must be
+    the same in all workers.
+    """
     settings = settings or ServerSettings()
     return Server(
         settings=settings,
@@ -108,12 +103,4 @@ def make_server(
             total=PIXELS * settings.max_held_bytes, by_caller=PIXELS * settings.max_caller_bytes, what="pictures"
         ),
         refusals=RefusalLimit(settings.refusals_per_minute),
-        keys=keys,
-        tokens=tokens,
-        ledger=ledger,
-        tracer=tracer,
-        endpoint_store=endpoint_store,
-        follower=follower,
-        runtime_dir=runtime_dir,
-        find_models=find_models,
     )

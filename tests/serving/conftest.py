@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pwd
 import shutil
@@ -131,7 +132,7 @@ def make(instant_bundle: Bundle, instant_text: TextModel) -> Callable[..., Serve
             profile=profile_in(mode, Profile()),
         )
         endpoint = ServedEntity(endpoint="assistant", entity="model-1", view=view, engine=engine, mode=mode, created=1)
-        return make_server(ServedEndpoints(endpoint), ServerSettings(**options), **parts)
+        return dataclasses.replace(make_server(ServedEndpoints(endpoint), ServerSettings(**options)), **parts)
 
     return build
 
