@@ -7,7 +7,7 @@ import re
 from ..dialects import DIALECTS, Dialect
 from ..frontend.invoke import invoke
 from ..frontend.operation import Auth
-from .inference import count_tokens, info_routes, kserve, openvino, tokenize
+from .inference import info_routes, kserve, openvino, token_counts
 from .management import accounts, endpoints, engine_logs, lora_adapters, usage
 from .openapi.document import documented
 from .route import Route
@@ -32,8 +32,7 @@ def inference_routes(dialect: Dialect) -> tuple[Route, ...]:
 ROUTES = documented(
     (
         *(route for dialect in DIALECTS.values() for route in inference_routes(dialect)),
-        *tokenize.ROUTES,
-        *count_tokens.ROUTES,
+        *token_counts.ROUTES,
         *info_routes.ROUTES,
         *openvino.ROUTES,
         *kserve.ROUTES,

@@ -2,7 +2,7 @@
 
 Source of the format: the API reference of ``/v1/messages``. Bodies are read by ``anthropic_requests``, replies written
 by ``anthropic_replies``. An error is ``{"type": "error", "error": {"type", "message"}}``. The route
-``/v1/messages/count_tokens``, which counts tokens without generating a reply, is in ``http.count_tokens``.
+``/v1/messages/count_tokens``, which counts tokens without generating a reply, is in ``http.inference.token_counts``.
 """
 
 from __future__ import annotations
