@@ -1,4 +1,7 @@
-"""Admission: the transaction that checks limits, charges the windows and the bucket, and opens the ledger row."""
+"""Admission: the check of limits before a request is read, and the transaction that admits it.
+
+The transaction checks limits, charges the windows and the bucket, and opens the ledger row.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from msgspec import Struct
 
 from ..accounts import windows
 from ..accounts.authorization import ANONYMOUS
-from ..accounts.limits import Limit, LimitStatus, Subject, admit, rebuilt, standing, subjects_of
+from ..accounts.limits import Limit, LimitStatus, Subject, admit, rebuilt, standing, subjects_of, user_subject
 from ..accounts.money import currency_of
 from ..accounts.monotonic_clock import MonotonicClock
 from ..accounts.windows import Amounts, WindowState
@@ -146,3 +149,33 @@ def _take(
     update = sa.update(buckets).where(of_subject)
     connection.execute(update.values(level_milli=level - taken, at_ms=max(now_ms, at_ms)))
     return taken
+
+
+def check(
+    connection: sa.Connection, *, key_id: str, tenant: str, endpoint: str | None, least: Amounts, clock: MonotonicClock
+) -> None:
+    """Raise ``LimitExceeded`` or ``PermissionDenied`` if a request of the ``least`` amounts would be refused.
+
+    This is asked before a request is read, so that no body of megabytes is received and tokenised in vain. It reserves
+    nothing; ``reserve`` decides.
+    ``endpoint`` is None if it is not known yet; its limits are then not checked.
+    """
+    of_limits: dict[str, Subject] = {"key": ("key", key_id), "tenant": ("tenant", tenant)}
+    if endpoint is not None:
+        of_limits |= {"endpoint": ("endpoint", endpoint), "user": ("user", user_subject(endpoint, key_id))}
+    named = {scope: (endpoint or "") if scope == "user" else subject[1] for scope, subject in of_limits.items()}
+    found = connection.execute(sa.select(limits).where(_any(limits, named)))
+    set_limits = [Limit(scope=scope, subject=subject, kind=kind, value=value) for scope, subject, kind, value in found]
+    if not set_limits:
+        return
+    rows = connection.execute(sa.select(window_table).where(_any(window_table, dict(of_limits.values()))))
+    states = {(scope, subject): windows.decode(state) for scope, subject, state in rows}
+    for state in states.values():
+        clock.move_up_to(state.latest)
+    paired = [(limit, states.get(of_limits[limit.scope], WindowState())) for limit in set_limits]
+    shared = is_shared(key_id)
+    admit(paired, int(clock.now()), least, functools.partial(currency_of, connection), is_shared=shared)
+
+
+def _any(table: sa.Table, subjects: dict[str, str]) -> sa.ColumnElement[bool]:
+    return sa.or_(*(sa.and_(table.c.scope == scope, table.c.subject == name) for scope, name in subjects.items()))

@@ -25,7 +25,7 @@ from ..store.checks import reason
 from ..store.staleness import StalenessDetector
 from ..store.store import Store
 from ..store.tables import ledger
-from . import admission, crash_recovery, engine_journals, precheck
+from . import admission, crash_recovery, engine_journals
 from .admission import Admitted, WindowMissing
 from .lease import Began, Lease, Reservation
 from .lease_owner import LeaseOwner
@@ -159,7 +159,7 @@ class Ledger:
         costs = [cost(self.prices.at(entity, now), prompt=1, cached=0, completion=0) for entity in entities or ()]
         least = Amounts(input=1, output=int(generates), queries=1, in_flight=1, money=min(costs, default=0))
         ask = partial(
-            precheck.check, key_id=key_id, tenant=tenant, endpoint=endpoint, least=least, clock=self._window_clock
+            admission.check, key_id=key_id, tenant=tenant, endpoint=endpoint, least=least, clock=self._window_clock
         )
         try:
             self.store.read(ask, timeout=ADMISSION_TIMEOUT)
