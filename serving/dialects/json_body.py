@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from ..interface.errors import InvalidField, RequestError
 from ..interface.readers import string
-from ..system.lazy import Lazy
+from ..system.imports import Lazy
 
 if TYPE_CHECKING:
     import numpy as np

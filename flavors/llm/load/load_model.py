@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from mlflow.exceptions import MlflowException
 
-from ....serving.system.block_torch import hide_torch
+from ....serving.system.imports import hide_torch
 from ..errors import raises_mlflow
 from ..model.bundle_reader import configured
 from ..model.fetch import local_root

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...interface.reply import Choice, Reply
-from ...system.lazy import Lazy
+from ...system.imports import Lazy
 from .tensors import BYTES, Tensor, Values
 
 if TYPE_CHECKING:

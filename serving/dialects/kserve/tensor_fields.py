@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ...interface.errors import InvalidField
 from ...interface.readers import INT32_MAX, UINT64_MAX, Reader, any_of, boolean, integer, number, one_of, reader
 from ...interface.request import MAX_CHOICES
-from ...system.lazy import Lazy
+from ...system.imports import Lazy
 from .tensors import BOOL, BYTES, Tensor
 
 if TYPE_CHECKING:

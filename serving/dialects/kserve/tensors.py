@@ -15,7 +15,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ...interface.errors import InvalidField
-from ...system.lazy import Lazy
+from ...system.imports import Lazy
 
 if TYPE_CHECKING:
     import numpy as np

@@ -18,7 +18,7 @@ from ...control.server_directory import server_directory
 from ...control.spec import ServeSpec
 from ...observability.exporter_process import exporting
 from ...system import logs
-from ...system.block_torch import hide_torch
+from ...system.imports import hide_torch
 from ...tasks.cache_salt import SECRET_BYTES
 from .accept_balancing import AcceptBalancer
 from .kept_process import KeptProcess, Progress
