@@ -18,7 +18,7 @@ from ..observability.access_record import REQUEST_ID
 from .loop import Loop
 from .statuses import status_of
 
-LONGEST = 10**8  # seconds: a longer time remaining means that no deadline was set
+MAX_DEADLINE_SECONDS = 10**8  # seconds: a longer time remaining means that no deadline was set
 
 
 class Metadata:
@@ -26,7 +26,7 @@ class Metadata:
 
     def __init__(self, given: Mapping[str, str], seconds_left: float | None) -> None:
         self._given = given
-        self._left = None if seconds_left is None or seconds_left > LONGEST else max(seconds_left, 1e-6)
+        self._left = None if seconds_left is None or seconds_left > MAX_DEADLINE_SECONDS else max(seconds_left, 1e-6)
 
     def get(self, name: str, /) -> str | None:
         found = self._given.get(name.lower())

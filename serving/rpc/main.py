@@ -26,7 +26,7 @@ from ..control.settings import ServerSettings
 from ..control.spec import ServeSpec
 from ..frontend.offload import give_way
 from ..frontend.worker_server import worker_server
-from ..frontend.worker_state import Server
+from ..frontend.worker_state import WorkerState
 from ..interface.errors import PackagingError, ServingError, ShuttingDown
 from ..routing.load_shedding import DRAIN_RETRY_AFTER
 from ..system import logs
@@ -123,14 +123,14 @@ def listen(rpc: grpc.Server, settings: ServerSettings) -> int:
     return int(found)
 
 
-def end(process: Process, service: Service, server: Server, rpc: grpc.Server) -> None:
+def end(process: Process, service: Service, server: WorkerState, rpc: grpc.Server) -> None:
     """Let running requests finish within ``drain_timeout``, interrupt the others, and settle the ledger."""
     server.load_shedder.draining = True
-    logs.event("draining", running=service.answering)
+    logs.event("draining", running=service.num_active)
     until = time.monotonic() + server.settings.drain_timeout
-    while service.answering and time.monotonic() < until and not process.at_once:
+    while service.num_active and time.monotonic() < until and not process.at_once:
         gevent.sleep(TICK)
-    if service.answering:
+    if service.num_active:
         logs.event("drain over", interrupted=server.in_flight.interrupt_all(CUT_SHORT))
     stopped = rpc.stop(LAST_SECONDS)  # refuses new calls, waits for running ones, then cuts off the others
     until = time.monotonic() + 2 * LAST_SECONDS

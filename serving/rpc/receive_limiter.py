@@ -1,8 +1,8 @@
 """A limit on how many messages are received at once.
 
 gRPC only hands over complete messages, so their bytes cannot be counted while they arrive. Without a limit, each of its
-threads could hold a message of the largest size before the memory budget counts it. So a call needs a *turn* from
-before its message arrives until the budget has counted it; while no turn is free, the message waits at the client.
+threads could hold a message of the largest size before the memory budget counts it. So a call needs a *permit* from
+before its message arrives until the budget has counted it; while no permit is free, the message waits at the client.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .call import Call
 from .codec import parsed
 from .messages import ModelInferRequest
 
-TICK = 1.0  # seconds between checks for turns that last too long
+TICK = 1.0  # seconds between checks for permits that last too long
 
 
 class Message:
@@ -63,76 +63,76 @@ class Message:
         return data
 
 
-class Turn:
-    """The turn of ``call``, held since the time ``since``; ``has_come`` says whether its message has arrived."""
+class Permit:
+    """The permit of ``call``, held since the time ``since``; ``arrived`` says whether its message has arrived."""
 
-    def __init__(self, call: Call, caller: str, end: Callable[[Turn], None]) -> None:
+    def __init__(self, call: Call, caller: str, release: Callable[[Permit], None]) -> None:
         self.call, self.caller, self.since = call, caller, time.monotonic()
-        self.has_come = False
-        self._end = end
+        self.arrived = False
+        self._release = release
 
-    def end(self) -> None:
-        """End the turn. Idempotent."""
-        self._end(self)
+    def release(self) -> None:
+        """Release the permit. Idempotent."""
+        self._release(self)
 
 
-class Intake:
-    """At most ``total`` turns at once, of which ``by_caller`` for one caller. Used by many threads.
+class ReceiveLimiter:
+    """At most ``total`` permits at once, of which ``per_caller`` for one caller. Used by many threads.
 
-    A call that has waited ``patience`` seconds for a turn is refused. A call whose message has not arrived within that
-    time is cancelled while others wait."""
+    A call that has waited ``max_wait`` seconds for a permit is refused. A call whose message has not arrived within
+    that time is cancelled while others wait."""
 
-    def __init__(self, *, total: int, by_caller: int, patience: float) -> None:
-        self._total, self._by_caller, self._patience = total, by_caller, patience
+    def __init__(self, *, total: int, per_caller: int, max_wait: float) -> None:
+        self._total, self._per_caller, self._max_wait = total, per_caller, max_wait
         self._changed = threading.Condition()
-        self._turns: set[Turn] = set()
+        self._permits: set[Permit] = set()
 
     @staticmethod
-    def of(settings: ServerSettings) -> Intake:
-        """Return an intake for as many messages of the largest size as fit into the memory budget."""
+    def of(settings: ServerSettings) -> ReceiveLimiter:
+        """Return a limiter for as many messages of the largest size as fit into the memory budget."""
         largest = settings.max_body_bytes
-        return Intake(
+        return ReceiveLimiter(
             total=max(2, settings.max_held_bytes // largest),
-            by_caller=max(1, settings.max_caller_bytes // largest),
-            patience=settings.io_timeout,
+            per_caller=max(1, settings.max_caller_bytes // largest),
+            max_wait=settings.io_timeout,
         )
 
     @contextlib.contextmanager
-    def turn(self, call: Call, caller: str) -> Iterator[Turn]:
-        """Wait for a turn and hold it for the ``with`` block; it may end earlier.
+    def permit(self, call: Call, caller: str) -> Iterator[Permit]:
+        """Wait for a permit and hold it for the ``with`` block; it may end earlier.
 
         Raises ``Overloaded``, and ``Aborted`` if the call has ended."""
-        turn = self._begin(call, caller)
+        permit = self._begin(call, caller)
         try:
-            yield turn
+            yield permit
         finally:
-            turn.end()
+            permit.release()
 
-    def _begin(self, call: Call, caller: str) -> Turn:
+    def _begin(self, call: Call, caller: str) -> Permit:
         with self._changed:
-            until = time.monotonic() + self._patience
+            until = time.monotonic() + self._max_wait
             while not self._has_room(caller):
                 now = time.monotonic()
                 if call.is_over:
                     raise Aborted("the client went away")
                 if now >= until:
                     raise Overloaded("body: too many large requests are being read; try again", retry_after=RETRY_AFTER)
-                for turn in self._turns:
-                    if not turn.has_come and now - turn.since > self._patience:
-                        turn.call.context.cancel()
+                for permit in self._permits:
+                    if not permit.arrived and now - permit.since > self._max_wait:
+                        permit.call.context.cancel()
                 self._changed.wait(min(TICK, until - now))
-            mine = Turn(call, caller, self._finish)
-            self._turns.add(mine)
+            mine = Permit(call, caller, self._finish)
+            self._permits.add(mine)
             return mine
 
     def _has_room(self, caller: str) -> bool:
-        own = sum(turn.caller == caller for turn in self._turns)
-        return len(self._turns) < self._total and own < self._by_caller
+        own = sum(permit.caller == caller for permit in self._permits)
+        return len(self._permits) < self._total and own < self._per_caller
 
-    def _finish(self, turn: Turn) -> None:
+    def _finish(self, permit: Permit) -> None:
         with self._changed:
-            if turn in self._turns:
-                self._turns.remove(turn)
+            if permit in self._permits:
+                self._permits.remove(permit)
                 self._changed.notify_all()
 
 

@@ -23,7 +23,7 @@ from ..frontend.authentication import authenticate, charge
 from ..frontend.in_flight import ClientGone
 from ..frontend.invoke import invoke
 from ..frontend.operation import Auth, Operation, Request
-from ..frontend.worker_state import Server
+from ..frontend.worker_state import WorkerState
 from ..interface.errors import Aborted, InternalError, NotFound, RequestError, ServingError
 from ..metering.accounts.authorization import Caller
 from ..observability.access_record import REQUEST_ID, AccessRecord, request_id_from
@@ -33,12 +33,12 @@ from .call import Call
 from .codec import INFER, STREAM, RpcDialect, failure, frames, parsed
 from .loop import Loop
 from .messages import SERVICE, message
-from .receive_limiter import Intake, Message, Turn, is_small
+from .receive_limiter import Message, Permit, ReceiveLimiter, is_small
 
 DIALECT = RpcDialect()
-AT_ONCE = 64  # concurrent requests of one stream
-AHEAD = 256  # responses that may wait for a stream's client
-PAUSE = 0.01  # seconds between checks of a client that reads too slowly
+MAX_CONCURRENT_REQUESTS = 64  # concurrent requests of one stream
+MAX_BUFFERED_RESPONSES = 256  # responses that may wait for a stream's client
+POLL_INTERVAL = 0.01  # seconds between checks of a client that reads too slowly
 
 Response = dict[str, Any]
 T = TypeVar("T")
@@ -58,7 +58,7 @@ def _operation(inference: Any) -> Operation:
 _INFER, _STREAM = _operation(INFER), _operation(STREAM)
 
 
-class _Over:
+class _RequestDone:
     """An item among a stream's responses: one request is over or, with ``count``, the stream had so many in total."""
 
     def __init__(self, count: int | None = None) -> None:
@@ -66,13 +66,13 @@ class _Over:
 
 
 class Service:
-    """The calls of the service. ``_asked`` has the calls that only query the server, with the authentication needed."""
+    """The calls of the service. ``_query_calls`` has those that only query the server, with their authentication."""
 
-    def __init__(self, server: Server, loop: Loop) -> None:
+    def __init__(self, server: WorkerState, loop: Loop) -> None:
         self._server, self._loop = server, loop
-        self._intake = Intake.of(server.settings)
-        self.answering = 0
-        self._asked: dict[str, tuple[Auth, Callable[[Any, Caller], Response]]] = {
+        self._limiter = ReceiveLimiter.of(server.settings)
+        self.num_active = 0
+        self._query_calls: dict[str, tuple[Auth, Callable[[Any, Caller], Response]]] = {
             "ServerLive": (Auth.OPEN, lambda asked, caller: {"live": True}),
             "ServerReady": (Auth.OPEN, lambda asked, caller: {"ready": kserve_queries.takes_requests(server)}),
             "ServerMetadata": (Auth.OPEN, lambda asked, caller: server_metadata()),
@@ -85,7 +85,7 @@ class Service:
     def handler(self) -> grpc.GenericRpcHandler:
         """Return the handler for a gRPC server. Messages stay bytes until a call parses them."""
         found: dict[str, grpc.RpcMethodHandler] = {
-            name: grpc.unary_unary_rpc_method_handler(partial(self._answer, name)) for name in self._asked
+            name: grpc.unary_unary_rpc_method_handler(partial(self._answer, name)) for name in self._query_calls
         }
         # as a stream of one message, so that the caller's key is checked before its message is in memory
         found["ModelInfer"] = grpc.stream_unary_rpc_method_handler(self._infer)
@@ -96,7 +96,7 @@ class Service:
 
     def _answer(self, name: str, data: bytes, context: grpc.ServicerContext) -> bytes:
         call, record = self._begun(context, f"/{SERVICE}/{name}")
-        auth, answer = self._asked[name]
+        auth, answer = self._query_calls[name]
         try:
             asked = parsed(data, message(f"{name}Request"))
             found = self._loop.call(partial(self._handled, call, record, auth, lambda caller: answer(asked, caller)))
@@ -139,8 +139,8 @@ class Service:
             if self._server.requires_key:
                 caller = self._loop.call(partial(self._handled, call, record, Auth.INVOKE, lambda one: one.key_id))
             with contextlib.ExitStack() as held:
-                message = self._received(requests, held.enter_context(self._turn(call, record, caller)))
-                answer = self._loop.call(partial(self._whole, call, record, message))
+                message = self._received(requests, held.enter_context(self._permit(call, record, caller)))
+                answer = self._loop.call(partial(self._run_unary, call, record, message))
         except ServingError as error:
             call.abort(error, record.request_id, record.headers)
         assert isinstance(answer.body, bytes)
@@ -149,31 +149,31 @@ class Service:
         return answer.body
 
     @contextlib.contextmanager
-    def _turn(self, call: Call, record: AccessRecord, caller: str) -> Iterator[Turn]:
+    def _permit(self, call: Call, record: AccessRecord, caller: str) -> Iterator[Permit]:
         with contextlib.ExitStack() as held:
             try:
-                turn = held.enter_context(self._intake.turn(call, caller))
+                permit = held.enter_context(self._limiter.permit(call, caller))
             except ServingError as error:
                 record.finish(error.status, error.logged)
                 raise
-            yield turn
+            yield permit
 
-    def _received(self, requests: Iterator[bytes], turn: Turn) -> Message:
-        """Return the one message of a call; its turn ends when the message is counted. Raises ``RequestError``."""
+    def _received(self, requests: Iterator[bytes], permit: Permit) -> Message:
+        """Return the one message of a call; the permit is released when it is counted. Raises ``RequestError``."""
         data = next(requests, None)
         if data is None:
             raise RequestError("the call has no message")
-        turn.has_come = True
+        permit.arrived = True
         if is_small(data):
-            turn.end()
-        return Message(data, turn.end)
+            permit.release()
+        return Message(data, permit.release)
 
-    def _whole(self, call: Call, record: AccessRecord, message: Message) -> Answer:
-        self.answering += 1
+    def _run_unary(self, call: Call, record: AccessRecord, message: Message) -> Answer:
+        self.num_active += 1
         try:
             return self._run(_INFER, call, record, message)
         finally:
-            self.answering -= 1
+            self.num_active -= 1
 
     def _stream(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """Yield the responses to all requests of a stream; those of one request are in order.
@@ -185,8 +185,8 @@ class Service:
             self._loop.call(partial(self._handled, call, record, Auth.INVOKE, lambda caller: None))
         except ServingError as error:
             call.abort(error, record.request_id, record.headers)
-        responses: queue.SimpleQueue[bytes | _Over] = queue.SimpleQueue()
-        room = threading.Semaphore(AT_ONCE)
+        responses: queue.SimpleQueue[bytes | _RequestDone] = queue.SimpleQueue()
+        room = threading.Semaphore(MAX_CONCURRENT_REQUESTS)
         threading.Thread(target=self._read, args=(requests, call, responses, room), daemon=True).start()
         done, count = 0, None
         while done != count:
@@ -203,7 +203,7 @@ class Service:
         self,
         requests: Iterator[bytes],
         call: Call,
-        responses: queue.SimpleQueue[bytes | _Over],
+        responses: queue.SimpleQueue[bytes | _RequestDone],
         room: threading.Semaphore,
     ) -> None:
         """Start the requests of a stream as they arrive. Runs on its own thread.
@@ -225,11 +225,11 @@ class Service:
         except Exception:  # gRPC raises it to say that the call has ended
             call.is_over = True
         finally:
-            responses.put(_Over(count))
+            responses.put(_RequestDone(count))
 
-    def _serve(self, call: Call, message: Message, responses: queue.SimpleQueue[bytes | _Over]) -> None:
+    def _serve(self, call: Call, message: Message, responses: queue.SimpleQueue[bytes | _RequestDone]) -> None:
         """Answer one request of a stream. Runs in the loop."""
-        self.answering += 1
+        self.num_active += 1
         record = self._record(call, STREAM.path)
         try:
             answer = self._run(_STREAM, call, record, message)
@@ -247,11 +247,11 @@ class Service:
             responses.put(failure(InternalError("internal error"), message.id).SerializeToString())
         finally:
             message.counted()
-            self.answering -= 1
-            responses.put(_Over())
+            self.num_active -= 1
+            responses.put(_RequestDone())
 
-    def _follow(self, call: Call, body: Any, responses: queue.SimpleQueue[bytes | _Over]) -> None:
-        """Queue the responses of a body, at most about ``AHEAD`` of them ahead of the client.
+    def _follow(self, call: Call, body: Any, responses: queue.SimpleQueue[bytes | _RequestDone]) -> None:
+        """Queue the responses of a body, at most about ``MAX_BUFFERED_RESPONSES`` of them ahead of the client.
 
         The call of a client that takes no response for ``io_timeout`` is cancelled."""
         try:
@@ -259,8 +259,8 @@ class Service:
                 for one in frames(data):
                     responses.put(one)
                 since, size = time.monotonic(), responses.qsize()
-                while responses.qsize() > AHEAD and not call.is_over:
-                    gevent.sleep(PAUSE)
+                while responses.qsize() > MAX_BUFFERED_RESPONSES and not call.is_over:
+                    gevent.sleep(POLL_INTERVAL)
                     if responses.qsize() < size:
                         since, size = time.monotonic(), responses.qsize()
                     if time.monotonic() - since > self._server.settings.io_timeout:

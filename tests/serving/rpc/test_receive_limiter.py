@@ -11,11 +11,11 @@ from mlflow_llm.serving.control.settings import ServerSettings
 from mlflow_llm.serving.frontend.memory_budget import MemoryBudget
 from mlflow_llm.serving.interface.errors import Aborted, LimitExceeded, Overloaded
 from mlflow_llm.serving.rpc.messages import ModelInferRequest
-from mlflow_llm.serving.rpc.receive_limiter import Intake, Message
+from mlflow_llm.serving.rpc.receive_limiter import Message, ReceiveLimiter
 
 
 class _Call:
-    """A call as the intake sees it."""
+    """A call as the limiter sees it."""
 
     def __init__(self) -> None:
         self.is_over = False
@@ -31,30 +31,28 @@ def call() -> Any:
 
 
 def test_largest_messages_are_limited_by_room() -> None:
-    """Messages of 16 MiB are received up to 128 MiB, 32 MiB of one caller; one that may exceed all of it is received
-    alone.
-    """
-    found = Intake.of(ServerSettings())
-    assert (found._total, found._by_caller) == (8, 2)
-    one = Intake.of(ServerSettings(max_body_bytes=2**30))
-    assert (one._total, one._by_caller) == (2, 1)
+    """Messages of 16 MiB are received up to 128 MiB, 32 MiB of one caller; one that may exceed it is received alone."""
+    found = ReceiveLimiter.of(ServerSettings())
+    assert (found._total, found._per_caller) == (8, 2)
+    one = ReceiveLimiter.of(ServerSettings(max_body_bytes=2**30))
+    assert (one._total, one._per_caller) == (2, 1)
 
 
-def test_calls_wait_for_a_free_turn() -> None:
-    """Of 256 concurrent calls never more than the available turns are received, and all are in the end."""
-    intake = Intake(total=3, by_caller=1, patience=600)
+def test_calls_wait_for_a_free_permit() -> None:
+    """Of 256 concurrent calls never more than there are permits are received, and all are in the end."""
+    limiter = ReceiveLimiter(total=3, per_caller=1, max_wait=600)
     lock, now, most = threading.Lock(), 0, 0
 
     def come(number: int) -> None:
         nonlocal now, most
-        with intake.turn(call(), f"caller {number % 9}") as turn:
+        with limiter.permit(call(), f"caller {number % 9}") as permit:
             with lock:
                 now += 1
                 most = max(most, now)
             with lock:
                 now -= 1
-            turn.end()
-            turn.end()
+            permit.release()
+            permit.release()
 
     threads = [threading.Thread(target=come, args=(number,)) for number in range(256)]
     for thread in threads:
@@ -62,52 +60,50 @@ def test_calls_wait_for_a_free_turn() -> None:
     for thread in threads:
         thread.join(600)
     assert most <= 3
-    assert not intake._turns
+    assert not limiter._permits
 
 
 def test_a_callers_own_turns_are_bounded() -> None:
-    """A caller that fills its own turns waits for itself, and others do not wait for it."""
-    intake = Intake(total=3, by_caller=1, patience=0.0)
-    with intake.turn(call(), "a"):
-        with pytest.raises(Overloaded), intake.turn(call(), "a"):
+    """A caller that holds all its own permits waits for itself, and others do not wait for it."""
+    limiter = ReceiveLimiter(total=3, per_caller=1, max_wait=0.0)
+    with limiter.permit(call(), "a"):
+        with pytest.raises(Overloaded), limiter.permit(call(), "a"):
             pass
-        with intake.turn(call(), "b"):
+        with limiter.permit(call(), "b"):
             pass
-    with intake.turn(call(), "a"):
+    with limiter.permit(call(), "a"):
         pass
 
 
 def test_a_silent_call_is_cancelled_when_others_wait() -> None:
-    """A client that sends nothing holds its turn only until another has waited long enough; once a message arrives it
-    keeps it.
-    """
-    intake = Intake(total=2, by_caller=1, patience=0.01)
+    """A client that sends nothing loses its permit when another has waited; one whose message has arrived does not."""
+    limiter = ReceiveLimiter(total=2, per_caller=1, max_wait=0.01)
     slow, here = call(), call()
-    with intake.turn(slow, "a") as late, intake.turn(here, "b") as turn:
-        turn.has_come = True
-        late.since = turn.since = -1e9
+    with limiter.permit(slow, "a") as late, limiter.permit(here, "b") as permit:
+        permit.arrived = True
+        late.since = permit.since = -1e9
         gone = call()
         gone.is_over = True
-        with pytest.raises(Aborted), intake.turn(gone, "c"):
+        with pytest.raises(Aborted), limiter.permit(gone, "c"):
             pass
-        intake._patience = 600.0
+        limiter._max_wait = 600.0
         got = threading.Event()
 
         def come() -> None:
-            with intake.turn(call(), "c"):
+            with limiter.permit(call(), "c"):
                 got.set()
 
         comes = threading.Thread(target=come)
         comes.start()
         assert slow.cancelled.wait(60)
-        late.end()
+        late.release()
         assert got.wait(60)
         comes.join(60)
     assert not here.cancelled.is_set()
 
 
-def test_a_turn_ends_when_the_memory_budget_decides() -> None:
-    """A turn ends when the memory budget has counted or refused the message, whose id is then known."""
+def test_a_permit_ends_when_the_memory_budget_decides() -> None:
+    """A permit ends when the memory budget has counted or refused the message, whose id is then known."""
     data = ModelInferRequest(id="mine", model_name="m", model_version="2").SerializeToString()
     ended: list[bool] = []
     message = Message(data, lambda: ended.append(True))
