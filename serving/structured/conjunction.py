@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 from . import values
 from .containers import Containers
-from .disjoint import told_apart
-from .document import Document, Place, pointer
-from .forms import ANY, NOTHING, Form, Leaf, alternatives
+from .disjoint import prove_disjoint
+from .document import Document, SchemaNode, pointer
+from .forms import ANY, EMPTY_FORM, Form, Leaf, alternatives
 from .keywords import OF_TYPE, TYPES, Keywords
 from .scalars import Scalars
 
@@ -32,33 +32,33 @@ _ASSERTIONS = {"type", "enum", "const"}.union(*OF_TYPE.values())
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """An ``anyOf`` or ``oneOf``. ``ancestors`` are the places on the way to it that apply to the same value."""
+    """An ``anyOf`` or ``oneOf``. ``ancestors`` are the nodes on the way to it that apply to the same value."""
 
     kind: Literal["anyOf", "oneOf"]
-    place: Place
-    branches: tuple[Place, ...]
+    node: SchemaNode
+    branches: tuple[SchemaNode, ...]
     ancestors: frozenset[str]
 
     @property
     def key(self) -> str:
-        return f"{self.place.pointer} {self.kind}"
+        return f"{self.node.pointer} {self.kind}"
 
 
 @dataclass(slots=True)
 class _Rules:
     """The schemas with rules of their own for a value, and the choices that apply to the same value."""
 
-    simples: tuple[Place, ...]
+    simples: tuple[SchemaNode, ...]
     groups: tuple[Group, ...]
 
 
 class Conjunction:
-    """Makes the forms of places: each set of places once per level of nesting."""
+    """Makes the forms of nodes: each set of nodes once per level of nesting."""
 
     def __init__(self, document: Document) -> None:
         self.document = document
         self.keywords = Keywords(document)
-        self._levels: dict[Any, int] = {}  # the level at which each set of places was first met
+        self._levels: dict[Any, int] = {}  # the level at which each set of nodes was first met
         self.was_cut = False  # whether nesting has been cut off anywhere
         self._made: dict[Any, Form] = {}
         self._depth = 0
@@ -66,104 +66,104 @@ class Conjunction:
         self._containers = Containers(self.keywords, self.of, self._is_beneath)
         self._ancestors: dict[str, frozenset[str]] = {}
 
-    def of(self, places: list[Place], level: int) -> Form:
-        """Return the form that all of these places allow together at a level of nesting."""
-        rules = self._expanded(places, frozenset())
-        return NOTHING if rules is None else self._form(rules, level)
+    def of(self, nodes: list[SchemaNode], level: int) -> Form:
+        """Return the form that all of these nodes allow together at a level of nesting."""
+        rules = self._expanded(nodes, frozenset())
+        return EMPTY_FORM if rules is None else self._form(rules, level)
 
     # ---- schemas that apply together ----
 
-    def _expanded(self, places: list[Place], ancestors: frozenset[str]) -> _Rules | None:
+    def _expanded(self, nodes: list[SchemaNode], ancestors: frozenset[str]) -> _Rules | None:
         """Follow references and ``allOf``. Return None if one of the schemas is false."""
-        simples: dict[str, Place] = {}
+        simples: dict[str, SchemaNode] = {}
         groups: dict[str, Group] = {}
         seen: set[str] = set()
-        waiting = [(place, ancestors) for place in reversed(places)]
+        waiting = [(node, ancestors) for node in reversed(nodes)]
         while waiting:
-            place, above = waiting.pop()
-            place = self.document.enter(place)
-            if place.pointer in above:
-                raise self.document.error(place, "$ref", "references that do not lead back to themselves")
-            if place.schema is False:
+            node, above = waiting.pop()
+            node = self.document.enter(node)
+            if node.pointer in above:
+                raise self.document.error(node, "$ref", "references that do not lead back to themselves")
+            if node.schema is False:
                 return None
-            if place.schema is True or place.pointer in seen:
+            if node.schema is True or node.pointer in seen:
                 continue
-            seen.add(place.pointer)
-            above = above | {place.pointer}
-            waiting += reversed([(each, above) for each in self._look(place, above, simples, groups)])
+            seen.add(node.pointer)
+            above = above | {node.pointer}
+            waiting += reversed([(each, above) for each in self._look(node, above, simples, groups)])
             if len(simples) > MAX_BESIDE or len(groups) > MAX_BESIDE:
-                raise self.document.error(place, "the schema", f"at most {MAX_BESIDE} schemas beside each other")
+                raise self.document.error(node, "the schema", f"at most {MAX_BESIDE} schemas beside each other")
         return _Rules(tuple(simples.values()), tuple(groups.values()))
 
     def _look(
-        self, place: Place, above: frozenset[str], simples: dict[str, Place], groups: dict[str, Group]
-    ) -> list[Place]:
-        """Record the rules of a place, and return the places that apply to the same value."""
+        self, node: SchemaNode, above: frozenset[str], simples: dict[str, SchemaNode], groups: dict[str, Group]
+    ) -> list[SchemaNode]:
+        """Record the rules of a node, and return the nodes that apply to the same value."""
         has, get = self.keywords.has, self.keywords.get
-        if has(place, "$ref") and self.document.draft <= 7:
-            return [self.document.resolve(place)]
-        self._refuse(place)
-        if self.keywords.any_of(place, _ASSERTIONS):
-            simples[place.pointer] = place
-            self._ancestors[place.pointer] = self._ancestors.get(place.pointer, above) & above
+        if has(node, "$ref") and self.document.draft <= 7:
+            return [self.document.resolve(node)]
+        self._refuse(node)
+        if self.keywords.any_of(node, _ASSERTIONS):
+            simples[node.pointer] = node
+            self._ancestors[node.pointer] = self._ancestors.get(node.pointer, above) & above
         beside = []
         for keyword in ("anyOf", "oneOf"):
-            if get(place, keyword) is not None:
-                branches = tuple(place.child(keyword, index) for index in range(len(place.schema[keyword])))
-                group = Group(kind=keyword, place=place, branches=branches, ancestors=above)
+            if get(node, keyword) is not None:
+                branches = tuple(node.child(keyword, index) for index in range(len(node.schema[keyword])))
+                group = Group(kind=keyword, node=node, branches=branches, ancestors=above)
                 groups[group.key] = group
-        for group in self._dependents(place, above):
+        for group in self._dependents(node, above):
             groups[group.key] = group
-        if has(place, "$ref"):
-            beside.append(self.document.resolve(place))
-        if get(place, "allOf") is not None:
-            beside += [place.child("allOf", index) for index in range(len(place.schema["allOf"]))]
+        if has(node, "$ref"):
+            beside.append(self.document.resolve(node))
+        if get(node, "allOf") is not None:
+            beside += [node.child("allOf", index) for index in range(len(node.schema["allOf"]))]
         return beside
 
-    def _refuse(self, place: Place) -> None:
-        if not self.keywords.any_of(place, _REFUSED.keys()):
+    def _refuse(self, node: SchemaNode) -> None:
+        if not self.keywords.any_of(node, _REFUSED.keys()):
             return
         for keyword, instead in _REFUSED.items():
-            if self.keywords.has(place, keyword):
-                if keyword == "if" and not {"then", "else"} & place.schema.keys():
+            if self.keywords.has(node, keyword):
+                if keyword == "if" and not {"then", "else"} & node.schema.keys():
                     continue  # has no effect alone
-                raise self.keywords.unsupported(place, keyword, instead)
+                raise self.keywords.unsupported(node, keyword, instead)
 
-    def _dependents(self, place: Place, above: frozenset[str]) -> list[Group]:
+    def _dependents(self, node: SchemaNode, above: frozenset[str]) -> list[Group]:
         """Return a choice for each property that requires more: either without it, or with what it requires."""
         found: list[Group] = []
-        if not self.keywords.any_of(place, _DEPENDENT.keys()):
+        if not self.keywords.any_of(node, _DEPENDENT.keys()):
             return found
         for keyword in _DEPENDENT:
-            if keyword == "dependencies" and self.document.draft > 7 and self.keywords.has(place, keyword):
-                raise self.keywords.unsupported(place, keyword, "dependentRequired or dependentSchemas")
-            for name, asked in (self.keywords.get(place, keyword) or {}).items():
-                at = place.child(keyword, name)
+            if keyword == "dependencies" and self.document.draft > 7 and self.keywords.has(node, keyword):
+                raise self.keywords.unsupported(node, keyword, "dependentRequired or dependentSchemas")
+            for name, asked in (self.keywords.get(node, keyword) or {}).items():
+                at = node.child(keyword, name)
                 with_it = {"required": [name, *asked]} if isinstance(asked, list | tuple) else {"required": [name]}
                 branches = [_made_up(at, "without", {"properties": {name: False}}), _made_up(at, "with", with_it)]
                 if not isinstance(asked, list | tuple):
                     branches[1] = _made_up(at, "with", {**with_it, "allOf": [asked]})
-                found.append(Group(kind="anyOf", place=at, branches=tuple(branches), ancestors=above))
+                found.append(Group(kind="anyOf", node=at, branches=tuple(branches), ancestors=above))
         return found
 
-    def _is_beneath(self, place: Place, other: Place) -> bool:
-        """Whether ``other`` includes a place, so that properties evaluated in the place count as evaluated there."""
-        return other.pointer in self._ancestors.get(place.pointer, frozenset()) or place.synthetic
+    def _is_beneath(self, node: SchemaNode, other: SchemaNode) -> bool:
+        """Whether ``other`` includes a node, so that properties evaluated in the node count as evaluated there."""
+        return other.pointer in self._ancestors.get(node.pointer, frozenset()) or node.synthetic
 
     # ---- choices ----
 
     def _form(self, rules: _Rules, level: int) -> Form:
-        key = (*(place.pointer for place in rules.simples), *(group.key for group in rules.groups), level)
+        key = (*(node.pointer for node in rules.simples), *(group.key for group in rules.groups), level)
         if key not in self._made:
             self._depth += 1
             if self._depth > MAX_DEPTH or len(self._made) >= MAX_FORMS:
-                where = (rules.simples or [group.place for group in rules.groups])[0]
+                where = (rules.simples or [group.node for group in rules.groups])[0]
                 raise self.document.error(where, "the schema", "fewer properties, choices and references")
             self._levels.setdefault(key[:-1], level)
             if not rules.groups:
                 self._made[key] = self._typed(rules.simples, level)
             else:
-                self._made[key] = NOTHING if self._contradict(rules.simples) else self._chosen(rules, level)
+                self._made[key] = EMPTY_FORM if self._contradict(rules.simples) else self._chosen(rules, level)
             self._depth -= 1
         return self._made[key]
 
@@ -173,7 +173,7 @@ class Conjunction:
         for branch in group.branches:
             beside = self._expanded([branch], group.ancestors)
             if beside is None:
-                forms.append(NOTHING)
+                forms.append(EMPTY_FORM)
                 continue
             merged = _Rules(_union(rules.simples, beside.simples), _union_of_groups(others, beside.groups))
             forms.append(self._form(merged, level))
@@ -182,21 +182,21 @@ class Conjunction:
         return alternatives(forms)
 
     def _one_of(self, group: Group, forms: list[Form]) -> list[Form]:
-        told = told_apart(forms, _tag(group.place))
+        told = prove_disjoint(forms, _tag(group.node))
         if told is None:
             instead = "anyOf, or branches that differ in their type or in the const of one property"
-            raise self.keywords.unsupported(group.place, "oneOf", instead)
+            raise self.keywords.unsupported(group.node, "oneOf", instead)
         return told
 
     # ---- one type at a time ----
 
-    def _typed(self, simples: tuple[Place, ...], level: int) -> Form:
+    def _typed(self, simples: tuple[SchemaNode, ...], level: int) -> Form:
         listed = self._listed_values(simples)
         types, inferred = self._types(simples)
         if listed is not None:
             allowed = [value for value in listed if inferred or values.is_of(value, types)]
             allowed = self._scalars.among(allowed, simples)
-            return Form([Leaf(type="values", values=allowed)]) if allowed else NOTHING
+            return Form([Leaf(type="values", values=allowed)]) if allowed else EMPTY_FORM
         if not inferred and len(types) == len(TYPES):
             return ANY
         leaves = []
@@ -214,43 +214,43 @@ class Conjunction:
             leaves += made
         return Form(leaves)
 
-    def _cut(self, simples: tuple[Place, ...], level: int) -> None:
+    def _cut(self, simples: tuple[SchemaNode, ...], level: int) -> None:
         """Cut off the nesting of a recursive schema; refuse any other that is nested too deeply."""
-        if self._levels.get(tuple(place.pointer for place in simples), level) == level:
+        if self._levels.get(tuple(node.pointer for node in simples), level) == level:
             raise self.document.error(simples[0], "the schema", f"at most {MAX_LEVELS} levels of arrays and objects")
         self.was_cut = True
 
-    def _contradict(self, simples: tuple[Place, ...]) -> bool:
+    def _contradict(self, simples: tuple[SchemaNode, ...]) -> bool:
         """Whether these schemas allow no value, whatever the choices are."""
         return self._listed_values(simples) == [] or not self._types(simples)[0]
 
-    def _listed_values(self, simples: tuple[Place, ...]) -> list[Any] | None:
+    def _listed_values(self, simples: tuple[SchemaNode, ...]) -> list[Any] | None:
         """Return the values that ``const`` and ``enum`` allow; None if there is neither."""
         listed: dict[Any, Any] | None = None
-        for place in simples:
+        for node in simples:
             for keyword in ("enum", "const"):
-                if self.keywords.has(place, keyword):
-                    named = self.keywords.get(place, keyword)
+                if self.keywords.has(node, keyword):
+                    named = self.keywords.get(node, keyword)
                     keyed = {values.key(value): value for value in (named if keyword == "enum" else [named])}
-                    self._check_spelled(place, keyword, keyed)
+                    self._check_spelled(node, keyword, keyed)
                     listed = keyed if listed is None else {each: listed[each] for each in listed if each in keyed}
         return None if listed is None else list(listed.values())
 
-    def _check_spelled(self, place: Place, keyword: str, keyed: dict[Any, Any]) -> None:
+    def _check_spelled(self, node: SchemaNode, keyword: str, keyed: dict[Any, Any]) -> None:
         for value in keyed.values():
             if not values.can_be_written(value):
                 allowed = "numbers that a double holds, and texts without control characters"
-                raise self.document.error(f"{place.pointer}/{keyword}", value, allowed)
+                raise self.document.error(f"{node.pointer}/{keyword}", value, allowed)
 
-    def _types(self, simples: tuple[Place, ...]) -> tuple[list[str], bool]:
-        """Return the types that all places allow, and False.
+    def _types(self, simples: tuple[SchemaNode, ...]) -> tuple[list[str], bool]:
+        """Return the types that all nodes allow, and False.
 
-        If no place names a type, return the types that their keywords apply to, and True; all types, and False, if
+        If no node names a type, return the types that their keywords apply to, and True; all types, and False, if
         there are no such keywords either.
         """
         allowed: list[str] | None = None
-        for place in simples:
-            named = self.keywords.get(place, "type")
+        for node in simples:
+            named = self.keywords.get(node, "type")
             if named is not None:
                 own = [named] if isinstance(named, str) else list(dict.fromkeys(named))
                 allowed = own if allowed is None else _common(allowed, own)
@@ -259,12 +259,12 @@ class Conjunction:
         inferred = [
             name
             for name, own in OF_TYPE.items()
-            if any(self._speaks_of(place, keyword) for place in simples for keyword in own & place.schema.keys())
+            if any(self._speaks_of(node, keyword) for node in simples for keyword in own & node.schema.keys())
         ]
         return (inferred, True) if inferred else (list(TYPES), False)
 
-    def _speaks_of(self, place: Place, keyword: str) -> bool:
-        return self.keywords.has(place, keyword) and (keyword != "format" or self._scalars.is_enforced(place))
+    def _speaks_of(self, node: SchemaNode, keyword: str) -> bool:
+        return self.keywords.has(node, keyword) and (keyword != "format" or self._scalars.is_enforced(node))
 
 
 def _common(ours: list[str], others: list[str]) -> list[str]:
@@ -273,19 +273,19 @@ def _common(ours: list[str], others: list[str]) -> list[str]:
     return kept + (["integer"] if "number" in ours and "integer" in others and "integer" not in kept else [])
 
 
-def _tag(place: Place) -> str | None:
+def _tag(node: SchemaNode) -> str | None:
     """Return the property that distinguishes the branches, from OpenAPI's ``discriminator``."""
-    discriminator = place.schema.get("discriminator")
+    discriminator = node.schema.get("discriminator")
     name = discriminator.get("propertyName") if isinstance(discriminator, dict) else None
     return name if isinstance(name, str) else None
 
 
-def _made_up(at: Place, name: str, schema: dict[str, Any]) -> Place:
-    return Place(schema=schema, pointer=at.pointer + pointer(name), base=at.base, synthetic=True)
+def _made_up(at: SchemaNode, name: str, schema: dict[str, Any]) -> SchemaNode:
+    return SchemaNode(schema=schema, pointer=at.pointer + pointer(name), base=at.base, synthetic=True)
 
 
-def _union(ours: tuple[Place, ...], others: tuple[Place, ...]) -> tuple[Place, ...]:
-    return tuple({place.pointer: place for place in (*ours, *others)}.values())
+def _union(ours: tuple[SchemaNode, ...], others: tuple[SchemaNode, ...]) -> tuple[SchemaNode, ...]:
+    return tuple({node.pointer: node for node in (*ours, *others)}.values())
 
 
 def _union_of_groups(ours: list[Group], others: tuple[Group, ...]) -> tuple[Group, ...]:

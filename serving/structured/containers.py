@@ -12,9 +12,9 @@ from itertools import combinations
 from typing import Any
 
 from . import values
-from .document import Place, pointer
+from .document import SchemaNode, pointer
 from .expression import whole_text_pattern
-from .forms import ANY, NOTHING, Form, Leaf
+from .forms import ANY, EMPTY_FORM, Form, Leaf
 from .keywords import Keywords
 
 MAX_ITEMS = 1_000  # of an array or an object with a bound on their number
@@ -30,87 +30,87 @@ _OWN_NAMES = ("properties", "patternProperties", "additionalProperties", "proper
 
 
 class Containers:
-    """Makes the leaves of arrays and objects. ``of(places, level)`` makes the form of an item or property."""
+    """Makes the leaves of arrays and objects. ``of(nodes, level)`` makes the form of an item or property."""
 
     def __init__(
         self,
         keywords: Keywords,
-        of: Callable[[list[Place], int], Form],
-        is_beneath: Callable[[Place, Place], bool],
+        of: Callable[[list[SchemaNode], int], Form],
+        is_beneath: Callable[[SchemaNode, SchemaNode], bool],
     ) -> None:
         self.keywords, self.of, self.is_beneath = keywords, of, is_beneath
 
-    def leaves(self, name: str, places: tuple[Place, ...], level: int) -> list[Leaf]:
-        """Return the leaves of a type under the rules of all places; [] if they contradict each other."""
-        return self._arrays(places, level) if name == "array" else self._objects(places, level)
+    def leaves(self, name: str, nodes: tuple[SchemaNode, ...], level: int) -> list[Leaf]:
+        """Return the leaves of a type under the rules of all nodes; [] if they contradict each other."""
+        return self._arrays(nodes, level) if name == "array" else self._objects(nodes, level)
 
-    def _all(self, places: tuple[Place, ...], keyword: str) -> list[Any]:
-        return [value for place in places if (value := self.keywords.get(place, keyword)) is not None]
+    def _all(self, nodes: tuple[SchemaNode, ...], keyword: str) -> list[Any]:
+        return [value for node in nodes if (value := self.keywords.get(node, keyword)) is not None]
 
-    def _children(self, places: tuple[Place, ...], keyword: str) -> list[Place]:
-        return [place.child(keyword) for place in places if self.keywords.get(place, keyword) is not None]
+    def _children(self, nodes: tuple[SchemaNode, ...], keyword: str) -> list[SchemaNode]:
+        return [node.child(keyword) for node in nodes if self.keywords.get(node, keyword) is not None]
 
-    def _first(self, places: tuple[Place, ...], keyword: str) -> Place:
-        return next(place for place in places if self.keywords.has(place, keyword))
+    def _first(self, nodes: tuple[SchemaNode, ...], keyword: str) -> SchemaNode:
+        return next(node for node in nodes if self.keywords.has(node, keyword))
 
     # ---- arrays ----
 
-    def _arrays(self, places: tuple[Place, ...], level: int) -> list[Leaf]:
-        self._refuse_in_arrays(places)
-        tuples = [self._tuple(place) for place in places]
+    def _arrays(self, nodes: tuple[SchemaNode, ...], level: int) -> list[Leaf]:
+        self._refuse_in_arrays(nodes)
+        tuples = [self._tuple(node) for node in nodes]
         prefix: list[Form] = []
-        least = int(max(self._all(places, "minItems"), default=0))
-        most = min(self._all(places, "maxItems"), default=None)
+        least = int(max(self._all(nodes, "minItems"), default=0))
+        most = min(self._all(nodes, "maxItems"), default=None)
         for index in range(max((len(own) for own, _ in tuples), default=0)):
             parts = [own[index] if index < len(own) else rest for own, rest in tuples]
             prefix.append(self._part([part for part in parts if part is not None], level))
         rest = [rest for _, rest in tuples if rest is not None]
         closed = bool(prefix) and not rest and least <= len(prefix)
-        items = NOTHING if closed else self._part(rest, level)
+        items = EMPTY_FORM if closed else self._part(rest, level)
         end = next((index for index, form in enumerate(prefix) if not form), len(prefix) if not items else None)
         most = end if most is None else most if end is None else min(most, end)
-        return self._bounded_array(places, prefix, items, least, None if most is None else int(most))
+        return self._bounded_array(nodes, prefix, items, least, None if most is None else int(most))
 
-    def _refuse_in_arrays(self, places: tuple[Place, ...]) -> None:
-        for place in places:
+    def _refuse_in_arrays(self, nodes: tuple[SchemaNode, ...]) -> None:
+        for node in nodes:
             for keyword in ("contains", "unevaluatedItems"):
-                if self.keywords.get(place, keyword) not in (None, True) or (
-                    keyword == "contains" and self.keywords.has(place, keyword)
+                if self.keywords.get(node, keyword) not in (None, True) or (
+                    keyword == "contains" and self.keywords.has(node, keyword)
                 ):
-                    raise self.keywords.unsupported(place, keyword, "items and prefixItems")
+                    raise self.keywords.unsupported(node, keyword, "items and prefixItems")
 
-    def _tuple(self, place: Place) -> tuple[list[Place], Place | None]:
+    def _tuple(self, node: SchemaNode) -> tuple[list[SchemaNode], SchemaNode | None]:
         """Return the schemas of the first items, and the schema of all others."""
-        items = self.keywords.get(place, "items")
+        items = self.keywords.get(node, "items")
         if isinstance(items, list | tuple):
-            own = [place.child("items", index) for index in range(len(items))]
-            return own, place.child("additionalItems") if "additionalItems" in place.schema else None
-        count = len(self.keywords.get(place, "prefixItems") or ())
-        own = [place.child("prefixItems", index) for index in range(count)]
-        return own, None if items is None else place.child("items")
+            own = [node.child("items", index) for index in range(len(items))]
+            return own, node.child("additionalItems") if "additionalItems" in node.schema else None
+        count = len(self.keywords.get(node, "prefixItems") or ())
+        own = [node.child("prefixItems", index) for index in range(count)]
+        return own, None if items is None else node.child("items")
 
-    def _part(self, places: list[Place], level: int) -> Form:
-        return self.of(places, level) if places else ANY
+    def _part(self, nodes: list[SchemaNode], level: int) -> Form:
+        return self.of(nodes, level) if nodes else ANY
 
     def _bounded_array(
-        self, places: tuple[Place, ...], prefix: list[Form], items: Form, least: int, most: int | None
+        self, nodes: tuple[SchemaNode, ...], prefix: list[Form], items: Form, least: int, most: int | None
     ) -> list[Leaf]:
         if most is not None and least > most:
             return []
         if least > MAX_ITEMS:
-            place = next(place for place in places if self.keywords.get(place, "minItems") == least)
-            raise self.keywords.document.error(f"{place.pointer}/minItems", least, f"at most {MAX_ITEMS:,}")
+            node = next(node for node in nodes if self.keywords.get(node, "minItems") == least)
+            raise self.keywords.document.error(f"{node.pointer}/minItems", least, f"at most {MAX_ITEMS:,}")
         rules: dict[str, Any] = {"minItems": least} if least else {}
         if most is not None:
             most = min(most, MAX_ITEMS)
             rules["maxItems"] = most
-        if True in self._all(places, "uniqueItems") and (most is None or most > 1):
-            return self._unique(places, prefix, items, least, most)
+        if True in self._all(nodes, "uniqueItems") and (most is None or most > 1):
+            return self._unique(nodes, prefix, items, least, most)
         kept = prefix if most is None else prefix[:most]
         return [Leaf(type="array", prefix=kept, items=items if most is None or most > len(kept) else None, rules=rules)]
 
     def _unique(
-        self, places: tuple[Place, ...], prefix: list[Form], items: Form, least: int, most: int | None
+        self, nodes: tuple[SchemaNode, ...], prefix: list[Form], items: Form, least: int, most: int | None
     ) -> list[Leaf]:
         """Return all combinations of the few listed values, each in the order of the list."""
         listed = [value for leaf in items.leaves for value in _listed(leaf)]
@@ -118,7 +118,7 @@ class Containers:
         are_listed = all(leaf.type in ("values", "boolean", "null") for leaf in items.leaves)
         if prefix or not are_listed or len(few) > MAX_CHOSEN:
             instead = f"false, or items of an enum of at most {MAX_CHOSEN} values"
-            raise self.keywords.unsupported(self._first(places, "uniqueItems"), "uniqueItems", instead)
+            raise self.keywords.unsupported(self._first(nodes, "uniqueItems"), "uniqueItems", instead)
         sizes = range(least, min(len(few), len(few) if most is None else most) + 1)
         return [
             Leaf(type="values", values=[list(chosen) for size in sizes for chosen in combinations(few, size)])
@@ -126,98 +126,98 @@ class Containers:
 
     # ---- objects ----
 
-    def _objects(self, places: tuple[Place, ...], level: int) -> list[Leaf]:
-        self._refuse_in_objects(places)
-        required = list(dict.fromkeys(name for names in self._all(places, "required") for name in names))
+    def _objects(self, nodes: tuple[SchemaNode, ...], level: int) -> list[Leaf]:
+        self._refuse_in_objects(nodes)
+        required = list(dict.fromkeys(name for names in self._all(nodes, "required") for name in names))
         leaf = Leaf(type="object", required=required, demanded=tuple(required))
-        leaf.sealed = False in self._all(places, "additionalProperties") and not self._all(places, "patternProperties")
-        additional = self._additional(places, level)
-        self._add_patterns(leaf, places, level)
-        names = [name for own in self._all(places, "properties") for name in own]
-        own = [self._named(place) for place in places]
-        unevaluated = self._children(places, "unevaluatedProperties")
+        leaf.sealed = False in self._all(nodes, "additionalProperties") and not self._all(nodes, "patternProperties")
+        additional = self._additional(nodes, level)
+        self._add_patterns(leaf, nodes, level)
+        names = [name for own in self._all(nodes, "properties") for name in own]
+        own = [self._named(node) for node in nodes]
+        unevaluated = self._children(nodes, "unevaluatedProperties")
         for name in dict.fromkeys([*names, *(() if leaf.patterns else required)]):
             if name not in leaf.properties:
                 leaf.properties[name] = self._property(own, unevaluated, name, level)
         leaf.additional = additional or None
-        self._hold_names(leaf, places, level)
+        self._hold_names(leaf, nodes, level)
         if any(name in leaf.properties and not leaf.properties[name] for name in required):
             return []
-        return self._counted(leaf, places)
+        return self._counted(leaf, nodes)
 
-    def _refuse_in_objects(self, places: tuple[Place, ...]) -> None:
-        for place in places:
-            if self.keywords.get(place, "unevaluatedProperties") not in (None, True):
-                others = [other for other in places if other is not place and not self.is_beneath(other, place)]
+    def _refuse_in_objects(self, nodes: tuple[SchemaNode, ...]) -> None:
+        for node in nodes:
+            if self.keywords.get(node, "unevaluatedProperties") not in (None, True):
+                others = [other for other in nodes if other is not node and not self.is_beneath(other, node)]
                 if any(self.keywords.has(other, own) for other in others for own in _OWN_NAMES):
                     raise self.keywords.unsupported(
-                        place, "unevaluatedProperties", "it beside allOf or $ref, not in them"
+                        node, "unevaluatedProperties", "it beside allOf or $ref, not in them"
                     )
-        with_patterns = next((place for place in places if self.keywords.has(place, "patternProperties")), None)
-        for place in places:
-            if (
-                with_patterns
-                and place is not with_patterns
-                and any(self.keywords.has(place, own) for own in _OWN_NAMES)
-            ):
+        with_patterns = next((node for node in nodes if self.keywords.has(node, "patternProperties")), None)
+        for node in nodes:
+            if with_patterns and node is not with_patterns and any(self.keywords.has(node, own) for own in _OWN_NAMES):
                 raise self.keywords.unsupported(with_patterns, "patternProperties", "one schema for all properties")
 
-    def _additional(self, places: tuple[Place, ...], level: int) -> Form:
-        """Return the form of properties that are not named; NOTHING if there may be none."""
-        own = self._children(places, "additionalProperties")
+    def _additional(self, nodes: tuple[SchemaNode, ...], level: int) -> Form:
+        """Return the form of properties that are not named; EMPTY_FORM if there may be none."""
+        own = self._children(nodes, "additionalProperties")
         if own:
-            return self.of([*own, *self._children(places, "unevaluatedProperties")], level)
+            return self.of([*own, *self._children(nodes, "unevaluatedProperties")], level)
         names = ("properties", "patternProperties")
-        if any(self.keywords.has(place, name) for place in places for name in names if not place.synthetic):
-            return NOTHING
-        return self._part(self._children(places, "unevaluatedProperties"), level)
+        if any(self.keywords.has(node, name) for node in nodes for name in names if not node.synthetic):
+            return EMPTY_FORM
+        return self._part(self._children(nodes, "unevaluatedProperties"), level)
 
-    def _named(self, place: Place) -> tuple[Place, dict[str, Any], Place | None]:
-        """Return a place, the properties that it names, and its schema for all others."""
+    def _named(self, node: SchemaNode) -> tuple[SchemaNode, dict[str, Any], SchemaNode | None]:
+        """Return a node, the properties that it names, and its schema for all others."""
         others = None
-        if self.keywords.get(place, "additionalProperties") is not None:
-            others = None if self.keywords.get(place, "patternProperties") else place.child("additionalProperties")
-        return place, self.keywords.get(place, "properties") or {}, others
+        if self.keywords.get(node, "additionalProperties") is not None:
+            others = None if self.keywords.get(node, "patternProperties") else node.child("additionalProperties")
+        return node, self.keywords.get(node, "properties") or {}, others
 
     def _property(
-        self, own: list[tuple[Place, dict[str, Any], Place | None]], unevaluated: list[Place], name: str, level: int
+        self,
+        own: list[tuple[SchemaNode, dict[str, Any], SchemaNode | None]],
+        unevaluated: list[SchemaNode],
+        name: str,
+        level: int,
     ) -> Form:
-        parts = [place.child("properties", name) if name in named else others for place, named, others in own]
+        parts = [node.child("properties", name) if name in named else others for node, named, others in own]
         return self._part([part for part in parts if part is not None] or unevaluated, level)
 
-    def _add_patterns(self, leaf: Leaf, places: tuple[Place, ...], level: int) -> None:
-        for place in places:
-            own = self.keywords.get(place, "patternProperties") or {}
+    def _add_patterns(self, leaf: Leaf, nodes: tuple[SchemaNode, ...], level: int) -> None:
+        for node in nodes:
+            own = self.keywords.get(node, "patternProperties") or {}
             if len(own) > MAX_PATTERNS or any(not _begin_apart(one, other) for one, other in combinations(own, 2)):
                 instead = "one pattern, or a few that begin with different texts (^a, ^b)"
-                raise self.keywords.unsupported(place, "patternProperties", instead)
+                raise self.keywords.unsupported(node, "patternProperties", instead)
             for pattern in own:
-                at = place.child("patternProperties", pattern)
+                at = node.child("patternProperties", pattern)
                 found = _LISTED.fullmatch(pattern)
                 names = (found[1] or found[2]).split("|") if found else []
-                if names and not {*names} & {*(self.keywords.get(place, "properties") or {})}:
+                if names and not {*names} & {*(self.keywords.get(node, "properties") or {})}:
                     leaf.properties |= dict.fromkeys(names, self.of([at], level))
                     continue
                 leaf.patterns[whole_text_pattern(pattern, self._refusal(at, pattern))] = self.of([at], level)
 
-    def _refusal(self, place: Place, value: Any) -> Any:
+    def _refusal(self, node: SchemaNode, value: Any) -> Any:
         def refuse(allowed: str) -> Any:
-            raise self.keywords.document.error(place, value, allowed)
+            raise self.keywords.document.error(node, value, allowed)
 
         return refuse
 
-    def _hold_names(self, leaf: Leaf, places: tuple[Place, ...], level: int) -> None:
+    def _hold_names(self, leaf: Leaf, nodes: tuple[SchemaNode, ...], level: int) -> None:
         """Apply ``propertyNames``: listed names become properties, a rule for names becomes a pattern."""
-        own = self._children(places, "propertyNames")
+        own = self._children(nodes, "propertyNames")
         if not own:
             return
         at = own[0].pointer + pointer("a name")
-        text = Place(schema={"type": "string"}, pointer=at, base=own[0].base, synthetic=True)
+        text = SchemaNode(schema={"type": "string"}, pointer=at, base=own[0].base, synthetic=True)
         allowed = self.of([*own, text], level)
         listed = [value for each in allowed.leaves for value in each.values]
         if all(each.type == "values" for each in allowed.leaves) and not leaf.patterns:
             for name in leaf.properties:
-                leaf.properties[name] = leaf.properties[name] if name in listed else NOTHING
+                leaf.properties[name] = leaf.properties[name] if name in listed else EMPTY_FORM
             if leaf.additional:
                 leaf.properties |= {name: leaf.additional for name in listed if name not in leaf.properties}
                 leaf.additional = None
@@ -228,18 +228,18 @@ class Containers:
         pattern = None if shape is None or leaf.properties or leaf.patterns else _as_pattern(shape)
         if pattern is None:
             instead = "an enum of names, or one pattern for an object that names no properties"
-            raise self.keywords.unsupported(self._first(places, "propertyNames"), "propertyNames", instead)
+            raise self.keywords.unsupported(self._first(nodes, "propertyNames"), "propertyNames", instead)
         if leaf.additional:
             leaf.patterns, leaf.additional = {pattern: leaf.additional}, None
 
-    def _counted(self, leaf: Leaf, places: tuple[Place, ...]) -> list[Leaf]:
+    def _counted(self, leaf: Leaf, nodes: tuple[SchemaNode, ...]) -> list[Leaf]:
         """Apply ``minProperties`` and ``maxProperties``.
 
         They are kept in the schema if every named property is required; otherwise the possible sets of properties are
         written out.
         """
-        least = int(max(self._all(places, "minProperties"), default=0))
-        most = min(self._all(places, "maxProperties"), default=None)
+        least = int(max(self._all(nodes, "minProperties"), default=0))
+        most = min(self._all(nodes, "maxProperties"), default=None)
         asked = {*leaf.required}
         optional = [name for name, form in leaf.properties.items() if form and name not in asked]
         is_open = bool(leaf.additional or leaf.patterns)
@@ -249,8 +249,8 @@ class Containers:
         if most is not None and (most < least or most < len(leaf.required)):
             return []
         if least > MAX_ITEMS:
-            place = next(place for place in places if self.keywords.get(place, "minProperties") == least)
-            raise self.keywords.document.error(f"{place.pointer}/minProperties", least, f"at most {MAX_ITEMS:,}")
+            node = next(node for node in nodes if self.keywords.get(node, "minProperties") == least)
+            raise self.keywords.document.error(f"{node.pointer}/minProperties", least, f"at most {MAX_ITEMS:,}")
         most = most if most is None else min(most, MAX_ITEMS)
         if is_open and not optional:
             leaf.rules = {"minProperties": least} if least else {}
@@ -258,9 +258,9 @@ class Containers:
             return [leaf]
         is_at_least_one = most is None and least == len(leaf.required) + 1 and len(optional) <= MAX_OPTIONAL
         if is_open or (len(optional) > MAX_CHOSEN and not is_at_least_one):
-            name = "minProperties" if self._all(places, "minProperties") else "maxProperties"
+            name = "minProperties" if self._all(nodes, "minProperties") else "maxProperties"
             instead = "required, or named properties alone (additionalProperties false)"
-            raise self.keywords.unsupported(self._first(places, name), name, instead)
+            raise self.keywords.unsupported(self._first(nodes, name), name, instead)
         if len(optional) > MAX_CHOSEN:
             return [_with(leaf, optional[index:], [name]) for index, name in enumerate(optional)]
         fewest, largest = (

@@ -16,7 +16,7 @@ MAX_LEAVES = 300  # each is compared with each other
 MAX_DEPTH = 3  # levels of nested objects that are compared
 
 
-def told_apart(forms: list[Form], tag: str | None) -> list[Form] | None:
+def prove_disjoint(forms: list[Form], tag: str | None) -> list[Form] | None:
     """Return the forms such that none shares a value with another; None if that cannot be proved.
 
     An optional property that distinguishes two forms becomes required. ``tag`` is the property to check first.

@@ -32,8 +32,8 @@ _SCHEMA_MAPS = {"properties", "patternProperties", "dependentSchemas", "dependen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """A schema and its place in the document.
+class SchemaNode:
+    """A schema and its position in the document.
 
     ``pointer`` is a JSON pointer from the root, ``base`` the URI of the nearest enclosing ``$id``.
     """
@@ -43,12 +43,12 @@ class Place:
     base: str
     synthetic: bool = False  # made by this package: not the caller's statement about the properties of an object
 
-    def child(self, *steps: str | int) -> Place:
-        """Return the place that these steps lead to; ``Document.enter`` applies its own ``$id``."""
+    def child(self, *steps: str | int) -> SchemaNode:
+        """Return the node that these steps lead to; ``Document.enter`` applies its own ``$id``."""
         schema = self.schema
         for step in steps:
             schema = schema[step]
-        return Place(schema=schema, pointer=self.pointer + pointer(*steps), base=self.base)
+        return SchemaNode(schema=schema, pointer=self.pointer + pointer(*steps), base=self.base)
 
 
 def pointer(*steps: str | int) -> str:
@@ -68,106 +68,106 @@ class Document:
         if not isinstance(schema, dict | bool):
             raise InvalidField(field, schema, "a JSON schema: an object, or true")
         self.draft = self._draft(schema)
-        self._resources: dict[str, Place] = {}  # by URI
-        self._anchors: dict[str, Place] = {}  # by URI#name
+        self._resources: dict[str, SchemaNode] = {}  # by URI
+        self._anchors: dict[str, SchemaNode] = {}  # by URI#name
         self._bases: dict[str, str] = {}  # by pointer
-        self.root = self.enter(Place(schema=schema, pointer="", base=""))
+        self.root = self.enter(SchemaNode(schema=schema, pointer="", base=""))
         self._resources.setdefault("", self.root)
         self._look_through(self.root)
 
-    def error(self, place: Place | str, keyword: Any, allowed: str) -> InvalidField:
-        """Return the error for a value at a place that is not allowed. Its ``param`` is only the request field."""
-        where = place if isinstance(place, str) else place.pointer
+    def error(self, node: SchemaNode | str, keyword: Any, allowed: str) -> InvalidField:
+        """Return the error for a value at a node that is not allowed. Its ``param`` is only the request field."""
+        where = node if isinstance(node, str) else node.pointer
         error = InvalidField(f"{self.field}#{where}", keyword, allowed)
         error.param = self.field
         return error
 
-    def enter(self, place: Place) -> Place:
-        """Return the place with the base URI that results from its own ``$id``."""
-        base = self._bases.get(place.pointer)
+    def enter(self, node: SchemaNode) -> SchemaNode:
+        """Return the node with the base URI that results from its own ``$id``."""
+        base = self._bases.get(node.pointer)
         if base is None:
-            base = place.base
-            name = place.schema.get("id" if self.draft == 4 else "$id") if isinstance(place.schema, dict) else None
-            if isinstance(name, str) and not name.startswith("#") and not self._hides_siblings(place.schema):
-                base = self._joined(place, name)
-        return Place(schema=place.schema, pointer=place.pointer, base=base)
+            base = node.base
+            name = node.schema.get("id" if self.draft == 4 else "$id") if isinstance(node.schema, dict) else None
+            if isinstance(name, str) and not name.startswith("#") and not self._hides_siblings(node.schema):
+                base = self._joined(node, name)
+        return SchemaNode(schema=node.schema, pointer=node.pointer, base=base)
 
-    def resolve(self, place: Place) -> Place:
-        """Return the place that the ``$ref`` of a place refers to."""
-        reference = place.schema["$ref"]
+    def resolve(self, node: SchemaNode) -> SchemaNode:
+        """Return the node that the ``$ref`` of a node refers to."""
+        reference = node.schema["$ref"]
         local = "a reference within the schema (#/$defs/…); others are never fetched"
         if not isinstance(reference, str):
-            raise self.error(place.pointer + "/$ref", reference, local)
-        uri, fragment = urldefrag(self._joined(place, reference))
+            raise self.error(node.pointer + "/$ref", reference, local)
+        uri, fragment = urldefrag(self._joined(node, reference))
         resource = self._resources.get(uri)
         if resource is None:
-            raise self.error(place.pointer + "/$ref", reference, local)
+            raise self.error(node.pointer + "/$ref", reference, local)
         if not fragment or fragment.startswith("/"):
             target = self._walk(resource, unquote(fragment))
         else:
             target = self._anchors.get(f"{uri}#{unquote(fragment)}")
         if target is None or not isinstance(target.schema, dict | bool):
-            raise self.error(place.pointer + "/$ref", reference, "a reference to a schema that is there")
+            raise self.error(node.pointer + "/$ref", reference, "a reference to a schema that is there")
         return target
 
     def _hides_siblings(self, schema: dict[str, Any]) -> bool:
         """Whether the keywords next to a ``$ref`` are ignored, as up to draft 7."""
         return self.draft <= 7 and "$ref" in schema
 
-    def _joined(self, place: Place, reference: str) -> str:
+    def _joined(self, node: SchemaNode, reference: str) -> str:
         if reference.startswith("#"):
-            return urldefrag(place.base).url + reference  # urljoin does not support all URI schemes (urn:)
+            return urldefrag(node.base).url + reference  # urljoin does not support all URI schemes (urn:)
         try:
-            return urljoin(place.base, reference)
+            return urljoin(node.base, reference)
         except ValueError:
-            raise self.error(place, reference, "a URI") from None
+            raise self.error(node, reference, "a URI") from None
 
-    def _walk(self, resource: Place, fragment: str) -> Place | None:
+    def _walk(self, resource: SchemaNode, fragment: str) -> SchemaNode | None:
         """Follow a JSON pointer from a resource; return None if it leads nowhere."""
-        place = resource
+        node = resource
         for step in fragment.split("/")[1:]:
             key = step.replace("~1", "/").replace("~0", "~")
-            schema = place.schema
+            schema = node.schema
             if isinstance(schema, dict) and key in schema:
-                place = place.child(key)
+                node = node.child(key)
             elif isinstance(schema, list | tuple) and key.isdecimal() and len(key) < 7 and int(key) < len(schema):
-                place = place.child(int(key))
+                node = node.child(int(key))
             else:
                 return None
-            if place.pointer in self._bases:
-                place = self.enter(place)
-        if isinstance(place.schema, dict) and place.pointer not in self._bases:
-            self._look_through(place)  # it stands where schemas usually do not ("#/components/…")
-        return place
+            if node.pointer in self._bases:
+                node = self.enter(node)
+        if isinstance(node.schema, dict) and node.pointer not in self._bases:
+            self._look_through(node)  # it stands where schemas usually do not ("#/components/…")
+        return node
 
-    def _look_through(self, root: Place) -> None:
+    def _look_through(self, root: SchemaNode) -> None:
         """Record the ``$id`` and anchors of all schemas below; refuse the key of the server's own options."""
-        places = [root]
-        while places:
-            place = self.enter(places.pop())
-            if not isinstance(place.schema, dict) or place.pointer in self._bases:
+        nodes = [root]
+        while nodes:
+            node = self.enter(nodes.pop())
+            if not isinstance(node.schema, dict) or node.pointer in self._bases:
                 continue
-            self._bases[place.pointer] = place.base
-            self._note(place)
-            places += _below(place)
+            self._bases[node.pointer] = node.base
+            self._note(node)
+            nodes += _below(node)
 
-    def _note(self, place: Place) -> None:
-        schema = place.schema
+    def _note(self, node: SchemaNode) -> None:
+        schema = node.schema
         if "x-guidance" in schema:
-            raise self.error(place, "x-guidance", "a schema without that key: how it is enforced is the server's part")
+            raise self.error(node, "x-guidance", "a schema without that key: how it is enforced is the server's part")
         own_draft = DRAFTS.get(str(schema.get("$schema", "")).rstrip("#"), self.draft)
         if own_draft != self.draft:
-            raise self.error(place, schema["$schema"], "one draft in the whole of a schema")
-        base = urldefrag(place.base).url
-        if not place.pointer or base not in self._resources:
-            self._resources[base] = place
+            raise self.error(node, schema["$schema"], "one draft in the whole of a schema")
+        base = urldefrag(node.base).url
+        if not node.pointer or base not in self._resources:
+            self._resources[base] = node
         names = [schema.get("$anchor"), schema.get("$dynamicAnchor")] if self.draft >= 2019 else []
         old_name = schema.get("id" if self.draft == 4 else "$id")
         if self.draft <= 7 and isinstance(old_name, str) and "#" in old_name:
             names.append(old_name.partition("#")[2])
         for name in names:
             if isinstance(name, str):
-                self._anchors.setdefault(f"{base}#{name}", place)
+                self._anchors.setdefault(f"{base}#{name}", node)
 
     def _draft(self, schema: Any) -> int:
         name = schema.get("$schema") if isinstance(schema, dict) else None
@@ -188,15 +188,15 @@ class Document:
                 raise InvalidField(self.field, value, "a schema of JSON's values")
 
 
-def _below(place: Place) -> Iterator[Place]:
+def _below(node: SchemaNode) -> Iterator[SchemaNode]:
     """Yield the direct subschemas of a schema."""
-    for key, value in place.schema.items():
+    for key, value in node.schema.items():
         if key in _SCHEMA_MAPS and isinstance(value, dict):
-            yield from (place.child(key, name) for name in value if isinstance(value[name], dict))
+            yield from (node.child(key, name) for name in value if isinstance(value[name], dict))
         elif key in _SCHEMA_LISTS and isinstance(value, list | tuple):
-            yield from (place.child(key, index) for index, entry in enumerate(value) if isinstance(entry, dict))
+            yield from (node.child(key, index) for index, entry in enumerate(value) if isinstance(entry, dict))
         elif key in _SCHEMA and isinstance(value, dict):
-            yield place.child(key)
+            yield node.child(key)
 
 
 def _values(root: Any) -> Iterator[tuple[int, Any]]:

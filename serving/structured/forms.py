@@ -62,7 +62,7 @@ class Form:
 
 
 ANY = Form([Leaf(type="any")])
-NOTHING = Form([])
+EMPTY_FORM = Form([])
 
 
 def alternatives(forms: list[Form]) -> Form:

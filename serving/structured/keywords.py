@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Set
 from typing import Any
 
-from .document import Document, Place
+from .document import Document, SchemaNode
 
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 
@@ -98,7 +98,7 @@ SHAPES: dict[str, _Shape] = {
 
 
 class Keywords:
-    """Reads the keywords of places, according to the document's draft. Raises ``InvalidField`` for an invalid value."""
+    """Reads the keywords of nodes, according to the document's draft. Raises ``InvalidField`` for an invalid value."""
 
     def __init__(self, document: Document) -> None:
         self.document = document
@@ -107,26 +107,26 @@ class Keywords:
         self._unknown = later | {name for name, until in _UNTIL.items() if draft > until}
         self._sound: set[tuple[int, str]] = set()  # (identity of a value, keyword) whose form has been checked
 
-    def has(self, place: Place, keyword: str) -> bool:
-        return keyword in place.schema and keyword not in self._unknown
+    def has(self, node: SchemaNode, keyword: str) -> bool:
+        return keyword in node.schema and keyword not in self._unknown
 
-    def get(self, place: Place, keyword: str) -> Any:
+    def get(self, node: SchemaNode, keyword: str) -> Any:
         """Return the keyword's value, or None if it is absent; null is not a valid value of any keyword."""
-        if not self.has(place, keyword):
+        if not self.has(node, keyword):
             return None
-        value = place.schema[keyword]
+        value = node.schema[keyword]
         if keyword in SHAPES and (id(value), keyword) not in self._sound:
             fits, allowed = SHAPES[keyword]
             if not fits(value):
-                raise self.document.error(f"{place.pointer}/{keyword}", value, allowed)
+                raise self.document.error(f"{node.pointer}/{keyword}", value, allowed)
             if isinstance(value, dict | list | tuple):
                 self._sound.add((id(value), keyword))  # the document keeps the value alive, so its id stays unique
         return value
 
-    def any_of(self, place: Place, keywords: Set[str]) -> bool:
-        return not keywords.isdisjoint(place.schema) and any(
-            self.has(place, each) for each in keywords & place.schema.keys()
+    def any_of(self, node: SchemaNode, keywords: Set[str]) -> bool:
+        return not keywords.isdisjoint(node.schema) and any(
+            self.has(node, each) for each in keywords & node.schema.keys()
         )
 
-    def unsupported(self, place: Place, keyword: str, instead: str = "") -> Exception:
-        return self.document.error(place, keyword, f"a schema without this keyword{instead and '; '}{instead}")
+    def unsupported(self, node: SchemaNode, keyword: str, instead: str = "") -> Exception:
+        return self.document.error(node, keyword, f"a schema without this keyword{instead and '; '}{instead}")

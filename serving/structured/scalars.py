@@ -9,7 +9,7 @@ from fractions import Fraction
 from typing import Any, NoReturn
 
 from . import formats
-from .document import Place
+from .document import SchemaNode
 from .expression import whole_text_pattern
 from .forms import INTEGERS, PARTS_DIGITS, WHOLE_DIGITS, Leaf
 from .keywords import OF_TYPE, Keywords
@@ -23,85 +23,85 @@ class Scalars:
     def __init__(self, keywords: Keywords) -> None:
         self.keywords = keywords
 
-    def leaves(self, name: str, places: tuple[Place, ...]) -> list[Leaf]:
-        """Return the leaf of a type under the rules of all places; [] if they contradict each other."""
+    def leaves(self, name: str, nodes: tuple[SchemaNode, ...]) -> list[Leaf]:
+        """Return the leaf of a type under the rules of all nodes; [] if they contradict each other."""
         if name in ("null", "boolean"):
             return [Leaf(type=name)]
-        rules = self._text(places) if name == "string" else self._number(places, integer=name == "integer")
+        rules = self._text(nodes) if name == "string" else self._number(nodes, integer=name == "integer")
         return [] if rules is None else [Leaf(type=name, rules=rules)]
 
-    def is_enforced(self, place: Place) -> bool:
-        """Whether the place's ``format`` is more than an annotation."""
-        return formats.enforced(self.keywords.get(place, "format") or "") is not None
+    def is_enforced(self, node: SchemaNode) -> bool:
+        """Whether the node's ``format`` is more than an annotation."""
+        return formats.enforced(self.keywords.get(node, "format") or "") is not None
 
-    def among(self, listed: list[Any], places: tuple[Place, ...]) -> list[Any]:
+    def among(self, listed: list[Any], nodes: tuple[SchemaNode, ...]) -> list[Any]:
         """Return those of the schema's listed values that its other rules allow."""
-        for place in places:
+        for node in nodes:
             for value in listed:
-                self._refuse_beside(place, type_of(value))
-        low, high = self._bounds(places)
-        steps = [Fraction(Decimal(repr(step))) for step in self._all(places, "multipleOf")]
-        least, most = self._length(places)
+                self._refuse_beside(node, type_of(value))
+        low, high = self._bounds(nodes)
+        steps = [Fraction(Decimal(repr(step))) for step in self._all(nodes, "multipleOf")]
+        least, most = self._length(nodes)
         return [value for value in listed if _admits(value, low, high, steps) and _admits_text(value, least, most)]
 
-    def _refuse_beside(self, place: Place, name: str) -> None:
+    def _refuse_beside(self, node: SchemaNode, name: str) -> None:
         kept = OF_TYPE.get(name, set()) if name in ("array", "object") else {"pattern"} if name == "string" else set()
         for keyword in sorted(kept):
-            if self.keywords.has(place, keyword):
-                raise self.keywords.unsupported(place, keyword, "only those values in enum that it allows")
-        if name == "string" and self.keywords.has(place, "format") and self.is_enforced(place):
-            raise self.keywords.unsupported(place, "format", "only those values in enum that it allows")
+            if self.keywords.has(node, keyword):
+                raise self.keywords.unsupported(node, keyword, "only those values in enum that it allows")
+        if name == "string" and self.keywords.has(node, "format") and self.is_enforced(node):
+            raise self.keywords.unsupported(node, "format", "only those values in enum that it allows")
 
-    def _all(self, places: tuple[Place, ...], keyword: str) -> list[Any]:
-        return [value for place in places if (value := self.keywords.get(place, keyword)) is not None]
+    def _all(self, nodes: tuple[SchemaNode, ...], keyword: str) -> list[Any]:
+        return [value for node in nodes if (value := self.keywords.get(node, keyword)) is not None]
 
     # ---- numbers ----
 
-    def _bounds(self, places: tuple[Place, ...]) -> tuple[tuple[Any, bool], tuple[Any, bool]]:
+    def _bounds(self, nodes: tuple[SchemaNode, ...]) -> tuple[tuple[Any, bool], tuple[Any, bool]]:
         """Return the highest minimum and the lowest maximum, each with whether the bound itself is excluded."""
         low: tuple[Any, bool] = (-math.inf, False)
         high: tuple[Any, bool] = (math.inf, False)
-        for place in places:
-            minimum, maximum = self.keywords.get(place, "minimum"), self.keywords.get(place, "maximum")
-            above, below = self.keywords.get(place, "exclusiveMinimum"), self.keywords.get(place, "exclusiveMaximum")
+        for node in nodes:
+            minimum, maximum = self.keywords.get(node, "minimum"), self.keywords.get(node, "maximum")
+            above, below = self.keywords.get(node, "exclusiveMinimum"), self.keywords.get(node, "exclusiveMaximum")
             for bound, left_out in _ends(minimum, above):
                 low = max(low, (bound, left_out))
             for bound, left_out in _ends(maximum, below):
                 high = min(high, (bound, left_out), key=lambda end: (end[0], not end[1]))
         return low, high
 
-    def _number(self, places: tuple[Place, ...], *, integer: bool) -> dict[str, Any] | None:
-        low, high = self._bounds(places)
-        step = self._step(places, integer=integer)
-        return self._integer(places, low, high, step) if integer else self._decimal(places, low, high, step)
+    def _number(self, nodes: tuple[SchemaNode, ...], *, integer: bool) -> dict[str, Any] | None:
+        low, high = self._bounds(nodes)
+        step = self._step(nodes, integer=integer)
+        return self._integer(nodes, low, high, step) if integer else self._decimal(nodes, low, high, step)
 
     def _integer(
-        self, places: tuple[Place, ...], low: tuple[Any, bool], high: tuple[Any, bool], step: Fraction | None
+        self, nodes: tuple[SchemaNode, ...], low: tuple[Any, bool], high: tuple[Any, bool], step: Fraction | None
     ) -> dict[str, Any] | None:
         if low[0] > INTEGERS or high[0] < -INTEGERS:
-            self._refuse_bounds(places, f"bounds within ±{INTEGERS:,}")
+            self._refuse_bounds(nodes, f"bounds within ±{INTEGERS:,}")
         least = -INTEGERS if low[0] < -INTEGERS else math.floor(low[0]) + 1 if low[1] else math.ceil(low[0])
         most = INTEGERS if high[0] > INTEGERS else math.ceil(high[0]) - 1 if high[1] else math.floor(high[0])
         if least > most:
             return None
         if int(float(least)) != least or int(float(most)) != most:
-            self._refuse_bounds(places, "bounds that a double holds")
+            self._refuse_bounds(nodes, "bounds that a double holds")
         if step is not None and -(-least // step) * step > most:
             return None
         rules: dict[str, Any] = {"minimum": least, "maximum": most}
         return rules if step in (None, 1) else {**rules, "multipleOf": int(step or 1)}
 
     def _decimal(
-        self, places: tuple[Place, ...], low: tuple[Any, bool], high: tuple[Any, bool], step: Fraction | None
+        self, nodes: tuple[SchemaNode, ...], low: tuple[Any, bool], high: tuple[Any, bool], step: Fraction | None
     ) -> dict[str, Any] | None:
         if low[0] > WHOLE_DIGITS or high[0] < -WHOLE_DIGITS:
-            self._refuse_bounds(places, f"bounds within ±{WHOLE_DIGITS:,}")
+            self._refuse_bounds(nodes, f"bounds within ±{WHOLE_DIGITS:,}")
         low = max(low, (-WHOLE_DIGITS, False))
         high = min(high, (WHOLE_DIGITS, False), key=lambda end: (end[0], not end[1]))
         if low[0] > high[0] or (low[0] == high[0] and (low[1] or high[1])):
             return None
         if any(isinstance(end, int) and int(float(end)) != end for end, _ in (low, high)):
-            self._refuse_bounds(places, "bounds that a double holds")
+            self._refuse_bounds(nodes, "bounds that a double holds")
         rules: dict[str, Any] = {
             "exclusiveMinimum" if low[1] else "minimum": low[0],
             "exclusiveMaximum" if high[1] else "maximum": high[0],
@@ -113,9 +113,9 @@ class Scalars:
             return {**rules, "multipleOf": int(step) if step.denominator == 1 else float(step)}
         return {**rules, "multipleOf": 10.0 ** -_places(low, high)}
 
-    def _step(self, places: tuple[Place, ...], *, integer: bool) -> Fraction | None:
+    def _step(self, nodes: tuple[SchemaNode, ...], *, integer: bool) -> Fraction | None:
         """Return the least common multiple of all ``multipleOf``."""
-        steps = [Fraction(Decimal(repr(step))) for step in self._all(places, "multipleOf")]
+        steps = [Fraction(Decimal(repr(step))) for step in self._all(nodes, "multipleOf")]
         if not steps:
             return None
         step = Fraction(1) if integer else steps[0]
@@ -123,46 +123,46 @@ class Scalars:
             step = Fraction(math.lcm(step.numerator * other.denominator, other.numerator * step.denominator),
                             step.denominator * other.denominator)  # fmt: skip
         if not _is_read_exactly(step):
-            place = next(place for place in places if self.keywords.has(place, "multipleOf"))
+            node = next(node for node in nodes if self.keywords.has(node, "multipleOf"))
             allowed = f"a multiple of a power of ten by at most {_MAX_COEFFICIENT:,}"
-            raise self.keywords.document.error(f"{place.pointer}/multipleOf", place.schema["multipleOf"], allowed)
+            raise self.keywords.document.error(f"{node.pointer}/multipleOf", node.schema["multipleOf"], allowed)
         return step
 
-    def _refuse_bounds(self, places: tuple[Place, ...], allowed: str) -> NoReturn:
+    def _refuse_bounds(self, nodes: tuple[SchemaNode, ...], allowed: str) -> NoReturn:
         names = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-        place, name = next((place, name) for place in places for name in names if self.keywords.has(place, name))
-        raise self.keywords.document.error(f"{place.pointer}/{name}", place.schema[name], allowed)
+        node, name = next((node, name) for node in nodes for name in names if self.keywords.has(node, name))
+        raise self.keywords.document.error(f"{node.pointer}/{name}", node.schema[name], allowed)
 
     # ---- strings ----
 
-    def _length(self, places: tuple[Place, ...]) -> tuple[int, float]:
-        least = max(self._all(places, "minLength"), default=0)
-        return int(least), min(self._all(places, "maxLength"), default=math.inf)
+    def _length(self, nodes: tuple[SchemaNode, ...]) -> tuple[int, float]:
+        least = max(self._all(nodes, "minLength"), default=0)
+        return int(least), min(self._all(nodes, "maxLength"), default=math.inf)
 
-    def _text(self, places: tuple[Place, ...]) -> dict[str, Any] | None:
-        least, most = self._length(places)
+    def _text(self, nodes: tuple[SchemaNode, ...]) -> dict[str, Any] | None:
+        least, most = self._length(nodes)
         if least > most:
             return None
         if least > MAX_LENGTH:
-            place = next(place for place in places if self.keywords.get(place, "minLength") == least)
-            raise self.keywords.document.error(f"{place.pointer}/minLength", least, f"at most {MAX_LENGTH:,}")
+            node = next(node for node in nodes if self.keywords.get(node, "minLength") == least)
+            raise self.keywords.document.error(f"{node.pointer}/minLength", least, f"at most {MAX_LENGTH:,}")
         rules: dict[str, Any] = {"minLength": least} if least else {}
         if most < math.inf:
             rules["maxLength"] = int(min(most, MAX_LENGTH))
         shapes = [
-            {"pattern": whole_text_pattern(pattern, self._refusal(place))}
-            for place in places
-            if (pattern := self.keywords.get(place, "pattern")) is not None
+            {"pattern": whole_text_pattern(pattern, self._refusal(node))}
+            for node in nodes
+            if (pattern := self.keywords.get(node, "pattern")) is not None
         ]
-        named = dict.fromkeys(self._all(places, "format"))
+        named = dict.fromkeys(self._all(nodes, "format"))
         shapes += [shape for name in named if (shape := formats.enforced(name)) is not None]
         if len(shapes) == 1:
             return {**rules, **shapes[0]}
         return {**rules, "allOf": [{"type": "string", **shape} for shape in shapes]} if shapes else rules
 
-    def _refusal(self, place: Place) -> Callable[[str], NoReturn]:
+    def _refusal(self, node: SchemaNode) -> Callable[[str], NoReturn]:
         def refuse(allowed: str) -> NoReturn:
-            raise self.keywords.document.error(f"{place.pointer}/pattern", place.schema["pattern"], allowed)
+            raise self.keywords.document.error(f"{node.pointer}/pattern", node.schema["pattern"], allowed)
 
         return refuse
 
