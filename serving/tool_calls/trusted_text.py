@@ -6,32 +6,32 @@ from __future__ import annotations
 from typing import Any
 
 
-class Own(str):
+class TrustedText(str):
     """A text written by this server: its control tokens are encoded as tokens."""
 
     __slots__ = ()
 
 
-class Composed(str):
-    """A string of joined ``parts``: those of type ``Own`` are the server's, all others are a caller's."""
+class ComposedText(str):
+    """A string of joined ``parts``: those of type ``TrustedText`` are the server's, all others are a caller's."""
 
     parts: tuple[str, ...]
 
-    def __new__(cls, *parts: str) -> Composed:
-        """Join ``parts``; a part that is itself ``Composed`` is replaced by its own parts."""
+    def __new__(cls, *parts: str) -> ComposedText:
+        """Join ``parts``; a part that is itself ``ComposedText`` is replaced by its own parts."""
         made = super().__new__(cls, "".join(parts))
         made.parts = tuple(
-            part for given in parts for part in (given.parts if isinstance(given, Composed) else (given,))
+            part for given in parts for part in (given.parts if isinstance(given, ComposedText) else (given,))
         )
         return made
 
     def __reduce__(self) -> Any:
-        return Composed, self.parts
+        return ComposedText, self.parts
 
 
-def joined(separator: str, texts: list[Composed]) -> Composed:
+def joined(separator: str, texts: list[ComposedText]) -> ComposedText:
     """Return ``texts`` joined with ``separator``, which counts as written by the server."""
     parts: list[str] = []
     for text in texts:
-        parts += [Own(separator), text] if parts else [text]
-    return Composed(*parts)
+        parts += [TrustedText(separator), text] if parts else [text]
+    return ComposedText(*parts)

@@ -16,13 +16,13 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from ...interface.errors import InvalidField
-from ...tool_calls.trusted_text import Composed
+from ...tool_calls.trusted_text import ComposedText
 
-START, END = "\ufdd0", "\ufdd1"  # noncharacters, which Unicode reserves for internal use
+START_MARK, END_MARK = "\ufdd0", "\ufdd1"  # noncharacters, which Unicode reserves for internal use
 _ESCAPES = re.compile(r"\\ufdd0")
 _OWN_KEYS = frozenset({"role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id"})  # of messages
 STRETCH = 16384  # characters searched in one step
-GROUP = 256  # pieces tokenised in one step
+PIECES_PER_BATCH = 256  # pieces tokenised in one step
 
 
 class InjectionGuard:
@@ -52,13 +52,13 @@ class InjectionGuard:
     def found_in(self, value: Any) -> bool:
         """Whether any string in ``value`` (messages, tools, template variables) has a control token of the caller.
 
-        Names of properties count too; text that this server wrote (``Own``) does not.
+        Names of properties count too; text that this server wrote (``TrustedText``) does not.
         """
         if type(value) is str:
             return next(self._spans(value), None) is not None
         if isinstance(value, dict):
             return any(map(self.found_in, value.keys() - _OWN_KEYS)) or any(map(self.found_in, value.values()))
-        if isinstance(value, Composed):
+        if isinstance(value, ComposedText):
             return any(map(self.found_in, value.parts))
         return any(map(self.found_in, value)) if isinstance(value, list | tuple) else False
 
@@ -68,7 +68,7 @@ class InjectionGuard:
             return self._marked(unmarked(value))
         if isinstance(value, dict):
             return {self.mark(key): self.mark(entry) for key, entry in value.items()}
-        if isinstance(value, Composed):
+        if isinstance(value, ComposedText):
             return "".join(map(self.mark, value.parts))
         return [self.mark(entry) for entry in value] if isinstance(value, list | tuple) else value
 
@@ -77,10 +77,10 @@ class InjectionGuard:
 
         Raises ``InvalidField`` for a control token that the tokenizer cannot encode as text.
         """
-        first, *others = self._plain_marks(rendered).split(START)
+        first, *others = self._plain_marks(rendered).split(START_MARK)
         texts, spelt = [unmarked(first)], []
         for other in others:
-            token, _, text = other.partition(END)
+            token, _, text = other.partition(END_MARK)
             is_token = token in self._ids  # otherwise the template has cut off a mark, which still divides the text
             texts.append(unmarked(text if is_token else other))
             spelt.append(self._spelt_out(token) if is_token else [])
@@ -91,7 +91,7 @@ class InjectionGuard:
         """Return ``rendered`` with plain marks where a template has written them as escapes (of JSON or a repr)."""
         if _ESCAPES.search(rendered) is None:
             return rendered
-        return self._escaped.sub(lambda found: START + found[1] + END, rendered)
+        return self._escaped.sub(lambda found: START_MARK + found[1] + END_MARK, rendered)
 
     def _spans(self, text: str) -> Iterator[tuple[int, int]]:
         """Yield where control tokens begin and end. Searches stretch by stretch, so that other threads can run."""
@@ -110,14 +110,14 @@ class InjectionGuard:
     def _marked(self, text: str) -> str:
         parts, at = [], 0
         for begin, end in self._spans(text):
-            parts += [text[at:begin], START, text[begin:end], END]
+            parts += [text[at:begin], START_MARK, text[begin:end], END_MARK]
             at = end
         return "".join([*parts, text[at:]])
 
     def _encode_pieces(self, texts: list[str]) -> Iterator[list[int]]:
         written = [texts[0], *("\n" + text if text else "" for text in texts[1:])]
-        for start in range(0, len(texts), GROUP):
-            group = written[start : start + GROUP]
+        for start in range(0, len(texts), PIECES_PER_BATCH):
+            group = written[start : start + PIECES_PER_BATCH]
             for i, encoding in enumerate(self._backend.encode_batch_fast(group, add_special_tokens=False), start):
                 yield encoding.ids if i == 0 else self._after_newline(self._backend, texts[i], encoding.ids)
 
@@ -140,4 +140,4 @@ class InjectionGuard:
 
 def unmarked(text: str) -> str:
     """Return ``text`` without marks."""
-    return text if text.isascii() else text.replace(START, "").replace(END, "")
+    return text if text.isascii() else text.replace(START_MARK, "").replace(END_MARK, "")

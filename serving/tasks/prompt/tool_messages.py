@@ -17,7 +17,7 @@ from ...interface.request import ChatEnd, Message, RawChat, Tool, ToolCall
 from ...interface.tool_format import CUSTOM_INPUT, ToolFormat
 from ...tool_calls.call_writer import written_calls
 from ...tool_calls.generic import result_text
-from ...tool_calls.trusted_text import Composed, Own
+from ...tool_calls.trusted_text import ComposedText, TrustedText
 
 _ALNUM = string.ascii_letters + string.digits
 _NO_PARAMETERS = {"type": "object", "properties": {}}
@@ -140,18 +140,18 @@ def calls_as_text(
         elif role == "tool" and results:
             part = result_text(message["content"])
             if found and found[-1].get("_results"):
-                found[-1]["content"] = Composed(found[-1]["content"], Own("\n"), part)
+                found[-1]["content"] = ComposedText(found[-1]["content"], TrustedText("\n"), part)
             else:
                 found.append({"role": "user", "content": part, "_results": True})
         elif role == "user" and found and found[-1].pop("_results", False):
-            found[-1]["content"] = _before(Composed(found[-1]["content"], Own("\n\n")), message["content"])
+            found[-1]["content"] = _before(ComposedText(found[-1]["content"], TrustedText("\n\n")), message["content"])
         else:
             found.append(message)
     return [{key: value for key, value in message.items() if key != "_results"} for message in found]
 
 
-def _called(content: str, calls: Sequence[ToolCall], format: ToolFormat) -> Composed:
-    return Composed(content, Own("\n" if content else ""), written_calls(format, calls))
+def _called(content: str, calls: Sequence[ToolCall], format: ToolFormat) -> ComposedText:
+    return ComposedText(content, TrustedText("\n" if content else ""), written_calls(format, calls))
 
 
 def with_system_text(messages: list[dict[str, Any]], text: str, *, system: bool) -> list[dict[str, Any]]:
@@ -162,12 +162,15 @@ def with_system_text(messages: list[dict[str, Any]], text: str, *, system: bool)
     first = messages[0]
     if first["role"] == "system":
         content = first["content"]
-        return [{**first, "content": Composed(content, Own("\n\n" if content else ""), text)}, *messages[1:]]
+        return [
+            {**first, "content": ComposedText(content, TrustedText("\n\n" if content else ""), text)},
+            *messages[1:],
+        ]
     if system:
         return [{"role": "system", "content": text}, *messages]
-    return [{**first, "content": _before(Composed(text, Own("\n\n")), first["content"])}, *messages[1:]]
+    return [{**first, "content": _before(ComposedText(text, TrustedText("\n\n")), first["content"])}, *messages[1:]]
 
 
-def _before(text: Composed, content: Any) -> Any:
+def _before(text: ComposedText, content: Any) -> Any:
     """Return ``content``, a text or parts with pictures, with ``text`` before it."""
-    return [{"type": "text", "text": text}, *content] if isinstance(content, list) else Composed(text, content)
+    return [{"type": "text", "text": text}, *content] if isinstance(content, list) else ComposedText(text, content)
