@@ -11,7 +11,7 @@ from ..interface.errors import InvalidField
 from ..interface.request import POOLED, Raw, Task
 from ..routing.served_endpoints import ServedEndpoints, ServedEntity
 from .operation import Request
-from .worker_state import Server
+from .worker_state import WorkerState
 
 SERVED_HEADER = "served-model-name"  # Databricks' header for the name of the entity that answered
 VERSION_HEADER, HASH_HEADER = "served-model-version", "served-model-hash"
@@ -22,24 +22,24 @@ VERSION = "model_version"  # the variable in paths that name a version of the en
 R = TypeVar("R", bound=Raw)
 
 
-def meant(endpoints: ServedEndpoints, request: Request) -> list[ServedEntity]:
+def candidates(endpoints: ServedEndpoints, request: Request) -> list[ServedEntity]:
     """Return the served entities that a request may be for, as far as known before its body is read."""
     served = list(endpoints.entities())
     return [one for one in served if one.endpoint == request.name] or served
 
 
-def check_limits(server: Server, request: Request, meant: list[ServedEntity], task: Task | None) -> None:
+def check_limits(server: WorkerState, request: Request, candidates: list[ServedEntity], task: Task | None) -> None:
     """Refuse a large request whose limits are used up. Called before its body is received, and before tokenising."""
-    if server.ledger is None or not request.is_large or not meant or any(one.mode is None for one in meant):
+    if server.ledger is None or not request.is_large or not candidates or any(one.mode is None for one in candidates):
         return
-    names = {one.endpoint for one in meant}
-    paid = all(one.mode is not None and not one.mode.profile.reserves for one in meant)
-    embeds = task in POOLED or any(not POOLED.isdisjoint(one.tasks) for one in meant)
+    names = {one.endpoint for one in candidates}
+    paid = all(one.mode is not None and not one.mode.profile.reserves for one in candidates)
+    embeds = task in POOLED or any(not POOLED.isdisjoint(one.tasks) for one in candidates)
     server.ledger.check(
         key_id=request.caller.key_id,
         tenant=request.caller.tenant,
         endpoint=names.pop() if len(names) == 1 else None,
-        entities=[one.entity for one in meant] if paid else None,
+        entities=[one.entity for one in candidates] if paid else None,
         generates=task in ("chat", "completions") or not embeds,
     )
 

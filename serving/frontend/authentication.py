@@ -7,12 +7,12 @@ from ..interface.errors import LimitExceeded, RequestError, ServingError, Unauth
 from ..metering.accounts.authorization import ANONYMOUS, UNKNOWN, Caller
 from ..observability.access_record import AccessRecord
 from .operation import Auth
-from .worker_state import Server
+from .worker_state import WorkerState
 
 KEY_HEADER = "x-api-key"  # where Anthropic's clients send an API key
 
 
-def authenticate(server: Server, auth: Auth, headers: Headers, address: str, record: AccessRecord) -> Caller:
+def authenticate(server: WorkerState, auth: Auth, headers: Headers, address: str, record: AccessRecord) -> Caller:
     """Return the caller: ``UNKNOWN`` without a key on an open route, ``ANONYMOUS`` if the server requires no key.
 
     Raises ``Unauthenticated``, ``PermissionDenied`` if a scope is missing, and ``LimitExceeded`` if too many of the
@@ -33,7 +33,7 @@ def authenticate(server: Server, auth: Auth, headers: Headers, address: str, rec
         return UNKNOWN
 
 
-def charge(server: Server, error: ServingError, record: AccessRecord, address: str) -> None:
+def charge(server: WorkerState, error: ServingError, record: AccessRecord, address: str) -> None:
     """Count ``error`` as a refusal of its caller, if it is one."""
     if isinstance(error, LimitExceeded) and error.limit == "refusals":
         return
@@ -41,7 +41,7 @@ def charge(server: Server, error: ServingError, record: AccessRecord, address: s
         server.refusals.charge(record.key or address)
 
 
-def _checked(server: Server, auth: Auth, headers: Headers, address: str, record: AccessRecord) -> Caller:
+def _checked(server: WorkerState, auth: Auth, headers: Headers, address: str, record: AccessRecord) -> Caller:
     credential = _credential(headers) if server.requires_key else ""
     server.refusals.check_stranger(address, credential)
     if not server.requires_key:
@@ -68,7 +68,7 @@ def _credential(headers: Headers) -> str:
     return named
 
 
-def _verified(server: Server, credential: str) -> Caller:
+def _verified(server: WorkerState, credential: str) -> Caller:
     """Return the caller of a valid credential. Raises ``Unauthenticated``."""
     scheme, _, secret = credential.partition(" ")
     secret = secret.strip()

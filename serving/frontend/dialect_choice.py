@@ -22,7 +22,7 @@ class _Named(Struct):
     model: str | None = None
 
 
-def is_open(route: Operation) -> bool:
+def has_open_dialect(route: Operation) -> bool:
     """Return whether the dialect depends on the body or on the endpoint that it names (``choose``)."""
     return route.dialect is GENERATE or _is_shared(route)
 
@@ -40,7 +40,7 @@ def choose(endpoints: ServedEndpoints, request: Request, body: bytes) -> None:
         request.spoken.dialect = MINDIE
 
 
-def usual(endpoints: ServedEndpoints, route: Operation) -> Dialect:
+def default_dialect(endpoints: ServedEndpoints, route: Operation) -> Dialect:
     """Return the dialect for refusing a request whose endpoint is not known: MindIE's if all endpoints speak it."""
     spoken = _speaks_mindie(endpoints) if _is_shared(route) else []
     return MINDIE if spoken and all(spoken) else route.dialect

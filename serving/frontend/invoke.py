@@ -22,20 +22,20 @@ from ..tasks.reply import embed, generate, score
 from ..tasks.reply_size import fixed_size
 from ..tasks.request_weights import adapter_of
 from . import rate_limit_headers
-from .addressing import address, check_limits, meant, record_served
+from .addressing import address, candidates, check_limits, record_served
 from .answer import Answer
-from .dialect_choice import choose, is_open
+from .dialect_choice import choose, has_open_dialect
 from .first_bytes import FirstBytes, Patience
 from .in_flight import ClientGone, InterruptibleIterator, interrupt_at_deadline, interrupt_on_disconnect
 from .operation import Request
 from .token_writer import TokenWriter, WriteFailed, token_writer
-from .worker_state import Server
+from .worker_state import WorkerState
 
 TIMEOUT_HEADER = "X-Request-Timeout"
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
-def invoke(server: Server, request: Request) -> Answer:
+def invoke(server: WorkerState, request: Request) -> Answer:
     """Run a task. Raises ``ServingError``, which names fields as they were sent, and ``ClientGone``, after releasing
     all resources."""
     try:
@@ -45,9 +45,9 @@ def invoke(server: Server, request: Request) -> Answer:
         raise
 
 
-def _invoked(server: Server, request: Request) -> Answer:
+def _invoked(server: WorkerState, request: Request) -> Answer:
     server.load_shedder.check_open()
-    known = meant(server.endpoints.seen_by(request.caller), request)
+    known = candidates(server.endpoints.seen_by(request.caller), request)
     check_limits(server, request, known, _inference(request).task)
     with server.memory.allocate(request.payer(server)) as allocation:
         with ExitStack() as held:
@@ -69,7 +69,7 @@ def _invoked(server: Server, request: Request) -> Answer:
 
 
 def _accept(
-    server: Server, request: Request, held: ExitStack, *, is_known: bool
+    server: WorkerState, request: Request, held: ExitStack, *, is_known: bool
 ) -> tuple[ServedEntity, ValidRequest, bytes]:
     """Receive, decode, address and prepare a request; ``held`` gets what must be released later.
 
@@ -79,7 +79,7 @@ def _accept(
     record = request.record
     with server.memory.allocate(request.payer(server)) as allocation:
         body = request.receive(allocation)
-        if is_open(request.operation):
+        if has_open_dialect(request.operation):
             server.offload(len(body), choose, server.endpoints, request, body)
         raw = server.offload(len(body), _decode, request, body)
         request.spoken.sent_as = raw.sent_as
@@ -106,7 +106,7 @@ def _accept(
     return entity, valid, raw.echoed
 
 
-def _limits(server: Server, entity: ServedEntity, request: Request) -> Limits:
+def _limits(server: WorkerState, entity: ServedEntity, request: Request) -> Limits:
     """Return the request's limits: the shorter of the server's and the header's timeout, the cache salt for shared
     prefixes, and the tenant and weight by which the engine shares its time."""
     header, timeout = request.headers.get(TIMEOUT_HEADER), server.settings.timeout
@@ -142,7 +142,7 @@ def _seconds(header: str) -> float:
 
 
 def _start(
-    server: Server, entity: ServedEntity, valid: ValidRequest, request: Request, held: ExitStack
+    server: WorkerState, entity: ServedEntity, valid: ValidRequest, request: Request, held: ExitStack
 ) -> tuple[generate.Pieces, InterruptibleIterator[Piece], Iterator[Piece]]:
     """Admit and submit a request. Return its pieces, the same pieces interruptible, and these counted.
 

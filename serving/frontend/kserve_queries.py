@@ -8,10 +8,10 @@ from typing import Any
 from ..dialects.kserve.metadata import index_entry, model_config, model_metadata
 from ..metering.accounts.authorization import Caller
 from ..routing.served_endpoints import ServedEndpoints, ServedEntity
-from .worker_state import Server
+from .worker_state import WorkerState
 
 
-def takes_requests(server: Server) -> bool:
+def takes_requests(server: WorkerState) -> bool:
     """Return whether the server is not draining and each served entity has an engine that makes progress."""
     if server.load_shedder.draining:
         return False

@@ -19,13 +19,13 @@ from ..observability.access_record import AccessRecord
 from .answer import Answer
 from .in_flight import InterruptibleIterator
 from .memory_budget import Allocation
-from .worker_state import Server
+from .worker_state import WorkerState
 
 Watch = Callable[[InterruptibleIterator[Any]], AbstractContextManager[None]]
 
 
 @dataclass(slots=True)
-class Spoken:
+class ResponseDialect:
     """The dialect in which a request is answered, if it is not the operation's own (``dialect_choice``), and the names
     under which its fields were sent (``Raw.sent_as``)."""
 
@@ -55,7 +55,7 @@ class Request:
     sock: Any = None
     watch: Watch | None = None
     body: bytes = b""  # set for handlers made by ``with_body``
-    spoken: Spoken = field(default_factory=Spoken)
+    spoken: ResponseDialect = field(default_factory=ResponseDialect)
 
     @property
     def dialect(self) -> Dialect:
@@ -73,7 +73,7 @@ class Request:
         caller = self.caller
         return Actor(name=caller.key_id, via="http", tenant=caller.tenant, request_id=self.record.request_id)
 
-    def payer(self, server: Server) -> str:
+    def payer(self, server: WorkerState) -> str:
         """Return the caller under which the request counts in the memory budget."""
         return self.caller.key_id if server.requires_key else self.address
 
@@ -90,7 +90,7 @@ class Request:
         return {name: values[0] for name, values in given.items()}
 
 
-Handler = Callable[[Server, Request], Answer]  # raises ``ServingError``, ``ClientGone``
+Handler = Callable[[WorkerState, Request], Answer]  # raises ``ServingError``, ``ClientGone``
 
 
 class Auth(Enum):
@@ -135,7 +135,7 @@ class Operation:
 def with_body(handler: Handler) -> Handler:
     """Return a handler that always receives the body, within the memory budget, then calls ``handler`` with it."""
 
-    def received(server: Server, request: Request) -> Answer:
+    def received(server: WorkerState, request: Request) -> Answer:
         with server.memory.allocate(request.payer(server)) as allocation:
             return handler(server, dataclasses.replace(request, body=request.receive(allocation)))
 

@@ -27,7 +27,7 @@ from ..routing.served_endpoints import ServedEndpoints
 from ..system import logs
 from ..transport.client.gevent_client import attach
 from . import gevent_wait
-from .worker_state import Server, make_load_shedder, make_server
+from .worker_state import WorkerState, make_load_shedder, make_server
 
 if TYPE_CHECKING:  # each imports a library that a server which does not use it must not load
     from ..metering.accounts.keys import Keys
@@ -36,8 +36,8 @@ if TYPE_CHECKING:  # each imports a library that a server which does not use it 
     from .jwt_tokens import Tokens
 
 
-def worker_server(spec: ServeSpec, directory: Path, cache_secret: bytes | None = None) -> Server:
-    """Build the ``Server`` of one process. ``directory`` and ``cache_secret`` are shared by the whole server.
+def worker_server(spec: ServeSpec, directory: Path, cache_secret: bytes | None = None) -> WorkerState:
+    """Build the ``WorkerState`` of one process. ``directory`` and ``cache_secret`` are shared by the whole server.
 
     The controller process tests the engines before it puts them into the plan. The test is not repeated here:
     otherwise a worker that replaces a killed one could not answer anybody, not even ``/health``, while an engine is

@@ -33,7 +33,7 @@ FindModels = Callable[[tuple[str, ...]], "tuple[ResolvedModel, ...]"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Server:
+class WorkerState:
     """The objects that all requests of one worker share.
 
     If ``keys`` and ``tokens`` are both None, no key or token is required. Without a ``ledger`` nothing is metered.
@@ -81,14 +81,14 @@ def make_server(
     *,
     load_shedder: LoadShedder | None = None,
     cache_secret: bytes | None = None,
-) -> Server:
+) -> WorkerState:
     """Make what every server has, with ``settings``; ``dataclasses.replace`` adds what only some have.
 
     A server with a ``follower`` needs the follower's own ``load_shedder``. ``cache_secret`` (``CacheSalts``) must be
     the same in all workers.
     """
     settings = settings or ServerSettings()
-    return Server(
+    return WorkerState(
         settings=settings,
         endpoints=endpoints,
         load_shedder=load_shedder or make_load_shedder(settings),

@@ -17,10 +17,10 @@ from werkzeug.exceptions import HTTPException
 from ..dialects import Dialect, dialect_of
 from ..frontend.answer import Answer, error_answer
 from ..frontend.authentication import authenticate, charge
-from ..frontend.dialect_choice import usual
+from ..frontend.dialect_choice import default_dialect
 from ..frontend.in_flight import ClientGone
-from ..frontend.operation import Request, Spoken
-from ..frontend.worker_state import Server
+from ..frontend.operation import Request, ResponseDialect
+from ..frontend.worker_state import WorkerState
 from ..interface.errors import (
     Aborted,
     InternalError,
@@ -49,7 +49,7 @@ class App(Flask):
         return super().wsgi_app(environ, start_response)
 
 
-def create_app(server: Server, routes: tuple[Route, ...] = ROUTES) -> Flask:
+def create_app(server: WorkerState, routes: tuple[Route, ...] = ROUTES) -> Flask:
     """Make the WSGI application of one worker."""
     app = App("mlflow_llm", static_folder=None)
     app.extensions["mlflow_llm"] = server
@@ -99,7 +99,7 @@ def _settled(response: Response) -> Response:
     return response
 
 
-def _view(server: Server, route: Route) -> Callable[..., Response]:
+def _view(server: WorkerState, route: Route) -> Callable[..., Response]:
     def view(**path: str) -> Response:
         record = _access_record(server.tracer)
         spoken = route.spoken(flask_request.headers)
@@ -112,7 +112,9 @@ def _view(server: Server, route: Route) -> Callable[..., Response]:
     return view
 
 
-def _answer(server: Server, route: Route, path: dict[str, str], record: AccessRecord, spoken: Spoken) -> Answer:
+def _answer(
+    server: WorkerState, route: Route, path: dict[str, str], record: AccessRecord, spoken: ResponseDialect
+) -> Answer:
     environ, charged = flask_request.environ, False
     address = address_in(environ)
     try:
@@ -139,7 +141,7 @@ def _answer(server: Server, route: Route, path: dict[str, str], record: AccessRe
     except ServingError as error:
         if charged:
             charge(server, error, record, address)
-        answer = error_answer(spoken.dialect or usual(server.endpoints, route), error)
+        answer = error_answer(spoken.dialect or default_dialect(server.endpoints, route), error)
         record.finish(answer.status, error.logged)
         return replace(answer, headers=record.headers | answer.headers)
     except ClientGone:
@@ -155,7 +157,7 @@ def _answer(server: Server, route: Route, path: dict[str, str], record: AccessRe
         return replace(answer, headers=record.headers | answer.headers)
 
 
-def _check_listener(server: Server, route: Route, *, probes: bool) -> str:
+def _check_listener(server: WorkerState, route: Route, *, probes: bool) -> str:
     """Return the address of the listener to which the request came.
 
     Raises ``NotFound`` for a route that this listener does not have.

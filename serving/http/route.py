@@ -9,7 +9,7 @@ from typing import Any
 
 from ..dialects import Dialect
 from ..dialects.base import JSON, Headers
-from ..frontend.operation import Operation, Spoken
+from ..frontend.operation import Operation, ResponseDialect
 from ..interface.readers import Reader
 
 
@@ -43,9 +43,11 @@ class Route(Operation):
     also: Mapping[int, str] = field(default_factory=dict)
     content_types: tuple[str, ...] = (JSON,)
 
-    def spoken(self, headers: Headers) -> Spoken:
+    def spoken(self, headers: Headers) -> ResponseDialect:
         """Return what a request's headers say of the dialect of its answer."""
-        return Spoken(next((self.by_header[name] for name in self.by_header if headers.get(name) is not None), None))
+        return ResponseDialect(
+            next((self.by_header[name] for name in self.by_header if headers.get(name) is not None), None)
+        )
 
     @property
     def takes(self) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from serving_process import GATED_CORE, Running, running
 from shared_servers import SharedServers
 
 from mlflow_llm.serving.control.settings import ServerSettings
-from mlflow_llm.serving.frontend.worker_state import Server, make_server
+from mlflow_llm.serving.frontend.worker_state import WorkerState, make_server
 from mlflow_llm.serving.http.app import create_app
 from mlflow_llm.serving.interface.bundle import Bundle
 from mlflow_llm.serving.interface.settings import EngineSettings
@@ -115,12 +115,12 @@ def observed(shared_servers: SharedServers, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.fixture(scope="session")
-def make(instant_bundle: Bundle, instant_text: TextModel) -> Callable[..., Server]:
+def make(instant_bundle: Bundle, instant_text: TextModel) -> Callable[..., WorkerState]:
     """Return ``make(keys=…, mode=…, ledger=…, **server_settings)``, which makes a server with one endpoint,
     ``assistant``.
     """
 
-    def build(mode: Mode | None = None, **options: object) -> Server:
+    def build(mode: Mode | None = None, **options: object) -> WorkerState:
         parts = {name: options.pop(name) for name in PARTS if name in options}
         engine = InstantEngine(instant_bundle, EngineSettings(max_model_len=4096))
         view = EndpointView(
@@ -138,12 +138,12 @@ def make(instant_bundle: Bundle, instant_text: TextModel) -> Callable[..., Serve
 
 
 @pytest.fixture
-def server(make: Callable[..., Server]) -> Server:
+def server(make: Callable[..., WorkerState]) -> WorkerState:
     return make()
 
 
 @pytest.fixture
-def client(server: Server) -> FlaskClient:
+def client(server: WorkerState) -> FlaskClient:
     return create_app(server).test_client()
 
 

@@ -32,7 +32,7 @@ from .tls import Tls, gateway_tls, probe_tls
 from .write_backpressure import BackpressureSocket
 
 if TYPE_CHECKING:  # the arbiter imports this module too, and must load neither tokenizers nor torch
-    from ...frontend.worker_state import Server
+    from ...frontend.worker_state import WorkerState
     from .accepting import Acceptor
 
 TICK = 0.1
@@ -76,8 +76,8 @@ class DrainingWorker(GeventWorker):
             signal.signal(ignored, signal.SIG_IGN)
 
     @property
-    def server(self) -> Server:
-        served: Server = self.wsgi.extensions["mlflow_llm"]
+    def server(self) -> WorkerState:
+        served: WorkerState = self.wsgi.extensions["mlflow_llm"]
         return served
 
     def load_wsgi(self) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 UNSENT = 16 * 2**10  # the watermark: bytes in the kernel that the peer's window does not allow to be sent yet
-PIECE = 64 * 2**10
+WRITE_CHUNK_BYTES = 64 * 2**10
 _TCP_NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", 25)  # Linux; named since Python 3.12
 _TCP_USER_TIMEOUT = getattr(socket, "TCP_USER_TIMEOUT", 18)
 
@@ -62,7 +62,7 @@ class BackpressureSocket:
             data, self._pending = self._pending + data, b""
         left = memoryview(data)
         while left:
-            left = left[self._send(left[:PIECE]) :]
+            left = left[self._send(left[:WRITE_CHUNK_BYTES]) :]
 
     @property
     def sends_now(self) -> bool:

@@ -10,7 +10,7 @@ from msgspec import structs
 from ...dialects import DIALECTS
 from ...frontend.answer import Answer, json_answer
 from ...frontend.operation import Auth, Request
-from ...frontend.worker_state import Server
+from ...frontend.worker_state import WorkerState
 from ...interface.engine import EngineInfo, Health
 from ...interface.errors import NotFound, ShuttingDown, Unauthenticated, Unavailable
 from ...interface.request import Task
@@ -57,7 +57,7 @@ def _served(entity: ServedEntity, caller: Caller) -> dict[str, Any]:
     return {"name": entity.entity_shown_to(caller)} | {name: value for name, value in shown.items() if value}
 
 
-def list_models(server: Server, request: Request) -> Answer:
+def list_models(server: WorkerState, request: Request) -> Answer:
     seen = server.endpoints.seen_by(request.caller)
     found = [(entity, adapter) for entity in seen for adapter in (None, *seen.adapters_of(entity))]
     if anthropic_models.is_meant(request):
@@ -67,7 +67,7 @@ def list_models(server: Server, request: Request) -> Answer:
     )
 
 
-def get_model(server: Server, request: Request) -> Answer:
+def get_model(server: WorkerState, request: Request) -> Answer:
     seen = server.endpoints.seen_by(request.caller)
     entity, adapter = seen.find(request.name)
     if anthropic_models.is_meant(request):
@@ -86,31 +86,31 @@ def _entry(entity: ServedEntity, caller: Caller) -> dict[str, Any]:
     }
 
 
-def list_endpoints(server: Server, request: Request) -> Answer:
+def list_endpoints(server: WorkerState, request: Request) -> Answer:
     seen = server.endpoints.seen_by(request.caller)
     return json_answer({"endpoints": [_entry(one, request.caller) for one in seen], "next_page_token": None})
 
 
-def get_endpoint(server: Server, request: Request) -> Answer:
+def get_endpoint(server: WorkerState, request: Request) -> Answer:
     entity, adapter = server.endpoints.seen_by(request.caller).find(request.name)
     if adapter is not None:
         raise NotFound(f"{request.name[:80]!r} is an adapter, not an endpoint", param="name")
     return json_answer(_entry(entity, request.caller))
 
 
-def databricks_config(server: Server, request: Request) -> Answer:
+def databricks_config(server: WorkerState, request: Request) -> Answer:
     return json_answer({})
 
 
-def ping(server: Server, request: Request) -> Answer:
+def ping(server: WorkerState, request: Request) -> Answer:
     return Answer(body=b"\n", content_type="text/plain")
 
 
-def version(server: Server, request: Request) -> Answer:
+def version(server: WorkerState, request: Request) -> Answer:
     return Answer(body=installed_version("mlflow").encode(), content_type="text/plain")
 
 
-def health(server: Server, request: Request) -> Answer:
+def health(server: WorkerState, request: Request) -> Answer:
     """Respond with 200 if every served entity has a replica that makes progress or has nothing to do, else with 503.
 
     Without a key, on a server that requires one, only the status is shown. Without the scope ``manage``, no counters
@@ -185,7 +185,7 @@ def _progress(health: Health) -> dict[str, Any]:
     }
 
 
-def ready(server: Server, request: Request) -> Answer:
+def ready(server: WorkerState, request: Request) -> Answer:
     """Respond as ``health`` does, or with an error while draining.
 
     A worker starts to serve only after each of its engines has generated a token, so a 200 proves that they work.
@@ -195,7 +195,7 @@ def ready(server: Server, request: Request) -> Answer:
     return health(server, request)
 
 
-def metrics_exposition(server: Server, request: Request) -> Answer:
+def metrics_exposition(server: WorkerState, request: Request) -> Answer:
     """Return the metrics, which count the requests and tokens of all tenants.
 
     If keys are required, this needs the scope ``manage`` or a separate listener for probes.

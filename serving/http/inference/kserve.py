@@ -11,7 +11,7 @@ from ...frontend.addressing import VERSION
 from ...frontend.answer import Answer, json_answer
 from ...frontend.kserve_queries import answers, config_of, entries, find, metadata_of, takes_requests
 from ...frontend.operation import Auth, Handler, Request, with_body
-from ...frontend.worker_state import Server
+from ...frontend.worker_state import WorkerState
 from ...interface.errors import ShuttingDown, Unavailable
 from ...interface.readers import Entry, boolean, record
 from ...routing.served_endpoints import ServedEndpoints, ServedEntity
@@ -20,21 +20,21 @@ from ..route import Listener, Route
 _INDEX = record(ready=Entry(boolean, "true: only models that are ready"))
 
 
-def is_live(server: Server, request: Request) -> Answer:
+def is_live(server: WorkerState, request: Request) -> Answer:
     return json_answer({"live": True})
 
 
-def is_ready(server: Server, request: Request) -> Answer:
+def is_ready(server: WorkerState, request: Request) -> Answer:
     """Return the same readiness as ``/ready``, without its details."""
     ready = takes_requests(server)
     return json_answer({"ready": ready}, status=200 if ready else Unavailable.status)
 
 
-def of_server(server: Server, request: Request) -> Answer:
+def of_server(server: WorkerState, request: Request) -> Answer:
     return json_answer(server_metadata())
 
 
-def is_model_ready(server: Server, request: Request) -> Answer:
+def is_model_ready(server: WorkerState, request: Request) -> Answer:
     entity = _meant(server, request)
     if server.load_shedder.draining:
         raise ShuttingDown("the server is shutting down", retry_after=5.0)
@@ -43,24 +43,24 @@ def is_model_ready(server: Server, request: Request) -> Answer:
     return json_answer({"name": entity.endpoint, "ready": True})
 
 
-def of_model(server: Server, request: Request) -> Answer:
+def of_model(server: WorkerState, request: Request) -> Answer:
     return json_answer(metadata_of(_seen(server, request), _meant(server, request)))
 
 
-def config_of_model(server: Server, request: Request) -> Answer:
+def config_of_model(server: WorkerState, request: Request) -> Answer:
     return json_answer(config_of(_meant(server, request)))
 
 
-def index(server: Server, request: Request) -> Answer:
+def index(server: WorkerState, request: Request) -> Answer:
     asked = read_object(request.body, lambda found: _INDEX(found, "")) if request.body.strip() else {}
     return json_answer(list(entries(_seen(server, request), only_ready=bool(asked.get("ready")))))
 
 
-def _seen(server: Server, request: Request) -> ServedEndpoints:
+def _seen(server: WorkerState, request: Request) -> ServedEndpoints:
     return server.endpoints.seen_by(request.caller)
 
 
-def _meant(server: Server, request: Request) -> ServedEntity:
+def _meant(server: WorkerState, request: Request) -> ServedEntity:
     return find(_seen(server, request), request.caller, request.name, request.path.get(VERSION))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from ...dialects import DIALECTS
 from ...frontend.answer import Answer, json_answer
 from ...frontend.operation import Request
-from ...frontend.worker_state import Server
+from ...frontend.worker_state import WorkerState
 from ...routing.served_endpoints import ServedEntity
 from ..route import Route
 from .info_routes import get_model, list_models
@@ -18,7 +18,7 @@ _FINE = {"error_code": "OK", "error_message": "OK"}
 _AWAY = {"error_code": "UNAVAILABLE", "error_message": "no engine of this model answers"}
 
 
-def config(server: Server, request: Request) -> Answer:
+def config(server: WorkerState, request: Request) -> Answer:
     """Return each model with its versions and their states."""
     found: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for entity in server.endpoints.seen_by(request.caller).entities():

@@ -7,7 +7,7 @@ from typing import Any
 
 from ...frontend.answer import Answer, json_answer
 from ...frontend.operation import Auth, Request, with_body
-from ...frontend.worker_state import Server
+from ...frontend.worker_state import WorkerState
 from ...interface.errors import NotFound
 from ...interface.readers import Reader
 from ...metering.accounts.accounts import Accounts
@@ -32,7 +32,7 @@ KEY = f"{KEYS}/<name>"
 SECRET_HEADERS = {"Cache-Control": "no-store"}
 
 
-def _accounts(server: Server, request: Request) -> Accounts:
+def _accounts(server: WorkerState, request: Request) -> Accounts:
     if server.ledger is None:
         raise NotFound("this server has no keys, limits and prices of its own; start it with --database")
     return Accounts(server.ledger.store, by=request.actor, keys=server.keys)
@@ -54,7 +54,7 @@ def _route(
     ``secret`` says that the response has a secret, which no cache may store.
     """
 
-    def handler(server: Server, request: Request) -> Answer:
+    def handler(server: WorkerState, request: Request) -> Answer:
         arguments: list[Any] = [request.name] if "<name>" in path else []
         if body is not None:
             arguments.append(request.json())

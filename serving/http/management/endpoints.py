@@ -9,7 +9,7 @@ from ...endpoints.config_body import config_body
 from ...endpoints.management_body import NEW_ENDPOINT, NEW_RATE_LIMITS, TAG_CHANGES
 from ...frontend.answer import Answer, json_answer
 from ...frontend.operation import Auth, Request, with_body
-from ...frontend.worker_state import Server
+from ...frontend.worker_state import WorkerState
 from ...interface.errors import Conflict
 from ...observability import metrics
 from ..route import Route
@@ -18,22 +18,22 @@ from .paths import SERVING_ENDPOINTS
 GONE_SECONDS = 2.0
 
 
-def create(server: Server, request: Request) -> Answer:
+def create(server: WorkerState, request: Request) -> Answer:
     endpoints, body = server.managed_endpoints(), request.json()
     if body.get("rate_limits"):
         _check_ledger(server, "rate_limits")
     return json_answer(endpoints.create(body, by=request.actor))
 
 
-def list_all(server: Server, request: Request) -> Answer:
+def list_all(server: WorkerState, request: Request) -> Answer:
     return json_answer(server.managed_endpoints().list(request.caller))
 
 
-def get(server: Server, request: Request) -> Answer:
+def get(server: WorkerState, request: Request) -> Answer:
     return json_answer(server.managed_endpoints().get(request.name, request.caller))
 
 
-def delete(server: Server, request: Request) -> Answer:
+def delete(server: WorkerState, request: Request) -> Answer:
     """Delete an endpoint. Respond when this worker takes no more requests for it; running requests are finished."""
     server.managed_endpoints().delete(request.name, by=request.actor)
     until = time.monotonic() + GONE_SECONDS
@@ -42,22 +42,22 @@ def delete(server: Server, request: Request) -> Answer:
     return json_answer({})
 
 
-def update_config(server: Server, request: Request) -> Answer:
+def update_config(server: WorkerState, request: Request) -> Answer:
     return json_answer(server.managed_endpoints().update_config(request.name, request.json(), by=request.actor))
 
 
-def put_rate_limits(server: Server, request: Request) -> Answer:
+def put_rate_limits(server: WorkerState, request: Request) -> Answer:
     endpoints, body = server.managed_endpoints(), request.json()
     if body.get("rate_limits"):
         _check_ledger(server, "rate_limits")
     return json_answer(endpoints.put_rate_limits(request.name, body, by=request.actor))
 
 
-def patch_tags(server: Server, request: Request) -> Answer:
+def patch_tags(server: WorkerState, request: Request) -> Answer:
     return json_answer(server.managed_endpoints().patch_tags(request.name, request.json(), by=request.actor))
 
 
-def get_metrics(server: Server, request: Request) -> Answer:
+def get_metrics(server: WorkerState, request: Request) -> Answer:
     """Return the part of ``/metrics`` about this endpoint. It needs the scope ``manage``, because it shows the requests
     of all tenants."""
     request.caller.check_scope("manage")
@@ -68,7 +68,7 @@ def get_metrics(server: Server, request: Request) -> Answer:
     return Answer(body=kept, content_type=metrics.CONTENT_TYPE)
 
 
-def _check_ledger(server: Server, field: str) -> None:
+def _check_ledger(server: WorkerState, field: str) -> None:
     if server.ledger is None:
         raise Conflict(f"{field}: this server keeps no ledger to limit by; start it with --database")
 

@@ -15,7 +15,7 @@ from ...endpoints.config import EntityConfig
 from ...endpoints.store import EndpointState, EndpointStore
 from ...frontend.answer import Answer, json_answer
 from ...frontend.operation import Request, with_body
-from ...frontend.worker_state import Server
+from ...frontend.worker_state import WorkerState
 from ...interface.errors import NotFound, without_password
 from ...supervision.engine_spec import EngineSpec
 from ...supervision.supervisor import MAX_REPLICAS
@@ -34,12 +34,12 @@ _SECRETS = re.compile(
 )
 
 
-def logs(server: Server, request: Request) -> Answer:
+def logs(server: WorkerState, request: Request) -> Answer:
     """Return the end of each replica's engine log."""
     return _answer(server, request, lambda directory: tail(os.path.join(directory, LOG), MAX_BYTES))
 
 
-def build_logs(server: Server, request: Request) -> Answer:
+def build_logs(server: WorkerState, request: Request) -> Answer:
     """Return what the engines wrote while loading; if the last load failed, the log of that load."""
     return _answer(server, request, _load_log, failed=True)
 
@@ -49,7 +49,7 @@ def _load_log(directory: str) -> str:
     return tail(os.path.join(directory, LOAD_LOG), MAX_BYTES) or tail(os.path.join(directory, LOG), MAX_BYTES)
 
 
-def _answer(server: Server, request: Request, read: Callable[[str], str], *, failed: bool = False) -> Answer:
+def _answer(server: WorkerState, request: Request, read: Callable[[str], str], *, failed: bool = False) -> Answer:
     request.caller.check_scope("manage")
     store, served = server.managed_endpoints(), request.path["served"]
     row = next((row for row in store.states() if row.name == request.name), None)
@@ -76,11 +76,11 @@ def _entities(store: EndpointStore, row: EndpointState) -> dict[str, tuple[Entit
     return found
 
 
-def _read(server: Server, entities: tuple[EntityConfig, ...], read: Callable[[str], str]) -> list[str]:
+def _read(server: WorkerState, entities: tuple[EntityConfig, ...], read: Callable[[str], str]) -> list[str]:
     return list(dict.fromkeys(part for entity in entities for part in _parts(server, entity, read)))
 
 
-def _parts(server: Server, entity: EntityConfig, read: Callable[[str], str]) -> Iterator[str]:
+def _parts(server: WorkerState, entity: EntityConfig, read: Callable[[str], str]) -> Iterator[str]:
     """Yield a text for each replica that has an engine on this machine."""
     source: Any = entity.source
     if source.addresses:

@@ -22,7 +22,7 @@ from ...dialects import DIALECTS
 from ...engine.adapters.files import CONFIG, WEIGHTS
 from ...frontend.answer import Answer
 from ...frontend.operation import Auth, Request, with_body
-from ...frontend.worker_state import Server
+from ...frontend.worker_state import WorkerState
 from ...interface.errors import (
     InvalidField,
     ModelNotFound,
@@ -56,7 +56,7 @@ UNLOAD = record(
 )
 
 
-def load(server: Server, request: Request) -> Answer:
+def load(server: WorkerState, request: Request) -> Answer:
     body = request.json()
     if not body.get("lora_name") or not body.get("lora_path"):
         raise RequestError("Both 'lora_name' and 'lora_path' must be provided.", param="lora_name")
@@ -87,7 +87,7 @@ def load(server: Server, request: Request) -> Answer:
         time.sleep(TURN)
 
 
-def unload(server: Server, request: Request) -> Answer:
+def unload(server: WorkerState, request: Request) -> Answer:
     body = request.json()
     if not body.get("lora_name"):
         raise RequestError("'lora_name' needs to be provided to unload a LoRA adapter.", param="lora_name")
@@ -116,7 +116,7 @@ def _of(adapters: Sequence[PlannedAdapter], name: str, revision: str | None = No
     return next(found, None)
 
 
-def _endpoint(server: Server, request: Request, called: str | None) -> tuple[PlannedEndpoint, PlanFollower]:
+def _endpoint(server: WorkerState, request: Request, called: str | None) -> tuple[PlannedEndpoint, PlanFollower]:
     """Return the endpoint that ``called`` names, and the plan follower.
 
     Raises ``NotFound``, and ``InvalidField`` if the endpoint's model does not take adapters.
@@ -132,7 +132,7 @@ def _endpoint(server: Server, request: Request, called: str | None) -> tuple[Pla
     return planned, server.follower
 
 
-def _check_name(server: Server, endpoint: PlannedEndpoint, name: str) -> None:
+def _check_name(server: WorkerState, endpoint: PlannedEndpoint, name: str) -> None:
     """Raise ``RequestError`` or its subclass ``InvalidField`` if ``name`` is already used for something else."""
     if any(name in (entity.endpoint, entity.entity) for entity in server.endpoints.entities()):
         raise RequestError(f"The lora adapter name '{name}' conflicts with a served base model.", param="lora_name")
@@ -140,7 +140,7 @@ def _check_name(server: Server, endpoint: PlannedEndpoint, name: str) -> None:
         raise InvalidField("lora_name", name, "another name: the model was packaged with an adapter of this one")
 
 
-def _check_on(server: Server) -> tuple[str, ...]:
+def _check_on(server: WorkerState) -> tuple[str, ...]:
     places = server.settings.adapter_places
     if not places:
         raise PermissionDenied(
@@ -149,7 +149,7 @@ def _check_on(server: Server) -> tuple[str, ...]:
     return places
 
 
-def _check_allowed(server: Server, uri: str) -> None:
+def _check_allowed(server: WorkerState, uri: str) -> None:
     """Raise ``PermissionDenied`` if ``uri`` is not below one of ``adapter_sources``, whether it exists or not.
 
     Symbolic links are resolved, also those of the files in the directory.
@@ -169,7 +169,7 @@ def _check_allowed(server: Server, uri: str) -> None:
     )
 
 
-def _path(server: Server, uri: str, name: str) -> str:
+def _path(server: WorkerState, uri: str, name: str) -> str:
     """Return the adapter's directory. Raises ``NotFound`` and ``RequestError``."""
     if not uri.startswith(MODELS):
         if not os.path.isfile(os.path.join(uri, CONFIG)):
@@ -193,7 +193,7 @@ def _path(server: Server, uri: str, name: str) -> str:
     return str(chosen)
 
 
-def _check_template(server: Server, endpoint: PlannedEndpoint, path: str, uri: str) -> None:
+def _check_template(server: WorkerState, endpoint: PlannedEndpoint, path: str, uri: str) -> None:
     """Raise ``RequestError`` if the adapter has a chat template that is not the model's: its requests would not use it.
 
     An adapter that is logged with its model, or over it, keeps its template.

@@ -15,7 +15,7 @@ import msgspec
 from ...dialects.base import JSON
 from ...frontend.answer import Answer, json_answer
 from ...frontend.operation import Request, with_body
-from ...frontend.worker_state import Server
+from ...frontend.worker_state import WorkerState
 from ...interface.errors import InvalidField, NotFound, PermissionDenied
 from ...metering.accounts.authorization import Caller
 from ...metering.usage.export import csv_lines, write_parquet
@@ -49,7 +49,7 @@ CSV_LINES = 200
 CHUNK_BYTES = 1 << 16
 
 
-def get_usage(server: Server, request: Request) -> Answer:
+def get_usage(server: WorkerState, request: Request) -> Answer:
     """Respond with usage. Raises ``NotFound`` without a ledger, and the errors of ``usage``."""
     if server.ledger is None:
         raise NotFound("this server keeps no ledger; start it with --database")

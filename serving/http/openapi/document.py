@@ -16,7 +16,7 @@ from ...frontend.answer import Answer, json_answer
 from ...frontend.authentication import KEY_HEADER
 from ...frontend.invoke import TIMEOUT_HEADER
 from ...frontend.operation import Auth, Request, with_body
-from ...frontend.worker_state import Server
+from ...frontend.worker_state import WorkerState
 from ...interface.errors import (
     Conflict,
     DeadlineExceeded,
@@ -61,14 +61,14 @@ def documented(routes: tuple[Route, ...]) -> tuple[Route, ...]:
     def whole() -> dict[str, Any]:
         return document(everything)
 
-    def as_json(server: Server, request: Request) -> Answer:
+    def as_json(server: WorkerState, request: Request) -> Answer:
         return json_answer(whole())
 
-    def as_page(server: Server, request: Request) -> Answer:
+    def as_page(server: WorkerState, request: Request) -> Answer:
         body, headers = page(whole()).encode(), {"Content-Security-Policy": POLICY}
         return Answer(body=body, content_type="text/html; charset=utf-8", headers=headers)
 
-    def of_endpoint(server: Server, request: Request) -> Answer:
+    def of_endpoint(server: WorkerState, request: Request) -> Answer:
         server.managed_endpoints().get(request.name, request.caller)
         return json_answer(_of_endpoint(whole(), request.name))
 

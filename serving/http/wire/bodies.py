@@ -15,7 +15,9 @@ from ...frontend.memory_budget import Allocation
 from ...interface.errors import PayloadTooLarge, RequestError, RequestTimeout
 from .request_smuggling import AmbiguousRequest
 
-PIECE = 64 * 2**10  # bytes read before other greenlets may run: megabytes already received would block them all
+READ_CHUNK_BYTES = (
+    64 * 2**10
+)  # bytes read before other greenlets may run: megabytes already received would block them all
 
 
 class TooSlow(ParseException):
@@ -68,7 +70,7 @@ def _length(environ: Mapping[str, Any], limit: int) -> int | None:
 def _exactly(stream: Any, length: int, allocation: Allocation | None) -> bytes:
     pieces, left = [], length
     while left:
-        piece = stream.read(min(left, PIECE))
+        piece = stream.read(min(left, READ_CHUNK_BYTES))
         if not piece:
             raise RequestError(f"the body ended after {length - left} of {length} bytes")
         if allocation is not None:
@@ -82,13 +84,13 @@ def _exactly(stream: Any, length: int, allocation: Allocation | None) -> bytes:
 
 def _all(stream: Any, limit: int, allocation: Allocation | None) -> bytes:
     pieces, size = [], 0
-    while piece := stream.read(PIECE):
+    while piece := stream.read(READ_CHUNK_BYTES):
         size += len(piece)
         if allocation is not None:
             allocation.grow(len(piece))
         if size > limit:
             raise PayloadTooLarge(f"the body is larger than {limit} bytes, which is the maximum")
         pieces.append(piece)
-        if len(piece) == PIECE:
+        if len(piece) == READ_CHUNK_BYTES:
             gevent.sleep(0)
     return b"".join(pieces)

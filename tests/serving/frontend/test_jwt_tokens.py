@@ -25,7 +25,7 @@ from mlflow_llm.serving.control.settings import ServerSettings
 from mlflow_llm.serving.frontend import jwks
 from mlflow_llm.serving.frontend.jwks import BadKeySet, KeySource, parsed
 from mlflow_llm.serving.frontend.jwt_tokens import Tokens
-from mlflow_llm.serving.frontend.worker_state import Server
+from mlflow_llm.serving.frontend.worker_state import WorkerState
 from mlflow_llm.serving.http.app import create_app
 from mlflow_llm.serving.interface.errors import InvalidField, PermissionDenied, Unauthenticated, Unavailable
 from mlflow_llm.serving.metering.accounts.authorization import Caller
@@ -363,7 +363,7 @@ def test_a_set_is_downloaded_within_bounds(monkeypatch: pytest.MonkeyPatch) -> N
             jwks.download(url)
 
 
-def test_over_http(make: Callable[..., Server], tokens: Tokens, keys: dict[str, Any]) -> None:
+def test_over_http(make: Callable[..., WorkerState], tokens: Tokens, keys: dict[str, Any]) -> None:
     """A valid token runs requests within its scopes; an invalid one is a 401 without details, a missing scope a 403."""
     client: FlaskClient = create_app(make(tokens=tokens)).test_client()
 

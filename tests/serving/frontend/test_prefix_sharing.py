@@ -14,7 +14,7 @@ from instant_model import write_instant_model
 from mlflow_llm.flavors.llm.model.signature import params_schema, request_fields
 from mlflow_llm.serving.endpoints.config import config_to_wire
 from mlflow_llm.serving.endpoints.config_body import config_body
-from mlflow_llm.serving.frontend.worker_state import Server
+from mlflow_llm.serving.frontend.worker_state import WorkerState
 from mlflow_llm.serving.http import routes
 from mlflow_llm.serving.http.app import create_app
 from mlflow_llm.serving.http.openapi import document as openapi
@@ -28,7 +28,7 @@ CONFIG = {"served_entities": [{"name": "m", "entity_name": "m", "entity_version"
 
 
 @pytest.fixture
-def servers(make: Callable[..., Server], tmp_path: Path) -> Iterator[Callable[..., FlaskClient]]:
+def servers(make: Callable[..., WorkerState], tmp_path: Path) -> Iterator[Callable[..., FlaskClient]]:
     """Return ``servers(prefix_sharing=…)``, which makes a client of a new server on the one engine."""
     engine = InstantEngine(write_instant_model(tmp_path / "cached", prefix_cache=True))
 

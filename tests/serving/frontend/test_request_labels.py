@@ -13,7 +13,7 @@ import pytest
 from flask.testing import FlaskClient
 from prometheus_client.parser import text_string_to_metric_families
 
-from mlflow_llm.serving.frontend.worker_state import Server
+from mlflow_llm.serving.frontend.worker_state import WorkerState
 from mlflow_llm.serving.http.app import create_app
 from mlflow_llm.serving.metering import Keys, Ledger, Store
 from mlflow_llm.serving.model_files.model_version import ModelVersion
@@ -34,7 +34,7 @@ PATH = "/serving-endpoints/chat/completions"
 class Place:
     """A server with a ledger, a tracer and a model from a registry; ``lines`` is its log, ``spans`` its traces."""
 
-    def __init__(self, make: Callable[..., Server], store: Store, root: Path) -> None:
+    def __init__(self, make: Callable[..., WorkerState], store: Store, root: Path) -> None:
         self.lines: list[dict[str, Any]] = []
         sent: list[bytes] = []
         self._sent = sent
@@ -56,7 +56,7 @@ class Place:
 
 
 @pytest.fixture
-def place(make: Callable[..., Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+def place(make: Callable[..., WorkerState], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     store = Store(f"sqlite:///{tmp_path}/ledger.db")
     found = Place(make, store, tmp_path)
     monkeypatch.setattr(logs, "event", lambda name, **fields: found.lines.append({"event": name, **fields}))

@@ -10,7 +10,7 @@ import pytest
 from flask.testing import FlaskClient
 
 from mlflow_llm.serving.frontend.operation import Request
-from mlflow_llm.serving.frontend.worker_state import Server
+from mlflow_llm.serving.frontend.worker_state import WorkerState
 from mlflow_llm.serving.http.app import create_app
 from mlflow_llm.serving.http.inference import info_routes
 from mlflow_llm.serving.metering import Keys, Ledger, Limits, Store
@@ -24,7 +24,7 @@ CHANGES = ("created", "id", "Content-Length", "X-Request-Id", "x-ratelimit-reset
 
 
 @pytest.fixture
-def place(make: Callable[..., Server], tmp_path: Path) -> Iterator[tuple[FlaskClient, dict[str, dict[str, str]]]]:
+def place(make: Callable[..., WorkerState], tmp_path: Path) -> Iterator[tuple[FlaskClient, dict[str, dict[str, str]]]]:
     """Return a client and the headers of each tenant's key, with limits on the endpoint and on each key."""
     store = Store(f"sqlite:///{tmp_path}/ledger.db")
     ledger, keys, limits = Ledger(store, state_dir=tmp_path), Keys(store), Limits(store)
@@ -69,7 +69,7 @@ def seen(client: FlaskClient, headers: dict[str, str]) -> list[Any]:
     return found
 
 
-def test_metrics_take_the_scope_manage_or_the_probe_listener(make: Callable[..., Server], tmp_path: Path) -> None:
+def test_metrics_take_the_scope_manage_or_the_probe_listener(make: Callable[..., WorkerState], tmp_path: Path) -> None:
     """Metrics are a 401 without a key and a 403 without the scope manage; with a probe listener only that has the
     route, and without keys it is open.
     """

@@ -13,7 +13,7 @@ from flask.testing import FlaskClient
 
 from mlflow_llm.serving.dialects.json_body import MAX_OBJECTS
 from mlflow_llm.serving.frontend import invoke
-from mlflow_llm.serving.frontend.worker_state import Server
+from mlflow_llm.serving.frontend.worker_state import WorkerState
 from mlflow_llm.serving.http.app import create_app
 from mlflow_llm.serving.interface.errors import InternalError, Overloaded
 from mlflow_llm.serving.observability import access_record
@@ -73,13 +73,13 @@ def test_stream_joins_to_the_whole(client: FlaskClient, path: str) -> None:
     assert "".join(deltas) == whole
 
 
-def test_a_finished_stream_leaves_nothing(client: FlaskClient, server: Server) -> None:
+def test_a_finished_stream_leaves_nothing(client: FlaskClient, server: WorkerState) -> None:
     """After a stream, nothing is counted as running."""
     assert client.post("/v1/chat/completions", json=CHAT | {"model": "assistant", "stream": True}).data
     assert (len(server.in_flight), sum(server.load_shedder.running(e.engine) for e in server.endpoints)) == (0, 0)
 
 
-def test_closing_a_stream_aborts(client: FlaskClient, server: Server) -> None:
+def test_closing_a_stream_aborts(client: FlaskClient, server: WorkerState) -> None:
     """A client that leaves in the middle has its sequence aborted and its place given back."""
     body = CHAT | {"model": "assistant", "stream": True, "max_tokens": 3000}
     answer = client.post("/v1/chat/completions", json=body, buffered=False)
@@ -300,7 +300,7 @@ def test_wrong_method(client: FlaskClient) -> None:
     assert answer.json["error"]["code"] == "method_not_allowed"
 
 
-def test_too_large_a_body(make: Callable[..., Server]) -> None:
+def test_too_large_a_body(make: Callable[..., WorkerState]) -> None:
     """A body over the limit is a 413 whether or not its length is announced."""
     client = create_app(make(max_body_bytes=1000)).test_client()
     for path, key in (("/v1/chat/completions", "error"), ("/invocations", "error_code")):
@@ -309,7 +309,7 @@ def test_too_large_a_body(make: Callable[..., Server]) -> None:
         assert key in answer.json
 
 
-def test_logits_count_as_memory(make: Callable[..., Server], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_count_as_memory(make: Callable[..., WorkerState], monkeypatch: pytest.MonkeyPatch) -> None:
     """Requested logits count in the worker's memory budget until the reply is made."""
     server = make()
     added: list[int] = []
@@ -345,7 +345,7 @@ def test_timeout_header_ends_the_request(client: FlaskClient) -> None:
     assert answer.status_code == 504
 
 
-def test_draining_refuses(client: FlaskClient, server: Server) -> None:
+def test_draining_refuses(client: FlaskClient, server: WorkerState) -> None:
     """A draining server answers 503 with Retry-After, and probes still answer."""
     server.load_shedder.draining = True
     answer = client.post("/v1/chat/completions", json=CHAT)
@@ -354,7 +354,7 @@ def test_draining_refuses(client: FlaskClient, server: Server) -> None:
     assert client.get("/ping").status_code == 200
 
 
-def test_full_queue(make: Callable[..., Server], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_queue(make: Callable[..., WorkerState], monkeypatch: pytest.MonkeyPatch) -> None:
     """With the endpoint's queue full a request is a 503 with Retry-After before any work is done."""
     server = make(max_queued=0)
     answer = create_app(server).test_client().post("/v1/chat/completions", json=CHAT)
@@ -427,7 +427,7 @@ def test_docs_page(client: FlaskClient) -> None:
     assert "<code>config.served_entities[].entity_name</code>" in page.text
 
 
-def test_keys(make: Callable[..., Server], tmp_path: Path) -> None:
+def test_keys(make: Callable[..., WorkerState], tmp_path: Path) -> None:
     """With keys asked for, a request without one is a 401, with a wrong one too, with a right one answered."""
     from mlflow_llm.serving.metering.accounts.keys import Keys
     from mlflow_llm.serving.metering.store.store import Store

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from flask.testing import FlaskClient
 
-from mlflow_llm.serving.frontend.worker_state import Server
+from mlflow_llm.serving.frontend.worker_state import WorkerState
 from mlflow_llm.serving.http.app import create_app
 from mlflow_llm.serving.interface.errors import InvalidField, from_kind
 from mlflow_llm.serving.metering import Keys, Store
@@ -65,7 +65,9 @@ def test_numbers_and_faults_of_engines_are_logged_with_their_field() -> None:
     assert from_kind("invalid_field", f"prompt: {SECRET}", param="prompt").logged == "prompt: not allowed"
 
 
-def test_an_unknown_adapter_becomes_no_label(client: FlaskClient, lines: list[dict[str, Any]], server: Server) -> None:
+def test_an_unknown_adapter_becomes_no_label(
+    client: FlaskClient, lines: list[dict[str, Any]], server: WorkerState
+) -> None:
     """An adapter that a caller makes up is answered, and neither counted under its name nor kept in the log."""
     name = "made-up-" + "x" * 1000
     assert client.post("/invocations", json=CHAT | {"adapter": name}).status_code == 404
@@ -74,7 +76,7 @@ def test_an_unknown_adapter_becomes_no_label(client: FlaskClient, lines: list[di
 
 
 def test_every_answer_but_those_open_to_all_has_a_line(
-    make: Callable[..., Server], store: Store, lines: list[dict[str, Any]]
+    make: Callable[..., WorkerState], store: Store, lines: list[dict[str, Any]]
 ) -> None:
     """Lists and refusals are logged like requests, with the key that asked; public probes and the docs are not."""
     keys = Keys(store)

@@ -18,7 +18,7 @@ from serving_process import running
 from mlflow_llm.serving.interface.engine import Engine as EngineProtocol
 from mlflow_llm.serving.interface.engine import EngineRecord, Health
 from mlflow_llm.serving.observability import metrics
-from mlflow_llm.serving.observability.engine_counters import FILE, KEPT, CounterDirectory, EngineCounters
+from mlflow_llm.serving.observability.engine_counters import FILE, MAX_ENGINES_KEPT, CounterDirectory, EngineCounters
 from mlflow_llm.serving.routing.replica_set import ReplicaSet
 from mlflow_llm.serving.routing.served_endpoints import ServedEndpoints, ServedEntity
 from mlflow_llm.serving.transport.engine_process.counters import CounterWriter
@@ -111,11 +111,11 @@ def test_the_file_does_not_grow_for_ever(tmp_path: Path) -> None:
     """The file's size is bounded: of engine processes no longer seen only the sum is kept."""
     counters = EngineCounters(tmp_path)
     lasting = Health(status="ready", steps=1)
-    for number in range(3 * KEPT):
+    for number in range(3 * MAX_ENGINES_KEPT):
         figures = {"lasting": lasting, f"g{number}": Health(status="dead", steps=2)}
         assert counters.merge([(PLACE, figures)])[PLACE]["steps"] == 1 + 2 * (number + 1)
-    assert (tmp_path / FILE).stat().st_size < 50 * KEPT
-    assert len(counters._known["chat"]["v1"]) == KEPT + 1
+    assert (tmp_path / FILE).stat().st_size < 50 * MAX_ENGINES_KEPT
+    assert len(counters._known["chat"]["v1"]) == MAX_ENGINES_KEPT + 1
 
 
 def test_counter_files_of_engines_are_summed(tmp_path: Path) -> None:

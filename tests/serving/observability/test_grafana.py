@@ -18,7 +18,7 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 from grafana_foundation_sdk.models.prometheus import Dataquery
 from prometheus_client.parser import text_string_to_metric_families
 
-from mlflow_llm.serving.frontend.worker_state import Server
+from mlflow_llm.serving.frontend.worker_state import WorkerState
 from mlflow_llm.serving.http.app import create_app
 from mlflow_llm.serving.metering import Keys, Ledger, Store
 
@@ -29,7 +29,7 @@ EXPRESSIONS = [(panel["title"], target["expr"]) for panel in PANELS for target i
 
 
 @pytest.fixture(scope="module")
-def shown(make: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
+def shown(make: Callable[..., WorkerState], tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     """Return the labels of every sample of a scrape, by name."""
     tmp_path = tmp_path_factory.mktemp("shown")
     store = Store(f"sqlite:///{tmp_path}/ledger.db")

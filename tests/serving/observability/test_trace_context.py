@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from flask.testing import FlaskClient
 
-from mlflow_llm.serving.frontend.worker_state import Server
+from mlflow_llm.serving.frontend.worker_state import WorkerState
 from mlflow_llm.serving.http.app import create_app
 from mlflow_llm.serving.observability import metrics
 from mlflow_llm.serving.observability.tracing import Tracer, parse
@@ -92,7 +92,7 @@ def test_the_log_has_the_ids(client: FlaskClient, caplog: pytest.LogCaptureFixtu
     assert "span_id" not in fields
 
 
-def test_a_far_behind_exporter_costs_traces_and_nothing_else(make: Callable[..., Server]) -> None:
+def test_a_far_behind_exporter_costs_traces_and_nothing_else(make: Callable[..., WorkerState]) -> None:
     """Records that cannot be sent are dropped and counted; the request is answered."""
     server = make(tracer=Tracer(1.0, send=lambda record: False))
     before = metrics.TRACES_DROPPED._value.get()

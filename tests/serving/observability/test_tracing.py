@@ -26,7 +26,7 @@ from server_calls import BODY, ask, until
 from serving_process import running
 from stores import empty_store
 
-from mlflow_llm.serving.frontend.worker_state import Server
+from mlflow_llm.serving.frontend.worker_state import WorkerState
 from mlflow_llm.serving.http.app import create_app
 from mlflow_llm.serving.observability.tracing import SOCKET, Outbox, Tracer
 
@@ -127,7 +127,7 @@ class Exported(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def exported(make: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory) -> Exported:
+def exported(make: Callable[..., WorkerState], tmp_path_factory: pytest.TempPathFactory) -> Exported:
     """Trace requests of every kind with one exporter to a database and a collector."""
     store = empty_store(tmp_path_factory.mktemp("traces"))
     with tempfile.TemporaryDirectory(prefix="mlt-") as root, collecting() as collector:

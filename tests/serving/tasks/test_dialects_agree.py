@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mlflow_llm.serving.dialects import DIALECTS, Head
-from mlflow_llm.serving.frontend.worker_state import Server
+from mlflow_llm.serving.frontend.worker_state import WorkerState
 from mlflow_llm.serving.interface.request import ValidRequest
 from mlflow_llm.serving.tasks.prepare import prepare
 from mlflow_llm.serving.tasks.prompt.endpoint import EndpointView
@@ -63,7 +63,7 @@ SAMPLED = settings(
 
 
 @pytest.fixture(scope="module")
-def view(make: Callable[..., Server]) -> EndpointView:
+def view(make: Callable[..., WorkerState]) -> EndpointView:
     (entity,) = make().endpoints
     return entity.view
 

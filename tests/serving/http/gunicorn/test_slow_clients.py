@@ -19,7 +19,7 @@ from raw_requests import CHAT, GOOD, NEXT, post, sized
 from server_calls import health, until
 from serving_process import Running, running
 
-from mlflow_llm.serving.frontend.worker_state import Server
+from mlflow_llm.serving.frontend.worker_state import WorkerState
 from mlflow_llm.serving.http.app import create_app
 from mlflow_llm.serving.http.gunicorn import slowloris
 from mlflow_llm.serving.http.gunicorn.parse_errors import NotedRequest
@@ -105,7 +105,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @pytest.fixture
-def converse(clock: Clock, make: Callable[..., Server], monkeypatch: pytest.MonkeyPatch) -> Iterator[Converse]:
+def converse(clock: Clock, make: Callable[..., WorkerState], monkeypatch: pytest.MonkeyPatch) -> Iterator[Converse]:
     """Return ``converse(*parts, pause=…, app=…)``, which gives a worker's answer to a client until it closes."""
     monkeypatch.setattr(RequestParser, "mesg_class", NotedRequest)
     config = Config()
@@ -316,7 +316,7 @@ class Slow:
             yield b"x"
 
 
-def test_a_reply_may_take_longer(converse: Converse, clock: Clock, server: Server) -> None:
+def test_a_reply_may_take_longer(converse: Converse, clock: Clock, server: WorkerState) -> None:
     """A reply that takes longer than a head and a body may is complete."""
     slow = Slow(clock, create_app(server))
     assert slow.pieces * PAUSE > IO_TIMEOUT
@@ -325,7 +325,7 @@ def test_a_reply_may_take_longer(converse: Converse, clock: Clock, server: Serve
     assert answer.endswith(b"\r\n\r\n" + b"x" * slow.pieces)
 
 
-def test_a_long_reply_costs_the_next_head_no_time(converse: Converse, clock: Clock, server: Server) -> None:
+def test_a_long_reply_costs_the_next_head_no_time(converse: Converse, clock: Clock, server: WorkerState) -> None:
     """The time that a reply takes does not count for the next head."""
     slow = Slow(clock, create_app(server))
     answer = converse(sized(GOOD) + HEAD, CLOSING, app=slow, pause=slow.pieces * PAUSE + PAUSE)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mlflow_llm.serving.frontend.worker_state import Server
+from mlflow_llm.serving.frontend.worker_state import WorkerState
 from mlflow_llm.serving.http.app import create_app
 from mlflow_llm.serving.interface.events import DraftCounts, Finished
 from mlflow_llm.serving.metering import Keys, Ledger, Price, Store, Usage, UsageFilter
@@ -38,7 +38,7 @@ def ledger(tmp_path: Path) -> Iterator[Ledger]:
 
 
 def test_drafts_in_replies_and_ledger(
-    make: Callable[..., Server], ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., WorkerState], ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Replies, whole and streamed, and ledger rows have the draft counts of requests with a prediction, at the same
     cost.

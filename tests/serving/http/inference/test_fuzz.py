@@ -11,7 +11,7 @@ from flask.testing import FlaskClient
 from fuzz import MODEL, Mutator, Target, fault, targets
 
 from mlflow_llm.serving.dialects import DIALECTS
-from mlflow_llm.serving.frontend.worker_state import Server
+from mlflow_llm.serving.frontend.worker_state import WorkerState
 from mlflow_llm.serving.http.app import create_app
 
 TARGETS = list(targets())
@@ -25,7 +25,7 @@ def name_of(target: Target) -> str:
 
 
 @pytest.fixture(scope="module")
-def patient(make: Callable[..., Server]) -> FlaskClient:
+def patient(make: Callable[..., WorkerState]) -> FlaskClient:
     return create_app(make(refusals_per_minute=0)).test_client()
 
 

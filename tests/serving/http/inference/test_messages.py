@@ -13,7 +13,7 @@ import pytest
 from anthropic.types import ThreadUnsupportedRequestError
 from flask.testing import FlaskClient
 
-from mlflow_llm.serving.frontend.worker_state import Server
+from mlflow_llm.serving.frontend.worker_state import WorkerState
 from mlflow_llm.serving.http.app import create_app
 from mlflow_llm.serving.metering import Keys, Ledger, Store
 from mlflow_llm.serving.metering.usage.usage import Usage, UsageFilter
@@ -25,7 +25,7 @@ ASK = BODY | {"extra_body": {"temperature": 0}}  # the same text each time, whic
 PROMPT = len("<user>hi<assistant>") + 1  # a byte a token, and one that ends the turn
 
 
-def connected(server: Server, **options: Any) -> anthropic.Anthropic:
+def connected(server: WorkerState, **options: Any) -> anthropic.Anthropic:
     """Yield Anthropic's client of an application without a server around it."""
     transport = httpx2.WSGITransport(app=create_app(server), remote_addr="127.0.0.1")
     given = {"api_key": "unused", "base_url": "http://localhost:8000", "max_retries": 0} | options
@@ -33,7 +33,7 @@ def connected(server: Server, **options: Any) -> anthropic.Anthropic:
 
 
 @pytest.fixture
-def claude(server: Server) -> Iterator[anthropic.Anthropic]:
+def claude(server: WorkerState) -> Iterator[anthropic.Anthropic]:
     with connected(server) as found:
         yield found
 
@@ -41,7 +41,7 @@ def claude(server: Server) -> Iterator[anthropic.Anthropic]:
 class Metered:
     """A server with keys and a ledger."""
 
-    def __init__(self, server: Server, store: Store, secret: str) -> None:
+    def __init__(self, server: WorkerState, store: Store, secret: str) -> None:
         self.server, self.store, self.secret = server, store, secret
 
     def rows(self) -> list[Any]:
@@ -49,7 +49,7 @@ class Metered:
 
 
 @pytest.fixture
-def metered(make: Callable[..., Server], tmp_path: Path) -> Iterator[Metered]:
+def metered(make: Callable[..., WorkerState], tmp_path: Path) -> Iterator[Metered]:
     store = Store(f"sqlite:///{tmp_path}/ledger.db")
     ledger, keys = Ledger(store, state_dir=tmp_path), Keys(store)
     secret, _ = keys.create("acme")
@@ -289,7 +289,7 @@ def test_an_agents_request(client: FlaskClient) -> None:
     assert json.loads(refused.data)["error"]["message"].startswith("context_management: ")
 
 
-def test_the_list_of_models(server: Server, claude: anthropic.Anthropic) -> None:
+def test_the_list_of_models(server: WorkerState, claude: anthropic.Anthropic) -> None:
     """``models.list`` and ``models.retrieve`` have Anthropic's shape for its client, which pages through all of them;
     without the header the same routes have OpenAI's."""
     plain = create_app(server).test_client().get("/v1/models").json
@@ -309,7 +309,7 @@ def test_the_list_of_models(server: Server, claude: anthropic.Anthropic) -> None
 @pytest.mark.parametrize(
     ("query", "said"), [("limit=0", "limit"), ("limit=x", "limit"), ("after_id=b", "after_id"), ("size=1", "size")]
 )
-def test_a_list_that_is_refused(server: Server, query: str, said: str) -> None:
+def test_a_list_that_is_refused(server: WorkerState, query: str, said: str) -> None:
     """By the name of the parameter, in Anthropic's form; so are a model that is not there and an unknown version."""
     client = create_app(server).test_client()
     refused = client.get(f"/v1/models?{query}", headers={"anthropic-version": "2023-06-01"})

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mlflow_llm.serving.dialects.anthropic.requests import COUNT_BODY
-from mlflow_llm.serving.frontend.worker_state import Server
+from mlflow_llm.serving.frontend.worker_state import WorkerState
 from mlflow_llm.serving.http.app import create_app
 
 TEXT = {"type": "text", "text": "a"}
@@ -67,7 +67,7 @@ FIELDS = st.fixed_dictionaries(
 
 
 @pytest.fixture(scope="module")
-def patient(make: Callable[..., Server]) -> FlaskClient:
+def patient(make: Callable[..., WorkerState]) -> FlaskClient:
     return create_app(make(refusals_per_minute=0)).test_client()
 
 

@@ -18,7 +18,7 @@ import pytest
 from flask.testing import FlaskClient
 
 from mlflow_llm.serving.control.settings import ServerSettings
-from mlflow_llm.serving.frontend.worker_state import Server
+from mlflow_llm.serving.frontend.worker_state import WorkerState
 from mlflow_llm.serving.http.app import create_app
 from mlflow_llm.serving.metering import Keys, Ledger, Limits, Price, Store
 from mlflow_llm.serving.metering.accounts.limits import check_integrity, plain
@@ -35,7 +35,7 @@ NOW = 1_800_000_000
 class Place:
     """A server with its limits and its clock."""
 
-    def __init__(self, server: Server, store: Store, keys: Keys, clock: list[float]) -> None:
+    def __init__(self, server: WorkerState, store: Store, keys: Keys, clock: list[float]) -> None:
         self.server, self.store, self.keys, self.clock = server, store, keys, clock
         self.client: FlaskClient = create_app(server).test_client()
         self.limits = Limits(store)
@@ -59,7 +59,7 @@ def new_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def place(make: Callable[..., Server], new_store: Path, tmp_path: Path) -> Iterator[Place]:
+def place(make: Callable[..., WorkerState], new_store: Path, tmp_path: Path) -> Iterator[Place]:
     shutil.copy(new_store, tmp_path / "ledger.db")
     store = Store(f"sqlite:///{tmp_path}/ledger.db")
     clock = [float(NOW)]

@@ -16,7 +16,7 @@ from mlflow_llm.serving.control.mlflow_resolver import ResolvedModel, _check_def
 from mlflow_llm.serving.dialects.fields.defaults import defaults_of
 from mlflow_llm.serving.endpoints.config import config_to_wire
 from mlflow_llm.serving.endpoints.config_body import config_body
-from mlflow_llm.serving.frontend.worker_state import Server
+from mlflow_llm.serving.frontend.worker_state import WorkerState
 from mlflow_llm.serving.http.app import create_app
 from mlflow_llm.serving.interface.bundle import Bundle
 from mlflow_llm.serving.interface.errors import InvalidField, PackagingError
@@ -27,7 +27,7 @@ DEFAULTS = {"max_tokens": 7, "temperature": 0, "stop": "zzz", "seed": 5}
 
 
 @pytest.fixture
-def client(make: Callable[..., Server]) -> FlaskClient:
+def client(make: Callable[..., WorkerState]) -> FlaskClient:
     """Return a client of ``assistant``, logged with a default adapter and defaults."""
     server = make()
     (endpoint,) = server.endpoints.entities()
@@ -70,7 +70,7 @@ def test_fields_that_a_task_lacks_are_left_out(client: FlaskClient) -> None:
     assert read.encoding_format == "base64"  # type: ignore[union-attr]
 
 
-def test_a_default_max_tokens_gives_way_to_the_context(client: FlaskClient, make: Callable[..., Server]) -> None:
+def test_a_default_max_tokens_gives_way_to_the_context(client: FlaskClient, make: Callable[..., WorkerState]) -> None:
     """A default max_tokens is reduced to the room in the context and never refuses a request."""
     server = make()
     (endpoint,) = server.endpoints.entities()

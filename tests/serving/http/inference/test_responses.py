@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mlflow_llm.serving.dialects import DIALECTS
-from mlflow_llm.serving.frontend.worker_state import Server
+from mlflow_llm.serving.frontend.worker_state import WorkerState
 from mlflow_llm.serving.http.app import create_app
 from mlflow_llm.serving.metering import Keys, Ledger, Limits, Store
 from mlflow_llm.serving.metering.usage.usage import Usage, UsageFilter
@@ -31,7 +31,7 @@ SAME: dict[str, Any] = {
 }
 
 
-def connected(server: Server, **options: Any) -> openai.OpenAI:
+def connected(server: WorkerState, **options: Any) -> openai.OpenAI:
     """Yield OpenAI's client of an application without a server around it."""
     transport = httpx.WSGITransport(app=create_app(server), remote_addr="127.0.0.1")
     given = {"api_key": "unused", "base_url": "http://localhost:8000/v1", "max_retries": 0} | options
@@ -39,13 +39,13 @@ def connected(server: Server, **options: Any) -> openai.OpenAI:
 
 
 @pytest.fixture
-def gpt(server: Server) -> Iterator[openai.OpenAI]:
+def gpt(server: WorkerState) -> Iterator[openai.OpenAI]:
     with connected(server) as found:
         yield found
 
 
 @pytest.fixture
-def metered(make: Callable[..., Server], tmp_path: Path) -> Iterator[tuple[openai.OpenAI, Store]]:
+def metered(make: Callable[..., WorkerState], tmp_path: Path) -> Iterator[tuple[openai.OpenAI, Store]]:
     """Yield a client with a key of a server with a ledger, and its store."""
     store = Store(f"sqlite:///{tmp_path}/ledger.db")
     ledger, keys = Ledger(store, state_dir=tmp_path), Keys(store)
@@ -187,7 +187,7 @@ def test_the_ledger(metered: tuple[openai.OpenAI, Store]) -> None:
     assert [(row.prompt_tokens, row.completion_tokens) for row in rows] == [(PROMPT, 8)] * 2
 
 
-def test_a_large_request_is_counted_while_its_reply_is_made(make: Callable[..., Server]) -> None:
+def test_a_large_request_is_counted_while_its_reply_is_made(make: Callable[..., WorkerState]) -> None:
     """The part of a request that a response repeats counts in the memory budget until the reply has been sent."""
     server = make()
     client = create_app(server).test_client()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flask.testing import FlaskClient
 
-from mlflow_llm.serving.frontend.worker_state import Server
+from mlflow_llm.serving.frontend.worker_state import WorkerState
 from mlflow_llm.serving.http.app import create_app
 
 SCORE, RERANK = ("/v1/score", "/score"), ("/v1/rerank", "/rerank", "/v2/rerank")
@@ -160,7 +160,7 @@ def test_mlflows_form(client: FlaskClient) -> None:
     assert (status, found["error_code"]) == (400, "INVALID_PARAMETER_VALUE")
 
 
-def test_a_model_that_only_writes(make: Callable[..., Server]) -> None:
+def test_a_model_that_only_writes(make: Callable[..., WorkerState]) -> None:
     """A model that has neither vectors nor scores says what it does instead."""
     server = make()
     entity = next(server.endpoints.entities())

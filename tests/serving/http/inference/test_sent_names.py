@@ -17,7 +17,7 @@ from mlflow_llm.serving.dialects.fields import tables
 from mlflow_llm.serving.dialects.fields.fields import Table
 from mlflow_llm.serving.dialects.kserve.tensor_fields import FIELDS
 from mlflow_llm.serving.dialects.openvino import fields
-from mlflow_llm.serving.frontend.worker_state import Server, make_server
+from mlflow_llm.serving.frontend.worker_state import WorkerState, make_server
 from mlflow_llm.serving.http.app import create_app
 from mlflow_llm.serving.interface.bundle import Bundle
 from mlflow_llm.serving.interface.errors import InvalidField
@@ -124,7 +124,7 @@ def test_a_tensor_of_another_type(client: FlaskClient, name: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def embedder(make: Callable[..., Server], instant_bundle: Bundle) -> FlaskClient:
+def embedder(make: Callable[..., WorkerState], instant_bundle: Bundle) -> FlaskClient:
     """An endpoint that makes vectors only."""
     (entity,) = make().endpoints
     engine = InstantEngine(msgspec.structs.replace(instant_bundle, tasks=("embeddings",)), EngineSettings())

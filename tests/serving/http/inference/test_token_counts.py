@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from flask.testing import FlaskClient
 
-from mlflow_llm.serving.frontend.worker_state import Server
+from mlflow_llm.serving.frontend.worker_state import WorkerState
 from mlflow_llm.serving.http.app import create_app
 
 TOOL = {"type": "function", "function": {"name": "now", "description": "the time", "parameters": {"type": "object"}}}
@@ -104,7 +104,7 @@ def test_no_tokens_are_no_text(client: FlaskClient) -> None:
     assert post(client, "/tokenize", {"prompt": ""})[1]["tokens"] == []
 
 
-def test_no_engine_and_no_ledger(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_engine_and_no_ledger(server: WorkerState, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is submitted, and nothing is admitted."""
     entity = next(server.endpoints.entities())
     monkeypatch.setattr(type(entity.engine), "submit", lambda *_: pytest.fail("it was run"))
@@ -118,7 +118,7 @@ def test_adapters_are_found(client: FlaskClient) -> None:
     assert post(client, "/tokenize", {"model": "assistant:robber", "prompt": "a"})[0] == 404
 
 
-def test_large_prompts_count_in_memory(make: Callable[..., Server]) -> None:
+def test_large_prompts_count_in_memory(make: Callable[..., WorkerState]) -> None:
     """Tokenize requests are subject to the memory budget and return all that they took of it."""
     server = make(max_body_bytes=10_000)
     client = create_app(server).test_client()

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from flask.testing import FlaskClient
 
 from mlflow_llm.serving.cli import cli
-from mlflow_llm.serving.frontend.worker_state import Server
+from mlflow_llm.serving.frontend.worker_state import WorkerState
 from mlflow_llm.serving.http.app import create_app
 from mlflow_llm.serving.http.management.paths import AUDIT, CURRENCY, KEYS, LIMITS, PRICES
 from mlflow_llm.serving.metering import (
@@ -54,7 +54,7 @@ def store(ledger: Ledger) -> Store:
 
 
 @pytest.fixture
-def server(make: Callable[..., Server], ledger: Ledger) -> Server:
+def server(make: Callable[..., WorkerState], ledger: Ledger) -> WorkerState:
     return make(keys=Keys(ledger.store), ledger=ledger)
 
 
@@ -64,7 +64,7 @@ def operator(store: Store) -> str:
 
 
 @pytest.fixture
-def client(server: Server, operator: str) -> FlaskClient:
+def client(server: WorkerState, operator: str) -> FlaskClient:
     made = create_app(server).test_client()
     made.environ_base["HTTP_AUTHORIZATION"] = f"Bearer {operator}"
     return made
@@ -132,7 +132,7 @@ def test_every_change_is_in_the_audit_log(client: FlaskClient) -> None:
     assert len(client.get(AUDIT, query_string={"limit": "1"}).json["audit"]) == 1
 
 
-def test_accounts_take_the_scope_manage(client: FlaskClient, server: Server, store: Store) -> None:
+def test_accounts_take_the_scope_manage(client: FlaskClient, server: WorkerState, store: Store) -> None:
     """Every route is a 403 without the scope manage, a 401 without a key, and a 404 without a ledger."""
     other = {"Authorization": f"Bearer {Keys(store).create('acme', scopes=('invoke', 'usage'))[0]}"}
     places = [("GET", path) for path in (KEYS, LIMITS, PRICES, CURRENCY, AUDIT)] + [("POST", KEYS), ("PUT", PRICES)]
@@ -204,7 +204,7 @@ class Quiet(WSGIRequestHandler):
 
 
 @pytest.fixture
-def url(server: Server) -> Iterator[str]:
+def url(server: WorkerState) -> Iterator[str]:
     with make_server("127.0.0.1", 0, create_app(server), handler_class=Quiet) as listening:
         thread = threading.Thread(target=listening.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()

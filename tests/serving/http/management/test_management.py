@@ -13,7 +13,7 @@ from mlflow_llm.serving.control.model_sources import locate
 from mlflow_llm.serving.endpoints.config import ModelSource
 from mlflow_llm.serving.endpoints.config_body import config_body
 from mlflow_llm.serving.endpoints.store import EndpointStore
-from mlflow_llm.serving.frontend.worker_state import Server
+from mlflow_llm.serving.frontend.worker_state import WorkerState
 from mlflow_llm.serving.http.app import create_app
 from mlflow_llm.serving.interface.bundle import Bundle
 from mlflow_llm.serving.interface.errors import InvalidField, NotFound
@@ -38,7 +38,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 
 @pytest.fixture
-def managed(make: Callable[..., Server], store: Store, instant_bundle: Bundle) -> Callable[..., FlaskClient]:
+def managed(make: Callable[..., WorkerState], store: Store, instant_bundle: Bundle) -> Callable[..., FlaskClient]:
     """Return ``managed(**options of make)``, which makes a client of a server whose store has every model but
     "nothing".
     """

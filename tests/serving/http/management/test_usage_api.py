@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from flask.testing import FlaskClient
 
-from mlflow_llm.serving.frontend.worker_state import Server
+from mlflow_llm.serving.frontend.worker_state import WorkerState
 from mlflow_llm.serving.http.app import create_app
 from mlflow_llm.serving.metering import Keys, Ledger, Price, Reservation, Store
 
@@ -54,7 +54,7 @@ def books(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Ledger, di
 
 
 @pytest.fixture
-def guarded(make: Callable[..., Server], books: tuple[Ledger, dict[str, str]]) -> FlaskClient:
+def guarded(make: Callable[..., WorkerState], books: tuple[Ledger, dict[str, str]]) -> FlaskClient:
     return create_app(make(keys=Keys(books[0].store), ledger=books[0])).test_client()
 
 

@@ -10,7 +10,7 @@ from flask.testing import FlaskClient
 
 from mlflow_llm.serving.endpoints.config import ModelSource
 from mlflow_llm.serving.endpoints.store import EndpointStore
-from mlflow_llm.serving.frontend.worker_state import Server
+from mlflow_llm.serving.frontend.worker_state import WorkerState
 from mlflow_llm.serving.http.app import create_app
 from mlflow_llm.serving.interface.bundle import Bundle
 from mlflow_llm.serving.metering import Audit, AuditFilter, Keys, Store
@@ -28,7 +28,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 
 @pytest.fixture
-def client(make: Callable[..., Server], store: Store, instant_bundle: Bundle) -> FlaskClient:
+def client(make: Callable[..., WorkerState], store: Store, instant_bundle: Bundle) -> FlaskClient:
     """Return a client of a server of ``assistant``, with ``assistant`` and ``other`` in its store."""
     managed = EndpointStore(
         store, locate=lambda entities: tuple(ModelSource(uri=one.uri, bundle=instant_bundle) for one in entities)
@@ -87,7 +87,7 @@ def test_a_key_may_use_the_endpoints_of_its_list(client: FlaskClient, key: Calla
 
 
 def test_a_model_path_is_shown_to_managers_alone(
-    client: FlaskClient, key: Callable[..., dict[str, str]], make: Callable[..., Server], store: Store
+    client: FlaskClient, key: Callable[..., dict[str, str]], make: Callable[..., WorkerState], store: Store
 ) -> None:
     """A served model's URI is shown to managers alone; others see the endpoint's name."""
     from dataclasses import replace
@@ -112,7 +112,7 @@ def test_health_names_no_endpoint_to_strangers(client: FlaskClient, key: Callabl
 
 
 def test_bad_keys_at_open_routes_count_as_refusals(
-    make: Callable[..., Server], store: Store, monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., WorkerState], store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Unknown keys at a probe count as refusals of their sender, and after too many are not looked up; public pages
     look up none.

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from flask.testing import FlaskClient
 
-from mlflow_llm.serving.frontend.worker_state import Server
+from mlflow_llm.serving.frontend.worker_state import WorkerState
 from mlflow_llm.serving.http.app import create_app
 from mlflow_llm.serving.http.routes import ROUTES
 from mlflow_llm.serving.metering import Keys, Store
@@ -34,12 +34,12 @@ def allowed(answer: Any) -> str | None:
 
 
 @pytest.fixture(scope="module")
-def client(make: Callable[..., Server]) -> FlaskClient:
+def client(make: Callable[..., WorkerState]) -> FlaskClient:
     return create_app(make(cors_origins=(APP, "http://localhost:3000"))).test_client()
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_every_route_has_a_preflight(client: FlaskClient, make: Callable[..., Server], path: str) -> None:
+def test_every_route_has_a_preflight(client: FlaskClient, make: Callable[..., WorkerState], path: str) -> None:
     """It names the methods of the path and the headers that were asked for, without a key; a foreign origin gets a 403
     that says which are allowed."""
     place = path.replace("<path:", "<").replace("<", "").replace(">", "")
@@ -55,7 +55,7 @@ def test_every_route_has_a_preflight(client: FlaskClient, make: Callable[..., Se
         assert f"--cors-origin allows their origins (now {APP}, http://localhost:3000)" in refused.text
 
 
-def test_a_preflight_by_default(make: Callable[..., Server]) -> None:
+def test_a_preflight_by_default(make: Callable[..., WorkerState]) -> None:
     """No origin is allowed, and the answer says what would allow one; nothing in an answer mentions origins."""
     client = create_app(make()).test_client()
     refused = preflight(client, "/v1/chat/completions")
@@ -92,7 +92,7 @@ def test_a_page_sends_and_reads(client: FlaskClient) -> None:
     assert forged.status_code == 403
 
 
-def test_a_page_with_its_key(make: Callable[..., Server], tmp_path: Path) -> None:
+def test_a_page_with_its_key(make: Callable[..., WorkerState], tmp_path: Path) -> None:
     """With keys: the preflight needs none, the request does, and a page may read why it was refused."""
     store = Store(f"sqlite:///{tmp_path}/ledger.db")
     keys = Keys(store)
@@ -108,7 +108,7 @@ def test_a_page_with_its_key(make: Callable[..., Server], tmp_path: Path) -> Non
     store.close()
 
 
-def test_every_origin(make: Callable[..., Server]) -> None:
+def test_every_origin(make: Callable[..., WorkerState]) -> None:
     """``*`` is any page, also one without an origin of its own (a file), and answers do not vary."""
     client = create_app(make(cors_origins=("*",))).test_client()
     for origin in (APP, OTHER, "null"):

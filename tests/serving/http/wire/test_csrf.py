@@ -8,7 +8,7 @@ import pytest
 from flask.testing import FlaskClient
 
 from mlflow_llm.serving.control.settings import ServerSettings
-from mlflow_llm.serving.frontend.worker_state import Server
+from mlflow_llm.serving.frontend.worker_state import WorkerState
 from mlflow_llm.serving.http.app import create_app
 from mlflow_llm.serving.http.routes import ROUTES
 from mlflow_llm.serving.http.wire.csrf import name_of
@@ -51,7 +51,7 @@ class Everyone:
 
 
 @pytest.fixture(scope="module")
-def client(make: Callable[..., Server]) -> FlaskClient:
+def client(make: Callable[..., WorkerState]) -> FlaskClient:
     """Return a client of one server for all routes: refused requests leave no state in it."""
     return create_app(make()).test_client()
 
@@ -72,7 +72,7 @@ def test_same_origin_pages_and_other_clients_pass(client: FlaskClient, headers: 
     assert answer.status_code == 200, answer.text
 
 
-def test_allowed_hosts(make: Callable[..., Server]) -> None:
+def test_allowed_hosts(make: Callable[..., WorkerState]) -> None:
     """``allowed_hosts`` are taken beside this machine's names, on whatever address the server listens."""
     for host in ("127.0.0.1", "0.0.0.0"):
         client = create_app(make(host=host, allowed_hosts=("llm.example",))).test_client()
@@ -82,14 +82,14 @@ def test_allowed_hosts(make: Callable[..., Server]) -> None:
         assert found == [200, 200, 403]
 
 
-def test_host_names_are_not_checked_off_loopback(make: Callable[..., Server]) -> None:
+def test_host_names_are_not_checked_off_loopback(make: Callable[..., WorkerState]) -> None:
     """A server that other machines reach takes any ``Host`` unless it was told its names, but no foreign ``Origin``."""
     client = create_app(make(host="0.0.0.0")).test_client()
     assert client.get("/ping", headers={"Host": "gpu-7.lan"}).status_code == 200
     assert client.get("/ping", headers={"Host": "gpu-7.lan", "Origin": "http://evil.example"}).status_code == 403
 
 
-def test_no_csrf_guard_where_keys_are_required(make: Callable[..., Server]) -> None:
+def test_no_csrf_guard_where_keys_are_required(make: Callable[..., WorkerState]) -> None:
     """No page has a key to send: a server that asks for them takes any name and site."""
     client = create_app(make(keys=Everyone())).test_client()
     headers = {"Authorization": "Bearer sk-1", "Host": "llm.example", "Origin": "https://app.example"}

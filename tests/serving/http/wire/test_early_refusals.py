@@ -15,7 +15,7 @@ from flask.testing import FlaskClient
 from mlflow_llm.serving.frontend import invoke
 from mlflow_llm.serving.frontend.memory_budget import SMALL, MemoryBudget
 from mlflow_llm.serving.frontend.refusal_limit import RefusalLimit
-from mlflow_llm.serving.frontend.worker_state import Server
+from mlflow_llm.serving.frontend.worker_state import WorkerState
 from mlflow_llm.serving.http.app import create_app
 from mlflow_llm.serving.interface.errors import LimitExceeded, Overloaded, Unavailable
 from mlflow_llm.serving.metering import Keys, Ledger, Limits, Price, Store
@@ -34,7 +34,7 @@ class Unread(io.RawIOBase):
 
 
 class Place:
-    def __init__(self, server: Server, store: Store, clock: list[float]) -> None:
+    def __init__(self, server: WorkerState, store: Store, clock: list[float]) -> None:
         self.server, self.store, self.clock = server, store, clock
         self.keys, self.limits = Keys(store), Limits(store)
         self.change()
@@ -58,7 +58,7 @@ class Place:
 
 
 @pytest.fixture
-def place(make: Callable[..., Server], tmp_path: Path) -> Iterator[Place]:
+def place(make: Callable[..., WorkerState], tmp_path: Path) -> Iterator[Place]:
     store = Store(f"sqlite:///{tmp_path}/ledger.db")
     clock = [1_800_000_000.0]
     ledger = Ledger(store, state_dir=tmp_path, clock=lambda: clock[0])
@@ -174,7 +174,7 @@ def test_strangers_are_limited_by_address(place: Place, monkeypatch: pytest.Monk
     assert place.ask(secret="sk-new", REMOTE_ADDR="10.0.0.9").status_code == 401
 
 
-def test_pages_of_other_sites_use_up_no_refusals(make: Callable[..., Server]) -> None:
+def test_pages_of_other_sites_use_up_no_refusals(make: Callable[..., WorkerState]) -> None:
     """Requests from pages of other sites are refused without counting as refusals of the user."""
     client = create_app(make(refusals_per_minute=5)).test_client()
     for _ in range(20):
@@ -184,7 +184,7 @@ def test_pages_of_other_sites_use_up_no_refusals(make: Callable[..., Server]) ->
     assert client.post("/v1/chat/completions", json=CHAT).status_code == 200
 
 
-def test_without_keys_an_address_is_limited(make: Callable[..., Server]) -> None:
+def test_without_keys_an_address_is_limited(make: Callable[..., WorkerState]) -> None:
     """On a server without keys refusals are counted by address; probes are never refused; 0 is no limit."""
     client = create_app(make(refusals_per_minute=5)).test_client()
     wrong = [client.post("/v1/chat/completions", json={}).status_code for _ in range(7)]

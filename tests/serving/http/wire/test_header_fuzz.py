@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from mlflow_llm.serving.endpoints.store import EndpointStore
-from mlflow_llm.serving.frontend.worker_state import Server
+from mlflow_llm.serving.frontend.worker_state import WorkerState
 from mlflow_llm.serving.http.app import create_app
 from mlflow_llm.serving.http.management.paths import USAGE
 from mlflow_llm.serving.http.management.usage import USAGE_QUERY
@@ -66,7 +66,7 @@ OFTEN = settings(max_examples=100, deadline=None, suppress_health_check=list(Hea
 
 
 @pytest.fixture(scope="module")
-def keyed(make: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[FlaskClient, str]]:
+def keyed(make: Callable[..., WorkerState], tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[FlaskClient, str]]:
     """Return a client of a server with keys and a ledger, and the secret of a key with all scopes."""
     place: Path = tmp_path_factory.mktemp("fuzz")
     store = Store(f"sqlite:///{place}/serving.db")
@@ -80,7 +80,7 @@ def keyed(make: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory)
 
 
 @pytest.fixture(scope="module")
-def open_to_all(make: Callable[..., Server]) -> FlaskClient:
+def open_to_all(make: Callable[..., WorkerState]) -> FlaskClient:
     return create_app(make(refusals_per_minute=0)).test_client()
 
 

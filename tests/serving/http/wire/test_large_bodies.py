@@ -12,7 +12,7 @@ import pytest
 
 from mlflow_llm.serving.frontend import invoke
 from mlflow_llm.serving.frontend.offload import Offload
-from mlflow_llm.serving.frontend.worker_state import Server
+from mlflow_llm.serving.frontend.worker_state import WorkerState
 from mlflow_llm.serving.http.app import create_app
 from mlflow_llm.serving.http.wire import bodies
 from mlflow_llm.serving.interface.errors import MAX_SHOWN_VALUE, InvalidField
@@ -52,7 +52,7 @@ def turning() -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 @pytest.mark.parametrize("kind", BODIES)
 def test_the_loop_turns_while_a_body_is_read(
-    make: Callable[..., Server], monkeypatch: pytest.MonkeyPatch, turning: Any, kind: str
+    make: Callable[..., WorkerState], monkeypatch: pytest.MonkeyPatch, turning: Any, kind: str
 ) -> None:
     """The event loop goes on while a large body is decoded and validated and a large reply is written."""
     server, seen = make(offload_bytes=2048), []
