@@ -13,7 +13,7 @@ from .accounts import open_accounts, store_options
 from .store import database, opened, table
 
 HEADS = ("time", "by", "via", "request", "action", "target", "before", "after")
-WIDEST = 60
+MAX_COLUMN_WIDTH = 60
 
 
 @click.group(invoke_without_command=True)
@@ -73,4 +73,4 @@ def _row(entry: dict[str, Any]) -> tuple[str, ...]:
 
 def _short(value: Any) -> str:
     text = "" if value is None else json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= WIDEST else text[: WIDEST - 1] + "…"
+    return text if len(text) <= MAX_COLUMN_WIDTH else text[: MAX_COLUMN_WIDTH - 1] + "…"

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from ..model_files.model_version import SHORT
+from ..model_files.model_version import SHORT_HASH_DIGITS
 from ..system.escape import visible_line
 from .http import Client, url_options
 
@@ -96,7 +96,7 @@ def _row(model: dict[str, Any]) -> tuple[str, ...]:
 def _versions(model: dict[str, Any]) -> str:
     """The version of each served model in the registry, if it has one, and the beginning of its content hash."""
     found = model.get("served_models", [])  # which older servers do not show
-    parts = ([one.get("model_version"), one.get("content_hash", "")[:SHORT]] for one in found)
+    parts = ([one.get("model_version"), one.get("content_hash", "")[:SHORT_HASH_DIGITS]] for one in found)
     return ", ".join(" ".join(filter(None, pair)) for pair in parts) or "-"
 
 

@@ -15,7 +15,7 @@ from .store import table
 
 EXPIRES = "When the key expires: 90d, 12h, a date, an ISO 8601 time, or never."
 ENDPOINT = "Allowed endpoint: NAME, or NAME:ADAPTER for that adapter only; repeatable (default: all)."
-WEIGHT = "Share of an engine next to other tenants' keys: weight 3 gets three times as much as weight 1."
+WEIGHT_HELP = "Share of an engine next to other tenants' keys: weight 3 gets three times as much as weight 1."
 HEADS = ("key", "prefix", "tenant", "scopes", "endpoints", "created", "expires", "state", "weight", "name")
 
 
@@ -29,7 +29,7 @@ def keys() -> None:
 
 def _key_options(command: Any) -> Any:
     command = click.option("--endpoint", "endpoints", multiple=True, metavar="NAME[:ADAPTER]", help=ENDPOINT)(command)
-    command = click.option("--weight", type=click.IntRange(1, MAX_WEIGHT), help=WEIGHT)(command)
+    command = click.option("--weight", type=click.IntRange(1, MAX_WEIGHT), help=WEIGHT_HELP)(command)
     return click.option("--expires", metavar="WHEN", help=EXPIRES)(command)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ..interface.bundle import PictureSpec
 
-LONGEST = 4096  # pixels of a side to which a picture is ever scaled (Idefics 3)
+MAX_SCALED_SIDE = 4096  # pixels of a side to which a picture is ever scaled (Idefics 3)
 MAX_RATIO = 50  # of a picture's sides: a processor that scales the shorter one makes a huge picture of a thin one
 Size = tuple[int, int]  # width, height
 
@@ -80,8 +80,8 @@ def _scaled(size: Size, longest_edge: int) -> Size:
         width += width % 2
     width, height = max(width, 1), max(height, 1)
     aspect = width / height
-    if width >= height and width > LONGEST:
-        width, height = LONGEST, int(LONGEST / aspect)
-    elif height > width and height > LONGEST:
-        width, height = int(LONGEST * aspect), LONGEST
+    if width >= height and width > MAX_SCALED_SIDE:
+        width, height = MAX_SCALED_SIDE, int(MAX_SCALED_SIDE / aspect)
+    elif height > width and height > MAX_SCALED_SIDE:
+        width, height = int(MAX_SCALED_SIDE * aspect), MAX_SCALED_SIDE
     return max(width, 1), max(height, 1)

@@ -6,7 +6,7 @@ from msgspec import Struct
 
 from .model_uri import parse
 
-SHORT = 12  # hexadecimal digits of a content hash that a person reads
+SHORT_HASH_DIGITS = 12  # hexadecimal digits of a content hash that a person reads
 
 
 class ModelVersion(Struct, frozen=True, kw_only=True):
@@ -35,7 +35,7 @@ class ModelVersion(Struct, frozen=True, kw_only=True):
     @property
     def short_hash(self) -> str:
         """The beginning of the content hash."""
-        return self.content_hash[:SHORT]
+        return self.content_hash[:SHORT_HASH_DIGITS]
 
     def __str__(self) -> str:
         return " ".join(filter(None, (self.label, self.short_hash)))

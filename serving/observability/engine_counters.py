@@ -29,7 +29,7 @@ from ..system.shared_counters import COUNTERS, read_counts
 from .worker_counters import counters_locked
 
 FILE = "engines.json"
-KEPT = 256  # engine processes of an entity; the counts of those not seen for the longest time are added up
+MAX_ENGINES_KEPT = 256  # engine processes of an entity; the counts of those not seen for the longest time are added up
 EARLIER = ""  # the key of that sum
 
 Place = tuple[str, str]  # endpoint, served entity
@@ -105,7 +105,7 @@ def _merge(known: _Known, seen: Iterable[tuple[Place, Mapping[str, Health]]]) ->
             found = [getattr(health, name) for name in COUNTERS]
             engines[generation] = found if before is None else [max(pair) for pair in zip(before, found, strict=True)]
             new = new or engines[generation] != before
-        while len(engines) > KEPT + 1:
+        while len(engines) > MAX_ENGINES_KEPT + 1:
             oldest = next(generation for generation in engines if generation != EARLIER)
             engines[EARLIER] = [sum(pair) for pair in zip(engines[EARLIER], engines.pop(oldest), strict=True)]
     return new

@@ -29,11 +29,11 @@ from typing import Any, NamedTuple
 
 HEAD = struct.Struct("<QQdq")
 ANSWER = struct.Struct("<cQQ")
-SOURCES: dict[str, str] = {}  # chat templates, by the key that later requests send instead of the template
+_template_cache: dict[str, str] = {}  # chat templates, by the key that later requests send instead of the template
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 MEGAPIXEL = 1 << 20
-STATM: list[int] = []  # the descriptor of this process's own memory statistics
-PILLOW: list[Any] = []  # its modules Image and ImageOps, once they are loaded
+_statm_descriptors: list[int] = []  # the descriptor of this process's own memory statistics
+_pillow_modules: list[Any] = []  # its modules Image and ImageOps, once they are loaded
 
 
 class TooLong(Exception):
@@ -160,7 +160,7 @@ WORK: dict[str, Callable[..., Any]] = {
 
 
 def _source(key: str, source: str | None) -> str:
-    return SOURCES[key] if source is None else SOURCES.setdefault(key, source)
+    return _template_cache[key] if source is None else _template_cache.setdefault(key, source)
 
 
 def _transformers() -> Any:
@@ -212,7 +212,7 @@ def _pillow() -> list[Any]:
     Decoders are written in C and read what strangers send. Without new descriptors, whoever takes over a decoder reads
     no file and reaches no network.
     """
-    if not PILLOW:
+    if not _pillow_modules:
         import copy  # noqa: F401
         import encodings.utf_16  # noqa: F401 - whatever is loaded later must be loaded now
 
@@ -229,10 +229,10 @@ def _pillow() -> list[Any]:
         )
 
         Image.preinit()
-        PILLOW.extend((Image, ImageOps))
+        _pillow_modules.extend((Image, ImageOps))
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))
-    return PILLOW
+    return _pillow_modules
 
 
 # -- the loop
@@ -245,7 +245,7 @@ def main() -> None:
     sys.path[:] = json.loads(sys.argv[1])
     _give_up_rights()
     with contextlib.suppress(OSError):  # on a system without /proc, time and output are still limited
-        STATM.append(os.open("/proc/self/statm", os.O_RDONLY))
+        _statm_descriptors.append(os.open("/proc/self/statm", os.O_RDONLY))
     while head := _read(HEAD.size):
         length, size, seconds, memory = HEAD.unpack(head)
         _limit(seconds, memory)
@@ -288,7 +288,7 @@ def _limit(seconds: float, memory: int) -> None:
     """Set the limits of this request. SIGPROF kills the process by default, even during a single call into C."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
     with contextlib.suppress(OSError, ValueError):
-        for statm in STATM:
+        for statm in _statm_descriptors:
             used = int(os.pread(statm, 256, 0).split()[0]) * resource.getpagesize()
             resource.setrlimit(resource.RLIMIT_AS, (used + memory, resource.RLIM_INFINITY))
 

@@ -31,7 +31,7 @@ class WantedAdapters(Struct, frozen=True, kw_only=True):
     withdrawn: frozenset[str] = frozenset()
 
 
-NOTHING = WantedAdapters()
+NO_ADAPTERS = WantedAdapters()
 
 
 class AdapterSync:
@@ -57,7 +57,7 @@ class AdapterSync:
         Temporary failures, usually a full adapter memory, are retried at a call after ``RETRY`` seconds.
         """
         wanted = self._wanted()
-        if wanted is self._done or (self._done is None and wanted == NOTHING) or time.monotonic() < self._retry_at:
+        if wanted is self._done or (self._done is None and wanted == NO_ADAPTERS) or time.monotonic() < self._retry_at:
             return False
         before = (self.loaded, self.refused)
         complete = True

@@ -25,7 +25,7 @@ from msgspec import Struct
 
 from ..interface.engine import Engine, EngineInfo, Health
 from ..interface.errors import Conflict, InvalidField, NotFound, PackagingError
-from .adapter_sync import NOTHING, AdapterSync, WantedAdapters
+from .adapter_sync import NO_ADAPTERS, AdapterSync, WantedAdapters
 from .engine_spec import EngineSpec
 from .replica import Replica, ReplicaState
 
@@ -86,7 +86,7 @@ class _Entity:
         self.removed = False
         self.replicas: dict[int, Replica] = {}
         self.info: EngineInfo | None = None
-        self.adapters = NOTHING
+        self.adapters = NO_ADAPTERS
         self.start_seconds: float | None = None
 
 

@@ -17,7 +17,7 @@ from .prompt.text import DEFAULT_TEMPLATE, TextModel
 from .prompt.tool_messages import shown_tools
 from .prompt.tool_prompts import template_name
 
-END = 16  # tokens at a prompt's end in which the marker of reasoning is looked for
+REASONING_MARKER_TOKENS = 16  # tokens at a prompt's end in which the marker of reasoning is looked for
 
 
 class Chat(NamedTuple):
@@ -94,4 +94,4 @@ def _ends_in_reasoning(token_ids: tuple[int, ...], raw: RawChat, text: TextModel
     if raw.end == "open":
         last = raw.messages[-1].text
         return last.rfind(begin) > last.rfind(end)
-    return text.decode(token_ids[-END:], skip_special_tokens=False).rstrip().endswith(begin)
+    return text.decode(token_ids[-REASONING_MARKER_TOKENS:], skip_special_tokens=False).rstrip().endswith(begin)

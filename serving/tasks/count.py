@@ -18,12 +18,14 @@ from .prompt.endpoint import EndpointView
 from .prompt.prompts import embedding_limit, instructed, is_raw
 from .prompt.scored_texts import pair_limit
 
-MOST = 2**18  # a prompt of up to this many tokens is counted, however short the context: encoding takes a second
+MAX_COUNTED_TOKENS = (
+    2**18
+)  # a prompt of up to this many tokens is counted, however short the context: encoding takes a second
 
 
 def most(endpoint: EndpointView) -> int:
     """Return the maximum number of tokens of a counted prompt."""
-    return max(MOST, endpoint.context)
+    return max(MAX_COUNTED_TOKENS, endpoint.context)
 
 
 def room(endpoint: EndpointView) -> int:

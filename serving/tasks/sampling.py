@@ -14,8 +14,8 @@ from .token_lists import bad_words, embedding_bias, end_ids, stop_sequences
 MASK = 2**64 - 1
 # Logits are divided by temperatures and penalties in float32; smaller divisors would overflow its range. Below this
 # temperature the best token is drawn in any case; with this penalty a token of the text outranks all others.
-LEAST_TEMPERATURE = 1e-5
-LEAST_DIVISOR = 1e-9
+MIN_TEMPERATURE = 1e-5
+MIN_DIVISOR = 1e-9
 
 
 def resolve(
@@ -47,12 +47,12 @@ def resolve(
     resolved = Sampling(
         max_tokens=max_tokens,
         min_tokens=min(own.min_tokens or 0, max_tokens) if asked.min_tokens is None else asked.min_tokens,
-        temperature=0.0 if temperature < LEAST_TEMPERATURE else temperature,
+        temperature=0.0 if temperature < MIN_TEMPERATURE else temperature,
         top_p=_or(asked.top_p, profile.default_top_p),
         top_k=0 if top_k >= endpoint.info.vocab_size else top_k,
         min_p=_or(asked.min_p, 0.0),
-        typical_p=max(_or(asked.typical_p, 1.0), LEAST_DIVISOR),
-        repetition_penalty=max(_or(asked.repetition_penalty, 1.0), LEAST_DIVISOR),
+        typical_p=max(_or(asked.typical_p, 1.0), MIN_DIVISOR),
+        repetition_penalty=max(_or(asked.repetition_penalty, 1.0), MIN_DIVISOR),
         presence_penalty=_or(asked.presence_penalty, 0.0),
         frequency_penalty=_or(asked.frequency_penalty, 0.0),
         logit_bias=_logit_bias(asked.logit_bias, endpoint),

@@ -28,7 +28,7 @@ from . import manifest as manifests
 from .manifest import FileEntry, Manifest
 from .names import MLMODEL
 
-AT_ONCE = 4  # files
+MAX_CONCURRENT_DOWNLOADS = 4  # files
 SCRATCH = ".scratch-"
 TEXTS = "-texts"  # of the key of a model without its weights
 DESCRIPTIONS = (manifests.MANIFEST, MLMODEL)
@@ -110,7 +110,7 @@ def _fill(uri: str, store: Any, manifest: Manifest, described: Path, weights: bo
     size = sum(entry.size for entry in missing.values())
     downloads.make_room(size)
     print(f"downloading {uri}, {readable(size)}, into {part.parent}", file=sys.stderr, flush=True)
-    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="mlflow-llm-download") as pool:
+    with ThreadPoolExecutor(MAX_CONCURRENT_DOWNLOADS, thread_name_prefix="mlflow-llm-download") as pool:
         work = [pool.submit(_fetch_verified, store, path, entry, part) for path, entry in missing.items()]
         try:
             for one in work:

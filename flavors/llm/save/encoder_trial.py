@@ -16,16 +16,16 @@ from ....serving.interface.settings import EngineSettings
 logger = logging.getLogger(__name__)
 
 # In float32 this fits the memory of a machine on which models are logged; XLM-R large has 560 million.
-MOST_PARAMETERS = 700_000_000
+MAX_TRIAL_PARAMETERS = 700_000_000
 
 
 def try_encoder(skeleton: Any, bundle: Bundle, settings: EngineSettings) -> None:
     """Compare the engine's results for a few tokens with those of the model's own code, as it does at each start.
 
     The comparison runs in float32 on the CPU with torch, which every machine has. A model with more than
-    ``MOST_PARAMETERS`` is left to the engine. Raises ``PackagingError``, also if the model's code or ours fails with
-    any other error, since it would fail in the engine too. Only a lack of memory, of a package or of a file is not
-    taken for one: the engine's machine may have it.
+    ``MAX_TRIAL_PARAMETERS`` is left to the engine. Raises ``PackagingError``, also if the model's code or ours fails
+    with any other error, since it would fail in the engine too. Only a lack of memory, of a package or of a file is
+    not taken for one: the engine's machine may have it.
     """
     from ....serving.engine.models.cross_encoder import load_cross_encoder
     from ....serving.engine.models.embedder import load_embedder
@@ -45,7 +45,7 @@ def _try(
 ) -> None:
     import torch
 
-    if sum(parameter.numel() for parameter in skeleton.parameters()) > MOST_PARAMETERS:
+    if sum(parameter.numel() for parameter in skeleton.parameters()) > MAX_TRIAL_PARAMETERS:
         logger.info("the model is compared with its own code by the engine alone: it is large")
         return
     plain = msgspec.structs.replace(

@@ -14,8 +14,8 @@ from ....serving.model_files.image_layout import Size, expanded
 # Widths and heights that tell layouts apart: small and large ones, long and high ones, with odd sides.
 SIZES: tuple[Size, ...] = ((64, 64), (640, 480), (37, 411), (1025, 33), (2049, 2047), (1, 1), (300, 900))
 NUM_DRAWN = 6  # further sizes, drawn anew for each model from the same seed
-MOST_TILES = 32  # in a row
-LARGEST = 2500  # pixels of a side that is drawn
+MAX_TILES_PER_ROW = 32  # in a row
+MAX_DRAWN_SIDE = 2500  # pixels of a side that is drawn
 AROUND = ("Here is", ":\n\n", "\nand what is ")  # texts beside pictures
 
 
@@ -114,8 +114,10 @@ class _Probe:
             return None
         whole = str(getattr(processor, "global_image_tag", None) or getattr(processor, "global_image_token", ""))
         most = max(-(-longest // tile), 1)
-        if most > MOST_TILES:
-            raise PackagingError(f"model: its processor cuts pictures into {most} x {most} tiles; at most {MOST_TILES}")
+        if most > MAX_TILES_PER_ROW:
+            raise PackagingError(
+                f"model: its processor cuts pictures into {most} x {most} tiles; at most {MAX_TILES_PER_ROW}"
+            )
         inner = (self.image_id,) * count
         once = (*self._encoded(around + whole), *inner, *self._encoded(around))
         return PictureSpec(
@@ -143,7 +145,7 @@ class _Probe:
 
 def _pairs() -> Iterator[tuple[Size, Size]]:
     draw = random.Random(0)
-    drawn = [(draw.randint(1, LARGEST), draw.randint(1, LARGEST)) for _ in range(NUM_DRAWN)]
+    drawn = [(draw.randint(1, MAX_DRAWN_SIDE), draw.randint(1, MAX_DRAWN_SIDE)) for _ in range(NUM_DRAWN)]
     sizes = [*SIZES, *drawn]
     return zip(sizes, reversed(sizes), strict=True)
 

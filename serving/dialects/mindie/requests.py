@@ -35,7 +35,7 @@ FLOAT_MAX = 3.4e38
 MAX_STOP = 32 * 2**10  # characters of all stop strings together
 INT32_MIN = -INT32_MAX - 1
 # this server's own fields, which do not change the form of the document's replies
-_OURS = (
+_EXTENSION_FIELDS = (
     "user",
     "cache_salt",
     "timeout",
@@ -58,7 +58,7 @@ _OURS = (
     "add_generation_prompt",
     "continue_final_message",
 )
-_THE_DOCUMENTS = (
+_SHARED_FIELDS = (
     "presence_penalty",
     "frequency_penalty",
     "repetition_penalty",
@@ -150,7 +150,7 @@ TABLE: Table = Table(
     required="messages",
     fields={
         **{field.name: field for field in _FIELDS},
-        **{name: _shared(name) for name in (*_THE_DOCUMENTS, *_OURS)},
+        **{name: _shared(name) for name in (*_SHARED_FIELDS, *_EXTENSION_FIELDS)},
     },
 )
 TABLES: Mapping[Task, Table] = {"chat": TABLE}

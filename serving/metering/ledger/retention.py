@@ -21,7 +21,7 @@ COUNTS = (
     "requests", "prompt_tokens", "cached_tokens", "completion_tokens", "generated_tokens", "draft_tokens",
     "accepted_draft_tokens", "cost",
 )  # fmt: skip
-GROUP = ("day", "key_id", "tenant", "endpoint", "entity", "mode", "task", "status")
+GROUP_COLUMNS = ("day", "key_id", "tenant", "endpoint", "entity", "mode", "task", "status")
 
 
 def fold(store: Store, days: int, *, clock: Callable[[], float] = time.time) -> int:
@@ -46,12 +46,17 @@ def _fold_batch(store: Store, connection: sa.Connection, before: int) -> int:
     chosen = sa.and_(old, ledger.c.request_id.in_(sa.select(batch.c.request_id)))
     day = ledger.c.started_ms // DAY_MS
     sums = [sa.func.count(), *(sa.func.sum(ledger.c[name]) for name in COUNTS[1:])]
-    groups = [day, *(ledger.c[name] for name in GROUP[1:])]
+    groups = [day, *(ledger.c[name] for name in GROUP_COLUMNS[1:])]
     found = connection.execute(sa.select(*groups, *sums).where(chosen).group_by(*groups)).all()
     if not found:
         return 0
     insert = store.insert(folded)
     added = {name: folded.c[name] + insert.excluded[name] for name in COUNTS}
-    rows = [dict(zip(GROUP + COUNTS, (*row[: len(GROUP)], *map(int, row[len(GROUP) :])), strict=True)) for row in found]
-    connection.execute(insert.on_conflict_do_update(index_elements=list(GROUP), set_=added), rows)
+    rows = [
+        dict(
+            zip(GROUP_COLUMNS + COUNTS, (*row[: len(GROUP_COLUMNS)], *map(int, row[len(GROUP_COLUMNS) :])), strict=True)
+        )
+        for row in found
+    ]
+    connection.execute(insert.on_conflict_do_update(index_elements=list(GROUP_COLUMNS), set_=added), rows)
     return connection.execute(sa.delete(ledger).where(chosen)).rowcount

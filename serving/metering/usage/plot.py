@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Stacks = Mapping[str, Sequence[int]]
-MOST_SHOWN = 9  # groups with a colour of their own; all others are combined
+MAX_GROUPS_SHOWN = 9  # groups with a colour of their own; all others are combined
 OTHERS = "others"
 
 
@@ -84,4 +84,4 @@ def _largest(sums: Sequence[UsageSum]) -> list[str]:
     for total in sums:
         cost[total.group[1]] += total.cost
     ordered = sorted(cost, key=lambda name: (-cost[name], name))
-    return ordered if len(ordered) <= MOST_SHOWN + 1 else ordered[:MOST_SHOWN]
+    return ordered if len(ordered) <= MAX_GROUPS_SHOWN + 1 else ordered[:MAX_GROUPS_SHOWN]

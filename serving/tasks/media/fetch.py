@@ -30,7 +30,9 @@ from ...sandbox import wait
 T = TypeVar("T")
 CHUNK = 1 << 16
 OVERHEAD = 1 << 19  # bytes of a response beyond its body: headers, the sizes of chunks, what is read ahead
-KEPT = "/:@!$&'()*+,;=~?%[]"  # as they are in a path or query; what else is not a letter or digit is percent-encoded
+URL_SAFE_CHARACTERS = (
+    "/:@!$&'()*+,;=~?%[]"  # as they are in a path or query; what else is not a letter or digit is percent-encoded
+)
 
 
 class NotFetched(Exception):
@@ -85,9 +87,9 @@ def fetch(url: SplitResult, most: int, until: float) -> bytes:
 
 def _request(url: SplitResult) -> bytes:
     host = f"[{url.hostname}]" if ":" in str(url.hostname) else url.hostname
-    target = quote(url.path or "/", safe=KEPT, errors="replace")
+    target = quote(url.path or "/", safe=URL_SAFE_CHARACTERS, errors="replace")
     if url.query:
-        target += "?" + quote(url.query, safe=KEPT, errors="replace")
+        target += "?" + quote(url.query, safe=URL_SAFE_CHARACTERS, errors="replace")
     lines = (
         f"GET {target} HTTP/1.1",
         f"Host: {host}" if url.port is None else f"Host: {host}:{url.port}",

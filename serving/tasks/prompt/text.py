@@ -31,8 +31,10 @@ from .template_trial import Needs, attempts, needs_of, succeeds
 from .tokenizer_check import check_fast, check_tokenizer
 
 CHUNK = 65536  # characters tokenised at a time to find out whether a text can fit
-SHORT = 2048  # characters or tokens; fewer take less time than releasing the interpreter lock and taking it again
-GROUP = 64  # texts tokenised at a time, before one of them is found too long
+SHORT_TEXT_SIZE = (
+    2048  # characters or tokens; fewer take less time than releasing the interpreter lock and taking it again
+)
+TEXTS_PER_BATCH = 64  # texts tokenised at a time, before one of them is found too long
 BEGINNING = 16  # characters read of a text per token that it may have; no language's words need so many
 FREQUENT = 1000  # ids below are those of bytes and frequent words in many tokenizers
 DEFAULT_TEMPLATE = "default"
@@ -104,8 +106,8 @@ class TextModel:
     def encode_embeddings(self, texts: Sequence[str], limit: int) -> Iterator[tuple[tuple[int, ...], bool]]:
         """Yield ``(ids, cut)`` for each text: ids with special tokens, at most ``limit``, the text's end cut off."""
         embedder = self._embedder(limit)
-        for start in range(0, len(texts), GROUP):
-            for encoding in _encodings(embedder, texts[start : start + GROUP], True):
+        for start in range(0, len(texts), TEXTS_PER_BATCH):
+            for encoding in _encodings(embedder, texts[start : start + TEXTS_PER_BATCH], True):
                 ids = tuple(encoding.ids)
                 yield ids, len(ids) == limit and bool(encoding.overflowing)
 
@@ -119,8 +121,8 @@ class TextModel:
         Of a text with more than ``limit`` tokens only a beginning may be encoded, which also has more than ``limit``.
         """
         found: list[tuple[int, ...]] = []
-        for start in range(0, len(texts), GROUP):
-            group = texts[start : start + GROUP]
+        for start in range(0, len(texts), TEXTS_PER_BATCH):
+            group = texts[start : start + TEXTS_PER_BATCH]
             beginnings = [text[: BEGINNING * limit] for text in group]
             for text, encoding in zip(group, _encodings(self._backend, beginnings, False), strict=True):
                 ids = tuple(encoding.ids)
@@ -441,7 +443,7 @@ class TextModel:
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of ``token_ids``, with incomplete characters as U+FFFD."""
         ids = list(token_ids)
-        if len(ids) > SHORT:  # the batch call releases the interpreter lock here too
+        if len(ids) > SHORT_TEXT_SIZE:  # the batch call releases the interpreter lock here too
             texts: list[str] = self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)
             return texts[0]
         text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
@@ -476,7 +478,7 @@ def _encodings(tokenizer: Tokenizer, texts: Sequence[str], add_special_tokens: b
 
     ``encode`` holds the interpreter lock, for a second or more per megabyte; the batch call lets other threads run.
     """
-    if sum(map(len, texts)) < SHORT:
+    if sum(map(len, texts)) < SHORT_TEXT_SIZE:
         return [tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts]
     encodings: list[Any] = tokenizer.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
     return encodings

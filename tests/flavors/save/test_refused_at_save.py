@@ -202,7 +202,7 @@ def test_encoders_that_run_wrong(tmp_path, monkeypatch):
     other = save_encoder(tmp_path / "zero", mpnet(0))
     said = refused(tmp_path / "m", other)
     assert said.startswith("model: this model is not supported for embeddings: packed result differs by")
-    monkeypatch.setattr(encoder_trial, "MOST_PARAMETERS", 1)
+    monkeypatch.setattr(encoder_trial, "MAX_TRIAL_PARAMETERS", 1)
     llm.save_model(tmp_path / "large", other)
 
 

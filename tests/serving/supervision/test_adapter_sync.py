@@ -10,7 +10,7 @@ from mlflow_llm.serving.interface.bundle import Bundle
 from mlflow_llm.serving.interface.errors import Overloaded
 from mlflow_llm.serving.interface.settings import EngineSettings
 from mlflow_llm.serving.supervision import adapter_sync
-from mlflow_llm.serving.supervision.adapter_sync import NOTHING, AdapterSync, WantedAdapter, WantedAdapters
+from mlflow_llm.serving.supervision.adapter_sync import NO_ADAPTERS, AdapterSync, WantedAdapter, WantedAdapters
 from mlflow_llm.serving.testing.instant_engine import InstantEngine
 
 
@@ -18,7 +18,7 @@ class Wanted:
     """The adapters that a supervisor wants, with their ``sync``."""
 
     def __init__(self) -> None:
-        self.adapters = NOTHING
+        self.adapters = NO_ADAPTERS
         self.sync = AdapterSync(lambda: self.adapters)
 
     def want(self, withdrawn: tuple[str, ...] = (), **adapters: tuple[str, str]) -> None:

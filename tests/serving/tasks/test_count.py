@@ -71,7 +71,7 @@ def test_inputs_longer_than_the_encoders_own_limit(endpoint_of, text, monkeypatc
 @pytest.mark.parametrize("name", ["messages", "prompt", "input"])
 def test_more_than_is_counted(endpoint, name, monkeypatch):
     """Above a bound a prompt is refused by its field, without all of it being encoded."""
-    monkeypatch.setattr(count, "MOST", 20_000)
+    monkeypatch.setattr(count, "MAX_COUNTED_TOKENS", 20_000)
     text = "hello world ###" * 200_000
     body = {name: [{"role": "user", "content": text}] if name == "messages" else text}
     with pytest.raises(ContextTooLong, match="more than 20000 tokens, which are the most that are counted") as refused:

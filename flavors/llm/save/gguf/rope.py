@@ -8,8 +8,8 @@ from typing import Any
 from .....serving.interface.errors import PackagingError
 from .header import Header
 
-FREQUENCIES, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
-ROPE_TENSORS = (FREQUENCIES, LONG, SHORT)
+FREQUENCIES, LONG_FACTORS, SHORT_FACTORS = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
+ROPE_TENSORS = (FREQUENCIES, LONG_FACTORS, SHORT_FACTORS)
 ROPE_KEYS = (
     "rope.dimension_count",
     "rope.freq_base",
@@ -46,11 +46,11 @@ def rope_parameters(header: Header, rotary: int) -> dict[str, Any]:
     original = int(header.get("rope.scaling.original_context_length", context) or context)
     if kind == "yarn":
         return base | _yarn(header, factor, scale, original)
-    if LONG in header.tensors or SHORT in header.tensors:
-        short, long = _factors(header, SHORT, rotary), _factors(header, LONG, rotary)
+    if LONG_FACTORS in header.tensors or SHORT_FACTORS in header.tensors:
+        short, long = _factors(header, SHORT_FACTORS, rotary), _factors(header, LONG_FACTORS, rotary)
         return base | _each(short, long, scale, original, context)
     if kind == "longrope":
-        header.refuse("rope.scaling.type", f"the tensors {SHORT} and {LONG} beside it")
+        header.refuse("rope.scaling.type", f"the tensors {SHORT_FACTORS} and {LONG_FACTORS} beside it")
     if FREQUENCIES in header.tensors:
         factors = [value * factor for value in _factors(header, FREQUENCIES, rotary)]
         return base | _each(factors, factors, scale, context, context)
