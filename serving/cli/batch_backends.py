@@ -32,7 +32,7 @@ class Retry(Exception):
 
 
 class Backend(Protocol):
-    """What answers rows, from several threads."""
+    """A thread-safe backend that answers rows."""
 
     concurrency: int
 

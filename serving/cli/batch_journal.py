@@ -25,7 +25,7 @@ from ..system.files import replacing, sync_directory
 
 
 class Written(NamedTuple):
-    """Where an answer's line is in the file, in bytes, and whether the row failed."""
+    """The position of an answer's line in the file, in bytes, and whether the row failed."""
 
     place: int
     size: int

@@ -47,7 +47,7 @@ class Row:
 
 
 def _path_of(body: dict[str, Any]) -> str:
-    """Where a body belongs. Raises ``InvalidField``."""
+    """Return the path that a body belongs to. Raises ``InvalidField``."""
     task = task_of(body, None)
     if task == "score":
         return "/v1/rerank" if body.get("query") is not None else "/v1/score"

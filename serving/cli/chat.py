@@ -31,7 +31,7 @@ Alt-Enter begins a new line. A paste of several lines is one message. Ctrl-C sto
 
 
 class Server(Protocol):
-    """What a conversation is held with: a ``Client`` of a server, or a ``LocalModel``."""
+    """The other side of a conversation: a ``Client`` of a server, or a ``LocalModel``."""
 
     def get(self, path: str) -> Any: ...
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]: ...

@@ -47,6 +47,6 @@ def dialect_options(command: F) -> F:
 
 
 def dialects_of(given: dict[str, Any]) -> DialectSettings:
-    """What those options say, taken out of ``given``. Raises ``InvalidField``."""
+    """Pop and parse the dialect options in ``given``. Raises ``InvalidField``."""
     said = {name: given.pop(name) for name in NAMES}
     return DialectSettings.read({name: value for name, value in said.items() if value not in (None, False, ())})

@@ -74,7 +74,7 @@ def doctor(model_uri: str | None, as_json: bool) -> None:
 
 
 def versions() -> Section:
-    """Of Python and of every package a server needs; None where one is missing."""
+    """Return the versions of Python and of every package a server needs; None for a missing one."""
     found: Section = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -97,7 +97,7 @@ def machine() -> Section:
 
 
 def limits() -> Section:
-    """What the system allows this user: a server needs a file for each connection and a place for its sockets."""
+    """Return this user's system limits: a server needs a file for each connection and a place for its sockets."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     space, _ = resource.getrlimit(resource.RLIMIT_AS)
     place = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
@@ -110,7 +110,7 @@ def limits() -> Section:
 
 
 def engine() -> Section:
-    """What a process that is started like an engine's finds: which package it imports, and whether torch and our
+    """Return what a process started like an engine's finds: which package it imports, and whether torch and our
     kernels run there."""
     command = child.python_command("serving.engine.native.survey")
     done = subprocess.run(

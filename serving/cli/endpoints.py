@@ -61,7 +61,7 @@ def _states(client: Client) -> dict[str, Any]:
 
 
 def _load(name: str, tasks: dict[str, str], states: dict[str, Any]) -> dict[str, Any]:
-    """What an endpoint does, and how it is; an engine that stands still does not say what it runs."""
+    """Return an endpoint's status and load; a hanging engine does not report its load."""
     state = states.get(name, {"status": "unhealthy", "running": None, "waiting": None})
     load = {key: state.get(key) for key in ("status", "running", "waiting")}
     entities = state.get("entities", {})

@@ -98,7 +98,7 @@ def _model(model_uri: str | None, spec_file: str | None, config: tuple[str, ...]
 
 
 def say(stage: str, **facts: Any) -> None:
-    """What happens to the engine, for people, on standard error."""
+    """Report an event of the engine to people, on standard error."""
     text = {
         "loading": "loading",
         "ready": (

@@ -159,7 +159,7 @@ class Client:
 
 
 def _reason(error: Exception) -> str:
-    """Why the server cannot be reached, and the option that may help."""
+    """Return why the server cannot be reached, and the option that may help."""
     if isinstance(error, ssl.SSLCertVerificationError):
         reason = visible_line(error.verify_message)
         return f"certificate verify failed: {reason}; --ca names a PEM file with the CA certificates to trust"

@@ -1,4 +1,4 @@
-"""What ``-m``, ``-C``, ``-D`` and ``--engine`` say, in every command that has them: models by endpoint, engine
+"""The options ``-m``, ``-C``, ``-D`` and ``--engine`` of every command that has them: models by endpoint, engine
 settings, request fields, engines on other hosts."""
 
 from __future__ import annotations

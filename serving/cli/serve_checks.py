@@ -1,4 +1,4 @@
-"""What ``mlflow-llm serve`` checks before minutes of loading."""
+"""The checks of ``mlflow-llm serve`` before minutes of loading."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def _read(path: str, kind: type[T], settings: type[Checked]) -> T:
 
 
 def _settings_in(raw: Any, settings: type[Checked]) -> Iterator[tuple[str, type[Checked], dict[str, Any]]]:
-    """Where in a file are settings, of which kind; what is no object there is left to its type."""
+    """Locate the settings in a spec file, with their kinds; a value that is not an object is left to the type check."""
     found: list[tuple[str, type[Checked], Any]] = [
         ("settings", settings, raw),
         ("engine", EngineSettings, raw),

@@ -1,4 +1,4 @@
-"""Which adapters the engines of served entities should have in addition to their models' own, and which they have."""
+"""Wanted and loaded adapters of the engines of served entities, in addition to their models' own."""
 
 from __future__ import annotations
 

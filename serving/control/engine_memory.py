@@ -32,7 +32,7 @@ GIB = 2**30
 
 
 class EngineUse(Struct, kw_only=True):
-    """What is known about an engine.
+    """The known facts about an engine.
 
     ``size`` is in bytes, of one replica. ``unloaded`` is the reason why the engine is not loaded, "" if it is or never
     was. ``was_loaded`` says that an earlier controller process had it loaded, so that it may still be running."""

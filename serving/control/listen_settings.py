@@ -23,7 +23,7 @@ HostNames = Annotated[tuple[HostName, ...], Meta(description="a list of hosts' n
 
 
 class ListenSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where a server listens, and how many connections it accepts.
+    """The addresses a server listens on, and its limits on connections.
 
     Attributes:
         host: address to listen on.

@@ -1,4 +1,4 @@
-"""What a server serves, as one value that the command passes to the controller process and the workers."""
+"""The specification of a server, as one value that the command passes to the controller process and the workers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class EndpointSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class ServeSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a server serves. ``endpoints`` are those of the command line; the store may have more.
+    """The specification of a server. ``endpoints`` are those of the command line; the store may have more.
 
     ``engine`` (engine settings) and ``profile`` are for models that are served later, ``dialects`` for endpoints
     without such settings. ``runtime_dir`` is where engine processes are found; None is the user's own."""

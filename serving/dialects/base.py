@@ -44,7 +44,7 @@ class InferenceRoute(Struct, frozen=True):
 
 
 class Head(Struct, frozen=True):
-    """What comes before a body. ``path`` has the values of the route's ``<variables>``."""
+    """The part of a request before its body. ``path`` has the values of the route's ``<variables>``."""
 
     route: InferenceRoute
     headers: Headers

@@ -35,7 +35,7 @@ class ModelSource(Struct, frozen=True, kw_only=True):
 
     @property
     def identity(self) -> ModelVersion:
-        """Which version of which model this is."""
+        """The model and its version."""
         return ModelVersion.of(self.uri, self.bundle.content_hash)
 
 

@@ -220,7 +220,7 @@ class Tool(Struct, frozen=True, kw_only=True):
 
 
 class ToolChoice(Struct, frozen=True, kw_only=True):
-    """Which tools may or must be called.
+    """The tools that may or must be called.
 
     ``names`` are the tools that may be called, () for all. ``named`` means that the caller named the one tool to call,
     as opposed to a subset that happens to have one entry; the reply then ends with "stop" (OpenAI's contract).

@@ -1,4 +1,4 @@
-"""Where the tokens of pictures stand in a prompt, by the sizes of the pictures (``bundle.PictureSpec``)."""
+"""The positions of the tokens of pictures in a prompt, by the sizes of the pictures (``bundle.PictureSpec``)."""
 
 from __future__ import annotations
 

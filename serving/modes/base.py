@@ -18,7 +18,7 @@ from ..model_files.model_version import UNKNOWN, ModelVersion
 
 
 class ModeProfile(Struct, frozen=True, kw_only=True):
-    """Which request fields a mode accepts, as in the Databricks API (``tasks.prepare`` refuses the others), and whether
+    """The request fields a mode accepts, as in the Databricks API (``tasks.prepare`` refuses the others), and whether
     it reserves capacity."""
 
     name: str
@@ -28,7 +28,7 @@ class ModeProfile(Struct, frozen=True, kw_only=True):
 
 
 class Target(Struct, frozen=True, kw_only=True):
-    """Where a request goes: the endpoint, the served entity that the traffic split chose, and its model."""
+    """The target of a request: the endpoint, the served entity that the traffic split chose, and its model."""
 
     endpoint: str
     entity: str

@@ -85,7 +85,7 @@ class Entity(Protocol):
 
 
 class Entities(Protocol):
-    """What a worker serves (``routing.served_endpoints.ServedEndpoints``)."""
+    """The entities a worker serves (``routing.served_endpoints.ServedEndpoints``)."""
 
     def entities(self) -> Iterable[Entity]: ...
 

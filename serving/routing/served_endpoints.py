@@ -98,7 +98,7 @@ class ServedEndpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Address:
-    """What a name in a request refers to: an endpoint, and optionally one of its entities and an adapter. ``called`` is
+    """The target that a request names: an endpoint, and optionally one of its entities and an adapter. ``called`` is
     the part of the name before the adapter."""
 
     endpoint: ServedEndpoint

@@ -1,4 +1,4 @@
-"""Which engine a replica runs, and how the process that keeps it running finds it."""
+"""The engine that a replica runs, and how the process that keeps it running finds it."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def _installed_places() -> tuple[str, ...]:
 
 
 def _found_by_children() -> str | None:
-    """Where a child finds the package by itself. A child is started to ask, so that editable installs count too."""
+    """Return where a child finds the package by itself. A child is started to ask: editable installs count too."""
     command = [sys.executable, "-P", "-W", "ignore", "-c", FIND]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, cwd="/", check=False)
     origin = done.stdout.strip()

@@ -27,7 +27,7 @@ Neighbour = Callable[[random.Random, str], ValidRequest]
 
 @dataclass(slots=True)
 class Answer:
-    """What came for each sequence of a request. Equal answers are bitwise equal: floats by their bits."""
+    """The output of each sequence of a request. Equal answers are bitwise equal: floats by their bits."""
 
     tokens: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     logprobs: dict[int, list[TokenLogprob]] = field(default_factory=lambda: defaultdict(list))
@@ -53,7 +53,7 @@ class Answer:
         return self.failed is not None or len(self.ends) == len(request.sequences)
 
     def after(self, count: int) -> Answer:
-        """What a request is to get that was resumed after ``count`` tokens of its one sequence."""
+        """Return the expected rest of a request that was resumed after ``count`` tokens of its one sequence."""
         rest = Answer(scored=self.scored, ends=self.ends)
         rest.tokens[0], rest.logprobs[0] = self.tokens[0][count:], self.logprobs[0][count:]
         for key, data in self.logits.items():
@@ -63,7 +63,7 @@ class Answer:
 
 
 def answer(core: Core, request: ValidRequest) -> Answer:
-    """Of ``request`` alone."""
+    """Run ``request`` alone and return its output."""
     core.add(request, None)
     found = Answer()
     while not found.is_done(request):

@@ -12,7 +12,7 @@ ENGINE_CORE = "mlflow_llm.serving.engine.core:EngineCore"
 
 
 class ProcessSpec(Struct, frozen=True, kw_only=True):
-    """What an engine process runs, for which clients, and where.
+    """The specification of an engine process: what it runs, for which clients, and where.
 
     ``core`` is the ``module:name`` of a ``CoreFactory`` (``engine.interface``). ``lock_fd`` is the inherited file
     descriptor of the engine lock, which is held. ``listen`` is a TCP endpoint for clients on other hosts; ``key_file``

@@ -104,7 +104,7 @@ class Welcome(Struct, frozen=True, tag="welcome", array_like=True):
 
 
 class Events(Struct, frozen=True, tag="events", array_like=True):
-    """What one step produced for this client: pairs (number of the request, event), in order."""
+    """The output of one step for this client: pairs (number of the request, event), in order."""
 
     steps: int
     items: tuple[tuple[int, Event], ...]

@@ -62,7 +62,7 @@ class Answer:
 
     @property
     def finish_reason(self) -> str:
-        """Why the first choice ended: ``stop``, ``length`` or ``tool_calls``."""
+        """Return why the first choice ended: ``stop``, ``length`` or ``tool_calls``."""
         return self.choices[0].finish_reason
 
     def __str__(self) -> str:

@@ -29,7 +29,7 @@ OTHER_FILES = frozenset({"trainer_state.json", "model.safetensors.index.json", "
 
 
 class Placed(Struct, frozen=True, kw_only=True):
-    """What came with a model: its tokenizer (a directory or an object), and a ``PeftModel`` with adapters to save."""
+    """The objects given with a model: its tokenizer (or a directory), and a ``PeftModel`` with adapters to save."""
 
     tokenizer: Any = None
     peft_model: Any = None

@@ -54,7 +54,7 @@ class MediaLimit:
 
 
 class Place(NamedTuple):
-    """What a text refers to. ``file`` is the path of a file, or that within a URL."""
+    """The resource a text refers to. ``file`` is the path of a file, or that within a URL."""
 
     source: Literal["path", "url", "data"]
     place: str
@@ -63,7 +63,7 @@ class Place(NamedTuple):
 
 
 class Forms(NamedTuple):
-    """What a picture may be given by besides an http or https URL: a ``data:`` URL, or a path, also as ``file://``."""
+    """The forms of a picture allowed besides an http or https URL: a ``data:`` URL, or a path, also as ``file://``."""
 
     data: bool
     paths: bool

@@ -42,7 +42,7 @@ _NAMES = {field.target: field.name for field in reversed(tuple(FIELDS.values()))
 
 
 class Echo(Struct, frozen=True, kw_only=True, array_like=True):
-    """What the reply needs from the call.
+    """The parts of a call that its reply needs.
 
     ``outputs`` are names, each with whether it is binary; () means all available. If ``with_prompt``, the prompt's
     tokens come before those of each text. If ``streams``, several responses may follow each other; if ``empty_final``,

@@ -37,7 +37,7 @@ _MADE = {"logprobs": "return_log_probs"} | {name: f"return_{name}" for name in (
 
 
 class _Echo(Struct, frozen=True, array_like=True):
-    """What the reply needs from the request. If ``once``, a stream has its text in one event."""
+    """The parts of a request that its reply needs. If ``once``, a stream has its text in one event."""
 
     call: bytes
     once: bool = False

@@ -126,7 +126,7 @@ BODY = Table(
 
 
 class Echo(Struct, frozen=True, kw_only=True, array_like=True):
-    """What the reply repeats or needs from the request. ``version`` is the one in the path."""
+    """The parts of a request that its reply repeats or needs. ``version`` is the one in the path."""
 
     id: str | None = None
     version: str | None = None

@@ -1,4 +1,4 @@
-"""What ``prepare`` knows about the endpoint that received a request."""
+"""The facts that ``prepare`` knows about the endpoint that received a request."""
 
 from __future__ import annotations
 

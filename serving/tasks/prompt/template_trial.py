@@ -34,7 +34,7 @@ _OWN = RESERVED | {
 
 
 class Needs(NamedTuple):
-    """What requests must give: ``variables`` by name, and ``one_turn`` of the user alone. With ``parts``, the content
+    """The needs of a template: ``variables`` by name, and ``one_turn`` of the user alone. With ``parts``, the content
     of messages has to be rendered as a list of parts."""
 
     variables: tuple[str, ...] = ()

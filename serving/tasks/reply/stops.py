@@ -130,7 +130,7 @@ class SequenceStops:
 
     @property
     def start(self) -> int | None:
-        """Where the sequence that the last token completes begins, the longest of several; None if there is none."""
+        """The start of the sequence that the last token completes, the longest of several; None if there is none."""
         whole = max((len(run.ids) for run in self._runs if run.is_whole), default=0)
         return self._starts[-whole] if whole else None
 

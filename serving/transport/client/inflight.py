@@ -23,7 +23,7 @@ MOVES: dict[Phase, tuple[Phase, ...]] = {
 
 
 class EventSink(Protocol):
-    """Where a request's events go. It is called on the client's own thread and must not block.
+    """The receiver of a request's events. It is called on the client's own thread and must not block.
 
     ``put`` returns True if the event was handled at once and does not wait for a reader. ``is_full`` asks for a pause,
     which is shown to the reader in ``paused``; ``is_drained`` withdraws it.

@@ -1,4 +1,4 @@
-"""What engines counted by themselves, the journals it was read from, and days folded out of the ledger."""
+"""Tokens that engines counted themselves, the journals they were read from, and days folded out of the ledger."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which store this is, so that what its processes leave on disk belongs to it and to no other."""
+"""The store's identity, so that files its processes leave on disk belong to it and to no other."""
 
 from __future__ import annotations
 

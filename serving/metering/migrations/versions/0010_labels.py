@@ -1,4 +1,4 @@
-"""Which version of which model answered a request, and what its caller said about it."""
+"""The model and version that answered a request, and its caller's labels."""
 
 from __future__ import annotations
 
