@@ -44,7 +44,7 @@ def plain(value: Any, where: str) -> Any:
     if isinstance(value, list | tuple):
         return [plain(one, f"{where}[{place}]") for place, one in enumerate(value)]
     if isinstance(value, float) and not math.isfinite(value):
-        raise MlflowException.invalid_parameter_value(f"{where}: {value} is not allowed; expected a number of JSON's")
+        raise MlflowException.invalid_parameter_value(f"{where}: {value} is not allowed; expected a JSON number")
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise MlflowException.invalid_parameter_value(f"{where}: a {type(value).__name__} cannot be sent as JSON")
@@ -52,7 +52,7 @@ def plain(value: Any, where: str) -> Any:
 
 def _key(key: Any, where: str) -> str:
     if not isinstance(key, str):
-        raise MlflowException.invalid_parameter_value(f"{where}: the key {key!r:.80} is no text")
+        raise MlflowException.invalid_parameter_value(f"{where}: the key {key!r:.80} is not a text")
     return key
 
 

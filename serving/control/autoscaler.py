@@ -161,7 +161,7 @@ class Autoscaler:
             )
             if taken + share > 1.0:
                 left = max(0, int((1.0 - taken) * capacity.decode_tokens_per_second * most))
-                allowed = f"at most {left} tokens/s: what other endpoints have left of this machine"
+                allowed = f"at most {left} tokens/s: what other endpoints leave of this machine's capacity"
                 raise InvalidField("min_provisioned_throughput", minimum, allowed)
             self._shares[_place(entity)] = (share, time.monotonic())
 

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 def not_applied(name: str, unused: Mapping[str, Any]) -> str:
     """Return the message about the server-wide engine settings that are not applied to a model."""
     given = ", ".join(f"{key}={value}" for key, value in unused.items())
-    return f"{name} runs without the server's {given}: it makes no text"
+    return f"{name} runs without the server's {given}: it generates no text"
 
 
 def locate(
@@ -87,7 +87,7 @@ def with_files(entity: EntityConfig, *, find: Callable[..., tuple[ResolvedModel,
         raise PackagingError(f"{source.uri} is not the model that was configured: its content has changed")
     bundle = found.bundle if source.addresses else with_drafts([found.bundle], [source.engine], look)[0]
     if not _is_here(bundle):
-        raise PackagingError(f"{source.uri}: its files were removed from the cache as soon as they were there")
+        raise PackagingError(f"{source.uri}: its files were removed from the cache right after the download")
     return msgspec.structs.replace(entity, source=msgspec.structs.replace(source, bundle=bundle))
 
 

@@ -124,7 +124,7 @@ _COMMON = {
         one_of(*get_args(PrefixSharing)),
         "Whose requests reuse each other's prompt prefixes; the server's own without it",
     ),
-    "name": Entry(string, "Of an update: the endpoint's own"),
+    "name": Entry(string, "In an update: the endpoint's own"),
 }
 NEW_SHAPE = record(served_entities=_entities({}), **_COMMON)
 OLD_SHAPE = record(served_models=_entities(OLDER), **_COMMON)

@@ -65,10 +65,10 @@ NEW_ENDPOINT = record(
     tags=Entry(tags),
     rate_limits=Entry(rate_limits),
     # MLflow's Databricks client always sends it
-    route_optimized=Entry(one_of(False, why="every route is as short as it gets")),
+    route_optimized=Entry(one_of(False, why="all routes are direct")),
 )
 TAG_CHANGES = record(
     add_tags=Entry(tags),
-    delete_tags=Entry(list_of(_short(0, 127), "a list of keys"), "Keys; unknown ones are no error"),
+    delete_tags=Entry(list_of(_short(0, 127), "a list of keys"), "Keys to delete; unknown ones are ignored"),
 )
 NEW_RATE_LIMITS = record(rate_limits=Entry(rate_limits))

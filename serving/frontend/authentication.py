@@ -78,4 +78,4 @@ def _verified(server: WorkerState, credential: str) -> Caller:
         return server.tokens.verify(secret)
     if server.keys is not None:
         return server.keys.verify(secret, scope=None)
-    raise Unauthenticated("this server takes tokens, and no API keys")
+    raise Unauthenticated("this server accepts tokens, not API keys")

@@ -201,7 +201,7 @@ def _refusal(error: HTTPException) -> ServingError:
     if isinstance(error, werkzeug.MethodNotAllowed):
         return MethodNotAllowed(f"{flask_request.method[:20]} is not allowed on {flask_request.path[:100]}")
     if isinstance(error, werkzeug.RequestEntityTooLarge):
-        return PayloadTooLarge("the body is larger than this server takes")
+        return PayloadTooLarge("the body is larger than this server allows")
     if error.code is not None and error.code < InternalError.status:
         return RequestError(f"{error.name}: the request could not be read")
     return InternalError("internal error")

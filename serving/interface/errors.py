@@ -154,6 +154,10 @@ class RequestError(ServingError):
     status = 400
 
 
+def _because(allowed: str) -> str:
+    return f": {allowed}" if allowed.startswith("no such ") else f"; expected {allowed}"
+
+
 class InvalidField(RequestError):
     """A field with a value that is not allowed: ``InvalidField("temperature", -1, "a number in [0, 2]")``."""
 
@@ -161,7 +165,7 @@ class InvalidField(RequestError):
     _told, _allowed = "", ""  # of an error that came from another process
 
     def __init__(self, field: str, value: Any, allowed: str) -> None:
-        super().__init__(f"{field}: {shown(value)} is not allowed; expected {allowed}", param=field)
+        super().__init__(f"{field}: {shown(value)} is not allowed{_because(allowed)}", param=field)
         self._told = shown(value) if value is None or isinstance(value, bool | int | float) else "the value"
         self._allowed = allowed
 
@@ -170,7 +174,7 @@ class InvalidField(RequestError):
         """The message for logs and traces: it shows numbers; for texts, lists and objects it names only the field."""
         if not self._allowed:
             return f"{self.param}: not allowed" if self.param else self.kind
-        return f"{self.param}: {self._told} is not allowed; expected {self._allowed}"
+        return f"{self.param}: {self._told} is not allowed{_because(self._allowed)}"
 
     def rename(self, field: str) -> None:
         """Name another field: only the caller of a reader knows where the value came from."""

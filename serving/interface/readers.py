@@ -223,7 +223,9 @@ def record(**entries: Entry) -> Reader[dict[str, Any]]:
         before = f"{path}." if path else ""
         for name in value:
             if name not in entries:
-                raise InvalidField(f"{before}{name}", value[name], "no such field; known are " + ", ".join(entries))
+                raise InvalidField(
+                    f"{before}{name}", value[name], "no such field; expected one of " + ", ".join(entries)
+                )
         for name in required:
             if value.get(name) is None:
                 raise InvalidField(f"{before}{name}", None, entries[name].required)

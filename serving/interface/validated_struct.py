@@ -35,7 +35,7 @@ class Checked(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         fields, found, before = _fields(cls), {}, f"{parent}." if parent else ""
         for name, value in values.items():
             if name not in fields:
-                raise InvalidField(f"{before}{name}", value, "no such setting; known are " + ", ".join(fields))
+                raise InvalidField(f"{before}{name}", value, "no such setting; expected one of " + ", ".join(fields))
             found[name] = _checked(f"{before}{name}", value, *fields[name])
         return cls(**found)
 

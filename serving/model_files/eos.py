@@ -30,5 +30,5 @@ def _json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise PackagingError(f"{path.name} cannot be read: {reason(error)}") from None
     if not isinstance(found, dict):
-        raise PackagingError(f"{path.name} holds no JSON object")
+        raise PackagingError(f"{path.name} does not hold a JSON object")
     return found

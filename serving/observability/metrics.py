@@ -107,7 +107,7 @@ class EngineCollector(Collector):
         ("kv_tokens_used", "KV cache in use, tokens", "kv_tokens_used"),
         ("kv_tokens_total", "KV cache size, tokens", "kv_tokens_total"),
         ("last_step_age_seconds", "Seconds since the engine's last step", "last_step_age"),
-        ("processor_wait_ratio", "Share of its time that the engine waited for a processor", "processor_wait"),
+        ("processor_wait_ratio", "Share of its time that the engine waited for a CPU", "processor_wait"),
         ("standbys", "Loaded engine processes that would take over", "num_standbys"),
     )
     COUNTERS = (

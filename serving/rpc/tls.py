@@ -43,5 +43,5 @@ class _Files:
         try:
             return self.read()
         except OSError as error:
-            logs.event("the certificate cannot be read again; the old one serves on", level=40, error=str(error))
+            logs.event("the certificate cannot be reloaded; the old one stays in use", level=40, error=str(error))
             return None

@@ -51,7 +51,7 @@ def decode_limits(pixels: int, size: int) -> Limits:
 
 
 class Exceeded(Exception):
-    """A limit was reached; the text says which: "more than 2 seconds of processor time"."""
+    """A limit was reached; the text says which: "more than 2 seconds of CPU time"."""
 
 
 class Refused(Exception):

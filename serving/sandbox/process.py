@@ -173,7 +173,7 @@ def _value(kind: bytes, data: bytes, limits: Limits) -> Any:
 
 
 def _too_slow(limits: Limits) -> str:
-    return f"more than {limits.seconds:.3g} seconds of processor time"
+    return f"more than {limits.seconds:.3g} seconds of CPU time"
 
 
 def _too_long(limits: Limits) -> str:

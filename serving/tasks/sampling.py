@@ -97,11 +97,13 @@ def check_nothing_generated(asked: RawSampling, *, echo: bool) -> None:
     if asked.generation_logits:
         raise InvalidField("generation_logits", True, "false with max_tokens 0: no token is generated")
     if asked.beams is not None:
-        raise InvalidField(asked.beams.field, asked.beams.width, "null with max_tokens 0: no text is searched for")
+        raise InvalidField(asked.beams.field, asked.beams.width, "null with max_tokens 0: no beam search runs")
     if asked.constraint is not None and asked.constraint.kind != "text":
-        raise InvalidField(asked.constraint.field, asked.constraint.value, "null with max_tokens 0: no text is made")
+        raise InvalidField(
+            asked.constraint.field, asked.constraint.value, "null with max_tokens 0: no text is generated"
+        )
     if asked.draft is not None:
-        raise InvalidField(asked.draft.field, "a draft", "null with max_tokens 0: no text is made")
+        raise InvalidField(asked.draft.field, "a draft", "null with max_tokens 0: no text is generated")
 
 
 def seeds(first: int, count: int) -> list[int]:

@@ -74,7 +74,7 @@ def test_numbers_of_numpy() -> None:
         ({"messages": [{"content": np.inf}]}, r"messages\[0\].content: inf is not allowed"),
         (pd.DataFrame({"prompt": ["a"], "seed": [np.inf]}), "seed: inf is not allowed"),
         ({"prompt": b"a"}, "prompt: a bytes cannot be sent"),
-        ({1: "a"}, "the key 1 is no text"),
+        ({1: "a"}, "the key 1 is not a text"),
     ],
 )
 def test_inputs_that_are_no_request_are_refused(inputs: Any, reason: str) -> None:

@@ -61,10 +61,12 @@ def configured(
     config = configs.parse(saved_keys(root, bundle.default_adapter), overrides)
     chosen = config.default_adapter
     if chosen is not None and chosen not in bundle.adapters:
-        raise PackagingError(f"default_adapter: {shown(chosen)} is no adapter; expected {_names(bundle.adapters)}")
+        raise PackagingError(f"default_adapter: {shown(chosen)} is not an adapter; expected {_names(bundle.adapters)}")
     for name in config.settings.pinned_adapters:
         if name not in bundle.adapters:
-            raise PackagingError(f"pinned_adapters: {shown(name)} is no adapter; expected {_names(bundle.adapters)}")
+            raise PackagingError(
+                f"pinned_adapters: {shown(name)} is not an adapter; expected {_names(bundle.adapters)}"
+            )
     return msgspec.structs.replace(bundle, default_adapter=chosen), config
 
 

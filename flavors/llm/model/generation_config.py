@@ -92,7 +92,7 @@ def read(model_dir: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     except (ValueError, RecursionError):
         raise PackagingError(f"model: {FILE} is not valid JSON") from None
     if not isinstance(values, dict):
-        raise PackagingError(f"model: {FILE} is no JSON object")
+        raise PackagingError(f"model: {FILE} is not a JSON object")
     return _sorted(values)
 
 
@@ -111,7 +111,7 @@ def of_caller(values: Any) -> dict[str, Any]:
             raise PackagingError(f"generation_config: {refused.message}")
         known = (*FIELDS, "do_sample")
         near = nearest(str(name), known)
-        hint = f"did you mean {near!r}?" if near else "known are " + ", ".join(known)
+        hint = f"did you mean {near!r}?" if near else "expected one of " + ", ".join(known)
         raise PackagingError(f"generation_config: {name}: {shown(value)} has no effect here; {hint}")
     return found
 

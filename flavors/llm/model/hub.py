@@ -26,6 +26,6 @@ def fetch_snapshot(repo_id: str, revision: str | None) -> Path:
             snapshot = Path(huggingface_hub.snapshot_download(repo_id, revision=revision))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise PackagingError(
-            f"model: {repo_id!r} is no local path and was not fetched from the hub: {reason(error)}"
+            f"model: {repo_id!r} is not a local path and could not be fetched from the hub: {reason(error)}"
         ) from None
     return snapshot

@@ -168,7 +168,7 @@ def _check_paths(manifest: Manifest) -> None:
         top, *rest = path.split("/")
         plain = "\\" not in path and "\0" not in path and all(part not in ("", ".", "..") for part in rest)
         if top not in COVERED + ENVIRONMENT or not plain:
-            raise PackagingError(f"{MANIFEST}: {shown(path)} is no path of a file in a saved model")
+            raise PackagingError(f"{MANIFEST}: {shown(path)} is not the path of a file in a saved model")
     for name in manifest.adapters:
         if not is_adapter_name(name):
             raise PackagingError(f"{MANIFEST}: the adapter's name {shown(name)} is not allowed")

@@ -103,7 +103,7 @@ def _nearest(client: MlflowClient, uri: str, named: RegisteredModel) -> str:
     if named.alias is not None:
         lacks = f"has no alias {named.alias!r}"
     elif named.version is None:
-        lacks = "has versions, and none is named"
+        lacks = "needs a version or an alias"
     elif not named.version.isdecimal():
         lacks = f"has no version in a stage {named.version!r}"
     else:

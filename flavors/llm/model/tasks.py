@@ -63,8 +63,7 @@ def _pooled_task(model_dir: Path, config: dict[str, Any]) -> tuple[Task, ...]:
     if headed := [name for name in names if HEAD.search(name)]:
         labels = f" of {num_labels(config)} labels" if has_head(config) else ""
         raise PackagingError(
-            f"task: {headed[0]} has a head{labels} that no task has a use for; task='embeddings' logs its encoder"
-            " without it"
+            f"task: {headed[0]} has a head{labels} that no task uses; task='embeddings' logs its encoder without it"
         )
     if pretrained := [name for name in names if PRETRAINING.search(name)]:
         logger.warning(

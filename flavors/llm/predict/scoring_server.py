@@ -98,11 +98,11 @@ def _decoded(data: Any) -> dict[str, Any]:
     try:
         body = data if isinstance(data, dict) else json.loads(data)
     except RecursionError:
-        raise RequestError("body: objects and lists lie in each other too deeply") from None
+        raise RequestError("body: objects and lists are nested too deeply") from None
     except json.JSONDecodeError as error:
-        raise RequestError(f"body: it is no JSON at character {error.pos}: {error.msg}") from None
+        raise RequestError(f"body: invalid JSON at character {error.pos}: {error.msg}") from None
     except UnicodeDecodeError:
-        raise RequestError("body: it is no JSON: no UTF-8") from None
+        raise RequestError("body: invalid JSON: not UTF-8") from None
     except ValueError:
         raise RequestError(f"body: an integer has more than {sys.get_int_max_str_digits()} digits") from None
     if not isinstance(body, dict):

@@ -300,7 +300,7 @@ def _finish(
         for name in names:
             if name not in adapters:
                 known = ", ".join(sorted(adapters)) or "none"
-                raise PackagingError(f"{field}: {shown(name)} is no adapter of the model; it has {known}")
+                raise PackagingError(f"{field}: {shown(name)} is not an adapter of the model; it has {known}")
     manifest = describe(
         root,
         tasks=tasks,

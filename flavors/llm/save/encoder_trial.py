@@ -46,7 +46,7 @@ def _try(
     import torch
 
     if sum(parameter.numel() for parameter in skeleton.parameters()) > MAX_TRIAL_PARAMETERS:
-        logger.info("the model is compared with its own code by the engine alone: it is large")
+        logger.info("the model is large: only the engine compares it with its own code")
         return
     plain = msgspec.structs.replace(
         settings, device="cpu", dtype="float32", kernels="torch", quantization="none", packed_cache=0
@@ -56,7 +56,7 @@ def _try(
     except PackagingError as error:
         raise PackagingError(f"model: {error}") from None
     except (ImportError, MemoryError, OSError, torch.OutOfMemoryError) as error:
-        logger.warning("the model is tried by its engine alone: %s", reason(error))
+        logger.warning("only the engine tries the model: %s", reason(error))
     except Exception as error:  # from transformers, or from the model's own code
         why = f"{type(error).__name__}: {reason(error)}"
         raise PackagingError(f"model: {type(skeleton).__name__} cannot be run: {why}") from None

@@ -109,7 +109,7 @@ def _requirement(line: str) -> Requirement:
     try:
         return Requirement(line.strip())
     except InvalidRequirement as error:
-        raise PackagingError(f"requirements: {shown(line)} is no package's name and version: {error}") from None
+        raise PackagingError(f"requirements: {shown(line)} is not a package's name and version: {error}") from None
 
 
 def _name(requirement: Requirement) -> str:

@@ -43,7 +43,7 @@ def place_model(model: Any, target: Path, *, link: bool = False, revision: str |
     """
     target.mkdir(parents=True, exist_ok=True)
     if revision is not None and not _is_hub_id(model):
-        raise PackagingError(f"revision: {shown(revision)} is not allowed; expected None: the model is no hub id")
+        raise PackagingError(f"revision: {shown(revision)} is not allowed; expected None: the model is not a hub id")
     if isinstance(model, str | os.PathLike):
         return _place_path(model, target, link=link, revision=revision)
     from transformers import PreTrainedModel

@@ -123,7 +123,7 @@ def response_format(value: Any, path: str) -> Constraint:
     given = {name: content for name, content in value.items() if name != "type" and content is not None}
     for name, content in value.items():
         if name != "type" and name not in _CONTENT_NAMES:
-            raise InvalidField(f"{path}.{name}", content, f"no such field; known are {known}")
+            raise InvalidField(f"{path}.{name}", content, f"no such field; expected one of {known}")
     for name, content in given.items():
         if name not in places:
             raise InvalidField(f"{path}.{name}", content, f"null with type {kind}")
@@ -199,7 +199,7 @@ def structured_outputs(value: Any, path: str) -> Constraint:
     for name, given in value.items():
         where = f"{path}.{name}"
         if name not in KINDS and name != "json_object" and name not in _BESIDE and name not in _REFUSED:
-            raise InvalidField(where, given, f"no such field; known are {kinds}")
+            raise InvalidField(where, given, f"no such field; expected one of {kinds}")
         if given is None:
             continue
         if name in _REFUSED:

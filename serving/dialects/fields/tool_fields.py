@@ -123,7 +123,9 @@ def _typed(value: Any, path: str, kinds: Sequence[str]) -> tuple[str, Any]:
 def _known(value: dict[str, Any], path: str, names: Sequence[str]) -> None:
     for name in value:
         if name not in names:
-            raise InvalidField(f"{path}.{str(name)[:64]}", value[name], "no such field; known are " + ", ".join(names))
+            raise InvalidField(
+                f"{path}.{str(name)[:64]}", value[name], "no such field; expected one of " + ", ".join(names)
+            )
 
 
 def _function(value: Any, path: str, bounds: Bounds) -> Tool:

@@ -139,7 +139,7 @@ def check_parameters(parameters: Mapping[str, Any], path: str, known: tuple[str,
     """Raise ``InvalidField`` for parameters of a tensor that are unknown or ask for something unsupported."""
     for name, value in parameters.items():
         if _SHARED_MEMORY.fullmatch(name):
-            raise InvalidField(f"{path}.{name}", value, "null: tensors in shared memory are not taken")
+            raise InvalidField(f"{path}.{name}", value, "null: shared memory is not supported")
         if name == "classification":
             if value != 0 or isinstance(value, bool):
                 raise InvalidField(f"{path}.{name}", value, "0: a text has no classes")

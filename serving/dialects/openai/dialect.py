@@ -27,8 +27,8 @@ class OpenAIDialect(ObjectDialect):
         InferenceRoute("/v1/chat/completions", "chat", "Chat completion"),
         InferenceRoute("/v1/completions", "completions", "Text completion"),
         InferenceRoute("/v1/embeddings", "embeddings", "Embeddings"),
-        InferenceRoute("/v1/score", "score", "How well texts fit each other"),
-        InferenceRoute("/score", "score", "How well texts fit each other"),
+        InferenceRoute("/v1/score", "score", "Score pairs of texts"),
+        InferenceRoute("/score", "score", "Score pairs of texts"),
     )
     prefixes = ("/v1", "/tokenize", "/detokenize")
     error_schema = OPENAI_ERROR_SCHEMA

@@ -26,7 +26,7 @@ class RerankDialect(ObjectDialect):
     tables: ClassVar[Mapping[Task, Table]] = {"score": RERANK}
     style = Style()
     routes = tuple(
-        InferenceRoute(path, "score", "Documents in the order of their relevance to a query")
+        InferenceRoute(path, "score", "Rank documents by their relevance to a query")
         for path in ("/v1/rerank", "/rerank", COHERE)
     )
     error_schema = OPENAI_ERROR_SCHEMA

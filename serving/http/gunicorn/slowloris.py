@@ -85,7 +85,7 @@ class TimedConnection:
 
         Raises ``OSError``, also if it takes longer than a first byte may take, and ``PlainHttp``.
         """
-        with self._waiting("request"), gevent.Timeout(self._left, TimeoutError("the TLS handshake did not come")):
+        with self._waiting("request"), gevent.Timeout(self._left, TimeoutError("the TLS handshake did not arrive")):
             if self.plain.recv(1, socket.MSG_PEEK) not in (HANDSHAKE, b""):
                 raise PlainHttp("this server speaks https")
             self.plain = context.wrap_socket(self.plain, server_side=True, do_handshake_on_connect=False)

@@ -29,9 +29,9 @@ class Tls:
             return
         try:
             self.context = make_context(self._cert, self._key, self._client_ca)
-            logs.event("the certificate was read again", file=self._cert)
+            logs.event("the certificate was reloaded", file=self._cert)
         except PackagingError as error:
-            logs.event("the certificate cannot be read again; the old one serves on", level=40, error=str(error))
+            logs.event("the certificate cannot be reloaded; the old one stays in use", level=40, error=str(error))
 
 
 def gateway_tls(settings: ListenSettings) -> Tls | None:

@@ -301,7 +301,7 @@ class ServerArbiter(Arbiter):
                 self.cfg.child_exit(self, before[pid])
             pause = self._pauses.failed()
             self._not_before = time.monotonic() + pause
-            logs.event("a worker could not begin; it is tried again", level=40, seconds=pause)
+            logs.event("a worker could not start; it is tried again", level=40, seconds=pause)
 
     def spawn_worker(self) -> Any:
         """Start a worker with ending signals blocked until it handles them itself; an earlier one would be lost."""

@@ -202,7 +202,7 @@ def metrics_exposition(server: WorkerState, request: Request) -> Answer:
     """
     if server.requires_key and server.settings.probe_port is None:
         if request.caller.key_id == UNKNOWN.key_id:
-            raise Unauthenticated("metrics are every tenant's: send a key with the scope manage, or use --probe-port")
+            raise Unauthenticated("metrics cover all tenants: send a key with the scope manage, or use --probe-port")
         request.caller.check_scope("manage")
     return Answer(body=metrics.exposition(server.endpoints, server.ledger), content_type=metrics.CONTENT_TYPE)
 
@@ -246,7 +246,7 @@ ROUTES = (
         method="GET",
         path="/ping",
         handler=ping,
-        summary="Is the server up",
+        summary="Liveness",
         auth=Auth.OPEN,
         listener=Listener.BOTH,
         produces=_TEXT,
@@ -255,7 +255,7 @@ ROUTES = (
         method="GET",
         path="/health",
         handler=health,
-        summary="Do the engines make progress",
+        summary="Readiness of engines",
         auth=Auth.OPTIONAL,
         listener=Listener.BOTH,
         also=_STALLED,
@@ -264,7 +264,7 @@ ROUTES = (
         method="GET",
         path="/ready",
         handler=ready,
-        summary="Does the server take requests",
+        summary="Readiness",
         auth=Auth.OPTIONAL,
         listener=Listener.BOTH,
         also=_STALLED,
@@ -273,7 +273,7 @@ ROUTES = (
         method="GET",
         path="/version",
         handler=version,
-        summary="The version of MLflow this server speaks for",
+        summary="Supported version of MLflow",
         auth=Auth.OPEN,
         produces=_TEXT,
     ),

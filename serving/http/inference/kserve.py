@@ -67,13 +67,13 @@ def _meant(server: WorkerState, request: Request) -> ServedEntity:
 _KSERVE = DIALECTS["kserve"]
 _NOT_READY = {Unavailable.status: "Not ready"}
 _PROBES: tuple[tuple[str, Handler, str, dict[int, str]], ...] = (
-    ("live", is_live, "Is the server up", {}),
-    ("ready", is_ready, "Does the server take requests", _NOT_READY),
+    ("live", is_live, "Liveness", {}),
+    ("ready", is_ready, "Readiness", _NOT_READY),
 )
 _OF_MODEL = (
     ("", of_model, "A model's tensors"),
-    ("/ready", is_model_ready, "Does the model take requests"),
-    ("/config", config_of_model, "A model's configuration, as Triton's clients read it"),
+    ("/ready", is_model_ready, "Readiness of a model"),
+    ("/config", config_of_model, "Configuration of a model, for Triton's clients"),
 )
 
 ROUTES = (
@@ -106,7 +106,7 @@ ROUTES = (
         method="POST",
         path="/v2/repository/index",
         handler=with_body(index),
-        summary="The models that are served",
+        summary="Served models",
         dialect=_KSERVE,
         body=_INDEX,
         content_types=(JSON, BINARY, ""),

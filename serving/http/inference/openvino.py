@@ -53,7 +53,7 @@ ROUTES = (
         method="GET",
         path="/v1/config",
         handler=config,
-        summary="The models that are served, their versions and states",
+        summary="Served models with their versions and states",
         dialect=_OPENVINO,
     ),
 )

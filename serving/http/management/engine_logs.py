@@ -114,14 +114,14 @@ ROUTES = (
         method="GET",
         path=f"{SERVED}/logs",
         handler=with_body(logs),
-        summary="The end of what a served model's engines wrote",
+        summary="Last log lines of a served model's engines",
         dialect=DIALECTS["databricks"],
     ),
     Route(
         method="GET",
         path=f"{SERVED}/build-logs",
         handler=with_body(build_logs),
-        summary="What they wrote while they loaded",
+        summary="Log lines of a served model's engines from loading",
         dialect=DIALECTS["databricks"],
     ),
 )

@@ -46,13 +46,13 @@ TURN = 0.05
 LOAD = record(
     lora_name=Entry(text(NAME, NAMED), required="the name that requests call the adapter by"),
     lora_path=Entry(short_text(4096), required="a directory in peft's layout, or models:/name/version"),
-    load_inplace=Entry(boolean, "Replace an adapter of that name; requests that run end on the old one"),
+    load_inplace=Entry(boolean, "Replace an adapter of that name; running requests finish with the old one"),
     pinned=Entry(boolean, "Engines never evict it"),
-    model=Entry(short_text(256), "The endpoint, where there are several"),
+    model=Entry(short_text(256), "The endpoint, if there are several"),
 )
 UNLOAD = record(
     lora_name=Entry(text(NAME, NAMED), required="the adapter's name"),
-    model=Entry(short_text(256), "The endpoint, where there are several"),
+    model=Entry(short_text(256), "The endpoint, if there are several"),
 )
 
 
@@ -218,7 +218,7 @@ ROUTES = (
         method="POST",
         path="/v1/load_lora_adapter",
         handler=with_body(load),
-        summary="Load a LoRA adapter; it answers requests when this answers",
+        summary="Load a LoRA adapter; it is ready when this call returns",
         dialect=DIALECTS["openai"],
         auth=Auth.MANAGE,
         body=LOAD,
@@ -228,7 +228,7 @@ ROUTES = (
         method="POST",
         path="/v1/unload_lora_adapter",
         handler=with_body(unload),
-        summary="Unload a LoRA adapter; requests that run end on it",
+        summary="Unload a LoRA adapter; running requests finish with it",
         dialect=DIALECTS["openai"],
         auth=Auth.MANAGE,
         body=UNLOAD,

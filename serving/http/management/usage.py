@@ -36,13 +36,13 @@ USAGE_QUERY: dict[str, dict[str, Any]] = {
     "status": {"enum": ["open", "ok", "error", "aborted", "recovered"]},
     "model_version": _NAME | {"maxLength": MAX_VERSION, "description": "A model's name and version: assistant/7"},
     "content_hash": _NAME,
-    "end_user": _NAME | {"description": "What requests gave as user"},
+    "end_user": _NAME | {"description": "The user that requests named"},
     "client_request_id": _NAME,
     "tag": {"type": "string", "description": "NAME=VALUE: a label of metadata or usage_context"},
     "by": {"type": "string", "description": f"Sums by {ALLOWED_GROUPS}; several with commas"},
     "format": {"enum": ["json", "csv", "parquet"]},
-    "limit": {"type": "integer", "minimum": 1, "maximum": 10_000, "description": "Rows of a page"},
-    "cursor": {"type": "string", "description": "next_cursor of the page before"},
+    "limit": {"type": "integer", "minimum": 1, "maximum": 10_000, "description": "Rows per page"},
+    "cursor": {"type": "string", "description": "next_cursor of the previous page"},
 }
 FORMATS = tuple(USAGE_QUERY["format"]["enum"])
 CSV_LINES = 200
@@ -55,7 +55,7 @@ def get_usage(server: WorkerState, request: Request) -> Answer:
         raise NotFound("this server keeps no ledger; start it with --database")
     for name, values in request.parameters().items():
         if name not in USAGE_QUERY:
-            raise InvalidField(name[:80], values[0], "no such parameter; known are " + ", ".join(USAGE_QUERY))
+            raise InvalidField(name[:80], values[0], "no such parameter; expected one of " + ", ".join(USAGE_QUERY))
     return usage(Usage(server.ledger.store), request.caller, request.single_parameters())
 
 
@@ -86,12 +86,14 @@ def _visible(what: UsageFilter, caller: Caller) -> UsageFilter:
     if caller.manages:
         return what
     if what.tenant not in (None, caller.tenant):
-        raise PermissionDenied(f"tenant: the key is of tenant {caller.tenant!r}; it sees only that one", param="tenant")
+        raise PermissionDenied(
+            f"tenant: the key belongs to tenant {caller.tenant!r}; it sees only that one", param="tenant"
+        )
     what = msgspec.structs.replace(what, tenant=caller.tenant)
     if "usage" in caller.scopes:
         return what
     if what.key_id not in (None, caller.key_id):
-        raise PermissionDenied("key_id: without the scope 'usage' a key sees what it used itself", param="key_id")
+        raise PermissionDenied("key_id: without the scope 'usage' a key sees only its own usage", param="key_id")
     return msgspec.structs.replace(what, key_id=caller.key_id)
 
 
@@ -150,7 +152,7 @@ ROUTES = (
         method="GET",
         path=USAGE,
         handler=with_body(get_usage),
-        summary="What was used, and its cost: rows, sums, CSV or Parquet",
+        summary="Usage and its cost: rows, sums, CSV or Parquet",
         query=USAGE_QUERY,
         produces=(JSON, "text/csv", "application/vnd.apache.parquet"),
     ),

@@ -38,7 +38,7 @@ def read_body(environ: Mapping[str, Any], limit: int, allocation: Allocation | N
     """
     encoding = environ.get("HTTP_CONTENT_ENCODING", "").strip().lower()
     if encoding not in ("", "identity"):
-        raise RequestError(f"Content-Encoding: {encoding[:40]!r} is not taken; send the body as it is")
+        raise RequestError(f"Content-Encoding: {encoding[:40]!r} is not supported; send the body uncompressed")
     length = _length(environ, limit)
     try:
         if length is not None:

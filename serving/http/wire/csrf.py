@@ -51,7 +51,7 @@ def allows(origins: tuple[str, ...], origin: str | None) -> bool:
     return origin is not None and ("*" in origins or origin.lower() in origins)
 
 
-_WHY = "this server asks for no keys, so it refuses requests from "
+_WHY = "this server requires no keys, so it refuses requests from "
 _OWN = "this machine's own"
 
 
@@ -91,7 +91,7 @@ def check_content_type(environ: Mapping[str, Any], taken: tuple[str, ...] = (JSO
         charset = options.get("charset", "utf-8")
         if charset.lower() in ("utf-8", "utf8"):
             return
-        raise UnsupportedMediaType(f"Content-Type: the charset {charset[:40]!r} is not taken; JSON is UTF-8")
+        raise UnsupportedMediaType(f"Content-Type: the charset {charset[:40]!r} is not supported; JSON is UTF-8")
     if kind in taken:
         return
     problem = f"{given[:80]!r} is not taken" if given else "is missing"

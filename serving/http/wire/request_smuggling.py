@@ -34,7 +34,7 @@ def check(request: Any) -> None:
     headers = dict(request.headers)
     coding = headers.get("TRANSFER-ENCODING")
     if coding is not None and (coding.lower() != "chunked" or names.count("TRANSFER-ENCODING") > 1):
-        raise AmbiguousRequest("Transfer-Encoding: only chunked is taken")
+        raise AmbiguousRequest("Transfer-Encoding: only chunked is supported")
     _check_host(request, headers.get("HOST"))
 
 

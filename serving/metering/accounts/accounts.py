@@ -150,9 +150,9 @@ class Accounts:
             and subject != ANONYMOUS.tenant
             and self._store.read(lambda c: c.execute(payers).first()) is None
         ):
-            return [f"no key is of tenant {subject!r}; the limit holds once one is, or a token"]
+            return [f"no key belongs to tenant {subject!r}; the limit applies once a key or a token does"]
         if scope in ("endpoint", "user") and self._store.read(lambda c: c.execute(known).first()) is None:
-            return [f"there is no endpoint {subject!r} yet; the limit holds once there is"]
+            return [f"there is no endpoint {subject!r} yet; the limit applies once there is"]
         return []
 
     # prices
@@ -234,7 +234,7 @@ def _known(query: Query, allowed: Mapping[str, Any], required: tuple[str, ...] =
     """Check the names and lengths in ``query`` and return it. Raises ``InvalidField``."""
     for name, value in query.items():
         if name not in allowed:
-            raise InvalidField(name[:80], value, "no such parameter; known are " + ", ".join(allowed))
+            raise InvalidField(name[:80], value, "no such parameter; expected one of " + ", ".join(allowed))
         most = allowed[name].get("maxLength", 256)
         if not 0 < len(value) <= most or "\0" in value:
             raise InvalidField(name, value, f"a text of 1 to {most} characters")

@@ -61,7 +61,7 @@ NEW_KEY = record(
 )
 KEY_CHANGES = record(**_KEY_FIELDS)
 ROTATION = record(
-    overlap=Entry(text(DURATION, DURATION_ALLOWED), "How long the old secret is taken as well (24h)"),
+    overlap=Entry(text(DURATION, DURATION_ALLOWED), "How long the old secret remains valid (24h)"),
     expires=Entry(_MOMENT, EXPIRY_ALLOWED),
 )
 NEW_LIMITS = record(
@@ -71,11 +71,11 @@ NEW_LIMITS = record(
 )
 NEW_PRICE = record(
     entity=Entry(_named(256), 'A served model\'s name, or "*"', required="a served model's name, or *"),
-    input=Entry(_MONEY, "A million prompt tokens (0)"),
-    cached=Entry(_MONEY, "A million of them found in the cache (as input)"),
-    output=Entry(_MONEY, "A million generated tokens (0)"),
-    unit_minute=Entry(_MONEY, "A reserved token/s for a minute (0)"),
-    effective=Entry(_MOMENT, f"From when on (now): {TIMESTAMP_ALLOWED}"),
+    input=Entry(_MONEY, "Price of a million prompt tokens (0)"),
+    cached=Entry(_MONEY, "Price of a million of them found in the cache (as input)"),
+    output=Entry(_MONEY, "Price of a million generated tokens (0)"),
+    unit_minute=Entry(_MONEY, "Price of a reserved token/s for a minute (0)"),
+    effective=Entry(_MOMENT, f"When the price takes effect (now): {TIMESTAMP_ALLOWED}"),
 )
 NEW_CURRENCY = record(currency=Entry(text(CURRENCY, CURRENCY_ALLOWED), required=CURRENCY_ALLOWED))
 
@@ -96,6 +96,6 @@ AUDIT_QUERY: dict[str, dict[str, Any]] = {
     "actor": _NAME,
     "action": {"enum": list(ACTIONS)},
     "target": {"type": "string", "minLength": 1, "maxLength": 512},
-    "limit": {"type": "integer", "minimum": 1, "maximum": MAX_PAGE, "description": "Entries of a page (100)"},
-    "cursor": {"type": "string", "description": "next_cursor of the page before"},
+    "limit": {"type": "integer", "minimum": 1, "maximum": MAX_PAGE, "description": "Entries per page (100)"},
+    "cursor": {"type": "string", "description": "next_cursor of the previous page"},
 }

@@ -262,7 +262,7 @@ class Keys:
     def _living(self, connection: sa.Connection, key: str) -> ApiKey:
         found = self._found(connection, key)
         if found.revoked_ms is not None:
-            raise Conflict(f"key {found.key_id} is revoked, which is for ever; create another")
+            raise Conflict(f"key {found.key_id} is revoked permanently; create another")
         return found
 
     def now_ms(self) -> int:

@@ -71,7 +71,7 @@ def units(micro: int) -> str:
 def micro_units_of(amount: str) -> int:
     """Convert what ``units`` has written, of any size. Raises ``ValueError``."""
     if not isinstance(amount, str) or not (found := WRITTEN.fullmatch(amount)):
-        raise ValueError(f"{amount!r} is no amount of money")
+        raise ValueError(f"{amount!r} is not an amount of money")
     sign, whole, decimals = found.groups()
     return int(f"{sign}{whole}{decimals.ljust(6, '0')}")
 
@@ -106,7 +106,7 @@ def set_currency(store: Store, value: str, *, by: Actor | None = None) -> None:
     def work(connection: sa.Connection) -> None:
         before = currency_of(connection)
         if before not in ("", value) and _has_costs(connection):
-            raise Conflict(f"currency: costs are booked in {before}, and another name would convert none of them")
+            raise Conflict(f"currency: costs are booked in {before}, and another name would not convert them")
         insert = store.insert(settings).values(name="currency", value=value)
         connection.execute(insert.on_conflict_do_update(index_elements=["name"], set_={"value": value}))
         record(connection, by, "currency.set", value, before=before or None, after=value)

@@ -41,7 +41,7 @@ class Prices:
             raise InvalidField("entity", entity, "a name of 1 to 256 characters")
         if at < now - 1:
             shown = datetime.fromtimestamp(at, UTC).isoformat()
-            raise InvalidField("effective", shown, "a time that is not past")
+            raise InvalidField("effective", shown, "a time that is not in the past")
         values = {
             "input": price.input,
             "cached": price.cached,

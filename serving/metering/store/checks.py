@@ -31,11 +31,11 @@ class NoStore(ValueError):
 def parsed(given: str) -> sa.URL:
     """Parse a URL and set this package's driver. Raises ``NoStore``."""
     if "://" not in given:
-        raise NoStore(given, "is no URL such as sqlite:///serving.db")
+        raise NoStore(given, "is not a URL such as sqlite:///serving.db")
     try:
         url = sa.make_url(given)
     except (ArgumentError, ValueError):
-        raise NoStore(given, "is no URL such as sqlite:///serving.db") from None
+        raise NoStore(given, "is not a URL such as sqlite:///serving.db") from None
     if url.get_backend_name() not in BACKENDS:
         raise NoStore(given, "is neither sqlite:// nor postgresql://")
     return url.set(drivername="postgresql+psycopg") if url.drivername == "postgresql" else url

@@ -88,7 +88,7 @@ class Store:
         if self._synchronous not in {"NORMAL", "FULL", "EXTRA"}:
             raise NoStore(url, f"synchronous: {self._synchronous!r} is not NORMAL, FULL or EXTRA")
         if self.is_sqlite and (unknown := sorted(parsed.query.keys() - {"synchronous"})):
-            raise NoStore(url, f"{unknown[0]}: there is no such parameter; there is synchronous")
+            raise NoStore(url, f"{unknown[0]}: no such parameter; expected synchronous")
         self._file: SqliteFile | None = None
         self._is_ours = False  # set when its revision is known: another program's file is left unchanged
         with checks.named(url):

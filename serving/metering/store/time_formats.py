@@ -45,7 +45,7 @@ def parse_expiry(field: str, value: str, now_ms: int) -> int | None:
     else:
         at = parse_timestamp(field, value, EXPIRY_ALLOWED) or 0
     if at <= now_ms:
-        raise InvalidField(field, value, f"a moment to come: {EXPIRY_ALLOWED}")
+        raise InvalidField(field, value, f"a future time: {EXPIRY_ALLOWED}")
     return at
 
 

@@ -62,7 +62,9 @@ def chat_prompt(raw: RawChat, endpoint: EndpointView, pictures: tuple[Size, ...]
         raise InvalidField("messages", f"{len(raw.messages)} messages", f"at most {profile.max_messages}")
     if raw.end == "open" and raw.messages[-1].role != "assistant":
         last = f"messages[{len(raw.messages) - 1}].role"
-        raise InvalidField(last, raw.messages[-1].role, "assistant: it is the message that the model is to go on with")
+        raise InvalidField(
+            last, raw.messages[-1].role, '"assistant": continue_final_message needs an assistant message last'
+        )
     if profile.strict_turns:
         check_turns(raw.messages, raw.end)
     check_tool_messages(raw.messages, raw.end)

@@ -130,7 +130,7 @@ class IoLoop:
                     self._check_absence()
         except BaseException as broken:
             logger.exception("the engine's client ends")
-            error = died(f"the client broke: {type(broken).__name__}")
+            error = died(f"the client failed: {type(broken).__name__}")
             raise
         finally:
             self.stopping = True
@@ -303,7 +303,7 @@ class IoLoop:
             try:
                 self.state.receive(frame)
             except msgspec.DecodeError as error:
-                logger.warning("a message that cannot be read: %s", error)
+                logger.warning("an unreadable message: %s", error)
         return True
 
     def _is_left(self) -> bool:

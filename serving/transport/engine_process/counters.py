@@ -44,5 +44,5 @@ class CounterWriter:
         try:
             return CountsFile(Path(root), self._generation)
         except OSError:
-            logger.exception("no counts can be kept in %s", root)
+            logger.exception("counters cannot be stored in %s", root)
             return None

@@ -76,7 +76,7 @@ class MeteredRequests:
                 # one store may read two directories (of two hosts or users) with journals of this engine: names differ
                 self._journals[root] = Journal(Path(root), f"{self._generation}.{secrets.token_hex(4)}")
             except OSError:
-                logger.exception("no journal can be kept in %s", root)
+                logger.exception("no journal can be written in %s", root)
                 self._journals[root] = None
         return self._journals[root]
 

@@ -159,8 +159,8 @@ class EngineServer:
             try:
                 self._handle(identity, m.decode_for_engine(frame))
             except msgspec.DecodeError as error:
-                logger.warning("a message that cannot be read: %s", error)
-                self._send(identity, m.Rejected("a message cannot be read"))
+                logger.warning("an unreadable message: %s", error)
+                self._send(identity, m.Rejected("a message could not be read"))
 
     def _handle(self, identity: bytes, message: m.ToEngine) -> None:
         if isinstance(message, m.Hello):
@@ -168,7 +168,7 @@ class EngineServer:
             return
         peer = self._peers.get(identity)
         if peer is None:
-            self._send(identity, m.Rejected("say hello first"))
+            self._send(identity, m.Rejected("expected Hello as the first message"))
             return
         peer.seen = time.monotonic()
         match message:
@@ -255,7 +255,7 @@ class EngineServer:
             return m.Answer(message.call, (), error.kind, error.message, error.param)
         except Exception:
             logger.exception("adapter call")
-            return m.Answer(message.call, (), "internal", "the engine could not do it; see its log")
+            return m.Answer(message.call, (), "internal", "the call failed in the engine; see its log")
 
     def _allowed(self, path: str) -> str:
         """Return the real path of an adapter that a client on another host names.
@@ -328,7 +328,7 @@ class EngineServer:
         for identity, peer in list(self._peers.items()):
             gone = peer.client_id not in alive if peer.client_id else now - peer.seen > SILENCE
             if gone:
-                logger.info("client %s is gone with %d requests", peer.client_id, len(peer.open))
+                logger.info("client %s disconnected with %d requests", peer.client_id, len(peer.open))
                 self._drop(identity)
         beat = m.Heartbeat(self._health())
         for identity in self._peers:

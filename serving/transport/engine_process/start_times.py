@@ -27,7 +27,7 @@ class StartTimes:
 
     def __str__(self) -> str:
         parts = [*self.parts.items(), ("in all", tuple(map(sum, zip(*self.parts.values(), strict=True))))]
-        return ", ".join(f"{part} {wall:.2f} s ({used:.2f} s of processor time)" for part, (wall, used) in parts)
+        return ", ".join(f"{part} {wall:.2f} s ({used:.2f} s of CPU time)" for part, (wall, used) in parts)
 
 
 def _age() -> float:

@@ -128,7 +128,7 @@ def test_another_at_log_time(tmp_path, qwen_dir, given, expected):
 @pytest.mark.parametrize(
     ("given", "reported"),
     [
-        ({"num_beams": 4}, "generation_config: num_beams: 4 has no effect here; known are temperature"),
+        ({"num_beams": 4}, "generation_config: num_beams: 4 has no effect here; expected one of temperature"),
         ({"temprature": 1}, "did you mean 'temperature'"),
         ({"temperature": 9}, r"generation_config: temperature: 9 is not allowed; expected a number"),
         ({"max_new_tokens": -1}, "generation_config: max_new_tokens: -1 is not allowed; expected an integer"),

@@ -64,7 +64,7 @@ def test_a_uri_is_fixed_to_a_version(store: str, uri: str, version: str) -> None
         ),
         ("models:/assistant/Staging", "'assistant' in {store} has no version in a stage 'Staging'; it has versions 7"),
         ("models:/assistant@chmpion", "'assistant' in {store} has no alias 'chmpion'; it has versions 7, 6"),
-        ("models:/assistant", "'assistant' in {store} has versions, and none is named; it has versions 7, 6"),
+        ("models:/assistant", "'assistant' in {store} needs a version or an alias; it has versions 7, 6"),
     ],
 )
 def test_a_missing_model_is_reported_with_alternatives(store: str, uri: str, reported: str) -> None:

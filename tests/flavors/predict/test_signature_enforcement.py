@@ -130,14 +130,14 @@ def test_tables_of_the_scoring_server():
 @pytest.mark.parametrize(
     ("body", "reported"),
     [
-        (b'{"inputs": [', "body: it is no JSON at character"),
-        (b'{"prompt": "\xff"}', "body: it is no JSON: no UTF-8"),
+        (b'{"inputs": [', "body: invalid JSON at character"),
+        (b'{"prompt": "\xff"}', "body: invalid JSON: not UTF-8"),
         (b'{"prompt": "x", "seed": ' + b"1" * 5000 + b"}", "body: an integer has more than 4300 digits"),
         (b"[" * 100_000, "too deeply"),
         (b"[]", "expected a JSON object"),
         ({"inputs": [], "instances": []}, "exactly one of"),
         ({"foo": 1}, "exactly one of messages, prompt, input, query, text_1, inputs"),
-        ({"inputs": [], "max_tokens": 1}, "max_tokens: 1 is not allowed; expected no such field"),
+        ({"inputs": [], "max_tokens": 1}, "max_tokens: 1 is not allowed: no such field"),
         ({"inputs": [], "param": {}}, "did you mean 'params'"),
         ({"dataframe_split": {"columns": ["a"]}}, "dataframe_split: "),
         ({"dataframe_split": {"columns": ["a"], "data": 1}}, "dataframe_split: "),

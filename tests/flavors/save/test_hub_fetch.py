@@ -101,5 +101,7 @@ def test_a_model_from_the_hub(hub, llama_dir, tmp_path):
     assert f"/{REPO}/resolve/{COMMIT}/model.safetensors" in hub.asked
     assert not [path for path in hub.asked if path.endswith(".bin")]
     reported = done.stdout.strip().splitlines()[-1]
-    assert reported.startswith("model: 'someone/nothing' is no local path and was not fetched from the hub: 404")
+    assert reported.startswith(
+        "model: 'someone/nothing' is not a local path and could not be fetched from the hub: 404"
+    )
     assert len(reported) < 300

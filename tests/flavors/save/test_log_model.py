@@ -320,17 +320,17 @@ def test_default_adapter_may_be_overridden(tmp_path, llama_dir, adapter_dir):
     assert configured(tmp_path / "m", None)[0].default_adapter == "formal"
     assert configured(tmp_path / "m", {"default_adapter": "casual"})[0].default_adapter == "casual"
     assert configured(tmp_path / "m", {"default_adapter": None})[0].default_adapter is None
-    with pytest.raises(PackagingError, match="default_adapter: 'x' is no adapter; expected casual, formal"):
+    with pytest.raises(PackagingError, match="default_adapter: 'x' is not an adapter; expected casual, formal"):
         configured(tmp_path / "m", {"default_adapter": "x"})
 
 
 def test_pinned_adapters_are_the_models(tmp_path, llama_dir, adapter_dir):
     """A pinned adapter that the model does not have is refused when logging and when a load overrides the setting."""
     adapters = {"formal": adapter_dir}
-    with pytest.raises(PackagingError, match="pinned_adapters: 'x' is no adapter of the model; it has formal"):
+    with pytest.raises(PackagingError, match="pinned_adapters: 'x' is not an adapter of the model; it has formal"):
         llm.save_model(tmp_path / "no", llama_dir, adapters=adapters, pinned_adapters=["x"])
     llm.save_model(tmp_path / "m", llama_dir, adapters=adapters, pinned_adapters=["formal"])
     configured = bundle_reader.configured
     assert configured(tmp_path / "m", None)[1].settings.pinned_adapters == ("formal",)
-    with pytest.raises(PackagingError, match="pinned_adapters: 'x' is no adapter; expected formal"):
+    with pytest.raises(PackagingError, match="pinned_adapters: 'x' is not an adapter; expected formal"):
         configured(tmp_path / "m", {"pinned_adapters": ["x"]})

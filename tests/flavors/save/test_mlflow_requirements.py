@@ -50,7 +50,7 @@ def test_packages_are_added_and_removed(logged) -> None:
     ("operation", "line", "words"),
     [
         ("add", "evil @ https://example.org/evil.whl", "is not allowed; expected a package's name and version"),
-        ("add", "--index-url https://example.org", "is no package's name and version"),
+        ("add", "--index-url https://example.org", "is not a package's name and version"),
         ("remove", "mlflow_llm", "mlflow-llm cannot be removed"),
         ("replace", "six", "operation: 'replace' is not allowed; expected add or remove"),
     ],

@@ -86,7 +86,7 @@ def test_what_this_machine_lacks_is_left_to_the_engine(tmp_path, bert_dir, monke
 
     monkeypatch.setattr(embedder, "use_ragged_attention", lacking)
     llm.save_model(tmp_path / "m", bert_dir)
-    assert "the model is tried by its engine alone: not here" in caplog.text
+    assert "only the engine tries the model: not here" in caplog.text
 
 
 def test_the_probe_leaves_a_model_as_it_was():

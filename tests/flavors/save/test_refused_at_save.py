@@ -106,7 +106,7 @@ def test_invalid_draft_models_are_refused(tmp_path, llama_dir, bert_dir):
 
 def test_arguments_without_effect_are_refused(tmp_path, llama_dir, bert_dir):
     """A revision without a hub id, and embedding settings of a generating model, are refused."""
-    words = "revision: 'main' is not allowed; expected None: the model is no hub id"
+    words = "revision: 'main' is not allowed; expected None: the model is not a hub id"
     assert refused(tmp_path / "m", llama_dir, revision="main") == words
     model = tf.AutoModel.from_pretrained(bert_dir)
     assert refused(tmp_path / "m", model, byte_tokenizer(), revision="main") == words
@@ -236,7 +236,7 @@ def bert(kind: str, labels: int = 2) -> Any:
 def test_a_head_that_no_task_uses(tmp_path, kind, labels, head):
     """A model with a head that no task uses is refused by its name, unless its task is embeddings."""
     source = save_encoder(tmp_path / "source", bert(kind, labels))
-    words = f"task: BertFor{kind} has {head} that no task has a use for; task='embeddings' logs its encoder without it"
+    words = f"task: BertFor{kind} has {head} that no task uses; task='embeddings' logs its encoder without it"
     assert refused(tmp_path / "m", source) == words
     llm.save_model(tmp_path / "m", source, task="embeddings")
     assert read_bundle(tmp_path / "m").tasks == ("embeddings",)

@@ -230,7 +230,7 @@ def test_default_adapter_must_exist(tmp_path, llama_dir, adapter_dir):
     llm.save_model(tmp_path / "m", llama_dir, adapters={"x": adapter_dir}, default_adapter="x")
     assert json.loads((tmp_path / "m/manifest.json").read_text())["default_adapter"] == "x"
     assert llm.load_bundle(tmp_path / "m").default_adapter == "x"
-    with pytest.raises(MlflowException, match="default_adapter: 'y' is no adapter of the model; it has x"):
+    with pytest.raises(MlflowException, match="default_adapter: 'y' is not an adapter of the model; it has x"):
         llm.save_model(tmp_path / "n", llama_dir, adapters={"x": adapter_dir}, default_adapter="y")
 
 

@@ -268,7 +268,7 @@ def test_hub_id_that_cannot_be_had(tmp_path, monkeypatch):
         raise huggingface_hub.errors.LocalEntryNotFoundError("offline\nlong explanation")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    with pytest.raises(MlflowException, match="'someone/tiny' is no local path and was not fetched") as caught:
+    with pytest.raises(MlflowException, match="'someone/tiny' is not a local path and could not be fetched") as caught:
         llm.save_model(tmp_path / "m", "someone/tiny")
     assert caught.value.error_code == "INVALID_PARAMETER_VALUE"
     assert "\n" not in caught.value.message

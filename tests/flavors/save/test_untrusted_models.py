@@ -50,7 +50,7 @@ def edit(file, **changes):
 @pytest.mark.parametrize(
     ("template", "limit"),
     [
-        (LOOP, "seconds of processor time"),
+        (LOOP, "seconds of CPU time"),
         ("{{ 'a' * 10**10 }}", "MiB of memory"),
         ("{{ 'a' * 2 * 10**6 }}" * 4, "out"),
     ],

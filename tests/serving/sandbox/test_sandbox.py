@@ -256,7 +256,7 @@ def test_the_loop_goes_on_meanwhile(pool):
         "print(*gevent.threadpool.ThreadPool(2).map(lambda _: render(), range(4)), gevent.spawn(render).get())"
     )
     found = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
-    assert found.stdout == "True more than 0.5 seconds of processor time\n" + " ".join(["2000000"] * 5) + "\n"
+    assert found.stdout == "True more than 0.5 seconds of CPU time\n" + " ".join(["2000000"] * 5) + "\n"
 
 
 def test_places_are_given_back(pool):

@@ -24,7 +24,10 @@ def test_a_backend_reads_the_settings_under_its_name(tmp_path: Path) -> None:
     ("given", "message"),
     [
         ({"instant": {"step_delay": -1}}, r"backend\.instant\.step_delay: -1 is not allowed; expected a number from 0"),
-        ({"instant": {"speed": 1}}, r"backend\.instant\.speed: .*no such setting; known are step_delay, load_delay"),
+        (
+            {"instant": {"speed": 1}},
+            r"backend\.instant\.speed: .*no such setting; expected one of step_delay, load_delay",
+        ),
         ({"vllm": {}}, r"backend\.vllm: .* expected settings of this engine alone, which is 'instant'"),
     ],
 )

@@ -197,7 +197,7 @@ def _templates(header: Header) -> Any:
 def _flag(header: Header, name: str, default: bool) -> bool:
     value = header.values.get(f"tokenizer.ggml.{name}", default)
     if not isinstance(value, bool):
-        raise PackagingError(f"model: {header.file}: tokenizer.ggml.{name} = {shown(value)} is not a truth value")
+        raise PackagingError(f"model: {header.file}: tokenizer.ggml.{name} = {shown(value)} is not a boolean")
     return value
 
 

@@ -99,7 +99,7 @@ def test_limits_and_prices(client: FlaskClient, store: Store) -> None:
     assert client.put(CURRENCY, json={"currency": "EUR"}).json == {"currency": "EUR"}
     reported = client.put(LIMITS, json={"scope": "tenant", "subject": "a/b c", "limits": {"budget_month": "25"}}).json
     assert (reported["currency"], reported["limits"][0]["value"]) == ("EUR", "25.00")
-    assert reported["notes"] == ["no key is of tenant 'a/b c'; the limit holds once one is, or a token"]
+    assert reported["notes"] == ["no key belongs to tenant 'a/b c'; the limit applies once a key or a token does"]
     assert client.put(LIMITS, json={"scope": "tenant", "subject": "ops", "limits": {"qpm": 100}}).json["notes"] == []
     assert client.delete(LIMITS, query_string={"scope": "tenant", "subject": "ops", "kind": "qpm"}).status_code == 200
     noted = client.put(LIMITS, json={"scope": "endpoint", "subject": "chat", "limits": {"qpm": 1}}).json["notes"]
@@ -279,7 +279,7 @@ def test_the_bill_over_http(url: str, operator: str, ledger: Ledger, tmp_path: P
     (own,) = json.loads(bill("--url", url, "--key", secret, "--by", "tenant", "--json"))["usage"]
     assert (own["tenant"], own["requests"], own["completion_tokens"]) == ("zeta", 2, 7)
     refused = CliRunner().invoke(cli, ["usage", "--url", url, "--key", secret, "--tenant", "acme"])
-    assert (refused.exit_code, "403: tenant: the key is of tenant 'zeta'" in refused.stderr) == (1, True)
+    assert (refused.exit_code, "403: tenant: the key belongs to tenant 'zeta'" in refused.stderr) == (1, True)
 
 
 def test_an_allow_list_with_unknown_endpoints(url: str, operator: str, store: Store) -> None:

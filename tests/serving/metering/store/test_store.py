@@ -177,7 +177,7 @@ def test_passwords_are_not_shown(url, seen):
         ("sqlite://", "in memory"),
         ("sqlite:///:memory:", "in memory"),
         ("sqlite:///x.db?synchronous=maybe", "synchronous"),
-        ("sqlite:///x.db?synchronus=FULL", "synchronus: there is no such parameter; there is synchronous"),
+        ("sqlite:///x.db?synchronus=FULL", "synchronus: no such parameter; expected synchronous"),
         ("mysql://me:s3cret@host/db", "is neither"),
         ("nodialect://x", "is neither"),
         ("store.db", "is no URL"),
