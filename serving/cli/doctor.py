@@ -20,7 +20,7 @@ from ..http.gunicorn.listen_addresses import try_address
 from ..interface.bundle import Bundle
 from ..interface.errors import PackagingError, ServingError
 from ..system import child
-from ..system.cpus import num_threads, processors
+from ..system.cpus import available_cpus, num_threads
 from ..system.main_memory import main_memory
 
 PACKAGES = (
@@ -89,7 +89,7 @@ def machine() -> Section:
         "system": platform.platform(),
         "processor": _processor(),
         "instructions": ", ".join(_instructions()) or "unknown",
-        "cores": str(processors()),
+        "cores": str(available_cpus()),
         "threads": f"{num_threads()} (OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'unset')})",
         "accelerator": _accelerator(),
         "memory": str(main_memory()),
@@ -186,7 +186,7 @@ def _show(found: dict[str, Section]) -> None:
 
 
 def _cpuinfo() -> dict[str, str]:
-    """The first processor's lines of /proc/cpuinfo, where there is one."""
+    """Return the first CPU's lines of /proc/cpuinfo, if there is one."""
     path = Path("/proc/cpuinfo")
     text = path.read_text().split("\n\n")[0] if path.exists() else ""
     pairs = (line.partition(":") for line in text.splitlines())

@@ -18,7 +18,7 @@ from ..modes.billing import ReservedTime
 from ..modes.calibration import Capacity, calibrate
 from ..modes.provisioned import Measured, check_throughput, reserved_units
 from ..supervision.supervisor import EngineStatus
-from ..system.cpus import processors
+from ..system.cpus import available_cpus
 from .deployed import DeployedEntity
 from .scaling import Load, ScalePolicy, ScaleState, decide
 from .settings import ServerSettings
@@ -187,11 +187,11 @@ class Autoscaler:
 
 
 def replicas_on_this_machine(config: EntityConfig) -> int:
-    """Return how many replicas can have separate processors: an engine that uses all of them allows only one."""
+    """Return how many replicas can have separate CPUs: an engine that uses all of them allows only one."""
     threads = config.model.engine.threads
     if not threads:
         return 1
-    found = processors()
+    found = available_cpus()
     there = found.allowed if found.quota is None else min(found.allowed, found.quota)
     return max(1, int(there // threads))
 

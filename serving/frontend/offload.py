@@ -19,7 +19,7 @@ from gevent.threadpool import ThreadPool
 
 T = TypeVar("T")
 
-THREADS = 4  # large bodies processed at the same time; more would take the processor from the engine
+THREADS = 4  # large bodies processed at the same time; more would take CPU time from the engine
 SWITCH = 0.0002  # seconds a thread keeps the interpreter lock while the loop waits for it, as it does at each send
 
 

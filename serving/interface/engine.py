@@ -158,7 +158,7 @@ class Health(Struct, frozen=True, kw_only=True):
     - ``num_tenants_waiting``: how many tenants share the queue.
     - ``num_provisioned``: how many of the running and waiting sequences are provisioned. ``provisioned_tokens`` and
       ``provisioned_prompt_tokens`` are their parts of the tokens generated and prefilled.
-    - ``processor_wait``: share of the time the engine's thread wanted to run in which it waited for a processor
+    - ``processor_wait``: share of the time the engine's thread wanted to run in which it waited for a CPU
       (``contention.py``).
     """
 

@@ -44,7 +44,7 @@ class EngineSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=T
         quantization: "int8" stores the weights of linears in int8 with one scale per output channel, and quantises
             activations per token. "int4" is for models that were logged with ``quantize="int4"``. "fp8", on CUDA,
             stores weights in float8 (e4m3) per output channel; steps of many tokens also quantise activations so.
-        kernels: "auto" uses the native kernels if they were built and the processor supports them; "torch" never does.
+        kernels: "auto" uses the native kernels if they were built and the CPU supports them; "torch" never does.
         compile: not supported yet; only false is allowed.
         max_model_len: the most tokens of prompt and completion together; None is the model's own limit.
         max_num_seqs: the most sequences in one batch.

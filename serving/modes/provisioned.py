@@ -22,7 +22,7 @@ from .calibration import Capacity
 
 class Measured(Struct, frozen=True, kw_only=True):
     """The calibration of a provisioned entity: tokens/s of one replica, the cost of a prompt token in thousandths of a
-    generated token, and for how many replicas the machine has processors."""
+    generated token, and for how many replicas the machine has CPUs."""
 
     tokens_per_second: int
     prompt_weight_milli: int

@@ -3,7 +3,7 @@
 A request with a W3C ``traceparent`` continues its caller's trace. With tracing on, the share ``sample`` of the other
 requests begin new traces. A worker only fills in a ``SpanRecord`` and hands it to ZeroMQ without waiting; the export to
 MLflow and OpenTelemetry happens in a separate process (``trace_exporter``), because a trace costs tens of milliseconds
-of processor time. Records that the exporter cannot take are dropped and counted, never waited for.
+of CPU time. Records that the exporter cannot take are dropped and counted, never waited for.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ It imports only the standard library until work needs more, and nothing of this 
 
 ::
 
-    in    32 bytes (two lengths, processor seconds, bytes of memory), then JSON: {"work": name, ...}, then raw bytes
+    in    32 bytes (two lengths, CPU seconds, bytes of memory), then JSON: {"work": name, ...}, then raw bytes
     out   17 bytes (kind, two lengths), then UTF-8, then raw bytes
           v  the work's value as JSON         t  a plain text       b  a value as JSON, and raw bytes
           e  the exception, as JSON           m  out of memory      o  too much output
@@ -142,9 +142,9 @@ def picture(data: bytes, most: int) -> Raw:
 
 
 def picture_limits(pixels: int, size: int) -> tuple[float, int]:
-    """Return the processor seconds and the bytes of memory for a picture of so many pixels in a file of ``size`` bytes.
+    """Return the CPU seconds and the bytes of memory for a picture of so many pixels in a file of ``size`` bytes.
 
-    The slowest format, PNG, takes 0.08 s a megapixel on a server's processor. A pixel takes up to 16 bytes in a decoder
+    The slowest format, PNG, takes 0.08 s a megapixel on a server's CPU. A pixel takes up to 16 bytes in a decoder
     and 18 in copies.
     """
     return 2.0 + 0.5 * pixels / MEGAPIXEL, (128 << 20) + 40 * pixels + 4 * size

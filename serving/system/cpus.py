@@ -1,4 +1,4 @@
-"""The processors that this process may use, by CPU affinity and by the CPU quota of its control groups.
+"""The CPUs that this process may use, by CPU affinity and by the CPU quota of its control groups.
 
 A quota is ``cpu.max`` of cgroup v2 or ``cpu.cfs_quota_us`` of v1, for the process's own group and for every visible
 group above it; the smallest applies. This module must not import torch: it is used before torch is loaded.
@@ -19,8 +19,8 @@ CPUS = Path("/sys/devices/system/cpu")
 
 
 @dataclass(frozen=True, slots=True)
-class Processors:
-    """Processors ``allowed`` by affinity, their number of physical ``cores``, and the ``quota`` (None: no limit)."""
+class AvailableCpus:
+    """CPUs ``allowed`` by affinity, their number of physical ``cores``, and the ``quota`` (None: no limit)."""
 
     allowed: int
     cores: int
@@ -36,19 +36,19 @@ class Processors:
         return f"{self.allowed} usable on {self.cores} cores{quota}"
 
 
-def processors(proc: Path = PROC, cpus: Path = CPUS) -> Processors:
+def available_cpus(proc: Path = PROC, cpus: Path = CPUS) -> AvailableCpus:
     allowed = _affinity()
-    return Processors(allowed=len(allowed), cores=_cores(allowed, cpus), quota=quota(proc))
+    return AvailableCpus(allowed=len(allowed), cores=_cores(allowed, cpus), quota=quota(proc))
 
 
 def num_threads() -> int:
-    """The number of threads for this process: OMP_NUM_THREADS if it is a number, else ``Processors.threads``."""
+    """The number of threads for this process: OMP_NUM_THREADS if it is a number, else ``AvailableCpus.threads``."""
     asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    return int(asked) if asked.isdigit() and int(asked) else processors().threads
+    return int(asked) if asked.isdigit() and int(asked) else available_cpus().threads
 
 
 def quota(proc: Path = PROC) -> float | None:
-    """CPU time that the control groups allow this process, in processors; None if they set no limit."""
+    """CPU time that the control groups allow this process, in CPUs; None if they set no limit."""
     return min((found for group in groups("cpu", proc) if (found := _group_quota(group)) is not None), default=None)
 
 
@@ -70,7 +70,7 @@ def _affinity() -> frozenset[int]:
 
 
 def _cores(allowed: frozenset[int], cpus: Path) -> int:
-    """Count the physical cores of the ``allowed`` processors: siblings on one core count once."""
+    """Count the physical cores of the ``allowed`` CPUs: siblings on one core count once."""
     found = set()
     for cpu in allowed:
         try:

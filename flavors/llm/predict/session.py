@@ -246,7 +246,7 @@ def _start(bundle: Bundle, settings: EngineSettings) -> Engine:
 
 
 def _log_kernels(info: EngineInfo, settings: EngineSettings) -> None:
-    """Log the kernels in use, as a warning if the native ones do not fit the processor and were not turned off."""
+    """Log the kernels in use, as a warning if the native ones do not fit the CPU and were not turned off."""
     slow = info.kernels == "torch" and info.device == "cpu" and settings.kernels == "auto"
     logger.log(logging.WARNING if slow else logging.INFO, "kernels: %s", info.kernels_summary)
 

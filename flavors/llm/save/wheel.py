@@ -3,7 +3,7 @@
 A wheel is a zip file of the package's files and metadata (PEP 427). Both are available however the package was
 installed (wheel or editable), so the wheel is written directly: no build tool, no network, the same bytes every time.
 
-The wheel includes the native kernels if they were built. They are optional: if they do not fit the processor or the
+The wheel includes the native kernels if they were built. They are optional: if they do not fit the CPU or the
 system, the package runs without them, so the wheel is still tagged for any platform.
 """
 

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ...system.cpus import num_threads, processors
+from ...system.cpus import available_cpus, num_threads
 
 logger = logging.getLogger(__name__)
 
@@ -334,7 +334,7 @@ def share_processors(shared: bool) -> None:
     """Set whether other processes want the CPUs too. If so, threads sleep sooner between two calls."""
     found = library()
     if found is not None:
-        alone = not shared and found.mlflow_llm_threads() <= processors().allowed
+        alone = not shared and found.mlflow_llm_threads() <= available_cpus().allowed
         found.mlflow_llm_idle_spin(IDLE_SPIN_US if alone else SPIN_US)
 
 
@@ -358,7 +358,7 @@ def use_tiles(use: int) -> int:
 
 
 def _use(found: ctypes.CDLL, threads: int) -> None:
-    found.mlflow_llm_use_threads(threads, SPIN_US if threads <= processors().allowed else 0)
+    found.mlflow_llm_use_threads(threads, SPIN_US if threads <= available_cpus().allowed else 0)
 
 
 def _declare(found: ctypes.CDLL) -> None:

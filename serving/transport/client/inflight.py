@@ -45,7 +45,7 @@ class InflightRequest:
     any number of tokens.
     """
 
-    # a step touches one of these per stream; small objects stay in the processor's caches
+    # a step touches one of these per stream; small objects stay in the CPU's caches
     __slots__ = (
         "_cached", "_drafts", "_own_drafts", "_parked", "_rows", "_sole", "attempt", "delivered", "ending", "failed",
         "number", "open", "phase", "request", "restarts", "scored", "sent", "sink", "submitted", "wanted",

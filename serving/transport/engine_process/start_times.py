@@ -1,4 +1,4 @@
-"""How long the parts of an engine process's start took, in elapsed time and in processor time."""
+"""How long the parts of an engine process's start took, in elapsed time and in CPU time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class StartTimes:
     """The times of the parts of a start. ``done(part)`` ends a part, which began when the part before it ended.
 
     The first part began with the process. Make this object before the process forks into the background: a forked
-    child counts its processor time from 0 again.
+    child counts its CPU time from 0 again.
     """
 
     def __init__(self) -> None:

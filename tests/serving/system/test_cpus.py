@@ -1,4 +1,4 @@
-"""Processors that a process may use: affinity, physical cores, quotas of control groups."""
+"""CPUs that a process may use: affinity, physical cores, quotas of control groups."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from control_group_files import V2_MOUNT, group, machine, v1_mount
 
 from mlflow_llm.serving.system import cpus as module
 from mlflow_llm.serving.system.control_groups import groups
-from mlflow_llm.serving.system.cpus import Processors, num_threads, processors, quota
+from mlflow_llm.serving.system.cpus import AvailableCpus, available_cpus, num_threads, quota
 
 
 def test_the_smallest_quota_up_the_tree_applies(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_no_limit_where_nothing_can_be_read(tmp_path: Path) -> None:
 )
 def test_threads_follow_the_quota(cores: int, limit: float | None, threads: int) -> None:
     """There is one thread a core, and no more than the quota rounded up."""
-    assert Processors(allowed=cores, cores=cores, quota=limit).threads == threads
+    assert AvailableCpus(allowed=cores, cores=cores, quota=limit).threads == threads
 
 
 def test_siblings_of_a_core_are_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,14 +78,14 @@ def test_siblings_of_a_core_are_one(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         topology.mkdir(parents=True)
         (topology / "thread_siblings_list").write_text(f"{cpu % 4},{cpu % 4 + 4}\n")
     monkeypatch.setattr(module, "_affinity", lambda: frozenset({0, 1, 4}))
-    found = processors(tmp_path / "proc", tmp_path)
+    found = available_cpus(tmp_path / "proc", tmp_path)
     assert (found.allowed, found.cores, found.quota) == (3, 2, None)
     assert str(found) == "3 usable on 2 cores"
 
 
 def test_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPUs found are within the machine's; a numeric OMP_NUM_THREADS takes precedence."""
-    found = processors()
+    found = available_cpus()
     assert 1 <= found.threads <= found.cores <= found.allowed == len(os.sched_getaffinity(0))
     monkeypatch.setenv("OMP_NUM_THREADS", "7,2")
     assert num_threads() == 7

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from mlflow_llm.serving.interface.settings import EngineSettings
-from mlflow_llm.serving.system.cpus import processors
+from mlflow_llm.serving.system.cpus import available_cpus
 from mlflow_llm.serving.transport.engine_process.main import _set_threads
 
 
@@ -17,7 +17,7 @@ def test_threads_are_known_to_openmp_before_torch(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setenv(name, "")  # so that what the code under test sets is taken back
         monkeypatch.delenv(name)
     _set_threads(EngineSettings())
-    assert os.environ["OMP_NUM_THREADS"] == str(processors().threads)
+    assert os.environ["OMP_NUM_THREADS"] == str(available_cpus().threads)
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     _set_threads(EngineSettings())
     assert os.environ["OMP_NUM_THREADS"] == "7"
