@@ -76,7 +76,7 @@ def _checked(value: Any, kind: type, url: str) -> Any:
 
 
 def entities(endpoint: dict[str, Any]) -> list[dict[str, Any]]:
-    """The served entities of an endpoint; there are none before its first config is ready."""
+    """Return the served entities of an endpoint; there are none before its first config is ready."""
     found: list[dict[str, Any]] = endpoint.get("config", {}).get("served_entities", [])
     return found
 

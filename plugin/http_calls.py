@@ -72,7 +72,7 @@ def request(
 
 
 def is_ready(server: str, seconds: float) -> bool:
-    """Whether the server answers ``/ready`` with 200. Raises ``MlflowException`` if TLS fails."""
+    """Return whether the server answers ``/ready`` with 200. Raises ``MlflowException`` if TLS fails."""
     try:
         return requests.get(f"{server}/ready", timeout=seconds, **_trust()).status_code == 200
     except requests.exceptions.SSLError as error:

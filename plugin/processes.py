@@ -76,7 +76,7 @@ def _ticks(pid: int) -> int:
 
 
 def listens(pid: int, port: int) -> bool:
-    """Whether a process, or one of its descendants, listens on ``port``."""
+    """Return whether a process, or one of its descendants, listens on ``port``."""
     try:
         process = psutil.Process(pid)
         family = [process, *process.children(recursive=True)]
@@ -137,7 +137,7 @@ def _signal_and_wait(pid: int, wait: float) -> None:
 
 
 def _ended_within(processes: list[psutil.Process], seconds: float) -> bool:
-    """Whether all processes have ended within ``seconds``; zombies count as ended.
+    """Return whether all processes have ended within ``seconds``; zombies count as ended.
 
     PID 1 should reap the children of other commands but does not in many containers, and psutil calls a zombie running.
     """
@@ -150,7 +150,7 @@ def _ended_within(processes: list[psutil.Process], seconds: float) -> bool:
 
 
 def _has_ended(process: psutil.Process) -> bool:
-    """Whether a process has ended. A zombie whose threads are still ending has not: it still holds its port."""
+    """Return whether a process has ended. A zombie whose threads are still ending has not: it still holds its port."""
     try:
         return not process.is_running() or (process.status() == psutil.STATUS_ZOMBIE and process.num_threads() <= 1)
     except psutil.Error:

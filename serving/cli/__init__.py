@@ -51,7 +51,7 @@ def cli() -> None:
 
 
 def main() -> None:
-    """The console script: our own errors in one line, without a trace."""
+    """Run the console script, with our own errors in one line, without a trace."""
     try:
         cli()
     except (ServingError, PackagingError) as error:

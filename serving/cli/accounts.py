@@ -124,7 +124,7 @@ def with_accounts(*, make: bool = False) -> Callable[[Callable[..., Any]], Calla
 def open_accounts(
     database: str | None, url: str | None, key: str | None, *, make: bool = False
 ) -> Iterator[AccountsApi]:
-    """The accounts of a store or a server, as ``open_store_or_server`` chooses. Raises ``UsageError``."""
+    """Yield the accounts of a store or a server, as ``open_store_or_server`` chooses. Raises ``UsageError``."""
     with open_store_or_server(database, url, key, make=make) as found:
         yield Accounts(found, by=here("command")) if isinstance(found, Store) else RemoteAccounts(found)
 
@@ -133,7 +133,7 @@ def open_accounts(
 def open_store_or_server(
     database: str | None, url: str | None, key: str | None, *, make: bool = False
 ) -> Iterator[Store | Client]:
-    """The store, or a client of the server, that the options name.
+    """Yield the store, or a client of the server, that the options name.
 
     The command line overrides the environment, in which a database comes before a server. Raises ``UsageError``.
     """

@@ -119,7 +119,7 @@ def batch(
 
 @contextmanager
 def _stopping(what: Path | str) -> Iterator[None]:
-    """Errors inside leave as ``Stopped``; ``what`` names their cause."""
+    """Turn errors inside into ``Stopped``; ``what`` names their cause."""
     try:
         yield
     except click.ClickException as error:
@@ -182,7 +182,7 @@ class _Run:
             yield row
 
     def _ask(self, backend: Backend, row: Row) -> RowAnswer | None:
-        """The row's answer after retries; None where the batch was stopped. Raises ``ClickException``."""
+        """Return the row's answer after retries; None where the batch was stopped. Raises ``ClickException``."""
         backoff = Backoff(FIRST_WAIT, LONGEST_WAIT, jitter=(0.5, 1.0))
         for attempt in range(self._retries + 1):
             try:

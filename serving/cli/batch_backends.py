@@ -68,7 +68,7 @@ class ServerBackend:
         return RowAnswer(status, found)
 
     def close(self) -> None:
-        """Nothing: connections are closed with their threads."""
+        """Do nothing: connections are closed with their threads."""
 
 
 class ModelBackend:
@@ -109,7 +109,7 @@ def refused(error: ServingError) -> RowAnswer:
 
 
 def line_of(row: Row, answered: RowAnswer) -> dict[str, Any]:
-    """A line of output in OpenAI's form; ``error`` of a failed row repeats what its status and body say."""
+    """Return a line of output in OpenAI's form; ``error`` of a failed row repeats what its status and body say."""
     failed = answered.status >= 400
     summary: dict[str, Any] | None = None
     if failed:

@@ -90,7 +90,7 @@ class Rows:
 
 
 def _lines(stream: BinaryIO) -> Iterator[tuple[int, int, bytes]]:
-    """``(number, place, text)`` of the lines that are not blank."""
+    """Yield ``(number, place, text)`` of the lines that are not blank."""
     place = 0
     for number, text in enumerate(stream, 1):
         if text.strip():

@@ -40,7 +40,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def dialect_options(command: F) -> F:
-    """``command`` with an option for each of ``DialectSettings``."""
+    """Return ``command`` with an option for each of ``DialectSettings``."""
     for name in reversed(NAMES):
         command = click.option(f"--{name}", name, **_OPTIONS[name])(command)
     return command

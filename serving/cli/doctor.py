@@ -168,7 +168,7 @@ def try_model(uri: str) -> Section:
 
 
 def _tool_formats(bundle: Bundle, trust_remote_code: bool) -> str:
-    """How the model's calls are written, after each of its chat templates."""
+    """Return how the model's calls are written, after each of its chat templates."""
     from ..tasks.prompt.text import TextModel
 
     text = TextModel(bundle, trust_remote_code=trust_remote_code)

@@ -43,7 +43,7 @@ def endpoints(url: str, key: str | None, as_json: bool) -> None:
 
 
 def _reasons(states: dict[str, Any]) -> list[tuple[str, str]]:
-    """(endpoint or its served entity, why it does not run on our kernels, or keeps more than it could)."""
+    """Return (endpoint or its served entity, why it does not run on our kernels, or keeps more than it could)."""
     found = []
     for name, state in states.items():
         each = {f"{name}/{entity}": one for entity, one in state.get("entities", {}).items()} or {name: state}
@@ -81,7 +81,7 @@ def _joined(values: Iterable[str | None]) -> str:
 
 
 def _row(model: dict[str, Any]) -> tuple[str, ...]:
-    """An adapter's row leaves out what its endpoint's says."""
+    """Return a table row; an adapter's leaves out what its endpoint's says."""
     if "parent" in model:
         return (f"  {model['id']}", *[""] * (len(HEADS) - 1))
     counts = ("?" if model[key] is None else str(model[key]) for key in ("running", "waiting"))
@@ -94,7 +94,7 @@ def _row(model: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _versions(model: dict[str, Any]) -> str:
-    """The version of each served model in the registry, if it has one, and the beginning of its content hash."""
+    """Return the version of each served model in the registry, if it has one, and the beginning of its content hash."""
     found = model.get("served_models", [])  # which older servers do not show
     parts = ([one.get("model_version"), one.get("content_hash", "")[:SHORT_HASH_DIGITS]] for one in found)
     return ", ".join(" ".join(filter(None, pair)) for pair in parts) or "-"

@@ -69,7 +69,7 @@ class Client:
         return self._json("DELETE", path, None)
 
     def ask(self, path: str, body: Mapping[str, Any]) -> tuple[int, dict[str, Any], float | None]:
-        """Status, JSON object and ``Retry-After`` of the answer to a POST, whatever its status."""
+        """Return status, JSON object and ``Retry-After`` of the answer to a POST, whatever its status."""
         with self._open("POST", path, body) as answer:
             text, after = answer.read(), answer.headers.get("Retry-After", "")
         try:
@@ -83,7 +83,7 @@ class Client:
         return answer.status, found, float(after) if after.isdecimal() else None
 
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """The JSON chunks of a streamed reply, up to ``[DONE]``; an error among them is raised."""
+        """Yield the JSON chunks of a streamed reply, up to ``[DONE]``; an error among them is raised."""
         with self._answer("POST", path, body) as answer:
             for line in answer:
                 if not line.startswith(b"data: "):
@@ -124,7 +124,7 @@ class Client:
 
     @contextlib.contextmanager
     def _answer(self, method: str, path: str, body: Mapping[str, Any] | None) -> Iterator[http.client.HTTPResponse]:
-        """The open response, its status checked. Raises ``ClickException``."""
+        """Yield the open response, its status checked. Raises ``ClickException``."""
         with self._open(method, path, body) as answer:
             if answer.status >= 400:
                 hint = NO_KEY if answer.status == 401 and "Authorization" not in self._headers else ""
@@ -133,7 +133,7 @@ class Client:
 
     @contextlib.contextmanager
     def _open(self, method: str, path: str, body: Mapping[str, Any] | None) -> Iterator[http.client.HTTPResponse]:
-        """The open response. The connection persists only where the response is read to its end."""
+        """Yield the open response. The connection persists only where the response is read to its end."""
         done = False
         try:
             answer = self._ask(method, self._prefix + path, body)
@@ -181,7 +181,8 @@ def _message(body: Any) -> str:
 
 
 def first_model(client: Client) -> str:
-    """The server's first endpoint, named on standard error if there are others. Raises ``ClickException`` for none."""
+    """Return the server's first endpoint, named on standard error if there are others. Raises ``ClickException`` for
+    none."""
     with client.understood():
         models = client.get("/v1/models")["data"]
         if not models:
@@ -195,7 +196,7 @@ def first_model(client: Client) -> str:
 
 
 def url_options(command: Any) -> Any:
-    """``--url`` (also from MLFLOW_LLM_URL), ``--key`` and ``--key-file``, ``--ca`` and ``--cert``."""
+    """Add ``--url`` (also from MLFLOW_LLM_URL), ``--key`` and ``--key-file``, ``--ca`` and ``--cert``."""
     command = tls_options(command)
     return click.option(
         "--url",

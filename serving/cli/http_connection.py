@@ -32,7 +32,7 @@ class UnixConnection(http.client.HTTPConnection):
 
 
 def connector(url: str) -> tuple[Connect, str, str]:
-    """``(connect, place, prefix)`` for a URL.
+    """Return ``(connect, place, prefix)`` for a URL.
 
     ``connect(timeout)`` makes a connection, ``place`` names the server in messages, ``prefix`` goes before all paths.
     ``url`` is ``http://host:port`` or ``https://…``, with or without a path prefix, or ``unix:/path/of/socket``. Raises
@@ -64,7 +64,7 @@ def _secure(host: str, port: int, timeout: float, context: ssl.SSLContext) -> ht
 
 
 def client_context(ca: str | None, cert: str | None) -> ssl.SSLContext:
-    """A TLS context with the system's authorities, or those in the file ``ca``.
+    """Return a TLS context with the system's authorities, or those in the file ``ca``.
 
     ``cert`` is a PEM file with the client's certificate and its key. Raises ``BadParameter``."""
     try:
@@ -87,7 +87,7 @@ def _option(name: str) -> Any:
 
 
 def tls_options(command: Any) -> Any:
-    """``--ca`` and ``--cert`` (also from MLFLOW_LLM_CA and MLFLOW_LLM_CERT), for ``connector``."""
+    """Add ``--ca`` and ``--cert`` (also from MLFLOW_LLM_CA and MLFLOW_LLM_CERT), for ``connector``."""
     for option, name, variable, text in (
         (
             "--cert",

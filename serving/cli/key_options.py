@@ -64,7 +64,7 @@ class SecretFile(Secret):
 
 
 def key_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """``--key`` and ``--key-file``; the command gets ``key``."""
+    """Add ``--key`` and ``--key-file``; the command gets ``key``."""
 
     @functools.wraps(command)
     def with_key(*arguments: Any, key: str | None, key_file: str | None, **options: Any) -> Any:

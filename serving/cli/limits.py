@@ -17,7 +17,7 @@ LIMIT = f"KIND=VALUE, with KIND one of {', '.join(KINDS)}"
 
 
 def limits_of(given: tuple[str, ...]) -> dict[str, int | str]:
-    """``"otpm=20000"`` or, for money, ``"budget_month=25.00"``, as a body has them. Raises ``InvalidField``."""
+    """Parse ``"otpm=20000"`` or, for money, ``"budget_month=25.00"``, as a body has them. Raises ``InvalidField``."""
     found: dict[str, int | str] = {}
     for text in given:
         kind, equals, value = text.partition("=")
@@ -66,7 +66,7 @@ def set_(accounts: AccountsApi, scope: str, subject: str, limits: tuple[str, ...
 
 
 def _unit(limit: dict[str, Any], currency: str) -> str:
-    """``"EUR a month"``, ``"queries a minute"``."""
+    """Return a unit: ``"EUR a month"``, ``"queries a minute"``."""
     return str(limit["unit"]).replace("money", currency or "currency units")
 
 

@@ -47,7 +47,7 @@ class Result(Struct, frozen=True, kw_only=True):
         return sum(sample.tokens for sample in self.samples) / self.seconds
 
     def summary(self) -> dict[str, Any]:
-        """Percentiles in milliseconds, throughput in generated tokens/s and requests/s."""
+        """Return percentiles in milliseconds, throughput in generated tokens/s and requests/s."""
         found: dict[str, Any] = {
             "concurrency": self.concurrency,
             "requests": len(self.samples),
@@ -66,20 +66,20 @@ class Result(Struct, frozen=True, kw_only=True):
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The nearest-rank percentile of sorted ``values``, which are not empty."""
+    """Return the nearest-rank percentile of sorted ``values``, which are not empty."""
     rank = -(-len(values) * percent // 100)
     return values[max(0, min(len(values), int(rank)) - 1)]
 
 
 def prompt(number: int, words: int) -> str:
-    """A prompt of about ``words`` words, with another beginning for each ``number``: it hits no prefix cache."""
+    """Return a prompt of about ``words`` words, with another beginning for each ``number``: it hits no prefix cache."""
     draw = random.Random(number)
     rest = draw.choices(TEXT.split(), k=max(0, words - 4))
     return " ".join([str(number), draw.choice(TOPICS), "and", draw.choice(TOPICS), *rest])
 
 
 def closed_loop(ask: Callable[[Body], Sample], bodies: Iterable[Body], concurrency: int) -> Result:
-    """``ask`` all ``bodies``, ``concurrency`` at once. A request that fails is counted, not repeated."""
+    """Send all ``bodies`` with ``ask``, ``concurrency`` at once. A request that fails is counted, not repeated."""
     samples: list[Sample] = []
     errors: list[str] = []
     left = iter(bodies)

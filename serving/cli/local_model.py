@@ -23,7 +23,7 @@ class LocalModel:
     @classmethod
     @contextlib.contextmanager
     def loaded(cls, uri: str, config: tuple[str, ...]) -> Iterator[LocalModel]:
-        """The model at ``uri``, logged or not yet. Raises ``ClickException``; ``UsageError`` for ``config``."""
+        """Yield the model at ``uri``, logged or not yet. Raises ``ClickException``; ``UsageError`` for ``config``."""
         from .model_options import engine_overrides, name_of
 
         overrides = engine_overrides(config, here=True)
@@ -44,7 +44,7 @@ class LocalModel:
             model.close()
 
     def get(self, path: str) -> dict[str, Any]:
-        """The answer to ``/v1/models``: the base as ``name``, each adapter as ``name:adapter``."""
+        """Return the answer to ``/v1/models``: the base as ``name``, each adapter as ``name:adapter``."""
         adapters = self._model.session.adapter_names()
         return {"data": [{"id": self._name}, *({"id": f"{self._name}:{name}"} for name in adapters)]}
 

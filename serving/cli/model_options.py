@@ -22,15 +22,15 @@ CLIENT_SETTINGS = ("stall_timeout", "start_timeout", "trust_remote_code")  # tha
 
 
 def settings_help() -> str:
-    """The engine settings, one a line, as ``--help`` shows them after the options."""
+    """Return the engine settings, one a line, as ``--help`` shows them after the options."""
     rows = [(name, json.dumps(default), allowed) for name, default, allowed in EngineSettings.described()]
     lines = (f"  {name} = {default}: {allowed}" for name, default, allowed in rows if name != "in_process")
     return "\b\nEngine settings (-C KEY=VALUE), with their defaults:\n" + "\n".join(lines)
 
 
 def named_models(models: tuple[str, ...], name: str | None) -> dict[str, str]:
-    """``{endpoint name: URI}``. Raises ``UsageError`` for none, or two of the same name, ``InvalidField`` for one that
-    cannot stand in a URL."""
+    """Return ``{endpoint name: URI}``. Raises ``UsageError`` for none, or two of the same name, ``InvalidField`` for
+    one that cannot stand in a URL."""
     if not models:
         raise click.UsageError("name a model with -m, or a --database with endpoints to serve")
     if name is not None and len(models) > 1:
@@ -60,7 +60,8 @@ def _is_name(given: str, uri: str) -> bool:
 
 
 def name_of(uri: str) -> str:
-    """An endpoint's name for a model: ``assistant`` for ``models:/assistant/3``, else the last part of the path."""
+    """Return an endpoint's name for a model: ``assistant`` for ``models:/assistant/3``, else the last part of the
+    path."""
     named = parse(uri)
     return named.name if named is not None else os.path.basename(uri.rstrip("/")) or "model"
 
@@ -68,7 +69,7 @@ def name_of(uri: str) -> str:
 def engine_addresses(
     given: tuple[str, ...], names: tuple[str, ...], key_file: str | None
 ) -> dict[str, tuple[str, ...]]:
-    """``NAME=tcp://HOST:PORT`` as addresses by endpoint; NAME may be left out with one endpoint. Raises
+    """Parse ``NAME=tcp://HOST:PORT`` as addresses by endpoint; NAME may be left out with one endpoint. Raises
     ``UsageError``, ``PackagingError``."""
     found: dict[str, tuple[str, ...]] = {}
     for one in given:
@@ -94,7 +95,7 @@ def check_settings(overrides: dict[str, Any], named: dict[str, str], addresses: 
 
 
 def engine_overrides(config: tuple[str, ...], *, here: bool = False) -> dict[str, Any]:
-    """``KEY=VALUE`` pairs as engine settings; a value is JSON where it parses as such, else a string.
+    """Parse ``KEY=VALUE`` pairs as engine settings; a value is JSON where it parses as such, else a string.
 
     ``here``: the engine is this command's alone, and may be in its process. Raises ``UsageError``, ``InvalidField``."""
     found: dict[str, Any] = {}
@@ -117,7 +118,7 @@ def engine_overrides(config: tuple[str, ...], *, here: bool = False) -> dict[str
 
 
 def request_fields(pairs: tuple[str, ...]) -> dict[str, Any]:
-    """``FIELD=VALUE`` pairs as request defaults; a value is JSON where it parses as such, else a string.
+    """Parse ``FIELD=VALUE`` pairs as request defaults; a value is JSON where it parses as such, else a string.
 
     Raises ``UsageError``, ``InvalidField``."""
     found: dict[str, Any] = {}

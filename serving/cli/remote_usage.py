@@ -26,7 +26,7 @@ class RemoteUsage:
         return str(self._ask(UsageFilter(), limit=1)["currency"])
 
     def rows(self, what: UsageFilter) -> Iterator[UsageRow]:
-        """Every matching row, read in pages."""
+        """Yield every matching row, read in pages."""
         cursor: dict[str, str] = {}
         while True:
             page = self._ask(what, limit=MAX_PAGE, **cursor)
@@ -41,7 +41,8 @@ class RemoteUsage:
         return tuple(_read(row | {"group": [row[name] for name in by]}, UsageSum, ("cost",)) for row in found)
 
     def provisioned_cost(self, what: UsageFilter) -> tuple[tuple[str, str, str, int, int], ...]:
-        """(tenant, endpoint, entity, unit-minutes, micro-units) of provisioned throughput in the filter's time."""
+        """Return (tenant, endpoint, entity, unit-minutes, micro-units) of provisioned throughput in the filter's
+        time."""
         found = self._ask(what, by="tenant")["provisioned"]
         names = ("tenant", "endpoint", "entity", "unit_minutes")
         return tuple((*(row[name] for name in names), micro_units_of(row["cost"])) for row in found)
@@ -57,7 +58,7 @@ class RemoteUsage:
 
 
 def _read(row: dict[str, Any], kind: type[T], money: tuple[str, ...]) -> T:
-    """A row of an answer, its amounts in micro-units. Raises ``ValueError``, ``LookupError``."""
+    """Return a row of an answer, its amounts in micro-units. Raises ``ValueError``, ``LookupError``."""
     try:
         return msgspec.convert(row | {name: micro_units_of(row[name]) for name in money}, kind)
     except msgspec.MsgspecError as error:

@@ -19,7 +19,7 @@ SIZE = Size()
 
 
 def _setting(flag: str, **given: Any) -> Callable[[F], F]:
-    """The option of the server setting with the same name, whose default it shows."""
+    """Return the option of the server setting with the same name, whose default it shows."""
     default = getattr(DEFAULTS, flag.removeprefix("--").replace("-", "_"))
     return option(flag, default=default, show_default=True, **given)
 
@@ -239,7 +239,7 @@ _OPTIONS = (
 
 
 def serve_options(command: F) -> F:
-    """``command`` with all of them, in the order in which ``--help`` shows them."""
+    """Return ``command`` with all of them, in the order in which ``--help`` shows them."""
     for one in reversed(_OPTIONS):
         command = one(command)
     return command

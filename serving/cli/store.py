@@ -18,7 +18,7 @@ database = click.option("--database", envvar=DATABASE_VARIABLE, required=True, h
 
 @contextlib.contextmanager
 def opened(url: str, *, make: bool = False) -> Iterator[Store]:
-    """The store at ``url``; ``make`` it where it is new. Raises ``ClickException`` where there is none."""
+    """Yield the store at ``url``; ``make`` it where it is new. Raises ``ClickException`` where there is none."""
     try:
         store = Store(url, make=make)
     except NoStore as error:
@@ -30,7 +30,7 @@ def opened(url: str, *, make: bool = False) -> Iterator[Store]:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: int) -> str:
-    """A table as text; its last ``right`` columns, of numbers, are right-aligned."""
+    """Return a table as text; its last ``right`` columns, of numbers, are right-aligned."""
     rows = [[visible_line(cell) for cell in row] for row in rows]
     widths = [max(len(line[place]) for line in [header, *rows]) for place in range(len(header))]
     first = len(header) - right

@@ -62,7 +62,8 @@ def _reader() -> Callable[[], str]:
 
 
 def history_file() -> Path | None:
-    """The file of typed turns, readable by the user alone; None where it cannot be written or is another user's."""
+    """Return the file of typed turns, readable by the user alone; None where it cannot be written or is another
+    user's."""
     from ..control.settings import default_state_dir
 
     try:
@@ -131,7 +132,7 @@ class Wrapped:
 
 
 def _width(character: str) -> int:
-    """Terminal columns of a character: two where it is wide, none where it combines with the one before."""
+    """Return the terminal columns of a character: two where it is wide, none where it combines with the one before."""
     if unicodedata.combining(character) or unicodedata.category(character) in ("Mn", "Me", "Cf"):
         return 0
     return 2 if unicodedata.east_asian_width(character) in "WF" else 1

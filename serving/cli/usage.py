@@ -88,7 +88,7 @@ def usage(
 
 
 def bill(groups: tuple[str, ...], sums: tuple[UsageSum, ...], currency: str = "") -> str:
-    """A line a group and one with the totals."""
+    """Return a line per group and one with the totals."""
     rows = [(*total.group, *(str(getattr(total, name)) for name in COUNTS), units(total.cost)) for total in sums]
     totals = [str(sum(getattr(total, name) for total in sums)) for name in COUNTS]
     named = ("total", *[""] * (len(groups) - 1))

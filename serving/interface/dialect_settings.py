@@ -64,7 +64,7 @@ class DialectSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=
         return type(self)(**(other.given() | self.given()))
 
     def given(self) -> dict[str, Any]:
-        """The settings that are not None."""
+        """Return the settings that are not None."""
         return {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
 
     @property

@@ -271,7 +271,7 @@ class Engine(Protocol):
         return EngineRecord()
 
     def process_health(self) -> Mapping[str, Health]:
-        """The last ``Health`` of each engine process so far, by its generation."""
+        """Return the last ``Health`` of each engine process so far, by its generation."""
         return {f"{self.info.pid}.{id(self):x}": self.health()}
 
     def hand_over(self, stream: EventStream, other: Engine) -> bool:
@@ -336,7 +336,7 @@ class Core(Protocol):
     def adapters(self) -> tuple[AdapterInfo, ...]: ...
 
     def health(self) -> Health:
-        """The engine's health. Must be cheap, since it is asked for after every step."""
+        """Return the engine's health. Must be cheap, since it is asked for after every step."""
         ...
 
     def close(self) -> list[EngineOutput]:

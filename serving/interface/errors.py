@@ -49,7 +49,7 @@ _SECRETS = (r"^((?:[^:/@]+://)?[^:/@]*:)(?!//).*(?=@)", r"([?&]password=)[^&]*")
 
 
 def shown(value: Any) -> str:
-    """A caller's value as it may appear in a message: repr, cut to ``MAX_SHOWN_VALUE`` characters."""
+    """Return a caller's value as it may appear in a message: repr, cut to ``MAX_SHOWN_VALUE`` characters."""
     try:
         text = repr(_beginning(value))
     except Exception:  # a caller's object may have a repr that raises
@@ -83,7 +83,7 @@ def reason(error: BaseException) -> str:
 
 
 def without_password(url: str) -> str:
-    """A store's URL as it may appear in a message."""
+    """Return a store's URL as it may appear in a message."""
     for secret in _SECRETS:
         url = re.sub(secret, r"\1***", url)
     return url

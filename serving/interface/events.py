@@ -138,5 +138,5 @@ Event: TypeAlias = Tokens | Timed | PromptScored | Logits | Finished | Embedded 
 
 
 def is_terminal(event: Event) -> bool:
-    """Whether ``event`` ends a sequence (``Failed`` ends the whole request)."""
+    """Return whether ``event`` ends a sequence (``Failed`` ends the whole request)."""
     return isinstance(event, Finished | Embedded | Failed)

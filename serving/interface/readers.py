@@ -55,7 +55,7 @@ def boolean(value: Any, path: str) -> bool:
 
 
 def integer(low: int, high: int) -> Reader[int]:
-    """A reader of an integer in [low, high]."""
+    """Return a reader of an integer in [low, high]."""
 
     @reader(type="integer", minimum=low, maximum=high)
     def read(value: Any, path: str) -> int:
@@ -69,7 +69,7 @@ def integer(low: int, high: int) -> Reader[int]:
 
 
 def number(low: float, high: float, *, above: bool = False) -> Reader[float]:
-    """A reader of a finite number in [low, high]; ``above`` excludes ``low`` itself."""
+    """Return a reader of a finite number in [low, high]; ``above`` excludes ``low`` itself."""
     allowed = f"a number in {'(' if above else '['}{low:g}, {high:g}]"
 
     @reader(type="number", **{"exclusiveMinimum" if above else "minimum": low}, maximum=high)
@@ -98,7 +98,7 @@ def string(value: Any, path: str) -> str:
 
 
 def short_text(most: int) -> Reader[str]:
-    """A reader of a text of 1 to ``most`` characters."""
+    """Return a reader of a text of 1 to ``most`` characters."""
 
     @reader(type="string", minLength=1, maxLength=most)
     def read(value: Any, path: str) -> str:
@@ -110,7 +110,7 @@ def short_text(most: int) -> Reader[str]:
 
 
 def text(pattern: re.Pattern[str], allowed: str) -> Reader[str]:
-    """A reader of a text that matches ``pattern`` as a whole."""
+    """Return a reader of a text that matches ``pattern`` as a whole."""
 
     @reader(type="string", pattern=f"^({pattern.pattern})$")
     def read(value: Any, path: str) -> str:
@@ -122,7 +122,8 @@ def text(pattern: re.Pattern[str], allowed: str) -> Reader[str]:
 
 
 def one_of(*options: Any, why: str = "") -> Reader[Any]:
-    """A reader of one of the given values. If they all mean what null does, ``why`` says why no other is allowed."""
+    """Return a reader of one of the given values. If they all mean what null does, ``why`` says why no other is
+    allowed."""
     listed = ", ".join(json.dumps(option) for option in options)
     allowed = f"one of null, {listed}: {why}" if why else f"one of {listed}"
     kinds = list(dict.fromkeys(JSON_TYPES[type(option)] for option in options))
@@ -137,7 +138,7 @@ def one_of(*options: Any, why: str = "") -> Reader[Any]:
 
 
 def refused(why: str) -> Reader[Any]:
-    """A reader that accepts no value, for a field that is known but may only be null."""
+    """Return a reader that accepts no value, for a field that is known but may only be null."""
 
     @reader(type="null")
     def read(value: Any, path: str) -> Any:
@@ -157,7 +158,7 @@ def obj(value: Any, path: str) -> dict[str, Any]:
 
 
 def is_shallow(value: Any) -> bool:
-    """Whether objects and lists are nested at most ``MAX_DEPTH`` deep."""
+    """Return whether objects and lists are nested at most ``MAX_DEPTH`` deep."""
     level = [value]
     for _ in range(MAX_DEPTH + 1):
         inside = chain.from_iterable(entry.values() if isinstance(entry, dict) else entry for entry in level)
@@ -168,7 +169,7 @@ def is_shallow(value: Any) -> bool:
 
 
 def list_of(item: Reader[T], allowed: str, *, least: int = 0, most: float = math.inf) -> Reader[tuple[T, ...]]:
-    """A reader of a list of ``least`` to ``most`` entries, each read by ``item`` at its own path.
+    """Return a reader of a list of ``least`` to ``most`` entries, each read by ``item`` at its own path.
 
     ``allowed`` says in words what is allowed.
     """
@@ -184,12 +185,12 @@ def list_of(item: Reader[T], allowed: str, *, least: int = 0, most: float = math
 
 
 def any_of(*schemas: Mapping[str, Any]) -> dict[str, Any]:
-    """The JSON schema of values that any of ``schemas`` accepts."""
+    """Return the JSON schema of values that any of ``schemas`` accepts."""
     return {"anyOf": list(schemas)}
 
 
 def or_null(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The JSON schema of values that ``schema`` accepts, or null."""
+    """Return the JSON schema of values that ``schema`` accepts, or null."""
     return any_of(schema, {"type": "null"})
 
 
@@ -203,7 +204,7 @@ class Entry:
 
 
 def record(**entries: Entry) -> Reader[dict[str, Any]]:
-    """A reader of an object with these fields; it returns those given, as read. Null means the default."""
+    """Return a reader of an object with these fields; it returns those given, as read. Null means the default."""
     properties = {
         name: (dict(entry.read.schema) if entry.required else or_null(entry.read.schema))
         | ({"description": entry.description} if entry.description else {})
@@ -236,12 +237,13 @@ def record(**entries: Entry) -> Reader[dict[str, Any]]:
 
 
 def type_of(*names: str) -> Entry:
-    """The field of a record that names the record's type."""
+    """Return the field of a record that names the record's type."""
     return Entry(one_of(*names), required=" or ".join(f'"{name}"' for name in names))
 
 
 def one_of_types(kinds: Mapping[str, Reader[T]], refused: Mapping[str, str], what: str) -> Reader[T]:
-    """A reader of an object by its ``type``; ``refused`` holds known types that are not accepted, with the reason."""
+    """Return a reader of an object by its ``type``; ``refused`` holds known types that are not accepted, with the
+    reason."""
     listed = ", ".join(f'"{kind}"' for kind in kinds)
 
     @reader(**any_of(*(kind.schema for kind in kinds.values())))

@@ -39,15 +39,16 @@ class StopRule:
         self.longest_run = max(map(len, sampling.stop_sequences), default=0)
 
     def may_stop(self, count: int) -> bool:
-        """Whether token number ``count`` (from 1) may be a stop token."""
+        """Return whether token number ``count`` (from 1) may be a stop token."""
         return count > self._min_tokens
 
     def may_match(self, count: int) -> bool:
-        """Whether a stop string completed by token number ``count`` (from 1) ends the text: it needs ``min_tokens``."""
+        """Return whether a stop string completed by token number ``count`` (from 1) ends the text: it needs
+        ``min_tokens``."""
         return count >= self._min_tokens
 
     def is_stop(self, token_id: int, count: int) -> bool:
-        """Whether ``token_id``, token number ``count`` (from 1), ends the sequence."""
+        """Return whether ``token_id``, token number ``count`` (from 1), ends the sequence."""
         return count > self._min_tokens and token_id in self.stop_ids
 
     def reason(self, last: int | None, count: int) -> StopReason | None:

@@ -61,10 +61,10 @@ def version_of(uri: str) -> str:
 
 
 def in_store(uri: str) -> bool:
-    """Whether MLflow looks ``uri`` up in its tracking store or its model registry."""
+    """Return whether MLflow looks ``uri`` up in its tracking store or its model registry."""
     return uri.startswith(STORE_SCHEMES)
 
 
 def is_path(uri: str) -> bool:
-    """Whether ``uri`` has no scheme and is therefore a path on this machine."""
+    """Return whether ``uri`` has no scheme and is therefore a path on this machine."""
     return ":" not in uri.split("/")[0]

@@ -147,7 +147,8 @@ class Conjunction:
         return found
 
     def _is_beneath(self, node: SchemaNode, other: SchemaNode) -> bool:
-        """Whether ``other`` includes a node, so that properties evaluated in the node count as evaluated there."""
+        """Return whether ``other`` includes a node, so that properties evaluated in the node count as evaluated
+        there."""
         return other.pointer in self._ancestors.get(node.pointer, frozenset()) or node.synthetic
 
     # ---- choices ----
@@ -221,7 +222,7 @@ class Conjunction:
         self.was_cut = True
 
     def _contradict(self, simples: tuple[SchemaNode, ...]) -> bool:
-        """Whether these schemas allow no value, whatever the choices are."""
+        """Return whether these schemas allow no value, whatever the choices are."""
         return self._listed_values(simples) == [] or not self._types(simples)[0]
 
     def _listed_values(self, simples: tuple[SchemaNode, ...]) -> list[Any] | None:

@@ -273,7 +273,7 @@ class Containers:
 
 
 def _begin_apart(one: str, other: str) -> bool:
-    """Whether no name can match both expressions, because they begin with different literal texts."""
+    """Return whether no name can match both expressions, because they begin with different literal texts."""
     found = [_BEGINNING.match(each) for each in (one, other)]
     texts = [each[1] for each in found if each]
     return len(texts) == 2 and not texts[0].startswith(texts[1]) and not texts[1].startswith(texts[0])

@@ -111,7 +111,7 @@ class Document:
         return target
 
     def _hides_siblings(self, schema: dict[str, Any]) -> bool:
-        """Whether the keywords next to a ``$ref`` are ignored, as up to draft 7."""
+        """Return whether the keywords next to a ``$ref`` are ignored, as up to draft 7."""
         return self.draft <= 7 and "$ref" in schema
 
     def _joined(self, node: SchemaNode, reference: str) -> str:

@@ -39,7 +39,7 @@ class Leaf:
     items: Form | None = None
 
     def may_have(self, name: str) -> bool:
-        """Whether an object may have a property of that name."""
+        """Return whether an object may have a property of that name."""
         if name in self.properties:
             return bool(self.properties[name])
         return bool(self.additional or self.patterns)
@@ -71,7 +71,7 @@ def alternatives(forms: list[Form]) -> Form:
 
 
 def has_open_keys(form: Form) -> bool:
-    """Whether a text may have keys that no schema names, whose repetition a grammar cannot prevent."""
+    """Return whether a text may have keys that no schema names, whose repetition a grammar cannot prevent."""
     return any(
         leaf.type == "any" or leaf.patterns or leaf.additional for each in _all_forms(form) for leaf in each.leaves
     )

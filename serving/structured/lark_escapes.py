@@ -52,7 +52,7 @@ class _Plain(Quoted):
 
 
 def _may_hold(node: Node, char: str) -> bool:
-    """Whether the node's texts may contain ``char``; True if that is hard to determine."""
+    """Return whether the node's texts may contain ``char``; True if that is hard to determine."""
     if isinstance(node, Chars):
         if node.is_special or _RUST_ALONE.search(node.expression):
             return not node.is_special
@@ -95,7 +95,7 @@ class _Writer(LarkWriter):
         return written if end == WHOLE else f"({written}) /{in_slashes(literal(self._end))}/"
 
     def _may_hold_end(self, node: Terminal) -> bool:
-        """Whether the terminal could continue where the mark begins."""
+        """Return whether the terminal could continue where the mark begins."""
         if node is self._ignored or node.lazy:
             return False
         return ("\n" in specials(node.node) or self._end[0] != "\n") and _may_hold(node.node, self._end.lstrip()[0])

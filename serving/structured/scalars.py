@@ -31,7 +31,7 @@ class Scalars:
         return [] if rules is None else [Leaf(type=name, rules=rules)]
 
     def is_enforced(self, node: SchemaNode) -> bool:
-        """Whether the node's ``format`` is more than an annotation."""
+        """Return whether the node's ``format`` is more than an annotation."""
         return formats.enforced(self.keywords.get(node, "format") or "") is not None
 
     def among(self, listed: list[Any], nodes: tuple[SchemaNode, ...]) -> list[Any]:
@@ -183,7 +183,7 @@ def _places(low: tuple[Any, bool], high: tuple[Any, bool]) -> int:
 
 
 def _is_read_exactly(step: Fraction) -> bool:
-    """Whether llguidance reads ``step`` exactly: it multiplies the double by ten until it is a whole number."""
+    """Return whether llguidance reads ``step`` exactly: it multiplies the double by ten until it is a whole number."""
     value, power = float(step), 0
     while value % 1 and power <= PARTS_DIGITS:
         value, power = value * 10, power + 1

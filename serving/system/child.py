@@ -49,7 +49,7 @@ def environment() -> dict[str, str]:
 
 
 def package_place() -> str:
-    """The directory from which children import the package: this process's own, unless that is a checkout in the
+    """Return the directory from which children import the package: this process's own, unless that is a checkout in the
     working directory and the same code is also installed with kernels."""
     return _place(os.environ.get("PYTHONPATH", ""))
 
@@ -70,7 +70,7 @@ def _place(paths: str) -> str:
 
 
 def own_place() -> str:
-    """The directory from which this process has imported the package."""
+    """Return the directory from which this process has imported the package."""
     return os.path.dirname(os.path.dirname(os.path.abspath(sys.modules[PACKAGE].__file__ or "")))
 
 

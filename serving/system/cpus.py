@@ -42,7 +42,8 @@ def available_cpus(proc: Path = PROC, cpus: Path = CPUS) -> AvailableCpus:
 
 
 def num_threads() -> int:
-    """The number of threads for this process: OMP_NUM_THREADS if it is a number, else ``AvailableCpus.threads``."""
+    """Return the number of threads for this process: OMP_NUM_THREADS if it is a number, else
+    ``AvailableCpus.threads``."""
     asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return int(asked) if asked.isdigit() and int(asked) else available_cpus().threads
 

@@ -21,7 +21,7 @@ def visible(text: str) -> str:
 
 
 def visible_line(text: str) -> str:
-    """Like ``visible``, but in one line."""
+    """Escape a text as ``visible`` does, but into one line."""
     return _LINE.sub(_escape, visible(text))
 
 

@@ -166,7 +166,7 @@ def locked(path: str | os.PathLike[str], *, exclusive: bool = True) -> Iterator[
 
 
 def is_held(path: str) -> bool:
-    """Whether some process (including this one) holds the lock on ``path``; a missing file is not held.
+    """Return whether some process (including this one) holds the lock on ``path``; a missing file is not held.
 
     Checking takes a free lock for a moment: ``acquire`` then tries again, but ``try_acquire`` may find the lock held. A
     file that exists but cannot be opened (no descriptor left, no permission) counts as held: a living owner must not be

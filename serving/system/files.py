@@ -31,13 +31,14 @@ def cache_dir(part: str) -> Path:
 
 
 def xdg_dir(variable: str) -> Path | None:
-    """The directory that an XDG variable names; a relative path is ignored (XDG Base Directory Specification)."""
+    """Return the directory that an XDG variable names; a relative path is ignored (XDG Base Directory
+    Specification)."""
     path = Path(os.environ.get(variable) or ".")
     return path if path.is_absolute() else None
 
 
 def is_private(found: os.stat_result) -> bool:
-    """Whether a file or directory belongs to this user and is closed to all others."""
+    """Return whether a file or directory belongs to this user and is closed to all others."""
     return found.st_uid == os.geteuid() and not found.st_mode & 0o077
 
 
@@ -100,7 +101,7 @@ class Renewals:
 
 
 def stamp(path: str | os.PathLike[str]) -> tuple[int, int] | None:
-    """A value that changes when the file does; None if the file cannot be examined."""
+    """Return a value that changes when the file does; None if the file cannot be examined."""
     try:
         found = os.stat(path)
     except OSError:

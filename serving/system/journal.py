@@ -100,7 +100,7 @@ class WrittenJournal:
         self.directory, self.name = directory, directory.name
 
     def is_final(self) -> bool:
-        """Whether the engine has ended, so that nothing more will be written."""
+        """Return whether the engine has ended, so that nothing more will be written."""
         return not is_held(str(self.directory / LOCK))
 
     def ended(self, position: int, limit: int) -> tuple[list[Generated], int]:

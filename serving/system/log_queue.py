@@ -50,7 +50,7 @@ class QueuedHandler(logging.Handler):
         self._pid = os.getpid()
 
     def _put(self, line: str) -> None:
-        """Called with the handler's lock held, as ``emit`` is."""
+        """Queue an item, with the handler's lock held, as ``emit`` is."""
         if self._lines.qsize() < self._limit:
             self._lost = None
             self._lines.put(line)

@@ -39,7 +39,8 @@ def main_memory(proc: Path = PROC) -> MainMemory:
 
 
 def _of_group(group: Path) -> MainMemory | None:
-    """The group's memory; the page cache counts as free, because the kernel gives it up before it refuses memory."""
+    """Return the group's memory; the page cache counts as free, because the kernel gives it up before it refuses
+    memory."""
     most, current, cached = V2 if (group / V2[0]).exists() else V1
     try:
         limit, used = int((group / most).read_text()), int((group / current).read_text())

@@ -86,7 +86,8 @@ def tool_use(raw: RawChat) -> ToolUse | None:
 
 
 def _ends_in_reasoning(token_ids: tuple[int, ...], raw: RawChat, text: TextModel, format: ToolFormat) -> bool:
-    """Whether the prompt ends by opening the reasoning; for a message to be continued, whether it ends in reasoning."""
+    """Return whether the prompt ends by opening the reasoning; for a message to be continued, whether it ends in
+    reasoning."""
     reasoning = format.reasoning
     if reasoning is None or raw.end == "closed":
         return False

@@ -72,7 +72,7 @@ MASK = (1 << 64) - 1
 
 
 def mix(state: int, value: int) -> int:
-    """One round of splitmix64 over ``state`` and ``value``: uint64 in, uint64 out."""
+    """Return one round of splitmix64 over ``state`` and ``value``: uint64 in, uint64 out."""
     z = (state ^ (value * 0x9E3779B97F4A7C15)) + 0x9E3779B97F4A7C15 & MASK
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & MASK
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB & MASK
@@ -80,7 +80,7 @@ def mix(state: int, value: int) -> int:
 
 
 def digest(token_ids: tuple[int, ...]) -> int:
-    """64 bits of a whole prompt, at C's speed: one of a million tokens must not stop the loop."""
+    """Return 64 bits of a whole prompt, at C's speed: one of a million tokens must not stop the loop."""
     return int.from_bytes(hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=8).digest())
 
 
@@ -218,10 +218,10 @@ class InstantCore:
         return bool(self._running or self._outbox)
 
     def on_work(self, wake: Callable[[], None]) -> None:
-        """Nothing here is done beside the steps."""
+        """Do nothing: all work is done in the steps."""
 
     def step(self) -> list[EngineOutput]:
-        """A token for each sequence of the batch."""
+        """Return a token for each sequence of the batch."""
         if self.model.step_delay:
             time.sleep(self.model.step_delay)
         batch = [r for r, _ in zip(list(self._running.values()), range(self.settings.max_num_seqs), strict=False)]
@@ -322,7 +322,7 @@ class InstantCore:
         self._outbox.append((running.client, running.request.request_id, event))
 
     def _send_logits(self, running: _Running, index: int, of: LogitsOf, start: int, following: tuple[int, ...]) -> None:
-        """Rows that are 1 for the token that follows and 0 for all others."""
+        """Send rows that are 1 for the token that follows and 0 for all others."""
         rows = np.zeros((len(following), self.model.vocab_size), dtype="<f4")
         rows[np.arange(len(following)), np.array(following) % self.model.vocab_size] = 1.0
         event = Logits(index, of, start, len(rows), rows.tobytes())

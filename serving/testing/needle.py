@@ -73,7 +73,7 @@ def answer(core: Core, request: ValidRequest) -> Answer:
 
 
 def again(request: ValidRequest, name: str) -> ValidRequest:
-    """``request`` under another id, its prompt's KV shared with the others of its kind."""
+    """Return ``request`` under another id, its prompt's KV shared with the others of its kind."""
     return msgspec.structs.replace(request, request_id=name, cache_salt="needles")
 
 
@@ -143,7 +143,7 @@ def _take(outputs: Iterable[EngineOutput], running: dict[str, tuple[ValidRequest
 def _needle(
     chance: random.Random, wanted: tuple[ValidRequest, Answer], name: str, *, resume: bool
 ) -> tuple[ValidRequest, Answer]:
-    """One of ``wanted``, and what it is to get."""
+    """Return one of ``wanted`` and its expected output."""
     request, expected = again(wanted[0], name), wanted[1]
     if chance.random() < COLD:
         request = msgspec.structs.replace(request, cache_salt=None)

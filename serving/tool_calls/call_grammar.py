@@ -68,7 +68,7 @@ def call_grammar(
 def _is_held(
     tools: Sequence[Tool], called: Sequence[tuple[int, Tool]], parallel: bool, response: Grammar | None
 ) -> bool:
-    """Whether there is anything to enforce in the reply of a model that may call tools freely."""
+    """Return whether there is anything to enforce in the reply of a model that may call tools freely."""
     held = any(tool.strict or tool.syntax is not None for _, tool in called)
     return held or not parallel or response is not None or len(called) < len(tools)
 

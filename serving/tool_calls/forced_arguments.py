@@ -130,7 +130,7 @@ class ArgumentsGrammar:
         return f"{begin} {one_of(written)}"
 
     def _is_text(self, value: Any, alone: bool) -> bool:
-        """Whether a parser reads ``value`` as a string; ``alone`` says that no other type is allowed."""
+        """Return whether a parser reads ``value`` as a string; ``alone`` says that no other type is allowed."""
         if not isinstance(value, str) or any(mark in value for mark in self._marks()):
             return False
         return alone or _SURE.match(value) is not None

@@ -183,7 +183,8 @@ class MemberText:
 
 
 def _hopeless(text: str) -> bool:
-    """Whether an object that begins with ``text`` cannot have one string as its member, or is too long to tell."""
+    """Return whether an object that begins with ``text`` cannot have one string as its member, or is too long to
+    tell."""
     if len(text) > 256:
         return True
     body = text.strip(SPACE)

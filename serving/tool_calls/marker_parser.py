@@ -62,7 +62,7 @@ class MarkedReader(Reading):
         return self._parts.take()
 
     def _is_unmarked(self, mark: int) -> bool:
-        """Whether the text held from ``mark`` on has begun without a marker."""
+        """Return whether the text held from ``mark`` on has begun without a marker."""
         firsts = {marker.first for marker in (*self._literals.begins, self._literals.call_begin) if marker}
         return self._format.is_bare and not self.num_calls and self._text[mark : mark + 1] not in firsts
 

@@ -140,7 +140,7 @@ class Literals:
         return text
 
     def is_special(self, marker: Marker) -> bool:
-        """Whether ``marker`` begins with a special token, which ordinary text cannot imitate."""
+        """Return whether ``marker`` begins with a special token, which ordinary text cannot imitate."""
         return marker.first in self._names
 
     def named(self, text: str) -> str:

@@ -94,7 +94,7 @@ class ParameterValue:
         return held
 
     def _may_be_other(self, body: str) -> bool:
-        """Whether ``body`` may become something other than a string when it continues."""
+        """Return whether ``body`` may become something other than a string when it continues."""
         if body[0] in "{[":
             return self._allows("object", "array")
         if _NUMBER.fullmatch(body):

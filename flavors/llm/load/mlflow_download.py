@@ -66,7 +66,8 @@ def _call() -> FrameType | None:
 
 
 def _was_made_now(root: Path) -> bool:
-    """Whether ``root`` is in a temporary directory that this process can have made: a download, or a local store."""
+    """Return whether ``root`` is in a temporary directory that this process can have made: a download, or a local
+    store."""
     top = next((path for path in (root, root.parent) if path.name.startswith(tempfile.gettempprefix())), None)
     if top is None:
         return False
@@ -76,7 +77,7 @@ def _was_made_now(root: Path) -> bool:
 
 
 def _is_remote(uri: str) -> bool:
-    """Whether MLflow copies a model at ``uri`` instead of returning its path."""
+    """Return whether MLflow copies a model at ``uri`` instead of returning its path."""
     from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
     if is_path(uri):

@@ -102,7 +102,7 @@ def _own_adapters(manifest: Manifest, root: Path) -> dict[str, str]:
 
 
 def _over_base(manifest: Manifest, root: Path, own: dict[str, str], base: Bundle) -> Bundle:
-    """The base with these adapters added; a tokenizer or template stored here replaces the base's."""
+    """Return the base with these adapters added; a tokenizer or template stored here replaces the base's."""
     both = f"{base.content_hash}\n{manifest.content_hash}\n"
     has_tokenizer = any(path.startswith("tokenizer/") for path in manifest.files)
     return Bundle(

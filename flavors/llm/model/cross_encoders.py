@@ -25,18 +25,19 @@ UNBOUNDED = 10**9  # tokenizers without a maximum length give this or more
 
 
 def has_head(config: dict[str, Any]) -> bool:
-    """Whether the architecture ends in a classifier."""
+    """Return whether the architecture ends in a classifier."""
     return any(str(name).endswith(HEAD) for name in config.get("architectures") or ())
 
 
 def num_labels(config: dict[str, Any]) -> int:
-    """The number of labels as transformers counts them: two by default."""
+    """Return the number of labels as transformers counts them: two by default."""
     labels = config.get("id2label")
     return len(labels) if isinstance(labels, dict) else int(config.get("num_labels") or 2)
 
 
 def is_cross_encoder(model_dir: Path, config: dict[str, Any]) -> bool:
-    """Whether the model gives a pair of texts one number. Raises ``PackagingError`` if it has modules of its own."""
+    """Return whether the model gives a pair of texts one number. Raises ``PackagingError`` if it has modules of its
+    own."""
     kinds = _modules(model_dir)
     if kinds and not says_cross_encoder(model_dir):
         return False
@@ -48,7 +49,7 @@ def is_cross_encoder(model_dir: Path, config: dict[str, Any]) -> bool:
 
 
 def says_cross_encoder(model_dir: Path) -> bool:
-    """Whether the files of sentence-transformers say that this is a cross-encoder."""
+    """Return whether the files of sentence-transformers say that this is a cross-encoder."""
     return _read(model_dir / "config_sentence_transformers.json").get("model_type") == "CrossEncoder"
 
 
@@ -91,7 +92,7 @@ def _activation(named: Any) -> Activation:
 
 
 def _modules(model_dir: Path) -> list[str]:
-    """The classes of the modules in a sentence-transformers directory."""
+    """Return the classes of the modules in a sentence-transformers directory."""
     entries = _json(model_dir / "modules.json")
     named = [entry.get("type") for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
     return [str(name).rpartition(".")[2] for name in named]
@@ -103,7 +104,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _json(file: Path) -> Any:
-    """The parsed file, or None if it does not exist. Raises ``PackagingError``."""
+    """Return the parsed file, or None if it does not exist. Raises ``PackagingError``."""
     if not file.is_file():
         return None
     try:

@@ -74,7 +74,7 @@ def flavors_of(uri: str) -> list[str]:
 
 
 def is_local(store: Any) -> bool:
-    """Whether MLflow returns a path of this store instead of a copy."""
+    """Return whether MLflow returns a path of this store instead of a copy."""
     from mlflow.store.artifact.local_artifact_repo import LocalArtifactRepository
     from mlflow.store.artifact.models_artifact_repo import ModelsArtifactRepository
 

@@ -158,7 +158,8 @@ def read(root: Path) -> Manifest:
 
 
 def is_adapter_name(name: str) -> bool:
-    """Whether ``name`` is allowed for an adapter: it is a folder's name here, and part of ``endpoint:adapter``."""
+    """Return whether ``name`` is allowed for an adapter: it is a folder's name here, and part of
+    ``endpoint:adapter``."""
     return ADAPTER_NAME.fullmatch(name) is not None and not name.endswith(".")
 
 
@@ -175,7 +176,7 @@ def _check_paths(manifest: Manifest) -> None:
 
 
 def is_weights(path: str) -> bool:
-    """Whether only an engine needs the file; a client of a remote engine does not."""
+    """Return whether only an engine needs the file; a client of a remote engine does not."""
     return path.startswith(("model/", "adapters/")) and path.endswith(".safetensors")
 
 
@@ -221,7 +222,8 @@ def _check_environment(environment: dict[str, FileEntry] | None, root: Path, *, 
 
 
 def has_libraries(root: Path) -> bool:
-    """Whether ``mlflow.models.add_libraries_to_model`` has made this version: MLflow wrote its environment anew."""
+    """Return whether ``mlflow.models.add_libraries_to_model`` has made this version: MLflow wrote its environment
+    anew."""
     try:
         return WITH_LIBRARIES.search((root / MLMODEL).read_bytes()) is not None
     except OSError:

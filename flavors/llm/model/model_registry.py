@@ -81,7 +81,7 @@ def _version(client: MlflowClient, named: RegisteredModel) -> str:
 
 
 def _versions(client: MlflowClient, name: str, stage: str | None = None) -> list[int]:
-    """The versions of a model, those in ``stage`` (in lower case) if one is given."""
+    """Return the versions of a model, those in ``stage`` (in lower case) if one is given."""
     quoted = name.replace("'", "''")
     found = client.search_model_versions(f"name='{quoted}'")
     return sorted(int(one.version) for one in found if stage is None or (one.current_stage or "").lower() == stage)
@@ -128,7 +128,7 @@ def _some(texts: Iterable[str]) -> str:
 
 
 def _local_path(store: str) -> str | None:
-    """The file or folder of a store on this machine; None for a remote or in-memory store."""
+    """Return the file or folder of a store on this machine; None for a remote or in-memory store."""
     if store.startswith("sqlite:"):
         path = store.partition(":///")[2].partition("?")[0]
         return None if not path or path.startswith((":memory:", "file:")) else path

@@ -52,7 +52,8 @@ EXAMPLES: dict[Task, dict[str, Any]] = {
 
 
 def params_schema() -> ParamSchema:
-    """The fields that ``params=`` may set for all rows: those with an effect and one scalar type in every task."""
+    """Return the fields that ``params=`` may set for all rows: those with an effect and one scalar type in every
+    task."""
     kinds: dict[str, set[str]] = {}
     for table in MLFLOW.values():
         for name, field in table.fields.items():
@@ -64,12 +65,12 @@ def params_schema() -> ParamSchema:
 
 
 def is_lossless(schema: Schema | None) -> bool:
-    """Whether ``schema`` is the input schema of a lossless signature, from this release or another."""
+    """Return whether ``schema`` is the input schema of a lossless signature, from this release or another."""
     return schema is not None and bool(schema.has_input_names()) and ROW_MARKER in schema.input_names()
 
 
 def lossless_signature() -> ModelSignature:
-    """The signature of every model that is logged without a signature of the caller's own."""
+    """Return the signature of every model that is logged without a signature of the caller's own."""
     columns = [ColSpec(AnyType(), name, required=False) for name in request_fields()]
     columns.append(ColSpec(Array(AnyType()), ROW_MARKER, required=False))
     replies = [ColSpec(kind, name, required=False) for name, kind in REPLY_FIELDS.items()]
@@ -77,5 +78,5 @@ def lossless_signature() -> ModelSignature:
 
 
 def default_example(tasks: tuple[Task, ...]) -> dict[str, Any]:
-    """A small request of the model's first task."""
+    """Return a small request of the model's first task."""
     return EXAMPLES[tasks[0]]

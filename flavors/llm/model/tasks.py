@@ -137,12 +137,12 @@ def cross_encoder_spec(
 
 
 def is_sentence_transformer(model_dir: Path) -> bool:
-    """Whether this is a sentence-transformers directory with modules of its own."""
+    """Return whether this is a sentence-transformers directory with modules of its own."""
     return (model_dir / "modules.json").is_file()
 
 
 def is_causal(config: dict[str, Any]) -> bool:
-    """Whether the architecture is a causal language model. Raises ``PackagingError`` for an encoder-decoder."""
+    """Return whether the architecture is a causal language model. Raises ``PackagingError`` for an encoder-decoder."""
     if config.get("is_encoder_decoder"):
         raise PackagingError(
             f"model: {config.get('model_type')!r} is an encoder-decoder; decoder and encoder models can be served"
@@ -152,7 +152,7 @@ def is_causal(config: dict[str, Any]) -> bool:
 
 
 def reads_pictures(config: dict[str, Any]) -> bool:
-    """Whether the architecture is a vision-language model, whose decoder generates text."""
+    """Return whether the architecture is a vision-language model, whose decoder generates text."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
     known: set[str] = set()

@@ -86,7 +86,8 @@ def _of_frame(frame: pd.DataFrame, task: Task) -> list[Row]:
 
 
 def _holds_texts(column: pd.Series, name: Hashable, task: Task) -> bool:
-    """Whether a frame's only column holds texts under a name of the caller's own, not that of a (misspelt) field.
+    """Return whether a frame's only column holds texts under a name of the caller's own, not that of a (misspelt)
+    field.
 
     If the model does not compare texts, names such as ``query`` and ``text`` count as the caller's own.
     """

@@ -32,7 +32,7 @@ BESIDE = ("params", *(field.name for field in DATABRICKS_LABELS))
 
 
 def is_scoring_server() -> bool:
-    """Whether this process is a worker of ``mlflow models serve``."""
+    """Return whether this process is a worker of ``mlflow models serve``."""
     return scoring_server._SERVER_MODEL_PATH in os.environ
 
 

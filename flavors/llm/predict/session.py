@@ -56,7 +56,7 @@ class Session:
         *,
         uri: str = "",
     ) -> None:
-        """``uri`` is where a copy on another host fetches the model from; "" if unknown."""
+        """Keep ``uri``, from which a copy on another host fetches the model; "" if unknown."""
         self.bundle = bundle
         self.settings = settings
         self.uri = uri

@@ -225,7 +225,7 @@ def _as_engine_sees(
     crosses: CrossEncoderSpec | None,
     pictures: PictureSpec | None = None,
 ) -> Bundle:
-    """The model being written, before it has a content hash."""
+    """Return the model being written, before it has a content hash."""
     return Bundle(
         content_hash="",
         tasks=tasks,

@@ -150,7 +150,7 @@ def _shards(index: Path) -> list[str]:
 
 
 def _load(pickled: Path) -> dict[str, Any]:
-    """The state dict in ``pickled``, possibly wrapped as ``{"state_dict": …}``."""
+    """Return the state dict in ``pickled``, possibly wrapped as ``{"state_dict": …}``."""
     import torch
 
     try:

@@ -67,7 +67,7 @@ class _Probe:
         self.placeholder = self._placeholder()
 
     def _placeholder(self) -> str:
-        """The token that a template writes for a picture: usually the one that stands for its vectors, too."""
+        """Return the token that a template writes for a picture: usually the one that stands for its vectors, too."""
         names = [getattr(self.processor, name, None) for name in ("boi_token", "image_token")]
         for name in (*names, self.tokenizer.convert_ids_to_tokens(self.image_id)):
             text = getattr(name, "content", name)
@@ -98,14 +98,14 @@ class _Probe:
         return tuple(self._asked(self.placeholder, [size]))
 
     def fixed(self) -> PictureSpec | None:
-        """The layout in which every picture has the same tokens; None if they depend on its size."""
+        """Return the layout in which every picture has the same tokens; None if they depend on its size."""
         found = {self.ids(size) for size in SIZES}
         if len(found) > 1:
             return None
         return PictureSpec(placeholder_id=self._encoded(self.placeholder)[0], image_id=self.image_id, ids=found.pop())
 
     def grid(self) -> PictureSpec | None:
-        """The layout of Idefics 3 and SmolVLM; None if this processor has not the parts of theirs."""
+        """Return the layout of Idefics 3 and SmolVLM; None if this processor has not the parts of theirs."""
         processor, images = self.processor, self.processor.image_processor
         longest, tile = _edge(getattr(images, "size", None)), _edge(getattr(images, "max_image_size", None))
         around = getattr(processor, "fake_image_token", None)
@@ -137,7 +137,7 @@ class _Probe:
         )
 
     def agrees(self, spec: PictureSpec, sizes: tuple[Size, Size]) -> bool:
-        """Whether ``spec`` gives the tokens that the processor gives, for two pictures within a text."""
+        """Return whether ``spec`` gives the tokens that the processor gives, for two pictures within a text."""
         text = self.placeholder.join(AROUND)
         found, _ = expanded(self._encoded(text), sizes, spec, self.image_id, numbered=False)
         return list(found) == self._asked(text, list(sizes))

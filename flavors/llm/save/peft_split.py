@@ -17,14 +17,14 @@ from .pretrained import save_pretrained
 
 
 def has_adapters(model: Any) -> bool:
-    """Whether ``model`` is a ``PeftModel``, or a transformers model with adapters added to it."""
+    """Return whether ``model`` is a ``PeftModel``, or a transformers model with adapters added to it."""
     from peft import PeftModel
 
     return isinstance(model, PeftModel) or bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
 def adapter_names(model: Any) -> list[str]:
-    """The names of the adapters in a model for which ``has_adapters`` is true."""
+    """Return the names of the adapters in a model for which ``has_adapters`` is true."""
     return list(model.peft_config)
 
 

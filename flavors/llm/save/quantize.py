@@ -43,7 +43,7 @@ def check_quantize(quantize: Any, *, calibration: Any, base: str | None, trust_r
 
 
 def _is_unicode(text: str) -> bool:
-    """Whether ``text`` has no lone surrogates, which no tokenizer accepts."""
+    """Return whether ``text`` has no lone surrogates, which no tokenizer accepts."""
     return text.isascii() or not any("\ud800" <= char <= "\udfff" for char in text)
 
 

@@ -116,7 +116,7 @@ def _check_lines(given: Requirements) -> None:
 
 
 def _is_direct(line: str) -> bool:
-    """Whether a line is a file or a direct reference instead of a package name."""
+    """Return whether a line is a file or a direct reference instead of a package name."""
     try:
         return Requirement(line.partition(" --")[0]).url is not None
     except InvalidRequirement:

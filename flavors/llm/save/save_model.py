@@ -308,7 +308,8 @@ def _prepare(root: Path) -> None:
 
 
 def _as_stored(config: configs.ModelConfig, stored: Any, *, asked: Any) -> configs.ModelConfig:
-    """``config`` with the quantization of the stored weights. Raises ``PackagingError`` if another was asked for."""
+    """Return ``config`` with the quantization of the stored weights. Raises ``PackagingError`` if another was asked
+    for."""
     if stored is None:
         return config
     if asked is not None and asked != stored:
@@ -373,7 +374,8 @@ def _warn(without_effect: dict[str, Any]) -> None:
 
 
 def _example(given: Any, manifest: Manifest, *, run_at_log_time: Any) -> Any:
-    """The caller's example, else a default one; None if MLflow would start an engine only to run a default one."""
+    """Return the caller's example, else a default one; None if MLflow would start an engine only to run a default
+    one."""
     if given is False or (given is None and run_at_log_time):
         return None
     return default_example(manifest.tasks) if given is None else given

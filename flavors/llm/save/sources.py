@@ -74,7 +74,7 @@ def _place_path(model: str | os.PathLike[str], target: Path, *, link: bool, revi
 
 
 def _is_hub_id(model: Any) -> bool:
-    """Whether ``model`` names nothing on this machine and may name a model on the hub."""
+    """Return whether ``model`` names nothing on this machine and may name a model on the hub."""
     return isinstance(model, str) and HUB_ID.fullmatch(model) is not None and not Path(model).exists()
 
 
@@ -98,7 +98,7 @@ def _place_directory(source: Path, target: Path, *, link: bool) -> Placed:
 
 
 def _transformer_folder(source: Path) -> Path:
-    """The folder with the Hugging Face model in a sentence-transformers directory: its root, or ``0_…``."""
+    """Return the folder with the Hugging Face model in a sentence-transformers directory: its root, or ``0_…``."""
     if (source / "config.json").is_file():
         return source
     inside = sorted(p.parent for p in source.glob("0_*/config.json"))
@@ -121,7 +121,7 @@ def _check_modules(source: Path) -> None:
 
 
 def _further_modules(source: Path, transformer: Path) -> Iterator[Path]:
-    """Folders of sentence-transformers modules: ``1_Pooling``, ``2_Dense``, …"""
+    """Return the folders of sentence-transformers modules: ``1_Pooling``, ``2_Dense``, …"""
     if (source / "modules.json").is_file():
         from ....serving.engine.models.sentence_files import modules_of
 
@@ -137,7 +137,7 @@ def _place_module_weights(module: Path, target: Path, source: Path, *, link: boo
 
 
 def _plain_files(source: Path, transformer: Path) -> Iterator[str]:
-    """Relative paths of config, code and notes: everything except weights, tokenizer and hidden files."""
+    """Return the relative paths of config, code and notes: everything except weights, tokenizer and hidden files."""
     folders = [source, transformer, *_further_modules(source, transformer)]
     for file in (f for folder in dict.fromkeys(folders) for f in sorted(folder.iterdir())):
         hidden = file.name.startswith(".")

@@ -33,7 +33,7 @@ NOT_OF_THE_CONFIG = ("model_type", "architectures", "transformers_version", "_na
 
 
 def is_composite(config: dict[str, Any]) -> bool:
-    """Whether the model of this config.json has a text model and others beside it."""
+    """Return whether the model of this config.json has a text model and others beside it."""
     return any(isinstance(config.get(name), dict) for name in ("text_config", "thinker_config"))
 
 
@@ -62,7 +62,7 @@ def hint(model_dir: Path, config: dict[str, Any]) -> str:
 
 
 def _text_config(config: Any) -> Any:
-    """The configuration of the causal language model that computes the text of a model with this ``config``."""
+    """Return the configuration of the causal language model that computes the text of a model with this ``config``."""
     from transformers import AutoConfig
 
     text = config.get_text_config()
@@ -191,7 +191,7 @@ def _decoder(whole: Any) -> Any:
 
 
 def _plain(config: dict[str, Any]) -> dict[str, Any]:
-    """``config`` without its type and what it says about positions of images."""
+    """Return ``config`` without its type and what it says about positions of images."""
     kept = {key: value for key, value in config.items() if key not in NOT_OF_THE_CONFIG}
     for key in ("rope_parameters", "rope_scaling"):
         if isinstance(kept.get(key), dict):

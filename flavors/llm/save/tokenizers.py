@@ -43,7 +43,7 @@ EMBEDDING_NAMES = (
 
 
 def is_tokenizer_file(name: str) -> bool:
-    """Whether a file of this name belongs to the tokenizer rather than to the model."""
+    """Return whether a file of this name belongs to the tokenizer rather than to the model."""
     return name in TOKENIZER_FILES or name.endswith(TOKENIZER_SUFFIXES)
 
 
@@ -81,7 +81,8 @@ def load_tokenizer(directory: Path, *, trust_remote_code: bool = False) -> Any:
 
 
 def _template_of_processor(directory: Path) -> str | None:
-    """The template in ``chat_template.json``, where processors of earlier releases of transformers kept theirs."""
+    """Return the template in ``chat_template.json``, where processors of earlier releases of transformers kept
+    theirs."""
     try:
         found = json.loads((directory / "chat_template.json").read_text())["chat_template"]
     except (OSError, ValueError, LookupError, TypeError, RecursionError):

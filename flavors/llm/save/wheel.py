@@ -29,7 +29,8 @@ WHEEL_FILE = "Wheel-Version: 1.0\nGenerator: mlflow-llm\nRoot-Is-Purelib: true\n
 
 
 def distribution() -> importlib.metadata.Distribution:
-    """The installed distribution of mlflow-llm. Raises ``PackagingError`` if the package is only on Python's path."""
+    """Return the installed distribution of mlflow-llm. Raises ``PackagingError`` if the package is only on Python's
+    path."""
     try:
         return importlib.metadata.distribution(DISTRIBUTION)
     except importlib.metadata.PackageNotFoundError:
@@ -50,7 +51,7 @@ def write_wheel(root: Path) -> str:
 
 
 def _stamp() -> tuple[object, ...]:
-    """A value that changes with any file of the package and with the installed distribution."""
+    """Return a value that changes with any file of the package and with the installed distribution."""
     found = distribution()
     files = ((path, os.stat(path)) for _, path in _package_paths())
     return (found.version, str(found.locate_file("")), *((path, s.st_mtime_ns, s.st_size) for path, s in files))

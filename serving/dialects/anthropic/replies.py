@@ -22,7 +22,7 @@ STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tok
 
 
 def message(request: ValidRequest, whole: Reply) -> dict[str, Any]:
-    """The object of a reply that is not streamed."""
+    """Return the object of a reply that is not streamed."""
     (choice,) = whole.choices
     content = list(_content(request, choice))
     called = any(block["type"] == "tool_use" for block in content)

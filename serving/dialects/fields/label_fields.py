@@ -15,7 +15,7 @@ _NO_NUL = r"^[^\u0000]*$"  # no database keeps one
 
 
 def label(least: int, most: int) -> Reader[str]:
-    """A reader of a label of ``least`` to ``most`` characters."""
+    """Return a reader of a label of ``least`` to ``most`` characters."""
     lengths = {"minLength": least} if least else {}
     allowed = f"a text of {f'{least} to' if least else 'at most'} {most} characters, none of them NUL"
 

@@ -56,7 +56,7 @@ def head(request: ValidRequest, echo: Echo, text: str) -> dict[str, Any]:
 
 
 def reply(request: ValidRequest, whole: Reply, echoed: bytes) -> dict[str, Any]:
-    """The object of a reply that is not streamed."""
+    """Return the object of a reply that is not streamed."""
     echo, choice, steps = echo_of(echoed), whole.choices[0], whole.choices[0].steps
     reason = finish_reason(choice.finish_reason, choice.stop_reason)
     ending = END_TEXT if request.form.end_text and reason == "eos_token" else ""

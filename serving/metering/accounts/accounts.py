@@ -197,7 +197,7 @@ class Accounts:
         return [f"no endpoint serves {entity!r}, so nothing costs this yet; served is {listed}"]
 
     def _served(self) -> set[str]:
-        """Names of served models in active and pending configs."""
+        """Return the names of served models in active and pending configs."""
         table, one = endpoint_configs.c, endpoints.c
         current = sa.or_(table.version == one.active_version, table.version == one.pending_version)
         query = sa.select(table.config).where(table.name == one.name, current)

@@ -46,13 +46,14 @@ class Caller(Struct, frozen=True, kw_only=True):
         return "CAN_QUERY" if "invoke" in self.scopes else "CAN_VIEW"
 
     def may_see(self, endpoint: str) -> bool:
-        """Whether the caller may see ``endpoint``: it may use it or one of its adapters, or may manage everything."""
+        """Return whether the caller may see ``endpoint``: it may use it or one of its adapters, or may manage
+        everything."""
         if self.manages or self.endpoints is None:
             return True
         return any(entry.partition(":")[0] == endpoint for entry in self.endpoints)
 
     def may_use(self, endpoint: str, adapter: str | None) -> bool:
-        """Whether the caller may run requests at ``endpoint``; ``adapter`` None is the model itself."""
+        """Return whether the caller may run requests at ``endpoint``; ``adapter`` None is the model itself."""
         if self.endpoints is None or endpoint in self.endpoints:
             return True
         return adapter is not None and f"{endpoint}:{adapter}" in self.endpoints

@@ -82,7 +82,7 @@ def money(micro: int, currency: str) -> str:
 
 
 def currency_of(connection: sa.Connection) -> str:
-    """The currency of all prices, budgets and costs of the store; empty while none is set."""
+    """Return the currency of all prices, budgets and costs of the store; empty while none is set."""
     found = connection.execute(sa.select(settings.c.value).where(settings.c.name == "currency")).scalar_one_or_none()
     return found or ""
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 def since_boot() -> float:
-    """Seconds since the machine was started, including time that it slept."""
+    """Return the seconds since the machine was started, including time that it slept."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 

@@ -81,13 +81,13 @@ decode = _decoder.decode
 
 
 def month_of(second: int) -> int:
-    """The calendar month (UTC) of a second since the epoch, as months since January of year 0."""
+    """Return the calendar month (UTC) of a second since the epoch, as months since January of year 0."""
     moment = datetime.datetime.fromtimestamp(second, datetime.UTC)
     return moment.year * 12 + moment.month - 1
 
 
 def month_end(second: int) -> int:
-    """The first second of the calendar month (UTC) after that of ``second``."""
+    """Return the first second of the calendar month (UTC) after that of ``second``."""
     year, month = divmod(month_of(second) + 1, 12)
     return int(datetime.datetime(year, month + 1, 1, tzinfo=datetime.UTC).timestamp())
 
@@ -118,7 +118,7 @@ def _in_period(have: tuple[int, int], period: int, money: int) -> tuple[int, int
 
 
 def used(state: WindowState, kind: Kind, now: int) -> int:
-    """The amount that counts against a limit of ``kind`` at second ``now``."""
+    """Return the amount that counts against a limit of ``kind`` at second ``now``."""
     if kind == "in_flight":
         return state.in_flight
     if kind == "budget":

@@ -87,7 +87,7 @@ def reserve(
 
 
 def is_shared(key_id: str) -> bool:
-    """Whether the caller with this key shares its endpoints with others."""
+    """Return whether the caller with this key shares its endpoints with others."""
     return key_id != ANONYMOUS.key_id
 
 

@@ -87,7 +87,7 @@ def living_owners(state_dir: Path) -> list[str]:
 
 
 def is_local(state_dir: Path, owner: str) -> bool:
-    """Whether ``owner`` is a process of this host and state directory."""
+    """Return whether ``owner`` is a process of this host and state directory."""
     return (state_dir / OWNERS / owner).is_dir()
 
 

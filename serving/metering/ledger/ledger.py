@@ -168,7 +168,7 @@ class Ledger:
             raise
 
     def _time_of_prices(self) -> float:
-        """The time by which prices are in force: a wall clock that is set back takes none of them back."""
+        """Return the time by which prices are in force: a wall clock that is set back takes none of them back."""
         return max(self._clock(), self._window_clock.now())
 
     def _open_breaker(self, error: Unavailable) -> None:

@@ -71,7 +71,7 @@ class Spool:
 
 
 def spooled(directory: Path) -> list[Path]:
-    """The spool files of an owner's directory, oldest first."""
+    """Return the spool files of an owner's directory, oldest first."""
     return sorted(directory.glob("spool-*.jsonl"))
 
 
@@ -85,7 +85,7 @@ def drain_file(path: Path, apply: Callable[[Settlement], object]) -> int:
 
 
 def spooled_ids(directory: Path) -> set[str]:
-    """The request ids of settlements spooled in an owner's directory."""
+    """Return the request ids of settlements spooled in an owner's directory."""
     return {settlement.request_id for path in spooled(directory) for settlement in _read(path)}
 
 

@@ -88,7 +88,7 @@ def revision(connection: sa.Connection, known: list[str]) -> str | None:
 
 
 def is_transient(error: Exception) -> bool:
-    """Whether ``error`` was caused by other connections, so that a later attempt may succeed."""
+    """Return whether ``error`` was caused by other connections, so that a later attempt may succeed."""
     if not isinstance(error, DBAPIError):
         return True
     code = getattr(error.orig, "sqlite_errorcode", None)
@@ -97,7 +97,7 @@ def is_transient(error: Exception) -> bool:
 
 
 def reason(error: BaseException) -> str:
-    """The first line of the database's own message."""
+    """Return the first line of the database's own message."""
     original = getattr(error, "orig", None) or error
     return next(iter(str(original).splitlines()), "")[:200] or type(original).__name__
 

@@ -75,5 +75,5 @@ def _place(connection: sa.Connection, store: Store) -> str:
 
 
 def _is_same(place: str, known: str) -> bool:
-    """Whether the two places have a line in common."""
+    """Return whether the two places have a line in common."""
     return any(one == other for one, other in zip(place.split("\n"), known.split("\n"), strict=False))

@@ -204,7 +204,7 @@ class Store:
             time.sleep(backoff.failed())
 
     def expect(self, store_id: str) -> None:
-        """From now on, reject any other store that replaces this one's file while the process runs."""
+        """Reject from now on any other store that replaces this one's file while the process runs."""
         if self._file is not None:
             self._file.store_id = store_id
 

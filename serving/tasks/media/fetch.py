@@ -256,5 +256,5 @@ class _Connection(io.RawIOBase):
 
 @functools.cache
 def _context() -> ssl.SSLContext:
-    """Loading the system's certificates takes tens of milliseconds."""
+    """Return the TLS context: loading the system's certificates takes tens of milliseconds."""
     return ssl.create_default_context()

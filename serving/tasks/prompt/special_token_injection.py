@@ -50,7 +50,8 @@ class InjectionGuard:
         self._spelt = {token: self._after_newline(plain, token) for token in self._ids}
 
     def found_in(self, value: Any) -> bool:
-        """Whether any string in ``value`` (messages, tools, template variables) has a control token of the caller.
+        """Return whether any string in ``value`` (messages, tools, template variables) has a control token of the
+        caller.
 
         Names of properties count too; text that this server wrote (``TrustedText``) does not.
         """

@@ -91,7 +91,7 @@ def attempts(source: str, reads: TemplateReads, *, parts: bool, named: bool) -> 
 
 
 def _values(source: str) -> Iterable[Any]:
-    """Values that a template's variables may take: of any type, and the texts that the template has."""
+    """Return the values that a template's variables may take: of any type, and the texts that the template has."""
     texts = dict.fromkeys(one or other for one, other in _QUOTED.findall(source))
     return ["text", True, 1, {}, [], *texts][:MAX_VALUES]
 

@@ -154,7 +154,7 @@ class TextModel:
         return self._frame[1]
 
     def is_own_input(self, token_ids: tuple[int, ...]) -> bool:
-        """Whether ``token_ids`` are surely of this tokenizer: a text in its special tokens.
+        """Return whether ``token_ids`` are surely of this tokenizer: a text in its special tokens.
 
         Ids of another tokenizer do not begin and end with them. One token on one side is enough unless its id is low,
         like those of bytes and frequent words of others. Without special tokens nothing is sure: any ids are a text.

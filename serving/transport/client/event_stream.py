@@ -208,7 +208,7 @@ class RemoteStream:
         return event
 
     def tap(self, take: Callable[[Event], bool]) -> bool:
-        """From now on, offer events that arrive while the reader waits in ``next`` to ``take``, on the io loop's
+        """Offer from now on events that arrive while the reader waits in ``next`` to ``take``, on the io loop's
         greenlet.
 
         The reader does not get the events for which ``take`` returns True. ``take`` must neither block nor raise.
