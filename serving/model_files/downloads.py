@@ -64,7 +64,7 @@ def check_owner(path: Path) -> None:
         private = stat.S_ISDIR(found.st_mode) and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
         if found.st_uid not in (0, os.geteuid()) or not private:
             raise PackagingError(
-                f"{path}: models are not taken from a directory that other users could have written;"
+                f"{path}: models are not loaded from a directory that other users could have written;"
                 f" remove it, or set {CACHE_VARIABLE} to one of your own"
             )
 

@@ -46,7 +46,7 @@ TRACES_DROPPED = Counter(
     "mlflow_llm_traces_dropped", "Traces dropped because the exporter was too far behind", registry=OWN
 )
 STORE_OUTAGES = Counter(
-    "mlflow_llm_store_outages", "Times that the store ceased to answer, as each worker saw it", registry=OWN
+    "mlflow_llm_store_outages", "Times that the store stopped answering, per worker", registry=OWN
 )
 TTFT = Histogram(
     "mlflow_llm_time_to_first_token_seconds",
@@ -137,7 +137,7 @@ class EngineCollector(Collector):
             for labels, counted in sums.items():
                 counter.add_metric(labels, float(counted[field]))
             yield counter
-        ready = GaugeMetricFamily("mlflow_llm_engine_ready", "1 where the engine makes progress", labels=self.LABELS)
+        ready = GaugeMetricFamily("mlflow_llm_engine_ready", "1 if the engine makes progress", labels=self.LABELS)
         replicas = GaugeMetricFamily("mlflow_llm_replicas", "Engine processes", labels=self.LABELS)
         for entity, (labels, health) in zip(entities, found, strict=True):
             ready.add_metric(labels, float(health.status == "ready"))
@@ -167,7 +167,7 @@ class EngineCollector(Collector):
             for labels, record in records:
                 gauge.add_metric(labels, float(getattr(record, field) or 0))
             yield gauge
-        text = "1 where the engine is unloaded; the reason says why"
+        text = "1 if the engine is unloaded; the reason says why"
         unloaded = GaugeMetricFamily("mlflow_llm_engine_unloaded", text, labels=(*self.LABELS, "reason"))
         unloads = CounterMetricFamily("mlflow_llm_engine_unloads", "Times it was unloaded", labels=self.LABELS)
         for labels, record in records:
@@ -188,11 +188,11 @@ class LedgerCollector(Collector):
         for name, text, value in (
             (
                 "ledger_open_rows",
-                "Requests that the store has as open, those of ended processes included",
+                "Open requests in the store, including those of ended processes",
                 found.open_rows,
             ),
             ("ledger_spooled", "Settlements on this host that wait for the store", found.spooled),
-            ("store_up", "1 where the store answers", found.answers),
+            ("store_up", "1 if the store answers", found.answers),
         ):
             yield GaugeMetricFamily(f"mlflow_llm_{name}", text, value=float(value))
         if found.answers:

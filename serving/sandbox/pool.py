@@ -63,7 +63,7 @@ class _Semaphore:
             except BlockingIOError:
                 left = until - time.monotonic()
                 if left <= 0:
-                    raise NoProcess("all places are taken") from None
+                    raise NoProcess("all processes are busy") from None
                 _wait(reader, False, left)
         try:
             yield

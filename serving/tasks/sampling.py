@@ -159,7 +159,7 @@ def _check_exact_bounds(asked: RawSampling, endpoint: EndpointView, longest_prom
 
 def _ngram_size(given: int | None) -> int:
     if given is not None and given < 0:
-        raise InvalidField("no_repeat_ngram_size", given, "an integer from 0 on")
+        raise InvalidField("no_repeat_ngram_size", given, "an integer of at least 0")
     return given or 0
 
 

@@ -101,7 +101,7 @@ def embedding_spec(tasks: tuple[Task, ...], model_dir: Path, tokenizer_dir: Path
     if "embeddings" not in tasks:
         if given is not None:
             raise PackagingError(
-                f"embedding: {shown(given)} is of no use; expected None: the model answers {', '.join(tasks)}"
+                f"embedding: {shown(given)} is not allowed; expected None: the model answers {', '.join(tasks)}"
             )
         return None
     found = _found_spec(model_dir, tokenizer_dir)  # first: a module that cannot run is refused whatever is given

@@ -22,7 +22,7 @@ def check_quantize(quantize: Any, *, calibration: Any, base: str | None, trust_r
     """Raise ``PackagingError`` for arguments that are not allowed, before anything is read."""
     if calibration is not None:
         if quantize != "int4":
-            raise PackagingError("calibration: it is of no use; expected None without quantize='int4'")
+            raise PackagingError("calibration: only quantize='int4' uses it; expected None")
         texts = calibration if isinstance(calibration, list) else []
         if not texts or not all(isinstance(text, str) and text and _is_unicode(text) for text in texts):
             raise PackagingError(f"calibration: {shown(calibration)} is not allowed; expected a list of texts, or None")

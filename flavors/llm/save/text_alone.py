@@ -56,7 +56,7 @@ def hint(model_dir: Path, config: dict[str, Any]) -> str:
     except PackagingError as error:
         return f"; nor can its text be logged alone: {error}"
     except Exception as error:  # of transformers: it has no such class
-        logger.debug("no text of its own: %s", reason(error))
+        logger.debug("no separate language model: %s", reason(error))
         return ""
     return HINT
 
@@ -163,7 +163,7 @@ def _decoder(whole: Any) -> Any:
     except PackagingError as error:
         raise PackagingError(f"model: {error}") from None
     except Exception as error:  # transformers has no such class, or cannot build it from this configuration
-        raise PackagingError(f"model: the language model of {name} stands alone in no class: {reason(error)}") from None
+        raise PackagingError(f"model: the language model of {name} has no class of its own: {reason(error)}") from None
     prefix = decoder.base_model_prefix
     base = getattr(decoder, prefix)
     try:

@@ -63,7 +63,7 @@ def _length(environ: Mapping[str, Any], limit: int) -> int | None:
         raise RequestError(f"Content-Length: {announced[:40]!r} is not a number of bytes")
     length = int(announced) if len(announced) < 20 else limit + 1
     if length > limit:
-        raise PayloadTooLarge(f"the body has {announced[:20]} bytes; at most {limit} are taken")
+        raise PayloadTooLarge(f"the body has {announced[:20]} bytes; at most {limit} are allowed")
     return length
 
 

@@ -94,7 +94,7 @@ def check_content_type(environ: Mapping[str, Any], taken: tuple[str, ...] = (JSO
         raise UnsupportedMediaType(f"Content-Type: the charset {charset[:40]!r} is not supported; JSON is UTF-8")
     if kind in taken:
         return
-    problem = f"{given[:80]!r} is not taken" if given else "is missing"
+    problem = f"{given[:80]!r} is not allowed" if given else "is missing"
     raise UnsupportedMediaType(
         f"Content-Type: {problem}; send {' or '.join(filter(None, taken))} (curl: -H 'Content-Type: {taken[0]}')"
     )

@@ -78,7 +78,7 @@ def fetch(url: SplitResult, most: int, until: float) -> bytes:
     except ssl.SSLCertVerificationError:
         raise NotFetched("the server's certificate is not valid for it") from None
     except ssl.SSLError:
-        raise NotFetched("there is no secure connection with the server") from None
+        raise NotFetched("the TLS connection with the server failed") from None
     except (http.client.HTTPException, ValueError):
         raise NotFetched("the server's answer is not valid HTTP") from None
     except OSError:

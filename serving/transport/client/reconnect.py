@@ -68,7 +68,7 @@ class Reconnect:
     def refusal(self, said: str, *, has_handshake: bool) -> str:
         """Return why the peer at ``endpoint`` is not our engine, "" if unknown; ``said`` is the peer's answer."""
         if self._refusals >= REFUSALS and not has_handshake:
-            return f"{self.endpoint} refuses us: the engine there has another key, or what listens there is no engine"
+            return f"{self.endpoint} refused the connection: the engine there has another key, or it is not an engine"
         return f"{self.endpoint}: {said}" if said else ""
 
     def log_absence(self, refusal: str) -> None:

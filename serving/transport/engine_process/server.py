@@ -190,7 +190,7 @@ class EngineServer:
 
     def _greet(self, identity: bytes, hello: m.Hello) -> None:
         if hello.protocol != m.PROTOCOL:
-            self._send(identity, m.Rejected(f"protocol {m.PROTOCOL} is spoken here, not {hello.protocol}"))
+            self._send(identity, m.Rejected(f"this engine speaks protocol {m.PROTOCOL}, not {hello.protocol}"))
             return
         is_local = identity.startswith(LOCAL)
         if hello.name:  # it may be back after its connection broke: it submits again what it still wants

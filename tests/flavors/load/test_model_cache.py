@@ -118,7 +118,7 @@ def test_a_cache_writable_by_others_is_refused(llama_dir: Path, cache: Path, bel
     assert place is not None
     place.mkdir(parents=True, exist_ok=True)
     place.chmod(0o777)
-    with pytest.raises(PackagingError, match="models are not taken from a directory that other users could have wr"):
+    with pytest.raises(PackagingError, match="models are not loaded from a directory that other users could have wr"):
         model_cache.logged(str(llama_dir))
     place.chmod(0o755)
     assert model_cache.logged(str(llama_dir)) is not None
@@ -130,7 +130,7 @@ def test_a_link_to_anothers_copy(llama_dir: Path, cache: Path, tmp_path: Path) -
     assert made is not None
     made.rename(tmp_path / "elsewhere")
     made.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(PackagingError, match="models are not taken"):
+    with pytest.raises(PackagingError, match="models are not loaded"):
         model_cache.logged(str(llama_dir))
 
 

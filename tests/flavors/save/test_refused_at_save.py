@@ -111,7 +111,7 @@ def test_arguments_without_effect_are_refused(tmp_path, llama_dir, bert_dir):
     model = tf.AutoModel.from_pretrained(bert_dir)
     assert refused(tmp_path / "m", model, byte_tokenizer(), revision="main") == words
     said = refused(tmp_path / "m", llama_dir, embedding={"pooling": "mean"})
-    assert said.endswith("is of no use; expected None: the model answers chat, completions")
+    assert said.endswith("is not allowed; expected None: the model answers chat, completions")
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,7 @@ def test_a_servers_settings_of_generation_are_for_its_decoders(instant_bundle, m
     given = {"kv_cache_dtype": "int8", "draft_model": None, "threads": 1}
     specs = endpoint_specs({"d": "d", "e": "e"}, given)
     assert [(one.engine.kv_cache_dtype, one.engine.threads) for one in specs] == [("int8", 1), ("auto", 1)]
-    assert capsys.readouterr().err == "e runs without the server's kv_cache_dtype=int8: it makes no text\n"
+    assert capsys.readouterr().err == "e runs without the server's kv_cache_dtype=int8: it generates no text\n"
     with pytest.raises(click.UsageError, match=r"^-C kv_cache_dtype=int8: none of the models generates text"):
         endpoint_specs({"e": "e"}, given)
     assert found["e"].settings(given, {"kv_cache_dtype": "bfloat16"}).kv_cache_dtype == "bfloat16"

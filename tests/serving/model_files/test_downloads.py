@@ -194,5 +194,5 @@ def test_a_directory_of_others_is_refused(cache: Path) -> None:
     """Keys can be guessed: nothing is taken from a place that other users can write to."""
     cache.mkdir()
     cache.chmod(0o777)
-    with pytest.raises(Exception, match="models are not taken from a directory that other users could have written"):
+    with pytest.raises(Exception, match="models are not loaded from a directory that other users could have written"):
         add("a")

@@ -141,7 +141,7 @@ def test_counters_that_cannot_be_written_are_logged(tmp_path: Path, caplog: pyte
     counted, health = CounterWriter("a"), Health(status="ready")
     counted.keep({str(tmp_path / "gone")}, health)
     counted.write(health)
-    assert "no counts can be kept" in caplog.text
+    assert "counters cannot be stored" in caplog.text
     assert list(tmp_path.iterdir()) == []
     counted.keep(set(), health)
 

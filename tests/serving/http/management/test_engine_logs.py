@@ -34,7 +34,7 @@ def test_logs_by_databricks_sdk(server: Running) -> None:
     load = endpoints.build_logs(endpoint.name, entity.name).logs
     assert load.splitlines()[0].rpartition(" INFO ")[2].startswith("mlflow_llm.engine: loading ")
     assert "ready, pid " in load.splitlines()[-1]
-    parts = r"imports [\d.]+ s \([\d.]+ s of processor time\), weights [\d.]+ s .*, in all [\d.]+ s"
+    parts = r"imports [\d.]+ s \([\d.]+ s of CPU time\), weights [\d.]+ s .*, in all [\d.]+ s"
     assert re.search(f"start: {parts}", load.splitlines()[-2])
     reported = endpoints.logs(endpoint.name, entity.name).logs
     assert load in reported

@@ -62,7 +62,7 @@ def test_no_route_answers_a_page_of_another_site(client: FlaskClient, method: st
     for headers in FOREIGN:
         answer = client.open(path.replace("<name>", "a").replace("<path:name>", "a"), method=method, headers=headers)
         assert answer.status_code == 403, (headers, answer.text)
-        assert any(f"{name}: this server asks for no keys" in answer.text for name in headers)
+        assert any(f"{name}: this server requires no keys" in answer.text for name in headers)
 
 
 @pytest.mark.parametrize("headers", OWN)

@@ -288,10 +288,10 @@ def test_no_process(monkeypatch):
     """Without a process the error is a 503 with Retry-After that does not blame the picture."""
 
     def none(*_, **__):
-        raise NoProcess("all places are taken")
+        raise NoProcess("all processes are busy")
 
     monkeypatch.setattr(Pool, "run", none)
-    with pytest.raises(Overloaded, match="all places are taken") as caught:
+    with pytest.raises(Overloaded, match="all processes are busy") as caught:
         decoded(b"x", PART)
     assert caught.value.retry_after == 1.0
 

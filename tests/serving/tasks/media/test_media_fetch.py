@@ -348,7 +348,7 @@ def test_tls(tmp_path, monkeypatch):
     assert len(requests) == 1
     monkeypatch.undo()
     with server(sent(b"HTTP/1.1 400 Plain\r\n\r\n"), listens=False) as (port, _):
-        assert refusal(f"https://127.0.0.1:{port}/a").endswith("there is no secure connection with the server")
+        assert refusal(f"https://127.0.0.1:{port}/a").endswith("the TLS connection with the server failed")
     monkeypatch.setattr(fetch, "_context", lambda: trusting["ca"])
     with server(closed(OK + b"\r\n" + PNG), context) as (port, _):  # closed without TLS's own end: perhaps cut
         assert refusal(f"https://localhost:{port}/a").endswith("the server closed the connection too early")
