@@ -150,7 +150,7 @@ def test_models_leave_places_for_others(pool, monkeypatch):
             for _ in slow:
                 assert arrived.acquire(timeout=240)
             monkeypatch.setattr(pools, "WAIT", 0.0)
-            with pytest.raises(NoProcess, match="are taken"):
+            with pytest.raises(NoProcess, match="are busy"):
                 render(pool, PLAIN, share=shares[0])
             assert render(pool, PLAIN, share=Share()) == "user: Hi\n"
         finally:
