@@ -93,7 +93,7 @@ def test_a_row_that_does_not_fit_the_model_is_named(config: list[tuple[int, ...]
 
 
 def test_the_fourth_column_says_that_magnitudes_come_after_b() -> None:
-    """Magnitudes after B are read as gains, split for the linears of a fused row; a row that lacks them is too short."""
+    """Magnitudes after B are read as gains, split for a fused row; without them the row is too short."""
     random = np.random.default_rng(0)
     values = random.normal(size=2 * 6 + 16 * 2 + 16).astype("<f4")
     task = LoraTask(task_id=1, weights=np.append(values, [0, 0]).astype("<f4").tobytes(), config=((0, 1, 2, 1),))

@@ -390,7 +390,8 @@ def test_every_slot_stays_available_to_readers() -> None:
         for part in range(4):
             cache.release(10 * owner + part, keep=True)
     for owner in range(running):
-        assert start(cache, 100 + owner, tokens_of(*[owner] * 163, 0, *[owner] * 63, 9)) > 0
+        start(cache, 100 + owner, tokens_of(*[owner] * 163, 0, *[owner] * 63, 9))
+    assert len({cache.slot_of(100 + owner).index for owner in range(running)}) == running
 
 
 def test_check_integrity_reports_an_unknown_reader() -> None:
