@@ -94,7 +94,7 @@ def test_a_socket_is_found_by_its_path_and_by_its_url(tmp_path: Path, name: str,
 
 
 def test_chat_remembers_the_conversation(command: Command, observed: Running) -> None:
-    """From a pipe every line is a turn that builds on the answers before; /new forgets them; empty lines are none."""
+    """Each line of a pipe is a turn of one conversation; /new starts another, and empty lines are ignored."""
     done = command("chat", "--temperature", "0", "--max-tokens", "6", input="One\n\nTwo\n/new\nOne\n")
     first = spoken(observed, "One", max_tokens=6)
     second = spoken(observed, "One", first, "Two", max_tokens=6)

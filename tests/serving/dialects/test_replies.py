@@ -383,7 +383,7 @@ def test_no_client_sends_a_mistake_again(error_class):
 
 
 def test_error_bodies():
-    """Each dialect's form of an error, with Retry-After rounded up."""
+    """An error has its dialect's form, with Retry-After rounded up."""
     error = InvalidField("temperature", -1, "a number in [0, 2]")
     assert json.loads(DIALECTS["openai"].error(error).body) == {
         "error": {

@@ -272,7 +272,7 @@ def test_unknown_fields_of_limits_and_tags_are_refused(endpoints):
 
 
 def test_bad_names_and_unknown_endpoints_are_refused(endpoints):
-    """Every call on an unknown endpoint is a 404."""
+    """Bad endpoint names are refused, and every call on an unknown endpoint is a 404."""
     for name in ("", "a b", "x" * 64, None, 5):
         with pytest.raises(InvalidField, match="name"):
             endpoints.create({**body(), "name": name})

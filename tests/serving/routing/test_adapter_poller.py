@@ -115,7 +115,7 @@ def test_a_time_limit_holds_for_an_adapter(narrow: Running) -> None:
 
 
 def test_a_full_queue_refuses_requests_for_an_adapter(narrow: Running) -> None:
-    """Of twelve concurrent requests for an adapter those beyond the room of two workers are refused without waiting."""
+    """If twelve requests for an adapter come at once, those beyond the room of two workers are refused immediately."""
 
     def call(_: int) -> int:
         with asking(narrow, PIRATE) as answer:

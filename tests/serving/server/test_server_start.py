@@ -91,7 +91,7 @@ def test_workers_have_no_torch(started: Running) -> None:
 
 
 def test_it_listens_on_loopback_alone(started: Running) -> None:
-    """By default all processes of a server listen at 127.0.0.1 and its port alone."""
+    """All processes of a server listen at 127.0.0.1 and its port alone, unless told otherwise."""
     assert listening(started) == {("127.0.0.1", started.port)}
     assert answers(started, "127.0.0.1")
     assert not answers(started, "127.0.0.2")  # another address of this machine

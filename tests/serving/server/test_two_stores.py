@@ -124,7 +124,7 @@ def test_a_server_killed_beside_another_of_another_store(
 
 
 def test_a_server_killed_beside_another_of_its_store(start: Callable[[str], Running], production_url: str) -> None:
-    """Of two servers of one database the survivor settles the killed one's requests, exactly and once."""
+    """If one of two servers of a database is killed, the other settles its requests, exactly and once."""
     first, second, store = start(production_url), start(production_url), Store(production_url)
     whole(first, 7)
     whole(second, 9)

@@ -1,4 +1,4 @@
-"""From raw to valid: defaults, templates, limits, and clear refusals."""
+"""The preparation of raw requests: defaults, templates, limits and refusals."""
 
 import dataclasses
 import math

@@ -128,7 +128,7 @@ def test_unknown_tools(name):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_cut_calls(name):
-    """However early a text is cut, the output is a prefix of the whole, without markers."""
+    """However early a text is cut, the output has no more than the text says, and no part of a marker."""
     text = WRITTEN[name]
     full = read([text], FORMATS[name], TOOLS).calls[0][1]
     for size in range(len(text)):

@@ -512,7 +512,7 @@ def test_junk_is_read_or_refused(part: dict[str, Any], kind: str, role: str) -> 
 @FUZZED
 @given(url=st.text(max_size=30) | st.builds(str.__add__, URLS, st.text(max_size=10)))
 def test_junk_urls(url: str) -> None:
-    """Whatever stands for a URL, what is taken has a content and a place, and the schema takes it too."""
+    """Any accepted URL gives a content and a source, and the schema accepts it too."""
     for dialect, part in (
         ("openai", openai(url)),
         ("mindie", {"type": "image_url", "image_url": url}),

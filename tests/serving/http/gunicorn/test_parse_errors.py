@@ -1,4 +1,4 @@
-"""Answers to what the parser refuses, from bytes on a socket to bytes on a socket."""
+"""Answers to requests that the parser refuses, in bytes over a socket."""
 
 from __future__ import annotations
 

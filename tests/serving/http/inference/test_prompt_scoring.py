@@ -89,7 +89,7 @@ def test_a_prompt_that_fills_the_context(client: FlaskClient) -> None:
     ],
 )
 def test_refusals(client: FlaskClient, path: str, body: dict, field: str) -> None:
-    """Nothing to generate and nothing to score is refused by name, and chats have no echo."""
+    """A request with nothing to generate or score is refused by name, and so is echo in a chat."""
     if "chat" in path:
         answer = client.post(path, json={"messages": [{"role": "user", "content": "a"}], "max_tokens": 0})
         status, found = answer.status_code, answer.get_json()

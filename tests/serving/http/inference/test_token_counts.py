@@ -99,7 +99,7 @@ def test_refusals(client: FlaskClient, path: str, body: dict, field: str) -> Non
 
 
 def test_no_tokens_are_no_text(client: FlaskClient) -> None:
-    """Nothing there is nothing back: neither direction refuses the empty."""
+    """An empty prompt gives no tokens, and no tokens give an empty prompt."""
     assert post(client, "/detokenize", {"tokens": []}) == (200, {"prompt": ""})
     assert post(client, "/tokenize", {"prompt": ""})[1]["tokens"] == []
 

@@ -96,7 +96,7 @@ def exact(name: str) -> dict[str, tuple[int, int, str]]:
 
 
 def test_a_store_settles_its_own_and_nothing_else(store_url, other_url, tmp_path, opened, reserve_of):
-    """Of two stores in one state directory each settles only its own processes' requests, whoever starts first."""
+    """Each of two stores in one state directory settles only its own processes' requests, whoever starts first."""
     root = tmp_path / "state"
     half_done(opened(store_url, root), reserve_of, "production")
     half_done(opened(other_url, root), reserve_of, "staging")

@@ -1,4 +1,4 @@
-"""From an engine's events to pieces: text, stops, ends, usage."""
+"""The conversion of an engine's events to pieces: text, stops, ends and usage."""
 
 import pytest
 from msgspec.structs import replace

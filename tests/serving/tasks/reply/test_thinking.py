@@ -1,4 +1,4 @@
-"""Whether a model reasons before it answers, where a request says so: by the switch that its template has."""
+"""Requests that switch a model's reasoning on or off, by the variable of its template."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long an engine goes on that was asked to end."""
+"""The time for which an engine goes on after it was asked to end."""
 
 from __future__ import annotations
 
