@@ -98,3 +98,4 @@ def test_a_timeout_beyond_the_kernels_longest() -> None:
     """A write timeout of a year is clamped to the kernel's maximum."""
     with socket.socket() as one:
         limit_unsent(one, 365 * 86400.0)
+        assert one.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 2**31 - 1
