@@ -155,7 +155,7 @@ def _read_stream(record: Record, answer: http.client.HTTPResponse, leave_after: 
     for count, line in enumerate(iter(answer.readline, b"")):
         if leave_after is not None and count >= leave_after:
             return
-        if not line.endswith(b"\n"):  # http.client gives what came before a broken end
+        if not line.endswith(b"\n"):  # http.client keeps what arrived before the connection broke
             raise http.client.IncompleteRead(line)
         if not line.startswith(b"data: "):
             continue

@@ -28,7 +28,7 @@ class Machine:
         self.sizes = dict(sizes)
         self.running = dict.fromkeys(sizes, 0)
         self.leaving: set[str] = set()
-        self.held: set[str] = set()  # those that a worker still uses, so that they do not end
+        self.held: set[str] = set()  # engines still in use by a worker, which do not end
         self.busy: set[str] = set()
         self.requested: dict[str, float] = {}
         self.steps = dict.fromkeys(sizes, 0)
@@ -238,7 +238,7 @@ def test_a_new_controller_process_keeps_what_is_loaded(tmp_path: Path) -> None:
     assert before.tick() == {"b"}
     after = Machine(tmp_path, 1.5, {"a": 1, "b": 1})
     after.memory = EngineMemory(int(1.5 * GIB), known=before.memory.records())
-    after.sizes = {"a": 0.0, "b": 0.0}  # by the files nothing is known
+    after.sizes = {"a": 0.0, "b": 0.0}  # the files give no estimate
     after.admit("a", "b")
     record = after.memory.records()["a"]
     assert (record.memory, record.start_seconds, record.unloads) == (GIB, 7.0, 1)

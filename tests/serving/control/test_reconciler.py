@@ -74,7 +74,7 @@ class Controller:
 def controller(tmp_path: Path) -> Iterator[Controller]:
     # a short path: Unix sockets' names are limited to about 100 bytes
     with tempfile.TemporaryDirectory(prefix="mlk-") as runtime:
-        # without adapters, whose files are part of what an engine is known by
+        # without adapters, since their files are part of an engine's key
         bundle = msgspec.structs.replace(write_instant_model(tmp_path / "bundle"), adapters={})
         controller = Controller(tmp_path, runtime, bundle)
         yield controller

@@ -86,7 +86,7 @@ def test_claims_have_the_names_that_the_server_gives_them(keys: dict[str, Any]) 
     assert found.key_id.startswith("jwt:xxx")
     assert len(found.key_id) < 128
     assert tokens.verify(signed(keys["RS256"], "RS256", claims)).scopes == ()
-    other = {"roles": "invoke\u00a0manage usage"}  # spaces part scopes, and nothing else does
+    other = {"roles": "invoke\u00a0manage usage"}  # only spaces separate scopes
     assert tokens.verify(signed(keys["RS256"], "RS256", claims | {"realm_access": other})).scopes == ("usage",)
 
 
@@ -255,7 +255,7 @@ def test_a_new_key_is_found_and_bad_names_fetch_nothing(keys: dict[str, Any]) ->
     with pytest.raises(Unauthenticated):
         issuer.source.find("bad")
     with pytest.raises(Unauthenticated):
-        issuer.source.find(None)  # of two, none is meant
+        issuer.source.find(None)  # without an id two keys are ambiguous
     assert issuer.asked == 2
 
 
@@ -343,7 +343,7 @@ def test_a_set_is_downloaded_within_bounds(monkeypatch: pytest.MonkeyPatch) -> N
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         ending.callback(thread.join)
-        ending.callback(server.shutdown)  # a failure too: the thread would go on for ever
+        ending.callback(server.shutdown)  # also after a failure: the thread would run for ever
         url = f"http://127.0.0.1:{server.server_port}/keys"
         server.answer = (200, {}, b'{"keys": []}')
         assert jwks.download(url) == (b'{"keys": []}', jwks.MAX_AGE)

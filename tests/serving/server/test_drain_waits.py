@@ -47,7 +47,7 @@ def test_a_reply_that_is_still_being_read(tmp_path: Path) -> None:
             begin = reply.read(1000)
             server.terminate()
             await_line(server, '"draining"')
-            time.sleep(1.5)  # longer than a worker that had forgotten it would stay
+            time.sleep(1.5)  # longer than a worker that had dropped the reply would live
             whole = begin + reply.read()
         assert len(json.loads(whole)["data"]) == 600
         assert server.process.wait(240) == 0

@@ -31,7 +31,9 @@ pytestmark = pytest.mark.timeout(1800)  # the load is the same on a machine that
 
 REQUESTS = max(5000, int(os.environ.get("MLFLOW_LLM_EXACTNESS_REQUESTS", "0")))
 SEED = int(os.environ.get("MLFLOW_LLM_EXACTNESS_SEED", "0")) or random.randrange(1, 10**6)
-DATABASE = os.environ.get("MLFLOW_LLM_EXACTNESS_DATABASE")  # an empty one, e.g. PostgreSQL's; SQLite's is made anew
+DATABASE = os.environ.get(
+    "MLFLOW_LLM_EXACTNESS_DATABASE"
+)  # an empty database, e.g. in PostgreSQL; by default a new SQLite file
 CLIENTS, WORKERS = 16, 3
 PRICE = Price(input=3_000_000, cached=300_000, output=15_000_000)
 TIGHT = {  # tenant: (kind, limit), each small enough to refuse some of what its tenant asks for

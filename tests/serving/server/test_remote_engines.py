@@ -129,7 +129,7 @@ def test_the_only_engine_comes_back(one: Pair, expected: tuple[str, dict]) -> No
     until(lambda: idle(server))
     with ThreadPoolExecutor(1) as pool, asking(server, LASTING) as answer:
         first = answer.readline()
-        with steps_up_to(server.model_dir, 0):  # its drain is not over before we have looked
+        with steps_up_to(server.model_dir, 0):  # keeps its drain going until the checks below
             ended = pool.submit(engine.end)
             until(lambda: not well(server))
             with asking(server, BODY) as refused:

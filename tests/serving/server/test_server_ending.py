@@ -100,4 +100,4 @@ def test_a_worker_that_starts_ends_with_its_arbiter(tmp_path: Path) -> None:
         until(lambda: not engines(server))
         os.kill(starting, signal.SIGCONT)
         assert not alive_after([starting])
-        shutil.rmtree(directory, ignore_errors=True)  # the next server that starts would do it
+        shutil.rmtree(directory, ignore_errors=True)  # otherwise the next server's start would remove it

@@ -235,7 +235,7 @@ def test_a_reader_of_nothing_at_real_lengths(fast: Running) -> None:
     found = lines(fast, path)[-1]
     assert found["status"] == 499
     assert 10 < found["completion_tokens"] < 3000
-    assert steps_at_rest(fast) - before < 10**6 // 2  # the word to pause has a way to go
+    assert steps_at_rest(fast) - before < 10**6 // 2  # the request to pause takes a while to arrive
 
 
 def test_a_slow_reader_gets_everything(fast: Running) -> None:

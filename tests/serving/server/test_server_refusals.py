@@ -20,10 +20,10 @@ TREE = b"Traceback", b'File "', b".py", b"site-packages"
 def raw(server: Running, data: bytes) -> tuple[int, bytes, bytes]:
     """Send ``data`` as it is and return status, headers and body of the answer, after which the server closes."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=240) as caller:
-        with contextlib.suppress(ConnectionError):  # it has seen enough
+        with contextlib.suppress(ConnectionError):  # the server may have closed already
             caller.sendall(data)
         answer = b""
-        with contextlib.suppress(ConnectionResetError):  # it did not read all of ours
+        with contextlib.suppress(ConnectionResetError):  # the server closed without reading everything
             while part := caller.recv(65536):
                 answer += part
     head, _, body = answer.partition(b"\r\n\r\n")

@@ -29,7 +29,7 @@ HELD = (psutil.CONN_ESTABLISHED, psutil.CONN_CLOSE_WAIT)
 SLOW_TURNS = """
 from mlflow_llm.serving.http.gunicorn import accept_balancing
 accept_balancing.HUNG_AFTER  # the name that is read
-accept_balancing.HUNG_AFTER = 240.0  # a worker that a busy machine keeps waiting is not passed over
+accept_balancing.HUNG_AFTER = 240.0  # on a busy machine a slow worker is not taken for hung
 """
 
 

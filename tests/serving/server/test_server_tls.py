@@ -157,7 +157,7 @@ def test_commands_over_tls(secured: tuple[Running, int], authority: Authority) -
     for words in (["endpoints", *trusted], ["chat", *trusted, "--max-tokens", "4", "Hi"]):
         done = CliRunner().invoke(cli, words)
         assert done.exit_code == 0, done.output
-    done = CliRunner().invoke(cli, ["keys", "list", *trusted])  # of a server that has none
+    done = CliRunner().invoke(cli, ["keys", "list", *trusted])  # the server has no TLS
     assert (done.exit_code, "no server answers" in done.output, "database" in done.output) == (1, False, True), (
         done.output
     )

@@ -38,7 +38,9 @@ def test_a_stall_and_its_end(unsteady: Running) -> None:
         until(lambda: probe(unsteady)[0] == 503)
         seen = [found for _ in range(3) for path in ("/health", "/ready") for found in [probe(unsteady, path)]]
         assert all(state["status"] in ("stalled", "starting") for status, state in seen if status == 503), seen
-        until(lambda: engine_pids(unsteady) not in (set(), {pid}))  # the worker that has no work may be well meanwhile
+        until(
+            lambda: engine_pids(unsteady) not in (set(), {pid})
+        )  # the worker without requests may still report healthy
         until(lambda: probe(unsteady)[0] == 200 and probe(unsteady, "/ready")[0] == 200)
         assert text_and_usage(first + answer.read()) == expected
     until(lambda: idle(unsteady))

@@ -75,7 +75,7 @@ def test_a_changed_schema_is_refused_or_held_to(seed: int) -> None:
         try:
             kind.check_schema(schema)
         except jsonschema.SchemaError:
-            continue  # not what JSON Schema calls one; what it means is nobody's to say
+            continue  # not a schema by JSON Schema's definition, so it has no meaning
         for _ in range(2):
             text = drawn(made, draw)
             if text is not None and text.decode(errors="ignore").encode() == text:

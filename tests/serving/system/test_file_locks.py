@@ -89,7 +89,7 @@ def test_a_forked_child_does_not_keep_its_parents_lock(tmp_path: Path) -> None:
         os._exit(0)
     try:
         os.read(forked, 1)
-        lock.give_away()  # as a death would: without unlocking
+        lock.give_away()  # as at the process's death, without unlocking
         assert not is_held(str(tmp_path / "x" / "lock"))
     finally:
         for fd in (forked, has_forked, end, ended):

@@ -164,7 +164,7 @@ def test_generate(view: EndpointView, prompt: str, common: dict[str, Any], penal
 @given(ids=IDS, common=COMMON, penalty=st.floats(0.125, 2, width=32))
 def test_tensors(view: EndpointView, ids: list[int], common: dict[str, Any], penalty: float) -> None:
     """KServe tensors, in JSON or bytes and of either kind, are the completion of the same token ids."""
-    bounds = {"temperature": 0.5, "top_p": 0.5, "top_k": common.pop("top_k", 7)}  # which float32 has as they are
+    bounds = {"temperature": 0.5, "top_p": 0.5, "top_k": common.pop("top_k", 7)}  # exact in float32
     scalars = [
         ("request_output_len", "INT32", common["max_tokens"]),
         ("runtime_top_k", "INT32", bounds["top_k"]),

@@ -130,7 +130,7 @@ def test_parallel_calls(name):
     calls = [ToolCall(id="", name="now", arguments={})] * (MAX_CALLS + 1)
     for choice in (REQUIRED, AUTO):
         many = call_grammar(format, (NOW,), choice, special=words.special)
-        if many is None:  # nothing is held to
+        if many is None:  # no grammar
             many = call_grammar(format, (replace(NOW, strict=True),), choice, special=words.special)
         one = call_grammar(format, (NOW,), choice, parallel=False, special=words.special)
         assert words.accepts(many, written_calls(format, calls[:3]))

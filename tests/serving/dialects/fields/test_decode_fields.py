@@ -33,7 +33,7 @@ def _refused(body, dialect="mlflow", task=None):
     return caught.value
 
 
-@pytest.mark.parametrize("dialect", [name for name in ALL if name != "openvino"])  # whose n goes with best_of
+@pytest.mark.parametrize("dialect", [name for name in ALL if name != "openvino"])  # here n depends on best_of
 def test_every_sampling_field_arrives(dialect):
     """Each sampling field reaches the raw request under its name with its value."""
     fields = {
@@ -122,7 +122,7 @@ def test_every_sampling_field_arrives(dialect):
         ("guided_json", False),
         ("watermark", 0),
         ("use_beam_search", 1),
-        ("length_penalty", 1.0),  # of a search that is none
+        ("length_penalty", 1.0),  # without a beam search
         ("early_stopping", True),
         ("num_beam_groups", 2),
         ("diversity_penalty", 0.5),
@@ -309,7 +309,7 @@ def test_a_part_of_another_kind_is_refused_by_its_place():
 def test_field_names_are_complete():
     """The names given to the signature are those of all dialects' tables."""
     for task, names in FIELDS.items():
-        ours = set() if task == "score" else set(OPENAI[task].fields)  # whose other names of the texts are vLLM's alone
+        ours = set() if task == "score" else set(OPENAI[task].fields)  # the other names of its texts are vLLM's alone
         assert set(names) == ours | set(DATABRICKS[task].fields) == set(MLFLOW[task].fields)
         assert len(set(names)) == len(names)
     assert not set(REFUSED_FIELDS) & set(FIELDS["chat"])

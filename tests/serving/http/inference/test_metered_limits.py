@@ -210,7 +210,7 @@ def test_the_strictest_limit_wins(place: Place) -> None:
     assert [answer.status_code for answer in reported] == [200, 200, 429]
     assert reported[0].headers["x-ratelimit-remaining-output-tokens"] == "6"
     assert reported[0].headers["x-ratelimit-limit-tokens"] == "10"
-    assert "x-ratelimit-remaining-requests" not in reported[0].headers  # it would tell of others' requests
+    assert "x-ratelimit-remaining-requests" not in reported[0].headers  # it would reveal others' requests
     assert reported[2].json["error"]["message"].startswith("otpm: the tenant's")
     assert place.ask(max_tokens=1).status_code == 200
     assert place.ask(max_tokens=3).json["error"]["message"].startswith("qph: the endpoint's")

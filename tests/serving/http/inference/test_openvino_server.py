@@ -47,7 +47,7 @@ def test_streams_and_other_tasks(client: FlaskClient) -> None:
     [
         ("/v3/chat/completions", {**CHAT, "model": "nobody"}, 404, "nobody"),
         ("/v3/chat/completions", {**CHAT, "n": 2}, 400, "n: 2 is not allowed; expected an integer in [1, best_of (1)]"),
-        ("/v3/chat/completions", {**CHAT, "best_of": 2}, 400, "beam search"),  # which the instant engine has not
+        ("/v3/chat/completions", {**CHAT, "best_of": 2}, 400, "beam search"),  # which the instant engine does not have
         ("/v3/chat/completions", {"messages": CHAT["messages"]}, 400, "model"),
         ("/v3/nothing", {}, 404, "no route"),
     ],

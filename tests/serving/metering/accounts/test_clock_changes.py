@@ -104,7 +104,7 @@ def test_a_window_lasts_as_long_as_it_says(store, clocks, ledgers, reserve_of, s
     clocks.wait(1)
     ledger.reserve(reserve_of("r4"))
     later = ledgers(clocks)
-    if step < 0:  # where it was set forward, one window is let go once: the ledger's time goes on from there
+    if step < 0:  # after a step forward one window is dropped once: the ledger's time goes on from there
         with pytest.raises(LimitExceeded):
             later.reserve(reserve_of("r5"))
     clocks.wait(61)

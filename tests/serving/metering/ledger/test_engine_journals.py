@@ -119,7 +119,7 @@ while True:
     entries = [journal.begin(f"r{number}") for number in range(6)]
     for _ in range(3):
         for entry in entries:
-            print(entry.request_id, flush=True)  # said first: a kill leaves at most the last one uncounted
+            print(entry.request_id, flush=True)  # printed first, so that a kill leaves at most the last one uncounted
             journal.count(entry, 1)
     journal.end(entries)
     time.sleep(0.001)

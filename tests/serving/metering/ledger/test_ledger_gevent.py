@@ -77,7 +77,7 @@ if where == "threads":
     except ValueError:
         pass
 beating.kill()
-ledger.maintain()  # what an admission left that was given up
+ledger.maintain()  # rows of abandoned admissions
 rows = [row for row in Usage(store).rows(UsageFilter()) if row.status != "error"]
 assert len(rows) == 200 + url.startswith("sqlite"), len(rows)
 assert all(row.completion_tokens == 5 for row in rows)

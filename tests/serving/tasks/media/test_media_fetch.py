@@ -22,7 +22,7 @@ from mlflow_llm.serving.tasks.media.media import pictures_of
 
 MAX_BYTES = 20 << 20
 FIELD = "messages[0].content[0].image_url.url"
-FOREVER = 600.0  # seconds of what is stopped by something else
+FOREVER = 600.0  # seconds; the test ends for another reason
 
 
 def picture():

@@ -7,7 +7,7 @@ from transport_place import completion, eventually
 
 from mlflow_llm.serving.transport.client.event_stream import HIGH
 
-LENGTH = 100 * HIGH  # how far an engine gets is up to the machine: it goes on until the word to pause has reached it
+LENGTH = 100 * HIGH  # an engine's progress depends on the machine: it goes on until the request to pause arrives
 
 
 def long(name="", length=LENGTH, **given):

@@ -31,7 +31,7 @@ def undisturbed(bundle, request):
     return by_sequence(InstantEngine(bundle).submit(request))
 
 
-# what the system refuses
+# errors of the operating system
 
 
 def test_a_stream_outlives_a_full_disk(place, make_bundle, full_disk):

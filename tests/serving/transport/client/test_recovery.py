@@ -84,7 +84,9 @@ def test_hung_engine_is_replaced(place, make_bundle):
 
 def test_an_engine_that_hangs_grows_older(place, make_bundle):
     """The age of a hanging engine's last step grows until it goes on, and the rest of its health stays."""
-    with place.connect(make_bundle(step_delay=0.02, max_model_len=10**7)) as engine:  # not soon paused
+    with place.connect(
+        make_bundle(step_delay=0.02, max_model_len=10**7)
+    ) as engine:  # slow enough not to be paused soon
         stream = engine.submit(completion(max_tokens=10**6))
         next(stream)
         assert eventually(lambda: engine.health().num_running == 1 and engine.health().last_step_age < 0.7)

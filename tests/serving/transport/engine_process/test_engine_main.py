@@ -14,7 +14,7 @@ from mlflow_llm.serving.transport.engine_process.main import _set_threads
 def test_threads_are_known_to_openmp_before_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """OpenMP gets one thread per usable CPU; the environment takes precedence over that, and the setting over both."""
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-        monkeypatch.setenv(name, "")  # so that what the code under test sets is taken back
+        monkeypatch.setenv(name, "")  # so that monkeypatch restores what the code under test sets
         monkeypatch.delenv(name)
     _set_threads(EngineSettings())
     assert os.environ["OMP_NUM_THREADS"] == str(available_cpus().threads)
