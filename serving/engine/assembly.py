@@ -27,9 +27,10 @@ from .forward.draft_loader import load_draft_model
 from .forward.runner import ModelForward, Runner, StepForward
 from .forward.step_size import step_size
 from .models.image_encoder import PictureReader
-from .models.loader import LoadedModel, kv_block_size, load_model, resolve_device, use_threads
+from .models.loader import LoadedModel, load_model, use_threads
 from .models.native_decoder import NativeDecoder
 from .models.pooling import InputEmbedder
+from .models.resolved_settings import ResolvedSettings
 from .models.sentence_files import transformer_dir
 from .models.settings_check import refuse_settings
 from .native import library
@@ -66,12 +67,12 @@ class EmbeddingParts:
 def assemble(bundle: Bundle, settings: EngineSettings) -> EngineParts:
     """Load the weights and assemble an engine that generates. Raises ``PackagingError`` if it cannot run as the
     settings ask."""
-    _prepare(bundle, settings)
-    loaded = load_model(bundle, settings)
+    resolved = _prepare(bundle, settings)
+    loaded = load_model(bundle, resolved)
     memory = free_memory(loaded.device) // 2 if settings.kv_cache_memory is None else settings.kv_cache_memory
     # the native step is batch-invariant anyway and keeps prefix caching: computing a prefix again gives the same bits
     alone = settings.batch_invariant and loaded.decoder is None
-    cache = make_cache(loaded, settings, memory, prefix_caching=settings.prefix_caching and not alone)
+    cache = make_cache(loaded, resolved, memory, prefix_caching=settings.prefix_caching and not alone)
     if settings.kv_cache_memory is None:
         _check_room(cache.num_tokens_total, loaded.max_model_len, memory)
     width = embedding_width(loaded.model)
@@ -125,11 +126,13 @@ def assemble(bundle: Bundle, settings: EngineSettings) -> EngineParts:
     return EngineParts(info, cache, scheduler, runner, lora, loaded.reader, ahead)
 
 
-def _prepare(bundle: Bundle, settings: EngineSettings) -> None:
-    """Refuse settings that do not suit the model or the machine, and set the threads."""
+def _prepare(bundle: Bundle, settings: EngineSettings) -> ResolvedSettings:
+    """Resolve settings, refuse those that do not suit the model or the machine, and set the threads."""
     refuse_settings(settings, bundle.tasks, quantization_of(transformer_dir(bundle.model_dir)))
-    fp8.refuse(settings, resolve_device(settings))
+    resolved = ResolvedSettings.of(settings)
+    fp8.refuse(settings, resolved.device)
     use_threads(settings)
+    return resolved
 
 
 def _check_room(num_tokens: int, max_model_len: int, memory: int) -> None:
@@ -214,22 +217,21 @@ def assemble_embedding(bundle: Bundle, settings: EngineSettings) -> EmbeddingPar
     ask."""
     from .models import cross_encoder, embedder
 
-    _prepare(bundle, settings)
+    resolved = _prepare(bundle, settings)
     load = cross_encoder.load_cross_encoder if "score" in bundle.tasks else embedder.load_embedder
-    loaded: InputEmbedder = load(bundle, settings)
+    loaded: InputEmbedder = load(bundle, resolved)
     return EmbeddingParts(loaded.info, loaded)
 
 
-def make_cache(loaded: LoadedModel, settings: EngineSettings, memory: int, *, prefix_caching: bool) -> KVCache:
+def make_cache(loaded: LoadedModel, resolved: ResolvedSettings, memory: int, *, prefix_caching: bool) -> KVCache:
     """Make a KV cache within ``memory`` bytes. Raises ``PackagingError`` if they are not enough or cannot be had."""
     each = token_bytes(loaded.layers, **loaded.kept)
     num_tokens = memory // each
     by_reference = loaded.decoder is not None
-    num_slots = (1 + MAX_SHARED_SLOTS if by_reference else 2) * settings.max_num_seqs
+    num_slots = (1 + MAX_SHARED_SLOTS if by_reference else 2) * resolved.settings.max_num_seqs
     max_model_len = loaded.max_model_len
-    block_size = kv_block_size(settings, loaded.device)
-    if block_size is not None:
-        return _in_blocks(loaded, memory, each, block_size, prefix_caching=prefix_caching)
+    if resolved.block_size is not None:
+        return _in_blocks(loaded, memory, each, resolved.block_size, prefix_caching=prefix_caching)
     if num_tokens < 1 or num_slots < 1:
         raise PackagingError(f"kv_cache_memory: {memory} bytes is not enough; expected at least {each}")
     make = partial(

@@ -36,7 +36,8 @@ from .embedder import (
     tolerance,
 )
 from .embedder import use_ragged_attention as attend_raggedly
-from .loader import from_pretrained, resolve_device, resolve_dtype
+from .loader import from_pretrained
+from .resolved_settings import ResolvedSettings
 
 TESTS = ((9, 4), (5, 5), (2, 1))  # tokens of a pair, and of its first text
 INT8_TOLERANCE = 0.25  # of the largest number; the encoder's own error is bounded more closely
@@ -99,18 +100,18 @@ class CrossEncoder:
 
 
 @torch.inference_mode()
-def load_cross_encoder(bundle: Bundle, settings: EngineSettings) -> CrossEncoder:
+def load_cross_encoder(bundle: Bundle, settings: EngineSettings | ResolvedSettings) -> CrossEncoder:
     """Load ``bundle.model_dir`` (safetensors only) and check it against the model's own code.
 
     Raises ``PackagingError`` for an architecture whose results would be wrong.
     """
     spec = bundle.cross_encoder or CrossEncoderSpec()
     holder = ContextHolder()
-    device = resolve_device(settings)
-    dtype = resolve_dtype(settings, device)
+    resolved = ResolvedSettings.of(settings)
+    settings = resolved.settings
 
     def load(model: Any) -> CrossEncoder:
-        model = model.to(device).eval().requires_grad_(False)
+        model = model.to(resolved.device).eval().requires_grad_(False)
         pairs, second_from = _tests(_base(model))
         expected = _own_numbers(model, pairs, second_from)
         base, computed = _part(model)
@@ -125,12 +126,12 @@ def load_cross_encoder(bundle: Bundle, settings: EngineSettings) -> CrossEncoder
         return found
 
     def read() -> Any:
-        model = from_pretrained(AutoModelForSequenceClassification, bundle.model_dir, settings, dtype)
+        model = from_pretrained(AutoModelForSequenceClassification, bundle.model_dir, resolved)
         if model.config.num_labels != 1:
             raise PackagingError(f"a cross-encoder has a head of one label; this one has {model.config.num_labels}")
         return model
 
-    return load_in_dtype(read, load, settings, device, _base)
+    return load_in_dtype(read, load, resolved, _base)
 
 
 def _base(model: Any) -> Any:

@@ -32,6 +32,7 @@ from .native_encoder import NativeEncoder, may_run_in_bf16, native_encoder
 from .packed.cache import MappedEncoder, keep_encoder, packed_key
 from .packed.source import PackedSource
 from .pooling import EmbeddingHead, pool, pooling_modes
+from .resolved_settings import ResolvedSettings
 from .sentence_files import transformer_dir
 from .verification import WHOLE_TOLERANCE, relative_maximum, relative_norm
 
@@ -180,26 +181,28 @@ def position_offset(model: Any) -> int:
 
 
 @torch.inference_mode()
-def load_embedder(bundle: Bundle, settings: EngineSettings, holder: ContextHolder | None = None) -> Embedder:
+def load_embedder(
+    bundle: Bundle, settings: EngineSettings | ResolvedSettings, holder: ContextHolder | None = None
+) -> Embedder:
     """Load ``bundle.model_dir`` (safetensors only), check it against the model's own attention and pack its linears.
 
     Raises ``PackagingError`` for an architecture whose results would be wrong.
     """
-    from .loader import from_pretrained, resolve_device, resolve_dtype
+    from .loader import from_pretrained
 
+    resolved = ResolvedSettings.of(settings)
+    settings = resolved.settings
     kept_holder = holder or ContextHolder()
     spec = bundle.embedding or EmbeddingSpec()
     pooling_modes(spec.pooling)
-    device = resolve_device(settings)
-    dtype = resolve_dtype(settings, device)
     folder = str(transformer_dir(bundle.model_dir))
-    key = packed_key("encoder", bundle, settings, device, dtype)
+    key = packed_key("encoder", bundle, resolved)
     if key is not None and (mapped := _mapped(key, folder, bundle, spec, settings, kept_holder)) is not None:
         return mapped
     keep_as = None if key is None else (key, PackedSource(bundle))
 
     def load(model: Any) -> Embedder:
-        model = model.to(device).eval().requires_grad_(False)
+        model = model.to(resolved.device).eval().requires_grad_(False)
         embedder = embedder_of(model, kept_holder, bundle, spec, settings)
         tests, expected = use_ragged_attention(embedder, model, kept_holder)
         embedder.use_head(bundle, expected.shape[-1])
@@ -210,14 +213,13 @@ def load_embedder(bundle: Bundle, settings: EngineSettings, holder: ContextHolde
             keep_encoder(*keep_as, model, linears, tests, expected, settings.packed_cache)
         return embedder
 
-    return load_in_dtype(lambda: from_pretrained(AutoModel, folder, settings, dtype), load, settings, device)
+    return load_in_dtype(lambda: from_pretrained(AutoModel, folder, resolved), load, resolved)
 
 
 def load_in_dtype(
     read: Callable[[], Any],
     load: Callable[[Any], Loaded],
-    settings: EngineSettings,
-    device: Any,
+    resolved: ResolvedSettings,
     base: Callable[[Any], Any] = lambda model: model,
 ) -> Loaded:
     """Call ``load`` with the model that ``read`` returns; ``base`` returns its encoder.
@@ -226,7 +228,8 @@ def load_in_dtype(
     multiply. If they turn out not to run it, it is loaded as it is."""
     model = read()
     name = type(base(model)).__name__
-    if settings.dtype == "bfloat16" and settings.kernels == "auto" and may_run_in_bf16(base(model), device):
+    asked = resolved.settings
+    if asked.dtype == "bfloat16" and asked.kernels == "auto" and may_run_in_bf16(base(model), resolved.device):
         try:
             return load(model.float())
         except NotNative as reason:

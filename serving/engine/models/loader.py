@@ -29,6 +29,7 @@ from .image_encoder import PictureReader, check_decoder, decoder_of
 from .native_decoder import DecoderWeights, NativeDecoder, decoder_weights, may_run_in_bf16
 from .packed.cache import MappedDecoder, keep_decoder, packed_key
 from .packed.source import PackedSource
+from .resolved_settings import ResolvedSettings
 from .verification import LayerUse, SelfTest, model_forward, probe_layers
 
 logger = logging.getLogger(__name__)
@@ -36,7 +37,6 @@ logger = logging.getLogger(__name__)
 KNOWN_LAYERS = {"full_attention", "sliding_attention", "sparse", "dense", None}
 POOLER = re.compile(r"(^|\.)pooler\.")
 MISSING_SHOWN = 5
-BLOCK_SIZE = 16  # tokens in a block of the KV cache on CUDA
 LENGTH_BOUND_ROPE = {"dynamic", "longrope"}  # rope types whose frequencies depend on a batch's longest sequence
 
 
@@ -65,35 +65,6 @@ class LoadedModel:
     reader: PictureReader | None = None
 
 
-def resolve_device(settings: EngineSettings) -> Any:
-    """The device of ``settings.device``. Raises ``PackagingError`` if this machine or this torch does not have it."""
-    if settings.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(settings.device)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        there = f"this machine's torch finds {torch.cuda.device_count()} CUDA devices"
-        why = there if torch.backends.cuda.is_built() else "this torch was built without CUDA"
-        raise PackagingError(f"device: {settings.device!r} is not allowed; expected an available device: {why}")
-    return device
-
-
-def kv_block_size(settings: EngineSettings, device: Any) -> int | None:
-    """Tokens in a block of the KV cache; None for slots. Raises ``PackagingError`` if blocks are not possible."""
-    if device.type != "cpu":
-        return settings.kv_block_size or BLOCK_SIZE
-    if settings.kv_block_size is not None and settings.kernels == "auto":
-        allowed = "expected null on CPU with kernels auto: our own kernels read slots (kernels: torch takes blocks)"
-        raise PackagingError(f"kv_block_size: {settings.kv_block_size} is not allowed; {allowed}")
-    return settings.kv_block_size
-
-
-def resolve_dtype(settings: EngineSettings, device: Any) -> Any:
-    """The torch dtype of ``settings.dtype``; "auto" is float32 on CPU and bfloat16 elsewhere."""
-    if settings.dtype == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    return getattr(torch, settings.dtype)
-
-
 def use_threads(settings: EngineSettings) -> None:
     """Set the threads of torch and of our own kernels in this process: as the settings say, or else OMP_NUM_THREADS, or
     else one per physical core, within affinity and the control groups' quota."""
@@ -104,69 +75,67 @@ def use_threads(settings: EngineSettings) -> None:
 
 
 @torch.inference_mode()
-def load_model(bundle: Bundle, settings: EngineSettings) -> LoadedModel:
+def load_model(bundle: Bundle, settings: EngineSettings | ResolvedSettings) -> LoadedModel:
     """Load ``bundle.model_dir`` (safetensors only). Raises ``PackagingError`` if it cannot be run correctly."""
-    device = resolve_device(settings)
-    kv_block_size(settings, device)
-    dtype = resolve_dtype(settings, device)
+    resolved = ResolvedSettings.of(settings)
     if bundle.pictures is not None:
-        return _load_with_pictures(bundle, settings, device, dtype)
-    key = packed_key("decoder", bundle, settings, device, dtype)
-    if key is not None and (mapped := _mapped(key, bundle, settings)) is not None:
+        return _load_with_pictures(bundle, resolved)
+    key = packed_key("decoder", bundle, resolved)
+    if key is not None and (mapped := _mapped(key, bundle, resolved)) is not None:
         return mapped
     keep_as = None if key is None else (key, PackedSource(bundle))
 
     def read() -> Any:
-        return from_pretrained(AutoModelForCausalLM, bundle.model_dir, settings, dtype)
+        return from_pretrained(AutoModelForCausalLM, bundle.model_dir, resolved)
 
-    return _load_in(dtype, read, settings, device, keep_as)
+    return _load_read(read, resolved, keep_as)
 
 
-def _load_in(
-    dtype: Any, read: Callable[[], Any], settings: EngineSettings, device: Any, keep_as: tuple[str, PackedSource] | None
+def _load_read(
+    read: Callable[[], Any], resolved: ResolvedSettings, keep_as: tuple[str, PackedSource] | None
 ) -> LoadedModel:
-    """Make the model that ``read`` reads ready, in bfloat16 by our kernels if that is what ``settings`` ask for."""
+    """Make the model that ``read`` reads ready, in bfloat16 by our kernels if that is what the settings ask for."""
     model = read()
-    if dtype != torch.bfloat16 or settings.kernels != "auto" or not may_run_in_bf16(model, device):
-        return _load(model, settings, device, keep_as)
+    kernels = resolved.settings.kernels
+    if resolved.dtype != torch.bfloat16 or kernels != "auto" or not may_run_in_bf16(model, resolved.device):
+        return _load(model, resolved, keep_as)
     try:
-        return _load(model.float(), settings, device, keep_as)
+        return _load(model.float(), resolved, keep_as)
     except NotNative as error:  # its own code is to run it in bfloat16; the loaded model is float32, so read again
         reason = str(error)
         logger.warning("%s is not run natively in bfloat16: %s", type(model).__name__, reason)
-    return replace(_load(read(), settings, device, keep_as), kernels_reason=reason)
+    return replace(_load(read(), resolved, keep_as), kernels_reason=reason)
 
 
-def _load_with_pictures(bundle: Bundle, settings: EngineSettings, device: Any, dtype: Any) -> LoadedModel:
+def _load_with_pictures(bundle: Bundle, resolved: ResolvedSettings) -> LoadedModel:
     """Load a vision-language model: its decoder like any other, and what reads pictures."""
     readers = []
 
     def read() -> Any:
-        model = from_pretrained(AutoModelForImageTextToText, bundle.model_dir, settings, dtype).eval()
+        model = from_pretrained(AutoModelForImageTextToText, bundle.model_dir, resolved).eval()
         decoder, reader = decoder_of(model), PictureReader(model, bundle)
         check_decoder(model, decoder, reader)
         reader.give_up_decoder()
-        readers.append(reader.to(device, settings.kernels))
+        readers.append(reader.to(resolved.device, resolved.settings.kernels))
         return decoder
 
-    loaded = _load_in(dtype, read, settings, device, None)
+    loaded = _load_read(read, resolved, None)
     return replace(loaded, reader=readers[-1])
 
 
-def _load(model: Any, settings: EngineSettings, device: Any, keep_as: tuple[str, PackedSource] | None) -> LoadedModel:
+def _load(model: Any, resolved: ResolvedSettings, keep_as: tuple[str, PackedSource] | None) -> LoadedModel:
     """Make the model that transformers has read ready for the engine, and keep it packed under ``keep_as``.
 
-    A float32 model, if ``settings`` ask for bfloat16, is to be run in bfloat16 by our kernels. Raises ``NotNative`` if
+    A float32 model, if the settings ask for bfloat16, is to be run in bfloat16 by our kernels. Raises ``NotNative`` if
     they cannot, and ``PackagingError``."""
-    model = model.to(device).eval()
+    settings = resolved.settings
+    model = model.to(resolved.device).eval()
     model.requires_grad_(False)
     rounded = settings.dtype == "bfloat16"
     config = model.config.get_text_config()
     refuse_unsupported(model, config)
     max_model_len = resolve_max_model_len(config, settings)
-    test = SelfTest.of(
-        model, vocab_size=vocab_size(model), max_model_len=max_model_len, block_size=kv_block_size(settings, device)
-    )
+    test = SelfTest.of(model, vocab_size=vocab_size(model), max_model_len=max_model_len, block_size=resolved.block_size)
     holder = ContextHolder()
     attention.install(model, holder)
     model.set_attn_implementation(attention.NAME)
@@ -203,8 +172,8 @@ def _load(model: Any, settings: EngineSettings, device: Any, keep_as: tuple[str,
         decoder=decoder,
         kernels_reason=reason,
         kv_cache_reason=f"whole keys and values, not the latent ones: {why_whole}" if why_whole else "",
-        dtype=resolve_dtype(settings, device),
-        device=device,
+        dtype=resolved.dtype,
+        device=resolved.device,
         max_model_len=max_model_len,
         vocab_size=vocab_size(model),
         kept=kept,
@@ -221,21 +190,22 @@ def _uses(model: Any, holder: ContextHolder, config: Any, test: SelfTest) -> lis
     return uses
 
 
-def from_pretrained(auto: Any, folder: str, settings: EngineSettings, dtype: Any) -> Any:
+def from_pretrained(auto: Any, folder: str, resolved: ResolvedSettings) -> Any:
     """Read a model from safetensors only, with transformers' own attention, since a configuration may name one whose
     code would be downloaded. Raises ``PackagingError`` if the files do not make a complete model."""
+    own_code = resolved.settings.trust_remote_code
     if stored_weights.quantization_of(folder) is not None:
-        return stored_weights.load(auto, folder, dtype, resolve_device(settings))
+        return stored_weights.load(auto, folder, resolved.dtype, resolved.device)
     try:
-        if not settings.trust_remote_code:  # the model's own code may know how to read unscaled weights
+        if not own_code:  # the model's own code may know how to read unscaled weights
             refuse_unscaled(folder)
         with in_proportion(folder):
             model, found = auto.from_pretrained(
                 folder,
-                dtype=dtype,
+                dtype=resolved.dtype,
                 attn_implementation="eager",
                 use_safetensors=True,
-                trust_remote_code=settings.trust_remote_code,
+                trust_remote_code=own_code,
                 local_files_only=True,
                 output_loading_info=True,
             )
@@ -244,7 +214,7 @@ def from_pretrained(auto: Any, folder: str, settings: EngineSettings, dtype: Any
     except Exception as error:  # from transformers, safetensors, or the model's own code
         reason = " ".join(str(error).split())[:600]
         raise PackagingError(f"the model cannot be loaded: {type(error).__name__}: {reason}") from error
-    refuse_incomplete(auto, model, found["missing_keys"], own_code=settings.trust_remote_code)
+    refuse_incomplete(auto, model, found["missing_keys"], own_code=own_code)
     return model
 
 
@@ -261,9 +231,9 @@ def refuse_incomplete(auto: Any, model: Any, missing: Set[str], *, own_code: boo
         raise PackagingError(f"the weights are incomplete: they lack {len(missing)} of the model's tensors: {names}")
 
 
-def _mapped(key: str, bundle: Bundle, settings: EngineSettings) -> LoadedModel | None:
+def _mapped(key: str, bundle: Bundle, resolved: ResolvedSettings) -> LoadedModel | None:
     """Load the model from its packed file for a native step; None if there is no file, or it fails the test."""
-    holder = ContextHolder()
+    settings, holder = resolved.settings, ContextHolder()
     try:
         found = MappedDecoder(bundle, settings, holder, key)
     except (LookupError, OSError, ValueError, PackagingError) as error:
@@ -285,7 +255,7 @@ def _mapped(key: str, bundle: Bundle, settings: EngineSettings) -> LoadedModel |
         linears=found.linears,
         decoder=decoder,
         kernels_reason="",
-        dtype=resolve_dtype(settings, like.device),
+        dtype=resolved.dtype,
         device=like.device,
         max_model_len=resolve_max_model_len(config, settings),
         vocab_size=vocab_size(found.model),

@@ -21,6 +21,7 @@ from ..attention import latent_attention
 from ..devices import openmp
 from ..devices.cpu_contention import Contention
 from ..models.loader import POOLER, from_pretrained
+from ..models.resolved_settings import ResolvedSettings
 from ..native.library import GROUP
 from ..weights import experts, stored_weights
 from ..weights.linear import groups_of, weight_of
@@ -59,7 +60,11 @@ def quantize_files(
     auto: Any = AutoModelForCausalLM
     if tasks == ("score",) or tasks == ("embeddings",):
         auto = AutoModelForSequenceClassification if tasks == ("score",) else AutoModel
-    model = from_pretrained(auto, str(folder), EngineSettings(), torch.float32).eval().requires_grad_(False)
+    model = (
+        from_pretrained(auto, str(folder), ResolvedSettings.of(EngineSettings(dtype="float32")))
+        .eval()
+        .requires_grad_(False)
+    )
     body = getattr(model, model.base_model_prefix) if tasks == ("score",) else model
     prefix = next((f"{name}." for name, module in model.named_modules() if module is body and name), "")
     groups = [{f"{prefix}{path}": module for path, module in group.items()} for group in _linears(body)]

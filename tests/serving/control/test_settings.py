@@ -22,7 +22,7 @@ from mlflow_llm.serving.control.model_sources import locate
 from mlflow_llm.serving.control.settings import ServerSettings, default_state_dir, ledger_dir
 from mlflow_llm.serving.control.spec import EndpointSpec
 from mlflow_llm.serving.endpoints.config import EntityConfig
-from mlflow_llm.serving.engine.models.loader import resolve_device
+from mlflow_llm.serving.engine.models.resolved_settings import resolve_device
 from mlflow_llm.serving.interface.errors import InvalidField, PackagingError
 from mlflow_llm.serving.interface.settings import EngineSettings
 

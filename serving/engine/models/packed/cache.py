@@ -35,6 +35,7 @@ from ...weights import linear
 from ...weights.config_bounds import in_proportion
 from ...weights.forward_context import ContextHolder
 from ...weights.linear import LinearSet
+from ..resolved_settings import ResolvedSettings
 from ..verification import LayerUse, SelfTest
 from .cache_file import Array, open_packed, write_packed
 from .source import PackedSource
@@ -48,15 +49,16 @@ Kind = Literal["decoder", "encoder"]
 PACKAGES = ("mlflow-llm", "torch", "transformers")
 
 
-def packed_key(kind: Kind, bundle: Bundle, settings: EngineSettings, device: Any, dtype: Any) -> str | None:
+def packed_key(kind: Kind, bundle: Bundle, resolved: ResolvedSettings) -> str | None:
     """The name of this model's packed file; None if it cannot have one.
 
     A model without a content hash cannot be identified, one without the hashes of its files cannot be checked, and a
     model with code of its own may do anything with its weights.
     """
+    settings, dtype = resolved.settings, resolved.dtype
     covered = settings.packed_cache and settings.kernels == "auto" and not settings.trust_remote_code
     runs = dtype == torch.float32 or (dtype == torch.bfloat16 and library.has_bf16())
-    on_cpu = device.type == "cpu" and runs and library.library() is not None
+    on_cpu = resolved.device.type == "cpu" and runs and library.library() is not None
     if not (covered and on_cpu and bundle.model_hashes and HASH.fullmatch(bundle.content_hash)):
         return None
     code = _code(library.library_path())

@@ -10,8 +10,11 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from mlflow_llm.serving.engine.models.loader import from_pretrained
+from mlflow_llm.serving.engine.models.resolved_settings import ResolvedSettings
 from mlflow_llm.serving.engine.weights import config_bounds
 from mlflow_llm.serving.interface.settings import EngineSettings
+
+RESOLVED = ResolvedSettings.of(EngineSettings(dtype="float32"))
 
 
 @pytest.fixture
@@ -39,7 +42,7 @@ def test_no_other_thread_builds_while_one_does(folder):
             other.join()
             return AutoModelForCausalLM.from_pretrained(*args, **kwargs)
 
-    model = from_pretrained(Watched, folder, EngineSettings(), "float32")
+    model = from_pretrained(Watched, folder, RESOLVED)
     assert taken == [False]
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert PreTrainedModel.tie_weights is tie_weights
@@ -50,7 +53,7 @@ def test_models_of_many_threads_have_their_tied_heads(folder):
     models = []
 
     def load():
-        models.append(from_pretrained(AutoModelForCausalLM, folder, EngineSettings(), "float32"))
+        models.append(from_pretrained(AutoModelForCausalLM, folder, RESOLVED))
 
     threads = [threading.Thread(target=load) for _ in range(8)]
     for thread in threads:
@@ -78,14 +81,14 @@ def test_a_process_that_is_forked_while_one_builds_builds_as_well(folder):
             finally:
                 hook.remove()
 
-    other = threading.Thread(target=from_pretrained, args=(Slow, folder, EngineSettings(), "float32"))
+    other = threading.Thread(target=from_pretrained, args=(Slow, folder, RESOLVED))
     other.start()
     within.wait()
     child = os.fork()
     if not child:
         status = 1
         try:
-            model = from_pretrained(AutoModelForCausalLM, folder, EngineSettings(), "float32")
+            model = from_pretrained(AutoModelForCausalLM, folder, RESOLVED)
             status = 0 if model.lm_head.weight is model.model.embed_tokens.weight else 2
         finally:
             os._exit(status)

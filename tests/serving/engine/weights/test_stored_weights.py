@@ -18,6 +18,7 @@ from tiny_models import COMMON, FAMILIES, make_model, prompt_of, request_of, sav
 from mlflow_llm.serving.engine.core import EngineCore
 from mlflow_llm.serving.engine.models import loader
 from mlflow_llm.serving.engine.models.embedder import load_embedder
+from mlflow_llm.serving.engine.models.resolved_settings import ResolvedSettings
 from mlflow_llm.serving.engine.quantize.weight_writer import quantize_files
 from mlflow_llm.serving.engine.weights import stored_weights
 from mlflow_llm.serving.engine.weights.quantization import Int8Weight, quantize_rows, rotated
@@ -175,7 +176,9 @@ def test_floats_are_made_a_linear_at_a_time(tmp_path: Path, monkeypatch: pytest.
         wanted = scores(stored)
         monkeypatch.setattr(stored_weights, "MAX_CACHED_BYTES", 0)
         assert scores(stored) == wanted
-        model = loader.from_pretrained(tf.AutoModelForCausalLM, stored.model_dir, EngineSettings(), torch.float32)
+        model = loader.from_pretrained(
+            tf.AutoModelForCausalLM, stored.model_dir, ResolvedSettings.of(EngineSettings(dtype="float32"))
+        )
         model(torch.tensor([[5, 6]]))
         made = {"weight", "gate_up_proj", "down_proj"}
         assert not [path for path, module in model.named_modules() if made & module.__dict__.keys()]
