@@ -230,6 +230,7 @@ _OPTIONS = (
     ),
     option("--trace-content", is_flag=True, help="Include prompts and replies in traces."),
     _setting("--trace-experiment", help="MLflow experiment for traces."),
+    option("--page/--no-page", default=DEFAULTS.page, help="Serve the page under / (playground, usage, operations)."),
     _setting(
         "--log-level",
         type=click.Choice(["debug", "info", "warning", "error"]),

@@ -60,6 +60,7 @@ class ServerSettings(ListenSettings, frozen=True, kw_only=True, forbid_unknown_f
         database: URL of the database with keys, limits, ledger and endpoints.
         require_keys: refuse requests without an API key; needs a database.
         state_dir: directory for what the ledger has not written to the database yet. None is the user's own.
+        page: serve the page under ``/``.
         log_level: the least severe level that is logged.
         prefix_sharing: who shares cached prompt prefixes: the keys of a tenant, all callers of an endpoint, or nobody.
             An endpoint may have its own setting.
@@ -102,6 +103,7 @@ class ServerSettings(ListenSettings, frozen=True, kw_only=True, forbid_unknown_f
     database: str | None = None
     require_keys: bool = False
     state_dir: str | None = None
+    page: bool = True
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     prefix_sharing: PrefixSharing = "tenant"
     trace_sample: Annotated[float, Meta(ge=0, le=1)] = 0.0

@@ -10,6 +10,7 @@ from ..frontend.operation import Auth
 from .inference import info_routes, kserve, openvino, token_counts
 from .management import accounts, endpoints, engine_logs, lora_adapters, usage
 from .openapi.document import documented
+from .page import bundle_routes
 from .route import Route
 
 
@@ -41,6 +42,7 @@ ROUTES = documented(
         *engine_logs.ROUTES,
         *accounts.ROUTES,
         *usage.ROUTES,
+        *bundle_routes.ROUTES,
     )
 )
 

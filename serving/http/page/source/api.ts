@@ -1,0 +1,138 @@
+/** Calls of the server's API. Paths are relative to the page, so that it works behind a path prefix. */
+
+import { signal } from "@preact/signals";
+
+const STORED_KEY = `mlflow-llm ${location.pathname} key`;
+
+/** The API key of this tab: gone when the tab is closed, never written to the disk by the page. */
+export const apiKey = signal(read(STORED_KEY));
+
+/** Whether the server refused the last request because of its key. */
+export const keyRefused = signal(false);
+
+function read(name: string): string {
+  try {
+    return sessionStorage.getItem(name) ?? "";
+  } catch {
+    return ""; // storage is blocked: the key lives in memory
+  }
+}
+
+export function setKey(key: string): void {
+  apiKey.value = key;
+  keyRefused.value = false;
+  try {
+    if (key) sessionStorage.setItem(STORED_KEY, key);
+    else sessionStorage.removeItem(STORED_KEY);
+  } catch {
+    // storage is blocked: the key lives in memory
+  }
+}
+
+export class ApiError extends Error {
+  constructor(
+    readonly status: number,
+    message: string,
+  ) {
+    super(message);
+  }
+}
+
+export interface Call {
+  method?: "GET" | "POST" | "DELETE";
+  body?: unknown;
+  signal?: AbortSignal;
+}
+
+/** Send a request; reject with an `ApiError` that has the server's own message for every status but 2xx. */
+export async function call(path: string, { method = "GET", body, signal: abort }: Call = {}): Promise<Response> {
+  const headers: Record<string, string> = {};
+  if (apiKey.value) headers["Authorization"] = `Bearer ${apiKey.value}`;
+  if (body !== undefined) headers["Content-Type"] = "application/json";
+  let response: Response;
+  try {
+    response = await fetch(new URL(path, document.baseURI), {
+      method,
+      headers,
+      credentials: "same-origin",
+      cache: "no-store",
+      ...(body === undefined ? {} : { body: JSON.stringify(body) }),
+      ...(abort === undefined ? {} : { signal: abort }),
+    });
+  } catch (error) {
+    if (abort?.aborted) throw error;
+    throw new ApiError(0, "The server cannot be reached.");
+  }
+  keyRefused.value = response.status === 401;
+  if (!response.ok) throw new ApiError(response.status, await errorMessage(response));
+  return response;
+}
+
+export async function getJson<T>(path: string): Promise<T> {
+  return (await (await call(path)).json()) as T;
+}
+
+async function errorMessage(response: Response): Promise<string> {
+  const text = await response.text();
+  try {
+    const body = JSON.parse(text) as { error?: { message?: string } | string; message?: string };
+    const found = typeof body.error === "object" ? body.error.message : (body.message ?? body.error);
+    if (found) return found;
+  } catch {
+    // not JSON: a proxy's page
+  }
+  return `The server answered with status ${response.status}.`;
+}
+
+export function messageOf(error: unknown): string {
+  return error instanceof Error ? error.message : String(error);
+}
+
+/** Yield the data of each server-sent event of a response. */
+export async function* serverSentEvents(response: Response): AsyncGenerator<string> {
+  if (response.body === null) return;
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let buffer = "";
+  try {
+    for (;;) {
+      const { done, value } = await reader.read();
+      if (done) return;
+      buffer += value;
+      const events = buffer.split(/\r?\n\r?\n/);
+      buffer = events.pop() ?? "";
+      for (const event of events) {
+        const data = event
+          .split(/\r?\n/)
+          .filter((line) => line.startsWith("data:"))
+          .map((line) => line.slice(5).replace(/^ /, ""));
+        if (data.length) yield data.join("\n");
+      }
+    }
+  } finally {
+    await reader.cancel().catch(() => undefined);
+  }
+}
+
+/** What the last answer said of one limit. */
+export interface LimitLeft {
+  limit: string;
+  remaining: string;
+  reset: string;
+}
+
+/** Limits by what they count, as the last answer in this tab had them in its headers. */
+export const limitsLeft = signal<Record<string, LimitLeft>>({});
+
+export function noteLimits(headers: Headers): void {
+  const found: Record<string, LimitLeft> = {};
+  for (const [name, limit] of headers) {
+    const what = /^x-ratelimit-limit-(.+)$/.exec(name)?.[1];
+    if (what === undefined) continue;
+    found[what] = {
+      limit,
+      remaining: headers.get(`x-ratelimit-remaining-${what}`) ?? "",
+      reset: headers.get(`x-ratelimit-reset-${what}`) ?? "",
+    };
+  }
+  if (Object.keys(found).length) limitsLeft.value = found;
+}
