@@ -62,6 +62,7 @@ missing=
 postgres_there > /dev/null 2>&1 || missing=postgresql
 command -v ip > /dev/null || missing="${missing:+$missing }iproute2"
 command -v qemu-aarch64 > /dev/null || missing="${missing:+$missing }qemu-user"
+command -v chromium > /dev/null || missing="${missing:+$missing }chromium"
 command -v aarch64-linux-gnu-g++ > /dev/null || missing="${missing:+$missing }g++-aarch64-linux-gnu"
 if [ -n "$missing" ] && [ -z "$quick" ] && may_install "$missing"; then
     say "packages: $missing"
@@ -93,9 +94,12 @@ if [ "$(cat "$venv/asked" 2>/dev/null)" != "$asked" ]; then
     echo "$asked" > "$venv/asked"
 fi
 check_beside mypy
+page_bundle() { bash "$root/tests/page_bundle.sh"; }
+check_beside page_bundle
 copy_tests "$root" "$scratch/run"
 check_beside python tests/rewrite_asserts.py "$scratch/run/tests"
 copy_source "$root" "$scratch/source"
+rm -rf "$scratch/source/serving/http/page/node_modules"
 mkdir "$scratch/wheels"
 pip wheel --quiet --no-deps --no-build-isolation --wheel-dir "$scratch/wheels" "$scratch/source"
 wheel=$(echo "$scratch"/wheels/*.whl)

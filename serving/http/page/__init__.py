@@ -1,1 +1,1 @@
-"""The page under ``/``: ``source/`` is its TypeScript, ``bundle/`` what ``npm run build`` makes of it, which is served."""
+"""The page under ``/``: ``npm run build`` makes ``bundle/``, which is served, of the TypeScript in ``source/``."""

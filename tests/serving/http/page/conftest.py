@@ -1,0 +1,72 @@
+"""A browser and a server for the tests of the page; without Playwright or Chromium they are skipped."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from instant_model import write_instant_model
+from serving_process import GATED_CORE, Running, running
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, BrowserContext, Page
+
+PATIENCE_MS = 60_000
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed (pip)")
+    program = shutil.which("chromium")
+    if program is None:
+        pytest.skip("Chromium is not installed (apt-get install chromium)")
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A server with a database whose replies are printable ASCII that never end early, and whose steps can be held."""
+    root: Path = tmp_path_factory.mktemp("page")
+    bundle = write_instant_model(root / "model", vocab_size=94)
+    with running(bundle, core=GATED_CORE, database=f"sqlite:///{root}/page.db") as server:
+        yield server
+
+
+class Complaints(list[str]):
+    """Errors that pages wrote to the console: exceptions, and what their Content-Security-Policy blocked."""
+
+
+@pytest.fixture
+def complaints() -> Complaints:
+    return Complaints()
+
+
+@pytest.fixture
+def new_page(browser: Browser, served: Running, complaints: Complaints) -> Iterator[Callable[..., Page]]:
+    """``new_page(view, **options)``: a page of a fresh browser context at a view of the server (or of another URL);
+    ``prepare`` gets it before it is loaded."""
+    contexts: list[BrowserContext] = []
+
+    def make(
+        view: str = "playground", *, at: str = "", prepare: Callable[[Page], None] | None = None, **options: Any
+    ) -> Page:
+        context = browser.new_context(**({"viewport": {"width": 1440, "height": 900}} | options))
+        contexts.append(context)
+        context.set_default_timeout(PATIENCE_MS)
+        page = context.new_page()
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("console", lambda message: message.type == "error" and complaints.append(message.text))
+        if prepare is not None:
+            prepare(page)
+        page.goto(f"{at or served.url}/#/{view}")
+        return page
+
+    yield make
+    for context in contexts:
+        context.close()
