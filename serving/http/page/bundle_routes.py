@@ -81,7 +81,7 @@ def _answer(server: Server, request: Request, path: str) -> Answer:
     if file is None:
         raise NotFound(f"the page has no file {path[:100]!r}")
     headers = HEADERS | {"ETag": file.etag}
-    if file.etag in request.headers.get("If-None-Match", "").replace("W/", "").split(", "):
+    if file.etag in (request.headers.get("If-None-Match") or "").replace("W/", "").split(", "):
         return Answer(status=304, content_type=file.content_type, headers=headers)
     return Answer(body=file.body, content_type=file.content_type, headers=headers)
 
