@@ -7,10 +7,12 @@ and says so in a log that a benchmark does not show.
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from mlflow_llm.serving.engine.core import EngineCore
+
+C = TypeVar("C", bound="EngineCore")
 
 
 def say_kernels(asked: str = "auto") -> None:
@@ -34,7 +36,7 @@ def say_kernels(asked: str = "auto") -> None:
     print(f"kernels measured: {library.instruction_set()}, {path}", file=sys.stderr, flush=True)
 
 
-def announced(core: EngineCore) -> EngineCore:
+def announced(core: C) -> C:
     """Return ``core`` after printing which kernels it runs, and why not ours if they are others."""
     info = core.info
     loud = "" if info.kernels == "native" else "ATTENTION: our own kernels are not measured. "

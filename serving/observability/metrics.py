@@ -45,9 +45,7 @@ DISCONNECTS = Counter("mlflow_llm_disconnects", "Requests whose client disconnec
 TRACES_DROPPED = Counter(
     "mlflow_llm_traces_dropped", "Traces dropped because the exporter was too far behind", registry=OWN
 )
-STORE_OUTAGES = Counter(
-    "mlflow_llm_store_outages", "Times that the store stopped answering, per worker", registry=OWN
-)
+STORE_OUTAGES = Counter("mlflow_llm_store_outages", "Times that the store stopped answering, per worker", registry=OWN)
 TTFT = Histogram(
     "mlflow_llm_time_to_first_token_seconds",
     "From the arrival of a streamed request to its first token",

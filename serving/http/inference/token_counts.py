@@ -39,10 +39,10 @@ from ...dialects.openai.tokenize import (
 )
 from ...dialects.responses.fields import COUNT_TABLE
 from ...dialects.responses.fields import read_count_request as read_response_count
-from ...frontend.addressing import address, check_limits, meant, record_served
+from ...frontend.addressing import address, candidates, check_limits, record_served
 from ...frontend.answer import Answer
 from ...frontend.operation import Auth, Handler, Request
-from ...frontend.worker_state import Server
+from ...frontend.worker_state import WorkerState
 from ...interface.labels import NONE
 from ...interface.readers import Reader
 from ...interface.request import Raw, RawChat, RawCompletion, RawEmbedding
@@ -57,10 +57,10 @@ R = TypeVar("R", bound=Raw)
 def counting(read: Callable[[dict[str, Any]], R], answer: Callable[[R, EndpointView], Any]) -> Handler:
     """Make a handler that responds with ``answer(raw, view)`` as JSON. The handler raises ``ServingError``."""
 
-    def handle(server: Server, request: Request) -> Answer:
+    def handle(server: WorkerState, request: Request) -> Answer:
         server.load_shedder.check_open()
         endpoints, record = server.endpoints.seen_by(request.caller), request.record
-        check_limits(server, request, meant(endpoints, request), None)
+        check_limits(server, request, candidates(endpoints, request), None)
         with server.memory.allocate(request.payer(server)) as allocation:
             body = request.receive(allocation)
             raw = server.offload(len(body), read_object, body, read)
@@ -105,7 +105,7 @@ def _counted(raw: RawChat, endpoint: EndpointView) -> dict[str, int]:
 _count = counting(read_count_request, _counted)
 
 
-def count_tokens(server: Server, request: Request) -> Answer:
+def count_tokens(server: WorkerState, request: Request) -> Answer:
     """Count the input tokens for which the same message would be billed. Raises ``ServingError``."""
     check_headers(request.headers)
     return _count(server, request)

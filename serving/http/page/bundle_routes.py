@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ...frontend.answer import Answer
 from ...frontend.operation import Auth, Request
-from ...frontend.worker_state import Server
+from ...frontend.worker_state import WorkerState
 from ...interface.errors import NotFound
 from ..route import Route
 
@@ -65,15 +65,15 @@ def _files() -> dict[str, BundleFile]:
     return found
 
 
-def index(server: Server, request: Request) -> Answer:
+def index(server: WorkerState, request: Request) -> Answer:
     return _answer(server, request, "index.html")
 
 
-def asset(server: Server, request: Request) -> Answer:
+def asset(server: WorkerState, request: Request) -> Answer:
     return _answer(server, request, f"page/{request.name}")
 
 
-def _answer(server: Server, request: Request, path: str) -> Answer:
+def _answer(server: WorkerState, request: Request, path: str) -> Answer:
     """Respond with a file of the bundle. Raises ``NotFound`` for an unknown one, and if the page is turned off."""
     if not server.settings.page:
         raise NotFound("this server has no page (--no-page)")

@@ -1,4 +1,4 @@
-"""Recorded outputs of models, and their meaning by canitoolcall (https://pypi.org/project/canitoolcall)."""
+"""Recorded outputs of models, and their meaning by the package canitoolcall."""
 
 import random
 

@@ -66,7 +66,9 @@ OFTEN = settings(max_examples=100, deadline=None, suppress_health_check=list(Hea
 
 
 @pytest.fixture(scope="module")
-def keyed(make: Callable[..., WorkerState], tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[FlaskClient, str]]:
+def keyed(
+    make: Callable[..., WorkerState], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[FlaskClient, str]]:
     """Return a client of a server with keys and a ledger, and the secret of a key with all scopes."""
     place: Path = tmp_path_factory.mktemp("fuzz")
     store = Store(f"sqlite:///{place}/serving.db")
