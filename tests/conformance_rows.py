@@ -170,12 +170,12 @@ def _media(name: str, data: str, note: str = "") -> Row:
     )
 
 
-_PICTURE = _media("image_url", "data:image/png;base64,aGk=", "models that read pictures take it")
+_IMAGE = _media("image_url", "data:image/png;base64,aGk=", "models that read images take it")
 CHAT: dict[str, Row] = {
     "messages": Row(body={}, shows=lambda seen, plain: seen.text),
     "messages[].role": Row(body={"messages": [{"role": "system", "content": "Be short."}, *HI]}),
     "messages[].content": Row(body={"messages": [{"role": "user", "content": "Say yes."}]}, shows=unlike_plain),
-    "messages[].content[].image_url": _PICTURE,
+    "messages[].content[].image_url": _IMAGE,
     "messages[].tool_calls": Row(body={"messages": ROUND, "tools": [TOOL]}),
     "messages[].tool_call_id": Row(body={"messages": ROUND, "tools": [TOOL]}),
     "max_completion_tokens": Row(body={"max_tokens": None, "max_completion_tokens": 3}, shows=tokens(3)),
@@ -362,7 +362,7 @@ MINDIE_CHAT = {
     "messages[].content[].text": Row(
         body={"messages": [{"role": "user", "content": [{"type": "text", "text": "Say yes."}]}]}, shows=unlike_plain
     ),
-    "messages[].content[].image_url": _PICTURE,
+    "messages[].content[].image_url": _IMAGE,
     "messages[].content[].video_url": _media("video_url", "data:video/mp4;base64,aGk="),
     "messages[].content[].audio_url": _media("audio_url", "data:audio/wav;base64,aGk="),
     "n": Row(body={"n": 2}, refused="an integer in [1, 1]"),

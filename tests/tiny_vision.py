@@ -90,7 +90,7 @@ def make_model(family: str, seed: int = 0) -> Any:
     torch.manual_seed(seed)
     config = FAMILIES[family]()
     model = MODELS[type(config)](config).eval()
-    with torch.no_grad():  # fresh weights are so small that no picture would change a token
+    with torch.no_grad():  # fresh weights are so small that no image would change a token
         for parameter in model.parameters():
             parameter.mul_(6) if parameter.dim() > 1 else None
     return model
@@ -112,9 +112,9 @@ CHATML = (
 
 
 def save_around(source: Path, directory: Path, *, vision: dict[str, Any], tile: int, longest: int) -> Any:
-    """Write an Idefics 3 model around the decoder in ``source``, whose weights are real; what reads pictures is random.
+    """Write an Idefics 3 model around the decoder in ``source``, whose weights are real; what reads images is random.
 
-    Return the model. Its processor has tiles of ``tile`` pixels and pictures of ``longest``."""
+    Return the model. Its processor has tiles of ``tile`` pixels and images of ``longest``."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, Idefics3ForConditionalGeneration
     from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
     from transformers.models.idefics3.processing_idefics3 import Idefics3Processor

@@ -25,12 +25,12 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "generateEndText": {"is_flag": True, "help": "The last event of Triton's generate_stream shows </s>."},
     "allowedLocalMediaPath": {
         "metavar": "DIR",
-        "help": "Directory below which pictures that messages name may be read (default: none).",
+        "help": "Directory below which images that messages name may be read (default: none).",
     },
     "allowedMediaDomains": {
         "multiple": True,
         "metavar": "HOST",
-        "help": "Host from which pictures that messages name may be fetched (default: none); repeatable.",
+        "help": "Host from which images that messages name may be fetched (default: none); repeatable.",
     },
     "embeddingTokenIds": {
         "is_flag": True,

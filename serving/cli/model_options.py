@@ -101,7 +101,7 @@ def engine_overrides(config: tuple[str, ...], *, here: bool = False) -> dict[str
     found: dict[str, Any] = {}
     for pair in config:
         key, equals, value = pair.partition("=")
-        if not equals or key not in EngineSettings.__struct_fields__:
+        if not equals or EngineSettings.ALIASES.get(key, key) not in EngineSettings.__struct_fields__:
             known = [name for name in EngineSettings.__struct_fields__ if here or name != "in_process"]
             near = difflib.get_close_matches(key[:64], known, n=1)
             meant = f"; did you mean {near[0]!r}?" if near else ""

@@ -63,9 +63,9 @@ class ResolvedModel(Struct, frozen=True, kw_only=True):
         to a registry are not those who run the servers.
         """
         unused = self.unused(overrides)
-        given = {k: v for k, v in overrides.items() if k not in unused} | dict(own or {})
+        given = EngineSettings.renamed({k: v for k, v in overrides.items() if k not in unused} | dict(own or {}))
         known = set(EngineSettings.__struct_fields__) - {"in_process"}  # in_process is for notebooks
-        saved = {k: v for k, v in self.config.items() if k in known and v is not None}
+        saved = {k: v for k, v in EngineSettings.renamed(self.config).items() if k in known and v is not None}
         if saved.get("trust_remote_code") and "trust_remote_code" not in given:
             raise PackagingError(
                 "the model was logged with trust_remote_code: it brings code of its own, which runs only where the "

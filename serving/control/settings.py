@@ -32,9 +32,9 @@ class ServerSettings(ListenSettings, frozen=True, kw_only=True, forbid_unknown_f
         max_reply_bytes: the most bytes that a reply may have besides generated text; a request for more gets a 400
             before it runs.
         max_caller_bytes: bytes that large requests of one key (without keys, of one address) may hold in a worker's
-            memory at once; more get a 429. Their decoded pictures may hold eight times as many.
+            memory at once; more get a 429. Their decoded images may hold eight times as many.
         max_held_bytes: bytes that large requests of all callers may hold in a worker's memory at once; more get a 503.
-            Decoded pictures may hold eight times as many.
+            Decoded images may hold eight times as many.
         refusals_per_minute: 4xx answers per minute to a key or address, in each worker, after which requests get a 429
             without being looked at. 0 means no limit.
         max_queued: requests that may wait for the engine of an endpoint; more get a 503.

@@ -26,7 +26,7 @@ from .forward.decode_graphs import GraphedForward
 from .forward.draft_loader import load_draft_model
 from .forward.runner import ModelForward, Runner, StepForward
 from .forward.step_size import step_size
-from .models.image_encoder import PictureReader
+from .models.image_encoder import ImageEncoder
 from .models.loader import LoadedModel, load_model, use_threads
 from .models.native_decoder import NativeDecoder
 from .models.pooling import InputEmbedder
@@ -52,7 +52,7 @@ class EngineParts:
     scheduler: Scheduler
     runner: Runner
     lora: LoraPool
-    reader: PictureReader | None  # of images, if the model reads them
+    reader: ImageEncoder | None  # of images, if the model reads them
     ahead: GraphedForward | None  # launches steps ahead, if the engine does that
 
 
@@ -112,7 +112,7 @@ def assemble(bundle: Bundle, settings: EngineSettings) -> EngineParts:
             beam_search=True,
             lora_tasks=True,
             prompt_tables=width > 0,
-            pictures=loaded.reader is not None,
+            images=loaded.reader is not None,
         ),
     )
     scheduler = Scheduler(

@@ -100,8 +100,8 @@ def _accept(
         record.accept(valid, body)
     if raw.echoed:
         held.enter_context(server.memory.allocate(request.payer(server))).grow(len(raw.echoed))
-    if valid.pictures:
-        pixels = sum(len(picture.data) for picture in valid.pictures)
+    if valid.images:
+        pixels = sum(len(image.data) for image in valid.images)
         held.enter_context(server.pixels.allocate(request.payer(server))).grow(pixels)
     return entity, valid, raw.echoed
 

@@ -1,6 +1,6 @@
 """Memory budget: limits the bytes of requests and replies that a worker holds at once, per caller and in total.
 
-The bytes of a body count from their arrival until the body is tokenised. Decoded pictures have a budget of their own,
+The bytes of a body count from their arrival until the body is tokenised. Decoded images have a budget of their own,
 in which they count until their request is over: an engine that dies is sent them again. Of a reply that is not
 streamed, the parts other than generated text count while the reply is being built. Small bodies and replies do not
 count, because the connection limits bound them.

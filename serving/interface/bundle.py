@@ -63,16 +63,16 @@ class CrossEncoderSpec(Struct, frozen=True, kw_only=True):
     max_length: int | None = None
 
 
-class PictureSpec(Struct, frozen=True, kw_only=True):
-    """How a model's prompts contain pictures, found out by asking its own processor (``flavors.llm.pictures``).
+class ImageSpec(Struct, frozen=True, kw_only=True):
+    """How a model's prompts contain images, found out by asking its own processor (``flavors.llm.images``).
 
-    A chat template writes the token ``placeholder_id`` once for each picture. In the prompt, the tokens of its layout
-    take that token's place, among which each ``image_id`` stands for one vector of the picture.
+    A chat template writes the token ``placeholder_id`` once for each image. In the prompt, the tokens of its layout
+    take that token's place, among which each ``image_id`` stands for one vector of the image.
 
-    Layout "fixed" is ``ids`` for every picture. Layout "grid" (Idefics 3, SmolVLM) scales a picture so that its longer
+    Layout "fixed" is ``ids`` for every image. Layout "grid" (Idefics 3, SmolVLM) scales an image so that its longer
     side has at most ``longest_edge`` pixels, cuts it into tiles of ``tile`` pixels, and has for each tile ``ids`` after
-    the tokens of its row and column, ``tile_heads[row][column]``; a row ends with ``row_end``, and the whole picture
-    follows as ``whole``. A picture that fits into one tile is ``single``.
+    the tokens of its row and column, ``tile_heads[row][column]``; a row ends with ``row_end``, and the whole image
+    follows as ``whole``. An image that fits into one tile is ``single``.
     """
 
     placeholder_id: int
@@ -105,7 +105,7 @@ class Bundle(Struct, frozen=True, kw_only=True):
     adapter; None is the base. ``tool_formats`` says, by the name of the chat template, how calls are written; for other
     templates it is detected. ``draft`` is the draft model, if a setting names one. ``model_hashes`` has the SHA-256
     that the manifest gives for each file in ``model_dir``, by relative path; most loads compare only sizes, so a file
-    may have another. It is empty where there is no manifest. ``pictures`` is None for models that read only text.
+    may have another. It is empty where there is no manifest. ``images`` is None for models that read only text.
     """
 
     content_hash: str
@@ -120,7 +120,7 @@ class Bundle(Struct, frozen=True, kw_only=True):
     default_adapter: str | None = None
     draft: DraftBundle | None = None
     model_hashes: dict[str, str] = {}
-    pictures: PictureSpec | None = None
+    images: ImageSpec | None = None
 
 
 def draft_of(uri: str, found: Bundle) -> DraftBundle:

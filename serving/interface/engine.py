@@ -42,7 +42,7 @@ class Capabilities(Struct, frozen=True, kw_only=True):
     - ``provisioned``: the engine keeps the pace of provisioned requests beside best-effort ones.
     - ``lora_tasks``: adapters that come with a request.
     - ``prompt_tables``: vectors of virtual tokens that come with a request.
-    - ``pictures``: pictures in prompts (``Bundle.pictures``).
+    - ``images``: images in prompts (``Bundle.images``).
     """
 
     resumes: bool = True
@@ -52,7 +52,7 @@ class Capabilities(Struct, frozen=True, kw_only=True):
     provisioned: bool = True
     lora_tasks: bool = False
     prompt_tables: bool = False
-    pictures: bool = False
+    images: bool = False
 
 
 class PagedInfo(Struct, frozen=True, kw_only=True):

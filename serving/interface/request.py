@@ -385,10 +385,10 @@ class Sampling(Struct, frozen=True, kw_only=True):
     draft: DraftTokens | None = None
 
 
-class Picture(Struct, frozen=True, kw_only=True):
-    """A picture of the prompt: ``data`` is RGB, a byte a channel, [height, width, 3] from the top left.
+class RequestImage(Struct, frozen=True, kw_only=True):
+    """An image of the prompt: ``data`` is RGB, a byte a channel, [height, width, 3] from the top left.
 
-    ``num_tokens`` is how many tokens of the prompt stand for it (``Bundle.pictures``).
+    ``num_tokens`` is how many tokens of the prompt stand for it (``Bundle.images``).
     """
 
     width: int
@@ -471,7 +471,7 @@ class ValidRequest(Struct, frozen=True, kw_only=True):
     Input: ``truncated`` says that the prompt was cut for ``error_behavior: truncate``; ``clipped`` says that max_tokens
     was reduced to what the context leaves. ``sampling`` is None for embeddings. ``lora_task`` replaces ``adapter``; its
     id is valid only for this ``tenant``. Token ids of prompts from the vocabulary's size on are rows of
-    ``prompt_table``, or tokens of ``pictures``, one picture after another. For pairs of texts, ``second_from`` is the
+    ``prompt_table``, or tokens of ``images``, one image after another. For pairs of texts, ``second_from`` is the
     token of each sequence from which on token types are the second; () if each sequence is one text.
 
     Reply: with ``continues_prompt``, the text continues the prompt's own; without, it is a text of its own, such as a
@@ -523,7 +523,7 @@ class ValidRequest(Struct, frozen=True, kw_only=True):
     weight: int = 1
     lora_task: LoraTask | None = None
     prompt_table: PromptTable | None = None
-    pictures: tuple[Picture, ...] = ()
+    images: tuple[RequestImage, ...] = ()
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -84,14 +84,16 @@ class EngineSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=T
         idle_timeout: seconds for which an engine process outlives its last client.
         stall_timeout: seconds without a step, despite work to do, after which an engine is restarted.
         start_timeout: seconds that the start of an engine may take.
-        picture_cache: bytes of the features of pictures that an engine keeps in memory for later requests with the same
-            pictures. 0 keeps none.
+        encoder_cache: bytes of the features of images that an engine keeps in memory for later requests with the same
+            images. 0 keeps none.
         packed_cache: bytes that packed weights may take in this user's cache directory. Later starts map them. 0 turns
             the cache off.
         standby: 1 keeps a second process loaded, which takes over when the engine dies.
         in_process: run the engine on a thread of this process, for debugging and small tests; about half the speed.
         backend: settings of other engine backends, by their names. This engine has none besides those above.
     """
+
+    ALIASES: ClassVar[Mapping[str, str]] = {"picture_cache": "encoder_cache"}  # the old name, for one release
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: Device = "auto"
@@ -121,7 +123,7 @@ class EngineSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=T
     idle_timeout: SecondsOrZero = 3.0
     stall_timeout: Seconds = 60.0
     start_timeout: Seconds = 900.0
-    picture_cache: BytesOrZero = 256 << 20
+    encoder_cache: BytesOrZero = 256 << 20
     packed_cache: BytesOrZero = 32 << 30
     standby: Annotated[int, Meta(ge=0, le=1)] = 0
     in_process: bool = False

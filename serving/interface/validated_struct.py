@@ -7,7 +7,7 @@ import re
 import typing
 from collections.abc import Mapping
 from inspect import cleandoc
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import msgspec
 import msgspec.inspect as inspect
@@ -22,8 +22,11 @@ class Checked(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of settings that are checked however they are created.
 
     A value that its field does not allow raises ``InvalidField``, which names the field, the value and what is allowed.
-    ``Meta(description=…)`` says what is allowed in words if type and bounds do not.
+    ``Meta(description=…)`` says what is allowed in words if type and bounds do not. ``ALIASES`` has the present name of
+    a setting by each name that earlier releases had for it.
     """
+
+    ALIASES: ClassVar[Mapping[str, str]] = {}
 
     def __post_init__(self) -> None:
         for name, (kind, allowed) in _fields(type(self)).items():
@@ -33,11 +36,19 @@ class Checked(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def read(cls, values: Mapping[str, Any], parent: str = "") -> Self:
         """Create from plain values of JSON or YAML; ``parent`` is their path, for errors. Raises ``InvalidField``."""
         fields, found, before = _fields(cls), {}, f"{parent}." if parent else ""
-        for name, value in values.items():
+        for given, value in values.items():
+            name = cls.ALIASES.get(given, given)
+            if name != given and name in values:
+                raise InvalidField(f"{before}{given}", value, f"only {name}, its present name, which is given too")
             if name not in fields:
                 raise InvalidField(f"{before}{name}", value, "no such setting; expected one of " + ", ".join(fields))
             found[name] = _checked(f"{before}{name}", value, *fields[name])
         return cls(**found)
+
+    @classmethod
+    def renamed(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return ``values`` by the present names of the settings."""
+        return {cls.ALIASES.get(name, name): value for name, value in values.items()}
 
     @classmethod
     def described(cls) -> tuple[tuple[str, Any, str], ...]:

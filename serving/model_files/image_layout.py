@@ -1,23 +1,23 @@
-"""The positions of the tokens of pictures in a prompt, by the sizes of the pictures (``bundle.PictureSpec``)."""
+"""The positions of the tokens of images in a prompt, by the sizes of the images (``bundle.ImageSpec``)."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-from ..interface.bundle import PictureSpec
+from ..interface.bundle import ImageSpec
 
-MAX_SCALED_SIDE = 4096  # pixels of a side to which a picture is ever scaled (Idefics 3)
-MAX_RATIO = 50  # of a picture's sides: a processor that scales the shorter one makes a huge picture of a thin one
+MAX_SCALED_SIDE = 4096  # pixels of a side to which an image is ever scaled (Idefics 3)
+MAX_RATIO = 50  # of an image's sides: a processor that scales the shorter one makes a huge image of a thin one
 Size = tuple[int, int]  # width, height
 
 
 def expanded(
-    ids: Sequence[int], sizes: Sequence[Size], spec: PictureSpec, first_id: int, *, numbered: bool = True
+    ids: Sequence[int], sizes: Sequence[Size], spec: ImageSpec, first_id: int, *, numbered: bool = True
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return ``ids`` with the tokens of the pictures in place of their placeholders, and how many tokens each has.
+    """Return ``ids`` with the tokens of the images in place of their placeholders, and how many tokens each has.
 
-    There are as many placeholders as ``sizes``. The tokens of the first picture are ``first_id``, ``first_id + 1`` and
+    There are as many placeholders as ``sizes``. The tokens of the first image are ``first_id``, ``first_id + 1`` and
     so on, those of the next follow; unless they are ``numbered``, all are ``first_id``."""
     found: list[int] = []
     counts: list[int] = []
@@ -36,12 +36,12 @@ def expanded(
 
 
 def is_too_thin(size: Size) -> bool:
-    """Return whether one side of a picture is more than ``MAX_RATIO`` times as long as the other."""
+    """Return whether one side of an image is more than ``MAX_RATIO`` times as long as the other."""
     return max(size) > MAX_RATIO * min(size)
 
 
-def layout_of(size: Size, spec: PictureSpec) -> tuple[int, ...]:
-    """Return the tokens that stand for a picture of this size."""
+def layout_of(size: Size, spec: ImageSpec) -> tuple[int, ...]:
+    """Return the tokens that stand for an image of this size."""
     if spec.layout == "fixed":
         return spec.ids
     rows, columns = grid(size, spec.longest_edge, spec.tile)
@@ -55,7 +55,7 @@ def layout_of(size: Size, spec: PictureSpec) -> tuple[int, ...]:
 
 
 def grid(size: Size, longest_edge: int, tile: int) -> tuple[int, int]:
-    """Return the rows and columns of tiles into which a picture is cut; 0, 0 for none.
+    """Return the rows and columns of tiles into which an image is cut; 0, 0 for none.
 
     As transformers' ``Idefics3ImageProcessor`` computes them, with its rounding."""
     width, height = _scaled(size, longest_edge)

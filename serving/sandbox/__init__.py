@@ -1,17 +1,17 @@
 """Sandboxed processes for data that comes with a model or a request: chat templates, regular expressions, tokenizers,
-pictures.
+images.
 
 The processes have limits on time, memory and output and can be killed: an interpreter cannot limit such work from
 within.
 """
 
 from .limits import CHECK, MAX_TEMPLATE, Ended, Exceeded, Limits, NoProcess, Refused, decode_limits, render_limits
-from .pool import PICTURES, POOL, Pool, Share, use_wait, wait
+from .pool import IMAGES, POOL, Pool, Share, use_wait, wait
 
 __all__ = [
     "CHECK",
+    "IMAGES",
     "MAX_TEMPLATE",
-    "PICTURES",
     "POOL",
     "Ended",
     "Exceeded",

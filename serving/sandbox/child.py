@@ -41,7 +41,7 @@ class TooLong(Exception):
 
 
 class TooManyPixels(Exception):
-    """A picture has more than the request allows, or none; the text is their number."""
+    """An image has more than the request allows, or none; the text is their number."""
 
 
 class Raw(NamedTuple):
@@ -121,8 +121,8 @@ def tokenizer(path: str, probes: list[str]) -> list[int]:
     return counts
 
 
-def picture(data: bytes, most: int) -> Raw:
-    """Decode a picture as transformers' ``load_image`` does: the first frame, turned as its EXIF data says, as RGB.
+def image(data: bytes, most: int) -> Raw:
+    """Decode an image as transformers' ``load_image`` does: the first frame, turned as its EXIF data says, as RGB.
 
     Return (width, height) and the pixels. Raises ``TooManyPixels`` for more than ``most`` before they are decoded.
     """
@@ -135,14 +135,14 @@ def picture(data: bytes, most: int) -> Raw:
     pixels = image.width * image.height
     if not 0 < pixels <= most:
         raise TooManyPixels(str(pixels))
-    _limit(*picture_limits(pixels, len(data)))
+    _limit(*image_limits(pixels, len(data)))
     image = operations.exif_transpose(image)
     image = image.convert("RGB")
     return Raw(image.size, image.tobytes())
 
 
-def picture_limits(pixels: int, size: int) -> tuple[float, int]:
-    """Return the CPU seconds and the bytes of memory for a picture of so many pixels in a file of ``size`` bytes.
+def image_limits(pixels: int, size: int) -> tuple[float, int]:
+    """Return the CPU seconds and the bytes of memory for an image of so many pixels in a file of ``size`` bytes.
 
     The slowest format, PNG, takes 0.08 s a megapixel on a server's CPU. A pixel takes up to 16 bytes in a decoder
     and 18 in copies.
@@ -155,7 +155,7 @@ WORK: dict[str, Callable[..., Any]] = {
     "reads": reads,
     "match": match,
     "tokenizer": tokenizer,
-    "picture": picture,
+    "image": image,
 }
 
 

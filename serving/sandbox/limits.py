@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from .child import picture_limits
+from .child import image_limits
 
 MIB = 1 << 20
 MAX_TEMPLATE = MIB  # characters of a chat template; the longest known have 30,000
@@ -42,11 +42,11 @@ def render_limits(size: int, context: int | None) -> Limits:
 
 
 def decode_limits(pixels: int, size: int) -> Limits:
-    """Return the limits for decoding a picture of at most ``pixels`` from a file of ``size`` bytes.
+    """Return the limits for decoding an image of at most ``pixels`` from a file of ``size`` bytes.
 
     The process lowers them when it knows how many pixels there are.
     """
-    seconds, memory = picture_limits(pixels, size)
+    seconds, memory = image_limits(pixels, size)
     return Limits(seconds=seconds, memory=memory, output=MIB, raw=3 * pixels)
 
 

@@ -180,4 +180,4 @@ class Pool:
 
 
 POOL = Pool()
-PICTURES = Pool(SHARE)  # its processes render nothing: a decoder that was taken over sees no request but pictures
+IMAGES = Pool(SHARE)  # its processes render nothing: a decoder that was taken over sees no request but images

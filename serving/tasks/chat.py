@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 from ..interface.constraint import Grammar
 from ..interface.errors import InvalidField
-from ..interface.request import Picture, RawChat, ToolChoice, ToolUse
+from ..interface.request import RawChat, RequestImage, ToolChoice, ToolUse
 from ..interface.tool_format import ToolFormat
 from ..tool_calls.argument_types import argument_types
 from .grammar_request import chat_grammar, check_choice
-from .media.media import pictures_of
+from .media.media import images_of
 from .prompt.endpoint import EndpointView
 from .prompt.prompts import Prompt, chat_prompt
 from .prompt.text import DEFAULT_TEMPLATE, TextModel
@@ -33,27 +33,27 @@ class Chat(NamedTuple):
     begins_in_reasoning: bool
     read_as: str | None
     grammar: Grammar | None
-    pictures: tuple[Picture, ...] = ()
+    images: tuple[RequestImage, ...] = ()
 
 
 def prepare_chat(raw: RawChat, endpoint: EndpointView, deadline: float | None = None) -> Chat:
-    """Return the prepared chat. Pictures are fetched until ``deadline``.
+    """Return the prepared chat. Images are fetched until ``deadline``.
 
     Raises ``InvalidField`` for turns, call ids, variables, tools or formats that the endpoint or the template does not
     accept, and ``ContextTooLong``.
     """
-    reads = endpoint.info.capabilities.pictures and endpoint.text.pictures is not None
-    found = pictures_of(raw.messages, endpoint.profile.dialects, reads_pictures=reads, deadline=deadline)
+    reads = endpoint.info.capabilities.images and endpoint.text.images is not None
+    found = images_of(raw.messages, endpoint.profile.dialects, reads_images=reads, deadline=deadline)
     tools, template = tool_use(raw), template_name(raw, endpoint.text)
     prompt = chat_prompt(raw, endpoint, tuple((one.width, one.height) for one in found))
-    pictures = tuple(
-        Picture(width=one.width, height=one.height, data=one.data, num_tokens=count)
-        for one, count in zip(found, prompt.pictures, strict=True)
+    images = tuple(
+        RequestImage(width=one.width, height=one.height, data=one.data, num_tokens=count)
+        for one, count in zip(found, prompt.images, strict=True)
     )
     format = endpoint.text.tool_format(template)
     if tools is None and format.reasoning is None:
         held_to = chat_grammar(raw, endpoint, format, in_reasoning=False)
-        return Chat(prompt, None, begins_in_reasoning=False, read_as=None, grammar=held_to, pictures=pictures)
+        return Chat(prompt, None, begins_in_reasoning=False, read_as=None, grammar=held_to, images=images)
     reasoning = _ends_in_reasoning(prompt.token_ids, raw, endpoint.text, format)
     always = format.layout == "channels"  # such a model reasons even though the prompt does not open reasoning
     if raw.end != "open" and (reasoning or always):
@@ -62,7 +62,7 @@ def prepare_chat(raw: RawChat, endpoint: EndpointView, deadline: float | None = 
         if raw.reasoning_effort == "none":
             raise InvalidField("reasoning_effort", "none", "another: this model always reasons before it answers")
     held_to = chat_grammar(raw, endpoint, format, in_reasoning=reasoning)
-    return Chat(prompt, tools, reasoning, template or DEFAULT_TEMPLATE, held_to, pictures)
+    return Chat(prompt, tools, reasoning, template or DEFAULT_TEMPLATE, held_to, images)
 
 
 def tool_use(raw: RawChat) -> ToolUse | None:

@@ -71,8 +71,8 @@ def prompt_tokens(given: RawChat | RawCompletion | RawEmbedding, endpoint: Endpo
         raise _too_many(error.param or "prompt", endpoint) from None
     if valid.truncated:  # the model's own default of error_behavior has cut it
         raise _too_many("prompt", endpoint)
-    ids, spec = valid.sequences[0].prompt_token_ids, endpoint.text.pictures
-    if not valid.pictures or spec is None:
+    ids, spec = valid.sequences[0].prompt_token_ids, endpoint.text.images
+    if not valid.images or spec is None:
         return ids
     return tuple(spec.image_id if token_id >= endpoint.info.vocab_size else token_id for token_id in ids)
 

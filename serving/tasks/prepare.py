@@ -214,11 +214,11 @@ def _generation(
     profile, asked = endpoint.profile, raw.sampling
     n = asked.n or 1
     if isinstance(raw, RawChat):
-        prompt, tools, begins_in_reasoning, read_as, held_to, pictures = prepare_chat(raw, endpoint, head.deadline)
+        prompt, tools, begins_in_reasoning, read_as, held_to, images = prepare_chat(raw, endpoint, head.deadline)
         prompts = [prompt]
     else:
         prompts, tools, begins_in_reasoning, read_as = completion_prompts(raw, endpoint), None, False, None
-        held_to, pictures = grammar(asked, endpoint), ()
+        held_to, images = grammar(asked, endpoint), ()
     if n * len(prompts) > profile.max_sequences:
         most = profile.max_sequences // len(prompts)
         raise InvalidField("n", n, f"an integer in [1, {most}] with {len(prompts)} prompts")
@@ -267,7 +267,7 @@ def _generation(
         weight=head.weight,
         lora_task=raw.lora_task,
         prompt_table=raw.prompt_table,
-        pictures=pictures,
+        images=images,
     )
 
 

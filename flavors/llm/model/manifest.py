@@ -19,13 +19,13 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-from ....serving.interface.bundle import CrossEncoderSpec, EmbeddingSpec, PictureSpec
+from ....serving.interface.bundle import CrossEncoderSpec, EmbeddingSpec, ImageSpec
 from ....serving.interface.errors import PackagingError, shown
 from ....serving.interface.request import Task
 from ....serving.interface.tool_format import ToolFormat
 from .names import MLMODEL
 
-FORMAT_VERSION = 4  # of models that read pictures
+FORMAT_VERSION = 4  # of models that read images
 QUANTIZED_VERSION = 3
 PLAIN_VERSION = 1  # the format version of models that earlier releases can serve too
 MANIFEST = "manifest.json"
@@ -58,7 +58,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
     ``files`` are POSIX paths relative to the model root. ``base`` is set if ``model/`` belongs to another model.
     ``default_adapter`` answers requests that name no adapter. ``tool_formats`` says, by the name of the chat template,
     how tool calls are written. ``quantization`` is how the linears are stored, None if they are stored as they came.
-    ``pictures`` says how prompts contain pictures, None if the model reads only text. ``environment`` holds the files
+    ``images`` says how prompts contain images, None if the model reads only text. ``environment`` holds the files
     of the Python environment, None if an earlier release saved the model.
     """
 
@@ -73,7 +73,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
     tool_formats: dict[str, ToolFormat] = {}
     quantization: str | None = None
     environment: dict[str, FileEntry] | None = None
-    pictures: PictureSpec | None = None
+    images: ImageSpec | None = msgspec.field(default=None, name="pictures")  # the old name, which stored models have
 
     @property
     def adapters(self) -> list[str]:
@@ -96,7 +96,7 @@ def describe(
     cross_encoder: CrossEncoderSpec | None = None,
     tool_formats: dict[str, ToolFormat] | None = None,
     quantization: str | None = None,
-    pictures: PictureSpec | None = None,
+    images: ImageSpec | None = None,
 ) -> Manifest:
     """Create a manifest of the files under ``root``, reading each file once. Raises ``PackagingError``."""
     files = _entries(root, COVERED)
@@ -110,14 +110,14 @@ def describe(
         cross_encoder=cross_encoder,
         tool_formats=tool_formats or {},
         quantization=quantization,
-        pictures=pictures,
-        format_version=_version(quantization, pictures),
+        images=images,
+        format_version=_version(quantization, images),
     )
 
 
-def _version(quantization: str | None, pictures: PictureSpec | None) -> int:
+def _version(quantization: str | None, images: ImageSpec | None) -> int:
     """Return the oldest format version with what the model needs, so that releases without it refuse the model."""
-    if pictures is not None:
+    if images is not None:
         return FORMAT_VERSION
     return PLAIN_VERSION if quantization is None else QUANTIZED_VERSION
 

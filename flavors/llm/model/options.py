@@ -38,7 +38,7 @@ class EngineOptions(TypedDict, total=False):
     idle_timeout: float
     stall_timeout: float
     start_timeout: float
-    picture_cache: int
+    encoder_cache: int
     packed_cache: int
     standby: int
     backend: dict[str, dict[str, Any]]

@@ -148,10 +148,10 @@ def is_causal(config: dict[str, Any]) -> bool:
             f"model: {config.get('model_type')!r} is an encoder-decoder; decoder and encoder models can be served"
         )
     names = config.get("architectures") or _default_architecture(config.get("model_type"))
-    return reads_pictures(config) or any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names)
+    return reads_images(config) or any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names)
 
 
-def reads_pictures(config: dict[str, Any]) -> bool:
+def reads_images(config: dict[str, Any]) -> bool:
     """Return whether the architecture is a vision-language model, whose decoder generates text."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 

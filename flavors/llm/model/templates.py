@@ -50,7 +50,7 @@ def collect(given: Templates, tokenizer: Any) -> dict[str, str]:
 def check(templates: dict[str, str], tokenizer: Any, *, parts: bool = False) -> None:
     """Render each template as serving does (``tasks.rendering``). Raises ``PackagingError`` with the reason.
 
-    With ``parts``, the content of messages is a list of parts, as for models that read pictures.
+    With ``parts``, the content of messages is a list of parts, as for models that read images.
 
     The rendered text must contain the user's message. What a template needs for that besides the messages
     (``tasks.template_trial``) is named in a warning.

@@ -10,7 +10,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from ....serving.interface.bundle import Bundle, CrossEncoderSpec, EmbeddingSpec, PictureSpec
+from ....serving.interface.bundle import Bundle, CrossEncoderSpec, EmbeddingSpec, ImageSpec
 from ....serving.interface.errors import PackagingError, shown
 from ....serving.interface.request import POOLED, Task
 from ....serving.interface.settings import EngineSettings
@@ -27,7 +27,7 @@ from ..model.tasks import (
     is_causal,
     parse_tasks,
     read_config,
-    reads_pictures,
+    reads_images,
     resolve_tasks,
 )
 from .adapter_templates import place_adapter_templates
@@ -35,7 +35,7 @@ from .adapters import check_adapters, place_adapters
 from .checkpoints import read_shapes
 from .draft_check import check_draft
 from .encoder_trial import try_encoder, try_images
-from .images import check_templates, picture_spec
+from .images import check_templates, image_spec
 from .meta_model import build, check_complete, check_settings, check_supported, check_weights, decoder_of
 from .quantize import check_quantize, quantize_weights
 from .sources import Placed, place_model
@@ -116,7 +116,7 @@ def _write_whole(root: Path, parts: Parts) -> tuple[Manifest, Path]:
     with _hint(model_dir, config):
         whole = build(model_dir, trust_remote_code=parts.trust_remote_code)
         check_weights(whole, read_shapes(model_dir))
-        if reads_pictures(config):
+        if reads_images(config):
             check_images(whole)
         skeleton = decoder_of(whole, model_dir)
         check_supported(skeleton, causal=is_causal(config))
@@ -126,26 +126,26 @@ def _write_whole(root: Path, parts: Parts) -> tuple[Manifest, Path]:
     found = chat_templates.collect(parts.chat_template, tokenizer)
     names = place_adapters(parts.adapters, placed.peft_model, root, link=parts.link)
     check_adapters(names, root, skeleton)
-    own = _place_adapter_templates(root, parts, tokenizer, found, parts=reads_pictures(config))
+    own = _place_adapter_templates(root, parts, tokenizer, found, parts=reads_images(config))
     tasks = resolve_tasks(parts.task, model_dir, found, of_adapters=own)
-    pictures = None
-    if reads_pictures(config):
-        _check_beside_pictures(parts, tasks)
+    images = None
+    if reads_images(config):
+        _check_beside_images(parts, tasks)
         with _hint(model_dir, config):
-            pictures = picture_spec(model_dir, root / "tokenizer", whole.config)
+            images = image_spec(model_dir, root / "tokenizer", whole.config)
     check_complete(model_dir, tasks, trust_remote_code=parts.trust_remote_code)
     is_used = "chat" in tasks or parts.chat_template is not None
     with _hint(model_dir, config):
-        _place_templates(found, tokenizer, root, pictures, check=is_used)
+        _place_templates(found, tokenizer, root, images, check=is_used)
     spec = embedding_spec(tasks, model_dir, root / "tokenizer", parts.embedding)
     crosses = cross_encoder_spec(tasks, model_dir, root / "tokenizer", tokenizer)
     formats = formats_of(found, tokenizer, parts.tool_format)
     longest = EmbeddingSpec(max_length=crosses.max_length) if crosses is not None else spec or EmbeddingSpec()
     check_settings(skeleton, parts.settings, tasks, longest, parts.quantization)
     check_draft(parts.settings)
-    if pictures is not None:
+    if images is not None:
         with _hint(model_dir, config):
-            try_images(whole, _as_engine_sees(root, tasks, spec, crosses, pictures), parts.settings)
+            try_images(whole, _as_engine_sees(root, tasks, spec, crosses, images), parts.settings)
     if POOLED.intersection(tasks):
         try_encoder(skeleton, _as_engine_sees(root, tasks, spec, crosses), parts.settings)
     if parts.quantize is not None:
@@ -153,7 +153,7 @@ def _write_whole(root: Path, parts: Parts) -> tuple[Manifest, Path]:
     manifest = _finish(
         root, parts, tasks, names,
         embedding=spec, cross_encoder=crosses, tool_formats=formats, quantization=parts.quantization,
-        pictures=pictures,
+        images=images,
     )  # fmt: skip
     return manifest, model_dir
 
@@ -183,13 +183,13 @@ def _hint(model_dir: Path, config: dict[str, Any]) -> Iterator[None]:
 
 
 def _place_templates(
-    found: dict[str, str], tokenizer: Any, root: Path, pictures: PictureSpec | None, *, check: bool
+    found: dict[str, str], tokenizer: Any, root: Path, images: ImageSpec | None, *, check: bool
 ) -> None:
-    """Check the templates, and that they have places for pictures if the model reads them; write them."""
+    """Check the templates, and that they have places for images if the model reads them; write them."""
     if check:
-        chat_templates.check(found, tokenizer, parts=pictures is not None)
-    if pictures is not None:
-        check_templates(found, tokenizer, pictures)
+        chat_templates.check(found, tokenizer, parts=images is not None)
+    if images is not None:
+        check_templates(found, tokenizer, images)
     chat_templates.write(found, root)
 
 
@@ -205,17 +205,17 @@ def _place_adapter_templates(root: Path, given: Parts, tokenizer: Any, found: di
     )
 
 
-def _check_beside_pictures(parts: Parts, tasks: tuple[Task, ...]) -> None:
+def _check_beside_images(parts: Parts, tasks: tuple[Task, ...]) -> None:
     """Raise ``PackagingError`` for arguments that vision-language models do not take."""
     if POOLED.intersection(tasks):
-        raise PackagingError(f"task: {tasks[0]!r} is not allowed for a model that reads pictures; it writes text")
+        raise PackagingError(f"task: {tasks[0]!r} is not allowed for a model that reads images; it writes text")
     if parts.quantize is not None:
         raise PackagingError(
-            f"quantize: {parts.quantize!r} is not allowed for a model that reads pictures; expected None:"
+            f"quantize: {parts.quantize!r} is not allowed for a model that reads images; expected None:"
             " quantization='int8' quantises its decoder at each start"
         )
     if parts.trust_remote_code:
-        raise PackagingError("trust_remote_code: True is not allowed for a model that reads pictures; expected False")
+        raise PackagingError("trust_remote_code: True is not allowed for a model that reads images; expected False")
 
 
 def _as_engine_sees(
@@ -223,7 +223,7 @@ def _as_engine_sees(
     tasks: tuple[Task, ...],
     spec: EmbeddingSpec | None,
     crosses: CrossEncoderSpec | None,
-    pictures: PictureSpec | None = None,
+    images: ImageSpec | None = None,
 ) -> Bundle:
     """Return the model being written, before it has a content hash."""
     return Bundle(
@@ -233,7 +233,7 @@ def _as_engine_sees(
         tokenizer_dir=str(root / "tokenizer"),
         embedding=spec,
         cross_encoder=crosses,
-        pictures=pictures,
+        images=images,
     )
 
 
@@ -253,20 +253,20 @@ def _write_over_base(root: Path, parts: Parts, over: PinnedBase) -> tuple[Manife
         check_vocabulary(load_tokenizer(tokenizer_dir), Path(base.model_dir))
     tokenizer = load_tokenizer(tokenizer_dir, trust_remote_code=parts.trust_remote_code)
     of_base = {name: Path(path).read_text(encoding="utf-8") for name, path in base.chat_templates.items()}
-    own = _place_adapter_templates(root, parts, tokenizer, of_base, parts=base.pictures is not None)
+    own = _place_adapter_templates(root, parts, tokenizer, of_base, parts=base.images is not None)
     formats: dict[str, ToolFormat] = {}
     if parts.tool_format is not None:
         formats = dict.fromkeys(base.chat_templates, parts.tool_format)
     if parts.chat_template is not None:
         found = chat_templates.collect(parts.chat_template, tokenizer)
-        _place_templates(found, tokenizer, root, base.pictures, check=True)
+        _place_templates(found, tokenizer, root, base.images, check=True)
         formats = formats_of(found, tokenizer, parts.tool_format)
     tasks = _tasks_over(base, parts, chats=own)
     check_settings(skeleton, parts.settings, tasks, base.embedding or EmbeddingSpec(), parts.quantization)
     check_draft(parts.settings)
     manifest = _finish(
         root, parts, tasks, [*names, *base.adapters],
-        base=over.reference, tool_formats=formats, quantization=parts.quantization, pictures=base.pictures,
+        base=over.reference, tool_formats=formats, quantization=parts.quantization, images=base.images,
     )  # fmt: skip
     return manifest, Path(base.model_dir)
 
@@ -293,7 +293,7 @@ def _finish(
     cross_encoder: Any = None,
     tool_formats: dict[str, ToolFormat],
     quantization: str | None = None,
-    pictures: PictureSpec | None = None,
+    images: ImageSpec | None = None,
 ) -> Manifest:
     default = () if parts.default_adapter is None else (parts.default_adapter,)
     for field, names in (("default_adapter", default), ("pinned_adapters", parts.settings.pinned_adapters)):
@@ -310,7 +310,7 @@ def _finish(
         cross_encoder=cross_encoder,
         tool_formats=tool_formats,
         quantization=quantization,
-        pictures=pictures,
+        images=images,
     )
     write(manifest, root)
     return manifest

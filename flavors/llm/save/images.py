@@ -1,4 +1,4 @@
-"""How the prompts of a vision-language model contain pictures: found out by asking the model's own processor."""
+"""How the prompts of a vision-language model contain images: found out by asking the model's own processor."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ....serving.interface.bundle import PictureSpec
+from ....serving.interface.bundle import ImageSpec
 from ....serving.interface.errors import PackagingError, reason, shown
 from ....serving.model_files.image_layout import Size, expanded
 
@@ -16,11 +16,11 @@ SIZES: tuple[Size, ...] = ((64, 64), (640, 480), (37, 411), (1025, 33), (2049, 2
 NUM_DRAWN = 6  # further sizes, drawn anew for each model from the same seed
 MAX_TILES_PER_ROW = 32  # in a row
 MAX_DRAWN_SIDE = 2500  # pixels of a side that is drawn
-AROUND = ("Here is", ":\n\n", "\nand what is ")  # texts beside pictures
+AROUND = ("Here is", ":\n\n", "\nand what is ")  # texts beside images
 
 
-def picture_spec(model_dir: Path, tokenizer_dir: Path, config: Any) -> PictureSpec:
-    """Return how the prompts of the model with this ``config`` contain pictures.
+def image_spec(model_dir: Path, tokenizer_dir: Path, config: Any) -> ImageSpec:
+    """Return how the prompts of the model with this ``config`` contain images.
 
     Raises ``PackagingError`` if its processor places them in a way that no layout describes."""
     from ....serving.engine.models.image_processor import load_processor
@@ -34,13 +34,13 @@ def picture_spec(model_dir: Path, tokenizer_dir: Path, config: Any) -> PictureSp
     except PackagingError:
         raise
     except Exception as error:  # of the processor's code
-        raise PackagingError(f"model: its processor cannot read a picture: {reason(error)}") from None
+        raise PackagingError(f"model: its processor cannot read an image: {reason(error)}") from None
     name = type(processor).__name__
-    raise PackagingError(f"model: {name} gives pictures tokens in a way that this release does not know")
+    raise PackagingError(f"model: {name} gives images tokens in a way that this release does not know")
 
 
-def check_templates(templates: dict[str, str], tokenizer: Any, spec: PictureSpec) -> None:
-    """Raise ``PackagingError`` unless each template has a place for each of two pictures between texts."""
+def check_templates(templates: dict[str, str], tokenizer: Any, spec: ImageSpec) -> None:
+    """Raise ``PackagingError`` unless each template has a place for each of two images between texts."""
     from ....serving.tasks.prompt.rendering import Renderer
 
     parts = [{"type": "image"}, {"type": "text", "text": "one"}, {"type": "image"}, {"type": "text", "text": "two"}]
@@ -49,14 +49,14 @@ def check_templates(templates: dict[str, str], tokenizer: Any, spec: PictureSpec
         try:
             text = renderer.text([{"role": "user", "content": parts}], template, {})
         except Exception as error:  # of the template
-            raise PackagingError(f"chat_template {name!r} does not take pictures: {reason(error)}") from None
+            raise PackagingError(f"chat_template {name!r} does not take images: {reason(error)}") from None
         found = tokenizer(text, add_special_tokens=False)["input_ids"].count(spec.placeholder_id)
         if found != 2:
-            raise PackagingError(f"chat_template {name!r} writes {found} places for two pictures")
+            raise PackagingError(f"chat_template {name!r} writes {found} places for two images")
 
 
 class _Probe:
-    """Asks a processor for the tokens of pictures."""
+    """Asks a processor for the tokens of images."""
 
     def __init__(self, processor: Any, config: Any) -> None:
         self.processor, self.tokenizer = processor, processor.tokenizer
@@ -67,14 +67,14 @@ class _Probe:
         self.placeholder = self._placeholder()
 
     def _placeholder(self) -> str:
-        """Return the token that a template writes for a picture: usually the one that stands for its vectors, too."""
+        """Return the token that a template writes for an image: usually the one that stands for its vectors, too."""
         names = [getattr(self.processor, name, None) for name in ("boi_token", "image_token")]
         for name in (*names, self.tokenizer.convert_ids_to_tokens(self.image_id)):
             text = getattr(name, "content", name)
             if isinstance(text, str) and len(self._encoded(text)) == 1 and self._takes(text):
                 return text
         why = f": {self.problem}" if self.problem else ""
-        raise PackagingError(f"model: its processor takes no single token as the place of a picture{why}")
+        raise PackagingError(f"model: its processor takes no single token as the place of an image{why}")
 
     def _takes(self, text: str) -> bool:
         try:
@@ -97,14 +97,14 @@ class _Probe:
     def ids(self, size: Size) -> tuple[int, ...]:
         return tuple(self._asked(self.placeholder, [size]))
 
-    def fixed(self) -> PictureSpec | None:
-        """Return the layout in which every picture has the same tokens; None if they depend on its size."""
+    def fixed(self) -> ImageSpec | None:
+        """Return the layout in which every image has the same tokens; None if they depend on its size."""
         found = {self.ids(size) for size in SIZES}
         if len(found) > 1:
             return None
-        return PictureSpec(placeholder_id=self._encoded(self.placeholder)[0], image_id=self.image_id, ids=found.pop())
+        return ImageSpec(placeholder_id=self._encoded(self.placeholder)[0], image_id=self.image_id, ids=found.pop())
 
-    def grid(self) -> PictureSpec | None:
+    def grid(self) -> ImageSpec | None:
         """Return the layout of Idefics 3 and SmolVLM; None if this processor has not the parts of theirs."""
         processor, images = self.processor, self.processor.image_processor
         longest, tile = _edge(getattr(images, "size", None)), _edge(getattr(images, "max_image_size", None))
@@ -116,11 +116,11 @@ class _Probe:
         most = max(-(-longest // tile), 1)
         if most > MAX_TILES_PER_ROW:
             raise PackagingError(
-                f"model: its processor cuts pictures into {most} x {most} tiles; at most {MAX_TILES_PER_ROW}"
+                f"model: its processor cuts images into {most} x {most} tiles; at most {MAX_TILES_PER_ROW}"
             )
         inner = (self.image_id,) * count
         once = (*self._encoded(around + whole), *inner, *self._encoded(around))
-        return PictureSpec(
+        return ImageSpec(
             placeholder_id=self._encoded(self.placeholder)[0],
             image_id=self.image_id,
             layout="grid",
@@ -136,8 +136,8 @@ class _Probe:
             single=once,
         )
 
-    def agrees(self, spec: PictureSpec, sizes: tuple[Size, Size]) -> bool:
-        """Return whether ``spec`` gives the tokens that the processor gives, for two pictures within a text."""
+    def agrees(self, spec: ImageSpec, sizes: tuple[Size, Size]) -> bool:
+        """Return whether ``spec`` gives the tokens that the processor gives, for two images within a text."""
         text = self.placeholder.join(AROUND)
         found, _ = expanded(self._encoded(text), sizes, spec, self.image_id, numbered=False)
         return list(found) == self._asked(text, list(sizes))

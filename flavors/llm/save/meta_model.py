@@ -11,7 +11,7 @@ from ....serving.interface.bundle import EmbeddingSpec
 from ....serving.interface.errors import PackagingError, reason
 from ....serving.interface.request import POOLED, Task
 from ....serving.interface.settings import EngineSettings
-from ..model.tasks import config_file, is_causal, read_config, reads_pictures
+from ..model.tasks import config_file, is_causal, read_config, reads_images
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ def build(model_dir: Path, *, trust_remote_code: bool = False) -> Any:
     folder = config_file(model_dir).parent
     raw = read_config(model_dir)
     auto: Any = AutoModelForCausalLM if is_causal(raw) else AutoModel
-    auto = AutoModelForImageTextToText if reads_pictures(raw) else auto
+    auto = AutoModelForImageTextToText if reads_images(raw) else auto
     try:
         with in_proportion(folder):
             config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
@@ -51,7 +51,7 @@ def decoder_of(whole: Any, model_dir: Path) -> Any:
     """
     from ....serving.engine.models.image_encoder import decoder_of
 
-    return decoder_of(whole) if reads_pictures(read_config(model_dir)) else whole
+    return decoder_of(whole) if reads_images(read_config(model_dir)) else whole
 
 
 def check_supported(skeleton: Any, *, causal: bool) -> None:
@@ -113,7 +113,7 @@ def check_complete(model_dir: Path, tasks: tuple[Task, ...], *, trust_remote_cod
     from ....serving.engine.weights.config_bounds import in_proportion
 
     folder = config_file(model_dir).parent
-    auto: Any = AutoModelForImageTextToText if reads_pictures(read_config(model_dir)) else AutoModelForCausalLM
+    auto: Any = AutoModelForImageTextToText if reads_images(read_config(model_dir)) else AutoModelForCausalLM
     if "score" in tasks:
         auto = AutoModelForSequenceClassification
     elif "embeddings" in tasks:

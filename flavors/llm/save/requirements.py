@@ -38,13 +38,13 @@ TOKENIZER_PACKAGES = ("tokenizers", "sentencepiece", "tiktoken", "protobuf")
 Requirements = list[str] | str | None
 
 
-def get_default_pip_requirements(*, pictures: bool = False) -> list[str]:
+def get_default_pip_requirements(*, images: bool = False) -> list[str]:
     """Return ``name==version`` for each installed dependency, mlflow first, without mlflow-llm itself.
 
-    With ``pictures``, what decodes them is one of the dependencies."""
+    With ``images``, what decodes them is one of the dependencies."""
     needed = [Requirement(line) for line in distribution().requires or ()]
     names = [r.name for r in needed if r.marker is None or r.marker.evaluate({"extra": ""})]
-    extra = ("pillow",) if pictures else ()
+    extra = ("pillow",) if images else ()
     return [pin for name in [*names, *TOKENIZER_PACKAGES, *extra] if (pin := _pinned(name)) is not None]
 
 
@@ -59,13 +59,13 @@ def write_environment(
     pip_requirements: Requirements,
     extra_pip_requirements: Requirements,
     conda_env: Any = None,
-    pictures: bool = False,
+    images: bool = False,
 ) -> None:
     """Write requirements.txt, python_env.yaml, conda.yaml and the wheel under the model ``root``.
 
     ``pip_requirements`` replaces the list, ``extra_pip_requirements`` adds to it, and the pip part of ``conda_env`` (a
     dict or the path of a YAML file) replaces it too. The wheel and its two lines are added unless the list names
-    mlflow-llm itself: nothing could load the model without it. ``pictures`` says that the model reads them.
+    mlflow-llm itself: nothing could load the model without it. ``images`` says that the model reads them.
     """
     try:
         _validate_env_arguments(conda_env, pip_requirements, extra_pip_requirements)
@@ -73,7 +73,7 @@ def write_environment(
         raise PackagingError(str(error)) from None
     try:
         conda, lines, constraints = _process_pip_requirements(
-            get_default_pip_requirements(pictures=pictures),
+            get_default_pip_requirements(images=images),
             pip_requirements or _pip_lines(conda_env),
             extra_pip_requirements,
         )

@@ -175,7 +175,7 @@ def save_model(
             pip_requirements=pip_requirements,
             extra_pip_requirements=extra_pip_requirements,
             conda_env=conda_env,
-            pictures=manifest.pictures is not None,
+            images=manifest.images is not None,
         )
         manifest = manifests.with_environment(manifest, root)
         manifests.write(manifest, root)

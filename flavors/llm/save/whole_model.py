@@ -60,7 +60,7 @@ def materialise(model_uri: str | os.PathLike[str], path: str | os.PathLike[str])
         cross_encoder=manifest.cross_encoder or base.cross_encoder,
         tool_formats=manifest.tool_formats or base.tool_formats,
         quantization=base.quantization,
-        pictures=base.pictures,
+        images=base.images,
     )
     whole = manifests.with_environment(whole, target)
     manifests.write(whole, target)

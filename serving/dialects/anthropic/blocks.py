@@ -23,12 +23,12 @@ from ...interface.readers import (
     string,
     type_of,
 )
-from ..fields.image_parts import NO_FILES, ONLY_OF_USERS, TYPES, Forms, data_picture, url_picture, url_reader
+from ..fields.image_parts import NO_FILES, ONLY_OF_USERS, TYPES, Forms, data_image, url_image, url_reader
 
 MAX_NAME = 128  # characters of a tool's name
 MAX_ID = 512
-ONLY_PICTURES = "this server reads texts and pictures"
-IN_A_RESULT = "chat templates write a tool's result as a text; a picture may be a block of its own after the results"
+ONLY_IMAGES = "this server reads texts and images"
+IN_A_RESULT = "chat templates write a tool's result as a text; an image may be a block of its own after the results"
 NO_SERVER_TOOLS = "this server runs no tools of its own"
 
 NAME = short_text(MAX_NAME)
@@ -59,7 +59,7 @@ _IMAGE = record(
     type=type_of("image"),
     source=Entry(
         one_of_types({"base64": _DATA, "url": _URL}, {"file": NO_FILES}, "an object"),
-        required="an object with the data or the URL of a picture",
+        required="an object with the data or the URL of an image",
     ),
     **_HINT,
 )
@@ -67,17 +67,17 @@ _IMAGE = record(
 
 @reader(**_IMAGE.schema)
 def _image(value: Any, path: str) -> dict[str, Any]:
-    """Read a picture, the block's ``part``."""
+    """Read an image, the block's ``part``."""
     source, where = _IMAGE(value, path)["source"], f"{path}.source"
     if source["type"] == "base64":
-        part = data_picture(source["data"], f"{where}.data", path, "image")
+        part = data_image(source["data"], f"{where}.data", path, "image")
     else:
-        part = url_picture(source["url"], f"{where}.url", path, "image", _FORMS)
+        part = url_image(source["url"], f"{where}.url", path, "image", _FORMS)
     return {"type": "image", "part": part}
 
 
 _NOT_READ = dict.fromkeys(
-    ("document", "search_result", "container_upload", "tool_reference", "browser_state"), ONLY_PICTURES
+    ("document", "search_result", "container_upload", "tool_reference", "browser_state"), ONLY_IMAGES
 )
 _NOT_HERE = _NOT_READ | {"image": ONLY_OF_USERS}
 SERVER_BLOCKS = dict.fromkeys(

@@ -1,7 +1,7 @@
 """Convert the turns of the Messages API to ``request.Message``.
 
 Consecutive turns of one role become one turn. A user's tool results become messages of role tool, before the turn's
-text and pictures. An assistant's texts come before its calls, as in chat templates.
+text and images. An assistant's texts come before its calls, as in chat templates.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ...interface.request import MAX_MESSAGES, Message, Part, Role, TextPart, To
 from ..fields.image_parts import MediaLimit
 from .blocks import ASSISTANT_BLOCK, SYSTEM_BLOCK, USER_BLOCK, texts_or
 
-PICTURES = frozenset({"image"})
+IMAGES = frozenset({"image"})
 BETWEEN_TURNS = TextPart("\n\n")  # between two turns that are joined
 ERROR = "Error: "  # before the content of a tool result with ``is_error``
 
@@ -65,7 +65,7 @@ def read_turns(value: Any, path: str) -> tuple[Turn, ...]:
     if len(value) > MAX_MESSAGES:
         raise InvalidField(path, f"{len(value)} messages", f"at most {MAX_MESSAGES}")
     turns: list[Turn] = []
-    limit = MediaLimit(value, path, PICTURES)
+    limit = MediaLimit(value, path, IMAGES)
     for i, entry in enumerate(value):
         turn = _turn(entry, f"{path}[{i}]", limit)
         if turns and turns[-1].role == turn.role:
@@ -140,7 +140,7 @@ def chat_of(turns: Sequence[Turn], system: str | tuple[Part, ...] | None) -> Cha
 
 
 def _user(turn: Turn, calls: dict[str, str]) -> list[Message]:
-    """Return the messages of a user's turn: first each result as its own message, then texts and pictures."""
+    """Return the messages of a user's turn: first each result as its own message, then texts and images."""
     found: list[Message] = []
     rest: list[Block] = []
     open_calls = dict(calls)
@@ -199,7 +199,7 @@ def _call(fields: dict[str, Any]) -> ToolCall:
 
 
 def _content(blocks: Sequence[Block]) -> str | tuple[Part, ...]:
-    """Return the texts and pictures of a turn."""
+    """Return the texts and images of a turn."""
     if len(blocks) == 1 and "text" in blocks[0].fields:  # most turns
         text: str = blocks[0].fields["text"]
         return text

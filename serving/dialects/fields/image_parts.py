@@ -1,6 +1,6 @@
-"""Pictures in messages: their forms, which are checked without opening, fetching or decoding anything.
+"""Images in messages: their forms, which are checked without opening, fetching or decoding anything.
 
-Whether a path or URL may be read, and whether the model reads pictures, is checked in ``tasks.media``.
+Whether a path or URL may be read, and whether the model reads images, is checked in ``tasks.media``.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from ...interface.request import MediaPart
 
 Kind: TypeAlias = Literal["image", "video", "audio"]
 MAX_MEDIA = 20  # of one request
-MAX_PICTURE = 20 * 2**20  # bytes of one picture
+MAX_IMAGE = 20 * 2**20  # bytes of one image
 MAX_URL = 4096  # characters of a path or URL
 TYPES = ("image/png", "image/jpeg", "image/webp", "image/gif")
-ONLY_OF_USERS = "only messages of the user have pictures"
+ONLY_OF_USERS = "only messages of the user have images"
 NO_FILES = "this server keeps no files"
 _DATA = re.compile(r"data:([a-z]+/[A-Za-z0-9.+-]{1,40});base64,", re.ASCII)
 _ALPHABET = (characters.ascii_letters + characters.digits + "+/").encode()
@@ -34,7 +34,7 @@ class MediaLimit:
 
     __slots__ = ("_messages", "_path", "_types", "_what")
 
-    def __init__(self, messages: Sequence[Any], path: str, types: Collection[str], what: str = "pictures") -> None:
+    def __init__(self, messages: Sequence[Any], path: str, types: Collection[str], what: str = "images") -> None:
         self._messages, self._path, self._types, self._what = messages, path, types, what
 
     def check(self) -> None:
@@ -63,7 +63,7 @@ class Place(NamedTuple):
 
 
 class Forms(NamedTuple):
-    """The forms of a picture allowed besides an http or https URL: a ``data:`` URL, or a path, also as ``file://``."""
+    """The forms of an image allowed besides an http or https URL: a ``data:`` URL, or a path, also as ``file://``."""
 
     data: bool
     paths: bool
@@ -141,21 +141,21 @@ def part_of(place: Place, kind: Kind, most: int, field: str, part: str, name: st
     )
 
 
-def data_picture(text: str, field: str, part: str, name: str) -> MediaPart:
-    """Return the picture whose data in base64 is ``text``. Raises ``InvalidField``."""
-    place = Place("data", "", base64_of(text, field, MAX_PICTURE), "")
-    return part_of(place, "image", MAX_PICTURE, field, part, name)
+def data_image(text: str, field: str, part: str, name: str) -> MediaPart:
+    """Return the image whose data in base64 is ``text``. Raises ``InvalidField``."""
+    place = Place("data", "", base64_of(text, field, MAX_IMAGE), "")
+    return part_of(place, "image", MAX_IMAGE, field, part, name)
 
 
-def url_picture(given: str, field: str, part: str, name: str, forms: Forms) -> MediaPart:
-    """Return the picture that ``given``, which must have one of ``forms``, is or refers to. Raises ``InvalidField``."""
+def url_image(given: str, field: str, part: str, name: str, forms: Forms) -> MediaPart:
+    """Return the image that ``given``, which must have one of ``forms``, is or refers to. Raises ``InvalidField``."""
     is_data = forms.data and given.startswith("data:")
-    place = data_of(given, field, TYPES, MAX_PICTURE) if is_data else place_of(given, field, forms)
-    return part_of(place, "image", MAX_PICTURE, field, part, name)
+    place = data_of(given, field, TYPES, MAX_IMAGE) if is_data else place_of(given, field, forms)
+    return part_of(place, "image", MAX_IMAGE, field, part, name)
 
 
 def url_reader(forms: Forms) -> Reader[str]:
-    """Return a reader of a text that is not empty; ``url_picture`` checks its form, once the paths are known."""
+    """Return a reader of a text that is not empty; ``url_image`` checks its form, once the paths are known."""
 
     @reader(**forms.schema)
     def read(value: Any, path: str) -> str:
@@ -186,6 +186,6 @@ _IMAGE = record(type=type_of("image_url"), image_url=Entry(_url_object, required
 
 @reader(**_IMAGE.schema)
 def image_url(value: Any, path: str) -> MediaPart:
-    """Read OpenAI's part of a picture, which may also be a path, as in vLLM."""
+    """Read OpenAI's part of an image, which may also be a path, as in vLLM."""
     given = _IMAGE(value, path)["image_url"]["url"]
-    return url_picture(given, f"{path}.image_url.url", path, "image_url", _FORMS)
+    return url_image(given, f"{path}.image_url.url", path, "image_url", _FORMS)

@@ -26,7 +26,7 @@ ROLES: Mapping[str, Role] = {
 # Keys that clients copy back from this server's replies; only null or an empty list is accepted.
 EMPTY_ONLY = ("refusal", "audio", "function_call", "annotations")
 KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", *EMPTY_ONLY)
-PICTURES = frozenset({"image_url"})
+IMAGES = frozenset({"image_url"})
 _KNOWN, _EMPTY_ONLY = frozenset(KEYS), frozenset(EMPTY_ONLY)
 
 _TEXT = {"type": "string"}
@@ -105,13 +105,13 @@ def _message_schema(roles: tuple[str, ...], properties: Mapping[str, Any], *requ
 def read_messages(value: Any, path: str) -> tuple[Message, ...]:
     """Read a non-empty list of messages.
 
-    The schema cannot express that arguments in a string must be JSON, nor which URLs and data pictures may have.
+    The schema cannot express that arguments in a string must be JSON, nor which URLs and data images may have.
     """
     if not isinstance(value, list | tuple) or not value:
         raise InvalidField(path, value, "a non-empty list of messages")
     if len(value) > MAX_MESSAGES:
         raise InvalidField(path, f"{len(value)} messages", f"at most {MAX_MESSAGES}")
-    limit = MediaLimit(value, path, PICTURES)
+    limit = MediaLimit(value, path, IMAGES)
     return tuple(read_message(entry, f"{path}[{i}]", limit) for i, entry in enumerate(value))
 
 
@@ -167,7 +167,7 @@ def _part(value: Any, path: str, parts: PartReaders) -> Part:
     read = parts.get(kind) if isinstance(kind, str) else None
     if read is None:
         kinds = ", ".join(f'"{name}"' for name in parts)
-        why = f": {ONLY_OF_USERS}" if isinstance(kind, str) and kind in PICTURES else ""
+        why = f": {ONLY_OF_USERS}" if isinstance(kind, str) and kind in IMAGES else ""
         raise InvalidField(f"{path}.type", kind, (kinds if len(parts) == 1 else f"one of {kinds}") + why)
     return read(value, path)
 

@@ -13,7 +13,7 @@ from ...interface.errors import InvalidField
 from ...interface.readers import any_of, reader, string
 from ...interface.request import MAX_MESSAGES, MediaPart, Message, TextPart
 from ..fields.fields import unknown_field
-from ..fields.image_parts import MAX_PICTURE, Forms, Kind, MediaLimit, Place, data_of, part_of, place_of
+from ..fields.image_parts import MAX_IMAGE, Forms, Kind, MediaLimit, Place, data_of, part_of, place_of
 from ..fields.messages import TEXT_PARTS, PartReaders, read_message, read_messages
 
 _FORMS = Forms(data=True, paths=True)
@@ -32,7 +32,7 @@ class Medium(NamedTuple):
 
 
 MEDIA: Mapping[str, Medium] = {
-    "image_url": Medium("image", MAX_PICTURE, {"jpg": ("jpeg", "jpg"), "jpeg": ("jpeg", "jpg"), "png": ("png",)}),
+    "image_url": Medium("image", MAX_IMAGE, {"jpg": ("jpeg", "jpg"), "jpeg": ("jpeg", "jpg"), "png": ("png",)}),
     "video_url": Medium(
         "video", 512 * 2**20, {"mp4": ("mp4",), "avi": ("x-msvideo", "avi"), "wmv": ("x-ms-wmv", "wmv")}
     ),
@@ -125,7 +125,7 @@ def _schema() -> dict[str, Any]:
 
 @reader(**_schema())
 def messages(value: Any, path: str) -> tuple[Message, ...]:
-    """Read a list of messages with at most ``MAX_CONTENT`` characters and ``picture_parts.MAX_MEDIA`` media."""
+    """Read a list of messages with at most ``MAX_CONTENT`` characters and ``image_parts.MAX_MEDIA`` media."""
     if not isinstance(value, list | tuple) or not value:
         raise InvalidField(path, value, "a non-empty list of messages")
     if len(value) > MAX_MESSAGES:

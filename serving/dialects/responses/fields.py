@@ -71,7 +71,7 @@ def _client_metadata(value: Any, path: str) -> dict[str, str]:
     return dict(short[:MAX_TAGS])
 
 
-_WHY_NOTHING_ELSE = f"pictures are not sent back, and {NO_TOOLS_OF_ITS_OWN}"
+_WHY_NOTHING_ELSE = f"images are not sent back, and {NO_TOOLS_OF_ITS_OWN}"
 _INCLUDE = list_of(one_of(LOGPROBS, ENCRYPTED), f"a list of {LOGPROBS} and {ENCRYPTED}: {_WHY_NOTHING_ELSE}")
 _STREAM_OPTIONS = record(include_obfuscation=Entry(one_of(False, why="events are sent as they are")))
 

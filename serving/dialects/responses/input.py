@@ -25,14 +25,14 @@ from ...interface.readers import (
     type_of,
 )
 from ...interface.request import MAX_MESSAGES, MediaPart, Message, Part, TextPart, ToolCall
-from ..fields.image_parts import DETAIL, NO_FILES, ONLY_OF_USERS, Forms, MediaLimit, url_picture, url_reader
+from ..fields.image_parts import DETAIL, NO_FILES, ONLY_OF_USERS, Forms, MediaLimit, url_image, url_reader
 from ..fields.messages import ROLES, call_arguments
 
 MAX_ID = 512
 MAX_NAME = 128  # characters of a tool's name
-PICTURES = frozenset({"input_image"})
-ONLY_PICTURES = "this server reads texts and pictures"
-IN_AN_OUTPUT = "chat templates write a tool's output as a text; a message of the user after it may have pictures"
+IMAGES = frozenset({"input_image"})
+ONLY_IMAGES = "this server reads texts and images"
+IN_AN_OUTPUT = "chat templates write a tool's output as a text; a message of the user after it may have images"
 NO_TOOLS_OF_ITS_OWN = "this server runs no tools of its own"
 NOT_STORED = "responses are not stored; send the items themselves"
 
@@ -73,11 +73,11 @@ _INPUT_IMAGE = record(
 
 @reader(**_INPUT_IMAGE.schema)
 def _input_image(value: Any, path: str) -> dict[str, Any]:
-    """Read a picture, the ``part`` of what is returned."""
+    """Read an image, the ``part`` of what is returned."""
     if isinstance(value, dict) and value.get("image_url") is None and value.get("file_id") is not None:
         raise InvalidField(f"{path}.file_id", value["file_id"], f"null: {NO_FILES}")
     found = _INPUT_IMAGE(value, path)
-    return {"part": url_picture(found["image_url"], f"{path}.image_url", path, "input_image", _FORMS)}
+    return {"part": url_image(found["image_url"], f"{path}.image_url", path, "input_image", _FORMS)}
 
 
 _OUTPUT_TEXT = record(
@@ -89,12 +89,12 @@ _OUTPUT_TEXT = record(
 _REFUSAL = record(
     type=type_of("refusal"), refusal=Entry(string, "what the assistant said instead", required="a string")
 )
-_NOT_READ = dict.fromkeys(("input_file", "input_audio"), ONLY_PICTURES)
+_NOT_READ = dict.fromkeys(("input_file", "input_audio"), ONLY_IMAGES)
 
 
-def _content(parts: Mapping[str, Reader[dict[str, Any]]], no_picture: str = "") -> Reader[str | tuple[Part, ...]]:
-    """Return a reader of a string, or of a list of texts and pictures; ``no_picture`` says why there are none."""
-    known = _NOT_READ | ({"input_image": no_picture} if no_picture else {})
+def _content(parts: Mapping[str, Reader[dict[str, Any]]], no_image: str = "") -> Reader[str | tuple[Part, ...]]:
+    """Return a reader of a string, or of a list of texts and images; ``no_image`` says why there are none."""
+    known = _NOT_READ | ({"input_image": no_image} if no_image else {})
     entries = list_of(one_of_types(parts, known, "a part"), "a string or a list of parts")
 
     @reader(**any_of(string.schema, entries.schema))
@@ -107,8 +107,8 @@ def _content(parts: Mapping[str, Reader[dict[str, Any]]], no_picture: str = "") 
 
 
 def _part_of(found: dict[str, Any]) -> Part:
-    picture: MediaPart | None = found.get("part")
-    return picture or TextPart(found.get("text", found.get("refusal", "")))
+    image: MediaPart | None = found.get("part")
+    return image or TextPart(found.get("text", found.get("refusal", "")))
 
 
 _GIVEN = _content({"input_text": _INPUT_TEXT, "input_image": _input_image})
@@ -203,12 +203,12 @@ def read_input(value: Any, path: str) -> tuple[Message, ...]:
     """Read a string, which is a message of the user, or a list of items.
 
     The schema cannot express that arguments must be JSON, that an output must follow its call, nor which URLs and data
-    pictures may have.
+    images may have.
     """
     if isinstance(value, str):
         return (Message(role="user", content=string(value, path)),)
     if isinstance(value, list | tuple):
-        MediaLimit(value, path, PICTURES).check()
+        MediaLimit(value, path, IMAGES).check()
     turns = _Turns()
     for i, item in enumerate(_LIST(value, path)):
         turns.add(item, f"{path}[{i}]")

@@ -33,7 +33,7 @@ from ..constraints.logits_processors import LogitsProcessors
 from ..forward.async_scheduling import LaunchAhead
 from ..requests.delivery import Delivery
 from ..requests.finisher import RequestFinisher
-from ..requests.image_features import Pictures
+from ..requests.image_features import ImageFeatureCache
 from ..requests.request_check import check_beams, with_learned_prompt
 from ..scheduling.inflight import InflightRequest
 from ..scheduling.prerequisites import Prerequisites
@@ -50,8 +50,8 @@ class GenerationCore(EngineCore, pooled=False):
     def __init__(self, bundle: Bundle, settings: EngineSettings) -> None:
         super().__init__(bundle, settings)
         parts = self._parts
-        self._pictures = Pictures(
-            parts.reader, budget=settings.picture_cache, width=self.info.hidden_size, first_id=self.info.vocab_size
+        self._images = ImageFeatureCache(
+            parts.reader, budget=settings.encoder_cache, width=self.info.hidden_size, first_id=self.info.vocab_size
         )
         self._wake: Callable[[], None] = _ignore
         trust = settings.trust_remote_code
@@ -96,8 +96,8 @@ class GenerationCore(EngineCore, pooled=False):
         if request.lora_task is not None:  # its weights are the pool's now
             task = LoraTask(task_id=request.lora_task.task_id)
             request = msgspec.structs.replace(request, lora_task=task)
-        if request.pictures:
-            request, table = self._pictures.ask(request)
+        if request.images:
+            request, table = self._images.ask(request)
         inflight = self._inflight.add(request, client, adapter)
         num_learned = 0
         try:
@@ -117,7 +117,7 @@ class GenerationCore(EngineCore, pooled=False):
         for group in inflight.groups if num_learned else ():
             group.num_learned = num_learned
         inflight.prerequisites = Prerequisites(
-            images=request.request_id in self._pictures,
+            images=request.request_id in self._images,
             grammar=request.request_id in self._grammars,
             compilation=compilation,
         )
@@ -185,7 +185,7 @@ class GenerationCore(EngineCore, pooled=False):
 
     def _ended(self, inflight: InflightRequest) -> None:
         super()._ended(inflight)
-        self._pictures.forget(inflight.request.request_id)
+        self._images.forget(inflight.request.request_id)
         if inflight.has_table:
             self._runner.num_tables -= 1
 
@@ -228,7 +228,7 @@ class GenerationCore(EngineCore, pooled=False):
     # -- steps ------------------------------------------------------------------------------------------------------
 
     def has_work(self) -> bool:
-        if self._inflight.has_outputs or len(self._inflight) > len(self._grammars) or self._pictures:
+        if self._inflight.has_outputs or len(self._inflight) > len(self._grammars) or self._images:
             return True
         return bool(self._inflight) and (self._grammars.is_due or self._is_late())
 
@@ -254,9 +254,9 @@ class GenerationCore(EngineCore, pooled=False):
         if runs:
             self._run(runs, self._forward_ahead if launched or self._ahead.takes(runs) else self._forward)
             self._scheduler.record_step_time(runs, time.monotonic() - began)
-        reads = bool(self._pictures) and self._pictures.may_read(beside_provisioned=self._scheduler.has_provisioned)
+        reads = bool(self._images) and self._images.may_read(beside_provisioned=self._scheduler.has_provisioned)
         if reads:
-            self._read_pictures()
+            self._read_images()
         if runs or reads:
             self._steps += 1
         self._contention.look()
@@ -314,9 +314,9 @@ class GenerationCore(EngineCore, pooled=False):
                 inflight.prerequisites.grammar = False
                 self._proceed(inflight)
 
-    def _read_pictures(self) -> None:
+    def _read_images(self) -> None:
         """Read a piece of an image. Begin the requests whose images are all read, if their grammars are compiled."""
-        for request_id, error in self._pictures.read():
+        for request_id, error in self._images.read():
             inflight = self._inflight.get(request_id)
             if inflight is None:
                 continue

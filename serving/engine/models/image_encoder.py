@@ -1,12 +1,12 @@
-"""Vision-language models, taken apart: a decoder, which the engine runs as it does any other, and what reads pictures.
+"""Vision-language models, taken apart: a decoder, which the engine runs as it does any other, and what reads images.
 
-Such a model puts the vectors of a picture where its prompt has the picture's tokens, and is a causal language model
+Such a model puts the vectors of an image where its prompt has the image's tokens, and is a causal language model
 from there on::
 
-    prompt    <s> What is  V  V+1  V+2 …  ?        ids from V on are tokens of pictures (``virtual_tokens``)
-    vectors    w   w   w   p   p    p     w        w: the decoder's embedding, p: the picture's features
+    prompt    <s> What is  V  V+1  V+2 …  ?        ids from V on are tokens of images (``virtual_tokens``)
+    vectors    w   w   w   p   p    p     w        w: the decoder's embedding, p: the image's features
 
-A model that treats tokens of pictures in any other way (positions of two dimensions, attention in both directions,
+A model that treats tokens of images in any other way (positions of two dimensions, attention in both directions,
 features that enter later layers) would compute something else with the same vectors. ``check_decoder`` finds that out
 at each load, by the logits of the whole model.
 """
@@ -23,9 +23,9 @@ import numpy.typing as npt
 import torch
 from transformers import AutoModelForCausalLM
 
-from ...interface.bundle import Bundle, PictureSpec
+from ...interface.bundle import Bundle, ImageSpec
 from ...interface.errors import PackagingError, reason
-from ...interface.request import Picture
+from ...interface.request import RequestImage
 from ...interface.settings import EngineSettings
 from ...model_files.image_layout import expanded
 from ..weights import linear
@@ -36,8 +36,8 @@ logger = logging.getLogger(__name__)
 
 Vectors = npt.NDArray[np.float32]
 Piece = dict[str, Any]  # arguments of the model's get_image_features
-PROBE_SIZE = (160, 10)  # width and height: a model that cuts pictures into tiles cuts few from a long one
-PROBE_TEXT = 8  # tokens before and after the picture
+PROBE_SIZE = (160, 10)  # width and height: a model that cuts images into tiles cuts few from a long one
+PROBE_TEXT = 8  # tokens before and after the image
 DECODERS = ("language_model", "text_model")  # what transformers' models call theirs
 TOLERANCE = 1e-3  # of the largest logit: both are computed by the same code from the same vectors
 
@@ -49,7 +49,7 @@ def decoder_of(model: Any) -> Any:
     name, inner = type(model).__name__, getattr(model, "model", None)
     language = next((found for part in DECODERS if (found := getattr(inner, part, None)) is not None), None)
     if language is None or not hasattr(inner, "get_image_features"):
-        raise PackagingError(f"model: {name} is not supported: it has no language model with features of pictures")
+        raise PackagingError(f"model: {name} is not supported: it has no language model with features of images")
     config = model.config.get_text_config()
     try:
         with torch.device("meta"):
@@ -66,12 +66,12 @@ def decoder_of(model: Any) -> Any:
     return decoder.eval()
 
 
-class PictureReader:
-    """Computes the features of pictures with the model's own code and processor."""
+class ImageEncoder:
+    """Computes the features of images with the model's own code and processor."""
 
     def __init__(self, model: Any, bundle: Bundle) -> None:
-        assert bundle.pictures is not None
-        self.spec: PictureSpec = bundle.pictures
+        assert bundle.images is not None
+        self.spec: ImageSpec = bundle.images
         self._inner = model.model
         _use_fast_attention(model)
         self._processor = load_processor(bundle.model_dir, bundle.tokenizer_dir)
@@ -85,32 +85,32 @@ class PictureReader:
             if getattr(self._inner, part, None) is not None:
                 setattr(self._inner, part, torch.nn.Module())
 
-    def to(self, device: Any, kernels: Literal["auto", "torch"]) -> PictureReader:
+    def to(self, device: Any, kernels: Literal["auto", "torch"]) -> ImageEncoder:
         """Move it to ``device``. On CPUs it computes in float32, its linears by our kernels if the setting ``kernels``
-        says so: what reads pictures keeps its precision whatever the decoder's is."""
+        says so: what reads images keeps its precision whatever the decoder's is."""
         self._inner.requires_grad_(False).to(device=device, dtype=torch.float32 if device.type == "cpu" else None)
         self._like = next(self._inner.parameters()).detach()[:0]
         if device.type == "cpu":
             linear.install(self._inner, ContextHolder(), EngineSettings(kernels=kernels))
         return self
 
-    def pieces(self, picture: Picture) -> list[Piece]:
-        """Return what ``read`` takes, in order: the tiles of a picture one by one, so that no step waits for all of
-        them, or the whole picture. Raises ``RuntimeError`` if the processor finds another number of tokens."""
-        return self.cut(self.inputs(picture), picture.num_tokens)
+    def pieces(self, image: RequestImage) -> list[Piece]:
+        """Return what ``read`` takes, in order: the tiles of an image one by one, so that no step waits for all of
+        them, or the whole image. Raises ``RuntimeError`` if the processor finds another number of tokens."""
+        return self.cut(self.inputs(image), image.num_tokens)
 
-    def inputs(self, picture: Picture) -> Any:
-        """Return what the processor makes of a prompt that is one picture."""
+    def inputs(self, image: RequestImage) -> Any:
+        """Return what the processor makes of a prompt that is one image."""
         from PIL import Image
 
-        image = Image.frombytes("RGB", (picture.width, picture.height), picture.data)
-        return inputs_of(self._processor, self._placeholder, [image])
+        pixels = Image.frombytes("RGB", (image.width, image.height), image.data)
+        return inputs_of(self._processor, self._placeholder, [pixels])
 
     def cut(self, found: Any, num_tokens: int) -> list[Piece]:
         """Return the ``pieces`` of the processor's ``inputs``."""
         count = found["input_ids"][0].tolist().count(self.spec.image_id)
         if count != num_tokens:
-            raise RuntimeError(f"the processor gives a picture {count} tokens, its prompt {num_tokens}")
+            raise RuntimeError(f"the processor gives an image {count} tokens, its prompt {num_tokens}")
         whole = {name: value for name, value in found.items() if name in self._taken}
         if self.spec.layout == "fixed":
             return [whole]
@@ -129,8 +129,8 @@ class PictureReader:
 
 
 @torch.inference_mode()
-def check_decoder(model: Any, decoder: Any, reader: PictureReader) -> None:
-    """Raise ``PackagingError`` unless ``decoder``, given the features of a picture, has the logits of ``model``."""
+def check_decoder(model: Any, decoder: Any, reader: ImageEncoder) -> None:
+    """Raise ``PackagingError`` unless ``decoder``, given the features of an image, has the logits of ``model``."""
     width, height = PROBE_SIZE
     draw = np.random.default_rng(0)
     spec, data = reader.spec, draw.integers(0, 256, (height, width, 3), dtype=np.uint8).tobytes()
@@ -138,22 +138,22 @@ def check_decoder(model: Any, decoder: Any, reader: PictureReader) -> None:
     ids = (*text[:PROBE_TEXT], spec.placeholder_id, *text[PROBE_TEXT:])
     try:
         whole, (count,) = expanded(ids, [(width, height)], spec, spec.image_id, numbered=False)
-        picture = Picture(width=width, height=height, data=data, num_tokens=count)
-        inputs = reader.inputs(picture)
+        image = RequestImage(width=width, height=height, data=data, num_tokens=count)
+        inputs = reader.inputs(image)
         wanted = _logits_of_model(model, inputs, whole)
         features = np.concatenate([reader.read(piece) for piece in reader.cut(inputs, count)])
         if len(features) != count:
-            raise RuntimeError(f"a picture has {count} tokens and {len(features)} vectors")
+            raise RuntimeError(f"an image has {count} tokens and {len(features)} vectors")
         embedded = decoder.get_input_embeddings()(torch.tensor(whole, device=wanted.device))
         places = torch.tensor([i for i, token_id in enumerate(whole) if token_id == spec.image_id])
         embedded[places] = torch.from_numpy(features).to(embedded)
         found = decoder(inputs_embeds=embedded[None]).logits[0]
     except Exception as error:  # of the model's code, for which nothing else is promised
-        raise PackagingError(f"{type(model).__name__}: its pictures cannot be read: {reason(error)}") from error
+        raise PackagingError(f"{type(model).__name__}: its images cannot be read: {reason(error)}") from error
     difference = float((found - wanted).abs().max() / wanted.abs().max())
     if not difference <= TOLERANCE:
         raise PackagingError(
-            f"{type(model).__name__} is not supported: it does not compute tokens of pictures like others"
+            f"{type(model).__name__} is not supported: it does not compute tokens of images like others"
             f" (logits differ by {difference:.2g})"
         )
 
@@ -177,7 +177,7 @@ def _moved(value: Any, like: Any) -> Any:
 
 
 def _use_fast_attention(model: Any) -> None:
-    """Let the part that reads pictures attend as it does by default: the model was loaded with eager attention."""
+    """Let the part that reads images attend as it does by default: the model was loaded with eager attention."""
     for name in getattr(model.config, "sub_configs", None) or ():
         if name != "text_config":
             try:

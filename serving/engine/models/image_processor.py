@@ -35,9 +35,9 @@ def load_processor(model_dir: str | Path, tokenizer_dir: str | Path) -> Any:
     try:
         import PIL.Image  # noqa: F401
     except ImportError:
-        raise PackagingError("pictures need Pillow: pip install 'mlflow-llm[pictures]'") from None
+        raise PackagingError("images need Pillow: pip install 'mlflow-llm[images]'") from None
     if not any((Path(folder) / name).is_file() for folder in (model_dir, tokenizer_dir) for name in PROCESSOR_FILES):
-        raise PackagingError("model: it reads pictures, but has no preprocessor_config.json or processor_config.json")
+        raise PackagingError("model: it reads images, but has no preprocessor_config.json or processor_config.json")
     with tempfile.TemporaryDirectory(prefix="mlx-") as both, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         _link(Path(model_dir), Path(both))
@@ -59,7 +59,7 @@ def load_processor(model_dir: str | Path, tokenizer_dir: str | Path) -> Any:
 
 
 def _check_numbers(folder: Path) -> None:
-    """Raise ``PackagingError`` for sizes with which a small picture would take gigabytes, or hours."""
+    """Raise ``PackagingError`` for sizes with which a small image would take gigabytes, or hours."""
     for name in PROCESSOR_FILES:
         try:
             found = json.loads((folder / name).read_text())
@@ -77,7 +77,7 @@ def _check_numbers(folder: Path) -> None:
 def _without_video(folder: Path) -> Any | None:
     """Return a processor for a model whose own can also cut videos, for which torchvision is missing; None for others.
 
-    Of pictures SmolVLM's makes what Idefics 3's makes."""
+    Of images SmolVLM's makes what Idefics 3's makes."""
     from transformers import AutoImageProcessor, AutoTokenizer, Idefics3Processor
 
     try:

@@ -25,7 +25,7 @@ from ..weights import fp8, linear, stored_weights
 from ..weights.config_bounds import in_proportion, refuse_unscaled
 from ..weights.forward_context import ContextHolder
 from . import fused_modules
-from .image_encoder import PictureReader, check_decoder, decoder_of
+from .image_encoder import ImageEncoder, check_decoder, decoder_of
 from .native_decoder import DecoderWeights, NativeDecoder, decoder_weights, may_run_in_bf16
 from .packed.cache import MappedDecoder, keep_decoder, packed_key
 from .packed.source import PackedSource
@@ -47,7 +47,7 @@ class LoadedModel:
     ``layers`` are the KV shapes found by running the model, ``linears`` what ``linear.install`` returned. ``decoder``
     has the weights of a native step; if None, ``kernels_reason`` says why. ``kept`` has the arguments that say how the
     KV cache stores keys and values. ``kv_cache_reason`` says why a latent attention keeps whole ones. ``reader`` reads
-    pictures, None if the model does not."""
+    images, None if the model does not."""
 
     model: Any
     config: Any
@@ -62,7 +62,7 @@ class LoadedModel:
     vocab_size: int
     kept: Mapping[str, Any]
     kv_cache_reason: str = ""
-    reader: PictureReader | None = None
+    reader: ImageEncoder | None = None
 
 
 def use_threads(settings: EngineSettings) -> None:
@@ -78,8 +78,8 @@ def use_threads(settings: EngineSettings) -> None:
 def load_model(bundle: Bundle, settings: EngineSettings | ResolvedSettings) -> LoadedModel:
     """Load ``bundle.model_dir`` (safetensors only). Raises ``PackagingError`` if it cannot be run correctly."""
     resolved = ResolvedSettings.of(settings)
-    if bundle.pictures is not None:
-        return _load_with_pictures(bundle, resolved)
+    if bundle.images is not None:
+        return _load_with_images(bundle, resolved)
     key = packed_key("decoder", bundle, resolved)
     if key is not None and (mapped := _mapped(key, bundle, resolved)) is not None:
         return mapped
@@ -107,13 +107,13 @@ def _load_read(
     return replace(_load(read(), resolved, keep_as), kernels_reason=reason)
 
 
-def _load_with_pictures(bundle: Bundle, resolved: ResolvedSettings) -> LoadedModel:
-    """Load a vision-language model: its decoder like any other, and what reads pictures."""
+def _load_with_images(bundle: Bundle, resolved: ResolvedSettings) -> LoadedModel:
+    """Load a vision-language model: its decoder like any other, and what reads images."""
     readers = []
 
     def read() -> Any:
         model = from_pretrained(AutoModelForImageTextToText, bundle.model_dir, resolved).eval()
-        decoder, reader = decoder_of(model), PictureReader(model, bundle)
+        decoder, reader = decoder_of(model), ImageEncoder(model, bundle)
         check_decoder(model, decoder, reader)
         reader.give_up_decoder()
         readers.append(reader.to(resolved.device, resolved.settings.kernels))

@@ -1,14 +1,14 @@
-"""Pictures of requests: read one piece a step, kept for later requests, and made the virtual tokens of their prompts.
+"""Images of requests: read one piece a step, kept for later requests, and made the virtual tokens of their prompts.
 
-A step reads one picture at most (one tile, where a picture is cut into tiles), so that other requests' tokens do not
-wait for all pictures of a request. Pictures of provisioned requests come first, and those of others take at most a
-``1 / (1 + REST)`` of the time beside provisioned requests that run; then tenants take turns (``tenants``), picture by
-picture. The features are kept, within a budget: a conversation sends its pictures with every turn. As with prefixes,
+A step reads one image at most (one tile, where an image is cut into tiles), so that other requests' tokens do not
+wait for all images of a request. Images of provisioned requests come first, and those of others take at most a
+``1 / (1 + REST)`` of the time beside provisioned requests that run; then tenants take turns (``tenants``), image by
+image. The features are kept, within a budget: a conversation sends its images with every turn. As with prefixes,
 only requests with the same ``cache_salt`` use each other's.
 
-In a request, the tokens of its pictures are counted from the vocabulary's size on. In the engine, each picture has ids
+In a request, the tokens of its images are counted from the vocabulary's size on. In the engine, each image has ids
 of its own, the same in every request with its salt. So prompts begin alike, for the prefix cache, as long as they have
-the same words and pictures.
+the same words and images.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ...interface.request import Picture, ValidRequest
+from ...interface.request import RequestImage, ValidRequest
 from ..adapters.virtual_tokens import Table
-from ..models.image_encoder import PictureReader, Piece, Vectors
+from ..models.image_encoder import ImageEncoder, Piece, Vectors
 from ..scheduling.tenants import Tenant, Tenants
 
 logger = logging.getLogger(__name__)
 Key = tuple[str, str]  # of whom the features are (a salt), and of what
 ALONE = "alone-"  # the salt of a request without one begins so, as no other does: those are hashes
-REST = 16  # how long no best-effort picture is read beside provisioned requests, as a multiple of the last piece
+REST = 16  # how long no best-effort image is read beside provisioned requests, as a multiple of the last piece
 MOST_IDS = 2**30  # the engine's ids are int32
-MOST_PICTURES = 2**16  # whose ids are known; others get new ones, and share no prefix
+MAX_IMAGES = 2**16  # whose ids are known; others get new ones, and share no prefix
 
 
 @dataclass(slots=True)
 class Reading:
-    """A request whose pictures are not all read. ``missing`` are those, with their rows in ``table``. ``rank`` is its
+    """A request whose images are not all read. ``missing`` are those, with their rows in ``table``. ``rank`` is its
     class and priority. ``tenant`` is charged a piece over ``weight``."""
 
     rank: tuple[bool, int]
@@ -46,12 +46,12 @@ class Reading:
     tenant: Tenant
     weight: int
     table: Table
-    missing: list[tuple[Key, Picture, slice]]
+    missing: list[tuple[Key, RequestImage, slice]]
 
 
 @dataclass(slots=True)
 class _Part:
-    """A picture that is being read: the pieces to come, and the features of those before. ``reading`` is charged."""
+    """An image that is being read: the pieces to come, and the features of those before. ``reading`` is charged."""
 
     key: Key
     reading: Reading
@@ -59,10 +59,10 @@ class _Part:
     vectors: list[Vectors] = field(default_factory=list)
 
 
-class Pictures:
-    """Reads the pictures of requests, if there is a ``reader``. ``budget`` is how many bytes of features are kept."""
+class ImageFeatureCache:
+    """Reads the images of requests, if there is a ``reader``. ``budget`` is how many bytes of features are kept."""
 
-    def __init__(self, reader: PictureReader | None, *, budget: int, width: int, first_id: int) -> None:
+    def __init__(self, reader: ImageEncoder | None, *, budget: int, width: int, first_id: int) -> None:
         self._reader, self._budget, self._width, self._first_id = reader, budget, width, first_id
         self._kept: OrderedDict[Key, Vectors] = OrderedDict()
         self._num_bytes = 0
@@ -87,26 +87,26 @@ class Pictures:
         The table's vectors are there when the request is no longer in here."""
         self._asked += 1
         salt = f"{ALONE}{self._asked}" if request.cache_salt is None else request.cache_salt
-        counts = [picture.num_tokens for picture in request.pictures]
+        counts = [image.num_tokens for image in request.images]
         vectors = np.zeros((sum(counts), self._width), dtype=np.float32)
         if self._next_id + len(vectors) > MOST_IDS:
             self._epoch, self._next_id = self._epoch + 1, self._first_id
             self._ids.clear()
         missing, firsts, end = [], dict[int, int](), 0
         ids = np.empty(len(vectors), dtype=np.int64)
-        for picture in request.pictures:
-            key = (salt, _digest(picture))
-            rows = slice(end, end := end + picture.num_tokens)
-            first = self._first_id_of(key, picture.num_tokens)
-            ids[rows] = np.arange(first, first + picture.num_tokens)
+        for image in request.images:
+            key = (salt, _digest(image))
+            rows = slice(end, end := end + image.num_tokens)
+            first = self._first_id_of(key, image.num_tokens)
+            ids[rows] = np.arange(first, first + image.num_tokens)
             firsts.setdefault(first, rows.start)
             kept = self._kept.get(key)
             if kept is None:
-                missing.append((key, picture, rows))
+                missing.append((key, image, rows))
             else:
                 self._kept.move_to_end(key)
                 vectors[rows] = kept
-        digest = f"pictures {self._epoch}" if self._epoch else ""
+        digest = f"images {self._epoch}" if self._epoch else ""
         order = np.array(sorted(firsts.items()), dtype=np.int64)
         table = Table(vectors, self._first_id, digest, order[:, 0], order[:, 1])
         if missing:
@@ -120,7 +120,7 @@ class Pictures:
         if found is None:
             found, self._next_id = self._next_id, self._next_id + count
         self._ids[key] = found  # again as the latest
-        if len(self._ids) > MOST_PICTURES:
+        if len(self._ids) > MAX_IMAGES:
             self._ids.popitem(last=False)
         return found
 
@@ -141,7 +141,7 @@ class Pictures:
             self._tenants.left(tenant)
 
     def forget(self, request_id: str) -> None:
-        """Read no more pictures for a request that has ended."""
+        """Read no more images for a request that has ended."""
         if request_id in self._readings:
             self._leave(request_id)
             self._parts = {kind: part for kind, part in self._parts.items() if self._is_wanted(part.key)}
@@ -152,7 +152,7 @@ class Pictures:
         return not (beside_provisioned and is_best_effort) or time.monotonic() >= self._rests_until
 
     def read(self) -> list[tuple[str, Exception | None]]:
-        """Read one piece of a picture. Return the requests that have all of theirs now, or cannot have them."""
+        """Read one piece of an image. Return the requests that have all of theirs now, or cannot have them."""
         assert self._reader is not None, "without one, nothing was asked"
         began, first = time.monotonic(), self._first()
         kind = first.rank[0]
@@ -161,9 +161,9 @@ class Pictures:
             part = None
         try:
             if part is None:
-                key, picture, _ = first.missing[0]
+                key, image, _ = first.missing[0]
                 part = _Part(key, first, [])
-                part.pieces = self._reader.pieces(picture)
+                part.pieces = self._reader.pieces(image)
             part.vectors.append(self._reader.read(part.pieces.pop(0)))
             if part.pieces:
                 self._parts[kind] = part
@@ -171,7 +171,7 @@ class Pictures:
             else:
                 done = self._deliver(part.key, np.concatenate(part.vectors))
         except Exception as error:
-            logger.exception("a picture cannot be read")
+            logger.exception("an image cannot be read")
             failed = first.missing[0][0] if part is None else part.key
             done = [(name, error) for name in self._take(failed)]
         charged = first if part is None else part.reading
@@ -230,10 +230,10 @@ def _with_ids(request: ValidRequest, ids: Any, first_id: int) -> ValidRequest:
             row[virtual] = ids[row[virtual] - first_id]
             changed[prompt] = tuple(row.tolist())
         sequences.append(msgspec.structs.replace(sequence, prompt_token_ids=changed[prompt]))
-    bare = tuple(msgspec.structs.replace(picture, data=b"") for picture in request.pictures)
-    return msgspec.structs.replace(request, sequences=tuple(sequences), pictures=bare)
+    bare = tuple(msgspec.structs.replace(image, data=b"") for image in request.images)
+    return msgspec.structs.replace(request, sequences=tuple(sequences), images=bare)
 
 
-def _digest(picture: Picture) -> str:
-    size = f"{picture.width} {picture.height} {picture.num_tokens} ".encode()
-    return hashlib.blake2b(size + picture.data, digest_size=16).hexdigest()
+def _digest(image: RequestImage) -> str:
+    size = f"{image.width} {image.height} {image.num_tokens} ".encode()
+    return hashlib.blake2b(size + image.data, digest_size=16).hexdigest()

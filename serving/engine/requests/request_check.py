@@ -44,16 +44,16 @@ def check_request(request: ValidRequest, info: EngineInfo) -> None:
         )
     if request.prompt_table is not None and not info.capabilities.prompt_tables:
         raise InvalidField("prompt_embedding_table", "a table", "null: this engine takes no prompt tables")
-    _check_pictures(request, info)
+    _check_images(request, info)
     max_total = info.max_model_len if embeds else info.max_kv_tokens
     max_prompt = max_total - (request.sampling is not None and request.sampling.max_tokens > 0)
     virtual = (
-        sum(one.num_tokens for one in request.pictures)
+        sum(one.num_tokens for one in request.images)
         if request.prompt_table is None
         else request.prompt_table.num_tokens
     )
     if virtual and request.sampling is not None and request.sampling.prompt_logprobs is not None:
-        named = "messages" if request.pictures else "prompt_embedding_table"
+        named = "messages" if request.images else "prompt_embedding_table"
         raise InvalidField(named, "tokens that are no words", "none where the prompt is scored")
     for sequence in request.sequences:
         _check_tokens(
@@ -61,17 +61,17 @@ def check_request(request: ValidRequest, info: EngineInfo) -> None:
         )
 
 
-def _check_pictures(request: ValidRequest, info: EngineInfo) -> None:
-    if not request.pictures:
+def _check_images(request: ValidRequest, info: EngineInfo) -> None:
+    if not request.images:
         return
-    if not info.capabilities.pictures or request.prompt_table is not None:
-        raise InvalidField("messages", "a picture", "text: this engine reads no pictures in such a request")
-    for picture in request.pictures:
-        if is_too_thin((picture.width, picture.height)):
-            raise InvalidField("messages", f"{picture.width} x {picture.height} pixels", "a picture less thin")
-        if len(picture.data) != 3 * picture.width * picture.height or picture.num_tokens < 1:
-            size = f"{picture.width} x {picture.height} pixels of 3 bytes"
-            raise InvalidField("messages", f"a picture of {len(picture.data)} bytes", size)
+    if not info.capabilities.images or request.prompt_table is not None:
+        raise InvalidField("messages", "an image", "text: this engine reads no images in such a request")
+    for image in request.images:
+        if is_too_thin((image.width, image.height)):
+            raise InvalidField("messages", f"{image.width} x {image.height} pixels", "an image less thin")
+        if len(image.data) != 3 * image.width * image.height or image.num_tokens < 1:
+            size = f"{image.width} x {image.height} pixels of 3 bytes"
+            raise InvalidField("messages", f"an image of {len(image.data)} bytes", size)
 
 
 def _check_lists(sampling: Sampling, vocab_size: int) -> None:
@@ -103,10 +103,8 @@ def with_learned_prompt(request: ValidRequest, num_learned: int, info: EngineInf
     allowed = f"null with adapter {request.adapter!r}, which has learned a prompt of its own"
     if request.prompt_table is not None:
         raise InvalidField("prompt_embedding_table", "a table", allowed)
-    if request.pictures:
-        raise InvalidField(
-            "messages", "a picture", f"none with adapter {request.adapter!r}, which has learned a prompt"
-        )
+    if request.images:
+        raise InvalidField("messages", "an image", f"none with adapter {request.adapter!r}, which has learned a prompt")
     if request.sampling.prompt_logprobs is not None:
         raise InvalidField(
             "echo", True, f"false with logprobs and adapter {request.adapter!r}, whose prompt has no words"

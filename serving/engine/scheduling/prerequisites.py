@@ -26,5 +26,5 @@ class Prerequisites:
     def wait_reason(self) -> WaitReason:
         """Return what the request's sequences wait for next; their turn if everything is there."""
         if self.images:
-            return "pictures"
+            return "images"
         return "grammar" if self.grammar else "turn"

@@ -121,7 +121,7 @@ class Scheduler:
     def add(self, sequence: SequenceState) -> None:
         """Accept a sequence, as waiting or blocked."""
         self.waiting.admit(sequence)
-        if sequence.waits_for in ("grammar", "pictures"):
+        if sequence.waits_for in ("grammar", "images"):
             self.blocked[sequence.id] = sequence
         else:
             self.waiting.add(sequence)

@@ -28,7 +28,7 @@ MOVES: dict[Status, tuple[Status, ...]] = {
     "finished": (),
 }
 
-WaitReason = Literal["turn", "slot", "memory", "prefix", "grammar", "pictures"]
+WaitReason = Literal["turn", "slot", "memory", "prefix", "grammar", "images"]
 """What a waiting sequence waits for: its turn in the queue, one of ``max_num_seqs`` slots, KV memory for its prompt, a
 prefix that a running sequence is computing, the compilation of its grammar, or the encoding of its images."""
 

@@ -1,4 +1,4 @@
-"""Decodes pictures in a confined process: their bytes come from anyone, and decoders are written in C.
+"""Decodes images in a confined process: their bytes come from anyone, and decoders are written in C.
 
 The pixels are exactly those of transformers' ``load_image``: the same library decodes them, with the same calls.
 """
@@ -10,12 +10,12 @@ from typing import NamedTuple
 from ...interface.errors import InvalidField, Overloaded
 from ...interface.request import MediaPart
 from ...model_files.image_layout import MAX_RATIO, is_too_thin
-from ...sandbox import PICTURES, Ended, Exceeded, NoProcess, Refused, decode_limits
+from ...sandbox import IMAGES, Ended, Exceeded, NoProcess, Refused, decode_limits
 
-MAX_PIXELS = 2**25  # of one picture
-MAX_ALL_PIXELS = 2**26  # of all pictures of one request
-_DAMAGED = f"a picture in PNG, JPEG, WebP or GIF with at most {MAX_PIXELS} pixels that can be decoded"
-_TOO_MANY = f"at most {MAX_ALL_PIXELS} pixels in all pictures of a request together"
+MAX_PIXELS = 2**25  # of one image
+MAX_ALL_PIXELS = 2**26  # of all images of one request
+_DAMAGED = f"an image in PNG, JPEG, WebP or GIF with at most {MAX_PIXELS} pixels that can be decoded"
+_TOO_MANY = f"at most {MAX_ALL_PIXELS} pixels in all images of a request together"
 # how files begin, to name what a caller sent by mistake
 _BEGINNINGS = (
     (0, b"\xff\xd8\xff", "a JPEG file"),
@@ -34,8 +34,8 @@ _BEGINNINGS = (
 )
 
 
-class DecodedPicture(NamedTuple):
-    """A picture: ``data`` is RGB, a byte a channel, [height, width, 3] from the top left; ``part`` is where it stands
+class DecodedImage(NamedTuple):
+    """An image: ``data`` is RGB, a byte a channel, [height, width, 3] from the top left; ``part`` is where it stands
     in the request."""
 
     width: int
@@ -44,14 +44,14 @@ class DecodedPicture(NamedTuple):
     part: MediaPart
 
 
-def decoded(data: bytes, part: MediaPart, left: int = MAX_ALL_PIXELS) -> DecodedPicture:
-    """Return a decoded picture; ``left`` is how many pixels the request may still have.
+def decoded(data: bytes, part: MediaPart, left: int = MAX_ALL_PIXELS) -> DecodedImage:
+    """Return a decoded image; ``left`` is how many pixels the request may still have.
 
     Raises ``InvalidField``, and ``Overloaded`` if no process can decode now.
     """
     most = min(MAX_PIXELS, left)
     try:
-        size, pixels = PICTURES.run("picture", decode_limits(most, len(data)), data=data, most=most)
+        size, pixels = IMAGES.run("image", decode_limits(most, len(data)), data=data, most=most)
     except Refused as error:
         if error.kind == "TooManyPixels" and left < MAX_PIXELS:
             raise InvalidField(part.field, _kind(data), f"{_TOO_MANY}: {_reason(error)}") from None
@@ -59,14 +59,14 @@ def decoded(data: bytes, part: MediaPart, left: int = MAX_ALL_PIXELS) -> Decoded
     except Exceeded:
         raise _damaged(part, data, "decoding it takes too much time or memory") from None
     except (Ended, NoProcess) as error:
-        raise Overloaded(f"pictures cannot be decoded now: {error}", retry_after=1.0) from None
+        raise Overloaded(f"images cannot be decoded now: {error}", retry_after=1.0) from None
     width, height = size
     if not 0 < width * height <= most or len(pixels) != 3 * width * height:
         raise _damaged(part, data, "it is damaged")
     if is_too_thin((width, height)):
-        allowed = f"a picture whose longer side is at most {MAX_RATIO} times the shorter one"
+        allowed = f"an image whose longer side is at most {MAX_RATIO} times the shorter one"
         raise InvalidField(part.field, f"{width} x {height} pixels", allowed)
-    return DecodedPicture(width, height, pixels, part)
+    return DecodedImage(width, height, pixels, part)
 
 
 def _damaged(part: MediaPart, data: bytes, reason: str) -> InvalidField:

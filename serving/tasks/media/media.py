@@ -1,4 +1,4 @@
-"""The media of a chat: pictures, for models that read them. They are read, and decoded in the order of the messages."""
+"""The media of a chat: images, for models that read them. They are read, and decoded in the order of the messages."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from ...interface.dialect_settings import DialectSettings
 from ...interface.errors import InvalidField, RequestError
 from ...interface.request import MediaPart, Message
 from .check import check_places
-from .images import MAX_ALL_PIXELS, DecodedPicture, decoded
+from .images import MAX_ALL_PIXELS, DecodedImage, decoded
 from .source import Sources
 
-MAX_PICTURES = 100  # of one request
+MAX_IMAGES = 100  # of one request
 
 
-def pictures_of(
-    messages: Sequence[Message], settings: DialectSettings, *, reads_pictures: bool, deadline: float | None
-) -> tuple[DecodedPicture, ...]:
-    """Return the decoded pictures of the messages, in their order; () if there are none.
+def images_of(
+    messages: Sequence[Message], settings: DialectSettings, *, reads_images: bool, deadline: float | None
+) -> tuple[DecodedImage, ...]:
+    """Return the decoded images of the messages, in their order; () if there are none.
 
     ``deadline`` is in seconds of ``time.monotonic()``; what is fetched must come before. Raises ``InvalidField`` for
     media that the model does not read, that may not be read, cannot be read or are too large; ``RequestError`` if this
@@ -27,13 +27,13 @@ def pictures_of(
     media = _media_of(messages)
     if not media:
         return ()
-    _check(media, settings, reads_pictures)
+    _check(media, settings, reads_images)
     _check_roles(messages)
     sources, found, left = Sources(settings, deadline), [], MAX_ALL_PIXELS
     for part in media:
-        picture = decoded(sources.read(part), part, left)
-        left -= picture.width * picture.height
-        found.append(picture)
+        image = decoded(sources.read(part), part, left)
+        left -= image.width * image.height
+        found.append(image)
     return tuple(found)
 
 
@@ -46,22 +46,22 @@ def _check_roles(messages: Sequence[Message]) -> None:
     for message in messages:
         if message.role != "user":
             for part in _media_of((message,)):
-                allowed = '"text": only messages of the user have pictures'
+                allowed = '"text": only messages of the user have images'
                 raise InvalidField(f"{part.part}.type", part.name, allowed)
 
 
-def _check(media: Sequence[MediaPart], settings: DialectSettings, reads_pictures: bool) -> None:
+def _check(media: Sequence[MediaPart], settings: DialectSettings, reads_images: bool) -> None:
     """Raise the errors that need nothing to be read."""
     check_places(media, settings)
-    if not reads_pictures:
+    if not reads_images:
         raise InvalidField(f"{media[0].part}.type", media[0].name, '"text": this model reads text only')
-    only = '"text" or "image_url": this model reads text and pictures'
+    only = '"text" or "image_url": this model reads text and images'
     for part in media:
         if part.kind != "image":
             raise InvalidField(f"{part.part}.type", part.name, only)
-    if len(media) > MAX_PICTURES:
-        raise InvalidField(media[MAX_PICTURES].field, f"{len(media)} pictures", f"at most {MAX_PICTURES} in a request")
+    if len(media) > MAX_IMAGES:
+        raise InvalidField(media[MAX_IMAGES].field, f"{len(media)} images", f"at most {MAX_IMAGES} in a request")
     if importlib.util.find_spec("PIL") is None:
         field = media[0].field
-        needed = "reading pictures needs the package pillow: pip install 'mlflow-llm[pictures]'"
+        needed = "reading images needs the package pillow: pip install 'mlflow-llm[images]'"
         raise RequestError(f"{field}: {needed}", param=field)

@@ -16,7 +16,7 @@ from .rendering import TemplateReads
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Return messages as templates read them (transformers' form).
 
-    Text parts are joined without a separator, but those beside pictures are a list with a place for each picture."""
+    Text parts are joined without a separator, but those beside images are a list with a place for each image."""
     return [_template_message(message) for message in messages]
 
 

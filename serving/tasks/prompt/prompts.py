@@ -33,12 +33,12 @@ from .tool_prompts import template_name, with_tools
 class Prompt(NamedTuple):
     """One prompt. ``text`` is what the caller wrote, for ``echo``; "" for a chat.
 
-    ``pictures`` are the numbers of tokens of its pictures."""
+    ``images`` are the numbers of tokens of its images."""
 
     token_ids: tuple[int, ...]
     text: str = ""
     truncated: bool = False
-    pictures: tuple[int, ...] = ()
+    images: tuple[int, ...] = ()
 
 
 def is_raw(raw: RawCompletion, endpoint: EndpointView) -> bool:
@@ -51,8 +51,8 @@ def is_raw(raw: RawCompletion, endpoint: EndpointView) -> bool:
     return endpoint.profile.raw_prompts or not endpoint.text.has_template(raw.chat_template)
 
 
-def chat_prompt(raw: RawChat, endpoint: EndpointView, pictures: tuple[Size, ...] = ()) -> Prompt:
-    """Return the prompt of a chat: the template's text as token ids, with those of ``pictures``, given their sizes.
+def chat_prompt(raw: RawChat, endpoint: EndpointView, images: tuple[Size, ...] = ()) -> Prompt:
+    """Return the prompt of a chat: the template's text as token ids, with those of ``images``, given their sizes.
 
     Raises ``InvalidField`` for turns, variables or tool calls that the endpoint or the template does not accept, and
     ``ContextTooLong``.
@@ -75,7 +75,7 @@ def chat_prompt(raw: RawChat, endpoint: EndpointView, pictures: tuple[Size, ...]
     variables = template_variables(raw.chat_template_kwargs, reads) | switched
     messages = with_system(raw.messages, profile.default_system_prompt)
     given, tools = with_tools(messages, raw, endpoint.text)
-    return _templated(given, endpoint, raw.sampling, template, {**variables, **tools}, end=raw.end, pictures=pictures)
+    return _templated(given, endpoint, raw.sampling, template, {**variables, **tools}, end=raw.end, images=images)
 
 
 def completion_prompts(raw: RawCompletion, endpoint: EndpointView) -> list[Prompt]:
@@ -156,9 +156,9 @@ def _templated(
     variables: dict[str, Any],
     path: str = "messages",
     end: ChatEnd = "generation_prompt",
-    pictures: tuple[Size, ...] = (),
+    images: tuple[Size, ...] = (),
 ) -> Prompt:
-    if pictures:  # a prompt that is cut could end in the middle of one
+    if images:  # a prompt that is cut could end in the middle of one
         sampling = msgspec.structs.replace(sampling, error_behavior=None)
     truncate = sampling.error_behavior == "truncate"
     longest = endpoint.longest_prompt
@@ -169,25 +169,25 @@ def _templated(
         raise too_long(path, f"more than {longest}", endpoint)
     if not ids:
         raise InvalidField(path, "", "messages from which the template makes a prompt of at least one token")
-    ids, counts = _with_pictures(ids, pictures, endpoint) if pictures else (ids, ())
+    ids, counts = _with_images(ids, images, endpoint) if images else (ids, ())
     cut, truncated = _fit(ids, endpoint, sampling, path)
     return Prompt(cut, "", truncated, counts)
 
 
-def _with_pictures(
-    ids: tuple[int, ...], pictures: tuple[Size, ...], endpoint: EndpointView
+def _with_images(
+    ids: tuple[int, ...], images: tuple[Size, ...], endpoint: EndpointView
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return ``ids`` with the tokens of the pictures, and how many each has.
+    """Return ``ids`` with the tokens of the images, and how many each has.
 
-    Raises ``InvalidField`` if the template did not write a place for each picture."""
-    spec = endpoint.text.pictures
-    assert spec is not None, "pictures are refused before"
+    Raises ``InvalidField`` if the template did not write a place for each image."""
+    spec = endpoint.text.images
+    assert spec is not None, "images are refused before"
     places = ids.count(spec.placeholder_id)
-    if places != len(pictures):
+    if places != len(images):
         raise InvalidField(
-            "messages", f"{len(pictures)} pictures", f"as many as the model's chat template has written, {places}"
+            "messages", f"{len(images)} images", f"as many as the model's chat template has written, {places}"
         )
-    return expanded(ids, pictures, spec, endpoint.info.vocab_size)
+    return expanded(ids, images, spec, endpoint.info.vocab_size)
 
 
 def _fit(

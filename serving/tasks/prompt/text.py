@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
-from ...interface.bundle import ADAPTER_TEMPLATE, Bundle, CrossEncoderSpec, EmbeddingSpec, PictureSpec
+from ...interface.bundle import ADAPTER_TEMPLATE, Bundle, CrossEncoderSpec, EmbeddingSpec, ImageSpec
 from ...interface.errors import InvalidField, PackagingError, RequestError, Unavailable, reason
 from ...interface.request import ChatEnd
 from ...interface.tool_format import ToolFormat
@@ -87,7 +87,7 @@ class TextModel:
         self._formats = self._tool_formats(bundle)
         self._readings: dict[str, Reading] = {}
         self._takes_system: dict[str, bool] = {}
-        self.pictures: PictureSpec | None = bundle.pictures
+        self.images: ImageSpec | None = bundle.images
         self._renderers = {parts: Renderer(self._hf, parts=parts) for parts in (False, True)}
         self._needs: dict[str, Needs] = {}
         if "score" in bundle.tasks:
@@ -332,7 +332,7 @@ class TextModel:
         context: int | None = None,
         end: ChatEnd = "generation_prompt",
     ) -> str:
-        parts = self.pictures is not None or self._needed(source).parts
+        parts = self.images is not None or self._needed(source).parts
         return self._renderers[parts].render(messages, source, kwargs, context, end)
 
     def _needed(self, source: str) -> Needs:
@@ -346,7 +346,7 @@ class TextModel:
         def text(messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], *, parts: bool) -> str:
             return self._renderers[parts].render(messages, source, variables, None)
 
-        parts, named = self.pictures is not None, source != self.templates.get(DEFAULT_TEMPLATE)
+        parts, named = self.images is not None, source != self.templates.get(DEFAULT_TEMPLATE)
         for attempt in attempts(source, self._reads[source], parts=parts, named=named):
             try:
                 if succeeds(text, attempt):

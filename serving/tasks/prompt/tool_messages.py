@@ -172,5 +172,5 @@ def with_system_text(messages: list[dict[str, Any]], text: str, *, system: bool)
 
 
 def _before(text: ComposedText, content: Any) -> Any:
-    """Return ``content``, a text or parts with pictures, with ``text`` before it."""
+    """Return ``content``, a text or parts with images, with ``text`` before it."""
     return [{"type": "text", "text": text}, *content] if isinstance(content, list) else ComposedText(text, content)

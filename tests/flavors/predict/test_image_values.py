@@ -52,8 +52,8 @@ def test_other_values_are_no_images(value: Any) -> None:
 @pytest.mark.parametrize("as_bytes", [True, False])
 def test_in_a_field_and_in_a_column(as_bytes: bool) -> None:
     """A dict, a list and a column of a frame may hold images within messages."""
-    picture = Image.new("RGB", (3, 2), "blue")
-    image: Any = encoded(picture) if as_bytes else picture
+    image = Image.new("RGB", (3, 2), "blue")
+    image: Any = encoded(image) if as_bytes else image
     expected = {"messages": messages(data_url(image))}
     assert requests_of({"messages": messages(image)}, "chat") == ([expected], True)
     assert requests_of([{"messages": messages(image)}], "chat") == ([expected], False)

@@ -90,7 +90,7 @@ def test_the_text_alone_is_that_of_the_whole(tmp_path: Path, kind: str) -> None:
     model = save(kind, tmp_path / "source")
     llm.save_model(tmp_path / "m", tmp_path / "source", images=False)
     bundle = read_bundle(tmp_path / "m")
-    assert bundle.pictures is None
+    assert bundle.images is None
     assert bundle.tasks == ("completions",)
     assert not (tmp_path / "m/whole").exists()
     ids = byte_tokenizer()(PROMPT).input_ids
@@ -130,7 +130,7 @@ def test_a_model_whose_images_are_read_can_be_text_alone(tmp_path: Path) -> None
     """``images=False`` leaves out the processor of a model that would read images."""
     tiny_vision.save("llava", tmp_path / "source")
     llm.save_model(tmp_path / "m", tmp_path / "source", images=False, task="completions")
-    assert read_bundle(tmp_path / "m").pictures is None
+    assert read_bundle(tmp_path / "m").images is None
     assert not list((tmp_path / "m").glob("**/*processor*"))
 
 

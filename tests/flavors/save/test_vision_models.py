@@ -1,4 +1,4 @@
-"""Vision-language models: packaged with the layout of pictures in their prompts, or refused with the reason."""
+"""Vision-language models: packaged with the layout of images in their prompts, or refused with the reason."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mlflow_llm.flavors import llm
 from mlflow_llm.flavors.llm.errors import PackagingError
 from mlflow_llm.flavors.llm.model.bundle_reader import read_bundle
 from mlflow_llm.flavors.llm.model.manifest import read
-from mlflow_llm.flavors.llm.save.images import picture_spec
+from mlflow_llm.flavors.llm.save.images import image_spec
 from mlflow_llm.serving.model_files.image_layout import expanded, grid
 
 
@@ -36,14 +36,14 @@ def llava(tmp_path: Path) -> Path:
 
 
 def test_saved_and_read_back(directory: Path, tmp_path: Path) -> None:
-    """A saved vision-language model has its picture layout in manifest and bundle, its processor's files and pillow."""
+    """A saved vision-language model has its image layout in manifest and bundle, its processor's files and pillow."""
     llm.save_model(tmp_path / "saved", model=directory)
     manifest, bundle = read(tmp_path / "saved"), read_bundle(tmp_path / "saved")
     assert manifest.tasks == ("chat", "completions")
     assert manifest.format_version == 4  # earlier releases refuse it with a message
-    assert bundle.pictures == manifest.pictures == picture_spec(directory, directory, _config(directory))
-    assert bundle.pictures is not None
-    assert bundle.pictures.layout == ("fixed" if "llava" in directory.name else "grid")
+    assert bundle.images == manifest.images == image_spec(directory, directory, _config(directory))
+    assert bundle.images is not None
+    assert bundle.images.layout == ("fixed" if "llava" in directory.name else "grid")
     assert Path(bundle.model_dir, "processor_config.json").is_file()
     assert "pillow==" in (tmp_path / "saved/requirements.txt").read_text()
 
@@ -52,7 +52,7 @@ def test_a_model_object_with_its_processor(tmp_path: Path) -> None:
     """A model object takes a processor in place of a tokenizer."""
     model, processor = tiny_vision.make_model("smolvlm"), tiny_vision.processor_of("smolvlm")
     llm.save_model(tmp_path / "saved", model=model, tokenizer=processor)
-    assert read_bundle(tmp_path / "saved").pictures is not None
+    assert read_bundle(tmp_path / "saved").images is not None
     with pytest.raises(PackagingError, match=r"no preprocessor_config\.json"):
         llm.save_model(tmp_path / "other", model=model, tokenizer=processor.tokenizer)
 
@@ -69,7 +69,7 @@ def test_text_models_are_as_before(tiny_llama: Any, tmp_path: Path) -> None:
 def test_tokens_are_the_processors(family: str, tmp_path: Path) -> None:
     """The expanded image tokens equal those of transformers' processor for any sizes."""
     tiny_vision.save(family, tmp_path)
-    spec, processor = picture_spec(tmp_path, tmp_path, _config(tmp_path)), tiny_vision.processor_of(family)
+    spec, processor = image_spec(tmp_path, tmp_path, _config(tmp_path)), tiny_vision.processor_of(family)
     for sizes in [(16, 16), (17, 16)], [(48, 3), (3, 48)], [(1000, 999), (1, 200)]:
         text = "a <image>\n\n<image>b"
         ids = processor.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -94,11 +94,11 @@ def test_the_grid_is_that_of_transformers(width: int, height: int, sizes: tuple[
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"quantize": "int8"}, "quantize: 'int8' is not allowed for a model that reads pictures"),
+        ({"quantize": "int8"}, "quantize: 'int8' is not allowed for a model that reads images"),
         ({"trust_remote_code": True}, "trust_remote_code"),
         ({"task": "embeddings"}, "embeddings"),
-        ({"chat_template": "{% for m in messages %}{{ m.content[0].text }}{% endfor %}"}, "0 places for two pictures"),
-        ({"chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"}, "places for two pictures"),
+        ({"chat_template": "{% for m in messages %}{{ m.content[0].text }}{% endfor %}"}, "0 places for two images"),
+        ({"chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"}, "places for two images"),
     ],
 )
 def test_refused_arguments(llava: Path, tmp_path: Path, given: dict[str, Any], said: str) -> None:
@@ -143,7 +143,7 @@ def test_smolvlm_without_video_packages(tmp_path: Path) -> None:
     file = tmp_path / "hf/processor_config.json"
     file.write_text(file.read_text().replace("Idefics3Processor", "SmolVLMProcessor"))
     llm.save_model(tmp_path / "saved", model=tmp_path / "hf")
-    assert read_bundle(tmp_path / "saved").pictures == picture_spec(
+    assert read_bundle(tmp_path / "saved").images == image_spec(
         tmp_path / "hf", tmp_path / "hf", _config(tmp_path / "hf")
     )
 
@@ -154,7 +154,7 @@ def test_smolvlm_without_video_packages(tmp_path: Path) -> None:
         ("config", {"image_token_id": -1}, "image_token_id of config.json is -1"),
         ("config", {"image_token_id": 2**40}, "image_token_id of config.json is 1099511627776"),
         ("processor_config", {"num_additional_image_tokens": 10**6}, "num_additional_image_tokens is 1000000"),
-        ("processor_config", {"patch_size": 0}, "the place of a picture: "),
+        ("processor_config", {"patch_size": 0}, "the place of an image: "),
     ],
 )
 def test_impossible_processor_settings_are_refused(
@@ -168,7 +168,7 @@ def test_impossible_processor_settings_are_refused(
 
 
 def test_too_many_tiles(tmp_path: Path) -> None:
-    """A processor that cuts pictures into too many tiles is refused with their number."""
+    """A processor that cuts images into too many tiles is refused with their number."""
     tiny_vision.save("idefics3", tmp_path / "hf")
     file = tmp_path / "hf/processor_config.json"
     given = json.loads(file.read_text())

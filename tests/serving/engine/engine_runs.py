@@ -63,7 +63,7 @@ def checked_cores(make: Callable[..., EngineCore]) -> Iterator[Callable[..., Eng
     yield kept
     for core in made:
         assert core._runner.num_tables == 0
-        assert not core._pictures
+        assert not core._images
         core.check_integrity()
         core.close()
 

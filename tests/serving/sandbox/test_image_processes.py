@@ -1,4 +1,4 @@
-"""Confined processes for pictures: raw bytes in and out, nothing else of the machine within reach."""
+"""Confined processes for images: raw bytes in and out, nothing else of the machine within reach."""
 
 import io
 import os
@@ -9,7 +9,7 @@ import pytest
 from forks import check_fork
 from PIL import Image
 
-from mlflow_llm.serving.sandbox import PICTURES, POOL, Ended, Exceeded, Limits, Pool, Refused, decode_limits
+from mlflow_llm.serving.sandbox import IMAGES, POOL, Ended, Exceeded, Limits, Pool, Refused, decode_limits
 from mlflow_llm.serving.sandbox import child as script
 from mlflow_llm.serving.sandbox import process as processes
 
@@ -58,7 +58,7 @@ def pool():
 
 @pytest.fixture
 def changed(pool, monkeypatch, tmp_path):
-    """Return a pool whose processes can do more work than pictures."""
+    """Return a pool whose processes can do more work than images."""
 
     def make(died=signal.SIGSEGV):
         made = tmp_path / "child.py"
@@ -69,9 +69,9 @@ def changed(pool, monkeypatch, tmp_path):
     return make
 
 
-def picture(pool, data=None, limits=None, most=MAX_BYTES):
+def image(pool, data=None, limits=None, most=MAX_BYTES):
     data = encoded() if data is None else data
-    return pool.run("picture", limits or decode_limits(most, len(data)), data=data, most=most)
+    return pool.run("image", limits or decode_limits(most, len(data)), data=data, most=most)
 
 
 def test_raw_bytes(changed):
@@ -100,7 +100,7 @@ def test_nothing_can_be_opened(changed):
 
 
 def test_a_decoder_that_crashes(changed):
-    """A crash is the picture's fault, and not tried again; a process that somebody else kills is replaced, once."""
+    """A crash is the image's fault, and not tried again; a process that somebody else kills is replaced, once."""
     with pytest.raises(Exceeded, match="SIGSEGV"):
         changed().run("dies", decode_limits(1, 1), data=b"x")
     with pytest.raises(Ended, match="SIGKILL"):
@@ -108,11 +108,11 @@ def test_a_decoder_that_crashes(changed):
 
 
 def test_errors_leave_the_process(pool):
-    """A picture that is refused ends no process: the next one is decoded by the same."""
-    for data in (b"no picture", encoded()[:40], encoded((2000, 1000))):
+    """An image that is refused ends no process: the next one is decoded by the same."""
+    for data in (b"no image", encoded()[:40], encoded((2000, 1000))):
         with pytest.raises(Refused):
-            picture(pool, data)
-        (size, pixels), expected = picture(pool), bytes((1, 2, 3)) * 20
+            image(pool, data)
+        (size, pixels), expected = image(pool), bytes((1, 2, 3)) * 20
         assert (size, pixels) == ([5, 4], expected)
     assert len(pool._all) == 1
 
@@ -120,27 +120,27 @@ def test_errors_leave_the_process(pool):
 def test_too_many_pixels(pool):
     """The error for too many pixels has their number."""
     with pytest.raises(Refused) as caught:
-        picture(pool, encoded((11, 10)), most=109)
+        image(pool, encoded((11, 10)), most=109)
     assert (caught.value.kind, caught.value.message) == ("TooManyPixels", "110")
-    assert picture(pool, encoded((11, 10)), most=110)[0] == [11, 10]
+    assert image(pool, encoded((11, 10)), most=110)[0] == [11, 10]
 
 
-def test_limits_are_lowered_to_the_picture(pool):
-    """A process that may take gigabytes for the largest picture has a small limit while it decodes a small one."""
-    picture(pool, limits=decode_limits(1 << 25, 100))
+def test_limits_are_lowered_to_the_image(pool):
+    """A process that may take gigabytes for the largest image has a small limit while it decodes a small one."""
+    image(pool, limits=decode_limits(1 << 25, 100))
     (process,) = pool._all
     with open(f"/proc/{process.pid}/limits") as limits:
         (line,) = (line for line in limits if line.startswith("Max address space"))
     assert int(line.split()[3]) < 512 << 20
 
 
-def test_templates_and_pictures_do_not_meet():
-    """Processes of pictures render nothing: a decoder that is taken over sees nobody's chat. Those of templates load no
+def test_templates_and_images_do_not_meet():
+    """Processes of images render nothing: a decoder that is taken over sees nobody's chat. Those of templates load no
     decoder."""
-    assert PICTURES is not POOL
-    picture(PICTURES)
+    assert IMAGES is not POOL
+    image(IMAGES)
     POOL.run("reads", decode_limits(1, 1), source="{{ x }}")
-    assert not PICTURES._all & POOL._all
+    assert not IMAGES._all & POOL._all
     for process in POOL._all:
         with open(f"/proc/{process.pid}/maps") as maps:
             assert "PIL" not in maps.read()
@@ -150,11 +150,11 @@ def test_without_pillow(pool, monkeypatch, tmp_path):
     """Without Pillow the process reports a ModuleNotFoundError."""
     monkeypatch.setattr(sys, "path", [path for path in sys.path if "site-packages" not in path])
     with pytest.raises(Refused) as caught:
-        picture(pool)
+        image(pool)
     assert caught.value.kind == "ModuleNotFoundError"
 
 
 def test_a_fork_has_processes_of_its_own(pool):
     """A forked process decodes with its own, and leaves its parent's working."""
-    assert picture(pool)[0] == [5, 4]
-    check_fork(pool, lambda: picture(pool)[0])
+    assert image(pool)[0] == [5, 4]
+    check_fork(pool, lambda: image(pool)[0])

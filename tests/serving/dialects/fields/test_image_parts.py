@@ -1,4 +1,4 @@
-"""Pictures in messages: which forms each dialect takes, and what is made of them."""
+"""Images in messages: which forms each dialect takes, and what is made of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from mlflow_llm.serving.dialects import DIALECTS, Head
 from mlflow_llm.serving.dialects.anthropic.requests import COUNT_BODY, read_count_request
-from mlflow_llm.serving.dialects.fields.image_parts import MAX_MEDIA, MAX_PICTURE, MAX_URL, base64_of, image_url
+from mlflow_llm.serving.dialects.fields.image_parts import MAX_IMAGE, MAX_MEDIA, MAX_URL, base64_of, image_url
 from mlflow_llm.serving.dialects.openai.tokenize import read_tokenize
 from mlflow_llm.serving.dialects.responses.fields import read_count_request as read_response_count
 from mlflow_llm.serving.interface.errors import InvalidField
@@ -222,10 +222,10 @@ def test_sizes_of_data(size: int) -> None:
 
 def test_the_largest_data() -> None:
     """Inline data of 20 MiB is accepted, and one byte more is refused."""
-    text = base64.b64encode(bytes(MAX_PICTURE)).decode()
+    text = base64.b64encode(bytes(MAX_IMAGE)).decode()
     assert image_url(openai(f"data:image/png;base64,{text}"), "p").content == text
-    longer = base64.b64encode(bytes(MAX_PICTURE + 1)).decode()
-    for data in (longer, "A" * (2 * MAX_PICTURE)):
+    longer = base64.b64encode(bytes(MAX_IMAGE + 1)).decode()
+    for data in (longer, "A" * (2 * MAX_IMAGE)):
         with pytest.raises(InvalidField, match="expected 1 to 20971520 bytes"):
             image_url(openai(f"data:image/png;base64,{data}"), "p")
 
@@ -297,7 +297,7 @@ def test_refusals_of_openais(dialect: str, part: dict[str, Any], field: str, all
     [
         (source(type="file", file_id="f"), "source.type", 'one of "base64", "url": this server keeps no files'),
         (source(type="text", data="a"), "source.type", 'one of "base64", "url"'),
-        ({"type": "image"}, "source", "an object with the data or the URL of a picture"),
+        ({"type": "image"}, "source", "an object with the data or the URL of an image"),
         ({"type": "image", "source": URL}, "source", "an object with a type"),
         (source(type="url"), "source.url", "an http or https URL"),
         (source(type="url", url=PNG), "source.url", "an http or https URL"),
@@ -311,7 +311,7 @@ def test_refusals_of_openais(dialect: str, part: dict[str, Any], field: str, all
         (base64_block(DATA, None), "source.media_type", "one of image/png"),
         (base64_block(DATA) | {"detail": "auto"}, "detail", "no such field"),
         (base64_block(DATA) | {"cache_control": {"type": "x"}}, "cache_control.type", "ephemeral"),
-        ({"type": "document"}, "type", '"text", "image", "tool_result": this server reads texts and pictures'),
+        ({"type": "document"}, "type", '"text", "image", "tool_result": this server reads texts and images'),
     ],
 )
 def test_refusals_of_anthropics(block: dict[str, Any], field: str, allowed: str) -> None:
@@ -345,7 +345,7 @@ def test_refusals_of_responses(part: dict[str, Any], field: str, allowed: str) -
     assert allowed in error.message
 
 
-ONLY = "only messages of the user have pictures"
+ONLY = "only messages of the user have images"
 ANTHROPIC_CALL = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
 RESPONSES_CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
 
@@ -384,23 +384,23 @@ RESPONSES_CALL = {"type": "function_call", "call_id": "c", "name": "f", "argumen
         ),
     ],
 )  # fmt: skip
-def test_only_users_have_pictures(dialect: str, messages: list[dict[str, Any]], param: str, allowed: str) -> None:
-    """Pictures in messages of other roles and in tool results are refused by their path."""
+def test_only_users_have_images(dialect: str, messages: list[dict[str, Any]], param: str, allowed: str) -> None:
+    """Images in messages of other roles and in tool results are refused by their path."""
     error = refusal(dialect, *messages)
     assert error.param == param
     assert allowed in error.message
 
 
 def test_system_prompts_of_anthropic() -> None:
-    """A picture in Anthropic's system field is refused."""
+    """An image in Anthropic's system field is refused."""
     codec = DIALECTS["anthropic"]
     asked = body("anthropic", {"role": "user", "content": "a"}) | {"system": [base64_block(DATA)]}
     with pytest.raises(InvalidField, match=f"system\\[0\\].type: 'image' is not allowed.*{ONLY}"):
         codec.decode(Head(codec.routes[0], {}), json.dumps(asked).encode())
 
 
-def test_a_picture_after_a_result() -> None:
-    """The tool results of a turn come first, then its texts and pictures as a user message."""
+def test_a_image_after_a_result() -> None:
+    """The tool results of a turn come first, then its texts and images as a user message."""
     result = {"type": "tool_result", "tool_use_id": "c", "content": "ok"}
     found = decoded(
         "anthropic",
@@ -409,9 +409,9 @@ def test_a_picture_after_a_result() -> None:
         {"role": "user", "content": [result, base64_block(DATA), {"type": "text", "text": "b"}]},
     )
     assert [message.role for message in found] == ["user", "assistant", "tool", "user"]
-    picture, text = found[-1].content
-    assert isinstance(picture, MediaPart)
-    assert (picture.part, text) == ("messages[2].content[1]", TextPart("b"))
+    image, text = found[-1].content
+    assert isinstance(image, MediaPart)
+    assert (image.part, text) == ("messages[2].content[1]", TextPart("b"))
 
 
 def test_turns_of_anthropic_that_are_joined() -> None:
@@ -422,14 +422,14 @@ def test_turns_of_anthropic_that_are_joined() -> None:
         {"role": "user", "content": [base64_block(DATA), {"type": "text", "text": "b"}]},
         {"role": "user", "content": [{"type": "text", "text": "c"}]},
     )
-    (first, between, picture, text, again, last) = found[0].content
+    (first, between, image, text, again, last) = found[0].content
     assert (first, between, text) == (TextPart("a"), TextPart("\n\n"), TextPart("b"))
     assert (again, last) == (TextPart("\n\n"), TextPart("c"))
-    assert isinstance(picture, MediaPart)
-    assert (picture.part, picture.field) == ("messages[1].content[0]", "messages[1].content[0].source.data")
+    assert isinstance(image, MediaPart)
+    assert (image.part, image.field) == ("messages[1].content[0]", "messages[1].content[0].source.data")
 
 
-BAD = {  # pictures that are counted before anything of them is read
+BAD = {  # images that are counted before anything of them is read
     "openai": openai("!"),
     "databricks": openai("!"),
     "mlflow": openai("!"),
@@ -448,7 +448,7 @@ GOOD = {
 
 @pytest.mark.parametrize("dialect", GOOD)
 def test_how_many(dialect: str) -> None:
-    """A request may have at most 20 pictures, and more are refused before any is read."""
+    """A request may have at most 20 images, and more are refused before any is read."""
     text = {"type": "input_text" if dialect == "responses" else "text", "text": "x"}
     half = {"role": "user", "content": [text, *[GOOD[dialect]] * (MAX_MEDIA // 2), text]}
     other = {"role": "assistant", "content": "a"}
@@ -457,12 +457,12 @@ def test_how_many(dialect: str) -> None:
     bad = {"role": "user", "content": [BAD[dialect]] * 10}
     error = refusal(dialect, bad, other, half, {"role": "user", "content": [GOOD[dialect]]})
     assert error.param == ("input" if dialect == "responses" else "messages")
-    what = "images, videos and sounds" if dialect == "mindie" else "pictures"
+    what = "images, videos and sounds" if dialect == "mindie" else "images"
     assert f"'21 {what}' is not allowed; expected at most 20 in a request" in error.message
 
 
 def test_requests_that_are_only_counted() -> None:
-    """Requests whose tokens are only counted may have the same pictures."""
+    """Requests whose tokens are only counted may have the same images."""
     asked = {"model": "m", "messages": [{"role": "user", "content": [base64_block(DATA)]}]}
     jsonschema.validate(asked, COUNT_BODY.schema)
     assert read_count_request(asked).messages[0].content == user("anthropic", base64_block(DATA))
@@ -474,7 +474,7 @@ def test_requests_that_are_only_counted() -> None:
 
 
 def test_what_a_response_repeats() -> None:
-    """A response repeats neither the input nor its pictures."""
+    """A response repeats neither the input nor its images."""
     codec = DIALECTS["responses"]
     raw = codec.decode(
         Head(codec.routes[0], {}),
@@ -503,7 +503,7 @@ FUZZED = settings(max_examples=400, deadline=None, database=None, suppress_healt
     role=st.sampled_from(["user", "assistant", "system"]),
 )
 def test_junk_is_read_or_refused(part: dict[str, Any], kind: str, role: str) -> None:
-    """Any part is a picture or an error of the caller's with a short message, in every dialect."""
+    """Any part is an image or an error of the caller's with a short message, in every dialect."""
     for dialect in GOOD:
         for junk in (part, part | {"type": kind}):
             _read(DIALECTS[dialect], dialect, {"role": role, "content": [junk]})
@@ -521,10 +521,10 @@ def test_junk_urls(url: str) -> None:
     ):
         found = _read(DIALECTS[dialect], dialect, {"role": "user", "content": [part]})
         if found is not None:
-            (picture,) = found.messages[0].content
-            assert isinstance(picture, MediaPart)
-            assert picture.content
-            assert bool(picture.place) == (picture.source != "data")
+            (image,) = found.messages[0].content
+            assert isinstance(image, MediaPart)
+            assert image.content
+            assert bool(image.place) == (image.source != "data")
             assert jsonschema.Draft202012Validator(DIALECTS[dialect].request_schemas["chat"]).is_valid(
                 body(dialect, {"role": "user", "content": [part]})
             )

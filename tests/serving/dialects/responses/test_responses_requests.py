@@ -35,7 +35,7 @@ CALL = {"type": "function_call", "call_id": "c1", "name": "weather", "arguments"
 RESULT = {"type": "function_call_output", "call_id": "c1", "output": "rain"}
 WROTE = {"type": "custom_tool_call", "call_id": "c2", "name": "note", "input": "rain in Oslo"}
 WRITTEN = {"type": "custom_tool_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "ok"}]}
-PICTURE = {"type": "input_image", "image_url": "https://h.example/a.png", "detail": "auto"}
+IMAGE = {"type": "input_image", "image_url": "https://h.example/a.png", "detail": "auto"}
 THOUGHT = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
 SAID = {
     "type": "message",
@@ -205,9 +205,9 @@ def test_refusals_name_their_field(fields: dict[str, Any], param: str, why: str)
         ([{"role": "user", "content": [{"type": "text", "text": "x"}]}], "input[0].content[0].type"),
         ([{"role": "user", "content": [{"type": "output_text", "text": "x"}]}], "input[0].content[0].type"),
         ([{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}], "input[0].content[0].image_url"),
-        ([{"role": "system", "content": [PICTURE]}], "input[0].content[0].type"),
-        ([{"role": "assistant", "content": [PICTURE]}], "input[0].content[0].type"),
-        ([CALL, RESULT | {"output": [PICTURE]}], "input[1].output[0].type"),
+        ([{"role": "system", "content": [IMAGE]}], "input[0].content[0].type"),
+        ([{"role": "assistant", "content": [IMAGE]}], "input[0].content[0].type"),
+        ([CALL, RESULT | {"output": [IMAGE]}], "input[1].output[0].type"),
         ([{"role": "user", "content": [{"type": "input_text"}]}], "input[0].content[0].text"),
         ([{"role": "user", "content": "\ud83d"}], "input[0].content"),
         ([USER | {"phase": "commentary"}], "input[0].phase"),
@@ -469,7 +469,7 @@ def test_invalid_bytes_are_refused(body: bytes, param: str | None) -> None:
     assert param is None or found.value.param == param
 
 
-SHOWN = {"role": "user", "content": [PICTURE]}
+SHOWN = {"role": "user", "content": [IMAGE]}
 ITEMS: list[Any] = [USER, SHOWN, CALL, RESULT, WROTE, WRITTEN, THOUGHT, SAID]
 
 
@@ -483,8 +483,8 @@ def values() -> Iterator[Any]:
         yield from (item | {name: value} for name in ("status", "id", "caller", "phase", "name") for value in ANY)
     for role in ("user", "system", "assistant"):
         for more in ({}, {"file_id": None}, {"file_id": "f"}, {"more": 1}, {"image_url": None}, {"image_url": ""}):
-            yield {"role": role, "content": [PICTURE | more]}
-        yield from ({"role": role, "content": [PICTURE | {"detail": value}]} for value in (*ANY, "low"))
+            yield {"role": role, "content": [IMAGE | more]}
+        yield from ({"role": role, "content": [IMAGE | {"detail": value}]} for value in (*ANY, "low"))
 
 
 @pytest.mark.parametrize("name", [*TABLE.fields, *TABLE.refused])

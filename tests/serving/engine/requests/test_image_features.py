@@ -1,4 +1,4 @@
-"""Pictures in prompts: the tokens are those of transformers' ``generate``, however the prompt is computed."""
+"""Images in prompts: the tokens are those of transformers' ``generate``, however the prompt is computed."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from PIL import Image
 from tiny_models import prompt_of, request_of
 from transformers import GenerationConfig
 
-from mlflow_llm.flavors.llm.save.images import picture_spec
+from mlflow_llm.flavors.llm.save.images import image_spec
 from mlflow_llm.serving.engine.core import EngineCore
 from mlflow_llm.serving.interface.bundle import Bundle
 from mlflow_llm.serving.interface.constraint import Grammar
 from mlflow_llm.serving.interface.errors import PackagingError
 from mlflow_llm.serving.interface.events import Failed
-from mlflow_llm.serving.interface.request import Beams, Picture, PromptTable, Sampling, ValidRequest
+from mlflow_llm.serving.interface.request import Beams, PromptTable, RequestImage, Sampling, ValidRequest
 from mlflow_llm.serving.interface.settings import EngineSettings
 from mlflow_llm.serving.model_files.image_layout import expanded
 
@@ -38,10 +38,10 @@ class Served:
         self.family = family
         self.model = tiny_vision.save(family, folder)
         self.processor = tiny_vision.processor_of(family)
-        self.spec = picture_spec(folder, folder, self.model.config)
+        self.spec = image_spec(folder, folder, self.model.config)
         self.bundle = Bundle(
             content_hash=family, tasks=("chat", "completions"), model_dir=str(folder), tokenizer_dir=str(folder),
-            pictures=self.spec,
+            images=self.spec,
         )  # fmt: skip
 
     def core(self, **settings: Any) -> EngineCore:
@@ -57,12 +57,12 @@ class Served:
         ids = self.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
         vocab_size = self.model.config.text_config.vocab_size
         prompt, counts = expanded(ids, [image.size for image in images], self.spec, vocab_size)
-        pictures = tuple(
-            Picture(width=image.width, height=image.height, data=image.tobytes(), num_tokens=count)
+        images = tuple(
+            RequestImage(width=image.width, height=image.height, data=image.tobytes(), num_tokens=count)
             for image, count in zip(images, counts, strict=True)
         )
         given = request_of(name, prompt, n=more.pop("n", 1))
-        return msgspec.structs.replace(given, pictures=pictures, sampling=Sampling(**sampling), **more)
+        return msgspec.structs.replace(given, images=images, sampling=Sampling(**sampling), **more)
 
     @torch.inference_mode()
     def expected(self, images: list[Any], text: str = TEXT, *, model: Any = None, **more: Any) -> list[list[int]]:
@@ -90,8 +90,8 @@ def core_of(served: Served) -> Any:
 
 def reads(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Record the sizes of the pieces that are encoded from now on."""
-    assert core._pictures is not None
-    reader, sizes = core._pictures._reader, []
+    assert core._images is not None
+    reader, sizes = core._images._reader, []
     real = type(reader).read
 
     def counted(piece: Any) -> Any:
@@ -108,7 +108,7 @@ def reads(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_tokens_are_those_of_generate(any_served: Served, kernels: str, budget: int) -> None:
     """Greedy tokens are those of transformers' ``generate`` for every model, kernel and chunk size."""
     core = any_served.core(kernels=kernels, max_num_batched_tokens=budget)
-    assert core.info.capabilities.pictures
+    assert core.info.capabilities.images
     for seed in (0, 1):
         images = any_served.images(seed)
         found = run(core, any_served.request(f"r{seed}", images))[f"r{seed}"]
@@ -117,8 +117,8 @@ def test_tokens_are_those_of_generate(any_served: Served, kernels: str, budget: 
     core.close()
 
 
-def test_pictures_matter(served: Served) -> None:
-    """The reference texts of two sets of pictures differ, so comparing with them is a real check."""
+def test_images_matter(served: Served) -> None:
+    """The reference texts of two sets of images differ, so comparing with them is a real check."""
     assert served.expected(served.images(0)) != served.expected(served.images(1))
 
 
@@ -132,7 +132,7 @@ def test_other_types_run(any_served: Served) -> None:
 
 
 def test_requests_beside_each_other(served: Served, core_of: Any) -> None:
-    """Requests with pictures and a plain one have the tokens beside each other that each has alone."""
+    """Requests with images and a plain one have the tokens beside each other that each has alone."""
     core = core_of()
     given = [served.images(seed) for seed in range(4)]
     requests = [served.request(f"r{i}", images) for i, images in enumerate(given)]
@@ -149,7 +149,7 @@ def test_features_are_kept_for_the_same_salt(served: Served, core_of: Any, monke
     sizes, wanted = reads(core, monkeypatch), served.expected(images)
     first = run(core, served.request("a", images, cache_salt="one"))["a"]
     once = len(sizes)
-    assert once == sum(len(core._pictures._reader.pieces(one)) for one in served.request("x", images).pictures) > 2
+    assert once == sum(len(core._images._reader.pieces(one)) for one in served.request("x", images).images) > 2
     again = run(core, served.request("b", images, cache_salt="one"))["b"]
     assert len(sizes) == once
     assert [first.tokens[0]] == [again.tokens[0]] == wanted
@@ -162,8 +162,8 @@ def test_features_are_kept_for_the_same_salt(served: Served, core_of: Any, monke
     assert len(sizes) == 4 * once
 
 
-def test_another_picture_shares_no_vector(served: Served, core_of: Any) -> None:
-    """A request with other pictures under the same salt reuses KV only up to the first picture."""
+def test_another_image_shares_no_vector(served: Served, core_of: Any) -> None:
+    """A request with other images under the same salt reuses KV only up to the first image."""
     core = core_of()
     for seed in (0, 1):
         images = served.images(seed)
@@ -175,21 +175,21 @@ def test_another_picture_shares_no_vector(served: Served, core_of: Any) -> None:
         assert found.finished[0].num_cached_tokens <= before
 
 
-def test_a_picture_twice_is_read_once(served: Served, core_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A picture that occurs twice in a prompt is encoded once for each salt."""
+def test_a_image_twice_is_read_once(served: Served, core_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An image that occurs twice in a prompt is encoded once for each salt."""
     core, (one, _) = core_of(), served.images()
     sizes = reads(core, monkeypatch)
     found = run(core, served.request("a", [one, one]), served.request("b", [one, one], cache_salt="s"))
     assert [found["a"].tokens[0]] == [found["b"].tokens[0]] == served.expected([one, one])
-    assert sum(sizes) == 2 * served.request("x", [one, one]).pictures[0].num_tokens  # once for each salt
+    assert sum(sizes) == 2 * served.request("x", [one, one]).images[0].num_tokens  # once for each salt
 
 
 def test_the_budget_keeps_the_latest(served: Served, core_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The encoder cache evicts the least recently used features, stays within its bytes and is off at 0."""
     images = [served.images(seed)[:1] for seed in range(3)]
     text = "a <image>"
-    size = 4 * 64 * served.request("x", images[0], text).pictures[0].num_tokens
-    core = core_of(picture_cache=2 * size)
+    size = 4 * 64 * served.request("x", images[0], text).images[0].num_tokens
+    core = core_of(encoder_cache=2 * size)
     sizes = reads(core, monkeypatch)
 
     def read_again(seed: int) -> bool:
@@ -198,35 +198,35 @@ def test_the_budget_keeps_the_latest(served: Served, core_of: Any, monkeypatch: 
         return len(sizes) > before
 
     assert [read_again(seed) for seed in (0, 1, 0, 2, 0, 1)] == [True, True, False, True, False, True]
-    assert core._pictures._num_bytes <= 2 * size
-    off = core_of(picture_cache=0)
+    assert core._images._num_bytes <= 2 * size
+    off = core_of(encoder_cache=0)
     sizes = reads(off, monkeypatch)
     for name in ("a", "b"):
         run(off, served.request(name, images[0], text, cache_salt="s"))
-    assert not off._pictures._kept
+    assert not off._images._kept
 
 
-def test_other_texts_go_on_while_pictures_are_read(served: Served, core_of: Any) -> None:
-    """A text request generates a token for each piece of a picture that is encoded meanwhile."""
+def test_other_texts_go_on_while_images_are_read(served: Served, core_of: Any) -> None:
+    """A text request generates a token for each piece of an image that is encoded meanwhile."""
     core = core_of()
     outcomes = {"text": Outcome(), "r": Outcome()}
     core.add(msgspec.structs.replace(request_of("text", prompt_of(5, 1)), sampling=Sampling(max_tokens=64)))
     take(core, outcomes, max_steps=2)
     request = served.request("r", served.images())
-    pieces = sum(len(core._pictures._reader.pieces(one)) for one in request.pictures)
+    pieces = sum(len(core._images._reader.pieces(one)) for one in request.images)
     core.add(request)
     text = core._scheduler.running[0]
     before = text.num_generated
     for _ in range(pieces - 1):
         take(core, outcomes, max_steps=1)
-        assert core._scheduler.waiting_for()["pictures"] == 1
+        assert core._scheduler.waiting_for()["images"] == 1
     assert text.num_generated >= before + pieces - 1  # one for each piece
     take(core, outcomes)
     assert [outcomes["r"].tokens[0]] == served.expected(served.images())
 
 
-def test_a_request_that_leaves_while_its_pictures_are_read(served: Served, core_of: Any) -> None:
-    """Requests aborted or past their deadline while pictures are encoded end so; another one is unaffected."""
+def test_a_request_that_leaves_while_its_images_are_read(served: Served, core_of: Any) -> None:
+    """Requests aborted or past their deadline while images are encoded end so; another one is unaffected."""
     core, outcomes = core_of(), {name: Outcome() for name in ("gone", "late", "stays")}
     core.add(served.request("gone", served.images(1)))
     core.add(served.request("late", served.images(2), deadline=time.monotonic() - 1))
@@ -239,26 +239,26 @@ def test_a_request_that_leaves_while_its_pictures_are_read(served: Served, core_
     assert [outcomes["stays"].tokens[0]] == served.expected(served.images(0))
 
 
-def test_closing_while_pictures_are_read(served: Served) -> None:
-    """Closing the engine fails a request whose pictures are being encoded with shutting_down."""
+def test_closing_while_images_are_read(served: Served) -> None:
+    """Closing the engine fails a request whose images are being encoded with shutting_down."""
     core = served.core()
     core.add(served.request("r", served.images()))
     core.step()
     assert [event.kind for _, _, event in core.close()] == ["shutting_down"]
 
 
-def test_a_picture_that_cannot_be_read_fails_its_requests_alone(
+def test_a_image_that_cannot_be_read_fails_its_requests_alone(
     served: Served, core_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A picture whose encoding fails fails its own requests with a generic message; others are answered."""
+    """An image whose encoding fails fails its own requests with a generic message; others are answered."""
     core, bad, good = core_of(), served.images(1), served.images(0)
-    reader = core._pictures._reader
+    reader = core._images._reader
     real = type(reader).pieces
 
-    def pieces(picture: Picture) -> Any:
-        if picture.data == bad[1].tobytes():
+    def pieces(image: RequestImage) -> Any:
+        if image.data == bad[1].tobytes():
             raise RuntimeError("what it says is not for callers")
-        return real(reader, picture)
+        return real(reader, image)
 
     monkeypatch.setattr(reader, "pieces", pieces)
     given = [served.request("a", bad, cache_salt="s"), served.request("b", bad, cache_salt="s")]
@@ -273,7 +273,7 @@ def test_a_picture_that_cannot_be_read_fails_its_requests_alone(
 
 @pytest.mark.parametrize("grammar_first", [True, False])
 def test_with_a_grammar(served: Served, core_of: Any, grammar_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request begins when both its grammar is compiled and its pictures are encoded."""
+    """A request begins when both its grammar is compiled and its images are encoded."""
     core = core_of()
     grammar = Grammar(source="start: /[ab]{3,12}/", field="grammar")
     images, sampling = served.images(), {"grammar": grammar, "stop_token_ids": (1,)}
@@ -292,7 +292,7 @@ def test_with_a_grammar(served: Served, core_of: Any, grammar_first: bool, monke
 
 
 def test_beams(served: Served, core_of: Any) -> None:
-    """Beam searches over prompts with pictures give the texts of transformers' ``generate``."""
+    """Beam searches over prompts with images give the texts of transformers' ``generate``."""
     core, images = core_of(), served.images()
     sampling = {"beams": Beams(width=3)}
     found = run(core, served.request("r", images, n=2, sampling=sampling))["r"]
@@ -301,7 +301,7 @@ def test_beams(served: Served, core_of: Any) -> None:
 
 
 def test_choices_and_continuation(served: Served, core_of: Any) -> None:
-    """A resumed request with pictures continues its text, and choices of one prompt are equal when greedy."""
+    """A resumed request with images continues its text, and choices of one prompt are equal when greedy."""
     core, images = core_of(), served.images()
     whole = run(core, served.request("r", images, sampling={"temperature": 1.0}))["r"].tokens[0]
     request = served.request("s", images, sampling={"temperature": 1.0})
@@ -321,35 +321,35 @@ def refusal(core: EngineCore, request: ValidRequest) -> Failed:
 
 
 def test_refusals(served: Served, core_of: Any, tiny_bundle: Bundle) -> None:
-    """Pictures of the wrong size, missing pictures, prompt tables beside pictures and text models are refused."""
+    """Images of the wrong size, missing images, prompt tables beside images and text models are refused."""
     core, images = core_of(), served.images()
     given = served.request("r", images)
-    cut = msgspec.structs.replace(given.pictures[0], data=given.pictures[0].data[1:])
+    cut = msgspec.structs.replace(given.images[0], data=given.images[0].data[1:])
     for request, said in (
-        (msgspec.structs.replace(given, pictures=(cut, given.pictures[1])), "40 x 30 pixels of 3 bytes"),
-        (msgspec.structs.replace(given, pictures=given.pictures[:1]), "token ids from 0 to"),
-        (msgspec.structs.replace(given, prompt_table=PromptTable(data=bytes(256), num_tokens=1)), "reads no pictures"),
+        (msgspec.structs.replace(given, images=(cut, given.images[1])), "40 x 30 pixels of 3 bytes"),
+        (msgspec.structs.replace(given, images=given.images[:1]), "token ids from 0 to"),
+        (msgspec.structs.replace(given, prompt_table=PromptTable(data=bytes(256), num_tokens=1)), "reads no images"),
     ):
         failed = refusal(core, request)
         assert failed.kind == "invalid_field"
         assert said in failed.message
     text = EngineCore(tiny_bundle, EngineSettings(kv_cache_memory=1 << 24))
-    assert "reads no pictures" in refusal(text, given).message
+    assert "reads no images" in refusal(text, given).message
     text.close()
 
 
 def test_a_processor_that_disagrees_fails_the_request(served: Served, core_of: Any) -> None:
-    """A request whose picture takes another number of tokens than its prompt has fails as internal."""
+    """A request whose image takes another number of tokens than its prompt has fails as internal."""
     core, given = core_of(), served.request("r", served.images())
     other = tuple(
         msgspec.structs.replace(one, num_tokens=one.num_tokens + change)
-        for one, change in zip(given.pictures, (1, -1), strict=True)
+        for one, change in zip(given.images, (1, -1), strict=True)
     )
-    assert refusal(core, msgspec.structs.replace(given, pictures=other)).kind == "internal"
+    assert refusal(core, msgspec.structs.replace(given, images=other)).kind == "internal"
 
 
 def test_a_model_with_attention_in_both_directions_is_refused(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model that attends in both directions within pictures is refused, because its logits differ."""
+    """A model that attends in both directions within images is refused, because its logits differ."""
     from transformers.models.idefics3.modeling_idefics3 import Idefics3Model
 
     real = Idefics3Model.forward
@@ -361,12 +361,12 @@ def test_a_model_with_attention_in_both_directions_is_refused(served: Served, mo
         return real(self, *args, **more)
 
     monkeypatch.setattr(Idefics3Model, "forward", forward)
-    with pytest.raises(PackagingError, match="does not compute tokens of pictures like others"):
+    with pytest.raises(PackagingError, match="does not compute tokens of images like others"):
         served.core()
 
 
-def test_prefixes_are_shared_up_to_the_first_other_picture(served: Served, core_of: Any) -> None:
-    """A conversation that adds pictures reuses the KV before them."""
+def test_prefixes_are_shared_up_to_the_first_other_image(served: Served, core_of: Any) -> None:
+    """A conversation that adds images reuses the KV before them."""
     core, (one, two) = core_of(), served.images()
     words = "A text of some length that comes before: "
     for name, images, text in (
@@ -387,13 +387,13 @@ def test_prefixes_are_shared_up_to_the_first_other_picture(served: Served, core_
 def test_ids_begin_again_before_they_are_too_large(
     served: Served, core_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ids of pictures restart before they exceed their limit, and texts stay right."""
+    """Ids of images restart before they exceed their limit, and texts stay right."""
     core, vocab_size = core_of(), served.model.config.text_config.vocab_size
     monkeypatch.setattr("mlflow_llm.serving.engine.requests.image_features.MOST_IDS", vocab_size + 120)
     for name, seed in (("a", 0), ("b", 1), ("c", 0), ("d", 1)):
         images = served.images(seed)
         assert [run(core, served.request(name, images, cache_salt="s"))[name].tokens[0]] == served.expected(images)
-    assert core._pictures._epoch >= 1
+    assert core._images._epoch >= 1
 
 
 def test_an_adapter_trained_on_the_whole_model(any_served: Served, tmp_path: Path) -> None:
@@ -414,18 +414,18 @@ def test_an_adapter_trained_on_the_whole_model(any_served: Served, tmp_path: Pat
 
 
 def test_tenants_take_turns(served: Served, core_of: Any) -> None:
-    """A tenant with one picture does not wait for all pictures of a tenant with many requests."""
+    """A tenant with one image does not wait for all images of a tenant with many requests."""
     core = core_of(max_num_seqs=16)
     for i in range(6):
         core.add(served.request(f"many{i}", served.images(i), tenant="a"))
     one = served.images(9)[:1]
     core.add(served.request("one", one, "a <image>", tenant="b"))
     outcomes = {name: Outcome() for name in ("one", *(f"many{i}" for i in range(6)))}
-    pieces = [len(core._pictures._reader.pieces(p)) for p in served.request("x", one, "a <image>").pictures]
-    longest = max(len(core._pictures._reader.pieces(p)) for p in served.request("x", served.images()).pictures)
-    take(core, outcomes, max_steps=sum(pieces) + longest)  # its own, and the picture that was begun
-    assert "one" not in core._pictures
-    assert sum(f"many{i}" in core._pictures for i in range(6)) >= 5
+    pieces = [len(core._images._reader.pieces(p)) for p in served.request("x", one, "a <image>").images]
+    longest = max(len(core._images._reader.pieces(p)) for p in served.request("x", served.images()).images)
+    take(core, outcomes, max_steps=sum(pieces) + longest)  # its own, and the image that was begun
+    assert "one" not in core._images
+    assert sum(f"many{i}" in core._images for i in range(6)) >= 5
     take(core, outcomes)
     for i in range(6):
         assert [outcomes[f"many{i}"].tokens[0]] == served.expected(served.images(i))
@@ -433,12 +433,12 @@ def test_tenants_take_turns(served: Served, core_of: Any) -> None:
 
 
 def test_provisioned_requests_come_first(served: Served, core_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside a provisioned text, pictures of others are encoded for a small share of the time; its own are not
+    """Beside a provisioned text, images of others are encoded for a small share of the time; its own are not
     delayed."""
     core, clock = core_of(), [1000.0]
     monkeypatch.setattr("mlflow_llm.serving.engine.requests.image_features.time.monotonic", lambda: clock[0])
     sizes = reads(core, monkeypatch)
-    reader = core._pictures._reader
+    reader = core._images._reader
     real = reader.read
 
     def slow(piece: Any) -> Any:
@@ -458,15 +458,15 @@ def test_provisioned_requests_come_first(served: Served, core_of: Any, monkeypat
     assert len(sizes) == 2
     core.add(served.request("own", served.images(0), provisioned=True))
     take(core, outcomes, max_steps=14)
-    assert "own" not in core._pictures
-    assert "other" in core._pictures
+    assert "own" not in core._images
+    assert "other" in core._images
     core.abort("text")
     take(core, outcomes)
     for name, seed in (("own", 0), ("other", 1)):
         assert [outcomes[name].tokens[0]] == served.expected(served.images(seed))
 
 
-def test_thin_pictures_are_refused(served: Served, core_of: Any) -> None:
-    """A picture with an extreme aspect ratio is refused with its size."""
+def test_thin_images_are_refused(served: Served, core_of: Any) -> None:
+    """An image with an extreme aspect ratio is refused with its size."""
     given = served.request("r", served.images(0, ((51, 1), (50, 1))))
     assert "51 x 1" in refusal(core_of(), given).message

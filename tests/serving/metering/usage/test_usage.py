@@ -83,7 +83,7 @@ def test_csv_and_parquet_have_every_row(store, filled, tmp_path):
 
 
 def test_a_plot_is_written(store, filled, tmp_path):
-    """Stacks hold every token and micro-unit of the day, and a picture comes out, with rows and without."""
+    """Stacks hold every token and micro-unit of the day, and an image comes out, with rows and without."""
     usage = Usage(store)
     days, kinds = tokens_by_kind(usage, UsageFilter())
     assert days == ["2027-01-15", "2027-01-16"]

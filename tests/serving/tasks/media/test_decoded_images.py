@@ -1,4 +1,4 @@
-"""Pictures decoded in a confined process: transformers' pixels to the bit, and errors for everything else."""
+"""Images decoded in a confined process: transformers' pixels to the bit, and errors for everything else."""
 
 import contextlib
 import io
@@ -55,7 +55,7 @@ WAYS = [
 
 
 def drawn(mode, size, seed=0):
-    """Return a picture of random pixels."""
+    """Return an image of random pixels."""
     rng = random.Random(f"{mode}{size}{seed}")
     width, height = size
     if mode == "I;16":
@@ -69,13 +69,13 @@ def drawn(mode, size, seed=0):
     return found
 
 
-def encoded(picture, format, **options):
+def encoded(image, format, **options):
     if options.pop("icc", False):
         options["icc_profile"] = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
     if options.get("save_all"):
-        options["append_images"] = [drawn(picture.mode, picture.size, seed) for seed in (1, 2)]
+        options["append_images"] = [drawn(image.mode, image.size, seed) for seed in (1, 2)]
     file = io.BytesIO()
-    picture.save(file, format=format, **options)
+    image.save(file, format=format, **options)
     return file.getvalue()
 
 
@@ -109,7 +109,7 @@ def test_pixels_are_those_of_transformers(format, mode, options):
 @pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP"])
 @pytest.mark.parametrize("orientation", range(10))
 def test_orientation(format, orientation):
-    """Pictures are rotated by their EXIF orientation, and undefined values rotate nothing."""
+    """Images are rotated by their EXIF orientation, and undefined values rotate nothing."""
     exif = Image.Exif()
     exif[0x0112] = orientation
     exif[0x010E] = "größe"
@@ -135,13 +135,13 @@ def test_damaged_exif():
             assert pixels(data) == wanted
 
 
-def test_many_pictures_of_one_process():
+def test_many_images_of_one_process():
     """A sandboxed process decodes every format, even ones first seen later, and its results stay the same."""
-    images.PICTURES.close()
+    images.IMAGES.close()
     for format in ("PNG", "JPEG", "WEBP", "GIF") * 3:
         data = encoded(drawn("RGB", (40, 30)), format)
         assert pixels(data) == expected(data)
-    assert len(images.PICTURES._all) == 1
+    assert len(images.IMAGES._all) == 1
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_other_formats(format, what):
     found = refusal(encoded(drawn("RGB", (16, 16)), format))
     assert found.startswith(f"'{what}")
     assert found.endswith(
-        "expected a picture in PNG, JPEG, WebP or GIF with at most 33554432 pixels that can be decoded: "
+        "expected an image in PNG, JPEG, WebP or GIF with at most 33554432 pixels that can be decoded: "
         "it is none of these or is damaged"
     )
 
@@ -172,7 +172,7 @@ def test_other_formats(format, what):
         (b"P6 1 1 255 abc", "a file of 14 bytes"),
     ],
 )
-def test_what_is_no_picture(data, what):
+def test_what_is_no_image(data, what):
     """The error says what was sent, without the address of an object or a byte of the file."""
     found = refusal(data)
     assert found.startswith(f"'{what}' is not allowed")
@@ -215,7 +215,7 @@ def test_random_bytes(data, head):
 @given(at=st.integers(0, 10**6), value=st.integers(0, 255), way=st.sampled_from(WAYS))
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 def test_changed_bytes(at, value, way):
-    """A picture with a changed byte is decoded or refused."""
+    """An image with a changed byte is decoded or refused."""
     format, mode, options = way
     data = bytearray(encoded(drawn(mode, (9, 7)), format, **options))
     data[at % len(data)] = value
@@ -234,8 +234,8 @@ def png(width, height, rows):
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", body) + chunk(b"IEND", b"")
 
 
-def test_the_largest_picture():
-    """A picture of exactly the limit is decoded; one of a pixel more is refused, however small its file."""
+def test_the_largest_image():
+    """An image of exactly the limit is decoded; one of a pixel more is refused, however small its file."""
     data = png(2**13, 2**12, 2**12)
     assert decoded(data, PART).data == bytes(3 * MAX_PIXELS)
     found = refusal(png(MAX_PIXELS + 1, 1, 1))
@@ -267,16 +267,16 @@ def test_a_gif_of_many_frames():
 
 
 def test_more_than_a_request_may_have():
-    """The pixels left to a request limit a picture too, and the error says so."""
+    """The pixels left to a request limit an image too, and the error says so."""
     data = encoded(drawn("L", (10, 10)), "PNG")
     assert decoded(data, PART, left=100).width == 10
     assert refusal(data, left=99).endswith(
-        "at most 67108864 pixels in all pictures of a request together: it has 100 pixels"
+        "at most 67108864 pixels in all images of a request together: it has 100 pixels"
     )
     assert "together" in refusal(data, left=0)
 
 
-def test_a_picture_that_takes_too_long():
+def test_a_image_that_takes_too_long():
     """A small file with thousands of scans is stopped by the time limit for its few pixels."""
     data = encoded(Image.new("L", (512, 512), 128), "JPEG", progressive=True)
     last = data.rindex(b"\xff\xda")
@@ -285,7 +285,7 @@ def test_a_picture_that_takes_too_long():
 
 
 def test_no_process(monkeypatch):
-    """Without a process the error is a 503 with Retry-After that does not blame the picture."""
+    """Without a process the error is a 503 with Retry-After that does not blame the image."""
 
     def none(*_, **__):
         raise NoProcess("all processes are busy")
@@ -297,17 +297,17 @@ def test_no_process(monkeypatch):
 
 
 def test_a_process_cannot_open_anything():
-    """From its first picture on a process has a descriptor limit of zero."""
+    """From its first image on a process has a descriptor limit of zero."""
     decoded(encoded(drawn("L", (1, 1)), "PNG"), PART)
-    for process in images.PICTURES._all:
+    for process in images.IMAGES._all:
         with open(f"/proc/{process.pid}/limits") as limits:
             (line,) = (line for line in limits if line.startswith("Max open files"))
         assert line.split()[3:5] == ["0", "0"]
         assert sorted(map(int, os.listdir(f"/proc/{process.pid}/fd"))) == [0, 1, 2, 3]
 
 
-def test_thin_pictures_are_refused() -> None:
-    """Thin pictures are refused, since an image processor that scales the shorter side would make gigabytes of them."""
+def test_thin_images_are_refused() -> None:
+    """Thin images are refused, since an image processor that scales the shorter side would make gigabytes of them."""
     file = io.BytesIO()
     Image.new("RGB", (5100, 100)).save(file, "PNG")
     part = MediaPart(kind="image", source="data", most=10**6, field="f", part="p")

@@ -1,4 +1,4 @@
-"""Pictures fetched from URLs: by allowed hosts alone, within a time and a size, whatever the server does."""
+"""Images fetched from URLs: by allowed hosts alone, within a time and a size, whatever the server does."""
 
 import io
 import itertools
@@ -18,20 +18,20 @@ from mlflow_llm.serving.interface.dialect_settings import DialectSettings
 from mlflow_llm.serving.interface.errors import InvalidField
 from mlflow_llm.serving.interface.request import MediaPart, Message
 from mlflow_llm.serving.tasks.media import fetch, source
-from mlflow_llm.serving.tasks.media.media import pictures_of
+from mlflow_llm.serving.tasks.media.media import images_of
 
 MAX_BYTES = 20 << 20
 FIELD = "messages[0].content[0].image_url.url"
 FOREVER = 600.0  # seconds; the test ends for another reason
 
 
-def picture():
+def image():
     file = io.BytesIO()
     Image.new("RGB", (2, 1), (1, 2, 3)).save(file, format="PNG")
     return file.getvalue()
 
 
-PNG = picture()
+PNG = image()
 OK = b"HTTP/1.1 200 OK\r\n"
 
 
@@ -111,7 +111,7 @@ def asked(url, allowed=("127.0.0.1", "localhost"), deadline=None, place=None, mo
         part="messages[0].content[0]",
     )
     settings = DialectSettings(allowedMediaDomains=allowed)
-    (found,) = pictures_of([Message(role="user", content=(part,))], settings, reads_pictures=True, deadline=deadline)
+    (found,) = images_of([Message(role="user", content=(part,))], settings, reads_images=True, deadline=deadline)
     return found
 
 
@@ -138,7 +138,7 @@ def refusal(url, **options):
     ids=["closed", "kept open", "a byte at a time", "HTTP/1.0", "chunked", "after 100", "identity", "longer"],
 )  # fmt: skip
 def test_answers(answer):
-    """A picture arrives in whatever way a server sends it."""
+    """An image arrives in whatever way a server sends it."""
     with server(answer) as (port, _):
         found = asked(f"http://127.0.0.1:{port}/a.png")
     assert (found.width, found.height, found.data) == (2, 1, bytes((1, 2, 3)) * 2)
@@ -183,7 +183,7 @@ def test_what_is_asked():
         (closed(OK + b"Content-Encoding: gzip\r\n\r\nabc"), "the server sent it compressed"),
     ],
 )
-def test_answers_that_are_no_picture(answer, why):
+def test_answers_that_are_no_image(answer, why):
     """The error describes the server's failure in our words and repeats nothing of its answer."""
     with server(answer) as (port, requests):
         found = refusal(f"http://127.0.0.1:{port}/a")
@@ -192,10 +192,10 @@ def test_answers_that_are_no_picture(answer, why):
 
 
 def test_an_answer_that_is_not_decoded():
-    """A fetched file that is not a picture is described by its type alone; a short Content-Length truncates one."""
+    """A fetched file that is not an image is described by its type alone; a short Content-Length truncates one."""
     with server(closed(whole(b"<html>secret"))) as (port, _):
         found = refusal(f"http://127.0.0.1:{port}/a")
-    assert found.startswith("'an HTML file' is not allowed; expected a picture in PNG")
+    assert found.startswith("'an HTML file' is not allowed; expected an image in PNG")
     assert "secret" not in found
     with server(closed(OK + b"Content-Length: 40\r\n\r\n" + PNG)) as (port, _):
         assert refusal(f"http://127.0.0.1:{port}/a").startswith("'a PNG file' is not allowed")
@@ -237,7 +237,7 @@ def test_too_large(answer, monkeypatch):
     ids=["small chunks", "endless heads"],
 )
 def test_too_much_around_the_body(answer, monkeypatch):
-    """Endless heads and chunks of a byte, which are work without a picture, are given up after half a megabyte."""
+    """Endless heads and chunks of a byte, which are work without an image, are given up after half a megabyte."""
     monkeypatch.setattr(source, "FETCH_SECONDS", FOREVER)
     with server(answer) as (port, _):
         found = refusal(f"http://127.0.0.1:{port}/a")
@@ -377,7 +377,7 @@ from mlflow_llm.serving.interface.dialect_settings import DialectSettings
 from mlflow_llm.serving.interface.errors import InvalidField
 from mlflow_llm.serving.frontend import gevent_wait
 from mlflow_llm.serving.interface.request import MediaPart, Message
-from mlflow_llm.serving.tasks.media.media import pictures_of
+from mlflow_llm.serving.tasks.media.media import images_of
 gevent_wait.install()
 port = int(sys.argv[2])
 def ask(path):
@@ -385,7 +385,7 @@ def ask(path):
                      most=1000000, field="f", part="p")
     settings = DialectSettings(allowedMediaDomains=("localhost",))
     try:
-        found = pictures_of([Message(role="user", content=(part,))], settings, reads_pictures=True,
+        found = images_of([Message(role="user", content=(part,))], settings, reads_images=True,
                             deadline=time.monotonic() + 0.4 if path == "never" else None)
     except InvalidField as error:
         return str(error).rpartition(": ")[2]

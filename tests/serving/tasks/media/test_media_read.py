@@ -14,13 +14,13 @@ from mlflow_llm.serving.interface.dialect_settings import DialectSettings
 from mlflow_llm.serving.interface.errors import InvalidField, RequestError
 from mlflow_llm.serving.interface.request import MediaPart, Message, TextPart
 from mlflow_llm.serving.tasks.media import media, source
-from mlflow_llm.serving.tasks.media.media import MAX_PICTURES, pictures_of
+from mlflow_llm.serving.tasks.media.media import MAX_IMAGES, images_of
 from mlflow_llm.serving.tasks.media.source import Sources
 
 NONE = DialectSettings()
 
 
-def picture(color=(1, 2, 3), size=(3, 2)):
+def image(color=(1, 2, 3), size=(3, 2)):
     file = io.BytesIO()
     Image.new("RGB", size, color).save(file, format="PNG")
     return file.getvalue()
@@ -40,14 +40,14 @@ def file_part(path, number=0, **fields):
     return part(number, source="path", place=str(path), content=str(path), **fields)
 
 
-def asked(*parts, settings=NONE, reads_pictures=True):
+def asked(*parts, settings=NONE, reads_images=True):
     messages = [Message(role="user", content=parts)]
-    return pictures_of(messages, settings, reads_pictures=reads_pictures, deadline=None)
+    return images_of(messages, settings, reads_images=reads_images, deadline=None)
 
 
-def refusal(*parts, settings=NONE, reads_pictures=True):
+def refusal(*parts, settings=NONE, reads_images=True):
     with pytest.raises(InvalidField) as caught:
-        asked(*parts, settings=settings, reads_pictures=reads_pictures)
+        asked(*parts, settings=settings, reads_images=reads_images)
     assert caught.value.param
     return caught.value.message
 
@@ -56,9 +56,9 @@ def refusal(*parts, settings=NONE, reads_pictures=True):
 def inside(tmp_path):
     made = tmp_path / "media"
     (made / "deep").mkdir(parents=True)
-    (tmp_path / "secret.png").write_bytes(picture((9, 9, 9)))
-    (made / "a.png").write_bytes(picture())
-    (made / "deep" / "b.png").write_bytes(picture((4, 5, 6)))
+    (tmp_path / "secret.png").write_bytes(image((9, 9, 9)))
+    (made / "a.png").write_bytes(image())
+    (made / "deep" / "b.png").write_bytes(image((4, 5, 6)))
     return made
 
 
@@ -67,10 +67,10 @@ def allowed(inside):
     return DialectSettings(allowedLocalMediaPath=str(inside))
 
 
-def test_pictures_in_their_order(inside, allowed):
-    """Pictures of several messages come in the order of the messages, each with its part; texts have none."""
+def test_images_in_their_order(inside, allowed):
+    """Images of several messages come in the order of the messages, each with its part; texts have none."""
     first, second, third = (
-        data_part(picture((7, 8, 9))),
+        data_part(image((7, 8, 9))),
         file_part(inside / "deep/b.png", 1),
         file_part(inside / "a.png"),
     )
@@ -80,21 +80,21 @@ def test_pictures_in_their_order(inside, allowed):
         Message(role="assistant", content=()),
         Message(role="user", content=(third,)),
     ]
-    found = pictures_of(messages, allowed, reads_pictures=True, deadline=None)
+    found = images_of(messages, allowed, reads_images=True, deadline=None)
     assert [one.data[:3] for one in found] == [bytes((7, 8, 9)), bytes((4, 5, 6)), bytes((1, 2, 3))]
     assert [one.part for one in found] == [first, second, third]
     assert {(one.width, one.height, len(one.data)) for one in found} == {(3, 2, 18)}
 
 
 def test_text_costs_nothing(monkeypatch):
-    """A request without media loads and allocates nothing for pictures."""
+    """A request without media loads and allocates nothing for images."""
     monkeypatch.setattr(media, "Sources", None)
     monkeypatch.setattr(media, "_check", None)
     messages = [Message(role="user", content="text"), Message(role="user", content=(TextPart("a"),))] * 50
-    assert pictures_of(messages, NONE, reads_pictures=True, deadline=None) == ()
+    assert images_of(messages, NONE, reads_images=True, deadline=None) == ()
     tracemalloc.start()
     try:
-        pictures_of(messages, NONE, reads_pictures=False, deadline=None)
+        images_of(messages, NONE, reads_images=False, deadline=None)
         assert tracemalloc.get_traced_memory()[1] < 20_000
     finally:
         tracemalloc.stop()
@@ -102,38 +102,38 @@ def test_text_costs_nothing(monkeypatch):
 
 def test_models_that_read_only_text(inside, allowed):
     """A text-only model refuses the first part by its dialect's type, unless another may not be read at all."""
-    shown = data_part(picture(), name="input_image")
-    found = refusal(shown, reads_pictures=False)
+    shown = data_part(image(), name="input_image")
+    found = refusal(shown, reads_images=False)
     assert (
         found
         == "messages[0].content[0].type: 'input_image' is not allowed; expected \"text\": this model reads text only"
     )
     for bad in (file_part("/etc/passwd", 1), part(1, source="url", place="h.example", content="http://h.example/a")):
-        assert refusal(shown, bad, reads_pictures=False).startswith("messages[0].content[1].image_url.url: ")
+        assert refusal(shown, bad, reads_images=False).startswith("messages[0].content[1].image_url.url: ")
 
 
 @pytest.mark.parametrize("kind", ["video", "audio"])
 def test_other_media(kind):
     """Videos and audio are refused by any model, with the type of the part."""
-    found = refusal(data_part(picture()), data_part(b"x", 1, kind=kind, name=f"{kind}_url"))
+    found = refusal(data_part(image()), data_part(b"x", 1, kind=kind, name=f"{kind}_url"))
     assert found.startswith(
         f'messages[0].content[1].type: \'{kind}_url\' is not allowed; expected "text" or "image_url"'
     )
 
 
 def test_how_many(monkeypatch):
-    """More pictures than a request may have are refused before any is read."""
+    """More images than a request may have are refused before any is read."""
     monkeypatch.setattr(media, "Sources", None)
-    found = refusal(*(data_part(picture(), number) for number in range(MAX_PICTURES + 1)))
-    assert found.startswith(f"messages[0].content[{MAX_PICTURES}].image_url.url: '101 pictures' is not allowed")
+    found = refusal(*(data_part(image(), number) for number in range(MAX_IMAGES + 1)))
+    assert found.startswith(f"messages[0].content[{MAX_IMAGES}].image_url.url: '101 images' is not allowed")
 
 
 def test_pixels_of_all_together(monkeypatch):
-    """The part that exceeds what all pictures of a request may have is named."""
+    """The part that exceeds what all images of a request may have is named."""
     monkeypatch.setattr(media, "MAX_ALL_PIXELS", 13)
-    found = refusal(*(data_part(picture(), number) for number in range(3)))
+    found = refusal(*(data_part(image(), number) for number in range(3)))
     assert found.startswith("messages[0].content[2].image_url.url: 'a PNG file'")
-    assert found.endswith("in all pictures of a request together: it has 6 pixels")
+    assert found.endswith("in all images of a request together: it has 6 pixels")
 
 
 def test_without_pillow(monkeypatch):
@@ -141,13 +141,13 @@ def test_without_pillow(monkeypatch):
     monkeypatch.setattr(media, "Sources", None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(RequestError) as caught:
-        asked(data_part(picture()))
+        asked(data_part(image()))
     assert caught.value.message == (
-        "messages[0].content[0].image_url.url: reading pictures needs the package pillow: "
-        "pip install 'mlflow-llm[pictures]'"
+        "messages[0].content[0].image_url.url: reading images needs the package pillow: "
+        "pip install 'mlflow-llm[images]'"
     )
     assert caught.value.param == "messages[0].content[0].image_url.url"
-    assert "text only" in refusal(data_part(picture()), reads_pictures=False)
+    assert "text only" in refusal(data_part(image()), reads_images=False)
 
 
 def test_data_of_a_wrong_size():
@@ -249,7 +249,7 @@ def test_swapped_after_the_check(inside, allowed, monkeypatch, swap):
     """A name that becomes a link, a FIFO or nothing between the check and its use leads nowhere else."""
     outside = inside.parent / "outside"
     outside.mkdir()
-    (outside / "b.png").write_bytes(picture((9, 9, 9)))
+    (outside / "b.png").write_bytes(image((9, 9, 9)))
     real, target = source.locate, inside / "deep" / "b.png"
 
     def swapped(shown, allowed):
@@ -288,9 +288,9 @@ def test_a_fifo_at_the_last_moment(inside, allowed, monkeypatch):
 
 
 @pytest.mark.parametrize("role", ["system", "assistant", "tool"])
-def test_only_messages_of_the_user_have_pictures(role: str) -> None:
-    """Pictures are allowed in user messages alone, even in MindIE's dialect."""
+def test_only_messages_of_the_user_have_images(role: str) -> None:
+    """Images are allowed in user messages alone, even in MindIE's dialect."""
     part = MediaPart(kind="image", source="data", content="aGVsbG8=", most=10, field="f", part="messages[0].content[0]")
     given = [Message(role=role, content=(part,))]  # type: ignore[arg-type]
     with pytest.raises(InvalidField, match=r"messages\[0\].content\[0\].type.*only messages of the user"):
-        pictures_of(given, DialectSettings(), reads_pictures=True, deadline=None)
+        images_of(given, DialectSettings(), reads_images=True, deadline=None)

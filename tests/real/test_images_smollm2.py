@@ -1,4 +1,4 @@
-"""Pictures with SmolLM2 as the decoder: a notebook and every API give the text of the whole model's ``generate``."""
+"""Images with SmolLM2 as the decoder: a notebook and every API give the text of the whole model's ``generate``."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Reader:
         return f"data:image/png;base64,{self.data(image)}"
 
     def messages(self) -> list[dict[str, Any]]:
-        """Return a user's message of two texts and two pictures."""
+        """Return a user's message of two texts and two images."""
         parts: list[dict[str, Any]] = []
         for text, image in zip(ASKED, self.images, strict=True):
             parts += [{"type": "image_url", "image_url": {"url": self.url(image)}}, {"type": "text", "text": text}]
@@ -107,7 +107,7 @@ def test_a_notebook(reader: Reader) -> None:
         reply = assistant.chat(reader.messages(), max_tokens=MAX_TOKENS, temperature=0)
         assert str(reply) == text
         assert reply.usage.prompt_tokens == size
-        assert reply.usage.cached_tokens == size - 1  # the same engine has read these pictures
+        assert reply.usage.cached_tokens == size - 1  # the same engine has read these images
 
 
 def test_openai(reader: Reader, server: str) -> None:
@@ -121,7 +121,7 @@ def test_openai(reader: Reader, server: str) -> None:
     assert whole.usage.prompt_tokens == size
     stream = client.chat.completions.create(**given, stream=True)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices) == text
-    # the conversation continues with another picture: the KV of its beginning is reused
+    # the conversation continues with another image: the KV of its beginning is reused
     turns = [*given["messages"], {"role": "assistant", "content": text}, *reader.messages()]
     further = client.chat.completions.create(**given | {"messages": turns})
     assert further.usage.prompt_tokens_details.cached_tokens >= size

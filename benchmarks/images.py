@@ -1,11 +1,11 @@
-"""A question about a picture: time to the first token, also when the conversation goes on, and what the picture costs a
+"""A question about an image: time to the first token, also when the conversation goes on, and what the image costs a
 stream beside it. Beside transformers' ``generate`` in the same process, in turn.
 
 No weights of a small vision-language model come as a package, so the model has the decoder of ``--model`` and a part
-that reads pictures with random weights in the sizes of SmolVLM-256M's (SigLIP base, tiles of 512 pixels, 64 tokens a
+that reads images with random weights in the sizes of SmolVLM-256M's (SigLIP base, tiles of 512 pixels, 64 tokens a
 tile): times depend on sizes, not on values. Tokens are compared all the same.
 
-    python benchmarks/pictures.py --model .cache/models/smollm2
+    python benchmarks/images.py --model .cache/models/smollm2
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from transformers import (
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 
-from mlflow_llm.flavors.llm.save.images import picture_spec
+from mlflow_llm.flavors.llm.save.images import image_spec
 from mlflow_llm.serving.engine.core import EngineCore
 from mlflow_llm.serving.interface.bundle import Bundle
 from mlflow_llm.serving.interface.events import Finished, Tokens
-from mlflow_llm.serving.interface.request import Picture, Sampling, Sequence, ValidRequest
+from mlflow_llm.serving.interface.request import RequestImage, Sampling, Sequence, ValidRequest
 from mlflow_llm.serving.interface.settings import EngineSettings
 from mlflow_llm.serving.model_files.image_layout import expanded
 
@@ -46,7 +46,7 @@ SIGLIP = {
 }  # fmt: skip
 TOKENS = 16  # of an answer
 END = 2  # <|im_end|>, which neither generates before its end
-QUESTION = "<|im_start|>user\n<image>What is on this picture?<|im_end|>\n<|im_start|>assistant\n"
+QUESTION = "<|im_start|>user\n<image>What is on this image?<|im_end|>\n<|im_start|>assistant\n"
 MORE = "A cat.<|im_end|>\n<|im_start|>user\nAre you sure?<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -75,10 +75,10 @@ def build(source: Path, folder: Path) -> tuple[Any, Any]:
 
 class Ours:
     def __init__(self, folder: Path, processor: Any, config: Any, **settings: Any) -> None:
-        self.processor, self.spec = processor, picture_spec(folder, folder, config)
+        self.processor, self.spec = processor, image_spec(folder, folder, config)
         bundle = Bundle(
             content_hash="benchmark", tasks=("chat", "completions"), model_dir=str(folder), tokenizer_dir=str(folder),
-            pictures=self.spec,
+            images=self.spec,
         )  # fmt: skip
         self.core = announced(
             EngineCore(bundle, EngineSettings(kv_cache_memory=1 << 30, speculation="none", **settings))
@@ -86,16 +86,16 @@ class Ours:
 
     def request(self, name: str, text: str, image: Any | None, tokens: int = TOKENS) -> ValidRequest:
         ids = self.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
-        images = [] if image is None else [image]
-        prompt, counts = expanded(ids, [one.size for one in images], self.spec, self.core.info.vocab_size)
-        pictures = tuple(
-            Picture(width=one.width, height=one.height, data=one.tobytes(), num_tokens=count)
-            for one, count in zip(images, counts, strict=True)
+        given = [] if image is None else [image]
+        prompt, counts = expanded(ids, [one.size for one in given], self.spec, self.core.info.vocab_size)
+        images = tuple(
+            RequestImage(width=one.width, height=one.height, data=one.tobytes(), num_tokens=count)
+            for one, count in zip(given, counts, strict=True)
         )
         return ValidRequest(
             request_id=name, task="completions", model="bench", sequences=(Sequence(prompt_token_ids=prompt),),
             sampling=Sampling(max_tokens=tokens, min_tokens=tokens, temperature=0.0, stop_token_ids=(END,)),
-            stream=True, cache_salt="bench", pictures=pictures,
+            stream=True, cache_salt="bench", images=images,
         )  # fmt: skip
 
     def ask(self, name: str, text: str, image: Any) -> tuple[float, list[int]]:
@@ -112,7 +112,7 @@ class Ours:
                     return first, found
 
     def gaps_beside(self, image: Any) -> tuple[float, float]:
-        """Return the seconds between two tokens of a stream: the median alone, and the longest beside a picture."""
+        """Return the seconds between two tokens of a stream: the median alone, and the longest beside an image."""
         self.core.add(self.request("stream", "<|im_start|>user\nTell me a long story.", None, tokens=2000), b"bench")
         alone = self._gaps(lambda steps, _: steps > 60)
         self.core.add(self.request("beside", QUESTION, image, tokens=1), b"bench")
@@ -152,7 +152,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--name", default="pictures")
+    parser.add_argument("--name", default="images")
     args = parser.parse_args()
     say_kernels()
     draw, rows = np.random.default_rng(0), []

@@ -1,0 +1,27 @@
+"""Names that settings had in earlier releases."""
+
+from __future__ import annotations
+
+import pytest
+
+from mlflow_llm.serving.interface.errors import InvalidField
+from mlflow_llm.serving.interface.settings import EngineSettings
+
+OLD = "picture_cache"  # the old name of encoder_cache
+
+
+def test_an_earlier_name_of_a_setting_is_read() -> None:
+    """The cache of image features can be set by the name that it had before."""
+    assert EngineSettings.read({OLD: 4096}).encoder_cache == 4096
+
+
+def test_both_names_of_a_setting_are_refused() -> None:
+    """A setting that is given by its earlier and its present name is refused by both."""
+    with pytest.raises(InvalidField, match=f"{OLD}.*encoder_cache"):
+        EngineSettings.read({OLD: 4096, "encoder_cache": 1})
+
+
+def test_errors_use_the_present_name() -> None:
+    """A wrong value under the earlier name is refused by the present one."""
+    with pytest.raises(InvalidField, match="encoder_cache"):
+        EngineSettings.read({OLD: -1})
