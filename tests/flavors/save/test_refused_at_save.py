@@ -215,7 +215,7 @@ def test_a_failed_trial_does_not_refuse_the_model(tmp_path, bert_dir, monkeypatc
     monkeypatch.setattr("mlflow_llm.serving.engine.models.embedder.load_embedder", lacking)
     with caplog.at_level(logging.DEBUG):
         llm.save_model(tmp_path / "m", bert_dir)
-    assert "the model was not tried: no package of that name here" in caplog.text
+    assert "only the engine tries the model: no package of that name here" in caplog.text
 
 
 def bert(kind: str, labels: int = 2) -> Any:
