@@ -229,12 +229,13 @@ def test_wheel_installs_and_is_the_package(tmp_path, llama_dir):
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         assert archive.testzip() is None
-    assert {"mlflow_llm/flavors/llm/save.py", "mlflow_llm/serving/bundle.py", "mlflow_llm/py.typed"} <= set(names)
+    modules = {f"mlflow_llm/{name}/__init__.py" for name in ("flavors/llm/save", "serving/cli")}
+    assert {*modules, "mlflow_llm/py.typed"} <= set(names)
     assert not any("__pycache__" in name or name.startswith(("tests", "flavors")) for name in names)
     target = tmp_path / "site"
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(target)]
     subprocess.run([*command, str(wheel)], check=True, capture_output=True, text=True)
-    assert (target / "mlflow_llm/flavors/llm/save.py").is_file()
+    assert (target / "mlflow_llm/flavors/llm/save/__init__.py").is_file()
     assert "mlflow-llm = mlflow_llm" in next(target.glob("*.dist-info/entry_points.txt")).read_text()
 
 

@@ -97,7 +97,7 @@ def test_invalid_draft_models_are_refused(tmp_path, llama_dir, bert_dir):
     said = refused(tmp_path / "m", llama_dir, draft_model=str(tmp_path / "bert"))
     assert said.endswith("does embeddings; expected a model that writes text")
     (tmp_path / "file").touch()
-    assert "file' is a file" in refused(tmp_path / "m", llama_dir, draft_model=str(tmp_path / "file"))
+    assert " is a file; expected a model's" in refused(tmp_path / "m", llama_dir, draft_model=str(tmp_path / "file"))
     llm.save_model(tmp_path / "small", llama_dir)
     for number, uri in enumerate((llama_dir, tmp_path / "small")):
         llm.save_model(tmp_path / str(number), llama_dir, draft_model=str(uri))
