@@ -154,7 +154,7 @@ def train_into(base_dir: Path, target: Path, style: str) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{style}-") as scratch:
         unfinished = Path(scratch) / "adapter"
-        # peft would record the hub name or folder of the base on this machine, which is of no use on another.
+        # peft would record the hub name or folder of the base on this machine, which says nothing on another.
         model.peft_config["default"].base_model_name_or_path = "SmolLM2-135M-Instruct"
         model.save_pretrained(unfinished, save_embedding_layers=False)
         unfinished.rename(target)

@@ -20,7 +20,7 @@ from .batch_rows import Row, Rows
 from .http import url_options
 from .model_options import engine_overrides
 
-FIRST_WAIT, LONGEST_WAIT = 0.5, 60.0  # seconds before a row is asked again
+FIRST_WAIT, MAX_WAIT = 0.5, 60.0  # seconds before a row is asked again
 INTERRUPTED = 130
 
 
@@ -183,7 +183,7 @@ class _Run:
 
     def _ask(self, backend: Backend, row: Row) -> RowAnswer | None:
         """Return the row's answer after retries; None where the batch was stopped. Raises ``ClickException``."""
-        backoff = Backoff(FIRST_WAIT, LONGEST_WAIT, jitter=(0.5, 1.0))
+        backoff = Backoff(FIRST_WAIT, MAX_WAIT, jitter=(0.5, 1.0))
         for attempt in range(self._retries + 1):
             try:
                 answered = backend.ask(row)

@@ -10,7 +10,7 @@ from ..system.backoff import Backoff
 from ..transport.discovery.launcher import Launcher
 
 TURN = 0.05  # seconds between checks whether to continue waiting
-FIRST_PAUSE, LONGEST_PAUSE = 0.25, 30.0  # seconds
+FIRST_PAUSE, MAX_PAUSE = 0.25, 30.0  # seconds
 HEALTHY_LIFE = 2.0  # seconds; an engine that lived so long is restarted at once
 
 
@@ -20,7 +20,7 @@ class BackoffLauncher(Launcher):
     def __init__(self, *args: Any, over: Callable[[], bool], **options: Any) -> None:
         super().__init__(*args, **options)
         self._over = over
-        self._backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE, at_once=True)
+        self._backoff = Backoff(FIRST_PAUSE, MAX_PAUSE, at_once=True)
         self._has_looked = False
         self._found_at: float | None = None  # when the last search found an engine; None if it found none
 

@@ -17,7 +17,7 @@ from ..transport.client.client import RemoteEngine
 from ..transport.client.finder import Finder
 from ..transport.client.reconnect import NOT_FOUND
 from .adapter_sync import AdapterSync
-from .backoff_launcher import FIRST_PAUSE, HEALTHY_LIFE, LONGEST_PAUSE
+from .backoff_launcher import FIRST_PAUSE, HEALTHY_LIFE, MAX_PAUSE
 from .engine_spec import EngineSpec
 
 logger = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ class Replica:
             return True
 
     def _run(self) -> None:
-        backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE)
+        backoff = Backoff(FIRST_PAUSE, MAX_PAUSE)
         try:
             while not self._over():
                 self._ready_since = None

@@ -67,7 +67,7 @@ class EngineProcess:
         return self._log.read_text() if self._log.exists() else ""
 
     def pid(self) -> int:
-        """Of the engine itself."""
+        """Return the process id of the engine itself."""
         (status,) = (self.runtime / "r").glob("*/status.json")
         return int(json.loads(status.read_text())["pid"])
 

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 Key = tuple[str, str]  # of whom the features are (a salt), and of what
 ALONE = "alone-"  # the salt of a request without one begins so, as no other does: those are hashes
 REST = 16  # how long no best-effort image is read beside provisioned requests, as a multiple of the last piece
-MOST_IDS = 2**30  # the engine's ids are int32
+MAX_IDS = 2**30  # the engine's ids are int32
 MAX_IMAGES = 2**16  # whose ids are known; others get new ones, and share no prefix
 
 
@@ -89,7 +89,7 @@ class ImageFeatureCache:
         salt = f"{ALONE}{self._asked}" if request.cache_salt is None else request.cache_salt
         counts = [image.num_tokens for image in request.images]
         vectors = np.zeros((sum(counts), self._width), dtype=np.float32)
-        if self._next_id + len(vectors) > MOST_IDS:
+        if self._next_id + len(vectors) > MAX_IDS:
             self._epoch, self._next_id = self._epoch + 1, self._first_id
             self._ids.clear()
         missing, firsts, end = [], dict[int, int](), 0

@@ -14,7 +14,7 @@ from .protocol_state import died
 
 logger = logging.getLogger(__name__)
 
-FIRST_PAUSE, LONGEST_PAUSE = 0.25, 5.0  # seconds
+FIRST_PAUSE, MAX_PAUSE = 0.25, 5.0  # seconds
 TRANSIENT_SECONDS = 10.0  # during which a system error (a full disk, no descriptor left) may pass by itself
 NOT_FOUND = (ServingError, PackagingError, OSError, zmq.ZMQError)  # the errors of a search for an engine
 REFUSALS = 3  # after this many connections in a row that end before the handshake, the peer refuses us
@@ -32,7 +32,7 @@ class Reconnect:
         self.away = 0.0
         self.endpoint = ""
         self._on_failure = on_failure
-        self._backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE)
+        self._backoff = Backoff(FIRST_PAUSE, MAX_PAUSE)
         self._failing_since: float | None = None
         self._refusals = 0
         self._logged = ""

@@ -37,7 +37,7 @@ logger = logging.getLogger("mlflow_llm.engine")
 
 SPEC = "standby-spec.json"
 LOADED, DISMISSED = b"L", b"D"
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds between starts of a standby that ends by itself
+FIRST_PAUSE, MAX_PAUSE = 1.0, 60.0  # seconds between starts of a standby that ends by itself
 State = Literal["none", "loading", "ready"]
 
 
@@ -62,7 +62,7 @@ class WarmStandby:
         self._control: socket.socket | None = None
         self._starters: list[subprocess.Popen[bytes]] = []  # each forks a standby and ends
         self._pid = 0
-        self._backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE, at_once=True)
+        self._backoff = Backoff(FIRST_PAUSE, MAX_PAUSE, at_once=True)
         self._since = time.monotonic()
 
     @property

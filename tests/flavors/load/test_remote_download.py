@@ -48,7 +48,7 @@ def models(cache: Path) -> list[str]:
 
 
 def temporary() -> list[str]:
-    """What is left in the directory for temporary files of models: weights."""
+    """Return the weights that are left in the directory for temporary files."""
     return [str(path) for path in Path(tempfile.gettempdir()).rglob("*.safetensors")]
 
 
@@ -193,7 +193,7 @@ def test_equal_weights_are_linked(remote: RemoteStore, cache: Path, llama_dir: P
 
 
 def test_mlflow_load_leaves_no_copy(remote: RemoteStore, cache: Path) -> None:
-    """What ``mlflow.pyfunc.load_model`` downloaded is moved to the cache: no second copy remains beside it."""
+    """A download of ``mlflow.pyfunc.load_model`` is moved to the cache, and no second copy remains beside it."""
     for _ in range(2):
         model = mlflow.pyfunc.load_model(URI, model_config={"in_process": True})
         with llm.closing(model):

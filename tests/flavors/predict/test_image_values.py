@@ -35,7 +35,7 @@ def test_bytes_of_a_file_are_sent_as_they_are(kind: str, type_of: Any) -> None:
 
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "P", "1", "CMYK"])
 def test_an_image_of_pillow_keeps_its_pixels(mode: str) -> None:
-    """As PNG, which loses nothing; modes that PNG lacks become RGB."""
+    """An image of Pillow is sent as PNG, which loses nothing; modes that PNG lacks become RGB."""
     image = Image.effect_noise((5, 4), 90).convert(mode)
     url = data_url(image)
     assert url is not None

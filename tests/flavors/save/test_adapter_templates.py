@@ -65,7 +65,7 @@ def test_requests_of_an_adapter_use_its_template(trained, tmp_path):
 
 
 def test_a_template_of_the_whole_model_is_for_its_adapters_too(trained, tmp_path, caplog):
-    """Where the caller passes one, the adapter's is replaced, and a warning says so."""
+    """A template that the caller passes replaces the adapter's, and a warning says so."""
     llm.save_model(
         tmp_path / "m", tiny_llama(), tokenizer=byte_tokenizer(), chat_template=BASE, adapters={"formal": trained()}
     )

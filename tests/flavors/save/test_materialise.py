@@ -54,7 +54,7 @@ def test_the_whole_answers_without_a_registry(adapter: str, tmp_path: Path) -> N
 
 
 def test_a_missing_base_says_what_to_do(adapter: str, tmp_path: Path) -> None:
-    """As a container would: the version alone, without its registry, names ``materialise``."""
+    """A version that is loaded without its registry, as in a container, names ``materialise``."""
     root = Path(mlflow.artifacts.download_artifacts(adapter, dst_path=str(tmp_path / "image")))
     with own_stores(empty_store(tmp_path)), pytest.raises(MlflowException, match=r"llm\.materialise\(uri, path\)"):
         mlflow.pyfunc.load_model(str(root))

@@ -117,7 +117,7 @@ def test_sharded_pickled_checkpoint(tmp_path, llama_dir):
 
 
 def test_stale_checkpoints_beside_weights(tmp_path, caplog):
-    """Of several checkpoints in a directory, the one is stored that transformers loads, and the others are named."""
+    """The checkpoint that transformers would load is stored; the others in the directory are named."""
     source = tmp_path / "source"
     tiny_llama(seed=1).save_pretrained(source, max_shard_size="20KB")
     (source / "pytorch_model.bin").write_bytes(b"stale")

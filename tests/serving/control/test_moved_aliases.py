@@ -40,7 +40,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 def declared() -> EndpointConfig:
-    """What ``serve -m models:/assistant@champion=chat`` asks for now."""
+    """Return the configuration that ``serve -m models:/assistant@champion=chat`` asks for now."""
     (spec,) = endpoint_specs({"chat": URI}, {})
     return config_of(spec)
 

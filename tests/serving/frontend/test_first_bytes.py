@@ -172,7 +172,7 @@ def test_an_error_after_the_beginning(dialect: str, task: str) -> None:
 
 
 def test_an_error_before_it_has_its_own_status() -> None:
-    """What is refused while nothing was sent is raised, as ever."""
+    """An error before the first byte is raised, so that it keeps its own status."""
     slow = Slow("openai", error=InvalidField("stop", "x", "y"), at_first=60.0)
     slow.go.set()
     with pytest.raises(InvalidField):

@@ -82,7 +82,7 @@ def test_of_several_processes_one_downloads(cache: Path) -> None:
 
 
 def test_another_goes_on_when_the_first_is_killed(cache: Path) -> None:
-    """What the killed process had written is there for the next one; nobody sees half a download."""
+    """A killed process leaves its files to the next one, and nobody sees half a download."""
     first = Process("a", waits=True)
     assert first.line() == "filling"
     second = Process("a", waits=True)

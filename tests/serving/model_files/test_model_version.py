@@ -1,4 +1,4 @@
-"""Which version of which model is served."""
+"""The identity of a served model."""
 
 from __future__ import annotations
 

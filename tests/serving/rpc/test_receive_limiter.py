@@ -39,7 +39,7 @@ def test_largest_messages_are_limited_by_room() -> None:
 
 
 def test_calls_wait_for_a_free_permit() -> None:
-    """Of 256 concurrent calls never more than there are permits are received, and all are in the end."""
+    """Never more of 256 concurrent calls than there are permits are received, and all are in the end."""
     limiter = ReceiveLimiter(total=3, per_caller=1, max_wait=600)
     lock, now, most = threading.Lock(), 0, 0
 

@@ -148,7 +148,7 @@ def _written(format, count):
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("name", FORMATS)
 def test_cut_where_calls_are_required(name, count):
-    """Where nothing but calls may be written, no beginning of a marker or of a call is text, wherever a text is cut."""
+    """A required call that is cut anywhere leaves no beginning of a marker or of a call as text."""
     required = msgspec.structs.replace(TOOLS, choice=ToolChoice(mode="required"))
     for text in (WRITTEN[name], _written(FORMATS[name], count)):
         for size in range(len(text)):

@@ -49,7 +49,7 @@ def turns(*given: tuple[str, Any]) -> tuple[Message, ...]:
 
 
 def test_a_user_has_256_characters_at_most() -> None:
-    """As in the document; more are refused by the field's name."""
+    """A user of 256 characters is taken, as in the document; a longer one is refused by the field's name."""
     assert read(metadata={"user_id": "u" * 256}).labels == Labels(user="u" * 256)
     assert refused(metadata={"user_id": "u" * 257}).param == "metadata.user_id"
 

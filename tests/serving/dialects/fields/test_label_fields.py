@@ -46,7 +46,7 @@ def test_openai_labels() -> None:
 
 
 def test_a_response_has_its_labels_and_repeats_them() -> None:
-    """What the reply must repeat is repeated as it was sent."""
+    """A response repeats its labels as they were sent."""
     sent = {"metadata": {"a": "b"}, "user": "u", "safety_identifier": "u"}
     raw = decoded("responses", {"input": "hi"} | sent)
     assert raw.labels == Labels(user="u", tags={"a": "b"})
@@ -96,6 +96,6 @@ def test_labels_beyond_their_bounds_are_refused_by_name(fields: dict[str, Any], 
 
 
 def test_labels_of_the_largest_size_are_taken() -> None:
-    """As many and as long as OpenAI's API allows."""
+    """Labels are taken as many and as long as OpenAI's API allows."""
     tags = {f"{i:064}": "v" * 512 for i in range(16)}
     assert decoded("openai", BODIES["chat"] | {"metadata": tags}).labels == Labels(tags=tags)

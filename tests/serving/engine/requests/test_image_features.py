@@ -389,7 +389,7 @@ def test_ids_begin_again_before_they_are_too_large(
 ) -> None:
     """Ids of images restart before they exceed their limit, and texts stay right."""
     core, vocab_size = core_of(), served.model.config.text_config.vocab_size
-    monkeypatch.setattr("mlflow_llm.serving.engine.requests.image_features.MOST_IDS", vocab_size + 120)
+    monkeypatch.setattr("mlflow_llm.serving.engine.requests.image_features.MAX_IDS", vocab_size + 120)
     for name, seed in (("a", 0), ("b", 1), ("c", 0), ("d", 1)):
         images = served.images(seed)
         assert [run(core, served.request(name, images, cache_salt="s"))[name].tokens[0]] == served.expected(images)

@@ -310,7 +310,7 @@ def test_the_list_of_models(server: WorkerState, claude: anthropic.Anthropic) ->
     ("query", "said"), [("limit=0", "limit"), ("limit=x", "limit"), ("after_id=b", "after_id"), ("size=1", "size")]
 )
 def test_a_list_that_is_refused(server: WorkerState, query: str, said: str) -> None:
-    """By the name of the parameter, in Anthropic's form; so are a model that is not there and an unknown version."""
+    """A wrong parameter is refused by name in Anthropic's form, and so are unknown models and versions."""
     client = create_app(server).test_client()
     refused = client.get(f"/v1/models?{query}", headers={"anthropic-version": "2023-06-01"})
     assert (refused.status_code, refused.json["type"]) == (400, "error")

@@ -21,7 +21,7 @@ ASKED = "authorization, content-type, x-stainless-lang"
 
 
 def preflight(client: FlaskClient, path: str, method: str = "POST", origin: str = APP, headers: str = ASKED) -> Any:
-    """What a browser asks before a page's request."""
+    """Ask as a browser does before a page's request."""
     sent = {"Origin": origin, "Access-Control-Request-Method": method, "Sec-Fetch-Site": "cross-site"}
     sent |= {"Access-Control-Request-Headers": headers} if headers else {}
     return client.options(path, headers=sent)

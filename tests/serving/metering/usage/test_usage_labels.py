@@ -48,7 +48,7 @@ def ids(store, **asked):
 
 
 def test_rows_show_labels_and_versions(store, filled):
-    """As they were given; a row from before has none."""
+    """Rows show labels and versions as they were given; a row of an earlier release has none."""
     none, first, *_ = Usage(store).rows(UsageFilter())
     assert (none.model_version, none.content_hash, none.end_user, none.client_request_id, none.tags) == (None,) * 5
     assert (first.model_version, first.content_hash) == ("assistant/7", "7" * 64)
@@ -56,7 +56,7 @@ def test_rows_show_labels_and_versions(store, filled):
 
 
 def test_rows_are_selected_by_labels(store, filled):
-    """By each label alone and together with the other filters."""
+    """Rows are selected by each label alone and together with the other filters."""
     assert ids(store, end_user="ada") == ["r1", "r2"]
     assert ids(store, client_request_id="c1") == ids(store, tag="a b=é'\n") == ["r1"]
     assert ids(store, tag="team=search") == ["r1", "r3"]
@@ -66,7 +66,7 @@ def test_rows_are_selected_by_labels(store, filled):
 
 
 def test_usage_is_summed_by_labels(store, filled):
-    """What has no such label is summed under an empty one."""
+    """Usage is summed by a label; rows without it are summed under an empty one."""
     sums = {total.group: total.completion_tokens for total in Usage(store).sums(UsageFilter(), groups_of("tags.team"))}
     assert sums == {("",): 0, ("ads",): 2, ("search",): 4}
     by = groups_of("end_user,model_version")

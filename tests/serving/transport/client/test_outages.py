@@ -19,7 +19,7 @@ from mlflow_llm.serving.system.file_locks import is_held, try_acquire
 from mlflow_llm.serving.testing.instant_engine import InstantEngine
 from mlflow_llm.serving.transport import attach
 from mlflow_llm.serving.transport.client import reconnect
-from mlflow_llm.serving.transport.client.reconnect import LONGEST_PAUSE, Reconnect
+from mlflow_llm.serving.transport.client.reconnect import MAX_PAUSE, Reconnect
 from mlflow_llm.serving.transport.discovery import state_directory
 from mlflow_llm.serving.transport.discovery.launcher import Launcher
 from mlflow_llm.serving.transport.discovery.state_directory import StateDirectory
@@ -107,7 +107,7 @@ def test_a_search_may_fail_for_ever(monkeypatch):
     assert isinstance(found.failed(PackagingError("no weights")), EngineDied)
     for _ in range(5000):
         found.failed(Unavailable("away"))
-    assert found.pause == LONGEST_PAUSE
+    assert found.pause == MAX_PAUSE
     monkeypatch.setattr(reconnect, "TRANSIENT_SECONDS", 0.0)
     assert isinstance(found.failed(refused), EngineDied)
     found.found()
