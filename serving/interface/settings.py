@@ -45,7 +45,6 @@ class EngineSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=T
             activations per token. "int4" is for models that were logged with ``quantize="int4"``. "fp8", on CUDA,
             stores weights in float8 (e4m3) per output channel; steps of many tokens also quantise activations so.
         kernels: "auto" uses the native kernels if they were built and the CPU supports them; "torch" never does.
-        compile: not supported yet; only false is allowed.
         max_model_len: the most tokens of prompt and completion together; None is the model's own limit.
         max_num_seqs: the most sequences in one batch.
         max_num_batched_tokens: the most tokens in a step that has prompts, for which all other sequences wait. None is
@@ -94,12 +93,12 @@ class EngineSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=T
     """
 
     ALIASES: ClassVar[Mapping[str, str]] = {"picture_cache": "encoder_cache"}  # the old name, for one release
+    DROPPED: ClassVar[Mapping[str, Any]] = {"compile": False}
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: Device = "auto"
     quantization: Literal["none", "int8", "int4", "fp8"] = "none"
     kernels: Literal["auto", "torch"] = "auto"
-    compile: bool = False
     max_model_len: Count | None = None
     max_num_seqs: Count = 64
     max_num_batched_tokens: Count | None = None

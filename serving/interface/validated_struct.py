@@ -23,10 +23,12 @@ class Checked(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     A value that its field does not allow raises ``InvalidField``, which names the field, the value and what is allowed.
     ``Meta(description=…)`` says what is allowed in words if type and bounds do not. ``ALIASES`` has the present name of
-    a setting by each name that earlier releases had for it.
+    a setting by each name that earlier releases had for it; ``DROPPED`` has the one value that former settings could
+    have, which is accepted and has no effect.
     """
 
     ALIASES: ClassVar[Mapping[str, str]] = {}
+    DROPPED: ClassVar[Mapping[str, Any]] = {}
 
     def __post_init__(self) -> None:
         for name, (kind, allowed) in _fields(type(self)).items():
@@ -38,6 +40,8 @@ class Checked(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         fields, found, before = _fields(cls), {}, f"{parent}." if parent else ""
         for given, value in values.items():
             name = cls.ALIASES.get(given, given)
+            if given in cls.DROPPED and value is cls.DROPPED[given]:
+                continue
             if name != given and name in values:
                 raise InvalidField(f"{before}{given}", value, f"only {name}, its present name, which is given too")
             if name not in fields:

@@ -90,7 +90,7 @@ def over_base(saved: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
 
 def _settings(values: dict[str, Any]) -> EngineSettings:
     known = EngineSettings.__struct_fields__
-    if unknown := sorted(values.keys() - {*known, *EngineSettings.ALIASES}):
+    if unknown := sorted(values.keys() - {*known, *EngineSettings.ALIASES, *EngineSettings.DROPPED}):
         allowed = [*known, "default_adapter", "defaults", "generation_config"]
         near = nearest(str(unknown[0]), allowed)
         hint = f"did you mean {near!r}? " if near else ""

@@ -14,7 +14,6 @@ class EngineOptions(TypedDict, total=False):
     device: str
     quantization: Literal["none", "int8", "int4", "fp8"]
     kernels: Literal["auto", "torch"]
-    compile: bool
     max_model_len: int | None
     max_num_seqs: int
     max_num_batched_tokens: int | None

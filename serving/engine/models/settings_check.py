@@ -16,8 +16,6 @@ from ..weights.stored_weights import refuse_other_weights
 def refuse_settings(settings: EngineSettings, tasks: Sequence[Task], stored: str | None) -> None:
     """Check the settings. Raises ``PackagingError``, which names the setting. ``stored``: how the model's linears are
     stored, None as floats."""
-    if settings.compile:
-        raise PackagingError("compile: True is not allowed; expected False (compiled decoding is not built yet)")
     refuse_other_weights(settings, stored)
     for task in POOLED.intersection(tasks):
         if len(tasks) > 1:

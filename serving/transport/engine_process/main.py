@@ -103,7 +103,7 @@ def _serve(
 
     context = zmq.Context()
     socket, remote = (None, None) if successor is not None else _bound(context, spec, state)
-    if spec.core == ENGINE_CORE and not spec.settings.compile:
+    if spec.core == ENGINE_CORE:
         from ...engine.models.import_trimming import import_lean
 
         import_lean()

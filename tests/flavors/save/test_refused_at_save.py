@@ -45,7 +45,6 @@ def refused(path: Path, *args: Any, **options: Any) -> str:
 
 
 IN_THE_ENGINES_WORDS = [
-    ({"compile": True}, "compile: True is not allowed; expected False"),
     ({"quantization": "int4"}, "quantization: 'int4' is not allowed; expected 'none' or 'int8'"),
     ({"max_model_len": 4096}, "max_model_len: 4096 is not allowed; expected at most 256"),
 ]
@@ -71,7 +70,6 @@ def test_settings_that_no_engine_runs_are_refused(tmp_path, llama_dir, settings,
         ({"kv_block_size": 16}, "kv_block_size: 16 is not allowed; expected null"),
         ({"draft_model": "small"}, "draft_model: small is not allowed; expected null"),
         ({"quantization": "int4"}, "quantization: 'int4' is not allowed; expected 'none' or 'int8'"),
-        ({"compile": True}, "compile: True is not allowed"),
     ],
 )
 def test_settings_of_generating_models_are_refused_for_embeddings(tmp_path, bert_dir, settings, words):
@@ -175,7 +173,6 @@ def test_arguments_that_log_model_lacks(store, llama_dir, name, words):
     ("given", "words"),
     [
         ({"max_model_len": 4096}, "max_model_len: 4096 is not allowed; expected at most 256"),
-        ({"compile": True}, "compile: True is not allowed"),
         ({"draft_model": "/nope"}, "draft_model: there is no directory '/nope'"),
         ({"embedding": {"pooling": "mean"}}, "embedding: {'pooling': 'mean'} is not allowed with base="),
         ({"revision": "main"}, "revision: 'main' is not allowed with base="),

@@ -40,7 +40,6 @@ ENGINE = [
     ("dtype", "foo", "one of 'auto', 'bfloat16', 'float16', 'float32'"),
     ("quantization", "int2", "one of 'fp8', 'int4', 'int8', 'none'"),
     ("device", "tpu", "'auto', 'cpu', 'cuda' or 'cuda:N'"),
-    ("compile", "yes", "true or false"),
     ("idle_timeout", -5, "a number from 0 to 31536000"),
     ("stall_timeout", -1, "a number above 0 to 31536000"),
     ("stall_timeout", 0, "a number above 0 to 31536000"),

@@ -25,3 +25,10 @@ def test_errors_use_the_present_name() -> None:
     """A wrong value under the earlier name is refused by the present one."""
     with pytest.raises(InvalidField, match="encoder_cache"):
         EngineSettings.read({OLD: -1})
+
+
+def test_a_setting_that_is_gone_keeps_its_only_value() -> None:
+    """A model that was logged with compile=False loads; any other value is no setting."""
+    assert EngineSettings.read({"compile": False}) == EngineSettings()
+    with pytest.raises(InvalidField, match="compile"):
+        EngineSettings.read({"compile": True})
