@@ -63,7 +63,7 @@ def test_the_gateway_fetches_texts_only(logged: str, place: Path) -> None:
     engine = llm_command(place, "engine", "engine", "-m", logged, "--listen", address, "--key-file", key)
     with engine as engine_log, pytest.MonkeyPatch.context() as patch:
         await_line(engine_log, "listening on")
-        patch.setenv("TMPDIR", str(fetched))  # where MLflow keeps what it fetches
+        patch.setenv("MLFLOW_LLM_CACHE", str(fetched))  # where downloads are kept
         words = ["serve", "-m", logged, "--engine", address, "--engine-key-file", key, "--port", str(port)]
         with llm_command(place, "serve", *words) as log:
             await_line(log, "listening on")

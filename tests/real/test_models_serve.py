@@ -104,7 +104,7 @@ BAD = {
     "unknown field of a row": ({"dataframe_records": [{"prompt": "a", "max_token": 5}]}, 400, "row 0: max_token"),
     "unknown parameter": ({"inputs": {"prompt": "a"}, "params": {"foo": 1}}, 400, "params.foo"),
     "beside the rows": ({"inputs": {"prompt": "a"}, "max_tokens": 5}, 400, "max_tokens"),
-    "no JSON": (b'{"prompt": ', 400, "no JSON"),
+    "no JSON": (b'{"prompt": ', 400, "invalid JSON"),
     "one bad row": ({"inputs": [{"prompt": "a"}, {"prompt": 7}]}, 400, "row 1"),
 }
 

@@ -39,7 +39,7 @@ Field = tuple[str, bool, str, str]  # name, whether it is required, its type, it
 
 @functools.cache
 def _template() -> jinja2.Template:
-    loader = jinja2.PackageLoader(__package__.rpartition(".")[0], "templates")
+    loader = jinja2.PackageLoader(__package__, "templates")
     return jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined).get_template(
         "docs.html.jinja"
     )

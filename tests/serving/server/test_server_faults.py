@@ -87,10 +87,10 @@ def test_workers_that_cannot_begin_are_tried_again(tmp_path: Path) -> None:
         first, second = serving(server)
         flag.touch()
         os.kill(first, signal.SIGKILL)
-        until(lambda: server.log().count("a worker could not begin") >= 2)
+        until(lambda: server.log().count("a worker could not start") >= 2)
         assert ask(server, BODY)[0] == 200
         os.kill(second, signal.SIGKILL)
-        until(lambda: server.log().count("a worker could not begin") >= 4)
+        until(lambda: server.log().count("a worker could not start") >= 4)
         flag.unlink()
         until(lambda: len(serving(server)) == 4)
         assert ask(server, BODY)[0] == 200

@@ -294,11 +294,12 @@ def test_tools_of_a_namespace() -> None:
 
 
 def test_what_codex_says_about_itself() -> None:
-    """Its session and its wish for the best summary there is; neither reaches the model."""
+    """Codex's session is a label where it is short, and its wish for a summary is taken; neither reaches the model."""
     fields = {"client_metadata": {"session_id": "01a2", "x-codex-turn-metadata": "{}" * 2000}}
     asked = {"reasoning": {"summary": "auto"}, "store": False, "include": ["reasoning.encrypted_content"]}
     plain, found = read(), read(**fields, **asked)
-    assert msgspec.structs.replace(found, echoed=b"") == msgspec.structs.replace(plain, echoed=b"")
+    assert found.labels == Labels(tags={"session_id": "01a2"})
+    assert msgspec.structs.replace(found, echoed=b"", labels=None) == msgspec.structs.replace(plain, echoed=b"")
 
 
 def test_messages_of_every_form() -> None:

@@ -10,7 +10,7 @@ import pytest
 from flask.testing import FlaskClient
 
 from mlflow_llm.serving.control.settings import ServerSettings
-from mlflow_llm.serving.frontend.worker_state import Server
+from mlflow_llm.serving.frontend.worker_state import WorkerState
 from mlflow_llm.serving.http.app import create_app
 from mlflow_llm.serving.http.page.bundle_routes import BUNDLE
 
@@ -57,7 +57,7 @@ def test_other_files_are_not_served(client: FlaskClient, name: str) -> None:
     assert client.get(f"/page/{name}").status_code == 404
 
 
-def test_the_page_can_be_turned_off(make: Callable[..., Server]) -> None:
+def test_the_page_can_be_turned_off(make: Callable[..., WorkerState]) -> None:
     """With the setting ``page`` off, ``/`` and its files are a 404 that names the option; the API stays."""
     client = create_app(make(page=False)).test_client()
     for path in ("/", "/page/app.js"):
