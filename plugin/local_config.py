@@ -66,7 +66,7 @@ OPTION_KEYS = (
     "engine_memory_budget",
     "grpc_port",
 )
-FLAG_KEYS = ("require_keys", "trace_content")
+FLAG_KEYS = ("require_keys", "trace_content", "page")
 SERVER_KEYS = (*OPTION_KEYS, *FLAG_KEYS)
 FILE_KEYS = ("tls_cert", "tls_key", "tls_client_ca", "probe_tls_client_ca", "jwt_jwks")
 LIST_KEYS = ("allowed_host", "cors_origin")  # repeatable options
@@ -157,6 +157,8 @@ def command(name: str, model_uri: str, config: dict[str, Any]) -> list[str]:
             for value in values:
                 words += [_option(key), _word(value)]
     words += [_option(key) for key in FLAG_KEYS if config.get(key)]
+    if config.get("page") is False:  # the only flag that is on unless it is turned off
+        words.append("--no-page")
     for key, value in base_of(config).items():
         words += ["-C", f"{key}={_word(value)}"]
     return words

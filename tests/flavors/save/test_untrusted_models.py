@@ -290,7 +290,7 @@ def test_paths_in_a_manifest(tmp_path, source, path):
     llm.save_model(tmp_path / "m", source)
     manifest = json.loads((tmp_path / "m/manifest.json").read_text())
     edit(tmp_path / "m/manifest.json", files=manifest["files"] | {path: {"size": 1, "sha256": "0"}})
-    with pytest.raises(MlflowException, match=r"manifest\.json: .*(is no path|name .* is not allowed)"):
+    with pytest.raises(MlflowException, match=r"manifest\.json: .*(is not the path|name .* is not allowed)"):
         llm.load_bundle(tmp_path / "m")
 
 

@@ -235,7 +235,7 @@ def test_too_many_objects(client: FlaskClient, path: str, entry: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "field"), [([9999], "input[0]"), ([[9999]], "input[0][0]"), ([[1], [9999]], "input[1][0]")]
+    ("given", "field"), [([9999], "input[0]"), ([[9999]], "input[0][0]"), ([[1, 9999]], "input[0][1]")]
 )
 def test_a_token_that_does_not_exist(client: FlaskClient, given: list[Any], field: str) -> None:
     """A token id outside the vocabulary is refused with its path in the request."""

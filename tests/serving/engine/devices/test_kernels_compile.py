@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton")
-SCRIPT = Path(__file__).with_name("compile_kernels.py")
+SCRIPT = Path(__file__).parents[1] / "native" / "compile_kernels.py"
 
 
 def test_every_kernel_compiles(tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ def test_logprobs(gpt: openai.OpenAI) -> None:
         ({"previous_response_id": "resp_1"}, openai.BadRequestError, "previous_response_id", "not stored"),
         ({"max_output_tokens": 9999}, openai.BadRequestError, "max_output_tokens", "max_output_tokens: 9999"),
         ({"input": "x" * 5000}, openai.BadRequestError, "input", "input (messages): 5018 tokens"),
-        ({"reasoning": {"effort": "low"}}, openai.BadRequestError, "reasoning.effort", "variables that this template"),
+        ({"reasoning": {"effort": "low"}}, openai.BadRequestError, "reasoning.effort", "none or null"),
         ({"tool_choice": "required"}, openai.BadRequestError, "tool_choice", "the request has no tools"),
         ({"extra_body": {"stop": ["a" * 33000]}}, openai.BadRequestError, "stop", "stop: "),
     ],

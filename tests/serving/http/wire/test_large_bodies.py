@@ -94,7 +94,7 @@ def test_an_error_of_a_thread_is_raised_here_and_printed_nowhere(capfd: pytest.C
 @pytest.mark.parametrize("announced", [True, False])
 def test_the_loop_turns_between_pieces_of_a_body(announced: bool) -> None:
     """The event loop goes on between reads of megabytes that have already arrived."""
-    data = b"x" * (10 * bodies.PIECE)
+    data = b"x" * (10 * bodies.READ_CHUNK_BYTES)
     environ: dict[str, Any] = {"wsgi.input": io.BytesIO(data)}
     environ |= {"CONTENT_LENGTH": str(len(data))} if announced else {"wsgi.input_terminated": True}
     turns, reading = 0, gevent.spawn(bodies.read_body, environ, len(data))

@@ -21,7 +21,7 @@ from mlflow_llm.serving.metering.accounts.limits import check_integrity
 from mlflow_llm.serving.metering.ledger.ledger import LedgerStatus
 from mlflow_llm.serving.metering.ledger.spool import spooled
 
-WORKER = Path(__file__).with_name("ledger_worker.py")
+WORKER = Path(__file__).parents[1] / "ledger_worker.py"
 
 
 @pytest.fixture
@@ -284,7 +284,7 @@ if child == 0:
 assert os.waitpid(child, 0)[1] == 0
 os._exit(0)
 """
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     subprocess.run([sys.executable, "-c", script], check=True, env=environment, timeout=240)
     assert rows_of(store)["child"].completion_tokens == 1
     assert ledger.recover() == 1  # "before", of the parent that has ended

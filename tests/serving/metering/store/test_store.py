@@ -180,12 +180,12 @@ def test_passwords_are_not_shown(url, seen):
         ("sqlite:///x.db?synchronus=FULL", "synchronus: no such parameter; expected synchronous"),
         ("mysql://me:s3cret@host/db", "is neither"),
         ("nodialect://x", "is neither"),
-        ("store.db", "is no URL"),
-        ("postgresql://host:port/db", "is no URL"),
+        ("store.db", "is not a URL"),
+        ("postgresql://host:port/db", "is not a URL"),
     ],
 )
 def test_urls_that_cannot_work_are_refused(url, reason):
-    """A database in memory is no store for several workers; what is no URL is not taken for a file."""
+    """A database in memory is no store for several workers; what is not a URL is not taken for a file."""
     with pytest.raises(NoStore, match=reason) as refused:
         Store(url)
     assert "s3cret" not in str(refused.value)
