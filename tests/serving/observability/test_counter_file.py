@@ -109,7 +109,7 @@ def test_the_librarys_counters_are_written_so(tmp_path: Path) -> None:
 from mlflow_llm.serving.observability import metrics
 from prometheus_client import values
 for number in range(2000):
-    metrics.REQUESTS.labels("endpoint", f"adapter {number}", "chat", "200").inc()
+    metrics.REQUESTS.labels("endpoint", "entity", f"adapter {number}", "chat", "200").inc()
 print(values.MmapedDict.__name__)
 """
     environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
