@@ -29,7 +29,7 @@ MOVES: dict[Status, tuple[Status, ...]] = {
 }
 
 WaitReason = Literal["turn", "slot", "memory", "prefix", "grammar", "images"]
-"""What a waiting sequence waits for: its turn in the queue, one of ``max_num_seqs`` slots, KV memory for its prompt, a
+"""The reason for which a sequence waits: its turn, one of ``max_num_seqs`` slots, KV memory for its prompt, a
 prefix that a running sequence is computing, the compilation of its grammar, or the encoding of its images."""
 
 BLOCKS_LATER: frozenset[WaitReason] = frozenset({"slot", "memory"})
