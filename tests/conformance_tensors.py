@@ -12,6 +12,7 @@ from conformance import WHOLE, Mode, Part, Row, Seen
 
 VOCAB, HIDDEN = 49152, 576  # SmolLM2's
 IDS = [5345, 28, 827, 28, 1296, 28]
+WITH_PROMPT = str(IDS).removesuffix("]") + ", "
 COMMA = 28
 LENGTH = 6
 MANY = 1000  # values
@@ -60,7 +61,8 @@ def request(row: Row, mode: Mode) -> tuple[str, dict[str, str], bytes]:
 
 
 def read(status: int, headers: Mapping[str, str], data: bytes) -> Seen:
-    """Read the texts from output_ids, decoded, or from text_output."""
+    """Read the texts from output_ids, decoded, or from text_output; a prompt that is repeated in front of the output
+    is no part of the completion."""
     size = int(headers.get(BYTES_OF_JSON, len(data)))
     answer, data = json.loads(data[:size]), data[size:]
     for one in answer["outputs"]:
@@ -72,7 +74,9 @@ def read(status: int, headers: Mapping[str, str], data: bytes) -> Seen:
     beams = said["shape"][0] if said else 0
     texts = [str(said["data"])] * beams if said else []
     lengths = found.get("sequence_length")
-    return Seen(status=status, events=[answer], texts=texts, completion=sum(lengths["data"]) if lengths else None)
+    repeated = len(IDS) if texts and texts[0].startswith(WITH_PROMPT) else 0
+    completion = sum(lengths["data"]) - repeated if lengths else None
+    return Seen(status=status, events=[answer], texts=texts, completion=completion)
 
 
 def as_plain(seen: Seen, plain: Seen) -> bool:
@@ -181,7 +185,8 @@ ROWS: dict[str, Row] = {
     "lora_weights": row(lora(8), shows=has("output_ids")),
     "lora_config": row(lora(9), shows=has("output_ids")),
     "exclude_input_in_output": row(
-        tensor("exclude_input_in_output", "BOOL", [False], 1), shows=lambda seen, plain: seen.completion > len(IDS)
+        tensor("exclude_input_in_output", "BOOL", [False], 1),
+        shows=lambda seen, plain: seen.texts[0] == WITH_PROMPT + plain.texts[0].removeprefix("["),
     ),
     "num_return_sequences": row(ints("num_return_sequences", 2), refused="num_return_sequences: 2", note="1 is taken"),
     "return_perf_metrics": row(

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mlflow_llm.serving.engine import core
 from mlflow_llm.serving.engine.core import EngineCore
+from mlflow_llm.serving.engine.cores import generation_core
 from mlflow_llm.serving.engine.scheduling.scheduler import ScheduledChunk
 from mlflow_llm.serving.engine.scheduling.step_time_budget import StepLoad
 from mlflow_llm.serving.interface.bundle import Bundle
@@ -75,11 +75,11 @@ class Engine:
 @pytest.fixture
 def engine(smollm2_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Engine:
     clock = Clock()
-    monkeypatch.setattr(core, "time", clock)
+    monkeypatch.setattr(generation_core, "time", clock)
     where = str(smollm2_dir)
     bundle = Bundle(content_hash="guarantee", tasks=("completions",), model_dir=where, tokenizer_dir=where)
     settings = {"max_model_len": 256, "max_num_seqs": 8, "kv_cache_memory": 1 << 28, "prefix_caching": False}
-    made = Engine(core.EngineCore(bundle, EngineSettings(quantization="int8", **settings)))
+    made = Engine(EngineCore(bundle, EngineSettings(quantization="int8", **settings)))
     clock.steps_with(made.core)
     return made
 

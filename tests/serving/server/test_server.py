@@ -80,7 +80,7 @@ def test_metrics_of_all_processes(slow: Running) -> None:
     assert ask(slow, BODY)[0] == 200
     with urllib.request.urlopen(f"{slow.url}/metrics", timeout=240) as answer:
         text = answer.read().decode()
-    assert 'mlflow_llm_tokens_total{adapter="",endpoint="assistant",kind="completion"}' in text
+    assert 'mlflow_llm_tokens_total{adapter="",endpoint="assistant",entity="model-1",kind="completion"}' in text
     assert 'mlflow_llm_engine_ready{endpoint="assistant",entity="model-1"} 1.0' in text
 
 
