@@ -16,6 +16,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from transformers import AutoModelForCausalLM
 from mlflow_llm.serving.engine.assembly import assemble
 from mlflow_llm.serving.engine.attention.kv_cache import PrefixKey, Row
 from mlflow_llm.serving.engine.cores.generation_core import GenerationCore
+from mlflow_llm.serving.engine.models.step_input import StepInput
 from mlflow_llm.serving.interface.bundle import Bundle
 from mlflow_llm.serving.interface.request import Sampling, Sequence, ValidRequest
 from mlflow_llm.serving.interface.settings import EngineSettings
@@ -88,7 +90,8 @@ def run_ours(model_dir: str, folder: Path, repeats: int, settings: EngineSetting
         rows = [Row(owner, 0, 1) for owner in parts.cache.decode_order(range(batch))]
         for count in COUNTS:
             names = names_of(count, batch)
-            found[f"{batch}/{count}"] = median_ms(lambda: forward.forward(ids, rows, names, range(batch)), repeats)  # noqa: B023
+            step = StepInput(ids, rows, names, range(batch))
+            found[f"{batch}/{count}"] = median_ms(partial(forward.forward, step), repeats)
         for owner in range(batch):
             parts.cache.release(owner, keep=False)
     return found

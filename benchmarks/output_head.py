@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from mlflow_llm.serving.engine.assembly import assemble
 from mlflow_llm.serving.engine.attention.kv_cache import PrefixKey, Row
+from mlflow_llm.serving.engine.models.step_input import StepInput
 from mlflow_llm.serving.engine.native import library
 from mlflow_llm.serving.engine.native.weight import BF16, F32, INT8, ROTATED, NativeWeight
 from mlflow_llm.serving.engine.weights import linear
@@ -79,7 +80,7 @@ def perplexity(bundle: Bundle, settings: EngineSettings, windows: np.ndarray[Any
     losses = []
     for window in windows:
         parts.cache.acquire(0, PrefixKey("", ""), window.astype(np.int32))
-        logits = parts.runner.step_forward.forward(window, [Row(0, 0, length)], [None], range(length))
+        logits = parts.runner.step_forward.forward(StepInput(window, [Row(0, 0, length)], [None], range(length)))
         losses.append(-logits.log_softmax(-1)[:-1][range(length - 1), window[1:]].mean().item())
         parts.cache.release(0, keep=False)
     return math.exp(statistics.mean(losses))

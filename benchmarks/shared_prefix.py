@@ -23,6 +23,7 @@ from mlflow_llm.serving.engine.attention.slot_cache import BF16_LAYOUT, INT8_LAY
 from mlflow_llm.serving.engine.core import EngineCore
 from mlflow_llm.serving.engine.models.loader import load_model
 from mlflow_llm.serving.engine.models.native_decoder import NativeDecoder
+from mlflow_llm.serving.engine.models.step_input import StepInput
 from mlflow_llm.serving.engine.native import library
 from mlflow_llm.serving.interface.bundle import Bundle
 from mlflow_llm.serving.interface.events import Finished, Tokens
@@ -51,7 +52,7 @@ def measure(loaded: Any, kept: Any, args: argparse.Namespace, *, by_reference: b
     began = time.perf_counter()
     for start in range(0, length, CHUNK):
         ids = tokens[0, start : min(start + CHUNK, length)].astype(np.int64)
-        decoder.forward(ids, [Row(0, start, len(ids))], [None], [len(ids) - 1])
+        decoder.forward(StepInput(ids, [Row(0, start, len(ids))], [None], [len(ids) - 1]))
     miss = time.perf_counter() - began
     cache.computed(0, tokens[0], length)
     memory, hits = psutil.Process().memory_info().rss, []
@@ -64,7 +65,7 @@ def measure(loaded: Any, kept: Any, args: argparse.Namespace, *, by_reference: b
     for place in range(length, size):
         rows = [Row(owner, place, 1) for owner in range(count)]
         began = time.perf_counter()
-        decoder.forward(tokens[:, place].astype(np.int64), rows, [None] * count, range(count))
+        decoder.forward(StepInput(tokens[:, place].astype(np.int64), rows, [None] * count, range(count)))
         steps.append(time.perf_counter() - began)
     cache.close()
     each = memory / len(hits) / 2**20

@@ -11,6 +11,7 @@ from mlflow_llm.serving.engine.attention.kv_cache import PrefixKey, Row
 from mlflow_llm.serving.engine.attention.slot_cache import INT8_LAYOUT, SlotKVCache
 from mlflow_llm.serving.engine.models.loader import load_model
 from mlflow_llm.serving.engine.models.native_decoder import NativeDecoder
+from mlflow_llm.serving.engine.models.step_input import StepInput
 from mlflow_llm.serving.engine.native.library import library
 from mlflow_llm.serving.engine.weights import linear
 from mlflow_llm.serving.engine.weights.forward_context import ContextHolder
@@ -48,7 +49,9 @@ def test_perplexity_of_int8_keys_and_values_is_float32s(smollm2_dir):
     def perplexity(kept):
         cache = SlotKVCache(loaded.layers, num_slots=1, num_tokens=1024, max_model_len=1024, **kept)
         cache.acquire(0, PrefixKey("", ""), ids.astype(np.int32))
-        logits = NativeDecoder(loaded.decoder, cache).forward(ids, [Row(0, 0, len(ids))], [None], range(len(ids)))
+        logits = NativeDecoder(loaded.decoder, cache).forward(
+            StepInput(ids, [Row(0, 0, len(ids))], [None], range(len(ids)))
+        )
         return torch.nn.functional.cross_entropy(logits[:-1], torch.from_numpy(ids[1:])).exp().item()
 
     ratio = perplexity(INT8_LAYOUT) / perplexity({"dtype": torch.float32})

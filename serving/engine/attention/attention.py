@@ -13,6 +13,7 @@ from transformers import AttentionInterface
 
 from ..weights.forward_context import ContextHolder
 from . import latent_attention
+from .kv_cache import AttentionArgs
 
 NAME = "mlflow_llm"
 HOLDER = "mlflow_llm_context"
@@ -59,13 +60,14 @@ def attend(
     context = getattr(module, HOLDER).context
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     plan = context.attention
+    args = AttentionArgs(scale, sliding_window, softcap, s_aux)
     if getattr(module, latent_attention.FORM, None) is not None:
-        if softcap is not None or s_aux is not None:
+        if not args.is_plain:
             raise UnsupportedAttentionError(f"{type(module).__name__} caps its scores or has sinks")
         kept = torch.cat((key, value), -1)
         projections = latent_attention.projections_of(module, context.lora)
-        return plan.attend_latent(module.layer_idx, query, kept, projections, scale, sliding_window), None
-    return plan.attend(module.layer_idx, query, key, value, scale, sliding_window, softcap, s_aux), None
+        return plan.attend_latent(module.layer_idx, query, kept, projections, args), None
+    return plan.attend(module.layer_idx, query, key, value, args), None
 
 
 def install(model: Any, holder: ContextHolder) -> None:

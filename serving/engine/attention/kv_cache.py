@@ -57,30 +57,36 @@ class Row:
     num_tokens: int
 
 
+class AttentionArgs(NamedTuple):
+    """How a layer attends, whatever its queries, keys and values.
+
+    ``window`` is how many tokens a token sees, itself included; None for all before it. ``softcap`` bounds the scores.
+    ``sinks`` [H] are the scores of a key that every token sees and that has no value.
+    """
+
+    scaling: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Any = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether a fused kernel computes it: scores are neither capped nor joined by sinks."""
+        return self.softcap is None and self.sinks is None
+
+
 class AttentionPlan(Protocol):
     """The parts of a step's attention that are the same in all layers, computed once."""
 
-    def attend(
-        self,
-        layer: int,
-        q: Any,
-        k: Any,
-        v: Any,
-        scaling: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Any = None,
-    ) -> Any:
-        """Store k, v ``[1, Hkv, T, D]`` and attend with q ``[1, H, T, D]`` → ``[1, T, H, Dv]``.
-
-        ``sinks`` [H] are the scores of a key that every token sees and that has no value.
-        """
+    def attend(self, layer: int, q: Any, k: Any, v: Any, args: AttentionArgs) -> Any:
+        """Store k, v ``[1, Hkv, T, D]`` and attend with q ``[1, H, T, D]`` → ``[1, T, H, Dv]``."""
         ...
 
-    def attend_latent(
-        self, layer: int, q: Any, kept: Any, projections: Projections, scaling: float, window: int | None
-    ) -> Any:
-        """Store ``kept`` ``[1, 1, T, R + P]`` and attend with q ``[1, H, T, N + P]`` → ``[1, T, H, Dv]``."""
+    def attend_latent(self, layer: int, q: Any, kept: Any, projections: Projections, args: AttentionArgs) -> Any:
+        """Store ``kept`` ``[1, 1, T, R + P]`` and attend with q ``[1, H, T, N + P]`` → ``[1, T, H, Dv]``.
+
+        ``args`` have neither ``softcap`` nor ``sinks``.
+        """
         ...
 
 

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from transformers import AttentionInterface
 
 from .attention import HOLDER, UnsupportedAttentionError, refuse_unknown
+from .kv_cache import AttentionArgs
 
 NAME = "mlflow_llm_ragged"
 
@@ -36,16 +37,23 @@ class RaggedPlan:
             self.runs.append((start, count, length))
             start += count * length
 
-    def attend(self, query: Any, key: Any, value: Any, scale: float, causal: bool, window: int | None) -> Any:
+    def attend(self, query: Any, key: Any, value: Any, args: AttentionArgs, causal: bool) -> Any:
         """Attention of query [H, T, D] over key and value [Hkv, T, D] -> [T, H, Dv]."""
         heads, tokens, _ = query.shape
+        window = args.window
         out = query.new_empty(tokens, heads, value.shape[-1])
         for start, count, length in self.runs:
             end = start + count * length
             q, k, v = (t[:, start:end].unflatten(1, (count, length)).transpose(0, 1) for t in (query, key, value))
             mask = _window_mask(length, window, q, causal) if window is not None and length > window else None
             y = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=causal and mask is None, scale=scale, enable_gqa=heads != k.shape[1]
+                q,
+                k,
+                v,
+                attn_mask=mask,
+                is_causal=causal and mask is None,
+                scale=args.scaling,
+                enable_gqa=heads != k.shape[1],
             )
             out[start:end].unflatten(0, (count, length)).copy_(y.transpose(1, 2))
         return out
@@ -80,8 +88,8 @@ def attend(
         raise UnsupportedAttentionError(f"{name} uses softcap")
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     plan = getattr(module, HOLDER).context.attention
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return plan.attend(query[0], key[0], value[0], scale, causal, sliding_window)[None], None
+    args = AttentionArgs(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window)
+    return plan.attend(query[0], key[0], value[0], args, causal)[None], None
 
 
 AttentionInterface.register(NAME, attend)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from .kv_cache import LayerShape, Row
+from .kv_cache import AttentionArgs, LayerShape, Row
 
 if TYPE_CHECKING:
     from .latent_attention import Projections
@@ -211,47 +211,35 @@ class SlotPlan:
             index = self._indexes[key] = torch.from_numpy(flat).to(self._device)
         return index
 
-    def attend(
-        self,
-        layer: int,
-        q: Any,
-        k: Any,
-        v: Any,
-        scaling: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Any = None,
-    ) -> Any:
+    def attend(self, layer: int, q: Any, k: Any, v: Any, args: AttentionArgs) -> Any:
         """See ``AttentionPlan.attend``."""
         views = self._layers[layer]
         shape = views.shape
         views.k_rows.index_copy_(0, self._index(views, shape.key_dim), _rows(k, shape.key_dim))
         views.v_rows.index_copy_(0, self._index(views, shape.value_dim), _rows(v, shape.value_dim))
-        segments, chunks = self._work_for(window)
+        segments, chunks = self._work_for(args.window)
         H, T = q.shape[1], q.shape[2]
         if not chunks and len(segments) == 1:
-            return _decode(views, segments[0], q, scaling, softcap, sinks).view(1, T, H, -1)
+            return _decode(views, segments[0], q, args).view(1, T, H, -1)
         out = q.new_empty((1, T, H, shape.value_dim))
         for segment in segments:
-            out[0, segment.a : segment.b] = _decode(views, segment, q, scaling, softcap, sinks).flatten(1, 2)
+            out[0, segment.a : segment.b] = _decode(views, segment, q, args).flatten(1, 2)
         for chunk in chunks:
             k, v = (cube[chunk.slot, :, chunk.lo : chunk.hi] for cube in (views.k, views.v))
-            out[0, chunk.a : chunk.b] = prefill(k, v, q[0, :, chunk.a : chunk.b], chunk.mask, scaling, softcap, sinks)
+            out[0, chunk.a : chunk.b] = prefill(k, v, q[0, :, chunk.a : chunk.b], chunk.mask, args)
         return out
 
-    def attend_latent(
-        self, layer: int, q: Any, kept: Any, projections: Projections, scaling: float, window: int | None
-    ) -> Any:
+    def attend_latent(self, layer: int, q: Any, kept: Any, projections: Projections, args: AttentionArgs) -> Any:
         """See ``AttentionPlan.attend_latent``."""
         views = self._layers[layer]
         width = views.shape.key_dim
         views.k_rows.index_copy_(0, self._index(views, width), _rows(kept, width))
-        segments, chunks = self._work_for(window)
+        segments, chunks = self._work_for(args.window)
         H, n = q.shape[1], self._num_decodes
         out = q.new_empty((1, q.shape[2], H, projections.form.value_dim))
         if n:
             absorbed = projections.absorbed(q[0, :, :n], 0)[None]
-            sums = [_decode(views, part, absorbed, scaling, None, None)[:, 0] for part in segments]
+            sums = [_decode(views, part, absorbed, args)[:, 0] for part in segments]
             out[0, :n] = projections.values(sums[0] if len(sums) == 1 else torch.cat(sums), 0)
         for chunk in chunks:
             out[0, chunk.a : chunk.b] = attend_latent_prefill(
@@ -260,7 +248,7 @@ class SlotPlan:
                 chunk.a,
                 chunk.mask,
                 projections,
-                scaling,
+                args,
             )
         return out
 
@@ -281,57 +269,62 @@ def _rows(x: Any, dim: int) -> Any:
     return x[0].transpose(0, 1).reshape(-1, dim)
 
 
-def _decode(views: LayerViews, part: Segment, q: Any, scaling: float, softcap: float | None, sinks: Any) -> Any:
+def _decode(views: LayerViews, part: Segment, q: Any, args: AttentionArgs) -> Any:
     """Attend the single tokens of a segment: → [B, Hkv, group, Dv]."""
     Hkv = views.shape.num_kv_heads
     packed = q[0, :, part.a : part.b].transpose(0, 1).reshape(part.b - part.a, Hkv, -1, q.shape[-1])
     stop = part.slot + part.b - part.a
     k = views.k[part.slot : stop, :, part.lo : part.hi]
     v = views.v[part.slot : stop, :, part.lo : part.hi]
-    if softcap is not None or sinks is not None:
-        own = None if sinks is None else sinks.view(1, Hkv, -1, 1)
-        return attend_unfused(packed, k, v, part.mask, scaling, softcap, own)
-    return F.scaled_dot_product_attention(packed, k, v, attn_mask=part.mask, scale=scaling)
+    if not args.is_plain:
+        sinks = None if args.sinks is None else args.sinks.view(1, Hkv, -1, 1)
+        return attend_unfused(packed, k, v, part.mask, args._replace(sinks=sinks))
+    return F.scaled_dot_product_attention(packed, k, v, attn_mask=part.mask, scale=args.scaling)
 
 
-def attend_latent_prefill(kept: Any, q: Any, first: int, mask: Any, projections: Projections, scaling: float) -> Any:
+def attend_latent_prefill(
+    kept: Any, q: Any, first: int, mask: Any, projections: Projections, args: AttentionArgs
+) -> Any:
     """Attend a chunk to the latents of its sequence [1, L, R + P]: q [H, n, N + P] from row ``first`` on → [n, H,
     Dv]."""
     n, length, form = q.shape[1], kept.shape[1], projections.form
     if not form.prefers_expanded(n, length):
-        sums = prefill(kept, kept, projections.absorbed(q, first), mask, scaling, None, None)
+        sums = prefill(kept, kept, projections.absorbed(q, first), mask, args)
         return projections.values(sums, first)
     out = q.new_empty((n, q.shape[0], form.value_dim))
     for heads in projections.head_groups(length):
         k, v = projections.expanded(kept[0], first, heads)
-        out[:, heads] = prefill(k, v, q[heads], mask, scaling, None, None)[..., : form.value_dim]
+        out[:, heads] = prefill(k, v, q[heads], mask, args)[..., : form.value_dim]
     return out
 
 
-def prefill(k: Any, v: Any, q: Any, mask: Any, scaling: float, softcap: float | None, sinks: Any) -> Any:
+def prefill(k: Any, v: Any, q: Any, mask: Any, args: AttentionArgs) -> Any:
     """Attend a chunk: k, v [Hkv, L, D], q [H, n, D] → [n, H, Dv]. Heads of a group share K and V by a stride of zero,
     which costs nothing if n is large."""
     Hkv, (n, D) = k.shape[0], q.shape[1:]
     grouped = q.reshape(Hkv, -1, n, D)
     group = grouped.shape[1]
-    if softcap is not None or sinks is not None:
+    if not args.is_plain:
         if mask is None:
             mask = torch.ones(n, n, dtype=torch.bool, device=q.device).tril()
         packed = grouped.reshape(Hkv, group * n, D)
-        own = None if sinks is None else sinks.view(Hkv, group, 1).expand(-1, -1, n).reshape(Hkv, group * n, 1)
-        out = attend_unfused(packed, k, v, mask.repeat(group, 1), scaling, softcap, own).view(Hkv, group, n, -1)
+        sinks = args.sinks
+        if sinks is not None:
+            sinks = sinks.view(Hkv, group, 1).expand(-1, -1, n).reshape(Hkv, group * n, 1)
+        out = attend_unfused(packed, k, v, mask.repeat(group, 1), args._replace(sinks=sinks)).view(Hkv, group, n, -1)
     else:
         many_k = k.unsqueeze(1).expand(-1, group, -1, -1)
         many_v = v.unsqueeze(1).expand(-1, group, -1, -1)
         out = F.scaled_dot_product_attention(
-            grouped, many_k, many_v, attn_mask=mask, is_causal=mask is None, scale=scaling
+            grouped, many_k, many_v, attn_mask=mask, is_causal=mask is None, scale=args.scaling
         )
     return out.reshape(Hkv * group, n, -1).transpose(0, 1)
 
 
-def attend_unfused(q: Any, k: Any, v: Any, mask: Any, scaling: float, softcap: float | None, sinks: Any) -> Any:
-    """Attend without a fused kernel, as a fallback for softcap and attention sinks. Sinks are one more score per row,
-    which takes its share of the softmax but has no value."""
+def attend_unfused(q: Any, k: Any, v: Any, mask: Any, args: AttentionArgs) -> Any:
+    """Attend without a fused kernel, as a fallback for softcap and attention sinks. Sinks, in the shape of a column of
+    scores, are one more score per row, which takes its share of the softmax but has no value."""
+    scaling, _, softcap, sinks = args
     scores = torch.matmul(q, k.transpose(-1, -2))
     scores = scores * scaling if softcap is None else torch.tanh(scores * (scaling / softcap)) * softcap
     if mask is not None:

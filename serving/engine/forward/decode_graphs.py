@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..adapters.virtual_tokens import VirtualTokens
 from ..attention.kv_cache import Row
 from ..attention.paged.cache import PagedKVCache
 from ..attention.paged.plan import PagedPlan
 from ..attention.paged.step_tables import StepTables, row_indexes, table_array
 from ..devices.transfers import upload
+from ..models.step_input import StepInput
 from ..weights.forward_context import ContextHolder, ForwardContext
 from .runner import ModelForward
 
@@ -149,19 +149,13 @@ class GraphedForward:
         self.sizes = []
         self._steps = {}
 
-    def forward(
-        self,
-        ids: Any,
-        rows: Sequence[Row],
-        adapters: Sequence[str | None],
-        kept: Sequence[int],
-        virtual: VirtualTokens | None = None,
-    ) -> Any:
+    def forward(self, step: StepInput) -> Any:
         """See ``StepForward.forward``."""
-        single = len(kept) == len(ids) == len(rows) and virtual is None and not any(adapters)
-        if not single or not self.takes(len(rows)):
-            return self._plain.forward(ids, rows, adapters, kept, virtual)
-        return self.decode(upload(ids, self.device), rows)
+        num_rows = len(step.rows)
+        is_single = len(step.kept) == len(step.ids) == num_rows and step.virtual is None and not any(step.adapters)
+        if not is_single or not self.takes(num_rows):
+            return self._plain.forward(step)
+        return self.decode(upload(step.ids, self.device), step.rows)
 
     def takes(self, num_rows: int) -> bool:
         """Return whether a step of so many single tokens has been captured."""

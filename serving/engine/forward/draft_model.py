@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from ..attention.kv_cache import KVCache, PrefixKey, Row, TokenIds
+from ..models.step_input import StepInput
 from ..sampling.sampler import choose
 from ..scheduling.sequence import SequenceState
 from ..scheduling.speculation import DraftedPosition, GuessedPosition
@@ -151,7 +152,8 @@ class DraftModel:
         laid_out = [rows[i] for i in order]
         parts = [going[i].sequence.slice(rows[i].start, rows[i].start + rows[i].num_tokens) for i in order]
         kept = (np.cumsum([row.num_tokens for row in laid_out]) - 1).tolist()
-        logits = self._forward.forward(np.concatenate(parts).astype(np.int64), laid_out, [None] * len(rows), kept)
+        ids = np.concatenate(parts).astype(np.int64)
+        logits = self._forward.forward(StepInput(ids, laid_out, [None] * len(rows), kept))
         back = [order.index(i) for i in range(len(rows))]
         found: torch.Tensor = logits[back]
         return found

@@ -2,7 +2,7 @@
 
 ::
 
-    StepForward         forward(ids, rows, adapters, kept) -> logits at the places kept
+    StepForward         forward(StepInput) -> logits at the places kept
     ├── ModelForward    transformers' code with our attention, linears and adapters: every architecture, every device
     └── NativeDecoder   native_decoder.py: a whole step in one call, for the decoders of decoder_forms.py on CPU
 """
@@ -18,6 +18,7 @@ import torch
 from ..adapters.lora import LoraPool
 from ..adapters.virtual_tokens import VirtualTokens
 from ..attention.kv_cache import KVCache, Row
+from ..models.step_input import StepInput
 from ..scheduling.batch_invariance import pieces
 from ..scheduling.scheduler import ScheduledChunk
 from ..weights.forward_context import ContextHolder, ForwardContext
@@ -31,19 +32,8 @@ class StepForward(Protocol):
         """Return whether single tokens must come first, in the order of their slots, with slots side by side."""
         ...
 
-    def forward(
-        self,
-        ids: Any,
-        rows: Sequence[Row],
-        adapters: Sequence[str | None],
-        kept: Sequence[int],
-        virtual: VirtualTokens | None = None,
-    ) -> Any:
-        """Compute a step: logits [len(kept), V] at the places ``kept`` of the flat row ``ids`` (int64).
-
-        ``rows`` make up the flat row one after the other, each with its adapter. Writes the KV of every token.
-        ``virtual``: the ids outside the vocabulary, and the vectors that they stand for.
-        """
+    def forward(self, step: StepInput) -> Any:
+        """Return logits [len(kept), V] at the places kept. Writes the KV of every token."""
         ...
 
 
@@ -59,25 +49,19 @@ class ModelForward:
         self._lora = lora
         self._device = device
 
-    def forward(
-        self,
-        ids: Any,
-        rows: Sequence[Row],
-        adapters: Sequence[str | None],
-        kept: Sequence[int],
-        virtual: VirtualTokens | None = None,
-    ) -> Any:
+    def forward(self, step: StepInput) -> Any:
         """See ``StepForward.forward``."""
+        ids, rows, kept = step.ids, step.rows, step.kept
         positions = np.concatenate([np.arange(row.start, row.start + row.num_tokens) for row in rows])
         context = ForwardContext(num_tokens=len(ids), attention=self._cache.plan(rows))
         if self._lora is not None:
-            context.lora = self._lora.plan(adapters, [row.num_tokens for row in rows])
+            context.lora = self._lora.plan(step.adapters, [row.num_tokens for row in rows])
         everything = len(kept) == len(ids)
         wanted = np.array(kept or [0], dtype=np.int64)
         self._holder.context = context
         try:
             logits = self._model(
-                **self._inputs(ids, virtual),
+                **self._inputs(ids, step.virtual),
                 position_ids=self._tensor(positions)[None],
                 use_cache=False,
                 logits_to_keep=0 if everything else self._tensor(wanted),
@@ -125,7 +109,7 @@ class Runner:
             rows = [Row(r.sequence.id, r.start, r.num_tokens) for r in chunks]
             virtual = virtual_tokens(chunks, ids) if self.num_tables else None
             adapters = [chunk.sequence.adapter for chunk in chunks]
-            logits = self.step_forward.forward(ids, rows, adapters, rows_kept(chunks), virtual)
+            logits = self.step_forward.forward(StepInput(ids, rows, adapters, rows_kept(chunks), virtual))
         self.num_steps += 1
         for chunk in chunks:
             sequence = chunk.sequence
@@ -145,7 +129,7 @@ class Runner:
             kept = range(len(ids)) if needed else ()
             row = Row(sequence.id, start, len(ids))
             virtual = virtual_tokens([ScheduledChunk(sequence, start, len(ids))], ids) if self.num_tables else None
-            logits = self.step_forward.forward(ids, [row], [sequence.adapter], kept, virtual)
+            logits = self.step_forward.forward(StepInput(ids, [row], [sequence.adapter], kept, virtual))
             yield logits[len(logits) - needed :]
 
     def _lay_out(self, chunks: Sequence[ScheduledChunk]) -> list[ScheduledChunk]:

@@ -18,6 +18,7 @@ import numpy as np
 
 from ..attention.kv_cache import KVCache, PrefixKey, Row
 from ..models.native_decoder import NativeDecoder
+from ..models.step_input import StepInput
 from .runner import StepForward
 
 STEP_SECONDS = 0.2
@@ -45,9 +46,8 @@ def step_size(
     if cache.acquire(_OWNER, PrefixKey("", "step size"), tokens) is None:
         return DEFAULT_TOKENS
     try:
-        seconds = _fastest(
-            lambda: forward.forward(tokens.astype(np.int64), [Row(_OWNER, 0, num_tokens)], [None], [0]), clock
-        )
+        step = StepInput(tokens.astype(np.int64), [Row(_OWNER, 0, num_tokens)], [None], [0])
+        seconds = _fastest(lambda: forward.forward(step), clock)
     finally:
         cache.release(_OWNER, keep=False)
     return tokens_for(seconds / num_tokens) + max_num_seqs

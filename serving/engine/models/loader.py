@@ -30,6 +30,7 @@ from .native_decoder import DecoderWeights, NativeDecoder, decoder_weights, may_
 from .packed.cache import MappedDecoder, keep_decoder, packed_key
 from .packed.source import PackedSource
 from .resolved_settings import ResolvedSettings
+from .step_input import StepInput
 from .verification import LayerUse, SelfTest, model_forward, probe_layers
 
 logger = logging.getLogger(__name__)
@@ -298,7 +299,7 @@ def native_decoder(
         return None, str(reason), plain
 
     def forward(cache: SlotKVCache, ids: Any, rows: Sequence[Row]) -> Any:
-        return NativeDecoder(weights, cache).forward(ids, rows, [None] * len(rows), range(len(ids)))
+        return NativeDecoder(weights, cache).forward(StepInput(ids, rows, [None] * len(rows), range(len(ids))))
 
     layers = [use.shape for use in uses]
     for kept in tried:

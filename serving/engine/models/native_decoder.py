@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..adapters.virtual_tokens import VirtualTokens
 from ..attention.kv_cache import Row
 from ..attention.slot_cache import SlotKVCache
 from ..native import library
@@ -27,6 +26,7 @@ from ..native.weight import F32, KINDS, NativeWeight, can_pack
 from ..weights.experts import PARAMETERS, EngineExperts
 from ..weights.linear import EngineLinear
 from .decoder_forms import ACTIVATIONS, ExpertForm, Form, at, form_of
+from .step_input import StepInput
 from .verification import LayerUse
 
 SPARSEMIXER_TOP_K = 2  # experts per token with SparseMixer, whatever the configuration says
@@ -308,23 +308,17 @@ class NativeDecoder:
         )
         library.free_with(self, found.mlflow_llm_decoder_free, self._handle)
 
-    def forward(
-        self,
-        ids: Any,
-        rows: Sequence[Row],
-        adapters: Sequence[str | None],
-        kept: Sequence[int],
-        virtual: VirtualTokens | None = None,
-    ) -> torch.Tensor:
+    def forward(self, step: StepInput) -> torch.Tensor:
         """See ``StepForward.forward``."""
+        rows, virtual = step.rows, step.virtual
         numbers, tables = [-1] * len(rows), None
         if self._adapters is not None:
-            numbers, tables = self._adapters.numbered(adapters)
+            numbers, tables = self._adapters.numbered(step.adapters)
         self._rotate_up_to(max(row.start + row.num_tokens for row in rows))
         chunks, parts = self._chunks(rows, numbers)
-        ids, wanted = np.ascontiguousarray(ids, dtype=np.int64), np.array(kept, dtype=np.int32)
-        logits = torch.empty(len(kept), self._weights.head.out_features)
-        step = library.Step(
+        ids, wanted = np.ascontiguousarray(step.ids, dtype=np.int64), np.array(step.kept, dtype=np.int32)
+        logits = torch.empty(len(wanted), self._weights.head.out_features)
+        native = library.Step(
             chunks=chunks.ctypes.data,
             num_chunks=len(chunks),
             num_tokens=len(ids),
@@ -341,8 +335,8 @@ class NativeDecoder:
         )
         if virtual is not None:
             pointers = virtual.pointers(len(ids))
-            step.vectors = pointers.ctypes.data
-        self._library.mlflow_llm_decoder_step(self._handle, step)
+            native.vectors = pointers.ctypes.data
+        self._library.mlflow_llm_decoder_step(self._handle, native)
         return logits
 
     def _chunks(self, rows: Sequence[Row], adapters: Sequence[int]) -> tuple[Any, Any]:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ...interface.errors import PackagingError
-from ..attention.kv_cache import KVCache, LayerShape, PrefixKey, Row
+from ..attention.kv_cache import AttentionArgs, KVCache, LayerShape, PrefixKey, Row
 from ..attention.latent_attention import Projections
 from ..attention.paged.cache import PagedKVCache
 from ..attention.slot_cache import SlotKVCache
@@ -57,17 +57,15 @@ class ProbePlan:
     def __init__(self) -> None:
         self.uses: dict[int, LayerUse] = {}
 
-    def attend(
-        self, layer: int, q: Any, k: Any, v: Any, scaling: float, window: int | None, softcap: Any, sinks: Any = None
-    ) -> Any:
-        self.uses[layer] = LayerUse(LayerShape(k.shape[1], k.shape[3], v.shape[3]), scaling, window, softcap)
+    def attend(self, layer: int, q: Any, k: Any, v: Any, args: AttentionArgs) -> Any:
+        self.uses[layer] = LayerUse(
+            LayerShape(k.shape[1], k.shape[3], v.shape[3]), args.scaling, args.window, args.softcap
+        )
         return q.new_zeros((1, q.shape[2], q.shape[1], v.shape[3]))
 
-    def attend_latent(
-        self, layer: int, q: Any, kept: Any, projections: Projections, scaling: float, window: int | None
-    ) -> Any:
+    def attend_latent(self, layer: int, q: Any, kept: Any, projections: Projections, args: AttentionArgs) -> Any:
         shape = LayerShape(1, kept.shape[3], kept.shape[3], shared=True)
-        self.uses[layer] = LayerUse(shape, scaling, window, None)
+        self.uses[layer] = LayerUse(shape, args.scaling, args.window, args.softcap)
         return q.new_zeros((1, q.shape[2], q.shape[1], projections.form.value_dim))
 
 

@@ -12,6 +12,7 @@ from tiny_models import COMMON
 from mlflow_llm.serving.engine.attention.kv_cache import PrefixKey, Row
 from mlflow_llm.serving.engine.attention.slot_cache import SlotKVCache
 from mlflow_llm.serving.engine.models.native_decoder import NativeDecoder
+from mlflow_llm.serving.engine.models.step_input import StepInput
 from mlflow_llm.serving.engine.native.library import AMX, library, tiles, use_threads, use_tiles
 
 WIDE: dict[str, Any] = COMMON | {"hidden_size": 64, "max_position_embeddings": 2048}
@@ -48,6 +49,8 @@ def logits_of(
         others = [np.full(3, 7 + i) for i in range(beside)]
         ids = np.concatenate([*others, tokens[start:end]]).astype(np.int64)
         runs = [Row(1 + i, 3 * number, 3) for i in range(beside)] + [Row(0, start, end - start)]
-        rows.append(decoder.forward(ids, runs, [None] * len(runs), range(len(ids) - (end - start), len(ids))))
+        rows.append(
+            decoder.forward(StepInput(ids, runs, [None] * len(runs), range(len(ids) - (end - start), len(ids))))
+        )
         start = end
     return torch.cat(rows)

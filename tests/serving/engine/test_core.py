@@ -17,6 +17,7 @@ from mlflow_llm.serving.engine.attention import slab
 from mlflow_llm.serving.engine.core import EngineCore
 from mlflow_llm.serving.engine.forward.runner import ModelForward
 from mlflow_llm.serving.engine.in_process import InProcessEngine
+from mlflow_llm.serving.engine.models.step_input import StepInput
 from mlflow_llm.serving.interface.bundle import Bundle
 from mlflow_llm.serving.interface.engine import Engine
 from mlflow_llm.serving.interface.errors import PackagingError
@@ -241,10 +242,10 @@ def test_one_failing_request_harms_no_other(
     expected = greedy(tiny_llama, good, 4)
     poison = next(t for t in range(3, 131) if t not in (*good, *expected))
 
-    def poisoned(ids: Any, *rest: Any) -> Any:
-        if (ids == poison).any():
+    def poisoned(given: StepInput) -> Any:
+        if (given.ids == poison).any():
             raise RuntimeError("poisoned")
-        return forward(ids, *rest)
+        return forward(given)
 
     monkeypatch.setattr(step, "forward", poisoned)
     outcomes = run(core, request_of("bad", (5, poison, 6)), request_of("good", good, max_tokens=4))

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from ...devices import triton_support
+from ..kv_cache import AttentionArgs
 from ..slot_attention import attend_unfused
 
 logger = logging.getLogger(__name__)
@@ -57,11 +58,11 @@ def _why_not(device: Any, dtype: Any, block_size: int, group: int, key_dim: int,
     lengths = torch.tensor([1, block_size * 19 + 3], dtype=torch.int32, device=device)
     more = {"longest": block_size * 20, "split": block_size * 16}
     try:
-        found = attend_split(q, k, v, tables, lengths, key_dim**-0.5, None, None, None, **more).float()
+        found = attend_split(q, k, v, tables, lengths, AttentionArgs(key_dim**-0.5), **more).float()
     except Exception as error:  # from Triton's compiler, the C compiler that it needs, or the driver
         reason = f"the kernel does not run: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
     else:
-        wanted = attend(q, k, v, tables, lengths, key_dim**-0.5, None, None, None).float()
+        wanted = attend(q, k, v, tables, lengths, AttentionArgs(key_dim**-0.5)).float()
         distance = float((found - wanted).abs().max() / wanted.abs().max())
         if distance <= TOLERANCE.get(dtype, 0.02):
             return ""
@@ -76,20 +77,18 @@ def attend(
     v: Any,
     block_tables: Any,
     lengths: Any,
-    scaling: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Any,
+    args: AttentionArgs,
     *,
     longest: int = 0,
     split: int = 0,
 ) -> Any:
     """Compute q [B, H, D] over k, v [blocks, block size, Hkv, D] → [B, H, Dv] row by row, as the reference.
 
-    ``block_tables`` int32 [B, n]; ``lengths`` int32 [B], including a row's own token; ``sinks`` [H]."""
+    ``block_tables`` int32 [B, n]; ``lengths`` int32 [B], including a row's own token."""
     size, Hkv = k.shape[1], k.shape[2]
     out = q.new_empty((*q.shape[:2], v.shape[-1]))
-    own = None if sinks is None else sinks.view(Hkv, -1, 1)
+    window = args.window
+    unfused = args if args.sinks is None else args._replace(sinks=args.sinks.view(Hkv, -1, 1))
     for row, length in enumerate(lengths.tolist()):
         lo = max(length - window, 0) if window else 0
         first = lo // size
@@ -98,10 +97,10 @@ def attend(
             cube[blocks].flatten(0, 1)[lo - first * size : length - first * size].transpose(0, 1) for cube in (k, v)
         )
         packed = q[row].reshape(Hkv, -1, q.shape[-1])
-        if softcap is None and sinks is None:
-            some = F.scaled_dot_product_attention(packed[None], keys[None], values[None], scale=scaling)[0]
+        if args.is_plain:
+            some = F.scaled_dot_product_attention(packed[None], keys[None], values[None], scale=args.scaling)[0]
         else:
-            some = attend_unfused(packed, keys, values, None, scaling, softcap, own)
+            some = attend_unfused(packed, keys, values, None, unfused)
         out[row] = some.flatten(0, 1)
     return out
 
@@ -112,10 +111,7 @@ def attend_split(
     v: Any,
     block_tables: Any,
     lengths: Any,
-    scaling: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Any,
+    args: AttentionArgs,
     *,
     longest: int,
     split: int,
@@ -123,6 +119,7 @@ def attend_split(
     """Compute the same by the kernels, for sequences of at most ``longest`` tokens in splits of ``split``."""
     from . import decode_kernel as kernel
 
+    scaling, window, softcap, sinks = args
     B, H, D = q.shape
     size, Hkv, Dv = k.shape[1], k.shape[2], v.shape[-1]
     q = q.contiguous()

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..kv_cache import LayerShape
+from ..kv_cache import AttentionArgs, LayerShape
 from ..slab import Slab
 from ..slot_attention import attend_latent_prefill, causal_mask, prefill
 from . import decode, varlen
@@ -85,40 +85,28 @@ class PagedPlan:
         self._masks: dict[tuple[int, int | None], tuple[int, Any]] = {}
         self._varlen = varlen.VarlenTables.of(tables) if tables.chunks else None
 
-    def attend(
-        self,
-        layer: int,
-        q: Any,
-        k: Any,
-        v: Any,
-        scaling: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Any = None,
-    ) -> Any:
+    def attend(self, layer: int, q: Any, k: Any, v: Any, args: AttentionArgs) -> Any:
         """See ``AttentionPlan.attend``."""
         blocks, tables = self._layers[layer], self._tables
         blocks.write(tables.indexes, k[0], v[0])
         n, (H, T) = tables.num_decodes, q.shape[1:3]
         if not tables.chunks:
-            return self._decode(blocks, q[0].transpose(0, 1), scaling, window, softcap, sinks)[None]
+            return self._decode(blocks, q[0].transpose(0, 1), args)[None]
         out = q.new_empty((1, T, H, blocks.shape.value_dim))
         if n:
             single = q[0, :, :n].transpose(0, 1)
-            out[0, :n] = self._decode(blocks, single, scaling, window, softcap, sinks)
+            out[0, :n] = self._decode(blocks, single, args)
         assert self._varlen is not None
-        if softcap is None and sinks is None and varlen.is_offered(blocks.k, blocks.v, q.shape[-1]):
-            out[0, n:] = self._varlen.attend(q[0, :, n:].transpose(0, 1), blocks.k, blocks.v, scaling, window)
+        if args.is_plain and varlen.is_offered(blocks.k, blocks.v, q.shape[-1]):
+            out[0, n:] = self._varlen.attend(q[0, :, n:].transpose(0, 1), blocks.k, blocks.v, args)
             return out
         for chunk in tables.chunks:
-            lo, mask = self._seen(chunk, window, q.device)
+            lo, mask = self._seen(chunk, args.window, q.device)
             keys, values = blocks.gather(chunk.blocks, lo, chunk.stop)
-            out[0, chunk.a : chunk.b] = prefill(keys, values, q[0, :, chunk.a : chunk.b], mask, scaling, softcap, sinks)
+            out[0, chunk.a : chunk.b] = prefill(keys, values, q[0, :, chunk.a : chunk.b], mask, args)
         return out
 
-    def attend_latent(
-        self, layer: int, q: Any, kept: Any, projections: Projections, scaling: float, window: int | None
-    ) -> Any:
+    def attend_latent(self, layer: int, q: Any, kept: Any, projections: Projections, args: AttentionArgs) -> Any:
         """See ``AttentionPlan.attend_latent``."""
         blocks, tables = self._layers[layer], self._tables
         blocks.write(tables.indexes, kept[0], kept[0])
@@ -126,12 +114,12 @@ class PagedPlan:
         out = q.new_empty((1, T, H, projections.form.value_dim))
         if n:
             absorbed = projections.absorbed(q[0, :, :n], 0).transpose(0, 1)
-            out[0, :n] = projections.values(self._decode(blocks, absorbed, scaling, window, None, None), 0)
+            out[0, :n] = projections.values(self._decode(blocks, absorbed, args), 0)
         for chunk in tables.chunks:
-            lo, mask = self._seen(chunk, window, q.device)
+            lo, mask = self._seen(chunk, args.window, q.device)
             keys, _ = blocks.gather(chunk.blocks, lo, chunk.stop)
             row = q[0, :, chunk.a : chunk.b]
-            out[0, chunk.a : chunk.b] = attend_latent_prefill(keys, row, chunk.a, mask, projections, scaling)
+            out[0, chunk.a : chunk.b] = attend_latent_prefill(keys, row, chunk.a, mask, projections, args)
         return out
 
     def _seen(self, chunk: Chunk, window: int | None, device: Any) -> tuple[int, Any]:
@@ -142,13 +130,11 @@ class PagedPlan:
             found = self._masks[chunk.a, window] = lo, causal_mask(chunk.start, chunk.stop, lo, window, device)
         return found
 
-    def _decode(
-        self, blocks: LayerBlocks, q: Any, scaling: float, window: int | None, softcap: float | None, sinks: Any
-    ) -> Any:
+    def _decode(self, blocks: LayerBlocks, q: Any, args: AttentionArgs) -> Any:
         """Attend single tokens q [B, H, D] → [B, H, Dv]."""
         tables = self._tables
         use = decode.attend_split if decode.is_offered(blocks.k, blocks.v, q) else decode.attend
         return use(
-            q, blocks.k, blocks.v, tables.block_tables, tables.lengths, scaling, window, softcap, sinks,
+            q, blocks.k, blocks.v, tables.block_tables, tables.lengths, args,
             longest=tables.longest, split=self._split,
         )  # fmt: skip

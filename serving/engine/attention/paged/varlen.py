@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ..kv_cache import AttentionArgs
 from .step_tables import StepTables
 
 logger = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ def _computes_right(device: Any, dtype: Any, block_size: int, num_kv_heads: int,
     begins, table, lengths = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 3], [[2, 1]], [length]))
     tables = VarlenTables(begins, table, lengths, 3, length)
     try:
-        found = tables.attend(q, k, v, head_dim**-0.5, None).float()
+        found = tables.attend(q, k, v, AttentionArgs(head_dim**-0.5)).float()
     except (ImportError, RuntimeError, ValueError, NotImplementedError, TypeError) as error:
         logger.info("prompt chunks run one at a time instead of by varlen_attn: %s", error)
         return False
@@ -83,7 +84,7 @@ class VarlenTables:
             max(lengths),
         )
 
-    def attend(self, q: Any, k: Any, v: Any, scaling: float, window: int | None) -> Any:
+    def attend(self, q: Any, k: Any, v: Any, args: AttentionArgs) -> Any:
         """Compute q [T, H, D] → [T, H, D]. ``num_splits`` is 1, so that a row's bits are the same alone and in any
         batch."""
         return varlen_attn(
@@ -94,8 +95,8 @@ class VarlenTables:
             None,
             self.max_chunk,
             self.longest,
-            scale=scaling,
-            window_size=(-1 if window is None else window - 1, 0),
+            scale=args.scaling,
+            window_size=(-1 if args.window is None else args.window - 1, 0),
             enable_gqa=q.shape[1] != k.shape[2],
             seqused_k=self.lengths,
             block_table=self.block_tables,

@@ -21,6 +21,7 @@ from mlflow_llm.serving.engine.attention.slot_table import SHARED_BLOCK_TOKENS, 
 from mlflow_llm.serving.engine.core import EngineCore
 from mlflow_llm.serving.engine.models.loader import load_model
 from mlflow_llm.serving.engine.models.native_decoder import NativeDecoder
+from mlflow_llm.serving.engine.models.step_input import StepInput
 from mlflow_llm.serving.engine.native.library import (
     AMX,
     EMULATED_TILES,
@@ -83,7 +84,7 @@ class Sequences:
         owners = {int(name[1:]): count for name, count in counts.items()}
         rows = [Row(owner, self.computed[owner], count) for owner, count in owners.items()]
         ids = np.concatenate([self.tokens[row.owner][row.start : row.start + row.num_tokens] for row in rows])
-        logits = self.decoder.forward(ids, rows, [None] * len(rows), range(len(ids)))
+        logits = self.decoder.forward(StepInput(ids, rows, [None] * len(rows), range(len(ids))))
         for row in rows:
             self.computed[row.owner] += row.num_tokens
             length = self.computed[row.owner]
@@ -168,7 +169,7 @@ def test_sequences_that_read_a_segment_together_have_the_bits_of_each_alone(
             start = before[owner]
             ids = sequences.tokens[owner][start : start + len(logits)]
             row = Row(owner, start, len(ids))
-            alone = sequences.decoder.forward(ids, [row], [None], range(len(ids)))
+            alone = sequences.decoder.forward(StepInput(ids, [row], [None], range(len(ids))))
             assert torch.equal(logits, alone), (threads, owner)
 
 

@@ -18,6 +18,7 @@ from mlflow_llm.serving.engine.attention.kv_cache import PrefixKey, Row
 from mlflow_llm.serving.engine.core import EngineCore
 from mlflow_llm.serving.engine.forward import decode_graphs
 from mlflow_llm.serving.engine.forward.decode_graphs import GraphedForward, sizes_up_to
+from mlflow_llm.serving.engine.models.step_input import StepInput
 from mlflow_llm.serving.interface.bundle import Bundle
 from mlflow_llm.serving.interface.settings import EngineSettings
 
@@ -50,16 +51,16 @@ def test_padded_steps_give_the_logits_of_plain_ones(core: EngineCore) -> None:
         for owner, tokens in enumerate(prompts):
             cache.acquire(owner, PrefixKey("", ""), tokens)
             cache.grow(owner, len(tokens) + 1)
-            forward.forward(tokens.astype(np.int64), [Row(owner, 0, len(tokens))], [None], [len(tokens) - 1])
+            forward.forward(StepInput(tokens.astype(np.int64), [Row(owner, 0, len(tokens))], [None], [len(tokens) - 1]))
         for some in ([0, 1, 2, 3], [1, 2, 0]):
             rows = [Row(owner, len(prompts[owner]), 1) for owner in some]
             ids = np.array([7 + owner for owner in some], dtype=np.int64)
             before = [layer.k.clone() for layer in cache.layers]
-            found = forward.forward(ids, rows, [None] * len(some), range(len(some)))
+            found = forward.forward(StepInput(ids, rows, [None] * len(some), range(len(some))))
             for layer, old in zip(cache.layers, before, strict=True):
                 changed = set((layer.k != old).flatten(1).any(1).nonzero().flatten().tolist())
                 assert changed <= {0, *(cache.blocks_of(row.owner)[row.start // 8] for row in rows)}
-            wanted = forward._plain.forward(ids, rows, [None] * len(some), range(len(some)))
+            wanted = forward._plain.forward(StepInput(ids, rows, [None] * len(some), range(len(some))))
             torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
             assert torch.equal(found.argmax(-1), wanted.argmax(-1))
 
@@ -124,15 +125,15 @@ def test_recorded_steps_are_replayed(core: EngineCore, recorder: list[str]) -> N
         for owner in range(3):
             cache.acquire(owner, PrefixKey("", ""), tokens)
             cache.grow(owner, len(tokens) + 1)
-            forward.forward(tokens.astype(np.int64), [Row(owner, 0, len(tokens))], [None], [len(tokens) - 1])
+            forward.forward(StepInput(tokens.astype(np.int64), [Row(owner, 0, len(tokens))], [None], [len(tokens) - 1]))
         rows = [Row(owner, len(tokens), 1) for owner in range(3)]
         recorder.clear()
         found, kept = [], []
         for first in (7, 17):
             ids = np.arange(first, first + 3)
-            found.append(forward.forward(ids, rows, [None] * 3, range(3)))
+            found.append(forward.forward(StepInput(ids, rows, [None] * 3, range(3))))
             kept.append(found[-1].clone())
-            wanted = forward._plain.forward(ids, rows, [None] * 3, range(3))
+            wanted = forward._plain.forward(StepInput(ids, rows, [None] * 3, range(3)))
             torch.testing.assert_close(found[-1], wanted, atol=1e-5, rtol=1e-5)
         assert recorder == ["compute 4", "compute 4"]
         assert all(torch.equal(one, other) for one, other in zip(found, kept, strict=True))

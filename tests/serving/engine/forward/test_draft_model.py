@@ -16,6 +16,7 @@ from tiny_models import COMMON, FAMILIES, make_model, request_of, save_bundle
 from tokenizer_kinds import KINDS, save
 
 from mlflow_llm.serving.engine.core import EngineCore
+from mlflow_llm.serving.engine.models.step_input import StepInput
 from mlflow_llm.serving.engine.native import library
 from mlflow_llm.serving.interface.bundle import Bundle, DraftBundle, draft_of
 from mlflow_llm.serving.interface.errors import InvalidField, PackagingError
@@ -135,9 +136,9 @@ def test_long_prompts_are_read_in_parts(bundle: Bundle, drafts: dict[str, DraftB
     forward, sizes = core._scheduler.speculation.model._forward, []
     original = forward.forward
 
-    def counted(ids: Any, *rest: Any) -> Any:
-        sizes.append(len(ids))
-        return original(ids, *rest)
+    def counted(step: StepInput) -> Any:
+        sizes.append(len(step.ids))
+        return original(step)
 
     forward.forward = counted
     prompt = np.random.default_rng(0).integers(3, 300, size=150).tolist()

@@ -26,6 +26,7 @@ from mlflow_llm.serving.engine.forward.runner import ModelForward
 from mlflow_llm.serving.engine.models.embedder import load_embedder
 from mlflow_llm.serving.engine.models.loader import load_model
 from mlflow_llm.serving.engine.models.native_decoder import NativeDecoder
+from mlflow_llm.serving.engine.models.step_input import StepInput
 from mlflow_llm.serving.engine.native.library import (
     AMX,
     EMULATED_TILES,
@@ -268,7 +269,7 @@ def logits_of(loaded: Any, tokens: Any, cuts: list[int], beside: int, threads: i
         ids = np.concatenate([*others, tokens[start:end]]).astype(np.int64)
         runs = [Row(1 + i, 3 * cuts.index(end), 3) for i in range(beside)] + [Row(0, start, end - start)]
         kept = range(len(ids) - (end - start), len(ids))
-        rows.append(decoder.forward(ids, runs, [None] * len(runs), kept))
+        rows.append(decoder.forward(StepInput(ids, runs, [None] * len(runs), kept)))
         start = end
     return torch.cat(rows)
 
@@ -347,10 +348,10 @@ def test_int8_runs_as_with_torch(tmp_path: Path) -> None:
     cache = SlotKVCache(loaded.layers, num_slots=2, num_tokens=512, max_model_len=256, dtype=torch.float32)
     cache.acquire(0, PrefixKey("", ""), tokens.astype(np.int32))
     cache.acquire(1, PrefixKey("", ""), tokens.astype(np.int32), at_most=0)
-    native = NativeDecoder(loaded.decoder, cache).forward(tokens, [Row(0, 0, 60)], [None], range(60))
+    native = NativeDecoder(loaded.decoder, cache).forward(StepInput(tokens, [Row(0, 0, 60)], [None], range(60)))
     with torch.inference_mode():
         model = ModelForward(loaded.model, loaded.holder, cache, None, loaded.device)
-        plain = model.forward(tokens, [Row(1, 0, 60)], [None], range(60))
+        plain = model.forward(StepInput(tokens, [Row(1, 0, 60)], [None], range(60)))
     # a value on the edge between two int8 levels may fall either way: most rows agree closely, none is far off
     distance = (native - plain).norm(dim=-1) / plain.norm(dim=-1)
     assert float(distance.median()) < 0.02

@@ -18,6 +18,7 @@ from mlflow_llm.serving.engine.attention.slot_cache import SlotKVCache
 from mlflow_llm.serving.engine.core import EngineCore
 from mlflow_llm.serving.engine.models.loader import load_model
 from mlflow_llm.serving.engine.models.native_decoder import NativeDecoder
+from mlflow_llm.serving.engine.models.step_input import StepInput
 from mlflow_llm.serving.engine.models.verification import Forward, model_forward
 from mlflow_llm.serving.engine.native import library
 from mlflow_llm.serving.engine.weights.experts import EngineExperts
@@ -59,7 +60,7 @@ def logits_of(loaded: Any, forward: Forward | None = None, cuts: Sequence[int] =
             if forward is not None:
                 every = forward(cache, ids, rows)
             else:
-                every = decoder.forward(ids, rows, [None] * len(rows), range(len(ids)))
+                every = decoder.forward(StepInput(ids, rows, [None] * len(rows), range(len(ids))))
         found.append(every[len(ids) - (end - start) :].clone())
         start = end
     return torch.cat(found)

@@ -21,6 +21,7 @@ from mlflow_llm.serving.engine.assembly import EngineParts, assemble
 from mlflow_llm.serving.engine.attention.kv_cache import Row
 from mlflow_llm.serving.engine.core import EngineCore
 from mlflow_llm.serving.engine.models.native_decoder import NativeDecoder
+from mlflow_llm.serving.engine.models.step_input import StepInput
 from mlflow_llm.serving.engine.native import library
 from mlflow_llm.serving.interface.settings import EngineSettings
 
@@ -121,7 +122,7 @@ def logits(
         virtual = None if vectors is None else VirtualTokens(np.arange(0, len(ids), end - start), vectors)
         adapters = [names[row.owner] for row in rows]
         with torch.inference_mode():
-            every = parts.runner.step_forward.forward(ids, rows, adapters, range(len(ids)), virtual)
+            every = parts.runner.step_forward.forward(StepInput(ids, rows, adapters, range(len(ids)), virtual))
         at = next(i for i, row in enumerate(rows) if row.owner == 0)
         found.append(every[at * (end - start) : (at + 1) * (end - start)].clone())
         start = end

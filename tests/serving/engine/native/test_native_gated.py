@@ -15,6 +15,7 @@ from tiny_models import COMMON, make_model, save_bundle
 
 from mlflow_llm.serving.engine.assembly import EngineParts, assemble
 from mlflow_llm.serving.engine.attention.kv_cache import PrefixKey, Row
+from mlflow_llm.serving.engine.models.step_input import StepInput
 from mlflow_llm.serving.engine.native import library
 from mlflow_llm.serving.engine.quantize import weight_writer
 from mlflow_llm.serving.interface.settings import EngineSettings
@@ -57,7 +58,7 @@ def logits(parts: EngineParts, tokens: Any, beside: str | None) -> torch.Tensor:
         parts.cache.acquire(owner, PrefixKey("", str(beside)), of.astype(np.int32))
     rows = [Row(0, 0, len(tokens)), Row(1, 0, 1)]
     with torch.inference_mode():
-        found = parts.runner.step_forward.forward(ids, rows, [None, beside], range(len(tokens))).clone()
+        found = parts.runner.step_forward.forward(StepInput(ids, rows, [None, beside], range(len(tokens)))).clone()
     for owner in range(2):
         parts.cache.release(owner, keep=False)
     return found

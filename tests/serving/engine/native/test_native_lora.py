@@ -13,6 +13,7 @@ from tiny_models import FAMILIES, make_model, save_bundle
 
 from mlflow_llm.serving.engine.assembly import EngineParts, assemble
 from mlflow_llm.serving.engine.attention.kv_cache import Row
+from mlflow_llm.serving.engine.models.step_input import StepInput
 from mlflow_llm.serving.engine.native import library
 from mlflow_llm.serving.engine.native.adapters import HUGE_PAGE, _huge
 from mlflow_llm.serving.interface.bundle import Bundle
@@ -66,7 +67,7 @@ def logits(parts: EngineParts, names: Sequence[str | None], ids: Sequence[int]) 
         parts.cache.acquire(owner, "", tokens[owner : owner + 1].astype(np.int32))
     rows = [Row(owner, 0, 1) for owner in parts.cache.decode_order(range(len(names)))]
     with torch.inference_mode():
-        found = parts.runner.step_forward.forward(tokens, rows, list(names), range(len(names))).clone()
+        found = parts.runner.step_forward.forward(StepInput(tokens, rows, list(names), range(len(names)))).clone()
     for owner in range(len(names)):
         parts.cache.release(owner, keep=False)
     return found

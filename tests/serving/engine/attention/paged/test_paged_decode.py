@@ -13,6 +13,7 @@ import torch
 from engine_runs import run
 from tiny_models import FAMILIES, greedy, make_model, prompt_of, request_of, save_bundle
 
+from mlflow_llm.serving.engine.attention.kv_cache import AttentionArgs
 from mlflow_llm.serving.engine.attention.paged import decode
 from mlflow_llm.serving.engine.core import EngineCore
 from mlflow_llm.serving.engine.devices import triton_support
@@ -66,14 +67,14 @@ def test_kernel_equals_reference(heads: Heads) -> None:
     tables = torch.randint(0, num_blocks, (len(LENGTHS), max(LENGTHS) // heads.block_size + 1), generator=make)
     tables = tables.to(DEVICE, torch.int32)
     lengths = torch.tensor(LENGTHS, dtype=torch.int32, device=DEVICE)
-    more = (heads.key_dim**-0.5, heads.window, heads.softcap, sinks)
-    found = decode.attend_split(q, k, v, tables, lengths, *more, longest=max(LENGTHS), split=SPLIT)
-    wanted = decode.attend(q, k, v, tables, lengths, *more)
+    args = AttentionArgs(heads.key_dim**-0.5, heads.window, heads.softcap, sinks)
+    found = decode.attend_split(q, k, v, tables, lengths, args, longest=max(LENGTHS), split=SPLIT)
+    wanted = decode.attend(q, k, v, tables, lengths, args)
     assert found.dtype == heads.dtype
     torch.testing.assert_close(found, wanted, atol=4e-3 if heads.dtype == torch.float16 else 2e-6, rtol=1e-3)
     for i in (1, 2):
         row = slice(i, i + 1)
-        alone = decode.attend_split(q[row], k, v, tables[row], lengths[row], *more, longest=8192, split=SPLIT)
+        alone = decode.attend_split(q[row], k, v, tables[row], lengths[row], args, longest=8192, split=SPLIT)
         assert torch.equal(alone, found[row])
 
 

@@ -23,6 +23,7 @@ from mlflow_llm.serving.engine.models import loader
 from mlflow_llm.serving.engine.models.native_decoder import NativeDecoder
 from mlflow_llm.serving.engine.models.packed import cache_file
 from mlflow_llm.serving.engine.models.packed.source import PackedSource
+from mlflow_llm.serving.engine.models.step_input import StepInput
 from mlflow_llm.serving.engine.native.library import library
 from mlflow_llm.serving.interface.bundle import Bundle
 from mlflow_llm.serving.interface.settings import EngineSettings
@@ -87,7 +88,7 @@ def logits_of(loaded: Any) -> torch.Tensor:
     tokens = np.random.default_rng(0).integers(0, 131, 90)
     cache = SlotKVCache(loaded.layers, num_slots=1, num_tokens=512, max_model_len=256, dtype=torch.float32)
     cache.acquire(0, "", tokens.astype(np.int32), at_most=0)
-    return NativeDecoder(loaded.decoder, cache).forward(tokens, [Row(0, 0, 90)], [None], range(90))
+    return NativeDecoder(loaded.decoder, cache).forward(StepInput(tokens, [Row(0, 0, 90)], [None], range(90)))
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8"])
