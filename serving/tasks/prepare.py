@@ -70,20 +70,6 @@ class Limits(Struct, frozen=True, kw_only=True):
 NO_LIMITS = Limits()
 
 
-class _Head(Struct, frozen=True):
-    """The fields that requests of all tasks have. ``deadline`` is on the monotonic clock, ``created`` only a label."""
-
-    request_id: str
-    created: int
-    adapter: str | None
-    model: str
-    model_version: str
-    cache_salt: str | None
-    deadline: float | None
-    tenant: str
-    weight: int
-
-
 def prepare(
     raw: RawRequest,
     endpoint: EndpointView,
@@ -109,8 +95,10 @@ def prepare(
         raw = with_defaults(raw, own)
     _check_rules(raw, endpoint)
     timeout = raw.timeout if isinstance(raw, RawEmbedding | RawScore) else raw.sampling.timeout
-    head = _Head(
+    head = ValidRequest(  # the fields that requests of all tasks have
         request_id=request_id or uuid.uuid4().hex,
+        task=task,
+        sequences=(),
         created=int(time.time()) if created is None else created,
         adapter=adapter,
         model=raw.model or endpoint.name,
@@ -126,7 +114,7 @@ def prepare(
         valid = _score(raw, endpoint, head)
     else:
         lengths = RawSampling() if own is None or isinstance(own, RawEmbedding | RawScore) else own.sampling
-        valid = _generation(raw, endpoint, head, task, lengths)
+        valid = _generation(raw, endpoint, head, lengths)
     check_logits(valid, endpoint.info.vocab_size, endpoint.info.max_logits_bytes)
     check_size(valid, raw, endpoint.profile, endpoint.info.embedding_dim)
     return valid
@@ -209,7 +197,7 @@ def _deadline(now: float | None, *timeouts: float | None) -> float | None:
 
 
 def _generation(
-    raw: RawChat | RawCompletion, endpoint: EndpointView, head: _Head, task: Task, lengths: RawSampling
+    raw: RawChat | RawCompletion, endpoint: EndpointView, head: ValidRequest, lengths: RawSampling
 ) -> ValidRequest:
     profile, asked = endpoint.profile, raw.sampling
     n = asked.n or 1
@@ -234,13 +222,8 @@ def _generation(
         raise InvalidField(
             "echo", True, "false with logprobs and prompt_embedding_table: its tokens have no probability"
         )
-    return ValidRequest(
-        request_id=head.request_id,
-        task=task,
-        model=head.model,
-        model_version=head.model_version,
-        adapter=head.adapter,
-        cache_salt=head.cache_salt,
+    return msgspec.structs.replace(
+        head,
         sequences=_sequences(prompts, n, asked.seed),
         sampling=sampling,
         n=n,
@@ -261,10 +244,6 @@ def _generation(
         truncate_on_timeout=asked.error_behavior == "truncate",
         truncated=any(prompt.truncated for prompt in prompts),
         clipped=asked.max_tokens is not None and asked.max_tokens > sampling.max_tokens == endpoint.context - longest,
-        created=head.created,
-        deadline=head.deadline,
-        tenant=head.tenant,
-        weight=head.weight,
         lora_task=raw.lora_task,
         prompt_table=raw.prompt_table,
         images=images,
@@ -280,26 +259,18 @@ def _form(profile: Profile) -> ReplyForm:
     )
 
 
-def _embedding(raw: RawEmbedding, endpoint: EndpointView, head: _Head) -> ValidRequest:
+def _embedding(raw: RawEmbedding, endpoint: EndpointView, head: ValidRequest) -> ValidRequest:
     inputs = embedding_inputs(raw, endpoint)
-    return ValidRequest(
-        request_id=head.request_id,
-        task="embeddings",
-        model=head.model,
-        model_version=head.model_version,
-        adapter=head.adapter,
+    return msgspec.structs.replace(
+        head,
         sequences=tuple(Sequence(prompt_token_ids=entry.token_ids) for entry in inputs),
         dimensions=raw.dimensions,
         encoding_format=raw.encoding_format or "float",
         truncated=any(entry.truncated for entry in inputs),
-        created=head.created,
-        deadline=head.deadline,
-        tenant=head.tenant,
-        weight=head.weight,
     )
 
 
-def _score(raw: RawScore, endpoint: EndpointView, head: _Head) -> ValidRequest:
+def _score(raw: RawScore, endpoint: EndpointView, head: ValidRequest) -> ValidRequest:
     if len(raw.documents) > endpoint.profile.max_prompts:
         allowed = f"at most {endpoint.profile.max_prompts}"
         raise InvalidField(raw.names[1], f"{len(raw.documents)} texts", allowed)
@@ -315,19 +286,11 @@ def _score(raw: RawScore, endpoint: EndpointView, head: _Head) -> ValidRequest:
         top_n=raw.top_n or None,
         documents=raw.documents if raw.ranked and raw.return_documents is not False else None,
     )
-    return ValidRequest(
-        request_id=head.request_id,
-        task="score",
-        model=head.model,
-        model_version=head.model_version,
-        adapter=head.adapter,
+    return msgspec.structs.replace(
+        head,
         sequences=tuple(Sequence(prompt_token_ids=ids) for ids in texts.sequences),
         second_from=texts.second_from,
         scoring=scoring,
-        created=head.created,
-        deadline=head.deadline,
-        tenant=head.tenant,
-        weight=head.weight,
     )
 
 
