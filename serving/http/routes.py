@@ -8,7 +8,7 @@ from ..dialects import DIALECTS, Dialect
 from ..frontend.invoke import invoke
 from ..frontend.operation import Auth
 from .inference import info_routes, kserve, openvino, token_counts
-from .management import accounts, endpoints, engine_logs, lora_adapters, usage
+from .management import accounts, caller_account, endpoints, engine_logs, lora_adapters, recent_requests, usage
 from .openapi.document import documented
 from .page import bundle_routes
 from .route import Route
@@ -42,6 +42,8 @@ ROUTES = documented(
         *engine_logs.ROUTES,
         *accounts.ROUTES,
         *usage.ROUTES,
+        *recent_requests.ROUTES,
+        *caller_account.ROUTES,
         *bundle_routes.ROUTES,
     )
 )

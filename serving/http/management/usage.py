@@ -34,6 +34,7 @@ USAGE_QUERY: dict[str, dict[str, Any]] = {
     "entity": _NAME,
     "key_id": _NAME,
     "status": {"enum": ["open", "ok", "error", "aborted", "recovered"]},
+    "adapter": _NAME,
     "model_version": _NAME | {"maxLength": MAX_VERSION, "description": "A model's name and version: assistant/7"},
     "content_hash": _NAME,
     "end_user": _NAME | {"description": "The user that requests named"},

@@ -17,6 +17,7 @@ from sqlalchemy.exc import IntegrityError
 
 from ...interface.errors import AlreadyExists, InvalidField, RequestError, Unavailable
 from ...system.progress import MAX_ID
+from ..accounts.authorization import Caller
 from ..accounts.money import FREE, Price, cost
 from ..accounts.monotonic_clock import MonotonicClock, since_boot
 from ..accounts.prices import Prices
@@ -29,6 +30,7 @@ from . import admission, crash_recovery, engine_journals
 from .admission import Admitted, WindowMissing
 from .lease import Began, Lease, Reservation
 from .lease_owner import LeaseOwner
+from .limits_left import LimitLeft, limits_left
 from .settlement import Settlement, settle_in
 from .store_directory import ENGINES, open_directory
 
@@ -166,6 +168,15 @@ class Ledger:
         except Unavailable as error:
             self._open_breaker(error)
             raise
+
+    def limits_left(self, caller: Caller, endpoints: Iterable[str]) -> tuple[LimitLeft, ...]:
+        """Return what is left of each limit that ``caller``'s requests to ``endpoints`` would count against."""
+        names = tuple(endpoints)
+        while True:
+            try:
+                return self.store.read(lambda connection: limits_left(connection, caller, names, self._window_clock))
+            except WindowMissing as missing:
+                self.store.write(partial(admission.open_windows, store=self.store, subjects=missing.subjects))
 
     def _time_of_prices(self) -> float:
         """Return the time by which prices are in force: a wall clock that is set back takes none of them back."""

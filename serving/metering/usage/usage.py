@@ -22,10 +22,10 @@ MAX_PAGE = 10_000
 READ_PAGE = 1000
 DAY_MS = 86_400_000
 GroupBy: TypeAlias = str  # one of GROUPS, or TAG and the name of a tag
-GROUPS = ("day", "tenant", "endpoint", "entity", "key_id", "model_version", "content_hash", "end_user")
+GROUPS = ("day", "tenant", "endpoint", "entity", "key_id", "adapter", "model_version", "content_hash", "end_user")
 TAG = "tags."
 ALLOWED_GROUPS = f"{', '.join(GROUPS)}, {TAG}NAME"
-LABELS = ("model_version", "content_hash", "end_user", "client_request_id")  # which folded days no longer have
+LABELS = ("adapter", "model_version", "content_hash", "end_user", "client_request_id")  # which folded days lack
 
 
 MONEY = ("price_input", "price_cached", "price_output", "cost")
@@ -42,6 +42,7 @@ class UsageFilter(Struct, frozen=True, kw_only=True):
     entity: str | None = None
     key_id: str | None = None
     status: str | None = None
+    adapter: str | None = None
     model_version: str | None = None
     content_hash: str | None = None
     end_user: str | None = None
@@ -182,6 +183,13 @@ class Usage:
         found = self._store.read(lambda connection: connection.execute(query).all())
         rows = tuple(UsageRow(**row._mapping) for row in found[:limit])
         return UsagePage(rows=rows, next_cursor=_to_cursor(rows[-1]) if len(found) > limit else None)
+
+    def newest(self, what: UsageFilter, limit: int) -> tuple[UsageRow, ...]:
+        """Return the last ``limit`` rows that match, the newest first; open ones with their last counts."""
+        query = sa.select(*_COLUMNS).where(*_conditions(what))
+        query = query.order_by(ledger.c.started_ms.desc(), ledger.c.request_id.desc()).limit(limit)
+        found = self._store.read(lambda connection: connection.execute(query).all())
+        return tuple(UsageRow(**row._mapping) for row in found)
 
     def rows(self, what: UsageFilter) -> Iterator[UsageRow]:
         """Yield every matching row, read in pages."""

@@ -1,0 +1,71 @@
+"""``GET /api/2.0/requests``: the newest requests of the ledger, running ones included, for callers who manage.
+
+It has status, times and tokens, never a text: the ledger keeps none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...frontend.answer import Answer, json_answer
+from ...frontend.operation import Auth, Request, with_body
+from ...frontend.worker_state import WorkerState
+from ...interface.errors import InvalidField, NotFound
+from ...metering.usage.filter import STATUSES, filter_of
+from ...metering.usage.usage import Usage, UsageRow
+from ..route import Route
+from .paths import REQUESTS
+
+MAX_ROWS = 200
+DEFAULT_ROWS = 50
+FIELDS = (
+    "request_id", "key_id", "tenant", "endpoint", "entity", "adapter", "task", "status", "finish_reason",
+    "prompt_tokens", "cached_tokens", "completion_tokens", "started_ms", "ended_ms",
+)  # fmt: skip
+_NAME = {"type": "string", "minLength": 1, "maxLength": 256}
+QUERY: dict[str, dict[str, Any]] = {
+    "limit": {"type": "integer", "minimum": 1, "maximum": MAX_ROWS, "description": f"Requests ({DEFAULT_ROWS})"},
+    "tenant": _NAME,
+    "endpoint": _NAME,
+    "entity": _NAME,
+    "adapter": _NAME,
+    "key_id": _NAME,
+    "status": {"enum": list(STATUSES)},
+}
+
+
+def recent_requests(server: WorkerState, request: Request) -> Answer:
+    """Respond with the newest requests. Raises ``NotFound`` without a ledger, and ``InvalidField``."""
+    if server.ledger is None:
+        raise NotFound("this server keeps no ledger; start it with --database")
+    asked = request.single_parameters()
+    for name, value in asked.items():
+        if name not in QUERY:
+            raise InvalidField(name[:80], value, "no such parameter; expected one of " + ", ".join(QUERY))
+    limit = _limit(asked.pop("limit", None))
+    rows = Usage(server.ledger.store).newest(filter_of(asked), limit)
+    return json_answer({"now_ms": server.ledger.now_ms(), "requests": [_shown(row) for row in rows]})
+
+
+def _limit(value: str | None) -> int:
+    if value is None:
+        return DEFAULT_ROWS
+    if not (value.isascii() and value.isdigit()) or len(value) > 9 or not 1 <= int(value) <= MAX_ROWS:
+        raise InvalidField("limit", value, f"an integer from 1 to {MAX_ROWS}")
+    return int(value)
+
+
+def _shown(row: UsageRow) -> dict[str, Any]:
+    return {name: getattr(row, name) for name in FIELDS}
+
+
+ROUTES = (
+    Route(
+        method="GET",
+        path=REQUESTS,
+        handler=with_body(recent_requests),
+        summary="The newest requests: status, times and tokens, no texts",
+        auth=Auth.MANAGE,
+        query=QUERY,
+    ),
+)
