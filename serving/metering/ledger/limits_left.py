@@ -1,4 +1,4 @@
-"""What is left of each limit that a caller's requests would count against, without making a request."""
+"""Compute what is left of each limit that a caller's requests would count against, without making a request."""
 
 from __future__ import annotations
 
