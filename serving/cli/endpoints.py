@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from typing import Any
+from urllib.parse import quote
 
 import click
 
+from ..http.management.paths import SERVING_ENDPOINTS
 from ..model_files.model_version import SHORT_HASH_DIGITS
 from ..system.escape import visible_line
 from .http import Client, url_options
@@ -22,11 +24,14 @@ RUNS_ON = ("kernels", "kernels_reason", "quantization", "kv_cache_dtype", "kv_ca
 HEADS = ("NAME", "TASK", "MODEL", "VERSION", "CONTEXT", "KERNELS", "KV", "STATUS", "RUNNING", "WAITING")
 
 
-@click.command()
+@click.group(invoke_without_command=True)
 @url_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def endpoints(url: str, key: str | None, as_json: bool) -> None:
+@click.pass_context
+def endpoints(context: click.Context, url: str, key: str | None, as_json: bool) -> None:
     """List endpoints, adapters and their load."""
+    if context.invoked_subcommand is not None:
+        return
     client = Client(url, key, timeout=30)
     with client.understood():
         models = client.get("/v1/models")["data"]
@@ -40,6 +45,20 @@ def endpoints(url: str, key: str | None, as_json: bool) -> None:
     table(rows)
     for name, reason in _reasons(states):
         click.echo(f"{visible_line(name)}: {visible_line(reason)}", err=True)
+
+
+@endpoints.command("give-back")
+@url_options
+@click.argument("name")
+def give_back(url: str, key: str | None, name: str) -> None:
+    """Go back to the config of endpoint NAME that the servers' command lines declare.
+
+    A config that was set over the API stays, whatever server is started with -m, until it is given back.
+    """
+    client = Client(url, key, timeout=30)
+    with client.understood():
+        state = client.delete(f"{SERVING_ENDPOINTS}/{quote(name, safe='')}/config")["state"]
+    click.echo(f"{visible_line(name)}: {state['config_update']}")
 
 
 def _reasons(states: dict[str, Any]) -> list[tuple[str, str]]:

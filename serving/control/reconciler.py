@@ -87,7 +87,13 @@ class Reconciler:
                     self._endpoints.set_ready(state.name, False)
         if not self._plan.generation:  # otherwise they were declared before, and may have been changed since
             for name, config in declared.items():
-                self._endpoints.declare(name, config, by=COMMAND_LINE)
+                version = self._endpoints.declare(name, config, by=COMMAND_LINE)
+                if self._endpoints.keeps_operators(name, config):
+                    logger.warning(
+                        "endpoint %s keeps its config %d, which was set over the API and differs from the command "
+                        "line's; 'mlflow-llm endpoints give-back %s' returns to the command line's",
+                        *(name, version, name),
+                    )
         for state in self._endpoints.states():
             self._say("loading", endpoint=state.name)
         began = time.monotonic()

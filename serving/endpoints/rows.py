@@ -47,6 +47,7 @@ def insert_endpoint(
     *,
     by: Actor | None,
     description: str = "",
+    by_operator: bool = True,
 ) -> None:
     """Insert a new endpoint whose first config is pending. Raises ``AlreadyExists``."""
     row: dict[str, str | None] = {"name": name, "id": secrets.token_hex(16), "description": description}
@@ -57,20 +58,24 @@ def insert_endpoint(
     counted = {"preserve_rowcount": True}  # otherwise psycopg's rowcount is -1 for an INSERT
     if connection.execute(new.on_conflict_do_nothing(), execution_options=counted).rowcount != 1:
         raise AlreadyExists(f"there is an endpoint {name!r} already")
-    _add_config(connection, name, 1, config, now_ms)
+    _add_config(connection, name, 1, config, now_ms, by_operator=by_operator)
 
 
-def begin_update(connection: sa.Connection, row: sa.Row, config: EndpointConfig, now_ms: int) -> int:
+def begin_update(
+    connection: sa.Connection, row: sa.Row, config: EndpointConfig, now_ms: int, *, by_operator: bool = True
+) -> int:
     """Make ``config`` the pending config of the endpoint ``row``, and return its version."""
     version: int = row.last_version + 1
-    _add_config(connection, row.name, version, config, now_ms)
+    _add_config(connection, row.name, version, config, now_ms, by_operator=by_operator)
     values = {"config_update": "IN_PROGRESS", "message": "", "pending_version": version, "last_version": version}
     change_endpoint(connection, row.name, now_ms, **values)
     return version
 
 
-def _add_config(connection: sa.Connection, name: str, version: int, config: EndpointConfig, now_ms: int) -> None:
-    row = {"name": name, "version": version, "config": msgspec.json.encode(config).decode()}
+def _add_config(
+    connection: sa.Connection, name: str, version: int, config: EndpointConfig, now_ms: int, *, by_operator: bool
+) -> None:
+    row = {"name": name, "version": version, "config": encode_config(config), "by_operator": by_operator}
     row |= {"tasks": " ".join(tasks_of(config.served_entities[0])), "created_ms": now_ms, "outcome": "pending"}
     connection.execute(sa.insert(endpoint_configs).values(row))
 
@@ -90,6 +95,24 @@ def delete_endpoint(connection: sa.Connection, name: str) -> None:
     of_users = windows.c.subject.startswith(f"{name}\n", autoescape=True)
     connection.execute(sa.delete(windows).where(windows.c.scope == "user", of_users))
     connection.execute(sa.delete(endpoints).where(endpoints.c.name == name))
+
+
+def is_operators(connection: sa.Connection, name: str, version: int) -> bool:
+    """Return whether an operator has set the config ``version``, not a command line."""
+    table = endpoint_configs.c
+    query = sa.select(table.by_operator).where(table.name == name, table.version == version)
+    return bool(connection.execute(query).scalar_one())
+
+
+def set_operators(connection: sa.Connection, name: str, version: int, by_operator: bool) -> None:
+    """Record whether the config ``version`` is an operator's, which no command line replaces."""
+    table = endpoint_configs.c
+    this = sa.and_(table.name == name, table.version == version)
+    connection.execute(sa.update(endpoint_configs).where(this).values(by_operator=by_operator))
+
+
+def encode_config(config: EndpointConfig) -> str:
+    return msgspec.json.encode(config).decode()
 
 
 def decode_config(text: str) -> EndpointConfig:

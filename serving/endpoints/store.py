@@ -34,10 +34,14 @@ from .management_body import NEW_ENDPOINT, NEW_RATE_LIMITS, TAG_CHANGES
 from .rows import (
     begin_update,
     change_endpoint,
+    decode_config,
     delete_endpoint,
+    encode_config,
     find_row,
     insert_endpoint,
+    is_operators,
     must_be_new,
+    set_operators,
     set_outcome,
     set_rates,
     set_tags,
@@ -138,37 +142,81 @@ class EndpointStore:
         def work(connection: sa.Connection) -> None:
             row = find_row(connection, name)
             _must_be_idle(row)
-            self._begin(connection, row, config, by)
+            self._begin(connection, row, config, by, by_operator=True)
 
         self._store.write(work)
         self._changed()
         return self.get(name)
 
-    def _begin(self, connection: sa.Connection, row: sa.Row, config: EndpointConfig, by: Actor | None) -> int:
+    def _begin(
+        self, connection: sa.Connection, row: sa.Row, config: EndpointConfig, by: Actor | None, *, by_operator: bool
+    ) -> int:
         before = self._audited(connection, row).get("config")
-        version = begin_update(connection, row, config, self._now_ms())
+        version = begin_update(connection, row, config, self._now_ms(), by_operator=by_operator)
         record(connection, by, "endpoint.update_config", row.name, before=before, after=config_to_wire(config))
         return version
 
     def declare(self, name: str, config: EndpointConfig, *, by: Actor | None = None) -> int:
-        """Make ``name`` serve ``config``, whose sources are known, and return the version of that config.
+        """Make ``name`` serve ``config``, whose sources are known, and return the version of the config that it has.
 
-        This is for the reconciler; it replaces an update that is in progress.
+        This is for the command line. It replaces a config that a command line declared, also one that is in progress.
+        What an operator has set stays: ``config`` is only remembered, until ``give_back``.
         """
 
         def work(connection: sa.Connection) -> int:
-            row = connection.execute(sa.select(endpoints).where(endpoints.c.name == name)).one_or_none()
+            query = sa.select(endpoints).where(endpoints.c.name == name).with_for_update()
+            row = connection.execute(query).one_or_none()
             if row is None:
-                insert_endpoint(self._store, connection, name, config, self._now_ms(), by=by)
+                now = self._now_ms()
+                insert_endpoint(self._store, connection, name, config, now, by=by, by_operator=False)
+                change_endpoint(connection, name, None, declared=encode_config(config))
                 after = self._audited(connection, find_row(connection, name))
                 record(connection, by, "endpoint.create", name, after=after)
                 return 1
-            version = row.active_version if row.pending_version is None else row.pending_version
-            if version is not None and is_same(stored_config(connection, name, version)[0], config):
-                return int(version)
-            return self._begin(connection, row, config, by)
+            if row.declared is None or not is_same(decode_config(row.declared), config):
+                change_endpoint(connection, name, None, declared=encode_config(config))
+            version = _newest(row)
+            if version is not None:
+                if is_same(stored_config(connection, name, version)[0], config):
+                    return version
+                if is_operators(connection, name, version):
+                    return version
+            return self._begin(connection, row, config, by, by_operator=False)
 
         return self._store.write(work)
+
+    def keeps_operators(self, name: str, config: EndpointConfig) -> bool:
+        """Return whether the config of ``name`` is one that an operator has set, and not ``config``."""
+
+        def work(connection: sa.Connection) -> bool:
+            version = _newest(find_row(connection, name))
+            if version is None or is_same(stored_config(connection, name, version)[0], config):
+                return False
+            return is_operators(connection, name, version)
+
+        return self._store.read(work)
+
+    def give_back(self, name: str, *, by: Actor | None = None) -> dict[str, Any]:
+        """Give the config back to the command line (``DELETE …/{name}/config``): begin an update to the config that was
+        declared last, and let command lines change it again.
+
+        Raises ``Conflict`` while an update runs, and if no command line has declared the endpoint.
+        """
+
+        def work(connection: sa.Connection) -> None:
+            row = find_row(connection, name)
+            _must_be_idle(row)
+            if row.declared is None:
+                raise Conflict(f"endpoint {name!r} has no config to go back to: no command line has declared it (-m)")
+            version, declared = _newest(row), decode_config(row.declared)
+            if version is not None and is_same(stored_config(connection, name, version)[0], declared):
+                set_operators(connection, name, version, False)
+            else:
+                self._begin(connection, row, declared, by, by_operator=False)
+
+        self._store.write(work)
+        self._changed()
+        return self.get(name)
 
     def put_rate_limits(self, name: str, body: dict[str, Any], *, by: Actor | None = None) -> dict[str, Any]:
         """Replace the calls per minute of the endpoint and of each of its users (``PUT …/{name}/rate-limits``)."""
@@ -281,13 +329,19 @@ class EndpointStore:
     def _audited(self, connection: sa.Connection, row: sa.Row) -> dict[str, Any]:
         """Return what the audit log keeps of an endpoint: what was asked for, without progress; ``config`` is the
         newest."""
-        version = row.active_version if row.pending_version is None else row.pending_version
+        version = _newest(row)
         config = None if version is None else config_to_wire(stored_config(connection, row.name, version)[0])
         shown = {"description": row.description, "config": config, "tags": tags_to_wire(connection, row.name)}
         return shown | {"rate_limits": rate_limits_to_wire(connection, row.name)}
 
     def _now_ms(self) -> int:
         return int(self._clock() * 1000)
+
+
+def _newest(row: sa.Row) -> int | None:
+    """Return the version of the config that the endpoint ``row`` has, or is getting; None if its first one failed."""
+    version: int | None = row.active_version if row.pending_version is None else row.pending_version
+    return version
 
 
 def _must_be_idle(row: sa.Row) -> None:

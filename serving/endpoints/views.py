@@ -11,6 +11,7 @@ from ..interface.request import Task
 from ..metering.accounts.authorization import Caller
 from ..metering.store.tables import endpoint_tags, limits
 from .config import EndpointConfig, config_to_wire
+from .rows import is_operators
 
 _TASK_NAMES = {task: f"llm/v1/{task}" for task in get_args(Task)}
 
@@ -35,6 +36,9 @@ def endpoint_to_wire(connection: sa.Connection, row: sa.Row, config: Callable[[i
     if row.pending_version is not None:
         body["pending_config"] = _config(config(row.pending_version), row.pending_version, False, "")
         body["pending_config"]["start_time"] = row.updated_ms
+    for shown, version in (("config", row.active_version), ("pending_config", row.pending_version)):
+        if version is not None:
+            body[shown]["origin"] = "api" if is_operators(connection, row.name, version) else "command_line"
     if row.message:
         body["state"]["message"] = row.message
     if rates := rate_limits_to_wire(connection, row.name):

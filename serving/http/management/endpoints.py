@@ -46,6 +46,10 @@ def update_config(server: WorkerState, request: Request) -> Answer:
     return json_answer(server.managed_endpoints().update_config(request.name, request.json(), by=request.actor))
 
 
+def give_back_config(server: WorkerState, request: Request) -> Answer:
+    return json_answer(server.managed_endpoints().give_back(request.name, by=request.actor))
+
+
 def put_rate_limits(server: WorkerState, request: Request) -> Answer:
     endpoints, body = server.managed_endpoints(), request.json()
     if body.get("rate_limits"):
@@ -116,6 +120,14 @@ ROUTES = (
         dialect=_DATABRICKS,
         auth=Auth.MANAGE,
         body=config_body,
+    ),
+    Route(
+        method="DELETE",
+        path=f"{ONE}/config",
+        handler=with_body(give_back_config),
+        summary="Go back to the config that the command line declares",
+        dialect=_DATABRICKS,
+        auth=Auth.MANAGE,
     ),
     Route(
         method="PUT",

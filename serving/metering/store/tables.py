@@ -233,6 +233,7 @@ endpoints = sa.Table(
     sa.Column("active_version", sa.Integer),
     sa.Column("pending_version", sa.Integer),
     sa.Column("last_version", sa.Integer, nullable=False),
+    sa.Column("declared", sa.Text),
 )
 
 endpoint_configs = sa.Table(
@@ -244,6 +245,7 @@ endpoint_configs = sa.Table(
     sa.Column("tasks", sa.String(128), nullable=False),
     sa.Column("created_ms", sa.BigInteger, nullable=False),
     sa.Column("outcome", sa.String(16), nullable=False),
+    sa.Column("by_operator", sa.Boolean, nullable=False, server_default=sa.false()),
 )
 
 endpoint_adapters = sa.Table(

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 import pytest
+from alembic import command
+from alembic.config import Config
 from databricks.sdk.service.serving import (
     EndpointStateConfigUpdate,
     EndpointStateReady,
@@ -18,7 +22,7 @@ from mlflow_llm.serving.endpoints.config_body import config_body
 from mlflow_llm.serving.endpoints.store import EndpointStore
 from mlflow_llm.serving.interface.bundle import Bundle, DraftBundle
 from mlflow_llm.serving.interface.errors import AlreadyExists, Conflict, InvalidField, LimitExceeded, NotFound
-from mlflow_llm.serving.metering import Actor, Ledger, Limits, Reservation, Store
+from mlflow_llm.serving.metering import Actor, Ledger, Limits, Reservation, Store, migrations
 
 TASKS = {"assistant": ("chat", "completions"), "poet": ("completions", "chat"), "minilm": ("embeddings",)}
 
@@ -165,6 +169,88 @@ def test_what_the_server_was_started_with_is_declared(endpoints):
     assert not endpoints.mark_ready("chat", 2)
     assert endpoints.mark_ready("chat", 3)
     assert endpoints.get("chat")["config"]["traffic_config"]["sticky"] is True
+
+
+def declared(version: str) -> EndpointConfig:
+    """Return the config that a command line declares, of version ``version`` of a model."""
+    served = config_body(body(entity(version=version))["config"], "").served_entities[0]
+    served = msgspec.structs.replace(served, source=source_of(served))
+    route = Route(served_model_name=served.name, traffic_percentage=100)
+    return EndpointConfig(served_entities=(served,), routes=(route,))
+
+
+def split_of(view):
+    """Return the version of each served entity of the config that an endpoint has or is getting, and its origin."""
+    config = view.get("pending_config") or view["config"]
+    return [one["entity_version"] for one in config["served_entities"]], config["origin"]
+
+
+def test_what_an_operator_has_set_stays_until_it_is_given_back(endpoints):
+    """A command line replaces no config that was set over the API, also after a change of its own; given back, the
+    endpoint gets the config that was declared last, and command lines change it again.
+    """
+    by = Actor(name="key_1", via="http")
+    endpoints.mark_ready("chat", endpoints.declare("chat", declared("1")))
+    assert split_of(endpoints.get("chat")) == (["1"], "command_line")
+    split = body(entity(), entity(version="2"), routes={"assistant-1": 50, "assistant-2": 50})["config"]
+    endpoints.update_config("chat", split, by=by)
+    assert endpoints.declare("chat", declared("1")) == 2  # while the update runs, too
+    endpoints.mark_ready("chat", 2)
+    for version in ("1", "3"):
+        assert endpoints.declare("chat", declared(version)) == 2
+        assert endpoints.keeps_operators("chat", declared(version))
+    assert split_of(endpoints.get("chat")) == (["1", "2"], "api")
+    assert split_of(endpoints.give_back("chat", by=by)) == (["3"], "command_line")
+    with pytest.raises(Conflict, match="in progress"):
+        endpoints.give_back("chat")
+    endpoints.mark_ready("chat", 3)
+    assert endpoints.declare("chat", declared("4")) == 4
+    assert not endpoints.keeps_operators("chat", declared("4"))
+
+
+def test_an_operators_update_that_failed_holds_nothing(endpoints):
+    """The config from before the failed update is the command line's, which changes it."""
+    endpoints.mark_ready("chat", endpoints.declare("chat", declared("1")))
+    endpoints.update_config("chat", body(entity(version="2"))["config"])
+    endpoints.mark_failed("chat", 2, "no memory")
+    assert endpoints.declare("chat", declared("3")) == 3
+
+
+def test_giving_back_what_no_command_line_declares_is_a_conflict(endpoints):
+    """An endpoint that exists through the API alone has nothing to go back to."""
+    endpoints.create(body())
+    endpoints.mark_ready("chat", 1)
+    with pytest.raises(Conflict, match="no command line has declared it"):
+        endpoints.give_back("chat")
+
+
+def test_a_config_given_back_that_equals_the_declared_one_is_no_update(endpoints):
+    """An operator's config that says what the command line says is given back without a new version."""
+    endpoints.create(body())
+    endpoints.mark_ready("chat", 1)
+    assert endpoints.declare("chat", declared("1")) == 1
+    assert state_of(endpoints.give_back("chat")) == (READY, IDLE)
+    assert endpoints.declare("chat", declared("2")) == 2
+
+
+def test_configs_of_earlier_versions_belong_to_who_set_them_last(store, store_url, endpoints):
+    """After the upgrade of a database, the audit log's newest change says whether a config is an operator's."""
+    for name, by in (("chat", Actor(name="key_1", via="http")), ("poet", Actor(name="command line", via="command"))):
+        endpoints.declare(name, declared("1"), by=Actor(name="command line", via="command"))
+        endpoints.mark_ready(name, 1)
+        endpoints.update_config(name, body(entity(version="2"))["config"], by=by)
+        endpoints.mark_ready(name, 2)
+    config = Config()
+    config.set_main_option("script_location", str(Path(migrations.__file__).parent).replace("%", "%%"))
+
+    def to_the_release_before(connection):
+        config.attributes["connection"] = connection
+        command.downgrade(config, "0010")
+
+    store.write(to_the_release_before)
+    Store(store_url).close()
+    assert endpoints.declare("chat", declared("3")) == 2
+    assert endpoints.declare("poet", declared("3")) == 3
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,8 @@ def test_an_endpoint_over_http(managed: Callable[..., FlaskClient]) -> None:
     assert client.get(f"{API}/chat/metrics").status_code == 200
     assert client.post(API, json=CHAT).json["error_code"] == "RESOURCE_ALREADY_EXISTS"
     assert client.put(f"{API}/chat/config", json=CONFIG).status_code == 409
+    nothing = client.delete(f"{API}/chat/config")
+    assert (nothing.status_code, nothing.json["error_code"]) == (409, "INVALID_STATE")
     assert client.delete(f"{API}/chat").json == {}
     gone = client.get(f"{API}/chat")
     assert (gone.status_code, gone.json["error_code"]) == (404, "RESOURCE_DOES_NOT_EXIST")
