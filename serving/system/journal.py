@@ -49,9 +49,14 @@ class Journal:
     def __init__(self, root: Path, name: str) -> None:
         self.directory = root / name
         self._lock = create_locked_directory(str(self.directory))
-        self._running = ProgressFile(self.directory / "running")
         self._serial = self._position = self._size = 0
-        self._ended = self._next_file()
+        try:
+            self._ended = self._next_file()
+            self._running = ProgressFile(self.directory / "running")
+        except OSError:  # a full disk
+            shutil.rmtree(self.directory, ignore_errors=True)
+            self._lock.release()
+            raise
 
     def begin(self, request_id: str) -> JournalEntry:
         self._serial += 1

@@ -317,6 +317,7 @@ class EngineServer:
     def _tick(self) -> bool:
         """Send heartbeats, drop dead clients, end when idle. Return True if the loop has to end."""
         now = self._last_tick = time.monotonic()
+        self._metered.write_late()
         if not self._in_place():
             logger.warning("%s was removed: its engine ends", self.state.path)
             self.core.close()  # requests continue in the next engine, so their end is not sent
@@ -359,6 +360,7 @@ class EngineServer:
             return False
         logger.info("no client is left")
         self.core.close()
+        self._metered.close()
         self.state.remove(lock)
         return True
 
@@ -366,6 +368,7 @@ class EngineServer:
         """Shut down while holding the lock, so that a client that is sent away does not find this engine again."""
         lock = self.state.lock(timeout=10.0)
         self._send_events(self.core.close(), self.core.health().steps)
+        self._metered.close()
         self._send_away("the engine was asked to end")
         self.state.remove(lock)
 
