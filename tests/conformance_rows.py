@@ -252,7 +252,7 @@ SCORES: dict[str, Row] = {
     "cache_salt": VECTORS["cache_salt"],
 }
 _LABELS = {
-    "databricks_options": Row(body={"databricks_options": {"return_trace": True}}, note="there is no trace"),
+    "databricks_options": Row(body={"databricks_options": {"return_trace": True}}, shows=has("databricks_output")),
     "usage_context": Row(body={"usage_context": {"a": "b"}}, note="labels, kept in log and ledger"),
     "client_request_id": Row(body={"client_request_id": "c"}, note="kept in log and ledger"),
 }

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 
+import msgspec
+
 from ..dialects import Head, InferenceRoute, StreamEncoder
 from ..interface.errors import Aborted, InternalError, InvalidField, ServingError
 from ..interface.logits_size import logits_size
@@ -161,7 +163,7 @@ def _start(
     watch = request.watch or partial(interrupt_on_disconnect, request.sock)
     held.enter_context(watch(pull))
     held.enter_context(interrupt_at_deadline(valid.deadline, pull))
-    return source, pull, _counted(pull, admission, request.record)
+    return source, pull, _counted(pull, admission, request.record, returns_trace=valid.return_trace)
 
 
 def _run(entity: ServedEntity, valid: ValidRequest, admission: Admission | None) -> generate.Pieces:
@@ -173,7 +175,9 @@ def _run(entity: ServedEntity, valid: ValidRequest, admission: Admission | None)
     return generate.run(entity.engine, valid, entity.view.text, on_tokens)
 
 
-def _counted(pull: InterruptibleIterator[Piece], admission: Admission | None, record: AccessRecord) -> Iterator[Piece]:
+def _counted(
+    pull: InterruptibleIterator[Piece], admission: Admission | None, record: AccessRecord, *, returns_trace: bool
+) -> Iterator[Piece]:
     for piece in pull:
         record.see(piece)
         if admission is not None and isinstance(piece, Done):
@@ -185,6 +189,8 @@ def _counted(pull: InterruptibleIterator[Piece], admission: Admission | None, re
                 finish_reason=record.finish_reason,
                 drafts=(used.draft_tokens, used.accepted_draft_tokens),
             )
+        if returns_trace and isinstance(piece, Done):
+            piece = msgspec.structs.replace(piece, trace=record.returned_trace())
         yield piece
 
 

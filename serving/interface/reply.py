@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from msgspec import Struct
 
@@ -131,10 +131,12 @@ class Score(Struct, frozen=True, kw_only=True):
 
 class Done(Struct, frozen=True, kw_only=True):
     """The request is complete; the last piece of every successful reply. ``completed`` is a label, not used for
-    anything else: the Unix time at which a text was complete."""
+    anything else: the Unix time at which a text was complete. ``trace`` is the trace of the request in MLflow's form,
+    if the request asks for it."""
 
     usage: Usage
     completed: int | None = None
+    trace: dict[str, Any] | None = None
 
 
 Piece: TypeAlias = Delta | Step | LogitRows | Ended | Vector | Score | Done
@@ -223,13 +225,14 @@ class Choice(Struct, frozen=True, kw_only=True):
 
 
 class Reply(Struct, frozen=True, kw_only=True):
-    """A whole reply: choices, vectors or scores in order of index, the usage, and when it was completed (``Done``)."""
+    """A whole reply: choices, vectors or scores in order of index, and the usage, time and trace of ``Done``."""
 
     choices: tuple[Choice, ...] = ()
     vectors: tuple[bytes, ...] = ()
     scores: tuple[float, ...] = ()
     usage: Usage
     completed: int | None = None
+    trace: dict[str, Any] | None = None
 
     @property
     def size(self) -> int:

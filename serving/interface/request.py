@@ -131,8 +131,9 @@ class Raw(Struct, frozen=True, kw_only=True):
     """The fields common to all tasks: the model's name, the adapter, whether to stream, and whose prefixes to share.
 
     ``echoed`` holds the parts of the request that the dialect's reply repeats, in the dialect's own form; nothing else
-    reads it. ``lora_task`` replaces ``adapter``. With ``timings``, the reply says how long each step took. ``sent_as``
-    has names of fields as the caller sent them, by the names that errors use below the dialects, where these differ.
+    reads it. ``lora_task`` replaces ``adapter``. With ``timings``, the reply says how long each step took; with
+    ``return_trace``, it has the trace of the request. ``sent_as`` has names of fields as the caller sent them, by the
+    names that errors use below the dialects, where these differ.
     """
 
     task: ClassVar[Task]
@@ -146,6 +147,7 @@ class Raw(Struct, frozen=True, kw_only=True):
     lora_task: LoraTask | None = None
     prompt_table: PromptTable | None = None
     timings: bool = False
+    return_trace: bool = False
     echoed: bytes = b""
     sent_as: Mapping[str, str] = {}
 
@@ -481,8 +483,8 @@ class ValidRequest(Struct, frozen=True, kw_only=True):
     only text.
     ``index_by_prompt`` comes from the endpoint's profile, ``form`` from the endpoint. ``dimensions`` is for
     ``tasks.embed``: engines return whole vectors. ``scoring`` is for ``tasks.score``. With ``timings``, the engine
-    measures its steps (``events.Timed``). ``model_version`` is that of the answering model, for dialects whose replies
-    contain it.
+    measures its steps (``events.Timed``). With ``return_trace``, the reply has the trace of the request.
+    ``model_version`` is that of the answering model, for dialects whose replies contain it.
     """
 
     request_id: str
@@ -503,6 +505,7 @@ class ValidRequest(Struct, frozen=True, kw_only=True):
     stream: bool = False
     usage_chunks: UsageChunks = "none"
     timings: bool = False
+    return_trace: bool = False
     echo: tuple[str, ...] = ()
     suffix: str = ""
     dimensions: int | None = None

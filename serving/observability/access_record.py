@@ -7,8 +7,9 @@ import re
 import time
 import uuid
 from dataclasses import dataclass, field
+from typing import Any
 
-import msgspec
+from msgspec.structs import replace
 
 from ..interface.errors import Aborted
 from ..interface.labels import NONE, Labels
@@ -18,6 +19,7 @@ from ..model_files.model_version import UNKNOWN, ModelVersion
 from ..system import logs
 from ..tasks.reply.pieces import Gathered
 from . import metrics, tracing
+from .returned_trace import returned_trace
 from .tracing import MAX_CONTENT, SpanRecord, TraceContext, Tracer
 
 REQUEST_ID = "X-Request-Id"
@@ -36,7 +38,7 @@ class AccessRecord:
 
     ``finish`` logs and counts the request; a second call does nothing. ``headers`` are added to those of the response,
     also to an error's. ``reply_id`` is the reply's ``id``, also in the ledger. ``body`` and ``replies`` (by choice)
-    are only kept if content is traced.
+    are only kept if content is traced, or if the reply has the trace.
     """
 
     request_id: str
@@ -68,14 +70,16 @@ class AccessRecord:
     headers: dict[str, str] = field(default_factory=dict)
 
     def accept(self, request: ValidRequest, body: bytes) -> None:
-        """Record a valid request, and its ``body`` if content is traced.
+        """Record a valid request, and its ``body`` if content is traced or the caller asks for the trace.
 
         Call this only after validation: a name that a caller merely sends (an adapter's) must not become a label of the
         metrics.
         """
         self.task, self.adapter, self.stream = request.task, request.adapter or "", request.stream
         self.reply_id, self.prompt_tokens = request.request_id, request.num_prompt_tokens
-        if self.tracer.content and self.trace is not None and self.trace.sampled:
+        if request.return_trace and self.trace is None:
+            self.trace = tracing.begin(sampled=False)
+        if request.return_trace or (self.tracer.content and self.trace is not None and self.trace.sampled):
             self.body, self.replies = body[:MAX_CONTENT], {}
 
     def see(self, piece: Piece) -> None:
@@ -94,7 +98,7 @@ class AccessRecord:
     def _see_tokens(self, delta: Delta) -> None:
         self.count(delta.index, delta.num_tokens)
         if self.replies is not None and (delta.text or delta.reasoning or delta.calls):
-            said = msgspec.structs.replace(delta, token_ids=(), logprobs=(), token_logprobs=())
+            said = replace(delta, token_ids=(), logprobs=(), token_logprobs=())
             self.replies.setdefault(delta.index, Gathered()).add(said)
 
     def count(self, index: int, num_tokens: int) -> None:
@@ -107,6 +111,10 @@ class AccessRecord:
             # tokens that arrive together with the choice's first one say nothing about the time between tokens
             before = self.counts.get(index)
             self.counts[index] = 0 if before is None else before + num_tokens
+
+    def returned_trace(self) -> dict[str, Any]:
+        """Return the trace of the request as it is now: its last piece has been seen, but not sent."""
+        return returned_trace(self._span(200, None, time.perf_counter() - self.started))
 
     @property
     def ttft(self) -> float | None:
@@ -123,7 +131,8 @@ class AccessRecord:
         else:
             self._measure(status, seconds)
             if self.trace is not None and self.trace.sampled:
-                self.tracer.export(self._span(status, error, seconds))
+                span = self._span(status, error, seconds)
+                self.tracer.export(span if self.tracer.content else replace(span, body=None, replies=None))
         logs.event(
             "request",
             level=self._level(status),
@@ -213,7 +222,5 @@ class AccessRecord:
 
 def _shortened(choice: Choice) -> Choice:
     """Return ``choice`` with each text cut to the length that a span carries."""
-    calls = [msgspec.structs.replace(call, arguments=call.arguments[:MAX_CONTENT]) for call in choice.calls]
-    return msgspec.structs.replace(
-        choice, text=choice.text[:MAX_CONTENT], reasoning=choice.reasoning[:MAX_CONTENT], calls=tuple(calls)
-    )
+    calls = [replace(call, arguments=call.arguments[:MAX_CONTENT]) for call in choice.calls]
+    return replace(choice, text=choice.text[:MAX_CONTENT], reasoning=choice.reasoning[:MAX_CONTENT], calls=tuple(calls))

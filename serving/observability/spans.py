@@ -4,34 +4,38 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
-
-from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import Event, ReadableSpan
-from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState
+from typing import TYPE_CHECKING, Any
 
 from ..dialects.openai.replies import message
 from ..interface.errors import RequestError
 from ..interface.reply import Choice
 from .tracing import SpanRecord
 
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import ReadableSpan
+
 RESERVED = ("mlflow.", "mlflow_llm.")  # names of tags that are MLflow's and ours, not a caller's
 _NO_NAME = re.compile(r"[^\w.\- :]")  # characters that a tag's name in MLflow has not
 MAX_METADATA = 250  # characters of a value, which MLflow's database keeps of a trace's metadata
+FIRST_TOKEN = "gen_ai.first_token"  # the name of an event
 SPAN_TYPES = {"chat": "CHAT_MODEL", "completions": "LLM", "embeddings": "EMBEDDING", "score": "RERANKER"}
 
 
 def readable_span(record: SpanRecord, attributes: dict[str, Any], resource: Any = None) -> ReadableSpan:
     """Return ``record`` as a finished OpenTelemetry span."""
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import Event, ReadableSpan
+    from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState
+
     trace_id = int(record.trace.trace_id, 16)
     state = TraceState.from_header([record.trace.state]) if record.trace.state else None
 
     def context(span_id: str, remote: bool) -> SpanContext:
         return SpanContext(trace_id, int(span_id, 16), remote, TraceFlags(TraceFlags.SAMPLED), state)
 
-    first = [] if record.first_ns is None else [Event("gen_ai.first_token", {}, timestamp=record.first_ns)]
+    first = [] if record.first_ns is None else [Event(FIRST_TOKEN, {}, timestamp=record.first_ns)]
     return ReadableSpan(
-        name=f"{record.task or 'request'} {record.endpoint}",
+        name=span_name(record),
         context=context(record.trace.span_id, False),
         parent=context(record.trace.parent_id, True) if record.trace.parent_id else None,
         resource=resource or Resource.get_empty(),
@@ -42,6 +46,10 @@ def readable_span(record: SpanRecord, attributes: dict[str, Any], resource: Any 
         start_time=record.start_ns,
         end_time=record.end_ns,
     )
+
+
+def span_name(record: SpanRecord) -> str:
+    return f"{record.task or 'request'} {record.endpoint}"
 
 
 def usage(record: SpanRecord) -> dict[str, int] | None:
@@ -151,6 +159,21 @@ def trace_info(record: SpanRecord, experiment_id: str) -> Any:
     """Return MLflow's ``TraceInfo`` for a trace that begins here."""
     from mlflow.entities import TraceInfo, TraceLocation, TraceState
 
+    return TraceInfo(
+        trace_location=TraceLocation.from_experiment_id(experiment_id),
+        request_time=record.start_ns // 1_000_000,
+        execution_duration=duration_ms(record),
+        state=TraceState.OK if record.status < RequestError.status else TraceState.ERROR,
+        **trace_facts(record),
+    )
+
+
+def duration_ms(record: SpanRecord) -> int:
+    return (record.end_ns - record.start_ns) // 1_000_000
+
+
+def trace_facts(record: SpanRecord) -> dict[str, Any]:
+    """Return the fields of a ``TraceInfo`` that do not depend on where the trace is kept, and are texts."""
     metadata = {"mlflow.trace_schema.version": "3"}
     if found := usage(record):
         metadata["mlflow.trace.tokenUsage"] = json.dumps(found)
@@ -159,15 +182,11 @@ def trace_info(record: SpanRecord, experiment_id: str) -> Any:
         if value:
             metadata[name] = value[:MAX_METADATA]
     own = {_NO_NAME.sub("_", name): value for name, value in labels.tags.items() if not name.startswith(RESERVED)}
-    return TraceInfo(
-        trace_id=f"tr-{record.trace.trace_id}",
-        trace_location=TraceLocation.from_experiment_id(experiment_id),
-        request_time=record.start_ns // 1_000_000,
-        execution_duration=(record.end_ns - record.start_ns) // 1_000_000,
-        state=TraceState.OK if record.status < RequestError.status else TraceState.ERROR,
-        client_request_id=labels.client_request_id or record.request_id,
-        request_preview=None if record.body is None else record.body.decode(errors="replace")[:1000],
-        response_preview=None if record.replies is None else "\n".join(map(preview, record.replies))[:1000],
-        trace_metadata=metadata,
-        tags=own | {"mlflow.traceName": f"{record.task or 'request'} {record.endpoint}"} | _answered_by(record),
-    )
+    return {
+        "trace_id": f"tr-{record.trace.trace_id}",
+        "client_request_id": labels.client_request_id or record.request_id,
+        "request_preview": None if record.body is None else record.body.decode(errors="replace")[:1000],
+        "response_preview": None if record.replies is None else "\n".join(map(preview, record.replies))[:1000],
+        "trace_metadata": metadata,
+        "tags": own | {"mlflow.traceName": span_name(record)} | _answered_by(record),
+    }

@@ -85,6 +85,11 @@ def parse(traceparent: str | None, tracestate: str | None = None) -> TraceContex
     return TraceContext(trace_id, os.urandom(8).hex(), parent_id, bool(int(flags, 16) & 1), state)
 
 
+def begin(*, sampled: bool) -> TraceContext:
+    """Return the ids of a new trace."""
+    return TraceContext(os.urandom(16).hex(), os.urandom(8).hex(), None, sampled)
+
+
 class Tracer:
     """Decides which requests are traced, and sends their records. There is one per worker.
 
@@ -109,7 +114,7 @@ class Tracer:
             return found
         if random.random() >= self.sample:
             return None
-        return TraceContext(os.urandom(16).hex(), os.urandom(8).hex(), None, True)
+        return begin(sampled=True)
 
     def export(self, record: SpanRecord) -> None:
         if self._send is not None and not self._send(self._encoder.encode(record)):

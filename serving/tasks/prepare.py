@@ -107,6 +107,7 @@ def prepare(
         deadline=_deadline(now, timeout, limits.timeout, endpoint.profile.timeout),
         tenant=limits.tenant,
         weight=limits.weight,
+        return_trace=raw.return_trace,
     )
     if isinstance(raw, RawEmbedding):
         valid = _embedding(raw, endpoint, head)

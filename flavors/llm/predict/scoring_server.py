@@ -20,7 +20,7 @@ from mlflow.pyfunc import FLAVOR_NAME as PYFUNC
 from mlflow.pyfunc import MAIN, scoring_server
 
 from ....serving.dialects.fields.fields import CONTENT, unknown_field
-from ....serving.dialects.fields.label_fields import DATABRICKS_LABELS
+from ....serving.dialects.fields.label_fields import DATABRICKS_LABELS, NO_TRACE, RETURN_TRACE, databricks_options
 from ....serving.interface.errors import InvalidField, RequestError
 from ..errors import raises_mlflow
 from ..model.names import LOADER_MODULE
@@ -90,6 +90,8 @@ def read_body(data: Any) -> tuple[Any, dict[str, Any] | None, bool]:
     for name in body:
         if name not in (*FORMS, *BESIDE):
             raise unknown_field(name, body[name], (*FORMS, "params"))
+    if (options := body.get("databricks_options")) is not None and databricks_options(options, "databricks_options"):
+        raise InvalidField(RETURN_TRACE, True, NO_TRACE)
     rows = body[forms[0]]
     return _split(rows) if forms == ["dataframe_split"] else rows, body.get("params"), False
 

@@ -18,10 +18,11 @@ from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST
 
 from ....serving.dialects.fields.defaults import defaults_of
 from ....serving.dialects.fields.fields import task_of
+from ....serving.dialects.fields.label_fields import NO_TRACE, RETURN_TRACE
 from ....serving.dialects.openai.mlflow import MlflowDialect
 from ....serving.interface.bundle import Bundle
 from ....serving.interface.engine import Engine, EngineInfo
-from ....serving.interface.errors import Aborted, ServingError, ShuttingDown
+from ....serving.interface.errors import Aborted, InvalidField, ServingError, ShuttingDown
 from ....serving.interface.reply import Piece, Reply
 from ....serving.interface.request import RawRequest, Task, ValidRequest
 from ....serving.interface.settings import EngineSettings
@@ -123,6 +124,8 @@ class Session:
 
     def prepared(self, raw: RawRequest) -> ValidRequest:
         """Check a request of any dialect. Raises ``RequestError``."""
+        if raw.return_trace:
+            raise InvalidField(RETURN_TRACE, True, NO_TRACE)
         view = self.connect()
         salt = self._salts.of("tenant", tenant="", endpoint=view.name)
         try:

@@ -33,7 +33,8 @@ def request_defaults(*layers: Mapping[str, Any]) -> dict[str, Any]:
 # Only the caller runs tools: a tool call would be of no use to a caller that did not send the tools.
 _TOOLS = ("tools", "tool_choice")
 _SIDES = ("documents", "text_2")
-NO_DEFAULT = (*CONTENT, *_SIDES, "model", "adapter", "stream", "stream_options", *_TOOLS, *REFUSED_FIELDS)
+_OF_ONE_REQUEST = ("model", "adapter", "stream", "stream_options", "databricks_options")
+NO_DEFAULT = (*CONTENT, *_SIDES, *_OF_ONE_REQUEST, *_TOOLS, *REFUSED_FIELDS)
 
 
 def check_defaults(values: Mapping[str, Any], parent: str = "defaults") -> None:

@@ -64,6 +64,17 @@ SAFETY_IDENTIFIER = Field(
     target="labels.safety_identifier",
     description="the newer name of user",
 )
+RETURN_TRACE = "databricks_options.return_trace"
+NO_TRACE = "false: only the replies of mlflow-llm serve have the trace; MLflow's own tracing can see this call"
+_OPTIONS = record(return_trace=Entry(boolean))
+
+
+@reader(**_OPTIONS.schema)
+def databricks_options(value: Any, path: str) -> bool:
+    """Read Databricks' options of a request: whether its reply has the trace."""
+    return bool(_OPTIONS(value, path).get("return_trace"))
+
+
 DATABRICKS_LABELS = (
     Field(
         name="usage_context",
@@ -77,11 +88,10 @@ DATABRICKS_LABELS = (
         target="labels.client_request_id",
         description=CLIENT_REQUEST_ID,
     ),
-    # mlflow.genai.to_predict_fn adds {"return_trace": true} and makes a trace itself where a reply has none
     Field(
         name="databricks_options",
-        read=record(return_trace=Entry(boolean)),
-        target=None,
-        note="return_trace asks for a trace if there is one; --trace-sample sends traces to MLflow instead",
+        read=databricks_options,
+        target="return_trace",
+        description="return_trace: true adds the trace of the request to its reply, as databricks_output.trace",
     ),
 )

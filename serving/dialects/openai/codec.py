@@ -46,7 +46,7 @@ class ObjectDialect:
 
     def written(self, request: ValidRequest, reply: Reply) -> dict[str, Any]:
         """Return the object that ``encode`` writes as JSON."""
-        return replies.reply(request, reply, self.style)
+        return {**replies.reply(request, reply, self.style), **replies.databricks_output(reply.trace)}
 
     def stream(self, request: ValidRequest, echoed: bytes = b"") -> StreamEncoder:
         return replies.Stream(request, self.style, self.streamed_error)

@@ -77,6 +77,11 @@ def head(request: ValidRequest, streamed: bool = False) -> dict[str, Any]:
     return {"id": prefix + request.request_id, "object": kind, "created": request.created, "model": model_name(request)}
 
 
+def databricks_output(trace: dict[str, Any] | None) -> dict[str, Any]:
+    """Return ``databricks_output``, which has the trace of a request that asks for it; nothing without a trace."""
+    return {} if trace is None else {"databricks_output": {"trace": trace}}
+
+
 def model_name(request: ValidRequest) -> str:
     """Return the model's name; if an adapter answers, ``endpoint:adapter``, as in ``/v1/models``.
 
@@ -350,9 +355,10 @@ class Stream:
 
     def _done(self, piece: Done) -> bytes:
         counts = usage(self._request, piece.usage, self._style)
+        traced = databricks_output(piece.trace)
         if self._request.usage_chunks != "none":
-            return event({**self._head, "choices": [], "usage": counts}) + DONE
+            return event({**self._head, "choices": [], "usage": counts, **traced}) + DONE
         if self._held is not None:
             held, self._held = self._held, None
-            return event({**held, "usage": counts}) + DONE
+            return event({**held, "usage": counts, **traced}) + DONE
         return DONE

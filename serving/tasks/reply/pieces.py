@@ -135,6 +135,7 @@ def gather(pieces: Iterable[Piece]) -> Reply:
         scores=tuple(scores[index] for index in sorted(scores)),
         usage=done.usage,
         completed=done.completed,
+        trace=done.trace,
     )
 
 

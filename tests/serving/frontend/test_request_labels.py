@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 from flask.testing import FlaskClient
+from mlflow.entities import Trace
 from prometheus_client.parser import text_string_to_metric_families
 
 from mlflow_llm.serving.frontend.worker_state import WorkerState
@@ -121,7 +122,9 @@ def test_the_version_that_answers_is_recorded(place: Place) -> None:
     }
     named = {"name": MODEL.name, "version": "7", "content_hash": MODEL.content_hash}
     assert samples["mlflow_llm_model_info"] == {"endpoint": "assistant", "entity": "model-1"} | named
-    assert {f"mlflow_llm_{name}" for name in ("requests_total", "tokens_total", "request_seconds_count")} <= set(samples)
+    assert {f"mlflow_llm_{name}" for name in ("requests_total", "tokens_total", "request_seconds_count")} <= set(
+        samples
+    )
 
 
 @pytest.mark.parametrize("fields", [{}, {"temperature": 9}, {"messages": TOO_LONG}, {"stream": True}])
@@ -146,3 +149,52 @@ def test_lists_of_models_show_versions(place: Place) -> None:
             (served,) = (found["data"][0] if "data" in found else found)["served_models"]
             expected = {"name": "model-1", "model_version": "7", "content_hash": MODEL.content_hash}
             assert served == expected | name
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_reply_has_its_trace(make: Callable[..., WorkerState], stream: bool) -> None:
+    """``return_trace`` adds the trace to a reply, the last event of a stream, of a server that traces nothing."""
+    client = create_app(make()).test_client()
+    asked = CHAT | {"databricks_options": {"return_trace": True}, "stream": stream, **LABELS}
+    plain = client.post(PATH, json=asked | {"databricks_options": {"return_trace": False}})
+    reply = client.post(PATH, json=asked)
+    assert reply.status_code == 200
+    assert "databricks_output" not in plain.text
+    events = [json.loads(line.removeprefix("data: ")) for line in reply.text.split("\n\n") if "{" in line]
+    assert ["databricks_output" in event for event in events] == [False] * (len(events) - 1) + [True]
+    last = events[-1]
+    trace = Trace.from_dict(last["databricks_output"]["trace"])
+    (span,) = trace.data.spans
+    assert (trace.info.client_request_id, trace.info.tags["team"]) == ("c1", "search")
+    assert span.inputs == asked
+    assert span.attributes["mlflow.chat.tokenUsage"]["output_tokens"] == last["usage"]["completion_tokens"]
+    texts = [choice.get("delta", choice.get("message")).get("content") or "" for e in events for choice in e["choices"]]
+    assert span.outputs["choices"][0]["message"]["content"] == "".join(texts)
+
+
+def test_a_returned_trace_is_for_the_caller_only(place: Place) -> None:
+    """The exported trace of the same request has the same ids, and no content unless content is traced."""
+    asked = CHAT | {"databricks_options": {"return_trace": True}}
+    reply = place.client.post(PATH, json=asked, headers=place.key("invoke")).json
+    (span,) = place.spans
+    assert reply["databricks_output"]["trace"]["info"]["trace_id"] == f"tr-{span.trace.trace_id}"
+    assert (span.body, span.replies) == (None, None)
+
+
+def test_completions_have_traces(make: Callable[..., WorkerState]) -> None:
+    """A completion has its trace too, with n choices, and with usage in an event of its own."""
+    client = create_app(make()).test_client()
+    asked = {
+        "model": "assistant",
+        "prompt": "Hi",
+        "max_tokens": 2,
+        "n": 2,
+        "databricks_options": {"return_trace": True},
+    }
+    reply = client.post("/serving-endpoints/completions", json=asked).json
+    (span,) = Trace.from_dict(reply["databricks_output"]["trace"]).data.spans
+    assert [c["text"] for c in span.outputs["choices"]] == [c["text"] for c in reply["choices"]]
+    more = {"stream": True, "stream_options": {"include_usage": True}}
+    streamed = client.post("/serving-endpoints/completions", json=asked | more).text
+    *_, last, done, _ = streamed.split("\n\n")
+    assert (done, "databricks_output" in last, '"choices":[]' in last) == ("data: [DONE]", True, True)

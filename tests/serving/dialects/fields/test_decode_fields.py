@@ -175,7 +175,7 @@ def test_values_that_ask_for_nothing():
         "store": False,
         "metadata": {"a": "b"},
         "service_tier": "auto",
-        "databricks_options": {"return_trace": True},
+        "databricks_options": {"return_trace": False},
         "modalities": ["text"],
         "audio": {},
         "watermark": False,

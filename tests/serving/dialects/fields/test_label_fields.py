@@ -34,6 +34,7 @@ def test_databricks_labels(dialect: str, task: str) -> None:
     more = {"user": "u", "usage_context": {"team": "a"}, "client_request_id": "c"}
     raw = decoded(dialect, BODIES[task] | more | {"databricks_options": {"return_trace": True}})
     assert raw.labels == Labels(user="u", client_request_id="c", tags={"team": "a"})
+    assert raw.return_trace
 
 
 def test_openai_labels() -> None:
