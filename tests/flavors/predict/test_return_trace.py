@@ -11,7 +11,7 @@ from mlflow_llm.serving.dialects.openai.mlflow import MlflowDialect
 from mlflow_llm.serving.interface.errors import InvalidField
 
 ASKED = {"databricks_options": {"return_trace": True}}
-REFUSED = r"databricks_options\.return_trace: true; expected false: only the replies of mlflow-llm serve"
+REFUSED = r"databricks_options\.return_trace: True is not allowed; expected false: only the replies of mlflow-llm serve"
 
 
 def test_a_request_is_refused() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import mlflow
@@ -66,3 +69,22 @@ def test_a_whole_model_is_copied(adapter: str, tmp_path: Path) -> None:
     assert llm.load_bundle(root, verify="full").content_hash == llm.load_bundle("models:/assistant/1").content_hash
     with pytest.raises(MlflowException, match="path: copy already exists and is not empty"):
         llm.materialise("models:/assistant/1", root)
+
+
+def generate_dockerfile(model: str, out: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mlflow", "models", "generate-dockerfile", "-m", model, "-d", str(out)]
+    variables = os.environ | {"MLFLOW_TRACKING_URI": mlflow.get_tracking_uri()}
+    return subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+
+
+def test_a_dockerfile_needs_a_whole_model(adapter: str, tmp_path: Path) -> None:
+    """MLflow's command refuses a version that holds only an adapter, and takes the one that is written of it."""
+    refused = generate_dockerfile(adapter, tmp_path / "refused")
+    assert refused.returncode != 0
+    assert f"{adapter} holds only an adapter over models:/assistant/1" in refused.stderr, refused.stderr
+    assert f"llm.materialise('{adapter}', DIR)" in refused.stderr
+    assert not (tmp_path / "refused").exists()
+    whole = llm.materialise(adapter, tmp_path / "whole")
+    taken = generate_dockerfile(str(whole), tmp_path / "taken")
+    assert taken.returncode == 0, taken.stderr
+    assert (tmp_path / "taken" / "Dockerfile").is_file()
