@@ -82,7 +82,7 @@ def is_ready(server: str, seconds: float) -> bool:
 
 
 def _trust() -> dict[str, Any]:
-    """TLS arguments for ``requests``, which uses its own variable (REQUESTS_CA_BUNDLE) if ours is unset."""
+    """Return the TLS arguments for ``requests``, which uses its own variable (REQUESTS_CA_BUNDLE) if ours is unset."""
     return {"verify": os.environ.get(CA_VARIABLE) or None, "cert": os.environ.get(CERT_VARIABLE) or None}
 
 

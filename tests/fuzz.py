@@ -229,8 +229,8 @@ def fault(target: Target, status: int, headers: Mapping[str, str], data: bytes) 
 
 
 def run(url: tuple[str, int], seconds: float, seed: int, at_once: int, limit: float) -> tuple[Counter[int], list[str]]:
-    """Requests for ``seconds``, each by a draw of its own; the statuses, and what was wrong. A request without an
-    answer for ``limit`` seconds hangs."""
+    """Send requests for ``seconds``, each by a draw of its own; return the statuses, and what was wrong. A request
+    without an answer for ``limit`` seconds hangs."""
     every = list(targets())
     until = time.monotonic() + seconds
     statuses: Counter[int] = Counter()

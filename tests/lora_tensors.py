@@ -18,8 +18,8 @@ MODULE = re.compile(r".*\.(\d+)\.[\w.]*?(\w+)\.lora_A\.weight")
 
 
 def task_of(folder: str | Path, task_id: int, *, columns: int = 3, base: Mapping[str, Any] | None = None) -> LoraTask:
-    """The adapter of ``folder`` (no patterns): scaling in B, rows padded to the longest. DoRA's magnitudes are divided
-    by the norms of the weights of ``base``, by name, with the adapter's in them."""
+    """Return the adapter of ``folder`` (no patterns): scaling in B, rows padded to the longest. DoRA's magnitudes are
+    divided by the norms of the weights of ``base``, by name, with the adapter's in them."""
     config = json.loads((Path(folder) / "adapter_config.json").read_text())
     tensors = load_file(Path(folder) / "adapter_model.safetensors")
     rows, shapes = [], []

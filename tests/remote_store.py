@@ -36,11 +36,11 @@ class RemoteStore(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}{PREFIX}"
 
     def weights(self) -> list[str]:
-        """The weight files that were fetched, by name."""
+        """Return the weight files that were fetched, by name."""
         return [Path(path).name for path in self.fetched if path.endswith(".safetensors")]
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Clients that are killed end their connections."""
+        """Ignore it: clients that are killed end their connections."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -104,7 +104,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def remote_store(root: Path) -> Iterator[RemoteStore]:
-    """MLflow's tables in ``root``, and artifacts in a remote store whose files are in ``root``, too."""
+    """Provide MLflow's tables in ``root``, and artifacts in a remote store whose files are in ``root``, too."""
     (root / "remote").mkdir()
     with RemoteStore(root / "remote") as server, own_stores(empty_store(root)):
         threading.Thread(target=server.serve_forever, daemon=True).start()

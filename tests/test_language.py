@@ -14,11 +14,14 @@ import mlflow_llm
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path(mlflow_llm.__file__).parent
 FRAGMENT = re.compile(r"(Of|What|Where|Who|By|As|Those|Which|Why)\b")
+NO_VERB = re.compile(r"The|An?|At|For|From|Up|How|Whether|In|On|With|Without|Between|If|When|No|All|Each|Every|It")
+CAPITALISED = re.compile(r"[A-Z][a-z]+(-[a-z]+)?")
+PLURAL = re.compile(r"[A-Za-z-]+[^s]s")
 FOLDERS = tuple(
     folder
     for folder in (
         *(PACKAGE / name for name in ("plugin", "flavors", "serving")),
-        *(ROOT / name for name in ("tests", "benchmarks", "examples")),
+        *(ROOT / name for name in ("tests", "benchmarks", "examples", "docs")),
     )
     if folder.is_dir()
 )
@@ -45,6 +48,43 @@ def test_docstrings_are_sentences() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, kinds) and (text := ast.get_docstring(node)) and FRAGMENT.match(text)
     ]
+    assert not found, "\n".join(found)
+
+
+def first_words() -> Iterator[tuple[str, bool, str]]:
+    """Yield, of each class and function with a docstring, its name, whether it is a class, and its first word.
+
+    Tests are left out, as their docstrings state facts, and so are properties, which are named by nouns.
+    """
+    for path in python_files():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            is_class = isinstance(node, ast.ClassDef)
+            if not is_class and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            assert isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+            is_property = any("property" in ast.unparse(one) for one in node.decorator_list)
+            text = ast.get_docstring(node)
+            if text and not is_property and not node.name.startswith("test_"):
+                yield f"{shown(path)}: {node.name}", is_class, text.split()[0].strip(".,:;")
+
+
+def test_function_docstrings_begin_with_a_verb() -> None:
+    """No function's docstring begins with an article, a preposition, a plural, a name or a sign; ruff's D401 refuses
+    verbs that are not in the imperative."""
+    found = [
+        f"{where}: {word}"
+        for where, is_class, word in first_words()
+        if not is_class and (NO_VERB.fullmatch(word) or not CAPITALISED.fullmatch(word) or PLURAL.fullmatch(word))
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_class_docstrings_begin_with_a_noun() -> None:
+    """No class's docstring begins with a verb with which a function's begins, in the imperative or with an s."""
+    words = list(first_words())
+    verbs = {word for _, is_class, word in words if not is_class}
+    verbs |= {verb + ending for verb in verbs for ending in ("s", "es")}
+    found = [f"{where}: {word}" for where, is_class, word in words if is_class and (word in verbs or word == "How")]
     assert not found, "\n".join(found)
 
 

@@ -49,7 +49,7 @@ REFUSED = "(refused where it asks for something)"
 
 
 def page() -> str:
-    """The whole document."""
+    """Return the whole document."""
     return HEAD + "".join(section(task) for task in get_args(Task))
 
 
@@ -77,8 +77,8 @@ def section(task: Task) -> str:
 
 
 def fields(schema: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Meaning]]:
-    """The properties of ``schema``; of an object ``parameters`` those within it, of a list of named tensors the names
-    that there are."""
+    """Yield the properties of ``schema``; of an object ``parameters`` those within it, of a list of named tensors the
+    names that there are."""
     for kind in ("anyOf", "oneOf", "allOf"):
         for option in schema.get(kind, ()):
             yield from fields(option, prefix)
@@ -101,7 +101,7 @@ def meaning_of(described: Mapping[str, Any]) -> Meaning:
 
 
 def takes_something(schema: Mapping[str, Any]) -> bool:
-    """Whether there is a value other than null, false and what is empty."""
+    """Return whether there is a value other than null, false and what is empty."""
     if "anyOf" in schema:
         return any(takes_something(option) for option in schema["anyOf"])
     return schema.get("type") != "null" and any(schema.get("enum", [True]))
@@ -112,7 +112,7 @@ def _cell(meaning: Meaning | None) -> str:
 
 
 def _meaning(meanings: Mapping[str, Meaning]) -> str:
-    """What the first dialect says, then what others say otherwise."""
+    """Return what the first dialect says, then what others say otherwise."""
     said: dict[str, list[str]] = {}
     for dialect, meaning in meanings.items():
         if meaning.text:

@@ -47,7 +47,7 @@ def code(docstring: str) -> str:
 
 
 def environment() -> str:
-    """Every variable of ours that the code reads, with the files that name it."""
+    """Return every variable of ours that the code reads, with the files that name it."""
     places: dict[str, set[str]] = {}
     for folder in ("flavors", "plugin", "serving"):
         for file in sorted((ROOT / folder).rglob("*.py")):

@@ -193,7 +193,7 @@ def as_mlflow() -> Iterator[None]:
 
 
 def raises_mlflow(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorator for public functions that wraps each call in ``as_mlflow``."""
+    """Decorate a public function so that each call is wrapped in ``as_mlflow``."""
 
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:

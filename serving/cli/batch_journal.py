@@ -138,7 +138,7 @@ class Journal:
 
 
 def _open(file: Path, flags: int) -> int:
-    """Raises ``RequestError`` for what is no regular file, ``OSError`` where it cannot be opened."""
+    """Raise ``RequestError`` for what is no regular file, ``OSError`` where it cannot be opened."""
     try:
         descriptor = os.open(file, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     except OSError as error:

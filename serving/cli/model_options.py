@@ -88,7 +88,7 @@ def engine_addresses(
 
 
 def check_settings(overrides: dict[str, Any], named: dict[str, str], addresses: dict[str, tuple[str, ...]]) -> None:
-    """Raises ``UsageError`` for a setting that no engine of this server would have."""
+    """Raise ``UsageError`` for a setting that no engine of this server would have."""
     for key in overrides if named and len(addresses) == len(named) else ():
         if key not in CLIENT_SETTINGS:
             raise click.UsageError(f"-C {key}: the engines run on other hosts; give it to mlflow-llm engine there")

@@ -86,7 +86,7 @@ def serve(
 
 
 def _check_alone(context: click.Context) -> None:
-    """Raises ``UsageError`` for an option beside --spec: it would have no effect, and --require-keys must have one."""
+    """Raise ``UsageError`` for an option beside --spec: it would have no effect, and --require-keys must have one."""
     given = [
         option.opts[0]
         for option in context.command.params

@@ -38,7 +38,7 @@ def check_place(settings: ServerSettings) -> None:
 
 
 def _check_grpc(settings: ServerSettings) -> None:
-    """Raises ``ClickException`` where gRPC could not be served."""
+    """Raise ``ClickException`` where gRPC could not be served."""
     if settings.grpc_port is None:
         return
     if importlib.util.find_spec("grpc") is None or importlib.util.find_spec("google.protobuf") is None:
@@ -51,7 +51,7 @@ def _check_grpc(settings: ServerSettings) -> None:
 
 
 def _check_tokens(settings: ServerSettings) -> None:
-    """Raises ``ClickException`` where bearer tokens could not be verified; a JWKS URL may answer later."""
+    """Raise ``ClickException`` where bearer tokens could not be verified; a JWKS URL may answer later."""
     if settings.jwt_jwks is None:
         return
     try:

@@ -21,12 +21,12 @@ T = TypeVar("T")
 
 
 def read_serve_spec(path: str) -> ServeSpec:
-    """Raises ``ClickException``."""
+    """Raise ``ClickException``."""
     return _read(path, ServeSpec, ServerSettings)
 
 
 def read_engine_spec(path: str) -> EngineSpec:
-    """Raises ``ClickException``."""
+    """Raise ``ClickException``."""
     return _read(path, EngineSpec, EngineSettings)
 
 

@@ -57,7 +57,7 @@ class _Seen(Struct):
 
 
 class Autoscaler:
-    """Decides how many replicas the served entities have, in the controller process.
+    """The part that decides how many replicas the served entities have, in the controller process.
 
     An entity without provisioned throughput has one replica, or none if it is idle and may scale to zero. An entity
     whose engines run on other hosts has one replica for each of them.

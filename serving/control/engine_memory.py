@@ -61,7 +61,7 @@ class EngineUse(Struct, kw_only=True):
 
 
 class EngineMemory:
-    """Decides which of the engines on this machine run. Used by one thread; times are ``time.monotonic``.
+    """The part that decides which of the engines on this machine run. Used by one thread; times are ``time.monotonic``.
 
     ``budget`` is in bytes, None for no limit. ``measure(pid)`` returns bytes. ``known`` is what an earlier controller
     process has recorded."""

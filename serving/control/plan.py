@@ -78,7 +78,7 @@ class PlannedEndpoint(Struct, frozen=True, kw_only=True):
 
 
 class Plan(Struct, frozen=True, kw_only=True):
-    """Everything that a server's workers serve; ``generation`` is 0 before the first plan."""
+    """All that a server's workers serve; ``generation`` is 0 before the first plan."""
 
     generation: int = 0
     endpoints: tuple[PlannedEndpoint, ...] = ()

@@ -40,7 +40,7 @@ COMMAND_LINE = Actor(name="command line", via="command")
 
 
 class Reconciler:
-    """Compares what is wanted with what runs, and acts.
+    """The loop that compares what is wanted with what runs, and acts.
 
     ``say(stage, endpoint=…, **fields)`` is called with the steps of the start; setting ``over`` ends the start."""
 

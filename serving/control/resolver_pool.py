@@ -104,7 +104,7 @@ class _Lookup:
 
 
 class ResolverPool:
-    """Looks models up; it is called like ``mlflow_resolver.resolve``.
+    """A pool that looks models up; it is called like ``mlflow_resolver.resolve``.
 
     ``directory`` is the server's directory; ``timeout`` (seconds) is for each lookup, and the same for the wait for a
     place. Thread-safe, and safe for greenlets if gevent has patched the process."""

@@ -61,7 +61,8 @@ class Encoded(Struct, frozen=True, kw_only=True):
 
 
 class StreamEncoder(Protocol):
-    """Encodes one streamed reply. It may keep state (the first chunk carries the role), so each request has its own."""
+    """An encoder of one streamed reply. It may keep state (the first chunk carries the role), so each request has its
+    own."""
 
     content_type: str
     headers: Mapping[str, str]

@@ -63,7 +63,7 @@ class _KeyTwice(Exception):
 
 
 class _Twice(Struct):
-    """Stands for an object that has the key ``name`` twice."""
+    """A stand-in for an object that has the key ``name`` twice."""
 
     name: str
     value: Any

@@ -152,8 +152,8 @@ def _check_room(num_tokens: int, max_model_len: int, memory: int) -> None:
 def _speculation(
     bundle: Bundle, loaded: LoadedModel, settings: EngineSettings, memory: int, max_tokens: int
 ) -> Speculation | None:
-    """Speculation, which needs the native step: only its logits are bitwise the same in any batch and chunk. With
-    other kernels drafts could change a text."""
+    """Return the speculation, which needs the native step: only its logits are bitwise the same in any batch and chunk.
+    With other kernels drafts could change a text."""
     if settings.speculation != "auto" or loaded.decoder is None:
         if settings.draft_model is not None:
             logger.warning("draft_model: %s is not used: %s", settings.draft_model, loaded.kernels_reason)
@@ -167,8 +167,8 @@ def _speculation(
 
 @torch.inference_mode()
 def step_forward(loaded: LoadedModel, cache: KVCache, lora: LoraPool, settings: EngineSettings) -> StepForward:
-    """How a step is computed: natively if the loaded model can be, else by transformers' code. Decode steps of the
-    latter over a paged cache are recorded as CUDA graphs."""
+    """Choose how a step is computed: natively if the loaded model can be, else by transformers' code. Decode steps of
+    the latter over a paged cache are recorded as CUDA graphs."""
     if loaded.decoder is not None and isinstance(cache, SlotKVCache):
         return NativeDecoder(loaded.decoder, cache, lora)
     plain = ModelForward(loaded.model, loaded.holder, cache, lora, loaded.device)
@@ -269,7 +269,7 @@ def _in_blocks(loaded: LoadedModel, memory: int, each: int, block_size: int, *, 
 
 
 def free_memory(device: Any) -> int:
-    """Bytes free on the device; for the CPU, within the limits of this process (``main_memory``)."""
+    """Return the bytes free on the device; for the CPU, within the limits of this process (``main_memory``)."""
     if device.type == "cuda":
         torch.cuda.empty_cache()  # repacking weights left freed memory in torch's cache, which counts as taken
         return int(torch.cuda.mem_get_info(device)[0])

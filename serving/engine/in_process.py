@@ -37,7 +37,7 @@ class InProcessStream:
         self._done = False
 
     def put(self, event: Event) -> None:
-        """Called by the engine's thread."""
+        """Add an event. Called by the engine's thread."""
         self._events.put(event)
 
     @property
@@ -182,7 +182,7 @@ def _next_command(commands: Commands, seconds: float | None, *, wait: bool) -> C
 
 
 def _nothing(core: EngineCore) -> None:
-    """The command that runs between two steps if no other has come."""
+    """Return the command that runs between two steps if no other has come."""
 
 
 def _hand_out(outputs: list[EngineOutput]) -> None:

@@ -142,7 +142,7 @@ def interrupt_on_disconnect(sock: Any, pieces: InterruptibleIterator[Any]) -> It
 
 
 class DisconnectWatch:
-    """Detects that a peer has closed its connection.
+    """A watch that detects that a peer has closed its connection.
 
     It checks when the socket becomes readable, by the peer's close or by bytes of the next request. After such bytes,
     or a TLS close_notify, the close causes no new event, so it is polled for.

@@ -174,7 +174,7 @@ def _bounded(data: bytes) -> bytes:
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Follows no redirect: keys come only from the location that the operator configured."""
+    """A handler that follows no redirect: keys come only from the location that the operator configured."""
 
     def redirect_request(self, *_: Any) -> None:
         return None

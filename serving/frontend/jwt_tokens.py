@@ -32,8 +32,8 @@ _ABSENT = object()
 
 
 class _Registry(JWSRegistry):
-    """Allows exactly the algorithms of the settings, without a warning per request for those that the library considers
-    outdated."""
+    """A registry that allows exactly the algorithms of the settings, without a warning per request for those that the
+    library considers outdated."""
 
     def get_alg(self, name: str) -> Any:
         if self.allowed is None or name not in self.allowed:
@@ -42,7 +42,7 @@ class _Registry(JWSRegistry):
 
 
 class Tokens:
-    """Verifies tokens with the issuer's keys from ``source``."""
+    """A verifier of tokens with the issuer's keys from ``source``."""
 
     def __init__(self, settings: ServerSettings, source: KeySource, *, clock: Callable[[], float] = time.time) -> None:
         assert settings.jwt_issuer

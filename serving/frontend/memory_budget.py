@@ -45,7 +45,7 @@ class Allocation:
 
 
 class MemoryBudget:
-    """Allows at most ``total`` bytes in memory, and at most ``by_caller`` bytes of one caller: an API key, or an
+    """A budget of at most ``total`` bytes in memory, and at most ``by_caller`` bytes of one caller: an API key, or an
     address if no keys are required. ``what`` is the name of the bytes in errors."""
 
     def __init__(self, *, total: int, by_caller: int, what: str = "body") -> None:

@@ -32,8 +32,8 @@ def give_way() -> None:
 
 
 class Offload:
-    """Runs a function on a thread if ``size`` (bytes) is at least ``threshold`` and the caller runs on an event loop;
-    otherwise calls it directly."""
+    """A way to run a function on a thread if ``size`` (bytes) is at least ``threshold`` and the caller runs on an event
+    loop; otherwise calls it directly."""
 
     def __init__(self, threshold: int) -> None:
         self.threshold = threshold

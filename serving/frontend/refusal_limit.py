@@ -25,7 +25,8 @@ class _TokenBucket:
 
 
 class RefusalLimit:
-    """Allows each caller ``rate`` refusals per minute in this worker, in a burst or spread out; 0 means no limit."""
+    """A limit that allows each caller ``rate`` refusals per minute in this worker, in a burst or spread out; 0 means no
+    limit."""
 
     def __init__(self, rate: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.rate = rate

@@ -27,7 +27,7 @@ class WriteTimedOut(WriteFailed, TimeoutError):
 
 
 class Socket(Protocol):
-    """See ``gunicorn.write_backpressure.BackpressureSocket``."""
+    """The protocol of ``gunicorn.write_backpressure.BackpressureSocket``."""
 
     def append(self, data: bytes) -> None: ...
     def send_pending(self) -> bool: ...
@@ -35,7 +35,8 @@ class Socket(Protocol):
 
 
 class _Turn:
-    """Collects writers that have something to send, and sends once the greenlet that receives tokens waits for more.
+    """A collector of writers that have something to send, which sends once the greenlet that receives tokens waits for
+    more.
 
     So if several tokens have arrived for a stream, it gets them in one packet.
     """
@@ -58,7 +59,8 @@ _turn = _Turn()
 
 
 class TokenWriter:
-    """Writes the tokens of one stream, from ``begin`` on. ``run``, ``encoder`` and ``record`` are the stream's own."""
+    """The writer of the tokens of one stream, from ``begin`` on. ``run``, ``encoder`` and ``record`` are the stream's
+    own."""
 
     __slots__ = ("_encoder", "_error", "_is_due", "_record", "_run", "_sock", "_stream", "_templated")
 

@@ -42,7 +42,7 @@ class HeadModule(Struct, frozen=True, kw_only=True):
 
 
 class EmbeddingSpec(Struct, frozen=True, kw_only=True):
-    """How token vectors become one vector, and which prompts are put before the text.
+    """The way in which token vectors become one vector, and which prompts are put before the text.
 
     They are pooled, pass the modules of ``head`` in order, are cut to ``truncate_dim`` values, and then scaled to
     length 1 if ``normalize`` says so. ``head`` is always the one in the model's files."""
@@ -64,7 +64,8 @@ class CrossEncoderSpec(Struct, frozen=True, kw_only=True):
 
 
 class ImageSpec(Struct, frozen=True, kw_only=True):
-    """How a model's prompts contain images, found out by asking its own processor (``flavors.llm.images``).
+    """The way in which a model's prompts contain images, found out by asking its own processor
+    (``flavors.llm.images``).
 
     A chat template writes the token ``placeholder_id`` once for each image. In the prompt, the tokens of its layout
     take that token's place, among which each ``image_id`` stands for one vector of the image.

@@ -56,7 +56,7 @@ class Capabilities(Struct, frozen=True, kw_only=True):
 
 
 class PagedInfo(Struct, frozen=True, kw_only=True):
-    """How a paged KV cache runs.
+    """The way in which a paged KV cache runs.
 
     A block has ``kv_block_size`` tokens. Decodes attend by "triton" or "torch" (``attention_reason``: why not by
     Triton). ``cuda_graphs`` are the sizes of decode steps that are recorded (``cuda_graphs_reason``: why none are).

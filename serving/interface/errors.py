@@ -316,7 +316,7 @@ class PackagingError(ValueError):
 
 
 class ModelNotFound(PackagingError):
-    """There is no model with the given name."""
+    """The error that there is no model with the given name."""
 
 
 def walk(root: type[ServingError] = ServingError) -> list[type[ServingError]]:

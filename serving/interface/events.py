@@ -80,7 +80,7 @@ class Timed(Struct, frozen=True, tag="s", array_like=True):
 
 
 class PromptScored(Struct, frozen=True, tag="p", array_like=True):
-    """Log probabilities of the prompt tokens of sequence ``index`` from token 1 on (token 0 has none)."""
+    """The log probabilities of the prompt tokens of sequence ``index`` from token 1 on (token 0 has none)."""
 
     index: int
     logprobs: tuple[TokenLogprob, ...]

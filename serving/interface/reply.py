@@ -152,7 +152,7 @@ class ReplyCall(Struct, frozen=True, kw_only=True):
 
 
 class TextLogprobs:
-    """Selects the log probabilities that belong to a choice's text, as its deltas arrive.
+    """A selection of the log probabilities that belong to a choice's text, as its deltas arrive.
 
     Those of a token without text so far wait until it is known what the token begins. Those of reasoning, of calls and
     of the markers around them are left out.

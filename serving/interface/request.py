@@ -416,7 +416,7 @@ class Sequence(Struct, frozen=True, kw_only=True):
 
 
 class ToolUse(Struct, frozen=True, kw_only=True):
-    """How to read tool calls in a reply.
+    """The way to read tool calls in a reply.
 
     ``names`` are the tools that may be called, and ``custom`` those of them that take a text; ``choice`` is the
     caller's, and ``parallel`` says whether there may be several calls. ``types`` are the JSON types of each tool's
@@ -446,7 +446,7 @@ class ReplyForm(Struct, frozen=True, array_like=True):
 
 
 class Scoring(Struct, frozen=True, kw_only=True):
-    """How the engine's answers become the reply to a request of task "score".
+    """The way in which the engine's answers become the reply to a request of task "score".
 
     The first ``num_queries`` sequences are queries and the others documents, whose vectors are compared (a single query
     with each document). If it is 0, each sequence is a pair, and its number, after ``activation``, is the score. With

@@ -35,7 +35,7 @@ Device = Annotated[str, Meta(pattern=r"^(auto|cpu|cuda(:\d{1,2})?)$", descriptio
 
 
 class EngineSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How an engine runs a model.
+    """The settings with which an engine runs a model.
 
     Attributes:
         dtype: "auto" means float32 on CPUs and bfloat16 on CUDA. With "bfloat16", the native kernels round weights, the

@@ -45,7 +45,8 @@ class Reasoning(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class ToolFormat(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """How a model writes calls and reasoning. It is packaged with the model as JSON, where it can be changed.
+    """The way in which a model writes calls and reasoning. It is packaged with the model as JSON, where it can be
+    changed.
 
     ``begin`` are the literals that may open a region of calls, and ``arguments_keys`` the keys that an object may have
     for its arguments: the first is written, all are parsed. With ``begin_optional``, calls are also parsed outside a

@@ -108,7 +108,7 @@ def _is_text(data: bytes) -> bool:
 
 
 def _byte_characters() -> dict[int, str]:
-    """GPT-2's table: printable Latin-1 bytes stand for themselves, the others for characters from U+0100 on."""
+    """Return GPT-2's table: printable Latin-1 bytes stand for themselves, the others for characters from U+0100 on."""
     kept = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     table = {byte: chr(byte) for byte in kept}
     others = [byte for byte in range(256) if byte not in table]

@@ -36,7 +36,7 @@ class Target(Struct, frozen=True, kw_only=True):
 
 
 class Mode(Protocol):
-    """How requests of a served entity are admitted and paid for."""
+    """The way in which requests of a served entity are admitted and paid for."""
 
     @property
     def profile(self) -> ModeProfile: ...

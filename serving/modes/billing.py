@@ -28,7 +28,7 @@ class Minute(Struct, frozen=True):
 
 
 class ReservedTime:
-    """Records reserved throughput in the ledger. Called from one thread.
+    """The record of reserved throughput in the ledger. Called from one thread.
 
     ``hold`` says what is reserved at this moment; it is recorded once a minute and whenever it grows. If the store does
     not answer, the minutes are recorded later, each with its own time.

@@ -12,7 +12,7 @@ PROFILE = ModeProfile(name="pay_per_token", accepts_n=False, accepts_error_behav
 
 
 class PayPerToken:
-    """Reserves a request's tokens in the ledger; each is paid for at its price."""
+    """A mode that reserves a request's tokens in the ledger; each is paid for at its price."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger

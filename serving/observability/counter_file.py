@@ -24,7 +24,7 @@ _ENTRY_BYTES = 4 + 8 + 16  # of a counter in addition to its name: the name's le
 
 
 class CounterFile:
-    """Replaces ``MmapedDict`` for writers. Not thread-safe; neither is ``MmapedDict``."""
+    """A replacement of ``MmapedDict`` for writers. Not thread-safe; neither is ``MmapedDict``."""
 
     _warned = False  # warn once per process
 

@@ -89,8 +89,8 @@ class Entities(Protocol):
 
 
 class EngineCollector(Collector):
-    """Reads the last heartbeats of every served entity at scrape time: sums over its replicas, and the counters from
-    ``counters``."""
+    """A collector of the last heartbeats of every served entity at scrape time: sums over its replicas, and the
+    counters from ``counters``."""
 
     LABELS = ("endpoint", "entity")
     MODEL = ("name", "version", "content_hash")
@@ -176,7 +176,7 @@ class EngineCollector(Collector):
 
 
 class LedgerCollector(Collector):
-    """Reports the state of a ledger and its store."""
+    """A collector of the state of a ledger and its store."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger

@@ -41,8 +41,8 @@ class Sink(Protocol):
 
 
 class MlflowSink:
-    """Exports to an MLflow experiment. A span with a parent joins the caller's trace, which the caller's client
-    completes."""
+    """A sink that exports to an MLflow experiment. A span with a parent joins the caller's trace, which the caller's
+    client completes."""
 
     def __init__(self, experiment: str) -> None:
         import mlflow
@@ -67,7 +67,7 @@ class MlflowSink:
 
 
 class OtlpSink:
-    """Exports with OpenTelemetry's own exporter, which its own environment variables configure."""
+    """A sink that exports with OpenTelemetry's own exporter, which its own environment variables configure."""
 
     def __init__(self) -> None:
         from opentelemetry.sdk.resources import Resource
@@ -91,7 +91,8 @@ def sinks(experiment: str) -> list[Sink]:
 
 
 class Exporter:
-    """Receives records from the workers and gives them to the sinks in small batches, all on one thread."""
+    """The part that receives records from the workers and gives them to the sinks in small batches, all on one
+    thread."""
 
     def __init__(self, directory: Path, targets: list[Sink]) -> None:
         self._targets = targets

@@ -91,7 +91,7 @@ def begin(*, sampled: bool) -> TraceContext:
 
 
 class Tracer:
-    """Decides which requests are traced, and sends their records. There is one per worker.
+    """The part that decides which requests are traced, and sends their records. There is one per worker.
 
     ``sample`` is the share of requests that are traced if their caller does not decide. 0 traces none at all; a
     caller's ids then appear only in the log. ``send`` takes a record's bytes; it returns False if it drops them, and
@@ -125,8 +125,8 @@ OFF = Tracer()
 
 
 class Outbox:
-    """Sends a ``Tracer``'s records to the exporter of the server in ``directory``. Create it in the worker, after the
-    fork."""
+    """The sender of a ``Tracer``'s records to the exporter of the server in ``directory``. Create it in the worker,
+    after the fork."""
 
     def __init__(self, directory: Path) -> None:
         self._socket: Any = zmq.Context.instance().socket(zmq.PUSH)

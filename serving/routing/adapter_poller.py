@@ -19,7 +19,7 @@ INTERVAL = 1.0  # seconds from an answer to the next poll
 
 
 class AdapterPoller:
-    """Polls an engine for its adapters.
+    """A poller of an engine for its adapters.
 
     Calling the poller returns the names: ``known`` before the engine's first answer, later those of its last answer.
     A call never blocks and may come from any thread. ``answered`` is set once the engine has answered or refused to. An

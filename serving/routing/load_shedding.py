@@ -11,7 +11,7 @@ DRAIN_RETRY_AFTER = 5.0
 
 
 class LoadShedder:
-    """Admits requests to the queues of engines. Each of the ``workers`` processes has one load shedder.
+    """The gate to the queues of engines. Each of the ``workers`` processes has one load shedder.
 
     The engine's own queue limit is exact; this one refuses a request before any work is done for it.
 

@@ -36,7 +36,7 @@ RETRY = 10  # turns after which the worker tries again to reach a replica that d
 
 
 class PlanFollower:
-    """Follows the plan of ``plan_directory`` for one worker.
+    """The follower of the plan of ``plan_directory`` for one worker.
 
     ``open`` (``gevent_client.attach``) attaches to an engine. ``profile`` names the one of ``profiles`` for endpoints
     that name none; ``dialects`` has the dialect settings that endpoints leave unset. ``engine_timeout`` is how many

@@ -73,7 +73,7 @@ class _Replica:
 
 
 class ReplicaSet(Engine):
-    """Presents the replicas of one model as one engine to the greenlets of one worker.
+    """The replicas of one model, as one engine for the greenlets of one worker.
 
     ``open(address)`` attaches to a replica and may block; ``request_replica()`` asks for a replica when there is none.
     If replicas should be running but cannot be reached, requests wait ``away_timeout`` seconds for them (None: without

@@ -175,7 +175,7 @@ def _add(response: Any, tensor: Tensor) -> None:
 
 
 class TokenStream:
-    """Encodes a stream with one response for each token.
+    """The encoder of a stream with one response for each token.
 
     A response has the token's id, its log probability, the sum of all log probabilities so far, and its logits; the
     first response also has the prompt and its logits, each if asked for. The text of a delta is in the response of the

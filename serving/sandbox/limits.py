@@ -11,7 +11,7 @@ MAX_TEMPLATE = MIB  # characters of a chat template; the longest known have 30,0
 
 
 class Limits(Struct, frozen=True, kw_only=True):
-    """Limits of one piece of work.
+    """The limits of one piece of work.
 
     ``seconds`` is CPU time, so that a busy machine causes no refusal; ``memory`` is in bytes beyond what the
     process had before; ``output`` is in characters, ``raw`` is the bytes of output that are no text. After ``patience``

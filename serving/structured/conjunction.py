@@ -53,7 +53,7 @@ class _Rules:
 
 
 class Conjunction:
-    """Makes the forms of nodes: each set of nodes once per level of nesting."""
+    """The maker of the forms of nodes: each set of nodes once per level of nesting."""
 
     def __init__(self, document: Document) -> None:
         self.document = document

@@ -30,7 +30,7 @@ _OWN_NAMES = ("properties", "patternProperties", "additionalProperties", "proper
 
 
 class Containers:
-    """Makes the leaves of arrays and objects. ``of(nodes, level)`` makes the form of an item or property."""
+    """The maker of the leaves of arrays and objects. ``of(nodes, level)`` makes the form of an item or property."""
 
     def __init__(
         self,

@@ -137,7 +137,7 @@ def _digits(whole: int, places: int) -> str:
 
 
 class _Reader:
-    """Parses an expression into a tree."""
+    """A parser of an expression into a tree."""
 
     def __init__(self, text: str, refuse: Callable[[str], NoReturn]) -> None:
         self.text, self.at, self.refuse = text, 0, refuse
@@ -335,7 +335,7 @@ class _Reader:
 
 
 class _Writer:
-    """Writes a tree as an expression. ``around`` is what may precede and follow a match without anchors."""
+    """A writer of a tree as an expression. ``around`` is what may precede and follow a match without anchors."""
 
     def __init__(self, refuse: Callable[[str], NoReturn], around: str) -> None:
         self.refuse, self.around = refuse, around

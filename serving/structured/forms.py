@@ -53,7 +53,7 @@ class Leaf:
 
 @dataclass(slots=True, eq=False)
 class Form:
-    """Allows the values of any of its leaves; a form without leaves allows no value."""
+    """The values of any of its leaves; a form without leaves allows no value."""
 
     leaves: list[Leaf]
 

@@ -98,7 +98,8 @@ SHAPES: dict[str, _Shape] = {
 
 
 class Keywords:
-    """Reads the keywords of nodes, according to the document's draft. Raises ``InvalidField`` for an invalid value."""
+    """A reader of the keywords of nodes, according to the document's draft. Raises ``InvalidField`` for an invalid
+    value."""
 
     def __init__(self, document: Document) -> None:
         self.document = document

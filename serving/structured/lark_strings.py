@@ -54,7 +54,7 @@ def quoted_lark(text: str, field: str) -> str:
 
 
 class LarkWriter:
-    """Writes a grammar whose rules connect states. ``states`` are all states except ``START``."""
+    """A writer of a grammar whose rules connect states. ``states`` are all states except ``START``."""
 
     states: tuple[int, ...] = (WHOLE, BACKSLASH)
 

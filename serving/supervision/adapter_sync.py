@@ -35,7 +35,7 @@ NO_ADAPTERS = WantedAdapters()
 
 
 class AdapterSync:
-    """Synchronizes the adapters of one replica.
+    """The synchronisation of the adapters of one replica.
 
     ``loaded`` has the revision of each name that its engine has, ``refused`` the revision that the engine refused and
     why. Both are replaced as a whole, for readers on other threads."""

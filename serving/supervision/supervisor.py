@@ -91,7 +91,7 @@ class _Entity:
 
 
 class Supervisor:
-    """Keeps the engines of all entities. Thread-safe. Not for use in a forked child.
+    """The keeper of the engines of all entities. Thread-safe. Not for use in a forked child.
 
     Only ``close`` and ``await_ready`` wait for engines. ``probe(engine)`` raises while the engine cannot work.
     ``changed()`` is called, on a replica's thread, whenever a state changes. ``in_use(address)`` says whether a worker

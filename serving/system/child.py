@@ -91,7 +91,7 @@ def _has_kernels(place: str) -> bool:
 
 
 def _code(place: str) -> str:
-    """SHA-256 over the package's Python files."""
+    """Return the SHA-256 over the package's Python files."""
     found = hashlib.sha256()
     root = Path(place, PACKAGE)
     for directory, folders, files in os.walk(root, followlinks=True):

@@ -49,7 +49,7 @@ def num_threads() -> int:
 
 
 def quota(proc: Path = PROC) -> float | None:
-    """CPU time that the control groups allow this process, in CPUs; None if they set no limit."""
+    """Return the CPU time that the control groups allow this process, in CPUs; None if they set no limit."""
     return min((found for group in groups("cpu", proc) if (found := _group_quota(group)) is not None), default=None)
 
 

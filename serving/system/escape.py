@@ -35,7 +35,7 @@ def _escape(found: re.Match[str]) -> str:
 
 
 class VisibleFormatter(logging.Formatter):
-    """Formats a message in one line, whatever it quotes; a traceback keeps its lines."""
+    """A formatter of a message in one line, whatever it quotes; a traceback keeps its lines."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
         record.message = visible_line(record.message)

@@ -86,7 +86,7 @@ def _private(path: str, flags: int) -> int:
 
 
 class Renewals:
-    """Detects whether files were replaced or rewritten since they were last checked; None stands for no file."""
+    """A detector of whether files were replaced or rewritten since they were last checked; None stands for no file."""
 
     def __init__(self, *paths: str | None) -> None:
         self._paths = paths

@@ -22,7 +22,7 @@ Lines: TypeAlias = "SimpleQueue[str | logging.LogRecord | Any]"
 
 
 class QueuedHandler(logging.Handler):
-    """Writes lines to ``fd`` in order, on a thread of its own, which starts with the first line.
+    """A handler that writes lines to ``fd`` in order, on a thread of its own, which starts with the first line.
 
     At most ``limit`` lines wait. Further ones are lost, and a line in their place says how many. ``flush``, which
     ``logging.shutdown`` calls, waits until all is written, but at most ``FLUSH_SECONDS``.

@@ -17,7 +17,8 @@ STANDARD_ERROR = 2
 
 
 class JsonLines(logging.Formatter):
-    """Format ``time`` (ISO 8601, UTC), ``level``, ``event``, then the record's ``fields``; a traceback is one string.
+    """The format ``time`` (ISO 8601, UTC), ``level``, ``event``, then the record's ``fields``; a traceback is one
+    string.
 
     A JSON parser returns the original texts, but the line itself has no raw control characters (``visible``).
     """

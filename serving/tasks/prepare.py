@@ -54,7 +54,7 @@ def _shares_nothing(asked: str | None) -> str | None:
 
 
 class Limits(Struct, frozen=True, kw_only=True):
-    """Limits of one request in addition to its endpoint's profile.
+    """The limits of one request in addition to its endpoint's profile.
 
     ``timeout`` is the number of seconds that the server and the caller's headers allow, None for no limit.
     ``cache_salt`` makes ``ValidRequest.cache_salt`` from the request's own salt (``tasks.cache_salt``); by default,

@@ -23,7 +23,7 @@ _KEY = re.compile('[^<>\n"\ud800-\udfff]*')
 
 
 class ArgumentsReader(Protocol):
-    """Reads arguments in one format.
+    """A reader of arguments in one format.
 
     ``final`` says that no more text follows; ``finish`` is then called once. ``cut`` says that the text has ended at
     its length limit and not by itself.
@@ -39,7 +39,7 @@ class ArgumentsReader(Protocol):
 
 
 class JsonArguments:
-    """Reads a JSON object and gives it out unchanged."""
+    """A reader of a JSON object, which gives it out unchanged."""
 
     def __init__(self, say: Say) -> None:
         self._say = say
@@ -67,7 +67,8 @@ class JsonArguments:
 
 
 class QuotedArguments:
-    """Reads an object that is written as a JSON string, as some models do, and gives out the string's content."""
+    """A reader of an object that is written as a JSON string, as some models do, which gives out the string's
+    content."""
 
     def __init__(self, say: Say) -> None:
         self._say = say
@@ -92,7 +93,7 @@ class QuotedArguments:
 
 
 class KeywordArguments:
-    """Reads ``name=value, …`` up to and including the closing parenthesis."""
+    """A reader of ``name=value, …`` up to and including the closing parenthesis."""
 
     def __init__(self, say: Say) -> None:
         self._say = say
@@ -157,7 +158,7 @@ class KeywordArguments:
 
 
 class ParameterArguments:
-    """Reads tagged parameters, up to and including the end of the call.
+    """A reader of tagged parameters, up to and including the end of the call.
 
     An end tag ends a value only if another parameter or the end of the call follows it, because a text may mention
     tags. If the end tag is missing, the value ends at the next parameter, or at an end of the call that only another

@@ -74,7 +74,7 @@ def _is_held(
 
 
 class _Maker:
-    """Builds the grammar of one reply.
+    """The builder of the grammar of one reply.
 
     ``several`` allows more than one call. ``forced`` enforces all schemas, not only those of strict tools.
     """

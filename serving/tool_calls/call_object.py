@@ -16,7 +16,7 @@ _Role: TypeAlias = Literal["key", "name", "arguments", "other"]
 
 
 class CallObject:
-    """Reads ``{"name": …, "arguments": …}`` in any order, also within ``{"type": "function", "function": {…}}``.
+    """A reader of ``{"name": …, "arguments": …}`` in any order, also within ``{"type": "function", "function": {…}}``.
 
     ``status`` is "arguments" where their value begins and the name is known, "held" if the name came after them
     (``arguments`` is their text), "closed" at the end of an object with a name and no arguments, and "failed" if the

@@ -23,7 +23,7 @@ _OPENS = ("<|channel|>", "<|start|>", "<|message|>", "<|constrain|>", "to=")
 
 
 class ChannelReader(Reading):
-    """Parses harmony: analysis is reasoning, a message to a known function is a call, everything else is text."""
+    """A parser of harmony: analysis is reasoning, a message to a known function is a call, everything else is text."""
 
     def __init__(
         self, literals: Literals, tools: ToolUse | None, in_reasoning: bool = False, show_special: bool = False

@@ -20,7 +20,7 @@ _SURE = re.compile(r"(?!(?i:true|false|null|none|nan|inf))[A-Za-z]")
 
 
 class ArgumentsGrammar:
-    """Writes the grammar of one call's arguments.
+    """The writer of the grammar of one call's arguments.
 
     ``schema`` is in the form that ``structured`` writes: an object, alternatives of objects, or a reference to one.
     """

@@ -14,7 +14,7 @@ _CLOSES = {"}": "{", "]": "["}
 
 
 class JsonScanner:
-    """Finds the end of one JSON value.
+    """A scanner for the end of one JSON value.
 
     It does not validate: it matches brackets and strings, and sets ``broken`` at characters that cannot occur in JSON,
     such as the marker that ends a call.
@@ -92,7 +92,8 @@ class JsonScanner:
 
 
 class StringDecoder:
-    """Decodes a JSON string, without its quotes, as it arrives. Half of a surrogate pair waits for the other half."""
+    """A decoder of a JSON string, without its quotes, as it arrives. Half of a surrogate pair waits for the other
+    half."""
 
     __slots__ = ("_held",)
 
@@ -142,7 +143,7 @@ def _complete(text: str) -> int:
 
 
 class MemberText:
-    """Streams the string in an object of one member, ``{"input": "…"}``: the input of a custom tool's call.
+    """A stream of the string in an object of one member, ``{"input": "…"}``: the input of a custom tool's call.
 
     An object of any other form is given out unchanged.
     """

@@ -17,7 +17,7 @@ _NAME = re.compile(r"[\w.\-/]*")
 
 
 class MarkedReader(Reading):
-    """Parses texts with marked calls.
+    """A parser of texts with marked calls.
 
     ``_mark`` is the beginning of the text that is held until it is known to be a call; if it is none, it becomes text.
     """

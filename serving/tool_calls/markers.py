@@ -79,7 +79,7 @@ def past_gap(text: str, at: int) -> int:
 
 
 class Search:
-    """Finds the first of several markers."""
+    """A search for the first of several markers."""
 
     __slots__ = ("_first", "_markers")
 

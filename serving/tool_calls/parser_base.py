@@ -16,7 +16,7 @@ NO_TOOLS = ToolUse(names=())
 
 
 class Parser(Protocol):
-    """Takes a model's text piece by piece; the division into pieces never changes the result.
+    """A parser that takes a model's text piece by piece; the division into pieces never changes the result.
 
     ``in_reasoning`` says whether the following text is reasoning, as far as is known. ``num_calls`` is the number of
     calls that have begun. ``is_complete`` is set when a call has ended and no further call is allowed; later text is

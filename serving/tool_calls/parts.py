@@ -92,7 +92,7 @@ class Trimmed:
 
 
 class Parts:
-    """Collects parts and joins adjacent texts of the same kind."""
+    """A collector of parts, which joins adjacent texts of the same kind."""
 
     def __init__(self) -> None:
         self._done: list[Part] = []

@@ -48,7 +48,7 @@ def scalar_json(word: str) -> str | None:
 
 
 class PythonString:
-    """Reads one string from its opening quote on.
+    """A reader of one string from its opening quote on.
 
     ``say`` gets its text with escapes resolved. ``done`` is set after the closing quote.
     """
@@ -171,7 +171,7 @@ class PythonString:
 
 
 class PythonValue:
-    """Reads one value; ``say`` gets it as JSON, formatted like the output of ``json.dumps``.
+    """A reader of one value; ``say`` gets it as JSON, formatted like the output of ``json.dumps``.
 
     ``done`` is set after the value, ``broken`` if the text is not a value.
     """

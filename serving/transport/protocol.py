@@ -38,7 +38,7 @@ class Hello(Struct, frozen=True, tag="hello", array_like=True):
 
 
 class Submit(Struct, frozen=True, tag="submit", array_like=True):
-    """Run a request.
+    """A request to be run.
 
     ``number`` is the client's number for the request; a continuation has the number of its request. ``continues`` says
     that an engine had this request before, whether or not it produced a token. ``time_left`` is the seconds until the
@@ -56,14 +56,15 @@ class Abort(Struct, frozen=True, tag="abort", array_like=True):
 
 
 class Finish(Struct, frozen=True, tag="finish", array_like=True):
-    """End only sequence ``index``, because its text is complete."""
+    """The end of only sequence ``index``, because its text is complete."""
 
     number: int
     index: int
 
 
 class LoadAdapter(Struct, frozen=True, tag="load", array_like=True):
-    """Load an adapter. ``replace`` allows it to replace one of the same name; a ``pinned`` adapter is never evicted."""
+    """An adapter to be loaded. ``replace`` allows it to replace one of the same name; a ``pinned`` adapter is never
+    evicted."""
 
     call: int
     name: str
@@ -73,7 +74,7 @@ class LoadAdapter(Struct, frozen=True, tag="load", array_like=True):
 
 
 class UnloadAdapter(Struct, frozen=True, tag="unload", array_like=True):
-    """Unload an adapter. ``at_once`` unloads it even while requests use it; they still end on its weights."""
+    """An adapter to be unloaded. ``at_once`` unloads it even while requests use it; they still end on its weights."""
 
     call: int
     name: str
@@ -131,7 +132,8 @@ class Closing(Struct, frozen=True, tag="closing", array_like=True):
 
 
 class Rejected(Struct, frozen=True, tag="stranger", array_like=True):
-    """There was no ``Hello``, the protocol differs, or a message cannot be read: the client has to reconnect."""
+    """The answer if there was no ``Hello``, the protocol differs, or a message cannot be read: the client has to
+    reconnect."""
 
     reason: str
 

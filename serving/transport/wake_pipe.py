@@ -7,7 +7,8 @@ import os
 
 
 class WakePipe:
-    """Wakes a poller from any thread or signal handler (the self-pipe trick). The poller must watch ``fd``."""
+    """A means to wake a poller from any thread or signal handler (the self-pipe trick). The poller must watch
+    ``fd``."""
 
     def __init__(self) -> None:
         self.fd, self._write_fd = os.pipe()

@@ -32,7 +32,7 @@ def recipe(language: str) -> str:
 
 @pytest.fixture(scope="module")
 def greedy(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The URL of a server whose endpoint answers greedily: neither program sets a temperature."""
+    """Return the URL of a server whose endpoint answers greedily: neither program sets a temperature."""
     root = tmp_path_factory.mktemp("agents")
     llm.save_model(root / "chat", smollm2_dir, link_files=True)
     with served(root, "-m", f"{root / 'chat'}=assistant", "-D", "temperature=0") as url:

@@ -309,7 +309,7 @@ def test_openai_agents_responses(url: str) -> None:
 
     @agents.function_tool
     def weather(city: str) -> str:
-        """The weather in a city."""
+        """Return the weather in a city."""
         called.append(city)
         return "18 C, rain"
 
@@ -367,7 +367,7 @@ def test_anthropic_tools(url: str) -> None:
 
         @anthropic.beta_tool
         def get_weather(city: str) -> str:
-            """The weather in a city."""
+            """Return the weather in a city."""
             cities.append(city)
             return "rain"
 

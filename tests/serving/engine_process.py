@@ -78,7 +78,7 @@ class EngineProcess:
         return self.process.wait(240)
 
     def kill(self) -> None:
-        """The command alone, with SIGKILL."""
+        """Kill the command alone, with SIGKILL."""
         assert self.process is not None
         self.process.kill()
         self.process.wait()
@@ -96,7 +96,7 @@ class EngineProcess:
 def engine_process(
     bundle: Bundle, key_file: str, *options: str, address: str | None = None, prefix: tuple[str, ...] = ()
 ) -> Iterator[EngineProcess]:
-    """Started, ready or not; ended with nothing left. ``prefix`` are words before the command."""
+    """Start an engine, ready or not, and end it with nothing left. ``prefix`` are words before the command."""
     # a short path of our own: Unix sockets' names are limited to about 100 bytes
     with tempfile.TemporaryDirectory(prefix="mle-") as runtime:
         engine = EngineProcess(bundle, key_file, Path(runtime), *options, address=address, prefix=prefix)

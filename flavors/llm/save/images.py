@@ -56,7 +56,7 @@ def check_templates(templates: dict[str, str], tokenizer: Any, spec: ImageSpec) 
 
 
 class _Probe:
-    """Asks a processor for the tokens of images."""
+    """A probe that asks a processor for the tokens of images."""
 
     def __init__(self, processor: Any, config: Any) -> None:
         self.processor, self.tokenizer = processor, processor.tokenizer

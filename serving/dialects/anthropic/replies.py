@@ -114,8 +114,8 @@ def _event(kind: str, **fields: Any) -> bytes:
 
 
 class Stream:
-    """Encodes one streamed reply: ``message_start``; start, deltas and stop of each content block; ``message_delta``
-    and ``message_stop``. Blocks do not interleave."""
+    """The encoder of one streamed reply: ``message_start``; start, deltas and stop of each content block;
+    ``message_delta`` and ``message_stop``. Blocks do not interleave."""
 
     content_type = "text/event-stream; charset=utf-8"
     headers: Mapping[str, str] = {}

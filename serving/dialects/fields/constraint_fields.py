@@ -191,7 +191,7 @@ def _structured_outputs_schema() -> dict[str, Any]:
 
 @reader(**_structured_outputs_schema())
 def structured_outputs(value: Any, path: str) -> Constraint:
-    """vLLM's ``structured_outputs``: an object with one of its kinds."""
+    """Read vLLM's ``structured_outputs``: an object with one of its kinds."""
     kinds = ", ".join((*KINDS, "json_object"))
     if not isinstance(value, dict):
         raise InvalidField(path, value, f"an object with one of {kinds}")

@@ -27,7 +27,7 @@ _ALPHABET = (characters.ascii_letters + characters.digits + "+/").encode()
 
 
 class MediaLimit:
-    """Refuses a request with more than ``MAX_MEDIA`` parts of ``types``.
+    """A check that refuses a request with more than ``MAX_MEDIA`` parts of ``types``.
 
     Messages are counted once, when the first one with a list of parts is read: texts cost nothing.
     """

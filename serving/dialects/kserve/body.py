@@ -61,7 +61,7 @@ def _length(header: str, most: int) -> int:
 
 
 class _Reading:
-    """Reads a call; the bytes of tensors are taken from the front of ``data``."""
+    """The reading of a call; the bytes of tensors are taken from the front of ``data``."""
 
     def __init__(self, found: dict[str, Any], data: memoryview) -> None:
         self._found = found

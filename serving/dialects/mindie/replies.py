@@ -72,7 +72,7 @@ def _usage(counts: Usage) -> dict[str, Any]:
 
 
 class Stream:
-    """Encodes one streamed reply: every chunk has a role, the last one also usage; then comes ``[DONE]``.
+    """The encoder of one streamed reply: every chunk has a role, the last one also usage; then comes ``[DONE]``.
 
     With ``fullTextEnabled`` every chunk has the whole text so far, and the last one ``full_text``. Calls are always
     sent as deltas, as in OpenAI's API.

@@ -225,7 +225,7 @@ def _top(entry: TextLogprob) -> dict[str, float | None] | None:
 
 
 class Stream:
-    """Encodes one streamed chat or completions reply as server-sent events up to ``[DONE]``."""
+    """The encoder of one streamed chat or completions reply as server-sent events up to ``[DONE]``."""
 
     __slots__ = (
         "_completion_tokens", "_error_body", "_head", "_held", "_request", "_started", "_style", "_templates",

@@ -218,7 +218,8 @@ def read_input(value: Any, path: str) -> tuple[Message, ...]:
 
 
 class _Turns:
-    """Joins items into messages: consecutive reasoning, texts and calls of the assistant are one message."""
+    """The messages into which items are joined: consecutive reasoning, texts and calls of the assistant are one
+    message."""
 
     def __init__(self) -> None:
         self._messages: list[Message] = []

@@ -102,7 +102,7 @@ _NONE = _list([])
 
 
 class ResponseStream:
-    """Encodes one streamed response as server-sent events."""
+    """The encoder of one streamed response as server-sent events."""
 
     content_type = "text/event-stream; charset=utf-8"
     headers: Mapping[str, str] = {}

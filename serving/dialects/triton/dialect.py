@@ -160,7 +160,8 @@ def _object(request: ValidRequest, reply: Reply, echoed: bytes) -> dict[str, Any
 
 
 class _Stream:
-    """Encodes one streamed reply: an event for each text, or for tokens if the prompt was token ids; no ``[DONE]``."""
+    """The encoder of one streamed reply: an event for each text, or for tokens if the prompt was token ids; no
+    ``[DONE]``."""
 
     content_type = "text/event-stream; charset=utf-8"
     headers: Mapping[str, str] = {}

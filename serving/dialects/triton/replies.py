@@ -98,7 +98,7 @@ def perf_stat(steps: tuple[Step, ...] | list[Step]) -> dict[str, Any]:
 
 
 class Stream:
-    """Encodes one streamed reply: an event for each text, and a last one that says why it ended; no ``[DONE]``.
+    """The encoder of one streamed reply: an event for each text, and a last one that says why it ended; no ``[DONE]``.
 
     An event's details cover the steps since the event before: ``queue_wait_time`` is their sum, ``batch_size`` that of
     the last step. In the last event ``queue_wait_time`` is the sum over all steps, as in the document.

@@ -26,7 +26,7 @@ A = TypeVar("A", bound=Evictable)
 
 
 def held_by(adapters: Iterable[Evictable]) -> dict[Hashable, int]:
-    """Bytes held by each owner."""
+    """Return the bytes held by each owner."""
     held: dict[Hashable, int] = {}
     for one in adapters:
         held[one.owner] = held.get(one.owner, 0) + one.num_bytes

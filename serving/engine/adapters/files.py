@@ -244,7 +244,7 @@ def _pair_factors(
 
 
 def _more_wanted(config: Mapping[str, Any]) -> set[str]:
-    """The kinds of ``MORE`` that the configuration asks for."""
+    """Return the kinds of ``MORE`` that the configuration asks for."""
     asked = {
         "magnitude": config.get("use_dora"),
         "lora_bias": config.get("lora_bias"),
@@ -254,7 +254,7 @@ def _more_wanted(config: Mapping[str, Any]) -> set[str]:
 
 
 def _more(key: str, wanted: set[str]) -> tuple[str, str] | None:
-    """The (module, kind) of a tensor beside A and B, or None."""
+    """Return the (module, kind) of a tensor beside A and B, or None."""
     for kind in wanted:
         match = MORE[kind].match(key.removeprefix(PREFIX))
         if match is not None:
@@ -269,7 +269,7 @@ def _with_more(
     shapes: Mapping[str, tuple[int, ...]],
     wanted: set[str],
 ) -> dict[str, AdapterModule]:
-    """``modules`` with the tensors that they have beside A and B."""
+    """Return ``modules`` with the tensors that they have beside A and B."""
     if strangers := more.keys() - modules.keys():
         raise PackagingError(f"adapter {name!r}: module {min(strangers)!r} has a tensor, but no lora_A and lora_B")
     for module, entry in modules.items():
@@ -336,7 +336,7 @@ def _by_pattern(
 
 
 def _matches(name: str, key: str, patterns: list[str], modules: Sequence[str]) -> list[int]:
-    """The index of each module's pattern, -1 for none.
+    """Return the index of each module's pattern, -1 for none.
 
     Patterns that are plain names, which nearly all adapters have, are matched here. Any other pattern may backtrack
     for ever, so it is matched in a process that can be killed.

@@ -25,7 +25,7 @@ class _Copy(Generic[Weights]):
 
 
 class HostCopies(Generic[Weights]):
-    """Copies within ``budget`` bytes, which owners share in the same way as the device's (``adapter_room``). A copy
+    """The copies within ``budget`` bytes, which owners share in the same way as the device's (``adapter_room``). A copy
     that came later counts as used later."""
 
     def __init__(self, budget: int) -> None:

@@ -88,7 +88,7 @@ class LoraPool:
         return Adapter({name: self._placed(name, factors) for name, factors in read.factors.items()}, read.rank)
 
     def _placed(self, module: str, factors: Factors) -> Factors:
-        """A task's ``factors`` on the device. DoRA does not scale the linear's own bias."""
+        """Return a task's ``factors`` on the device. DoRA does not scale the linear's own bias."""
         gain = shift = None
         if factors.gain is not None:
             gain = factors.gain.to(self._device)
@@ -98,7 +98,7 @@ class LoraPool:
         return Factors(a, b, factors.scaling, gain, shift)
 
     def _own_bias(self, module: str) -> torch.Tensor:
-        """The bias of a linear in float32; zeros if it has none."""
+        """Return the bias of a linear in float32; zeros if it has none."""
         linear = self._linears[module]
         bias = linear.bias
         return torch.zeros(linear.out_features, device=self._device) if bias is None else bias.detach().float()
@@ -131,7 +131,8 @@ class LoraPool:
         return len(self._adapters)
 
     def factors_of(self, name: str) -> Mapping[str, Factors]:
-        """An adapter's factors by module name, the same object as long as it stays loaded. Raises ``NotFound``."""
+        """Return an adapter's factors by module name, the same object as long as it stays loaded. Raises
+        ``NotFound``."""
         if name not in self._adapters:
             raise NotFound(f"adapter {name!r} is not loaded")
         return self._adapters[name].factors
@@ -162,7 +163,7 @@ class LoraPool:
         return MaskedPlan(self._joined(active), rows.to(self._device))
 
     def prompt_of(self, key: str) -> Table | None:
-        """The learned prompt of an adapter, which goes before its requests' prompts; None if it has none."""
+        """Return the learned prompt of an adapter, which goes before its requests' prompts; None if it has none."""
         return self._adapters[key].prompt
 
     def _read_prompt(self, files: AdapterFiles) -> Table:
@@ -193,7 +194,7 @@ class LoraPool:
     def _gain_and_shift(
         self, module: str, entry: AdapterModule, a: torch.Tensor, b: torch.Tensor, more: Mapping[str, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The gain and shift of ``Factors``. With DoRA's magnitudes m (Liu et al. 2024), the gain of a row is
+        """Return the gain and shift of ``Factors``. With DoRA's magnitudes m (Liu et al. 2024), the gain of a row is
         m / |W + scaling B A|."""
         linear = self._linears[module]
         own = self._own_bias(module)

@@ -83,7 +83,7 @@ class RowFactors:
 
 
 def _apart(group: GroupFactors, rows_of: Callable[[int], torch.Tensor]) -> list[RowFactors]:
-    """The factors by adapter of a linear that does not share its GEMM."""
+    """Return the factors by adapter of a linear that does not share its GEMM."""
     ((_, _, _, _, b),) = group.members
     more = {slot: (gain, shift) for slot, _, _, gain, shift in group.scaled}
     found, first = [], 0
@@ -122,7 +122,7 @@ class MaskedPlan:
             y[rows, start:end] = y[rows, start:end] * gain + shift
 
     def by_rows(self, key: tuple[str, ...]) -> list[RowFactors]:
-        """The factors of each active adapter on the linear ``key``, which is alone in its group."""
+        """Return the factors of each active adapter on the linear ``key``, which is alone in its group."""
         group = self._groups.get(key)
         return [] if group is None else _apart(group, lambda slot: (self._slots[:, 0] == slot).nonzero()[:, 0])
 
@@ -186,7 +186,7 @@ LoraPlan = MaskedPlan | SegmentPlan
 
 
 def segments_of(names: Sequence[str | None], counts: Sequence[int]) -> list[Segment]:
-    """The segments of a row. Neighbouring sequences of one adapter form one; the base's rows are in none."""
+    """Return the segments of a row. Neighbouring sequences of one adapter form one; the base's rows are in none."""
     segments: list[Segment] = []
     at = 0
     for name, count in zip(names, counts, strict=True):

@@ -57,7 +57,7 @@ Target = list[tuple[str, int, int]]
 
 
 class TaskReader:
-    """Reads tasks for linears with these ``shapes`` (out, in) by module name."""
+    """A reader of tasks for linears with these ``shapes`` (out, in) by module name."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, int]]) -> None:
         self._shapes = shapes
@@ -143,7 +143,7 @@ class TaskReader:
 
 
 def digest(task: LoraTask) -> bytes:
-    """A digest of a task's weights, to recognise them."""
+    """Return a digest of a task's weights, to recognise them."""
     assert task.weights is not None
     assert task.config is not None
     made = hashlib.blake2b(repr(task.config).encode(), digest_size=32)

@@ -80,7 +80,7 @@ class Forgetful(Protocol):
 
 
 class AdapterRegistry:
-    """Loads, evicts and counts the adapters of one engine.
+    """The part that loads, evicts and counts the adapters of one engine.
 
     ``pool`` holds the weights, ``cache`` the KV.
     ``max_adapters`` limits the number of named adapters, ``budget`` the bytes of all loaded ones and ``host_budget``
@@ -147,7 +147,8 @@ class AdapterRegistry:
             self._drop(adapter)
 
     def learned_prompt(self, key: str) -> Table | None:
-        """The learned prompt of a claimed adapter, which goes before its requests' prompts; None if it has none."""
+        """Return the learned prompt of a claimed adapter, which goes before its requests' prompts; None if it has
+        none."""
         return self._pool.prompt_of(key) if key else None
 
     def _named(self, name: str) -> _Adapter:
@@ -325,7 +326,7 @@ class AdapterRegistry:
 
 
 def _stamp(path: str) -> Stamp:
-    """Inode, size and time of change of an adapter's files, which tell them from others put in their place."""
+    """Return inode, size and time of change of an adapter's files, which tell them from others put in their place."""
     found = []
     for name in (CONFIG, WEIGHTS):
         try:
@@ -337,7 +338,7 @@ def _stamp(path: str) -> Stamp:
 
 
 def pinned_adapters(settings: EngineSettings, bundle: Bundle) -> frozenset[str]:
-    """The adapters of ``bundle`` that are never evicted, the default one included. Raises ``InvalidField``."""
+    """Return the adapters of ``bundle`` that are never evicted, the default one included. Raises ``InvalidField``."""
     for name in settings.pinned_adapters:
         if name not in bundle.adapters:
             has = ", ".join(sorted(bundle.adapters)) or "none"
@@ -347,7 +348,8 @@ def pinned_adapters(settings: EngineSettings, bundle: Bundle) -> frozenset[str]:
 
 
 def adapter_host_memory(settings: EngineSettings, pool: LoraPool) -> int:
-    """Bytes allowed for copies on the host. If the weights are there anyway, only what the setting asks for."""
+    """Return the bytes allowed for copies on the host. If the weights are there anyway, only what the setting asks
+    for."""
     if settings.adapter_host_memory is not None:
         return settings.adapter_host_memory
     return 0 if pool.is_on_host else HOST_MEMORY

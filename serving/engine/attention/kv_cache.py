@@ -21,7 +21,8 @@ TokenIds = npt.NDArray[np.int32]
 
 
 class PrefixKey(NamedTuple):
-    """Whose KV a sequence may reuse, beside the tokens: a prefix is found only under the key it was computed with.
+    """The owner of the KV that a sequence may reuse, beside the tokens: a prefix is found only under the key it was
+    computed with.
 
     ``adapter`` is the key of the adapter that the numbers depend on (``AdapterRegistry``). ``salt`` separates tenants
     that must not learn from a hit that a prefix was there (``ValidRequest.cache_salt``).
@@ -58,7 +59,7 @@ class Row:
 
 
 class AttentionArgs(NamedTuple):
-    """How a layer attends, whatever its queries, keys and values.
+    """The way in which a layer attends, whatever its queries, keys and values.
 
     ``window`` is how many tokens a token sees, itself included; None for all before it. ``softcap`` bounds the scores.
     ``sinks`` [H] are the scores of a key that every token sees and that has no value.
@@ -105,7 +106,7 @@ class KVCache(ABC):
 
     @abstractmethod
     def match(self, key: PrefixKey, tokens: TokenIds) -> tuple[int, int | None]:
-        """(How many tokens could be reused now, owner of a running sequence worth waiting for or None)."""
+        """Return how many tokens could be reused now, and the owner of a running sequence worth waiting for or None."""
 
     @abstractmethod
     def acquire(
@@ -155,7 +156,7 @@ class KVCache(ABC):
 
     @abstractmethod
     def decode_order(self, owners: Sequence[int]) -> list[int]:
-        """The order in which to lay out single-token rows; may move KV to make them contiguous."""
+        """Return the order in which to lay out single-token rows; may move KV to make them contiguous."""
 
     @abstractmethod
     def check_integrity(self) -> None:

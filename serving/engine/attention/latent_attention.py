@@ -49,7 +49,7 @@ class LatentForm:
 
     @classmethod
     def of(cls, module: Any) -> LatentForm:
-        """The form of ``module``. Raises ``NotLatentError``."""
+        """Return the form of ``module``. Raises ``NotLatentError``."""
         rank, nope, rope, value_dim = (getattr(module, name, None) for name in WIDTHS)
         linear = getattr(module, "kv_b_proj", None)
         if not (rank and nope and rope and value_dim and linear is not None and replaceable(linear)):
@@ -121,14 +121,15 @@ def _as_it_is(latent: Any, rotated: Any) -> tuple[Any, Any]:
 
 
 def projections_of(module: Any, lora: LoraPlan | None) -> Projections:
-    """The projections of a module that has a form, with this step's adapters on its ``kv_b_proj``."""
+    """Return the projections of a module that has a form, with this step's adapters on its ``kv_b_proj``."""
     linear = module.kv_b_proj
     adapted = lora.by_rows(linear.group.key) if lora is not None and isinstance(linear, EngineLinear) else ()
     return Projections(getattr(module, FORM), adapted)
 
 
 class Projections:
-    """Maps between the latent space and the heads' spaces, in one layer of one step. Rows are those of the flat row.
+    """The maps between the latent space and the heads' spaces, in one layer of one step. Rows are those of the flat
+    row.
 
     An adapter's A, B, gain and shift are applied as in a linear: k_h = g (K_h c + s B A c) + b. What b adds to a
     query's scores is the same for every key, so absorbed scores leave it out.

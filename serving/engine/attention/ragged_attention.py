@@ -38,7 +38,7 @@ class RaggedPlan:
             start += count * length
 
     def attend(self, query: Any, key: Any, value: Any, args: AttentionArgs, causal: bool) -> Any:
-        """Attention of query [H, T, D] over key and value [Hkv, T, D] -> [T, H, Dv]."""
+        """Attend: query [H, T, D] over key and value [Hkv, T, D] -> [T, H, Dv]."""
         heads, tokens, _ = query.shape
         window = args.window
         out = query.new_empty(tokens, heads, value.shape[-1])
@@ -60,7 +60,8 @@ class RaggedPlan:
 
 
 def _window_mask(length: int, window: int, like: Any, causal: bool) -> Any:
-    """Mask [L, L] of the tokens nearer than ``window``; if causal, only the token itself and those before it."""
+    """Return the mask [L, L] of the tokens nearer than ``window``; if causal, only the token itself and those before
+    it."""
     at = torch.arange(length, device=like.device)
     distance = at[:, None] - at[None, :]
     return (distance >= 0) & (distance < window) if causal else distance.abs() < window
@@ -78,7 +79,7 @@ def attend(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Any, None]:
-    """Attention as transformers calls it: query [1, H, T, D], key and value [1, Hkv, T, D] -> ([1, T, H, Dv], None).
+    """Attend as transformers calls it: query [1, H, T, D], key and value [1, Hkv, T, D] -> ([1, T, H, Dv], None).
 
     Raises ``UnsupportedAttentionError`` for options that are not known.
     """

@@ -34,7 +34,8 @@ class SlotSize(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LayerViews:
-    """Views of one layer: ``k``, ``v`` are [slots, Hkv, S, D]; ``k_rows``, ``v_rows`` are the same memory as rows of D.
+    """The views of one layer: ``k``, ``v`` are [slots, Hkv, S, D]; ``k_rows``, ``v_rows`` are the same memory as
+    rows of D.
 
     Tokens are moved and released in whole blocks of ``block``: the rest of a block is either the same in both places,
     or not read before it is written."""

@@ -166,8 +166,8 @@ class BeamGroup:
         return nothing_left(sampling)
 
     def _notes(self, scores: Any, rows: Any, chosen: list[Fork]) -> list[Any]:
-        """For each choice, its reported log probability and the logits it was made from; None if not asked for. As in
-        sampling, log probabilities are those of the distribution before penalties."""
+        """Return, for each choice, its reported log probability and the logits it was made from; None if not asked for.
+        As in sampling, log probabilities are those of the distribution before penalties."""
         parents = [fork.parent if len(rows) > 1 else 0 for fork in chosen]  # at first all beams are the prompt
         logits = [rows[parent] if self.group.sampling.generation_logits else None for parent in parents]
         if scores is None:
@@ -220,7 +220,7 @@ class BeamGroup:
         return found
 
     def texts(self, reason: FinishReason) -> list[SearchedText]:
-        """The texts that are still wanted.
+        """Return the texts that are still wanted.
 
         If ``reason`` is "abort" or "deadline", it is the finish reason of all of them. After a deadline they are the
         best texts so far; after an abort they are empty. Otherwise each text has its own finish reason."""

@@ -55,7 +55,7 @@ class Trail(NamedTuple):
 
     @staticmethod
     def notes(trail: Trail | None) -> tuple[Any, ...]:
-        """The notes from the first token to the last."""
+        """Return the notes from the first token to the last."""
         found = []
         while trail is not None:
             found.append(trail.note)
@@ -96,7 +96,7 @@ class RunningBeams:
         return self._running.shape[1]
 
     def tokens(self, beam: int) -> npt.NDArray[np.int32]:
-        """Token ids of a running beam, int32 [length], a view."""
+        """Return the token ids of a running beam, int32 [length], a view."""
         return self._running[beam]
 
     def is_alive(self, beam: int) -> bool:
@@ -229,8 +229,8 @@ class BeamSearch(RunningBeams):
         self.done = not self._can_improve or (self._early == "first" and self._is_full) or all_ended
 
     def best(self, count: int) -> list[Hypothesis]:
-        """The best ``count`` hypotheses, at most ``width``. If the search is not ``done``, running beams with the
-        tokens they have follow the hypotheses."""
+        """Return the best ``count`` hypotheses, at most ``width``. If the search is not ``done``, running beams with
+        the tokens they have follow the hypotheses."""
         found = [
             Hypothesis(one.token_ids, float(one.score), Trail.notes(one.trail))
             for one in self._finished

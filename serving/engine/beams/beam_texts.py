@@ -16,7 +16,7 @@ from .beam_search import Fork, RunningBeams
 
 
 class BeamTexts:
-    """Finds the ends of one search's texts. ``tokenizer`` may be None if there are no stop strings."""
+    """The finder of the ends of one search's texts. ``tokenizer`` may be None if there are no stop strings."""
 
     def __init__(
         self, request: ValidRequest, rule: StopRule, tokenizer: GrammarTokenizer | None, prompt: Sequence[int] = ()
@@ -36,7 +36,7 @@ class BeamTexts:
         self._tails: list[bytes] = []  # the last bytes of each beam's text
 
     def ending(self, search: RunningBeams, candidates: Sequence[Fork]) -> list[bool]:
-        """For each candidate, whether it ends its text otherwise than by a stop token."""
+        """Return, for each candidate, whether it ends its text otherwise than by a stop token."""
         return [self._ends(search, fork) for fork in candidates]
 
     def _ends(self, search: RunningBeams, fork: Fork) -> bool:
@@ -52,7 +52,7 @@ class BeamTexts:
         return any(tail.find(stop, max(0, len(tail) - new - len(stop) + 1)) >= 0 for stop in self._stops)
 
     def _tail(self, fork: Fork, length: int) -> bytes:
-        """The end of a candidate's text, long enough for any stop string that its last token completes."""
+        """Return the end of a candidate's text, long enough for any stop string that its last token completes."""
         before = self._tails[fork.parent] if length else b""
         return before + self._bytes(fork.token_id, is_first=not length)
 

@@ -43,7 +43,7 @@ class _Group:
         self.hypotheses.append(Hypothesis(token_ids, score, Trail.notes(trail)))
 
     def bound(self, length: int) -> float:
-        """The upper bound on the scores of hypotheses still to come from beams of ``length`` tokens."""
+        """Return the upper bound on the scores of hypotheses still to come from beams of ``length`` tokens."""
         if self.done:
             return -np.inf
         return float(self.scores.max()) / (self._max_tokens if self._penalty > 0.0 else length) ** self._penalty
@@ -142,7 +142,8 @@ class GroupBeamSearch(RunningBeams):
         return () if self.done else forks
 
     def _processed(self, log_probs: Any, beams: range, chosen: list[int], process: Process | None) -> Any:
-        """A group's log probabilities less the penalty for the tokens ``chosen`` by earlier groups, then processed."""
+        """Return a group's log probabilities less the penalty for the tokens ``chosen`` by earlier groups, then
+        processed."""
         if chosen:
             counts = torch.bincount(torch.tensor(chosen), minlength=log_probs.shape[-1]).to(log_probs.device)
             log_probs = log_probs - float(self._diversity) * counts
@@ -193,7 +194,7 @@ class GroupBeamSearch(RunningBeams):
                 group.add(tuple(self.tokens(beam).tolist()), float(group.scores[i]), self.length, self._trails[beam])
 
     def best(self, count: int) -> list[Hypothesis]:
-        """The best ``count`` hypotheses of all groups, as ``BeamSearch.best``."""
+        """Return the best ``count`` hypotheses of all groups, as ``BeamSearch.best``."""
         found = [one for group in self._groups for one in group.hypotheses]
         ranked = sorted(found, key=lambda one: one.score)[::-1]
         if not self.done and self.length:

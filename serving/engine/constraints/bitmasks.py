@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 class BitmaskWorker:
-    """Computes grammar masks for the engine's thread, which must not touch the grammar states between ``begin`` and
-    ``end``."""
+    """A thread that computes grammar masks for the engine's thread, which must not touch the grammar states between
+    ``begin`` and ``end``."""
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None

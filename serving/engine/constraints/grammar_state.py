@@ -83,8 +83,8 @@ class MaskedPosition:
         return True
 
     def stops_to_forbid(self, stop_ids: Sequence[int]) -> Sequence[int]:
-        """The tokens to forbid before ``min_tokens``: all ``stop_ids``, or only the ends if the grammar allows nothing
-        but stop tokens."""
+        """Return the tokens to forbid before ``min_tokens``: all ``stop_ids``, or only the ends if the grammar allows
+        nothing but stop tokens."""
         allowed = unpacked(self.allowed[None], self._tokenizer.vocab_size)[0]
         allowed[list(stop_ids)] = False
         return stop_ids if allowed.any() else self.ends
@@ -178,7 +178,8 @@ class GrammarState(MaskedPosition):
         return MaskedPosition(self._tokenizer, self._grammar, self.ends, keys)
 
     def _error(self) -> ServingError:
-        """The matcher's error: the caller's fault if the grammar has a dead end or is too complex, else internal."""
+        """Return the matcher's error: the caller's fault if the grammar has a dead end or is too complex, else
+        internal."""
         refusal = refusal_of(self.matcher)
         if refusal is not None:
             return self._refused(refusal)
@@ -248,7 +249,7 @@ class DistinctKeys:
         return other
 
     def after(self, token_id: int) -> DistinctKeys:
-        """A copy that has been fed ``token_id``."""
+        """Return a copy that has been fed ``token_id``."""
         other = self.copy()
         other.feed((token_id,))
         return other
@@ -267,13 +268,13 @@ class DistinctKeys:
 
 
 def unpacked(masks: Mask, vocab_size: int) -> Any:
-    """BitmaskWorker [B, words] as booleans [B, vocab_size]."""
+    """Return bitmasks [B, words] as booleans [B, vocab_size]."""
     bits = np.unpackbits(masks.view(np.uint8), axis=-1, count=vocab_size, bitorder="little")
     return bits.view(np.bool_)
 
 
 def short(message: str) -> str:
-    """llguidance's error message in one line: its first line, and the reason if a regular expression has one."""
+    """Return llguidance's error message in one line: its first line, and the reason if a regular expression has one."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     why = [line for line in lines[1:] if line.startswith("error:")]
     return " ".join(line[:200] for line in lines[:1] + why[:1]) or "no reason is given"

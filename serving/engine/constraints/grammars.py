@@ -101,7 +101,7 @@ class Grammars:
         self._is_closed = False
 
     def __len__(self) -> int:
-        """How many requests wait."""
+        """Return how many requests wait."""
         return len(self._waiting)
 
     def __contains__(self, request_id: str) -> bool:
@@ -214,7 +214,7 @@ def _check_size(grammar: Grammar) -> None:
 
 
 def _num_lines(source: str) -> int:
-    """The number of lines in all parts in Lark's notation."""
+    """Return the number of lines in all parts in Lark's notation."""
     if not source.lstrip().startswith("{"):
         return source.count("\n")
     with suppress(msgspec.MsgspecError):

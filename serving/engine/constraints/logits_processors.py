@@ -23,7 +23,7 @@ FIELDS = ("bad_words", "no_repeat_ngram_size", "embedding_bias")
 
 
 class _Runs:
-    """Runs of tokens of equal length: their ``beginnings`` [runs, length - 1] and ``last`` tokens [runs]."""
+    """The runs of tokens of equal length: their ``beginnings`` [runs, length - 1] and ``last`` tokens [runs]."""
 
     __slots__ = ("beginnings", "last")
 
@@ -32,7 +32,7 @@ class _Runs:
         self.beginnings, self.last = table[:, :-1], table[:, -1]
 
     def completed_by(self, tokens: TokenIds) -> TokenIds:
-        """The tokens that would complete a run after ``tokens``."""
+        """Return the tokens that would complete a run after ``tokens``."""
         size = self.beginnings.shape[1]
         if size > len(tokens):
             return self.last[:0]
@@ -56,11 +56,11 @@ class LogitsProcessors:
 
     @staticmethod
     def of(sampling: Sampling) -> LogitsProcessors | None:
-        """The processors that ``sampling`` asks for; None if it asks for none."""
+        """Return the processors that ``sampling`` asks for; None if it asks for none."""
         return LogitsProcessors(sampling) if may_forbid(sampling) else None
 
     def forbidden(self, tokens: TokenIds) -> npt.NDArray[np.int64]:
-        """Token ids that may not come after ``tokens`` (prompt and output), some perhaps more than once."""
+        """Return the token ids that may not come after ``tokens`` (prompt and output), some perhaps more than once."""
         found = [runs.completed_by(tokens) for runs in self._runs]
         if self._ngram:
             found.append(_repeating(tokens, self._ngram))
@@ -73,7 +73,7 @@ def may_forbid(sampling: Sampling) -> bool:
 
 
 def nothing_left(sampling: Sampling) -> InvalidField:
-    """The error of a text that cannot go on because all tokens are forbidden."""
+    """Return the error of a text that cannot go on because all tokens are forbidden."""
     fields = [name for name in FIELDS if getattr(sampling, name)]
     allowed = "values that leave the text a token to go on with"
     if sampling.grammar is not None:
@@ -82,7 +82,7 @@ def nothing_left(sampling: Sampling) -> InvalidField:
 
 
 def _repeating(tokens: TokenIds, ngram: int) -> TokenIds:
-    """The tokens that followed the last ``ngram - 1`` of ``tokens`` at each earlier occurrence.
+    """Return the tokens that followed the last ``ngram - 1`` of ``tokens`` at each earlier occurrence.
 
     ::
 
@@ -102,7 +102,7 @@ def _repeating(tokens: TokenIds, ngram: int) -> TokenIds:
 
 
 def _common(tokens: TokenIds) -> npt.NDArray[np.int64]:
-    """For each place of ``tokens``, how many tokens before it equal the last ones of the text, [len(tokens)].
+    """Return, for each place of ``tokens``, how many tokens before it equal the last ones of the text, [len(tokens)].
 
     This is the Z-function of the reversed tokens, which takes linear time for every text."""
     reverse = tokens[::-1].tolist()

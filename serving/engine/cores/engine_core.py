@@ -22,8 +22,9 @@ from ..scheduling.inflight import InflightRequest, InflightRequests
 
 
 class EngineCore:
-    """Implements ``Core`` except for what a step computes. ``EngineCore(bundle, settings)`` makes a subclass, the core
-    of the model's tasks. Not thread-safe: the thread that makes it must drive it (torch ties its threads to it)."""
+    """The parts of ``Core`` except for what a step computes. ``EngineCore(bundle, settings)`` makes a subclass, the
+    core of the model's tasks. Not thread-safe: the thread that makes it must drive it (torch ties its threads to
+    it)."""
 
     backend: ClassVar[str] = "native"
     _by_pooled: ClassVar[dict[bool, type[EngineCore]]] = {}

@@ -374,7 +374,8 @@ def _ignore() -> None:
 
 
 def _to_compile(request: ValidRequest) -> Grammar | None:
-    """The grammar of a request, or its stand-in for the stop strings of a beam search; None if it needs neither."""
+    """Return the grammar of a request, or its stand-in for the stop strings of a beam search; None if it needs
+    neither."""
     sampling = request.sampling
     if sampling is None or sampling.grammar is not None:
         return None if sampling is None else sampling.grammar

@@ -60,7 +60,8 @@ def _schedstat(proc: Path) -> tuple[float, float]:
 
 
 def _steal(proc: Path) -> tuple[float, float]:
-    """Stolen and total seconds, from ``cpu user nice system idle iowait irq softirq steal …`` in ticks of 10 ms."""
+    """Return stolen and total seconds, from ``cpu user nice system idle iowait irq softirq steal …`` in ticks of 10
+    ms."""
     try:
         ticks = [int(part) for part in (proc / "stat").read_text().partition("\n")[0].split()[1:9]]
         return ticks[7] / 100, sum(ticks) / 100
@@ -79,7 +80,7 @@ def _throttled(group: Path) -> float:
 
 
 class Contention:
-    """Measures how long the thread that made it waited for a processor. Calls from other threads do nothing.
+    """A measure of how long the thread that made it waited for a processor. Calls from other threads do nothing.
 
     ``changed(oversubscribed)`` is called when an episode begins or ends."""
 

@@ -19,7 +19,7 @@ DEFAULT_BLOCKTIME = 200  # milliseconds; libomp's default
 
 
 class Waiting:
-    """How this process's OpenMP threads wait.
+    """The way in which this process's OpenMP threads wait.
 
     Nothing is changed if the environment says how to wait: by OMP_WAIT_POLICY, GOMP_SPINCOUNT or KMP_BLOCKTIME.
     """

@@ -64,7 +64,8 @@ class LaunchedStep:
 
 
 class LaunchAhead:
-    """Owns the step that is launched but not read, if there is one. With ``graphs`` None nothing is launched ahead."""
+    """The owner of the step that is launched but not read, if there is one. With ``graphs`` None nothing is launched
+    ahead."""
 
     def __init__(self, graphs: GraphedForward | None, scheduler: Scheduler, cache: KVCache) -> None:
         self._graphs = graphs

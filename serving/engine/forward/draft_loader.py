@@ -87,7 +87,7 @@ def _step_forward(loaded: LoadedModel, cache: SlotKVCache) -> StepForward:
 
 
 def _size(model_dir: str) -> int:
-    """Bytes of weights, which is what a step reads."""
+    """Return the bytes of weights, which is what a step reads."""
     return sum(path.stat().st_size for path in Path(model_dir).glob("*.safetensors"))
 
 

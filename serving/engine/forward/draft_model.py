@@ -48,7 +48,7 @@ class _Known:
 
 
 class DraftModel:
-    """Proposes drafts. Only the engine's thread may use it.
+    """A model that proposes drafts. Only the engine's thread may use it.
 
     ``vocab_size`` and ``max_model_len`` are the draft model's own; ``width`` is the number of the large model's logits.
     ``cost`` is the cost of a step relative to the large model's, ``max_tokens`` the most tokens in a step."""
@@ -144,7 +144,7 @@ class DraftModel:
         return [(known, one) for known, one in read if known.length == known.sequence.num_tokens]
 
     def _run(self, going: Sequence[_Known], rows: Sequence[Row]) -> torch.Tensor:
-        """The logits after each of ``rows``, in their order."""
+        """Return the logits after each of ``rows``, in their order."""
         order = list(range(len(rows)))
         if self._forward.wants_decodes_together:
             single = self._cache.decode_order([row.owner for row in rows if row.num_tokens == 1])

@@ -25,7 +25,7 @@ from ..weights.forward_context import ContextHolder, ForwardContext
 
 
 class StepForward(Protocol):
-    """Computes one step. Used only by the engine's thread, which made the model."""
+    """A way to compute one step. Used only by the engine's thread, which made the model."""
 
     @property
     def wants_decodes_together(self) -> bool:
@@ -38,7 +38,7 @@ class StepForward(Protocol):
 
 
 class ModelForward:
-    """Runs transformers' code. ``lora`` is None for a model without adapters."""
+    """A forward by transformers' code. ``lora`` is None for a model without adapters."""
 
     wants_decodes_together = True
 
@@ -84,7 +84,7 @@ class ModelForward:
 
 
 class Runner:
-    """Lays chunks out as one flat row, computes it by ``forward`` and marks its KV as valid in ``cache``.
+    """The part that lays chunks out as one flat row, computes it by ``forward`` and marks its KV as valid in ``cache``.
 
     With ``batch_invariant``, it computes each piece of a chunk by itself.
     """
@@ -118,7 +118,7 @@ class Runner:
         return chunks, logits
 
     def _alone(self, chunk: ScheduledChunk) -> Iterator[Any]:
-        """The logits that each piece of ``chunk`` needs.
+        """Return the logits that each piece of ``chunk`` needs.
 
         If a piece needs any, they are computed for all of its tokens: the shape must not depend on how many are needed.
         """
@@ -149,7 +149,7 @@ def rows_kept(chunks: Sequence[ScheduledChunk]) -> list[int]:
 
 
 def virtual_tokens(chunks: Sequence[ScheduledChunk], ids: Any) -> VirtualTokens | None:
-    """The tokens of ``ids`` that are rows of their request's prompt table; None if there are none."""
+    """Return the tokens of ``ids`` that are rows of their request's prompt table; None if there are none."""
     places, vectors, at = [], [], 0
     for chunk in chunks:
         first, at = at, at + chunk.num_tokens

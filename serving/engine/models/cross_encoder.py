@@ -44,7 +44,8 @@ INT8_TOLERANCE = 0.25  # of the largest number; the encoder's own error is bound
 
 
 class Computed(nn.Module):
-    """Takes the encoder's place and returns what it has computed: ``states`` [n, L, D] of padded pairs."""
+    """A module that takes the encoder's place and returns what it has computed: ``states`` [n, L, D] of padded
+    pairs."""
 
     def __init__(self, pooler: nn.Module | None) -> None:
         super().__init__()
@@ -80,7 +81,7 @@ class CrossEncoder:
 
     @torch.inference_mode()
     def _row(self, pairs: Sequence[Sequence[int]], second_from: Sequence[int]) -> Any:
-        """Numbers [n], float32."""
+        """Return the pairs' numbers [n], float32."""
         hidden = self._encoder.hidden(pairs, second_from)
         lengths = [len(pair) for pair in pairs]
         self._computed.states = pad_sequence(list(hidden.split(lengths)), batch_first=True)
@@ -161,7 +162,7 @@ def _tests(base: Any) -> tuple[list[list[int]], list[int]]:
 
 
 def _own_numbers(model: Any, pairs: list[list[int]], second_from: list[int]) -> Any:
-    """The number that the model's own code gives each pair when run by itself."""
+    """Return the number that the model's own code gives each pair when run by itself."""
     found = []
     for ids, second in zip(pairs, second_from, strict=True):
         types = torch.tensor([[int(place >= second) for place in range(len(ids))]], device=model.device)

@@ -73,16 +73,16 @@ class Form:
         return self.members[0].partition(".")[0]
 
     def experts_of(self, layer: Any) -> ExpertForm | None:
-        """The form of the layer's experts; None if its MLP is the same for all tokens."""
+        """Return the form of the layer's experts; None if its MLP is the same for all tokens."""
         return self.experts if self.experts is not None and at(layer, self.experts.experts) is not None else None
 
     def members_of(self, layer: Any) -> tuple[str, ...]:
-        """The layer's linears, in the order of ``MEMBERS``."""
+        """Return the layer's linears, in the order of ``MEMBERS``."""
         routed = self.experts_of(layer)
         return tuple(self.members) if routed is None else (*self.members[:GATE], *routed.shared)
 
     def activation_of(self, layer: Any) -> str:
-        """The class name of the layer's activation."""
+        """Return the class name of the layer's activation."""
         routed = self.experts_of(layer)
         return type(at(layer, self.activation if routed is None else f"{routed.experts}.act_fn")).__name__
 
@@ -139,7 +139,7 @@ FORMS = {
 
 
 def form_of(model: nn.Module) -> Form | None:
-    """The form of ``model``; None if a native step does not know its layers."""
+    """Return the form of ``model``; None if a native step does not know its layers."""
     for form in {id(form): form for form in FORMS.values()}.values():
         layers = getattr(getattr(model, form.body, None), form.layers, None)
         if not isinstance(layers, nn.ModuleList) or len(layers) == 0:
@@ -152,7 +152,7 @@ def form_of(model: nn.Module) -> Form | None:
 
 
 def at(module: Any, path: str) -> Any:
-    """The attribute at a dotted path; None if there is none."""
+    """Return the attribute at a dotted path; None if there is none."""
     for name in path.split("."):
         module = getattr(module, name, None)
     return module

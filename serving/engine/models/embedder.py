@@ -104,7 +104,7 @@ class Embedder:
         return self._head(pool(self.hidden(sequences, second_from), lengths, self._spec.pooling)).cpu().numpy()
 
     def hidden(self, sequences: Sequence[Sequence[int]], second_from: Sequence[int] | None = None) -> Any:
-        """The last hidden states [T, D] of the sequences of a row.
+        """Return the last hidden states [T, D] of the sequences of a row.
 
         From ``second_from`` on, a sequence's tokens are of the second type."""
         lengths = [len(sequence) for sequence in sequences]
@@ -133,19 +133,20 @@ class Embedder:
             self._holder.context = None
 
     def _equally_long(self, sequences: Sequence[Sequence[int]]) -> Any:
-        """The hidden states [T, D] of equally long sequences by the model's own attention, which needs no mask."""
+        """Return the hidden states [T, D] of equally long sequences by the model's own attention, which needs no
+        mask."""
         ids = torch.tensor(sequences, device=self._device)
         positions = torch.arange(ids.shape[1], device=self._device) + self._position_offset
         return self._model(input_ids=ids, position_ids=positions.expand_as(ids)).last_hidden_state.flatten(0, 1)
 
 
 def row_tokens(embedder: Embedder) -> int:
-    """The approximate number of tokens in a row."""
+    """Return the approximate number of tokens in a row."""
     return ROW_TOKENS if embedder.native is None else NATIVE_ROW_TOKENS
 
 
 def _token_types(lengths: Sequence[int], second_from: Sequence[int]) -> np.ndarray[Any, np.dtype[np.int32]] | None:
-    """Token types 0 and 1 as int32 [T]; None if all are 0, which is every model's default."""
+    """Return token types 0 and 1 as int32 [T]; None if all are 0, which is every model's default."""
     if all(second >= length for length, second in zip(lengths, second_from, strict=True)):
         return None
     parts = [np.arange(length) >= second for length, second in zip(lengths, second_from, strict=True)]
@@ -153,7 +154,7 @@ def _token_types(lengths: Sequence[int], second_from: Sequence[int]) -> np.ndarr
 
 
 def num_token_types(model: Any) -> int:
-    """How many types of tokens the model distinguishes; 1 if it has no table of types."""
+    """Return how many types of tokens the model distinguishes; 1 if it has no table of types."""
     table = getattr(getattr(model, "embeddings", None), "token_type_embeddings", None)
     return 1 if table is None else int(table.weight.shape[0])
 
@@ -173,7 +174,7 @@ def rows(token_ids: Sequence[Sequence[int]], limit: int) -> Iterator[list[int]]:
 
 
 def position_offset(model: Any) -> int:
-    """The number of the first position: ``pad_token_id + 1`` in RoBERTa's family, 0 in all other models."""
+    """Return the number of the first position: ``pad_token_id + 1`` in RoBERTa's family, 0 in all other models."""
     embeddings: Any = getattr(model, "embeddings", None)
     if hasattr(embeddings, "create_position_ids_from_inputs_embeds"):
         return int(embeddings.padding_idx) + 1
@@ -304,7 +305,7 @@ def run_natively(
 
 
 def tolerance(dtype: Any, settings: EngineSettings) -> float:
-    """The tolerance, relative to the largest activation, for a model in ``dtype`` run with ``settings``."""
+    """Return the tolerance, relative to the largest activation, for a model in ``dtype`` run with ``settings``."""
     return TOLERANCE[torch.bfloat16 if settings.dtype == "bfloat16" else dtype]
 
 
@@ -360,7 +361,7 @@ def use_ragged_attention(embedder: Embedder, model: Any, holder: ContextHolder) 
 
 
 def _special_ids(config: Any) -> set[Any]:
-    """The ids that a model treats unlike others: padding, and the places of images and sounds."""
+    """Return the ids that a model treats unlike others: padding, and the places of images and sounds."""
     configs = (config, config.get_text_config())
     names = {name for one in configs for name in vars(one) if name.endswith(("_token_id", "_token_index"))}
     return {getattr(one, name, None) for one in configs for name in names} | {
@@ -369,7 +370,8 @@ def _special_ids(config: Any) -> set[Any]:
 
 
 def _beyond_windows(model: Any, longest: int) -> list[int]:
-    """A length at which bidirectional windows have an effect; [] if there are none, or no text can exceed them."""
+    """Return a length at which bidirectional windows have an effect; [] if there are none, or no text can exceed
+    them."""
     windows = [
         module.sliding_window
         for module in model.modules()
@@ -388,7 +390,7 @@ def _attend_raggedly(model: Any, holder: ContextHolder) -> None:
 
 
 def resolve_max_length(model: Any, spec: EmbeddingSpec, settings: EngineSettings) -> int:
-    """The most tokens that a text may have. Raises ``PackagingError`` if neither model nor settings say."""
+    """Return the most tokens that a text may have. Raises ``PackagingError`` if neither model nor settings say."""
     own = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     limits = [own - position_offset(model) if own else None, spec.max_length, settings.max_model_len]
     known = [limit for limit in limits if limit]

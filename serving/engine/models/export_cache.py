@@ -47,7 +47,8 @@ def used() -> Iterator[None]:
 
 
 class Finder:
-    """Finds the module that reads the sources, and wraps its function in the cache once the module has run."""
+    """An import hook that finds the module that reads the sources, and wraps its function in the cache once the module
+    has run."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -91,8 +92,8 @@ def kept(read: Callable[[Any], Any], found: dict[str, Any], place: str | os.Path
 
 
 def _fingerprint(folder: str) -> str:
-    """A digest of the names, sizes and times of all sources below ``folder``, of the file that reads them, and of this
-    interpreter's version, since marshal's format depends on it."""
+    """Return a digest of the names, sizes and times of all sources below ``folder``, of the file that reads them, and
+    of this interpreter's version, since marshal's format depends on it."""
     reader = os.path.join(os.path.dirname(folder), "utils", "import_utils.py")
     said = [sys.version, folder, *_stamps(folder)]
     if (own := stamp(reader)) is not None:

@@ -69,7 +69,7 @@ def _agrees(module: nn.Module, forward: Callable[[Any, Any], Any]) -> bool:
 
 
 def norm_forward(self: Any, hidden_states: Any) -> Any:
-    """A norm [..., N] → [..., N], in the type that the module's own code gives."""
+    """Compute a norm [..., N] → [..., N], in the type that the module's own code gives."""
     from . import fused_kernels as kernels
 
     if (normed := fused_residuals.normed(self, hidden_states)) is not None:
@@ -84,7 +84,7 @@ def norm_forward(self: Any, hidden_states: Any) -> Any:
 
 
 def gated_forward(self: Any, x: Any) -> Any:
-    """A gated MLP [..., N] → [..., N]."""
+    """Compute a gated MLP [..., N] → [..., N]."""
     from . import fused_kernels as kernels
 
     gate, up = _rows(self.gate_proj(x)), _rows(self.up_proj(x))

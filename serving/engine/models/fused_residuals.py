@@ -87,7 +87,7 @@ def _by_kernel(norm: Any) -> bool:
 
 
 def _defaults(layer: Any) -> dict[str, Any]:
-    """The default arguments that a layer passes on to its attention."""
+    """Return the default arguments that a layer passes on to its attention."""
     parameters = inspect.signature(layer.forward).parameters.values()
     return {one.name: one.default for one in parameters if one.default is not one.empty}
 
@@ -103,7 +103,7 @@ def _forward(
 
 
 class _Attention(nn.Module):
-    """Stands in for a layer's attention, which needs more than an example has; notes its arguments."""
+    """A stand-in for a layer's attention, which needs more than an example has; notes its arguments."""
 
     def __init__(self) -> None:
         super().__init__()

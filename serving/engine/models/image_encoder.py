@@ -67,7 +67,7 @@ def decoder_of(model: Any) -> Any:
 
 
 class ImageEncoder:
-    """Computes the features of images with the model's own code and processor."""
+    """The encoder of images: their features, by the model's own code and processor."""
 
     def __init__(self, model: Any, bundle: Bundle) -> None:
         assert bundle.images is not None
@@ -159,7 +159,7 @@ def check_decoder(model: Any, decoder: Any, reader: ImageEncoder) -> None:
 
 
 def _logits_of_model(model: Any, inputs: Any, ids: Sequence[int]) -> Any:
-    """[tokens, V], of the whole model given all of the processor's tensors."""
+    """Return logits [tokens, V] of the whole model given all of the processor's tensors."""
     like = next(model.parameters())
     names = frozenset(inspect.signature(model.forward).parameters) | {"pixel_values", "pixel_attention_mask"}
     tensors = {

@@ -84,7 +84,7 @@ def _deferred(name: str) -> ModuleType:
 
 
 def _undecorated(function: Any = None, *words: Any, **options: Any) -> Any:
-    """A decorator, used with or without arguments, that returns a function unchanged."""
+    """Return a decorator, used with or without arguments, that returns a function unchanged."""
     return function if function is not None else _undecorated
 
 

@@ -267,8 +267,8 @@ def _mapped(key: str, bundle: Bundle, resolved: ResolvedSettings) -> LoadedModel
 def native_decoder(
     model: Any, uses: Sequence[LayerUse], test: SelfTest, like: Any, settings: EngineSettings
 ) -> tuple[DecoderWeights | None, str, Mapping[str, Any]]:
-    """The weights of a native step if the model can be run natively and passes the self-test, or else the reason; and
-    how its KV cache stores keys and values.
+    """Return the weights of a native step if the model can be run natively and passes the self-test, or else the
+    reason; and how its KV cache stores keys and values.
 
     Raises ``PackagingError`` if there is no native step, but the settings ask for keys and values in a type that only
     it supports."""
@@ -327,7 +327,7 @@ def refused_kv(asked: str, reason: Exception) -> PackagingError:
 
 
 def vocab_size(model: Any) -> int:
-    """The number of rows of the output head, which is the range of token ids and logits."""
+    """Return the number of rows of the output head, which is the range of token ids and logits."""
     head = model.get_output_embeddings()
     return int(head.out_features) if head is not None else int(model.config.get_text_config().vocab_size)
 
@@ -350,7 +350,7 @@ def refuse_unsupported(model: Any, config: Any) -> None:
 
 
 def resolve_max_model_len(config: Any, settings: EngineSettings) -> int:
-    """The context length that the settings ask for, or else the model's own, which it may not exceed. Raises
+    """Return the context length that the settings ask for, or else the model's own, which it may not exceed. Raises
     ``PackagingError``."""
     own = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
     rope = getattr(config, "rope_parameters", None) or {}

@@ -70,7 +70,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """Everything that a native decoder reads, kept alive here. ``prefix`` is the layers' module name, as in LoRA;
+    """All that a native decoder reads, kept alive here. ``prefix`` is the layers' module name, as in LoRA;
     ``rotations`` are the arguments that ``rotary`` takes for each kind."""
 
     form: Form
@@ -210,7 +210,7 @@ def _layer_weights(form: Form, layer: Any, window: int, rotary_table: int) -> La
 
 
 def _packed(members: Sequence[Any]) -> NativeWeight | None:
-    """The one packed weight of all members that exist; None if they are not packed in one."""
+    """Return the one packed weight of all members that exist; None if they are not packed in one."""
     present = [member for member in members if member is not None]
     if not present or not all(isinstance(member, EngineLinear) for member in present):
         return None
@@ -220,7 +220,8 @@ def _packed(members: Sequence[Any]) -> NativeWeight | None:
 
 
 def _expert_weights(form: ExpertForm, layer: Any) -> ExpertWeights | None:
-    """The weights of a layer's experts; None if a native step cannot run them. The router is always in float32."""
+    """Return the weights of a layer's experts; None if a native step cannot run them. The router is always in
+    float32."""
     router, experts, shared_expert_gate = at(layer, form.router), at(layer, form.experts), None
     if not isinstance(experts, EngineExperts) or not can_pack(router.weight):
         return None
@@ -340,7 +341,8 @@ class NativeDecoder:
         return logits
 
     def _chunks(self, rows: Sequence[Row], adapters: Sequence[int]) -> tuple[Any, Any]:
-        """The ``chunks`` and ``parts`` of ``library.Step``; ``parts`` is None if no sequence reads another slot's."""
+        """Return the ``chunks`` and ``parts`` of ``library.Step``; ``parts`` is None if no sequence reads another
+        slot's."""
         chunks: list[tuple[int, ...]] = []
         parts: list[tuple[int, int]] = []
         for row, adapter in zip(rows, adapters, strict=True):
@@ -425,6 +427,6 @@ def _experts(weights: ExpertWeights | None) -> library.Experts:
 
 
 def _factor_dtype(weights: DecoderWeights) -> torch.dtype:
-    """The type that adapters are kept in: rounded like the linears beside them, since a step's time goes into
+    """Return the type that adapters are kept in: rounded like the linears beside them, since a step's time goes into
     reading."""
     return {kind: dtype for dtype, kind in KINDS.items()}.get(weights.layers[0].qkv.kind, torch.int8)

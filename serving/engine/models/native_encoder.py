@@ -158,7 +158,7 @@ class NativeEncoder:
         lengths: Sequence[int],
         token_types: np.ndarray[Any, np.dtype[np.int32]] | None = None,
     ) -> torch.Tensor:
-        """ScheduledChunk texts of these lengths, laid out in a row; return their hidden states [T, H].
+        """Run texts of these lengths, laid out in a row; return their hidden states [T, H].
 
         No text may be longer than the model takes. Raises ``IndexError`` for a token outside the vocabulary, and for
         token types if the encoder is not ``typed``."""
@@ -181,13 +181,13 @@ def _pointer(tensor: torch.Tensor | None) -> int | None:
 
 
 def _heads(attention: Any) -> tuple[int, float]:
-    """The heads' width, and the factor on attention scores."""
+    """Return the heads' width, and the factor on attention scores."""
     width = int(getattr(attention, "attention_head_size", 0) or attention.head_dim)
     return width, float(getattr(attention, "scaling", width**-0.5))
 
 
 def _norm(module: Any) -> Pair:
-    """Weight and bias of a LayerNorm, with a bias of zeros if it has none; of an identity (None, None)."""
+    """Return weight and bias of a LayerNorm, with a bias of zeros if it has none; of an identity (None, None)."""
     if isinstance(module, nn.Identity):
         return None, None
     weight = module.weight.detach()
@@ -195,7 +195,7 @@ def _norm(module: Any) -> Pair:
 
 
 def _tables(model: Any, form: Form, position_offset: int, *, typed: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The tables of words, and of positions from ``position_offset`` on with the first token type added.
+    """Return the tables of words, and of positions from ``position_offset`` on with the first token type added.
 
     ``typed``: the words come a second time, as tokens of the second type, since the kernels know only words."""
     words = at(model, form.words).weight
@@ -213,7 +213,7 @@ def _tables(model: Any, form: Form, position_offset: int, *, typed: bool) -> tup
 
 @torch.inference_mode()  # as the model was made
 def _rotations(model: Any, form: Form) -> tuple[list[str], torch.Tensor | None, torch.Tensor | None]:
-    """The kinds of layers, and the cosines and sines of each [kinds, positions, width / 2]."""
+    """Return the kinds of layers, and the cosines and sines of each [kinds, positions, width / 2]."""
     if form.rotary is None:
         return [], None, None
     rotary, config = at(model, form.rotary), model.config
@@ -226,8 +226,8 @@ def _rotations(model: Any, form: Form) -> tuple[list[str], torch.Tensor | None, 
 
 
 def _position_bias(model: Any, position_offset: int) -> torch.Tensor | None:
-    """The bias on scores by the distance of key and query, from ``max_length`` before to ``max_length`` after, [heads,
-    2 max_length]; None if the encoder has no such table."""
+    """Return the bias on scores by the distance of key and query, from ``max_length`` before to ``max_length`` after,
+    [heads, 2 max_length]; None if the encoder has no such table."""
     table = at(model, "encoder.relative_attention_bias")
     if table is None:
         return None

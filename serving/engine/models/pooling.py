@@ -102,7 +102,7 @@ def _unchanged(vectors: Any) -> Any:
 
 
 def _step(module: HeadModule, root: Path, size: int, device: Any) -> tuple[Callable[[Any], Any], int]:
-    """The function of ``module`` for vectors of ``size`` values, and the size of what it returns."""
+    """Return the function of ``module`` for vectors of ``size`` values, and the size of what it returns."""
     if module.kind == "normalize":
         return _normalized, size
     weights = _weights(root / module.path / WEIGHTS, device)

@@ -99,7 +99,7 @@ def check_modules(model_dir: str | Path) -> None:
 
 
 def transformer_dir(model_dir: str | Path) -> Path:
-    """The folder of the transformer in ``model_dir``: a sub-directory in older sentence-transformers layouts."""
+    """Return the folder of the transformer in ``model_dir``: a sub-directory in older sentence-transformers layouts."""
     root = Path(model_dir)
     return root / next((module.path for module in modules_of(root) if module.kind == "Transformer"), "")
 
@@ -261,7 +261,8 @@ def _activation(config: dict[str, Any], module: Module) -> str:
 
 
 def _tokenizer_lowercases(folder: Path) -> bool:
-    """Whether the tokenizer lowercases itself, as ``do_lower_case`` asks; sentence-transformers would do it again."""
+    """Return whether the tokenizer lowercases itself, as ``do_lower_case`` asks; sentence-transformers would do it
+    again."""
     normalizer = _object(folder / "tokenizer.json").get("normalizer") or {}
     steps = normalizer.get("normalizers") or [normalizer]
     return any(
@@ -287,7 +288,7 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 def _read(path: Path) -> Any:
-    """The file's JSON; {} if there is no such file."""
+    """Return the file's JSON; {} if there is no such file."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

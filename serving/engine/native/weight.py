@@ -71,7 +71,8 @@ class NativeWeight:
         return weight
 
     def part(self, number: int, count: int) -> NativeWeight:
-        """Weight ``number`` of the ``count`` stacked in this one, each of whole panels; valid while this one is."""
+        """Return weight ``number`` of the ``count`` stacked in this one, each of whole panels; valid while this one
+        is."""
         shape = self.out_features // count, self.in_features
         parts = {name: array.reshape(count, -1)[number] for name, array in self.parts().items()}
         return NativeWeight.over(shape, self.kind, parts)

@@ -51,14 +51,15 @@ class GroupedWeight:
     inputs: torch.Tensor
 
     def parts(self) -> tuple[torch.Tensor, ...]:
-        """The parts as they are stored (stored_weights.py): two values per byte, scales, zero points, factors."""
+        """Return the parts as they are stored (stored_weights.py): two values per byte, scales, zero points,
+        factors."""
         pairs = self.values.view(len(self.values), -1, 2)
         return pairs[..., 0] | pairs[..., 1] << 4, self.scale, self.zero, self.inputs.clone()
 
 
 def own_text(model: Any) -> list[list[int]]:
-    """Token ids of texts that the model samples by itself, so they are of the kinds and languages that it knows. They
-    are the same each time."""
+    """Return the token ids of texts that the model samples by itself, so they are of the kinds and languages that it
+    knows. They are the same each time."""
     generator = torch.Generator().manual_seed(SEED)
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
     config = model.config.get_text_config()
@@ -165,7 +166,7 @@ def _best_factors(weight: torch.Tensor, products: torch.Tensor, sizes: torch.Ten
 
 
 def _range(x: torch.Tensor, clip: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scale and zero point of groups [.., GROUP], rounded as they are stored."""
+    """Return the scale and zero point of groups [.., GROUP], rounded as they are stored."""
     most, least = x.amax(-1, keepdim=True).clamp_min(0) * clip, x.amin(-1, keepdim=True).clamp_max(0) * clip
     scale = ((most - least) / LEVELS).clamp_min(SMALLEST).half().float()
     return scale, (-least / scale).round().clamp(0, LEVELS)
@@ -176,7 +177,7 @@ def _values(x: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> torch.T
 
 
 def _clipped(x: torch.Tensor, importance: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scale and zero point [N, 1] of a group [N, GROUP] with the least error, weighted by ``importance``."""
+    """Return the scale and zero point [N, 1] of a group [N, GROUP] with the least error, weighted by ``importance``."""
     scale, zero = _range(x, CLIPS[0])
     best = torch.full_like(scale, float("inf"))
     for clip in CLIPS:
@@ -189,7 +190,8 @@ def _clipped(x: torch.Tensor, importance: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 def _inverse(products: torch.Tensor) -> torch.Tensor:
-    """The upper Cholesky factor of H's inverse, which says how the columns after k compensate for an error at k."""
+    """Return the upper Cholesky factor of H's inverse, which says how the columns after k compensate for an error at
+    k."""
     mean = products.diagonal().double().mean().clamp_min(1e-12)
     for damping in DAMPINGS:
         damped = products.double() + torch.eye(len(products), dtype=torch.float64) * (damping * mean)

@@ -23,7 +23,8 @@ from .finisher import RequestFinisher
 
 
 class Delivery:
-    """Works on the engine's own parts. ``add_member(group, index)`` adds a sequence to a group."""
+    """The delivery of a step's results; it works on the engine's own parts. ``add_member(group, index)`` adds a
+    sequence to a group."""
 
     def __init__(
         self,

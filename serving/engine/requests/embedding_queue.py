@@ -21,7 +21,7 @@ Outcome = Embedded | Exception
 
 
 class EmbeddingQueue:
-    """Batches the inputs of waiting requests.
+    """A queue that batches the inputs of waiting requests.
 
     A batch has at most ``max_tokens`` tokens; with 0 each input is a batch of its own."""
 
@@ -36,7 +36,7 @@ class EmbeddingQueue:
         self._num_inputs = 0
 
     def __len__(self) -> int:
-        """How many inputs wait."""
+        """Return how many inputs wait."""
         return self._num_inputs
 
     @property
@@ -137,5 +137,5 @@ class EmbeddingQueue:
 
 
 def _embedded(index: int, vector: Any) -> Embedded:
-    """The event with the whole vector; ``tasks.embed`` cuts it to a request's ``dimensions``."""
+    """Return the event with the whole vector; ``tasks.embed`` cuts it to a request's ``dimensions``."""
     return Embedded(index, np.asarray(vector, dtype="<f4").tobytes())

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class RequestFinisher:
-    """Removes finished and failed requests from all parts of the engine.
+    """The part that removes finished and failed requests from all parts of the engine.
 
     ``generated`` counts the tokens given to requests, ``generated_provisioned`` those given to provisioned ones."""
 

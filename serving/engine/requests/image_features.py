@@ -60,7 +60,8 @@ class _Part:
 
 
 class ImageFeatureCache:
-    """Reads the images of requests, if there is a ``reader``. ``budget`` is how many bytes of features are kept."""
+    """The features of requests' images, if there is a ``reader``. ``budget`` is how many bytes of features are
+    kept."""
 
     def __init__(self, reader: ImageEncoder | None, *, budget: int, width: int, first_id: int) -> None:
         self._reader, self._budget, self._width, self._first_id = reader, budget, width, first_id
@@ -147,7 +148,8 @@ class ImageFeatureCache:
             self._parts = {kind: part for kind, part in self._parts.items() if self._is_wanted(part.key)}
 
     def may_read(self, *, beside_provisioned: bool) -> bool:
-        """Whether the next piece may be read in this step, ``beside_provisioned`` sequences that run or wait to."""
+        """Return whether the next piece may be read in this step, ``beside_provisioned`` sequences that run or wait
+        to."""
         is_best_effort, _ = self._first().rank
         return not (beside_provisioned and is_best_effort) or time.monotonic() >= self._rests_until
 

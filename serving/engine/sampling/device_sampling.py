@@ -35,7 +35,7 @@ def exponentials(seeds: Sequence[int], positions: Sequence[int], size: int, devi
 
 
 def race(logits: Any, parameters: Sequence[Sampling], seeds: Sequence[int], positions: Sequence[int]) -> Any:
-    """The winner of each row of ``logits`` float32 [B, V] at its temperature, as int64 [B] on the device.
+    """Return the winner of each row of ``logits`` float32 [B, V] at its temperature, as int64 [B] on the device.
 
     Only tokens with at least ``min_p`` of the likeliest token's probability take part. The host does not wait."""
     from . import device_sampling_kernel as kernel
@@ -53,7 +53,7 @@ def race(logits: Any, parameters: Sequence[Sampling], seeds: Sequence[int], posi
 
 
 def _keys(seeds: Sequence[int], positions: Sequence[int], device: Any) -> Any:
-    """Seeds and positions as int64 [B, 2] with the bits of uint64."""
+    """Return seeds and positions as int64 [B, 2] with the bits of uint64."""
     signed = [
         [seed - (1 << 64) if seed >= 1 << 63 else seed, position]
         for seed, position in zip(seeds, positions, strict=True)

@@ -16,7 +16,7 @@ import triton.language as tl
 
 @triton.jit
 def bits(seed: tl.tensor, position: tl.tensor, token: tl.tensor) -> tl.tensor:
-    """32 random bits for each ``token``; ``seed`` and ``position`` are uint64 scalars."""
+    """Return 32 random bits for each ``token``; ``seed`` and ``position`` are uint64 scalars."""
     nothing = (token * 0).to(tl.uint64)
     c0 = (token // 8 + 1).to(tl.uint64)
     c1 = nothing
@@ -47,7 +47,7 @@ def bits(seed: tl.tensor, position: tl.tensor, token: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def time_of(random: tl.tensor) -> tl.tensor:
-    """-log1p(-u) for u in (0, 1), exact near zero: log(w) u / (w - 1), with w the rounded 1 - u (Kahan)."""
+    """Compute -log1p(-u) for u in (0, 1), exact near zero: log(w) u / (w - 1), with w the rounded 1 - u (Kahan)."""
     u = tl.minimum((random.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
     w = 1.0 - u
     divisor = tl.where(w == 1.0, -1.0, w - 1.0)

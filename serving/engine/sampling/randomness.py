@@ -14,7 +14,7 @@ import torch
 
 
 def exponentials(seeds: Sequence[int], positions: Sequence[int], size: int) -> Any:
-    """Exponential times at rate one, float32 [len(seeds), size], all above zero.
+    """Return exponential times at rate one, float32 [len(seeds), size], all above zero.
 
     ``seeds`` are uint64, ``positions`` below 2**32. Each time is made of 32 random bits: near zero, where races are
     won, it keeps float32's relative precision.
@@ -28,7 +28,7 @@ def exponentials(seeds: Sequence[int], positions: Sequence[int], size: int) -> A
 
 
 def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> Any:
-    """Uniform numbers in [0, 1), float64 [len(seeds)].
+    """Return uniform numbers in [0, 1), float64 [len(seeds)].
 
     They are independent of the times of the same seeds and positions, since the counter begins elsewhere.
     """

@@ -32,7 +32,7 @@ def is_drafted(place: SamplePosition) -> bool:
 
 
 def draft_of(place: SamplePosition) -> tuple[int, Any]:
-    """The draft at a place that has one, and the distribution that it was drawn from, float64 [V]."""
+    """Return the draft at a place that has one, and the distribution that it was drawn from, float64 [V]."""
     draft = place.sampling.draft
     assert draft is not None
     assert draft.logits is not None

@@ -17,14 +17,15 @@ PIECE = 128  # tokens of a prompt in one forward
 
 
 def piece_end(place: int, num_prompt: int) -> int:
-    """The end of the piece that contains the token at ``place``."""
+    """Return the end of the piece that contains the token at ``place``."""
     if place >= num_prompt:
         return place + 1
     return min((place // PIECE + 1) * PIECE, num_prompt)
 
 
 def whole_pieces(start: int, end: int, num_prompt: int) -> int:
-    """The ``end`` of a run of tokens from ``start``, moved to the end of the piece that it would otherwise cut."""
+    """Return the ``end`` of a run of tokens from ``start``, moved to the end of the piece that it would otherwise
+    cut."""
     return max(end, piece_end(end - 1, num_prompt)) if start < end else end
 
 

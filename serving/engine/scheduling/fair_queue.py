@@ -91,7 +91,7 @@ class FairQueue:
                 del self._classes[rank]
 
     def front(self, provisioned: bool, most: int) -> list[SequenceState]:
-        """Up to ``most`` sequences in the order of their turns, as if each were going to start."""
+        """Return up to ``most`` sequences in the order of their turns, as if each were going to start."""
         found: list[SequenceState] = []
         for rank in sorted(rank for rank in self._classes if rank[0] != provisioned):
             place = self._classes[rank]
@@ -109,7 +109,8 @@ class FairQueue:
 
 
 def _turns(place: _Class, most: int) -> list[SequenceState]:
-    """The next ``most`` sequences of several tenants, allowing for what starting each will cost. Changes nothing."""
+    """Return the next ``most`` sequences of several tenants, allowing for what starting each will cost. Changes
+    nothing."""
     found: list[SequenceState] = []
     heads: list[tuple[float, int, Tenant, int]] = []  # use after those found, turn, tenant, how many of it are found
     seen: list[Entry] = []

@@ -49,7 +49,7 @@ class InflightRequest:
         return [sequence for group in self.groups for sequence in group.members]
 
     def find(self, index: int) -> SequenceState | None:
-        """The unfinished sequence ``index`` unless it is a beam; None if there is none."""
+        """Return the unfinished sequence ``index`` unless it is a beam; None if there is none."""
         found = (sequence for sequence in self.unfinished if sequence.index == index and sequence.group.beams is None)
         return next(found, None)
 
@@ -79,7 +79,7 @@ class InflightRequests:
         return bool(self._outputs)
 
     def get(self, request_id: str) -> InflightRequest | None:
-        """The request with that id; None if it is not in flight."""
+        """Return the request with that id; None if it is not in flight."""
         return self._by_id.get(request_id)
 
     def check_room(self, request: ValidRequest, most: int) -> None:
@@ -97,7 +97,7 @@ class InflightRequests:
             raise Overloaded(f"{ahead} requests are queued already", retry_after=1.0)
 
     def of(self, sequence: SequenceState) -> InflightRequest:
-        """The request that ``sequence`` belongs to. Raises ``KeyError`` if it has ended."""
+        """Return the request that ``sequence`` belongs to. Raises ``KeyError`` if it has ended."""
         return self._by_id[sequence.request.request_id]
 
     def add(self, request: ValidRequest, client: Client, adapter: str) -> InflightRequest:

@@ -13,7 +13,8 @@ MATCH = 3  # tokens that an earlier place must share with the end of the text
 
 
 def lookup(tokens: TokenIds, most: int) -> TokenIds:
-    """At most ``most`` tokens that followed the last ``MATCH`` of ``tokens`` at their latest earlier occurrence."""
+    """Return at most ``most`` tokens that followed the last ``MATCH`` of ``tokens`` at their latest earlier
+    occurrence."""
     if most < 1 or len(tokens) <= MATCH:
         return tokens[:0]
     places = ends_of(tokens[-MATCH:], tokens[:-1])
@@ -24,7 +25,7 @@ def lookup(tokens: TokenIds, most: int) -> TokenIds:
 
 
 def ends_of(words: TokenIds, tokens: TokenIds) -> npt.NDArray[np.intp]:
-    """The places in ``tokens`` after each occurrence of ``words``, in order."""
+    """Return the places in ``tokens`` after each occurrence of ``words``, in order."""
     size = len(tokens) - len(words) + 1
     if size < 1:
         return np.empty(0, dtype=np.intp)
@@ -70,5 +71,5 @@ class Prediction:
             self.place = int(after[0] if len(after) else places[-1])
 
     def next(self, most: int) -> TokenIds:
-        """At most ``most`` next tokens of the prediction; none if the text does not follow it."""
+        """Return at most ``most`` next tokens of the prediction; none if the text does not follow it."""
         return self.tokens[self.place : self.place + max(most, 0)] if self.is_followed else self.tokens[:0]

@@ -88,7 +88,7 @@ def _precedence(sequence: SequenceState) -> tuple[bool, int, int, int]:
 
 
 class Scheduler:
-    """Owns every unfinished sequence of one engine, ``running`` in order of ``precedence``.
+    """The owner of every unfinished sequence of one engine, ``running`` in order of ``precedence``.
 
     At most ``max_num_seqs`` run at once; a step has at most ``max_num_batched_tokens`` tokens, decodes and prefills
     together. Of the ``prefix_query_tokens`` looked up, ``prefix_hit_tokens`` came from the prefix cache."""

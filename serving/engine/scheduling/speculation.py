@@ -160,8 +160,8 @@ class SequenceDrafts:
 
 
 class Speculation:
-    """Proposes and verifies drafts for the sequences of one engine, and counts ``num_proposed`` and ``num_taken``
-    tokens. ``model`` is used for sequences that have no other proposals."""
+    """The part that proposes and verifies drafts for the sequences of one engine, and counts ``num_proposed`` and
+    ``num_taken`` tokens. ``model`` is used for sequences that have no other proposals."""
 
     def __init__(self, model: Drafter | None = None) -> None:
         self.model = model

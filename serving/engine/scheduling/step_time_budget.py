@@ -55,7 +55,7 @@ class StepLoad:
 
     @classmethod
     def of(cls, runs: Iterable[RunExtent]) -> StepLoad:
-        """The load of a step made of ``runs``."""
+        """Return the load of a step made of ``runs``."""
         rows = chunk_tokens = chunks = context = 0
         for run in runs:
             context += run.start + run.num_tokens
@@ -76,7 +76,7 @@ class StepLoad:
 
 
 class StepCost:
-    """Predicts the seconds of a step, linearly from its features.
+    """A predictor of the seconds of a step, linearly from its features.
 
     The fit is a weighted ridge regression over the last ``_WINDOW`` steps with non-negative coefficients (Lawson and
     Hanson's active set, only ever removing features). The true cost is not linear, but it nearly is around the steps
@@ -106,15 +106,15 @@ class StepCost:
             self._fit()
 
     def predict(self, work: StepLoad) -> float:
-        """Seconds of a step of ``work``; 0 for an empty one."""
+        """Return the seconds of a step of ``work``; 0 for an empty one."""
         return float(self._weights @ work.features) if work else 0.0
 
     def row(self, context: int) -> float:
-        """Seconds that one more sequence with one token adds."""
+        """Return the seconds that one more sequence with one token adds."""
         return float(self._weights[1] / _SCALE[1] + self._weights[4] * context / _SCALE[4])
 
     def chunk(self, start: int, num_tokens: int) -> float:
-        """Seconds that one more run of several tokens adds."""
+        """Return the seconds that one more run of several tokens adds."""
         w = self._weights / _SCALE
         return float(w[3] + w[2] * num_tokens + w[4] * (start + num_tokens))
 
@@ -153,7 +153,7 @@ class BestEffortBudget:
         return self._since_provisioned < LINGER
 
     def allowance(self, provisioned: StepLoad) -> float:
-        """Seconds that best-effort work may add to a step of ``provisioned``."""
+        """Return the seconds that best-effort work may add to a step of ``provisioned``."""
         if not self.cost.known:
             return 0.0
         if not provisioned:
@@ -174,11 +174,12 @@ class BestEffortBudget:
         return 2 * max(most, self._piece)
 
     def row(self, provisioned: StepLoad, context: int) -> float:
-        """Seconds charged for one more decoding row; never 0, since an estimate of 0 would admit everything."""
+        """Return the seconds charged for one more decoding row; never 0, since an estimate of 0 would admit
+        everything."""
         return max(self.cost.row(context), self.cost.predict(provisioned or StepLoad(rows=1)) / 100)
 
     def chunk_tokens(self, provisioned: StepLoad, start: int, seconds: float) -> int:
-        """How many prefill tokens of a prompt, from ``start``, fit into ``seconds``."""
+        """Return how many prefill tokens of a prompt, from ``start``, fit into ``seconds``."""
         fixed = self.cost.chunk(start, 0)
         token = max(self.cost.chunk(start, 1) - fixed, self.cost.predict(provisioned or StepLoad(rows=1)) / 400)
         # prefill of n tokens of one sequence never costs more than one token of n sequences

@@ -41,7 +41,7 @@ MAX_EXPERTS = 65_536
 
 
 class Stored(Struct, frozen=True):
-    """How many tensors are stored, and how many elements they have together."""
+    """The number of tensors that are stored, and how many elements they have together."""
 
     tensors: int
     elements: int
@@ -67,7 +67,7 @@ def read_header(file: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _entries(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """The type and the shape by key. Raises what ``read_header`` raises."""
+    """Return the type and the shape by key. Raises what ``read_header`` raises."""
     try:
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))

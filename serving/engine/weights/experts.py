@@ -31,14 +31,15 @@ KNOWN = (
 
 
 class EngineExperts(nn.Module):
-    """Takes the place of transformers' experts. ``packed`` is keyed by the parameters that the weights come from."""
+    """A module that takes the place of transformers' experts. ``packed`` is keyed by the parameters that the weights
+    come from."""
 
     def __init__(self, experts: Any, packed: dict[str, PackedWeight]) -> None:
         super().__init__()
         self.num_experts, self.act_fn, self.packed = int(experts.num_experts), experts.act_fn, packed
 
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> Any:
-        """ScheduledChunk [T, H] through the experts ``top_k_index`` [T, k], weighted by ``top_k_weights`` [T, k].
+        """Run [T, H] through the experts ``top_k_index`` [T, k], weighted by ``top_k_weights`` [T, k].
 
         A token's results are summed in the order of its experts."""
         made = hidden_states.new_empty(*top_k_index.shape, hidden_states.shape[-1])
@@ -55,7 +56,7 @@ class EngineExperts(nn.Module):
 
 
 def _part(packed: PackedWeight, number: int, count: int) -> PackedWeight:
-    """The weight of expert ``number`` of ``count``."""
+    """Return the weight of expert ``number`` of ``count``."""
     if isinstance(packed, NativeWeight):
         return packed.part(number, count)
     size = packed.out_features // count
@@ -71,7 +72,7 @@ def is_known(module: nn.Module) -> bool:
 
 
 def weights_of(module: Any) -> dict[str, torch.Tensor | StoredLinear]:
-    """The experts' weights by name, each as one linear [experts * N, K]."""
+    """Return the experts' weights by name, each as one linear [experts * N, K]."""
     stored = stored_experts_of(module)
     return {name: stored[name] if name in stored else stacked(getattr(module, name)) for name in PARAMETERS}
 

@@ -21,7 +21,7 @@ class ForwardContext:
 
 
 class ContextHolder:
-    """Holds the ``context`` of the running forward; None between forwards."""
+    """The holder of the ``context`` of the running forward; None between forwards."""
 
     __slots__ = ("context",)
 

@@ -61,7 +61,7 @@ class LinearGroup:
         self._all_taken = (1 << len(self.sizes)) - 1
 
     def part(self, member: int, x: torch.Tensor) -> torch.Tensor:
-        """The output of one member for ``x`` [..., K]."""
+        """Return the output of one member for ``x`` [..., K]."""
         if len(self.sizes) == 1:
             return self._compute(x)
         bit = 1 << member
@@ -84,7 +84,8 @@ class LinearGroup:
 
 
 class EngineLinear(nn.Module):
-    """Takes the place of an ``nn.Linear`` or GPT-2's ``Conv1D``. ``weight`` [out, in] is rebuilt at each access."""
+    """A module that takes the place of an ``nn.Linear`` or GPT-2's ``Conv1D``. ``weight`` [out, in] is rebuilt at each
+    access."""
 
     def __init__(self, name: str, group: LinearGroup, member: int) -> None:
         super().__init__()
@@ -138,8 +139,8 @@ class LinearSet:
 
 
 def weight_of(module: nn.Module) -> torch.Tensor:
-    """The weight [out, in] of an ``nn.Linear`` or a ``Conv1D`` (which stores [in, out]). If it is not stored as floats,
-    the result is a meta tensor that has only the shape."""
+    """Return the weight [out, in] of an ``nn.Linear`` or a ``Conv1D`` (which stores [in, out]). If it is not stored as
+    floats, the result is a meta tensor that has only the shape."""
     if (stored := stored_of(module)) is not None:
         return torch.empty(stored.shape, device="meta")
     weight: torch.Tensor = module.weight.detach()
@@ -153,7 +154,7 @@ def replaceable(module: nn.Module) -> bool:
 
 
 def _siblings(parent: nn.Module) -> list[tuple[str, ...]]:
-    """The names of the parent's replaceable children, grouped by the GEMM that they can share."""
+    """Return the names of the parent's replaceable children, grouped by the GEMM that they can share."""
     children = {name: child for name, child in parent.named_children() if replaceable(child)}
     groups: list[tuple[str, ...]] = []
     for names in SIBLINGS:

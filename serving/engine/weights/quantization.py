@@ -28,12 +28,13 @@ CUDA_MULTIPLE = 8  # and widths that are not a multiple of this
 
 
 def hadamard_order(width: int) -> int:
-    """How many neighbouring inputs are mixed with each other: the largest power of two that divides the width."""
+    """Return how many neighbouring inputs are mixed with each other: the largest power of two that divides the
+    width."""
     return width & -width
 
 
 def rotated(x: torch.Tensor) -> torch.Tensor:
-    """Rows [.., K] times Sylvester's orthonormal Hadamard matrix, in blocks of ``hadamard_order(K)``: float32.
+    """Return rows [.., K] times Sylvester's orthonormal Hadamard matrix, in blocks of ``hadamard_order(K)``: float32.
 
     It is its own inverse, except for rounding. By sums and differences in the order of native/hadamard.h, and not by a
     matrix product, a row is bitwise the same alone and in any batch, and by native kernels."""
@@ -83,7 +84,7 @@ class Int8Weight:
         *,
         is_rotated: bool,
     ) -> Int8Weight:
-        """From weights that ``quantize_rows`` quantised earlier, for a model in ``dtype``."""
+        """Build it from weights that ``quantize_rows`` quantised earlier, for a model in ``dtype``."""
         weight = cls.__new__(cls)
         weight._hold(values, scale, bias, dtype, is_rotated)
         return weight

@@ -32,7 +32,8 @@ REFUSED = (
 
 
 class Acceptor(StreamServer):
-    """Calls ``serve(connection)`` in a greenlet of ``greenlets``, with the connection counted in ``limits``.
+    """An acceptor that calls ``serve(connection)`` in a greenlet of ``greenlets``, with the connection counted in
+    ``limits``.
 
     With a ``slot`` of None there is no balancing: the first worker that wakes takes a connection. If ``secure``, a
     refused connection is closed without a response, because TLS is not established yet.

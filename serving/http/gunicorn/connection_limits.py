@@ -29,7 +29,7 @@ class Limited(Protocol):
 
 
 class ConnectionLimits:
-    """Allows at most ``total`` connections, and at most ``by_address`` of one address. ``on_release`` is called for
+    """A limit of at most ``total`` connections, and at most ``by_address`` of one address. ``on_release`` is called for
     each connection that is counted out."""
 
     def __init__(self, total: int, by_address: int, on_release: Callable[[], None] = lambda: None) -> None:

@@ -333,7 +333,8 @@ class ServerArbiter(Arbiter):
 
 
 class JsonLogger(Logger):
-    """Writes gunicorn's own messages as the server's JSON lines; a stalled client is not logged as an error."""
+    """A logger that writes gunicorn's own messages as the server's JSON lines; a stalled client is not logged as an
+    error."""
 
     def setup(self, cfg: Any) -> None:
         super().setup(cfg)

@@ -59,7 +59,7 @@ def strict(request: Any) -> None:
 
 
 class StrictChunks(ChunkedReader):
-    """Reads sizes, extensions and trailers strictly by RFC 9112, 7.1, and with a limited length."""
+    """A reader of sizes, extensions and trailers strictly by RFC 9112, 7.1, and with a limited length."""
 
     def parse_chunk_size(self, unreader: Any, data: bytes | None = None) -> tuple[int, bytes | None]:
         line, rest = self._line(unreader, data or b"")

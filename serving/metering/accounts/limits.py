@@ -50,7 +50,7 @@ def user_subject(endpoint: str, key_id: str) -> str:
 
 
 class Limits:
-    """Set, remove and list limits. A limit also counts amounts charged before it was set."""
+    """The limits of a store, to be set, removed and listed. A limit also counts amounts charged before it was set."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

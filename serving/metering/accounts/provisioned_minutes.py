@@ -16,7 +16,7 @@ from .windows import Amounts
 
 
 class ProvisionedMinutes:
-    """Bills provisioned minutes. One unit is one token/s.
+    """The billing of provisioned minutes. One unit is one token/s.
 
     Any number of processes may call ``record`` any number of times: a minute is billed once, for the most units that
     were provisioned in it.

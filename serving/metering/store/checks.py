@@ -22,7 +22,8 @@ _TRANSIENT_POSTGRES = ("40", "53300", "55P03")  # deadlocks, too many clients, l
 
 
 class NoStore(ValueError):
-    """There is no store at a URL, and retrying will not help. The message has the URL without its password."""
+    """The error that there is no store at a URL, and retrying will not help. The message has the URL without its
+    password."""
 
     def __init__(self, url: str, reason: str) -> None:
         super().__init__(f"database {without_password(url)}: {reason}")

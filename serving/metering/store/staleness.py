@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 
 class StalenessDetector:
-    """Notices values that have not changed for ``seconds``, over repeated calls of ``observe``."""
+    """A detector of values that have not changed for ``seconds``, over repeated calls of ``observe``."""
 
     def __init__(self, seconds: float, *, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._seconds, self._monotonic = seconds, monotonic

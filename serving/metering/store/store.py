@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class Runner(Protocol):
-    """Runs one attempt of a transaction, on this thread or another, and returns or raises what ``attempt`` does.
+    """A runner of one attempt of a transaction, on this thread or another; it returns or raises what ``attempt`` does.
 
     A runner that uses another thread may raise ``sqlalchemy.exc.TimeoutError`` after ``seconds``; the attempt may still
     be committed.

@@ -32,8 +32,8 @@ MONEY = ("price_input", "price_cached", "price_output", "cost")
 
 
 class UsageFilter(Struct, frozen=True, kw_only=True):
-    """Selects rows that started in [start_ms, end_ms) and match the fields that are given. ``tag`` is a tag's name and
-    value."""
+    """A filter of rows that started in [start_ms, end_ms) and match the fields that are given. ``tag`` is a tag's name
+    and value."""
 
     start_ms: int = 0
     end_ms: int | None = None

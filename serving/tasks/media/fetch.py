@@ -40,7 +40,7 @@ class NotFetched(Exception):
 
 
 class TooLarge(Exception):
-    """There are more bytes than allowed."""
+    """The error that there are more bytes than allowed."""
 
 
 def system_resolve(host: str, port: int, seconds: float) -> list[Any]:

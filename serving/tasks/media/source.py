@@ -22,7 +22,7 @@ CHUNK = 1 << 20
 
 
 class Sources:
-    """Reads the media of one request. ``deadline`` is in seconds of ``time.monotonic()``, None for none."""
+    """The reader of the media of one request. ``deadline`` is in seconds of ``time.monotonic()``, None for none."""
 
     def __init__(self, settings: DialectSettings, deadline: float | None) -> None:
         self._settings = settings

@@ -17,7 +17,7 @@ _MESSAGE_TOOLS = re.compile(r"""\w\s*\[\s*['"]tools['"]\s*\]|['"]tools['"] in \w
 
 
 class Renderer:
-    """Renders the chat templates of one tokenizer.
+    """The renderer of the chat templates of one tokenizer.
 
     With ``parts``, the content of every message is a list of parts, as templates of vision-language models read it.
     A tokenizer class with its own rendering code renders here, in this process: that code has been allowed to run.

@@ -47,7 +47,7 @@ class Needs(NamedTuple):
 
 
 class Text(Protocol):
-    """Renders a conversation; raises any error."""
+    """The rendering of a conversation; raises any error."""
 
     def __call__(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], *, parts: bool) -> str: ...
 

@@ -69,7 +69,7 @@ class EncoderRun:
 
 
 class Run(EncoderRun):
-    """Gives each input's vector as it arrives."""
+    """The run of an embeddings request: each input's vector as it arrives."""
 
     def take(self, event: Embedded) -> Iterator[Piece]:
         yield Vector(index=event.index, data=shortened(event.vector, self._request.dimensions))

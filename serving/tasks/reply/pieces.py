@@ -67,7 +67,7 @@ class Pieces:
 
 
 class Run(Protocol):
-    """Turns a request's events into pieces of the reply.
+    """A run that turns a request's events into pieces of the reply.
 
     Call ``begin``, then ``feed`` for each event until ``is_complete`` or the end of the stream, then ``end``. Each may
     raise a ``ServingError``.

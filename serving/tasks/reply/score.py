@@ -49,7 +49,8 @@ ACTIVATIONS: Mapping[Activation, Callable[[float], float]] = {
 
 
 class Run(EncoderRun):
-    """Gives a cross-encoder's scores as they arrive, or the cosines once all texts have their vectors."""
+    """The run of a scoring request: a cross-encoder's scores as they arrive, or the cosines once all texts have their
+    vectors."""
 
     def __init__(self, request: ValidRequest) -> None:
         super().__init__(request)

@@ -15,7 +15,7 @@ class Match(NamedTuple):
 
 
 class StopMatcher:
-    """Takes text piece by piece and holds back only the part that may begin a stop string."""
+    """A matcher that takes text piece by piece and holds back only the part that may begin a stop string."""
 
     __slots__ = ("_held", "_length", "_stops")
 
@@ -112,7 +112,7 @@ class _Run:
 
 
 class SequenceStops:
-    """Releases the text of tokens, but holds back the text of tokens that may begin a stop sequence."""
+    """A filter that releases the text of tokens, but holds back the text of tokens that may begin a stop sequence."""
 
     __slots__ = ("_held", "_runs", "_starts", "position")
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Finder(Protocol):
-    """Finds an engine: ``Launcher`` starts one if there is none, ``Attacher`` waits for one.
+    """A finder of an engine: ``Launcher`` starts one if there is none, ``Attacher`` waits for one.
 
     ``secret`` is the key of an engine on another host."""
 

@@ -35,7 +35,7 @@ Command = Callable[[ClientState], None]
 
 
 class WaitOptions(TypedDict, total=False):
-    """How long the client waits for an engine.
+    """The time for which the client waits for an engine.
 
     Both timeouts count the seconds in which there is no engine, not even one that loads. ``timeout`` limits the wait
     for the first welcome; after ``away_timeout``, requests that wait for the next engine fail. None, the default, means

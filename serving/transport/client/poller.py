@@ -12,7 +12,7 @@ from typing import Protocol
 
 
 class Poller(Protocol):
-    """Waits until one of the watched descriptors can be read."""
+    """A poller that waits until one of the watched descriptors can be read."""
 
     def watch(self, fds: Collection[int]) -> None:
         """Watch only ``fds`` from now on. None of them may be closed while it is watched."""

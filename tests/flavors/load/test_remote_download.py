@@ -25,7 +25,7 @@ LOAD = "import sys; from mlflow_llm.flavors import llm; print(llm.load_bundle(sy
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache, and an empty directory for temporary files."""
+    """Return an empty cache, and an empty directory for temporary files."""
     monkeypatch.setenv("MLFLOW_LLM_CACHE", str(tmp_path / "cache"))
     (tmp_path / "temporary").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
@@ -35,7 +35,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def remote(tmp_path: Path, cache: Path, llama_dir: Path):
-    """A remote store with models:/assistant/1."""
+    """Return a remote store with models:/assistant/1."""
     with remote_store(tmp_path) as server:
         with mlflow.start_run():
             llm.log_model(llama_dir, name="m", registered_model_name="assistant")
@@ -43,7 +43,7 @@ def remote(tmp_path: Path, cache: Path, llama_dir: Path):
 
 
 def models(cache: Path) -> list[str]:
-    """The names of the downloads that are whole."""
+    """Return the names of the downloads that are whole."""
     return sorted(path.name for path in cache.iterdir() if path.is_dir() and path.suffix != ".part")
 
 

@@ -26,7 +26,7 @@ OWN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assist
 
 @pytest.fixture
 def trained(adapter_dir, tmp_path):
-    """``trained(template, tokenizer=…)``: an adapter's directory with these beside it."""
+    """Return ``trained(template, tokenizer=…)``: an adapter's directory with these beside it."""
 
     def make(template=OWN, tokenizer=None):
         folder = tmp_path / "trained"

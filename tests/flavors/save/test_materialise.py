@@ -21,7 +21,7 @@ BODY = {"prompt": "Once upon", "max_tokens": 8, "temperature": 0, "ignore_eos": 
 
 @pytest.fixture
 def adapter(store, llama_dir, adapter_dir) -> str:
-    """A version that holds only an adapter."""
+    """Return a version that holds only an adapter."""
     llm.log_model(llama_dir, name="m", registered_model_name="assistant", defaults={"max_tokens": 5})
     llm.log_model(
         name="a",

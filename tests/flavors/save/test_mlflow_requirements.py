@@ -16,7 +16,7 @@ from mlflow_llm.flavors import llm
 
 @pytest.fixture
 def logged(store, llama_dir):
-    """A logged model, which is models:/assistant/1."""
+    """Return a logged model, which is models:/assistant/1."""
     return llm.log_model(llama_dir, name="m", registered_model_name="assistant", pip_requirements=["six==1.16.0"])
 
 

@@ -24,12 +24,12 @@ TEXTS = ["the quick brown fox", "a", "  two  spaces, and Ünïcode ", "jumps ove
 
 @pytest.fixture(scope="module")
 def encoder(bert_dir):
-    """The library's model of a plain encoder: transformer and pooling."""
+    """Return the library's model of a plain encoder: transformer and pooling."""
     return st.SentenceTransformer(str(bert_dir), device="cpu")
 
 
 def built(encoder, *after, pooling="mean", **options):
-    """A model of the library: the encoder's transformer, pooling, and further modules."""
+    """Return a model of the library: the encoder's transformer, pooling, and further modules."""
     torch.manual_seed(3)
     return st.SentenceTransformer(modules=[encoder[0], parts.Pooling(32, pooling), *after], device="cpu", **options)
 
@@ -48,7 +48,7 @@ def layer_norm(size):
 
 
 def embedded(folder, texts=TEXTS):
-    """The vectors of a saved model, computed in this process."""
+    """Return the vectors of a saved model, computed in this process."""
     bundle = llm.load_bundle(folder)
     text = TextModel(bundle)
     embedder = load_embedder(bundle, EngineSettings())
@@ -57,7 +57,7 @@ def embedded(folder, texts=TEXTS):
 
 
 def vectors(folder, texts=TEXTS):
-    """The vectors of a saved model as its callers get them."""
+    """Return the vectors of a saved model as its callers get them."""
     with llm.load_model(str(folder)) as model:
         return np.array(model.embed(texts))
 
@@ -234,7 +234,7 @@ def test_code_of_the_models_own_is_refused_by_class(tmp_path, encoder):
 
 
 def other_modules(encoder, tmp_path):
-    """Every other module that the library has, in a model of its own."""
+    """Return every other module that the library has, in a model of its own."""
     words = tmp_path / "words.txt"
     words.write_text("the 0.1 0.2\nfox 0.3 0.4\n")
     tokenizer = encoder.tokenizer.backend_tokenizer

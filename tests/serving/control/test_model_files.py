@@ -17,7 +17,7 @@ from mlflow_llm.serving.model_files import downloads
 
 
 def download(key: str) -> Bundle:
-    """A bundle whose files are the download ``key``, which no process holds."""
+    """Return a bundle whose files are the download ``key``, which no process holds."""
 
     def fill(part: Path) -> None:
         for name in ("model", "tokenizer"):
@@ -33,7 +33,7 @@ def download(key: str) -> Bundle:
 
 @pytest.fixture
 def entity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EntityConfig:
-    """An entity whose model was downloaded, in a cache that may keep nothing."""
+    """Return an entity whose model was downloaded, in a cache that may keep nothing."""
     monkeypatch.setenv("MLFLOW_LLM_CACHE", str(tmp_path))
     monkeypatch.setenv("MLFLOW_LLM_DOWNLOADS_LIMIT", "0")
     source = ModelSource(uri="models:/m/1", bundle=download("one"))

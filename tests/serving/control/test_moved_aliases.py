@@ -23,7 +23,7 @@ URI = "models:/assistant@champion"
 
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """The versions of aliases, by URI; the content of each version differs."""
+    """Return the versions of aliases, by URI; the content of each version differs."""
     found = {URI: "7"}
 
     def resolve(uris: tuple[str, ...], texts: tuple[str, ...] = (), **_: object) -> tuple[ResolvedModel, ...]:

@@ -55,7 +55,7 @@ def _echoed(name: str) -> bytes:
 
 
 def _data(sent: bytes) -> list[Any]:
-    """The data of the events, as a client reads it that knows lines by ``str.splitlines``."""
+    """Return the data of the events, as a client reads it that knows lines by ``str.splitlines``."""
     lines = sent.decode().splitlines()
     assert all(line.partition(":")[0] in ("data", "event", "") for line in lines)
     return [json.loads(line[5:]) for line in lines if line.startswith("data:") and line != "data: [DONE]"]

@@ -79,7 +79,7 @@ class Slow:
         self.ended = True
 
     def begun(self) -> list[bytes]:
-        """The first bytes and some signs of life; the reply has not begun."""
+        """Return the first bytes and some signs of life; the reply has not begun."""
         self.stream.prime()
         return [next(self.stream) for _ in range(SIGNS)]
 
@@ -203,7 +203,7 @@ def test_a_disconnect_ends_the_wait() -> None:
 
 @pytest.fixture(scope="module")
 def gated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A server whose streams begin at once; its engine's steps may be held back."""
+    """Return a server whose streams begin at once; its engine's steps may be held back."""
     bundle = write_instant_model(tmp_path_factory.mktemp("gated"), vocab_size=94)
     with running(bundle, core=GATED_CORE, stream_start_after=0.0, stream_keep_alive=0.05) as server:
         yield server

@@ -50,7 +50,7 @@ PACKAGES = ("mlflow-llm", "torch", "transformers")
 
 
 def packed_key(kind: Kind, bundle: Bundle, resolved: ResolvedSettings) -> str | None:
-    """The name of this model's packed file; None if it cannot have one.
+    """Return the name of this model's packed file; None if it cannot have one.
 
     A model without a content hash cannot be identified, one without the hashes of its files cannot be checked, and a
     model with code of its own may do anything with its weights.
@@ -120,7 +120,7 @@ class MappedDecoder(MappedModel):
     """A mapped decoder: the ``uses`` of its layers, and the ``test`` that it has to pass."""
 
     def __init__(self, bundle: Bundle, settings: EngineSettings, holder: ContextHolder, key: str) -> None:
-        """Raises what ``MappedModel`` does."""
+        """Map the model. Raises what ``MappedModel`` does."""
         super().__init__(AutoModelForCausalLM, bundle.model_dir, settings, holder, key)
         attention.install(self.model, holder)
         self.model.set_attn_implementation(attention.NAME)
@@ -138,14 +138,15 @@ class MappedEncoder(MappedModel):
     """
 
     def __init__(self, folder: str, settings: EngineSettings, holder: ContextHolder, key: str) -> None:
-        """Raises what ``MappedModel`` does."""
+        """Map the model. Raises what ``MappedModel`` does."""
         super().__init__(AutoModel, folder, settings, holder, key)
         self.tests: list[list[int]] = self.facts["tests"]
         self.expected = self.tensor("expected")
 
 
 def _tensor(array: Array) -> torch.Tensor:
-    """A tensor over the same memory. torch warns that it cannot protect it from writes; nothing here writes to it."""
+    """Return a tensor over the same memory. torch warns that it cannot protect it from writes; nothing here writes to
+    it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         return torch.from_numpy(array)

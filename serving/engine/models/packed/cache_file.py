@@ -61,7 +61,7 @@ class Header(Struct, frozen=True, kw_only=True):
 
 
 def open_packed(key: str) -> tuple[dict[str, Array], dict[str, Any]] | None:
-    """Read-only arrays over the file of ``key``, and its facts; None if there is no intact one."""
+    """Open read-only arrays over the file of ``key``, and its facts; None if there is no intact one."""
     for path in _files(key):
         try:
             return _mapped(path)
@@ -84,7 +84,7 @@ def _files(key: str) -> list[Path]:
 
 
 def _check(found: os.stat_result, kind: Any) -> None:
-    """Raises ``ValueError`` if other users may change the file or folder."""
+    """Raise ``ValueError`` if other users may change the file or folder."""
     if not kind(found.st_mode) or not is_private(found):
         raise ValueError("it is not private to this user")
 

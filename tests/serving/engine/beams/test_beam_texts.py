@@ -30,7 +30,7 @@ END = 2
 
 
 class _Ends(tf.StoppingCriteria):  # type: ignore[misc]
-    """Stop sequences that count from min_tokens on."""
+    """The stop sequences that count from min_tokens on."""
 
     def __init__(self, request: ValidRequest) -> None:
         assert request.sampling is not None
@@ -146,7 +146,7 @@ def make_core(bundle: Bundle, **more: Any) -> EngineCore:
 
 
 def test_stop_strings_end_beams(spoken: tuple[Bundle, Any, Texts]) -> None:
-    """Stop strings end beams as in transformers: with the token that completes one, also across tokens."""
+    """The stop strings end beams as in transformers: with the token that completes one, also across tokens."""
     bundle, model, words = spoken
     core = make_core(bundle)
     rng = random.Random(2)
@@ -178,7 +178,7 @@ def test_stop_strings_end_beams(spoken: tuple[Bundle, Any, Texts]) -> None:
 
 
 class _Strings(tf.StoppingCriteria):  # type: ignore[misc]
-    """Stop strings in the generated text alone: transformers' own criteria look into the prompt too."""
+    """The stop strings in the generated text alone: transformers' own criteria look into the prompt too."""
 
     def __init__(self, words: Texts, prompt: int, stops: tuple[str, ...]) -> None:
         self._words, self._prompt, self._stops = words, prompt, stops

@@ -163,7 +163,7 @@ def test_threads_are_refused_as_clients_know_it(claude: anthropic.Anthropic) -> 
 
     @anthropic.beta_tool
     def now() -> str:
-        """The time."""
+        """Return the time."""
         return "noon"
 
     with pytest.raises(ThreadUnsupportedRequestError, match="conversations are not stored"):

@@ -125,7 +125,7 @@ def test_a_tensor_of_another_type(client: FlaskClient, name: str) -> None:
 
 @pytest.fixture(scope="module")
 def embedder(make: Callable[..., WorkerState], instant_bundle: Bundle) -> FlaskClient:
-    """An endpoint that makes vectors only."""
+    """Return an endpoint that makes vectors only."""
     (entity,) = make().endpoints
     engine = InstantEngine(msgspec.structs.replace(instant_bundle, tasks=("embeddings",)), EngineSettings())
     view = dataclasses.replace(entity.view, info=engine.info)

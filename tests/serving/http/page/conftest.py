@@ -31,7 +31,8 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A server with a database whose replies are printable ASCII that never end early, and whose steps can be held."""
+    """Return a server with a database whose replies are printable ASCII that never end early, and whose steps can be
+    held."""
     root: Path = tmp_path_factory.mktemp("page")
     bundle = write_instant_model(root / "model", vocab_size=94)
     with running(bundle, core=GATED_CORE, database=f"sqlite:///{root}/page.db") as server:
@@ -49,8 +50,8 @@ def complaints() -> Complaints:
 
 @pytest.fixture
 def new_page(browser: Browser, served: Running, complaints: Complaints) -> Iterator[Callable[..., Page]]:
-    """``new_page(view, **options)``: a page of a fresh browser context at a view of the server (or of another URL);
-    ``prepare`` gets it before it is loaded."""
+    """Return ``new_page(view, **options)``: a page of a fresh browser context at a view of the server (or of another
+    URL); ``prepare`` gets it before it is loaded."""
     contexts: list[BrowserContext] = []
 
     def make(

@@ -31,7 +31,7 @@ def settled(page: Page, count: int) -> None:
 
 
 def playground(page: Page, out: Path) -> None:
-    """Two columns on one prompt, then the probabilities of tokens."""
+    """Take two columns on one prompt, then the probabilities of tokens."""
     page.get_by_role("button", name="Add a column").click()
     page.get_by_label("Model", exact=True).nth(1).select_option("assistant:pirate")
     box = page.get_by_label("Message", exact=True)
@@ -63,7 +63,7 @@ def usage(page: Page, out: Path) -> None:
 
 
 def operations(page: Page, out: Path) -> None:
-    """The view with one key."""
+    """Take the view with one key."""
     page.get_by_role("link", name="Operations").click()
     if not page.get_by_text("data science").count():
         page.get_by_label("Tenant").fill("research")

@@ -34,7 +34,7 @@ LABELS = (
 
 @pytest.fixture
 def filled(ledger, reserve_of):
-    """A request for each of ``LABELS``, the first of them as one from before there were any."""
+    """Record a request for each of ``LABELS``, the first of them as one from before there were any."""
     ledger.prices.set("*", Price(output=1_000_000))
     for number, labels in enumerate(LABELS):
         model = OLD if number < 3 else NEW

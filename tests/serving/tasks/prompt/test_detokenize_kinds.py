@@ -46,7 +46,7 @@ KINDS = {
 
 @pytest.fixture(scope="module", params=KINDS)
 def kind(request, tmp_path_factory):
-    """The text model of one kind of decoder."""
+    """Return the text model of one kind of decoder."""
     backend = Tokenizer(models.BPE(vocab=VOCAB, merges=[], unk_token="<unk>"))
     backend.add_special_tokens(SPECIAL)
     if KINDS[request.param] is not None:
@@ -59,7 +59,7 @@ def kind(request, tmp_path_factory):
 
 
 def _draws(seed):
-    """Prompts and texts of a few tokens that come again and again, and of whole characters in bytes."""
+    """Return prompts and texts of a few tokens that come again and again, and of whole characters in bytes."""
     draw = random.Random(seed)
     few = draw.sample([VOCAB[token] for token in [*WORDS, "<s>", "</s>"]], 6)
     units = [[token] for token in few] + [[VOCAB[BYTES[byte]] for byte in char.encode()] for char in "é語"]

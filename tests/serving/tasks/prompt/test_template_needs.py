@@ -25,7 +25,7 @@ THREE = (*HELLO, Message(role="assistant", content="dog"), Message(role="user", 
 
 @pytest.fixture
 def prompt(endpoint_of: Any, text_of: Any) -> Any:
-    """``prompt(template, **fields)``: the text of a chat's prompt."""
+    """Return ``prompt(template, **fields)``: the text of a chat's prompt."""
 
     def of(template: str, **fields: Any) -> str:
         endpoint = endpoint_of(model=text_of(template))

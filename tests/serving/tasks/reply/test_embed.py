@@ -73,7 +73,7 @@ def test_limits_of_the_model(endpoint_of, fallback_text, bad):
 
 
 def _framed(text, lead, tail):
-    """``text``'s tokenizer with special tokens before and after each text."""
+    """Return ``text``'s tokenizer with special tokens before and after each text."""
     from tokenizers import Tokenizer, processors
 
     framed = copy.copy(text)

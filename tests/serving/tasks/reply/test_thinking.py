@@ -77,7 +77,7 @@ READS_NO_EFFORT = "reasoning_effort: 'low' is not allowed; expected none or null
 
 @pytest.fixture
 def ends_with(endpoint_of: Any, text_of: Any) -> Any:
-    """``ends_with(template, **fields)``: what the prompt of a chat with these fields has after its turns."""
+    """Return ``ends_with(template, **fields)``: what the prompt of a chat with these fields has after its turns."""
 
     model_of = functools.cache(text_of)
 
