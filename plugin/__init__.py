@@ -1,0 +1,1 @@
+"""The entry points that MLflow loads: the deployments client, judges, and the AI Gateway's provider."""

@@ -1,0 +1,96 @@
+"""The tree of the package: the size of its folders, their sentences, and the page that lists them."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import mlflow_llm
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = Path(mlflow_llm.__file__).parent
+MIN_ENTRIES = 4  # files with ``__init__.py``, and packages
+MAX_MODULES = 20  # files beside ``__init__.py``
+NATIVE = "serving/engine/native/"  # its folders of headers are no packages
+
+# Folders of another size, and why.
+SMALL: Mapping[str, str] = {
+    "flavors": "MLflow's name space of flavors, of which this project has one",
+    "serving/dialects/openvino": "a dialect is a folder; this one is OpenAI's but for some fields and the errors",
+    "serving/http/openapi": "a document and a page, beside the template of the page",
+    "serving/engine/native/sampling": "a sampler and the index of prompt continuations, each one header",
+}
+LARGE: Mapping[str, str] = {
+    "flavors/llm/save": "each file finds, checks or converts one part of a model, and save_model.py is their order",
+    "serving/cli": "a subcommand is a module, and the help lists them in the same order",
+}
+
+
+def packages() -> Iterator[tuple[str, Path]]:
+    """Yield the folders of the package with their paths below it, without caches and what npm reads and writes."""
+    for top in ("flavors", "plugin", "serving"):
+        base = PACKAGE / top
+        for path in [base, *sorted(base.rglob("*"))]:
+            name = (Path(top) / path.relative_to(base)).as_posix()
+            if (path / "__init__.py").is_file() or (path.is_dir() and name.startswith(NATIVE)):
+                if path.name != "__pycache__":
+                    yield name, path
+
+
+def modules(path: Path) -> list[str]:
+    """Return the names of the source files of a folder beside ``__init__.py``."""
+    ignored = {".pyc", ".pyo", ".so"}
+    return [one.name for one in path.iterdir() if one.is_file() and one.suffix not in ignored | {""}]
+
+
+def test_a_folder_has_four_to_twenty_files() -> None:
+    """Each folder has at least 4 entries and at most 20 files beside its ``__init__``, or its reason stands above."""
+    small, large = set(), set()
+    for name, path in packages():
+        files = modules(path)
+        folders = [one for one in path.iterdir() if one.is_dir() and (one / "__init__.py").is_file()]
+        if len(files) + len(folders) < MIN_ENTRIES:
+            small.add(name)
+        if len([file for file in files if file != "__init__.py"]) > MAX_MODULES:
+            large.add(name)
+    assert small == SMALL.keys()
+    assert large == LARGE.keys()
+
+
+def test_a_package_has_one_sentence() -> None:
+    """The docstring of each package begins with a paragraph that ends with a full stop, and is at most 240 long."""
+    found = []
+    for name, path in packages():
+        if not (path / "__init__.py").is_file():
+            continue
+        text = ast.get_docstring(ast.parse((path / "__init__.py").read_text(encoding="utf-8"))) or ""
+        first = text.partition("\n\n")[0]
+        if not first.endswith(".") or len(first) > 240:
+            found.append(f"{name}: {first[:60]!r}")
+    assert not found, "\n".join(found)
+
+
+def test_the_tour_names_each_folder() -> None:
+    """``docs/structures.md`` has a row for each package, in the table of packages or in that of its folders."""
+    page = (ROOT / "docs/structures.md").read_text(encoding="utf-8")
+    floors, folders = page.split("## Level 2")[1].split("## Level 3")
+    rows = {f"serving/{name}" for name in re.findall(r"^\| \d+ \| `([^`]+)/`", floors, flags=re.M)}
+    parent = ""
+    for line in folders.splitlines():
+        if found := re.match(r"\*\*`([^`]+/)`\*\*", line):
+            parent = found[1] if found[1].startswith("flavors") else f"serving/{found[1]}"
+        elif found := re.match(r"\| `([^`]+)/` \|", line):
+            rows.add(parent + found[1])
+    rows = {
+        row.removeprefix("serving/") if row.startswith(("serving/flavors", "serving/plugin")) else row for row in rows
+    }
+    known = {name for name, _ in packages()} - {"flavors", "serving"}
+    assert rows == {name for name in known if not name.startswith(NATIVE)} - {"serving/metering/migrations/versions"}
+
+
+def test_the_names_of_headers_are_their_own() -> None:
+    """No two headers of the kernels have the same name, so that a name says which one is meant."""
+    names = [path.name for path in (PACKAGE / NATIVE).rglob("*.h")]
+    assert len(names) == len(set(names)) > 30
