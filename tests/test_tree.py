@@ -34,9 +34,9 @@ def packages() -> Iterator[tuple[str, Path]]:
         base = PACKAGE / top
         for path in [base, *sorted(base.rglob("*"))]:
             name = (Path(top) / path.relative_to(base)).as_posix()
-            if (path / "__init__.py").is_file() or (path.is_dir() and name.startswith(NATIVE)):
-                if path.name != "__pycache__":
-                    yield name, path
+            has_headers = path.is_dir() and name.startswith(NATIVE) and path.name != "__pycache__"
+            if has_headers or (path / "__init__.py").is_file():
+                yield name, path
 
 
 def modules(path: Path) -> list[str]:
