@@ -15,6 +15,7 @@ from ..interface.errors import PackagingError, ServingError
 from ..system.escape import visible
 
 COMMANDS = {  # the module of each, and its name in there where that is another
+    "run": "run",
     "serve": "serve",
     "engine": "engine",
     "engine-key": "engine:engine_key",

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..model_files.model_uri import in_store
+from ..system.step_line import StepLine
+from .model_names import located, named_version
+
 if TYPE_CHECKING:
     from mlflow_llm.flavors.llm.predict.pyfunc import PyfuncModel
+    from mlflow_llm.flavors.llm.predict.session import Session
+
+POLL_SECONDS = 0.2
 
 
 class LocalModel:
@@ -27,18 +36,32 @@ class LocalModel:
         from .model_options import engine_overrides, name_of
 
         overrides = engine_overrides(config, here=True)
-        click.echo(f"loading {uri}", err=True)
+        uri = located(uri)
+        line = StepLine()
+        line.show(f"loading {uri}")
         from mlflow.exceptions import MlflowException
 
         from mlflow_llm.flavors import llm
-        from mlflow_llm.flavors.llm.load.model_cache import logged_root
+        from mlflow_llm.flavors.llm.load.model_cache import logged
+        from mlflow_llm.flavors.llm.model.fetch import local_root
+        from mlflow_llm.flavors.llm.model.model_registry import pinned
 
         logging.getLogger("mlflow").setLevel(logging.ERROR)
         try:
-            model = llm._load_pyfunc(str(logged_root(uri)), overrides or None)
+            root = logged(uri)
+            if root is None:
+                fixed = pinned(uri) if in_store(uri) else uri
+                if version := named_version(uri, fixed):
+                    line.clear()
+                    click.echo(version, err=True)
+                root = local_root(fixed)
+            model = llm._load_pyfunc(str(root), overrides or None)
         except (MlflowException, ValueError) as error:
             raise click.ClickException(str(getattr(error, "message", error))) from None
+        finally:
+            line.clear()
         try:
+            _start(model.session, line)
             yield cls(model, name_of(uri))
         finally:
             model.close()
@@ -60,3 +83,31 @@ class LocalModel:
     @contextlib.contextmanager
     def understood(self) -> Iterator[None]:
         yield
+
+
+def _start(session: Session, line: StepLine) -> None:
+    """Start the engine of a loaded model, and show the steps of that. Raises ``ClickException``."""
+    from ..interface.errors import PackagingError, ServingError
+    from ..transport.discovery.state_directory import StateDirectory, default_runtime_dir
+
+    over = threading.Event()
+    state = StateDirectory(default_runtime_dir(), session.engine_key)
+
+    def draw() -> None:
+        while not over.wait(POLL_SECONDS):
+            if (step := state.read_step()) is not None:
+                line.show(step.name, step.done, step.total)
+
+    drawer = threading.Thread(target=draw, name="mlflow-llm-steps", daemon=True)
+    began = time.monotonic()
+    line.show("starting the engine")
+    drawer.start()
+    try:
+        session.connect()
+    except (PackagingError, ServingError) as error:
+        raise click.ClickException(str(error)) from None
+    finally:
+        over.set()
+        drawer.join()
+        line.clear()
+    click.echo(f"ready after {time.monotonic() - began:.1f} s", err=True)

@@ -17,6 +17,7 @@ from ..dialects.fields.defaults import check_defaults, request_defaults
 from ..interface.settings import EngineSettings, check_name, check_server_engine
 from ..model_files.model_uri import parse
 from ..transport.auth import check_address, read_key
+from .model_names import located, named_version
 
 CLIENT_SETTINGS = ("stall_timeout", "start_timeout", "trust_remote_code")  # that matter where the engine is not
 
@@ -41,6 +42,7 @@ def named_models(models: tuple[str, ...], name: str | None) -> dict[str, str]:
         if equals and own.startswith("models:/") and "/" not in uri:
             raise click.UsageError(f"-m {given}: the URI comes first, {own}={uri}")
         uri, own = (uri, own) if equals and ("/" not in own or _is_name(given, uri)) else (given, "")
+        uri = located(uri)
         endpoint = check_name(name or own or name_of(uri), hint="" if name or own else "; write -m URI=name")
         if endpoint in found:
             raise click.UsageError(f"two models are called {endpoint!r}; write -m URI=name")
@@ -166,6 +168,8 @@ def endpoint_specs(
     specs = []
     for name, uri in models.items():
         found, settings = resolved[name], engines[name]
+        if version := named_version(uri, found.uri):
+            click.echo(version, err=True)
         specs.append(
             EndpointSpec(
                 name=name,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from typing import Any
@@ -12,6 +13,7 @@ from click.core import ParameterSource
 
 from ..control.settings import ServerSettings
 from ..control.spec import ProfileName, ServeSpec
+from ..system.step_line import StepLine
 from .dialect_options import dialect_options, dialects_of
 from .model_options import (
     check_settings,
@@ -30,7 +32,9 @@ from .spec_files import read_serve_spec
 @click.command(epilog=settings_help())
 @serve_options
 @dialect_options
+@click.argument("places", nargs=-1, metavar="[MODEL[=NAME]]...")
 def serve(
+    places: tuple[str, ...],
     models: tuple[str, ...],
     name: str | None,
     spec_file: str | None,
@@ -43,6 +47,10 @@ def serve(
 ) -> None:
     """Serve models over HTTP.
 
+    MODEL is the same as -m MODEL: a directory, a GGUF file, a registered model (NAME, NAME/VERSION, NAME@ALIAS or
+    models:/…), or a hub id. What is a model's directory or file here is taken before a registered model of the same
+    name. The name of the endpoint follows from the model, unless "=NAME" gives another.
+
     The server speaks the APIs of OpenAI, Anthropic, Databricks, MLflow and others. It runs in the foreground until a
     signal ends it: SIGTERM lets running requests finish, SIGINT (Ctrl-C) does not.
     """
@@ -54,6 +62,7 @@ def serve(
         check_place(spec.settings)
     else:
         dialects = dialects_of(server)
+        models = (*places, *models)
         settings = ServerSettings(**server)
         check_place(settings)
         named = {} if server["database"] and not models else named_models(models, name)
@@ -88,7 +97,7 @@ def serve(
 def _check_alone(context: click.Context) -> None:
     """Raise ``UsageError`` for an option beside --spec: it would have no effect, and --require-keys must have one."""
     given = [
-        option.opts[0]
+        option.opts[0] if isinstance(option, click.Option) else option.make_metavar(context)
         for option in context.command.params
         if option.name != "spec_file" and context.get_parameter_source(option.name or "") is ParameterSource.COMMANDLINE
     ]
@@ -96,8 +105,17 @@ def _check_alone(context: click.Context) -> None:
         raise click.UsageError(f"{', '.join(given)}: not allowed with --spec; put it into that file")
 
 
+@functools.cache
+def _line() -> StepLine:
+    return StepLine()
+
+
 def say(step: dict[str, Any]) -> None:
     """Print a step of the server's start on standard error."""
+    if step["stage"] == "step":
+        _line().show(step["step"], step["done"], step["total"])
+        return
+    _line().clear()
     where = f" {step['endpoint']}" if "endpoint" in step else ""
     seconds = f" ({step['seconds']} s)" if "seconds" in step else ""
     model = f": {step['model']}" if step.get("model") else ""

@@ -21,6 +21,7 @@ from ..interface.errors import NotFound, PackagingError, ServingError
 from ..metering.accounts.audit import Actor
 from ..model_files import downloads
 from ..supervision.supervisor import EngineStatus, Supervisor
+from ..system.load_steps import LoadStep
 from .adapters import EngineAdapters
 from .autoscaler import Autoscaler
 from .deployed import DeployedEndpoint
@@ -98,13 +99,22 @@ class Reconciler:
             self._say("loading", endpoint=state.name)
         began = time.monotonic()
         said: set[str] = set()
+        steps: dict[str, LoadStep] = {}
         while not self._over.is_set() and not self._settled(declared):
             self.tick()
             for name in {one.name for one in self._deployed.values()} - said:
                 said.add(name)
                 seconds = round(time.monotonic() - began, 2)
                 self._say("token", endpoint=name, seconds=seconds, **self._runs_on(name))
+            self._say_steps(steps)
             time.sleep(TICK / 2)
+
+    def _say_steps(self, said: dict[str, LoadStep]) -> None:
+        """Report how far the loads of engines on this host are, where that has changed since it was ``said``."""
+        for address, step in self._supervisor.load_steps().items():
+            if said.get(address) != step:
+                said[address] = step
+                self._say("step", step=step.name, done=step.done, total=step.total)
 
     def _runs_on(self, name: str) -> dict[str, str]:
         """Return which models an endpoint serves, which kernels its engines use, and how many tokens a step of them

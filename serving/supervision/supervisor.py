@@ -16,6 +16,7 @@ until ``in_use(address)`` is false, so that no request on it is lost.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -25,6 +26,8 @@ from msgspec import Struct
 
 from ..interface.engine import Engine, EngineInfo, Health
 from ..interface.errors import Conflict, InvalidField, NotFound, PackagingError
+from ..system.load_steps import LoadStep
+from ..transport.discovery.state_directory import StateDirectory
 from .adapter_sync import NO_ADAPTERS, AdapterSync, WantedAdapters
 from .engine_spec import EngineSpec
 from .replica import Replica, ReplicaState
@@ -184,6 +187,14 @@ class Supervisor:
                 start_seconds=found.start_seconds,
                 replicas=tuple(_status(index, replica) for index, replica in sorted(found.replicas.items())),
             )
+
+    def load_steps(self) -> dict[str, LoadStep]:
+        """Return the steps that loading engines on this host have reached, by address."""
+        with self._lock:
+            replicas = [one for found in self._entities.values() for one in found.replicas.values()]
+        places = [one.address for one in replicas if one.is_here and one.state == "starting"]
+        found = {place: StateDirectory(*os.path.split(place)).read_step() for place in places}
+        return {place: step for place, step in found.items() if step is not None}
 
     def engine(self, entity: str, index: int = 0) -> Engine:
         """Return the supervisor's own client of a ready replica. Raises ``NotFound``."""

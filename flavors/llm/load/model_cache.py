@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
-import sys
 import tempfile
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from .... import __version__
 from ....serving.interface.errors import PackagingError
 from ....serving.model_files.downloads import check_owner
 from ....serving.system.files import cache_dir
+from ....serving.system.step_line import StepLine, watched
 from ..model.fetch import local_root
 from ..model.hub import fetch_snapshot
 from ..model.unlogged_source import source_of
@@ -55,8 +55,8 @@ def _save(source: Path, target: Path, uri: str) -> None:
     try:
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".unfinished-") as scratch:
-            print(f"logging {uri} into {target}", file=sys.stderr, flush=True)
-            save_model(Path(scratch) / "model", model=source, link_files=True)
+            with watched(StepLine(), f"logging {uri} into {target}", lambda: 0, 0):
+                save_model(Path(scratch) / "model", model=source, link_files=True)
             (Path(scratch) / "model").chmod(0o700)
             with contextlib.suppress(OSError):
                 (Path(scratch) / "model").rename(target)

@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +22,7 @@ from typing import Any
 from ....serving.interface.errors import PackagingError
 from ....serving.model_files import downloads
 from ....serving.system.files import sync_directory
-from ....serving.system.sizes import readable
+from ....serving.system.step_line import StepLine, watched
 from . import manifest as manifests
 from .manifest import FileEntry, Manifest
 from .names import MLMODEL
@@ -109,8 +108,11 @@ def _fill(uri: str, store: Any, manifest: Manifest, described: Path, weights: bo
     _link(part, missing)
     size = sum(entry.size for entry in missing.values())
     downloads.make_room(size)
-    print(f"downloading {uri}, {readable(size)}, into {part.parent}", file=sys.stderr, flush=True)
-    with ThreadPoolExecutor(MAX_CONCURRENT_DOWNLOADS, thread_name_prefix="mlflow-llm-download") as pool:
+    began = size_of(part)
+    with (
+        watched(StepLine(), f"downloading {uri} into {part.parent}", lambda: size_of(part) - began, size),
+        ThreadPoolExecutor(MAX_CONCURRENT_DOWNLOADS, thread_name_prefix="mlflow-llm-download") as pool,
+    ):
         work = [pool.submit(_fetch_verified, store, path, entry, part) for path, entry in missing.items()]
         try:
             for one in work:
@@ -118,6 +120,16 @@ def _fill(uri: str, store: Any, manifest: Manifest, described: Path, weights: bo
         finally:
             pool.shutdown(cancel_futures=True)
     _finish(described, part)
+
+
+def size_of(folder: Path) -> int:
+    """Return the bytes of all files in ``folder``, some of which may be moved or removed meanwhile."""
+    total = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(place, name)).st_size
+    return total
 
 
 def _fetch_verified(store: Any, path: str, entry: FileEntry, part: Path) -> None:

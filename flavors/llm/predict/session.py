@@ -104,6 +104,13 @@ class Session:
             return self._view
 
     @property
+    def engine_key(self) -> str:
+        """The key of the engine process of this model and these settings."""
+        from ....serving.transport.discovery.launcher import engine_key
+
+        return engine_key(self.bundle, self.settings)
+
+    @property
     def engine(self) -> Engine:
         self.connect()
         if self._engine is None:

@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextT
 from ...interface.bundle import Bundle
 from ...interface.errors import PackagingError
 from ...interface.settings import EngineSettings
+from ...system import load_steps
 from ...system.cpus import num_threads
 from ..attention import attention, latent_attention
 from ..attention.kv_cache import LayerShape, Row
@@ -155,6 +157,7 @@ def _load(model: Any, resolved: ResolvedSettings, keep_as: tuple[str, PackedSour
     like = next(model.parameters())
     fused_modules.install(model)
     linears = linear.install(model, holder, settings, plain=latent)
+    load_steps.report("testing")
     test.check(model_forward(model, holder), layers, like, int8=settings.quantization != "none", rounded=rounded)
     if settings.quantization == "fp8":
         with fp8.all_rows_are_many():
@@ -195,6 +198,7 @@ def from_pretrained(auto: Any, folder: str, resolved: ResolvedSettings) -> Any:
     """Read a model from safetensors only, with transformers' own attention, since a configuration may name one whose
     code would be downloaded. Raises ``PackagingError`` if the files do not make a complete model."""
     own_code = resolved.settings.trust_remote_code
+    load_steps.report("reading", total=sum(path.stat().st_size for path in Path(folder).glob("*.safetensors")))
     if stored_weights.quantization_of(folder) is not None:
         return stored_weights.load(auto, folder, resolved.dtype, resolved.device)
     try:

@@ -20,6 +20,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from ...interface.settings import EngineSettings
+from ...system import load_steps
 from ..native.library import LANES
 from ..native.weight import BF16, F32, ROTATED, NativeWeight, can_pack
 from . import experts
@@ -233,7 +234,12 @@ def install(
     found: dict[str, EngineLinear] = {}
     head_name: str | None = None
     like = next(model.parameters(), None)
+    total, done = sum(_num_bytes(module) for module in model.modules() if replaceable(module)), 0
+    step = "packing" if settings.quantization == "none" else "quantising"
     for parent, paths, modules, is_head in groups_of(model):
+        if pack is None:
+            load_steps.report(step, done, total)
+            done += sum(map(_num_bytes, modules))
         weights = [weight_of(module) for module in modules]
         sizes = [weight.shape[0] for weight in weights]
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
@@ -257,6 +263,11 @@ def install(
             found[path] = EngineLinear(path, group, member)
             setattr(parent, path.rpartition(".")[2], found[path])
     return LinearSet(linears=found, head=head_name, experts=_install_experts(model, settings, pack, like))
+
+
+def _num_bytes(module: nn.Module) -> int:
+    weight = weight_of(module)
+    return weight.numel() * weight.element_size()
 
 
 def _install_experts(

@@ -9,6 +9,7 @@
             socket              the ZeroMQ socket for clients on this host
             spec.json           the engine's ``ProcessSpec``; standby-spec.json is that of its warm standby
             status.json         loading | ready | failed, written by the engine
+            step.json           the step of the load that is under way, and how far it is
             adapters.json       adapters loaded at run time, for the engine's successor after a crash
             engine.log
             load.log            the part of engine.log that the last load wrote
@@ -35,11 +36,13 @@ from msgspec import Struct
 from ...interface.errors import PackagingError, Unavailable
 from ...system.file_locks import FileLock, acquire, create_locked, is_held, try_acquire
 from ...system.files import is_private, replace_file, xdg_dir
+from ...system.load_steps import LoadStep
 
 KEY_LENGTH = 16
 SOCKET = "socket"
 LOG = "engine.log"
 LOAD_LOG = "load.log"
+STEP = "step.json"
 LOG_BYTES = 64 * 1024  # how much of a load's log is kept
 MAX_SOCKET_PATH = 107  # bytes in sockaddr_un.sun_path, less the closing NUL
 MAX_REMAKES = 100  # how often in a row the runtime directory is made again
@@ -185,6 +188,14 @@ class StateDirectory:
         try:
             with open(self.file("status.json"), "rb") as file:
                 return msgspec.json.decode(file.read(), type=Status)
+        except (OSError, msgspec.MsgspecError):
+            return None
+
+    def read_step(self) -> LoadStep | None:
+        """Return the step that the engine's load has reached, or None if none is known."""
+        try:
+            with open(self.file(STEP), "rb") as file:
+                return msgspec.json.decode(file.read(), type=LoadStep)
         except (OSError, msgspec.MsgspecError):
             return None
 

@@ -9,12 +9,15 @@ when its last client is gone. With a ``control_fd``, it is a warm standby (``sta
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import logging
 import os
 import signal
 import sys
+import time
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -24,16 +27,17 @@ from ...interface.engine import CoreFactory
 from ...interface.errors import InvalidField, PackagingError
 from ...interface.settings import EngineSettings
 from ...model_files import downloads
-from ...system import child
+from ...system import child, load_steps
 from ...system.cpus import num_threads
 from ...system.escape import configure
 from ...system.file_locks import FileLock
-from ..discovery.state_directory import LOG, SOCKET, RuntimeAdapter, StateDirectory, Status, check_private
+from ..discovery.state_directory import LOG, SOCKET, STEP, RuntimeAdapter, StateDirectory, Status, check_private
 from ..process_spec import ENGINE_CORE, MODULE, ProcessSpec
 from .standby import Successor, WarmStandby, standby_settings
 from .start_times import StartTimes
 
 logger = logging.getLogger("mlflow_llm.engine")
+STEP_SECONDS = 0.2  # between two writes of how far a step is
 
 
 class Terminated(BaseException):
@@ -111,10 +115,14 @@ def _serve(
     factory: CoreFactory = getattr(importlib.import_module(module), name)
     times.done("imports")
     downloads.hold(spec.bundle)
+    if successor is None:
+        load_steps.listen(_step_writer(state))
     try:
         core = factory(spec.bundle, spec.settings)
     except InvalidField as error:  # another start with the same settings would fail as well
         raise PackagingError(str(error)) from None
+    load_steps.listen(None)
+    state.remove_file(STEP)
     times.done("weights")
     if successor is not None:
         successor.wait()
@@ -160,6 +168,22 @@ def _serve(
             one.close()
         context.term()
     return 0
+
+
+def _step_writer(state: StateDirectory) -> Callable[[load_steps.LoadStep], None]:
+    """Return a listener that writes each step of the load to the state directory, where clients read it."""
+    name, written = "", 0.0
+
+    def write(step: load_steps.LoadStep) -> None:
+        nonlocal name, written
+        now = time.monotonic()
+        if step.name == name and now - written < STEP_SECONDS:
+            return
+        name, written = step.name, now
+        with contextlib.suppress(OSError):  # a full disk, or a directory that is gone: the load itself will tell
+            state.write_json(STEP, step)
+
+    return write
 
 
 def _warm_standby(spec: ProcessSpec, state: StateDirectory, lock: FileLock, kv_cache_memory: int) -> WarmStandby | None:

@@ -30,6 +30,7 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
+from ....system import load_steps
 from ....system.files import cache_dir, is_private
 
 logger = logging.getLogger(__name__)
@@ -93,6 +94,7 @@ def _mapped(path: Path) -> tuple[dict[str, Array], dict[str, Any]]:
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     with open(fd, "rb") as file:
         _check(os.fstat(fd), stat.S_ISREG)
+        load_steps.report("checking packed weights", total=os.fstat(fd).st_size)
         if hashlib.file_digest(file, "sha256").hexdigest() != path.name.rpartition("-")[2]:
             raise ValueError("its content is not what its name says")
         memory = mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
