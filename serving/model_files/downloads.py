@@ -69,12 +69,12 @@ def check_owner(path: Path) -> None:
             )
 
 
-def entry(key: str, fill: Callable[[Path], None]) -> Path:
+def entry(key: str, fill: Callable[[Path], None], label: str = "") -> Path:
     """Return the folder of the download ``key``, which this process then holds; ``fill(part)`` downloads a missing one.
 
     ``part`` is a directory that may have files of an earlier attempt. Of several processes and threads that ask at
-    once, one downloads, and the others wait for it; if it fails or is killed, the next one tries. Raises what ``fill``
-    raises, ``OSError`` and ``PackagingError``.
+    once, one downloads, and the others wait for it; if it fails or is killed, the next one tries. ``label`` is what
+    people call the model. Raises what ``fill`` raises, ``OSError`` and ``PackagingError``.
     """
     root = place()
     root.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -91,11 +91,35 @@ def entry(key: str, fill: Callable[[Path], None]) -> Path:
                 check_owner(part)
                 fill(part)
                 part.rename(path)
+            if label:
+                Path(lock_path).write_text(label, encoding="utf-8")
             os.utime(lock_path)
         finally:
             lock.release()
     check_owner(path)
     return path
+
+
+def label_of(key: str) -> str:
+    """Return what people call the download ``key``; "" if that is not known."""
+    try:
+        return (place() / f"{key}{LOCK}").read_text(encoding="utf-8")[:300]
+    except (OSError, ValueError):
+        return ""
+
+
+def entries() -> list[tuple[float, Path, dict[tuple[int, int], int]]]:
+    """Return the time of the last use, the path, and the sizes of the files by inode, of each download."""
+    root = place()
+    return list(_entries(root)) if root.is_dir() else []
+
+
+def remove(key: str) -> bool:
+    """Remove a download; return False if a process uses it. Raises ``LookupError`` if there is none."""
+    path = place() / key
+    if not key or os.sep in key or not path.is_dir():
+        raise LookupError(key)
+    return _remove(path)
 
 
 def make_room(needed: int) -> None:

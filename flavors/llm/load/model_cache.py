@@ -10,14 +10,12 @@ from pathlib import Path
 
 from .... import __version__
 from ....serving.interface.errors import PackagingError
+from ....serving.model_files import cached_copies
 from ....serving.model_files.downloads import check_owner
-from ....serving.system.files import cache_dir
 from ....serving.system.step_line import StepLine, watched
 from ..model.fetch import local_root
 from ..model.hub import fetch_snapshot
 from ..model.unlogged_source import source_of
-
-CACHE_PART = "models"
 
 
 def logged_root(uri: str) -> Path:
@@ -40,11 +38,13 @@ def logged(uri: str) -> Path | None:
         return None
     if isinstance(source, str):
         source = fetch_snapshot(source, None)
-    target = cache_dir(CACHE_PART) / f"{_readable(uri)}-{_fingerprint(source)}"
+    target = cached_copies.place() / f"{_readable(uri)}-{_fingerprint(source)}"
     check_owner(target.parent)
     if not target.is_dir():
         _save(source, target, uri)
+        cached_copies.trim(keep=target)
     check_owner(target)
+    cached_copies.mark_used(target)
     return target
 
 

@@ -44,7 +44,7 @@ def downloaded(uri: str, store: Any, *, weights: bool = True) -> Path:
             _fetch_description(uri, store, name, described)
         manifest = manifests.read(described)
         fill = functools.partial(_fill, uri, store, manifest, described, weights)
-        return downloads.entry(_key(manifest, described, weights=weights), fill)
+        return downloads.entry(_key(manifest, described, weights=weights), fill, uri)
 
 
 @contextlib.contextmanager

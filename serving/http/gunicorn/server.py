@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from gunicorn.app.base import BaseApplication
 
-from ...control.server_directory import server_directory
+from ...control.server_directory import ServerRecord, server_directory, write_record
 from ...control.spec import ServeSpec
 from ...observability.exporter_process import exporting
 from ...system import logs
@@ -154,6 +154,7 @@ class Application(BaseApplication):
                 raise
 
     def _listening(self, arbiter: Any) -> None:
+        self._record(arbiter)
         if self.progress is None:
             return
         for stage, listener in zip(("listening", "probes"), arbiter.LISTENERS, strict=False):
@@ -161,6 +162,14 @@ class Application(BaseApplication):
             address = {"socket": name} if isinstance(name, str) else {"host": name[0], "port": name[1]}
             secure = self.spec.settings.tls_cert is not None
             self.progress({"stage": stage, "scheme": "https" if secure else "http", **address})
+
+    def _record(self, arbiter: Any) -> None:
+        """Write where the server listens into its directory, for ``mlflow-llm ps``."""
+        scheme = "http" if self.spec.settings.tls_cert is None else "https"
+        names = [listener.sock.getsockname() for listener in arbiter.LISTENERS[:1]]
+        urls = tuple(bind(name) if isinstance(name, str) else f"{scheme}://{bind(name[:2])}" for name in names)
+        with contextlib.suppress(OSError):  # a full disk must not stop a server that is ready
+            write_record(self.directory, ServerRecord(pid=os.getpid(), addresses=urls))
 
     def keep_processes(self) -> None:
         """Restart the processes that have ended."""

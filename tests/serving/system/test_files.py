@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from mlflow_llm.flavors.llm.load import model_cache
 from mlflow_llm.serving.engine.models.packed import cache_file
+from mlflow_llm.serving.model_files import cached_copies
 from mlflow_llm.serving.system.files import cache_dir, replace_file, replacing
 
 
@@ -35,7 +35,7 @@ def test_the_cache_is_where_its_variables_say(
 
 def test_parts_of_the_cache_have_places_of_their_own() -> None:
     """Logged models and packed weights have separate directories in the cache."""
-    assert model_cache.CACHE_PART != cache_file.PLACE
+    assert cached_copies.PLACE != cache_file.PLACE
 
 
 def test_a_file_is_replaced_whole_and_is_its_owners(tmp_path: Path) -> None:
