@@ -18,8 +18,8 @@ from ..control.settings import ServerSettings, ledger_dir
 from ..control.spec import ServeSpec, store_url
 from ..endpoints.store import EndpointStore
 from ..observability.engine_counters import CounterDirectory
+from ..observability.metrics import COUNT_VIOLATIONS, STORE_OUTAGES
 from ..observability.metrics import DIRECTORY as METRICS
-from ..observability.metrics import STORE_OUTAGES
 from ..observability.tracing import OFF, Outbox, Tracer
 from ..routing.admission import profiles_of
 from ..routing.plan_follower import PlanFollower
@@ -121,4 +121,5 @@ def _metering(spec: ServeSpec, store: Store) -> tuple[Keys | None, Ledger | None
 
     ledger = Ledger(store, state_dir=ledger_dir(spec.settings))
     ledger.on_outage = STORE_OUTAGES.inc
+    ledger.audit.on_violation = lambda rule: COUNT_VIOLATIONS.labels(rule).inc()
     return Keys(store), ledger

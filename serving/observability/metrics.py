@@ -46,6 +46,12 @@ TRACES_DROPPED = Counter(
     "mlflow_llm_traces_dropped", "Traces dropped because the exporter was too far behind", registry=OWN
 )
 STORE_OUTAGES = Counter("mlflow_llm_store_outages", "Times that the store stopped answering, per worker", registry=OWN)
+COUNT_VIOLATIONS = Counter(
+    "mlflow_llm_ledger_violations",
+    "Settlements that broke received <= billed <= generated, by rule; they were corrected",
+    ("rule",),
+    registry=OWN,
+)
 TTFT = Histogram(
     "mlflow_llm_time_to_first_token_seconds",
     "From the arrival of a streamed request to its first token",

@@ -138,8 +138,10 @@ class WrittenJournal:
             if start + path.stat().st_size <= position:
                 path.unlink(missing_ok=True)
 
-    def remove(self) -> None:
+    def remove(self) -> bool:
+        """Remove the journal; return False if it is still there (a disk that cannot be written)."""
         shutil.rmtree(self.directory, ignore_errors=True)
+        return not self.directory.exists()
 
     def _files(self) -> list[tuple[int, Path]]:
         return [(int(path.name.removeprefix("ended-")), path) for path in sorted(self.directory.glob("ended-*"))]

@@ -1,13 +1,15 @@
 """Crash recovery: settle the open leases of ended processes, each by the best record that there is of it.
 
 The records, in order of preference: the owner's spool (exact), its progress file (exact up to the kill), and the row's
-own checkpoint (if a host was lost together with its disk; at most one heartbeat old).
+own checkpoint (if a host was lost together with its disk; at most one heartbeat old). A host that comes back after its
+rows were settled by their checkpoints corrects them by its spools and progress files.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TypeAlias
 
 import sqlalchemy as sa
 
@@ -19,6 +21,13 @@ from .lease import Lease
 from .lease_owner import STALE_SECONDS, DeadOwner, is_local, remove_unfinished, take_over_dead
 from .settlement import Settlement, settle_in
 from .spool import drain_file, spooled
+
+Settled: TypeAlias = Callable[[str], object]
+"""It is called with the id of each request that was settled."""
+
+
+def ignore(_request_id: str) -> None:
+    """Do nothing with the id of a request that was settled."""
 
 
 def heartbeat(store: Store, owner: str, now_ms: int, open_leases: Iterable[Lease]) -> None:
@@ -55,24 +64,28 @@ class Recovery:
     that is gone) is alive as long as its heartbeat changes, by this process's monotonic clock: no wall clock decides.
     """
 
-    def __init__(self, store: Store, state_dir: Path, *, monotonic: Callable[[], float]) -> None:
-        self._store, self._state_dir = store, state_dir
+    def __init__(
+        self, store: Store, state_dir: Path, *, monotonic: Callable[[], float], settled: Settled = ignore
+    ) -> None:
+        self._store, self._state_dir, self._settled = store, state_dir, settled
         self._beats = StalenessDetector(STALE_SECONDS, monotonic=monotonic)
         self._unfinished = StalenessDetector(STALE_SECONDS, monotonic=monotonic)
 
     def run(self, now_ms: int) -> int:
         """Settle the rows of ended processes and return how many. Idempotent: it can be interrupted and repeated."""
-        settled = recover_local(self._store, self._state_dir, now_ms, self._unfinished)
+        count = recover_local(self._store, self._state_dir, now_ms, self._unfinished, self._settled)
         silent = self._beats.observe(heartbeats(self._store, self._state_dir))
-        return settled + sum(recover_rows(self._store, name, now_ms) for name in silent)
+        return count + sum(recover_rows(self._store, name, now_ms, self._settled) for name in silent)
 
 
-def recover_local(store: Store, state_dir: Path, now_ms: int, unfinished: StalenessDetector) -> int:
+def recover_local(
+    store: Store, state_dir: Path, now_ms: int, unfinished: StalenessDetector, settled: Settled = ignore
+) -> int:
     """Settle the rows of this host's ended processes and return how many."""
     remove_unfinished(state_dir, unfinished)
     found = take_over_dead(state_dir)
     try:
-        return sum(_recover_owner(store, owner, now_ms) for owner in found)
+        return sum(_recover_owner(store, owner, now_ms, settled) for owner in found)
     finally:
         for owner in found:
             owner.release()
@@ -100,25 +113,31 @@ def heartbeats(store: Store, state_dir: Path) -> dict[str, int | None]:
     return {name: beat for name, beat in store.read(work).items() if not is_local(state_dir, name)}
 
 
-def _recover_owner(store: Store, owner: DeadOwner, now_ms: int) -> int:
-    settled = sum(drain_file(path, lambda s: settle_in(store, s)) for path in spooled(owner.directory))
+def _recover_owner(store: Store, owner: DeadOwner, now_ms: int, settled: Settled) -> int:
+    count = sum(drain_file(path, lambda s: _settle(store, s, settled)) for path in spooled(owner.directory))
     for seen in read_progress(owner.directory / "progress"):
         settlement = settlement_of(seen.request_id, now_ms, seen.prompt, seen.cached, seen.completion)
-        settled += settle_in(store, settlement)
-    settled += recover_rows(store, owner.name, now_ms)
+        count += _settle(store, settlement, settled)
+    count += recover_rows(store, owner.name, now_ms, settled)
     owner.remove()
-    return settled
+    return count
 
 
-def recover_rows(store: Store, owner: str, now_ms: int) -> int:
+def _settle(store: Store, settlement: Settlement, settled: Settled) -> bool:
+    if done := settle_in(store, settlement):
+        settled(settlement.request_id)
+    return done
+
+
+def recover_rows(store: Store, owner: str, now_ms: int, settled: Settled = ignore) -> int:
     """Settle the open rows of ``owner`` by their checkpoints, forget the owner, and return how many rows."""
     query = sa.select(ledger.c.request_id, *(ledger.c[name] for name in _COUNTS))
     query = query.where(ledger.c.owner == owner, ledger.c.status == "open")
-    settled = 0
+    count = 0
     for request_id, prompt, cached, completion in store.read(lambda connection: connection.execute(query).all()):
-        settled += settle_in(store, settlement_of(request_id, now_ms, prompt, cached, completion))
+        count += _settle(store, settlement_of(request_id, now_ms, prompt, cached, completion), settled)
     store.write(lambda connection: connection.execute(sa.delete(owners).where(owners.c.owner == owner)))
-    return settled
+    return count
 
 
 def settlement_of(request_id: str, now_ms: int, prompt: int = 0, cached: int = 0, completion: int = 0) -> Settlement:

@@ -24,10 +24,16 @@ BATCHES = 100
 """At most so many a journal and round: an engine that writes faster than the store takes must not hold up the rest."""
 DONE = -1
 
+# counts take the place of what was assumed without them (``count_audit``)
+_counted = ledger.c.generated_tokens - ledger.c.assumed_tokens + sa.bindparam("tokens")
+_enough = sa.or_(ledger.c.assumed_tokens == 0, _counted >= ledger.c.completion_tokens)
 _add = (
     sa.update(ledger)
     .where(ledger.c.request_id == sa.bindparam("id"))
-    .values(generated_tokens=ledger.c.generated_tokens + sa.bindparam("tokens"))
+    .values(
+        generated_tokens=sa.case((_enough, _counted), else_=ledger.c.completion_tokens),
+        assumed_tokens=sa.case((_enough, 0), else_=ledger.c.completion_tokens - _counted),
+    )
 )
 
 
@@ -67,8 +73,7 @@ def _read(store: Store, journal: WrittenJournal) -> int:
             return added  # another process was first
         position, added = reached, added + len(found)
         journal.forget(position)
-    if position == DONE:
-        journal.remove()
+    if position == DONE and journal.remove():
         store.write(lambda c: c.execute(sa.delete(journals).where(journals.c.journal == journal.name)))
     return added
 

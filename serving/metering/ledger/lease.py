@@ -13,6 +13,7 @@ from ...interface.errors import Aborted
 from ...interface.labels import NONE, Labels
 from ...model_files.model_version import UNKNOWN, ModelVersion
 from ..accounts.limits import LimitStatus
+from .count_audit import BILLED_BELOW_RECEIVED, CountAudit
 from .lease_owner import LeaseOwner
 from .settlement import Settlement, Status
 
@@ -64,6 +65,8 @@ class LeaseCloser(Protocol):
 
     @property
     def monotonic(self) -> Callable[[], float]: ...
+    @property
+    def audit(self) -> CountAudit: ...
     def close_lease(self, lease: Lease, owner: LeaseOwner, slot: int, settlement: Settlement) -> None: ...
 
 
@@ -163,7 +166,7 @@ class Lease:
     ) -> Settlement:
         if prompt is None:
             prompt = self.prompt_tokens or (self.reservation.input_tokens if status == "ok" else 0)
-        completion = self.completion_tokens if completion is None else completion
+        completion = self.completion_tokens if completion is None else self._at_least_received(completion)
         cached = min(self.cached_tokens if cached is None else cached, prompt)
         if prompt < 0 or completion < 0 or cached < 0 or min(drafts) < 0:
             raise ValueError("token counts are never negative")
@@ -178,6 +181,13 @@ class Lease:
             drafts=drafts[0],
             accepted_drafts=drafts[1],
         )
+
+    def _at_least_received(self, completion: int) -> int:
+        """Return what is billed of ``completion`` tokens: never fewer than were counted before they were sent on."""
+        if completion < self.completion_tokens:
+            text = f"{self.completion_tokens} tokens were sent, {completion} were to be billed; all of them are"
+            self._ledger.audit.violated(BILLED_BELOW_RECEIVED, self.request_id, text)
+        return max(completion, self.completion_tokens)
 
     def __enter__(self) -> Lease:
         return self

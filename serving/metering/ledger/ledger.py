@@ -28,6 +28,7 @@ from ..store.store import Store
 from ..store.tables import ledger
 from . import admission, crash_recovery, engine_journals
 from .admission import Admitted, WindowMissing
+from .count_audit import CountAudit
 from .lease import Began, Lease, Reservation
 from .lease_owner import LeaseOwner
 from .limits_left import LimitLeft, limits_left
@@ -79,7 +80,9 @@ class Ledger:
         self.state_dir = open_directory(store, Path(state_dir))
         self._clock, self.monotonic = clock, monotonic
         self._window_clock = MonotonicClock(clock, monotonic)
-        self._recovery = crash_recovery.Recovery(store, self.state_dir, monotonic=monotonic)
+        self.audit = CountAudit(store, monotonic=monotonic)
+        settled = self.audit.settled
+        self._recovery = crash_recovery.Recovery(store, self.state_dir, monotonic=monotonic, settled=settled)
         self._orphans = StalenessDetector(ORPHAN_SECONDS, monotonic=monotonic)
         self._lock = threading.Lock()
         self._owner: LeaseOwner | None = None
@@ -258,7 +261,7 @@ class Ledger:
         if time.monotonic() < self._spooling_until:
             return False
         try:
-            settle_in(self.store, settlement, timeout=SETTLE_TIMEOUT)
+            self._settle(settlement, timeout=SETTLE_TIMEOUT)
         except Unavailable as error:
             self._spooling_until = time.monotonic() + BREAKER_SECONDS
             self._note(error)
@@ -267,6 +270,10 @@ class Ledger:
             log.exception("settlement of %s failed; it is spooled", settlement.request_id)
             return False
         return True
+
+    def _settle(self, settlement: Settlement, *, timeout: float | None = None) -> None:
+        if settle_in(self.store, settlement, timeout=timeout):
+            self.audit.settled(settlement.request_id)
 
     def _spool(self, owner: LeaseOwner, slot: int | None, settlement: Settlement) -> None:
         try:
@@ -307,17 +314,18 @@ class Ledger:
             self._settle_or_spool(of_owner, slot, settlement)
         crash_recovery.heartbeat(self.store, owner.name, self.now_ms(), list(self._open.values()))
         if owner.spool.pending:
-            owner.spool.drain(lambda settlement: settle_in(self.store, settlement))
+            owner.spool.drain(self._settle)
         self.recover()
         self._close_orphans(owner)
         engine_journals.collect(self.store, self.state_dir)
+        self.audit.run()
         self._open_rows = crash_recovery.count_open(self.store)
 
     def _close_orphans(self, owner: LeaseOwner) -> None:
         """Close rows of this process that have no lease because their admission ended inside its transaction."""
         orphans = {name: None for name in crash_recovery.open_rows(self.store, owner.name) if name not in self._open}
         for request_id in self._orphans.observe(orphans):
-            settle_in(self.store, crash_recovery.settlement_of(request_id, self.now_ms()))
+            self._settle(crash_recovery.settlement_of(request_id, self.now_ms()))
 
     def recover(self) -> int:
         """Settle the open rows of ended processes by their counts so far, and return how many. Safe at any time."""

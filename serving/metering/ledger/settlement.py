@@ -5,6 +5,7 @@
     status     open ──────► ok | error | aborted         the process that admitted it reports the usage
                open ──────► recovered                    that process ended first: its counts until then are used
                recovered ─► ok | error | aborted         its spool arrived later (a host came back): exact again
+               recovered ─► recovered                    its progress file arrived later: the larger counts are used
 """
 
 from __future__ import annotations
@@ -92,9 +93,11 @@ def settle(connection: sa.Connection, settlement: Settlement) -> bool:
         return False
     was_open = found["status"] == "open"
     if settlement.status == "recovered":
-        if not was_open:
-            return False
         settlement = _at_least(settlement, found)
+        if not was_open:
+            if all(getattr(settlement, name) == found[f"{name}_tokens"] for name in ("prompt", "cached", "completion")):
+                return False
+            settlement = msgspec.structs.replace(settlement, ended_ms=found["ended_ms"])
     price = Price(input=found["price_input"], cached=found["price_cached"], output=found["price_output"])
     money = cost(price, prompt=settlement.prompt, cached=settlement.cached, completion=settlement.completion)
     before = (
@@ -132,7 +135,10 @@ def settle(connection: sa.Connection, settlement: Settlement) -> bool:
 
 
 def _at_least(settlement: Settlement, row: Any) -> Settlement:
-    """Return ``settlement`` with counts no lower than the row's checkpoint (it may be newer after a power failure)."""
+    """Return ``settlement`` with counts no lower than the row's, whose checkpoint may be newer after a power failure.
+
+    Counts only grow, so that the larger of two is the later one.
+    """
     return msgspec.structs.replace(
         settlement,
         prompt=max(settlement.prompt, row["prompt_tokens"]),

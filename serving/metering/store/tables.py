@@ -97,6 +97,7 @@ ledger = sa.Table(
     sa.Column("cached_tokens", sa.BigInteger, nullable=False),
     sa.Column("completion_tokens", sa.BigInteger, nullable=False),
     sa.Column("generated_tokens", sa.BigInteger, nullable=False, server_default="0"),
+    sa.Column("assumed_tokens", sa.BigInteger, nullable=False, server_default="0"),
     sa.Column("draft_tokens", sa.BigInteger, nullable=False, server_default="0"),
     sa.Column("accepted_draft_tokens", sa.BigInteger, nullable=False, server_default="0"),
     sa.Column("price_input", sa.BigInteger, nullable=False),
