@@ -73,19 +73,22 @@ class CountAudit:
         """Look at the rows that are due, and return how many were corrected."""
         corrected = 0
         while ids := self._next():
-            found = self._store.read(lambda connection, ids=ids: connection.execute(_short, {"ids": ids}).all())
-            rows = [{"id": row.request_id} for row in sorted(found)]
-            if rows:
-                self._store.write(lambda connection, rows=rows: connection.execute(_assume, rows))
-            for row in found:
-                if row.generated_tokens:
-                    counts = f"{row.completion_tokens} tokens are billed, {row.generated_tokens} were counted"
-                    text = f"{counts} by its engines; {row.completion_tokens} are taken as generated"
-                    self.violated(GENERATED_BELOW_BILLED, row.request_id, text)
-            corrected += len(rows)
+            corrected += self._look_at(ids)
             for _ in ids:
                 self._due.popleft()
         return corrected
+
+    def _look_at(self, ids: list[str]) -> int:
+        found = self._store.read(lambda connection: connection.execute(_short, {"ids": ids}).all())
+        rows = [{"id": row.request_id} for row in sorted(found)]
+        if rows:
+            self._store.write(lambda connection: connection.execute(_assume, rows))
+        for row in found:
+            if row.generated_tokens:
+                counts = f"{row.completion_tokens} tokens are billed, {row.generated_tokens} were counted"
+                text = f"{counts} by its engines; {row.completion_tokens} are taken as generated"
+                self.violated(GENERATED_BELOW_BILLED, row.request_id, text)
+        return len(rows)
 
     def _next(self) -> list[str]:
         """Return the next rows that are due, which stay until they were looked at."""
