@@ -86,7 +86,17 @@ def bill_of_materials(distribution: object) -> dict[str, object]:
 
 
 def kernel_sources() -> list[str]:
-    return sorted([*glob(f"{SOURCES}/*.cpp"), *glob(f"{SOURCES}/**/*.h", recursive=True)])
+    found = [*glob(f"{SOURCES}/*.cpp"), *glob(f"{SOURCES}/**/*.h", recursive=True)]
+    return sorted(path.replace(os.sep, "/") for path in found)
+
+
+def sources_digest() -> str:
+    """Return the digest that ``native/library.py`` compares in a checkout, to find kernels older than their sources."""
+    digest = hashlib.sha256()
+    for path in kernel_sources():
+        with open(path, "rb") as file:
+            digest.update(hashlib.sha256(file.read()).digest())
+    return digest.hexdigest()
 
 
 def sha256(path: str) -> dict[str, str]:
@@ -100,6 +110,7 @@ def kernels(name: str, source: str, *flags: str) -> Extension:
         sources=[f"{SOURCES}/{source}"],
         depends=kernel_sources(),
         include_dirs=[SOURCES],
+        define_macros=[("MLFLOW_LLM_SOURCES", f'"{sources_digest()}"')],
         # No -march: the kernels choose their instructions themselves and are entered only where these exist.
         extra_compile_args=["-std=c++17", "-O3", "-pthread", "-g0", "-fvisibility=hidden", *flags],
         extra_link_args=["-pthread"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import logging
 import os
 import platform
@@ -21,6 +22,7 @@ logger = logging.getLogger(__name__)
 VARIABLE = "MLFLOW_LLM_INSTRUCTION_SET"  # names the kernels' instruction set, one of INSTRUCTION_SETS
 INTERFACE = 8  # increased with every change of the C interface that the sizes of its structures do not show
 GROUP = 32  # inputs that share a scale of INT4; its widths must be a multiple of this
+BUILD = "python setup.py build_ext --inplace"  # the command that compiles the kernels in a checkout
 LANES = 16  # widths must be a multiple of this
 PANEL = 32  # columns of a packed weight that are stored together
 RUNS, MULTIPLIES_BF16, BYTE_PRODUCTS = 1, 2, 4  # bits of mlflow_llm_supported
@@ -280,9 +282,9 @@ def _load(name: str) -> ctypes.CDLL | str:
         needed = INSTRUCTION_SETS[name].needed
         if found.mlflow_llm_supported() & needed != needed:
             return _lacks(name)
-        if not hasattr(found, "mlflow_llm_interface") or _interface_of(found) != _interface():
-            logger.warning("%s was compiled with another version of the package: build it again", path)
-            return f"{path.name} was compiled with another version of the package"
+        if (reason := _why_stale(found, path.name)) is not None:
+            logger.warning("%s", reason)
+            return reason
         _declare(found)
         if INSTRUCTION_SETS[name].tiles and not found.mlflow_llm_has_tiles():
             return _lacks(name)
@@ -291,6 +293,35 @@ def _load(name: str) -> ctypes.CDLL | str:
         logger.warning("%s: %s", path, error)
         return "the compiled library does not load here (see the engine's log)"
     return found
+
+
+def _why_stale(found: ctypes.CDLL, name: str) -> str | None:
+    """Return why a library may not be called that another version of the package, or of its sources, was compiled to;
+    None if it is this version's."""
+    if not hasattr(found, "mlflow_llm_interface") or _interface_of(found) != _interface():
+        return f"{name} was compiled with another version of the package: build it again ({BUILD})"
+    digest = sources_digest()
+    if digest is None:
+        return None  # a wheel has no sources, and is built from the ones it belongs to
+    if hasattr(found, "mlflow_llm_sources"):
+        found.mlflow_llm_sources.restype = c_char_p
+        if found.mlflow_llm_sources().decode() == digest:
+            return None
+    return f"{name} was compiled from other sources than those beside it: build it again ({BUILD})"
+
+
+@cache
+def sources_digest() -> str | None:
+    """Return the digest of the sources beside this file, as setup.py gives it to the compiler; None if there are
+    none."""
+    folder = Path(__file__).parent
+    paths = sorted([*folder.glob("*.cpp"), *folder.rglob("*.h")], key=lambda path: path.relative_to(folder).as_posix())
+    if not paths:
+        return None
+    digest = hashlib.sha256()
+    for path in paths:
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
 
 
 def _interface() -> list[int]:

@@ -136,6 +136,12 @@ API int mlflow_llm_interface(int64_t* numbers, int capacity) {
     return count;
 }
 
+// Return the digest of the sources that this was compiled of (setup.py), "" if it was not given.
+#ifndef MLFLOW_LLM_SOURCES
+#define MLFLOW_LLM_SOURCES ""
+#endif
+API const char* mlflow_llm_sources() { return MLFLOW_LLM_SOURCES; }
+
 API const char* mlflow_llm_instructions() { return MLFLOW_LLM_INSTRUCTIONS; }
 
 API const char* mlflow_llm_last_error() { return last_error.c_str(); }

@@ -102,6 +102,21 @@ def test_a_library_of_another_version_is_not_called(loaded_anew: pytest.MonkeyPa
 
 
 @here
+def test_a_library_of_other_sources_is_not_called(loaded_anew: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In a checkout, a library older than its sources is not called, and the reason names the command to build it."""
+    loaded_anew.setattr(library, "sources_digest", lambda: "0" * 64)
+    info = info_of(save_bundle(make_model(tf.LlamaConfig(**WIDE)), tmp_path))
+    assert info.kernels == "torch"
+    assert "other sources" in info.kernels_reason
+    assert "python setup.py build_ext --inplace" in info.kernels_reason
+    loaded_anew.setattr(library, "sources_digest", lambda: None)  # a wheel, which has no sources
+    assert info_of(save_bundle(make_model(tf.LlamaConfig(**WIDE)), tmp_path / "wheel")).kernels == "torch"
+    library._load.cache_clear()
+    library._chosen.cache_clear()
+    assert library.library() is not None
+
+
+@here
 def test_every_instruction_set_is_compiled() -> None:
     """Every instruction set of a compiled library is there, so no CPU falls back to torch unnoticed."""
     assert [name for name in library.INSTRUCTION_SETS if "compiled" in (library.why_not(name) or "")] == []
