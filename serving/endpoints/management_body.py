@@ -71,4 +71,9 @@ TAG_CHANGES = record(
     add_tags=Entry(tags),
     delete_tags=Entry(list_of(_short(0, 127), "a list of keys"), "Keys to delete; unknown ones are ignored"),
 )
+ROLLBACK = record(
+    config_version=Entry(
+        integer(1, 2**31 - 1), "The version to restore; without it, the one that was active before the present one"
+    ),
+)
 NEW_RATE_LIMITS = record(rate_limits=Entry(rate_limits))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -58,25 +59,41 @@ def insert_endpoint(
     counted = {"preserve_rowcount": True}  # otherwise psycopg's rowcount is -1 for an INSERT
     if connection.execute(new.on_conflict_do_nothing(), execution_options=counted).rowcount != 1:
         raise AlreadyExists(f"there is an endpoint {name!r} already")
-    _add_config(connection, name, 1, config, now_ms, by_operator=by_operator)
+    _add_config(connection, name, 1, config, now_ms, by, by_operator=by_operator)
 
 
 def begin_update(
-    connection: sa.Connection, row: sa.Row, config: EndpointConfig, now_ms: int, *, by_operator: bool = True
+    connection: sa.Connection,
+    row: sa.Row,
+    config: EndpointConfig,
+    now_ms: int,
+    by: Actor | None,
+    restores: int | None = None,
+    *,
+    by_operator: bool = True,
 ) -> int:
     """Make ``config`` the pending config of the endpoint ``row``, and return its version."""
     version: int = row.last_version + 1
-    _add_config(connection, row.name, version, config, now_ms, by_operator=by_operator)
+    _add_config(connection, row.name, version, config, now_ms, by, restores, by_operator=by_operator)
     values = {"config_update": "IN_PROGRESS", "message": "", "pending_version": version, "last_version": version}
     change_endpoint(connection, row.name, now_ms, **values)
     return version
 
 
 def _add_config(
-    connection: sa.Connection, name: str, version: int, config: EndpointConfig, now_ms: int, *, by_operator: bool
+    connection: sa.Connection,
+    name: str,
+    version: int,
+    config: EndpointConfig,
+    now_ms: int,
+    by: Actor | None,
+    restores: int | None = None,
+    *,
+    by_operator: bool,
 ) -> None:
     row = {"name": name, "version": version, "config": encode_config(config), "by_operator": by_operator}
     row |= {"tasks": " ".join(tasks_of(config.served_entities[0])), "created_ms": now_ms, "outcome": "pending"}
+    row |= {"creator": by.name if by else "", "message": "", "restores": restores}
     connection.execute(sa.insert(endpoint_configs).values(row))
 
 
@@ -127,11 +144,17 @@ def stored_config(connection: sa.Connection, name: str, version: int) -> tuple[E
     return decode_config(text), tuple(tasks.split())
 
 
-def set_outcome(connection: sa.Connection, name: str, version: int, outcome: str) -> None:
-    """Record the outcome of the config ``version``: "active" or "failed"."""
+def set_outcome(connection: sa.Connection, name: str, version: int, outcome: str, message: str = "") -> None:
+    """Record the outcome of the config ``version``, "active" or "failed", and why it failed."""
     table = endpoint_configs.c
     this = sa.and_(table.name == name, table.version == version)
-    connection.execute(sa.update(endpoint_configs).where(this).values(outcome=outcome))
+    connection.execute(sa.update(endpoint_configs).where(this).values(outcome=outcome, message=message))
+
+
+def config_rows(connection: sa.Connection, name: str) -> Sequence[sa.Row]:
+    """Return every config of an endpoint, the newest first."""
+    table = endpoint_configs
+    return connection.execute(sa.select(table).where(table.c.name == name).order_by(table.c.version.desc())).all()
 
 
 def set_tags(connection: sa.Connection, name: str, added: dict[str, str], deleted: tuple[str, ...]) -> None:

@@ -30,10 +30,12 @@ from ..metering.store.tables import endpoints
 from .adapters import EndpointAdapters
 from .config import EndpointConfig, EntityConfig, ModelSource, config_to_wire, is_same
 from .config_body import as_written, config_body
-from .management_body import NEW_ENDPOINT, NEW_RATE_LIMITS, TAG_CHANGES
+from .history import config_version, version_to_restore
+from .management_body import NEW_ENDPOINT, NEW_RATE_LIMITS, ROLLBACK, TAG_CHANGES
 from .rows import (
     begin_update,
     change_endpoint,
+    config_rows,
     decode_config,
     delete_endpoint,
     encode_config,
@@ -149,12 +151,48 @@ class EndpointStore:
         return self.get(name)
 
     def _begin(
-        self, connection: sa.Connection, row: sa.Row, config: EndpointConfig, by: Actor | None, *, by_operator: bool
+        self,
+        connection: sa.Connection,
+        row: sa.Row,
+        config: EndpointConfig,
+        by: Actor | None,
+        *,
+        by_operator: bool,
+        restores: int | None = None,
     ) -> int:
         before = self._audited(connection, row).get("config")
-        version = begin_update(connection, row, config, self._now_ms(), by_operator=by_operator)
+        version = begin_update(connection, row, config, self._now_ms(), by, restores, by_operator=by_operator)
         record(connection, by, "endpoint.update_config", row.name, before=before, after=config_to_wire(config))
         return version
+
+    def history(self, name: str) -> dict[str, Any]:
+        """Return ``{"versions": […]}``: every config of an endpoint, the newest first, with who made it and when, what
+        became of it, and why if it failed."""
+
+        def work(connection: sa.Connection) -> dict[str, Any]:
+            row = find_row(connection, name)
+            return {"versions": [config_version(row, found) for found in config_rows(connection, name)]}
+
+        return self._store.read(work)
+
+    def roll_back(self, name: str, body: dict[str, Any], *, by: Actor | None = None) -> dict[str, Any]:
+        """Begin an update to a new version that is equal to an earlier one, models included (``POST …/rollback``).
+
+        Without ``config_version``, it is the one that was active last before the present one. Raises ``InvalidField``
+        for a version that cannot be served again, ``Conflict`` while an update runs.
+        """
+        asked = ROLLBACK(body, "").get("config_version")
+
+        def work(connection: sa.Connection) -> None:
+            row = find_row(connection, name)
+            _must_be_idle(row)
+            version = version_to_restore(row, config_rows(connection, name), asked)
+            config = stored_config(connection, name, version)[0]
+            self._begin(connection, row, config, by, by_operator=True, restores=version)
+
+        self._store.write(work)
+        self._changed()
+        return self.get(name)
 
     def declare(self, name: str, config: EndpointConfig, *, by: Actor | None = None) -> int:
         """Make ``name`` serve ``config``, whose sources are known, and return the version of the config that it has.
@@ -290,7 +328,7 @@ class EndpointStore:
                 return False
             values = {"config_update": "UPDATE_FAILED", "message": message[:4096], "pending_version": None}
             change_endpoint(connection, name, self._now_ms(), **values)
-            set_outcome(connection, name, version, "failed")
+            set_outcome(connection, name, version, "failed", message[:4096])
             return True
 
         return self._store.write(work)

@@ -6,7 +6,7 @@ import time
 
 from ...dialects import DIALECTS
 from ...endpoints.config_body import config_body
-from ...endpoints.management_body import NEW_ENDPOINT, NEW_RATE_LIMITS, TAG_CHANGES
+from ...endpoints.management_body import NEW_ENDPOINT, NEW_RATE_LIMITS, ROLLBACK, TAG_CHANGES
 from ...frontend.answer import Answer, json_answer
 from ...frontend.operation import Auth, Request, with_body
 from ...frontend.worker_state import WorkerState
@@ -48,6 +48,16 @@ def update_config(server: WorkerState, request: Request) -> Answer:
 
 def give_back_config(server: WorkerState, request: Request) -> Answer:
     return json_answer(server.managed_endpoints().give_back(request.name, by=request.actor))
+
+
+def list_versions(server: WorkerState, request: Request) -> Answer:
+    """Return the history of an endpoint's config. It needs the scope ``manage``: it shows models and settings."""
+    request.caller.check_scope("manage")
+    return json_answer(server.managed_endpoints().history(request.name))
+
+
+def roll_back(server: WorkerState, request: Request) -> Answer:
+    return json_answer(server.managed_endpoints().roll_back(request.name, request.json(), by=request.actor))
 
 
 def put_rate_limits(server: WorkerState, request: Request) -> Answer:
@@ -128,6 +138,22 @@ ROUTES = (
         summary="Go back to the config that the command line declares",
         dialect=_DATABRICKS,
         auth=Auth.MANAGE,
+    ),
+    Route(
+        method="GET",
+        path=f"{ONE}/config-versions",
+        handler=with_body(list_versions),
+        summary="Every version of an endpoint's config: who made it, when, and what became of it",
+        dialect=_DATABRICKS,
+    ),
+    Route(
+        method="POST",
+        path=f"{ONE}/rollback",
+        handler=with_body(roll_back),
+        summary="Serve an earlier version of the config again, as a new version",
+        dialect=_DATABRICKS,
+        auth=Auth.MANAGE,
+        body=ROLLBACK,
     ),
     Route(
         method="PUT",

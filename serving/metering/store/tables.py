@@ -247,6 +247,9 @@ endpoint_configs = sa.Table(
     sa.Column("created_ms", sa.BigInteger, nullable=False),
     sa.Column("outcome", sa.String(16), nullable=False),
     sa.Column("by_operator", sa.Boolean, nullable=False, server_default=sa.false()),
+    sa.Column("creator", sa.String(128), nullable=False, server_default=""),
+    sa.Column("message", sa.Text, nullable=False, server_default=""),
+    sa.Column("restores", sa.Integer),  # the version that it is equal to, of a rollback
 )
 
 endpoint_adapters = sa.Table(

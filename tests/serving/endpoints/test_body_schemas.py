@@ -11,7 +11,7 @@ import pytest
 from probes import ANY, bounds
 
 from mlflow_llm.serving.endpoints.config_body import NEW_SHAPE, OLD_SHAPE, config_body
-from mlflow_llm.serving.endpoints.management_body import NEW_ENDPOINT, NEW_RATE_LIMITS, TAG_CHANGES
+from mlflow_llm.serving.endpoints.management_body import NEW_ENDPOINT, NEW_RATE_LIMITS, ROLLBACK, TAG_CHANGES
 from mlflow_llm.serving.http.management.paths import SERVING_ENDPOINTS
 from mlflow_llm.serving.http.routes import ROUTES
 from mlflow_llm.serving.interface.errors import InvalidField
@@ -53,6 +53,7 @@ BODIES = [
     pytest.param(NEW_ENDPOINT, CREATE, id="create"),
     pytest.param(TAG_CHANGES, {"add_tags": TAGS, "delete_tags": ["x"]}, id="tags"),
     pytest.param(NEW_RATE_LIMITS, {"rate_limits": LIMITS}, id="rate limits"),
+    pytest.param(ROLLBACK, {"config_version": 1}, id="rollback"),
 ]
 TEXTS = ["a b", "a/b", "x" * 63, "x" * 64, "x" * 127, "x" * 128, "x" * 255, "x" * 256, "é" * 4097, "@a", "-1", "a@b"]
 TEXTS += ["models:/a/1", "models:/", "runs:/x/model", "/srv/models/a b", "7" * 18, "7" * 19, "Small", "CPU", "cuda:0"]
@@ -140,6 +141,7 @@ def test_routes_of_the_management_api_have_the_readers_schemas() -> None:
         ("POST", SERVING_ENDPOINTS): NEW_ENDPOINT,
         ("PUT", f"{one}/config"): config_body,
         ("PUT", f"{one}/rate-limits"): NEW_RATE_LIMITS,
+        ("POST", f"{one}/rollback"): ROLLBACK,
         ("PATCH", f"{one}/tags"): TAG_CHANGES,
     }
     for reader in bodies.values():
