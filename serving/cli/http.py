@@ -56,6 +56,11 @@ class Client:
     def get(self, path: str) -> Any:
         return self._json("GET", path, None)
 
+    def get_text(self, path: str) -> str:
+        """Return an answer that is not JSON."""
+        with self._answer("GET", path, None) as answer:
+            return answer.read().decode(errors="replace")
+
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
         return self._json("POST", path, body)
 

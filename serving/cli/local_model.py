@@ -68,8 +68,10 @@ class LocalModel:
 
     def get(self, path: str) -> dict[str, Any]:
         """Return the answer to ``/v1/models``: the base as ``name``, each adapter as ``name:adapter``."""
-        adapters = self._model.session.adapter_names()
-        return {"data": [{"id": self._name}, *({"id": f"{self._name}:{name}"} for name in adapters)]}
+        session = self._model.session
+        own = {"sampling_defaults": session.own_sampling()}
+        names = (self._name, *(f"{self._name}:{adapter}" for adapter in session.adapter_names()))
+        return {"data": [{"id": name} | own for name in names]}
 
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         from mlflow.exceptions import MlflowException

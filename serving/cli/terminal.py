@@ -15,13 +15,24 @@ import click
 HISTORY = "chat_history"
 
 
-def turns(greeting: str) -> Iterator[str]:
+FENCE = '"""'  # alone on a line, before and behind a message of several lines
+
+Complete = Callable[[str], list[str]]
+"""Returns the words that the last word of a line may become."""
+
+
+def turns(greeting: str, complete: Complete = lambda line: []) -> Iterator[str]:
     """Yield what the user types, without empty turns; from a pipe a line each, without greeting and prompt.
 
-    A paste of several lines is one turn. Ctrl-C drops what is being typed; Ctrl-D ends.
+    A paste of several lines is one turn, and so are lines between two ``FENCE``. TAB completes a word by ``complete``.
+    Ctrl-C drops what is being typed; Ctrl-D ends.
     """
     terminal = sys.stdin.isatty()
-    read = _reader() if terminal else input
+    one = _reader(complete) if terminal else lambda prompt: input()
+
+    def read() -> str:
+        return _fenced(one("> "), one)
+
     if terminal:
         click.echo(greeting, err=True)
     while True:
@@ -40,12 +51,26 @@ def turns(greeting: str) -> Iterator[str]:
             yield text
 
 
-def _reader() -> Callable[[], str]:
+def _fenced(text: str, read: Callable[[str], str]) -> str:
+    """Return ``text`` or, if it begins with a ``FENCE``, the lines up to the next one. Raises ``EOFError``."""
+    if not text.lstrip().startswith(FENCE):
+        return text
+    lines = [text.lstrip().removeprefix(FENCE)]
+    while not lines[-1].rstrip().endswith(FENCE):
+        lines += read(". ").split("\n")
+    lines[-1] = lines[-1].rstrip().removesuffix(FENCE)
+    return "\n".join(lines).strip("\n")
+
+
+def _reader(complete: Complete) -> Callable[[str], str]:
+    """Return ``read(prompt)`` of a terminal: readline's where it cannot move its cursor, else prompt_toolkit's."""
     if os.environ.get("TERM", "dumb") == "dumb" or not sys.stdout.isatty():
         with contextlib.suppress(ImportError):
-            import readline  # noqa: F401 - gives input() its line editing
-        return lambda: input("> ")
+            _set_up_readline(complete)
+        return input
     from prompt_toolkit import PromptSession
+    from prompt_toolkit.completion import CompleteEvent, Completer, Completion
+    from prompt_toolkit.document import Document
     from prompt_toolkit.history import FileHistory, InMemoryHistory
     from prompt_toolkit.key_binding import KeyBindings
 
@@ -55,10 +80,37 @@ def _reader() -> Callable[[], str]:
     def new_line(event: object) -> None:
         event.current_buffer.insert_text("\n")  # type: ignore[attr-defined]
 
+    class Words(Completer):
+        """``complete`` as prompt_toolkit asks it."""
+
+        def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterator[Completion]:
+            line = document.text_before_cursor
+            for word in complete(line):
+                yield Completion(word, start_position=-len(line.rpartition(" ")[2]))
+
     file = history_file()
     history = InMemoryHistory() if file is None else FileHistory(str(file))
-    session: PromptSession[str] = PromptSession(history=history, key_bindings=keys, prompt_continuation=". ")
-    return lambda: session.prompt("> ")
+    session: PromptSession[str] = PromptSession(
+        history=history, key_bindings=keys, prompt_continuation=". ", completer=Words(), complete_while_typing=False
+    )
+    return lambda prompt: session.prompt(prompt)
+
+
+def _set_up_readline(complete: Complete) -> None:
+    """Give ``input`` its line editing, and TAB."""
+    import readline
+
+    found: list[str] = []
+
+    def completed(word: str, state: int) -> str | None:
+        if state == 0:
+            found[:] = complete(readline.get_line_buffer()[: readline.get_endidx()])
+        return found[state] if state < len(found) else None
+
+    readline.set_completer_delims(" ")
+    readline.set_completer(completed)
+    editline = "libedit" in (readline.__doc__ or "")  # which macOS has in its place
+    readline.parse_and_bind("bind ^I rl_complete" if editline else "tab: complete")
 
 
 def history_file() -> Path | None:

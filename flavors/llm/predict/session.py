@@ -16,7 +16,7 @@ import msgspec
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST
 
-from ....serving.dialects.fields.defaults import defaults_of
+from ....serving.dialects.fields.defaults import defaults_of, own_sampling
 from ....serving.dialects.fields.fields import task_of
 from ....serving.dialects.fields.label_fields import NO_TRACE, RETURN_TRACE
 from ....serving.dialects.openai.mlflow import MlflowDialect
@@ -120,6 +120,10 @@ class Session:
     def adapter_names(self) -> tuple[str, ...]:
         """Return the names of the saved adapters and of those added to the running engine since, sorted."""
         return _adapter_names(self.bundle, self._engine)
+
+    def own_sampling(self) -> dict[str, Any]:
+        """Return the model's own sampling values, which a chat that sets none gets."""
+        return own_sampling(self._defaults)
 
     def valid(self, body: Mapping[str, Any], *, stream: bool = False) -> ValidRequest:
         """Check a request in MLflow's form. Raises ``RequestError`` naming field, value and what is allowed."""

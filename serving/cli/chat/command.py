@@ -3,58 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import functools
 import sys
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import click
 
-from ..system.escape import visible, visible_line
-from .http import Client, first_model, url_options
-from .local_model import LocalModel
-from .terminal import Wrapped, turns
+from ...interface.errors import without_password
+from ...system.escape import visible_line
+from ..http import Client, first_model, url_options
+from ..local_model import LocalModel
+from ..terminal import turns
+from . import slash_commands
+from .asking import STOPPED, ask
+from .conversation import Conversation, Server
+from .log_record import Recorder, taken_up
+from .message_parts import image_file, message
+from .output_schema import response_format
+from .set_field import NAMES
+from .tab_completion import candidates
 
-Messages = list[dict[str, Any]]
 INTERRUPTED = 130  # as shells say it of what SIGINT ended
-HELP = """\
-/new                 start a new conversation
-/set FIELD VALUE     set a request field, such as /set temperature 0.2 or /set system "Answer in French."
-/set [FIELD]         unset a field; without FIELD, show the fields that are set
-/model [NAME]        switch to another endpoint or endpoint:adapter; without NAME, list them
-/help                show this help
-/bye                 end the conversation, like Ctrl-D
-Alt-Enter begins a new line. A paste of several lines is one message. Ctrl-C stops an answer or clears the line.
-//… sends a message that begins with a slash."""
-
-
-class Server(Protocol):
-    """The other side of a conversation: a ``Client`` of a server, or a ``LocalModel``."""
-
-    def get(self, path: str) -> Any: ...
-    def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]: ...
-    def understood(self) -> contextlib.AbstractContextManager[None]: ...
-
-
-@dataclass(slots=True)
-class Conversation:
-    """The state of a chat: ``fields`` of every request, and ``messages`` so far without the system message."""
-
-    server: Server
-    fields: dict[str, Any]
-    system: str | None
-    stats: bool
-    messages: Messages = field(default_factory=list)
-
-    def body(self, messages: Messages) -> dict[str, Any]:
-        start: Messages = [{"role": "system", "content": self.system}] if self.system else []
-        return self.fields | {
-            "messages": [*start, *messages],
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
 
 
 @click.command()
@@ -67,9 +36,20 @@ class Conversation:
 )
 @click.option("--model", help="Endpoint or endpoint:adapter (default: the server's first).")
 @click.option("--system", help="System message.")
-@click.option("--max-tokens", type=click.IntRange(1))
-@click.option("--temperature", type=click.FloatRange(0, 2))
+@click.option("--max-tokens", type=click.IntRange(1), help="Maximum number of tokens of a reply (default: 1024).")
+@click.option(
+    "--temperature",
+    type=click.FloatRange(0, 2),
+    help="Sampling temperature (default: the model's own sampling values, or 0.7 for one that has none).",
+)
 @click.option("--seed", type=int, help="The same seed gives the same answer.")
+@click.option("--schema", help="Hold the replies to a JSON schema: FILE, JSON, or fields such as 'name, age int'.")
+@click.option(
+    "-a", "--attach", "attached", multiple=True, metavar="FILE", help="Send an image with the message; repeatable."
+)
+@click.option("-c", "--continue", "again", is_flag=True, help="Go on with the last conversation.")
+@click.option("--conversation", metavar="ID", help="Go on with this one of mlflow-llm logs.")
+@click.option("--no-log", is_flag=True, help="Do not record the conversation (mlflow-llm logs).")
 @click.option("--stats", is_flag=True, help="Print tokens and times of each answer on standard error.")
 @click.argument("message", required=False)
 def chat(
@@ -79,45 +59,107 @@ def chat(
     config: tuple[str, ...],
     model: str | None,
     system: str | None,
+    schema: str | None,
+    attached: tuple[str, ...],
+    again: bool,
+    conversation: str | None,
+    no_log: bool,
     stats: bool,
     message: str | None,
     **sampling: Any,
 ) -> None:
     """Chat with a model.
 
-    With MESSAGE, the command prints one answer. Without it, the command holds a conversation: Ctrl-C stops an answer or
-    clears the line, /help lists further commands, and Ctrl-D ends the conversation.
+    With MESSAGE, the command prints one answer; standard input, if it is a pipe or a file, is put before MESSAGE.
+    Without it, the command holds a conversation: Ctrl-C stops an answer or clears the line, TAB completes, /help lists
+    commands, and Ctrl-D ends the conversation.
     """
-    fields = {name: value for name, value in sampling.items() if value is not None}
     if config and model_uri is None:
         raise click.UsageError("-C goes with -m; a server has its own settings")
+    fields = {name: value for name, value in sampling.items() if value is not None}
+    if schema is not None:
+        fields["response_format"] = response_format(schema)
+    images = [image_file(path) for path in attached]
+    text = None if message is None else _joined(message)
     with contextlib.ExitStack() as stack:
-        server: Server
-        if model_uri is None:
-            server = client = Client(url, key)
-            fields["model"] = model or first_model(client)
-        else:
-            server = stack.enter_context(LocalModel.loaded(model_uri, config))
-            fields["model"] = server.get("/v1/models")["data"][0]["id"]
-        talk = Conversation(server, fields, system, stats)
-        if model_uri is not None and model:  # a loaded model takes any name for its own, as OpenAI's clients need it
-            _choose(talk, model)
-        if message is None:
-            _converse(talk)
-        elif _answer(talk, [{"role": "user", "content": message}])[1]:
+        talk = Conversation(_server(stack, url, key, model_uri, config), fields, system, stats)
+        talk.place = without_password(url) if model_uri is None else model_uri
+        if again or conversation is not None:
+            _take_up(talk, conversation)
+        _address(talk, model)
+        talk.attached = images
+        recorder = Recorder(wanted=not no_log)
+        stack.callback(recorder.close)
+        if text is None:
+            _converse(talk, recorder)
+        elif _turn(talk, recorder, text):
             raise SystemExit(INTERRUPTED)
 
 
-def _converse(talk: Conversation) -> None:
+def _server(
+    stack: contextlib.ExitStack, url: str, key: str | None, model_uri: str | None, config: tuple[str, ...]
+) -> Server:
+    if model_uri is None:
+        return Client(url, key)
+    return stack.enter_context(LocalModel.loaded(model_uri, config))
+
+
+def _joined(message: str) -> str:
+    """Return the message behind what standard input has, if that is not a terminal. Raises ``ClickException``."""
+    if sys.stdin is None or sys.stdin.isatty():
+        return message
+    try:
+        piped = sys.stdin.read()
+    except UnicodeDecodeError:
+        raise click.ClickException("standard input is not text in UTF-8; -a FILE sends an image") from None
+    except OSError:  # closed by the caller
+        return message
+    return f"{piped.rstrip()}\n\n{message}" if piped.strip() else message
+
+
+def _take_up(talk: Conversation, beginning: str | None) -> None:
+    """Go on with a recorded conversation: its turns, and its settings where none are given."""
+    logged, talk.turns = taken_up(beginning)
+    last = logged[-1]
+    talk.log_id = last.conversation
+    talk.system = last.system if talk.system is None else talk.system
+    kept = {name: value for name, value in last.fields.items() if name in NAMES}
+    talk.fields = kept | talk.fields
+    talk.told_defaults = True
+    if talk.place == last.place:
+        talk.fields["model"] = last.model
+
+
+def _address(talk: Conversation, model: str | None) -> None:
+    """Choose the endpoint or adapter: the one that is named, else that of a conversation taken up, else the first."""
+    if isinstance(talk.server, Client):
+        if model is not None:
+            talk.fields["model"] = model
+        elif "model" not in talk.fields:
+            talk.fields["model"] = first_model(talk.server)
+        with contextlib.suppress(click.ClickException):  # a key without the list may still chat
+            talk.read_cards()
+        return
+    named = model or talk.fields.get("model")
+    talk.fields["model"] = next(iter(talk.read_cards()))
+    if named:  # a loaded model takes any name for its own, as OpenAI's clients need it
+        talk.choose(named)
+
+
+def _converse(talk: Conversation, recorder: Recorder) -> None:
     """Hold a conversation. A turn that fails is removed, and the conversation goes on."""
     failed = False
-    for text in turns(f"chatting with {visible_line(str(talk.fields['model']))}; /help lists commands, Ctrl-D quits"):
+    greeting = f"chatting with {visible_line(talk.model)}; /help lists commands, Ctrl-D quits"
+    for text in turns(greeting, functools.partial(candidates, talk)):
         try:
             if text.startswith("/") and not text.startswith("//"):
-                if _command(talk, text.strip()):
-                    break
+                slash_commands.run(talk, text.strip())
                 continue
-            _turn(talk, text.removeprefix("/") if text.startswith("//") else text)
+            _turn(talk, recorder, text.removeprefix("/") if text.startswith("//") else text)
+        except slash_commands.Quit:
+            break
+        except slash_commands.Retry:
+            failed = _retried(talk, recorder) or failed
         except click.ClickException as error:
             error.show()
             failed = True
@@ -125,122 +167,30 @@ def _converse(talk: Conversation) -> None:
         raise SystemExit(1)
 
 
-def _turn(talk: Conversation, text: str) -> None:
-    messages = [*talk.messages, {"role": "user", "content": text}]
-    answer, _ = _answer(talk, messages)
-    if answer:  # else it was stopped before anything came
-        talk.messages = [*messages, {"role": "assistant", "content": answer}]
-
-
-def _command(talk: Conversation, line: str) -> bool:
-    """Execute a slash command; True ends the conversation. Raises ``ClickException``."""
-    word, _, rest = line.partition(" ")
-    match word:
-        case "/bye" | "/exit" | "/quit":
-            return True
-        case "/new":
-            talk.messages = []
-        case "/set":
-            _set(talk, *rest.split(maxsplit=1))
-        case "/model":
-            _choose(talk, rest.strip())
-        case "/help" | "/?":
-            click.echo(HELP, err=True)
-        case _:
-            raise click.ClickException(
-                f"{word} is not a command; /help lists them, //… sends a message that begins with a slash"
-            )
-    return False
-
-
-def _set(talk: Conversation, name: str = "", value: str | None = None) -> None:
-    """Set a request field, to be checked by the server. The value is JSON where it parses as such, else a string."""
-    if name == "model":
-        _choose(talk, value or "")
-    elif name == "system":
-        talk.system = _value(value) if value else None
-    elif name in ("messages", "stream", "stream_options"):
-        raise click.ClickException(f"{name} is set by the conversation itself")
-    elif value is not None:
-        talk.fields[name] = _value(value)
-    elif name:
-        talk.fields.pop(name, None)
-    if not name:
-        shown = talk.fields | ({"system": talk.system} if talk.system else {})
-        click.echo(
-            "\n".join(f"{key} {json.dumps(value, ensure_ascii=False)}" for key, value in shown.items()), err=True
-        )
-
-
-def _value(text: str) -> Any:
+def _retried(talk: Conversation, recorder: Recorder) -> bool:
+    """Ask the last message again; the old reply stays if that fails. Return whether it did."""
+    *before, last = talk.turns
+    talk.turns = before
     try:
-        return json.loads(text)
-    except ValueError:
-        return text
+        _ask(talk, recorder, last.user)
+    except click.ClickException as error:
+        error.show()
+    if len(talk.turns) > len(before):
+        return False
+    talk.turns = [*before, last]
+    return True
 
 
-def _choose(talk: Conversation, name: str) -> None:
-    with talk.server.understood():
-        names = [entry["id"] for entry in talk.server.get("/v1/models")["data"]]
-    if not name:
-        click.echo(
-            "\n".join(f"{'*' if one == talk.fields['model'] else ' '} {visible_line(one)}" for one in names), err=True
-        )
-    elif name.partition(":")[0] not in {one.partition(":")[0] for one in names}:
-        raise click.ClickException(f"there is no {name}; available: {', '.join(names)}")
-    else:
-        talk.fields["model"] = name
+def _turn(talk: Conversation, recorder: Recorder, text: str) -> bool:
+    """Ask for a reply to ``text``, with what was attached; return whether the user stopped it."""
+    user = message(text, talk.attached)
+    talk.attached = []
+    return _ask(talk, recorder, user)
 
 
-def _answer(talk: Conversation, messages: Messages) -> tuple[str, bool]:
-    """Print the reply as it is generated and return ``(text, stopped)``; Ctrl-C stops this reply alone.
-
-    Raises ``ClickException``.
-    """
-    parts: list[str] = []
-    last: dict[str, Any] = {}
-    started = time.perf_counter()
-    first, stopped, cut = None, False, False
-    shown = Wrapped.on_stdout()
-    try:
-        with (
-            talk.server.understood(),
-            contextlib.closing(talk.server.stream("/v1/chat/completions", talk.body(messages))) as chunks,  # type: ignore[type-var]
-        ):
-            for chunk in chunks:
-                last |= {name: value for name, value in chunk.items() if value}
-                for choice in chunk["choices"]:
-                    cut = cut or choice.get("finish_reason") == "length"
-                    if text := choice["delta"].get("content"):
-                        first = first or time.perf_counter()
-                        parts.append(text)
-                        shown.write(visible(text))
-    except KeyboardInterrupt:
-        stopped = True
-        click.echo(" [stopped]" if parts else "[stopped]", nl=False)
-    finally:
-        if parts or stopped:
-            click.echo()
-    with talk.server.understood():
-        if cut:
-            click.echo(
-                f"[cut off after {last['usage']['completion_tokens']} tokens: max_tokens or end of context]", err=True
-            )
-        if talk.stats:
-            _show_stats(last, started, first or time.perf_counter(), time.perf_counter())
-    return "".join(parts), stopped
-
-
-def _show_stats(last: dict[str, Any], started: float, first: float, ended: float) -> None:
-    usage = last.get("usage")
-    if usage is None:  # a stopped answer: what it cost is in the server's ledger
-        click.echo(f"[stopped after {ended - started:.2f} s]", err=True)
-        return
-    tokens = usage["completion_tokens"]
-    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
-    pace = f", {(tokens - 1) / (ended - first):.1f} tokens/s" if tokens > 1 and ended > first else ""
-    click.echo(
-        f"[{usage['prompt_tokens']} prompt tokens ({cached} cached), {tokens} new; "
-        f"first after {(first - started) * 1e3:.0f} ms{pace}; {visible_line(str(last['id']))}]",
-        err=True,
-    )
+def _ask(talk: Conversation, recorder: Recorder, user: dict[str, Any]) -> bool:
+    asked = ask(talk, [*talk.messages, user])
+    if asked.text:  # else it was stopped before anything came
+        turn = recorder.record(talk, user, asked)
+        talk.turns.append(turn)
+    return asked.finish == STOPPED

@@ -72,3 +72,18 @@ def defaults_of(values: Mapping[str, Any]) -> Callable[[Task], RawRequest | None
         return decode(MLFLOW, _CONTENT[task] | own, task) if own else None
 
     return read
+
+
+SAMPLING = (
+    "temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "max_tokens", "min_tokens",
+)  # fmt: skip
+
+
+def own_sampling(defaults: Callable[[Task], RawRequest | None], task: Task = "chat") -> dict[str, Any]:
+    """Return the sampling values that a request of ``task`` gets where it sets none, as far as a model or an endpoint
+    has its own. ``defaults`` is made by ``defaults_of``."""
+    raw = defaults(task)
+    if not isinstance(raw, RawChat | RawCompletion):
+        return {}
+    values = ((name, getattr(raw.sampling, name)) for name in SAMPLING)
+    return {name: value for name, value in values if value is not None}

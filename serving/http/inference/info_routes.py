@@ -8,6 +8,7 @@ from typing import Any, get_args
 from msgspec import structs
 
 from ...dialects import DIALECTS
+from ...dialects.fields.defaults import own_sampling
 from ...frontend.answer import Answer, json_answer
 from ...frontend.operation import Auth, Request
 from ...frontend.worker_state import WorkerState
@@ -34,18 +35,21 @@ def _named(entity: ServedEntity, adapter: str | None) -> anthropic_models.Named:
 
 
 def _model(seen: ServedEndpoints, entity: ServedEntity, caller: Caller, adapter: str | None = None) -> dict[str, Any]:
-    """Return an endpoint or one of its adapters in OpenAI's form, with the model versions that answer."""
+    """Return an endpoint or one of its adapters in OpenAI's form, with the model versions that answer.
+
+    ``sampling_defaults`` are values of its own for requests that set none; without any, the field is absent."""
     card = {"id": _named(entity, adapter).name, "object": "model", "created": entity.created, "owned_by": "mlflow-llm"}
     parent = {} if adapter is None else {"parent": entity.endpoint}
     root = entity.entity_shown_to(caller)
     served = [_served(one, caller) for one in seen.entities() if one.endpoint == entity.endpoint]
+    own = own_sampling(entity.view.defaults)
     return {
         **card,
         **parent,
         "root": root,
         "max_model_len": entity.engine.info.max_model_len,
         "served_models": served,
-    }
+    } | ({"sampling_defaults": own} if own else {})
 
 
 def _served(entity: ServedEntity, caller: Caller) -> dict[str, Any]:

@@ -37,6 +37,12 @@ Command = Callable[..., Result]
 PASTE_ON, PASTE_OFF = "\x1b[?2004h", "\x1b[?2004l"  # what a terminal is reported at the start and end of a prompt
 
 
+@pytest.fixture(autouse=True)
+def state_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Record conversations in a directory of the test's own."""
+    monkeypatch.setenv("MLFLOW_LLM_STATE", str(tmp_path / "state-of-test"))
+
+
 @pytest.fixture
 def command(observed: Running) -> Command:
     """Return ``command("chat", …, input=…)``, which runs a command against the server."""

@@ -60,12 +60,15 @@ def test_a_message_is_one_line():
 def test_control_characters_are_escaped_on_terminals(monkeypatch):
     """Control characters in a model's reply or an endpoint's name reach the terminal escaped."""
 
-    chats = importlib.import_module("mlflow_llm.serving.cli.chat")  # the package has the command under that name
+    chats = importlib.import_module("mlflow_llm.serving.cli.chat.command")
     endpoints = importlib.import_module("mlflow_llm.serving.cli.endpoints")
 
     class Server:
         def __init__(self, *args):
             pass
+
+        def get(self, path):
+            return {"data": []}
 
         def stream(self, path, body):
             yield {"id": EVIL, "choices": [{"delta": {"content": EVIL}}], "usage": None}
@@ -73,9 +76,9 @@ def test_control_characters_are_escaped_on_terminals(monkeypatch):
         understood = chats.Client.understood
 
     monkeypatch.setattr(chats, "Client", Server)
-    found = CliRunner().invoke(cli.cli, ["chat", "--model", "m", "hello"])
+    found = CliRunner().invoke(cli.cli, ["chat", "--no-log", "--model", "m", "hello"])
     assert found.exit_code == 0
-    assert found.output.startswith("a\\u001b[2J")
+    assert found.stdout.startswith("a\\u001b[2J")
     assert not set(HIDDEN) & set(found.output)
     assert not set(HIDDEN) & set(store.table(["name"], [[EVIL]], right=0))
     with pytest.MonkeyPatch.context() as patched:

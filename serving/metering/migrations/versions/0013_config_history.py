@@ -1,4 +1,4 @@
-"""Who made each version of an endpoint's configuration, why it failed, and which earlier one it restores."""
+"""The author of each version of an endpoint's configuration, why it failed, and which earlier one it restores."""
 
 from __future__ import annotations
 
