@@ -15,7 +15,7 @@ from server_calls import BODY, ask, until
 from server_processes import ENGINE
 from serving_process import INSTANT_CORE, Running, running
 
-from mlflow_llm.serving.cli.endpoints import endpoints
+from mlflow_llm.serving.cli.endpoints.command import endpoints
 from mlflow_llm.serving.control.spec import EndpointSpec
 from mlflow_llm.serving.interface.bundle import Bundle
 

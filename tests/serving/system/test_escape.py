@@ -61,7 +61,7 @@ def test_control_characters_are_escaped_on_terminals(monkeypatch):
     """Control characters in a model's reply or an endpoint's name reach the terminal escaped."""
 
     chats = importlib.import_module("mlflow_llm.serving.cli.chat.command")
-    endpoints = importlib.import_module("mlflow_llm.serving.cli.endpoints")
+    endpoints = importlib.import_module("mlflow_llm.serving.cli.endpoints.listing")
 
     class Server:
         def __init__(self, *args):

@@ -1,4 +1,4 @@
-"""``endpoints``: what engines run on, and why not as they could."""
+"""``endpoints``: the models, splits and states of a server, what its engines run on, and why not as they could."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib
 import json
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner
 
@@ -17,6 +18,32 @@ ANSWERS = {
         "data": [{"id": name, "root": "m", "max_model_len": 64} for name in ("whole", "narrow", "split", "embedder")]
     },
     "/api/2.0/endpoints/": {"endpoints": []},
+    "/api/2.0/serving-endpoints": {
+        "endpoints": [
+            {
+                "name": "split",
+                "state": {"ready": "READY", "config_update": "UPDATE_FAILED", "message": "out of\x1b memory"},
+                "config": {
+                    "config_version": 3,
+                    "traffic_config": {
+                        "routes": [
+                            {"served_model_name": "v1", "traffic_percentage": 90},
+                            {"served_model_name": "v2", "traffic_percentage": 10},
+                        ]
+                    },
+                },
+            },
+            {
+                "name": "new",
+                "task": "llm/v1/chat",
+                "state": {"ready": "NOT_READY", "config_update": "IN_PROGRESS"},
+                "pending_config": {
+                    "config_version": 1,
+                    "served_entities": [{"name": "first"}],
+                },
+            },
+        ]
+    },
     "/health": {
         "endpoints": {
             "whole": IDLE | {"kernels": "torch", "kernels_reason": "not compiled", "kv_cache_reason": "no\x1b form"},
@@ -42,23 +69,33 @@ class Answers:
     def get(self, path: str) -> Any:
         return ANSWERS[path]
 
+    def get_text(self, path: str) -> str:
+        raise click.ClickException("403: no")
+
 
 def test_what_engines_run_on_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
     """The table and the JSON have the kernels, the type of the KV cache, the reasons and every served entity."""
-    module = importlib.import_module("mlflow_llm.serving.cli.endpoints")  # its name in the package is the command's
+    module = importlib.import_module("mlflow_llm.serving.cli.endpoints.command")
     monkeypatch.setattr(module, "Client", Answers)
     done = CliRunner().invoke(cli, ["endpoints", "--url", "http://127.0.0.1:1"])
     assert done.exit_code == 0, done.output
     head, *rows = (line.split() for line in done.stdout.splitlines())
     at = head.index("KV") - 1  # no task is known
-    assert {row[0]: row[at] for row in rows if row[0] != "split"} == {"whole": "-", "narrow": "int8", "embedder": "-"}
+    whole = [row for row in rows if row[0] not in ("split", "new")]
+    assert {row[0]: row[at] for row in whole} == {"whole": "-", "narrow": "int8", "embedder": "-"}
     assert done.stderr.splitlines() == [
         "whole: torch's kernels, not the native ones: not compiled",
         "whole: KV cache: no\\u001b form",
         "split/v2: KV cache: whole ones",
+        "split: the last update failed: out of\\u001b memory",
+        "new: an update to version 1 is in progress",
+        "replicas and tokens/s are not known: 403: no",
     ]
     assert "v1, v2" in done.stdout
+    assert "ready, update failed" in done.stdout
+    assert "v1 90 %, v2 10 %" in done.stdout
+    assert "starting, updating" in done.stdout
     listed = json.loads(CliRunner().invoke(cli, ["endpoints", "--json", "--url", "http://127.0.0.1:1"]).stdout)
-    assert [one["kv_cache_dtype"] for one in listed] == ["", "int8", "int8, float32", ""]
-    assert [one.get("entities") for one in listed] == [None, None, ["v1", "v2"], None]
-    assert [one["kv_cache_reason"] for one in listed] == ["no\x1b form", "", "whole ones", ""]
+    assert [one["kv_cache_dtype"] for one in listed] == ["", "int8", "int8, float32", "", ""]
+    assert [one.get("entities") for one in listed] == [None, None, ["v1", "v2"], None, ["first"]]
+    assert [one["kv_cache_reason"] for one in listed[:-1]] == ["no\x1b form", "", "whole ones", ""]

@@ -1,0 +1,1 @@
+"""``mlflow-llm endpoints`` and ``mlflow-llm top``: what a server serves, and how it is changed and watched."""

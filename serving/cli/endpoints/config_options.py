@@ -1,0 +1,168 @@
+"""The options of ``endpoints create|update|split``, and the API's config that they ask for."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from ...interface.settings import NAME
+from ...model_files.model_uri import is_path, parse
+from ..model_options import engine_overrides, request_fields
+
+_SHORT = re.compile(r"(?P<name>[^/@:=]+)(?:/(?P<version>\d+)|@(?P<alias>[\w-]+))")
+ENTITY_FIELDS = (
+    "name", "entity_name", "entity_version", "min_provisioned_throughput", "max_provisioned_throughput",
+    "scale_to_zero_enabled", "engine_settings", "defaults",
+)  # fmt: skip
+THROUGHPUT = ("min_provisioned_throughput", "max_provisioned_throughput")
+
+
+def config_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options of a config; the command gets ``changes``, a ``dict`` for ``new_config`` and ``changed``."""
+
+    @functools.wraps(command)
+    def with_changes(
+        *arguments: Any,
+        models: tuple[str, ...],
+        split: tuple[str, ...],
+        config: tuple[str, ...],
+        defaults: tuple[str, ...],
+        **options: Any,
+    ) -> Any:
+        names = (*THROUGHPUT, "scale_to_zero_enabled", "sticky")
+        changes = {name: value for name in names if (value := options.pop(name)) is not None}
+        changes["models"] = [entity_of(given) for given in models]
+        changes["split"] = shares(split)
+        changes["engine_settings"], changes["defaults"] = engine_overrides(config), request_fields(defaults)
+        return command(*arguments, changes=changes, **options)
+
+    for option in reversed(
+        (
+            click.option(
+                "-m",
+                "--model",
+                "models",
+                multiple=True,
+                metavar="MODEL[=NAME]",
+                help="assistant/3, assistant@champion, a models:/ or runs:/ URI, or a directory of the server's "
+                "machine, with the name of the served entity; repeatable.",
+            ),
+            click.option("--split", multiple=True, metavar="NAME=PERCENT,…", help="Traffic of each served entity."),
+            click.option("--sticky/--no-sticky", default=None, help="Send all requests of a key to one served entity."),
+            click.option("-C", "--config", "config", multiple=True, metavar="KEY=VALUE", help="Engine setting."),
+            click.option("-D", "--default", "defaults", multiple=True, metavar="FIELD=VALUE", help="Request default."),
+            click.option(
+                "--min-throughput", THROUGHPUT[0], type=click.IntRange(0), help="Provisioned tokens/s, at least."
+            ),
+            click.option(
+                "--max-throughput", THROUGHPUT[1], type=click.IntRange(0), help="Provisioned tokens/s, at most."
+            ),
+            click.option(
+                "--scale-to-zero/--no-scale-to-zero", "scale_to_zero_enabled", default=None, help="Unload when idle."
+            ),
+        )
+    ):
+        with_changes = option(with_changes)
+    return with_changes
+
+
+def entity_of(given: str) -> dict[str, Any]:
+    """Return the API's fields of a model. Raises ``UsageError``."""
+    uri, equals, name = given.rpartition("=")
+    if not equals or os.path.exists(given) or not NAME.fullmatch(name):
+        uri, name = given, ""
+    entity = {"name": name} if name else {}
+    short = None if os.path.exists(uri) else _SHORT.fullmatch(uri)
+    if short is not None:
+        return entity | {"entity_name": short["name"], "entity_version": short["version"] or f"@{short['alias']}"}
+    named = parse(uri)
+    if named is not None and named.alias is not None:
+        return entity | {"entity_name": named.name, "entity_version": f"@{named.alias}"}
+    if named is not None and named.version is not None and named.version.isdecimal():
+        return entity | {"entity_name": named.name, "entity_version": named.version}
+    if is_path(uri):
+        if not uri.startswith(("/", ".", "~")) and not os.path.exists(uri):
+            raise click.UsageError(f"-m {given}: add a version or an alias, as in {uri}/1 or {uri}@champion")
+        return entity | {"entity_name": os.path.abspath(os.path.expanduser(uri))}
+    return entity | {"entity_name": uri}
+
+
+def shares(given: tuple[str, ...]) -> dict[str, int]:
+    """Parse ``NAME=PERCENT`` pairs, each alone or several with commas. Raises ``UsageError``."""
+    found: dict[str, int] = {}
+    for pair in filter(None, (pair.strip() for text in given for pair in text.split(","))):
+        name, _, percent = pair.rpartition("=")
+        if not name or not percent.isascii() or not percent.isdigit() or not 0 <= int(percent[:4]) <= 100:
+            raise click.UsageError(f"{pair!r}: expected NAME=PERCENT, such as v1=90, with PERCENT from 0 to 100")
+        if name in found:
+            raise click.UsageError(f"{name} has two shares")
+        found[name] = int(percent)
+    if found and sum(found.values()) != 100:
+        raise click.UsageError(f"the shares sum to {sum(found.values())}; expected 100")
+    return found
+
+
+def new_config(changes: dict[str, Any]) -> dict[str, Any]:
+    """Return the config of a new endpoint. Raises ``UsageError``."""
+    if not changes["models"]:
+        raise click.UsageError("name a model with -m")
+    return _config([_changed_entity(entity, changes) for entity in changes["models"]], {}, changes)
+
+
+def changed(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Return ``config``, as the API shows it, with ``changes``.
+
+    Models take the place of all that are served. The settings of an entity stay if its name does, or if one takes the
+    place of one. Raises ``UsageError``.
+    """
+    present = [{key: one[key] for key in ENTITY_FIELDS if key in one} for one in config["served_entities"]]
+    entities = present
+    if changes["models"]:
+        entities = [_settings_for(entity, present, len(changes["models"])) | entity for entity in changes["models"]]
+    entities = [_changed_entity(entity, changes) for entity in entities]
+    names = [entity.get("name") for entity in entities]
+    kept = {} if changes["models"] and names != [one["name"] for one in present] else _traffic(config)
+    more = {name: config[name] for name in config if name not in SHOWN_ONLY}
+    return more | _config(entities, kept, changes, sticky=config["traffic_config"].get("sticky", False))
+
+
+SHOWN_ONLY = ("served_entities", "served_models", "traffic_config", "config_version", "start_time")
+
+
+def _settings_for(entity: dict[str, Any], present: list[dict[str, Any]], count: int) -> dict[str, Any]:
+    """Return the settings that a model takes over: from the entity of its name, or from the only one there is."""
+    same = [one for one in present if one["name"] == entity.get("name")]
+    if not same and count == len(present) == 1:
+        same = present
+    names = ("name", "entity_name", "entity_version")
+    return {} if not same else {key: value for key, value in same[0].items() if key not in names}
+
+
+def _changed_entity(entity: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    given = {name: changes[name] for name in (*THROUGHPUT, "scale_to_zero_enabled") if name in changes}
+    merged = {name: entity.get(name, {}) | changes[name] for name in ("engine_settings", "defaults") if changes[name]}
+    return entity | given | merged
+
+
+def _traffic(config: dict[str, Any]) -> dict[str, int]:
+    return {one["served_model_name"]: one["traffic_percentage"] for one in config["traffic_config"]["routes"]}
+
+
+def _config(
+    entities: list[dict[str, Any]], kept: dict[str, int], changes: dict[str, Any], *, sticky: bool = False
+) -> dict[str, Any]:
+    split = changes["split"] or kept
+    if len(entities) > 1 and not split:
+        raise click.UsageError("several models need a share each: --split NAME=PERCENT,NAME=PERCENT")
+    traffic: dict[str, Any] = {}
+    if split:
+        routes = [{"served_model_name": name, "traffic_percentage": share} for name, share in split.items()]
+        traffic["routes"] = routes
+    if changes.get("sticky", sticky):
+        traffic["sticky"] = True
+    return {"served_entities": entities} | ({"traffic_config": traffic} if traffic else {})

@@ -1,0 +1,65 @@
+"""Read the parts of ``/metrics`` that are about engines and tokens (Prometheus' text format)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+PREFIX = "mlflow_llm_"
+_LINE = re.compile(r"^(\w+?)(?:_total)?(?:\{(.*)\})? (\S+)$")
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_ESCAPES = {r"\\": "\\", r"\"": '"', r"\n": "\n"}
+_ENGINE = (
+    "engine_memory_bytes", "engine_ready", "generated_tokens", "kv_tokens_total", "kv_tokens_used", "prefix_hit_tokens",
+    "prefix_query_tokens", "replicas", "running_sequences", "waiting_requests", "waiting_tenants",
+)  # fmt: skip
+
+Place = tuple[str, str]  # endpoint, served entity
+
+
+@dataclass(slots=True)
+class EngineNumbers:
+    """The numbers of one served entity. ``tokens`` are those of its requests by (adapter, kind), so far."""
+
+    values: dict[str, float] = field(default_factory=dict)
+    tokens: dict[tuple[str, str], float] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> float:
+        return self.values.get(name, 0.0)
+
+    def prompt_tokens(self) -> float:
+        """Return the prompt tokens that were computed, so far: those that the cache held are not among them."""
+        kinds = {kind: sum(n for (_, one), n in self.tokens.items() if one == kind) for kind in ("prompt", "cached")}
+        return kinds["prompt"] - kinds["cached"]
+
+
+def engine_numbers(text: str) -> dict[Place, EngineNumbers]:
+    """Return the numbers by endpoint and served entity. Raises ``ValueError`` for a text that is not an exposition."""
+    found: dict[Place, EngineNumbers] = {}
+    for name, labels, value in samples(text):
+        if "endpoint" not in labels or "entity" not in labels:
+            continue
+        place = (labels["endpoint"], labels["entity"])
+        if name in _ENGINE:
+            found.setdefault(place, EngineNumbers()).values[name] = value
+        elif name == "tokens" and place[0]:
+            key = (labels.get("adapter", ""), labels.get("kind", ""))
+            found.setdefault(place, EngineNumbers()).tokens[key] = value
+    return {place: numbers for place, numbers in found.items() if numbers.values}
+
+
+def samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
+    """Yield (name without our prefix and ``_total``, labels, value) of our metrics."""
+    for line in text.splitlines():
+        if not line.startswith(PREFIX):
+            continue
+        found = _LINE.match(line.removeprefix(PREFIX))
+        if found is None:
+            raise ValueError(f"{line[:80]!r} is not a sample")
+        labels = {name: _unescaped(value) for name, value in _LABEL.findall(found[2] or "")}
+        yield found[1], labels, float(found[3])
+
+
+def _unescaped(value: str) -> str:
+    return re.sub(r'\\["\\n]', lambda escape: _ESCAPES[escape[0]], value)
