@@ -47,7 +47,11 @@ TITLES = ("requests", "prompt", "cached", "completion", "cost")
 @click.option("--json", "as_json", is_flag=True, help="Print the bill as JSON, as /api/2.0/usage has it.")
 @click.option("--csv", "csv_file", type=click.Path(dir_okay=False), help="Write every request to this CSV file.")
 @click.option("--parquet", type=click.Path(dir_okay=False), help="Write every request to this Parquet file.")
-@click.option("--plot", type=click.Path(dir_okay=False), help="Write a chart by day, tenant and model to this file.")
+@click.option(
+    "--plot",
+    type=click.Path(dir_okay=False),
+    help="Write a chart over time to this file: tokens, and cost by the columns of --by.",
+)
 @click.pass_context
 def usage(
     context: click.Context,
@@ -72,7 +76,7 @@ def usage(
     what, groups = filter_of(asked), groups_of(by)
     with open_store_or_server(database, url, key) as found:
         source: UsageSource = Usage(found) if isinstance(found, Store) else RemoteUsage(found)
-        _write_files(source, what, asked)
+        _write_files(source, what, groups, asked)
         if as_json:
             click.echo(json.dumps(wire_bill(source, what, groups), indent=2))
             return
@@ -97,7 +101,7 @@ def bill(groups: tuple[str, ...], sums: tuple[UsageSum, ...], currency: str = ""
     return table((*groups, *titles), [*rows, (*named, *totals, units(sum(total.cost for total in sums)))], right=5)
 
 
-def _write_files(source: UsageSource, what: UsageFilter, asked: dict[str, str | None]) -> None:
+def _write_files(source: UsageSource, what: UsageFilter, groups: tuple[str, ...], asked: dict[str, str | None]) -> None:
     csv_file, parquet, plot = asked["csv_file"], asked["parquet"], asked["plot"]
     try:
         if csv_file is not None:
@@ -108,7 +112,7 @@ def _write_files(source: UsageSource, what: UsageFilter, asked: dict[str, str | 
         if plot is not None:
             from ..metering.usage.plot import plot_usage
 
-            plot_usage(source, what, plot)
+            plot_usage(source, what, plot, groups)
     except (OSError, ModuleNotFoundError, ValueError) as error:  # matplotlib's word for an ending it does not know
         raise click.ClickException(str(error)) from None
 

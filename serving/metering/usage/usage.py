@@ -21,8 +21,11 @@ from ..store.tables import folded, ledger, provisioned_minutes
 MAX_PAGE = 10_000
 READ_PAGE = 1000
 DAY_MS = 86_400_000
+HOUR_MS = 3_600_000
 GroupBy: TypeAlias = str  # one of GROUPS, or TAG and the name of a tag
-GROUPS = ("day", "tenant", "endpoint", "entity", "key_id", "adapter", "model_version", "content_hash", "end_user")
+GROUPS = (
+    "day", "hour", "tenant", "endpoint", "entity", "adapter", "key_id", "model_version", "content_hash", "end_user",
+)  # fmt: skip
 TAG = "tags."
 ALLOWED_GROUPS = f"{', '.join(GROUPS)}, {TAG}NAME"
 LABELS = ("adapter", "model_version", "content_hash", "end_user", "client_request_id")  # which folded days lack
@@ -107,7 +110,8 @@ class UsagePage(Struct, frozen=True, kw_only=True):
 
 
 class UsageSum(Struct, frozen=True, kw_only=True):
-    """A sum. ``group`` has the values of the columns grouped by, in their order (a day as "2026-11-21", UTC)."""
+    """A sum. ``group`` has the values of the columns grouped by, in their order; a day is "2026-11-21", an hour
+    "2026-11-21T09:00Z", in UTC."""
 
     group: tuple[str, ...]
     requests: int
@@ -204,8 +208,8 @@ class Usage:
     def sums(self, what: UsageFilter, by: tuple[GroupBy, ...] = ("day", "tenant", "entity")) -> tuple[UsageSum, ...]:
         """Return sums over the closed rows that match, ordered by group. Raises ``InvalidField`` for ``by``.
 
-        A folded day counts if its first millisecond is in the filter's time; it has no labels. A group without a label
-        has "" in its place.
+        A folded day counts if its first millisecond is in the filter's time, and in its first hour; it has no labels
+        and no adapters. A group without a label or an adapter has "" in its place.
         """
         if not by or not all(map(is_group, by)) or len(set(by)) != len(by):
             raise InvalidField("by", ",".join(map(str, by)), f"one or more of {ALLOWED_GROUPS}")
@@ -250,12 +254,14 @@ def is_selectable(tag: str) -> bool:
 
 
 def _group(name: GroupBy) -> Any:
-    if name == "day":
-        return ledger.c.started_ms // DAY_MS
+    if name in ("day", "hour"):
+        return ledger.c.started_ms // (DAY_MS if name == "day" else HOUR_MS)
     return sa.func.coalesce(_tag(name.removeprefix(TAG)) if name.startswith(TAG) else ledger.c[name], "")
 
 
 def _folded_group(name: GroupBy) -> Any:
+    if name == "hour":
+        return folded.c.day * (DAY_MS // HOUR_MS)
     return folded.c[name] if name in folded.c else sa.literal("", sa.String)
 
 
@@ -293,13 +299,19 @@ def _summed(columns: list[Any], requests: Any, table: sa.Table) -> sa.Select[Any
 
 
 def _sum(by: tuple[GroupBy, ...], group: tuple[Any, ...], counts: list[int]) -> UsageSum:
-    named = tuple(day(int(value)) if name == "day" else str(value) for name, value in zip(by, group, strict=True))
+    written = {"day": lambda value: day(int(value)), "hour": lambda value: hour(int(value))}
+    named = tuple(written.get(name, str)(value) for name, value in zip(by, group, strict=True))
     return UsageSum(group=named, requests=counts[0], **dict(zip(_COUNTS, counts[1:], strict=True)))
 
 
 def day(number: int) -> str:
     """Convert days since the epoch to an ISO date."""
     return (datetime.date(1970, 1, 1) + datetime.timedelta(days=number)).isoformat()
+
+
+def hour(number: int) -> str:
+    """Convert hours since the epoch to an ISO time in UTC."""
+    return f"{day(number // 24)}T{number % 24:02}:00Z"
 
 
 def _to_cursor(row: UsageRow) -> str:

@@ -10,7 +10,7 @@ from mlflow_llm.serving.interface.errors import InvalidField
 from mlflow_llm.serving.metering import Limits, Price, ProvisionedMinutes, Usage, UsageFilter
 from mlflow_llm.serving.metering.accounts.limits import check_integrity
 from mlflow_llm.serving.metering.usage.export import csv_lines, write_parquet
-from mlflow_llm.serving.metering.usage.plot import OTHERS, cost_by_day, plot_usage, tokens_by_kind
+from mlflow_llm.serving.metering.usage.plot import OTHERS, cost_over_time, plot_usage, tokens_by_kind, totals, unit_of
 
 
 @pytest.fixture
@@ -89,10 +89,37 @@ def test_a_plot_is_written(store, filled, tmp_path):
     assert days == ["2027-01-15", "2027-01-16"]
     assert [sum(values) for values in zip(*kinds.values(), strict=True)] == [46, 29]
     assert kinds["completion"] == [6, 9]
-    assert cost_by_day(usage, UsageFilter(), "tenant") == (days, {"acme": [28, 20], "zeta": [24, 18]})
+    assert cost_over_time(usage, UsageFilter(), "tenant") == (days, {"acme": [28, 20], "zeta": [24, 18]})
     for name, what in (("a.png", UsageFilter()), ("b.svg", UsageFilter(tenant="nobody"))):
         plot_usage(Usage(store), what, str(tmp_path / name))
         assert (tmp_path / name).stat().st_size > 1000
+
+
+def test_a_short_span_is_plotted_by_the_hour(store, ledger, reserve_of, clock, tmp_path):
+    """Usage of few days has a bar an hour, and that of many a bar a day; both add up, and the totals are written."""
+    ledger.prices.set("*", Price(input=1_000_000, output=2_000_000))
+    usage = Usage(store)
+    assert totals(usage, UsageFilter()) == "no usage"
+    for number in range(3):
+        ledger.reserve(reserve_of(f"h{number}", adapter="pirate" if number else None)).settle(completion=number)
+        clock.now += 3600
+    assert unit_of(usage, UsageFilter()) == "hour"
+    hours, stacks = cost_over_time(usage, UsageFilter(), "adapter", "hour")
+    assert hours == ["2027-01-15T08:00Z", "2027-01-15T09:00Z", "2027-01-15T10:00Z"]
+    assert {name: [value > 0 for value in values] for name, values in stacks.items()} == {
+        "pirate": [False, True, True],
+        "none": [True, False, False],
+    }
+    days, by_day = cost_over_time(usage, UsageFilter(), "adapter")
+    assert days == ["2027-01-15"]
+    assert {name: sum(values) for name, values in stacks.items()} == {name: by_day[name][0] for name in by_day}
+    plot_usage(usage, UsageFilter(), str(tmp_path / "a.svg"), ("day", "endpoint", "adapter"))
+    drawn = (tmp_path / "a.svg").read_text()
+    for text in ("tokens per hour", "cost by endpoint", "cost by adapter", "(UTC): 3 requests,"):
+        assert f"<!-- {text}" in drawn or text in drawn
+    clock.now += 4 * 86_400
+    ledger.reserve(reserve_of("later")).settle(completion=1)
+    assert unit_of(usage, UsageFilter()) == "day"
 
 
 def test_a_provisioned_minute_is_billed_once_by_its_most_units(store, ledger, clock):
@@ -125,6 +152,6 @@ def test_a_plot_has_colours_for_the_largest(store, ledger, reserve_of):
     ledger.prices.set("*", Price(input=1_000_000))
     for number in range(14):
         ledger.reserve(reserve_of(f"r{number}", tenant=f"t{number:02}")).settle()
-    _, stacks = cost_by_day(Usage(store), UsageFilter(), "tenant")
+    _, stacks = cost_over_time(Usage(store), UsageFilter(), "tenant")
     assert list(stacks) == [*(f"t{number:02}" for number in range(9)), OTHERS]
     assert sum(map(sum, stacks.values())) == sum(total.cost for total in Usage(store).sums(UsageFilter(), ("day",)))
