@@ -34,7 +34,7 @@ def _state(endpoint: sa.Row, row: sa.Row) -> str:
         return "active"
     if row.version == endpoint.pending_version:
         return "pending"
-    return {"active": "superseded", "pending": "replaced"}.get(row.outcome, row.outcome)
+    return {"active": "superseded", "pending": "replaced"}.get(row.outcome, str(row.outcome))
 
 
 def version_to_restore(endpoint: sa.Row, rows: Sequence[sa.Row], asked: int | None) -> int:

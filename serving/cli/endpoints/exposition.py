@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 PREFIX = "mlflow_llm_"
-_LINE = re.compile(r"^(\w+?)(?:_total)?(?:\{(.*)\})? (\S+)$")
+_LINE = re.compile(r"^(\w+)(?:\{(.*)\})? (\S+)$")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _ESCAPES = {r"\\": "\\", r"\"": '"', r"\n": "\n"}
 _ENGINE = (
@@ -41,6 +41,7 @@ def engine_numbers(text: str) -> dict[Place, EngineNumbers]:
         if "endpoint" not in labels or "entity" not in labels:
             continue
         place = (labels["endpoint"], labels["entity"])
+        name = name if name in _ENGINE else name.removesuffix("_total")  # which counters have, and one of our gauges
         if name in _ENGINE:
             found.setdefault(place, EngineNumbers()).values[name] = value
         elif name == "tokens" and place[0]:
@@ -50,7 +51,7 @@ def engine_numbers(text: str) -> dict[Place, EngineNumbers]:
 
 
 def samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
-    """Yield (name without our prefix and ``_total``, labels, value) of our metrics."""
+    """Yield (name without our prefix, labels, value) of our metrics."""
     for line in text.splitlines():
         if not line.startswith(PREFIX):
             continue

@@ -80,12 +80,12 @@ def _stacked(
     bottom = [0] * len(times)
     for name, values in stacks.items():
         heights, below = [value / scale for value in values], [value / scale for value in bottom]
-        axes.bar(starts, heights, bottom=below, label=labels[name], width=width * BAR, align="edge")  # type: ignore[arg-type]
+        axes.bar(starts, heights, bottom=below, label=labels[name], width=width * BAR, align="edge")
         bottom = [under + more for under, more in zip(bottom, values, strict=True)]
     if times:
         day = datetime.timedelta(days=1)
         first, last = (one.replace(hour=0) for one in (min(starts), max(starts)))
-        axes.set_xlim(first, last + day)  # type: ignore[arg-type] # whole days: a single hour is no rectangle
+        axes.set_xlim(first, last + day)  # whole days: a single hour is no rectangle
         axes.legend(fontsize="small")
         axes.tick_params(axis="x", rotation=45)
     else:
