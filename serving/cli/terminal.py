@@ -21,14 +21,14 @@ Complete = Callable[[str], list[str]]
 """Returns the words that the last word of a line may become."""
 
 
-def turns(greeting: str, complete: Complete = lambda line: []) -> Iterator[str]:
+def turns(greeting: str, complete: Complete = lambda line: [], *, keep: bool = True) -> Iterator[str]:
     """Yield what the user types, without empty turns; from a pipe a line each, without greeting and prompt.
 
     A paste of several lines is one turn, and so are lines between two ``FENCE``. TAB completes a word by ``complete``.
-    Ctrl-C drops what is being typed; Ctrl-D ends.
+    With ``keep``, what is typed is kept for the next conversation. Ctrl-C drops what is being typed; Ctrl-D ends.
     """
     terminal = sys.stdin.isatty()
-    one = _reader(complete) if terminal else lambda prompt: input()
+    one = _reader(complete, keep=keep) if terminal else lambda prompt: input()
 
     def read() -> str:
         return _fenced(one("> "), one)
@@ -62,7 +62,7 @@ def _fenced(text: str, read: Callable[[str], str]) -> str:
     return "\n".join(lines).strip("\n")
 
 
-def _reader(complete: Complete) -> Callable[[str], str]:
+def _reader(complete: Complete, *, keep: bool) -> Callable[[str], str]:
     """Return ``read(prompt)`` of a terminal: readline's where it cannot move its cursor, else prompt_toolkit's."""
     if os.environ.get("TERM", "dumb") == "dumb" or not sys.stdout.isatty():
         with contextlib.suppress(ImportError):
@@ -88,7 +88,7 @@ def _reader(complete: Complete) -> Callable[[str], str]:
             for word in complete(line):
                 yield Completion(word, start_position=-len(line.rpartition(" ")[2]))
 
-    file = history_file()
+    file = history_file() if keep else None
     history = InMemoryHistory() if file is None else FileHistory(str(file))
     session: PromptSession[str] = PromptSession(
         history=history, key_bindings=keys, prompt_continuation=". ", completer=Words(), complete_while_typing=False

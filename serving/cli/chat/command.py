@@ -150,7 +150,7 @@ def _converse(talk: Conversation, recorder: Recorder) -> None:
     """Hold a conversation. A turn that fails is removed, and the conversation goes on."""
     failed = False
     greeting = f"chatting with {visible_line(talk.model)}; /help lists commands, Ctrl-D quits"
-    for text in turns(greeting, functools.partial(candidates, talk)):
+    for text in turns(greeting, functools.partial(candidates, talk), keep=recorder.records):
         try:
             if text.startswith("/") and not text.startswith("//"):
                 slash_commands.run(talk, text.strip())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from pseudo_terminal import OpenTerminal
 from serving_process import Running
@@ -64,6 +66,17 @@ def test_ctrl_c_stops_one_reply(observed: Running, terminal: OpenTerminal) -> No
     screen.read_until("\n> ")
     screen.type("\x04")
     assert screen.wait() == 0
+
+
+def test_nothing_typed_is_kept_without_a_record(observed: Running, terminal: OpenTerminal, state: Path) -> None:
+    """With --no-log neither the conversation nor what was typed is written anywhere."""
+    screen = terminal("chat", "--url", observed.url, "--no-log", term="xterm")
+    screen.read_until(PASTE_ON)
+    screen.type("/help\r")
+    screen.read_until("Ctrl-D ends the conversation.")
+    screen.type("\x04")
+    assert screen.wait() == 0
+    assert not state.exists()
 
 
 def test_lines_between_fences_are_one_message(observed: Running, terminal: OpenTerminal) -> None:
