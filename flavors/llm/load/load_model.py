@@ -14,6 +14,8 @@ from ....serving.system.imports import hide_torch
 from ..errors import raises_mlflow
 from ..model.bundle_reader import configured
 from ..model.fetch import local_root
+from ..model.model_name import name_of
+from ..model.model_registry import pinned
 from ..model.options import LoadOptions
 from ..predict import signature_enforcement
 from ..predict.language_model import LanguageModel
@@ -22,7 +24,8 @@ from ..predict.scoring_server import is_scoring_server
 from ..predict.session import Session
 from ..save import mlflow_requirements
 from .draft import with_draft
-from .mlflow_download import settled
+from .mlflow_download import loaded_uri, settled
+from .model_cache import logged
 
 if TYPE_CHECKING:
     from mlflow.pyfunc import PyFuncModel
@@ -41,7 +44,8 @@ def load_model(model_uri: str, dst_path: str | None = None, **settings: Unpack[L
     The engine starts at the first request, not here.
 
     Args:
-        model_uri: a local directory, or any URI that MLflow can download (``models:/assistant@champion``).
+        model_uri: a local directory, or any URI that MLflow can download (``models:/assistant@champion``). A model that
+            is not logged yet, a Hugging Face directory, a GGUF file or a hub id, is logged into the user's cache first.
         dst_path: a local directory to download to, made if it does not exist. None: a model of a remote store is
             downloaded once, into the user's cache.
         settings: engine settings (``serving.settings.EngineSettings``) that replace the saved ones, such as
@@ -63,7 +67,7 @@ def as_responses_agent(
     Its ``predict`` and ``predict_stream`` use the form of OpenAI's Responses API, and MLflow traces it as an agent.
 
     Args:
-        model_uri: a local directory, or any URI that MLflow can download.
+        model_uri: as for ``load_model``.
         dst_path: as for ``load_model``.
         settings: as for ``load_model``.
 
@@ -76,22 +80,42 @@ def as_responses_agent(
 
 
 def _session(model_uri: str, dst_path: str | None, settings: dict[str, Any]) -> Session:
-    root = local_root(model_uri, dst_path)
+    root, uri = _found(model_uri, dst_path)
     bundle, config = configured(root, settings)
-    uri = "" if os.path.isdir(model_uri) else str(model_uri)
-    return Session(with_draft(bundle, config.settings), config.settings, config.request_defaults, uri=uri)
+    return Session(
+        with_draft(bundle, config.settings),
+        config.settings,
+        config.request_defaults,
+        uri=uri,
+        name=name_of(root, uri),
+    )
+
+
+def _found(model_uri: str | os.PathLike[str], dst_path: str | None) -> tuple[Path, str]:
+    """Return the local root of a model, which is logged into the cache if it is not logged yet, and the URI that it was
+    fetched from: "" for a path, and a version in place of an alias."""
+    is_here = isinstance(model_uri, str | os.PathLike) and bool(str(model_uri)) and os.path.exists(model_uri)
+    if dst_path is None and str(model_uri) and (is_here or isinstance(model_uri, str)):
+        root = logged(str(model_uri))
+        if root is not None:
+            return root, ""
+    if is_here or not isinstance(model_uri, str) or not model_uri:
+        return local_root(model_uri, dst_path), ""
+    uri = pinned(model_uri)
+    return local_root(uri, dst_path), uri
 
 
 @raises_mlflow
 def _load_pyfunc(path: str, model_config: dict[str, Any] | None = None) -> PyfuncModel:
     """Load the model under ``path``: the entry point for ``mlflow.pyfunc.load_model``."""
     signature_enforcement.install()
+    name = name_of(Path(path), loaded_uri(Path(path)))
     root = settled(Path(path))
     bundle, config = configured(root, model_config)
     settings = config.settings
     if is_scoring_server() and not (settings.in_process or settings.trust_remote_code):
         hide_torch()
-    return PyfuncModel(with_draft(bundle, config.settings), config.settings, config.request_defaults)
+    return PyfuncModel(with_draft(bundle, config.settings), config.settings, config.request_defaults, name=name)
 
 
 def close(model: LanguageModel | PyfuncModel | PyFuncModel) -> None:

@@ -48,6 +48,12 @@ def settled(root: Path) -> Path:
     return found
 
 
+def loaded_uri(root: Path) -> str:
+    """Return the URI that ``mlflow.pyfunc.load_model``, which asks to load ``root``, was given; "" if not known."""
+    call = _call()
+    return "" if call is None or call.f_locals.get("local_path") != str(root) else str(call.f_locals.get("model_uri"))
+
+
 def _is_own_download(root: Path) -> bool:
     call = _call()
     if call is None or call.f_locals.get("dst_path") is not None or call.f_locals.get("local_path") != str(root):

@@ -46,6 +46,24 @@ def pinned(uri: str) -> str:
         raise ModelNotFound(_nearest(client, uri, named)) from None
 
 
+def logged_model_id(uri: str) -> str | None:
+    """Return the id of the logged model at a ``models:/`` URI of a version or of an id; None if MLflow has none.
+
+    MLflow's own database leaves ``model_id`` of a version empty, and keeps the id in its source. Raises
+    ``MlflowException``.
+    """
+    from mlflow import MlflowClient
+
+    named = model_uri.parse(uri)
+    if named is not None:
+        found = MlflowClient().get_model_version(named.name, str(named.version))
+        if found.model_id:
+            return str(found.model_id)
+        uri = found.source or ""
+    name = uri.removeprefix("models:").strip("/")
+    return name if model_uri.LOGGED_MODEL.fullmatch(name) else None
+
+
 def check_store_exists(uri: str) -> None:
     """Raise ``ModelNotFound`` if MLflow would look ``uri`` up in a local file or folder that does not exist."""
     import mlflow

@@ -28,6 +28,7 @@ from ....serving.interface.settings import EngineSettings
 from ....serving.tasks.prompt.endpoint import Profile
 from ....serving.tasks.reply_size import MAX_REPLY_BYTES
 from .. import errors
+from ..model.names import FLAVOR_NAME
 from ..model.request_fields import request_fields
 from ..model.signature import ON_ERROR
 from . import scoring_server, signature_enforcement
@@ -50,10 +51,17 @@ class PyfuncModel:
     when it says so. It ends with the last object that uses it. Copies, including pickled ones, are separate clients.
     """
 
-    def __init__(self, bundle: Bundle, settings: EngineSettings, defaults: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        bundle: Bundle,
+        settings: EngineSettings,
+        defaults: Mapping[str, Any] | None = None,
+        *,
+        name: str = FLAVOR_NAME,
+    ) -> None:
         is_server = scoring_server.is_scoring_server()
         profile = Profile(max_reply_bytes=MAX_REPLY_BYTES) if is_server else None  # no limit in a notebook's process
-        self.session = Session(bundle, settings, defaults, profile)
+        self.session = Session(bundle, settings, defaults, profile, name=name)
         if is_server:
             scoring_server.admit(settings.max_num_seqs)
             with _mlflow_errors():

@@ -33,10 +33,11 @@ from ....serving.tasks.prompt.endpoint import EndpointView, Profile
 from ....serving.tasks.prompt.text import TextModel
 from ....serving.tasks.reply import embed, generate, score
 from ..model.bundle_loader import load_bundle
+from ..model.names import FLAVOR_NAME
 
 logger = logging.getLogger(__name__)
 
-NAME = "llm"
+NAME = FLAVOR_NAME
 T = TypeVar("T")
 Watch = Callable[[Iterator[Any], int], Iterator[Any]]
 
@@ -56,9 +57,12 @@ class Session:
         profile: Profile | None = None,
         *,
         uri: str = "",
+        name: str = NAME,
     ) -> None:
-        """Keep ``uri``, from which a copy on another host fetches the model; "" if unknown."""
+        """Keep ``uri``, from which a copy on another host fetches the model ("" if unknown), and the ``name`` that the
+        model has in its replies."""
         self.bundle = bundle
+        self.name = name
         self.settings = settings
         self.uri = uri
         self._given = dict(defaults or {})
@@ -74,7 +78,7 @@ class Session:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle so that a copy loads the model itself: engine, threads and locks are not shared."""
-        return _rebuilt, (self.bundle, self.settings, self._given, self._profile, self.uri)
+        return _rebuilt, (self.bundle, self.settings, self._given, self._profile, self.uri, self.name)
 
     def connect(self) -> EndpointView:
         """Start the engine if needed and return the endpoint's view.
@@ -92,7 +96,7 @@ class Session:
                 self._engine = engine = _start(self.bundle, self.settings)
                 _log_kernels(engine.info, self.settings)
                 self._view = EndpointView(
-                    name=NAME,
+                    name=self.name,
                     info=engine.info,
                     text=text,
                     adapters=partial(_adapter_names, self.bundle, engine),  # does not reference the session
@@ -138,7 +142,7 @@ class Session:
         if raw.return_trace:
             raise InvalidField(RETURN_TRACE, True, NO_TRACE)
         view = self.connect()
-        salt = self._salts.of("tenant", tenant="", endpoint=view.name)
+        salt = self._salts.of("tenant", tenant="", endpoint=NAME)  # one model's callers share its prefixes
         try:
             return prepare(raw, view, Limits(cache_salt=salt))
         except ServingError as error:
@@ -223,11 +227,13 @@ def _secret() -> bytes:
     return hashlib.sha256(b"mlflow-llm cache salt" + multiprocessing.current_process().authkey).digest()
 
 
-def _rebuilt(bundle: Bundle, settings: EngineSettings, defaults: dict[str, Any], profile: Profile, uri: str) -> Session:
+def _rebuilt(
+    bundle: Bundle, settings: EngineSettings, defaults: dict[str, Any], profile: Profile, uri: str, name: str
+) -> Session:
     """Unpickle a session over the same files if they exist, else over those at ``uri``."""
     if missing := [path for path in downloads.paths_of(bundle) if not os.path.isdir(path)]:
         bundle = _fetched(bundle, missing[0], uri)
-    return Session(bundle, settings, defaults, profile, uri=uri)
+    return Session(bundle, settings, defaults, profile, uri=uri, name=name)
 
 
 def _fetched(bundle: Bundle, missing: str, uri: str) -> Bundle:

@@ -36,7 +36,7 @@ from .checkpoints import read_shapes
 from .draft_check import check_draft
 from .encoder_trial import try_encoder, try_images
 from .images import check_templates, image_spec
-from .meta_model import build, check_complete, check_settings, check_supported, check_weights, decoder_of
+from .meta_model import build, check_complete, check_settings, check_supported, check_weights, count, decoder_of
 from .quantize import check_quantize, quantize_weights
 from .sources import Placed, place_model
 from .text_alone import check_images, hint, place_text
@@ -77,6 +77,16 @@ class Parts(Struct, frozen=True, kw_only=True):
         return found
 
 
+class Written(Struct, frozen=True, kw_only=True):
+    """A model that was written: its manifest, the directory with its own files (the base's, for adapters alone), how
+    many parameters it has, and how many tokens its context."""
+
+    manifest: Manifest
+    model_dir: Path
+    parameters: int
+    context_length: int
+
+
 def check_parts(parts: Parts) -> None:
     """Raise ``PackagingError`` for parts that do not go together, before anything is read or fetched."""
     if (parts.model is None) == (parts.base is None):
@@ -95,16 +105,15 @@ def check_parts(parts: Parts) -> None:
             )
 
 
-def write_bundle(root: Path, parts: Parts) -> tuple[Manifest, Path]:
+def write_bundle(root: Path, parts: Parts) -> Written:
     """Write model, tokenizer, adapters, templates and manifest under ``root``.
 
-    Returns the manifest and the directory with the model's own files: under ``root``, or the base's. Raises
-    ``PackagingError`` for anything that would fail when the model is served.
+    Raises ``PackagingError`` for anything that would fail when the model is served.
     """
     return _write_whole(root, parts) if parts.over is None else _write_over_base(root, parts, parts.over)
 
 
-def _write_whole(root: Path, parts: Parts) -> tuple[Manifest, Path]:
+def _write_whole(root: Path, parts: Parts) -> Written:
     model_dir = root / "model"
     placed = _place_text(root, parts) if parts.images is False else _place_whole(model_dir, parts)
     source = placed.tokenizer if parts.tokenizer is None else parts.tokenizer
@@ -141,7 +150,7 @@ def _write_whole(root: Path, parts: Parts) -> tuple[Manifest, Path]:
     crosses = cross_encoder_spec(tasks, model_dir, root / "tokenizer", tokenizer)
     formats = formats_of(found, tokenizer, parts.tool_format)
     longest = EmbeddingSpec(max_length=crosses.max_length) if crosses is not None else spec or EmbeddingSpec()
-    check_settings(skeleton, parts.settings, tasks, longest, parts.quantization)
+    context = check_settings(skeleton, parts.settings, tasks, longest, parts.quantization)
     check_draft(parts.settings)
     if images is not None:
         with _hint(model_dir, config):
@@ -155,7 +164,7 @@ def _write_whole(root: Path, parts: Parts) -> tuple[Manifest, Path]:
         embedding=spec, cross_encoder=crosses, tool_formats=formats, quantization=parts.quantization,
         images=images,
     )  # fmt: skip
-    return manifest, model_dir
+    return Written(manifest=manifest, model_dir=model_dir, parameters=count(whole), context_length=context)
 
 
 def _place_whole(model_dir: Path, parts: Parts) -> Placed:
@@ -237,14 +246,15 @@ def _as_engine_sees(
     )
 
 
-def _write_over_base(root: Path, parts: Parts, over: PinnedBase) -> tuple[Manifest, Path]:
+def _write_over_base(root: Path, parts: Parts, over: PinnedBase) -> Written:
     """Write adapters alone: the base is not copied but referred to by URI and content hash."""
     base = read_bundle(over.root)
     names = place_adapters(parts.adapters, None, root, link=parts.link)
     if twice := sorted(set(names) & base.adapters.keys()):
         raise PackagingError(f"adapters: the base already has an adapter {twice[0]!r}; choose another name")
     base_dir = Path(base.model_dir)
-    skeleton = decoder_of(build(base_dir, trust_remote_code=parts.trust_remote_code), base_dir)
+    whole = build(base_dir, trust_remote_code=parts.trust_remote_code)
+    skeleton = decoder_of(whole, base_dir)
     check_adapters(names, root, skeleton)
     tokenizer_dir = Path(base.tokenizer_dir)
     if parts.tokenizer is not None:
@@ -262,13 +272,14 @@ def _write_over_base(root: Path, parts: Parts, over: PinnedBase) -> tuple[Manife
         _place_templates(found, tokenizer, root, base.images, check=True)
         formats = formats_of(found, tokenizer, parts.tool_format)
     tasks = _tasks_over(base, parts, chats=own)
-    check_settings(skeleton, parts.settings, tasks, base.embedding or EmbeddingSpec(), parts.quantization)
+    longest = base.embedding or EmbeddingSpec()
+    context = check_settings(skeleton, parts.settings, tasks, longest, parts.quantization)
     check_draft(parts.settings)
     manifest = _finish(
         root, parts, tasks, [*names, *base.adapters],
         base=over.reference, tool_formats=formats, quantization=parts.quantization, images=base.images,
     )  # fmt: skip
-    return manifest, Path(base.model_dir)
+    return Written(manifest=manifest, model_dir=base_dir, parameters=count(whole), context_length=context)
 
 
 def _tasks_over(base: Bundle, parts: Parts, *, chats: bool) -> Any:

@@ -70,9 +70,10 @@ def check_supported(skeleton: Any, *, causal: bool) -> None:
 
 def check_settings(
     skeleton: Any, settings: EngineSettings, tasks: Sequence[Task], spec: EmbeddingSpec, stored: str | None
-) -> None:
-    """Raise ``PackagingError``, worded as by the engine, for settings with which the model can run on no machine.
+) -> int:
+    """Return how many tokens a sequence may have.
 
+    Raises ``PackagingError``, worded as by the engine, for settings with which the model can run on no machine.
     ``spec`` says how long input texts may be. ``stored`` is how the weights are stored; None: as floats.
     """
     from ....serving.engine.models.embedder import resolve_max_length
@@ -81,9 +82,13 @@ def check_settings(
 
     refuse_settings(settings, tasks, stored)
     if POOLED.intersection(tasks):
-        resolve_max_length(skeleton, spec, settings)
-    else:
-        resolve_max_model_len(skeleton.config.get_text_config(), settings)
+        return resolve_max_length(skeleton, spec, settings)
+    return resolve_max_model_len(skeleton.config.get_text_config(), settings)
+
+
+def count(skeleton: Any) -> int:
+    """Return the number of parameters; weights that are tied count once."""
+    return sum(parameter.numel() for parameter in skeleton.parameters())
 
 
 def check_weights(skeleton: Any, shapes: dict[str, tuple[int, ...]]) -> None:

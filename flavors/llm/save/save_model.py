@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
@@ -29,9 +30,11 @@ from ..model.names import FLAVOR_NAME, LOADER_MODULE
 from ..model.options import EngineOptions
 from ..model.signature import default_example, lossless_signature
 from ..model.templates import Templates
-from . import mlflow_requirements, tool_formats
+from . import mlflow_requirements, registry_pages, tool_formats
+from .adapter_sources import check_runs, fetch_adapters
 from .arguments import check_types, plain_metadata
 from .bundle_writer import Parts, check_parts, write_bundle
+from .facts import FACTS, Facts, facts_of
 from .file_modes import apply_umask
 from .requirements import CONDA_ENV, PYTHON_ENV, Requirements, check_requirements, write_environment
 
@@ -49,6 +52,7 @@ def save_model(
     task: str | list[str] | None = None,
     base: str | None = None,
     default_adapter: str | None = None,
+    adapter_runs: dict[str, str] | None = None,
     defaults: dict[str, Any] | None = None,
     generation_config: Any = None,
     embedding: Any = None,
@@ -77,7 +81,8 @@ def save_model(
         model: a ``PreTrainedModel``; a ``PeftModel`` (its base and adapters are stored separately); a Hugging Face or
             sentence-transformers directory (its files are stored unchanged); a GGUF file; or a hub id.
         tokenizer: a transformers tokenizer, or a directory. None: the tokenizer in the model directory.
-        adapters: adapters by name, each a ``PeftModel`` or a directory in peft's layout.
+        adapters: adapters by name, each a ``PeftModel``, a directory in peft's layout, or a ``runs:/`` or ``models:/``
+            URI of one, whose run and datasets are recorded.
         chat_template: a template, its path, or several by name (``{"default": …, "tool_use": …}``). None: the
             tokenizer's own.
         task: "chat", "completions", "embeddings", "score" (a cross-encoder), or a list of several. None: every task
@@ -86,6 +91,7 @@ def save_model(
             ``model=None``. They inherit what the base was saved with unless you override it here (docs/adapters.md).
         default_adapter: the adapter for requests that name none. None: the base answers such requests; with ``base``,
             the default adapter of that model does.
+        adapter_runs: ids of the MLflow runs that trained adapters, by their names, where no URI says so.
         defaults: values for request fields that a request leaves out, such as ``{"max_tokens": 256}``.
         generation_config: the model's own sampling defaults, which ``defaults`` override: a dict or a
             ``transformers.GenerationConfig``; ``{}`` for none. None: the model's ``generation_config.json``.
@@ -165,7 +171,21 @@ def save_model(
             config = configs.parse(values)
             parts = msgspec.structs.replace(parts, over=over, default_adapter=config.default_adapter)
         config = _as_stored(config, parts.quantization, asked=given.get("quantization"))
-        manifest, model_dir = write_bundle(root, msgspec.structs.replace(parts, settings=config.settings))
+        parts = msgspec.structs.replace(parts, settings=config.settings)
+        with tempfile.TemporaryDirectory(prefix="mlflow-llm-") as scratch:
+            sources = fetch_adapters(adapters, adapter_runs, Path(scratch))
+            written = write_bundle(root, msgspec.structs.replace(parts, adapters=sources.given))
+        manifest, model_dir = written.manifest, written.model_dir
+        check_runs(adapter_runs, manifest.adapters)
+        facts = facts_of(
+            root,
+            model_dir,
+            manifest,
+            model=model,
+            parameters=written.parameters,
+            context_length=written.context_length,
+            lineages=sources.lineages,
+        )
         found, without_effect = generation_configs.read(model_dir)
         if values.get("generation_config") is None:
             config = msgspec.structs.replace(config, generation_config=found)
@@ -180,7 +200,7 @@ def save_model(
         manifest = manifests.with_environment(manifest, root)
         manifests.write(manifest, root)
         _describe(mlflow_model, manifest, config, signature, metadata)
-        _write_mlmodel(root, mlflow_model, manifest, config, code_paths, without_effect)
+        _write_mlmodel(root, mlflow_model, manifest, config, facts, code_paths, without_effect)
         example = _example(input_example, manifest, run_at_log_time=mlflow_model.model_id and validate_serving_input)
         try:
             _save_example(mlflow_model, example, str(root))
@@ -205,6 +225,7 @@ def log_model(
     *,
     base: str | None = None,
     default_adapter: str | None = None,
+    adapter_runs: dict[str, str] | None = None,
     defaults: dict[str, Any] | None = None,
     generation_config: Any = None,
     embedding: Any = None,
@@ -238,6 +259,9 @@ def log_model(
 ) -> ModelInfo:
     """Log a language model to MLflow, and register it if ``registered_model_name`` is given.
 
+    MLflow's pages show what the model is: size, type, licence, context and adapters are params, tags and a description
+    of the logged model and of the registered version. What you set yourself is kept.
+
     The arguments from ``registered_model_name`` to ``auth_policy`` are those of ``mlflow.models.Model.log``; all others
     are those of ``save_model``. ``link_files`` is on by default: the files are uploaded from a temporary directory that
     is removed at once. ``artifact_path`` is the old name of ``name``, which MLflow has deprecated.
@@ -250,7 +274,7 @@ def log_model(
             the message names the argument. MLflow's store may raise others.
     """
     configs.parse(dict(settings))  # other names would be taken for arguments of Model.log
-    return Model.log(
+    info = Model.log(
         artifact_path=artifact_path,
         name=name,
         flavor=mlflow_llm_flavor(),
@@ -273,6 +297,7 @@ def log_model(
         task=task,
         base=base,
         default_adapter=default_adapter,
+        adapter_runs=adapter_runs,
         defaults=defaults,
         generation_config=generation_config,
         embedding=embedding,
@@ -292,6 +317,8 @@ def log_model(
         validate_serving_input=input_example is not None and input_example is not False,
         **settings,
     )
+    registry_pages.show(info, registered_model_name, step=step)
+    return info
 
 
 def mlflow_llm_flavor() -> Any:
@@ -336,6 +363,7 @@ def _write_mlmodel(
     mlflow_model: Model,
     manifest: Manifest,
     config: configs.ModelConfig,
+    facts: Facts,
     code_paths: list[str] | None,
     without_effect: dict[str, Any],
 ) -> None:
@@ -364,6 +392,7 @@ def _write_mlmodel(
         request_defaults=config.request_defaults,
         generation_config_without_effect=without_effect,
         code=code,
+        **{FACTS: msgspec.to_builtins(facts)},
     )
 
 

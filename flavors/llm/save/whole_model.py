@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
+import msgspec
 import yaml  # type: ignore[import-untyped]
 
 from ....serving.interface.errors import PackagingError
@@ -16,6 +17,7 @@ from ..model.base_model import fetch_base
 from ..model.fetch import local_root
 from ..model.manifest import DEFAULT_TEMPLATE, Manifest
 from ..model.names import FLAVOR_NAME, MLMODEL
+from .facts import FACTS, stored_facts
 
 TEMPLATES = ("chat_templates", DEFAULT_TEMPLATE)
 
@@ -64,7 +66,7 @@ def materialise(model_uri: str | os.PathLike[str], path: str | os.PathLike[str])
     )
     whole = manifests.with_environment(whole, target)
     manifests.write(whole, target)
-    _describe(target / MLMODEL, whole)
+    _describe(target / MLMODEL, whole, base_root / MLMODEL)
     return target
 
 
@@ -84,13 +86,19 @@ def _add(base_root: Path, base: Manifest, paths: Iterable[str], target: Path) ->
         manifests.check_file(target / path, path, base.files[path], full=True)
 
 
-def _describe(file: Path, manifest: Manifest) -> None:
+def _describe(file: Path, manifest: Manifest, base_file: Path) -> None:
     """Write in the MLmodel file what this flavor says there of the model."""
     described = yaml.safe_load(file.read_text(encoding="utf-8"))
-    described["flavors"][FLAVOR_NAME] |= {
+    flavor = described["flavors"][FLAVOR_NAME]
+    flavor |= {
         "format_version": manifest.format_version,
         "content_hash": manifest.content_hash,
         "adapters": manifest.adapters,
         "base": None,
     }
+    own = stored_facts(flavor)
+    base = stored_facts(yaml.safe_load(base_file.read_text(encoding="utf-8"))["flavors"].get(FLAVOR_NAME, {}))
+    if own is not None and base is not None:
+        both = msgspec.structs.replace(base, adapters=base.adapters | own.adapters)
+        flavor[FACTS] = msgspec.to_builtins(both)
     file.write_text(yaml.safe_dump(described, sort_keys=False), encoding="utf-8")

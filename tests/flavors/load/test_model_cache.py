@@ -22,13 +22,33 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_directory_that_was_not_logged_says_how(llama_dir: Path) -> None:
-    """A directory that was not logged is refused with the two commands to choose from."""
+    """A directory that was not logged is no bundle, and is refused with the two commands to choose from."""
     with pytest.raises(
         MlflowException,
         match=r"is a Hugging Face directory, not a logged model: log it first, with llm"
         r"\.log_model\(model='.*tiny-llama', …\).*mlflow-llm serve -m .*tiny-llama$",
     ):
-        llm.load_model(llama_dir)
+        llm.load_bundle(llama_dir)
+
+
+def test_load_model_logs_a_directory_into_the_cache(llama_dir: Path, cache: Path) -> None:
+    """``load_model`` takes a Hugging Face directory, as a text or a path, and logs it once."""
+    for given in (str(llama_dir), llama_dir):
+        with llm.load_model(given, in_process=True) as model:
+            assert model.chat("Hi", max_tokens=2).usage.completion_tokens == 2
+    assert len(list(cache.iterdir())) == 1
+
+
+def test_load_model_takes_a_hub_id(llama_dir: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hub id is fetched and logged; one that cannot be fetched is refused by its name."""
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda repo_id, **_: str(llama_dir))
+    with llm.load_model("org/tiny", in_process=True) as model:
+        assert "chat" in model.tasks
+    monkeypatch.undo()
+    with pytest.raises(MlflowException, match="'no/such-thing' is not a local path and could not be fetched"):
+        llm.load_model("no/such-thing")
 
 
 def test_an_adapter_says_what_it_needs(adapter_dir: Path) -> None:
@@ -47,7 +67,7 @@ def test_an_adapter_says_what_it_needs(adapter_dir: Path) -> None:
 def test_a_missing_path_is_reported(uri: str, reported: str) -> None:
     """A path that does not exist is not found; if it could be a hub id, the error says so."""
     with pytest.raises(MlflowException) as caught:
-        llm.load_model(uri)
+        llm.load_bundle(uri)
     assert caught.value.message.startswith(reported)
     assert caught.value.error_code == "RESOURCE_DOES_NOT_EXIST"
 
