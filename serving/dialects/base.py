@@ -51,6 +51,23 @@ class Head(Struct, frozen=True):
     path: Mapping[str, str] = {}
 
 
+class Exchange(Struct, frozen=True, kw_only=True):
+    """An example of a task's requests and the types of its replies, for the OpenAPI document.
+
+    ``example`` is the body of a request that runs. ``whole`` is the type of a reply that is not streamed, ``event``
+    that of the data of a stream's events (see ``interface.type_schema``); None if a route has no such replies.
+    ``media`` are the media types of a whole reply: the first one has the type ``whole``, others are binary. ``ends``
+    says how a stream ends.
+    """
+
+    example: Mapping[str, Any] = {}
+    whole: Any = None
+    event: Any = None
+    media: tuple[str, ...] = (JSON,)
+    stream_media: str = "text/event-stream"
+    ends: str = ""
+
+
 class Encoded(Struct, frozen=True, kw_only=True):
     """A complete response as it is sent over HTTP."""
 
@@ -99,6 +116,7 @@ class Dialect(Protocol):
     ``prefixes`` are paths under which errors take this dialect's form even if none of its routes matches.
     ``request_id_header`` is the header, besides ``X-Request-Id``, in which its clients look for a request's id; None if
     there is no other. ``request_schemas`` and ``error_schema`` are JSON schemas, for the OpenAPI document.
+    ``exchanges`` has what else the document says of a route, by the tasks of its bodies.
     """
 
     @property
@@ -118,6 +136,8 @@ class Dialect(Protocol):
 
     @property
     def error_schema(self) -> Mapping[str, Any]: ...
+
+    def exchanges(self, route: InferenceRoute) -> Mapping[Task, Exchange]: ...
 
     def decode(self, head: Head, body: bytes) -> RawRequest:
         """Read a request. Nothing is resolved here; ``tasks.prepare`` does that.

@@ -53,7 +53,11 @@ OPENAI_ERROR_SCHEMA: Mapping[str, Any] = {
 CODED_ERROR_SCHEMA: Mapping[str, Any] = {
     "type": "object",
     "required": ["error_code", "message"],
-    "properties": {"error_code": {"type": "string"}, "message": {"type": "string"}},
+    "properties": {
+        "error_code": {"type": "string"},
+        "message": {"type": "string"},
+        "error": OPENAI_ERROR_SCHEMA["properties"]["error"] | {"description": "in a stream alone"},
+    },
 }
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from ..dialects.kserve.metadata import index_entry, model_config, model_metadata
+from ..dialects.kserve.reply_types import IndexEntry, ModelConfig, ModelMetadata
 from ..metering.accounts.authorization import Caller
 from ..routing.served_endpoints import ServedEndpoints, ServedEntity
 from .worker_state import WorkerState
@@ -18,13 +18,13 @@ def takes_requests(server: WorkerState) -> bool:
     return all(entity.engine.health().status == "ready" for entity in server.endpoints.entities())
 
 
-def metadata_of(endpoints: ServedEndpoints, entity: ServedEntity) -> dict[str, Any]:
+def metadata_of(endpoints: ServedEndpoints, entity: ServedEntity) -> ModelMetadata:
     """Return the tensors of an endpoint's models, and the versions of these models."""
     versions = endpoints.versions_of(entity.endpoint)
     return model_metadata(entity.endpoint, versions, generates=entity.view.generates)
 
 
-def config_of(entity: ServedEntity) -> dict[str, Any]:
+def config_of(entity: ServedEntity) -> ModelConfig:
     """Return the model's configuration in Triton's terms."""
     view = entity.view
     return model_config(
@@ -32,7 +32,7 @@ def config_of(entity: ServedEntity) -> dict[str, Any]:
     )
 
 
-def entries(endpoints: ServedEndpoints, *, only_ready: bool) -> Iterator[dict[str, Any]]:
+def entries(endpoints: ServedEndpoints, *, only_ready: bool) -> Iterator[IndexEntry]:
     """Yield the entries of the repository's index: each model and version that is served."""
     ready: dict[tuple[str, str], bool] = {}
     for entity in endpoints.entities():

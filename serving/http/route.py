@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, TypedDict
 
 from ..dialects import Dialect
 from ..dialects.base import JSON, Headers
@@ -21,6 +21,10 @@ class Listener(Enum):
     PROBES = "probes"
 
 
+class NoFields(TypedDict):
+    """An empty object."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route(Operation):
     """A route of the server.
@@ -31,7 +35,8 @@ class Route(Operation):
 
     The following fields are for the OpenAPI document. ``body`` reads a body of a route without ``inference``; ``query``
     has the JSON schemas of query parameters; ``produces`` has the media types of responses, the usual one first;
-    ``also`` describes, by status, further responses that have the same body as a 200.
+    ``reply`` is the type of JSON responses (see ``interface.type_schema``); ``also`` describes, by status, further
+    responses that have the same body as a 200; ``example`` is a body that runs.
     """
 
     method: str
@@ -40,7 +45,9 @@ class Route(Operation):
     body: Reader[Any] | None = None
     query: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     produces: tuple[str, ...] = (JSON,)
+    reply: Any = None
     also: Mapping[int, str] = field(default_factory=dict)
+    example: Mapping[str, Any] = field(default_factory=dict)
     content_types: tuple[str, ...] = (JSON,)
 
     def spoken(self, headers: Headers) -> ResponseDialect:

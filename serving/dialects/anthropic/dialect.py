@@ -15,10 +15,11 @@ from typing import Any
 from ...interface.errors import ContextTooLong, ServingError
 from ...interface.reply import Reply
 from ...interface.request import RawRequest, Task, ValidRequest
-from ..base import Encoded, Head, InferenceRoute, StreamEncoder
+from ..base import Encoded, Exchange, Head, InferenceRoute, StreamEncoder
 from ..errors import retry_headers
 from ..json_body import json_bytes, read_object
 from .replies import Stream, message
+from .reply_types import MESSAGE
 from .requests import BODY, check_headers, read_message_request
 
 # kind -> type; clients pick their exception by status
@@ -78,6 +79,9 @@ class AnthropicDialect:
             },
         },
     }
+
+    def exchanges(self, route: InferenceRoute) -> Mapping[Task, Exchange]:
+        return {"chat": MESSAGE}
 
     def decode(self, head: Head, body: bytes) -> RawRequest:
         check_headers(head.headers)

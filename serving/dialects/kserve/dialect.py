@@ -13,10 +13,11 @@ from typing import Any
 from ...interface.errors import ServingError, as_sent
 from ...interface.reply import Reply
 from ...interface.request import RawRequest, Task, ValidRequest
-from ..base import JSON, Encoded, Head, InferenceRoute, StreamEncoder
+from ..base import JSON, Encoded, Exchange, Head, InferenceRoute, StreamEncoder
 from ..errors import retry_headers
 from .body import BINARY, HEADER_LENGTH, encoded, read_call
 from .replies import OUTPUTS, tensor
+from .reply_types import INFER
 from .requests import PARAMETERS, Echo, echo_of, raw_request
 from .tensor_fields import FIELDS
 from .tensors import DATATYPES, Tensor
@@ -97,6 +98,9 @@ class KServeDialect:
     @property
     def request_schemas(self) -> Mapping[Task, Mapping[str, Any]]:
         return {"completions": SCHEMA}
+
+    def exchanges(self, route: InferenceRoute) -> Mapping[Task, Exchange]:
+        return {"completions": INFER}
 
     def decode(self, head: Head, body: bytes) -> RawRequest:
         with as_sent():

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from mlflow_llm import __version__
 
 from .replies import OUTPUTS, OutputField
+from .reply_types import (
+    ConfigInput,
+    ConfigOutput,
+    IndexEntry,
+    ModelConfig,
+    ModelMetadata,
+    ServerMetadata,
+    TensorMetadata,
+)
 from .tensor_fields import FIELDS, TensorField
 from .tensors import BYTES
 
@@ -16,12 +24,12 @@ PLATFORM = "mlflow-llm"
 EXTENSIONS = ("binary_tensor_data", "model_configuration", "model_repository")
 
 
-def server_metadata() -> dict[str, Any]:
+def server_metadata() -> ServerMetadata:
     """Return the response to ``GET /v2``."""
     return {"name": SERVER, "version": __version__, "extensions": list(EXTENSIONS)}
 
 
-def model_metadata(name: str, versions: Sequence[str], *, generates: bool) -> dict[str, Any]:
+def model_metadata(name: str, versions: Sequence[str], *, generates: bool) -> ModelMetadata:
     """Return a model's tensors; a model that generates no text has none."""
     inputs = FIELDS.values() if generates else ()
     outputs = OUTPUTS.values() if generates else ()
@@ -34,7 +42,7 @@ def model_metadata(name: str, versions: Sequence[str], *, generates: bool) -> di
     }
 
 
-def model_config(name: str, *, generates: bool, max_model_len: int, vocab_size: int) -> dict[str, Any]:
+def model_config(name: str, *, generates: bool, max_model_len: int, vocab_size: int) -> ModelConfig:
     """Return Triton's model configuration. ``max_batch_size`` 0: shapes include the batch dimension, which is 1."""
     return {
         "name": name,
@@ -51,10 +59,11 @@ def model_config(name: str, *, generates: bool, max_model_len: int, vocab_size: 
     }
 
 
-def index_entry(name: str, version: str, *, is_ready: bool) -> dict[str, Any]:
+def index_entry(name: str, version: str, *, is_ready: bool) -> IndexEntry:
     """Return a model's entry in the repository's index."""
-    state = {"state": "READY", "reason": ""} if is_ready else {"state": "UNAVAILABLE", "reason": "no engine is ready"}
-    return {"name": name, "version": version, **state}
+    if is_ready:
+        return {"name": name, "version": version, "state": "READY", "reason": ""}
+    return {"name": name, "version": version, "state": "UNAVAILABLE", "reason": "no engine is ready"}
 
 
 def data_type(datatype: str) -> str:
@@ -62,11 +71,11 @@ def data_type(datatype: str) -> str:
     return "TYPE_STRING" if datatype == BYTES else f"TYPE_{datatype}"
 
 
-def _tensor(name: str, datatype: str, shape: Sequence[int]) -> dict[str, Any]:
+def _tensor(name: str, datatype: str, shape: Sequence[int]) -> TensorMetadata:
     return {"name": name, "datatype": datatype, "shape": list(shape)}
 
 
-def _input(field: TensorField) -> dict[str, Any]:
+def _input(field: TensorField) -> ConfigInput:
     return {
         "name": field.name,
         "data_type": data_type(field.datatypes[0]),
@@ -75,5 +84,5 @@ def _input(field: TensorField) -> dict[str, Any]:
     }
 
 
-def _output(field: OutputField) -> dict[str, Any]:
+def _output(field: OutputField) -> ConfigOutput:
     return {"name": field.name, "data_type": data_type(field.datatype), "dims": list(field.shape)}

@@ -14,12 +14,13 @@ from typing import Any
 from ...interface.errors import ServingError
 from ...interface.reply import Reply
 from ...interface.request import RawRequest, Task, ValidRequest
-from ..base import Encoded, Head, InferenceRoute, StreamEncoder
+from ..base import Encoded, Exchange, Head, InferenceRoute, StreamEncoder
 from ..errors import retry_headers
 from ..json_body import json_bytes, read_object
 from .errors import ERROR_SCHEMA, error_body
 from .replies import Stream
 from .replies import reply as whole_reply
+from .reply_types import CHAT
 from .requests import read_chat, request_schema
 
 SHARED_PATH = "/v1/chat/completions"  # shared with OpenAI's dialect
@@ -34,6 +35,9 @@ class MindieDialect:
     request_id_header: str | None = None
     request_schemas: Mapping[Task, Mapping[str, Any]] = {"chat": request_schema()}
     error_schema: Mapping[str, Any] = ERROR_SCHEMA
+
+    def exchanges(self, route: InferenceRoute) -> Mapping[Task, Exchange]:
+        return {"chat": CHAT}
 
     def decode(self, head: Head, body: bytes) -> RawRequest:
         return read_object(body, read_chat)

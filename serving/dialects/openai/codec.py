@@ -10,12 +10,13 @@ from typing import Any, ClassVar
 from ...interface.errors import LimitExceeded, PermissionDenied, ServingError
 from ...interface.reply import Reply
 from ...interface.request import RawRequest, Task, ValidRequest
-from ..base import Encoded, Head, InferenceRoute, StreamEncoder
+from ..base import Encoded, Exchange, Head, InferenceRoute, StreamEncoder
 from ..errors import CODED_ERROR_SCHEMA, is_exhausted, openai_error, retry_headers
 from ..fields.decode import decode
 from ..fields.fields import Table
 from ..json_body import json_bytes, read_object
 from . import replies
+from .reply_types import EXCHANGES
 
 
 class ObjectDialect:
@@ -27,12 +28,16 @@ class ObjectDialect:
     prefixes: tuple[str, ...] = ()
     request_id_header: str | None = None
     tables: ClassVar[Mapping[Task, Table]]
+    forms: ClassVar[Mapping[Task, Exchange]] = EXCHANGES
     style: replies.Style
     error_schema: Mapping[str, Any]
 
     @functools.cached_property
     def request_schemas(self) -> Mapping[Task, Mapping[str, Any]]:
         return {task: table.schema() for task, table in self.tables.items()}
+
+    def exchanges(self, route: InferenceRoute) -> Mapping[Task, Exchange]:
+        return {task: self.forms[task] for task in (self.tables if route.task is None else (route.task,))}
 
     def decode(self, head: Head, body: bytes) -> RawRequest:
         return read_object(body, lambda found: self.read(found, head.route.task))

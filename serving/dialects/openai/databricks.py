@@ -10,15 +10,17 @@ profile.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import msgspec
 
 from ...interface.request import RawCompletion, RawRequest, Task
-from ..base import InferenceRoute
+from ..base import Exchange, InferenceRoute
 from ..fields.tables import DATABRICKS
 from .codec import CodedErrorDialect
 from .replies import Style
+from .reply_types import EITHER_SCORES, EXCHANGES
 
 ERROR_CODES: dict[str, str] = {
     "internal": "INTERNAL_ERROR",
@@ -48,6 +50,7 @@ class DatabricksDialect(CodedErrorDialect):
 
     name = "databricks"
     tables = DATABRICKS
+    forms: ClassVar[Mapping[Task, Exchange]] = {**EXCHANGES, "score": EITHER_SCORES}
     error_codes = ERROR_CODES
     style = Style(usage_details=False, usage_in_last=True, index_by_prompt=True, embedding_id=True)
     routes = (

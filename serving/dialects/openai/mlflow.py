@@ -7,11 +7,16 @@ the codes of MLflow's REST API.
 
 from __future__ import annotations
 
-from ..base import InferenceRoute
+from collections.abc import Mapping
+from typing import ClassVar
+
+from ...interface.request import Task
+from ..base import Exchange, InferenceRoute
 from ..fields.tables import MLFLOW
 from .codec import CodedErrorDialect
 from .databricks import ERROR_CODES as DATABRICKS_CODES
 from .replies import Style
+from .reply_types import EITHER_SCORES, EXCHANGES
 
 # MLflow's own codes where they are more precise; all are in mlflow.protos.databricks_pb2.ErrorCode
 ERROR_CODES: dict[str, str] = {
@@ -31,6 +36,7 @@ class MlflowDialect(CodedErrorDialect):
 
     name = "mlflow"
     tables = MLFLOW
+    forms: ClassVar[Mapping[Task, Exchange]] = {**EXCHANGES, "score": EITHER_SCORES}
     error_codes = ERROR_CODES
     style = Style(usage_in_last=True, embedding_id=True)
     routes = (

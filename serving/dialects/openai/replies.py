@@ -8,10 +8,34 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from ...interface.errors import ServingError
-from ...interface.reply import CallDelta, Choice, Delta, Done, Ended, Piece, Reply, ReplyCall, TextLogprob, Usage
+from ...interface.reply import (
+    CallDelta,
+    Choice,
+    Delta,
+    Done,
+    Ended,
+    Piece,
+    Reply,
+    ReplyCall,
+    ReplyFinish,
+    TextLogprob,
+    Usage,
+)
 from ...interface.request import ValidRequest
 from .. import sse
 from ..text_template import TextTemplate
+from .reply_types import (
+    AlternativeToken,
+    ChatChoice,
+    ChatLogprobs,
+    ChatMessage,
+    CustomCall,
+    Finish,
+    FunctionCall,
+    ScoredToken,
+    TextChoice,
+    TextLogprobs,
+)
 from .scoring_replies import score_reply
 
 DONE = b"data: [DONE]\n\n"
@@ -97,13 +121,13 @@ def reply(request: ValidRequest, whole: Reply, style: Style) -> dict[str, Any]:
     if request.task == "embeddings":
         return _embeddings(request, whole, style)
     if request.task == "score":
-        return score_reply(request, whole, model_name(request))
+        return {**score_reply(request, whole, model_name(request))}
     choice = _chat_choice if request.task == "chat" else _text_choice
     choices = [choice(request, entry, style) for entry in whole.choices]
     return {**head(request), "choices": choices, "usage": usage(request, whole.usage, style)}
 
 
-def _chat_choice(request: ValidRequest, choice: Choice, style: Style) -> dict[str, Any]:
+def _chat_choice(request: ValidRequest, choice: Choice, style: Style) -> ChatChoice:
     return {
         "index": choice.index,
         "message": message(choice),
@@ -112,12 +136,12 @@ def _chat_choice(request: ValidRequest, choice: Choice, style: Style) -> dict[st
     }
 
 
-def message(choice: Choice) -> dict[str, Any]:
+def message(choice: Choice) -> ChatMessage:
     """Return a choice as a message of the assistant, which a client may send back.
 
     ``content`` is null if there are calls and no text; reasoning and calls are left out if there are none.
     """
-    found: dict[str, Any] = {"role": "assistant", "content": choice.text or (None if choice.calls else "")}
+    found: ChatMessage = {"role": "assistant", "content": choice.text or (None if choice.calls else "")}
     if choice.reasoning:
         found["reasoning_content"] = choice.reasoning
     if choice.calls:
@@ -125,7 +149,7 @@ def message(choice: Choice) -> dict[str, Any]:
     return found
 
 
-def _call(call: ReplyCall) -> dict[str, Any]:
+def _call(call: ReplyCall) -> FunctionCall | CustomCall:
     if call.custom:
         return {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": call.arguments}}
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
@@ -140,7 +164,7 @@ def _call_delta(call: CallDelta) -> dict[str, Any]:
     return {"index": call.index, "id": call.id, "type": kind, kind: called}
 
 
-def _text_choice(request: ValidRequest, choice: Choice, style: Style) -> dict[str, Any]:
+def _text_choice(request: ValidRequest, choice: Choice, style: Style) -> TextChoice:
     return {
         "index": _index(request, choice.index, style),
         "text": choice.text,
@@ -174,24 +198,26 @@ def _index(request: ValidRequest, index: int, style: Style) -> int:
     return index // request.n if style.index_by_prompt and request.index_by_prompt else index
 
 
-def finish_reason(reason: str) -> str:
+def finish_reason(reason: ReplyFinish) -> Finish:
     """Return the API's word for ``reason``. It has none for an aborted choice: "stop" would mean a complete text."""
     return "length" if reason == "abort" else reason
 
 
-def chat_logprobs(request: ValidRequest, found: tuple[TextLogprob, ...]) -> dict[str, Any] | None:
+def chat_logprobs(request: ValidRequest, found: tuple[TextLogprob, ...]) -> ChatLogprobs | None:
     """Return the chat API's ``logprobs``: an entry per token with its alternatives, or None if not asked for."""
     if request.sampling is None or request.sampling.logprobs is None:
         return None
-    content = [{**_chat_logprob(entry), "top_logprobs": [_chat_logprob(top) for top in entry.top]} for entry in found]
+    content: list[ScoredToken] = [
+        {**_chat_logprob(entry), "top_logprobs": [_chat_logprob(top) for top in entry.top]} for entry in found
+    ]
     return {"content": content, "refusal": None}
 
 
-def _chat_logprob(entry: TextLogprob) -> dict[str, Any]:
+def _chat_logprob(entry: TextLogprob) -> AlternativeToken:
     return {"token": entry.token, "logprob": entry.logprob, "bytes": list(entry.bytes)}
 
 
-def text_logprobs(request: ValidRequest, found: tuple[TextLogprob, ...]) -> dict[str, Any] | None:
+def text_logprobs(request: ValidRequest, found: tuple[TextLogprob, ...]) -> TextLogprobs | None:
     """Return the completions API's ``logprobs``, which are parallel lists, or None if not asked for."""
     if request.sampling is None or request.sampling.logprobs is None:
         return None

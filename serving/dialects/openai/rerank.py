@@ -9,12 +9,13 @@ import msgspec
 
 from ...interface.errors import ServingError
 from ...interface.request import RawRequest, RawScore, Task
-from ..base import Head, InferenceRoute
+from ..base import Exchange, Head, InferenceRoute
 from ..errors import OPENAI_ERROR_SCHEMA, openai_error
 from ..fields.fields import Table
 from ..fields.tables import RERANK
 from .codec import ObjectDialect
 from .replies import Style
+from .reply_types import RANKING
 
 COHERE = "/v2/rerank"  # its replies have documents only if the request asks for them
 
@@ -24,6 +25,7 @@ class RerankDialect(ObjectDialect):
 
     name = "rerank"
     tables: ClassVar[Mapping[Task, Table]] = {"score": RERANK}
+    forms: ClassVar[Mapping[Task, Exchange]] = {"score": RANKING}
     style = Style()
     routes = tuple(
         InferenceRoute(path, "score", "Rank documents by their relevance to a query")

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ...interface.reply import Reply
 from ...interface.request import ValidRequest
+from .reply_types import PromptUsage, RankedResult, Ranking, ScoreList
 
 
-def score_reply(request: ValidRequest, whole: Reply, model: str) -> dict[str, Any]:
+def score_reply(request: ValidRequest, whole: Reply, model: str) -> Ranking | ScoreList:
     """Return the scores in the order of the texts or, for a ranking, the documents' indexes, best first."""
-    usage = {"prompt_tokens": whole.usage.prompt_tokens, "total_tokens": whole.usage.total_tokens}
+    usage: PromptUsage = {"prompt_tokens": whole.usage.prompt_tokens, "total_tokens": whole.usage.total_tokens}
     if request.scoring is not None and request.scoring.ranked:
         return {
             "id": "rerank-" + request.request_id,
@@ -28,13 +27,13 @@ def score_reply(request: ValidRequest, whole: Reply, model: str) -> dict[str, An
     }
 
 
-def ranking(request: ValidRequest, whole: Reply) -> list[dict[str, Any]]:
+def ranking(request: ValidRequest, whole: Reply) -> list[RankedResult]:
     """Return the results, best first; equal scores are in the order of the request."""
     assert request.scoring is not None
     scores, documents = whole.scores, request.scoring.documents
-    found: list[dict[str, Any]] = []
+    found: list[RankedResult] = []
     for index in order(request, whole):
-        entry: dict[str, Any] = {"index": index, "relevance_score": scores[index]}
+        entry: RankedResult = {"index": index, "relevance_score": scores[index]}
         if documents is not None:
             entry["document"] = {"text": documents[index]}
         found.append(entry)

@@ -15,6 +15,7 @@ from ..fields.chat_end import ADD_GENERATION_PROMPT, CONTINUE_FINAL_MESSAGE, cha
 from ..fields.messages import read_messages
 from ..fields.text_readers import TOKEN, template_variables
 from ..fields.tool_fields import tools_reader
+from .reply_types import Detokenized, Tokenized
 
 MAX_TOKENS = 2**20  # of one detokenize request
 
@@ -81,11 +82,11 @@ _DETOKENIZE = record(
 read_detokenize = Reader(lambda value, path: RawDetokenize(**_DETOKENIZE(value, path)), _DETOKENIZE.schema)
 
 
-def tokenized(tokens: Sequence[int], max_model_len: int, names: list[str] | None) -> dict[str, Any]:
+def tokenized(tokens: Sequence[int], max_model_len: int, names: list[str] | None) -> Tokenized:
     """Return the response of ``/tokenize``; ``names`` are the tokens' strings, if they were asked for."""
     return {"count": len(tokens), "max_model_len": max_model_len, "tokens": list(tokens), "token_strs": names}
 
 
-def detokenized(text: str) -> dict[str, Any]:
+def detokenized(text: str) -> Detokenized:
     """Return the response of ``/detokenize``."""
     return {"prompt": text}

@@ -13,12 +13,13 @@ from typing import Any
 from ...interface.errors import ServingError
 from ...interface.reply import Reply
 from ...interface.request import RawRequest, Task, ValidRequest
-from ..base import Encoded, Head, InferenceRoute, StreamEncoder
+from ..base import Encoded, Exchange, Head, InferenceRoute, StreamEncoder
 from ..errors import OPENAI_ERROR_SCHEMA, retry_headers
 from ..json_body import json_bytes, read_object
 from .errors import error_object
 from .fields import TABLE, read_response_request
 from .replies import response
+from .reply_types import RESPONSE
 from .stream import ResponseStream
 
 
@@ -31,6 +32,9 @@ class ResponsesDialect:
     request_id_header = None
     request_schemas: Mapping[Task, Mapping[str, Any]] = {"chat": TABLE.schema()}
     error_schema = OPENAI_ERROR_SCHEMA
+
+    def exchanges(self, route: InferenceRoute) -> Mapping[Task, Exchange]:
+        return {"chat": RESPONSE}
 
     def decode(self, head: Head, body: bytes) -> RawRequest:
         return read_object(body, read_response_request)

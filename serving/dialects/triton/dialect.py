@@ -19,7 +19,7 @@ from ...interface.readers import boolean, obj, short_text
 from ...interface.reply import Delta, Done, Piece, Reply
 from ...interface.request import RawRequest, Task, ValidRequest
 from .. import sse
-from ..base import Encoded, Head, StreamEncoder
+from ..base import Encoded, Exchange, Head, InferenceRoute, StreamEncoder
 from ..errors import retry_headers
 from ..json_body import check_objects, json_bytes, leniently, read_object
 from ..kserve.body import MAX_ID, InferCall
@@ -29,6 +29,7 @@ from ..kserve.requests import echo_of, raw_request
 from ..kserve.tensor_fields import FIELDS
 from ..kserve.tensors import BYTES, FLOATS, Tensor, from_json, to_list
 from .generate import streams
+from .reply_types import TRITON
 from .requests import BODY, PARAMETERS
 
 STREAM = ("stream", "streaming")
@@ -93,6 +94,9 @@ class TritonGenerateDialect:
         "required": ["error"],
         "properties": {"error": {"type": "string"}},
     }
+
+    def exchanges(self, route: InferenceRoute) -> Mapping[Task, Exchange]:
+        return {"completions": TRITON}
 
     def decode(self, head: Head, body: bytes) -> RawRequest:
         with as_sent():

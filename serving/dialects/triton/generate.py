@@ -13,12 +13,13 @@ from typing import Any
 from ...interface.errors import UNPROCESSABLE, RequestError, ServingError
 from ...interface.reply import Reply
 from ...interface.request import RawRequest, Task, ValidRequest
-from ..base import Encoded, Head, InferenceRoute, StreamEncoder
+from ..base import Encoded, Exchange, Head, InferenceRoute, StreamEncoder
 from ..errors import retry_headers
 from ..json_body import json_bytes, read_object
 from ..mindie.errors import ERROR_SCHEMA
 from .replies import Stream, error_of
 from .replies import reply as whole_reply
+from .reply_types import STREAMED, WHOLE
 from .requests import body_schema, read_generate
 
 MODEL, VERSIONED = "/v2/models/<name>", "/v2/models/<name>/versions/<model_version>"
@@ -37,6 +38,9 @@ class GenerateDialect:
     request_id_header: str | None = None
     request_schemas: Mapping[Task, Mapping[str, Any]] = {"completions": body_schema()}
     error_schema: Mapping[str, Any] = {**ERROR_SCHEMA, "required": ["error"]}  # Triton's form has no error_type
+
+    def exchanges(self, route: InferenceRoute) -> Mapping[Task, Exchange]:
+        return {"completions": STREAMED if streams(route) else WHOLE}
 
     def decode(self, head: Head, body: bytes) -> RawRequest:
         version, stream = head.path.get("model_version"), streams(head.route)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ...dialects import DIALECTS
+from ...dialects.anthropic.reply_types import ModelInfo
 from ...dialects.anthropic.requests import VERSION_HEADER, check_headers
 from ...frontend.answer import Answer, json_answer
 from ...frontend.operation import Request
@@ -72,7 +73,7 @@ def page_of(request: Request, models: list[Named]) -> Answer:
     )
 
 
-def _info(model: Named) -> dict[str, Any]:
+def _info(model: Named) -> ModelInfo:
     length = model.entity.engine.info.max_model_len
     created = datetime.datetime.fromtimestamp(model.entity.created, datetime.UTC)
     return {

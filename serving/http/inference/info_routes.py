@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.metadata import version as installed_version
 from typing import Any, get_args
 
 from msgspec import structs
 
 from ...dialects import DIALECTS
+from ...dialects.anthropic.reply_types import ModelInfo, ModelPage
 from ...dialects.fields.defaults import own_sampling
+from ...dialects.openai.reply_types import ModelCard, ModelList, ModelVersionServed
 from ...frontend.answer import Answer, json_answer
 from ...frontend.operation import Auth, Request
 from ...frontend.worker_state import WorkerState
@@ -19,14 +22,15 @@ from ...metering.accounts.authorization import UNKNOWN, Caller
 from ...observability import metrics
 from ...routing.replica_set import BEST_FIRST
 from ...routing.served_endpoints import ServedEndpoints, ServedEntity
-from ..route import Listener, Route
+from ..route import Listener, NoFields, Route
 from . import anthropic_models
+from .reply_types import DeploymentEndpoint, DeploymentEndpoints, ServerHealth, TaskType
 
 # fields of an endpoint's health that every caller may see; most of the others count the work of all tenants
 SHOWN = ("kernels_reason", "instruction_set", "quantization_reason", "kv_cache_dtype", "kv_cache_reason")
 NAMED = (*SHOWN, "max_num_batched_tokens")
 SHOWN_TO_ALL = ("status", "kernels", "quantization", *SHOWN, "paged")
-TASK_TYPES = {task: f"llm/v1/{task}" for task in get_args(Task)}
+TASK_TYPES: Mapping[Task, TaskType] = dict(zip(get_args(Task), get_args(TaskType), strict=True))
 
 
 def _named(entity: ServedEntity, adapter: str | None) -> anthropic_models.Named:
@@ -34,31 +38,38 @@ def _named(entity: ServedEntity, adapter: str | None) -> anthropic_models.Named:
     return anthropic_models.Named(name, entity)
 
 
-def _model(seen: ServedEndpoints, entity: ServedEntity, caller: Caller, adapter: str | None = None) -> dict[str, Any]:
+def _model(seen: ServedEndpoints, entity: ServedEntity, caller: Caller, adapter: str | None = None) -> ModelCard:
     """Return an endpoint or one of its adapters in OpenAI's form, with the model versions that answer.
 
     ``sampling_defaults`` are values of its own for requests that set none; without any, the field is absent."""
-    card = {"id": _named(entity, adapter).name, "object": "model", "created": entity.created, "owned_by": "mlflow-llm"}
-    parent = {} if adapter is None else {"parent": entity.endpoint}
-    root = entity.entity_shown_to(caller)
-    served = [_served(one, caller) for one in seen.entities() if one.endpoint == entity.endpoint]
-    own = own_sampling(entity.view.defaults)
-    return {
-        **card,
-        **parent,
-        "root": root,
+    card: ModelCard = {
+        "id": _named(entity, adapter).name,
+        "object": "model",
+        "created": entity.created,
+        "owned_by": "mlflow-llm",
+        "root": entity.entity_shown_to(caller),
         "max_model_len": entity.engine.info.max_model_len,
-        "served_models": served,
-    } | ({"sampling_defaults": own} if own else {})
+        "served_models": [_served(one, caller) for one in seen.entities() if one.endpoint == entity.endpoint],
+    }
+    if adapter is not None:
+        card["parent"] = entity.endpoint
+    own = own_sampling(entity.view.defaults)
+    if own:
+        card["sampling_defaults"] = own
+    return card
 
 
-def _served(entity: ServedEntity, caller: Caller) -> dict[str, Any]:
+def _served(entity: ServedEntity, caller: Caller) -> ModelVersionServed:
     """Return which version of which model is served; the model's name in the registry only to who manages."""
     model = entity.identity
-    shown = {"model_version": model.version, "content_hash": model.content_hash}
-    if caller.manages:
+    shown: ModelVersionServed = {"name": entity.entity_shown_to(caller)}
+    if model.version:
+        shown["model_version"] = model.version
+    if model.content_hash:
+        shown["content_hash"] = model.content_hash
+    if model.name and caller.manages:
         shown["model_name"] = model.name
-    return {"name": entity.entity_shown_to(caller)} | {name: value for name, value in shown.items() if value}
+    return shown
 
 
 def list_models(server: WorkerState, request: Request) -> Answer:
@@ -79,7 +90,7 @@ def get_model(server: WorkerState, request: Request) -> Answer:
     return json_answer(_model(seen, entity, request.caller, adapter))
 
 
-def _entry(entity: ServedEntity, caller: Caller) -> dict[str, Any]:
+def _entry(entity: ServedEntity, caller: Caller) -> DeploymentEndpoint:
     """Return one endpoint in the form of MLflow's deployments server, where ``limit`` is required but may be null."""
     return {
         "name": entity.endpoint,
@@ -219,6 +230,7 @@ ROUTES = (
         method="GET",
         path="/v1/models",
         handler=list_models,
+        reply=ModelList | ModelPage,
         summary="Endpoints and their adapters",
         dialect=_OPENAI,
         by_header=anthropic_models.BY_HEADER,
@@ -227,6 +239,7 @@ ROUTES = (
         method="GET",
         path="/v1/models/<path:name>",
         handler=get_model,
+        reply=ModelCard | ModelInfo,
         summary="One endpoint or endpoint:adapter",
         dialect=_OPENAI,
         by_header=anthropic_models.BY_HEADER,
@@ -235,6 +248,7 @@ ROUTES = (
         method="GET",
         path="/.well-known/databricks-config",
         handler=databricks_config,
+        reply=NoFields,
         summary="Discovery; empty",
         dialect=_DATABRICKS,
         auth=Auth.OPEN,
@@ -243,9 +257,16 @@ ROUTES = (
         method="GET",
         path="/api/2.0/endpoints/",
         handler=list_endpoints,
+        reply=DeploymentEndpoints,
         summary="Endpoints, as MLflow's deployments server lists them",
     ),
-    Route(method="GET", path="/api/2.0/endpoints/<name>", handler=get_endpoint, summary="One endpoint"),
+    Route(
+        method="GET",
+        path="/api/2.0/endpoints/<name>",
+        handler=get_endpoint,
+        reply=DeploymentEndpoint,
+        summary="One endpoint",
+    ),
     Route(
         method="GET",
         path="/ping",
@@ -259,6 +280,7 @@ ROUTES = (
         method="GET",
         path="/health",
         handler=health,
+        reply=ServerHealth,
         summary="Readiness of engines",
         auth=Auth.OPTIONAL,
         listener=Listener.BOTH,
@@ -268,6 +290,7 @@ ROUTES = (
         method="GET",
         path="/ready",
         handler=ready,
+        reply=ServerHealth,
         summary="Readiness",
         auth=Auth.OPTIONAL,
         listener=Listener.BOTH,

@@ -7,6 +7,15 @@ from ...dialects.base import JSON
 from ...dialects.json_body import read_object
 from ...dialects.kserve.body import BINARY
 from ...dialects.kserve.metadata import server_metadata
+from ...dialects.kserve.reply_types import (
+    IndexEntry,
+    ModelConfig,
+    ModelMetadata,
+    ModelReady,
+    ServerLive,
+    ServerMetadata,
+    ServerReady,
+)
 from ...frontend.addressing import VERSION
 from ...frontend.answer import Answer, json_answer
 from ...frontend.kserve_queries import answers, config_of, entries, find, metadata_of, takes_requests
@@ -66,14 +75,14 @@ def _meant(server: WorkerState, request: Request) -> ServedEntity:
 
 _KSERVE = DIALECTS["kserve"]
 _NOT_READY = {Unavailable.status: "Not ready"}
-_PROBES: tuple[tuple[str, Handler, str, dict[int, str]], ...] = (
-    ("live", is_live, "Liveness", {}),
-    ("ready", is_ready, "Readiness", _NOT_READY),
+_PROBES: tuple[tuple[str, Handler, str, type, dict[int, str]], ...] = (
+    ("live", is_live, "Liveness", ServerLive, {}),
+    ("ready", is_ready, "Readiness", ServerReady, _NOT_READY),
 )
-_OF_MODEL = (
-    ("", of_model, "A model's tensors"),
-    ("/ready", is_model_ready, "Readiness of a model"),
-    ("/config", config_of_model, "Configuration of a model, for Triton's clients"),
+_OF_MODEL: tuple[tuple[str, Handler, str, type], ...] = (
+    ("", of_model, "A model's tensors", ModelMetadata),
+    ("/ready", is_model_ready, "Readiness of a model", ModelReady),
+    ("/config", config_of_model, "Configuration of a model, for Triton's clients", ModelConfig),
 )
 
 ROUTES = (
@@ -86,11 +95,20 @@ ROUTES = (
             dialect=_KSERVE,
             auth=Auth.OPEN,
             listener=Listener.BOTH,
+            reply=reply,
             also=also,
         )
-        for name, handler, summary, also in _PROBES
+        for name, handler, summary, reply, also in _PROBES
     ),
-    Route(method="GET", path="/v2", handler=of_server, summary="The server", dialect=_KSERVE, auth=Auth.OPEN),
+    Route(
+        method="GET",
+        path="/v2",
+        handler=of_server,
+        summary="The server",
+        dialect=_KSERVE,
+        auth=Auth.OPEN,
+        reply=ServerMetadata,
+    ),
     *(
         Route(
             method="GET",
@@ -98,8 +116,9 @@ ROUTES = (
             handler=handler,
             summary=summary,
             dialect=_KSERVE,
+            reply=reply,
         )
-        for path, handler, summary in _OF_MODEL
+        for path, handler, summary, reply in _OF_MODEL
         for version in ("", f"/versions/<{VERSION}>")
     ),
     Route(
@@ -109,6 +128,8 @@ ROUTES = (
         summary="Served models",
         dialect=_KSERVE,
         body=_INDEX,
+        reply=list[IndexEntry],
+        example={"ready": True},
         content_types=(JSON, BINARY, ""),
     ),
 )

@@ -27,8 +27,11 @@ from typing import Any, TypeVar
 import msgspec
 
 from ...dialects import DIALECTS
+from ...dialects.anthropic.reply_types import COUNT_EXAMPLE as MESSAGE_COUNT
+from ...dialects.anthropic.reply_types import TokenCount
 from ...dialects.anthropic.requests import COUNT_BODY, check_headers, read_count_request
 from ...dialects.json_body import json_bytes, read_object
+from ...dialects.openai.reply_types import Detokenized, Tokenized
 from ...dialects.openai.tokenize import (
     RawDetokenize,
     RawTokenize,
@@ -39,6 +42,8 @@ from ...dialects.openai.tokenize import (
 )
 from ...dialects.responses.fields import COUNT_TABLE
 from ...dialects.responses.fields import read_count_request as read_response_count
+from ...dialects.responses.reply_types import COUNT_EXAMPLE as RESPONSE_COUNT
+from ...dialects.responses.reply_types import InputTokens
 from ...frontend.addressing import address, candidates, check_limits, record_served
 from ...frontend.answer import Answer
 from ...frontend.operation import Auth, Handler, Request
@@ -76,7 +81,7 @@ def counting(read: Callable[[dict[str, Any]], R], answer: Callable[[R, EndpointV
     return handle
 
 
-def tokenize(raw: RawTokenize, view: EndpointView) -> dict[str, Any]:
+def tokenize(raw: RawTokenize, view: EndpointView) -> Tokenized:
     tokens = _tokens(raw, view)
     return tokenized(tokens, room(view), view.text.token_names(tokens) if raw.return_token_strs else None)
 
@@ -93,12 +98,12 @@ def _tokens(raw: RawTokenize, view: EndpointView) -> tuple[int, ...]:
     return prompt_tokens(RawEmbedding(inputs=(raw.prompt,), model=raw.model, adapter=raw.adapter), view)
 
 
-def detokenize(raw: RawDetokenize, view: EndpointView) -> dict[str, Any]:
+def detokenize(raw: RawDetokenize, view: EndpointView) -> Detokenized:
     check_token_ids(raw.tokens, view, "tokens")
     return detokenized(view.text.decode(raw.tokens, skip_special_tokens=False))
 
 
-def _counted(raw: RawChat, endpoint: EndpointView) -> dict[str, int]:
+def _counted(raw: RawChat, endpoint: EndpointView) -> TokenCount:
     return {"input_tokens": len(prompt_tokens(raw, endpoint))}
 
 
@@ -111,7 +116,7 @@ def count_tokens(server: WorkerState, request: Request) -> Answer:
     return _count(server, request)
 
 
-def _response_counted(raw: RawChat, endpoint: EndpointView) -> dict[str, object]:
+def _response_counted(raw: RawChat, endpoint: EndpointView) -> InputTokens:
     return {"object": "response.input_tokens", **_counted(raw, endpoint)}
 
 
@@ -119,6 +124,8 @@ ROUTES = (
     Route(
         method="POST",
         path="/tokenize",
+        reply=Tokenized,
+        example={"model": "assistant", "prompt": "a cat"},
         handler=counting(lambda body: read_tokenize(body, ""), tokenize),
         summary="Tokenize a prompt or a chat",
         dialect=DIALECTS["openai"],
@@ -128,6 +135,8 @@ ROUTES = (
     Route(
         method="POST",
         path="/detokenize",
+        reply=Detokenized,
+        example={"model": "assistant", "tokens": [64, 65]},
         handler=counting(lambda body: read_detokenize(body, ""), detokenize),
         summary="Detokenize token ids",
         dialect=DIALECTS["openai"],
@@ -137,6 +146,8 @@ ROUTES = (
     Route(
         method="POST",
         path="/v1/messages/count_tokens",
+        reply=TokenCount,
+        example=MESSAGE_COUNT,
         handler=count_tokens,
         summary="Count the tokens of a message's input",
         dialect=DIALECTS["anthropic"],
@@ -146,6 +157,8 @@ ROUTES = (
     Route(
         method="POST",
         path="/v1/responses/input_tokens",
+        reply=InputTokens,
+        example=RESPONSE_COUNT,
         handler=counting(read_response_count, _response_counted),
         summary="Count the tokens of a response's input",
         dialect=DIALECTS["responses"],

@@ -25,7 +25,20 @@ from ...metering.accounts.bodies import (
     PRICES_QUERY,
     ROTATION,
 )
-from ..route import Route
+from ...metering.accounts.reply_types import (
+    AuditPage,
+    ChangedKey,
+    ChangedLimits,
+    ChangedPrice,
+    CurrencyInfo,
+    KeyList,
+    LimitList,
+    NewKey,
+    OneKey,
+    PriceList,
+    RotatedKey,
+)
+from ..route import NoFields, Route
 from .paths import AUDIT, CURRENCY, KEYS, LIMITS, PRICES
 
 KEY = f"{KEYS}/<name>"
@@ -43,10 +56,12 @@ def _route(
     path: str,
     call: Callable[..., dict[str, Any]],
     summary: str,
+    reply: Any,
     *,
     body: Reader[Any] | None = None,
     query: Mapping[str, dict[str, Any]] | None = None,
     secret: bool = False,
+    example: Mapping[str, Any] | None = None,
 ) -> Route:
     """Make a route that calls ``call``.
 
@@ -70,6 +85,8 @@ def _route(
         auth=Auth.MANAGE,
         body=body,
         query=query or {},
+        reply=reply,
+        example=example or {},
     )
 
 
@@ -79,18 +96,30 @@ ROUTES = (
         KEYS,
         Accounts.create_key,
         "Create an API key; its secret is shown this once",
+        NewKey,
+        example={"tenant": "search", "name": "nightly job", "scopes": ["invoke"], "limits": {"otpm": 20000}},
         body=NEW_KEY,
         secret=True,
     ),
-    _route("GET", KEYS, Accounts.list_keys, "All API keys, without their secrets", query=KEYS_QUERY),
-    _route("GET", KEY, Accounts.get_key, "One API key"),
-    _route("PATCH", KEY, Accounts.update_key, "Change a key's permissions and expiry", body=KEY_CHANGES),
-    _route("DELETE", KEY, Accounts.revoke_key, "Revoke a key and all its secrets permanently"),
+    _route("GET", KEYS, Accounts.list_keys, "All API keys, without their secrets", KeyList, query=KEYS_QUERY),
+    _route("GET", KEY, Accounts.get_key, "One API key", OneKey),
+    _route(
+        "PATCH",
+        KEY,
+        Accounts.update_key,
+        "Change a key's permissions and expiry",
+        ChangedKey,
+        example={"scopes": ["invoke", "usage"]},
+        body=KEY_CHANGES,
+    ),
+    _route("DELETE", KEY, Accounts.revoke_key, "Revoke a key and all its secrets permanently", OneKey),
     _route(
         "POST",
         f"{KEY}/rotate",
         Accounts.rotate_key,
         "Rotate a key's secret; the old one expires after the overlap",
+        RotatedKey,
+        example={"overlap": "1h"},
         body=ROTATION,
         secret=True,
     ),
@@ -99,20 +128,39 @@ ROUTES = (
         LIMITS,
         Accounts.list_limits,
         "Limits of keys, tenants, endpoints and their users",
+        LimitList,
         query=LIMITS_QUERY,
     ),
-    _route("PUT", LIMITS, Accounts.set_limits, "Set limits; the subject's other limits are kept", body=NEW_LIMITS),
-    _route("DELETE", LIMITS, Accounts.delete_limit, "Remove a limit", query=LIMIT_QUERY),
-    _route("GET", PRICES, Accounts.list_prices, "Prices and the times they took effect", query=PRICES_QUERY),
-    _route("PUT", PRICES, Accounts.set_price, "Set a price", body=NEW_PRICE),
-    _route("DELETE", PRICES, Accounts.delete_price, "Remove the prices of a served model", query=PRICE_QUERY),
-    _route("GET", CURRENCY, Accounts.get_currency, "The currency of prices, budgets and costs"),
+    _route(
+        "PUT",
+        LIMITS,
+        Accounts.set_limits,
+        "Set limits; the subject's other limits are kept",
+        ChangedLimits,
+        example={"scope": "tenant", "subject": "search", "limits": {"qpm": 600, "budget_month": "25.00"}},
+        body=NEW_LIMITS,
+    ),
+    _route("DELETE", LIMITS, Accounts.delete_limit, "Remove a limit", NoFields, query=LIMIT_QUERY),
+    _route("GET", PRICES, Accounts.list_prices, "Prices and the times they took effect", PriceList, query=PRICES_QUERY),
+    _route(
+        "PUT",
+        PRICES,
+        Accounts.set_price,
+        "Set a price",
+        ChangedPrice,
+        example={"entity": "assistant-1", "input": "0.20", "output": "0.60"},
+        body=NEW_PRICE,
+    ),
+    _route("DELETE", PRICES, Accounts.delete_price, "Remove the prices of a served model", NoFields, query=PRICE_QUERY),
+    _route("GET", CURRENCY, Accounts.get_currency, "The currency of prices, budgets and costs", CurrencyInfo),
     _route(
         "PUT",
         CURRENCY,
         Accounts.set_currency,
         "Set the currency before the first cost is recorded",
+        CurrencyInfo,
+        example={"currency": "EUR"},
         body=NEW_CURRENCY,
     ),
-    _route("GET", AUDIT, Accounts.list_audit, "Audit log, newest first", query=AUDIT_QUERY),
+    _route("GET", AUDIT, Accounts.list_audit, "Audit log, newest first", AuditPage, query=AUDIT_QUERY),
 )

@@ -7,12 +7,13 @@ import time
 from ...dialects import DIALECTS
 from ...endpoints.config_body import config_body
 from ...endpoints.management_body import NEW_ENDPOINT, NEW_RATE_LIMITS, ROLLBACK, TAG_CHANGES
+from ...endpoints.reply_types import EndpointInfo, EndpointInfos, RateLimitInfos, TagInfos
 from ...frontend.answer import Answer, json_answer
 from ...frontend.operation import Auth, Request, with_body
 from ...frontend.worker_state import WorkerState
 from ...interface.errors import Conflict
 from ...observability import metrics
-from ..route import Route
+from ..route import NoFields, Route
 from .paths import SERVING_ENDPOINTS
 
 GONE_SECONDS = 2.0
@@ -89,12 +90,15 @@ def _check_ledger(server: WorkerState, field: str) -> None:
 
 ONE = f"{SERVING_ENDPOINTS}/<name>"
 _DATABRICKS = DIALECTS["databricks"]
+_CONFIG = {"served_entities": [{"entity_name": "assistant", "entity_version": "1"}]}
 
 ROUTES = (
     Route(
         method="POST",
         path=SERVING_ENDPOINTS,
         handler=with_body(create),
+        reply=EndpointInfo,
+        example={"name": "second", "config": _CONFIG},
         summary="Create an endpoint; it is ready when its engines are",
         dialect=_DATABRICKS,
         auth=Auth.MANAGE,
@@ -104,6 +108,7 @@ ROUTES = (
         method="GET",
         path=SERVING_ENDPOINTS,
         handler=with_body(list_all),
+        reply=EndpointInfos,
         summary="List endpoints",
         dialect=_DATABRICKS,
     ),
@@ -111,6 +116,7 @@ ROUTES = (
         method="GET",
         path=ONE,
         handler=with_body(get),
+        reply=EndpointInfo,
         summary="One endpoint: its state, config and pending config",
         dialect=_DATABRICKS,
     ),
@@ -118,6 +124,7 @@ ROUTES = (
         method="DELETE",
         path=ONE,
         handler=with_body(delete),
+        reply=NoFields,
         summary="Delete an endpoint after draining",
         dialect=_DATABRICKS,
         auth=Auth.MANAGE,
@@ -126,6 +133,8 @@ ROUTES = (
         method="PUT",
         path=f"{ONE}/config",
         handler=with_body(update_config),
+        reply=EndpointInfo,
+        example=_CONFIG,
         summary="Update an endpoint's config without dropping a request",
         dialect=_DATABRICKS,
         auth=Auth.MANAGE,
@@ -159,6 +168,8 @@ ROUTES = (
         method="PUT",
         path=f"{ONE}/rate-limits",
         handler=with_body(put_rate_limits),
+        reply=RateLimitInfos,
+        example={"rate_limits": [{"calls": 60, "key": "user", "renewal_period": "minute"}]},
         summary="Replace the rate limits",
         dialect=_DATABRICKS,
         auth=Auth.MANAGE,
@@ -168,6 +179,8 @@ ROUTES = (
         method="PATCH",
         path=f"{ONE}/tags",
         handler=with_body(patch_tags),
+        reply=TagInfos,
+        example={"add_tags": [{"key": "team", "value": "search"}]},
         summary="Add and delete tags",
         dialect=_DATABRICKS,
         auth=Auth.MANAGE,

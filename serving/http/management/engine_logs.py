@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypedDict
 
 from ...dialects import DIALECTS
 from ...endpoints.config import EntityConfig
@@ -32,6 +32,12 @@ _SECRETS = re.compile(
     r"|\beyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_.-]+"  # JWT
     r"|(?i:(?<=bearer )|(?<=token=)|(?<=password=)|(?<=secret=)|(?<=api_key=))[^\s&'\"]+"
 )
+
+
+class EngineLogs(TypedDict):
+    """The last lines of each replica's log."""
+
+    logs: str
 
 
 def logs(server: WorkerState, request: Request) -> Answer:
@@ -114,6 +120,7 @@ ROUTES = (
         method="GET",
         path=f"{SERVED}/logs",
         handler=with_body(logs),
+        reply=EngineLogs,
         summary="Last log lines of a served model's engines",
         dialect=DIALECTS["databricks"],
     ),
@@ -121,6 +128,7 @@ ROUTES = (
         method="GET",
         path=f"{SERVED}/build-logs",
         handler=with_body(build_logs),
+        reply=EngineLogs,
         summary="Log lines of a served model's engines from loading",
         dialect=DIALECTS["databricks"],
     ),

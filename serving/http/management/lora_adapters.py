@@ -222,6 +222,7 @@ ROUTES = (
         dialect=DIALECTS["openai"],
         auth=Auth.MANAGE,
         body=LOAD,
+        example={"lora_name": "formal", "lora_path": "/adapters/formal"},
         produces=("text/plain",),
     ),
     Route(
@@ -232,6 +233,7 @@ ROUTES = (
         dialect=DIALECTS["openai"],
         auth=Auth.MANAGE,
         body=UNLOAD,
+        example={"lora_name": "formal"},
         produces=("text/plain",),
     ),
 )

@@ -20,6 +20,7 @@ from ...interface.errors import InvalidField, NotFound, PermissionDenied
 from ...metering.accounts.authorization import Caller
 from ...metering.usage.export import csv_lines, write_parquet
 from ...metering.usage.filter import MAX_VERSION, filter_of, groups_of
+from ...metering.usage.reply_types import Bill, UsagePageInfo
 from ...metering.usage.usage import ALLOWED_GROUPS, MAX_PAGE, Usage, UsageFilter, bill
 from ..route import Route
 from .paths import USAGE
@@ -153,6 +154,7 @@ ROUTES = (
         method="GET",
         path=USAGE,
         handler=with_body(get_usage),
+        reply=UsagePageInfo | Bill,
         summary="Usage and its cost: rows, sums, CSV or Parquet",
         query=USAGE_QUERY,
         produces=(JSON, "text/csv", "application/vnd.apache.parquet"),

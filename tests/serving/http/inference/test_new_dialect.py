@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from mlflow_llm.serving.dialects import DIALECTS, Encoded, Head, InferenceRoute
+from mlflow_llm.serving.dialects.base import Exchange
 from mlflow_llm.serving.http.app import create_app
 from mlflow_llm.serving.http.inference import info_routes
 from mlflow_llm.serving.http.openapi.document import documented
@@ -30,6 +31,11 @@ class Framed:
     request_id_header = "X-Framed-Id"
     request_schemas: Mapping[Task, Mapping[str, Any]] = {"completions": {"type": "string", "format": "binary"}}
     error_schema: Mapping[str, Any] = {"type": "string"}
+
+    def exchanges(self, route: InferenceRoute) -> Mapping[Task, Exchange]:
+        form = {"event": bytes} if route is self.routes[1] else {"whole": bytes}
+        media = {"media": ("application/octet-stream",), "stream_media": "application/x-framed"}
+        return {"completions": Exchange(**form, **media)}
 
     def decode(self, head: Head, body: bytes) -> RawRequest:
         size = int(head.headers.get("x-ids-length") or 0)
@@ -134,3 +140,6 @@ def test_the_document_has_it(client: Any) -> None:
     )
     assert document["components"]["schemas"]["framed_completions_request"] == {"type": "string", "format": "binary"}
     assert document["components"]["schemas"]["framed_error"] == {"type": "string"}
+    binary = {"schema": {"type": "string", "format": "binary"}}
+    assert operation["responses"]["200"]["content"] == {"application/octet-stream": binary}
+    assert list(operation["responses"]["400"]["content"]) == ["text/x-framed"]

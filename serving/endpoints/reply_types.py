@@ -1,0 +1,120 @@
+"""Endpoints as the management API returns them, as types: the OpenAPI document has their schemas."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NotRequired, TypedDict
+
+from ..interface.dialect_settings import DialectSettings
+from ..interface.settings import PrefixSharing
+from ..interface.type_schema import fields, form
+from ..metering.accounts.authorization import PermissionLevel
+
+Ready = Literal["READY", "NOT_READY"]
+ConfigUpdate = Literal["NOT_UPDATING", "IN_PROGRESS", "UPDATE_FAILED"]
+
+
+class EndpointStateInfo(TypedDict):
+    """``message`` says why an update failed."""
+
+    ready: Ready
+    config_update: ConfigUpdate
+    message: NotRequired[str]
+
+
+class DeploymentState(TypedDict):
+    deployment: Literal["DEPLOYMENT_READY", "DEPLOYMENT_CREATING"]
+    deployment_state_message: str
+
+
+class ServedEntityInfo(TypedDict):
+    """A served entity as it was asked for, and the model that was found for it."""
+
+    name: str
+    entity_name: str
+    entity_version: str
+    min_provisioned_throughput: NotRequired[int]
+    max_provisioned_throughput: NotRequired[int]
+    scale_to_zero_enabled: bool
+    engine_settings: NotRequired[dict[str, Any]]
+    defaults: NotRequired[dict[str, Any]]
+    resolved_name: NotRequired[str]
+    resolved_version: NotRequired[str]
+    content_hash: NotRequired[str]
+    request_defaults: NotRequired[dict[str, Any]]
+    state: DeploymentState
+
+
+class ServedModelInfo(TypedDict):
+    """The same under Databricks' older names."""
+
+    name: str
+    model_name: str
+    model_version: str
+    state: DeploymentState
+
+
+class RouteInfo(TypedDict):
+    served_model_name: str
+    served_entity_name: str
+    traffic_percentage: int
+
+
+class TrafficInfo(TypedDict):
+    routes: list[RouteInfo]
+    sticky: NotRequired[bool]
+
+
+ConfigInfo = form(
+    "ConfigInfo",
+    "A configuration: entities, their shares of the traffic, and the endpoint's own settings.",
+    {
+        "served_entities": list[ServedEntityInfo],
+        "served_models": list[ServedModelInfo],
+        "traffic_config": TrafficInfo,
+        "prefix_sharing": NotRequired[PrefixSharing],
+        **{name: NotRequired[hint] for name, hint in fields(DialectSettings).items()},
+        "config_version": int,
+        "start_time": NotRequired[int],
+    },
+)
+
+
+class TagInfo(TypedDict):
+    key: str
+    value: str
+
+
+class RateLimitInfo(TypedDict):
+    calls: int
+    key: Literal["endpoint", "user"]
+    renewal_period: Literal["minute"]
+
+
+class EndpointInfo(TypedDict):
+    """An endpoint. Callers who do not manage see no configuration, tags, limits, messages or creator."""
+
+    name: str
+    id: str
+    creator: NotRequired[str]
+    creation_timestamp: int
+    last_updated_timestamp: int
+    description: NotRequired[str]
+    state: EndpointStateInfo
+    tags: NotRequired[list[TagInfo]]
+    task: Literal["llm/v1/chat", "llm/v1/completions", "llm/v1/embeddings", "llm/v1/score"]
+    permission_level: PermissionLevel
+    config: NotRequired[ConfigInfo]  # type: ignore[valid-type]
+    pending_config: NotRequired[ConfigInfo]  # type: ignore[valid-type]
+    rate_limits: NotRequired[list[RateLimitInfo]]
+
+
+class EndpointInfos(TypedDict):
+    endpoints: list[EndpointInfo]
+
+
+class TagInfos(TypedDict):
+    tags: list[TagInfo]
+
+
+class RateLimitInfos(TypedDict):
+    rate_limits: list[RateLimitInfo]

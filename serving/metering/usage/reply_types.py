@@ -1,0 +1,53 @@
+"""Usage as the management API returns it, as types: the OpenAPI document has their schemas."""
+
+from __future__ import annotations
+
+from typing import Annotated, NotRequired, TypedDict
+
+from msgspec import Meta
+
+from ...interface.type_schema import form, sent_form
+from .usage import GROUPS, MONEY, UsageRow, UsageSum
+
+Money = Annotated[str, Meta(description="a decimal number, in currency units")]
+UsageRowInfo = sent_form(
+    "UsageRowInfo",
+    "A request. Its money is in decimal strings; an open row has the counts of its last checkpoint.",
+    UsageRow,
+    **dict.fromkeys(MONEY, Money),
+)
+UsageSumInfo = form(
+    "UsageSumInfo",
+    "The sum of a group of requests; columns that were not grouped by are left out.",
+    {
+        **dict.fromkeys(GROUPS, NotRequired[str | None]),
+        **{name: int for name in UsageSum.__struct_fields__ if name not in ("group", "cost")},
+        "cost": Money,
+    },
+)
+
+
+class ReservedInfo(TypedDict):
+    """Provisioned throughput, in tokens/s times minutes."""
+
+    tenant: str
+    endpoint: str
+    entity: str
+    unit_minutes: int
+    cost: Money
+
+
+class UsagePageInfo(TypedDict):
+    """A page of rows, oldest first. A ``next_cursor`` of null means that this is the last page so far."""
+
+    currency: str
+    usage: list[UsageRowInfo]  # type: ignore[valid-type]
+    next_cursor: str | None
+
+
+class Bill(TypedDict):
+    """Sums by the columns of ``by``, and reserved throughput."""
+
+    currency: str
+    usage: list[UsageSumInfo]  # type: ignore[valid-type]
+    provisioned: list[ReservedInfo]
