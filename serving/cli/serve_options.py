@@ -24,6 +24,17 @@ def _setting(flag: str, **given: Any) -> Callable[[F], F]:
     return option(flag, default=default, show_default=True, **given)
 
 
+def _aliases(context: click.Context, parameter: click.Parameter, given: tuple[str, ...]) -> dict[str, str]:
+    """Read ``NAME=ENDPOINT``. Raises ``BadParameter`` for no "=", and for a name that is given twice."""
+    found: dict[str, str] = {}
+    for entry in given:
+        name, equals, target = entry.partition("=")
+        if not equals or not name or not target or name in found:
+            raise click.BadParameter(f"{entry!r} is not allowed; expected NAME=ENDPOINT, each name once")
+        found[name] = target
+    return found
+
+
 _OPTIONS = (
     option(
         "-m",
@@ -33,6 +44,15 @@ _OPTIONS = (
         help="Model URI[=endpoint name], e.g. models:/assistant@champion; repeatable.",
     ),
     option("--name", help="Name of the endpoint, if there is one model (default: from the URI)."),
+    option(
+        "--model-alias",
+        "model_aliases",
+        multiple=True,
+        metavar="NAME=ENDPOINT[:ADAPTER]",
+        callback=_aliases,
+        help="A further name for an endpoint, e.g. gpt-4o=assistant or 'gpt-*=assistant'; repeatable.",
+    ),
+    option("--default-endpoint", help="Endpoint of requests that name no model (default: the only one)."),
     option(
         "--spec",
         "spec_file",

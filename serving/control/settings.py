@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from msgspec import Meta
 
 from ..interface.errors import InvalidField, PackagingError
-from ..interface.settings import Bytes, Count, CountOrZero, PrefixSharing, Seconds, SecondsOrZero
+from ..interface.settings import NAME, Bytes, Count, CountOrZero, PrefixSharing, Seconds, SecondsOrZero
 from ..system.files import STATE_VARIABLE, xdg_dir
 from ..tasks.reply_size import MAX_REPLY_BYTES
 from .listen_settings import ListenSettings, is_loopback
@@ -20,6 +20,10 @@ from .listen_settings import ListenSettings, is_loopback
 ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA", "Ed25519")
 MODELS = "models:/"
 Claim = Annotated[str, Meta(min_length=1, max_length=256, description="the name of a claim")]
+NAME_PATTERN = rf"^({NAME.pattern})$"
+Alias = Annotated[str, Meta(min_length=1, max_length=256)]
+Target = Annotated[str, Meta(pattern=rf"^({NAME.pattern})(:[^:]{{1,256}})?$")]
+Aliases = Annotated[dict[Alias, Target], Meta(description="names, each with an endpoint or endpoint:adapter")]
 DATABASE_VARIABLE = "MLFLOW_LLM_DATABASE"
 
 
@@ -41,6 +45,10 @@ class ServerSettings(ListenSettings, frozen=True, kw_only=True, forbid_unknown_f
         retry_after: seconds in the ``Retry-After`` of such a 503.
         default_max_tokens: ``max_tokens`` of requests without it, which is also what rate limits reserve for them. None
             is the rest of the context.
+        model_aliases: further names of models for clients that have one built in, each with the endpoint or
+            ``endpoint:adapter`` that answers: ``{"gpt-4o": "assistant"}``. ``*`` and ``?`` in a name match any
+            characters. A served endpoint of that name comes first.
+        default_endpoint: the endpoint of requests that name no model. None is the only endpoint there is.
         adapter_sources: directories below which, and registered models (``models:/team-*``) from which, adapters may be
             loaded over HTTP, separated by commas. Empty allows none.
         timeout: seconds that a request may take, unless it sets a shorter time.
@@ -89,6 +97,8 @@ class ServerSettings(ListenSettings, frozen=True, kw_only=True, forbid_unknown_f
     max_queued: CountOrZero = 256
     retry_after: SecondsOrZero = 1.0
     default_max_tokens: Count | None = None
+    model_aliases: Aliases = {}  # noqa: RUF012 - msgspec copies it
+    default_endpoint: Annotated[str, Meta(pattern=NAME_PATTERN)] | None = None
     adapter_sources: str = ""
     timeout: Seconds = 600.0
     stream_start_after: SecondsOrZero = 10.0

@@ -12,6 +12,7 @@ from ..interface.errors import NotFound
 from ..observability import tracing
 from ..observability.tracing import Tracer
 from ..routing.load_shedding import LoadShedder
+from ..routing.model_aliases import ModelAliases
 from ..routing.plan_follower import PlanFollower
 from ..routing.served_endpoints import ServedEndpoints
 from ..tasks.cache_salt import CacheSalts
@@ -88,6 +89,7 @@ def make_server(
     the same in all workers.
     """
     settings = settings or ServerSettings()
+    endpoints.aliases = ModelAliases(names=settings.model_aliases, default=settings.default_endpoint)
     return WorkerState(
         settings=settings,
         endpoints=endpoints,

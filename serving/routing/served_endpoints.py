@@ -13,6 +13,7 @@ from ..metering.accounts.authorization import ANONYMOUS, Caller
 from ..model_files.model_version import UNKNOWN, ModelVersion
 from ..modes import Mode
 from ..tasks.prompt.endpoint import EndpointView
+from .model_aliases import ModelAliases
 from .traffic import TrafficSplit
 
 
@@ -109,11 +110,12 @@ class _Address:
 
 class ServedEndpoints:
     """All endpoints that this worker serves, in the order in which they were added. Names are unique, and ``replace``
-    replaces all endpoints at once."""
+    replaces all endpoints at once. ``aliases`` has further names for them; a real name always comes first."""
 
     def __init__(self, *entities: ServedEntity) -> None:
         self._by_name: dict[str, ServedEndpoint] = {}
         self._caller: Caller | None = None
+        self.aliases = ModelAliases()
         self.replace(
             tuple(ServedEndpoint(name=entity.endpoint, entities={entity.entity: entity}) for entity in entities)
         )
@@ -128,7 +130,7 @@ class ServedEndpoints:
             return self
         seen = ServedEndpoints()
         seen._by_name = {name: served for name, served in self._by_name.items() if caller.may_see(name)}
-        seen._caller = caller
+        seen._caller, seen.aliases = caller, self.aliases
         return seen
 
     def adapters_of(self, entity: ServedEntity) -> tuple[str, ...]:
@@ -174,7 +176,8 @@ class ServedEndpoints:
     ) -> tuple[ServedEntity, str | None]:
         """Return the served entity and adapter for a request to ``called``.
 
-        ``called`` names an endpoint, an entity, an adapter or ``endpoint:adapter``; None means the only endpoint. If
+        ``called`` names an endpoint, an entity, an adapter, ``endpoint:adapter`` or an alias of one; None means the
+        default endpoint, or the only one. If
         the path names the endpoint, ``model`` of the body may select one of its entities or adapters. ``version`` is
         the model's version in the registry. The endpoint's traffic split chooses the entity, by ``sticky_key`` if it is
         given, or by ``caller`` (a key's id) if the endpoint is sticky. Raises ``NotFound`` and ``InvalidField``.
@@ -212,15 +215,23 @@ class ServedEndpoints:
 
     def _resolve(self, called: str | None) -> _Address:
         if called is None:
-            return _Address(endpoint=self._only())
+            default = self._named(self.aliases.default) if self.aliases.default is not None else None
+            return default or _Address(endpoint=self._only())
+        if address := self._known(called):
+            return address
+        target = self.aliases.meant_by(called)
+        if target is not None and (address := self._known(target)):
+            return address
+        raise NotFound(f"no endpoint is called {called[:80]!r}; there is {self._listed()}", param="model")
+
+    def _known(self, called: str) -> _Address | None:
+        """Return what ``called`` names without aliases, or None."""
         if address := self._named(called):
             return address
         name, colon, adapter = called.rpartition(":")
         if colon and (address := self._named(name)):
             return replace(address, adapter=adapter, called=name)
-        if address := self._with_adapter(called):
-            return address
-        raise NotFound(f"no endpoint is called {called[:80]!r}; there is {self._listed()}", param="model")
+        return self._with_adapter(called)
 
     def _with_adapter(self, name: str) -> _Address | None:
         """Find the one endpoint that has an adapter of this name. Raises ``InvalidField`` if there are several."""

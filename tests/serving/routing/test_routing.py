@@ -21,6 +21,7 @@ from mlflow_llm.serving.interface.request import LoraTask, Sampling, Sequence, V
 from mlflow_llm.serving.interface.settings import EngineSettings
 from mlflow_llm.serving.metering.accounts.authorization import Caller
 from mlflow_llm.serving.routing.load_shedding import LoadShedder
+from mlflow_llm.serving.routing.model_aliases import ModelAliases
 from mlflow_llm.serving.routing.replica_set import ReplicaSet
 from mlflow_llm.serving.routing.served_endpoints import ServedEndpoint, ServedEndpoints, ServedEntity
 from mlflow_llm.serving.routing.traffic import TrafficSplit
@@ -372,3 +373,43 @@ def test_the_stream_of_a_waiting_request_can_be_tapped(engine: InstantEngine, is
     assert not stream.is_over
     stream.close()
     assert stream.is_over
+
+
+@pytest.mark.parametrize(
+    ("called", "found"),
+    [
+        ("gpt-4o", ("chat", None)),
+        ("gpt-4o:pirate", ("chat", "pirate")),
+        ("gpt-4o-mini", ("loyal", "pirate")),
+        ("claude-3", ("loyal", None)),
+        ("loyal", ("loyal", None)),
+        (None, ("loyal", None)),
+    ],
+)
+def test_aliases_of_models(endpoints: ServedEndpoints, called: str | None, found: tuple[str, str | None]) -> None:
+    """An alias, a pattern and an alias with an adapter mean an endpoint; an endpoint's own name comes before an alias,
+    and the default endpoint is that of a request that names none."""
+    names = {"gpt-4o": "chat", "gpt-4o*": "loyal:pirate", "claude-?": "loyal", "loyal": "chat"}
+    endpoints.aliases = ModelAliases(names=names, default="loyal")
+    entity, adapter = endpoints.find(called) if called is not None else endpoints.route(None)
+    assert (entity.endpoint, adapter) == found
+
+
+def test_an_alias_gives_no_right(endpoints: ServedEndpoints) -> None:
+    """A key that may not see the endpoint behind an alias gets what an unknown name gets; a default endpoint that it
+    may not see is none for it."""
+    endpoints.aliases = ModelAliases(names={"gpt-4o": "chat"}, default="chat")
+    seen = endpoints.seen_by(Caller(key_id="k", tenant="t", scopes=("invoke",), endpoints=("loyal",)))
+    with pytest.raises(NotFound, match=r"^no endpoint is called 'gpt-4o'; there is loyal$"):
+        seen.find("gpt-4o")
+    assert seen.route(None)[0].endpoint == "loyal"
+    with pytest.raises(NotFound):
+        endpoints.find("gpt-4")
+
+
+def test_an_alias_of_nothing_is_an_unknown_name(endpoints: ServedEndpoints) -> None:
+    """An alias whose endpoint is not served, or that has an adapter of its own and another behind it, is unknown."""
+    endpoints.aliases = ModelAliases(names={"a1": "nowhere", "a2": "chat:pirate"})
+    for called in ("a1", "a1:pirate", "a2:pirate"):
+        with pytest.raises(NotFound, match="no endpoint is called"):
+            endpoints.find(called)
