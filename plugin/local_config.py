@@ -50,6 +50,7 @@ OPTION_KEYS = (
     "max_resolvers",
     "resolve_timeout",
     "scale_to_zero_after",
+    "max_clock_skew",
     "trace_sample",
     "trace_experiment",
     "jwt_jwks",

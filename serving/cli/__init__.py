@@ -33,6 +33,7 @@ COMMANDS = {  # the module of each, and its name in there where that is another
     "rm": "models.changes:rm",
     "ps": "models.listing:ps",
     "stop": "models.changes:stop",
+    "windows": "windows",
     "batch": "batch",
     "bench": "bench",
     "doctor": "doctor",

@@ -26,6 +26,7 @@ from ..endpoints.config import EntityConfig, ModelSource
 from ..endpoints.store import EndpointStore
 from ..interface.errors import PackagingError, ServingError
 from ..metering.accounts.keys import Keys
+from ..metering.ledger.store_clock import StoreClock
 from ..metering.store.checks import NoStore
 from ..metering.store.store import Store
 from ..supervision.supervisor import Supervisor
@@ -62,6 +63,8 @@ def main(argv: list[str]) -> int:
     threading.Thread(target=_watch_stdin, args=(over, orphaned, changed), daemon=True).start()
     try:
         store = Store(store_url(spec, directory))
+        if spec.settings.database is not None:
+            StoreClock(store, spec.settings.max_clock_skew).check()
         if spec.settings.database is not None and not spec.settings.asks_who:
             _warn_of_keys(Keys(store))
     except (NoStore, ServingError) as error:

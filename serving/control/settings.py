@@ -66,6 +66,8 @@ class ServerSettings(ListenSettings, frozen=True, kw_only=True, forbid_unknown_f
             another one is needed. None means no limit.
         engine_timeout: seconds that requests wait for an unavailable engine on another host.
         database: URL of the database with keys, limits, ledger and endpoints.
+        max_clock_skew: seconds that the clock of this host may differ from the database's; by more, the server does not
+            start, and admits nothing.
         require_keys: refuse requests without an API key; needs a database.
         state_dir: directory for what the ledger has not written to the database yet. None is the user's own.
         page: serve the page under ``/``.
@@ -111,6 +113,7 @@ class ServerSettings(ListenSettings, frozen=True, kw_only=True, forbid_unknown_f
     engine_memory_budget: Bytes | None = None
     engine_timeout: Seconds = 60.0
     database: str | None = None
+    max_clock_skew: Seconds = 60.0
     require_keys: bool = False
     state_dir: str | None = None
     page: bool = True

@@ -119,7 +119,7 @@ def _metering(spec: ServeSpec, store: Store) -> tuple[Keys | None, Ledger | None
     from ..metering.accounts.keys import Keys
     from ..metering.ledger.ledger import Ledger
 
-    ledger = Ledger(store, state_dir=ledger_dir(spec.settings))
+    ledger = Ledger(store, state_dir=ledger_dir(spec.settings), max_clock_skew=spec.settings.max_clock_skew)
     ledger.on_outage = STORE_OUTAGES.inc
     ledger.audit.on_violation = lambda rule: COUNT_VIOLATIONS.labels(rule).inc()
     return Keys(store), ledger

@@ -37,6 +37,7 @@ ACTIONS = (
     "price.set",
     "price.delete",
     "currency.set",
+    "windows.repair",
     "audit.prune",
 )
 MIN_DAYS = 90

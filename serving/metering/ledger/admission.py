@@ -10,6 +10,7 @@ import functools
 import sqlalchemy as sa
 from msgspec import Struct
 
+from ...interface.errors import Unavailable
 from ..accounts import windows
 from ..accounts.authorization import ANONYMOUS
 from ..accounts.limits import Limit, LimitStatus, Subject, admit, rebuilt, standing, subjects_of, user_subject
@@ -21,6 +22,13 @@ from ..store.tables import buckets, ledger, limits
 from ..store.tables import windows as window_table
 from .lease import Bucket, Reservation
 from .settlement import load_windows, save_windows
+
+RETRY_SECONDS = 30.0
+"""The ``Retry-After`` of what an operator has to put right."""
+
+
+class WindowsAhead(Unavailable):
+    """A window lies in the future; the store itself is well."""
 
 
 class WindowMissing(Exception):
@@ -69,8 +77,7 @@ def reserve(
     set_limits = [Limit(scope=scope, subject=subject, kind=kind, value=value) for scope, subject, kind, value in found]
     states = load_windows(connection, row)
     checked = _pair(set_limits, states, row)
-    for state in states.values():
-        clock.move_up_to(state.latest)
+    _move_up(clock, states)
     now, taken = int(clock.now()), 0
     if states:
         wanted = _wanted(reservation, row)
@@ -84,6 +91,19 @@ def reserve(
         connection.execute(sa.update(ledger).where(own).values(charged_at=now, bucket_milli=taken))
     limits_told = standing(checked, now, is_shared=is_shared(reservation.key_id))
     return Admitted(limits=limits_told, within_reserve=reservation.bucket is None or taken > 0)
+
+
+def _move_up(clock: MonotonicClock, states: dict[Subject, WindowState]) -> None:
+    """Move ``clock`` up to the latest second of the windows. Raises ``WindowsAhead``."""
+    for (scope, subject), state in states.items():
+        if clock.is_beyond(state.latest):
+            ahead, name = state.latest - clock.now(), subject.replace("\n", " ")
+            raise WindowsAhead(
+                f"the limits of {scope} {name} are {ahead:.0f} s ahead of the database's clock: a server whose clock "
+                "was wrong has moved them; 'mlflow-llm windows repair' puts them right",
+                retry_after=RETRY_SECONDS,
+            )
+        clock.move_up_to(state.latest)
 
 
 def is_shared(key_id: str) -> bool:
@@ -170,8 +190,7 @@ def check(
         return
     rows = connection.execute(sa.select(window_table).where(_any(window_table, dict(of_limits.values()))))
     states = {(scope, subject): windows.decode(state) for scope, subject, state in rows}
-    for state in states.values():
-        clock.move_up_to(state.latest)
+    _move_up(clock, states)
     paired = [(limit, states.get(of_limits[limit.scope], WindowState())) for limit in set_limits]
     shared = is_shared(key_id)
     admit(paired, int(clock.now()), least, functools.partial(currency_of, connection), is_shared=shared)

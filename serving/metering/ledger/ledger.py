@@ -27,12 +27,13 @@ from ..store.staleness import StalenessDetector
 from ..store.store import Store
 from ..store.tables import ledger
 from . import admission, crash_recovery, engine_journals
-from .admission import Admitted, WindowMissing
+from .admission import Admitted, WindowMissing, WindowsAhead
 from .count_audit import CountAudit
 from .lease import Began, Lease, Reservation
 from .lease_owner import LeaseOwner
 from .limits_left import LimitLeft, limits_left
 from .settlement import Settlement, settle_in
+from .store_clock import StoreClock
 from .store_directory import ENGINES, open_directory
 
 log = logging.getLogger(__name__)
@@ -64,7 +65,9 @@ class Ledger:
     Create ``Ledger(store)`` and call ``start()`` in every worker process (after the fork), and ``close()`` at its end.
     ``state_dir`` must be on a local disk and the same for all workers: it holds the locks, progress files and spools of
     this host's processes, in one directory per store. ``clock`` gives seconds since the epoch, for timestamps of rows;
-    ``monotonic`` measures all durations. ``on_outage`` is called each time the store stops answering.
+    ``monotonic`` measures all durations. ``on_outage`` is called each time the store stops answering. With
+    ``max_clock_skew`` seconds, windows follow the store's own clock, and nothing is admitted while that of this host is
+    further from it.
     """
 
     def __init__(
@@ -74,12 +77,18 @@ class Ledger:
         state_dir: str | Path,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = since_boot,
+        max_clock_skew: float | None = None,
     ) -> None:
         self.store = store
         self.prices = Prices(store, clock=clock)
         self.state_dir = open_directory(store, Path(state_dir))
         self._clock, self.monotonic = clock, monotonic
         self._window_clock = MonotonicClock(clock, monotonic)
+        self._store_clock = (
+            None if max_clock_skew is None else StoreClock(store, max_clock_skew, wall=clock, monotonic=monotonic)
+        )
+        self._wrong_clock = ""
+        self._follow_clock()
         self.audit = CountAudit(store, monotonic=monotonic)
         settled = self.audit.settled
         self._recovery = crash_recovery.Recovery(store, self.state_dir, monotonic=monotonic, settled=settled)
@@ -112,8 +121,7 @@ class Ledger:
         in use, and ``Unavailable`` while the store does not answer: nothing is admitted that cannot be accounted for.
         """
         _check(reservation)
-        if time.monotonic() < self._refusing_until:
-            raise Unavailable("the metering store does not answer", retry_after=BREAKER_SECONDS)
+        self._check_open()
         owner = self._ensure_owner()
         started = self._clock()
         began = Began(wall_ms=int(started * 1000), monotonic=self.monotonic())
@@ -131,7 +139,7 @@ class Ledger:
             admitted = self._reserve(reservation, row)
         except BaseException as error:
             owner.progress.give_back(slot)
-            if isinstance(error, RequestError):
+            if isinstance(error, RequestError | WindowsAhead):
                 raise
             # the answer to the commit was lost, or a greenlet was killed: the row may exist
             self._undo(owner, reservation.request_id, str(row["nonce"]))
@@ -158,8 +166,7 @@ class Ledger:
         ``endpoint`` is None if it is not known yet. ``entities`` are those that may answer if their tokens are billed,
         else None. Raises ``LimitExceeded``, ``PermissionDenied``, ``Unavailable``.
         """
-        if time.monotonic() < self._refusing_until:
-            raise Unavailable("the metering store does not answer", retry_after=BREAKER_SECONDS)
+        self._check_open()
         now = self._time_of_prices()
         costs = [cost(self.prices.at(entity, now), prompt=1, cached=0, completion=0) for entity in entities or ()]
         least = Amounts(input=1, output=int(generates), queries=1, in_flight=1, money=min(costs, default=0))
@@ -168,6 +175,8 @@ class Ledger:
         )
         try:
             self.store.read(ask, timeout=ADMISSION_TIMEOUT)
+        except WindowsAhead:
+            raise
         except Unavailable as error:
             self._open_breaker(error)
             raise
@@ -180,6 +189,27 @@ class Ledger:
                 return self.store.read(lambda connection: limits_left(connection, caller, names, self._window_clock))
             except WindowMissing as missing:
                 self.store.write(partial(admission.open_windows, store=self.store, subjects=missing.subjects))
+
+    def _check_open(self) -> None:
+        """Raise ``Unavailable`` while nothing is admitted, whoever asks."""
+        if time.monotonic() < self._refusing_until:
+            raise Unavailable("the metering store does not answer", retry_after=BREAKER_SECONDS)
+        if self._wrong_clock:
+            raise Unavailable(self._wrong_clock, retry_after=admission.RETRY_SECONDS)
+
+    def _follow_clock(self) -> None:
+        """Follow the store's clock, and note whether this host's is wrong; log when that changes."""
+        if self._store_clock is None:
+            return
+        reading = self._store_clock.read()
+        self._window_clock.follow(reading.store, reading.at, self._store_clock.max_skew)
+        if self.store.is_sqlite:  # its time is that of this host's processes, which follow no wall clock once they run
+            return
+        was, self._wrong_clock = self._wrong_clock, self._store_clock.refusal(reading)
+        if self._wrong_clock and not was:
+            log.error("nothing is admitted: %s", self._wrong_clock)
+        if was and not self._wrong_clock:
+            log.warning("the clock of this host is right again")
 
     def _time_of_prices(self) -> float:
         """Return the time by which prices are in force: a wall clock that is set back takes none of them back."""
@@ -312,6 +342,7 @@ class Ledger:
             kept, self._unspooled = self._unspooled, []
         for of_owner, slot, settlement in kept:
             self._settle_or_spool(of_owner, slot, settlement)
+        self._follow_clock()
         crash_recovery.heartbeat(self.store, owner.name, self.now_ms(), list(self._open.values()))
         if owner.spool.pending:
             owner.spool.drain(self._settle)
