@@ -82,7 +82,7 @@ def install() -> None:
     if (loaded := sys.modules.get(BACKEND)) is not None:
         add_check(loaded)
     elif not any(isinstance(finder, Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, Finder())  # type: ignore[arg-type]
+        sys.meta_path.insert(0, Finder())
 
 
 install()

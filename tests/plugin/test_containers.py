@@ -20,7 +20,7 @@ def module_of(**names: object) -> ModuleType:
 
 @pytest.mark.parametrize("backend", [None, type("PyFuncBackend", (), {}), 7], ids=repr)
 def test_a_module_of_another_shape_is_left_alone(backend: object) -> None:
-    """Where there is no such class, or no such method, nothing is changed and nothing raised."""
+    """A module without such a class or method is not changed, and nothing is raised."""
     module = module_of(PyFuncBackend=backend)
     containers.add_check(module)
     assert module.PyFuncBackend is backend
