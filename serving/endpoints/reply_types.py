@@ -75,6 +75,7 @@ ConfigInfo = form(
         **{name: NotRequired[hint] for name, hint in fields(DialectSettings).items()},
         "config_version": int,
         "start_time": NotRequired[int],
+        "origin": NotRequired[Literal["api", "command_line"]],
     },
 )
 
@@ -106,6 +107,24 @@ class EndpointInfo(TypedDict):
     config: NotRequired[ConfigInfo]  # type: ignore[valid-type]
     pending_config: NotRequired[ConfigInfo]  # type: ignore[valid-type]
     rate_limits: NotRequired[list[RateLimitInfo]]
+
+
+class ConfigVersionInfo(TypedDict):
+    """A version of an endpoint's configuration. ``restores`` is the earlier version that a rollback made it of."""
+
+    config_version: int
+    state: Literal["active", "pending", "failed", "superseded", "replaced"]
+    creator: str
+    creation_timestamp: int
+    config: ConfigInfo  # type: ignore[valid-type]
+    message: NotRequired[str]
+    restores: NotRequired[int]
+
+
+class ConfigVersions(TypedDict):
+    """Every version, the newest first."""
+
+    versions: list[ConfigVersionInfo]
 
 
 class EndpointInfos(TypedDict):

@@ -13,6 +13,7 @@ from ...metering.accounts.accounts import Accounts
 from ...metering.accounts.limits import plain
 from ...metering.accounts.money import currency
 from ...metering.accounts.prices import plain as plain_price
+from ...metering.accounts.reply_types import AccountInfo
 from ...metering.accounts.windows import UNITS
 from ...metering.ledger.ledger import Ledger
 from ...metering.ledger.limits_left import LimitLeft
@@ -78,6 +79,7 @@ ROUTES = (
         method="GET",
         path=ACCOUNT,
         handler=with_body(account),
+        reply=AccountInfo,
         summary="The caller's key, what is left of its limits, and its prices",
     ),
 )

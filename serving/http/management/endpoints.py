@@ -7,7 +7,7 @@ import time
 from ...dialects import DIALECTS
 from ...endpoints.config_body import config_body
 from ...endpoints.management_body import NEW_ENDPOINT, NEW_RATE_LIMITS, ROLLBACK, TAG_CHANGES
-from ...endpoints.reply_types import EndpointInfo, EndpointInfos, RateLimitInfos, TagInfos
+from ...endpoints.reply_types import ConfigVersions, EndpointInfo, EndpointInfos, RateLimitInfos, TagInfos
 from ...frontend.answer import Answer, json_answer
 from ...frontend.operation import Auth, Request, with_body
 from ...frontend.worker_state import WorkerState
@@ -144,6 +144,7 @@ ROUTES = (
         method="DELETE",
         path=f"{ONE}/config",
         handler=with_body(give_back_config),
+        reply=EndpointInfo,
         summary="Go back to the config that the command line declares",
         dialect=_DATABRICKS,
         auth=Auth.MANAGE,
@@ -152,6 +153,7 @@ ROUTES = (
         method="GET",
         path=f"{ONE}/config-versions",
         handler=with_body(list_versions),
+        reply=ConfigVersions,
         summary="Every version of an endpoint's config: who made it, when, and what became of it",
         dialect=_DATABRICKS,
     ),
@@ -159,6 +161,8 @@ ROUTES = (
         method="POST",
         path=f"{ONE}/rollback",
         handler=with_body(roll_back),
+        reply=EndpointInfo,
+        example={"config_version": 1},
         summary="Serve an earlier version of the config again, as a new version",
         dialect=_DATABRICKS,
         auth=Auth.MANAGE,

@@ -12,16 +12,13 @@ from ...frontend.operation import Auth, Request, with_body
 from ...frontend.worker_state import WorkerState
 from ...interface.errors import InvalidField, NotFound
 from ...metering.usage.filter import STATUSES, filter_of
+from ...metering.usage.reply_types import RECENT_FIELDS, RecentRequests
 from ...metering.usage.usage import Usage, UsageRow
 from ..route import Route
 from .paths import REQUESTS
 
 MAX_ROWS = 200
 DEFAULT_ROWS = 50
-FIELDS = (
-    "request_id", "key_id", "tenant", "endpoint", "entity", "adapter", "task", "status", "finish_reason",
-    "prompt_tokens", "cached_tokens", "completion_tokens", "started_ms", "ended_ms",
-)  # fmt: skip
 _NAME = {"type": "string", "minLength": 1, "maxLength": 256}
 QUERY: dict[str, dict[str, Any]] = {
     "limit": {"type": "integer", "minimum": 1, "maximum": MAX_ROWS, "description": f"Requests ({DEFAULT_ROWS})"},
@@ -56,7 +53,7 @@ def _limit(value: str | None) -> int:
 
 
 def _shown(row: UsageRow) -> dict[str, Any]:
-    return {name: getattr(row, name) for name in FIELDS}
+    return {name: getattr(row, name) for name in RECENT_FIELDS}
 
 
 ROUTES = (
@@ -64,6 +61,7 @@ ROUTES = (
         method="GET",
         path=REQUESTS,
         handler=with_body(recent_requests),
+        reply=RecentRequests,
         summary="The newest requests: status, times and tokens, no texts",
         auth=Auth.MANAGE,
         query=QUERY,

@@ -77,6 +77,38 @@ class CurrencyInfo(TypedDict):
     currency: str
 
 
+class LimitLeftInfo(TypedDict):
+    """What is left of a limit; ``reset_seconds`` is the time until all of it is free again, null if it never is."""
+
+    scope: str
+    endpoint: str | None
+    kind: str
+    unit: str
+    allowed: int | Money
+    remaining: int | Money
+    reset_seconds: int | None
+
+
+PriceNow = form(
+    "PriceNow",
+    "The prices of a served model, in currency units.",
+    {"endpoint": str, "served_model": str, **dict.fromkeys(Price.__struct_fields__, Money)},
+)
+
+
+class AccountInfo(TypedDict):
+    """A key, what is left of its limits, and its prices; ``endpoints`` of null are all."""
+
+    key_id: str | None
+    tenant: str
+    scopes: list[str]
+    endpoints: list[str] | None
+    keys: list[KeyInfo]  # type: ignore[valid-type]
+    currency: str
+    limits: list[LimitLeftInfo]
+    prices: list[PriceNow]  # type: ignore[valid-type]
+
+
 class AuditPage(TypedDict):
     """A page of the audit log. A ``next_cursor`` of null means that this is the last page so far."""
 

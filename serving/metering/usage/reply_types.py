@@ -6,7 +6,7 @@ from typing import Annotated, NotRequired, TypedDict
 
 from msgspec import Meta
 
-from ...interface.type_schema import form, sent_form
+from ...interface.type_schema import fields, form, sent_form
 from .usage import GROUPS, MONEY, UsageRow, UsageSum
 
 Money = Annotated[str, Meta(description="a decimal number, in currency units")]
@@ -25,6 +25,24 @@ UsageSumInfo = form(
         "cost": Money,
     },
 )
+
+
+RECENT_FIELDS = (
+    "request_id", "key_id", "tenant", "endpoint", "entity", "adapter", "task", "status", "finish_reason",
+    "prompt_tokens", "cached_tokens", "completion_tokens", "started_ms", "ended_ms",
+)  # fmt: skip
+RecentRequest = form(
+    "RecentRequest",
+    "A request without its texts; a running one has the counts of its last checkpoint.",
+    {name: kind for name, kind in fields(UsageRow).items() if name in RECENT_FIELDS},
+)
+
+
+class RecentRequests(TypedDict):
+    """The newest requests, and the ledger's time."""
+
+    now_ms: int
+    requests: list[RecentRequest]  # type: ignore[valid-type]
 
 
 class ReservedInfo(TypedDict):

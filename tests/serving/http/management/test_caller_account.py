@@ -19,7 +19,7 @@ ACCOUNT, REQUESTS = "/api/2.0/account", "/api/2.0/requests"
 
 @pytest.fixture
 def books(tmp_path: Path) -> Iterator[tuple[Ledger, dict[str, str], dict[str, str]]]:
-    """A ledger with keys of two tenants: the ledger, their secrets and their ids."""
+    """Yield a ledger with keys of two tenants, their secrets and their ids."""
     store = Store(f"sqlite:///{tmp_path}/ledger.db")
     ledger, keys = Ledger(store, state_dir=tmp_path), Keys(store)
     made = {
