@@ -91,7 +91,8 @@ def _accept(
         server.endpoints.check_use(request.caller, entity, adapter)
         record_served(request, entity)
         record.labels = entity.view.labels(raw)
-        limits = _limits(server, entity, request)
+        pixels = held.enter_context(server.pixels.allocate(request.payer(server)))
+        limits = msgspec.structs.replace(_limits(server, entity, request), keep_pixels=pixels.grow)
         if not is_known:
             check_limits(server, request, [entity], _inference(request).task)
         reserves = entity.mode is not None and entity.mode.profile.reserves
@@ -102,9 +103,6 @@ def _accept(
         record.accept(valid, body)
     if raw.echoed:
         held.enter_context(server.memory.allocate(request.payer(server))).grow(len(raw.echoed))
-    if valid.images:
-        pixels = sum(len(image.data) for image in valid.images)
-        held.enter_context(server.pixels.allocate(request.payer(server))).grow(pixels)
     return entity, valid, raw.echoed
 
 

@@ -1,9 +1,9 @@
 """Memory budget: limits the bytes of requests and replies that a worker holds at once, per caller and in total.
 
-The bytes of a body count from their arrival until the body is tokenised. Decoded images have a budget of their own,
-in which they count until their request is over: an engine that dies is sent them again. Of a reply that is not
-streamed, the parts other than generated text count while the reply is being built. Small bodies and replies do not
-count, because the connection limits bound them.
+The bytes of a body count from their arrival until the body is tokenised. Decoded images have a budget of their own, in
+which they count from before they are decoded until their request is over: an engine that dies is sent them again. Of a
+reply that is not streamed, the parts other than generated text count while the reply is being built. Small bodies and
+replies do not count, because the connection limits bound them.
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from gevent.monkey import get_original
+
 from ..interface.errors import LimitExceeded, Overloaded
 
+_Lock = get_original("threading", "Lock")  # between threads; greenlets never switch while they hold it
 SMALL = 64 * 2**10  # bytes
 RETRY_AFTER = 1.0  # seconds
 
@@ -52,6 +55,7 @@ class MemoryBudget:
         self.total, self.by_caller, self.what = total, by_caller, what
         self.used = 0
         self._used_by: dict[str, int] = {}
+        self._lock = _Lock()  # images are counted on threads too (``offload``)
 
     @contextmanager
     def allocate(self, caller: str) -> Iterator[Allocation]:
@@ -71,12 +75,15 @@ class MemoryBudget:
             raise Overloaded(f"{self.what}: too many large requests are being read; try again", retry_after=RETRY_AFTER)
 
     def add(self, caller: str, size: int) -> None:
-        self.check(caller, size)
-        self._used_by[caller] = self._used_by.get(caller, 0) + size
-        self.used += size
+        with self._lock:
+            self.check(caller, size)
+            self._used_by[caller] = self._used_by.get(caller, 0) + size
+            self.used += size
 
     def remove(self, caller: str, size: int) -> None:
-        if size:
+        if not size:
+            return
+        with self._lock:
             self.used -= size
             self._used_by[caller] -= size
             if not self._used_by[caller]:

@@ -121,12 +121,26 @@ def tokenizer(path: str, probes: list[str]) -> list[int]:
     return counts
 
 
+def image_size(data: bytes, most: int) -> int:
+    """Return the number of pixels that an image's header says. Raises ``TooManyPixels`` for more than ``most``."""
+    image = _opened(data, most)
+    return int(image.width * image.height)
+
+
 def image(data: bytes, most: int) -> Raw:
     """Decode an image as transformers' ``load_image`` does: the first frame, turned as its EXIF data says, as RGB.
 
     Return (width, height) and the pixels. Raises ``TooManyPixels`` for more than ``most`` before they are decoded.
     """
-    image_module, operations = _pillow()
+    image = _opened(data, most)
+    _limit(*image_limits(image.width * image.height, len(data)))
+    image = _pillow()[1].exif_transpose(image)
+    image = image.convert("RGB")
+    return Raw(image.size, image.tobytes())
+
+
+def _opened(data: bytes, most: int) -> Any:
+    image_module, _ = _pillow()
     image_module.MAX_IMAGE_PIXELS = most / 2  # raises at twice that: some decoders make room before they say a size
     try:
         image = image_module.open(io.BytesIO(data), formats=FORMATS)
@@ -135,10 +149,7 @@ def image(data: bytes, most: int) -> Raw:
     pixels = image.width * image.height
     if not 0 < pixels <= most:
         raise TooManyPixels(str(pixels))
-    _limit(*image_limits(pixels, len(data)))
-    image = operations.exif_transpose(image)
-    image = image.convert("RGB")
-    return Raw(image.size, image.tobytes())
+    return image
 
 
 def image_limits(pixels: int, size: int) -> tuple[float, int]:
@@ -156,6 +167,7 @@ WORK: dict[str, Callable[..., Any]] = {
     "match": match,
     "tokenizer": tokenizer,
     "image": image,
+    "image_size": image_size,
 }
 
 

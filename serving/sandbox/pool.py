@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -106,6 +107,39 @@ class Share:
             self.places.close()
 
 
+class Turns:
+    """Turns for callers of a pool: each has one at a time, so that none takes all places. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._places: dict[str, tuple[_Semaphore, int]] = {}  # by caller, with how many hold it or wait for it
+        self._lock = threading.Lock()
+        os.register_at_fork(after_in_child=self._forget)
+
+    @contextlib.contextmanager
+    def hold(self, caller: str, until: float) -> Iterator[None]:
+        """Hold the caller's turn; "" is no caller, and waits for nobody. Raises ``NoProcess`` as a place does."""
+        if not caller:
+            yield
+            return
+        with self._lock:
+            place, users = self._places.get(caller) or (_Semaphore(1), 0)
+            self._places[caller] = place, users + 1
+        try:
+            with place.hold(until):
+                yield
+        finally:
+            with self._lock:
+                found, users = self._places.get(caller, (place, 0))
+                if found is place and users > 1:
+                    self._places[caller] = place, users - 1
+                elif found is place:
+                    self._places.pop(caller, None)
+                    place.close()
+
+    def _forget(self) -> None:
+        self._places, self._lock = {}, threading.Lock()
+
+
 class Pool:
     """A pool of confined processes. Thread-safe, and safe across a fork."""
 
@@ -113,6 +147,7 @@ class Pool:
         self._places = _Semaphore(places)
         self._idle: deque[Process] = deque()
         self._all: set[Process] = set()
+        self._turns = Turns()
         os.register_at_fork(after_in_child=self._forget)
 
     def run(
@@ -123,15 +158,19 @@ class Pool:
         data: bytes = b"",
         source: str | None = None,
         share: Share | None = None,
+        caller: str = "",
         **asked: Any,
     ) -> Any:
         """Do ``work`` (a name in ``child.WORK``) and return its value; for raw bytes, what is said of them and they.
+
+        A ``caller`` has one place at a time; "" is not bounded so.
 
         Work whose process was killed by another program (the kernel, out of memory) is tried once more. Raises
         ``Exceeded``, ``Refused``, ``Ended`` and ``NoProcess``.
         """
         until = time.monotonic() + WAIT
-        with (self._places if share is None else share.places).hold(until):
+        places = self._places if share is None else share.places
+        with self._turns.hold(caller, until), places.hold(until):
             try:
                 return self._run({"work": work, **asked}, data, source, limits)
             except Ended:

@@ -10,6 +10,7 @@ from ..interface.request import RawChat, RequestImage, ToolChoice, ToolUse
 from ..interface.tool_format import ToolFormat
 from ..tool_calls.argument_types import argument_types
 from .grammar_request import chat_grammar, check_choice
+from .media.images import UNBOUNDED, ImageRoom
 from .media.media import images_of
 from .prompt.endpoint import EndpointView
 from .prompt.prompts import Prompt, chat_prompt
@@ -36,14 +37,16 @@ class Chat(NamedTuple):
     images: tuple[RequestImage, ...] = ()
 
 
-def prepare_chat(raw: RawChat, endpoint: EndpointView, deadline: float | None = None) -> Chat:
-    """Return the prepared chat. Images are fetched until ``deadline``.
+def prepare_chat(
+    raw: RawChat, endpoint: EndpointView, deadline: float | None = None, room: ImageRoom = UNBOUNDED
+) -> Chat:
+    """Return the prepared chat. Images are fetched until ``deadline``, and kept in ``room``.
 
     Raises ``InvalidField`` for turns, call ids, variables, tools or formats that the endpoint or the template does not
     accept, and ``ContextTooLong``.
     """
     reads = endpoint.info.capabilities.images and endpoint.text.images is not None
-    found = images_of(raw.messages, endpoint.profile.dialects, reads_images=reads, deadline=deadline)
+    found = images_of(raw.messages, endpoint.profile.dialects, reads_images=reads, deadline=deadline, room=room)
     tools, template = tool_use(raw), template_name(raw, endpoint.text)
     prompt = chat_prompt(raw, endpoint, tuple((one.width, one.height) for one in found))
     images = tuple(

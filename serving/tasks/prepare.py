@@ -35,6 +35,7 @@ from ..interface.request import (
 )
 from .chat import prepare_chat
 from .grammar_request import grammar
+from .media.images import ImageRoom, keep_any
 from .prompt.endpoint import EndpointView, Profile
 from .prompt.prompts import Prompt, completion_prompts, embedding_inputs, is_raw
 from .prompt.scored_texts import encoder_texts, pairs
@@ -59,12 +60,14 @@ class Limits(Struct, frozen=True, kw_only=True):
     ``timeout`` is the number of seconds that the server and the caller's headers allow, None for no limit.
     ``cache_salt`` makes ``ValidRequest.cache_salt`` from the request's own salt (``tasks.cache_salt``); by default,
     prefixes are shared with no other request. ``tenant`` and ``weight`` are the caller's, as in ``ValidRequest``.
+    ``keep_pixels`` makes room for so many bytes of decoded images before they are decoded, or raises the refusal.
     """
 
     timeout: float | None = None
     cache_salt: Callable[[str | None], str | None] = _shares_nothing
     tenant: str = ""
     weight: int = 1
+    keep_pixels: Callable[[int], None] = keep_any
 
 
 NO_LIMITS = Limits()
@@ -115,7 +118,8 @@ def prepare(
         valid = _score(raw, endpoint, head)
     else:
         lengths = RawSampling() if own is None or isinstance(own, RawEmbedding | RawScore) else own.sampling
-        valid = _generation(raw, endpoint, head, lengths)
+        room = ImageRoom(limits.tenant, limits.keep_pixels)
+        valid = _generation(raw, endpoint, head, lengths, room)
     check_logits(valid, endpoint.info.vocab_size, endpoint.info.max_logits_bytes)
     check_size(valid, raw, endpoint.profile, endpoint.info.embedding_dim)
     return valid
@@ -198,12 +202,12 @@ def _deadline(now: float | None, *timeouts: float | None) -> float | None:
 
 
 def _generation(
-    raw: RawChat | RawCompletion, endpoint: EndpointView, head: ValidRequest, lengths: RawSampling
+    raw: RawChat | RawCompletion, endpoint: EndpointView, head: ValidRequest, lengths: RawSampling, room: ImageRoom
 ) -> ValidRequest:
     profile, asked = endpoint.profile, raw.sampling
     n = asked.n or 1
     if isinstance(raw, RawChat):
-        prompt, tools, begins_in_reasoning, read_as, held_to, images = prepare_chat(raw, endpoint, head.deadline)
+        prompt, tools, begins_in_reasoning, read_as, held_to, images = prepare_chat(raw, endpoint, head.deadline, room)
         prompts = [prompt]
     else:
         prompts, tools, begins_in_reasoning, read_as = completion_prompts(raw, endpoint), None, False, None

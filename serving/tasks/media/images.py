@@ -5,12 +5,13 @@ The pixels are exactly those of transformers' ``load_image``: the same library d
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from ...interface.errors import InvalidField, Overloaded
 from ...interface.request import MediaPart
 from ...model_files.image_layout import MAX_RATIO, is_too_thin
-from ...sandbox import IMAGES, Ended, Exceeded, NoProcess, Refused, decode_limits
+from ...sandbox import IMAGES, Ended, Exceeded, Limits, NoProcess, Refused, decode_limits
 
 MAX_PIXELS = 2**25  # of one image
 MAX_ALL_PIXELS = 2**26  # of all images of one request
@@ -44,14 +45,44 @@ class DecodedImage(NamedTuple):
     part: MediaPart
 
 
-def decoded(data: bytes, part: MediaPart, left: int = MAX_ALL_PIXELS) -> DecodedImage:
+def keep_any(size: int) -> None:
+    """Make room for ``size`` bytes of pixels where nothing bounds them."""
+
+
+class ImageRoom(NamedTuple):
+    """Whose images are decoded, and where they are kept: ``keep`` makes room for so many bytes of pixels, or raises
+    the error with which the request is refused. ``caller`` has one image decoded at a time; "" is no caller."""
+
+    caller: str = ""
+    keep: Callable[[int], None] = keep_any
+
+
+UNBOUNDED = ImageRoom()
+
+
+def decoded(data: bytes, part: MediaPart, left: int = MAX_ALL_PIXELS, room: ImageRoom = UNBOUNDED) -> DecodedImage:
     """Return a decoded image; ``left`` is how many pixels the request may still have.
 
-    Raises ``InvalidField``, and ``Overloaded`` if no process can decode now.
+    ``room`` is asked before the pixels are made, by the size in the file's header. Raises what it raises,
+    ``InvalidField``, and ``Overloaded`` if no process can decode now.
     """
     most = min(MAX_PIXELS, left)
+    limits = decode_limits(most, len(data))
+    if room.keep is not keep_any:
+        room.keep(3 * int(_run("image_size", data, part, left, limits, room)))
+    size, pixels = _run("image", data, part, left, limits, room)
+    width, height = size
+    if not 0 < width * height <= most or len(pixels) != 3 * width * height:
+        raise _damaged(part, data, "it is damaged")
+    if is_too_thin((width, height)):
+        allowed = f"an image whose longer side is at most {MAX_RATIO} times the shorter one"
+        raise InvalidField(part.field, f"{width} x {height} pixels", allowed)
+    return DecodedImage(width, height, pixels, part)
+
+
+def _run(work: str, data: bytes, part: MediaPart, left: int, limits: Limits, room: ImageRoom) -> Any:
     try:
-        size, pixels = IMAGES.run("image", decode_limits(most, len(data)), data=data, most=most)
+        return IMAGES.run(work, limits, data=data, caller=room.caller, most=min(MAX_PIXELS, left))
     except Refused as error:
         if error.kind == "TooManyPixels" and left < MAX_PIXELS:
             raise InvalidField(part.field, _kind(data), f"{_TOO_MANY}: {_reason(error)}") from None
@@ -60,13 +91,6 @@ def decoded(data: bytes, part: MediaPart, left: int = MAX_ALL_PIXELS) -> Decoded
         raise _damaged(part, data, "decoding it takes too much time or memory") from None
     except (Ended, NoProcess) as error:
         raise Overloaded(f"images cannot be decoded now: {error}", retry_after=1.0) from None
-    width, height = size
-    if not 0 < width * height <= most or len(pixels) != 3 * width * height:
-        raise _damaged(part, data, "it is damaged")
-    if is_too_thin((width, height)):
-        allowed = f"an image whose longer side is at most {MAX_RATIO} times the shorter one"
-        raise InvalidField(part.field, f"{width} x {height} pixels", allowed)
-    return DecodedImage(width, height, pixels, part)
 
 
 def _damaged(part: MediaPart, data: bytes, reason: str) -> InvalidField:

@@ -9,18 +9,24 @@ from ...interface.dialect_settings import DialectSettings
 from ...interface.errors import InvalidField, RequestError
 from ...interface.request import MediaPart, Message
 from .check import check_places
-from .images import MAX_ALL_PIXELS, DecodedImage, decoded
+from .images import MAX_ALL_PIXELS, UNBOUNDED, DecodedImage, ImageRoom, decoded
 from .source import Sources
 
 MAX_IMAGES = 100  # of one request
 
 
 def images_of(
-    messages: Sequence[Message], settings: DialectSettings, *, reads_images: bool, deadline: float | None
+    messages: Sequence[Message],
+    settings: DialectSettings,
+    *,
+    reads_images: bool,
+    deadline: float | None,
+    room: ImageRoom = UNBOUNDED,
 ) -> tuple[DecodedImage, ...]:
     """Return the decoded images of the messages, in their order; () if there are none.
 
-    ``deadline`` is in seconds of ``time.monotonic()``; what is fetched must come before. Raises ``InvalidField`` for
+    ``deadline`` is in seconds of ``time.monotonic()``; what is fetched must come before. ``room`` is where they are
+    kept; raises what it raises. Raises ``InvalidField`` for
     media that the model does not read, that may not be read, cannot be read or are too large; ``RequestError`` if this
     server has no decoders, ``Overloaded`` if no process can decode now. Blocks the thread or the greenlet.
     """
@@ -31,7 +37,7 @@ def images_of(
     _check_roles(messages)
     sources, found, left = Sources(settings, deadline), [], MAX_ALL_PIXELS
     for part in media:
-        image = decoded(sources.read(part), part, left)
+        image = decoded(sources.read(part), part, left, room)
         left -= image.width * image.height
         found.append(image)
     return tuple(found)

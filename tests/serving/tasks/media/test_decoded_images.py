@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from PIL import Image, ImageCms
 from transformers.image_utils import load_image
 
-from mlflow_llm.serving.interface.errors import InvalidField, Overloaded
+from mlflow_llm.serving.interface.errors import InvalidField, LimitExceeded, Overloaded
 from mlflow_llm.serving.interface.request import MediaPart
 from mlflow_llm.serving.sandbox import NoProcess, Pool
 from mlflow_llm.serving.tasks.media import images
-from mlflow_llm.serving.tasks.media.images import MAX_PIXELS, decoded
+from mlflow_llm.serving.tasks.media.images import MAX_PIXELS, ImageRoom, decoded
 
 PART = MediaPart(kind="image", source="data", most=20 << 20, field="messages[0].content[0].url", part="messages[0]")
 SIZES = ((1, 1), (37, 21), (64, 48))
@@ -313,3 +313,23 @@ def test_thin_images_are_refused() -> None:
     part = MediaPart(kind="image", source="data", most=10**6, field="f", part="p")
     with pytest.raises(InvalidField, match=r"5100 x 100 pixels.* at most 50 times"):
         decoded(file.getvalue(), part)
+
+
+def test_room_is_asked_before_the_pixels_are_made(monkeypatch) -> None:
+    """An image for whose pixels there is no room is refused by the size in its header, and never decoded."""
+    work, run = [], Pool.run
+
+    def counted(pool, name, *rest, **more):
+        work.append(name)
+        return run(pool, name, *rest, **more)
+
+    def refuse(size):
+        raise LimitExceeded(f"images: {size} bytes", limit="body_bytes")
+
+    monkeypatch.setattr(Pool, "run", counted)
+    data = encoded(drawn("RGB", (37, 21)), "PNG")
+    with pytest.raises(LimitExceeded, match=f"images: {3 * 37 * 21} bytes"):
+        decoded(data, PART, room=ImageRoom(keep=refuse))
+    assert work == ["image_size"]
+    kept = []
+    assert len(decoded(data, PART, room=ImageRoom(keep=kept.append)).data) == sum(kept)
