@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -88,6 +89,26 @@ def test_the_tour_names_each_folder() -> None:
     }
     known = {name for name, _ in packages()} - {"flavors", "serving"}
     assert rows == {name for name in known if not name.startswith(NATIVE)} - {"serving/metering/migrations/versions"}
+
+
+def test_each_test_runs_alone() -> None:
+    """Test files import helpers from their own folder, or from one above that has a conftest: pytest puts no other on
+    the path of a file that runs alone. None imports another test file."""
+    tests = ROOT / "tests"
+    helpers: dict[str, set[Path]] = {}
+    for path in tests.rglob("*.py"):
+        helpers.setdefault(path.stem, set()).add(path.parent)
+    found = []
+    for path in tests.rglob("test_*.py"):
+        on_path = {path.parent, *(folder for folder in path.parents if (folder / "conftest.py").exists())}
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            for name in {name.partition(".")[0] for name in names}:
+                elsewhere = name in helpers and name not in sys.stdlib_module_names and not helpers[name] & on_path
+                if elsewhere or name.startswith("test_"):
+                    found.append(f"{path.relative_to(tests)}: {name}")
+    assert not found, "\n".join(found)
 
 
 def test_the_names_of_headers_are_their_own() -> None:

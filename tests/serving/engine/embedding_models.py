@@ -39,6 +39,24 @@ MODELS = {
         MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=6, max_position_embeddings=40)
     ),
 }
+WIDER = {  # multiples of the native kernels' widths, whose packed weights are kept
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 40,
+}
+PACKABLE = {
+    "bert": lambda: BertModel(BertConfig(**WIDER)),
+    "bert without a pooler": lambda: BertModel(BertConfig(**WIDER), add_pooling_layer=False),
+    "roberta": lambda: RobertaModel(RobertaConfig(**WIDER)),
+    "mpnet": lambda: MPNetModel(MPNetConfig(**WIDER)),
+    "modernbert": lambda: ModernBertModel(
+        ModernBertConfig(**WIDER, local_attention=8, pad_token_id=0),
+    ),
+    "llama": lambda: LlamaModel(LlamaConfig(**WIDER, num_key_value_heads=2)),
+}
 
 
 def saved(folder, kind):

@@ -28,6 +28,8 @@ from mlflow_llm.serving.interface.events import (
 )
 from mlflow_llm.serving.interface.request import LogitsOf, ValidRequest
 
+TOKEN_BYTES = 2 * 2 * 8 * 2 * 4  # of the tiny Llama's KV: layers, heads, head width, K and V, float32
+
 
 @dataclass
 class Outcome:

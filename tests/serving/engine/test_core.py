@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_runs import Outcome, run, take
+from engine_runs import TOKEN_BYTES, Outcome, run, take
 from tiny_models import greedy, prompt_of, request_of
 
 from mlflow_llm.serving.engine import assembly
@@ -23,8 +23,6 @@ from mlflow_llm.serving.interface.engine import Engine
 from mlflow_llm.serving.interface.errors import PackagingError
 from mlflow_llm.serving.interface.events import Finished, Tokens
 from mlflow_llm.serving.interface.settings import EngineSettings
-
-TOKEN_BYTES = 2 * 2 * 8 * 2 * 4  # layers, K and V heads, head width, K and V, float32
 
 
 def settings(**more: Any) -> EngineSettings:

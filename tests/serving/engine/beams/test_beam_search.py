@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from beam_runs import STOPPING_OF, check
 from group_beam_cases import model as group_model
 from tiny_models import FAMILIES, VOCAB, make_model
 
-from mlflow_llm.serving.engine.beams.beam_search import BeamSearch, EarlyStopping, Hypothesis
+from mlflow_llm.serving.engine.beams.beam_search import BeamSearch, Hypothesis
 from mlflow_llm.serving.engine.beams.group_beam_search import GroupBeamSearch
 
-EARLY: dict[bool | str, EarlyStopping] = {False: "heuristic", True: "first", "never": "never"}
 CASES = Path(__file__).parent / "group_beam_cases.json"
 
 
@@ -38,18 +38,6 @@ def searched(model: Any, prompt: Sequence[int], search: Any, count: int) -> list
         rows = torch.cat([ids.expand(len(texts), -1), torch.tensor(texts)], 1) if texts else rows
     found: list[Hypothesis] = search.best(count)
     return found
-
-
-def check(found: list[Hypothesis], texts: list[list[int]], scores: list[float], ends: Sequence[int], pad: int) -> None:
-    """Compare with transformers, which writes the first end token in place of any in group searches and pads early
-    ends."""
-    assert len(found) == len(texts)
-    for one, text, score in zip(found, texts, scores, strict=True):
-        size = len(one.token_ids)
-        assert [*one.token_ids[:-1]] == text[: size - 1]
-        assert text[size - 1] in (one.token_ids[-1], *(ends[:1] if one.token_ids[-1] in ends else ()))
-        assert set(text[size:]) <= {pad}
-        assert one.score == pytest.approx(score, rel=1e-5, abs=1e-5)
 
 
 def random_cases(count: int) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -95,7 +83,7 @@ def test_searches_equal_those_of_transformers() -> None:
             output_scores=True,
         )
         search = BeamSearch(
-            case["width"], case["max_tokens"], ends, case["length_penalty"], EARLY[case["early_stopping"]]
+            case["width"], case["max_tokens"], ends, case["length_penalty"], STOPPING_OF[case["early_stopping"]]
         )
         found = searched(model, case["prompt"], search, case["n"])
         texts = out.sequences[:, len(case["prompt"]) :].tolist()
@@ -107,8 +95,9 @@ def test_group_searches_equal_those_of_the_last_release_that_had_them() -> None:
     model = group_model()
     for case in json.loads(CASES.read_text()):
         search = GroupBeamSearch(
-            case["width"], case["max_tokens"], case["ends"], case["length_penalty"], EARLY[case["early_stopping"]],
-            num_groups=case["num_groups"], diversity_penalty=case["diversity_penalty"], filler=0,
+            case["width"], case["max_tokens"], case["ends"], case["length_penalty"],
+            STOPPING_OF[case["early_stopping"]], num_groups=case["num_groups"],
+            diversity_penalty=case["diversity_penalty"], filler=0,
         )  # fmt: skip
         found = searched(model, case["prompt"], search, case["n"])
         check(found, case["texts"], case["scores"], case["ends"], 0)

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
-from engine_runs import Outcome, run
+from beam_runs import EARLY, texts
+from beam_runs import make_core as tiny_core
+from engine_runs import TOKEN_BYTES, Outcome, run
 from grammar_runs import PADDING, Texts, bundle_of, regex, schema
 from llguidance import LLMatcher
-from test_core_beams import EARLY, TOKEN_BYTES, texts
-from test_core_beams import make_core as tiny_core
 from tiny_models import FAMILIES, VOCAB, make_model, prompt_of, request_of, save_bundle
 from transformers import AutoConfig, AutoModelForCausalLM
 

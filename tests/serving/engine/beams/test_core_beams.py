@@ -7,21 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from engine_runs import Outcome, run, take
+from beam_runs import EARLY, make_core, texts
+from engine_runs import TOKEN_BYTES, Outcome, run, take
 from tiny_models import FAMILIES, VOCAB, greedy, make_model, prompt_of, request_of, save_bundle
 
-from mlflow_llm.serving.engine.core import EngineCore
 from mlflow_llm.serving.interface.bundle import Bundle
 from mlflow_llm.serving.interface.request import Beams, ValidRequest
-from mlflow_llm.serving.interface.settings import EngineSettings
-
-TOKEN_BYTES = 2 * 2 * 8 * 2 * 4  # layers, K and V heads, head width, K and V, float32
-EARLY: dict[Any, Any] = {"heuristic": False, "first": True, "never": "never"}
-
-
-def make_core(bundle: Bundle, **more: Any) -> EngineCore:
-    settings = {"max_num_seqs": 16, "max_num_batched_tokens": 16, "kv_cache_memory": 1 << 24, **more}
-    return EngineCore(bundle, EngineSettings(**settings))
 
 
 @torch.inference_mode()
@@ -52,12 +43,6 @@ def expected(model: Any, request: ValidRequest) -> list[list[int]]:
                 del text[place + 1 :]
                 break
     return texts
-
-
-def texts(outcome: Outcome) -> list[list[int]]:
-    assert outcome.failed is None, outcome.failed
-    assert sorted(outcome.tokens) == list(range(len(outcome.tokens)))
-    return [outcome.tokens[index] for index in range(len(outcome.tokens))]
 
 
 def random_search(rng: random.Random, number: int, longest: int = 40) -> ValidRequest:

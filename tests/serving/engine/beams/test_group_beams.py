@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from beam_runs import STOPPING_OF, check, make_core, texts
 from engine_runs import Outcome, run, take
 from group_beam_cases import bias_of
 from group_beam_cases import model as group_model
-from test_beam_search import EARLY, check
-from test_core_beams import make_core, texts
 from tiny_models import VOCAB, prompt_of, request_of, save_bundle
 
 from mlflow_llm.serving.engine.beams import beam_group
@@ -43,7 +42,7 @@ def request_for(case: dict[str, Any], name: str) -> ValidRequest:
             num_groups=case["num_groups"],
             diversity_penalty=case["diversity_penalty"],
             length_penalty=case["length_penalty"],
-            early_stopping=EARLY[case["early_stopping"]],
+            early_stopping=STOPPING_OF[case["early_stopping"]],
         ),
     )
 

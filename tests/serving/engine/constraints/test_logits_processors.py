@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
-from engine_runs import Outcome, run, sequence_of, take
+from engine_runs import TOKEN_BYTES, Outcome, run, sequence_of, take
 from tiny_models import VOCAB, request_of
 
 from mlflow_llm.serving.engine.core import EngineCore
@@ -21,7 +21,6 @@ from mlflow_llm.serving.interface.request import Sampling, ValidRequest
 from mlflow_llm.serving.interface.settings import EngineSettings
 
 FORBIDDEN = float("-inf")
-TOKEN_BYTES = 2 * 2 * 8 * 2 * 4  # layers, K and V heads, head width, K and V, float32
 
 
 def make_core(bundle: Bundle, **more: Any) -> EngineCore:

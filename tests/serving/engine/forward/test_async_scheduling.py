@@ -11,8 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from engine_runs import Outcome, run, take
-from test_paged_engine import TOKEN_BYTES
+from engine_runs import TOKEN_BYTES, Outcome, run, take
 from tiny_models import greedy, prompt_of, request_of
 
 from mlflow_llm.serving.engine import assembly

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from embedding_models import bundle_of
-from test_packed_encoder import MODELS
+from embedding_models import PACKABLE, bundle_of
 from tiny_cross_encoders import save_cross_encoder
 
 from mlflow_llm.serving.engine.models import cross_encoder, embedder
@@ -27,7 +26,7 @@ ROUNDED = EngineSettings(dtype="bfloat16")
 
 def saved(folder: Path, kind: str) -> None:
     torch.manual_seed(0)
-    MODELS[kind]().eval().save_pretrained(folder)
+    PACKABLE[kind]().eval().save_pretrained(folder)
 
 
 def relative(found: Any, wanted: Any) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_runs import Outcome, run, take
+from engine_runs import TOKEN_BYTES, Outcome, run, take
 from tiny_models import FAMILIES, greedy, make_model, prompt_of, request_of, save_bundle
 
 from mlflow_llm.serving.engine.attention.paged.cache import PagedKVCache
@@ -17,8 +17,6 @@ from mlflow_llm.serving.interface.bundle import Bundle
 from mlflow_llm.serving.interface.errors import PackagingError
 from mlflow_llm.serving.interface.request import Beams
 from mlflow_llm.serving.interface.settings import EngineSettings
-
-TOKEN_BYTES = 2 * 2 * 8 * 2 * 4  # of the tiny Llama: layers, K and V heads, head width, K and V, float32
 
 
 def settings(**more: Any) -> EngineSettings:

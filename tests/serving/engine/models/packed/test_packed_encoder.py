@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers as tf
+from embedding_models import PACKABLE
 from tiny_models import hashes
 
 from mlflow_llm.serving.engine.models import embedder
@@ -23,24 +23,6 @@ from mlflow_llm.serving.system.files import CACHE_VARIABLE
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no compiler, or a CPU without AVX2")
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 100,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 40,
-}
-MODELS: dict[str, Callable[[], Any]] = {
-    "bert": lambda: tf.BertModel(tf.BertConfig(**SIZES)),
-    "bert without a pooler": lambda: tf.BertModel(tf.BertConfig(**SIZES), add_pooling_layer=False),
-    "roberta": lambda: tf.RobertaModel(tf.RobertaConfig(**SIZES)),
-    "mpnet": lambda: tf.MPNetModel(tf.MPNetConfig(**SIZES)),
-    "modernbert": lambda: tf.ModernBertModel(
-        tf.ModernBertConfig(**SIZES, local_attention=8, pad_token_id=0),
-    ),
-    "llama": lambda: tf.LlamaModel(tf.LlamaConfig(**SIZES, num_key_value_heads=2)),
-}
 TEXTS = [(5, 6, 7), (9,), (8, 7, 6, 5, 4, 3, 2, 9, 10, 11, 12), (4, 4, 5), tuple(range(3, 33))]
 Load = Callable[..., tuple[embedder.Embedder, bool]]
 
@@ -72,7 +54,7 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Load:
 
 def bundle_of(root: Path, name: str = "bert", content_hash: str = "ab" * 32, **spec: Any) -> Bundle:
     torch.manual_seed(0)
-    MODELS[name]().eval().save_pretrained(root / "model")
+    PACKABLE[name]().eval().save_pretrained(root / "model")
     return Bundle(
         content_hash=content_hash,
         tasks=("embeddings",),
