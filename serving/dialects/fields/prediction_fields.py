@@ -36,7 +36,7 @@ PREDICTION = (
         name="prediction",
         read=prediction,
         target="sampling.draft",
-        description="what the text is expected to be: the parts of it that come are computed several tokens at a time; "
-        "the text is the same with and without",
+        description="the expected text: where the model's text agrees with it, several tokens are computed at a time; "
+        "the result is the same as without it",
     ),
 )
