@@ -63,7 +63,7 @@ def list_(count: int = 20, query: str = "", model: str | None = None, as_json: b
 @click.argument("conversation", required=False)
 @_JSON
 def show(conversation: str | None, as_json: bool) -> None:
-    """Show a conversation: the last, or the one whose id begins with CONVERSATION."""
+    """Show a conversation: the last, or one by the beginning of its id."""
     with _database() as database:
         found = database.branch(database.conversation(conversation))
     if as_json:

@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import quote
 
 import click
+from click.core import ParameterSource
 
 from ...http.management.paths import SERVING_ENDPOINTS
 from ...system.escape import visible_line
@@ -26,21 +27,28 @@ _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @_JSON
 @click.pass_context
 def endpoints(context: click.Context, /, url: str, key: str | None, as_json: bool) -> None:
-    """List endpoints, adapters and their load; create and change endpoints.
+    """List endpoints and their load; create and change them.
 
     Without a command, prints the models and versions of each endpoint, its traffic split, state and load, and below
     the table why an update failed. A server shows what the key may see; changes need the scope "manage".
     """
     if context.invoked_subcommand is not None:
-        # options before the command's name are those of the command
-        own = {"url": url} | ({} if key is None else {"key": key}) | ({"as_json": True} if as_json else {})
-        context.default_map = dict.fromkeys(endpoints.commands, own)
+        _refuse_options(context)
         return
     found, told = listing.listed(Client(url, key, timeout=30))
     if as_json:
         click.echo(json.dumps(found, indent=2))
     else:
         listing.show(found, told)
+
+
+def _refuse_options(context: click.Context) -> None:
+    """Raise ``UsageError`` for options before a command's name: the command has its own, and another server's endpoint
+    could be changed."""
+    for parameter in context.command.params:
+        if context.get_parameter_source(str(parameter.name)) is ParameterSource.COMMANDLINE:
+            option, name = parameter.opts[0], context.invoked_subcommand
+            raise click.UsageError(f"{option} goes behind the command: mlflow-llm endpoints {name} … {option}")
 
 
 def _waiting(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -93,7 +101,7 @@ def create(
 def update(
     name: str, changes: dict[str, Any], wait: bool, timeout: float, url: str, key: str | None, as_json: bool
 ) -> None:
-    """Change what the endpoint NAME serves, without dropping a request.
+    """Change what NAME serves, without dropping a request.
 
     Models given with -m take the place of all that are served; the settings of the model that they replace stay. If the
     new config cannot be served, the present one goes on.
@@ -112,7 +120,7 @@ def update(
 def split(
     name: str, split: tuple[str, ...], wait: bool, timeout: float, url: str, key: str | None, as_json: bool
 ) -> None:
-    """Split the traffic of the endpoint NAME among the models that it serves."""
+    """Split the traffic of NAME among the models that it serves."""
     found, client = shares(split), Client(url, key)
     config = _config(client, name)
     there = [one["name"] for one in config["served_entities"]]
@@ -128,7 +136,7 @@ def split(
 @url_options
 @_JSON
 def history(name: str, url: str, key: str | None, as_json: bool) -> None:
-    """Show every version of the config of the endpoint NAME, the newest first."""
+    """Show the versions of the config of NAME, the newest first."""
     client = Client(url, key)
     found = client.get(f"{_path(name)}/config-versions")
     if as_json:

@@ -28,7 +28,7 @@ def test_commands_and_arbiter_import_no_heavy_library() -> None:
     assert asked.stdout.splitlines() == ["", "sqlalchemy"]
 
 
-@pytest.mark.parametrize("name", ["", "keys", "limits", "prices", "usage"])
+@pytest.mark.parametrize("name", ["", "keys", "limits", "prices", "usage", "endpoints", "logs"])
 def test_lists_of_commands_are_whole(name: str) -> None:
     """The list of commands describes each one in one line of an 80-column terminal, without an ellipsis."""
     shown = CliRunner().invoke(cli, [*name.split(), "--help"], terminal_width=80).output
