@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from urllib.parse import urlencode
 
 import click
@@ -14,6 +15,7 @@ from .conversation import Conversation
 
 PAGE = 1000
 MAX_PAGES = 20
+SETTLED_SECONDS, POLL_SECONDS = 2.0, 0.1  # a reply is settled soon after its last byte
 
 
 def summary(talk: Conversation) -> str:
@@ -57,17 +59,23 @@ def cost(talk: Conversation) -> str:
     """Return what the conversation's replies cost, as far as the key may ask for it."""
     if not isinstance(talk.server, Client):
         return "none: the model runs here, without prices"
-    wanted = {asked.request_id for asked in talk.asked if asked.request_id}
+    # the ledger's id is the reply's without what it begins with in OpenAI's form
+    wanted = {asked.request_id.removeprefix("chatcmpl-") for asked in talk.asked if asked.request_id}
     if not wanted or talk.created is None:
         return "nothing yet"
     try:
-        return _of_requests(talk.server, wanted, talk.created)
+        until = time.monotonic() + SETTLED_SECONDS
+        while True:
+            told, missing = _of_requests(talk.server, wanted, talk.created)
+            if not missing or time.monotonic() >= until:
+                return told
+            time.sleep(POLL_SECONDS)
     except click.ClickException as error:
         return f"not known: {error.message}"
 
 
-def _of_requests(client: Client, wanted: set[str], since: int) -> str:
-    """Return the cost of requests, found among those since a time, in Unix seconds."""
+def _of_requests(client: Client, wanted: set[str], since: int) -> tuple[str, int]:
+    """Return the cost of requests, found among those since a time, in Unix seconds, and how many are not settled."""
     from ...metering.accounts.money import micro_units_of, money  # with SQLAlchemy, which a chat need not wait for
 
     found: dict[str, int] = {}
@@ -86,4 +94,5 @@ def _of_requests(client: Client, wanted: set[str], since: int) -> str:
         asked["cursor"] = cursor
     total = money(sum(found.values()), currency)
     missing = len(wanted) - len(found)
-    return total + (f" for {len(found)} of {len(wanted)} replies; the others are not settled yet" if missing else "")
+    more = f" for {len(found)} of {len(wanted)} replies; the others are not settled yet" if missing else ""
+    return total + more, missing
