@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 
 import click
+from click.core import ParameterSource
 
 from ..control.settings import DATABASE_VARIABLE
 from ..metering.store.checks import NoStore
@@ -13,7 +14,20 @@ from ..metering.store.store import Store
 from ..system.escape import visible_line
 
 DATABASE = "URL of the database, e.g. sqlite:///serving.db (MLFLOW_LLM_DATABASE)."
-database = click.option("--database", envvar=DATABASE_VARIABLE, required=True, help=DATABASE)
+
+
+def _nearest(context: click.Context, parameter: click.Parameter, value: str) -> str:
+    """Return the database that the command line names, before or behind the command's name; else ``value``, which may
+    be the environment's."""
+    name, outer = str(parameter.name), context.parent
+    if outer is None or context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+        return value
+    if outer.get_parameter_source(name) is not ParameterSource.COMMANDLINE:
+        return value
+    return str(outer.params[name])
+
+
+database = click.option("--database", envvar=DATABASE_VARIABLE, required=True, help=DATABASE, callback=_nearest)
 
 
 @contextlib.contextmanager

@@ -463,6 +463,17 @@ def test_serve_refuses_an_invalid_spec(text: str, tmp_path: Path) -> None:
     assert done.stderr.startswith(f"Error: --spec {file}: ")
 
 
+@pytest.mark.parametrize("place", ["before", "behind"])
+def test_a_database_on_the_command_line_comes_before_the_environments(place: str, tmp_path: Path) -> None:
+    """``--database`` on either side of the name of a command is the one that is used, not the environment's."""
+    url = f"sqlite:///{tmp_path}/store.db"
+    Store(url).close()
+    given = ["--database", url]
+    words = {"before": [*given, "fold", "40"], "behind": ["fold", *given, "40"]}[place]
+    done = CliRunner(env={"MLFLOW_LLM_DATABASE": f"sqlite:///{tmp_path}/other.db"}).invoke(cli, ["usage", *words])
+    assert (done.exit_code, done.stdout) == (0, "folded 0 requests\n"), done.output
+
+
 @pytest.mark.parametrize("place", ["before", "behind", "environment"])
 def test_where_fold_finds_its_store(place: str, tmp_path: Path) -> None:
     """``usage fold`` takes --database on either side of its name, and its --help needs none."""
