@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import UserDict
 from importlib import import_module
@@ -13,6 +14,10 @@ from mlflow_llm import __version__
 
 from ..interface.errors import PackagingError, ServingError
 from ..system.escape import visible
+from .advice import AdvisingGroup
+
+QUICK = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
+"""A person who waits at a command is told within seconds that a tracking server is down, unless these are set."""
 
 COMMANDS = {  # the module of each, and its name in there where that is another
     "run": "run",
@@ -53,7 +58,7 @@ class Commands(UserDict[str, click.Command]):
         return command
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]}, commands=Commands())
+@click.group(cls=AdvisingGroup, context_settings={"help_option_names": ["-h", "--help"]}, commands=Commands())
 @click.version_option(__version__)
 def cli() -> None:
     """Serve language models logged with MLflow."""
@@ -61,6 +66,8 @@ def cli() -> None:
 
 def main() -> None:
     """Run the console script, with our own errors in one line, without a trace."""
+    for name, value in QUICK.items():
+        os.environ.setdefault(name, value)
     try:
         cli()
     except (ServingError, PackagingError) as error:

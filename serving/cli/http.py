@@ -18,6 +18,7 @@ from .key_options import VARIABLE, key_options
 
 URL_VARIABLE = "MLFLOW_LLM_URL"
 NO_KEY = f" (give a key with --key-file or {VARIABLE})"
+NOT_TLS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE")
 STALE = (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError)
 
 
@@ -168,6 +169,8 @@ def _reason(error: Exception) -> str:
     if isinstance(error, ssl.SSLCertVerificationError):
         reason = visible_line(error.verify_message)
         return f"certificate verify failed: {reason}; --ca names a PEM file with the CA certificates to trust"
+    if isinstance(error, ssl.SSLError) and error.reason in NOT_TLS:
+        return "it does not speak TLS: write http:// instead of https://"
     if isinstance(error, ConnectionRefusedError | FileNotFoundError):
         return f"{error.strerror}; `mlflow-llm serve` starts one, --url names another"
     return visible_line(getattr(error, "strerror", None) or str(error)) or type(error).__name__

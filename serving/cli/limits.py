@@ -11,6 +11,7 @@ from ..metering.accounts.limits import MAX_VALUE, SCOPES
 from ..metering.accounts.money import micro_units
 from ..metering.accounts.windows import BUDGETS, KINDS
 from .accounts import AccountsApi, print_notes, with_accounts
+from .advice import for_limit
 from .store import table
 
 LIMIT = f"KIND=VALUE, with KIND one of {', '.join(KINDS)}"
@@ -22,7 +23,8 @@ def limits_of(given: tuple[str, ...]) -> dict[str, int | str]:
     for text in given:
         kind, equals, value = text.partition("=")
         if not equals or kind not in KINDS:
-            raise InvalidField("limit", text, LIMIT)
+            instead = for_limit(kind)
+            raise InvalidField("limit", text, LIMIT if instead is None else f"{LIMIT}: {kind} is {instead} here")
         found[kind] = _value(kind, value)
     return found
 

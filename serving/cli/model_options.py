@@ -17,6 +17,7 @@ from ..dialects.fields.defaults import check_defaults, request_defaults
 from ..interface.settings import EngineSettings, check_name, check_server_engine
 from ..model_files.model_uri import parse
 from ..transport.auth import check_address, read_key
+from .advice import for_setting
 from .model_names import located, named_version
 
 CLIENT_SETTINGS = ("stall_timeout", "start_timeout", "trust_remote_code")  # that matter where the engine is not
@@ -106,7 +107,8 @@ def engine_overrides(config: tuple[str, ...], *, here: bool = False) -> dict[str
         if not equals or EngineSettings.ALIASES.get(key, key) not in EngineSettings.__struct_fields__:
             known = [name for name in EngineSettings.__struct_fields__ if here or name != "in_process"]
             near = difflib.get_close_matches(key[:64], known, n=1)
-            meant = f"; did you mean {near[0]!r}?" if near else ""
+            instead = for_setting(key[:64])
+            meant = f"; write {instead}" if instead else f"; did you mean {near[0]!r}?" if near else ""
             raise click.UsageError(f"-C {pair}: expected KEY=VALUE with KEY one of {', '.join(known)}{meant}")
         try:
             found[key] = json.loads(value)

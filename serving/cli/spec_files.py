@@ -33,11 +33,13 @@ def read_engine_spec(path: str) -> EngineSpec:
 def _read(path: str, kind: type[T], settings: type[Checked]) -> T:
     try:
         data = Path(path).read_bytes()
-        for parent, checked, values in _settings_in(msgspec.json.decode(data), settings):
-            checked.read(values, parent)
+        raw = msgspec.json.decode(data)
+        for parent, checked, values in _settings_in(raw, settings):
+            read = checked.read(values, parent)
             if checked is EngineSettings:
                 check_server_engine(values, parent)
-        return msgspec.json.decode(data, type=kind)
+            values.update({name: getattr(read, name) for name in values if isinstance(getattr(read, name, None), int)})
+        return msgspec.convert(raw, type=kind)
     except (OSError, ValueError, msgspec.MsgspecError, InvalidField) as error:
         raise click.ClickException(f"--spec {path}: {error}") from None
 

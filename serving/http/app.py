@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from flask import Flask, Response
+from flask import Flask, Response, current_app
 from flask import request as flask_request
 from flask.globals import request_ctx
 from werkzeug import exceptions as werkzeug
@@ -197,7 +197,7 @@ def _unrouted(error: HTTPException) -> Response:
 
 def _refusal(error: HTTPException) -> ServingError:
     if isinstance(error, werkzeug.NotFound):
-        return NotFound(f"no route {flask_request.path[:100]}; /openapi.json lists them")
+        return NotFound(f"no route {flask_request.path[:100]}; {_near_route(flask_request.path)}")
     if isinstance(error, werkzeug.MethodNotAllowed):
         return MethodNotAllowed(f"{flask_request.method[:20]} is not allowed on {flask_request.path[:100]}")
     if isinstance(error, werkzeug.RequestEntityTooLarge):
@@ -205,6 +205,22 @@ def _refusal(error: HTTPException) -> ServingError:
     if error.code is not None and error.code < InternalError.status:
         return RequestError(f"{error.name}: the request could not be read")
     return InternalError("internal error")
+
+
+def _near_route(path: str) -> str:
+    """Return what to change about a path that is a route's but for the /v1 of the base URL; else where routes are."""
+    bare = path[:200].rstrip("/")
+    for found in (f"/v1{bare}", bare.replace("/v1/v1/", "/v1/", 1)):
+        if found != bare and found in _paths():
+            return (
+                f"there is {found}: the base URL for OpenAI's clients is this server's with /v1 at its end, for "
+                "Anthropic's without"
+            )
+    return "/openapi.json lists them"
+
+
+def _paths() -> set[str]:
+    return {rule.rule for rule in current_app.url_map.iter_rules()}
 
 
 def _response(answer: Answer, dialect: Dialect, request_id: str) -> Response:

@@ -24,8 +24,10 @@ Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 CountOrZero = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Seconds = Annotated[float, Meta(gt=0, le=YEAR)]
 SecondsOrZero = Annotated[float, Meta(ge=0, le=YEAR)]
-Bytes = Annotated[int, Meta(ge=1, le=2**62, description="a number of bytes, an integer of 1 or more")]
-BytesOrZero = Annotated[int, Meta(ge=0, le=2**62, description="a number of bytes, 0 for none")]
+Bytes = Annotated[int, Meta(ge=1, le=2**62, description="a number of bytes, 1 or more, such as 1073741824 or 1GiB")]
+BytesOrZero = Annotated[
+    int, Meta(ge=0, le=2**62, description="a number of bytes, such as 1073741824 or 1GiB; 0 for none")
+]
 Names = Annotated[
     tuple[Annotated[str, Meta(min_length=1, max_length=256)], ...],
     Meta(max_length=1024, description="a list of names of the model's adapters"),

@@ -13,8 +13,10 @@ import msgspec
 import msgspec.inspect as inspect
 from msgspec import Struct
 
+from ..system.sizes import bytes_of
 from .errors import InvalidField
 
+OF_BYTES = "a number of bytes"  # begins the description of settings that take sizes such as 1GiB
 ATTRIBUTE = re.compile(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)
 
 
@@ -24,7 +26,7 @@ class Checked(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     A value that its field does not allow raises ``InvalidField``, which names the field, the value and what is allowed.
     ``Meta(description=…)`` says what is allowed in words if type and bounds do not. ``ALIASES`` has the present name of
     a setting by each name that earlier releases had for it; ``DROPPED`` has the one value that former settings could
-    have, which is accepted and has no effect.
+    have, which is accepted and has no effect. ``read`` takes a number of bytes also as a text, such as "1GiB".
     """
 
     ALIASES: ClassVar[Mapping[str, str]] = {}
@@ -71,11 +73,15 @@ class Checked(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return {name: found.get(name, "") for name in _fields(cls)}
 
 
-def _checked(name: str, value: Any, kind: Any, allowed: str) -> Any:
+def _checked(name: str, given: Any, kind: Any, allowed: str) -> Any:
+    value = given
+    if isinstance(value, str) and allowed.startswith(OF_BYTES):
+        size = bytes_of(value)
+        value = value if size is None else size
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError:
-        raise InvalidField(name, value, allowed) from None
+        raise InvalidField(name, given, allowed) from None
 
 
 @functools.cache

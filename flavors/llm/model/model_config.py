@@ -45,6 +45,16 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
         return msgspec.to_builtins(self.settings) | own | {"generation_config": dict(self.generation_config)}
 
 
+OTHER_NAMES = {  # arguments of mlflow.transformers.log_model
+    "transformers_model": "model",
+    "torch_dtype": "dtype",
+    "example_no_conversion": "input_example",
+    "inference_config": "generation_config",
+    "model_card": "metadata",
+    "processor": "tokenizer",
+}
+
+
 def parse(*layers: Layer) -> ModelConfig:
     """Combine several layers into one configuration; later layers override earlier ones.
 
@@ -94,6 +104,8 @@ def _settings(values: dict[str, Any]) -> EngineSettings:
         allowed = [*known, "default_adapter", "defaults", "generation_config"]
         near = nearest(str(unknown[0]), allowed)
         hint = f"did you mean {near!r}? " if near else ""
+        if unknown[0] in OTHER_NAMES:
+            hint = f"{OTHER_NAMES[unknown[0]]} is its name here; "
         raise PackagingError(
             f"model_config: {unknown[0]!r} is not a setting; {hint}expected one of {', '.join(allowed)}"
         )

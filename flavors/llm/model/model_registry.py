@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import difflib
 import os
+import socket
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
+from urllib.request import getproxies, proxy_bypass
 
-from ....serving.interface.errors import ModelNotFound, without_password
+from ....serving.interface.errors import ModelNotFound, PackagingError, without_password
 from ....serving.model_files import model_uri
 from ....serving.model_files.model_uri import LATEST, RegisteredModel
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 
 MAX_NAMES_COMPARED = 1000  # registered models compared with a misspelt name
 MAX_SHOWN = 5
+CONNECT_SECONDS = 5.0
 
 
 def pinned(uri: str) -> str:
@@ -65,7 +68,11 @@ def logged_model_id(uri: str) -> str | None:
 
 
 def check_store_exists(uri: str) -> None:
-    """Raise ``ModelNotFound`` if MLflow would look ``uri`` up in a local file or folder that does not exist."""
+    """Raise ``ModelNotFound`` if MLflow would look ``uri`` up in a local file or folder that does not exist.
+
+    Raises ``PackagingError`` if it would ask a server to which no connection can be made: MLflow's own client tries
+    again for minutes before it says so.
+    """
     import mlflow
 
     if not model_uri.in_store(uri):
@@ -76,6 +83,27 @@ def check_store_exists(uri: str) -> None:
         raise ModelNotFound(
             f"{uri}: there is no MLflow store at {without_password(store)}; name yours with MLFLOW_TRACKING_URI"
         )
+    if (why := _why_unreachable(store)) is not None:
+        raise PackagingError(
+            f"{uri}: no MLflow server answers at {without_password(store)} ({why}); is MLFLOW_TRACKING_URI right?"
+        )
+
+
+def _why_unreachable(store: str) -> str | None:
+    """Return why no connection can be made to an http(s) ``store``; None if one can, or if it is reached otherwise."""
+    parts = urlsplit(store)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        return None
+    if parts.scheme in getproxies() and not proxy_bypass(parts.hostname):
+        return None
+    try:
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        socket.create_connection((parts.hostname, port), timeout=CONNECT_SECONDS).close()
+    except ValueError:
+        return "its port is not a number"
+    except OSError as error:
+        return error.strerror or str(error) or type(error).__name__
+    return None
 
 
 def not_found_in_store(uri: str, reason: str) -> ModelNotFound:

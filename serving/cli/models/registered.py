@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from ...interface.errors import ModelNotFound
+from ...interface.errors import PackagingError
 
 MAX_MODELS = 200  # of the registry are looked at
 MAX_CONCURRENT = 8
@@ -41,7 +41,7 @@ def registered() -> tuple[list[Registered], str]:
         models = client.search_registered_models(max_results=MAX_MODELS)
         with ThreadPoolExecutor(MAX_CONCURRENT) as pool:
             found = [one for one in pool.map(lambda model: _described(client, model), models) if one is not None]
-    except (ModelNotFound, MlflowException) as error:
+    except (PackagingError, MlflowException) as error:
         return [], str(error).removeprefix("models:/: ")
     more = f"only the first {MAX_MODELS} models of the registry were looked at" if len(models) == MAX_MODELS else ""
     return found, more

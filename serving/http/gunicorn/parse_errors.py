@@ -25,6 +25,19 @@ REFUSED: tuple[tuple[type[Exception], type[RequestError], str], ...] = (
 )
 
 
+SPEAKS_TLS = (
+    "the client speaks TLS (https://), and this server plain HTTP: use http://, or start the server with --tls-cert"
+)
+TLS_HANDSHAKE = b"\x16\x03"  # a record of type handshake, of SSL 3.0 to TLS 1.3
+
+
+class SpeaksTls(http.ParseException):  # type: ignore[misc]
+    """The client has begun a TLS handshake on a connection that is plain HTTP."""
+
+    def __str__(self) -> str:
+        return SPEAKS_TLS
+
+
 class NotedRequest(Request):
     """gunicorn's parser of a request head, set as ``connection.request`` before it starts: if parsing fails,
     ``connection.request`` has what was parsed so far."""
@@ -32,6 +45,12 @@ class NotedRequest(Request):
     def __init__(self, cfg: Any, unreader: Any, peer_addr: Any, req_number: int = 1) -> None:
         unreader.sock.request = self
         super().__init__(cfg, unreader, peer_addr, req_number)
+
+    def read_into(self, unreader: Any, buf: bytearray, stop: bool = False) -> None:
+        """Read more of the head. Raises ``SpeaksTls``: that client would wait for ever."""
+        super().read_into(unreader, buf, stop=stop)
+        if buf.startswith(TLS_HANDSHAKE):
+            raise SpeaksTls
 
 
 def install() -> None:

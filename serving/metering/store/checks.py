@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ def parsed(given: str) -> sa.URL:
         raise NoStore(given, "is not a URL such as sqlite:///serving.db") from None
     if url.get_backend_name() not in BACKENDS:
         raise NoStore(given, "is neither sqlite:// nor postgresql://")
+    if url.get_backend_name() == "postgresql" and find_spec("psycopg") is None:
+        raise NoStore(given, "PostgreSQL needs psycopg: pip install 'mlflow-llm[postgres]'")
     return url.set(drivername="postgresql+psycopg") if url.drivername == "postgresql" else url
 
 

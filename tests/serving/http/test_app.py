@@ -446,3 +446,24 @@ def test_keys(make: Callable[..., WorkerState], tmp_path: Path) -> None:
         assert client.get("/health").status_code == 200
     finally:
         store.close()
+
+
+@pytest.mark.parametrize(
+    ("sent", "there"),
+    [
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/v1/chat/completions", "/v1/chat/completions"),
+        ("/completions", "/v1/completions"),
+        ("/responses", "/v1/responses"),
+        ("/messages", "/v1/messages"),
+        ("/v1/v1/messages", "/v1/messages"),
+        ("/models", "/v1/models"),
+    ],
+)
+def test_a_base_url_with_too_little_or_too_much(client: FlaskClient, sent: str, there: str) -> None:
+    """A path without /v1, or with two, is a 404 that names the route and the base URLs of both kinds of clients."""
+    refused = client.get(sent) if sent == "/models" else client.post(sent, json=CHAT)
+    assert refused.status_code == 404
+    text = refused.get_data(as_text=True)
+    assert f"there is {there}: the base URL for OpenAI's clients is this server's with /v1 at its end" in text
+    assert "Anthropic's without" in text

@@ -77,3 +77,12 @@ def test_the_callers_id_is_kept(ends: tuple[TimedConnection, socket.socket]) -> 
 def test_other_errors_are_not_answered(ends: tuple[TimedConnection, socket.socket]) -> None:
     """An error that is not the request's fault is left to the worker."""
     assert not parse_errors.refuse(ends[0].plain, ValueError("ours"))
+
+
+def test_a_client_that_speaks_tls_is_told_at_once(ends: tuple[TimedConnection, socket.socket]) -> None:
+    """The first bytes of a TLS handshake, which have no end of line, are answered with what to change."""
+    answer = refused(ends, b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(range(11, 64)))
+    assert answer.startswith(b"HTTP/1.1 400 Bad Request\r\n")
+    said = json.loads(answer.partition(b"\r\n\r\n")[2])["message"]
+    assert "the client speaks TLS (https://), and this server plain HTTP" in said
+    assert "--tls-cert" in said
