@@ -16,6 +16,8 @@ from ..interface.errors import PackagingError, ServingError
 from ..system.escape import visible
 from .advice import AdvisingGroup
 
+COMPLETE = "_MLFLOW_LLM_COMPLETE"
+"""The variable in which a shell asks for completions (``completion``)."""
 QUICK = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
 """A person who waits at a command is told within seconds that a tracking server is down, unless these are set."""
 
@@ -42,6 +44,8 @@ COMMANDS = {  # the module of each, and its name in there where that is another
     "batch": "batch",
     "bench": "bench",
     "doctor": "doctor",
+    "spec": "spec_schema:spec",
+    "completion": "completion",
 }
 
 
@@ -69,7 +73,7 @@ def main() -> None:
     for name, value in QUICK.items():
         os.environ.setdefault(name, value)
     try:
-        cli()
+        cli(complete_var=COMPLETE)
     except (ServingError, PackagingError) as error:
         click.echo(f"Error: {visible(str(error))}", err=True)
         sys.exit(1)

@@ -14,7 +14,8 @@ from ..supervision.engine_host import NAME, EngineHost
 from ..supervision.engine_spec import EngineSpec
 from ..system.escape import configure, visible
 from ..transport.auth import check_address, read_key, write_key
-from .model_options import endpoint_specs, engine_overrides, settings_help
+from .model_options import endpoint_specs, engine_overrides
+from .serve_help import settings_help
 from .spec_files import read_engine_spec
 
 LISTEN = "tcp://127.0.0.1:5601"

@@ -23,13 +23,6 @@ from .model_names import located, named_version
 CLIENT_SETTINGS = ("stall_timeout", "start_timeout", "trust_remote_code")  # that matter where the engine is not
 
 
-def settings_help() -> str:
-    """Return the engine settings, one a line, as ``--help`` shows them after the options."""
-    rows = [(name, json.dumps(default), allowed) for name, default, allowed in EngineSettings.described()]
-    lines = (f"  {name} = {default}: {allowed}" for name, default, allowed in rows if name != "in_process")
-    return "\b\nEngine settings (-C KEY=VALUE), with their defaults:\n" + "\n".join(lines)
-
-
 def named_models(models: tuple[str, ...], name: str | None) -> dict[str, str]:
     """Return ``{endpoint name: URI}``. Raises ``UsageError`` for none, or two of the same name, ``InvalidField`` for
     one that cannot stand in a URL."""

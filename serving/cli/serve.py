@@ -22,14 +22,14 @@ from .model_options import (
     engine_overrides,
     named_models,
     request_fields,
-    settings_help,
 )
 from .serve_checks import check_place
+from .serve_help import GroupedCommand, serve_epilog
 from .serve_options import serve_options
 from .spec_files import read_serve_spec
 
 
-@click.command(epilog=settings_help())
+@click.command(cls=GroupedCommand, epilog=serve_epilog())
 @serve_options
 @dialect_options
 @click.argument("places", nargs=-1, metavar="[MODEL[=NAME]]...")

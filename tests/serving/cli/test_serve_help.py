@@ -1,0 +1,134 @@
+"""The help of ``serve``, the completion of shells, and the schema of spec files."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import jsonschema
+import msgspec
+import pytest
+from click.testing import CliRunner
+
+from mlflow_llm.serving.cli import COMPLETE, cli
+from mlflow_llm.serving.cli.serve_help import GROUPS, OTHERS, first_sentence
+from mlflow_llm.serving.cli.spec_files import read_serve_spec
+from mlflow_llm.serving.cli.spec_schema import KINDS, schema
+from mlflow_llm.serving.control.settings import ServerSettings
+from mlflow_llm.serving.interface.settings import EngineSettings
+
+ROOT = Path(__file__).parents[3]
+
+
+def shown(*words: str) -> str:
+    return CliRunner().invoke(cli, [*words, "--help"], terminal_width=100).stdout
+
+
+def test_every_option_of_serve_is_in_a_group() -> None:
+    """The headings come in order, every option is under one of them, and only --help is left over."""
+    text = shown("serve")
+    places = [text.index(f"\n{heading}:\n") for heading in (*GROUPS, OTHERS)]
+    assert places == sorted(places)
+    options = {one.name for one in cli.commands["serve"].params if isinstance(one, click.Option)}
+    grouped = [name for names in GROUPS.values() for name in names]
+    assert sorted(grouped) == sorted(options)
+    assert text[places[-1] :].strip().split("\n\n")[0].splitlines()[1:] == ["  -h, --help  Show this message and exit."]
+
+
+def test_engine_settings_have_their_meaning() -> None:
+    """Each engine setting is followed by what it does; the examples come last."""
+    text = shown("serve")
+    for name, meaning in EngineSettings.meanings().items():
+        assert meaning
+        if name != "in_process":
+            assert first_sentence(meaning).split()[0] in text.partition(f"  {name} = ")[2].split("\n")[1]
+    assert text.index("Engine settings (-C KEY=VALUE)") < text.index("Examples:")
+
+
+def test_examples_are_commands_that_parse() -> None:
+    """Each example names options that ``serve`` has."""
+    options = {name for one in cli.commands["serve"].params for name in one.opts}
+    lines = re.findall(r"mlflow-llm serve (.+)", shown("serve").partition("Examples:")[2])
+    assert len(lines) >= 5
+    for line in lines:
+        assert {word for word in line.split("   ")[0].split() if word.startswith("-")} <= options, line
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_prints_a_script(shell: str) -> None:
+    """The script of each shell names the program and the variable that the program answers to."""
+    text = CliRunner().invoke(cli, ["completion", shell]).stdout
+    assert COMPLETE in text
+    assert "mlflow-llm" in text
+
+
+@pytest.mark.parametrize(
+    ("typed", "found"), [("mlflow-llm mod", "models"), ("mlflow-llm serve --max-q", "--max-queued")]
+)
+def test_the_program_completes(typed: str, found: str) -> None:
+    """The program answers a shell that asks what can follow."""
+    asked = {COMPLETE: "bash_complete", "COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1)}
+    code = "import sys; sys.argv = ['mlflow-llm']; from mlflow_llm.serving.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | asked, capture_output=True, text=True, check=False
+    )
+    assert f"plain,{found}" in done.stdout.splitlines()
+
+
+def spec_schema(kind: str) -> dict[str, Any]:
+    return json.loads(CliRunner().invoke(cli, ["spec", "schema", kind]).stdout)
+
+
+def test_the_schema_is_of_the_types() -> None:
+    """The schema has each field of the specs and each setting, with its meaning, and is a valid schema itself."""
+    for kind, made in KINDS.items():
+        found = spec_schema(kind)
+        jsonschema.Draft202012Validator.check_schema(found)
+        fields = {field.encode_name for field in msgspec.structs.fields(made)}
+        assert set(found["$defs"][made.__name__]["properties"]) == fields
+    defs = spec_schema("serve")["$defs"]
+    for settings in (ServerSettings, EngineSettings):
+        assert set(defs[settings.__name__]["properties"]) == set(settings.__struct_fields__)
+    assert "tokens of prompt and completion" in defs["EngineSettings"]["properties"]["max_model_len"]["description"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "is_valid"),
+    [
+        ({}, True),
+        ({"settings": {"port": 9000}, "engine": {"kv_cache_memory": "8GiB"}}, True),
+        ({"settings": {"engine_memory_budget": "12 GB"}, "engine": {"dtype": "bfloat16"}}, True),
+        ({"settings": {"port": 70000}}, False),
+        ({"settings": {"prot": 1}}, False),
+        ({"engine": {"dtype": "half"}}, False),
+        ({"engine": {"kv_cache_memory": "lots"}}, False),
+        ({"profile": "closed"}, False),
+        ({"extra": 1}, False),
+    ],
+)
+def test_the_schema_and_the_reader_agree(spec: dict[str, Any], is_valid: bool, tmp_path: Path) -> None:
+    """A spec that the schema allows is read, and one that it forbids is refused."""
+    errors = list(jsonschema.Draft202012Validator(schema("serve")).iter_errors(spec))
+    assert (not errors) == is_valid
+    file = tmp_path / "spec.json"
+    file.write_text(json.dumps(spec))
+    if is_valid:
+        read_serve_spec(str(file))
+    else:
+        with pytest.raises(click.ClickException, match=r"--spec .*spec\.json: "):
+            read_serve_spec(str(file))
+
+
+def test_the_pages_example_is_valid(tmp_path: Path) -> None:
+    """The example of the page about spec files is read, and fits the schema."""
+    (example,) = re.findall(r"```json\n(.*?)```", (ROOT / "docs/spec.md").read_text(), re.DOTALL)
+    jsonschema.validate(json.loads(example), schema("serve"))
+    file = tmp_path / "spec.json"
+    file.write_text(example)
+    assert read_serve_spec(str(file)).settings.port == 9000
