@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import errors
     from .load.load_model import _load_pyfunc, as_responses_agent, close, closing, load_model
+    from .load.spark import spark_udf
     from .model.bundle_loader import load_bundle
     from .model.names import FLAVOR_NAME
     from .save.requirements import get_default_conda_env, get_default_pip_requirements
@@ -32,6 +33,7 @@ __all__ = [
     "log_model",
     "materialise",
     "save_model",
+    "spark_udf",
 ]
 
 MODULES = {
@@ -48,6 +50,7 @@ MODULES = {
     "log_model": "save.save_model",
     "materialise": "save.whole_model",
     "save_model": "save.save_model",
+    "spark_udf": "load.spark",
 }
 
 
@@ -60,4 +63,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *MODULES})
+    """Return the public names: modules, and the function that only MLflow calls, are none."""
+    return [name for name in __all__ if not name.startswith("_")]

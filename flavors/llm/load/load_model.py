@@ -115,7 +115,8 @@ def _load_pyfunc(path: str, model_config: dict[str, Any] | None = None) -> Pyfun
     settings = config.settings
     if is_scoring_server() and not (settings.in_process or settings.trust_remote_code):
         hide_torch()
-    return PyfuncModel(with_draft(bundle, config.settings), config.settings, config.request_defaults, name=name)
+    found = with_draft(bundle, config.settings)
+    return PyfuncModel(found, config.settings, config.request_defaults, name=name, output=config.output)
 
 
 def close(model: LanguageModel | PyfuncModel | PyFuncModel) -> None:

@@ -1,8 +1,8 @@
 """The settings saved with a model, in MLflow's ``model_config``.
 
 MLflow lets a caller override only keys that were saved, so every tunable is saved with its value: each field of
-``EngineSettings``, ``default_adapter`` (the adapter for requests that name none), ``defaults`` (values for request
-fields that a request leaves out) and ``generation_config`` (values from the model's own ``generation_config.json``, for
+``EngineSettings``, ``default_adapter`` (the adapter for requests that name none), ``output`` (the form of what
+``predict`` returns), ``defaults`` (values for request fields that a request leaves out) and ``generation_config`` (values from the model's own ``generation_config.json``, for
 fields that ``defaults`` leaves out too).
 """
 
@@ -22,6 +22,8 @@ from ....serving.interface.settings import EngineSettings
 from .generation_config import of_caller
 from .request_fields import request_fields
 
+REPLY = "reply"
+OUTPUTS = (REPLY, "text", "embedding")  # what ``predict`` returns of a reply
 Layer = dict[str, Any] | str | Path | None
 NOT_INHERITED = ("trust_remote_code",)  # whoever names a base must ask for its code to run; naming it is not enough
 
@@ -31,6 +33,7 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
 
     settings: EngineSettings = EngineSettings()
     default_adapter: str | None = None
+    output: str = REPLY
     defaults: dict[str, Any] = {}
     generation_config: dict[str, Any] = {}
 
@@ -41,7 +44,7 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the configuration as MLflow stores it: flat, with every key present so that each can be overridden."""
-        own = {"default_adapter": self.default_adapter, "defaults": dict(self.defaults)}
+        own = {"default_adapter": self.default_adapter, "output": self.output, "defaults": dict(self.defaults)}
         return msgspec.to_builtins(self.settings) | own | {"generation_config": dict(self.generation_config)}
 
 
@@ -63,13 +66,17 @@ def parse(*layers: Layer) -> ModelConfig:
     """
     merged = merge(*layers)
     default_adapter = merged.pop("default_adapter", None)
+    output = merged.pop("output", None) or REPLY
     defaults = merged.pop("defaults", None) or {}
     own = merged.pop("generation_config", None)
     if default_adapter is not None and not isinstance(default_adapter, str):
         raise PackagingError(f"default_adapter: {shown(default_adapter)} is not allowed; expected a name")
+    if output not in OUTPUTS:
+        raise PackagingError(f"output: {shown(output)} is not allowed; expected one of {', '.join(OUTPUTS)}")
     return ModelConfig(
         settings=_settings(merged),
         default_adapter=default_adapter,
+        output=output,
         defaults=_defaults(defaults),
         generation_config={} if own is None else of_caller(own),
     )
@@ -101,7 +108,7 @@ def over_base(saved: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
 def _settings(values: dict[str, Any]) -> EngineSettings:
     known = EngineSettings.__struct_fields__
     if unknown := sorted(values.keys() - {*known, *EngineSettings.ALIASES, *EngineSettings.DROPPED}):
-        allowed = [*known, "default_adapter", "defaults", "generation_config"]
+        allowed = [*known, "default_adapter", "output", "defaults", "generation_config"]
         near = nearest(str(unknown[0]), allowed)
         hint = f"did you mean {near!r}? " if near else ""
         if unknown[0] in OTHER_NAMES:

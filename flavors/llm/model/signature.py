@@ -23,6 +23,7 @@ from ....serving.interface.request import Task
 from .request_fields import request_fields
 
 ON_ERROR = "on_error"  # a parameter of predict itself, not a request field
+OUTPUT = "output"  # likewise
 ROW_MARKER = "_one_request_per_row"
 
 REPLY_FIELDS = {
@@ -61,7 +62,8 @@ def params_schema() -> ParamSchema:
                 kinds.setdefault(name, set()).add(str(field.read.schema.get("type")))
     one = {name: PARAM_TYPES.get(kind.pop()) for name, kind in kinds.items() if len(kind) == 1}
     fields = [ParamSpec(name, kind, default=None) for name, kind in one.items() if kind is not None]
-    return ParamSchema([*fields, ParamSpec(ON_ERROR, DataType.string, default=None)])
+    own = [ParamSpec(name, DataType.string, default=None) for name in (ON_ERROR, OUTPUT)]
+    return ParamSchema([*fields, *own])
 
 
 def is_lossless(schema: Schema | None) -> bool:

@@ -7,6 +7,7 @@ a dict or a text                                    one request, answered with o
 a list, tuple, array or Series of dicts or texts    one request per entry, answered with a list (even of one)
 a DataFrame with request fields for columns         one request per row; a pandas null means no value
 a DataFrame of one other column that holds texts    one request per row
+a DataFrame with a column ``inputs``, and fields    one request per row, as MLflow's evaluation names it
 ==================================================  ===================================================
 
 Depending on the model's first task, a text is a chat with one user message, a prompt, an input to embed, or a query.
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ....serving.dialects.fields.fields import nearest, unknown_field
+from ....serving.dialects.fields.fields import CONTENT, nearest, unknown_field
 from ....serving.interface.errors import InvalidField
 from ....serving.interface.request import Task
 from ..model.request_fields import request_fields
@@ -28,6 +29,7 @@ from ..model.signature import ROW_MARKER
 from .image_values import data_url
 
 SIDES = ("query", "documents", "text_1", "text_2")  # the sides of a comparison, which needs more than one column
+INPUTS = "inputs"  # the name that MLflow's evaluation gives the column of prompts
 MAX_DEPTH = 128  # more than any field may have, so that a deep field is refused by its own name
 Row = dict[str, Any] | InvalidField
 """A request of JSON types, or what is wrong with an entry that is none."""
@@ -80,9 +82,33 @@ def _of_frame(frame: pd.DataFrame, task: Task) -> list[Row]:
     columns = list(frame.columns)
     if len(columns) == 1 and _holds_texts(frame.iloc[:, 0], columns[0], task):
         return [of_text(None if _is_missing(cell) else cell, task) for cell in frame.iloc[:, 0]]
+    if INPUTS in columns and columns.count(INPUTS) == 1 and not set(columns).intersection(CONTENT):
+        return _of_inputs(frame, task)
     _check(columns, frame)
     rows = (dict(zip(columns, row, strict=True)) for row in frame.itertuples(index=False, name=None))
     return [_object({name: cell for name, cell in row.items() if not _is_missing(cell)}) for row in rows]
+
+
+def _of_inputs(frame: pd.DataFrame, task: Task) -> list[Row]:
+    """Return the requests of a frame whose column ``inputs`` holds texts, lists of messages or requests."""
+    inputs = list(frame[INPUTS])
+    fields = frame.drop(columns=INPUTS)
+    _check(list(fields.columns), fields)
+    names = list(fields.columns)
+    found: list[Row] = []
+    for cell, row in zip(inputs, fields.itertuples(index=False, name=None), strict=True):
+        own = {name: value for name, value in zip(names, row, strict=True) if not _is_missing(value)}
+        if isinstance(cell, np.ndarray):
+            cell = cell.tolist()
+        if isinstance(cell, Mapping):
+            found.append(_object(own | dict(cell)))
+        elif isinstance(cell, list) and task == "chat":
+            found.append(_object(own | {"messages": cell}))
+        elif isinstance(cell, str):
+            found.append(_object(own | of_text(cell, task)))
+        else:
+            found.append(InvalidField(INPUTS, None if _is_missing(cell) else cell, ENTRY))
+    return found
 
 
 def _holds_texts(column: pd.Series, name: Hashable, task: Task) -> bool:
@@ -91,6 +117,8 @@ def _holds_texts(column: pd.Series, name: Hashable, task: Task) -> bool:
 
     If the model does not compare texts, names such as ``query`` and ``text`` count as the caller's own.
     """
+    if name == INPUTS:
+        return False  # see _of_inputs
     known = [field for field in request_fields() if task == "score" or field not in SIDES]
     if name in known or (isinstance(name, str) and nearest(name, known) is not None):
         return False

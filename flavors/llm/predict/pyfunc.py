@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
@@ -28,11 +29,13 @@ from ....serving.interface.settings import EngineSettings
 from ....serving.tasks.prompt.endpoint import Profile
 from ....serving.tasks.reply_size import MAX_REPLY_BYTES
 from .. import errors
+from ..model.model_config import OUTPUTS, REPLY
 from ..model.names import FLAVOR_NAME
 from ..model.request_fields import request_fields
-from ..model.signature import ON_ERROR
+from ..model.signature import ON_ERROR, OUTPUT
 from . import scoring_server, signature_enforcement
 from .language_model import LanguageModel
+from .outputs import JSON, check_output, output_of
 from .predict_input import Row, plain, requests_of
 from .session import Session
 from .signature_enforcement import Given
@@ -40,6 +43,7 @@ from .signature_enforcement import Given
 logger = logging.getLogger(__name__)
 
 CONTENT = ("messages", "prompt", "input", "query", "documents", "text_1", "text_2")  # each row has its own
+OWN = (ON_ERROR, OUTPUT)  # params that are not request fields
 PROGRESS_FROM = 9  # rows
 PROGRESS = "MLFLOW_LLM_PROGRESS"
 
@@ -58,7 +62,9 @@ class PyfuncModel:
         defaults: Mapping[str, Any] | None = None,
         *,
         name: str = FLAVOR_NAME,
+        output: str = REPLY,
     ) -> None:
+        self.output = output
         is_server = scoring_server.is_scoring_server()
         profile = Profile(max_reply_bytes=MAX_REPLY_BYTES) if is_server else None  # no limit in a notebook's process
         self.session = Session(bundle, settings, defaults, profile, name=name)
@@ -73,8 +79,9 @@ class PyfuncModel:
         Args:
             model_input: a request in OpenAI's form (``messages``, ``prompt`` or ``input``) or a text; a list of these;
                 or a DataFrame with one request per row (``predict_input``).
-            params: request fields for all rows, used if a row leaves a field out; and ``on_error``, which says what
-                happens if a request is refused or fails. "raise" (the default) ends the call; "null" returns None in
+            params: request fields for all rows, used if a row leaves a field out; ``output``, which is "reply" for
+                whole objects, "text" for the text of each, "embedding" for the vector of each, or "json" for whole
+                objects as JSON; and ``on_error``, which says what happens if a request is refused or fails. "raise" (the default) ends the call; "null" returns None in
                 its place; "return" returns ``{"error": {"message", "type", "param", "code"}}`` in its place. With the
                 last two, the other requests are answered.
 
@@ -89,30 +96,37 @@ class PyfuncModel:
         with _mlflow_errors():
             bodies, single = self._requests(model_input)
             on_error = _check_params(params)
+            output = str((params or {}).get(OUTPUT) or self.output)
             rows = [_with_params(body, params) for body in bodies]
             if on_error != "raise":
-                found = self._predict_each(rows, on_error)
+                found = self._predict_each(rows, on_error, output)
                 return found[0] if single else found
             if single:
-                request = self._valid(rows[0])
-                return self.session.encode(request, self.session.reply(request))
-            return self._predict_rows(rows)
+                request = self._valid(rows[0], output)
+                return self._returned(request, self.session.reply(request), output)
+            return self._predict_rows(rows, output)
 
-    def _predict_each(self, rows: list[Row], on_error: str) -> list[dict[str, Any] | None]:
+    def _returned(self, request: ValidRequest, reply: Reply, output: str) -> Any:
+        if output not in (REPLY, JSON):
+            return output_of(reply, output)
+        encoded = self.session.encode(request, reply)
+        return encoded if output == REPLY else json.dumps(encoded, ensure_ascii=False)
+
+    def _predict_each(self, rows: list[Row], on_error: str, output: str) -> list[Any]:
         """Return a reply, an error or None for each row, independently of the others."""
         if rows:
             self.session.connect()
-        asked = [self._valid_or_error(body) for body in rows]
+        asked = [self._valid_or_error(body, output) for body in rows]
         requests = [request for request in asked if isinstance(request, ValidRequest)]
         outcomes = iter(self.session.outcomes(requests, _progress if _shows_progress(len(rows)) else None))
-        answers: list[dict[str, Any] | None] = []
+        answers: list[Any] = []
         failed: list[str] = []
         for row, request in enumerate(asked):
             outcome = next(outcomes) if isinstance(request, ValidRequest) else request
             if isinstance(outcome, ShuttingDown):
                 raise outcome
             if isinstance(request, ValidRequest) and isinstance(outcome, Reply):
-                answers.append(self.session.encode(request, outcome))
+                answers.append(self._returned(request, outcome, output))
             else:
                 assert isinstance(outcome, ServingError)
                 failed.append(f"row {row}: {outcome.logged}")
@@ -121,27 +135,29 @@ class PyfuncModel:
             logger.warning("predict: %d of %d requests failed; %s", len(failed), len(rows), failed[0])
         return answers
 
-    def _valid(self, row: Row) -> ValidRequest:
-        return self.session.valid(_unstreamed(_body(row)))
+    def _valid(self, row: Row, output: str) -> ValidRequest:
+        request = self.session.valid(_unstreamed(_body(row)))
+        check_output(request, output)
+        return request
 
-    def _valid_or_error(self, row: Row) -> ValidRequest | RequestError:
+    def _valid_or_error(self, row: Row, output: str) -> ValidRequest | RequestError:
         try:
-            return self._valid(row)
+            return self._valid(row, output)
         except RequestError as error:
             return error
 
-    def _predict_rows(self, rows: list[Row]) -> list[dict[str, Any]]:
+    def _predict_rows(self, rows: list[Row], output: str) -> list[Any]:
         requests = []
         for row, body in enumerate(rows):
             try:
-                requests.append(self._valid(body))
+                requests.append(self._valid(body, output))
             except RequestError as error:
                 raise _in_row(error, row) from None
         try:
             replies = self.session.replies(requests, _progress if _shows_progress(len(rows)) else None)
         except ServingError as error:
             raise _in_row(error, getattr(error, "failed_at", 0)) from None
-        return [self.session.encode(request, reply) for request, reply in zip(requests, replies, strict=True)]
+        return [self._returned(request, reply, output) for request, reply in zip(requests, replies, strict=True)]
 
     def predict_stream(self, model_input: Any, params: dict[str, Any] | None = None) -> Iterator[dict[str, Any]]:
         """Stream one reply as chunk objects in OpenAI's form.
@@ -160,6 +176,8 @@ class PyfuncModel:
             bodies, _ = self._requests(model_input)
             if _check_params(params) != "raise":
                 raise RequestError("params.on_error: it is for predict; a stream raises its error where it occurs")
+            if (params or {}).get(OUTPUT) not in (None, REPLY):
+                raise InvalidField(f"params.{OUTPUT}", (params or {})[OUTPUT], "'reply': a stream has chunks")
             if len(bodies) != 1:
                 raise RequestError(f"body: {len(bodies)} requests cannot be streamed; expected one")
             request = self.session.valid(_body(_with_params(bodies[0], params)), stream=True)
@@ -193,10 +211,12 @@ def _check_params(params: Any) -> str:
     """Check ``params`` and return its ``on_error``. Raises ``InvalidField``."""
     if params is not None and not isinstance(params, dict):
         raise InvalidField("params", params, "an object of request fields")
-    known = [name for name in (*request_fields(), ON_ERROR) if name not in CONTENT]
+    known = [name for name in (*request_fields(), *OWN) if name not in CONTENT]
     for name, value in (params or {}).items():
         if name not in known:
             raise unknown_field(name, value, known, "params.")
+    if (output := (params or {}).get(OUTPUT)) is not None:
+        one_of(*OUTPUTS, JSON)(output, f"params.{OUTPUT}")
     on_error = (params or {}).get(ON_ERROR)
     return "raise" if on_error is None else str(one_of("raise", "null", "return")(on_error, f"params.{ON_ERROR}"))
 
@@ -205,7 +225,7 @@ def _with_params(row: Row, params: dict[str, Any] | None) -> Row:
     """Return ``row`` with those fields of ``params`` that it leaves out or gives as null, in JSON's types."""
     if isinstance(row, InvalidField):
         return row
-    fields = {name: plain(value) for name, value in (params or {}).items() if name != ON_ERROR}
+    fields = {name: plain(value) for name, value in (params or {}).items() if name not in OWN}
     added = {name: value for name, value in fields.items() if value is not None and row.get(name) is None}
     return {**row, **added}
 

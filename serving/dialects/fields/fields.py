@@ -113,6 +113,15 @@ CONTENT: Mapping[str, Task] = {
 }
 
 
+def _without_content(fields: list[str], allowed: str, *, several: bool) -> InvalidField:
+    """Return the error for a body whose task is not known; it names the fields of the body, which are no value."""
+    error = InvalidField("body", fields, allowed)
+    has = ", ".join(name[:64] for name in fields) or "no field"
+    error.message = f"body: it has {has}{'' if several else ' alone'}; expected {allowed}"
+    error.args = (error.message,)
+    return error
+
+
 def task_of(body: Any, task: Task | None) -> Task:
     """Return ``task`` or, if it is None, the task of the body's ``CONTENT`` field. Raises ``InvalidField``."""
     if not isinstance(body, dict):
@@ -122,5 +131,6 @@ def task_of(body: Any, task: Task | None) -> Task:
     found = [name for name in CONTENT if body.get(name) is not None]
     if len(found) != 1:
         *names, last = CONTENT
-        raise InvalidField("body", sorted(map(str, body))[:8], f"exactly one of {', '.join(names)} and {last}")
+        allowed = f"exactly one of {', '.join(names)} and {last}"
+        raise _without_content(found or sorted(map(str, body))[:8], allowed, several=bool(found))
     return CONTENT[found[0]]

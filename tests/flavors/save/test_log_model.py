@@ -152,7 +152,13 @@ def test_every_setting_is_saved(tmp_path, llama_dir):
         defaults={"max_tokens": 32},
     )
     saved = Model.load(str(tmp_path / "m")).flavors["python_function"]["config"]
-    assert set(saved) == {*EngineSettings.__struct_fields__, "default_adapter", "defaults", "generation_config"}
+    assert set(saved) == {
+        *EngineSettings.__struct_fields__,
+        "default_adapter",
+        "output",
+        "defaults",
+        "generation_config",
+    }
     assert (saved["dtype"], saved["max_num_seqs"], saved["idle_timeout"]) == ("bfloat16", 8, 3.0)
     config = model_config.parse(saved, {"max_num_seqs": 2, "default_adapter": "x"})
     assert config.settings == EngineSettings(dtype="bfloat16", max_num_seqs=2)
