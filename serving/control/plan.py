@@ -78,10 +78,12 @@ class PlannedEndpoint(Struct, frozen=True, kw_only=True):
 
 
 class Plan(Struct, frozen=True, kw_only=True):
-    """All that a server's workers serve; ``generation`` is 0 before the first plan."""
+    """All that a server's workers serve; ``generation`` is 0 before the first plan. ``missing`` are the names of
+    endpoints that have an active config, and are not served here."""
 
     generation: int = 0
     endpoints: tuple[PlannedEndpoint, ...] = ()
+    missing: tuple[str, ...] = ()
 
 
 class WorkerState(Struct, frozen=True, kw_only=True):

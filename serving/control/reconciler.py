@@ -289,14 +289,18 @@ class Reconciler:
     # what is published and reported
 
     def _publish(self, states: dict[str, EndpointState]) -> None:
-        planned = []
+        planned: list[PlannedEndpoint] = []
+        missing = []
         for state in states.values():
             if (deployed := self._deployed.get(state.id)) is not None:
                 planned.append(self._planned(deployed))
             elif before := next((p for p in self._plan.endpoints if p.id == state.id), None):
                 planned.append(before)
-        if tuple(planned) != self._plan.endpoints or not self._plan.generation:
-            plan = Plan(generation=self._plan.generation + 1, endpoints=tuple(planned))
+            elif state.active_version is not None:
+                missing.append(state.name)
+        now = tuple(planned), tuple(missing)
+        if now != (self._plan.endpoints, self._plan.missing) or not self._plan.generation:
+            plan = Plan(generation=self._plan.generation + 1, endpoints=now[0], missing=now[1])
             self._plan_directory.publish(plan)
             self._plan = plan
 

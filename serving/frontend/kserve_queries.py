@@ -8,12 +8,13 @@ from ..dialects.kserve.metadata import index_entry, model_config, model_metadata
 from ..dialects.kserve.reply_types import IndexEntry, ModelConfig, ModelMetadata
 from ..metering.accounts.authorization import Caller
 from ..routing.served_endpoints import ServedEndpoints, ServedEntity
+from .readiness import reason_against
 from .worker_state import WorkerState
 
 
 def takes_requests(server: WorkerState) -> bool:
-    """Return whether the server is not draining and each served entity has an engine that makes progress."""
-    if server.load_shedder.draining:
+    """Return whether the server is ready (``readiness``) and each served entity has an engine that makes progress."""
+    if reason_against(server):
         return False
     return all(entity.engine.health().status == "ready" for entity in server.endpoints.entities())
 

@@ -74,6 +74,7 @@ class PlanFollower:
         self._complete = True
         self._turns = 0
         self.generation = -1
+        self.missing: tuple[str, ...] = ()
 
     def planned(self, endpoint: str) -> tuple[PlannedEndpoint | None, bool]:
         """Return ``endpoint`` as described in the newest plan, and whether every worker serves that plan."""
@@ -135,6 +136,7 @@ class PlanFollower:
             self._retiring[key] = self._engines.pop(key)
         self._forget(plan)
         before, self._stamp, self.generation = self.generation, stamp, plan.generation
+        self.missing = plan.missing
         self._report(plan.generation)
         if plan.generation != before:  # not after each retry to reach a replica
             models = {

@@ -14,6 +14,7 @@ from ...dialects.fields.defaults import own_sampling
 from ...dialects.openai.reply_types import ModelCard, ModelList, ModelVersionServed
 from ...frontend.answer import Answer, json_answer
 from ...frontend.operation import Auth, Request
+from ...frontend.readiness import reason_against
 from ...frontend.worker_state import WorkerState
 from ...interface.engine import EngineInfo, Health
 from ...interface.errors import NotFound, ShuttingDown, Unauthenticated, Unavailable
@@ -201,12 +202,13 @@ def _progress(health: Health) -> dict[str, Any]:
 
 
 def ready(server: WorkerState, request: Request) -> Answer:
-    """Respond as ``health`` does, or with an error while draining.
+    """Respond as ``health`` does, or with an error if requests should go to another server (``readiness``).
 
     A worker starts to serve only after each of its engines has generated a token, so a 200 proves that they work.
     """
-    if server.load_shedder.draining:
-        raise ShuttingDown("the server is shutting down", retry_after=5.0)
+    if reason := reason_against(server):
+        kind = ShuttingDown if server.load_shedder.draining else Unavailable
+        raise kind(reason if request.caller.key_id != UNKNOWN.key_id else "the server is not ready", retry_after=5.0)
     return health(server, request)
 
 

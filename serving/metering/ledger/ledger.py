@@ -99,7 +99,7 @@ class Ledger:
         self._spool_is_full = False
         self._unspooled: list[tuple[LeaseOwner, int | None, Settlement]] = []
         self.on_outage: Callable[[], object] = lambda: None
-        self._away = False
+        self._away_since: float | None = None
         self._open_rows = 0
         self._refusing_until = 0.0  # for admissions
         self._spooling_until = 0.0  # for settlements, so that a slow one stops no admissions
@@ -222,7 +222,11 @@ class Ledger:
     def _note(self, error: Unavailable | None) -> None:
         """Note that the store answers (None) or failed with ``error``. If it has just stopped answering, log why and
         call ``on_outage``."""
-        was, self._away = self._away, error is not None
+        was = self._away_since is not None
+        if error is None:
+            self._away_since = None
+        elif not was:
+            self._away_since = time.monotonic()
         if error is not None and not was:
             log.warning(
                 "the metering store does not answer (%s); settlements wait in the spool",
@@ -232,10 +236,17 @@ class Ledger:
         if was and error is None:
             log.warning("the metering store answers again")
 
+    @property
+    def away_seconds(self) -> float:
+        """The time for which the store has not answered, 0.0 if it does."""
+        since = self._away_since
+        return 0.0 if since is None else time.monotonic() - since
+
     def status(self) -> LedgerStatus:
         """Return the ledger's status without querying the store."""
         waiting = sum(_lines(path) for path in self.state_dir.glob("owners/*/spool-*.jsonl"))
-        return LedgerStatus(open_rows=self._open_rows, spooled=waiting + len(self._unspooled), answers=not self._away)
+        answers = self._away_since is None
+        return LedgerStatus(open_rows=self._open_rows, spooled=waiting + len(self._unspooled), answers=answers)
 
     def _reserve(self, reservation: Reservation, row: dict[str, object]) -> Admitted:
         def work(connection: sa.Connection) -> Admitted:

@@ -152,6 +152,22 @@ def test_an_endpoint_whose_engine_loads_no_more_fails(controller: Controller) ->
     assert controller.update("one") == "NOT_UPDATING"
 
 
+def test_a_plan_names_what_another_gateway_serves_and_this_one_cannot(controller: Controller) -> None:
+    """An endpoint with an active config whose files are not found here is missing in the plan, until they are."""
+    controller.missing = "files are gone"
+    controller.create("chat")
+    until(lambda: controller.update("chat") == "UPDATE_FAILED")
+    controller.endpoints.update_config("chat", CONFIG)
+    controller.endpoints.mark_ready("chat", 2)  # by another gateway of the database
+    controller.reconciler.tick()
+    plans = controller.reconciler._plan_directory
+    assert (plans.read().endpoints, plans.read().missing) == ((), ("chat",))
+    controller.reconciler._rollouts.clear()  # as the next attempt does
+    controller.missing = ""
+    until(lambda: bool(controller.update("chat")) and not plans.read().missing)
+    assert [endpoint.name for endpoint in plans.read().endpoints] == ["chat"]
+
+
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_replicas_that_cannot_be_started_are_left_out_of_the_plan(elsewhere: bool) -> None:
     """Replicas that cannot be started leave the plan, except the last one, whose error its requests get."""

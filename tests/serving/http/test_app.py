@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from mlflow_llm.serving.frontend.worker_state import WorkerState
 from mlflow_llm.serving.http.app import create_app
 from mlflow_llm.serving.interface.errors import InternalError, Overloaded
 from mlflow_llm.serving.observability import access_record
+from mlflow_llm.serving.routing.served_endpoints import ServedEndpoints
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5, "temperature": 0}
 
@@ -352,6 +354,50 @@ def test_draining_refuses(client: FlaskClient, server: WorkerState) -> None:
     assert (answer.status_code, answer.headers["Retry-After"]) == (503, "5")
     assert client.get("/ready").status_code == 503
     assert client.get("/ping").status_code == 200
+
+
+def test_a_server_that_has_lost_its_database_is_not_ready(
+    make: Callable[..., WorkerState], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A load balancer sends requests elsewhere once the database has not answered for some seconds, and no sooner."""
+
+    class Away:
+        away_seconds = 0.0
+
+    server = dataclasses.replace(make(), ledger=Away())
+    client = create_app(server).test_client()
+    for seconds, status in ((0.0, 200), (4.0, 200), (6.0, 503), (0.0, 200)):
+        Away.away_seconds = seconds
+        answer = client.get("/ready")
+        assert (answer.status_code, client.get("/v2/health/ready").status_code) == (status, status)
+        assert client.get("/ping").status_code == client.get("/health").status_code == 200
+        if status == 503:
+            assert answer.json["message"] == "the database has not answered for 6 s"
+            assert answer.headers["Retry-After"] == "5"
+
+
+@pytest.mark.parametrize(
+    ("serves", "missing", "status"),
+    [(True, (), 200), (True, ("other",), 200), (False, (), 200), (False, ("a", "b"), 503)],
+)
+def test_a_server_that_serves_nothing_of_what_there_is_is_not_ready(
+    make: Callable[..., WorkerState], serves: bool, missing: tuple[str, ...], status: int
+) -> None:
+    """A server without any endpoint is ready for the request that creates one; one whose engines do not come up while
+    others serve the endpoints is not.
+    """
+
+    class Follower:
+        pass
+
+    Follower.missing = missing
+    server = dataclasses.replace(make(), follower=Follower())
+    if not serves:
+        server = dataclasses.replace(server, endpoints=ServedEndpoints())
+    answer = create_app(server).test_client().get("/ready")
+    assert answer.status_code == status
+    if status == 503:
+        assert answer.json["message"] == "none of the endpoints is served here: a, b"
 
 
 def test_full_queue(make: Callable[..., WorkerState], monkeypatch: pytest.MonkeyPatch) -> None:
