@@ -39,7 +39,7 @@ export class ApiError extends Error {
 }
 
 export interface Call {
-  method?: "GET" | "POST" | "DELETE";
+  method?: string;
   body?: unknown;
   signal?: AbortSignal;
 }
@@ -111,28 +111,4 @@ export async function* serverSentEvents(response: Response): AsyncGenerator<stri
   } finally {
     await reader.cancel().catch(() => undefined);
   }
-}
-
-/** What the last answer said of one limit. */
-export interface LimitLeft {
-  limit: string;
-  remaining: string;
-  reset: string;
-}
-
-/** Limits by what they count, as the last answer in this tab had them in its headers. */
-export const limitsLeft = signal<Record<string, LimitLeft>>({});
-
-export function noteLimits(headers: Headers): void {
-  const found: Record<string, LimitLeft> = {};
-  for (const [name, limit] of headers) {
-    const what = /^x-ratelimit-limit-(.+)$/.exec(name)?.[1];
-    if (what === undefined) continue;
-    found[what] = {
-      limit,
-      remaining: headers.get(`x-ratelimit-remaining-${what}`) ?? "",
-      reset: headers.get(`x-ratelimit-reset-${what}`) ?? "",
-    };
-  }
-  if (Object.keys(found).length) limitsLeft.value = found;
 }

@@ -4,13 +4,24 @@ import { signal } from "@preact/signals";
 import { useEffect, useRef } from "preact/hooks";
 
 import { apiKey, keyRefused, setKey } from "./api";
+import { loadAccount } from "./account";
+import { Embeddings } from "./embeddings/embeddings";
 import { loadModels } from "./models";
 import { Operations } from "./operations/operations";
 import { Playground } from "./playground/playground";
+import { Reference } from "./reference/reference";
 import { Status, say } from "./status";
+import { TableRun } from "./table/table_run";
 import { Usage } from "./usage/usage";
 
-const VIEWS = { playground: "Playground", usage: "My usage", operations: "Operations" } as const;
+const VIEWS = {
+  playground: "Playground",
+  embeddings: "Embeddings",
+  table: "Table",
+  usage: "My usage",
+  operations: "Operations",
+  reference: "API reference",
+} as const;
 type View = keyof typeof VIEWS;
 
 const view = signal<View>(viewInAddress());
@@ -33,7 +44,10 @@ export function App() {
   useEffect(() => {
     document.title = `${VIEWS[view.value]} – mlflow-llm`;
   }, [view.value]);
-  useEffect(() => void loadModels(), [apiKey.value]);
+  useEffect(() => {
+    void loadModels();
+    void loadAccount();
+  }, [apiKey.value]);
   return (
     <>
       <button type="button" class="skip" onClick={() => main.current?.focus()}>
@@ -50,9 +64,6 @@ export function App() {
                 </a>
               </li>
             ))}
-            <li>
-              <a href="docs">API reference</a>
-            </li>
           </ul>
         </nav>
         <KeyForm />
@@ -60,6 +71,9 @@ export function App() {
       <main ref={main} tabIndex={-1} aria-label={VIEWS[view.value]}>
         {/* the views start afresh with another key */}
         {view.value === "playground" && <Playground />}
+        {view.value === "embeddings" && <Embeddings />}
+        {view.value === "table" && <TableRun />}
+        {view.value === "reference" && <Reference />}
         {view.value === "usage" && <Usage key={apiKey.value} />}
         {view.value === "operations" && <Operations key={apiKey.value} />}
       </main>

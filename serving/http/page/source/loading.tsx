@@ -11,9 +11,10 @@ export interface Loaded<T> {
   reload: () => void;
 }
 
-export function useLoaded<T>(path: string): Loaded<T> {
+/** Read `path`, and again when `time` changes or `reload` is called; what was read is shown until then. */
+export function useLoaded<T>(path: string, time = 0): Loaded<T> {
   const [state, set] = useState<{ value: T | null; error: string }>({ value: null, error: "" });
-  const [time, again] = useState(0);
+  const [times, again] = useState(0);
   useEffect(() => {
     let wanted = true;
     getJson<T>(path).then(
@@ -23,7 +24,7 @@ export function useLoaded<T>(path: string): Loaded<T> {
     return () => {
       wanted = false;
     };
-  }, [path, time]);
+  }, [path, time, times]);
   const reload = useCallback(() => again((n) => n + 1), []);
   return { ...state, reload };
 }

@@ -2,20 +2,10 @@
 
 import { useRef, useState } from "preact/hooks";
 
+import type { ApiKey as Key } from "../account";
 import { call, messageOf } from "../api";
 import { Shown, Table, useLoaded } from "../loading";
 import { say } from "../status";
-
-interface Key {
-  key_id: string;
-  prefix: string;
-  tenant: string;
-  name: string;
-  scopes: string[];
-  endpoints: string[] | null;
-  expires_ms: number | null;
-  state: string;
-}
 
 interface Created {
   secret: string;

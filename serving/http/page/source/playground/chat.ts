@@ -1,18 +1,21 @@
-/** Run one answer: the request of a column, its stream, its times. */
+/** Run answers: the request of a column, its stream, its times. */
 
 import { type Signal, signal } from "@preact/signals";
 
-import { apiKey, call, messageOf, noteLimits, serverSentEvents } from "../api";
+import { apiKey, call, messageOf, serverSentEvents } from "../api";
+import { loadAccount } from "../account";
 import { say } from "../status";
-import { type Answer, type Column, type Conversation, type TokenView, current, save, update } from "./conversation";
-
-export interface Message {
-  role: "system" | "user" | "assistant";
-  content: string;
-}
-
-/** Fields of a request to `v1/chat/completions`; what a column leaves empty is absent. */
-export type ChatRequest = { model: string; messages: Message[] } & Record<string, unknown>;
+import {
+  type Answer,
+  type Choice,
+  type TokenView,
+  current,
+  emptyAnswer,
+  emptyChoice,
+  save,
+  update,
+} from "./conversation";
+import { ROUTES, type TaskRequest, requestFor } from "./request";
 
 interface LogprobEntry {
   token: string;
@@ -20,76 +23,82 @@ interface LogprobEntry {
   top_logprobs: { token: string; logprob: number }[];
 }
 
+interface Logprobs {
+  content?: LogprobEntry[] | null; // of chats
+  tokens?: string[]; // of completions
+  token_logprobs?: (number | null)[];
+  top_logprobs?: (Record<string, number> | null)[] | null;
+}
+
+interface CallDelta {
+  index: number;
+  id?: string;
+  function?: { name?: string; arguments?: string };
+}
+
+interface StreamChoice {
+  index?: number;
+  text?: string;
+  delta?: { content?: string | null; reasoning_content?: string | null; tool_calls?: CallDelta[] | null };
+  logprobs?: Logprobs | null;
+  finish_reason?: string | null;
+}
+
+interface Usage {
+  prompt_tokens: number;
+  completion_tokens?: number;
+  prompt_tokens_details?: { cached_tokens?: number } | null;
+}
+
 interface Chunk {
-  choices?: {
-    delta?: { content?: string | null; reasoning_content?: string | null };
-    logprobs?: { content?: LogprobEntry[] | null } | null;
-    finish_reason?: string | null;
-  }[];
-  usage?: { prompt_tokens: number; completion_tokens: number } | null;
+  choices?: StreamChoice[];
+  usage?: Usage | null;
   error?: { message?: string };
 }
 
 const aborts = new Map<Signal<Answer>, AbortController>();
 export const numRunning = signal(0);
 
-/** Return the request that answers turn `index` in a column. */
-export function chatRequest(conversation: Conversation, column: number, index: number): ChatRequest {
-  const settings = conversation.columns[column] as Column;
-  const messages: Message[] = [];
-  if (conversation.system.trim()) messages.push({ role: "system", content: conversation.system });
-  conversation.turns.slice(0, index + 1).forEach((turn, place) => {
-    messages.push({ role: "user", content: turn.user });
-    const text = turn.answers[column]?.value.text;
-    if (place < index && text) messages.push({ role: "assistant", content: text });
-  });
-  const request: ChatRequest = { model: settings.model, messages };
-  const numbers = { temperature: settings.temperature, top_p: settings.topP, max_tokens: settings.maxTokens };
-  for (const [name, text] of Object.entries({ ...numbers, seed: settings.seed })) {
-    if (text.trim()) request[name] = Number(text);
-  }
-  const stops = settings.stop.split("\n").filter(Boolean);
-  if (stops.length) request["stop"] = stops;
-  if (conversation.logprobs) Object.assign(request, { logprobs: true, top_logprobs: 5 });
-  return request;
+/** Return a seed that a request can name, so that its answer can be made again. */
+function drawSeed(): number {
+  return crypto.getRandomValues(new Uint32Array(1))[0] as number;
 }
 
-function emptyAnswer(model: string): Answer {
-  return {
-    model,
-    state: "running",
-    text: "",
-    reasoning: "",
-    tokens: [],
-    error: "",
-    finishReason: "",
-    promptTokens: null,
-    completionTokens: null,
-    firstTokenMs: null,
-    totalMs: null,
-  };
-}
-
-/** Add a turn with the user's text and answer it in every column. */
-export function ask(text: string): void {
-  const answers = current.value.columns.map((column) => signal(emptyAnswer(column.model)));
-  update({ turns: [...current.value.turns, { user: text, answers }] });
-  const conversation = current.value;
+/** Add a turn with the user's text and images and answer it in every column. */
+export function ask(text: string, images: string[] = []): void {
+  const answers = current.value.columns.map((column) => [signal(emptyAnswer(column.model))]);
+  update({ turns: [...current.value.turns, { user: text, images, answers }] });
   say(answers.length > 1 ? `${answers.length} answers have begun.` : "The answer has begun.");
-  answers.forEach((answer, column) => void run(conversation, column, conversation.turns.length - 1, answer));
+  const index = current.value.turns.length - 1;
+  answers.forEach(([answer], column) => answer !== undefined && void run(column, index, 0, answer, null));
 }
 
-/** Answer the last turn of one column again. */
-export function regenerate(column: number): void {
-  const turns = [...current.value.turns];
-  const last = turns.pop();
-  if (last === undefined) return;
+/** Answer the last turn of one column again from its first step; with `seed`, or with another one. */
+export function regenerate(column: number, seed: number | null): void {
+  const index = current.value.turns.length - 1;
+  if (index < 0) return;
   const answer = signal(emptyAnswer(current.value.columns[column]?.model ?? ""));
-  const answers = [...last.answers];
-  answers[column] = answer;
-  update({ turns: [...turns, { ...last, answers }] });
+  replaceSteps(column, index, [answer]);
   say("The answer has begun.");
-  void run(current.value, column, turns.length, answer);
+  void run(column, index, 0, answer, seed ?? drawSeed());
+}
+
+/** Send the results of the tool calls of a column's last answer; the model goes on from there. */
+export function sendResults(column: number): void {
+  const index = current.value.turns.length - 1;
+  const steps = current.value.turns[index]?.answers[column];
+  if (steps === undefined) return;
+  const answer = signal(emptyAnswer(current.value.columns[column]?.model ?? ""));
+  replaceSteps(column, index, [...steps, answer]);
+  say("The answer has begun.");
+  void run(column, index, steps.length, answer, null);
+}
+
+function replaceSteps(column: number, index: number, steps: Signal<Answer>[]): void {
+  const turns = current.value.turns.map((turn, place) =>
+    place === index ? { ...turn, answers: turn.answers.map((old, at) => (at === column ? steps : old)) } : turn,
+  );
+  update({ turns });
 }
 
 export function stop(answer?: Signal<Answer>): void {
@@ -97,21 +106,23 @@ export function stop(answer?: Signal<Answer>): void {
   else for (const abort of aborts.values()) abort.abort();
 }
 
-async function run(conversation: Conversation, column: number, index: number, answer: Signal<Answer>): Promise<void> {
+async function run(column: number, index: number, step: number, answer: Signal<Answer>, seed: number | null): Promise<void> {
+  const conversation = current.value;
   const abort = new AbortController();
   aborts.set(answer, abort);
   numRunning.value = aborts.size;
   const began = performance.now();
-  const now = { ...answer.value };
+  const now: Answer = { ...answer.value };
   let frame = 0;
   const show = () => {
     frame = 0;
-    answer.value = { ...now, tokens: [...now.tokens] };
+    answer.value = { ...now, choices: now.choices.map((one) => ({ ...one, tokens: [...one.tokens] })) };
   };
   try {
-    const body = { ...chatRequest(conversation, column, index), stream: true, stream_options: { include_usage: true } };
-    const response = await call("v1/chat/completions", { method: "POST", body, signal: abort.signal });
-    noteLimits(response.headers);
+    const request = requestFor(conversation, column, index, step);
+    request.body.seed = now.seed = seed ?? request.body.seed ?? drawSeed();
+    const response = await call(ROUTES[request.task], { method: "POST", body: streamed(request), signal: abort.signal });
+    now.servedModel = decodeURIComponent(response.headers.get("served-model-name") ?? "");
     for await (const data of serverSentEvents(response)) {
       if (data === "[DONE]") break;
       take(now, JSON.parse(data) as Chunk, performance.now() - began);
@@ -129,27 +140,63 @@ async function run(conversation: Conversation, column: number, index: number, an
   numRunning.value = aborts.size;
   save();
   say(ending(now));
+  if (!aborts.size) void loadAccount(); // what is left of the limits
+}
+
+function streamed({ body }: TaskRequest): object {
+  return { ...body, stream: true, stream_options: { include_usage: true, continuous_usage_stats: true } };
 }
 
 function take(answer: Answer, chunk: Chunk, sinceBegin: number): void {
   if (chunk.error !== undefined) throw new Error(chunk.error.message ?? "The server ended the answer with an error.");
-  const choice = chunk.choices?.[0];
-  const content = choice?.delta?.content ?? "";
-  const reasoning = choice?.delta?.reasoning_content ?? "";
-  if ((content || reasoning) && answer.firstTokenMs === null) answer.firstTokenMs = sinceBegin;
-  answer.text += content;
-  answer.reasoning += reasoning;
-  for (const entry of choice?.logprobs?.content ?? []) answer.tokens.push(tokenView(entry));
-  if (choice?.finish_reason) answer.finishReason = choice.finish_reason;
+  for (const choice of chunk.choices ?? []) {
+    const index = choice.index ?? 0;
+    while (answer.choices.length <= index) answer.choices.push(emptyChoice());
+    if (takeChoice(answer.choices[index] as Choice, choice)) answer.firstTokenMs ??= sinceBegin;
+  }
   if (chunk.usage) {
     answer.promptTokens = chunk.usage.prompt_tokens;
-    answer.completionTokens = chunk.usage.completion_tokens;
+    answer.cachedTokens = chunk.usage.prompt_tokens_details?.cached_tokens ?? answer.cachedTokens;
+    answer.completionTokens = chunk.usage.completion_tokens ?? 0;
   }
 }
 
-function tokenView(entry: LogprobEntry): TokenView {
-  const top = entry.top_logprobs.map((one) => ({ text: one.token, logprob: one.logprob }));
-  return { text: entry.token, logprob: entry.logprob, top };
+/** Add a piece to a choice; return whether it had something to show. */
+function takeChoice(choice: Choice, piece: StreamChoice): boolean {
+  const content = piece.text ?? piece.delta?.content ?? "";
+  const reasoning = piece.delta?.reasoning_content ?? "";
+  const calls = piece.delta?.tool_calls ?? [];
+  choice.text += content;
+  choice.reasoning += reasoning;
+  for (const delta of calls) {
+    while (choice.calls.length <= delta.index) choice.calls.push({ id: "", name: "", arguments: "", result: "" });
+    const known = choice.calls[delta.index] as Choice["calls"][number];
+    choice.calls[delta.index] = {
+      ...known,
+      id: delta.id ?? known.id,
+      name: known.name + (delta.function?.name ?? ""),
+      arguments: known.arguments + (delta.function?.arguments ?? ""),
+    };
+  }
+  choice.tokens.push(...tokenViews(piece.logprobs));
+  if (piece.finish_reason) choice.finishReason = piece.finish_reason;
+  return Boolean(content || reasoning || calls.length);
+}
+
+function tokenViews(logprobs: Logprobs | null | undefined): TokenView[] {
+  if (!logprobs) return [];
+  if (logprobs.tokens !== undefined) {
+    return logprobs.tokens.map((text, place) => ({
+      text,
+      logprob: logprobs.token_logprobs?.[place] ?? 0,
+      top: Object.entries(logprobs.top_logprobs?.[place] ?? {}).map(([one, logprob]) => ({ text: one, logprob })),
+    }));
+  }
+  return (logprobs.content ?? []).map(({ token, logprob, top_logprobs: top }) => ({
+    text: token,
+    logprob,
+    top: top.map((one) => ({ text: one.token, logprob: one.logprob })),
+  }));
 }
 
 function ending(answer: Answer): string {

@@ -1,18 +1,16 @@
 /** A dialog with the request of an answer as code. */
 
-import { useEffect, useRef, useState } from "preact/hooks";
+import { useState } from "preact/hooks";
 
+import { Dialog } from "../dialog";
 import { say } from "../status";
-import { type ChatRequest, hasKey } from "./chat";
-import { type Language, code } from "./code";
+import { hasKey } from "./chat";
+import { LANGUAGES, type Language, code } from "./code";
+import type { TaskRequest } from "./request";
 
-const LANGUAGES: Record<Language, string> = { curl: "curl", python: "Python (openai)" };
-
-export function CodeDialog({ request, close }: { request: ChatRequest; close: () => void }) {
-  const dialog = useRef<HTMLDialogElement>(null);
+export function CodeDialog({ request, close }: { request: TaskRequest; close: () => void }) {
   const [language, choose] = useState<Language>("curl");
   const text = code(language, request, new URL(".", document.baseURI).href, hasKey());
-  useEffect(() => dialog.current?.showModal(), []);
   const copy = async () => {
     try {
       await navigator.clipboard.writeText(text);
@@ -22,8 +20,7 @@ export function CodeDialog({ request, close }: { request: ChatRequest; close: ()
     }
   };
   return (
-    <dialog ref={dialog} aria-labelledby="code-title" onClose={close}>
-      <h2 id="code-title">The request as code</h2>
+    <Dialog title="The request as code" close={close} actions={<CopyButton copy={copy} />}>
       <label for="language">Language</label>
       <select id="language" value={language} onChange={(e) => choose(e.currentTarget.value as Language)}>
         {Object.entries(LANGUAGES).map(([name, label]) => (
@@ -35,14 +32,14 @@ export function CodeDialog({ request, close }: { request: ChatRequest; close: ()
       <pre tabIndex={0} role="region" aria-label="Code">
         {text}
       </pre>
-      <div class="actions">
-        <button type="button" class="primary" onClick={() => void copy()}>
-          Copy
-        </button>
-        <button type="button" onClick={() => dialog.current?.close()}>
-          Close
-        </button>
-      </div>
-    </dialog>
+    </Dialog>
+  );
+}
+
+function CopyButton({ copy }: { copy: () => Promise<void> }) {
+  return (
+    <button type="button" class="primary" onClick={() => void copy()}>
+      Copy
+    </button>
   );
 }

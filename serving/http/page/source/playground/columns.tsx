@@ -1,6 +1,6 @@
 /** The settings of each column: model or adapter, sampling, stops. */
 
-import { modelGroups } from "../models";
+import { groupsOf, namesOf } from "../models";
 import { type Column, MAX_COLUMNS, current, newColumn, update } from "./conversation";
 
 type Field = Exclude<keyof Column, "model" | "stop">;
@@ -10,6 +10,7 @@ const FIELDS: { name: Field; label: string; min: number; max?: number; step: str
   { name: "topP", label: "Top p", min: 0, max: 1, step: "any" },
   { name: "maxTokens", label: "Max tokens", min: 1, step: "1" },
   { name: "seed", label: "Seed", min: 0, step: "1" },
+  { name: "n", label: "Answers (n)", min: 1, step: "1" },
 ];
 
 function change(index: number, changed: Partial<Column>): void {
@@ -18,16 +19,16 @@ function change(index: number, changed: Partial<Column>): void {
 
 /** Add a column: with the next model that no column has yet. It can only be done before the first turn. */
 function add(): void {
-  const { columns } = current.value;
+  const { columns, task } = current.value;
   const taken = new Set(columns.map((one) => one.model));
-  const names = modelGroups.value.flatMap((group) => group.names);
+  const names = namesOf(task);
   const last = columns[columns.length - 1] ?? newColumn();
   const model = names.find((name) => !taken.has(name)) ?? last.model;
   update({ columns: [...columns, { ...last, model }] });
 }
 
 export function Columns() {
-  const { columns, turns } = current.value;
+  const { columns, turns, task } = current.value;
   const begun = turns.length > 0;
   return (
     <section aria-label="Columns">
@@ -37,7 +38,7 @@ export function Columns() {
             <legend>Column {index + 1}</legend>
             <label for={`model-${index}`}>Model</label>
             <select id={`model-${index}`} value={column.model} onChange={(e) => change(index, { model: e.currentTarget.value })}>
-              {modelGroups.value.map((group) => (
+              {groupsOf(task).map((group) => (
                 <optgroup key={group.endpoint} label={group.endpoint}>
                   {group.names.map((name) => (
                     <option key={name} value={name}>

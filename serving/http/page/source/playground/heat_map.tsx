@@ -2,8 +2,11 @@
 
 import { useId, useState } from "preact/hooks";
 
+import { Windowed } from "../windowed";
 import type { TokenView } from "./conversation";
 
+const BLOCK = 250; // tokens
+const BLOCK_HEIGHT = 300; // pixels, until it was seen
 const BOUNDS = [0.9, 0.6, 0.3, 0.1]; // lower bounds of the levels 0 to 3; 4 is below
 
 function level(logprob: number): number {
@@ -19,6 +22,9 @@ export function HeatMap({ tokens, label }: { tokens: TokenView[]; label: string 
   const id = useId();
   const [chosen, choose] = useState(0);
   const token = tokens[Math.min(chosen, tokens.length - 1)];
+  const blocks = Array.from({ length: Math.ceil(tokens.length / BLOCK) }, (_, number) =>
+    tokens.slice(number * BLOCK, (number + 1) * BLOCK),
+  );
   const moves: Record<string, number> = {
     ArrowLeft: chosen - 1,
     ArrowRight: chosen + 1,
@@ -41,19 +47,30 @@ export function HeatMap({ tokens, label }: { tokens: TokenView[]; label: string 
           choose(Math.max(0, Math.min(tokens.length - 1, target)));
         }}
       >
-        {tokens.map((one, index) => (
-          <span
-            key={index}
-            id={`${id}-${index}`}
-            role="option"
-            aria-selected={index === chosen}
-            aria-label={`${JSON.stringify(one.text)}, ${percent(one.logprob)}`}
-            class={`token heat-${level(one.logprob)}`}
-            onClick={() => choose(index)}
-          >
-            {one.text}
-          </span>
-        ))}
+        {blocks.map((block, number) => {
+          const first = number * BLOCK;
+          const tokensOf = () =>
+            block.map((one, place) => (
+              <span
+                key={place}
+                id={`${id}-${first + place}`}
+                role="option"
+                aria-selected={first + place === chosen}
+                aria-label={`${JSON.stringify(one.text)}, ${percent(one.logprob)}`}
+                class={`token heat-${level(one.logprob)}`}
+                onClick={() => choose(first + place)}
+              >
+                {one.text}
+              </span>
+            ));
+          if (blocks.length === 1) return tokensOf();
+          const hasChosen = chosen >= first && chosen < first + BLOCK; // aria-activedescendant names an element
+          return (
+            <Windowed key={number} class="token-block" estimate={BLOCK_HEIGHT} always={hasChosen}>
+              {tokensOf}
+            </Windowed>
+          );
+        })}
       </div>
       {token && (
         <dl class="token-facts" dir="auto">

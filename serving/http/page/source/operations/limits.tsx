@@ -1,0 +1,85 @@
+/** Limits of keys, tenants and endpoints: list, set, remove. */
+
+import { useState } from "preact/hooks";
+
+import { call, messageOf } from "../api";
+import { Shown, Table, useLoaded } from "../loading";
+import { say } from "../status";
+import { EntryForm, type Given } from "./entry_form";
+
+interface Limit {
+  scope: string;
+  subject: string;
+  kind: string;
+  value: number | string;
+  unit: string;
+}
+
+const SCOPES = ["key", "tenant", "endpoint", "user"];
+const KINDS = ["itpm", "otpm", "qpm", "qph", "in_flight", "budget", "budget_day", "budget_month"];
+
+export function Limits() {
+  const loaded = useLoaded<{ currency: string; limits: Limit[] }>("api/2.0/limits");
+  const [problem, setProblem] = useState("");
+  const remove = async ({ scope, subject, kind }: Limit) => {
+    try {
+      await call(`api/2.0/limits?${new URLSearchParams({ scope, subject, kind }).toString()}`, { method: "DELETE" });
+      say("The limit is removed.");
+      setProblem("");
+      loaded.reload();
+    } catch (error) {
+      setProblem(messageOf(error));
+    }
+  };
+  const save = async ({ scope = "", subject = "", kind = "", value = "" }: Given) => {
+    const amount = kind.startsWith("budget") ? value : Number(value);
+    const body = { scope, subject, limits: { [kind]: amount } };
+    const response = await call("api/2.0/limits", { method: "PUT", body });
+    say("The limit is set.");
+    loaded.reload();
+    return ((await response.json()) as { notes?: string[] }).notes ?? [];
+  };
+  return (
+    <Shown loaded={loaded}>
+      {({ limits }) => (
+        <>
+          {limits.length ? (
+            <Table caption="Limits" head={["Scope", "Of", "Limit", "Value", "Action"]}>
+              {limits.map((one) => (
+                <tr key={`${one.scope} ${one.subject} ${one.kind}`}>
+                  <td>{one.scope}</td>
+                  <td dir="auto">{one.subject}</td>
+                  <td>{one.unit}</td>
+                  <td>{one.value}</td>
+                  <td>
+                    <button
+                      type="button"
+                      aria-label={`Remove the limit ${one.kind} of ${one.subject}`}
+                      onClick={() => void remove(one)}
+                    >
+                      Remove
+                    </button>
+                  </td>
+                </tr>
+              ))}
+            </Table>
+          ) : (
+            <p class="note">No limits are set.</p>
+          )}
+          {problem && <p class="error">{problem}</p>}
+          <EntryForm
+            title="Set a limit"
+            prefix="limit"
+            fields={[
+              { name: "scope", label: "Scope", options: SCOPES },
+              { name: "subject", label: "Of (a key's id, tenant or endpoint)" },
+              { name: "kind", label: "Kind", options: KINDS },
+              { name: "value", label: "Value" },
+            ]}
+            save={save}
+          />
+        </>
+      )}
+    </Shown>
+  );
+}

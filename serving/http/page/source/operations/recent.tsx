@@ -1,0 +1,59 @@
+/** The newest requests, as the ledger has them: status, times and tokens, no texts. */
+
+import { Shown, Table, useLoaded } from "../loading";
+
+interface RequestRow {
+  request_id: string;
+  key_id: string;
+  tenant: string;
+  endpoint: string;
+  entity: string;
+  adapter: string | null;
+  task: string;
+  status: string;
+  finish_reason: string | null;
+  prompt_tokens: number;
+  completion_tokens: number;
+  started_ms: number;
+  ended_ms: number | null;
+}
+
+interface Found {
+  now_ms: number;
+  requests: RequestRow[];
+}
+
+const HEAD = ["Started (UTC)", "Status", "Took", "Model", "Tenant", "Key", "Prompt", "Answer", "Request"];
+const ROWS = 30;
+
+export function Recent({ time }: { time: number }) {
+  const loaded = useLoaded<Found>(`api/2.0/requests?limit=${ROWS}`, time);
+  return (
+    <Shown loaded={loaded}>
+      {({ now_ms: now, requests }) =>
+        requests.length ? (
+          <Table caption="Recent requests" head={HEAD}>
+            {requests.map((one) => (
+              <tr key={one.request_id}>
+                <th scope="row">{new Date(one.started_ms).toISOString().slice(11, 23)}</th>
+                <td>
+                  {one.status === "open" ? "running" : one.status}
+                  {one.finish_reason && ` (${one.finish_reason})`}
+                </td>
+                <td>{(one.ended_ms ?? now) - one.started_ms} ms</td>
+                <td dir="auto">{one.adapter ? `${one.endpoint}:${one.adapter}` : one.endpoint}</td>
+                <td dir="auto">{one.tenant}</td>
+                <td>{one.key_id}</td>
+                <td>{one.prompt_tokens.toLocaleString()}</td>
+                <td>{one.completion_tokens.toLocaleString()}</td>
+                <td class="id">{one.request_id}</td>
+              </tr>
+            ))}
+          </Table>
+        ) : (
+          <p class="note">There was no request yet.</p>
+        )
+      }
+    </Shown>
+  );
+}
