@@ -66,7 +66,7 @@ def operations(page: Page, out: Path) -> None:
     """Take the view with one key."""
     page.get_by_role("link", name="Operations").click()
     if not page.get_by_text("data science").count():
-        page.get_by_label("Tenant").fill("research")
+        page.get_by_label("Tenant", exact=True).fill("research")
         page.get_by_label("Name").fill("data science")
         page.get_by_role("button", name="Create key").click()
         page.get_by_role("button", name="I have kept it").click()

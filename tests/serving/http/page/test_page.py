@@ -15,6 +15,7 @@ import server_calls
 from gated_core import steps_up_to
 from instant_model import write_instant_model
 from serving_process import Running, running
+from shown_endpoint import two_models
 
 from mlflow_llm.serving.metering.accounts.keys import Keys
 from mlflow_llm.serving.metering.store.store import Store
@@ -301,6 +302,60 @@ def test_hostile_texts_are_inert(new_page: NewPage, served: Running, complaints:
     assert complaints == []
 
 
+def test_hostile_texts_are_inert_in_every_view(new_page: NewPage, complaints: list[str]) -> None:
+    """Names, messages, logs, cells of a table and the OpenAPI document are text in the other views too."""
+    text = "\n".join(HOSTILE)
+    shown = two_models(config_update="UPDATE_FAILED", message=text)
+    shown["name"] = HOSTILE[0]
+    for entity, name in zip(shown["config"]["served_entities"], HOSTILE, strict=False):
+        entity |= {"name": name, "entity_name": text}
+    row = dict.fromkeys(("request_id", "key_id", "tenant", "endpoint", "entity", "adapter", "task", "status"), text)
+    row |= {"prompt_tokens": 1, "completion_tokens": 1, "started_ms": 1, "ended_ms": 2, "finish_reason": text}
+    change = {"id": 1, "at_ms": 1, "actor": text, "via": text, "action": text, "target": text, "before": text}
+    operation = {"operationId": "x", "summary": text, "tags": [text], "parameters": [], "responses": {"200": {}}}
+    answers_of = {
+        "serving-endpoints": {"endpoints": [shown]},
+        "requests?limit=30": {"now_ms": 3, "requests": [row]},
+        "audit?limit=50": {"audit": [change], "next_cursor": None},
+        "openapi.json": {"paths": {HOSTILE[1]: {"get": operation}}, "components": {"schemas": {}}},
+    }
+
+    def given(route: Route) -> None:
+        route.fulfill(json=next(body for path, body in answers_of.items() if route.request.url.endswith(path)))
+
+    def prepare(page: Page) -> None:
+        page.route(lambda url: url.endswith(tuple(answers_of)), given)
+
+    page = new_page("operations", prepare=prepare)
+    expect(page.get_by_role("table", name="Endpoints")).to_contain_text(HOSTILE[0])
+    expect(page.get_by_role("table", name="Recent requests")).to_contain_text(HOSTILE[0])
+    page.get_by_role("heading", name="Audit log").click()
+    expect(page.get_by_role("table", name="Audit log")).to_contain_text(HOSTILE[0])
+    page.get_by_role("slider").first.press("ArrowRight")
+    page.get_by_role("button", name="Change the traffic").click()
+    expect(page.get_by_role("dialog")).to_contain_text(HOSTILE[1])
+    page.keyboard.press("Escape")
+    inert(page)
+    page.get_by_role("link", name="API reference").click()
+    page.locator(".route summary").first.click()
+    expect(page.get_by_role("form", name="Try GET")).to_be_visible()
+    inert(page)
+    page.get_by_role("link", name="Table").click()
+    cells = ",".join('"' + one.replace('"', '""') + '"' for one in HOSTILE)
+    page.get_by_label("Choose or drop a CSV file").set_input_files(
+        [{"name": HOSTILE[0], "mimeType": "text/csv", "buffer": f"{cells}\n{cells}".encode()}]
+    )
+    expect(page.get_by_role("cell", name=HOSTILE[1], exact=True)).to_be_visible()
+    inert(page)
+    assert complaints == []
+
+
+def inert(page: Page) -> None:
+    assert page.evaluate("window.pwned") is None
+    assert page.locator("#app :is(img, iframe, script, b)").count() == 0
+    assert page.locator("a[href^='javascript:']").count() == 0
+
+
 @pytest.mark.parametrize("width", [320, 768, 1440])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_finds_nothing(new_page: NewPage, scheme: str, width: int) -> None:
@@ -311,6 +366,7 @@ def test_axe_finds_nothing(new_page: NewPage, scheme: str, width: int) -> None:
     page.get_by_role("button", name="Add a column").click()
     page.get_by_text("Sampling").first.click()
     page.get_by_text("System prompt and token view").click()
+    page.get_by_text("Tools and JSON schema").click()
     page.get_by_label("Show the probabilities").check()
     ask(page, "What does each of you say?")
     settled(page, 2)
@@ -318,11 +374,34 @@ def test_axe_finds_nothing(new_page: NewPage, scheme: str, width: int) -> None:
     page.get_by_role("button", name="Get code").first.click()
     violations(page, script)
     page.keyboard.press("Escape")
+    page.get_by_role("link", name="Embeddings").click()
+    page.get_by_label("Texts, one a line").fill("a cat\na dog\na house")
+    page.get_by_role("button", name="Compare").click()
+    expect(page.get_by_role("table", name="Similarity")).to_be_visible()
+    violations(page, script)
+    page.get_by_role("link", name="Table").click()
+    page.get_by_label("Choose or drop a CSV file").set_input_files(
+        [{"name": "rows.csv", "mimeType": "text/csv", "buffer": b"name,size\ncat,small\ndog,large"}]
+    )
+    page.get_by_label("Max tokens").fill("20")
+    page.get_by_role("button", name="Run", exact=True).click()
+    expect(page.get_by_text("2 of 2 rows answered")).to_be_visible()
+    violations(page, script)
     page.get_by_role("link", name="My usage").click()
     expect(page.get_by_role("img", name="Tokens by day")).to_be_visible()
     violations(page, script)
+    page.get_by_role("link", name="API reference").click()
+    page.get_by_label("Find a route").fill("get /api/2.0/limits")
+    page.locator(".route summary").first.click()
+    page.get_by_role("button", name="Send").first.click()
+    expect(page.get_by_role("region", name="Answer", exact=True)).to_be_visible()
+    violations(page, script)
+    page.route("**/api/2.0/serving-endpoints", lambda route: route.fulfill(json={"endpoints": [two_models()]}))
     page.get_by_role("link", name="Operations").click()
-    page.get_by_label("Tenant").fill("research")
+    for title in ("Limits", "Usage", "Prices", "Audit log"):
+        page.get_by_role("heading", name=title).click()
+    expect(page.get_by_role("slider")).to_have_count(2)
+    page.get_by_label("Tenant", exact=True).fill("research")
     page.get_by_role("button", name="Create key").click()
     expect(page.locator(".secret")).to_be_visible()
     violations(page, script)

@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from PIL import Image
 from serving_process import Running
+from shown_endpoint import two_models
 
 from mlflow_llm.serving.endpoints.config_body import config_body
 
@@ -91,17 +93,26 @@ def test_completions_go_on_a_text(new_page: NewPage) -> None:
 
 def test_several_answers_and_the_one_to_go_on_with(new_page: NewPage) -> None:
     """With n = 3 an answer has three texts; the next request has the chosen one as the assistant's message."""
-    page = new_page()
-    sampling(page, Max_tokens="6", Answers="3")
-    sent = bodies_of(page, "/v1/chat/completions")
+    sent: list[dict[str, Any]] = []
+
+    def chat(route: Route, request: Request) -> None:  # an endpoint that is paid by the token has no n
+        sent.append(request.post_data_json)
+        pieces = [
+            {"index": n, "delta": {"content": f"text {n + 1}"}} for n in range(request.post_data_json.get("n", 1))
+        ]
+        body = "".join(f"data: {json.dumps({'choices': [piece]})}\n\n" for piece in pieces)
+        route.fulfill(body=f"{body}data: [DONE]\n\n", content_type="text/event-stream")
+
+    page = new_page(prepare=lambda page: page.route("**/v1/chat/completions", chat))
+    sampling(page, Answers="3")
     ask(page, "Which?")
     settled(page, 1)
-    texts = answers(page).locator(".choice .text").all_text_contents()
-    assert len(texts) == 3
+    assert answers(page).locator(".choice .text").all_text_contents() == ["text 1", "text 2", "text 3"]
     page.get_by_label("Go on with answer 2").check()
     ask(page, "And then?")
     settled(page, 2)
-    assert sent[1]["messages"][1] == {"role": "assistant", "content": texts[1]}
+    assert sent[0]["n"] == 3
+    assert sent[1]["messages"][1] == {"role": "assistant", "content": "text 2"}
 
 
 def test_regenerate_with_the_same_or_another_seed(new_page: NewPage) -> None:
@@ -180,11 +191,11 @@ def test_tools_by_hand(new_page: NewPage) -> None:
 
     page = new_page(prepare=lambda page: page.route("**/v1/chat/completions", chat))
     page.get_by_text("Tools and JSON schema").click()
-    page.get_by_label("Tools, a JSON list").fill("[not json")
-    page.get_by_label("Tools, a JSON list").blur()
+    page.locator("#tools").fill("[not json")
+    page.locator("#tools").blur()
     expect(page.locator("#tools-error")).to_contain_text("not JSON")
-    page.get_by_label("Tools, a JSON list").fill("")
-    page.get_by_label("Tools, a JSON list").blur()
+    page.locator("#tools").fill("")
+    page.locator("#tools").blur()
     page.get_by_role("button", name="Example: Tools").click()
     ask(page, "The weather?")
     expect(page.get_by_role("region", name="Arguments of call 1")).to_have_text('{\n  "city": "Paris"\n}')
@@ -218,6 +229,8 @@ def test_the_cost_is_the_ledgers(new_page: NewPage, served: Running) -> None:
     """The cost beside an answer is what the ledger books, and the conversation shows the sum."""
     call(served, "PUT", "/api/2.0/prices", {"entity": "*", "input": "2", "output": "300"})
     try:
+        while call(served, "GET", "/api/2.0/account")["prices"][0]["output"] != "300.00":
+            time.sleep(0.05)  # the worker remembers prices for a moment
         page = new_page()
         sampling(page, Max_tokens="50")
         for count, text in enumerate(("Dear", "Dearer"), 1):
@@ -374,21 +387,6 @@ def test_a_table_run_stops_and_goes_on(new_page: NewPage) -> None:
     assert all(row["completion_tokens"] == "4" and row["answer"] for row in rows)
 
 
-def endpoint(**state: str) -> dict[str, Any]:
-    """Return an endpoint of two served models, as the management API shows it."""
-    entities = [
-        {"name": f"model-{n}", "entity_name": "assistant", "entity_version": str(n), "state": {}, "content_hash": "x"}
-        for n in (1, 2)
-    ]
-    routes = [{"served_model_name": f"model-{n}", "served_entity_name": f"model-{n}", "traffic_percentage": share}
-              for n, share in ((1, 90), (2, 10))]  # fmt: skip
-    models = [{"name": f"model-{n}", "model_name": "assistant", "model_version": str(n)} for n in (1, 2)]
-    config = {"config_version": 3, "served_entities": entities, "served_models": models}
-    config["traffic_config"] = {"routes": routes, "sticky": True}
-    shown = {"ready": "READY", "config_update": "NOT_UPDATING"} | state
-    return {"name": "assistant", "state": shown, "config": config}
-
-
 def test_traffic_is_changed_after_a_confirmation(new_page: NewPage) -> None:
     """By arrow keys, a number and dragging; the update changes the shares alone, and is one that the API accepts."""
     sent: list[dict[str, Any]] = []
@@ -396,7 +394,7 @@ def test_traffic_is_changed_after_a_confirmation(new_page: NewPage) -> None:
     def update(route: Route, request: Request) -> None:
         if request.method == "PUT":
             sent.append(request.post_data_json)
-        route.fulfill(json=endpoint() if request.method == "PUT" else {"endpoints": [endpoint()]})
+        route.fulfill(json=two_models() if request.method == "PUT" else {"endpoints": [two_models()]})
 
     page = new_page("operations", prepare=lambda page: page.route("**/serving-endpoints*", update))
     page.route("**/serving-endpoints/*/config", update)
@@ -433,8 +431,8 @@ def test_traffic_is_changed_after_a_confirmation(new_page: NewPage) -> None:
 
 def test_a_rollout_shows_its_progress_and_why_it_failed(new_page: NewPage) -> None:
     """A pending version is shown with the time it has taken, a failed one with the reason and the engine's log."""
-    failed = endpoint(config_update="UPDATE_FAILED", message="<b>model-2</b>: no such file")
-    rolling = {**endpoint(config_update="IN_PROGRESS"), "name": "other"}
+    failed = two_models(config_update="UPDATE_FAILED", message="<b>model-2</b>: no such file")
+    rolling = {**two_models(config_update="IN_PROGRESS"), "name": "other"}
     rolling["pending_config"] = rolling["config"] | {"config_version": 4, "start_time": 1}
 
     def shown(route: Route) -> None:

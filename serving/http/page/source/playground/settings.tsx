@@ -1,6 +1,6 @@
 /** What all columns share: task, system prompt, tools, JSON schema, token view. */
 
-import { useState } from "preact/hooks";
+import { useMemo, useState } from "preact/hooks";
 
 import { messageOf } from "../api";
 import { type Conversation, current, newConversation, update } from "./conversation";
@@ -33,11 +33,13 @@ export function TaskChoice() {
 }
 
 export function SharedSettings() {
-  const { task, system, tools, schema, logprobs } = current.value;
+  const { id, task, system, tools, schema, logprobs } = current.value;
   const chats = task === "chat";
+  // what a conversation brings is shown when it is opened; later only the user opens and closes
+  const [showsSystem, showsTools] = useMemo(() => [system !== "" || logprobs, tools !== "" || schema !== ""], [id]);
   return (
     <div class="shared">
-      <details class="system" open={system !== "" || logprobs}>
+      <details class="system" open={showsSystem}>
         <summary>{chats ? "System prompt and token view" : "Token view"}</summary>
         {chats && (
           <>
@@ -61,7 +63,7 @@ export function SharedSettings() {
         </label>
       </details>
       {chats && (
-        <details class="system" open={tools !== "" || schema !== ""}>
+        <details class="system" open={showsTools}>
           <summary>Tools and JSON schema</summary>
           <JsonBox
             id="tools"
