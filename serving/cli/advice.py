@@ -130,7 +130,8 @@ class AdvisingGroup(click.Group):
         except click.NoSuchOption as error:
             command = error.ctx.command if error.ctx is not None else self
             if (advice := for_option(command, error.option_name)) is not None:
-                error.message, error.possibilities = f"No such option: {error.option_name}; write {advice}", None
+                told = f"No such option: {error.option_name}; write {advice}"
+                raise click.UsageError(told, ctx=error.ctx) from error
             raise
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from .chat import chat
+from .chat.command import chat
 from .http import URL_VARIABLE
 
 OF_A_SERVER = ("url", "key", "key_file", "model_uri")

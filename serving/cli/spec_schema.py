@@ -46,10 +46,10 @@ def _settings_of(kind: type[Any]) -> tuple[type[Checked], ...]:
 
 def _or_size(field: dict[str, Any]) -> dict[str, Any]:
     """Return the schema of a number of bytes that may also be a text such as 1GiB."""
-    facts = {name: field[name] for name in ("default", "description") if name in field}
+    facts: dict[str, Any] = {name: field[name] for name in ("default", "description") if name in field}
     numbers = {name: value for name, value in field.items() if name not in facts}
     each = numbers.get("anyOf", [numbers])
-    return {"anyOf": [*each, SIZE], **facts}
+    return {"anyOf": [*each, SIZE]} | facts
 
 
 @click.group()

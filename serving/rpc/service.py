@@ -7,7 +7,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
@@ -40,7 +40,7 @@ MAX_CONCURRENT_REQUESTS = 64  # concurrent requests of one stream
 MAX_BUFFERED_RESPONSES = 256  # responses that may wait for a stream's client
 POLL_INTERVAL = 0.01  # seconds between checks of a client that reads too slowly
 
-Response = dict[str, Any]
+Response = Mapping[str, Any]
 T = TypeVar("T")
 
 

@@ -2,8 +2,8 @@
 
 MLflow lets a caller override only keys that were saved, so every tunable is saved with its value: each field of
 ``EngineSettings``, ``default_adapter`` (the adapter for requests that name none), ``output`` (the form of what
-``predict`` returns), ``defaults`` (values for request fields that a request leaves out) and ``generation_config`` (values from the model's own ``generation_config.json``, for
-fields that ``defaults`` leaves out too).
+``predict`` returns), ``defaults`` (values for request fields that a request leaves out) and ``generation_config``
+(values from the model's own ``generation_config.json``, for fields that ``defaults`` leaves out too).
 """
 
 from __future__ import annotations

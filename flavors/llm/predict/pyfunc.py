@@ -81,9 +81,10 @@ class PyfuncModel:
                 or a DataFrame with one request per row (``predict_input``).
             params: request fields for all rows, used if a row leaves a field out; ``output``, which is "reply" for
                 whole objects, "text" for the text of each, "embedding" for the vector of each, or "json" for whole
-                objects as JSON; and ``on_error``, which says what happens if a request is refused or fails. "raise" (the default) ends the call; "null" returns None in
-                its place; "return" returns ``{"error": {"message", "type", "param", "code"}}`` in its place. With the
-                last two, the other requests are answered.
+                objects as JSON; and ``on_error``, which says what happens if a request is refused or fails. "raise"
+                (the default) ends the call; "null" returns None in its place; "return" returns ``{"error":
+                {"message", "type", "param", "code"}}`` in its place. With the last two, the other requests are
+                answered.
 
         Returns:
             One reply object for one request or text; for a list or a DataFrame (even of one row), a list in order.

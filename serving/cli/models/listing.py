@@ -20,6 +20,8 @@ from .running import RunningEngine, RunningServer, engines, servers
 DAY = 86_400.0
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
+Rows = list[tuple[str, ...]]
+
 
 @click.group(invoke_without_command=True)
 @as_json
@@ -46,7 +48,7 @@ def models(context: click.Context, as_json: bool, no_registry: bool) -> None:
         click.echo(json.dumps(msgspec.to_builtins(found), indent=2))
         return
     if not no_registry:
-        rows = [
+        rows: Rows = [
             (
                 one.name,
                 one.latest,
@@ -57,9 +59,9 @@ def models(context: click.Context, as_json: bool, no_registry: bool) -> None:
             for one in found["registered"]
         ]
         _section("registered models", ("name", "latest", "versions", "aliases", "size"), rows, reason)
-    rows = [(one.kind, one.name, one.model, ago(one.used), readable(one.size)) for one in found["cached"]]
-    taken = f"{readable(total(found['cached']))} on the disk" if rows else ""
-    _section("cache", ("kind", "name", "model", "last use", "size"), rows, taken)
+    cached: Rows = [(one.kind, one.name, one.model, ago(one.used), readable(one.size)) for one in found["cached"]]
+    taken = f"{readable(total(found['cached']))} on the disk" if cached else ""
+    _section("cache", ("kind", "name", "model", "last use", "size"), cached, taken)
     _show_running(found["servers"], found["engines"])
 
 
@@ -105,7 +107,7 @@ def ps(as_json: bool) -> None:
 
 
 def _show_running(running: list[RunningServer], processes: list[RunningEngine]) -> None:
-    rows = [
+    rows: Rows = [
         (
             str(one.pid),
             ", ".join(one.addresses) or "loading",
@@ -115,11 +117,13 @@ def _show_running(running: list[RunningServer], processes: list[RunningEngine]) 
         for one in running
     ]
     _section("servers", ("pid", "address", "endpoints", "memory"), rows)
-    rows = [(str(one.pid), one.state, one.model, str(one.clients), readable(one.memory)) for one in processes]
-    _section("engines", ("pid", "state", "model", "clients", "memory"), rows)
+    engines_shown: Rows = [
+        (str(one.pid), one.state, one.model, str(one.clients), readable(one.memory)) for one in processes
+    ]
+    _section("engines", ("pid", "state", "model", "clients", "memory"), engines_shown)
 
 
-def _section(title: str, heads: tuple[str, ...], rows: list[tuple[str, ...]], note: str = "") -> None:
+def _section(title: str, heads: tuple[str, ...], rows: Rows, note: str = "") -> None:
     click.echo(title + (f" ({note})" if note else "") + ("" if rows else ": none"))
     if rows:
         click.echo("  " + table(heads, rows, right=1).replace("\n", "\n  "))

@@ -31,7 +31,7 @@ SPEAKS_TLS = (
 TLS_HANDSHAKE = b"\x16\x03"  # a record of type handshake, of SSL 3.0 to TLS 1.3
 
 
-class SpeaksTls(http.ParseException):  # type: ignore[misc]
+class SpeaksTls(http.ParseException):
     """The client has begun a TLS handshake on a connection that is plain HTTP."""
 
     def __str__(self) -> str:
