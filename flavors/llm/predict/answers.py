@@ -58,7 +58,7 @@ class Answer:
     @property
     def message(self) -> dict[str, Any]:
         """The first choice as a message in OpenAI's form, to send back ahead of the tools' results."""
-        return replies.message(self.choices[0])
+        return dict(replies.message(self.choices[0]))
 
     @property
     def finish_reason(self) -> str:
