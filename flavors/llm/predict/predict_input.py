@@ -8,6 +8,7 @@ a list, tuple, array or Series of dicts or texts    one request per entry, answe
 a DataFrame with request fields for columns         one request per row; a pandas null means no value
 a DataFrame of one other column that holds texts    one request per row
 a DataFrame with a column ``inputs``, and fields    one request per row, as MLflow's evaluation names it
+… and a column ``image`` or ``images``              images of the row's last message of a user
 ==================================================  ===================================================
 
 Depending on the model's first task, a text is a chat with one user message, a prompt, an input to embed, or a query.
@@ -26,7 +27,7 @@ from ....serving.interface.errors import InvalidField
 from ....serving.interface.request import Task
 from ..model.request_fields import request_fields
 from ..model.signature import ROW_MARKER
-from .image_values import data_url
+from .image_values import IMAGE_COLUMNS, data_url, with_images
 
 SIDES = ("query", "documents", "text_1", "text_2")  # the sides of a comparison, which needs more than one column
 INPUTS = "inputs"  # the name that MLflow's evaluation gives the column of prompts
@@ -86,7 +87,17 @@ def _of_frame(frame: pd.DataFrame, task: Task) -> list[Row]:
         return _of_inputs(frame, task)
     _check(columns, frame)
     rows = (dict(zip(columns, row, strict=True)) for row in frame.itertuples(index=False, name=None))
-    return [_object({name: cell for name, cell in row.items() if not _is_missing(cell)}) for row in rows]
+    return [_row({name: cell for name, cell in row.items() if not _is_missing(cell)}) for row in rows]
+
+
+def _row(cells: dict[Any, Any]) -> Row:
+    found = _object(cells)
+    if isinstance(found, InvalidField):
+        return found
+    try:
+        return with_images(found)
+    except InvalidField as error:
+        return error
 
 
 def _of_inputs(frame: pd.DataFrame, task: Task) -> list[Row]:
@@ -101,11 +112,11 @@ def _of_inputs(frame: pd.DataFrame, task: Task) -> list[Row]:
         if isinstance(cell, np.ndarray):
             cell = cell.tolist()
         if isinstance(cell, Mapping):
-            found.append(_object(own | dict(cell)))
+            found.append(_row(own | dict(cell)))
         elif isinstance(cell, list) and task == "chat":
-            found.append(_object(own | {"messages": cell}))
+            found.append(_row(own | {"messages": cell}))
         elif isinstance(cell, str):
-            found.append(_object(own | of_text(cell, task)))
+            found.append(_row(own | of_text(cell, task)))
         else:
             found.append(InvalidField(INPUTS, None if _is_missing(cell) else cell, ENTRY))
     return found
@@ -134,7 +145,7 @@ def _check(columns: list[Any], frame: pd.DataFrame) -> None:
         raise InvalidField("body", "columns without names", NAMED)
     known = request_fields()
     for place, name in enumerate(columns):
-        if name not in known:
+        if name not in known and name not in IMAGE_COLUMNS:
             raise unknown_field(name, plain(frame.iloc[0, place]) if len(frame) else None, known)
         if name in columns[:place]:
             raise InvalidField(str(name), "a second column", "one column of a name")
