@@ -34,7 +34,8 @@ def prices() -> None:
 def set_(accounts: AccountsApi, entity: str, input_: str | None, effective: str | None, **others: str | None) -> None:
     """Set the prices of a served model.
 
-    ENTITY is the name of a served model, or "*" for all models without prices of their own.
+    ENTITY is the name of a served model, of its registered version (assistant/3) or model (assistant), or of its
+    endpoint; the first of these with a price counts. "*" is for all models without prices of their own.
 
     Give at least one price. A price that is not given is 0 (--cached: the price of --input).
     """

@@ -9,6 +9,7 @@ import msgspec
 
 from ..interface.errors import InvalidField
 from ..interface.request import POOLED, Raw, Task
+from ..metering.accounts.prices import price_names
 from ..routing.served_endpoints import ServedEndpoints, ServedEntity
 from .operation import Request
 from .worker_state import WorkerState
@@ -39,7 +40,7 @@ def check_limits(server: WorkerState, request: Request, candidates: list[ServedE
         key_id=request.caller.key_id,
         tenant=request.caller.tenant,
         endpoint=names.pop() if len(names) == 1 else None,
-        entities=[one.entity for one in candidates] if paid else None,
+        entities=[price_names(one.entity, one.identity, one.endpoint) for one in candidates] if paid else None,
         generates=task in ("chat", "completions") or not embeds,
     )
 

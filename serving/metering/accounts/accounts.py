@@ -12,6 +12,7 @@ import msgspec
 import sqlalchemy as sa
 
 from ...interface.errors import InvalidField, NotFound
+from ...model_files.model_version import ModelVersion
 from ..store.store import Store
 from ..store.tables import endpoint_configs, endpoints, tenants
 from ..store.time_formats import NEVER, parse_timestamp
@@ -197,12 +198,20 @@ class Accounts:
         return [f"no endpoint serves {entity!r}, so nothing costs this yet; served is {listed}"]
 
     def _served(self) -> set[str]:
-        """Return the names of served models in active and pending configs."""
+        """Return the names of served models in active and pending configs, and of their endpoints and registered
+        models, by which prices may be set too."""
         table, one = endpoint_configs.c, endpoints.c
         current = sa.or_(table.version == one.active_version, table.version == one.pending_version)
-        query = sa.select(table.config).where(table.name == one.name, current)
-        configs = self._store.read(lambda connection: connection.execute(query).scalars().all())
-        return {entity["name"] for text in configs for entity in msgspec.json.decode(text)["served_entities"]}
+        query = sa.select(table.name, table.config).where(table.name == one.name, current)
+        configs = self._store.read(lambda connection: connection.execute(query).all())
+        found: set[str] = set()
+        for name, text in configs:
+            found.add(name)
+            for entity in msgspec.json.decode(text)["served_entities"]:
+                uri = (entity.get("source") or {}).get("uri") or ""
+                version = ModelVersion.of(uri, "")
+                found |= {entity["name"], version.label, version.name} - {""}
+        return found
 
     def get_currency(self) -> dict[str, Any]:
         return {"currency": self._currency()}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 
 import sqlalchemy as sa
 
 from ...interface.errors import InvalidField
+from ...model_files.model_version import ModelVersion
 from ..store.store import Store
 from ..store.tables import prices
 from .audit import Actor, record
@@ -18,6 +19,15 @@ from .money import FREE, Price, units
 CACHE_SECONDS = 2.0
 ANY = "*"
 """The entity whose price holds for every entity without one of its own."""
+
+
+def price_names(entity: str, model: ModelVersion, endpoint: str) -> tuple[str, ...]:
+    """Return the names that the price of a request may be set by, the closest first.
+
+    They are the served entity, the registered version (``assistant/3``), the registered model (``assistant``), and the
+    endpoint: a model has a name whichever way it was served.
+    """
+    return (entity, model.label, model.name, endpoint)
 
 
 class Prices:
@@ -93,9 +103,9 @@ class Prices:
         rows = self._store.read(lambda connection: connection.execute(query).all())
         return tuple((row.entity, int(row.effective_ms), _price(row)) for row in rows)
 
-    def at(self, entity: str, when: float) -> Price:
-        """Return the price of ``entity`` at ``when``; without one, the price of ``"*"``, else zero."""
-        for name in (entity, ANY):
+    def at(self, names: str | Iterable[str], when: float) -> Price:
+        """Return the price at ``when`` of the first of ``names`` that has one; else the price of ``"*"``, else zero."""
+        for name in (*((names,) if isinstance(names, str) else filter(None, names)), ANY):
             for effective_ms, price in self._of(name):
                 if effective_ms <= when * 1000:
                     return price

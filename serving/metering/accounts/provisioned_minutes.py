@@ -30,7 +30,7 @@ class ProvisionedMinutes:
     def record(self, *, tenant: str, endpoint: str, entity: str, units: int) -> int:
         """Bill the current minute for ``units`` and return the micro-units added, 0 if it was billed already."""
         now = self._clock()
-        minute, price = int(now) // 60, self._prices.at(entity, now).unit_minute
+        minute, price = int(now) // 60, self._prices.at((entity, endpoint), now).unit_minute
         row = {"endpoint": endpoint, "entity": entity, "minute": minute, "tenant": tenant}
 
         def work(connection: sa.Connection) -> int:

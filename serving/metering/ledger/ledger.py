@@ -20,7 +20,7 @@ from ...system.progress import MAX_ID
 from ..accounts.authorization import Caller
 from ..accounts.money import FREE, Price, cost
 from ..accounts.monotonic_clock import MonotonicClock, since_boot
-from ..accounts.prices import Prices
+from ..accounts.prices import Prices, price_names
 from ..accounts.windows import Amounts
 from ..store.checks import reason
 from ..store.staleness import StalenessDetector
@@ -126,7 +126,8 @@ class Ledger:
         started = self._clock()
         began = Began(wall_ms=int(started * 1000), monotonic=self.monotonic())
         try:
-            price = self.prices.at(reservation.entity, self._time_of_prices())
+            names = price_names(reservation.entity, reservation.model, reservation.endpoint)
+            price = self.prices.at(names, self._time_of_prices())
         except Unavailable as error:
             self._open_breaker(error)
             raise
@@ -159,12 +160,19 @@ class Ledger:
         return lease
 
     def check(
-        self, *, key_id: str, tenant: str, endpoint: str | None, entities: Iterable[str] | None, generates: bool
+        self,
+        *,
+        key_id: str,
+        tenant: str,
+        endpoint: str | None,
+        entities: Iterable[str | tuple[str, ...]] | None,
+        generates: bool,
     ) -> None:
         """Refuse, before a request is read, a request that ``reserve`` would refuse in any case.
 
         ``endpoint`` is None if it is not known yet. ``entities`` are those that may answer if their tokens are billed,
-        else None. Raises ``LimitExceeded``, ``PermissionDenied``, ``Unavailable``.
+        each with the names that its price may be set by, else None. Raises ``LimitExceeded``, ``PermissionDenied``,
+        ``Unavailable``.
         """
         self._check_open()
         now = self._time_of_prices()

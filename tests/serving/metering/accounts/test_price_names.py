@@ -1,0 +1,44 @@
+"""One model has one name in prices, whichever way it is served."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import sqlalchemy as sa
+
+from mlflow_llm.serving.metering.accounts.money import Price
+from mlflow_llm.serving.metering.accounts.prices import Prices, price_names
+from mlflow_llm.serving.metering.store.tables import ledger as ledger_rows
+from mlflow_llm.serving.model_files.model_version import UNKNOWN, ModelVersion
+
+ENTITY, ENDPOINT = "models:/assistant@champion", "chat"
+MODEL = ModelVersion(name="assistant", version="3", content_hash="a" * 64)
+
+
+def test_the_closest_name_counts(store) -> None:
+    """The served entity's price comes first, then the version's, the model's, the endpoint's and that of all."""
+    prices = Prices(store)
+    names = price_names(ENTITY, MODEL, ENDPOINT)
+    assert names == (ENTITY, "assistant/3", "assistant", ENDPOINT)
+    for amount, name in enumerate(["*", *reversed(names)], start=1):
+        prices.set(name, Price(input=amount))
+        prices._cache.clear()
+        assert prices.at(names, prices._clock() + 1).input == amount
+
+
+def test_an_unregistered_model_is_priced_by_its_endpoint(store) -> None:
+    """A directory has no registered name: its endpoint's price holds, and never one of the empty name."""
+    prices = Prices(store)
+    prices.set("chat", Price(input=7))
+    assert prices.at(price_names("/some/where", UNKNOWN, "chat"), prices._clock() + 1).input == 7
+    assert prices.at(price_names("/some/where", UNKNOWN, "other"), prices._clock() + 1).input == 0
+
+
+@pytest.mark.parametrize("entity", ["models:/assistant@champion", "models:/assistant/3", "assistant-1"])
+def test_the_ledger_books_the_price_of_the_model(store, ledger, reserve_of, entity: str) -> None:
+    """A request is booked at the price of its registered model under whichever name that is served."""
+    ledger.prices.set("assistant", Price(input=5_000_000, output=0, cached=5_000_000))
+    reservation = msgspec.structs.replace(reserve_of("r-1"), entity=entity, model=MODEL)
+    ledger.reserve(reservation).settle(completion=0)
+    cost = store.read(lambda connection: connection.execute(sa.select(ledger_rows.c.cost)).scalar_one())
+    assert cost == reservation.input_tokens * 5  # in millionths
