@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pandas as pd
 
 from ....serving.dialects.openai import replies
 from ....serving.dialects.openai.scoring_replies import order
@@ -15,6 +16,7 @@ from ....serving.interface.errors import InvalidField
 from ....serving.interface.reply import Choice, Delta, Done, Ended, Piece, Reply, ReplyCall, Usage
 from ....serving.interface.request import ValidRequest
 from ....serving.tasks.reply.pieces import Gathered
+from . import html
 
 Messages = str | Sequence[Mapping[str, Any]]
 Vectors = npt.NDArray[np.float32]
@@ -74,6 +76,39 @@ class Answer:
         calls = "".join(f", {call.name}({call.arguments})" for call in self.tool_calls)
         return f"Answer({self.text!r}{calls}, {self.finish_reason}, {tokens}{more})"
 
+    def _repr_html_(self) -> str:
+        return html.of_answer(self)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Comparison:
+    """The answers of several adapters to one prompt, by adapter; ``base`` is the model without one.
+
+    A notebook shows it as a table; ``frame`` has the same as a DataFrame.
+    """
+
+    answers: dict[str, Answer]
+
+    @property
+    def frame(self) -> pd.DataFrame:
+        """Return a DataFrame with a row for each adapter: text, finish reason and tokens."""
+        rows = {
+            name: (answer.text, answer.finish_reason, answer.usage.prompt_tokens, answer.usage.completion_tokens)
+            for name, answer in self.answers.items()
+        }
+        columns = ["text", "finish_reason", "prompt_tokens", "completion_tokens"]
+        found = pd.DataFrame.from_dict(rows, orient="index", columns=columns)
+        return found.rename_axis("adapter")
+
+    def __getitem__(self, adapter: str) -> Answer:
+        return self.answers[adapter]
+
+    def __repr__(self) -> str:
+        return "\n".join(f"{name}: {answer.text}" for name, answer in self.answers.items())
+
+    def _repr_html_(self) -> str:
+        return html.of_comparison(self.answers)
+
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
@@ -129,6 +164,9 @@ class StreamedText:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.text!r}, {self.finish_reason or 'running'})"
+
+    def _repr_html_(self) -> str:
+        return html.of_text(self.text, self.reasoning, self.usage, self.finish_reason)
 
 
 def turns_of(messages: Messages) -> Any:

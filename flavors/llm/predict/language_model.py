@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, overload
 
 import numpy as np
 
 from ....serving.interface.bundle import Bundle
+from ....serving.interface.errors import InvalidField
 from ....serving.interface.reply import Done, Reply
 from ....serving.interface.request import ValidRequest
 from ....serving.interface.settings import EngineSettings
+from ....serving.system.sizes import readable
 from ..errors import as_mlflow, raises_mlflow
+from . import html
 from .aio import AsyncLanguageModel
 from .answers import (
     Answer,
+    Comparison,
     Messages,
     Ranked,
     StreamedText,
@@ -27,6 +32,15 @@ from .answers import (
     vector_of,
 )
 from .session import Session
+
+
+BASE = "base"  # the row of a comparison without an adapter
+EXAMPLES = {
+    "chat": 'model.chat("Hello", max_tokens=64)',
+    "completions": 'model.complete("Once upon a time", max_tokens=64)',
+    "embeddings": 'model.embed(["A text"])',
+    "score": 'model.rerank("What is a fox?", ["An animal.", "A colour."])',
+}
 
 
 class TextStream(StreamedText):
@@ -46,6 +60,22 @@ class TextStream(StreamedText):
             for piece in self._pieces:
                 if new := self.take(piece):
                     yield new
+
+    def _ipython_display_(self) -> None:
+        """Show the reply as it is generated, when a cell ends with a stream; in a terminal as text."""
+        from IPython import get_ipython
+        from IPython.display import HTML, display
+
+        if not hasattr(get_ipython(), "kernel"):
+            print(self.text, end="")
+            for new in self:
+                print(new, end="", flush=True)
+            print()
+            return
+        shown = display(HTML(self._repr_html_()), display_id=True)
+        for _ in self:
+            shown.update(HTML(self._repr_html_()))
+        shown.update(HTML(self._repr_html_()))
 
     def close(self) -> None:
         self._pieces.close()
@@ -198,6 +228,31 @@ class LanguageModel:
         request = self._session.valid({"query": query, "documents": documents, "top_n": top_n, **fields})
         return ranked_of(request, self._session.reply(request))
 
+    @raises_mlflow
+    def compare(
+        self, messages: Messages, adapters: Sequence[str | None] | None = None, **fields: Any
+    ) -> Comparison:
+        """Ask the same of several adapters in one batch.
+
+        Args:
+            messages: as for ``chat``; a model without chats takes a text to continue.
+            adapters: names of adapters, None for the base. None: the base and every adapter.
+            fields: any other request field by its name, such as ``max_tokens=64``.
+
+        Raises:
+            MlflowException: as ``chat``.
+        """
+        names = (None, *self.adapters) if adapters is None else tuple(adapters)
+        asked = {"messages": turns_of(messages)} if "chat" in self.tasks else {"prompt": messages}
+        # a default adapter would answer for the base
+        settled = [name for name in names if name is not None or self._session.bundle.default_adapter is None]
+        if len(settled) < len(names):
+            raise InvalidField("adapters", None, "names of adapters: this model has a default adapter")
+        requests = [self._session.valid({**asked, "adapter": name, **fields}) for name in names]
+        replies = self._session.replies(requests)
+        answers = (Answer(choices=reply.choices, usage=reply.usage) for reply in replies)
+        return Comparison(dict(zip((name or BASE for name in names), answers, strict=True)))
+
     def close(self) -> None:
         """Release the engine; its process ends when it has no other client. Closing twice is harmless."""
         self._session.close()
@@ -214,6 +269,16 @@ class LanguageModel:
         bundle = self._session.bundle
         adapters = f", adapters {', '.join(self.adapters)}" if self.adapters else ""
         return f"LanguageModel({', '.join(bundle.tasks)}{adapters}, {bundle.content_hash[:12]})"
+
+    def _repr_html_(self) -> str:
+        session = self._session
+        facts: list[tuple[str, Any]] = [("Model", session.name), ("Content hash", session.bundle.content_hash[:12])]
+        facts += [("Tasks", ", ".join(self.tasks)), ("Adapters", ", ".join(self.adapters) or "none")]
+        weights = sum(file.stat().st_size for file in Path(session.bundle.model_dir).rglob("*.safetensors"))
+        facts.append(("Weights", readable(weights)))
+        if (context := session.context) is not None:
+            facts.append(("Context", f"{context:,} tokens"))
+        return html.of_model(facts, EXAMPLES[self.tasks[0]])
 
     @raises_mlflow
     def _generate(self, body: dict[str, Any], stream: bool) -> Answer | TextStream:

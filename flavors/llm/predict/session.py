@@ -115,6 +115,11 @@ class Session:
         return engine_key(self.bundle, self.settings)
 
     @property
+    def context(self) -> int | None:
+        """How many tokens a sequence may have; None as long as no engine has started."""
+        return None if self._view is None else self._view.context
+
+    @property
     def engine(self) -> Engine:
         self.connect()
         if self._engine is None:
