@@ -412,7 +412,10 @@ def violations(page: Page, script: str) -> None:
     found = page.evaluate("axe.run(document, {runOnly: ['wcag2a', 'wcag2aa', 'wcag21a', 'wcag21aa', 'wcag22aa']})")
     shown = [(one["id"], [node["target"] for node in one["nodes"]]) for one in found["violations"]]
     assert shown == []
-    assert not page.evaluate("document.documentElement.scrollWidth > innerWidth")
+    wide = """() => document.documentElement.scrollWidth <= innerWidth ? [] : [...document.querySelectorAll("main *")]
+      .filter((one) => one.getBoundingClientRect().right > innerWidth && !one.closest(".scroll, pre"))
+      .map((one) => one.outerHTML.slice(0, 100))"""
+    assert page.evaluate(wide) == []
 
 
 def test_the_keyboard_alone_is_enough(new_page: NewPage) -> None:
