@@ -77,3 +77,8 @@ export function namesOf(task: Task): string[] {
 export function endpointOf(model: string): string {
   return modelGroups.value.find((group) => group.names.includes(model))?.endpoint ?? model;
 }
+
+/** Return whether an endpoint has this served model beside others, so that its name says which one answered. */
+export function isOneOfSeveral(servedModel: string): boolean {
+  return modelGroups.value.some((group) => group.names.includes(servedModel));
+}

@@ -3,7 +3,7 @@
 import type { Signal } from "@preact/signals";
 
 import { account, costOf, isFree, money, priceOf } from "../account";
-import { endpointOf } from "../models";
+import { endpointOf, isOneOfSeveral } from "../models";
 import { regenerate, sendResults, stop, tokensPerSecond } from "./chat";
 import { type Answer, type Choice, current, save } from "./conversation";
 import { HeatMap } from "./heat_map";
@@ -52,7 +52,7 @@ function AnswerView({ answer, column, isLast, showCode }: AnswerProps) {
     <article class="answer" aria-label={`Answer ${what}`} aria-busy={running}>
       <h3 dir="auto">
         {now.model}
-        {now.servedModel && now.servedModel !== now.model && <span class="note"> ({now.servedModel})</span>}
+        {now.servedModel !== now.model && isOneOfSeveral(now.servedModel) && <span class="note"> ({now.servedModel})</span>}
       </h3>
       {choices.map((choice, index) => (
         <ChoiceView
