@@ -22,7 +22,7 @@ import msgspec
 import sqlalchemy as sa
 from msgspec import Struct
 
-from ..interface.errors import Conflict, InvalidField, NotFound
+from ..interface.errors import AlreadyExists, Conflict, InvalidField, NotFound
 from ..metering.accounts.audit import Actor, record
 from ..metering.accounts.authorization import ANONYMOUS, Caller
 from ..metering.store.store import Store
@@ -221,7 +221,10 @@ class EndpointStore:
                     return version
             return self._begin(connection, row, config, by, by_operator=False)
 
-        return self._store.write(work)
+        try:
+            return self._store.write(work)
+        except AlreadyExists:  # another gateway that starts at this moment has just declared it
+            return self._store.write(work)
 
     def keeps_operators(self, name: str, config: EndpointConfig) -> bool:
         """Return whether the config of ``name`` is one that an operator has set, and not ``config``."""

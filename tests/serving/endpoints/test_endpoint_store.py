@@ -17,6 +17,7 @@ from databricks.sdk.service.serving import (
     ServingEndpointDetailed,
 )
 
+from mlflow_llm.serving.endpoints import store as store_module
 from mlflow_llm.serving.endpoints.config import EndpointConfig, EntityConfig, ModelSource, Route
 from mlflow_llm.serving.endpoints.config_body import config_body
 from mlflow_llm.serving.endpoints.store import EndpointStore
@@ -206,6 +207,25 @@ def test_what_an_operator_has_set_stays_until_it_is_given_back(endpoints):
     endpoints.mark_ready("chat", 3)
     assert endpoints.declare("chat", declared("4")) == 4
     assert not endpoints.keeps_operators("chat", declared("4"))
+
+
+@pytest.mark.parametrize("store_url", ["postgresql"], indirect=True)
+def test_gateways_that_start_at_once_declare_one_endpoint(endpoints, monkeypatch):
+    """Of two gateways that start on a new database with the same command line, neither fails, and there is one
+    config.
+    """
+    real, others = store_module.insert_endpoint, []
+
+    def insert(*given, **named):
+        if not others:  # the other gateway commits between this one's look and its own insert
+            others.append("comes first")
+            others.append(endpoints.declare("chat", declared("1")))
+        return real(*given, **named)
+
+    monkeypatch.setattr(store_module, "insert_endpoint", insert)
+    assert endpoints.declare("chat", declared("1")) == 1
+    assert others == ["comes first", 1]
+    assert [state.pending_version for state in endpoints.states()] == [1]
 
 
 def test_an_operators_update_that_failed_holds_nothing(endpoints):

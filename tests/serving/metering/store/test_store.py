@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
+from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
@@ -29,6 +30,22 @@ def test_migrations_give_the_tables_that_the_code_uses(store):
     """The migrated schema equals the metadata of the code."""
     with store.engine.connect() as connection:
         assert compare_metadata(MigrationContext.configure(connection), tables.metadata) == []
+
+
+@pytest.mark.parametrize("older", checks.revisions()[:-1])
+def test_every_older_database_is_upgraded(older: str, store_url: str) -> None:
+    """A database of any earlier revision has the tables that the code uses once it was opened."""
+    config = Config()
+    config.set_main_option("script_location", str(checks.MIGRATIONS).replace("%", "%%"))
+    engine = sa.create_engine(store_url)
+    with engine.begin() as connection:
+        config.attributes["connection"] = connection
+        command.upgrade(config, older)
+    engine.dispose()
+    store = Store(store_url)
+    with store.engine.connect() as connection:
+        assert compare_metadata(MigrationContext.configure(connection), tables.metadata) == []
+    store.close()
 
 
 def test_many_processes_open_a_new_database_at_once(store_url):
