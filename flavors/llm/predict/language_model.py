@@ -33,7 +33,6 @@ from .answers import (
 )
 from .session import Session
 
-
 BASE = "base"  # the row of a comparison without an adapter
 EXAMPLES = {
     "chat": 'model.chat("Hello", max_tokens=64)',
@@ -229,9 +228,7 @@ class LanguageModel:
         return ranked_of(request, self._session.reply(request))
 
     @raises_mlflow
-    def compare(
-        self, messages: Messages, adapters: Sequence[str | None] | None = None, **fields: Any
-    ) -> Comparison:
+    def compare(self, messages: Messages, adapters: Sequence[str | None] | None = None, **fields: Any) -> Comparison:
         """Ask the same of several adapters in one batch.
 
         Args:
