@@ -5,17 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from ....serving.interface.reply import Choice, TextLogprob, Usage
-
-if TYPE_CHECKING:
-    from .answers import Answer
 
 CELL = "text-align:left;vertical-align:top;padding:2px 8px"
 TEXT = "white-space:pre-wrap;text-align:left"
 NOTE = "color:gray;font-size:smaller"
 MAX_TOKENS_SHOWN = 2000  # of a heat map, whose spans are larger than its text
+
+
+class Shown(Protocol):
+    """The parts of an answer that are shown."""
+
+    @property
+    def choices(self) -> tuple[Choice, ...]: ...
+    @property
+    def usage(self) -> Usage: ...
+    @property
+    def finish_reason(self) -> str: ...
 
 
 def table(rows: Iterable[tuple[str, str]]) -> str:
@@ -26,7 +34,7 @@ def table(rows: Iterable[tuple[str, str]]) -> str:
     return f"<table>{cells}</table>"
 
 
-def of_answer(answer: Answer) -> str:
+def of_answer(answer: Shown) -> str:
     """Return the choices of an answer, as a heat map if it has log probabilities, and what it took."""
     parts = [_choice(choice) for choice in answer.choices]
     return "".join(parts) + f'<div style="{NOTE}">{escape(_usage(answer.usage, answer.finish_reason))}</div>'
@@ -39,7 +47,7 @@ def of_text(text: str, reasoning: str, usage: Usage | None, finish_reason: str |
     return _reasoning(reasoning) + _text(text) + f'<div style="{NOTE}">{escape(note)}</div>'
 
 
-def of_comparison(answers: Mapping[str, Answer]) -> str:
+def of_comparison(answers: Mapping[str, Shown]) -> str:
     """Return a table with a row for each adapter."""
     return table((name, of_answer(answer)) for name, answer in answers.items())
 

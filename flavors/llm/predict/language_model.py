@@ -62,19 +62,20 @@ class TextStream(StreamedText):
 
     def _ipython_display_(self) -> None:
         """Show the reply as it is generated, when a cell ends with a stream; in a terminal as text."""
-        from IPython import get_ipython
-        from IPython.display import HTML, display
+        import IPython.display
 
-        if not hasattr(get_ipython(), "kernel"):
+        display: Any = IPython.display  # it has no types
+
+        if not hasattr(IPython.get_ipython(), "kernel"):
             print(self.text, end="")
             for new in self:
                 print(new, end="", flush=True)
             print()
             return
-        shown = display(HTML(self._repr_html_()), display_id=True)
+        shown = display.display(display.HTML(self._repr_html_()), display_id=True)
         for _ in self:
-            shown.update(HTML(self._repr_html_()))
-        shown.update(HTML(self._repr_html_()))
+            shown.update(display.HTML(self._repr_html_()))
+        shown.update(display.HTML(self._repr_html_()))
 
     def close(self) -> None:
         self._pieces.close()
