@@ -130,8 +130,8 @@ class AdvisingGroup(click.Group):
         except click.NoSuchOption as error:
             command = error.ctx.command if error.ctx is not None else self
             if (advice := for_option(command, error.option_name)) is not None:
-                told = f"No such option: {error.option_name}; write {advice}"
-                raise click.UsageError(told, ctx=error.ctx) from error
+                text = f"No such option: {error.option_name}; write {advice}"
+                raise click.UsageError(text, error.ctx) from None
             raise
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:

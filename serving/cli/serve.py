@@ -13,6 +13,7 @@ from click.core import ParameterSource
 
 from ..control.settings import ServerSettings
 from ..control.spec import ProfileName, ServeSpec
+from ..system.logs import human_line, is_terminal
 from ..system.step_line import StepLine
 from .dialect_options import dialect_options, dialects_of
 from .model_options import (
@@ -131,4 +132,4 @@ def say(step: dict[str, Any]) -> None:
         "grpc": f"KServe's inference service on {url}",
         "listening": f"listening on {url} (docs at /docs)",
     }.get(step["stage"], json.dumps(step))
-    click.echo(text, err=True)
+    click.echo(human_line(text) if is_terminal() else text, err=True)

@@ -1,10 +1,11 @@
-"""Structured logs: one JSON object per line on standard error."""
+"""Logs on standard error: one JSON object per line, or lines for people where that is a terminal."""
 
 from __future__ import annotations
 
 import functools
 import json
 import logging
+import os
 import time
 from typing import Any
 
@@ -14,6 +15,8 @@ from .log_queue import QueuedHandler
 PACKAGE = "mlflow_llm"  # so that its other parts log in the same form
 NAME = f"{PACKAGE}.server"
 STANDARD_ERROR = 2
+COLOURS = {"debug": "\x1b[2m", "info": "\x1b[32m", "warning": "\x1b[33m", "error": "\x1b[31m", "critical": "\x1b[31m"}
+RESET = "\x1b[0m"
 
 
 class JsonLines(logging.Formatter):
@@ -38,6 +41,36 @@ class JsonLines(logging.Formatter):
         return visible(json.dumps(line, ensure_ascii=False, default=str))
 
 
+class HumanLines(logging.Formatter):
+    """Format a line for a person at a terminal: local time, level, event, then the fields as ``name=value``."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = getattr(record, "fields", {})
+        shown = " ".join(f"{name}={_plain(value)}" for name, value in fields.items())
+        text = f"{record.getMessage()}{f'  {shown}' if shown else ''}"
+        if record.exc_info:
+            text += f"\n{self.formatException(record.exc_info)}"
+        return human_line(text, record.levelname.lower(), record.created)
+
+
+def human_line(text: str, level: str = "info", when: float | None = None) -> str:
+    """Return a line as people read it on a terminal, in colour unless NO_COLOR is set."""
+    clock = time.strftime("%H:%M:%S", time.localtime(when))
+    code = "" if os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") == "dumb" else COLOURS.get(level, "")
+    name = f"{code}{level}{RESET if code else ''}"
+    return f"{clock} {name} {visible(text)}"
+
+
+def is_terminal() -> bool:
+    """Return whether standard error is a terminal."""
+    return os.isatty(STANDARD_ERROR)
+
+
+def _plain(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return json.dumps(text, ensure_ascii=False) if not text or " " in text else text
+
+
 def logger() -> logging.Logger:
     return logging.getLogger(NAME)
 
@@ -55,7 +88,7 @@ def configure(level: str = "info") -> None:
 def handler() -> logging.Handler:
     """Return the process's one handler for standard error, which keeps the lines of all loggers in order."""
     found = QueuedHandler(STANDARD_ERROR)
-    found.setFormatter(JsonLines())
+    found.setFormatter(HumanLines() if is_terminal() else JsonLines())
     return found
 
 

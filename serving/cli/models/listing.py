@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -19,8 +20,6 @@ from .running import RunningEngine, RunningServer, engines, servers
 
 DAY = 86_400.0
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-
-Rows = list[tuple[str, ...]]
 
 
 @click.group(invoke_without_command=True)
@@ -48,7 +47,7 @@ def models(context: click.Context, as_json: bool, no_registry: bool) -> None:
         click.echo(json.dumps(msgspec.to_builtins(found), indent=2))
         return
     if not no_registry:
-        rows: Rows = [
+        rows = [
             (
                 one.name,
                 one.latest,
@@ -59,9 +58,9 @@ def models(context: click.Context, as_json: bool, no_registry: bool) -> None:
             for one in found["registered"]
         ]
         _section("registered models", ("name", "latest", "versions", "aliases", "size"), rows, reason)
-    cached: Rows = [(one.kind, one.name, one.model, ago(one.used), readable(one.size)) for one in found["cached"]]
-    taken = f"{readable(total(found['cached']))} on the disk" if cached else ""
-    _section("cache", ("kind", "name", "model", "last use", "size"), cached, taken)
+    rows = [(one.kind, one.name, one.model, ago(one.used), readable(one.size)) for one in found["cached"]]
+    taken = f"{readable(total(found['cached']))} on the disk" if rows else ""
+    _section("cache", ("kind", "name", "model", "last use", "size"), rows, taken)
     _show_running(found["servers"], found["engines"])
 
 
@@ -107,7 +106,7 @@ def ps(as_json: bool) -> None:
 
 
 def _show_running(running: list[RunningServer], processes: list[RunningEngine]) -> None:
-    rows: Rows = [
+    rows = [
         (
             str(one.pid),
             ", ".join(one.addresses) or "loading",
@@ -117,13 +116,11 @@ def _show_running(running: list[RunningServer], processes: list[RunningEngine]) 
         for one in running
     ]
     _section("servers", ("pid", "address", "endpoints", "memory"), rows)
-    engines_shown: Rows = [
-        (str(one.pid), one.state, one.model, str(one.clients), readable(one.memory)) for one in processes
-    ]
-    _section("engines", ("pid", "state", "model", "clients", "memory"), engines_shown)
+    lines = [(str(one.pid), one.state, one.model, str(one.clients), readable(one.memory)) for one in processes]
+    _section("engines", ("pid", "state", "model", "clients", "memory"), lines)
 
 
-def _section(title: str, heads: tuple[str, ...], rows: Rows, note: str = "") -> None:
+def _section(title: str, heads: tuple[str, ...], rows: Sequence[tuple[str, ...]], note: str = "") -> None:
     click.echo(title + (f" ({note})" if note else "") + ("" if rows else ": none"))
     if rows:
         click.echo("  " + table(heads, rows, right=1).replace("\n", "\n  "))
