@@ -7,6 +7,8 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
+say() { printf '== %4d s  %s\n' "$SECONDS" "$*"; }  # a step, and the time since the start
+
 find_python() {
     local candidate
     for candidate in "${PYTHON:-}" python3.11 python3.12 python3.13 python3; do
@@ -24,13 +26,16 @@ export TQDM_DISABLE=1 PYTHONWARNINGS=ignore
 venv=.venv-demo
 stamp="$venv/installed"
 if [ ! -f "$stamp" ] || [ -n "$(find setup.cfg plugin flavors serving -newer "$stamp" \( -name '*.py' -o -name '*.cpp' -o -name '*.h' -o -name setup.cfg \) -print -quit)" ]; then
-    echo "== installing into $venv (a few minutes the first time)"
+    say "installing into $venv (a few minutes the first time)"
     [ -x "$venv/bin/python" ] || "$(find_python)" -m venv "$venv"
     # Every file except torch's is checked against its hash (tests/lock.sh). The project does not prescribe a build of
     # torch, so an installed CPU or CUDA build is kept. If pip is offered a CPU build of this version (2.13.0+cpu), it
     # takes that one, because it sorts above the plain version.
+    say "libraries: $(grep -c '==' examples/quickstart/requirements.lock) packages"
     "$venv/bin/pip" install --quiet --require-hashes --no-deps -r examples/quickstart/requirements.lock
+    say "torch, the largest one"
     "$venv/bin/pip" install --quiet "torch==2.13.0"
+    say "mlflow-llm, with its kernels compiled"
     rm -rf build  # otherwise setuptools would include modules that no longer exist
     "$venv/bin/pip" install --quiet --force-reinstall --no-deps --no-build-isolation .
     rm -rf build
@@ -38,8 +43,9 @@ if [ ! -f "$stamp" ] || [ -n "$(find setup.cfg plugin flavors serving -newer "$s
 fi
 export PATH="$PWD/$venv/bin:$PATH"
 
-echo "== weights"
+say "weights"
 python examples/quickstart/fetch_weights.py
-echo "== adapters (about two minutes the first time)"
+say "adapters (about two minutes the first time)"
 python examples/quickstart/train_adapters.py
 python examples/quickstart/demo.py
+say "done; everything is stopped"
