@@ -14,6 +14,7 @@ from msgspec import Struct
 from .....serving.interface.errors import PackagingError, shown
 from .header import Header
 from .rope import ROPE_KEYS, rope_parameters
+from .unread import reason
 
 PATTERN = "attention.sliding_window_pattern"
 # the keys of every decoder, and the config's name for each
@@ -264,7 +265,7 @@ def model_config(header: Header) -> Any:
     if family is None:
         raise PackagingError(
             f"model: {header.file}: general.architecture = {shown(header.architecture)} is not supported for a GGUF"
-            f" file; expected one of {', '.join(sorted(FAMILIES))}: log the checkpoint that it was made of"
+            f" file: {reason(header.architecture, sorted(FAMILIES))}"
         )
     _check_keys(header, family)
     fields = {name: _one(header, key) for key, name in family.fields.items() if key in header.own()}
