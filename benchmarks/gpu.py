@@ -135,13 +135,13 @@ def run_ours(args: argparse.Namespace, quantization: Literal["none", "fp8"] = "n
             )  # fmt: skip
             core.add(request)
         began = time.perf_counter()
-        while any(not sequence.decodes for sequence in core._scheduler.running) or core._scheduler.waiting:
+        while any(not sequence.decodes for sequence in core.parts.scheduler.running) or core.parts.scheduler.waiting:
             core.step()
         synchronize(args.device)
         found["prefill"][count] = time.perf_counter() - began
         times = []
         while core.has_work():
-            before, began = len(core._scheduler.running), time.perf_counter()
+            before, began = len(core.parts.scheduler.running), time.perf_counter()
             core.step()
             if before == count:
                 times.append(time.perf_counter() - began)

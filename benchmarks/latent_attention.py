@@ -62,7 +62,7 @@ def load(folder: str, *, whole: bool) -> GenerationCore:
 def measured(cores: dict[str, GenerationCore], asked: argparse.Namespace) -> list[dict[str, Any]]:
     rows: dict[str, dict[str, Any]] = {}
     for name, core in cores.items():
-        tokens = core._parts.cache.num_tokens_total
+        tokens = core.parts.cache.num_tokens_total
         rows[name] = {"kept": name, "bytes a token": MEMORY // tokens, "tokens in 4 GiB": tokens}
     prompts: dict[str, list[float]] = {name: [] for name in cores}
     steps: dict[str, list[float]] = {name: [] for name in cores}

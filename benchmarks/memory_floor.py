@@ -65,7 +65,7 @@ def main() -> None:
             ),
         )
     )
-    decoder = core._parts.runner.step_forward
+    decoder = core.parts.runner.step_forward
     assert isinstance(decoder, NativeDecoder)
     weights = decoder._weights
     packed = {
@@ -73,7 +73,7 @@ def main() -> None:
     }
     packed[id(weights.head)] = weights.head
     read = sum(part.nbytes for one in packed.values() for part in one.parts().values())
-    cache = core._parts.cache
+    cache = core.parts.cache
     read += (args.prompt + args.new // 2) * core.info.kv_cache_memory // cache.num_tokens_total
     numbers = torch.ones(1 << 28)
     floors, steps = [], []

@@ -157,7 +157,7 @@ def main() -> None:
     for name, sampling in KINDS.items():
         request = request_of(name, prompt, **SHOWN, **sampling)
         wanted.append((request, answer(core, request)))
-    cache = core._parts.cache
+    cache = core.parts.cache
     assert isinstance(cache, SlotKVCache)
     tokens = 8 * 110 * cache.slot_elements // cache.slot_tokens * cache.dtype.itemsize
     neighbour = Neighbours(prompt, core.info.vocab_size, tuple(adapters))
@@ -177,7 +177,7 @@ def main() -> None:
         health = core.health()
         rows.append({
             "engine": name, "needles": found.count, "mismatches": len(found.mismatches), "resumed": found.resumed,
-            "preempted": core._scheduler.num_preemptions, "prefix_tokens": health.prefix_hit_tokens,
+            "preempted": core.parts.scheduler.num_preemptions, "prefix_tokens": health.prefix_hit_tokens,
             "drafts_taken": health.accepted_tokens, "kills": 0,
         })  # fmt: skip
         core.close()

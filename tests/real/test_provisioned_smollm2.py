@@ -28,14 +28,14 @@ class Clock:
         return self.now
 
     def steps_with(self, core: EngineCore) -> None:
-        schedule = core._scheduler.schedule
+        schedule = core.parts.scheduler.schedule
 
         def timed() -> list[ScheduledChunk]:
             runs: list[ScheduledChunk] = schedule()
             self.now += 0.005 + 0.00005 * sum(run.num_tokens for run in runs)
             return runs
 
-        core._scheduler.schedule = timed
+        core.parts.scheduler.schedule = timed
 
 
 class Engine:
@@ -109,5 +109,5 @@ def test_a_flood_waits_and_changes_no_provisioned_text(engine: Engine) -> None:
         assert engine.tokens[f"reserved-{number}"] == engine.tokens[f"alone-{number}"]
     assert len(engine.tokens) == 26
     assert {len(tokens) for tokens in engine.tokens.values()} == {24}
-    assert 0 < engine.core._scheduler.budget.cost.predict(StepLoad(rows=3, context=100)) < 10
+    assert 0 < engine.core.parts.scheduler.budget.cost.predict(StepLoad(rows=3, context=100)) < 10
     engine.core.close()

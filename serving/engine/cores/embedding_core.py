@@ -28,13 +28,13 @@ class EmbeddingCore(EngineCore, pooled=True):
 
     def _load(self, bundle: Bundle, pinned: Collection[str]) -> tuple[EngineInfo, RequestAdapters]:
         settings = self.settings
-        self._parts = assemble_embedding(bundle, settings)
+        self.parts = assemble_embedding(bundle, settings)
         max_tokens = 0 if settings.batch_invariant else settings.max_num_batched_tokens or DEFAULT_TOKENS
-        self._embeddings = EmbeddingQueue(self._parts.embedder, max_tokens)
-        return self._parts.info, NoAdapters()
+        self._embeddings = EmbeddingQueue(self.parts.embedder, max_tokens)
+        return self.parts.info, NoAdapters()
 
     def _accept(self, request: ValidRequest, client: Client) -> None:
-        adapter = self._adapters.claim(request)
+        adapter = self.request_adapters.claim(request)
         self._inflight.add(request, client, adapter)
         self._embeddings.add(request)
 

@@ -24,7 +24,8 @@ from ..scheduling.inflight import InflightRequest, InflightRequests
 class EngineCore:
     """The parts of ``Core`` except for what a step computes. ``EngineCore(bundle, settings)`` makes a subclass, the
     core of the model's tasks. Not thread-safe: the thread that makes it must drive it (torch ties its threads to
-    it)."""
+    it). Its ``parts``, ``request_adapters`` and the like are public for tests and measurements, which only read
+    them."""
 
     backend: ClassVar[str] = "native"
     _by_pooled: ClassVar[dict[bool, type[EngineCore]]] = {}
@@ -44,7 +45,7 @@ class EngineCore:
         """Load the model. Raises ``PackagingError`` if it cannot run as the settings ask."""
         settings.of_backend(self.backend, Checked)
         self.settings = settings
-        self.info, self._adapters = self._load(bundle, pinned_adapters(settings, bundle))
+        self.info, self.request_adapters = self._load(bundle, pinned_adapters(settings, bundle))
         self._inflight = InflightRequests(self._ended)
         self._steps = 0
         self._last_step = time.monotonic()
@@ -103,7 +104,7 @@ class EngineCore:
 
     def _ended(self, inflight: InflightRequest) -> None:
         """Note that a request has left the engine."""
-        self._adapters.release(inflight.adapter)
+        self.request_adapters.release(inflight.adapter)
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
@@ -134,13 +135,13 @@ class EngineCore:
     # -- adapters ---------------------------------------------------------------------------------------------------
 
     def load_adapter(self, name: str, path: str, *, replace: bool = False, pinned: bool = False) -> AdapterInfo:
-        return self._adapters.load(name, path, replace=replace, pinned=pinned)
+        return self.request_adapters.load(name, path, replace=replace, pinned=pinned)
 
     def unload_adapter(self, name: str, *, at_once: bool = False) -> None:
-        self._adapters.unload(name, at_once=at_once)
+        self.request_adapters.unload(name, at_once=at_once)
 
     def adapters(self) -> tuple[AdapterInfo, ...]:
-        return self._adapters.infos()
+        return self.request_adapters.infos()
 
     # -- state ------------------------------------------------------------------------------------------------------
 
@@ -162,7 +163,7 @@ class EngineCore:
 
     def check_integrity(self) -> None:
         """Raise ``RuntimeError`` if memory or sequences are unaccounted for."""
-        self._adapters.check_integrity(inflight.adapter for inflight in self._inflight)
+        self.request_adapters.check_integrity(inflight.adapter for inflight in self._inflight)
 
     def close(self) -> list[EngineOutput]:
         """End every request with ``Failed("shutting_down")``, free the memory and return the last events."""

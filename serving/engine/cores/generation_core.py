@@ -49,17 +49,17 @@ class GenerationCore(EngineCore, pooled=False):
 
     def __init__(self, bundle: Bundle, settings: EngineSettings) -> None:
         super().__init__(bundle, settings)
-        parts = self._parts
-        self._images = ImageFeatureCache(
+        parts = self.parts
+        self.image_features = ImageFeatureCache(
             parts.reader, budget=settings.encoder_cache, width=self.info.hidden_size, first_id=self.info.vocab_size
         )
         self._wake: Callable[[], None] = _ignore
         trust = settings.trust_remote_code
         read = partial(grammar_tokenizer.load, bundle, self.info.vocab_size, trust_remote_code=trust)
         self._masks = BitmaskWorker()
-        self._grammars = Grammars(read, lambda: self._wake())
+        self.grammars = Grammars(read, lambda: self._wake())
         scheduler, cache = parts.scheduler, parts.cache
-        self._exits = RequestFinisher(self._inflight, scheduler, cache, self._grammars)
+        self._exits = RequestFinisher(self._inflight, scheduler, cache, self.grammars)
         self._delivery = Delivery(self._inflight, scheduler, cache, self._exits, self._add_member)
         self._ahead = LaunchAhead(parts.ahead, scheduler, cache)
         self._next_id = 0
@@ -67,7 +67,7 @@ class GenerationCore(EngineCore, pooled=False):
 
     def _load(self, bundle: Bundle, pinned: Collection[str]) -> tuple[EngineInfo, RequestAdapters]:
         settings = self.settings
-        self._parts = parts = assemble(bundle, settings)
+        self.parts = parts = assemble(bundle, settings)
         self._scheduler = parts.scheduler
         self._runner = parts.runner
         self._registry = AdapterRegistry(
@@ -85,19 +85,19 @@ class GenerationCore(EngineCore, pooled=False):
     def _check(self, request: ValidRequest, continues: bool) -> None:
         super()._check(request, continues)
         if request.sampling is not None and request.sampling.beams is not None:
-            cache = self._parts.cache
+            cache = self.parts.cache
             check_beams(request, self.info, cache.num_tokens_total, cache.block_size)
 
     def _accept(self, request: ValidRequest, client: Client) -> None:
         table = None
         if request.prompt_table is not None:
             table = table_of(request.prompt_table, self.info.hidden_size, self.info.vocab_size)
-        adapter = self._adapters.claim(request)
+        adapter = self.request_adapters.claim(request)
         if request.lora_task is not None:  # its weights are the pool's now
             task = LoraTask(task_id=request.lora_task.task_id)
             request = msgspec.structs.replace(request, lora_task=task)
         if request.images:
-            request, table = self._images.ask(request)
+            request, table = self.image_features.ask(request)
         inflight = self._inflight.add(request, client, adapter)
         num_learned = 0
         try:
@@ -106,7 +106,7 @@ class GenerationCore(EngineCore, pooled=False):
                 num_learned, table = len(learned.vectors), learned
                 request = with_learned_prompt(request, num_learned, self.info)
             grammar = _to_compile(request)
-            compilation = None if grammar is None else self._grammars.ask(request.request_id, grammar)
+            compilation = None if grammar is None else self.grammars.ask(request.request_id, grammar)
         except ServingError as error:
             self._inflight.fail(inflight, error)
             return
@@ -117,8 +117,8 @@ class GenerationCore(EngineCore, pooled=False):
         for group in inflight.groups if num_learned else ():
             group.num_learned = num_learned
         inflight.prerequisites = Prerequisites(
-            images=request.request_id in self._images,
-            grammar=request.request_id in self._grammars,
+            images=request.request_id in self.image_features,
+            grammar=request.request_id in self.grammars,
             compilation=compilation,
         )
         for sequence in inflight.unfinished:
@@ -185,7 +185,7 @@ class GenerationCore(EngineCore, pooled=False):
 
     def _ended(self, inflight: InflightRequest) -> None:
         super()._ended(inflight)
-        self._images.forget(inflight.request.request_id)
+        self.image_features.forget(inflight.request.request_id)
         if inflight.has_table:
             self._runner.num_tables -= 1
 
@@ -228,14 +228,14 @@ class GenerationCore(EngineCore, pooled=False):
     # -- steps ------------------------------------------------------------------------------------------------------
 
     def has_work(self) -> bool:
-        if self._inflight.has_outputs or len(self._inflight) > len(self._grammars) or self._images:
+        if self._inflight.has_outputs or len(self._inflight) > len(self.grammars) or self.image_features:
             return True
-        return bool(self._inflight) and (self._grammars.is_due or self._is_late())
+        return bool(self._inflight) and (self.grammars.is_due or self._is_late())
 
     @property
     def waits(self) -> bool:
         """Return whether a request waits for its grammar, even if there is no other work."""
-        return bool(self._grammars)
+        return bool(self.grammars)
 
     def on_work(self, wake: Callable[[], None]) -> None:
         self._wake = wake
@@ -247,14 +247,16 @@ class GenerationCore(EngineCore, pooled=False):
         # since then.
         began = self._last_step if self._goes_on else time.monotonic()
         self._expire_late()
-        if self._grammars:
+        if self.grammars:
             self._end_waits()
         launched = self._ahead.launched
         runs = launched or self._scheduler.schedule()
         if runs:
             self._run(runs, self._forward_ahead if launched or self._ahead.takes(runs) else self._forward)
             self._scheduler.record_step_time(runs, time.monotonic() - began)
-        reads = bool(self._images) and self._images.may_read(beside_provisioned=self._scheduler.has_provisioned)
+        reads = bool(self.image_features) and self.image_features.may_read(
+            beside_provisioned=self._scheduler.has_provisioned
+        )
         if reads:
             self._read_images()
         if runs or reads:
@@ -304,7 +306,7 @@ class GenerationCore(EngineCore, pooled=False):
 
     def _end_waits(self) -> None:
         """Begin the requests whose grammars are compiled, and fail those whose grammars cannot be compiled."""
-        for request_id, error in self._grammars.take():
+        for request_id, error in self.grammars.take():
             inflight = self._inflight.get(request_id)
             if inflight is None:
                 continue
@@ -316,7 +318,7 @@ class GenerationCore(EngineCore, pooled=False):
 
     def _read_images(self) -> None:
         """Read a piece of an image. Begin the requests whose images are all read, if their grammars are compiled."""
-        for request_id, error in self._images.read():
+        for request_id, error in self.image_features.read():
             inflight = self._inflight.get(request_id)
             if inflight is None:
                 continue
@@ -333,7 +335,7 @@ class GenerationCore(EngineCore, pooled=False):
     # -- state ------------------------------------------------------------------------------------------------------
 
     def health(self) -> Health:
-        scheduler, cache = self._scheduler, self._parts.cache
+        scheduler, cache = self._scheduler, self.parts.cache
         speculation = scheduler.speculation
         return msgspec.structs.replace(
             super().health(),
@@ -355,7 +357,7 @@ class GenerationCore(EngineCore, pooled=False):
     def check_integrity(self) -> None:
         """Raise ``RuntimeError`` if memory or sequences are unaccounted for."""
         super().check_integrity()
-        self._parts.cache.check_integrity()
+        self.parts.cache.check_integrity()
         self._ahead.check_integrity()
         running = len(self._scheduler.running)
         unfinished = sum(len(inflight.unfinished) for inflight in self._inflight)
@@ -364,9 +366,9 @@ class GenerationCore(EngineCore, pooled=False):
 
     def _free(self) -> None:
         self._ahead.drop()
-        self._grammars.close()
+        self.grammars.close()
         self._masks.close()
-        self._parts.cache.close()
+        self.parts.cache.close()
 
 
 def _ignore() -> None:

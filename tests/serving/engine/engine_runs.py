@@ -64,8 +64,8 @@ def checked_cores(make: Callable[..., EngineCore]) -> Iterator[Callable[..., Eng
 
     yield kept
     for core in made:
-        assert core._runner.num_tables == 0
-        assert not core._images
+        assert core.parts.runner.num_tables == 0
+        assert not core.image_features
         core.check_integrity()
         core.close()
 

@@ -61,7 +61,7 @@ def test_preemption_changes_no_token(tiny_bundle: Bundle, tiny_llama: Any) -> No
     core = EngineCore(tiny_bundle, settings(kv_cache_memory=100 * TOKEN_BYTES, max_num_seqs=8))
     prompts = [prompt_of(20, i) for i in range(5)]
     outcomes = run(core, *(request_of(str(i), p, max_tokens=30) for i, p in enumerate(prompts)))
-    assert core._scheduler.num_preemptions > 0
+    assert core.parts.scheduler.num_preemptions > 0
     for i, prompt in enumerate(prompts):
         assert outcomes[str(i)].tokens[0] == greedy(tiny_llama, prompt, 30)
     core.close()
@@ -234,7 +234,7 @@ def test_one_failing_request_harms_no_other(
     core: EngineCore, tiny_llama: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """When a forward raises because of one sequence, that request fails and the others keep their tokens."""
-    step = core._runner.step_forward
+    step = core.parts.runner.step_forward
     forward = step.forward
     good = prompt_of(12, 0)
     expected = greedy(tiny_llama, good, 4)
@@ -273,12 +273,12 @@ def test_choices_that_are_not_finite_fail_their_request_once(
     core: EngineCore, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Two choices with the same broken logits in one step give one ``Failed``, and nothing is left."""
-    head = core._runner.step_forward.forward
+    head = core.parts.runner.step_forward.forward
 
     def broken(*arguments: Any) -> Any:
         return torch.full_like(head(*arguments), float("nan"))
 
-    core._runner.step_forward.forward = broken
+    core.parts.runner.step_forward.forward = broken
     outcomes = run(core, request_of("a", prompt_of(1, 0), n=2))
     assert outcomes["a"].failed is not None
     assert "not finite" in outcomes["a"].failed.message
@@ -288,10 +288,10 @@ def test_choices_that_are_not_finite_fail_their_request_once(
 
 def test_numbers_that_are_not_finite_fail_one_request(core: EngineCore, tiny_llama: Any) -> None:
     """NaN logits fail their request alone, and the next one in that memory is not touched by them."""
-    if isinstance(core._runner.step_forward, ModelForward):
-        embedding = core._runner.step_forward._model.get_input_embeddings().weight
+    if isinstance(core.parts.runner.step_forward, ModelForward):
+        embedding = core.parts.runner.step_forward._model.get_input_embeddings().weight
     else:
-        embedding = core._runner.step_forward._weights.embedding
+        embedding = core.parts.runner.step_forward._weights.embedding
     with torch.inference_mode():
         embedding[77] = float("nan")
     outcomes = run(core, request_of("bad", (5, 77, 6)), request_of("good", (9, 8, 7), max_tokens=3))
@@ -394,7 +394,7 @@ def test_refused_address_space_falls_back_to_the_budget(
     real = slab.mmap.mmap
     monkeypatch.setattr(slab.mmap, "mmap", limited)
     core = EngineCore(tiny_bundle, settings(kv_cache_memory=allowed))
-    assert len(core._parts.cache.table.slots) == 2
+    assert len(core.parts.cache.table.slots) == 2
     prompts = [prompt_of(20, i) for i in range(4)]
     outcomes = run(core, *(request_of(str(i), p) for i, p in enumerate(prompts)))
     for i, prompt in enumerate(prompts):
@@ -440,7 +440,7 @@ def test_a_flood_changes_no_provisioned_token(core: EngineCore, tiny_llama: Any)
     for name, prompt in provisioned.items():
         core.add(request_of(name, prompt, max_tokens=10, provisioned=True))
     take(core, outcomes)
-    assert core._scheduler.num_preemptions >= 3
+    assert core.parts.scheduler.num_preemptions >= 3
     for name, prompt in (flood | provisioned).items():
         assert outcomes[name].tokens[0] == greedy(tiny_llama, prompt, 10 if name in provisioned else 20)
     assert core.health().provisioned_tokens == 30

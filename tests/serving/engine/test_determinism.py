@@ -172,7 +172,7 @@ def test_the_needle(make: Made, quantization: str) -> None:
         assert not found.mismatches, (more, [kinds()[place].request_id for place in found.mismatches])
         resumed += found.resumed
         cached += core.health().prefix_hit_tokens
-        preempted += core._scheduler.num_preemptions
+        preempted += core.parts.scheduler.num_preemptions
     assert min(resumed, cached, preempted) > 0
     few = make(quantization=quantization)  # so few that there are drafts
     assert not run(few, [one for one in wanted if one[0].request_id == "repeats"], count=4, at_once=2).mismatches
@@ -187,7 +187,7 @@ def test_the_needle_in_reduced_precision(make_rounded: Made) -> None:
     assert core.info.kernels == "native"
     found = run(core, wanted, count=24)
     assert not found.mismatches, [kinds()[place].request_id for place in found.mismatches]
-    assert min(found.resumed, core._scheduler.num_preemptions) > 0
+    assert min(found.resumed, core.parts.scheduler.num_preemptions) > 0
     few = make_rounded()
     long = [one for one in wanted if one[0].request_id in ("greedy", "repeats")]
     assert not run(few, long, count=8, at_once=2).mismatches
@@ -209,7 +209,7 @@ def test_searches_where_memory_is_scarce(make: Made, seed: int, caplog: pytest.L
 
     core = make(kv_cache_memory=260 * TOKEN_BYTES, max_num_batched_tokens=40, speculation="none")
     found = needles(core, wanted, plain, count=12, at_once=8, seed=seed, resume=False)
-    assert core._scheduler.num_preemptions
+    assert core.parts.scheduler.num_preemptions
     assert not found.mismatches
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
@@ -226,7 +226,7 @@ def test_batch_invariant(make: Made, kernels: str, dtype: str) -> None:
     settings = {"kernels": kernels, "dtype": dtype, "batch_invariant": True}
     wanted = wanted_of(make(**settings))
     core = make(**settings, max_num_batched_tokens=32, kv_cache_memory=500 * TOKEN_BYTES)
-    assert core._parts.cache.prefix_caching == (core.info.kernels == "native")
+    assert core.parts.cache.prefix_caching == (core.info.kernels == "native")
     found = run(core, wanted, count=14)
     assert not found.mismatches, [kinds()[place].request_id for place in found.mismatches]
     assert found.resumed

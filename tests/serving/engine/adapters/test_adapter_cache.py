@@ -50,7 +50,7 @@ class Adapters:
                 self.expected[name, prompt] = greedy(adapted, prompt, MAX_TOKENS)
         self.tasks = {name: task_of(path, 0) for name, path in self.paths.items()}
         probe = self.core()
-        self.size = probe._parts.lora.read("f", self.paths["f"]).num_bytes
+        self.size = probe.parts.lora.read("f", self.paths["f"]).num_bytes
         probe.close()
 
     def core(self, *, adapters: tuple[str, ...] = (), default: str | None = None, **settings: Any) -> EngineCore:
@@ -116,7 +116,7 @@ def test_requests_at_once_load_a_task_once(adapters: Adapters, core_of: Callable
     outcomes = run(core, *(ask(str(i), PROMPTS[i % 3], lora_task=task) for i in range(16)))
     assert all(outcomes[str(i)].tokens[0] == adapters.expected["d", PROMPTS[i % 3]] for i in range(16))
     text_of(core, PROMPTS[0], lora_task=task)
-    assert core._adapters.num_loads == 1
+    assert core.request_adapters.num_loads == 1
 
 
 def test_new_weights_of_a_task_serve_later_requests(adapters: Adapters, core_of: Callable[..., EngineCore]) -> None:
@@ -131,7 +131,7 @@ def test_new_weights_of_a_task_serve_later_requests(adapters: Adapters, core_of:
     assert outcomes["old"].tokens[0] == adapters.expected["a", PROMPTS[2]]
     assert outcomes["new"].tokens[0] == adapters.expected["f", PROMPTS[2]]
     assert text_of(core, PROMPTS[2], lora_task=LoraTask(task_id=5)) == adapters.expected["f", PROMPTS[2]]
-    assert core._adapters.num_bytes == adapters.size
+    assert core.request_adapters.num_bytes == adapters.size
 
 
 def test_a_named_adapter_is_replaced_in_place(adapters: Adapters, core_of: Callable[..., EngineCore]) -> None:
@@ -150,7 +150,7 @@ def test_a_named_adapter_is_replaced_in_place(adapters: Adapters, core_of: Calla
     assert outcomes["new"].tokens[0] == adapters.expected["f", PROMPTS[2]]
     assert [one.path for one in core.adapters()] == [adapters.paths["f"]]
     core.unload_adapter("x")
-    assert core._adapters.num_bytes == 0
+    assert core.request_adapters.num_bytes == 0
 
 
 def test_idle_adapters_make_room_the_longest_unused_first(
@@ -164,10 +164,10 @@ def test_idle_adapters_make_room_the_longest_unused_first(
     assert text_of(core, PROMPTS[0], lora_task=LoraTask(task_id=1)) == MISS.format(1)
     assert text_of(core, PROMPTS[0], lora_task=LoraTask(task_id=2)) == adapters.expected["f", PROMPTS[0]]
     assert text_of(core, PROMPTS[0], adapter="f") == adapters.expected["f", PROMPTS[0]]
-    loads = core._adapters.num_loads
+    loads = core.request_adapters.num_loads
     assert text_of(core, PROMPTS[0], adapter="a") == adapters.expected["a", PROMPTS[0]]
     assert text_of(core, PROMPTS[0], adapter="f") == adapters.expected["f", PROMPTS[0]]
-    assert core._adapters.num_loads <= loads + 1  # "f" never left
+    assert core.request_adapters.num_loads <= loads + 1  # "f" never left
     assert {one.name for one in core.adapters()} == {"a", "f"}
 
 
@@ -181,9 +181,9 @@ def test_a_tenant_that_floods_evicts_its_own(adapters: Adapters, core_of: Callab
     again = LoraTask(task_id=1)
     assert text_of(core, PROMPTS[0], lora_task=again, tenant="calm") == adapters.expected["f", PROMPTS[0]]
     assert text_of(core, PROMPTS[0], lora_task=LoraTask(task_id=6), tenant="flood") == MISS.format(6)
-    loads = core._adapters.num_loads
+    loads = core.request_adapters.num_loads
     assert text_of(core, PROMPTS[0], adapter="f") == adapters.expected["f", PROMPTS[0]]
-    assert core._adapters.num_loads == loads
+    assert core.request_adapters.num_loads == loads
 
 
 def test_pinned_adapters_are_never_evicted(adapters: Adapters, core_of: Callable[..., EngineCore]) -> None:
@@ -199,14 +199,14 @@ def test_pinned_adapters_are_never_evicted(adapters: Adapters, core_of: Callable
     refused = text_of(core, PROMPTS[0], lora_task=named(adapters.tasks["f"], 9))
     assert "lora_weights" in str(refused)
     assert "beside pinned adapters" in str(refused)
-    loads = core._adapters.num_loads
+    loads = core.request_adapters.num_loads
     for name in ("f", "x"):
         assert text_of(core, PROMPTS[0], adapter=name) == adapters.expected["f", PROMPTS[0]]
-    assert core._adapters.num_loads == loads
+    assert core.request_adapters.num_loads == loads
     core.load_adapter("x", adapters.paths["f"], replace=True)  # not pinned any more
     assert text_of(core, PROMPTS[0], lora_task=named(adapters.tasks["f"], 9)) == adapters.expected["f", PROMPTS[0]]
     assert text_of(core, PROMPTS[0], adapter="x") == adapters.expected["f", PROMPTS[0]]
-    assert core._adapters.num_loads == loads + 3
+    assert core.request_adapters.num_loads == loads + 3
     with pytest.raises(InvalidField, match=r"pinned_adapters: 'z' is not allowed; .* came with the model: a, f"):
         core_of(adapters=("f", "a"), pinned_adapters=("z",))
 
@@ -226,8 +226,8 @@ def test_evicted_adapters_come_back_from_copies(
     outcomes = run(core, *(ask(str(i), PROMPTS[i % 3], adapter="x") for i in range(8)))
     assert all(outcomes[str(i)].tokens[0] == adapters.expected["f", PROMPTS[i % 3]] for i in range(8))
     assert text_of(core, PROMPTS[0], lora_task=LoraTask(task_id=1)) == adapters.expected["f", PROMPTS[0]]
-    assert core._adapters.num_loads == 3
-    assert core._adapters.num_host_bytes == 2 * adapters.size
+    assert core.request_adapters.num_loads == 3
+    assert core.request_adapters.num_host_bytes == 2 * adapters.size
     text_of(core, PROMPTS[0], lora_task=named(adapters.tasks["f"], 3))
     assert text_of(core, PROMPTS[0], lora_task=LoraTask(task_id=2)) == MISS.format(2)
     core.check_integrity()
@@ -250,7 +250,7 @@ def test_a_copy_that_finds_no_room_stays_a_copy(adapters: Adapters, core_of: Cal
 
 def test_all_of_an_adapter_goes_to_the_host(adapters: Adapters, core_of: Callable[..., EngineCore]) -> None:
     """A host copy keeps factors, gains and shifts with their ranks and scaling, and restores them."""
-    pool = core_of()._parts.lora
+    pool = core_of().parts.lora
     read = pool.read("f", adapters.paths["f"])
     with_gains = replace(
         read, factors={n: replace(f, gain=f.b[:, 0], shift=f.b[:, 1]) for n, f in read.factors.items()}
@@ -386,4 +386,4 @@ def test_random_operations_give_each_adapter_its_own_text(
     assert len(outcomes) > 1000
     assert 0 < refused < len(outcomes) // 2
     assert {outcome.failed.kind for outcome in outcomes.values() if outcome.failed} == {"not_found", "overloaded"}
-    assert core._adapters.num_loads > 100
+    assert core.request_adapters.num_loads > 100

@@ -205,7 +205,7 @@ def test_a_learned_prompt_continues_as_pefts_model(family: str, tmp_path: Path) 
         outcomes = run(core, *requests)
         for name, text in wanted.items():
             assert (outcomes[name].tokens[0], outcomes[name].finished[0].num_cached_tokens) == (text, cached), name
-    assert core._runner.num_tables == 0
+    assert core.parts.runner.num_tables == 0
     core.close()
 
 
@@ -229,7 +229,7 @@ def test_conflicts_of_a_learned_prompt_are_refused(tmp_path: Path) -> None:
         assert failed is not None
         assert failed.param == param
     assert (len(outcomes["good"].tokens[0]), outcomes["good"].finished[0].reason) == (1, "length")
-    assert core._runner.num_tables == 0
+    assert core.parts.runner.num_tables == 0
     core.check_integrity()
     core.close()
 

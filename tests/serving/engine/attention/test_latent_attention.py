@@ -111,7 +111,7 @@ def test_memory_that_runs_out_and_prefixes_change_no_text(model: Any, make: Call
     wanted = [greedy(model, prompt, 24) for prompt in prompts]
     core = make(kv_cache_memory=110 * TOKEN_BYTES)
     assert texts(core, prompts, max_tokens=24) == wanted
-    assert core._scheduler.num_preemptions > 0
+    assert core.parts.scheduler.num_preemptions > 0
     warm = make()
     for _ in range(2):
         assert texts(warm, prompts, max_tokens=24) == wanted

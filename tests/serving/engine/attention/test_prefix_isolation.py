@@ -45,7 +45,7 @@ def test_a_miss_computes_every_token(core: EngineCore) -> None:
     """Under another salt the engine computes every token of the prompt."""
     for salt in ("a", "b"):
         core.add(request_of(salt, PROMPT, cache_salt=salt, max_tokens=1))
-        runs = core._scheduler.schedule()
+        runs = core.parts.scheduler.schedule()
         assert sum(one.num_tokens for one in runs) == len(PROMPT)
         core._run(runs, core._forward)
         take(core, {salt: Outcome()})
@@ -62,7 +62,7 @@ def test_requests_side_by_side_do_not_wait_for_each_other(core: EngineCore) -> N
     """A prompt waits for one like it that is being computed only under the same salt: waiting would tell, too."""
     for salt in ("a", "b"):
         core.add(request_of(salt, PROMPT, cache_salt=salt))
-    assert {one.sequence.request.request_id for one in core._scheduler.schedule()} == {"a", "b"}
+    assert {one.sequence.request.request_id for one in core.parts.scheduler.schedule()} == {"a", "b"}
 
 
 def test_a_preempted_sequence_keeps_its_key(core: EngineCore) -> None:
@@ -71,9 +71,9 @@ def test_a_preempted_sequence_keeps_its_key(core: EngineCore) -> None:
         core.add(request_of(salt, PROMPT, cache_salt=salt))
     outcomes = {"a": Outcome(), "b": Outcome()}
     take(core, outcomes, max_steps=3)
-    (sequence,) = [s for s in core._scheduler.running if s.request.request_id == "b"]
-    core._scheduler.preempt(sequence)
-    assert core._parts.cache.match(sequence.key, sequence.tokens) == (0, None)
+    (sequence,) = [s for s in core.parts.scheduler.running if s.request.request_id == "b"]
+    core.parts.scheduler.preempt(sequence)
+    assert core.parts.cache.match(sequence.key, sequence.tokens) == (0, None)
     take(core, outcomes)
     assert outcomes["a"].tokens == outcomes["b"].tokens
     assert sequence.key == PrefixKey("", "b")

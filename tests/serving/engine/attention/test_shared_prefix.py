@@ -433,7 +433,7 @@ def test_requests_over_one_prompt_have_the_texts_they_have_alone(kept: str, tmp_
     for request in asked:
         core.add(request)
     take(core, outcomes, max_steps=3)
-    cache = core._parts.cache
+    cache = core.parts.cache
     readers = [slot for slot in cache.table.by_owner.values() if slot.parts]
     assert len(readers) > 9
     assert cache.num_tokens_used < 2 * 150 + 16 * 80
@@ -458,10 +458,10 @@ def test_scarce_memory_changes_no_text(tmp_path: Path) -> None:
     ]  # fmt: skip
     core = EngineCore(bundle, EngineSettings(max_num_seqs=6, prefix_caching=False))
     alone = {request.request_id: run(core, request)[request.request_id] for request in asked}
-    token_bytes = core.info.kv_cache_memory // core._parts.cache.num_tokens_total
+    token_bytes = core.info.kv_cache_memory // core.parts.cache.num_tokens_total
     core.close()
     core = EngineCore(bundle, EngineSettings(max_num_seqs=6, kv_cache_memory=token_bytes * 420))
     outcomes = run(core, *asked)
-    assert core._scheduler.num_preemptions > 0
+    assert core.parts.scheduler.num_preemptions > 0
     core.close()
     assert {name: one.tokens for name, one in outcomes.items()} == {name: one.tokens for name, one in alone.items()}

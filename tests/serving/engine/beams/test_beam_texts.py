@@ -128,7 +128,7 @@ def test_searches_are_those_of_transformers(family: str, tmp_path: Path) -> None
         ends = outcomes[request.request_id].finished.values()
         ended += any(one.reason == "stop" for one in ends) and not request.sampling.stop_token_ids  # type: ignore[union-attr]
     assert ended
-    assert core._scheduler.num_preemptions > 0
+    assert core.parts.scheduler.num_preemptions > 0
     core.close()
 
 
@@ -221,7 +221,7 @@ def test_stop_strings_count_from_min_tokens_on(spoken: tuple[Bundle, Any, Texts]
 def test_stop_strings_need_a_readable_tokenizer(tmp_path: Path) -> None:
     """A search with stop strings is refused if the tokenizer cannot be read for grammars."""
     core = make_core(bundle_of("word_piece", tmp_path))
-    core._grammars._compiler._load_tokenizer = unreadable
+    core.grammars._compiler._load_tokenizer = unreadable
     found = run(core, request_of("a", (4, 5), stop=("x",), beams=Beams(width=2)), request_of("b", (4, 5)))
     failed = found["a"].failed
     assert failed is not None
@@ -335,7 +335,7 @@ def test_searches_within_grammars_give_way_and_come_back(spoken: tuple[Bundle, A
     requests = [request_of(f"r{i}", prompts[i], stop=stops[i], **more) for i in range(3)]
     wide, tight = make_core(bundle), make_core(bundle, kv_cache_memory=300 * TOKEN_BYTES)
     outcomes = run(tight, *requests)
-    assert tight._scheduler.num_preemptions > 0
+    assert tight.parts.scheduler.num_preemptions > 0
     for request in requests:
         found, alone = outcomes[request.request_id], run(wide, request)[request.request_id]
         assert found.failed is None, found.failed

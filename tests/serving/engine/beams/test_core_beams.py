@@ -106,7 +106,7 @@ def test_searches_give_way_and_come_back(tiny_bundle: Bundle, tiny_llama: Any) -
     ]
     plain = [request_of(f"p{i}", prompt_of(15, 50 + i), max_tokens=30) for i in range(4)]
     outcomes = run(core, *searches[:4], *plain, *searches[4:])
-    assert core._scheduler.num_preemptions > 0
+    assert core.parts.scheduler.num_preemptions > 0
     for request in searches:
         assert texts(outcomes[request.request_id]) == expected(tiny_llama, request)
     for request in plain:
@@ -118,14 +118,14 @@ def test_a_prompt_is_computed_once(tiny_bundle: Bundle) -> None:
     """A search of eight beams computes its prompt's KV once, with the prefix cache off too."""
     core = make_core(tiny_bundle, prefix_caching=False)
     computed = 0
-    forward = core._runner.forward
+    forward = core.parts.runner.forward
 
     def counted(runs: Any) -> Any:
         nonlocal computed
         computed += sum(run.num_tokens for run in runs)
         return forward(runs)
 
-    core._runner.forward = counted  # type: ignore[method-assign]
+    core.parts.runner.forward = counted  # type: ignore[method-assign]
     run(core, request_of("a", prompt_of(50, 0), max_tokens=5, beams=Beams(width=8)))
     assert computed == 50 + 8 * 4
     core.close()

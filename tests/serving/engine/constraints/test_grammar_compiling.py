@@ -99,7 +99,7 @@ def test_a_compile_delays_nobody(core: EngineCore, prompt: tuple[int, ...], slow
     assert {name for name, outcome in outcomes.items() if outcome.finished} == {"before", "after", "later"}
     assert core.waits
     assert not core.has_work()
-    assert core._scheduler.waiting_for() == {"grammar": 2}
+    assert core.parts.scheduler.waiting_for() == {"grammar": 2}
     health = core.health()
     assert (health.num_running, health.num_waiting) == (0, 0)  # else it would look stalled
     slow.release.set()
@@ -114,7 +114,7 @@ def test_a_provisioned_request_that_waits_for_its_grammar_takes_no_time_from_bes
     """A provisioned request that waits for its grammar has no steps, so best-effort requests run at full speed."""
     add(core, held("waits", prompt, regex("slow"), provisioned=True))
     assert slow.begun.acquire(timeout=240)
-    assert not core._scheduler.has_provisioned
+    assert not core.parts.scheduler.has_provisioned
     outcomes = add(core, *(request_of(f"r{i}", prompt_of(9, i), max_tokens=4) for i in range(4)))
     take(core, outcomes, 1)
     assert core.health().num_running == 4
@@ -183,7 +183,7 @@ def test_done_before_the_request_waits(
     core: EngineCore, prompt: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A grammar that is done while its request is still being added begins the request once, or fails it."""
-    ask, begun = core._grammars.ask, []
+    ask, begun = core.grammars.ask, []
 
     def ask_and_wait(request_id: str, grammar: Grammar) -> Any:
         compilation, event = ask(request_id, grammar), threading.Event()
@@ -194,7 +194,7 @@ def test_done_before_the_request_waits(
         raise AssertionError("the grammar was not compiled")
 
     begin = core._begin
-    monkeypatch.setattr(core._grammars, "ask", ask_and_wait)
+    monkeypatch.setattr(core.grammars, "ask", ask_and_wait)
     monkeypatch.setattr(core, "_begin", lambda inflight: (begun.append(inflight.request.request_id), begin(inflight)))
     outcomes = finish(core, add(core, held("good", prompt, regex("[ab]{3}")), held("bad", prompt, regex("("))))
     assert begun == ["good"]
@@ -244,7 +244,7 @@ def test_a_grammar_that_takes_too_long(
     refused = finish(core, add(core, held("r", prompt, regex("slow 3"))))["r"].failed
     assert refused is not None
     assert refused.kind == "overloaded"
-    left = list(core._grammars._given_up)
+    left = list(core.grammars._given_up)
     slow.release.set()
     for thread in left:
         thread.join(240)
@@ -330,7 +330,7 @@ def test_plain_requests_read_no_tokenizer(
 
     monkeypatch.setattr(grammar_tokenizer, "load", forbidden)
     run(core, request_of("plain", prompt))
-    assert core._grammars._compiler._thread is None
+    assert core.grammars._compiler._thread is None
     assert core._masks._pool is None
 
 

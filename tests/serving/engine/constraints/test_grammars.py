@@ -182,7 +182,7 @@ def test_preempted_sequences_go_on_in_their_grammars(bytes_bundle: Bundle, bytes
     small = EngineSettings(kv_cache_memory=tokens * layers * width * heads * 2 * floats, max_model_len=128)
     core = EngineCore(bytes_bundle, small)
     found = run(core, *requests)
-    assert core._scheduler.num_preemptions > 0
+    assert core.parts.scheduler.num_preemptions > 0
     assert {request_id: outcome.tokens for request_id, outcome in found.items()} == expected
     core.close()
 

@@ -215,7 +215,7 @@ def test_texts_are_those_of_generate(tiny_bundle: Bundle, tiny_llama: Any) -> No
         outcomes = run(core, *part)
         for request in part:
             assert outcomes[request.request_id].tokens[0] == generated(tiny_llama, request)
-    assert core._scheduler.num_preemptions > 0
+    assert core.parts.scheduler.num_preemptions > 0
     core.close()
 
 

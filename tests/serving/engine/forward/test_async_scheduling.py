@@ -84,7 +84,7 @@ def check_account(core: EngineCore, outcomes: dict[str, Outcome]) -> None:
     for outcome in outcomes.values():
         for index, finished in outcome.finished.items():
             assert finished.num_generated_tokens == len(outcome.tokens[index])
-    cache = core._parts.cache
+    cache = core.parts.cache
     assert not cache._tables
     assert cache.pool.num_available == cache.pool.num_blocks
 
@@ -219,7 +219,7 @@ def test_preemption_loses_and_doubles_nothing(tiny_bundle: Bundle, followed: lis
     requests = [request_of(str(i), prompt_of(20, i), max_tokens=30, temperature=0.6 * (i % 2)) for i in range(5)]
     cores = [make_core(tiny_bundle, ahead, kv_cache_memory=108 * TOKEN_BYTES) for ahead in (True, False)]
     ahead, plain = (play(core, requests) for core in cores)
-    assert all(core._scheduler.num_preemptions > 0 for core in cores)
+    assert all(core.parts.scheduler.num_preemptions > 0 for core in cores)
     assert texts(ahead) == texts(plain)
     assert followed
 
@@ -274,8 +274,8 @@ def test_numbers_that_are_not_finite_fail_one_request(
     core = make_core(tiny_bundle, True, kv_cache_memory=128 * TOKEN_BYTES)
 
     def poison(core: EngineCore) -> None:
-        cache = core._parts.cache
-        bad = next(s for s in core._scheduler.running if s.request.request_id == "bad")
+        cache = core.parts.cache
+        bad = next(s for s in core.parts.scheduler.running if s.request.request_id == "bad")
         cache.layers[0].v[cache.blocks_of(bad.id)] = float("nan")
 
     requests = [
@@ -336,7 +336,7 @@ def test_a_sequence_within_a_grammar_is_never_launched_ahead(
     core.add(request_of("a", prompt_of(9, 0), max_tokens=30))
     outcomes = {"a": Outcome()}
     take(core, outcomes, max_steps=4)
-    sequence = core._scheduler.running[0]
+    sequence = core.parts.scheduler.running[0]
     runs = [ScheduledChunk(sequence, sequence.num_computed, 1)]
     assert core._ahead.takes(runs)
     grammar = Grammar(source="", field="regex")

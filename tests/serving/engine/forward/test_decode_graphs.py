@@ -44,7 +44,7 @@ def test_sizes() -> None:
 def test_padded_steps_give_the_logits_of_plain_ones(core: EngineCore) -> None:
     """Three rows padded to size 4, after a larger step left its tables, have the logits of the model's own code;
     padding rows write into no sequence's block."""
-    cache, forward = core._parts.cache, core._runner.step_forward
+    cache, forward = core.parts.cache, core.parts.runner.step_forward
     assert isinstance(forward, GraphedForward)
     prompts = [np.array(prompt_of(n, n), dtype=np.int32) for n in (20, 9, 3, 33)]
     with torch.inference_mode():
@@ -105,7 +105,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_recorded_steps_are_replayed(core: EngineCore, recorder: list[str]) -> None:
     """Each size is run twice and recorded, the largest first, in one pool; then a step is one replay, and its output
     survives the next replay."""
-    cache, forward = core._parts.cache, core._runner.step_forward
+    cache, forward = core.parts.cache, core.parts.runner.step_forward
     with torch.inference_mode():
         forward._record()
         per_size = [
@@ -163,7 +163,7 @@ def test_a_model_that_cannot_be_recorded_runs_all_the_same(
     monkeypatch.setattr(decode_graphs.RecordedStep, "record", record)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     core = EngineCore(tiny_bundle, settings())
-    forward = core._runner.step_forward
+    forward = core.parts.runner.step_forward
     forward._record()
     assert forward.sizes == []
     assert forward.reason == "its code cannot be captured: operation not permitted when stream is capturing"

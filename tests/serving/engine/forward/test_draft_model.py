@@ -61,8 +61,8 @@ def core_of(bundle: Bundle, draft: DraftBundle | None = None, **more: Any) -> En
         bundle = msgspec.structs.replace(bundle, draft=draft)
         more["draft_model"] = draft.uri
     core = EngineCore(bundle, EngineSettings(**{"kv_cache_memory": 1 << 24, "max_num_batched_tokens": 32} | more))
-    if draft is not None and core._scheduler.speculation is not None:
-        core._scheduler.speculation.model.cost = 0.1  # as if it were small: here both have the same size
+    if draft is not None and core.parts.scheduler.speculation is not None:
+        core.parts.scheduler.speculation.model.cost = 0.1  # as if it were small: here both have the same size
     return core
 
 
@@ -102,7 +102,7 @@ def test_drafts_of_a_model_change_no_text(kind: str, bundle: Bundle, drafts: dic
         found, wanted = run(drafting, *requests), run(plain, *requests)
         for request in requests:
             same(found[request.request_id], wanted[request.request_id])
-    speculation = drafting._scheduler.speculation
+    speculation = drafting.parts.scheduler.speculation
     assert speculation.num_proposed > 50
     speculation.model._cache.check_integrity()
     assert not speculation.model._is_broken
@@ -133,7 +133,7 @@ def test_drafts_of_a_similar_model_are_accepted(
 def test_long_prompts_are_read_in_parts(bundle: Bundle, drafts: dict[str, DraftBundle]) -> None:
     """No step of the draft model exceeds the max tokens of a step, and a prompt read before is not read again."""
     core = core_of(bundle, drafts["alike"])
-    forward, sizes = core._scheduler.speculation.model._forward, []
+    forward, sizes = core.parts.scheduler.speculation.model._forward, []
     original = forward.forward
 
     def counted(step: StepInput) -> Any:
@@ -154,7 +154,7 @@ def test_long_prompts_are_read_in_parts(bundle: Bundle, drafts: dict[str, DraftB
 def test_a_model_that_costs_too_much_is_hardly_asked(bundle: Bundle, drafts: dict[str, DraftBundle]) -> None:
     """A draft model as large as the target saves nothing, so it is used only now and then."""
     core = core_of(bundle, drafts["alike"])
-    core._scheduler.speculation.model.cost = 1.0
+    core.parts.scheduler.speculation.model.cost = 1.0
     prompt = np.random.default_rng(0).integers(3, 300, size=20).tolist()
     run(core, request_of("a", prompt, max_tokens=100, temperature=1.5))
     assert 0 < core.health().draft_tokens < 20
@@ -168,10 +168,10 @@ def test_a_draft_model_that_fails_is_left(bundle: Bundle, drafts: dict[str, Draf
     def fail(*_: Any) -> Any:
         raise RuntimeError("broken")
 
-    core._scheduler.speculation.model._forward.forward = fail
+    core.parts.scheduler.speculation.model._forward.forward = fail
     request = request_of("a", [5, 6, 7], max_tokens=20, temperature=1.0)
     same(run(core, request)["a"], run(plain, request)["a"])
-    assert core._scheduler.speculation.model._is_broken
+    assert core.parts.scheduler.speculation.model._is_broken
     core.close(), plain.close()
 
 
@@ -199,6 +199,6 @@ def test_settings_that_leave_it_without_use(bundle: Bundle, drafts: dict[str, Dr
     with pytest.raises(PackagingError, match="draft_model: x was not found"):
         EngineCore(bundle, EngineSettings(draft_model="x", kv_cache_memory=1 << 24))
     core = core_of(bundle, drafts["alike"], kernels="torch")
-    assert core._scheduler.speculation is None
+    assert core.parts.scheduler.speculation is None
     assert run(core, request_of("a", [5, 6], max_tokens=3))["a"].failed is None
     core.close()

@@ -45,7 +45,7 @@ def test_step_size_is_what_prefills_in_a_fifth_of_a_second(bundle: Bundle, secon
     """The step size follows from the time of 64 tokens: a multiple of 32 within bounds, plus the max sequences; the
     cache is unchanged."""
     core = core_of(bundle)
-    parts = core._parts
+    parts = core.parts
     assert parts.scheduler.max_num_batched_tokens == core.info.max_num_batched_tokens
     seqs = core.info.max_num_seqs
     assert core.info.max_num_batched_tokens - seqs in range(64, 1025, 32)

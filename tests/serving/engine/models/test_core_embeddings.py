@@ -206,7 +206,7 @@ def test_an_embedding_model_refuses_to_generate(core: EngineCore) -> None:
 
 def test_an_error_is_its_own_requests_alone(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
     """When a batch fails, its texts run one by one and only the request at fault is told so."""
-    embedder = core._parts.embedder
+    embedder = core.parts.embedder
     embed = embedder.embed
 
     def failing(texts: Any) -> Any:

@@ -130,9 +130,9 @@ def test_preemption_changes_no_score(core: EngineCore) -> None:
     outcomes = {"a": Outcome()}
     core.add(scoring("a", prompt))
     take(core, outcomes, max_steps=2)
-    (sequence,) = core._scheduler.running
+    (sequence,) = core.parts.scheduler.running
     assert 0 < sequence.num_computed < len(prompt)
-    core._scheduler.preempt(sequence)
+    core.parts.scheduler.preempt(sequence)
     take(core, outcomes)
     assert_equal(scores(outcomes["a"]), scores(run(core, scoring("alone", prompt))["alone"]))
 
@@ -151,7 +151,7 @@ def test_abort_in_the_middle(core: EngineCore) -> None:
 
 def test_numbers_that_are_not_finite(core: EngineCore) -> None:
     """Scores that are not finite fail their request and are never sent."""
-    parts = core._runner.step_forward
+    parts = core.parts.runner.step_forward
     native = getattr(parts, "_weights", None)
     embedding = parts._model.get_input_embeddings().weight if native is None else native.embedding
     with torch.inference_mode():

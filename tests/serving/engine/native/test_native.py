@@ -246,7 +246,7 @@ def test_generates_what_generate_does(name: str, tmp_path: Path) -> None:
     ``generate``."""
     model = make_model(DECODERS[name]())
     core = core_of(tmp_path, name, max_num_batched_tokens=100)
-    assert isinstance(core._parts.runner.step_forward, NativeDecoder)
+    assert isinstance(core.parts.runner.step_forward, NativeDecoder)
     assert core.info.kernels == "native"
     prompts = {str(n): prompt_of(n, n) for n in (1, 7, 64, 130, 700)}
     found = run(core, *(request_of(name, prompt, max_tokens=9) for name, prompt in prompts.items()))
@@ -363,7 +363,7 @@ def test_unsupported_decoders_run_by_transformers(tmp_path: Path) -> None:
     code."""
     for config in (tf.CohereConfig(**WIDE), tf.LlamaConfig(**COMMON)):
         core = EngineCore(save_bundle(make_model(config), tmp_path), EngineSettings(kv_cache_memory=1 << 24))
-        assert isinstance(core._parts.runner.step_forward, ModelForward)
+        assert isinstance(core.parts.runner.step_forward, ModelForward)
         assert core.info.kernels == "torch"
         core.close()
 

@@ -137,7 +137,7 @@ def test_the_same_memory_keeps_twice_as_much(tmp_path: Path) -> None:
     totals = []
     for kind in ("auto", "bfloat16"):
         core = core_of(tmp_path, kv_cache_dtype=kind)
-        totals.append(core._parts.cache.num_tokens_total)
+        totals.append(core.parts.cache.num_tokens_total)
         core.close()
     assert totals[1] == 2 * totals[0]
 

@@ -134,7 +134,7 @@ def test_each_row_once_through_preemption(tiny_bundle: Bundle, tiny_llama: Any) 
     core = core_of(tiny_bundle, kv_cache_memory=150 * TOKEN_BYTES, max_num_batched_tokens=8)
     prompts = [prompt_of(30, i) for i in range(4)]
     outcomes = run(core, *(request_of(str(i), p, max_tokens=30, **BOTH) for i, p in enumerate(prompts)))
-    assert core._scheduler.num_preemptions
+    assert core.parts.scheduler.num_preemptions
     for i, prompt in enumerate(prompts):
         assert_rows(tiny_llama, prompt, outcomes[str(i)])
     core.close()
@@ -177,8 +177,8 @@ def test_beams(core: EngineCore, tiny_llama: Any, groups: int) -> None:
 def test_numbers_that_are_not_finite(tiny_bundle: Bundle) -> None:
     """A context that is not finite fails its request, also if nothing is generated."""
     core = core_of(tiny_bundle)
-    forward = core._runner.step_forward.forward
-    core._runner.step_forward.forward = lambda *args: forward(*args) * float("nan")  # type: ignore[method-assign]
+    forward = core.parts.runner.step_forward.forward
+    core.parts.runner.step_forward.forward = lambda *args: forward(*args) * float("nan")  # type: ignore[method-assign]
     failed = run(core, request_of("a", prompt_of(9, 0), max_tokens=0, context_logits=True))["a"].failed
     assert failed is not None
     assert failed.kind == "internal"

@@ -340,7 +340,7 @@ def test_every_token_is_charged_once(tiny_bundle: Bundle, more: dict[str, Any], 
     """A prompt is charged once for all its choices, and each generated token once, for a search those of all beams."""
     core = EngineCore(tiny_bundle, EngineSettings(dtype="float32", max_num_seqs=4))
     take(_with(core, request_of("r", prompt_of(30, 0), tenant="t", stop_token_ids=(), **more)), {"r": Outcome()})
-    used = core._scheduler.waiting.tenants.of("t").used
+    used = core.parts.scheduler.waiting.tenants.of("t").used
     prompt = used - GENERATED_TOKEN_WEIGHT * generated / more.get("weight", 1)
     # choices copy the first one's KV, all but the last token
     assert prompt * more.get("weight", 1) == pytest.approx(30 + 2 * (more == {"n": 3}), abs=4 * ("beams" in more))

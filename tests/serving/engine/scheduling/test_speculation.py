@@ -94,9 +94,9 @@ def test_drafts_change_no_text(cores: tuple[EngineCore, EngineCore]) -> None:
         found, wanted = run(drafting, *requests), run(plain, *requests)
         for request in requests:
             same(found[request.request_id], wanted[request.request_id])
-    speculation = drafting._scheduler.speculation
+    speculation = drafting.parts.scheduler.speculation
     assert 200 < speculation.num_taken < speculation.num_proposed - 200
-    assert plain._scheduler.speculation is None
+    assert plain.parts.scheduler.speculation is None
 
 
 def test_drafts_save_steps(cores: tuple[EngineCore, EngineCore]) -> None:
@@ -118,7 +118,7 @@ def test_drafts_beside_losses_of_memory(bundle: Bundle) -> None:
     rng = random.Random(4)
     requests = [repetitive(rng, i, max_tokens=40, min_tokens=0, stop_token_ids=()) for i in range(6)]
     found = run(tight, *requests)
-    assert tight._scheduler.num_preemptions > 0
+    assert tight.parts.scheduler.num_preemptions > 0
     for request in requests:
         same(found[request.request_id], run(plain, request)[request.request_id])
     tight.close(), plain.close()
@@ -144,8 +144,8 @@ def test_searches_and_many_sequences_draft_nothing(bundle: Bundle) -> None:
     core = make_core(bundle)
     rng = random.Random(2)
     run(core, repetitive(rng, 0, temperature=0.0, logprobs=None, beams=Beams(width=3)))
-    assert core._scheduler.speculation.num_proposed == 0
-    scheduler, speculate, counts = core._scheduler, core._scheduler._speculate, []
+    assert core.parts.scheduler.speculation.num_proposed == 0
+    scheduler, speculate, counts = core.parts.scheduler, core.parts.scheduler._speculate, []
 
     def counted(*arguments: Any) -> Any:
         counts.append(len(scheduler.running) + len(scheduler.waiting))
@@ -222,5 +222,5 @@ def test_a_predicted_text_takes_fewer_steps(cores: tuple[EngineCore, EngineCore]
 def test_without_our_kernels_nothing_is_drafted(bundle: Bundle, tmp_path: Path) -> None:
     """Without the native kernels there are no drafts, since logits that depend on the batch could change a text."""
     core = make_core(bundle, kernels="torch")
-    assert core._scheduler.speculation is None
+    assert core.parts.scheduler.speculation is None
     core.close()

@@ -162,6 +162,6 @@ def test_a_thousand_requests_have_the_same_texts(cores: tuple[EngineCore, Engine
                     taken["grammar"] += end.drafts.accepted * (request.sampling.grammar is not None)
                     taken["adapter"] += end.drafts.accepted * (request.adapter is not None)
                     taken["prediction"] += end.drafts.predicted_accepted
-    speculation = drafting._scheduler.speculation
+    speculation = drafting.parts.scheduler.speculation
     assert min(taken.values()) > 100
     assert 1000 < speculation.num_taken < speculation.num_proposed - 300

@@ -27,7 +27,7 @@ def settings(**more: Any) -> EngineSettings:
 @pytest.fixture
 def core(tiny_bundle: Bundle) -> Iterator[EngineCore]:
     core = EngineCore(tiny_bundle, settings())
-    assert isinstance(core._parts.cache, PagedKVCache)
+    assert isinstance(core.parts.cache, PagedKVCache)
     yield core
     core.check_integrity()
     core.close()
@@ -70,7 +70,7 @@ def test_preemption_changes_no_token(tiny_bundle: Bundle, tiny_llama: Any) -> No
     core = EngineCore(tiny_bundle, settings(kv_cache_memory=108 * TOKEN_BYTES, max_num_seqs=8))
     prompts = [prompt_of(20, i) for i in range(5)]
     outcomes = run(core, *(request_of(str(i), p, max_tokens=30) for i, p in enumerate(prompts)))
-    assert core._scheduler.num_preemptions > 0
+    assert core.parts.scheduler.num_preemptions > 0
     for i, prompt in enumerate(prompts):
         assert outcomes[str(i)].tokens[0] == greedy(tiny_llama, prompt, 30)
     core.close()
@@ -81,8 +81,8 @@ def test_numbers_that_are_not_finite_fail_one_request(core: EngineCore, tiny_lla
     core.add(request_of("bad", prompt_of(10, 0), max_tokens=40))
     outcomes = {"bad": Outcome(), "good": Outcome()}
     take(core, outcomes, max_steps=3)
-    cache = core._parts.cache
-    cache.layers[0].v[cache.blocks_of(core._scheduler.running[0].id)] = float("nan")
+    cache = core.parts.cache
+    cache.layers[0].v[cache.blocks_of(core.parts.scheduler.running[0].id)] = float("nan")
     core.add(request_of("good", prompt_of(20, 1)))
     take(core, outcomes)
     assert outcomes["bad"].failed is not None
