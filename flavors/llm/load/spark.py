@@ -15,8 +15,9 @@ from ..errors import raises_mlflow
 from ..model.model_config import OUTPUTS, REPLY
 from ..model.model_registry import pinned
 from ..model.signature import ON_ERROR, OUTPUT
+from ..predict.outputs import EMBEDDING, EMBEDDING_JSON, JSON, MARK, MARKER, TEXT
 
-TYPES = {REPLY: "string", "text": "string", "embedding": "array<float>"}
+FORMS = {REPLY: JSON, TEXT: TEXT, EMBEDDING: EMBEDDING_JSON}  # texts all: MLflow makes "nan" of a missing text
 ERRORS = ("raise", "null")
 
 
@@ -52,11 +53,11 @@ def spark_udf(
             raise PackagingError(f"{name}: {shown(value)} is not allowed; expected one of {', '.join(allowed)}")
     from pyspark.sql import functions
 
-    given = {**params, OUTPUT: "json" if output == REPLY else output, ON_ERROR: on_error}
+    given = {**params, OUTPUT: FORMS[output], ON_ERROR: MARK if on_error == "null" else on_error}
     ask = mlflow.pyfunc.spark_udf(
         spark,
         pinned(model_uri),
-        result_type=TYPES[output],
+        result_type="string",
         env_manager=env_manager,
         params=given,
         model_config=model_config,
@@ -64,6 +65,10 @@ def spark_udf(
 
     def asked(*columns: Any) -> Any:
         """Return the column of answers. MLflow keeps the names of columns only within a struct."""
-        return ask(functions.struct(*columns))
+        found = ask(functions.struct(*columns))
+        if on_error == "null":
+            marked = functions.substr(found, functions.lit(len(MARKER) + 1))
+            found = functions.when(functions.startswith(found, functions.lit(MARKER)), marked)
+        return functions.from_json(found, "array<float>") if output == EMBEDDING else found
 
     return asked

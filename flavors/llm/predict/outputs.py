@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,10 @@ from ....serving.interface.request import ValidRequest
 from ..model.model_config import REPLY
 
 TEXT, EMBEDDING, JSON = "text", "embedding", "json"
-TASKS = {TEXT: ("chat", "completions"), EMBEDDING: ("embeddings",)}
+EMBEDDING_JSON = "embedding_json"  # for spark_udf, which has texts alone
+MARK = "mark"  # likewise, a value of on_error: texts begin with MARKER, and "" stands for a failed request
+MARKER = "+"
+TASKS = {TEXT: ("chat", "completions"), EMBEDDING: ("embeddings",), EMBEDDING_JSON: ("embeddings",)}
 FIELD = "params.output"
 
 
@@ -30,4 +34,5 @@ def output_of(reply: Reply, output: str) -> Any:
     """Return the text or the vector of a reply whose request ``check_output`` has passed."""
     if output == TEXT:
         return reply.choices[0].text
-    return np.frombuffer(reply.vectors[0], dtype="<f4").tolist()
+    vector = np.frombuffer(reply.vectors[0], dtype="<f4").tolist()
+    return json.dumps(vector) if output == EMBEDDING_JSON else vector

@@ -35,7 +35,7 @@ from ..model.request_fields import request_fields
 from ..model.signature import ON_ERROR, OUTPUT
 from . import scoring_server, signature_enforcement
 from .language_model import LanguageModel
-from .outputs import JSON, check_output, output_of
+from .outputs import EMBEDDING_JSON, JSON, MARK, MARKER, check_output, output_of
 from .predict_input import Row, plain, requests_of
 from .session import Session
 from .signature_enforcement import Given
@@ -134,6 +134,8 @@ class PyfuncModel:
                 answers.append(openai_error(outcome) if on_error == "return" else None)
         if failed:
             logger.warning("predict: %d of %d requests failed; %s", len(failed), len(rows), failed[0])
+        if on_error == MARK:
+            return ["" if answer is None else f"{MARKER}{answer}" for answer in answers]
         return answers
 
     def _valid(self, row: Row, output: str) -> ValidRequest:
@@ -217,9 +219,9 @@ def _check_params(params: Any) -> str:
         if name not in known:
             raise unknown_field(name, value, known, "params.")
     if (output := (params or {}).get(OUTPUT)) is not None:
-        one_of(*OUTPUTS, JSON)(output, f"params.{OUTPUT}")
+        one_of(*OUTPUTS, JSON, EMBEDDING_JSON)(output, f"params.{OUTPUT}")
     on_error = (params or {}).get(ON_ERROR)
-    return "raise" if on_error is None else str(one_of("raise", "null", "return")(on_error, f"params.{ON_ERROR}"))
+    return "raise" if on_error is None else str(one_of("raise", "null", "return", MARK)(on_error, f"params.{ON_ERROR}"))
 
 
 def _with_params(row: Row, params: dict[str, Any] | None) -> Row:

@@ -1,0 +1,70 @@
+"""``spark_udf`` with Spark itself: rows as ``predict`` answers them, and nulls for bad ones. Needs pyspark and Java."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import mlflow
+import pytest
+from mlflow.exceptions import MlflowException
+
+from mlflow_llm.flavors import llm
+
+PARAMS = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
+ROWS = 200
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
+
+
+@pytest.fixture(scope="module")
+def spark():
+    sql = pytest.importorskip("pyspark.sql")
+    if shutil.which("java") is None:
+        pytest.skip("Spark needs Java")
+    session = sql.SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
+    yield session
+    session.stop()
+
+
+@pytest.fixture(scope="module")
+def root(llama_dir, tmp_path_factory):
+    path = tmp_path_factory.mktemp("m") / "m"
+    llm.save_model(path, llama_dir)
+    return str(path)
+
+
+def test_rows_are_those_of_predict(spark, root):
+    """Every row has the text that ``predict`` gives it; a refused row is null, and its neighbour is answered."""
+    prompts = [f"number {i}" for i in range(ROWS)]
+    rows = [(prompt, 4) for prompt in prompts] + [("bad", -1)]
+    frame = spark.createDataFrame(rows, ["prompt", "max_tokens"]).repartition(2)
+    given = {name: value for name, value in PARAMS.items() if name != "max_tokens"}
+    text = llm.spark_udf(spark, root, on_error="null", **given)
+    found = frame.withColumn("answer", text(*frame.columns)).collect()
+    with llm.closing(mlflow.pyfunc.load_model(root)) as model:
+        own = model.predict([{"prompt": prompt} for prompt in prompts], params=PARAMS | {"output": "text"})
+    assert {row.prompt: row.answer for row in found} == dict(zip(prompts, own, strict=True)) | {"bad": None}
+    reply = llm.spark_udf(spark, root, output="reply", **PARAMS)
+    [row] = frame.limit(1).select("prompt").withColumn("answer", reply("prompt")).collect()
+    assert json.loads(row.answer)["usage"]["completion_tokens"] == 4
+
+
+def test_vectors(spark, bert_dir, tmp_path):
+    """ "embedding" gives an array of floats, equal to the vector of ``predict``; a null text gives a null."""
+    llm.save_model(tmp_path / "m", bert_dir)
+    frame = spark.createDataFrame([("a",), (None,)], "input string").coalesce(1)
+    embed = llm.spark_udf(spark, str(tmp_path / "m"), output="embedding", on_error="null")
+    found = frame.withColumn("vector", embed("input")).collect()
+    with llm.closing(mlflow.pyfunc.load_model(str(tmp_path / "m"))) as model:
+        own = model.predict(["a"], params={"output": "embedding"})[0]
+    assert found[0].vector == pytest.approx(own)
+    assert found[1].vector is None
+
+
+@pytest.mark.parametrize(
+    ("given", "message"), [({"output": "texts"}, "output: 'texts'"), ({"on_error": 1}, "on_error")]
+)
+def test_arguments_are_checked(given, message):
+    """A wrong argument is refused before Spark is asked."""
+    with pytest.raises(MlflowException, match=f"{message}.* is not allowed; expected one of"):
+        llm.spark_udf(None, "models:/a/1", **given)
