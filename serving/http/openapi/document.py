@@ -39,6 +39,7 @@ from ...interface.type_schema import PLACE, Components
 from ..management.endpoints import ONE
 from ..route import Route
 from .docs_page import POLICY, page
+from .plain_enums import plain_enums
 
 
 def _always(route: Route) -> bool:
@@ -175,13 +176,14 @@ def document(routes: Iterable[Route]) -> dict[str, Any]:
         for task, schema in dialect.request_schemas.items()
     }
     schemas.update({f"{name}_error": dialect.error_schema for name, dialect in dialects.items()})
-    return {
+    made: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "mlflow-llm", "version": __version__},
         "paths": paths,
         "components": {"schemas": schemas | components.schemas, "securitySchemes": SECURITY},
         "security": [{}, *({name: []} for name in SECURITY)],
     }
+    return made | {part: plain_enums(made[part]) for part in ("paths", "components")}
 
 
 def _schema_name(dialect: str, task: Task) -> str:

@@ -1,0 +1,50 @@
+"""Enumerations in the OpenAPI document have one type each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jsonschema
+import pytest
+
+from mlflow_llm.serving.http.openapi.document import document
+from mlflow_llm.serving.http.openapi.plain_enums import plain_enums
+from mlflow_llm.serving.http.routes import ROUTES
+
+
+@pytest.mark.parametrize(
+    "values", [[None, []], [False, True, "never"], [None, False], ["a", None], [1, 2, None], [{}, None], [1, True]]
+)
+def test_a_mixed_enumeration_accepts_the_same(values: list[Any]) -> None:
+    """The choice accepts each value of the enumeration, and no others."""
+    made = plain_enums({"enum": values, "description": "words"})
+    assert made["description"] == "words"
+    assert "enum" not in made
+    check = jsonschema.Draft202012Validator(made)
+    for value in (None, [], {}, False, True, "never", "a", "b", 1, 2, 3, [1], {"a": 1}):
+        assert check.is_valid(value) == any(type(value) is type(one) and value == one for one in values), value
+
+
+def test_names_and_texts_stay() -> None:
+    """Fields that are called like a keyword are schemas, examples are not, and an enumeration of texts stays."""
+    shape = {"properties": {"default": {"enum": [None, False]}, "enum": {"enum": ["a", "b"]}}, "example": {"enum": [1]}}
+    made = plain_enums(shape)
+    assert "anyOf" in made["properties"]["default"]
+    assert made["properties"]["enum"] == {"enum": ["a", "b"]}
+    assert made["example"] == {"enum": [1]}
+
+
+def test_the_document_has_no_mixed_enumeration() -> None:
+    """No enumeration of the document has values of several types, but those with whole objects."""
+    for values in enumerations(document(ROUTES)):
+        whole = any(isinstance(value, dict) and value for value in values)
+        assert whole or len(set(map(type, values))) == 1, values
+
+
+def enumerations(node: Any) -> Any:
+    if isinstance(node, dict):
+        if isinstance(node.get("enum"), list):
+            yield node["enum"]
+        node = list(node.values())
+    for entry in node if isinstance(node, list) else ():
+        yield from enumerations(entry)
