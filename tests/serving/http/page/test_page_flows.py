@@ -301,7 +301,7 @@ def test_conversations_are_imported(new_page: NewPage, tmp_path: Path) -> None:
 
 
 def test_a_long_transcript_has_a_bounded_document(new_page: NewPage) -> None:
-    """Of 400 turns and an answer of 100,000 tokens with their probabilities, only what is near the window has nodes."""
+    """Only what is near the window has nodes, of 400 turns and of 100,000 tokens with their probabilities."""
     tokens = [{"text": "word ", "logprob": -1.0, "top": []}] * 100_000
     answer = {"model": "assistant", "state": "done", "choices": [{"text": "A few words of an answer. " * 8}]}
     long = {**answer, "choices": [{"text": "word " * 100_000, "tokens": tokens}]}
@@ -388,7 +388,7 @@ def test_a_table_run_stops_and_goes_on(new_page: NewPage) -> None:
 
 
 def test_traffic_is_changed_after_a_confirmation(new_page: NewPage) -> None:
-    """By arrow keys, a number and dragging; the update changes the shares alone, and is one that the API accepts."""
+    """Arrow keys, a number and dragging set the shares; the update changes the shares alone, and is one that the API accepts."""
     sent: list[dict[str, Any]] = []
 
     def update(route: Route, request: Request) -> None:
