@@ -388,7 +388,7 @@ def test_a_table_run_stops_and_goes_on(new_page: NewPage) -> None:
 
 
 def test_traffic_is_changed_after_a_confirmation(new_page: NewPage) -> None:
-    """Arrow keys, a number and dragging set the shares; the update changes the shares alone, and is one that the API accepts."""
+    """Arrow keys, a number and dragging set the shares; the update changes nothing else, and the API accepts it."""
     sent: list[dict[str, Any]] = []
 
     def update(route: Route, request: Request) -> None:
