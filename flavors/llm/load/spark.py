@@ -6,6 +6,7 @@ All executors of a host share one engine process, as all programs of a user do t
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any, Literal
 
 import mlflow
@@ -51,8 +52,7 @@ def spark_udf(
     for name, value, allowed in (("output", output, OUTPUTS), ("on_error", on_error, ERRORS)):
         if value not in allowed:
             raise PackagingError(f"{name}: {shown(value)} is not allowed; expected one of {', '.join(allowed)}")
-    from pyspark.sql import functions
-
+    functions: Any = import_module("pyspark.sql.functions")
     given = {**params, OUTPUT: FORMS[output], ON_ERROR: MARK if on_error == "null" else on_error}
     ask = mlflow.pyfunc.spark_udf(
         spark,

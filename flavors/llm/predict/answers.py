@@ -77,7 +77,7 @@ class Answer:
         return f"Answer({self.text!r}{calls}, {self.finish_reason}, {tokens}{more})"
 
     def _repr_html_(self) -> str:
-        return html.of_answer(self)
+        return html.of_answer(self.choices, self.usage)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -107,7 +107,7 @@ class Comparison:
         return "\n".join(f"{name}: {answer.text}" for name, answer in self.answers.items())
 
     def _repr_html_(self) -> str:
-        return html.of_comparison(self.answers)
+        return html.table((name, answer._repr_html_()) for name, answer in self.answers.items())
 
 
 @dataclass(frozen=True, slots=True)

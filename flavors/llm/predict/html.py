@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from html import escape
-from typing import Any, Protocol
+from typing import Any
 
 from ....serving.interface.reply import Choice, TextLogprob, Usage
 
@@ -13,17 +13,6 @@ CELL = "text-align:left;vertical-align:top;padding:2px 8px"
 TEXT = "white-space:pre-wrap;text-align:left"
 NOTE = "color:gray;font-size:smaller"
 MAX_TOKENS_SHOWN = 2000  # of a heat map, whose spans are larger than its text
-
-
-class Shown(Protocol):
-    """The parts of an answer that are shown."""
-
-    @property
-    def choices(self) -> tuple[Choice, ...]: ...
-    @property
-    def usage(self) -> Usage: ...
-    @property
-    def finish_reason(self) -> str: ...
 
 
 def table(rows: Iterable[tuple[str, str]]) -> str:
@@ -34,10 +23,10 @@ def table(rows: Iterable[tuple[str, str]]) -> str:
     return f"<table>{cells}</table>"
 
 
-def of_answer(answer: Shown) -> str:
+def of_answer(choices: Sequence[Choice], usage: Usage) -> str:
     """Return the choices of an answer, as a heat map if it has log probabilities, and what it took."""
-    parts = [_choice(choice) for choice in answer.choices]
-    return "".join(parts) + f'<div style="{NOTE}">{escape(_usage(answer.usage, answer.finish_reason))}</div>'
+    note = escape(_usage(usage, choices[0].finish_reason))
+    return "".join(map(_choice, choices)) + f'<div style="{NOTE}">{note}</div>'
 
 
 def of_text(text: str, reasoning: str, usage: Usage | None, finish_reason: str | None) -> str:
@@ -45,11 +34,6 @@ def of_text(text: str, reasoning: str, usage: Usage | None, finish_reason: str |
     ended = "running" if finish_reason is None else finish_reason
     note = ended if usage is None else _usage(usage, ended)
     return _reasoning(reasoning) + _text(text) + f'<div style="{NOTE}">{escape(note)}</div>'
-
-
-def of_comparison(answers: Mapping[str, Shown]) -> str:
-    """Return a table with a row for each adapter."""
-    return table((name, of_answer(answer)) for name, answer in answers.items())
 
 
 def of_model(facts: Iterable[tuple[str, Any]], example: str) -> str:

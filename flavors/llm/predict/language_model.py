@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, overload
@@ -62,20 +63,18 @@ class TextStream(StreamedText):
 
     def _ipython_display_(self) -> None:
         """Show the reply as it is generated, when a cell ends with a stream; in a terminal as text."""
-        import IPython.display
-
-        display: Any = IPython.display  # it has no types
-
-        if not hasattr(IPython.get_ipython(), "kernel"):
+        get_ipython = import_module("IPython").get_ipython
+        shows: Any = import_module("IPython.display")
+        if not hasattr(get_ipython(), "kernel"):
             print(self.text, end="")
             for new in self:
                 print(new, end="", flush=True)
             print()
             return
-        shown = display.display(display.HTML(self._repr_html_()), display_id=True)
+        shown = shows.display(shows.HTML(self._repr_html_()), display_id=True)
         for _ in self:
-            shown.update(display.HTML(self._repr_html_()))
-        shown.update(display.HTML(self._repr_html_()))
+            shown.update(shows.HTML(self._repr_html_()))
+        shown.update(shows.HTML(self._repr_html_()))
 
     def close(self) -> None:
         self._pieces.close()
