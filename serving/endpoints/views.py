@@ -38,7 +38,7 @@ def endpoint_to_wire(connection: sa.Connection, row: sa.Row, config: Callable[[i
         body["pending_config"]["start_time"] = row.updated_ms
     for shown, version in (("config", row.active_version), ("pending_config", row.pending_version)):
         if version is not None:
-            body[shown]["origin"] = "api" if is_operators(connection, row.name, version) else "command_line"
+            body[f"{shown}_origin"] = "api" if is_operators(connection, row.name, version) else "command_line"
     if row.message:
         body["state"]["message"] = row.message
     if rates := rate_limits_to_wire(connection, row.name):

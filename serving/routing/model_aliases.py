@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelAliases:
-    """Names, or patterns with ``*`` and ``?``, and the endpoint or ``endpoint:adapter`` that each of them means.
+    """The names, or patterns with ``*`` and ``?``, and the endpoint or ``endpoint:adapter`` that each of them means.
 
     ``default`` is the endpoint of requests that name none; None means the only endpoint there is.
     """

@@ -108,7 +108,7 @@ class Share:
 
 
 class Turns:
-    """Turns for callers of a pool: each has one at a time, so that none takes all places. Thread-safe."""
+    """The turns of the callers of a pool: each has one at a time, so that none takes all places. Thread-safe."""
 
     def __init__(self) -> None:
         self._places: dict[str, tuple[_Semaphore, int]] = {}  # by caller, with how many hold it or wait for it

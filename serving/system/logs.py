@@ -42,7 +42,7 @@ class JsonLines(logging.Formatter):
 
 
 class HumanLines(logging.Formatter):
-    """Format a line for a person at a terminal: local time, level, event, then the fields as ``name=value``."""
+    """The format of lines for a person at a terminal: local time, level, event, then the fields as ``name=value``."""
 
     def format(self, record: logging.LogRecord) -> str:
         fields = getattr(record, "fields", {})

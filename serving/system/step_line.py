@@ -19,7 +19,7 @@ CLEAR = "\r\x1b[K"
 
 
 class StepLine:
-    """Shows steps on ``stream``. A terminal gets one line that is updated, anything else a line for each step."""
+    """A display of steps on ``stream``. A terminal gets one line that is updated, anything else a line a step."""
 
     def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = sys.stderr if stream is None else stream

@@ -172,8 +172,9 @@ def rollback(
 @url_options
 @_JSON
 def give_back(name: str, wait: bool, timeout: float, url: str, key: str | None, as_json: bool) -> None:
-    """Go back to the config of endpoint NAME that the servers' command lines declare.
+    """Go back to the config of the command line.
 
+    The endpoint NAME serves again what the servers' command lines declare.
     A config that was set over the API stays, whatever server is started with -m, until it is given back.
     """
     client = Client(url, key)

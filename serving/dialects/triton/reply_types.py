@@ -24,7 +24,7 @@ class GenerateDetails(TypedDict):
 
 
 class PerfStat(TypedDict):
-    """How long each step took, in milliseconds, and waited, in microseconds."""
+    """The times that each step took, in milliseconds, and waited, in microseconds."""
 
     prefill_time: float | None
     decode_time_arr: list[float]
@@ -44,7 +44,7 @@ class Generated(TypedDict):
 
 
 class GenerateEventDetails(TypedDict):
-    """Counts and times of the steps since the event before; ``finish_reason`` is in the last event."""
+    """The counts and times of the steps since the event before; ``finish_reason`` is in the last event."""
 
     finish_reason: NotRequired[GenerateFinish]
     generated_tokens: int

@@ -78,7 +78,7 @@ class CurrencyInfo(TypedDict):
 
 
 class LimitLeftInfo(TypedDict):
-    """What is left of a limit; ``reset_seconds`` is the time until all of it is free again, null if it never is."""
+    """The rest of a limit; ``reset_seconds`` is the time until all of it is free again, null if it never is."""
 
     scope: str
     endpoint: str | None

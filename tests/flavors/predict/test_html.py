@@ -26,7 +26,7 @@ USAGE = Usage(prompt_tokens=3, completion_tokens=4, cached_tokens=2)
 
 
 class Tags(HTMLParser):
-    """Collects the names of tags, of their attributes, and the text."""
+    """A collector of the names of tags, of their attributes, and the text."""
 
     def __init__(self, source: str) -> None:
         super().__init__()

@@ -230,7 +230,8 @@ def test_a_killed_controller_process_is_started_again_and_no_request_is_lost(
 
 
 def test_endpoints_outlive_their_server(versions: dict[str, Bundle], tmp_path: Path) -> None:
-    """A restarted server serves the endpoints in the store beside those of its command line."""
+    """A restarted server serves the endpoints in the store beside those of its command line, and what was set over the
+    API stays."""
     options = {"engine": ENGINE, "database": f"sqlite:///{tmp_path / 'serving.db'}", "state_dir": str(tmp_path)}
     with running(versions["1"], **options) as server:
         store = Store(options["database"])
@@ -241,7 +242,7 @@ def test_endpoints_outlive_their_server(versions: dict[str, Bundle], tmp_path: P
         serve(server, endpoints, ("2", 100))
         store.close()
     with running(versions["1"], **options) as server:
-        assert (served_by(server, "kept"), served_by(server, "assistant")) == ("v3", "model-1")
+        assert (served_by(server, "kept"), served_by(server, "assistant")) == ("v3", "v2")
         kept = get(server, "/api/2.0/serving-endpoints/kept")
         assert (kept["state"]["ready"], kept["tags"]) == ("READY", tags)
 

@@ -182,8 +182,8 @@ def declared(version: str) -> EndpointConfig:
 
 def split_of(view):
     """Return the version of each served entity of the config that an endpoint has or is getting, and its origin."""
-    config = view.get("pending_config") or view["config"]
-    return [one["entity_version"] for one in config["served_entities"]], config["origin"]
+    shown = "pending_config" if "pending_config" in view else "config"
+    return [one["entity_version"] for one in view[shown]["served_entities"]], view[f"{shown}_origin"]
 
 
 def test_what_an_operator_has_set_stays_until_it_is_given_back(endpoints):
@@ -211,9 +211,7 @@ def test_what_an_operator_has_set_stays_until_it_is_given_back(endpoints):
 
 @pytest.mark.parametrize("store_url", ["postgresql"], indirect=True)
 def test_gateways_that_start_at_once_declare_one_endpoint(endpoints, monkeypatch):
-    """Of two gateways that start on a new database with the same command line, neither fails, and there is one
-    config.
-    """
+    """Two gateways that start on a new database with the same command line declare one config, and neither fails."""
     real, others = store_module.insert_endpoint, []
 
     def insert(*given, **named):

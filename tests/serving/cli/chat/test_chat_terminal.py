@@ -74,6 +74,7 @@ def test_nothing_typed_is_kept_without_a_record(observed: Running, terminal: Ope
     screen.read_until(PASTE_ON)
     screen.type("/help\r")
     screen.read_until("Ctrl-D ends the conversation.")
+    screen.read_until(PASTE_ON)  # the prompt takes keys again
     screen.type("\x04")
     assert screen.wait() == 0
     assert not state.exists()
