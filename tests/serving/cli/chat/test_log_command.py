@@ -20,7 +20,7 @@ PNG = b"\x89PNG\r\n\x1a\n" + bytes(8)
 WRITER = """
 import sys
 from pathlib import Path
-from test_logs import turn
+from test_log_command import turn
 from mlflow_llm.serving.cli.chat.log_database import LogDatabase
 sys.stdin.read()
 database = LogDatabase(Path(sys.argv[1]))
@@ -144,7 +144,7 @@ def test_images_are_kept_once(state: Path) -> None:
     connection.close()
 
 
-def test_logs_lists_shows_and_searches(state: Path) -> None:
+def test_log_command_lists_shows_and_searches(state: Path) -> None:
     """The commands find turns by count, words in any case, and the beginning of a conversation's id."""
     database = LogDatabase(state)
     database.add(turn(conversation="a1", prompt="Größe der Welt", reply="Groß"), [])
