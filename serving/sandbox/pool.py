@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import threading
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -112,7 +111,7 @@ class Turns:
 
     def __init__(self) -> None:
         self._places: dict[str, tuple[_Semaphore, int]] = {}  # by caller, with how many hold it or wait for it
-        self._lock = threading.Lock()
+        self._guard = _Semaphore(1)  # no lock of ``threading``: gevent's, where it has patched that, hang threads
         os.register_at_fork(after_in_child=self._forget)
 
     @contextlib.contextmanager
@@ -121,14 +120,14 @@ class Turns:
         if not caller:
             yield
             return
-        with self._lock:
+        with self._guard.hold(until):
             place, users = self._places.get(caller) or (_Semaphore(1), 0)
             self._places[caller] = place, users + 1
         try:
             with place.hold(until):
                 yield
         finally:
-            with self._lock:
+            with self._guard.hold(time.monotonic() + WAIT):
                 found, users = self._places.get(caller, (place, 0))
                 if found is place and users > 1:
                     self._places[caller] = place, users - 1
@@ -137,7 +136,7 @@ class Turns:
                     place.close()
 
     def _forget(self) -> None:
-        self._places, self._lock = {}, threading.Lock()
+        self._places = {}
 
 
 class Pool:
