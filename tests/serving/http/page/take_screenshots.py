@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from PIL import Image
+from playground import settled
 from playwright.sync_api import Page, expect, sync_playwright
 
 SIZE = {"width": 1200, "height": 820}
@@ -23,11 +24,6 @@ def take(page: Page, path: Path) -> None:
     page.evaluate("document.activeElement.blur()")
     image = Image.open(io.BytesIO(page.screenshot(animations="disabled"))).convert("RGB")
     image.quantize(COLOURS).save(path, optimize=True)
-
-
-def settled(page: Page, count: int) -> None:
-    expect(page.get_by_role("article")).to_have_count(count)
-    expect(page.locator("[aria-busy=true]")).to_have_count(0)
 
 
 def playground(page: Page, out: Path) -> None:

@@ -22,13 +22,12 @@ from mlflow_llm.serving.metering.accounts.keys import Keys
 from mlflow_llm.serving.metering.store.store import Store
 
 pytest.importorskip("playwright.sync_api", reason="Playwright is not installed (pip)")
+from playground import answers, ask, settled
 from playwright.sync_api import Error, expect
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Locator, Page, Request, Route
+    from playwright.sync_api import Page, Request, Route
 
-PATIENCE_MS = 60_000
-expect.set_options(timeout=PATIENCE_MS)
 NewPage = Callable[..., "Page"]
 VIEWS = (
     ("playground", "Playground"),
@@ -50,24 +49,6 @@ HOSTILE = [
     "[x](javascript:window.pwned=1) ![x](https://example.com/x.png)",
     "\u202eevil \u0000<b>bold</b>",
 ]
-
-
-def ask(page: Page, text: str) -> None:
-    """Send ``text`` in the playground with the keyboard."""
-    box = page.get_by_label("Message", exact=True)
-    expect(page.get_by_role("button", name="Send")).to_be_enabled()
-    box.fill(text)
-    box.press("Enter")
-
-
-def answers(page: Page) -> Locator:
-    return page.get_by_role("article")
-
-
-def settled(page: Page, count: int) -> None:
-    """Wait until the playground shows ``count`` answers and all are over."""
-    expect(answers(page)).to_have_count(count)
-    expect(page.locator("[aria-busy=true]")).to_have_count(0)
 
 
 def read(served: Running, path: str) -> Any:

@@ -22,30 +22,14 @@ from shown_endpoint import two_models
 from mlflow_llm.serving.endpoints.config_body import config_body
 
 pytest.importorskip("playwright.sync_api", reason="Playwright is not installed (pip)")
+from playground import answers, ask, settled
 from playwright.sync_api import expect
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Locator, Page, Request, Route
+    from playwright.sync_api import Page, Request, Route
 
-expect.set_options(timeout=60_000)
 NewPage = Callable[..., "Page"]
 LANGUAGES = ("curl", "openai", "anthropic", "databricks", "mlflow")
-
-
-def ask(page: Page, text: str, label: str = "Message") -> None:
-    expect(page.get_by_role("button", name="Send", exact=True)).to_be_enabled()
-    box = page.get_by_label(label, exact=True)
-    box.fill(text)
-    box.press("Enter")
-
-
-def answers(page: Page) -> Locator:
-    return page.get_by_role("article")
-
-
-def settled(page: Page, count: int) -> None:
-    expect(answers(page)).to_have_count(count)
-    expect(page.locator("[aria-busy=true]")).to_have_count(0)
 
 
 def bodies_of(page: Page, path: str) -> list[dict[str, Any]]:

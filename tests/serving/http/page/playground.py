@@ -1,0 +1,31 @@
+"""Steps in the page's playground that its tests and its screenshots share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from playwright.sync_api import expect
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Locator, Page
+
+PATIENCE_MS = 60_000
+expect.set_options(timeout=PATIENCE_MS)
+
+
+def ask(page: Page, text: str, label: str = "Message") -> None:
+    """Send ``text`` in the playground with the keyboard."""
+    expect(page.get_by_role("button", name="Send", exact=True)).to_be_enabled()
+    box = page.get_by_label(label, exact=True)
+    box.fill(text)
+    box.press("Enter")
+
+
+def answers(page: Page) -> Locator:
+    return page.get_by_role("article")
+
+
+def settled(page: Page, count: int) -> None:
+    """Wait until the playground shows ``count`` answers and all are over."""
+    expect(answers(page)).to_have_count(count)
+    expect(page.locator("[aria-busy=true]")).to_have_count(0)
