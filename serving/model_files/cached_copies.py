@@ -14,32 +14,20 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..interface.errors import PackagingError
 from ..system.files import cache_dir
-from ..system.sizes import EXAMPLES, bytes_of, readable
+from ..system.sizes import readable
+from .cache_limit import limit_of
 
 logger = logging.getLogger(__name__)
 
 PLACE = "models"
 LIMIT_VARIABLE = "MLFLOW_LLM_COPIES_LIMIT"
-DEFAULT_LIMIT = 100 * 1000**3
 SPARED_SECONDS = 86_400.0  # an engine may be about to read a copy that was used a moment ago
 
 
 def place() -> Path:
     """Return the directory of the copies, which need not exist. Raises ``OSError`` as ``cache_dir`` does."""
     return cache_dir(PLACE)
-
-
-def limit() -> int:
-    """Return the number of bytes that all copies together may have. Raises ``PackagingError``."""
-    given = os.environ.get(LIMIT_VARIABLE)
-    if not given:
-        return DEFAULT_LIMIT
-    size = bytes_of(given)
-    if size is None:
-        raise PackagingError(f"{LIMIT_VARIABLE}: {given!r} is not a number of bytes, such as {EXAMPLES}")
-    return size
 
 
 def entries() -> Iterator[tuple[Path, int, float]]:
@@ -61,7 +49,7 @@ def mark_used(path: Path) -> None:
 def trim(keep: Path) -> None:
     """Remove the copies unused for longest until all are within the limit, but none used within a day, nor ``keep``."""
     found = sorted(entries(), key=lambda one: one[2])
-    total, most = sum(size for _, size, _ in found), limit()
+    total, most = sum(size for _, size, _ in found), limit_of(LIMIT_VARIABLE)
     for path, size, used in found:
         if total <= most:
             return

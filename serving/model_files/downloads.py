@@ -29,13 +29,13 @@ from ..interface.bundle import Bundle
 from ..interface.errors import PackagingError
 from ..system.file_locks import FileLock, try_acquire
 from ..system.files import CACHE_VARIABLE, cache_dir
-from ..system.sizes import EXAMPLES, bytes_of, readable
+from ..system.sizes import readable
+from .cache_limit import limit_of
 
 logger = logging.getLogger(__name__)
 
 PLACE = "downloads"  # folder in the cache directory
 LIMIT_VARIABLE = "MLFLOW_LLM_DOWNLOADS_LIMIT"
-DEFAULT_LIMIT = 100 * 1000**3
 ROOM = 64 << 20  # bytes that a download leaves free on the disk
 LOCK, PART = ".lock", ".part"
 POLL_INTERVAL = 0.05
@@ -44,17 +44,6 @@ POLL_INTERVAL = 0.05
 def place() -> Path:
     """Return the directory of the downloads, which need not exist. Raises ``OSError`` as ``cache_dir`` does."""
     return cache_dir(PLACE)
-
-
-def limit() -> int:
-    """Return the number of bytes that all downloads together may have. Raises ``PackagingError``."""
-    given = os.environ.get(LIMIT_VARIABLE)
-    if not given:
-        return DEFAULT_LIMIT
-    size = bytes_of(given)
-    if size is None:
-        raise PackagingError(f"{LIMIT_VARIABLE}: {given!r} is not a number of bytes, such as {EXAMPLES}")
-    return size
 
 
 def check_owner(path: Path) -> None:
@@ -128,7 +117,7 @@ def make_room(needed: int) -> None:
     Removes what killed downloads have left, too, as long as nobody continues them. If what is in use leaves too little
     room, nothing more is removed, and the download is tried all the same. Raises ``PackagingError``, ``OSError``.
     """
-    root, most = place(), limit()
+    root, most = place(), limit_of(LIMIT_VARIABLE)
     if not root.is_dir():
         return
     _remove_leftovers(root)

@@ -116,4 +116,4 @@ def test_copies_are_bounded(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert [path.name for path, _, _ in cached_copies.entries()] == [fresh.name]
     monkeypatch.setenv(cached_copies.LIMIT_VARIABLE, "lots")
     with pytest.raises(Exception, match="'lots' is not a number of bytes"):
-        cached_copies.limit()
+        cached_copies.trim(keep=fresh)
