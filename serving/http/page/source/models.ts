@@ -80,5 +80,6 @@ export function endpointOf(model: string): string {
 
 /** Return whether an endpoint has this served model beside others, so that its name says which one answered. */
 export function isOneOfSeveral(servedModel: string): boolean {
-  return modelGroups.value.some((group) => group.names.includes(servedModel));
+  // an endpoint's own name is among its names too, and the only served model is often called the same
+  return modelGroups.value.some((group) => group.endpoint !== servedModel && group.names.includes(servedModel));
 }

@@ -115,6 +115,21 @@ def test_columns_answer_one_prompt(new_page: NewPage) -> None:
         assert (first["content"], reply["content"], last["content"]) == ("First", said, "Second")
 
 
+def test_the_only_served_model_is_not_named(new_page: NewPage) -> None:
+    """An answer's heading is the model that was asked, also where the only served model has the endpoint's name."""
+
+    def same_name(route: Route) -> None:
+        answer = route.fetch()
+        route.fulfill(response=answer, headers=answer.headers | {"served-model-name": "assistant"})
+
+    page = new_page(prepare=lambda page: page.route("**/v1/chat/completions", same_name))
+    expect(page.get_by_label("Model", exact=True)).to_have_value("assistant")
+    page.get_by_label("Model", exact=True).select_option("assistant:pirate")
+    ask(page, "Hello")
+    settled(page, 1)
+    expect(answers(page).get_by_role("heading")).to_have_text("assistant:pirate")
+
+
 def test_an_answer_is_stopped(new_page: NewPage, served: Running) -> None:
     """Stopping ends the request at the server, keeps the text so far, and the conversation goes on."""
     page = new_page()
