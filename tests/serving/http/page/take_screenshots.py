@@ -30,6 +30,10 @@ def playground(page: Page, out: Path) -> None:
     """Take two columns on one prompt, then the probabilities of tokens."""
     page.get_by_role("button", name="Add a column").click()
     page.get_by_label("Model", exact=True).nth(1).select_option("assistant:pirate")
+    for column in range(2):
+        page.get_by_text("Sampling").nth(column).click()
+        page.get_by_label("Temperature").nth(column).fill("0")
+        page.get_by_text("Sampling").nth(column).click()
     box = page.get_by_label("Message", exact=True)
     box.fill("What is the capital of France?")
     box.press("Enter")
