@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 
@@ -92,7 +92,7 @@ def _accept(
         record_served(request, entity)
         record.labels = entity.view.labels(raw)
         pixels = held.enter_context(server.pixels.allocate(request.payer(server)))
-        limits = msgspec.structs.replace(_limits(server, entity, request), keep_pixels=pixels.grow)
+        limits = _limits(server, entity, request, pixels.grow)
         if not is_known:
             check_limits(server, request, [entity], _inference(request).task)
         reserves = entity.mode is not None and entity.mode.profile.reserves
@@ -106,9 +106,9 @@ def _accept(
     return entity, valid, raw.echoed
 
 
-def _limits(server: WorkerState, entity: ServedEntity, request: Request) -> Limits:
+def _limits(server: WorkerState, entity: ServedEntity, request: Request, keep_pixels: Callable[[int], None]) -> Limits:
     """Return the request's limits: the shorter of the server's and the header's timeout, the cache salt for shared
-    prefixes, and the tenant and weight by which the engine shares its time."""
+    prefixes, the tenant and weight by which the engine shares its time, and the room for its images."""
     header, timeout = request.headers.get(TIMEOUT_HEADER), server.settings.timeout
     sharing = entity.prefix_sharing or server.settings.prefix_sharing
     return Limits(
@@ -116,6 +116,7 @@ def _limits(server: WorkerState, entity: ServedEntity, request: Request) -> Limi
         cache_salt=server.salts.of(sharing, tenant=request.caller.tenant, endpoint=entity.endpoint),
         tenant=server.salts.tenant(request.caller.tenant),
         weight=request.caller.weight,
+        keep_pixels=keep_pixels,
     )
 
 
