@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from prometheus_client.parser import text_string_to_metric_families
+
 PREFIX = "mlflow_llm_"
-_LINE = re.compile(r"^(\w+)(?:\{(.*)\})? (\S+)$")
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
-_ESCAPES = {r"\\": "\\", r"\"": '"', r"\n": "\n"}
 _ENGINE = (
     "engine_memory_bytes", "engine_ready", "generated_tokens", "kv_tokens_total", "kv_tokens_used", "prefix_hit_tokens",
     "prefix_query_tokens", "replicas", "running_sequences", "waiting_requests", "waiting_tenants",
@@ -51,16 +49,11 @@ def engine_numbers(text: str) -> dict[Place, EngineNumbers]:
 
 
 def samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
-    """Yield (name without our prefix, labels, value) of our metrics."""
-    for line in text.splitlines():
-        if not line.startswith(PREFIX):
-            continue
-        found = _LINE.match(line.removeprefix(PREFIX))
-        if found is None:
-            raise ValueError(f"{line[:80]!r} is not a sample")
-        labels = {name: _unescaped(value) for name, value in _LABEL.findall(found[2] or "")}
-        yield found[1], labels, float(found[3])
-
-
-def _unescaped(value: str) -> str:
-    return re.sub(r'\\["\\n]', lambda escape: _ESCAPES[escape[0]], value)
+    """Yield (name without our prefix, labels, value) of our metrics. Raises ``ValueError``."""
+    ours = [line for line in text.splitlines(keepends=True) if line.startswith(PREFIX)]
+    try:
+        found = [sample for family in text_string_to_metric_families("".join(ours)) for sample in family.samples]
+    except (ValueError, IndexError) as error:
+        raise ValueError(f"{''.join(ours)[:80]!r} begins with what is not a sample: {error}") from None
+    for sample in found:
+        yield sample.name.removeprefix(PREFIX), sample.labels, sample.value
