@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -12,14 +11,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..model_files.model_uri import in_store
-from ..system.step_line import StepLine
+from ..system.step_line import StepLine, drawn
 from .model_names import located, named_version
 
 if TYPE_CHECKING:
     from mlflow_llm.flavors.llm.predict.pyfunc import PyfuncModel
     from mlflow_llm.flavors.llm.predict.session import Session
-
-POLL_SECONDS = 0.2
 
 
 class LocalModel:
@@ -92,24 +89,16 @@ def _start(session: Session, line: StepLine) -> None:
     from ..interface.errors import PackagingError, ServingError
     from ..transport.discovery.state_directory import StateDirectory, default_runtime_dir
 
-    over = threading.Event()
     state = StateDirectory(default_runtime_dir(), session.engine_key)
 
     def draw() -> None:
-        while not over.wait(POLL_SECONDS):
-            if (step := state.read_step()) is not None:
-                line.show(step.name, step.done, step.total)
+        if (step := state.read_step()) is not None:
+            line.show(step.name, step.done, step.total)
 
-    drawer = threading.Thread(target=draw, name="mlflow-llm-steps", daemon=True)
     began = time.monotonic()
-    line.show("starting the engine")
-    drawer.start()
     try:
-        session.connect()
+        with drawn(line, "starting the engine", draw):
+            session.connect()
     except (PackagingError, ServingError) as error:
         raise click.ClickException(str(error)) from None
-    finally:
-        over.set()
-        drawer.join()
-        line.clear()
     click.echo(f"ready after {time.monotonic() - began:.1f} s", err=True)

@@ -76,15 +76,22 @@ def duration(seconds: float) -> str:
 
 @contextmanager
 def watched(line: StepLine, name: str, done: Callable[[], int], total: int) -> Iterator[None]:
-    """Show the step ``name`` during the block, as often as is worth drawing; ``done()`` returns the bytes so far."""
+    """Show the step ``name`` during the block; ``done()`` returns the bytes so far."""
+    with drawn(line, name, lambda: line.show(name, done(), total), total):
+        yield
+
+
+@contextmanager
+def drawn(line: StepLine, first: str, draw: Callable[[], object], total: int = 0) -> Iterator[None]:
+    """Show the step ``first``, and call ``draw`` as often as is worth drawing during the block."""
     over = threading.Event()
 
-    def draw() -> None:
+    def keep_drawing() -> None:
         while not over.wait(REDRAW_SECONDS):
-            line.show(name, done(), total)
+            draw()
 
-    line.show(name, 0, total)
-    drawer = threading.Thread(target=draw, name="mlflow-llm-steps", daemon=True)
+    line.show(first, 0, total)
+    drawer = threading.Thread(target=keep_drawing, name="mlflow-llm-steps", daemon=True)
     drawer.start()
     try:
         yield
