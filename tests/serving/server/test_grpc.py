@@ -220,7 +220,7 @@ def test_a_client_that_cancels_is_settled(served: Served, client: Any) -> None:
         stream.next()
         client.stop_stream(cancel_requests=True)
         (row,) = served.settled(before)
-    assert (row.status, 0 < row.completion_tokens <= 50) == ("aborted", True)
+    assert (row.status, 0 < row.completion_tokens <= 50) == ("aborted", True), row
     before = served.ids()
     with steps_up_to(served.server.model_dir, 0):
         call = client.async_infer("assistant", inputs(rpc), lambda result, error: None, headers=served.headers)

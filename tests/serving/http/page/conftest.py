@@ -70,4 +70,6 @@ def new_page(browser: Browser, served: Running, complaints: Complaints) -> Itera
 
     yield make
     for context in contexts:
+        for page in context.pages:
+            page.unroute_all(behavior="ignoreErrors")  # handlers whose requests the page wants no more
         context.close()
