@@ -111,7 +111,7 @@ def test_a_time_limit_holds_for_an_adapter(narrow: Running) -> None:
         for path, body in (("/v1/chat/completions", PIRATE), ("/invocations", BODY | {"adapter": "pirate"})):
             with asking(narrow, body, path, {"X-Request-Timeout": "0.5"}) as answer:
                 assert (answer.status, "timeout" in answer.read().decode()) == (504, True)
-    assert ask(narrow, PIRATE)[0] == 200
+    until(lambda: ask(narrow, PIRATE)[0] == 200)  # not at once: the engine has yet to end what was given up
 
 
 def test_a_full_queue_refuses_requests_for_an_adapter(narrow: Running) -> None:
@@ -154,7 +154,8 @@ def test_an_adapter_of_another_client_is_found_soon(narrow: Running) -> None:
     with attach(str(Path(status).parent)) as other:
         other.load_adapter("formal", str(status.parent))
         until(lambda: all("assistant:formal" in models(narrow) for _ in range(20)))
-        assert ask(narrow, BODY | {"model": "assistant:formal"})[0] == 200
+        # the engine may still be ending what an earlier test's callers gave up: with one place, that is a 503
+        until(lambda: ask(narrow, BODY | {"model": "assistant:formal"})[0] == 200)
         until(lambda: idle(narrow))
         other.unload_adapter("formal")
     assert ask(narrow, BODY | {"model": "assistant:formal"})[0] == 404  # by the engine, or by what is known already
