@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
-from gated_core import steps_up_to
+from gated_core import steps_more
 from instant_model import write_instant_model
 from processes import alive_after
 from recovery_requests import CHAT, COMPLETIONS, SAMPLED, STREAM, answer_to
@@ -41,7 +41,7 @@ def test_what_runs_is_finished(patient: Running) -> None:
         undisturbed = list(pool.map(lambda request: answer_to(patient, *request), REQUESTS))
         assert {status for status, _ in undisturbed} == {200}
         until(lambda: health(patient)["running"] == 0)
-        with steps_up_to(patient.model_dir, health(patient)["steps"] + 20):
+        with steps_more(patient.model_dir, 20):
             answers = [pool.submit(answer_to, patient, *request) for request in REQUESTS]
             until(lambda: health(patient)["running"] == len(REQUESTS))
             patient.terminate()
@@ -57,7 +57,7 @@ def test_what_runs_is_finished(patient: Running) -> None:
 def test_a_second_signal_stops_at_once(patient: Running, second: signal.Signals) -> None:
     """A second SIGTERM, or SIGINT, does not wait for a stream that does not end."""
     family = psutil.Process(patient.process.pid).children(recursive=True)
-    steps = steps_up_to(patient.model_dir, health(patient)["steps"] + 20)
+    steps = steps_more(patient.model_dir, 20)
     with steps, asking(patient, BODY | {"stream": True, "max_tokens": 4000}) as answer:
         answer.readline()
         patient.terminate()

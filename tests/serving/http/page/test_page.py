@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import server_calls
-from gated_core import steps_up_to
+from gated_core import steps_more
 from instant_model import write_instant_model
 from serving_process import Running, running
 from shown_endpoint import two_models
@@ -55,25 +54,11 @@ def read(served: Running, path: str) -> Any:
         return json.load(answer)
 
 
-def health(served: Running) -> dict[str, Any]:
-    found: dict[str, Any] = read(served, "/health")["endpoints"]["assistant"]
-    return found
-
-
-def steps_at_rest(served: Running) -> int:
-    """Return the steps that the engine has taken, by a report of the idle engine after a request of our own."""
-    before = health(served)["steps"]
-    assert server_calls.ask(served, server_calls.BODY)[0] == 200
-    while (now := health(served))["running"] or now["steps"] <= before:
-        time.sleep(0.05)
-    return int(now["steps"])
-
-
 def test_a_chat_streams(new_page: NewPage, served: Running, complaints: list[str]) -> None:
     """The text is shown while the engine is held between two tokens; at the end come exact counts and times."""
     page = new_page()
     expect(page.get_by_label("Model", exact=True)).to_have_value("assistant")
-    with steps_up_to(served.model_dir, steps_at_rest(served) + 40):
+    with steps_more(served.model_dir, 40):
         ask(page, "Hello")
         text = answers(page).locator(".text")
         expect(text).to_have_text(re.compile(r"\S"))
@@ -132,7 +117,7 @@ def test_the_only_served_model_is_not_named(new_page: NewPage) -> None:
 def test_an_answer_is_stopped(new_page: NewPage, served: Running) -> None:
     """Stopping ends the request at the server, keeps the text so far, and the conversation goes on."""
     page = new_page()
-    with steps_up_to(served.model_dir, steps_at_rest(served) + 40):
+    with steps_more(served.model_dir, 40):
         ask(page, "Tell me everything")
         expect(answers(page).locator(".text")).to_have_text(re.compile(r"\S"))
         page.get_by_role("button", name="Stop the answer").click()
