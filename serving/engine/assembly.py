@@ -6,7 +6,7 @@ import logging
 import os
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -18,7 +18,7 @@ from ..system.main_memory import main_memory
 from .adapters.lora import LoraPool
 from .adapters.virtual_tokens import embedding_width
 from .attention.kv_cache import KVCache
-from .attention.paged import decode
+from .attention.paged import chunks, decode, varlen
 from .attention.paged.cache import PagedKVCache
 from .attention.slot_cache import SlotKVCache, token_bytes
 from .attention.slot_table import MAX_SHARED_SLOTS
@@ -185,6 +185,16 @@ def _why_no_kernel(loaded: LoadedModel, cache: PagedKVCache) -> str:
     return next(filter(None, reasons), "")
 
 
+def _prefill_by(loaded: LoadedModel, cache: PagedKVCache) -> tuple[Literal["varlen", "triton", "torch"], str]:
+    """Return what prompts attend by in all layers, and why not by a kernel."""
+    heads = int(getattr(loaded.config, "num_attention_heads", None) or 1)
+    if all(varlen.is_offered(one.k, one.v, one.shape.key_dim) for one in cache.layers):
+        return "varlen", ""
+    reasons = (chunks.why_not(one.k, one.v, max(heads // one.shape.num_kv_heads, 1)) for one in cache.layers)
+    reason = next(filter(None, reasons), "")
+    return ("torch" if reason else "triton"), reason
+
+
 def why_not_ahead(forward: StepForward, settings: EngineSettings) -> str:
     """Return why no step is launched before the tokens of the previous one are read; empty if steps are."""
     if settings.launch_ahead == "none":
@@ -200,11 +210,14 @@ def _paged_info(loaded: LoadedModel, cache: KVCache, forward: StepForward, not_a
     if not isinstance(cache, PagedKVCache):
         return None
     reason = _why_no_kernel(loaded, cache)
+    prefill, prefill_reason = _prefill_by(loaded, cache)
     graphs = forward if isinstance(forward, GraphedForward) else None
     return PagedInfo(
         kv_block_size=cache.block_size,
         attention="torch" if reason else "triton",
         attention_reason=reason,
+        prefill=prefill,
+        prefill_reason=prefill_reason,
         cuda_graphs=tuple(graphs.sizes) if graphs else (),
         cuda_graphs_reason=graphs.reason if graphs else "the setting cuda_graphs is 'none'",
         launch_ahead=not not_ahead,

@@ -58,14 +58,20 @@ class Capabilities(Struct, frozen=True, kw_only=True):
 class PagedInfo(Struct, frozen=True, kw_only=True):
     """The way in which a paged KV cache runs.
 
-    A block has ``kv_block_size`` tokens. Decodes attend by "triton" or "torch" (``attention_reason``: why not by
-    Triton). ``cuda_graphs`` are the sizes of decode steps that are recorded (``cuda_graphs_reason``: why none are).
-    ``launch_ahead``: whether a step is launched before the tokens of the previous one are read
-    (``launch_ahead_reason``: why not)."""
+    - A block has ``kv_block_size`` tokens.
+    - ``attention``: decodes attend by "triton" or "torch" (``attention_reason``: why not by Triton).
+    - ``prefill``: chunks of prompts attend in one launch by torch's "varlen" operator or by "triton", or one after the
+      other by "torch" (``prefill_reason``: why not by a kernel).
+    - ``cuda_graphs``: the sizes of decode steps that are recorded (``cuda_graphs_reason``: why none are).
+    - ``launch_ahead``: whether a step is launched before the tokens of the previous one are read
+      (``launch_ahead_reason``: why not).
+    """
 
     kv_block_size: int
     attention: Literal["triton", "torch"]
     attention_reason: str = ""
+    prefill: Literal["varlen", "triton", "torch"] = "torch"
+    prefill_reason: str = ""
     cuda_graphs: tuple[int, ...] = ()
     cuda_graphs_reason: str = ""
     launch_ahead: bool = False

@@ -4,7 +4,8 @@
 
     row        | d0 d1 d2 d3 | p p p p p | p p |      single tokens first, then chunks of prompts
     decode       one call                              split over the length of each sequence (``decode_kernel``)
-    prefill                    all chunks in one call if torch can (``varlen``), else one each, its blocks gathered
+    prefill                    all chunks in one call by torch (``varlen``) or our kernel (``chunks``), whichever the
+                               device has, else one each, its blocks gathered
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..kv_cache import AttentionArgs, LayerShape
 from ..slab import Slab
-from ..slot_attention import attend_latent_prefill, causal_mask, prefill
-from . import decode, varlen
-from .step_tables import Chunk, StepTables
+from ..slot_attention import attend_latent_prefill
+from . import chunks, decode, varlen
+from .step_tables import StepTables
 
 if TYPE_CHECKING:
     from ..latent_attention import Projections
@@ -49,14 +50,6 @@ class LayerBlocks:
         for blocks, new in self._pairs(k, v):
             blocks.flatten(0, 1).index_copy_(0, indexes, new.transpose(0, 1))
 
-    def gather(self, blocks: Any, lo: int, hi: int) -> tuple[Any, Any]:
-        """Gather keys and values [Hkv, hi - lo, D] of tokens ``[lo, hi)`` of a sequence with block table ``blocks``."""
-        size = self.k.shape[1]
-        first = lo // size
-        some = blocks[first : -(-hi // size)]
-        both = [cube[some].flatten(0, 1)[lo - first * size : hi - first * size].transpose(0, 1) for cube in self._cubes]
-        return both[0], both[-1]
-
     def copy(self, source: int, target: int) -> None:
         """Copy one block."""
         for cube in self._cubes:
@@ -82,8 +75,7 @@ class PagedPlan:
         self._layers = layers
         self._tables = tables
         self._split = decode.split_tokens(max_model_len)
-        self._masks: dict[tuple[int, int | None], tuple[int, Any]] = {}
-        self._varlen = varlen.VarlenTables.of(tables) if tables.chunks else None
+        self._chunks = chunks.ChunkTables.of(tables) if tables.chunks else None
 
     def attend(self, layer: int, q: Any, k: Any, v: Any, args: AttentionArgs) -> Any:
         """See ``AttentionPlan.attend``."""
@@ -96,14 +88,9 @@ class PagedPlan:
         if n:
             single = q[0, :, :n].transpose(0, 1)
             out[0, :n] = self._decode(blocks, single, args)
-        assert self._varlen is not None
-        if args.is_plain and varlen.is_offered(blocks.k, blocks.v, q.shape[-1]):
-            out[0, n:] = self._varlen.attend(q[0, :, n:].transpose(0, 1), blocks.k, blocks.v, args)
-            return out
-        for chunk in tables.chunks:
-            lo, mask = self._seen(chunk, args.window, q.device)
-            keys, values = blocks.gather(chunk.blocks, lo, chunk.stop)
-            out[0, chunk.a : chunk.b] = prefill(keys, values, q[0, :, chunk.a : chunk.b], mask, args)
+        assert self._chunks is not None
+        use = self._chunk_attention(blocks, H, q.shape[-1], args)
+        out[0, n:] = use(q[0, :, n:].transpose(0, 1), blocks.k, blocks.v, self._chunks, args)
         return out
 
     def attend_latent(self, layer: int, q: Any, kept: Any, projections: Projections, args: AttentionArgs) -> Any:
@@ -115,20 +102,21 @@ class PagedPlan:
         if n:
             absorbed = projections.absorbed(q[0, :, :n], 0).transpose(0, 1)
             out[0, :n] = projections.values(self._decode(blocks, absorbed, args), 0)
-        for chunk in tables.chunks:
-            lo, mask = self._seen(chunk, args.window, q.device)
-            keys, _ = blocks.gather(chunk.blocks, lo, chunk.stop)
+        for i, chunk in enumerate(tables.chunks):
+            assert self._chunks is not None
+            lo, mask = self._chunks.seen(i, args.window)
+            keys = chunks.gathered(blocks.k, chunk.blocks, lo, chunk.stop)
             row = q[0, :, chunk.a : chunk.b]
             out[0, chunk.a : chunk.b] = attend_latent_prefill(keys, row, chunk.a, mask, projections, args)
         return out
 
-    def _seen(self, chunk: Chunk, window: int | None, device: Any) -> tuple[int, Any]:
-        """Return the first token that a chunk reads, and its mask: the same in every layer with that window."""
-        found = self._masks.get((chunk.a, window))
-        if found is None:
-            lo = max(0, chunk.start - window + 1) if window else 0
-            found = self._masks[chunk.a, window] = lo, causal_mask(chunk.start, chunk.stop, lo, window, device)
-        return found
+    @staticmethod
+    def _chunk_attention(blocks: LayerBlocks, num_heads: int, head_dim: int, args: AttentionArgs) -> Any:
+        """Return what attends the chunks: in one launch, if this device has that."""
+        if args.is_plain and varlen.is_offered(blocks.k, blocks.v, head_dim):
+            return varlen.attend
+        group = num_heads // blocks.shape.num_kv_heads
+        return chunks.attend if chunks.why_not(blocks.k, blocks.v, group) else chunks.attend_by_kernel
 
     def _decode(self, blocks: LayerBlocks, q: Any, args: AttentionArgs) -> Any:
         """Attend single tokens q [B, H, D] → [B, H, Dv]."""

@@ -44,12 +44,14 @@ class Chunk:
 @dataclass(frozen=True, slots=True)
 class StepTables:
     """The tables that a step's attention reads, on the device. ``indexes`` int64 [T] says where each token's KV goes.
-    For the single tokens, which come first: ``block_tables`` int32 [B, blocks] and ``lengths`` int32 [B]."""
+    For the single tokens, which come first: ``block_tables`` int32 [B, blocks] and ``lengths`` int32 [B]; for the
+    chunks after them: ``chunk_tables`` int32 [chunks, blocks]."""
 
     indexes: Any
     block_tables: Any
     lengths: Any
     chunks: Sequence[Chunk] = ()
+    chunk_tables: Any = None
     longest: int = 0
 
     @classmethod
@@ -59,15 +61,17 @@ class StepTables:
         n = next((i for i, row in enumerate(rows) if row.num_tokens != 1), len(rows))
         lengths = [row.start + 1 for row in rows[:n]]
         chunks, a = [], n
-        for row, table in zip(rows[n:], tables[n:], strict=True):
-            blocks = torch.tensor(table[: cache.num_blocks(row.start + row.num_tokens)], device=device)
-            chunks.append(Chunk(a, a + row.num_tokens, row.start, blocks))
+        used = [cache.num_blocks(row.start + row.num_tokens) for row in rows[n:]]
+        chunk_tables = torch.from_numpy(table_array([t[:k] for t, k in zip(tables[n:], used, strict=True)])).to(device)
+        for row, blocks, count in zip(rows[n:], chunk_tables, used, strict=True):
+            chunks.append(Chunk(a, a + row.num_tokens, row.start, blocks[:count]))
             a += row.num_tokens
         return cls(
             indexes=torch.from_numpy(row_indexes(rows, tables, cache.block_size)).to(device),
             block_tables=torch.from_numpy(table_array(tables[:n])).to(device),
             lengths=torch.tensor(lengths, dtype=torch.int32, device=device),
             chunks=chunks,
+            chunk_tables=chunk_tables,
             longest=max(lengths, default=0),
         )
 

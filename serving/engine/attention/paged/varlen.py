@@ -6,7 +6,6 @@ blocks is probed with a small example (stock torch 2.13 needs FlashAttention 3, 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from ..kv_cache import AttentionArgs
-from .step_tables import StepTables
+from .chunks import ChunkTables
 
 logger = logging.getLogger(__name__)
 HALVES = (torch.float16, torch.bfloat16)  # the dtypes of flash attention
@@ -43,12 +42,11 @@ def _computes_right(device: Any, dtype: Any, block_size: int, num_kv_heads: int,
     k, v = (torch.randn(shape, generator=make).to(device, dtype) for _ in range(2))
     q = torch.randn((3, num_kv_heads, head_dim), generator=make).to(device, dtype)
     length = block_size + 3
-    begins, table, lengths = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 3], [[2, 1]], [length]))
-    tables = VarlenTables(begins, table, lengths, 3, length)
+    tables = ChunkTables.make([3], [length], torch.tensor([[2, 1]], dtype=torch.int32, device=device))
     try:
-        found = tables.attend(q, k, v, AttentionArgs(head_dim**-0.5)).float()
+        found = attend(q, k, v, tables, AttentionArgs(head_dim**-0.5)).float()
     except (ImportError, RuntimeError, ValueError, NotImplementedError, TypeError) as error:
-        logger.info("prompt chunks run one at a time instead of by varlen_attn: %s", error)
+        logger.info("prompt chunks do not attend by varlen_attn: %s", error)
         return False
     keys, values = (x[[2, 1]].flatten(0, 1)[:length].transpose(0, 1).float() for x in (k, v))
     mask = torch.ones(3, length, dtype=torch.bool, device=device).tril(length - 3)
@@ -56,49 +54,22 @@ def _computes_right(device: Any, dtype: Any, block_size: int, num_kv_heads: int,
     return bool((found - wanted).abs().max() <= TOLERANCE * wanted.abs().max())
 
 
-@dataclass(frozen=True, slots=True)
-class VarlenTables:
-    """The chunks of a step: where each begins in the flat row int32 [n + 1], their ``block_tables`` int32 [n, blocks]
-    and their sequences' ``lengths`` int32 [n] after them."""
-
-    begins: Any
-    block_tables: Any
-    lengths: Any
-    max_chunk: int
-    longest: int
-
-    @classmethod
-    def of(cls, tables: StepTables) -> VarlenTables:
-        chunks = tables.chunks
-        on_device = {"dtype": torch.int32, "device": chunks[0].blocks.device}
-        first = chunks[0].a
-        table = torch.zeros(len(chunks), max(len(chunk.blocks) for chunk in chunks), **on_device)
-        for row, chunk in zip(table, chunks, strict=True):
-            row[: len(chunk.blocks)] = chunk.blocks
-        lengths = [chunk.stop for chunk in chunks]
-        return cls(
-            torch.tensor([first - first, *(chunk.b - first for chunk in chunks)], **on_device),
-            table,
-            torch.tensor(lengths, **on_device),
-            max(chunk.b - chunk.a for chunk in chunks),
-            max(lengths),
-        )
-
-    def attend(self, q: Any, k: Any, v: Any, args: AttentionArgs) -> Any:
-        """Compute q [T, H, D] → [T, H, D]. ``num_splits`` is 1, so that a row's bits are the same alone and in any
-        batch."""
-        return varlen_attn(
-            q,
-            k,
-            v,
-            self.begins,
-            None,
-            self.max_chunk,
-            self.longest,
-            scale=args.scaling,
-            window_size=(-1 if args.window is None else args.window - 1, 0),
-            enable_gqa=q.shape[1] != k.shape[2],
-            seqused_k=self.lengths,
-            block_table=self.block_tables,
-            num_splits=1,
-        )
+def attend(q: Any, k: Any, v: Any, tables: ChunkTables, args: AttentionArgs) -> Any:
+    """Compute q [T, H, D] → [T, H, D]. ``num_splits`` is 1, so that a row's bits are the same alone and in any
+    batch."""
+    more: dict[str, Any] = {"enable_gqa": True} if q.shape[1] != k.shape[2] else {}
+    return varlen_attn(
+        q,
+        k,
+        v,
+        tables.begins,
+        None,
+        tables.max_size,
+        tables.longest,
+        scale=args.scaling,
+        window_size=(-1 if args.window is None else args.window - 1, 0),
+        seqused_k=tables.lengths,
+        block_table=tables.block_tables,
+        num_splits=1,
+        **more,
+    )

@@ -38,6 +38,7 @@ def test_kernels_and_graphs_are_used(tiny_bundle: Bundle, tiny_llama: Any) -> No
     core = EngineCore(tiny_bundle, EngineSettings(max_num_seqs=6, device="cuda", kv_cache_memory=1 << 26))
     assert core.info.paged is not None
     assert (core.info.paged.attention, core.info.paged.attention_reason) == ("triton", "")
+    assert core.info.paged.prefill in ("varlen", "triton"), core.info.paged.prefill_reason
     assert (core.info.paged.cuda_graphs, core.info.paged.cuda_graphs_reason) == ((1, 2, 4, 6), "")
     outcomes = run(core, *(request_of(str(i), prompt_of(9 + i, i)) for i in range(5)))
     assert all(len(outcome.tokens[0]) == 12 for outcome in outcomes.values())

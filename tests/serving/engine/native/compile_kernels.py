@@ -10,6 +10,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from mlflow_llm.serving.engine.attention.paged import decode_kernel as decode
+from mlflow_llm.serving.engine.attention.paged import prefill_kernel as prefill
 from mlflow_llm.serving.engine.models import fused_kernels as fused
 from mlflow_llm.serving.engine.sampling import device_sampling_kernel as race
 from mlflow_llm.serving.engine.weights import fp8_kernel
@@ -33,6 +34,10 @@ arrays = [HALF, HALF, HALF, INT, INT, FLOAT, FLOAT, FLOAT]
 build(decode.decode_split, [*arrays, "fp32", "fp32", *["i32"] * 4], **heads, **split)
 arrays = [FLOAT, FLOAT, FLOAT, FLOAT, INT, HALF]
 build(decode.merge_splits, [*arrays, "i32", "i32"], H=32, DV=128, SPLIT=256, HAS_SINKS=True, DV_PADDED=128)
+several = {"BLOCK_SIZE": 16, "ROWS": 128, "TILE": 64, "HAS_SOFTCAP": True, "HAS_SINKS": True}
+wide = {name: value for name, value in heads.items() if name != "GROUP_PADDED"}
+arrays = [HALF, HALF, HALF, INT, INT, INT, FLOAT, HALF]
+build(prefill.attend_chunks, [*arrays, "fp32", "fp32", *["i32"] * 4], **wide, **several)
 build(race.exponentials, [LONG, FLOAT, "i32"], BLOCK=1024)
 build(race.race, [FLOAT, LONG, FLOAT, FLOAT, FLOAT, LONG, "i32"], BLOCK=1024)
 build(fused.rms_norm, [HALF, HALF, HALF, "fp32"], N=3072, PADDED=4096)

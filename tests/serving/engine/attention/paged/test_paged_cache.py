@@ -11,6 +11,7 @@ import torch
 
 from mlflow_llm.serving.engine.attention.kv_cache import LayerShape, PrefixKey, Row
 from mlflow_llm.serving.engine.attention.paged.cache import PagedKVCache
+from mlflow_llm.serving.engine.attention.paged.chunks import gathered
 from mlflow_llm.serving.engine.attention.slot_table import common_prefix
 
 KEYS = [PrefixKey(adapter, salt) for adapter in ("", "x#1") for salt in ("s", "t")]
@@ -46,7 +47,8 @@ def write(cache: PagedKVCache, owner: int, key: PrefixKey, tokens: Any, start: i
 
 
 def read(cache: PagedKVCache, owner: int, length: int) -> Any:
-    k, v = cache.layers[0].gather(torch.tensor(cache.blocks_of(owner)), 0, length)
+    layer, blocks = cache.layers[0], torch.tensor(cache.blocks_of(owner))
+    k, v = (gathered(cube, blocks, 0, length) for cube in (layer.k, layer.v))
     assert torch.equal(k, -v)
     return k[1, :, 3]
 

@@ -20,7 +20,7 @@ from mlflow_llm.serving.interface.settings import EngineSettings
 
 def double(
     query: Any, key: Any, value: Any, cu_seq_q: Any, cu_seq_k: Any, max_q: int, max_k: int, *, scale: float,
-    window_size: tuple[int, int], enable_gqa: bool, seqused_k: Any, block_table: Any, num_splits: int,
+    window_size: tuple[int, int], seqused_k: Any, block_table: Any, num_splits: int, enable_gqa: bool = False,
 ) -> Any:  # fmt: skip
     """Attend as torch documents: queries are the last of their sequences' ``seqused_k`` tokens, and see ``left`` tokens
     before themselves."""
@@ -55,7 +55,7 @@ def test_torchs_own_function_takes_the_arguments(caplog: pytest.LogCaptureFixtur
     caplog.set_level("INFO")
     assert not varlen._computes_right(torch.device("cpu"), torch.bfloat16, 16, 2, 64)
     (said,) = caplog.messages
-    assert said.startswith("prompt chunks run one at a time instead of by varlen_attn: Could not run 'aten::")
+    assert said.startswith("prompt chunks do not attend by varlen_attn: Could not run 'aten::")
 
 
 @pytest.mark.usefixtures("_no_memory")

@@ -1,0 +1,140 @@
+"""Attention of prompt chunks over block tables in Triton: what the reference by torch gives, and the same bits however
+a prompt is cut.
+
+Where there is no GPU, Triton's interpreter runs the kernel line by line; it knows no bfloat16.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from engine_runs import run
+from tiny_models import FAMILIES, greedy, make_model, prompt_of, request_of, save_bundle
+
+from mlflow_llm.serving.engine.attention.kv_cache import AttentionArgs
+from mlflow_llm.serving.engine.attention.paged import chunks
+from mlflow_llm.serving.engine.attention.paged.chunks import ChunkTables
+from mlflow_llm.serving.engine.core import EngineCore
+from mlflow_llm.serving.engine.devices import triton_support
+from mlflow_llm.serving.interface.settings import EngineSettings
+
+pytest.importorskip("triton")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SIZES, STOPS = (70, 1, 9), (70, 33, 150)  # a whole prompt, one token after a prefix, some after a long one
+
+
+class Heads(NamedTuple):
+    num: int
+    num_kv: int
+    key_dim: int
+    value_dim: int
+    block_size: int
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    dtype: Any = torch.float32
+
+
+CASES = {
+    "grouped": Heads(4, 2, 16, 16, 8),
+    "a group of three, odd widths, window": Heads(6, 2, 24, 40, 16, window=7),
+    "cap and sinks": Heads(2, 2, 16, 16, 32, softcap=5.0, sinks=True),
+    "one key head, window over tiles, half": Heads(8, 1, 64, 64, 16, window=100, sinks=True, dtype=torch.float16),
+    "wide heads": Heads(2, 1, 256, 256, 16),
+}
+
+
+class Example(NamedTuple):
+    q: Any
+    k: Any
+    v: Any
+    block_tables: Any
+    args: AttentionArgs
+
+
+def example(heads: Heads) -> Example:
+    """Return random queries of all chunks, blocks and tables."""
+    make = torch.Generator().manual_seed(0)
+    num_blocks = 40
+
+    def random(*size: int) -> Any:
+        return torch.randn(size, generator=make).to(DEVICE, heads.dtype)
+
+    k = random(num_blocks, heads.block_size, heads.num_kv, heads.key_dim)
+    v = random(num_blocks, heads.block_size, heads.num_kv, heads.value_dim)
+    q = random(heads.num, sum(SIZES), heads.key_dim).transpose(0, 1)  # laid out as a model's queries are
+    sinks = random(heads.num) if heads.sinks else None
+    tables = torch.randint(0, num_blocks, (len(SIZES), max(STOPS) // heads.block_size + 1), generator=make)
+    args = AttentionArgs(heads.key_dim**-0.5, heads.window, heads.softcap, sinks)
+    return Example(q, k, v, tables.to(DEVICE, torch.int32), args)
+
+
+@pytest.mark.parametrize("heads", CASES.values(), ids=CASES)
+def test_kernel_equals_reference(heads: Heads) -> None:
+    """One launch for several chunks equals the reference for groups, odd widths, windows, caps and sinks, with and
+    without a prefix before the chunk."""
+    q, k, v, block_tables, args = example(heads)
+    tables = ChunkTables.make(SIZES, STOPS, block_tables)
+    found, wanted = chunks.attend_by_kernel(q, k, v, tables, args), chunks.attend(q, k, v, tables, args)
+    assert found.dtype == heads.dtype
+    torch.testing.assert_close(found, wanted, atol=4e-3 if heads.dtype == torch.float16 else 3e-6, rtol=1e-3)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_the_cut_of_a_prompt_changes_no_bit(window: int | None) -> None:
+    """Each row has the same bits alone, among others, and in chunks that begin elsewhere."""
+    q, k, v, block_tables, args = example(CASES["grouped"]._replace(window=window))
+    whole = chunks.attend_by_kernel(q, k, v, ChunkTables.make(SIZES, STOPS, block_tables), args)
+    for first, last in ((0, 70), (0, 31), (31, 70), (69, 70)):
+        cut = ChunkTables.make([last - first], [last], block_tables[:1])
+        assert torch.equal(chunks.attend_by_kernel(q[first:last], k, v, cut, args), whole[first:last])
+
+
+@pytest.mark.parametrize("family", ["mistral", "gpt_oss"])
+def test_engine_with_the_kernel_equals_generate(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of several prompts in one launch, beside decodes, give generate()'s tokens."""
+    launches = []
+
+    def counted(q: Any, k: Any, v: Any, tables: ChunkTables, args: AttentionArgs) -> Any:
+        launches.append(len(tables.sizes))
+        return by_kernel(q, k, v, tables, args)
+
+    by_kernel = chunks.attend_by_kernel
+    monkeypatch.setattr(triton_support, "enabled", lambda device: True)
+    monkeypatch.setattr(chunks, "attend_by_kernel", counted)
+    model = make_model(FAMILIES[family]())
+    settings = EngineSettings(
+        max_num_seqs=3, max_num_batched_tokens=16, kv_cache_memory=1 << 20, kv_block_size=8, kernels="torch",
+        dtype="float32",
+    )  # fmt: skip
+    core = EngineCore(save_bundle(model, tmp_path), settings)
+    assert core.info.paged is not None
+    assert core.info.paged.prefill == "triton"
+    prompts = [prompt_of(n, seed) for seed, n in enumerate((5, 20, 9))]
+    outcomes = run(core, *(request_of(str(i), prompt, max_tokens=4) for i, prompt in enumerate(prompts)))
+    for i, prompt in enumerate(prompts):
+        assert outcomes[str(i)].tokens[0] == greedy(model, prompt, 4)
+    assert max(launches) > 1
+    core.close()
+
+
+def test_a_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trial at load finds a kernel that fails or differs and gives the reason; wide heads are refused before."""
+    k = torch.zeros(1, 16, 1, 8)
+    assert chunks.why_not(k, k, 2) == "there is no CUDA device"
+    monkeypatch.setattr(triton_support, "enabled", lambda device: True)
+
+    def broken(*args: Any, **more: Any) -> Any:
+        raise OSError("no compiler")
+
+    chunks.probed.cache_clear()
+    monkeypatch.setattr(chunks, "attend_by_kernel", broken)
+    assert chunks.why_not(k, k, 2) == "the kernel does not run: OSError: no compiler"
+    chunks.probed.cache_clear()
+    monkeypatch.setattr(chunks, "attend_by_kernel", lambda q, *args: torch.zeros_like(q))
+    assert chunks.why_not(k, k, 2) == "the kernel differs from the reference by 1"
+    chunks.probed.cache_clear()
+    assert "exceeds" in chunks.why_not(torch.zeros(1, 16, 1, 512), k, 2)
