@@ -25,7 +25,7 @@ from .attention.slot_table import MAX_SHARED_SLOTS
 from .forward.decode_graphs import GraphedForward
 from .forward.draft_loader import load_draft_model
 from .forward.runner import ModelForward, Runner, StepForward
-from .forward.step_size import step_size
+from .forward.step_size import CudaDevice, cuda_step_size, products_per_token, step_size
 from .models.image_encoder import ImageEncoder
 from .models.loader import LoadedModel, load_model, use_threads
 from .models.native_decoder import NativeDecoder
@@ -80,7 +80,7 @@ def assemble(bundle: Bundle, settings: EngineSettings) -> EngineParts:
         raise PackagingError(f"{type(loaded.model).__name__} is not supported: no vector can stand in for its tokens")
     lora = LoraPool(loaded.model, loaded.holder)
     forward = step_forward(loaded, cache, lora, settings)
-    num_tokens = settings.max_num_batched_tokens or step_size(forward, cache, loaded.vocab_size, settings.max_num_seqs)
+    num_tokens = settings.max_num_batched_tokens or _step_size(forward, cache, loaded, settings)
     speculation = _speculation(bundle, loaded, settings, memory, num_tokens)
     not_ahead = why_not_ahead(forward, settings)
     ahead = forward if isinstance(forward, GraphedForward) and not not_ahead else None
@@ -183,6 +183,14 @@ def _why_no_kernel(loaded: LoadedModel, cache: PagedKVCache) -> str:
     heads = int(getattr(loaded.config, "num_attention_heads", None) or 1)
     reasons = (decode.why_not(one.k, one.v, max(heads // one.shape.num_kv_heads, 1)) for one in cache.layers)
     return next(filter(None, reasons), "")
+
+
+def _step_size(forward: StepForward, cache: KVCache, loaded: LoadedModel, settings: EngineSettings) -> int:
+    """Return the max number of tokens of a step if no setting says it."""
+    if loaded.device.type == "cuda":
+        each = products_per_token(loaded.model, loaded.linears, loaded.config)
+        return cuda_step_size(CudaDevice.of(loaded.device), each, loaded.vocab_size)
+    return step_size(forward, cache, loaded.vocab_size, settings.max_num_seqs)
 
 
 def _prefill_by(loaded: LoadedModel, cache: PagedKVCache) -> tuple[Literal["varlen", "triton", "torch"], str]:

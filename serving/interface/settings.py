@@ -51,7 +51,8 @@ class EngineSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=T
         max_num_seqs: the most sequences in one batch.
         max_num_batched_tokens: the most tokens in a step that has prompts, for which all other sequences wait. None is
             the number of tokens that this machine prefills in 0.2 s, measured when the model is loaded, between 64 and
-            1024, plus ``max_num_seqs`` for decodes; without native kernels it is 512 in total.
+            1024, plus ``max_num_seqs`` for decodes. On CUDA it is what such a device should prefill of this model in
+            that time, between 512 and 8192; otherwise, without native kernels, it is 512.
         max_queued_requests: the most requests that wait in the engine; more are refused.
         kv_cache_memory: bytes of the KV cache; None is half of the memory that is free at the start.
         kv_cache_dtype: "auto" keeps keys and values in the model's type, and in int8 with quantised weights if the

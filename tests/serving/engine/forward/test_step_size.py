@@ -11,7 +11,16 @@ import transformers as tf
 from tiny_models import COMMON, make_model, save_bundle
 
 from mlflow_llm.serving.engine.core import EngineCore
-from mlflow_llm.serving.engine.forward.step_size import DEFAULT_TOKENS, MAX_TOKENS, MIN_TOKENS, step_size
+from mlflow_llm.serving.engine.forward.step_size import (
+    DEFAULT_TOKENS,
+    MAX_TOKENS,
+    MIN_TOKENS,
+    CudaDevice,
+    cuda_step_size,
+    products_per_token,
+    step_size,
+)
+from mlflow_llm.serving.engine.models.loader import load_model
 from mlflow_llm.serving.engine.native import library
 from mlflow_llm.serving.interface.bundle import Bundle
 from mlflow_llm.serving.interface.settings import EngineSettings
@@ -63,3 +72,43 @@ def test_step_size_is_constant_without_native_kernels(bundle: Bundle) -> None:
         core = core_of(bundle, **settings)
         assert core.info.max_num_batched_tokens == expected
         core.close()
+
+
+H100 = CudaDevice((9, 0), 132, 1.755e9, 80 << 30)
+A100 = CudaDevice((8, 0), 108, 1.41e9, 40 << 30)
+L4 = CudaDevice((8, 9), 58, 2.04e9, 24 << 30)
+T4 = CudaDevice((7, 5), 40, 1.59e9, 16 << 30)
+
+
+@pytest.mark.parametrize(
+    ("device", "billions", "vocab_size", "expected"),
+    [
+        (H100, 1, 128_256, 8192),
+        (H100, 8, 128_256, 4096),
+        (H100, 70, 128_256, DEFAULT_TOKENS),
+        (H100, 1, 1_000_000, 1024),
+        (A100, 8, 128_256, 1024),
+        (L4, 1, 128_256, 2048),
+        (L4, 8, 128_256, DEFAULT_TOKENS),
+        (T4, 1, 128_256, 2048),
+    ],
+)
+def test_step_size_on_cuda_follows_from_device_and_model(
+    device: CudaDevice, billions: int, vocab_size: int, expected: int
+) -> None:
+    """A step has as many tokens as the device computes in a fifth of a second, within bounds and its memory."""
+    assert cuda_step_size(device, billions * 10**9, vocab_size) == expected
+
+
+def test_products_of_a_token(tmp_path: Path) -> None:
+    """A token is multiplied with every linear but the output head, and with the experts that it goes to."""
+    config = tf.MixtralConfig(**COMMON | {"num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 2})
+    loaded = load_model(save_bundle(make_model(config), tmp_path), EngineSettings(kernels="torch"))
+    h, i, heads = config.hidden_size, config.intermediate_size, config.num_attention_heads
+    kv = config.num_key_value_heads
+    width = h // heads
+    attention = h * width * (heads + 2 * kv) + heads * width * h
+    experts = 2 * 3 * h * i
+    router = {shape for name, shape in loaded.linears.shapes.items() if "gate" in name.rpartition(".")[2]}
+    each = attention + experts + sum(rows * columns for rows, columns in router)
+    assert products_per_token(loaded.model, loaded.linears, loaded.config) == 2 * each
