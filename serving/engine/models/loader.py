@@ -26,7 +26,7 @@ from ..native.library import NotNative
 from ..weights import fp8, linear, stored_weights
 from ..weights.config_bounds import in_proportion, refuse_unscaled
 from ..weights.forward_context import ContextHolder
-from . import fused_modules
+from . import fused_modules, fused_rotary
 from .image_encoder import ImageEncoder, check_decoder, decoder_of
 from .native_decoder import DecoderWeights, NativeDecoder, decoder_weights, may_run_in_bf16
 from .packed.cache import MappedDecoder, keep_decoder, packed_key
@@ -156,6 +156,7 @@ def _load(model: Any, resolved: ResolvedSettings, keep_as: tuple[str, PackedSour
     layers = [use.shape for use in uses]
     like = next(model.parameters())
     fused_modules.install(model)
+    fused_rotary.install(model)
     linears = linear.install(model, holder, settings, plain=latent)
     load_steps.report("testing")
     test.check(model_forward(model, holder), layers, like, int8=settings.quantization != "none", rounded=rounded)

@@ -20,7 +20,8 @@ import torch
 from ..kv_cache import KVCache, LayerShape, PrefixKey, Row, TokenIds
 from ..slot_table import EMPTY, MIN_AWAITED_TOKENS, MIN_REUSED_TOKENS, common_prefix
 from .block_pool import Block, BlockPool, Parent
-from .plan import LayerBlocks, PagedPlan
+from .layer_blocks import LayerBlocks
+from .plan import PagedPlan
 from .step_tables import StepTables
 
 

@@ -10,61 +10,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..kv_cache import AttentionArgs, LayerShape
-from ..slab import Slab
+from ..kv_cache import AttentionArgs
 from ..slot_attention import attend_latent_prefill
 from . import chunks, decode, varlen
+from .layer_blocks import LayerBlocks
 from .step_tables import StepTables
 
 if TYPE_CHECKING:
     from ..latent_attention import Projections
-
-
-@dataclass(frozen=True, slots=True)
-class LayerBlocks:
-    """The blocks of one layer: ``k``, ``v`` [blocks, block size, Hkv, D]; the same memory if values are the keys
-    themselves."""
-
-    shape: LayerShape
-    k: Any
-    v: Any
-
-    @classmethod
-    def of(cls, shape: LayerShape, num_blocks: int, block_size: int, dtype: Any, device: Any) -> LayerBlocks:
-        """Allocate zeroed blocks, so that unwritten slots are finite."""
-
-        def make(dim: int) -> Any:
-            size = (num_blocks, block_size, shape.num_kv_heads, dim)
-            return Slab(math.prod(size), dtype, device).tensor.view(size)
-
-        k = make(shape.key_dim)
-        return cls(shape, k, k if shape.shared else make(shape.value_dim))
-
-    def write(self, indexes: Any, k: Any, v: Any) -> None:
-        """Store k, v [Hkv, T, D] at ``indexes`` [T]."""
-        for blocks, new in self._pairs(k, v):
-            blocks.flatten(0, 1).index_copy_(0, indexes, new.transpose(0, 1))
-
-    def copy(self, source: int, target: int) -> None:
-        """Copy one block."""
-        for cube in self._cubes:
-            cube[target] = cube[source]
-
-    def zero(self, blocks: Sequence[int]) -> None:
-        for cube in self._cubes:
-            cube[list(blocks)] = 0
-
-    @property
-    def _cubes(self) -> tuple[Any, ...]:
-        return (self.k,) if self.shape.shared else (self.k, self.v)
-
-    def _pairs(self, k: Any, v: Any) -> list[tuple[Any, Any]]:
-        return [(self.k, k)] if self.shape.shared else [(self.k, k), (self.v, v)]
 
 
 class PagedPlan:

@@ -11,6 +11,7 @@ from triton.compiler import ASTSource
 
 from mlflow_llm.serving.engine.attention.paged import decode_kernel as decode
 from mlflow_llm.serving.engine.attention.paged import prefill_kernel as prefill
+from mlflow_llm.serving.engine.attention.paged import write_kernel as write
 from mlflow_llm.serving.engine.models import fused_kernels as fused
 from mlflow_llm.serving.engine.sampling import device_sampling_kernel as race
 from mlflow_llm.serving.engine.weights import fp8_kernel
@@ -42,6 +43,9 @@ build(race.exponentials, [LONG, FLOAT, "i32"], BLOCK=1024)
 build(race.race, [FLOAT, LONG, FLOAT, FLOAT, FLOAT, LONG, "i32"], BLOCK=1024)
 build(fused.rms_norm, [HALF, HALF, HALF, "fp32"], N=3072, PADDED=4096)
 build(fused.add_rms_norm, [HALF, HALF, HALF, HALF, HALF, "fp32"], N=3072, PADDED=4096)
+build(fused.rotate, [HALF] * 6 + ["i32"] * 4, H=32, HKV=8, HALF=64, HALF_PADDED=64, HEADS=8)
+each = {"HKV": 8, "D": 128, "DV": 128, "HKV_PADDED": 8, "D_PADDED": 128, "DV_PADDED": 128}
+build(write.write_kv, [HALF] * 4 + [LONG] + ["i32"] * 4, **each)
 build(fused.silu_gate, [HALF, HALF, HALF, "i32", "i32", "i32"], BLOCK=1024)
 for rows in (16, 32):
     arrays, more = [HALF, "*u8", FLOAT, FLOAT, HALF], {"BLOCK_M": rows, "BLOCK_N": rows, "BLOCK_K": 256}

@@ -1,0 +1,110 @@
+"""Rotary embeddings by a Triton kernel: what the model's own function computes, or not used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from engine_runs import run
+from tiny_models import FAMILIES, MORE_FAMILIES, greedy, make_model, prompt_of, request_of
+from transformers.models.llama import modeling_llama
+
+from mlflow_llm.serving.engine.attention.paged.layer_blocks import LayerBlocks
+from mlflow_llm.serving.engine.core import EngineCore
+from mlflow_llm.serving.engine.devices import triton_support
+from mlflow_llm.serving.engine.models import fused_rotary
+from mlflow_llm.serving.interface.bundle import Bundle
+from mlflow_llm.serving.interface.settings import EngineSettings
+
+pytest.importorskip("triton")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+IDS = torch.arange(3, 20)[None]
+
+
+@pytest.fixture
+def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_support, "enabled", lambda device: True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "width"), [(4, 2, 16), (9, 3, 24), (1, 1, 2)])
+def test_the_kernel_equals_torch(num_heads: int, num_kv_heads: int, width: int, dtype: torch.dtype) -> None:
+    """Queries and keys with odd numbers of heads and odd widths are rotated as torch does, to the bit in 16 bits."""
+    own = modeling_llama.apply_rotary_pos_emb
+    q, k = (torch.randn(1, 5, n, width, device=DEVICE).to(dtype).transpose(1, 2) for n in (num_heads, num_kv_heads))
+    cos, sin = (torch.randn(1, 5, width, device=DEVICE).to(dtype) for _ in range(2))
+    for found, wanted in zip(fused_rotary.rotated(own, q, k, cos, sin), own(q, k, cos, sin), strict=True):
+        if dtype == torch.float16:
+            assert torch.equal(found, wanted)
+        else:
+            torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_other_forms_are_left_to_the_model() -> None:
+    """Several rows, and positions of another width, are computed by the model's own function."""
+    calls = []
+
+    def own(*args: Any, **options: Any) -> tuple[Any, Any]:
+        calls.append(options)
+        return modeling_llama.apply_rotary_pos_emb(*args, **options)
+
+    q, cos = torch.randn(2, 3, 5, 8), torch.randn(2, 5, 8)
+    fused_rotary.rotated(own, q, q, cos, cos)
+    fused_rotary.rotated(own, q[:1], q[:1], cos[:1], cos[:1], unsqueeze_dim=1)
+    assert calls == [{}, {"unsqueeze_dim": 1}]
+
+
+@pytest.mark.usefixtures("_kernels")
+@pytest.mark.parametrize(
+    ("family", "count"), [("llama", 2), ("qwen3", 2), ("gemma2", 2), ("glm4", 0)], ids=lambda value: str(value)
+)
+@torch.inference_mode()
+def test_models_give_the_same(family: str, count: int) -> None:
+    """The layers that rotate halves use the kernel, others (GLM turns neighbours) do not, and the logits are the
+    model's."""
+    model = make_model((FAMILIES | MORE_FAMILIES)[family]()).to(DEVICE)
+    wanted = model(IDS.to(DEVICE)).logits
+    assert fused_rotary.install(model) == count
+    torch.testing.assert_close(model(IDS.to(DEVICE)).logits, wanted, rtol=1e-5, atol=1e-5)
+
+
+@torch.inference_mode()
+def test_a_kernel_that_does_not_run_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CPU nothing is replaced, and a kernel that raises or is wrong leaves the model's own code."""
+    model = make_model(FAMILIES["llama"]())
+    assert fused_rotary.install(model) == 0
+    monkeypatch.setattr(triton_support, "enabled", lambda device: True)
+
+    def broken(*args: Any) -> Any:
+        raise RuntimeError("no compiler")
+
+    for wrong in (broken, lambda own, q, k, cos, sin: (q, k)):
+        monkeypatch.setattr(fused_rotary, "rotated", wrong)
+        assert fused_rotary.install(model) == 0
+
+
+@pytest.mark.usefixtures("_kernels")
+def test_engine_with_the_kernels_equals_generate(
+    tiny_bundle: Bundle, tiny_llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts and decodes over blocks, with keys and values written by a kernel too, give generate()'s tokens."""
+    written = []
+    by_kernel = LayerBlocks.write_by_kernel
+
+    def counted(self: LayerBlocks, indexes: Any, k: Any, v: Any) -> None:
+        written.append(len(indexes))
+        by_kernel(self, indexes, k, v)
+
+    monkeypatch.setattr(LayerBlocks, "write_by_kernel", counted)
+    settings = EngineSettings(
+        max_num_seqs=3, max_num_batched_tokens=16, kv_cache_memory=1 << 20, kv_block_size=8, kernels="torch",
+        dtype="float32",
+    )  # fmt: skip
+    core = EngineCore(tiny_bundle, settings)
+    prompts = [prompt_of(n, seed) for seed, n in enumerate((3, 20))]
+    outcomes = run(core, *(request_of(str(i), prompt, max_tokens=4) for i, prompt in enumerate(prompts)))
+    for i, prompt in enumerate(prompts):
+        assert outcomes[str(i)].tokens[0] == greedy(tiny_llama, prompt, 4)
+    assert {1, 2, 16} <= set(written)  # decodes, alone and together, and a step full of prompts
+    core.close()
