@@ -21,8 +21,8 @@ PARTS, PART_LENGTH = 20, 1100  # of the default texts; the length is in characte
 def check_quantize(quantize: Any, *, calibration: Any, base: str | None, trust_remote_code: bool) -> None:
     """Raise ``PackagingError`` for arguments that are not allowed, before anything is read."""
     if calibration is not None:
-        if quantize != "int4":
-            raise PackagingError("calibration: only quantize='int4' uses it; expected None")
+        if quantize not in QUANTIZATIONS:
+            raise PackagingError("calibration: only quantize='int8' and quantize='int4' use it; expected None")
         texts = calibration if isinstance(calibration, list) else []
         if not texts or not all(isinstance(text, str) and text and _is_unicode(text) for text in texts):
             raise PackagingError(f"calibration: {shown(calibration)} is not allowed; expected a list of texts, or None")
@@ -55,7 +55,10 @@ def quantize_weights(
 
     if quantize == "int4" and not {"chat", "completions"}.intersection(tasks):
         raise PackagingError(f"quantize: 'int4' is not allowed for {', '.join(tasks)}; expected 'int8', or None")
-    texts = tokenised(default_texts() if calibration is None else calibration, tokenizer) if quantize == "int4" else []
+    if calibration is not None and not {"chat", "completions"}.intersection(tasks):
+        raise PackagingError(f"calibration: it is for models that generate; expected None for {', '.join(tasks)}")
+    chosen = default_texts() if calibration is None and quantize == "int4" else calibration
+    texts = [] if chosen is None else tokenised(chosen, tokenizer)
     written = quantize_files(config_file(model_dir).parent, tasks, quantize, texts)
     logger.info(
         "linears quantised: %d to int4, %d to int8; %d bytes of weights instead of %d",

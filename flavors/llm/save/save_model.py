@@ -102,7 +102,8 @@ def save_model(
             ``quantization="int8"`` would quantise them at each start (docs/quantize.md). "int4", for decoders only,
             stores in four bits the linears that tolerate it. None: weights are stored as they are.
         calibration: texts like those that the model will see. Together with text that the model generates itself, they
-            decide how int4 weights are chosen; the first 16,384 tokens are used. None: Python's own documentation.
+            decide how quantised weights are chosen; the first 16,384 tokens are used. None: Python's own documentation
+            for int4; int8 weights are rounded each by itself.
         revision: branch, tag or commit of the hub repository; ``model`` must then be a hub id.
         images: False logs the text of a model that also reads images or sounds, without its processor; the model is
             loaded into memory once. None: images are read, and a model whose images are not supported is refused.

@@ -1,4 +1,4 @@
-"""Calibrated weight-only quantization to four bits: a model's own activations tell what an error of a weight costs.
+"""Calibrated quantization of weights: a model's own activations tell what an error of a weight costs.
 
 Inputs and weights are multiplied by a Hadamard matrix first (quantization.py), which makes their numbers more alike.
 For linears that share an input, with ``H`` the mean of x x^T over the calibration tokens, x being rotated:
@@ -11,6 +11,8 @@ For linears that share an input, with ``H`` the mean of x x^T over the calibrati
 3. Sweeps over all columns set each value, and the scale of each group, to what leaves the least error given all others
    (coordinate descent: QuantEase, Behdin et al. 2023, arxiv.org/abs/2309.01885). They help because the first columns
    were rounded before the errors of the later ones were known.
+
+Weights of eight bits have one scale per output and take only the second step.
 """
 
 from __future__ import annotations
@@ -26,9 +28,11 @@ from torch import nn
 from ...interface.errors import PackagingError
 from ..native.library import GROUP
 from ..weights.linear import weight_of
-from ..weights.quantization import rotated
+from ..weights.quantization import LEVELS as BYTE_LEVELS
+from ..weights.quantization import quantize_rows, rotated
 
 LEVELS = 15  # values are 0..15
+COLUMNS = 64  # that are rounded before the others are told of their errors
 EXPONENTS = tuple(i / 8 for i in range(8))
 CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8)
 DAMPINGS = (0.01, 0.1, 1.0)  # times the mean of H's diagonal; the first that makes H invertible is used
@@ -146,6 +150,27 @@ def quantised(weights: Sequence[torch.Tensor], products: torch.Tensor, sizes: to
     rows = [len(weight) for weight in weights]
     values, scale, zero = ([part.clone() for part in one.split(rows)] for one in (made.values, made.scale, made.zero))
     return [GroupedWeight(values[i], scale[i], zero[i], made.inputs) for i in range(len(rows))]
+
+
+def rounded_to_bytes(weight: torch.Tensor, products: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise a rotated weight [N, K] to int8 [N, K] and float32 scales [N, 1], with the scales of ``quantize_rows``.
+
+    Columns compensate for the errors of those before them (GPTQ)."""
+    _, scale = quantize_rows(weight)
+    inverse, left = _inverse(products), weight.clone()
+    values = torch.empty(weight.shape, dtype=torch.int8)
+    for first in range(0, weight.shape[1], COLUMNS):
+        last = min(first + COLUMNS, weight.shape[1])
+        block = left[:, first:last].clone()
+        wrong = torch.empty_like(block)
+        for i in range(last - first):
+            k = first + i
+            found = (block[:, i] / scale[:, 0]).round().clamp(-BYTE_LEVELS, BYTE_LEVELS)
+            values[:, k] = found.to(torch.int8)
+            wrong[:, i] = (block[:, i] - found * scale[:, 0]) / inverse[k, k]
+            block[:, i:] -= wrong[:, i : i + 1] * inverse[k, k:last]
+        left[:, last:] -= wrong @ inverse[first:last, last:]
+    return values, scale
 
 
 def _best_factors(weight: torch.Tensor, products: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:

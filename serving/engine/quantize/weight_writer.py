@@ -52,8 +52,8 @@ class Written(Struct, frozen=True, kw_only=True):
 def quantize_files(
     folder: Path, tasks: tuple[str, ...], quantization: Quantization, texts: Sequence[Sequence[int]] = ()
 ) -> Written:
-    """Replace the weights in ``folder`` (safetensors, config.json) by quantised ones, those of 4 bits calibrated by
-    ``texts`` of token ids and by text that the model generates.
+    """Replace the weights in ``folder`` (safetensors, config.json) by quantised ones, calibrated by ``texts`` of token
+    ids and by text that the model generates. Without ``texts``, weights of 8 bits are rounded each by itself.
 
     Links are replaced, their targets stay unchanged. Raises ``PackagingError`` for a model without linears to
     quantise."""
@@ -85,8 +85,11 @@ def quantize_files(
         grouped = [group for group in groups if all(weight_of(one).shape[1] % GROUP == 0 for one in group.values())]
         with _adaptive_waiting(model) as look:
             tensors |= _in_four_bits(model, grouped, texts, look)
+    elif texts:
+        with _adaptive_waiting(model) as look:
+            tensors |= _in_eight_bits(model, groups, texts, look)
     for name, module in chosen.items():
-        if f"{name}.weight_packed" not in tensors:
+        if not tensors.keys() & {f"{name}.weight_packed", f"{name}.weight_scale"}:
             values, scale = quantize_rows(rotated(weight_of(module)))
             tensors |= {f"{name}.weight": values, f"{name}.weight_scale": scale}
     kinds = sorted({type(module).__name__ for module in chosen.values()})
@@ -131,6 +134,20 @@ def _in_four_bits(
             costs[-1] += sensitivity.cost_of(StoredLinear(*parts).dense() - weight, products, gradients[module])
     eight = sensitivity.worst(costs, sizes, MAX_LOSS_NATS)
     return {name: value for i, tensors in enumerate(made) if i not in eight for name, value in tensors.items()}
+
+
+def _in_eight_bits(
+    model: Any, groups: list[dict[str, nn.Module]], texts: Sequence[Sequence[int]], look: Callable[[], None]
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of linears in 8 bits, by groups that share an input."""
+    names = {module: name for group in groups for name, module in group.items()}
+    texts, tensors = [*texts, *calibration.own_text(model)], {}
+    for group, products, _ in calibration.inputs_of(model, [list(one.values()) for one in groups], texts):
+        look()
+        for module in group:
+            values, scale = calibration.rounded_to_bytes(rotated(weight_of(module)), products)
+            tensors |= {f"{names[module]}.weight": values, f"{names[module]}.weight_scale": scale}
+    return tensors
 
 
 @contextlib.contextmanager

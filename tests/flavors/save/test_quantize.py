@@ -63,7 +63,7 @@ def test_a_model_object(tmp_path, tokenizer):
     ("given", "match"),
     [
         ({"quantize": "int3"}, "quantize: 'int3' is not allowed; expected 'int8' or 'int4'"),
-        ({"calibration": ["x"]}, "calibration: only quantize='int4' uses it"),
+        ({"calibration": ["x"]}, "calibration: only quantize='int8' and quantize='int4' use it"),
         ({"quantize": "int4", "calibration": "x"}, "calibration: 'x' is not allowed; expected a list of texts"),
         ({"quantize": "int4", "calibration": []}, "calibration: .* is not allowed"),
         ({"quantize": "int4", "calibration": ["a", "\ud800"]}, r"calibration: \['a', '\\ud800'\] is not allowed"),

@@ -1,0 +1,65 @@
+"""Weights of eight bits that are chosen by a model's activations."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as tf
+from engine_runs import run
+from safetensors.torch import load_file
+from tiny_models import COMMON, make_model, prompt_of, request_of, save_bundle
+
+from mlflow_llm.serving.engine.core import EngineCore
+from mlflow_llm.serving.engine.quantize import calibration
+from mlflow_llm.serving.engine.quantize.weight_writer import quantize_files
+from mlflow_llm.serving.engine.weights.quantization import quantize_rows
+from mlflow_llm.serving.interface.bundle import Bundle
+from mlflow_llm.serving.interface.settings import EngineSettings
+
+TEXTS = [list(range(3, 60)), list(range(90, 20, -2))]
+
+
+def test_rounding_follows_the_activations() -> None:
+    """Calibrated values, with the scales of plain rounding, are closer to the layer's output."""
+    torch.manual_seed(0)
+    x = (torch.randn(400, 12) @ torch.randn(12, 160) + 0.1 * torch.randn(400, 160)) * torch.logspace(-1, 1, 160)
+    weight = torch.randn(48, 160)
+    values, scale = calibration.rounded_to_bytes(weight, x.t() @ x / len(x))
+    plain, scales = quantize_rows(weight)
+    assert (values.dtype, scale.dtype) == (torch.int8, torch.float32)
+    assert torch.equal(scale, scales)
+    assert values.abs().max() <= 127
+    wrong = [float(((some * scale - weight) @ x.t()).norm()) for some in (values, plain)]
+    assert wrong[0] < 0.6 * wrong[1]
+
+
+@pytest.mark.parametrize("products", [torch.zeros(32, 32), torch.ones(32, 32), torch.full((32, 32), 1e37)])
+def test_uninformative_inputs_still_give_close_weights(products: torch.Tensor) -> None:
+    """Inputs that are empty, constant or very large still round weights to close values."""
+    weight = torch.randn(20, 32, generator=torch.Generator().manual_seed(1))
+    values, scale = calibration.rounded_to_bytes(weight, products)
+    assert float((values * scale - weight).norm() / weight.norm()) < 0.05
+
+
+def test_a_calibrated_model_is_served(tmp_path: Path) -> None:
+    """A model that was calibrated has other values than one that was not, with the same scales."""
+    model = make_model(tf.LlamaConfig(**COMMON | {"hidden_size": 64}))
+    whole = save_bundle(model, tmp_path / "whole")
+    bundles = {}
+    for name, texts in (("plain", []), ("calibrated", TEXTS)):
+        shutil.copytree(whole.model_dir, tmp_path / name)
+        quantize_files(tmp_path / name, ("completions",), "int8", texts)
+        folder = str(tmp_path / name)
+        bundles[name] = Bundle(content_hash=name, tasks=("completions",), model_dir=folder, tokenizer_dir="")
+    plain, calibrated = (load_file(tmp_path / name / "model.safetensors") for name in bundles)
+    assert plain.keys() == calibrated.keys()
+    differing = {name for name, value in plain.items() if not torch.equal(value, calibrated[name])}
+    assert differing == {name for name, value in plain.items() if value.dtype == torch.int8}
+    settings = EngineSettings(kv_cache_memory=1 << 24, packed_cache=0, quantization="int8")
+    core = EngineCore(bundles["calibrated"], settings)
+    assert core.info.quantization == "int8"
+    assert len(run(core, request_of("r", prompt_of(9, 3), max_tokens=4))["r"].tokens[0]) == 4
+    core.close()
