@@ -50,7 +50,7 @@ class Comparison:
 
     def __init__(self, args: argparse.Namespace, environments: Environments, models: Models, tokenizer: Any) -> None:
         self._args, self._environments, self._models, self._tokenizer = args, environments, models, tokenizer
-        self._processes: dict[str, Process] = {}
+        self.processes: dict[str, Process] = {}
         self.errors: dict[str, str] = {}
         self.versions: dict[str, dict[str, str]] = {}
         self.texts: dict[str, dict[str, Any]] = {}
@@ -71,14 +71,14 @@ class Comparison:
                 for name in self._args.contenders:
                     self._note(name, "loading")
                     with self.excluding(name):
-                        self._processes[name] = self._start(name, CONTENDERS[name])
-                        self._run(name, workloads.closed_loop(self._writer("warm"), 2, 2, 32, 4))
-                        answers = self._run(name, asked)["answers"]
+                        self.processes[name] = self._start(name, CONTENDERS[name])
+                        self.run(name, workloads.closed_loop(self._writer("warm"), 2, 2, 32, 4))
+                        answers = self.run(name, asked)["answers"]
                         if reference:
                             self.texts[name] = reference.compare({a["id"]: self._tokens(a) for a in answers})
             yield
         finally:
-            for process in self._processes.values():
+            for process in self.processes.values():
                 process.close()
 
     @contextlib.contextmanager
@@ -100,7 +100,7 @@ class Comparison:
         except Failed as error:
             self._note(name, f"out: {error}")
             self.errors[name] = str(error)
-            if process := self._processes.pop(name, None):
+            if process := self.processes.pop(name, None):
                 process.close()
 
     def _note(self, name: str, said: str) -> None:
@@ -112,17 +112,17 @@ class Comparison:
     def _writer(self, seed: str) -> workloads.Writer:
         return workloads.Writer(self._tokenizer, f"{self._args.seed}-{seed}")
 
-    def _run(self, name: str, workload: workloads.Workload) -> dict[str, Any]:
+    def run(self, name: str, workload: workloads.Workload) -> dict[str, Any]:
         requests = [asdict(request) for request in workload.requests]
         limit = self._args.limit
         message = {"do": "run", "requests": requests, "callers": workload.callers, "limit": limit}
-        return self._processes[name].ask(message, limit + 60)
+        return self.processes[name].ask(message, limit + 60)
 
     def round(self, number: int, kinds: list[Make]) -> None:
         names = list(self._args.contenders)[:: 1 if number % 2 == 0 else -1]
         for place, make in enumerate(kinds):
             for name in names:
-                if name not in self._processes:
+                if name not in self.processes:
                     continue
                 workload = make(self._writer(f"{number}-{place}"))
                 with self.excluding(name):
@@ -130,7 +130,7 @@ class Comparison:
 
     def under_load(self, number: int, share: float) -> None:
         """Run chats at ``share`` of each contender's capacity, which is measured first."""
-        for name in list(self._processes):
+        for name in list(self.processes):
             with self.excluding(name):
                 all_at_once = workloads.chats_at_once(self._writer(f"{number}-able"), 64, 32)
                 able = self._measure(name, all_at_once)
@@ -139,9 +139,9 @@ class Comparison:
                 self._measure(name, workloads.chats(writer, count, rate, loaded_name(share)))
 
     def _measure(self, name: str, workload: workloads.Workload) -> Figures:
-        process = self._processes[name]
+        process = self.processes[name]
         before = process.processor_seconds()
-        answer = self._run(name, workload)
+        answer = self.run(name, workload)
         found = figures(answer, process.processor_seconds() - before, CONTENDERS[name].streams)
         rate = found.tokens_per_second
         self._note(name, f"{workload.name}: {tables.number(rate)} tokens/s" + f", {found.cut} cut" * bool(found.cut))
@@ -149,7 +149,7 @@ class Comparison:
         if found.cut:  # its unfinished requests would run into the next workload
             self._note(name, "started anew after a workload that took too long")
             process.close()
-            self._processes[name] = self._start(name, CONTENDERS[name])
+            self.processes[name] = self._start(name, CONTENDERS[name])
         return found
 
     def rows(self) -> list[dict[str, Any]]:

@@ -29,7 +29,7 @@ CODES = {
 }
 
 
-def _headers() -> dict[str, str]:
+def auth_headers() -> dict[str, str]:
     """Return the ``Authorization`` header for ``MLFLOW_LLM_KEY``, a key or ``@FILE`` with one; none if it is unset.
 
     Raises ``MlflowException``, which does not show the key.
@@ -57,7 +57,7 @@ def request(
             method,
             url,
             json=body,
-            headers=_headers(),
+            headers=auth_headers(),
             timeout=timeout,
             stream=stream,
             **_trust(),

@@ -18,7 +18,7 @@ from msgspec import Struct
 from mlflow_llm.serving.http.gunicorn.listen_addresses import try_address
 
 PROC = Path("/proc")
-_children: dict[int, subprocess.Popen[bytes]] = {}  # processes that this one has started and has to reap
+children: dict[int, subprocess.Popen[bytes]] = {}  # processes that this one has started and has to reap
 
 
 class Birth(Struct, frozen=True, kw_only=True):
@@ -36,14 +36,14 @@ class Birth(Struct, frozen=True, kw_only=True):
 
 def keep(process: subprocess.Popen[bytes]) -> Birth:
     """Return the identity of a child process, and reap it when it ends."""
-    _children[process.pid] = process
+    children[process.pid] = process
     boot, ticks = _boot(), _ticks(process.pid)
     started = psutil.Process(process.pid).create_time()
     return Birth(pid=process.pid, started=started, boot=boot if ticks else "", ticks=ticks)
 
 
 def is_alive(birth: Birth) -> bool:
-    if (child := _children.get(birth.pid)) is not None:
+    if (child := children.get(birth.pid)) is not None:
         child.poll()  # until then, a child of ours that has ended is a zombie
     try:
         process = psutil.Process(birth.pid)
@@ -118,7 +118,7 @@ def stop_process(pid: int, wait: float = 15.0) -> None:
     try:
         _signal_and_wait(pid, wait)
     finally:
-        if (child := _children.pop(pid, None)) is not None:
+        if (child := children.pop(pid, None)) is not None:
             child.poll()
 
 

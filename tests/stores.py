@@ -1,4 +1,6 @@
-"""MLflow stores for a test, with all settings restored afterwards."""
+"""MLflow stores for a test, with all settings restored afterwards.
+
+MLflow has no call that forgets a URI which was set, so its private names are reset here."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def resolve(
 
     Raises ``PackagingError`` (also after ``timeout`` seconds), or ``NotFound`` if a model does not exist.
     """
-    output, status = _run(child.python_command("serving.control.mlflow_resolver", *uris, TEXTS, *texts), timeout)
+    output, status = run_lookup(child.python_command("serving.control.mlflow_resolver", *uris, TEXTS, *texts), timeout)
     lines = output.decode().strip().splitlines()
     try:
         answer = json.loads(lines[-1])
@@ -117,7 +117,7 @@ def with_drafts(
     )
 
 
-def _run(command: list[str], timeout: float | None) -> tuple[bytes, int]:
+def run_lookup(command: list[str], timeout: float | None) -> tuple[bytes, int]:
     """Run ``command`` and return its output and exit status.
 
     The process ends with this one, however this one ends: its standard input is a pipe that only this process holds
@@ -174,7 +174,7 @@ def main(words: list[str]) -> int:
                 continue
             root, fixed = _root(word, weights=weights)
             bundle, config = configured(root, weights=weights)
-            _check_defaults(config.request_defaults, bundle)
+            check_defaults(config.request_defaults, bundle)
             found.append(ResolvedModel(bundle=bundle, config=config.to_dict(), uri=fixed))
     except _expected() as error:
         missing = isinstance(error, ModelNotFound) or getattr(error, "error_code", "") == "RESOURCE_DOES_NOT_EXIST"
@@ -204,7 +204,7 @@ def _root(uri: str, *, weights: bool) -> tuple[Path, str]:
     return local_root(fixed, weights=weights), fixed
 
 
-def _check_defaults(values: dict[str, Any], bundle: Bundle) -> None:
+def check_defaults(values: dict[str, Any], bundle: Bundle) -> None:
     """Check a model's request defaults before any request uses them. Raises ``PackagingError``."""
     from ..dialects.fields.defaults import defaults_of
 

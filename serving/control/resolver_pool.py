@@ -94,11 +94,13 @@ def _locked(path: Path) -> FileLock | None:
 class _Lookup:
     """A lookup that this process waits for.
 
-    ``found`` and ``error`` stay None if the caller that began the lookup was interrupted.
+    ``found`` and ``error`` stay None if the caller that began the lookup was interrupted. ``callers`` have
+    asked for it.
     """
 
     def __init__(self) -> None:
         self.over = threading.Event()
+        self.callers = 1
         self.found: tuple[ResolvedModel, ...] | None = None
         self.error: Exception | None = None
 
@@ -137,9 +139,16 @@ class ResolverPool:
             if lookup.found is not None:
                 return lookup.found
 
+    def num_callers(self, uris: Uris, texts: Uris = ()) -> int:
+        """Return how many callers a lookup that is under way will answer; 0 if there is none."""
+        with self._lock:
+            lookup = self._lookups.get((uris, texts))
+            return 0 if lookup is None else lookup.callers
+
     def _join(self, key: tuple[Uris, Uris]) -> tuple[_Lookup, bool]:
         with self._lock:
             if key in self._lookups:
+                self._lookups[key].callers += 1
                 return self._lookups[key], False
             if len(self._lookups) >= MAX_WAITING:
                 raise Overloaded(f"{MAX_WAITING} models are being looked up already", retry_after=RETRY_AFTER)

@@ -143,8 +143,8 @@ def loaded_by(takes: float, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, A
 
     args = argparse.Namespace(contenders=["ours int8"], seed=1)
     comparison = compare.Comparison(args, None, None, Words())  # type: ignore[arg-type]
-    comparison._processes["ours int8"] = Idle()  # type: ignore[assignment]
-    monkeypatch.setattr(comparison, "_run", run)
+    comparison.processes["ours int8"] = Idle()  # type: ignore[assignment]
+    monkeypatch.setattr(comparison, "run", run)
     comparison.under_load(0, 0.8)
     return ran[1]
 
@@ -398,7 +398,7 @@ def test_each_of_our_tokens_is_an_event_of_its_own(tmp_path: Path) -> None:
 
 def test_our_contender_needs_the_native_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A missing library, or one of another version, is an error instead of a measurement of torch."""
-    monkeypatch.setattr(library, "_loaded", lambda: "they are not compiled")
+    monkeypatch.setattr(library, "loaded", lambda: "they are not compiled")
     with pytest.raises(RuntimeError, match="torch's run: they are not compiled"):
         Ours(bundle_of_ours(tmp_path), {})
 

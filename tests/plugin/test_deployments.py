@@ -126,10 +126,10 @@ def test_a_key_in_a_file(monkeypatch, tmp_path):
     """MLFLOW_LLM_KEY may be @FILE, as for the commands; an invalid key is refused and not sent."""
     (tmp_path / "ops.key").write_text("sk-abc\n")
     monkeypatch.setenv("MLFLOW_LLM_KEY", f"@{tmp_path / 'ops.key'}")
-    assert http_calls._headers() == {"Authorization": "Bearer sk-abc"}
+    assert http_calls.auth_headers() == {"Authorization": "Bearer sk-abc"}
     monkeypatch.setenv("MLFLOW_LLM_KEY", f"@{tmp_path / 'nothing'}")
     with pytest.raises(MlflowException, match=r"MLFLOW_LLM_KEY: .*nothing: No such file"):
-        http_calls._headers()
+        http_calls.auth_headers()
 
 
 def test_entry_point():

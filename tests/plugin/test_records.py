@@ -129,7 +129,7 @@ def test_threads_that_still_run() -> None:
     with process.stdout as reported:
         port = int(reported.readline())
     birth = processes.keep(process)
-    processes._children.pop(process.pid)  # its exit status is never read
+    processes.children.pop(process.pid)  # its exit status is never read
     found = psutil.Process(process.pid)
     while found.status() != psutil.STATUS_ZOMBIE:
         time.sleep(0.01)

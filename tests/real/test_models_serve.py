@@ -7,6 +7,7 @@ import signal
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from internals import session_of
 from models_server import ModelsServer, models_server
 
 from mlflow_llm.flavors import llm
@@ -31,7 +32,7 @@ def engine_pids(server: ModelsServer) -> list[int]:
 def test_32_callers_are_batched_in_one_engine(server, assistant):
     """32 callers at once are answered by the one engine process of all workers, several tokens a step."""
     with llm.load_model(str(assistant), **server.settings) as beside, ThreadPoolExecutor(32) as pool:
-        engine = beside._session.engine
+        engine = session_of(beside).engine
         assert engine_pids(server) == [engine.info.pid]
         beside.complete("a", max_tokens=1)
         before = engine.health()

@@ -10,6 +10,7 @@ import mlflow
 import numpy as np
 import pandas as pd
 import pytest
+from internals import session_of
 from mlflow.exceptions import MlflowException
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -26,7 +27,7 @@ def model(assistant):
     """Load the saved assistant by MLflow."""
     loaded = mlflow.pyfunc.load_model(str(assistant), model_config=SETTINGS)
     yield loaded
-    loaded._model_impl.close()
+    loaded.get_raw_model().close()
 
 
 @pytest.fixture(scope="module")
@@ -77,11 +78,11 @@ def test_rows_run_in_one_batch(person):
     """Thirty-two rows run together, with many tokens a step."""
     rows = [{"prompt": f"{i}, {i + 1},", "max_tokens": 16, "ignore_eos": True} for i in range(32)]
     person.complete("a", max_tokens=1)
-    before = person._session.engine.health()
-    requests = [person._session.valid(row) for row in rows]
-    assert sum(reply.usage.completion_tokens for reply in person._session.replies(requests)) == 32 * 16
+    before = session_of(person).engine.health()
+    requests = [session_of(person).valid(row) for row in rows]
+    assert sum(reply.usage.completion_tokens for reply in session_of(person).replies(requests)) == 32 * 16
     person.complete("a", max_tokens=1)
-    after = person._session.engine.health()
+    after = session_of(person).engine.health()
     assert after.generated_tokens - before.generated_tokens >= 8 * (after.steps - before.steps) > 0
 
 
@@ -282,8 +283,8 @@ def test_embeddings_have_shape_and_meaning(embedder):
 def test_a_closed_model_says_so(assistant):
     """A closed model refuses requests, and closing again is harmless."""
     model = mlflow.pyfunc.load_model(str(assistant), model_config=SETTINGS)
-    model._model_impl.close()
-    model._model_impl.close()
+    model.get_raw_model().close()
+    model.get_raw_model().close()
     with pytest.raises(MlflowException, match="closed"):
         model.predict({"prompt": "a"})
 

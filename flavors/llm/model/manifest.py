@@ -101,7 +101,7 @@ def describe(
     """Create a manifest of the files under ``root``, reading each file once. Raises ``PackagingError``."""
     files = _entries(root, COVERED)
     return Manifest(
-        content_hash=_content_hash(files),
+        content_hash=content_hash_of(files),
         tasks=tasks,
         files=files,
         base=base,
@@ -189,7 +189,7 @@ def check(manifest: Manifest, root: Path, verify: Verify | None = None, *, weigh
     chosen = verify or os.environ.get(VERIFY_VARIABLE) or "size"
     if chosen not in ("size", "full"):
         raise PackagingError(f'verify: {chosen!r} is not allowed; expected "size" or "full"')
-    if _content_hash(manifest.files) != manifest.content_hash:
+    if content_hash_of(manifest.files) != manifest.content_hash:
         raise PackagingError(f"{MANIFEST} was changed: its content hash does not match its list of files")
     _check_environment(manifest.environment, root, weights=weights)
     present = set(_walk(root, COVERED))
@@ -265,7 +265,7 @@ def _walk(root: Path, names: tuple[str, ...]) -> Iterator[str]:
                 yield relative.as_posix()
 
 
-def _content_hash(files: dict[str, FileEntry]) -> str:
+def content_hash_of(files: dict[str, FileEntry]) -> str:
     lines = "".join(f"{path} {files[path].sha256}\n" for path in sorted(files))
     return hashlib.sha256(lines.encode()).hexdigest()
 

@@ -83,13 +83,13 @@ def check_store_exists(uri: str) -> None:
         raise ModelNotFound(
             f"{uri}: there is no MLflow store at {without_password(store)}; name yours with MLFLOW_TRACKING_URI"
         )
-    if (why := _why_unreachable(store)) is not None:
+    if (why := why_unreachable(store)) is not None:
         raise PackagingError(
             f"{uri}: no MLflow server answers at {without_password(store)} ({why}); is MLFLOW_TRACKING_URI right?"
         )
 
 
-def _why_unreachable(store: str) -> str | None:
+def why_unreachable(store: str) -> str | None:
     """Return why no connection can be made to an http(s) ``store``; None if one can, or if it is reached otherwise."""
     parts = urlsplit(store)
     if parts.scheme not in ("http", "https") or not parts.hostname:

@@ -60,9 +60,9 @@ class LoopQueue:
     def _notify(self) -> None:
         if self._waiter is not None:
             with contextlib.suppress(RuntimeError):  # the loop was closed, and with it the reader
-                self._loop.call_soon_threadsafe(self._wake)
+                self._loop.call_soon_threadsafe(self.wake)
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 

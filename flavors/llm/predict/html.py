@@ -44,11 +44,11 @@ def of_model(facts: Iterable[tuple[str, Any]], example: str) -> str:
 
 def _choice(choice: Choice) -> str:
     calls = "".join(f"<div><code>{escape(f'{call.name}({call.arguments})')}</code></div>" for call in choice.calls)
-    shown = _heat_map(choice.text_logprobs) if _covers(choice) else _text(choice.text)
+    shown = _heat_map(choice.text_logprobs) if covers(choice) else _text(choice.text)
     return _reasoning(choice.reasoning) + shown + calls
 
 
-def _covers(choice: Choice) -> bool:
+def covers(choice: Choice) -> bool:
     """Return whether the tokens of the log probabilities make up the text, so that they can stand for it."""
     found = choice.text_logprobs
     whole = b"".join(bytes(one.bytes) for one in found).decode(errors="replace")

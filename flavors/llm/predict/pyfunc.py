@@ -96,9 +96,9 @@ class PyfuncModel:
         """
         with _mlflow_errors():
             bodies, single = self._requests(model_input)
-            on_error = _check_params(params)
+            on_error = check_params(params)
             output = str((params or {}).get(OUTPUT) or self.output)
-            rows = [_with_params(body, params) for body in bodies]
+            rows = [with_params(body, params) for body in bodies]
             if on_error != "raise":
                 found = self._predict_each(rows, on_error, output)
                 return found[0] if single else found
@@ -177,13 +177,13 @@ class PyfuncModel:
         """
         with _mlflow_errors():
             bodies, _ = self._requests(model_input)
-            if _check_params(params) != "raise":
+            if check_params(params) != "raise":
                 raise RequestError("params.on_error: it is for predict; a stream raises its error where it occurs")
             if (params or {}).get(OUTPUT) not in (None, REPLY):
                 raise InvalidField(f"params.{OUTPUT}", (params or {})[OUTPUT], "'reply': a stream has chunks")
             if len(bodies) != 1:
                 raise RequestError(f"body: {len(bodies)} requests cannot be streamed; expected one")
-            request = self.session.valid(_body(_with_params(bodies[0], params)), stream=True)
+            request = self.session.valid(_body(with_params(bodies[0], params)), stream=True)
             yield from self.session.chunks(request)
 
     def _requests(self, model_input: Any) -> tuple[list[Row], bool]:
@@ -210,7 +210,7 @@ class PyfuncModel:
         self.close()
 
 
-def _check_params(params: Any) -> str:
+def check_params(params: Any) -> str:
     """Check ``params`` and return its ``on_error``. Raises ``InvalidField``."""
     if params is not None and not isinstance(params, dict):
         raise InvalidField("params", params, "an object of request fields")
@@ -224,7 +224,7 @@ def _check_params(params: Any) -> str:
     return "raise" if on_error is None else str(one_of("raise", "null", "return", MARK)(on_error, f"params.{ON_ERROR}"))
 
 
-def _with_params(row: Row, params: dict[str, Any] | None) -> Row:
+def with_params(row: Row, params: dict[str, Any] | None) -> Row:
     """Return ``row`` with those fields of ``params`` that it leaves out or gives as null, in JSON's types."""
     if isinstance(row, InvalidField):
         return row

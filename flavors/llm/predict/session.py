@@ -69,7 +69,7 @@ class Session:
         self._defaults = defaults_of(dict(self._given))
         self._profile = profile or Profile()
         self._dialect = MlflowDialect()
-        self._salts = CacheSalts(_secret())
+        self._salts = CacheSalts(process_secret())
         self._lock = threading.Lock()
         self._engine: Engine | None = None
         self._view: EndpointView | None = None
@@ -93,7 +93,7 @@ class Session:
                 raise ShuttingDown("this model was closed")
             if self._view is None:
                 text = TextModel(self.bundle, trust_remote_code=self.settings.trust_remote_code)
-                self._engine = engine = _start(self.bundle, self.settings)
+                self._engine = engine = start_engine(self.bundle, self.settings)
                 _log_kernels(engine.info, self.settings)
                 self._view = EndpointView(
                     name=self.name,
@@ -224,7 +224,7 @@ class Session:
         self._drop_files()
 
 
-def _secret() -> bytes:
+def process_secret() -> bytes:
     """Return the secret of cache salts, which a process shares with its workers through multiprocessing's authkey.
 
     The workers of one ``mlflow models serve`` thus share prefixes, and two servers do not.
@@ -260,7 +260,7 @@ def _adapter_names(bundle: Bundle, engine: Engine | None) -> tuple[str, ...]:
     return tuple(sorted(names))
 
 
-def _start(bundle: Bundle, settings: EngineSettings) -> Engine:
+def start_engine(bundle: Bundle, settings: EngineSettings) -> Engine:
     if settings.in_process:
         from ....serving.engine.in_process import InProcessEngine
 

@@ -34,7 +34,7 @@ pyfunc: Any = importlib.import_module("mlflow.pyfunc")  # ``from mlflow import p
 mlflow_server: Any = importlib.import_module("mlflow.pyfunc.scoring_server")
 
 _lock = threading.Lock()
-_installed = False
+installed = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +46,9 @@ class Given:
 
 def install() -> None:
     """Replace MLflow's functions, once per process. Raises ``PackagingError`` if they are not as expected."""
-    global _installed
+    global installed
     with _lock:
-        if _installed:
+        if installed:
             return
         names = (
             (pyfunc, "_validate_prediction_input", _validating),
@@ -60,7 +60,7 @@ def install() -> None:
                 raise _unknown(f"{module.__name__}.{name}")
             setattr(module, name, functools.wraps(plain)(replacing(plain)))
         prove()
-        _installed = True
+        installed = True
 
 
 def _validating(plain: Any) -> Any:

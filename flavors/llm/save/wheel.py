@@ -43,7 +43,7 @@ def write_wheel(root: Path) -> str:
     The hash is of the content. MLflow names an environment by the text of its requirements, so two different builds of
     one version (from a source tree under development) do not share an environment.
     """
-    name, data = _wheel(_stamp())
+    name, data = built_wheel(_stamp())
     folder = f"{WHEELS}/{name}"
     (root / folder).mkdir(parents=True, exist_ok=True)
     (root / folder / f"{PACKAGE}-{distribution().version}-py3-none-any.whl").write_bytes(data)
@@ -53,12 +53,12 @@ def write_wheel(root: Path) -> str:
 def _stamp() -> tuple[object, ...]:
     """Return a value that changes with any file of the package and with the installed distribution."""
     found = distribution()
-    files = ((path, os.stat(path)) for _, path in _package_paths())
+    files = ((path, os.stat(path)) for _, path in package_paths())
     return (found.version, str(found.locate_file("")), *((path, s.st_mtime_ns, s.st_size) for path, s in files))
 
 
 @functools.lru_cache(maxsize=1)
-def _wheel(stamp: tuple[object, ...]) -> tuple[str, bytes]:
+def built_wheel(stamp: tuple[object, ...]) -> tuple[str, bytes]:
     """Return the content hash and the wheel. It is cached: a process that saves many models packs it once."""
     content = dict(_files(distribution()))
     digest = hashlib.sha256()
@@ -77,10 +77,10 @@ def _files(dist: importlib.metadata.Distribution) -> Iterator[tuple[str, bytes]]
 
 
 def _package_files() -> Iterator[tuple[str, bytes]]:
-    return ((name, path.read_bytes()) for name, path in _package_paths())
+    return ((name, path.read_bytes()) for name, path in package_paths())
 
 
-def _package_paths() -> Iterator[tuple[str, Path]]:
+def package_paths() -> Iterator[tuple[str, Path]]:
     import mlflow_llm
 
     package = Path(mlflow_llm.__file__).parent

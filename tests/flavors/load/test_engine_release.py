@@ -56,7 +56,7 @@ def eventually(condition: Callable[[], bool], seconds: float = 240) -> bool:
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Provide a directory of its own for engine processes of a model without weights."""
     base = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))
-    monkeypatch.setattr(session, "_start", lambda b, s: connect(b, s, state_dir=str(base / "r"), core=CORE))
+    monkeypatch.setattr(session, "start_engine", lambda b, s: connect(b, s, state_dir=str(base / "r"), core=CORE))
     yield base / "r"
     shutil.rmtree(base, ignore_errors=True)
 
@@ -109,13 +109,16 @@ def test_a_loop_over_versions_stays_flat(runtime: Path, tmp_path: Path) -> None:
 
 def test_an_engine_in_this_process_ends_too(tiny_bundle: Bundle) -> None:
     """The thread of an ``in_process`` engine ends with the last object that uses it."""
-    engine = session._start(tiny_bundle, EngineSettings(in_process=True, kv_cache_memory=1 << 24))
-    thread = engine._thread  # type: ignore[attr-defined]
+    before = set(threading.enumerate())
+    engine = session.start_engine(tiny_bundle, EngineSettings(in_process=True, kv_cache_memory=1 << 24))
+    threads = set(threading.enumerate()) - before
+    assert threads
     gone = weakref.ref(engine)
     del engine
     assert gone() is None
-    thread.join(240)
-    assert not thread.is_alive()
+    for thread in threads:
+        thread.join(240)
+        assert not thread.is_alive()
 
 
 def test_a_stream_keeps_its_engine(runtime: Path, tmp_path: Path) -> None:
@@ -131,7 +134,9 @@ def test_a_stream_keeps_its_engine(runtime: Path, tmp_path: Path) -> None:
 @pytest.fixture
 def loaded(llama_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> mlflow.pyfunc.PyFuncModel:
     """Return the result of ``mlflow.pyfunc.load_model``, over an engine without weights in this process."""
-    monkeypatch.setattr(session, "_start", lambda bundle, settings: InstantEngine(bundle_of(tmp_path / "i"), settings))
+    monkeypatch.setattr(
+        session, "start_engine", lambda bundle, settings: InstantEngine(bundle_of(tmp_path / "i"), settings)
+    )
     llm.save_model(tmp_path / "saved", model=llama_dir)
     return mlflow.pyfunc.load_model(str(tmp_path / "saved"))
 
@@ -177,7 +182,7 @@ def test_copies_load_again(loaded: mlflow.pyfunc.PyFuncModel, tmp_path: Path) ->
 
 SHOW = """
 from mlflow_llm.flavors.llm.predict import signature_enforcement
-print(type(model.get_raw_model()).__name__, signature_enforcement._installed)
+print(type(model.get_raw_model()).__name__, signature_enforcement.installed)
 """
 
 

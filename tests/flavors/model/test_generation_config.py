@@ -8,6 +8,7 @@ import shutil
 
 import mlflow
 import pytest
+from internals import session_of
 from mlflow.exceptions import MlflowException
 from mlflow.models import Model
 from transformers import GenerationConfig
@@ -147,15 +148,15 @@ def test_overrides_at_load(tmp_path, qwen_dir):
     llm.save_model(tmp_path / "m", qwen_dir)
     uri = str(tmp_path / "m")
     with llm.load_model(uri, in_process=True, defaults={"temperature": 0, "top_p": None}) as model:
-        request = model._session.valid({"prompt": "x", "ignore_eos": True})
-        own = model._session.valid({"prompt": "x", "top_k": -1, "temperature": 1.5, "max_tokens": 2})
+        request = session_of(model).valid({"prompt": "x", "ignore_eos": True})
+        own = session_of(model).valid({"prompt": "x", "top_k": -1, "temperature": 1.5, "max_tokens": 2})
         assert model.complete("x", ignore_eos=True).usage.completion_tokens == 7
     sampling = request.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens) == (0.0, 1.0, 20, 7)
     assert (own.sampling.temperature, own.sampling.top_k, own.sampling.max_tokens) == (1.5, 0, 2)
     plain = mlflow.pyfunc.load_model(uri, model_config={"generation_config": {}, "in_process": True})
-    valid = plain._model_impl.session.valid({"prompt": "x"})
-    plain._model_impl.close()
+    valid = session_of(plain.get_raw_model()).valid({"prompt": "x"})
+    plain.get_raw_model().close()
     assert (valid.sampling.temperature, valid.sampling.top_k) == (1.0, 0)
 
 

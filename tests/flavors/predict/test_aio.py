@@ -228,7 +228,7 @@ def test_a_late_wake_up_is_ignored():
         queue = LoopQueue()
         waiting = asyncio.create_task(queue.wait())
         await settled()
-        queue._wake()
+        queue.wake()
         await settled()
         assert not waiting.done()
         queue.put(Failed(kind="aborted", message="next"))

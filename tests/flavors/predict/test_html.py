@@ -96,7 +96,7 @@ def test_log_probabilities_make_a_heat_map(model):
     """With ``logprobs`` each token has its ground and hint, and together they are the text."""
     found = model.chat("Hi", max_tokens=4, logprobs=True, top_logprobs=2, temperature=0, ignore_eos=True)
     shown = Tags(found._repr_html_())
-    if html._covers(found.choices[0]):
+    if html.covers(found.choices[0]):
         assert "span.title" in shown.names
     assert shown.text.endswith(" + 4 tokens, length")
 

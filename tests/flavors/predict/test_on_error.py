@@ -11,6 +11,7 @@ import pytest
 from mlflow.exceptions import MlflowException
 
 from mlflow_llm.flavors import llm
+from mlflow_llm.flavors.llm.predict.session import Session
 from mlflow_llm.serving.interface.errors import EngineDied
 
 ROWS = [
@@ -27,7 +28,7 @@ def model(llama_dir, tmp_path_factory):
     llm.save_model(path, llama_dir)
     loaded = mlflow.pyfunc.load_model(str(path), model_config={"in_process": True})
     yield loaded
-    loaded._model_impl.close()
+    loaded.get_raw_model().close()
 
 
 def test_null_and_return(model, caplog):
@@ -61,15 +62,14 @@ def test_an_invalid_entry(model, kind, wrong):
 
 def test_a_row_that_fails_while_it_runs(model, monkeypatch):
     """A row that fails while it runs has its own error alone in its place."""
-    session = model._model_impl.session
-    plain = session.reply
+    plain = Session.reply
 
-    def reply(request, stop=None):
+    def reply(self, request, stop=None):
         if request.sampling.max_tokens == 2:
             raise EngineDied("it ended")
-        return plain(request, stop)
+        return plain(self, request, stop)
 
-    monkeypatch.setattr(session, "reply", reply)
+    monkeypatch.setattr(Session, "reply", reply)
     died, lived = model.predict([ROWS[0], ROWS[3]], params={"on_error": "return"})
     assert (died["error"]["code"], lived["usage"]["completion_tokens"]) == ("engine_died", 3)
     with pytest.raises(MlflowException, match="row 0: it ended"):
@@ -99,6 +99,6 @@ def test_a_closed_model_raises(llama_dir, tmp_path):
     """A closed model raises instead of giving null for every row."""
     llm.save_model(tmp_path / "m", llama_dir)
     loaded = mlflow.pyfunc.load_model(str(tmp_path / "m"), model_config={"in_process": True})
-    loaded._model_impl.close()
+    loaded.get_raw_model().close()
     with pytest.raises(MlflowException, match="closed"):
         loaded.predict(ROWS, params={"on_error": "null"})

@@ -12,7 +12,7 @@ from mlflow.pyfunc import _validate_prediction_input
 
 from mlflow_llm.flavors.llm.model.signature import lossless_signature
 from mlflow_llm.flavors.llm.predict.predict_input import requests_of
-from mlflow_llm.flavors.llm.predict.pyfunc import _check_params, _with_params
+from mlflow_llm.flavors.llm.predict.pyfunc import check_params, with_params
 from mlflow_llm.serving.interface.errors import InvalidField
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -161,7 +161,7 @@ def test_a_deep_row_of_a_frame_is_an_error_in_its_place():
 def test_unknown_params_are_refused(params, reported):
     """Params that are not fields are refused, also without rows."""
     with pytest.raises(InvalidField, match=reported):
-        _check_params(params)
+        check_params(params)
 
 
 def test_the_signature_lists_params_of_one_value():
@@ -179,7 +179,7 @@ def test_a_request_stands_over_params():
     """A request's own value overrides params; null counts as missing in either."""
     params = {"temperature": 0.5, "max_tokens": 5, "seed": None}
     body = {"prompt": "a", "temperature": 0.0, "max_tokens": None}
-    assert _with_params(body, params) == {"prompt": "a", "temperature": 0.0, "max_tokens": 5}
+    assert with_params(body, params) == {"prompt": "a", "temperature": 0.0, "max_tokens": 5}
 
 
 @pytest.mark.parametrize(
@@ -197,6 +197,6 @@ def test_a_request_stands_over_params():
 )
 def test_params_have_json_types_as_requests_have(given, read):
     """Params and requests take values of numpy and pandas; a null of pandas counts as missing."""
-    found = _with_params({"prompt": "a"}, {"stop": given})
+    found = with_params({"prompt": "a"}, {"stop": given})
     assert found == {"prompt": "a"} | ({} if read is None else {"stop": read})
     assert type(found.get("stop")) is type(read)

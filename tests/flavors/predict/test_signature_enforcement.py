@@ -171,7 +171,7 @@ def test_an_mlflow_that_drops_fields_is_found(monkeypatch):
 
 def test_an_mlflow_without_the_function_is_found(monkeypatch):
     """A version of MLflow that lacks one of the functions fails the load."""
-    monkeypatch.setattr(signature_enforcement, "_installed", False)
+    monkeypatch.setattr(signature_enforcement, "installed", False)
     monkeypatch.delattr(pyfunc, "_validate_prediction_input")
     with pytest.raises(PackagingError, match=r"mlflow\.pyfunc\._validate_prediction_input"):
         signature_enforcement.install()

@@ -60,7 +60,7 @@ def test_answers_as_if_whole(base, llama_dir, adapter_dir):
         model = mlflow.pyfunc.load_model(uri, model_config={"in_process": True})
         for adapter in (None, "formal"):
             texts[uri, adapter] = model.predict(body | {"adapter": adapter})["choices"][0]["text"]
-        model._model_impl.close()
+        model.get_raw_model().close()
     assert texts["models:/assistant/2", "formal"] == texts["models:/whole/1", "formal"]
     assert texts["models:/assistant/2", None] == texts["models:/whole/1", None]
     assert texts["models:/assistant/2", "formal"] != texts["models:/assistant/2", None]

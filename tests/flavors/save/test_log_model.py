@@ -249,7 +249,7 @@ def test_wheel_is_the_same_every_time(tmp_path, llama_dir):
     """Equal content gives an equal wheel in a folder of equal name, so environments are shared."""
     wheels = []
     for name in ("a", "b"):
-        own_wheel._wheel.cache_clear()
+        own_wheel.built_wheel.cache_clear()
         llm.save_model(tmp_path / name, llama_dir)
         (wheel,) = (tmp_path / name / "wheels").rglob("*.whl")
         wheels.append((wheel.parent.name, wheel.read_bytes()))
@@ -259,7 +259,7 @@ def test_wheel_is_the_same_every_time(tmp_path, llama_dir):
 def test_wheel_follows_the_package(tmp_path, monkeypatch):
     """The wheel is built once per process, and again when a file of the package has changed."""
     (tmp_path / "a.py").write_text("VALUE = 1\n")
-    monkeypatch.setattr(own_wheel, "_package_paths", lambda: iter([("mlflow_llm/a.py", tmp_path / "a.py")]))
+    monkeypatch.setattr(own_wheel, "package_paths", lambda: iter([("mlflow_llm/a.py", tmp_path / "a.py")]))
     first = own_wheel.write_wheel(tmp_path)
     assert own_wheel.write_wheel(tmp_path) == first
     (tmp_path / "a.py").write_text("VALUE = 10\n")

@@ -92,6 +92,6 @@ def test_what_this_machine_lacks_is_left_to_the_engine(tmp_path, bert_dir, monke
 def test_the_probe_leaves_a_model_as_it_was():
     """A decoder whose attention is known passes, and attends as before."""
     with torch.device("meta"):
-        model = tf.LlamaForCausalLM._from_config(tf.LlamaConfig(**SIZES), attn_implementation="eager")
+        model = tf.AutoModelForCausalLM.from_config(tf.LlamaConfig(**SIZES), attn_implementation="eager")
     refuse_attention(model)
     assert model.config._attn_implementation == "eager"

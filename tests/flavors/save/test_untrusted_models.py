@@ -273,7 +273,7 @@ def test_a_base_is_where_models_are(tmp_path, source, adapter, uri, monkeypatch)
     from mlflow_llm.flavors.llm.model import manifest as manifests
 
     entries = {path: manifests.FileEntry(**entry) for path, entry in kept.items()}
-    edit(file, files=kept, content_hash=manifests._content_hash(entries))
+    edit(file, files=kept, content_hash=manifests.content_hash_of(entries))
     fetched = []
     monkeypatch.setattr("mlflow.artifacts.download_artifacts", lambda **asked: fetched.append(asked))
     with pytest.raises(MlflowException, match=r"manifest\.json: base: .* is not allowed; expected models:"):

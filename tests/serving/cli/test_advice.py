@@ -177,8 +177,8 @@ def test_a_tracking_server_that_is_down(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_store_behind_a_proxy_is_not_asked_directly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Through a proxy the server may answer although no connection to it can be made from here."""
     url = f"http://127.0.0.1:{closed_port()}"
-    assert model_registry._why_unreachable(url) == "Connection refused"
+    assert model_registry.why_unreachable(url) == "Connection refused"
     monkeypatch.setattr(model_registry, "getproxies", lambda: {"http": "http://proxy"})
     monkeypatch.setattr(model_registry, "proxy_bypass", lambda host: False)
-    assert model_registry._why_unreachable(url) is None
-    assert model_registry._why_unreachable("sqlite:///x.db") is None
+    assert model_registry.why_unreachable(url) is None
+    assert model_registry.why_unreachable("sqlite:///x.db") is None

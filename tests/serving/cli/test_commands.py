@@ -21,6 +21,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from internals import connection_of
 from serving_process import Running, free_port
 
 from mlflow_llm.serving.cli import cli
@@ -197,13 +198,13 @@ def test_connections_are_kept(observed: Running) -> None:
     client = Client(observed.url)
     body = {"model": "assistant", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5, "stream": True}
     assert list(client.stream("/v1/chat/completions", body))
-    kept = client._kept.slot.connection
+    kept = connection_of(client)
     client.get("/v1/models")
-    assert client._kept.slot.connection is kept
+    assert connection_of(client) is kept
     chunks = client.stream("/v1/chat/completions", body)
     next(chunks)
     chunks.close()
-    assert client._kept.slot.connection is None
+    assert connection_of(client) is None
     client.get("/v1/models")
     client.close()
 

@@ -28,7 +28,7 @@ from mlflow_llm.serving.control import mlflow_resolver as entry
 looker = "import os, sys; sys.path[:0] = {path!r}; "
 looker += "from mlflow_llm.serving.control import mlflow_resolver as entry; entry.end_with_parent(); "
 looker += "print(os.getpid(), flush=True, file=sys.stderr); import threading; threading.Event().wait()"
-entry._run([sys.executable, "-c", looker], None)
+entry.run_lookup([sys.executable, "-c", looker], None)
 """
 
 
@@ -112,8 +112,7 @@ def test_one_lookup_answers_all_callers_of_a_process(tmp_path: Path) -> None:
         first, answers = ask(bounded, uri)
         assert lookups.entered.acquire(timeout=240)
         others, more = ask(bounded, uri, uri)
-        lookup = bounded._lookups[((uri,), ())]
-        until(lambda lookup=lookup: len(lookup.over._cond._waiters) == 2)  # type: ignore[misc]
+        until(lambda uri=uri: bounded.num_callers((uri,)) == 3)  # type: ignore[misc]
         lookups.go.release()
         join(first + others)
         answers += more
@@ -147,8 +146,7 @@ def test_a_lookup_whose_caller_was_stopped_is_done_by_another(tmp_path: Path) ->
     first.start()
     assert waits.wait(240)
     others, answers = ask(bounded, "a")
-    lookup = bounded._lookups[(("a",), ())]
-    until(lambda: len(lookup.over._cond._waiters) == 1)  # type: ignore[attr-defined]
+    until(lambda: bounded.num_callers(("a",)) == 2)
     stop.set()
     join([first, *others])
     assert answers == [model("a")]
@@ -219,7 +217,7 @@ def test_old_answers_are_removed(tmp_path: Path) -> None:
 
 
 def test_waiting_for_a_resolver_ends_with_overloaded(tmp_path: Path) -> None:
-    """Waiting for a free lookup ends with a 503 after the time limit, and so does an overlong queue."""
+    """Waiting for a free lookup ends with a 503 after the time limit."""
     clock = iter(range(1000))
     bounded = ResolverPool(
         tmp_path, limit=1, timeout=30, find=Lookups(), clock=lambda: float(next(clock)), sleep=lambda seconds: None
@@ -229,9 +227,20 @@ def test_waiting_for_a_resolver_ends_with_overloaded(tmp_path: Path) -> None:
     with pytest.raises(Overloaded, match="max_resolvers, 1,"):
         bounded(("a",))
     taken.release()
-    bounded._lookups.update({((str(n),), ()): resolvers._Lookup() for n in range(resolvers.MAX_WAITING)})
-    with pytest.raises(Overloaded, match="64 models"):
-        bounded(("a",))
+
+
+def test_an_overlong_queue_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While as many models as allowed are being looked up, a further one is refused at once."""
+    monkeypatch.setattr(resolvers, "MAX_WAITING", 1)
+    lookups = Lookups()
+    bounded = ResolverPool(tmp_path, limit=2, timeout=60, find=lookups)
+    first, answers = ask(bounded, "a")
+    assert lookups.entered.acquire(timeout=240)
+    with pytest.raises(Overloaded, match="1 models are being looked up"):
+        bounded(("b",))
+    lookups.go.release()
+    join(first)
+    assert answers == [model("a")]
 
 
 def test_nothing_is_looked_up_after_the_servers_end(tmp_path: Path) -> None:
@@ -247,7 +256,7 @@ def test_a_lookup_that_takes_too_long_is_killed() -> None:
     )
     mark = f"mark-{os.getpid()}"
     with pytest.raises(PackagingError, match="resolve_timeout, 2 seconds"):
-        entry._run([sys.executable, "-c", script, mark], 2.0)
+        entry.run_lookup([sys.executable, "-c", script, mark], 2.0)
     until(lambda: not any(mark in (p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"])))
 
 

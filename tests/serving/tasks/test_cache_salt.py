@@ -57,7 +57,7 @@ def test_servers_have_secrets_of_their_own() -> None:
 
 def test_a_process_and_its_workers_have_one_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers of one process, also by multiprocessing, share a secret, and no other process does."""
-    first = session._secret()
-    assert session._secret() == first
+    first = session.process_secret()
+    assert session.process_secret() == first
     monkeypatch.setattr(multiprocessing.current_process(), "authkey", b"another process's")
-    assert session._secret() != first
+    assert session.process_secret() != first

@@ -12,7 +12,7 @@ from flask.testing import FlaskClient
 
 from mlflow_llm.serving.cli.model_options import request_fields
 from mlflow_llm.serving.control import model_sources as registry
-from mlflow_llm.serving.control.mlflow_resolver import ResolvedModel, _check_defaults
+from mlflow_llm.serving.control.mlflow_resolver import ResolvedModel, check_defaults
 from mlflow_llm.serving.dialects.fields.defaults import defaults_of
 from mlflow_llm.serving.endpoints.config import config_to_wire
 from mlflow_llm.serving.endpoints.config_body import config_body
@@ -113,6 +113,6 @@ def test_defaults_that_a_task_does_not_take(instant_bundle: Bundle) -> None:
     """Defaults that a task does not take are refused by name before anything is served."""
     assert ResolvedModel(bundle=instant_bundle, config={"defaults": DEFAULTS}).defaults == DEFAULTS
     assert ResolvedModel(bundle=instant_bundle).defaults == {}
-    _check_defaults(DEFAULTS, instant_bundle)
+    check_defaults(DEFAULTS, instant_bundle)
     with pytest.raises(PackagingError, match=r"^defaults: temperature: 9 is not allowed"):
-        _check_defaults({"temperature": 9}, instant_bundle)
+        check_defaults({"temperature": 9}, instant_bundle)
