@@ -67,7 +67,7 @@ def main() -> None:
     )
     decoder = core.parts.runner.step_forward
     assert isinstance(decoder, NativeDecoder)
-    weights = decoder._weights
+    weights = decoder.weights
     packed = {
         id(one): one for layer in weights.layers for one in (layer.qkv, layer.o, layer.gate_up, layer.down) if one
     }

@@ -50,7 +50,7 @@ def hold(args: argparse.Namespace) -> None:
         quantization=args.quantization, max_model_len=2048, prefix_caching=False, threads=args.threads or None,
         kernels=args.kernels, kv_cache_memory=1 << 28,
     )  # fmt: skip
-    process._set_threads(settings)  # as an engine process does, before torch is there
+    process.set_threads(settings)  # as an engine process does, before torch is there
     from transformers import AutoTokenizer
 
     from mlflow_llm.serving.engine.core import EngineCore

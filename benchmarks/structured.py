@@ -97,7 +97,7 @@ class Bench:
         return found
 
     def _prefills(self, requests: list[Any]) -> bool:
-        inflight = [self.core._inflight.get(request.request_id) for request in requests]
+        inflight = [self.core.inflight.get(request.request_id) for request in requests]
         return any(one.num_generated < 2 for request in inflight if request is not None for one in request.unfinished)
 
     def _step(self) -> list[Any]:

@@ -49,7 +49,7 @@ def test_the_check_finds_scripts() -> None:
 
 def test_kernels_that_are_not_built_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a library the message says why, in which folder, and what to run."""
-    monkeypatch.setattr(library, "_loaded", lambda: "they are not compiled")
+    monkeypatch.setattr(library, "loaded", lambda: "they are not compiled")
     with pytest.raises(SystemExit, match=r"they are not compiled.*build_ext --inplace") as refused:
         say_kernels()
     assert library.__file__ in str(refused.value)
@@ -59,7 +59,7 @@ def test_torch_is_measured_where_it_is_asked_for(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """``--kernels torch`` needs no library, and what is measured is said."""
-    monkeypatch.setattr(library, "_loaded", lambda: "they are not compiled")
+    monkeypatch.setattr(library, "loaded", lambda: "they are not compiled")
     say_kernels("torch")
     assert capsys.readouterr().err == "kernels measured: torch's, as asked for\n"
 

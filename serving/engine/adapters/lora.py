@@ -57,15 +57,15 @@ class LoraPool:
     def __init__(self, model: nn.Module, holder: ContextHolder, dtype: torch.dtype | None = None) -> None:
         linears = {m.name: m for m in model.modules() if isinstance(m, EngineLinear)}
         output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-        self._head = output.name if isinstance(output, EngineLinear) else None
+        self.head = output.name if isinstance(output, EngineLinear) else None
         self._linears = linears
-        self._shapes = {name: (linear.out_features, linear.in_features) for name, linear in linears.items()}
-        self._tasks = TaskReader({name: shape for name, shape in self._shapes.items() if name != self._head})
+        self.shapes = {name: (linear.out_features, linear.in_features) for name, linear in linears.items()}
+        self._tasks = TaskReader({name: shape for name, shape in self.shapes.items() if name != self.head})
         self._width = embedding_width(model)
         self._vocab_size = output.out_features if isinstance(output, EngineLinear) else 0
         self._groups = list({id(linear.group): linear.group for linear in linears.values()}.values())
         parameter = next(model.parameters())
-        self._device = parameter.device
+        self.device = parameter.device
         self._holder, self._dtype = holder, dtype or parameter.dtype
         self._adapters: dict[str, Adapter] = {}
         self._sets: OrderedDict[tuple[str, ...], Groups] = OrderedDict()
@@ -74,8 +74,8 @@ class LoraPool:
     def read(self, name: str, path: str) -> Adapter:
         """Read an adapter from a peft directory onto the device. Raises ``InvalidField`` if it does not fit."""
         try:
-            files = of_decoder(read_adapter(path), self._shapes)
-            check_fits(files, self._shapes, self._head, width=self._width)
+            files = of_decoder(read_adapter(path), self.shapes)
+            check_fits(files, self.shapes, self.head, width=self._width)
             if files.prompt is not None:
                 return Adapter({}, 0, self._read_prompt(files))
             return Adapter(self._read_factors(files), files.rank)
@@ -91,17 +91,17 @@ class LoraPool:
         """Return a task's ``factors`` on the device. DoRA does not scale the linear's own bias."""
         gain = shift = None
         if factors.gain is not None:
-            gain = factors.gain.to(self._device)
+            gain = factors.gain.to(self.device)
             shift = self._own_bias(module) * (1 - gain)
             gain, shift = gain.to(self._dtype).contiguous(), shift.to(self._dtype).contiguous()
-        a, b = (factor.to(self._device, self._dtype) for factor in (factors.a, factors.b))
+        a, b = (factor.to(self.device, self._dtype) for factor in (factors.a, factors.b))
         return Factors(a, b, factors.scaling, gain, shift)
 
     def _own_bias(self, module: str) -> torch.Tensor:
         """Return the bias of a linear in float32; zeros if it has none."""
         linear = self._linears[module]
         bias = linear.bias
-        return torch.zeros(linear.out_features, device=self._device) if bias is None else bias.detach().float()
+        return torch.zeros(linear.out_features, device=self.device) if bias is None else bias.detach().float()
 
     def add(self, key: str, adapter: Adapter) -> None:
         """Add an adapter under a key that no other has."""
@@ -119,13 +119,13 @@ class LoraPool:
     @property
     def is_on_host(self) -> bool:
         """Return whether the model's weights are in the host's memory anyway."""
-        return self._device.type == "cpu"
+        return self.device.type == "cpu"
 
     def to_host(self, adapter: Adapter) -> Adapter:
         return _moved(adapter, torch.device("cpu"))
 
     def to_device(self, adapter: Adapter) -> Adapter:
-        return _moved(adapter, self._device)
+        return _moved(adapter, self.device)
 
     def __len__(self) -> int:
         return len(self._adapters)
@@ -152,7 +152,7 @@ class LoraPool:
         for name in active:
             if name not in self._adapters:
                 raise NotFound(f"adapter {name!r} is not loaded")
-        if self._device.type == "cpu":  # on other devices calls cost more than the arithmetic they save
+        if self.device.type == "cpu":  # on other devices calls cost more than the arithmetic they save
             ranks = {name: self._adapters[name].rank for name in active}
             if prefer_segments(segments, sum(counts), ranks):
                 return SegmentPlan(segments, sum(counts), self._joined_alone)
@@ -160,7 +160,7 @@ class LoraPool:
         slot_of[None] = -1
         slots = torch.tensor([slot_of[name] for name in names])
         rows = torch.repeat_interleave(slots, torch.tensor(list(counts)))
-        return MaskedPlan(self._joined(active), rows.to(self._device))
+        return MaskedPlan(self._joined(active), rows.to(self.device))
 
     def prompt_of(self, key: str) -> Table | None:
         """Return the learned prompt of an adapter, which goes before its requests' prompts; None if it has none."""
@@ -180,7 +180,7 @@ class LoraPool:
         """Read the factors of the adapted modules, by name, onto the device in the pool's dtype."""
         factors: dict[str, Factors] = {}
         try:
-            with safe_open(files.weights, framework="pt", device=str(self._device)) as tensors:
+            with safe_open(files.weights, framework="pt", device=str(self.device)) as tensors:
                 for module, entry in files.modules.items():
                     a = tensors.get_tensor(entry.a_key).to(self._dtype)
                     b = tensors.get_tensor(entry.b_key).to(self._dtype)
@@ -200,7 +200,7 @@ class LoraPool:
         own = self._own_bias(module)
         gain = torch.ones_like(own)
         if "magnitude" in more:
-            adapted = linear.weight.to(self._device, torch.float32) + entry.scaling * (b.float() @ a.float())
+            adapted = linear.weight.to(self.device, torch.float32) + entry.scaling * (b.float() @ a.float())
             gain = more["magnitude"] / torch.linalg.vector_norm(adapted, dim=1)
         shift = more.get("bias", own) - gain * own
         if "lora_bias" in more:

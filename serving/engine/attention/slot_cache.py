@@ -63,12 +63,12 @@ class SlotKVCache(KVCache):
         self.table = SlotTable(num_slots, num_tokens)
         self._slot_tokens = -(-max_model_len // SLOT_ALIGNMENT_TOKENS) * SLOT_ALIGNMENT_TOKENS
         self._slot_elements = slot_elements(layers, self._slot_tokens, dtype)
-        self._slab = Slab(self._slot_elements * num_slots, dtype, device)
-        self._layers: list[LayerViews] = []
+        self.slab = Slab(self._slot_elements * num_slots, dtype, device)
+        self.layers: list[LayerViews] = []
         offset = 0
         for shape in layers:
-            views = LayerViews.of(self._slab.tensor, shape, num_slots, self._slot_elements, offset, self, block)
-            self._layers.append(views)
+            views = LayerViews.of(self.slab.tensor, shape, num_slots, self._slot_elements, offset, self, block)
+            self.layers.append(views)
             offset += shape.elements_per_token * self._slot_tokens
 
     @property
@@ -84,12 +84,12 @@ class SlotKVCache(KVCache):
     @property
     def layer_offsets(self) -> list[int]:
         """Return where each layer's keys begin in a slot, in elements; its values follow them."""
-        return [views.offset for views in self._layers]
+        return [views.offset for views in self.layers]
 
     @property
     def slab_address(self) -> int:
         """Return the address of the first slot."""
-        return int(self._slab.tensor.data_ptr())
+        return int(self.slab.tensor.data_ptr())
 
     def slot_of(self, owner: int) -> Slot:
         """Return the slot of a running sequence."""
@@ -177,7 +177,7 @@ class SlotKVCache(KVCache):
 
     def _copy(self, ranges: Iterable[tuple[Slot, int, int]], target: Slot) -> None:
         for slot, start, stop in ranges:
-            for layer in self._layers:
+            for layer in self.layers:
                 layer.copy(slot.index, target.index, start, stop)
 
     def _fresh_slot(self, num_tokens: int, reads: Mapping[Slot, int]) -> Slot | None:
@@ -242,9 +242,9 @@ class SlotKVCache(KVCache):
         lookup."""
         slot = self.table.by_owner[owner]
         start, kept = slot.index * self._slot_elements, slot.lent_until
-        for layer in self._layers:
+        for layer in self.layers:
             for first, last in layer.tails(kept, self._slot_tokens):
-                self._slab.tensor[start + first : start + last].zero_()
+                self.slab.tensor[start + first : start + last].zero_()
         self.table.hide(slot)
 
     def forget(self, adapter: str) -> None:
@@ -258,7 +258,7 @@ class SlotKVCache(KVCache):
 
     def _clear(self, slot: Slot) -> None:
         start = slot.index * self._slot_elements
-        self._slab.release(start, start + self._slot_elements)
+        self.slab.release(start, start + self._slot_elements)
         read = {part.slot for part in slot.parts}
         self.table.clear(slot)
         for other in read:
@@ -279,9 +279,9 @@ class SlotKVCache(KVCache):
         if slot.room <= num_tokens:
             return
         start = slot.index * self._slot_elements
-        for layer in self._layers:
+        for layer in self.layers:
             for first, last in layer.tails(num_tokens, slot.room):
-                self._slab.release(start + first, start + last)
+                self.slab.release(start + first, start + last)
 
     def decode_order(self, owners: Sequence[int]) -> list[int]:
         by_owner = self.table.by_owner
@@ -304,20 +304,20 @@ class SlotKVCache(KVCache):
             self._swap(self.table.slots[index], self.table.slots[hole])
 
     def _swap(self, a: Slot, b: Slot) -> None:
-        for layer in self._layers:
+        for layer in self.layers:
             layer.swap(a.index, b.index, a.length, b.length)
         self.table.swap(a, b)
 
     def plan(self, rows: Sequence[Row]) -> SlotPlan:
         assert not self.by_reference, "a SlotPlan only reads a sequence's own slot"
         slots = [self.slot_of(row.owner).index for row in rows]
-        return SlotPlan(self._layers, self._slot_tokens, rows, slots, self.device)
+        return SlotPlan(self.layers, self._slot_tokens, rows, slots, self.device)
 
     def check_integrity(self) -> None:
         self.table.check_integrity()
 
     def close(self) -> None:
-        self._layers.clear()
+        self.layers.clear()
 
 
 def token_bytes(layers: Sequence[LayerShape], *, dtype: Any, block: int = 1, scale: int = 0) -> int:

@@ -19,7 +19,7 @@ class BitmaskWorker:
     ``begin`` and ``end``."""
 
     def __init__(self) -> None:
-        self._pool: ThreadPoolExecutor | None = None
+        self.pool: ThreadPoolExecutor | None = None
         self._executor: LLExecutor | None = None
         self._job: Future[None] | None = None
         self._states: Sequence[GrammarState] = ()
@@ -32,13 +32,13 @@ class BitmaskWorker:
         self._ahead = [grammar_state.ahead for grammar_state in states if grammar_state.ahead is not None]
         if not self._states and not self._ahead:
             return
-        if self._pool is None:
+        if self.pool is None:
             from llguidance import LLExecutor
 
-            self._pool = ThreadPoolExecutor(1, thread_name_prefix="masks")
+            self.pool = ThreadPoolExecutor(1, thread_name_prefix="masks")
             self._executor = LLExecutor(num_threads=1)  # the default takes most of the CPUs
         self._rows = np.zeros((len(self._states), states[0].num_words), dtype=np.uint32)
-        self._job = self._pool.submit(self._compute)
+        self._job = self.pool.submit(self._compute)
 
     def _compute(self) -> None:
         assert self._executor is not None
@@ -59,5 +59,5 @@ class BitmaskWorker:
         self._states = self._ahead = ()
 
     def close(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown()
+        if self.pool is not None:
+            self.pool.shutdown()

@@ -96,8 +96,8 @@ class Grammars:
         self._wake = wake
         self._waiting: dict[str, Compilation] = {}
         self._cache: OrderedDict[bytes, Compilation] = OrderedDict()
-        self._compiler = _Compiler(load_tokenizer, self._done)
-        self._given_up: list[threading.Thread] = []
+        self.compiler = _Compiler(load_tokenizer, self._done)
+        self.given_up: list[threading.Thread] = []
         self._is_closed = False
 
     def __len__(self) -> int:
@@ -127,13 +127,13 @@ class Grammars:
 
     def _begin(self, digest: bytes, request_id: str, grammar: Grammar) -> Compilation:
         _check_size(grammar)
-        self._given_up = [thread for thread in self._given_up if thread.is_alive()]
-        if len(self._given_up) >= MAX_GIVEN_UP:
+        self.given_up = [thread for thread in self.given_up if thread.is_alive()]
+        if len(self.given_up) >= MAX_GIVEN_UP:
             raise Overloaded(f"{grammar.field}: grammars that take too long are still being compiled", retry_after=5.0)
         compilation = Compilation(digest, None if grammar is TEXTS else grammar.source)
         self._cache[digest] = compilation
         self._wait(compilation, request_id, grammar)  # before it is put, as a grammar nobody waits for is skipped
-        self._compiler.put(compilation)
+        self.compiler.put(compilation)
         self._shrink()
         return compilation
 
@@ -187,7 +187,7 @@ class Grammars:
     def _give_up(self, compilation: Compilation) -> None:
         compilation.refusal = f"a grammar that is compiled within {TIME_LIMIT:.0f} s"
         compilation.is_done = True
-        self._given_up.append(self._compiler.replace())
+        self.given_up.append(self.compiler.replace())
         logger.warning("a grammar of %d characters took too long to compile", len(compilation.source or ""))
 
     def _done(self) -> None:
@@ -197,7 +197,7 @@ class Grammars:
     def close(self) -> None:
         """End the thread once its current grammar is done."""
         self._is_closed = True
-        self._compiler.close()
+        self.compiler.close()
 
 
 def _digest(grammar: Grammar) -> bytes:
@@ -231,20 +231,20 @@ class _Compiler:
     """The compiling thread: one at a time, started for the first grammar, with a stack for deep grammars."""
 
     def __init__(self, load_tokenizer: Callable[[], GrammarTokenizer], done: Callable[[], None]) -> None:
-        self._load_tokenizer, self._done = load_tokenizer, done
+        self.load_tokenizer, self._done = load_tokenizer, done
         self._tokenizer: GrammarTokenizer | str | None = None  # a string says why there is none
         self._jobs: queue.SimpleQueue[Compilation | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self.thread: threading.Thread | None = None
 
     def put(self, compilation: Compilation) -> None:
-        if self._thread is None:
+        if self.thread is None:
             self._start()
         self._jobs.put(compilation)
 
     def replace(self) -> threading.Thread:
         """Abandon the stuck thread and start another for the jobs that wait behind it; return the abandoned one."""
-        assert self._thread is not None
-        left, behind, self._jobs = self._thread, self._jobs, queue.SimpleQueue()
+        assert self.thread is not None
+        left, behind, self._jobs = self.thread, self._jobs, queue.SimpleQueue()
         with suppress(queue.Empty):
             while True:
                 self._jobs.put(behind.get_nowait())
@@ -260,8 +260,8 @@ class _Compiler:
         for size in (STACK, SMALL_STACK, before):
             threading.stack_size(size)
             try:
-                self._thread = threading.Thread(target=self._work, args=(self._jobs,), name="grammars", daemon=True)
-                self._thread.start()
+                self.thread = threading.Thread(target=self._work, args=(self._jobs,), name="grammars", daemon=True)
+                self.thread.start()
                 return
             except RuntimeError:  # not enough address space
                 if size == before:
@@ -300,7 +300,7 @@ class _Compiler:
     def _read_tokenizer(self) -> GrammarTokenizer | str:
         began = time.monotonic()
         try:
-            tokenizer = self._load_tokenizer()
+            tokenizer = self.load_tokenizer()
             tokenizer.prepare()
         except Exception as error:
             logger.exception("the tokenizer cannot be read for grammars")

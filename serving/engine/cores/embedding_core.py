@@ -35,12 +35,12 @@ class EmbeddingCore(EngineCore, pooled=True):
 
     def _accept(self, request: ValidRequest, client: Client) -> None:
         adapter = self.request_adapters.claim(request)
-        self._inflight.add(request, client, adapter)
+        self.inflight.add(request, client, adapter)
         self._embeddings.add(request)
 
     def abort(self, request_id: str) -> None:
         """End a request early with ``Failed``. Unknown or finished requests are ignored."""
-        inflight = self._inflight.get(request_id)
+        inflight = self.inflight.get(request_id)
         if inflight is not None:
             self._fail(inflight, Aborted("the request was aborted"))
 
@@ -52,10 +52,10 @@ class EmbeddingCore(EngineCore, pooled=True):
 
     def _fail(self, inflight: InflightRequest, error: ServingError) -> None:
         self._embeddings.drop(inflight.request.request_id)
-        self._inflight.fail(inflight, error)
+        self.inflight.fail(inflight, error)
 
     def has_work(self) -> bool:
-        return self._inflight.has_outputs or len(self._inflight) > 0
+        return self.inflight.has_outputs or len(self.inflight) > 0
 
     @torch.inference_mode()
     def step(self) -> list[EngineOutput]:
@@ -66,23 +66,23 @@ class EmbeddingCore(EngineCore, pooled=True):
             self._steps += 1
         self._contention.look()
         self._last_step = time.monotonic()
-        return self._inflight.drain()
+        return self.inflight.drain()
 
     def _embed(self) -> None:
         batch = self._embeddings.run()
         for request_id, outcome in batch:
-            inflight = self._inflight.get(request_id)
+            inflight = self.inflight.get(request_id)
             if inflight is None:
                 continue
             if isinstance(outcome, Exception):
                 logger.error("embedding request %s failed: %s", request_id, outcome)
                 self._fail(inflight, model_failure(outcome))
                 continue
-            self._inflight.emit(inflight, outcome)
+            self.inflight.emit(inflight, outcome)
         for request_id in {request_id for request_id, _ in batch}:  # a batch may hold several inputs of a request
-            inflight = self._inflight.get(request_id)
+            inflight = self.inflight.get(request_id)
             if inflight is not None and self._embeddings.is_done(request_id):
-                self._inflight.remove(inflight)
+                self.inflight.remove(inflight)
 
     def health(self) -> Health:
         return msgspec.structs.replace(

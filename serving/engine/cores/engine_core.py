@@ -46,7 +46,7 @@ class EngineCore:
         settings.of_backend(self.backend, Checked)
         self.settings = settings
         self.info, self.request_adapters = self._load(bundle, pinned_adapters(settings, bundle))
-        self._inflight = InflightRequests(self._ended)
+        self.inflight = InflightRequests(self._ended)
         self._steps = 0
         self._last_step = time.monotonic()
         self._closed = False
@@ -71,15 +71,15 @@ class EngineCore:
             self._check(request, continues)
             self._accept(request, client)
         except ServingError as error:
-            self._inflight.refuse(request, client, error)
+            self.inflight.refuse(request, client, error)
 
     def _check(self, request: ValidRequest, continues: bool) -> None:
-        if request.request_id in self._inflight:
+        if request.request_id in self.inflight:
             raise AlreadyExists(f"request {request.request_id} is already running")
         if self._closed:
             raise ShuttingDown("the engine is shutting down")
         if not continues:
-            self._inflight.check_room(request, self.settings.max_queued_requests)
+            self.inflight.check_room(request, self.settings.max_queued_requests)
         check_request(request, self.info)
 
     def _accept(self, request: ValidRequest, client: Client) -> None:
@@ -127,7 +127,7 @@ class EngineCore:
 
     def _expire_late(self) -> None:
         now = time.monotonic()
-        for inflight in self._inflight:
+        for inflight in self.inflight:
             deadline = inflight.request.deadline
             if deadline is not None and now >= deadline:
                 self._expire(inflight)
@@ -163,16 +163,16 @@ class EngineCore:
 
     def check_integrity(self) -> None:
         """Raise ``RuntimeError`` if memory or sequences are unaccounted for."""
-        self.request_adapters.check_integrity(inflight.adapter for inflight in self._inflight)
+        self.request_adapters.check_integrity(inflight.adapter for inflight in self.inflight)
 
     def close(self) -> list[EngineOutput]:
         """End every request with ``Failed("shutting_down")``, free the memory and return the last events."""
         if not self._closed:
             self._closed = True
-            for inflight in self._inflight:
+            for inflight in self.inflight:
                 self._fail(inflight, ShuttingDown("the engine is shutting down"))
             self._free()
-        return self._inflight.drain()
+        return self.inflight.drain()
 
     def _free(self) -> None:
         """Free the memory and end the threads."""

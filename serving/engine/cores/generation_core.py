@@ -56,12 +56,12 @@ class GenerationCore(EngineCore, pooled=False):
         self._wake: Callable[[], None] = _ignore
         trust = settings.trust_remote_code
         read = partial(grammar_tokenizer.load, bundle, self.info.vocab_size, trust_remote_code=trust)
-        self._masks = BitmaskWorker()
+        self.masks = BitmaskWorker()
         self.grammars = Grammars(read, lambda: self._wake())
         scheduler, cache = parts.scheduler, parts.cache
-        self._exits = RequestFinisher(self._inflight, scheduler, cache, self.grammars)
-        self._delivery = Delivery(self._inflight, scheduler, cache, self._exits, self._add_member)
-        self._ahead = LaunchAhead(parts.ahead, scheduler, cache)
+        self.finisher = RequestFinisher(self.inflight, scheduler, cache, self.grammars)
+        self._delivery = Delivery(self.inflight, scheduler, cache, self.finisher, self._add_member)
+        self.ahead = LaunchAhead(parts.ahead, scheduler, cache)
         self._next_id = 0
         self._goes_on = False
 
@@ -98,7 +98,7 @@ class GenerationCore(EngineCore, pooled=False):
             request = msgspec.structs.replace(request, lora_task=task)
         if request.images:
             request, table = self.image_features.ask(request)
-        inflight = self._inflight.add(request, client, adapter)
+        inflight = self.inflight.add(request, client, adapter)
         num_learned = 0
         try:
             learned = self._registry.learned_prompt(adapter)
@@ -108,7 +108,7 @@ class GenerationCore(EngineCore, pooled=False):
             grammar = _to_compile(request)
             compilation = None if grammar is None else self.grammars.ask(request.request_id, grammar)
         except ServingError as error:
-            self._inflight.fail(inflight, error)
+            self.inflight.fail(inflight, error)
             return
         if table is not None:
             inflight.has_table = True
@@ -125,17 +125,17 @@ class GenerationCore(EngineCore, pooled=False):
             sequence.waits_for = inflight.prerequisites.wait_reason
             self._scheduler.add(sequence)
         if inflight.prerequisites.are_met:
-            self._begin(inflight)
+            self.begin(inflight)
 
     def _proceed(self, inflight: InflightRequest) -> None:
         """Begin a request if the prerequisite that has been met was the last, or let it wait for the next."""
         if inflight.prerequisites.are_met:
-            self._begin(inflight)
+            self.begin(inflight)
         else:
             for sequence in inflight.unfinished:
                 sequence.waits_for = inflight.prerequisites.wait_reason
 
-    def _begin(self, inflight: InflightRequest) -> None:
+    def begin(self, inflight: InflightRequest) -> None:
         """Let the sequences run, each within its grammar if it has one. End those that were complete when resumed."""
         compilation = inflight.prerequisites.compilation
         for sequence in inflight.unfinished:
@@ -150,11 +150,11 @@ class GenerationCore(EngineCore, pooled=False):
                 try:
                     reason = self._delivery.follow(sequence, sequence.num_prompt, reason)
                 except ServingError as error:
-                    self._exits.fail_grammar(sequence, error)
+                    self.finisher.fail_grammar(sequence, error)
                     return
             # already complete, or nothing is to be generated; but the prompt may still have to be scored
             if reason is not None and (sequence.num_generated or not sequence.reads_prompt):
-                self._exits.finish(sequence, reason)
+                self.finisher.finish(sequence, reason)
 
     def _groups(self, request: ValidRequest, adapter: str, table: Table | None) -> list[SequenceGroup]:
         """Make a group for each prompt, with its ``n`` choices."""
@@ -191,25 +191,25 @@ class GenerationCore(EngineCore, pooled=False):
 
     def _expire(self, inflight: InflightRequest) -> None:
         for sequence in inflight.unfinished:
-            self._exits.finish(sequence, "deadline")
+            self.finisher.finish(sequence, "deadline")
 
     def _fail(self, inflight: InflightRequest, error: ServingError) -> None:
-        self._exits.fail(inflight, error)
+        self.finisher.fail(inflight, error)
 
     def abort(self, request_id: str) -> None:
         """End a request early: its sequences get ``Finished("abort")``. Unknown or finished requests are ignored."""
-        inflight = self._inflight.get(request_id)
+        inflight = self.inflight.get(request_id)
         if inflight is None:
             return
         for sequence in inflight.unfinished:
-            self._exits.finish(sequence, "abort")
+            self.finisher.finish(sequence, "abort")
 
     def finish(self, request_id: str, index: int) -> None:
         """End one sequence, whose text is complete for its caller. The others go on."""
-        inflight = self._inflight.get(request_id)
+        inflight = self.inflight.get(request_id)
         sequence = inflight.find(index) if inflight is not None else None
         if sequence is not None:
-            self._exits.finish(sequence, "abort")
+            self.finisher.finish(sequence, "abort")
         elif inflight is not None:
             self._give_up(inflight, index)
 
@@ -220,17 +220,17 @@ class GenerationCore(EngineCore, pooled=False):
             if not isinstance(beams, BeamGroup) or index not in beams.indexes:
                 continue
             if len(beams.indexes) == 1:
-                self._exits.finish(group.members[0], "abort")
+                self.finisher.finish(group.members[0], "abort")
                 return
             beams.indexes.remove(index)
-            self._inflight.emit(inflight, Finished(index, "abort", num_cached_tokens=group.members[0].num_cached))
+            self.inflight.emit(inflight, Finished(index, "abort", num_cached_tokens=group.members[0].num_cached))
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
     def has_work(self) -> bool:
-        if self._inflight.has_outputs or len(self._inflight) > len(self.grammars) or self.image_features:
+        if self.inflight.has_outputs or len(self.inflight) > len(self.grammars) or self.image_features:
             return True
-        return bool(self._inflight) and (self.grammars.is_due or self._is_late())
+        return bool(self.inflight) and (self.grammars.is_due or self._is_late())
 
     @property
     def waits(self) -> bool:
@@ -249,10 +249,10 @@ class GenerationCore(EngineCore, pooled=False):
         self._expire_late()
         if self.grammars:
             self._end_waits()
-        launched = self._ahead.launched
+        launched = self.ahead.launched
         runs = launched or self._scheduler.schedule()
         if runs:
-            self._run(runs, self._forward_ahead if launched or self._ahead.takes(runs) else self._forward)
+            self.run_step(runs, self._forward_ahead if launched or self.ahead.takes(runs) else self.forward_step)
             self._scheduler.record_step_time(runs, time.monotonic() - began)
         reads = bool(self.image_features) and self.image_features.may_read(
             beside_provisioned=self._scheduler.has_provisioned
@@ -264,42 +264,42 @@ class GenerationCore(EngineCore, pooled=False):
         self._contention.look()
         self._last_step = time.monotonic()
         self._goes_on = bool(runs) and self._scheduler.has_work()
-        return self._inflight.drain()
+        return self.inflight.drain()
 
-    def _run(self, runs: list[ScheduledChunk], forward: Callable[[list[ScheduledChunk]], None]) -> None:
+    def run_step(self, runs: list[ScheduledChunk], forward: Callable[[list[ScheduledChunk]], None]) -> None:
         known = [run.sequence.num_tokens for run in runs]
         try:
             forward(runs)
         except Exception as error:
             logger.exception("a step of %d sequences failed", len(runs))
-            self._ahead.drop()
+            self.ahead.drop()
             if len(runs) == 1:
-                self._exits.fail(self._inflight.of(runs[0].sequence), model_failure(error))
+                self.finisher.fail(self.inflight.of(runs[0].sequence), model_failure(error))
                 return
             # The KV of a run can be written again, so find the request at fault by running each alone, except those
             # that already have their token.
             for run, num_tokens in zip(runs, known, strict=True):
                 if run.sequence.status == "running" and run.sequence.num_tokens == num_tokens:
                     run.sequence.num_computed = run.start
-                    self._run([run], self._forward)
+                    self.run_step([run], self.forward_step)
 
     def _forward_ahead(self, runs: list[ScheduledChunk]) -> None:
         """Launch the step after ``runs`` if it is certain, then deliver the results of ``runs``."""
         began = time.monotonic()
-        wanted, sampled = self._ahead.step(runs)
+        wanted, sampled = self.ahead.step(runs)
         self._delivery.process_sampled(wanted, sampled, began)
 
-    def _forward(self, runs: list[ScheduledChunk]) -> None:
+    def forward_step(self, runs: list[ScheduledChunk]) -> None:
         """Run the forward, and deliver its results."""
         began = time.monotonic()
         constrained = [run.sequence for run in runs if run.sequence.grammar_state is not None and run.sample_positions]
         if constrained:
-            self._masks.begin([one.grammar_state for one in constrained if one.grammar_state is not None])
+            self.masks.begin([one.grammar_state for one in constrained if one.grammar_state is not None])
         try:
             laid_out, logits = self._runner.forward(runs)
         finally:
             if constrained:
-                self._masks.end()
+                self.masks.end()
         alone = [sequence for sequence in constrained if sequence.group.beams is None]
         over = self._delivery.end_complete(alone) if alone else frozenset()
         self._delivery.process_outputs(laid_out, logits, over, began)
@@ -307,11 +307,11 @@ class GenerationCore(EngineCore, pooled=False):
     def _end_waits(self) -> None:
         """Begin the requests whose grammars are compiled, and fail those whose grammars cannot be compiled."""
         for request_id, error in self.grammars.take():
-            inflight = self._inflight.get(request_id)
+            inflight = self.inflight.get(request_id)
             if inflight is None:
                 continue
             if error is not None:
-                self._exits.fail(inflight, error)
+                self.finisher.fail(inflight, error)
             else:
                 inflight.prerequisites.grammar = False
                 self._proceed(inflight)
@@ -319,18 +319,18 @@ class GenerationCore(EngineCore, pooled=False):
     def _read_images(self) -> None:
         """Read a piece of an image. Begin the requests whose images are all read, if their grammars are compiled."""
         for request_id, error in self.image_features.read():
-            inflight = self._inflight.get(request_id)
+            inflight = self.inflight.get(request_id)
             if inflight is None:
                 continue
             if error is not None:
-                self._exits.fail(inflight, model_failure(error))
+                self.finisher.fail(inflight, model_failure(error))
             else:
                 inflight.prerequisites.images = False
                 self._proceed(inflight)
 
     def _is_late(self) -> bool:
         now = time.monotonic()
-        return any(one.request.deadline is not None and now >= one.request.deadline for one in self._inflight)
+        return any(one.request.deadline is not None and now >= one.request.deadline for one in self.inflight)
 
     # -- state ------------------------------------------------------------------------------------------------------
 
@@ -347,9 +347,9 @@ class GenerationCore(EngineCore, pooled=False):
             prefix_query_tokens=scheduler.prefix_query_tokens,
             draft_tokens=speculation.num_proposed if speculation else 0,
             accepted_tokens=speculation.num_taken if speculation else 0,
-            generated_tokens=self._exits.generated,
+            generated_tokens=self.finisher.generated,
             num_provisioned=scheduler.num_provisioned,
-            provisioned_tokens=self._exits.generated_provisioned,
+            provisioned_tokens=self.finisher.generated_provisioned,
             provisioned_prompt_tokens=scheduler.provisioned_prompt_tokens,
             num_tenants_waiting=scheduler.waiting.num_tenants,
         )
@@ -358,16 +358,16 @@ class GenerationCore(EngineCore, pooled=False):
         """Raise ``RuntimeError`` if memory or sequences are unaccounted for."""
         super().check_integrity()
         self.parts.cache.check_integrity()
-        self._ahead.check_integrity()
+        self.ahead.check_integrity()
         running = len(self._scheduler.running)
-        unfinished = sum(len(inflight.unfinished) for inflight in self._inflight)
+        unfinished = sum(len(inflight.unfinished) for inflight in self.inflight)
         if running + len(self._scheduler.waiting) + len(self._scheduler.blocked) != unfinished:
             raise RuntimeError(f"{unfinished} sequences are unfinished, {running} run")
 
     def _free(self) -> None:
-        self._ahead.drop()
+        self.ahead.drop()
         self.grammars.close()
-        self._masks.close()
+        self.masks.close()
         self.parts.cache.close()
 
 

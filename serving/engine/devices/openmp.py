@@ -29,12 +29,12 @@ class Waiting:
         self._lock = threading.Lock()
         self._end: threading.Event | None = None
         self._runtime = ctypes.CDLL(None)
-        self._asked = any(name in os.environ for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"))
+        self.asked = any(name in os.environ for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"))
 
     def set_brief(self, brief: bool) -> None:
         """Let waiting threads sleep almost at once (``brief``), or spin as the runtime does by default."""
         with self._lock:
-            if brief == self.brief or self._asked:
+            if brief == self.brief or self.asked:
                 return
             self.brief = brief
             if hasattr(self._runtime, "kmp_set_blocktime"):

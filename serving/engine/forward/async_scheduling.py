@@ -97,14 +97,14 @@ class LaunchAhead:
                 np.int64
             )
             launched = self._launch(chunks, upload(ids, self._device))
-        self._launched = self._follow(launched)
+        self._launched = self.follow(launched)
         return self._read(launched)
 
     def drop(self) -> None:
         """Forget the launched step; its chunks will be computed again."""
         self._launched = None
 
-    def _follow(self, step: LaunchedStep) -> LaunchedStep | None:
+    def follow(self, step: LaunchedStep) -> LaunchedStep | None:
         chunks = self._scheduler.following(step.wanted)
         if not chunks:
             return None

@@ -54,8 +54,8 @@ class RecordedStep:
             longest=cache.max_model_len,
         )
         self._plan = PagedPlan(cache.layers, self._tables, cache.max_model_len)
-        self._graph: Any = None
-        self._logits: Any = None
+        self.graph: Any = None
+        self.logits: Any = None
 
     def record(self, memory: Any) -> None:
         """Capture the step into a CUDA graph whose temporary tensors use memory pool ``memory``, shared by all
@@ -64,21 +64,21 @@ class RecordedStep:
         stream.wait_stream(torch.cuda.current_stream(self._cache.device))
         with torch.cuda.stream(stream):
             for _ in range(WARM_UPS):
-                self._compute()
+                self.compute()
         torch.cuda.current_stream(self._cache.device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=memory):
-            self._logits = self._compute()
-        self._graph = graph
+            self.logits = self.compute()
+        self.graph = graph
 
     def run(self, ids: Any, rows: Sequence[Row]) -> Any:
         """Return logits [len(rows), V] of the tokens ``ids``, one for each of ``rows``, without waiting for the
         device."""
         self._fill(ids, rows)
-        if self._graph is None:
-            return self._compute()[: len(rows)]
-        self._graph.replay()
-        return self._logits[: len(rows)].clone()  # the next step overwrites it
+        if self.graph is None:
+            return self.compute()[: len(rows)]
+        self.graph.replay()
+        return self.logits[: len(rows)].clone()  # the next step overwrites it
 
     def _fill(self, ids: Any, rows: Sequence[Row]) -> None:
         tables = [self._cache.blocks_of(row.owner) for row in rows]
@@ -97,7 +97,7 @@ class RecordedStep:
         padded[: len(values)] = values
         buffer.copy_(upload(padded, self._cache.device))
 
-    def _compute(self) -> Any:
+    def compute(self) -> Any:
         self._holder.context = ForwardContext(num_tokens=self._size, attention=self._plan)
         try:
             return self._model(
@@ -123,23 +123,23 @@ class GraphedForward:
         *,
         why_not: str = "",
     ) -> None:
-        self._plain = plain
+        self.plain = plain
         self.device = cache.device
         self.sizes = sizes_up_to(max_num_seqs)
-        self._steps = {size: RecordedStep(model, holder, cache, size) for size in self.sizes}
+        self.steps = {size: RecordedStep(model, holder, cache, size) for size in self.sizes}
         self.reason = ""
         if cache.device.type != "cuda":
             self.reason = "there is no CUDA device; steps are computed without capture"
         elif why_not:  # the reference reads lengths from the device, which a graph cannot
             self._give_up(f"attention runs by torch: {why_not}")
         else:
-            self._record()
+            self.record()
 
-    def _record(self) -> None:
+    def record(self) -> None:
         memory = torch.cuda.graph_pool_handle()
         try:
             for size in reversed(self.sizes):  # largest first, since smaller ones fit into its memory
-                self._steps[size].record(memory)
+                self.steps[size].record(memory)
         except (RuntimeError, NotImplementedError) as error:  # code that reads computed values cannot be captured
             self._give_up(f"its code cannot be captured: {' '.join(str(error).split())[:300]}")
 
@@ -147,14 +147,14 @@ class GraphedForward:
         logger.warning("decode steps are not captured as CUDA graphs: %s", reason)
         self.reason = reason
         self.sizes = []
-        self._steps = {}
+        self.steps = {}
 
     def forward(self, step: StepInput) -> Any:
         """See ``StepForward.forward``."""
         num_rows = len(step.rows)
         is_single = len(step.kept) == len(step.ids) == num_rows and step.virtual is None and not any(step.adapters)
         if not is_single or not self.takes(num_rows):
-            return self._plain.forward(step)
+            return self.plain.forward(step)
         return self.decode(upload(step.ids, self.device), step.rows)
 
     def takes(self, num_rows: int) -> bool:
@@ -164,4 +164,4 @@ class GraphedForward:
     def decode(self, ids: Any, rows: Sequence[Row]) -> Any:
         """Return logits [len(rows), V] of single tokens of the base model; ``ids`` int64 [len(rows)] are on the
         device."""
-        return self._steps[self.sizes[bisect_left(self.sizes, len(rows))]].run(ids, rows)
+        return self.steps[self.sizes[bisect_left(self.sizes, len(rows))]].run(ids, rows)

@@ -65,24 +65,24 @@ class DraftModel:
         max_tokens: int,
     ) -> None:
         self.cost = cost
-        self._forward, self._cache = forward, cache
+        self.forward, self.cache = forward, cache
         self._vocab_size, self._max_model_len, self._width = vocab_size, max_model_len, width
         self._max_tokens = max_tokens
         self._known: dict[int, _Known] = {}
-        self._is_broken = False
+        self.is_broken = False
 
     def propose(self, wanted: Sequence[tuple[SequenceState, int]]) -> list[TokenIds]:
         """Propose, for each sequence, at most the given number of tokens (int32) that may come next.
 
         There are none until the model has read the sequence's prompt; each call reads a part of it."""
-        if not wanted or self._is_broken:
+        if not wanted or self.is_broken:
             return [sequence.tokens[:0] for sequence, _ in wanted]
         try:
             self._look_back()
             return self._propose(wanted)
         except Exception:  # drafts are no part of any text, so the large model can go on without them
             logger.exception("the draft model failed and is no longer used")
-            self._is_broken = True
+            self.is_broken = True
             return [sequence.tokens[:0] for sequence, _ in wanted]
 
     def _propose(self, wanted: Sequence[tuple[SequenceState, int]]) -> list[TokenIds]:
@@ -117,7 +117,7 @@ class DraftModel:
         for known in going:
             known.length += 1
             known.drafts = np.array(found[known.sequence.id], dtype=np.int32)
-            self._cache.computed(known.sequence.id, known.sequence.slice(0, known.length), known.length)
+            self.cache.computed(known.sequence.id, known.sequence.slice(0, known.length), known.length)
         return list(zip(going, logits, strict=True))
 
     def _read(self, sequences: Sequence[SequenceState]) -> list[tuple[_Known, torch.Tensor]]:
@@ -139,21 +139,21 @@ class DraftModel:
         logits = self._run(going, rows)
         for known, row in zip(going, rows, strict=True):
             known.length += row.num_tokens
-            self._cache.computed(row.owner, known.sequence.tokens, known.length)
+            self.cache.computed(row.owner, known.sequence.tokens, known.length)
         read = zip(going, logits, strict=True)
         return [(known, one) for known, one in read if known.length == known.sequence.num_tokens]
 
     def _run(self, going: Sequence[_Known], rows: Sequence[Row]) -> torch.Tensor:
         """Return the logits after each of ``rows``, in their order."""
         order = list(range(len(rows)))
-        if self._forward.wants_decodes_together:
-            single = self._cache.decode_order([row.owner for row in rows if row.num_tokens == 1])
+        if self.forward.wants_decodes_together:
+            single = self.cache.decode_order([row.owner for row in rows if row.num_tokens == 1])
             order.sort(key=lambda i: single.index(rows[i].owner) if rows[i].num_tokens == 1 else len(single))
         laid_out = [rows[i] for i in order]
         parts = [going[i].sequence.slice(rows[i].start, rows[i].start + rows[i].num_tokens) for i in order]
         kept = (np.cumsum([row.num_tokens for row in laid_out]) - 1).tolist()
         ids = np.concatenate(parts).astype(np.int64)
-        logits = self._forward.forward(StepInput(ids, laid_out, [None] * len(rows), kept))
+        logits = self.forward.forward(StepInput(ids, laid_out, [None] * len(rows), kept))
         back = [order.index(i) for i in range(len(rows))]
         found: torch.Tensor = logits[back]
         return found
@@ -170,22 +170,22 @@ class DraftModel:
         if known is None:
             # the draft model has no adapters, so the sequence's does not matter
             key = PrefixKey("", sequence.key.salt)
-            cached = self._cache.acquire(sequence.id, key, sequence.tokens)
+            cached = self.cache.acquire(sequence.id, key, sequence.tokens)
             if cached is None:
                 return False
             known = self._known[sequence.id] = _Known(sequence, cached, sequence.tokens[:0])
-        return self._cache.grow(sequence.id, sequence.num_tokens + most)
+        return self.cache.grow(sequence.id, sequence.num_tokens + most)
 
     def _look_back(self) -> None:
         """Keep the last drafts that were accepted, and release sequences that no longer run."""
         for owner, known in list(self._known.items()):
             known.keep_true()
-            self._cache.computed(owner, known.sequence.tokens, known.length)
+            self.cache.computed(owner, known.sequence.tokens, known.length)
             if known.sequence.status != "running":
-                self._cache.release(owner, keep=True)
+                self.cache.release(owner, keep=True)
                 del self._known[owner]
 
     def close(self) -> None:
         """Free the memory."""
         self._known.clear()
-        self._cache.close()
+        self.cache.close()

@@ -43,7 +43,7 @@ class ModelForward:
     wants_decodes_together = True
 
     def __init__(self, model: Any, holder: ContextHolder, cache: KVCache, lora: LoraPool | None, device: Any) -> None:
-        self._model = model
+        self.model = model
         self._holder = holder
         self._cache = cache
         self._lora = lora
@@ -60,7 +60,7 @@ class ModelForward:
         wanted = np.array(kept or [0], dtype=np.int64)
         self._holder.context = context
         try:
-            logits = self._model(
+            logits = self.model(
                 **self._inputs(ids, step.virtual),
                 position_ids=self._tensor(positions)[None],
                 use_cache=False,
@@ -75,7 +75,7 @@ class ModelForward:
             return {"input_ids": self._tensor(ids)[None]}
         known = ids.copy()
         known[virtual.places] = 0
-        embedded = self._model.get_input_embeddings()(self._tensor(known))
+        embedded = self.model.get_input_embeddings()(self._tensor(known))
         embedded[self._tensor(virtual.places)] = self._tensor(virtual.vectors).to(embedded.dtype)
         return {"inputs_embeds": embedded[None]}
 

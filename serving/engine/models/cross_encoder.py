@@ -61,7 +61,7 @@ class CrossEncoder:
     """A loaded cross-encoder. Only the thread that loaded it may call ``embed``, which ``EmbeddingQueue`` expects."""
 
     def __init__(self, encoder: Embedder, model: Any, computed: Computed) -> None:
-        self._encoder, self._model, self._computed = encoder, model, computed
+        self._encoder, self.model, self._computed = encoder, model, computed
         self._padding = model.config.get_text_config().pad_token_id or 0
         self.info: EngineInfo = encoder.info
 
@@ -89,7 +89,7 @@ class CrossEncoder:
         mask = [torch.ones_like(one) for one in ids]
         try:
             return (
-                self._model(
+                self.model(
                     input_ids=pad_sequence(ids, batch_first=True, padding_value=self._padding),
                     attention_mask=pad_sequence(mask, batch_first=True),
                 )
@@ -175,12 +175,12 @@ def _own_numbers(model: Any, pairs: list[list[int]], second_from: list[int]) -> 
 def _check(
     found: CrossEncoder, pairs: list[list[int]], second_from: list[int], expected: Any, settings: EngineSettings
 ) -> None:
-    name = type(found._model).__name__
+    name = type(found.model).__name__
     try:
         numbers = torch.from_numpy(found.embed(pairs, second_from)[:, 0])
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         raise PackagingError(f"{name} is not supported for scores: its head cannot be run: {error}") from error
-    allowed = INT8_TOLERANCE if settings.quantization != "none" else tolerance(found._model.dtype, settings)
+    allowed = INT8_TOLERANCE if settings.quantization != "none" else tolerance(found.model.dtype, settings)
     distance = float((numbers - expected.cpu()).abs().max() / expected.abs().max().clamp(min=1.0))
     if not distance <= allowed:  # also true for NaN
         raise PackagingError(f"{name} is not supported for scores: they differ from its own by {distance:.2g}")

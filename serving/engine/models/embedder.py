@@ -57,7 +57,7 @@ class Embedder:
     def __init__(
         self, model: Any, holder: ContextHolder, spec: EmbeddingSpec, max_length: int, info: EngineInfo
     ) -> None:
-        self._model, self._holder, self._spec = model, holder, spec
+        self.model, self._holder, self._spec = model, holder, spec
         self._device = next(model.parameters()).device
         self._position_offset = position_offset(model)
         self._by_length = type(model).__name__ in BY_LENGTH
@@ -119,12 +119,12 @@ class Embedder:
         plan = ragged_attention.RaggedPlan(lengths)
         self._holder.context = ForwardContext(num_tokens=len(ids), attention=plan)
         arguments: dict[str, Any] = {}
-        if getattr(self._model.config, "use_cache", None) is not None:
+        if getattr(self.model.config, "use_cache", None) is not None:
             arguments["use_cache"] = False
         if types is not None:
             arguments["token_type_ids"] = torch.from_numpy(types).long()[None].to(self._device)
         try:
-            return self._model(
+            return self.model(
                 input_ids=torch.from_numpy(ids)[None].to(self._device),
                 position_ids=torch.from_numpy(positions)[None].to(self._device),
                 **arguments,
@@ -137,7 +137,7 @@ class Embedder:
         mask."""
         ids = torch.tensor(sequences, device=self._device)
         positions = torch.arange(ids.shape[1], device=self._device) + self._position_offset
-        return self._model(input_ids=ids, position_ids=positions.expand_as(ids)).last_hidden_state.flatten(0, 1)
+        return self.model(input_ids=ids, position_ids=positions.expand_as(ids)).last_hidden_state.flatten(0, 1)
 
 
 def row_tokens(embedder: Embedder) -> int:

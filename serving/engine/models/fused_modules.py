@@ -87,14 +87,14 @@ def gated_forward(self: Any, x: Any) -> Any:
     """Compute a gated MLP [..., N] → [..., N]."""
     from . import fused_kernels as kernels
 
-    gate, up = _rows(self.gate_proj(x)), _rows(self.up_proj(x))
+    gate, up = view_rows(self.gate_proj(x)), view_rows(self.up_proj(x))
     rows, size = gate.shape
     out = torch.empty(rows, size, dtype=gate.dtype, device=gate.device)
     kernels.silu_gate[(rows, -(-size // BLOCK))](gate, up, out, size, gate.stride(0), up.stride(0), BLOCK=BLOCK)
     return self.down_proj(out.view(*x.shape[:-1], size))
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
+def view_rows(x: torch.Tensor) -> torch.Tensor:
     """View [..., N] as [T, N], copied only if its rows are not contiguous."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(-1) == 1 else rows.contiguous()

@@ -264,7 +264,7 @@ class NativeDecoder:
         if found is None:
             raise RuntimeError("the native kernels are not available")
         self._library = found
-        self._weights, self._cache = weights, cache
+        self.weights, self._cache = weights, cache
         self._rotary_dims = _rotary_dims(weights)
         self._cos = self._sin = torch.empty(len(weights.rotations), 0, self._rotary_dims // 2)
         self._adapters = (
@@ -318,7 +318,7 @@ class NativeDecoder:
         self._rotate_up_to(max(row.start + row.num_tokens for row in rows))
         chunks, parts = self._chunks(rows, numbers)
         ids, wanted = np.ascontiguousarray(step.ids, dtype=np.int64), np.array(step.kept, dtype=np.int32)
-        logits = torch.empty(len(wanted), self._weights.head.out_features)
+        logits = torch.empty(len(wanted), self.weights.head.out_features)
         native = library.Step(
             chunks=chunks.ctypes.data,
             num_chunks=len(chunks),
@@ -360,7 +360,7 @@ class NativeDecoder:
         if num_positions <= known or not self._rotary_dims:
             return
         count = max(num_positions, min(known + MIN_TABLE_GROWTH, self._cache.max_model_len))
-        tables = [_rotations(self._weights, count, *kind) for kind in self._weights.rotations]
+        tables = [_rotations(self.weights, count, *kind) for kind in self.weights.rotations]
         half = self._rotary_dims // 2
         self._cos, self._sin = (torch.stack([table[i][0, :, :half] for table in tables]).contiguous() for i in range(2))
 

@@ -66,7 +66,7 @@ class AdapterTables:
     def _fill(self, factors: Mapping[str, Any]) -> tuple[Any, list[torch.Tensor]]:
         table = (library.Factors * len(self._names))()
         adapted = [(entry, factors[name]) for entry, name in zip(table, self._names, strict=True) if name in factors]
-        packed = _huge(sum(one.a.numel() + _columns(one.b).numel() for _, one in adapted), self._dtype)
+        packed = huge_pages(sum(one.a.numel() + _columns(one.b).numel() for _, one in adapted), self._dtype)
         kept = [packed]
         at = 0
         for entry, one in adapted:
@@ -113,7 +113,7 @@ def _columns(rows: torch.Tensor) -> torch.Tensor:
     return F.pad(rows.t(), (0, beyond)) if beyond else rows.t()
 
 
-def _huge(size: int, dtype: torch.dtype) -> torch.Tensor:
+def huge_pages(size: int, dtype: torch.dtype) -> torch.Tensor:
     """Allocate memory in huge pages if possible, since streaming factors would otherwise miss the TLB."""
     bytes_ = size * dtype.itemsize
     if bytes_ < HUGE_PAGE:

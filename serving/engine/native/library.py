@@ -200,7 +200,7 @@ def library() -> ctypes.CDLL | None:
 
 def required() -> ctypes.CDLL:
     """Return the library. Raises ``NotNative``."""
-    found = _loaded()
+    found = loaded()
     if isinstance(found, str):
         raise NotNative(found)
     return found
@@ -209,28 +209,28 @@ def required() -> ctypes.CDLL:
 _wanted = os.environ.get(VARIABLE, "")
 
 
-def _loaded() -> ctypes.CDLL | str:
+def loaded() -> ctypes.CDLL | str:
     """Return the library, or the reason why there is none."""
-    return _chosen(_wanted)[0]
+    return chosen(_wanted)[0]
 
 
 def instruction_set() -> str:
     """Return the name of the instruction set whose kernels run, or "" if none do."""
-    name = _chosen(_wanted)[1] if library() is not None else ""
+    name = chosen(_wanted)[1] if library() is not None else ""
     return name if tiles() == AMX else name.removesuffix("+amx")
 
 
 def library_path() -> Path:
     """Return the file with the kernels that run. Raises ``NotNative``."""
     required()
-    return _path(INSTRUCTION_SETS[_chosen(_wanted)[1]])
+    return file_of(INSTRUCTION_SETS[chosen(_wanted)[1]])
 
 
 def why_not(name: str) -> str | None:
     """Return why the kernels of an instruction set do not run here; None if they do. For tests, which name it."""
     if name not in INSTRUCTION_SETS:
         return f"not one of {platform.machine()}"
-    found = _load(name)
+    found = load(name)
     return found if isinstance(found, str) else None
 
 
@@ -239,41 +239,41 @@ def use_instruction_set(name: str) -> None:
     measurements."""
     global _wanted
     _wanted = name
-    found, chosen = _chosen(name)
+    found, picked = chosen(name)
     if not isinstance(found, str):
-        INSTRUCTION_SETS[chosen].use(found)
+        INSTRUCTION_SETS[picked].use(found)
 
 
 @cache
-def _chosen(wanted: str) -> tuple[ctypes.CDLL | str, str]:
+def chosen(wanted: str) -> tuple[ctypes.CDLL | str, str]:
     """Return the library of the wanted instruction set ("" for the best), or why there is none, and the set's name."""
     if wanted and wanted not in INSTRUCTION_SETS:
         return f"{VARIABLE} is {wanted!r}, not one of {', '.join(INSTRUCTION_SETS)}", ""
     reason = ""
     best = [name for name, instructions in INSTRUCTION_SETS.items() if not instructions.by_name]
     for name in [wanted] if wanted else best:
-        found = _load(name)
+        found = load(name)
         if not isinstance(found, str):
             INSTRUCTION_SETS[name].use(found)
             return found, name
         reason = found
-        if reason != _lacks(name):  # a faulty library must be reported, not silently replaced by a slower one
+        if reason != lacks(name):  # a faulty library must be reported, not silently replaced by a slower one
             break
     return f"{VARIABLE} is {wanted!r}: {reason}" if wanted else reason, ""
 
 
-def _lacks(name: str) -> str:
+def lacks(name: str) -> str:
     return f"the CPU lacks {NEEDED[name]}"
 
 
-def _path(instructions: InstructionSet) -> Path:
+def file_of(instructions: InstructionSet) -> Path:
     return Path(__file__).with_name(instructions.file)
 
 
 @cache
-def _load(name: str) -> ctypes.CDLL | str:
+def load(name: str) -> ctypes.CDLL | str:
     """Load the library of an instruction set; return it, or why it cannot be used."""
-    path = _path(INSTRUCTION_SETS[name])
+    path = file_of(INSTRUCTION_SETS[name])
     if not path.exists():
         without = "without a compiler, or by one that does not know these instructions"
         return f"they are not compiled in the package in use (a source tree, or a wheel built {without})"
@@ -281,13 +281,13 @@ def _load(name: str) -> ctypes.CDLL | str:
         found = ctypes.CDLL(str(path))
         needed = INSTRUCTION_SETS[name].needed
         if found.mlflow_llm_supported() & needed != needed:
-            return _lacks(name)
+            return lacks(name)
         if (reason := _why_stale(found, path.name)) is not None:
             logger.warning("%s", reason)
             return reason
         _declare(found)
         if INSTRUCTION_SETS[name].tiles and not found.mlflow_llm_has_tiles():
-            return _lacks(name)
+            return lacks(name)
         _use(found, num_threads())
     except (OSError, AttributeError) as error:  # built for another platform, or by another version of the package
         logger.warning("%s: %s", path, error)

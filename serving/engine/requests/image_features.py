@@ -64,16 +64,16 @@ class ImageFeatureCache:
     kept."""
 
     def __init__(self, reader: ImageEncoder | None, *, budget: int, width: int, first_id: int) -> None:
-        self._reader, self._budget, self._width, self._first_id = reader, budget, width, first_id
-        self._kept: OrderedDict[Key, Vectors] = OrderedDict()
-        self._num_bytes = 0
+        self.reader, self._budget, self._width, self._first_id = reader, budget, width, first_id
+        self.kept: OrderedDict[Key, Vectors] = OrderedDict()
+        self.num_bytes = 0
         self._readings: dict[str, Reading] = {}
         self._parts: dict[bool, _Part] = {}  # of provisioned requests and of others
         self._tenants = Tenants()
         self._rests_until = 0.0
         self._asked = 0
         self._ids: OrderedDict[Key, int] = OrderedDict()
-        self._next_id, self._epoch = first_id, 0
+        self._next_id, self.epoch = first_id, 0
 
     def __bool__(self) -> bool:
         return bool(self._readings)
@@ -91,7 +91,7 @@ class ImageFeatureCache:
         counts = [image.num_tokens for image in request.images]
         vectors = np.zeros((sum(counts), self._width), dtype=np.float32)
         if self._next_id + len(vectors) > MAX_IDS:
-            self._epoch, self._next_id = self._epoch + 1, self._first_id
+            self.epoch, self._next_id = self.epoch + 1, self._first_id
             self._ids.clear()
         missing, firsts, end = [], dict[int, int](), 0
         ids = np.empty(len(vectors), dtype=np.int64)
@@ -101,13 +101,13 @@ class ImageFeatureCache:
             first = self._first_id_of(key, image.num_tokens)
             ids[rows] = np.arange(first, first + image.num_tokens)
             firsts.setdefault(first, rows.start)
-            kept = self._kept.get(key)
+            kept = self.kept.get(key)
             if kept is None:
                 missing.append((key, image, rows))
             else:
-                self._kept.move_to_end(key)
+                self.kept.move_to_end(key)
                 vectors[rows] = kept
-        digest = f"images {self._epoch}" if self._epoch else ""
+        digest = f"images {self.epoch}" if self.epoch else ""
         order = np.array(sorted(firsts.items()), dtype=np.int64)
         table = Table(vectors, self._first_id, digest, order[:, 0], order[:, 1])
         if missing:
@@ -155,7 +155,7 @@ class ImageFeatureCache:
 
     def read(self) -> list[tuple[str, Exception | None]]:
         """Read one piece of an image. Return the requests that have all of theirs now, or cannot have them."""
-        assert self._reader is not None, "without one, nothing was asked"
+        assert self.reader is not None, "without one, nothing was asked"
         began, first = time.monotonic(), self._first()
         kind = first.rank[0]
         part = self._parts.pop(kind, None)
@@ -165,8 +165,8 @@ class ImageFeatureCache:
             if part is None:
                 key, image, _ = first.missing[0]
                 part = _Part(key, first, [])
-                part.pieces = self._reader.pieces(image)
-            part.vectors.append(self._reader.read(part.pieces.pop(0)))
+                part.pieces = self.reader.pieces(image)
+            part.vectors.append(self.reader.read(part.pieces.pop(0)))
             if part.pieces:
                 self._parts[kind] = part
                 done = []
@@ -214,10 +214,10 @@ class ImageFeatureCache:
     def _keep(self, key: Key, vectors: Vectors) -> None:
         if key[0].startswith(ALONE) or vectors.nbytes > self._budget:
             return
-        self._kept[key] = vectors
-        self._num_bytes += vectors.nbytes
-        while self._num_bytes > self._budget:
-            self._num_bytes -= self._kept.popitem(last=False)[1].nbytes
+        self.kept[key] = vectors
+        self.num_bytes += vectors.nbytes
+        while self.num_bytes > self._budget:
+            self.num_bytes -= self.kept.popitem(last=False)[1].nbytes
 
 
 def _with_ids(request: ValidRequest, ids: Any, first_id: int) -> ValidRequest:

@@ -29,7 +29,7 @@ def exponentials(seeds: Sequence[int], positions: Sequence[int], size: int, devi
     from . import device_sampling_kernel as kernel
 
     times = torch.empty(len(seeds), size, dtype=torch.float32, device=device)
-    keys = _keys(seeds, positions, device)
+    keys = sampling_keys(seeds, positions, device)
     kernel.exponentials[(len(seeds), -(-size // BLOCK))](keys, times, size, BLOCK=BLOCK)
     return times
 
@@ -47,12 +47,12 @@ def race(logits: Any, parameters: Sequence[Sampling], seeds: Sequence[int], posi
     chunks = -(-size // BLOCK)
     scores = torch.empty(rows, chunks, dtype=torch.float32, device=device)
     winners = torch.empty(rows, chunks, dtype=torch.int64, device=device)
-    keys = _keys(seeds, positions, device)
+    keys = sampling_keys(seeds, positions, device)
     kernel.race[(rows, chunks)](logits.contiguous(), keys, scales, floors, scores, winners, size, BLOCK=BLOCK)
     return winners.gather(1, scores.argmax(-1, keepdim=True))[:, 0]
 
 
-def _keys(seeds: Sequence[int], positions: Sequence[int], device: Any) -> Any:
+def sampling_keys(seeds: Sequence[int], positions: Sequence[int], device: Any) -> Any:
     """Return seeds and positions as int64 [B, 2] with the bits of uint64."""
     signed = [
         [seed - (1 << 64) if seed >= 1 << 63 else seed, position]

@@ -151,7 +151,7 @@ def _sample_rows(logits: Any, sequences: Sequence[SamplePosition]) -> list[int]:
         kinds.setdefault(_kind(sequence), []).append(i)
     for kind, rows in kinds.items():
         some = logits if len(rows) == len(sequences) else logits[rows]
-        drawn = _draw(kind, some, [sequences[i] for i in rows])
+        drawn = draw_tokens(kind, some, [sequences[i] for i in rows])
         for i, token in zip(rows, drawn, strict=True):
             tokens[i] = token
     for i in masked_rows:
@@ -179,7 +179,7 @@ def _kind(sequence: SamplePosition) -> str:
     return "truncated" if p.top_k > 0 or p.top_p < 1.0 else "whole"
 
 
-def _draw(kind: str, logits: Any, sequences: Sequence[SamplePosition]) -> list[int]:
+def draw_tokens(kind: str, logits: Any, sequences: Sequence[SamplePosition]) -> list[int]:
     if kind == "greedy":
         greedy: list[int] = logits.argmax(-1).tolist()
         return greedy

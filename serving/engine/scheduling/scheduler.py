@@ -169,7 +169,7 @@ class Scheduler:
             chunks = self._step(False)
             if self.speculation is None or len(self.running) + len(self.waiting) >= MAX_STEP_ROWS:
                 return chunks
-            return self._speculate(chunks, self.speculation)
+            return self.speculate(chunks, self.speculation)
         chunks = self._step(True)
         return sorted(chunks + self._best_effort(chunks), key=lambda chunk: chunk.num_tokens > 1)
 
@@ -224,7 +224,7 @@ class Scheduler:
             chunks = [chunk for chunk in chunks if chunk.sequence.status == "running"]
         return chunks
 
-    def _speculate(self, chunks: list[ScheduledChunk], speculation: Speculation) -> list[ScheduledChunk]:
+    def speculate(self, chunks: list[ScheduledChunk], speculation: Speculation) -> list[ScheduledChunk]:
         """Add drafts to ``chunks``, if all are single tokens, up to ``MAX_STEP_ROWS`` rows."""
         if any(chunk.num_tokens > 1 for chunk in chunks):
             return chunks

@@ -39,7 +39,7 @@ class LeastServed:
     equal counters take turns."""
 
     def __init__(self) -> None:
-        self._heap: list[Entry] = []
+        self.heap: list[Entry] = []
         self._entries: dict[Tenant, int] = {}  # the serial number of each valid entry; others in the heap are void
         self._serials = count()
 
@@ -51,10 +51,10 @@ class LeastServed:
         if tenant in self._entries:
             return
         self._entries[tenant] = serial = next(self._serials)
-        heapq.heappush(self._heap, (tenant.used, serial, tenant))
-        if len(self._heap) > 2 * len(self._entries) + 16:
-            self._heap = [entry for entry in self._heap if self._entries.get(entry[2]) == entry[1]]
-            heapq.heapify(self._heap)
+        heapq.heappush(self.heap, (tenant.used, serial, tenant))
+        if len(self.heap) > 2 * len(self._entries) + 16:
+            self.heap = [entry for entry in self.heap if self._entries.get(entry[2]) == entry[1]]
+            heapq.heapify(self.heap)
 
     def discard(self, tenant: Tenant) -> None:
         """Remove ``tenant`` from the queue, if it is in it."""
@@ -63,7 +63,7 @@ class LeastServed:
     @property
     def least(self) -> Tenant | None:
         """Return the least served tenant, None if the queue is empty."""
-        heap = self._heap
+        heap = self.heap
         while heap:
             used, serial, tenant = heap[0]
             if self._entries.get(tenant) != serial:
@@ -80,29 +80,29 @@ class LeastServed:
         if tenant is None:
             return None
         del self._entries[tenant]
-        return heapq.heappop(self._heap)
+        return heapq.heappop(self.heap)
 
     def restore(self, entry: Entry) -> None:
         """Put back an entry that ``pop`` removed, in its old position."""
         self._entries[entry[2]] = entry[1]
-        heapq.heappush(self._heap, entry)
+        heapq.heappush(self.heap, entry)
 
 
 class Tenants:
     """The counters of one engine, by tenant and class."""
 
     def __init__(self) -> None:
-        self._by_name: dict[tuple[str, bool], Tenant] = {}
+        self.by_name: dict[tuple[str, bool], Tenant] = {}
         self._last: Tenant | None = None  # the last one that stopped waiting
 
     def of(self, name: str, provisioned: bool = False) -> Tenant:
         """Return the tenant with that name. With too many of them, the debts of those without requests are
         forgotten."""
-        found = self._by_name.get((name, provisioned))
+        found = self.by_name.get((name, provisioned))
         if found is None:
-            if len(self._by_name) >= MAX_TENANTS:
-                self._by_name = {key: one for key, one in self._by_name.items() if one.num_unfinished}
-            found = self._by_name[name, provisioned] = Tenant()
+            if len(self.by_name) >= MAX_TENANTS:
+                self.by_name = {key: one for key, one in self.by_name.items() if one.num_unfinished}
+            found = self.by_name[name, provisioned] = Tenant()
         return found
 
     def lift(self, tenant: Tenant, least: Tenant | None) -> None:

@@ -158,7 +158,7 @@ def _differs(product: Any, device: Any, dtype: torch.dtype, counts: tuple[int, .
     bias, far = torch.randn(48, generator=make).to(device), 0.0
     for count in counts:
         x = torch.randn(count, 528, generator=make).to(device, dtype)
-        known = x if product is multiply else _rounded(x)
+        known = x if product is multiply else rounded(x)
         try:
             found = product(x, values, scale.flatten(), bias).float()
         except Exception as error:  # from Triton's compiler, the C compiler that it needs, or the driver
@@ -174,6 +174,6 @@ def _differs(product: Any, device: Any, dtype: torch.dtype, counts: tuple[int, .
     return why
 
 
-def _rounded(x: torch.Tensor) -> torch.Tensor:
+def rounded(x: torch.Tensor) -> torch.Tensor:
     q, scale = quantize_rows(x)
     return q.float() * scale

@@ -64,10 +64,10 @@ class LinearGroup:
     def part(self, member: int, x: torch.Tensor) -> torch.Tensor:
         """Return the output of one member for ``x`` [..., K]."""
         if len(self.sizes) == 1:
-            return self._compute(x)
+            return self.compute(x)
         bit = 1 << member
         if x is not self._input or self._taken & bit:
-            self._parts = self._compute(x).split(self.sizes, -1)
+            self._parts = self.compute(x).split(self.sizes, -1)
             self._input, self._taken = x, 0
         y = self._parts[member]
         self._taken |= bit
@@ -75,7 +75,7 @@ class LinearGroup:
             self._input, self._parts = None, ()  # free the activations before the next layer allocates
         return y
 
-    def _compute(self, x: torch.Tensor) -> torch.Tensor:
+    def compute(self, x: torch.Tensor) -> torch.Tensor:
         flat = x.reshape(-1, self.packed.in_features)
         y = self.packed.matmul(flat)
         context = self.holder.context

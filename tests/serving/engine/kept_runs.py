@@ -39,7 +39,7 @@ def logits_of(
     use_threads(threads)
     cache = SlotKVCache(loaded.layers, num_slots=beside + 1, num_tokens=8192, max_model_len=2048, **kept)
     if fill:
-        memory = cache._slab.tensor
+        memory = cache.slab.tensor
         (memory if memory.is_floating_point() else memory.view(torch.float32)).fill_(fill)
     decoder = NativeDecoder(loaded.decoder, cache)
     for owner in range(beside + 1):

@@ -289,9 +289,9 @@ def test_choices_that_are_not_finite_fail_their_request_once(
 def test_numbers_that_are_not_finite_fail_one_request(core: EngineCore, tiny_llama: Any) -> None:
     """NaN logits fail their request alone, and the next one in that memory is not touched by them."""
     if isinstance(core.parts.runner.step_forward, ModelForward):
-        embedding = core.parts.runner.step_forward._model.get_input_embeddings().weight
+        embedding = core.parts.runner.step_forward.model.get_input_embeddings().weight
     else:
-        embedding = core.parts.runner.step_forward._weights.embedding
+        embedding = core.parts.runner.step_forward.weights.embedding
     with torch.inference_mode():
         embedding[77] = float("nan")
     outcomes = run(core, request_of("bad", (5, 77, 6)), request_of("good", (9, 8, 7), max_tokens=3))

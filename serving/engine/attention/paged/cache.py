@@ -76,7 +76,7 @@ class PagedKVCache(KVCache):
         self.prefix_caching = prefix_caching
         self.pool = BlockPool(num_blocks)
         self.layers = [LayerBlocks.of(shape, num_blocks + 1, block_size, dtype, self.device) for shape in layers]
-        self._tables: dict[int, BlockTable] = {}
+        self.tables: dict[int, BlockTable] = {}
 
     @property
     def num_tokens_used(self) -> int:
@@ -93,7 +93,7 @@ class PagedKVCache(KVCache):
 
     def blocks_of(self, owner: int) -> list[int]:
         """Return the block table of a running sequence."""
-        return [block.index for block in self._tables[owner].blocks]
+        return [block.index for block in self.tables[owner].blocks]
 
     def match(self, key: PrefixKey, tokens: TokenIds) -> tuple[int, int | None]:
         if not self.prefix_caching:
@@ -101,7 +101,7 @@ class PagedKVCache(KVCache):
         limit = len(tokens) - 1
         found = self._best(key, tokens, limit).length
         promised, wait_for = 0, None
-        for owner, table in self._tables.items():
+        for owner, table in self.tables.items():
             if table.key == key:
                 common = min(common_prefix(table.tokens, tokens), limit)
                 if common > max(promised, table.length):
@@ -120,11 +120,11 @@ class PagedKVCache(KVCache):
         source: int | None = None,
         fixed: int | None = None,
     ) -> int | None:
-        if owner in self._tables:
+        if owner in self.tables:
             raise RuntimeError(f"sequence {owner} has blocks already")
         limit = max(len(tokens) - 1 if at_most is None else min(at_most, len(tokens) - 1), 0)
         if source is not None:
-            found = self._in_common(self._tables[source], tokens, limit)
+            found = self._in_common(self.tables[source], tokens, limit)
         else:
             found = self._best(key, tokens, limit) if self.prefix_caching else Found(0)
         count = self.num_blocks(max(len(tokens), 1)) - len(found.blocks)
@@ -140,13 +140,13 @@ class PagedKVCache(KVCache):
         if found.partial is not None:
             self._copy_block(found.partial, fresh[0])
         self.pool.free(kept[len(found.blocks) :])
-        self._tables[owner] = BlockTable(key, tokens, found.length, [*found.blocks, *fresh], list(found.nodes))
+        self.tables[owner] = BlockTable(key, tokens, found.length, [*found.blocks, *fresh], list(found.nodes))
         return found.length
 
     def _best(self, key: PrefixKey, tokens: TokenIds, limit: int) -> Found:
         """Return the longest prefix under ``key``, in cached blocks or in those of a running sequence."""
         found = self._known(key, tokens, limit)
-        for table in self._tables.values():
+        for table in self.tables.values():
             if table.key == key and table.length > found.length:
                 other = self._in_common(table, tokens, limit)
                 if other.length > found.length:
@@ -174,7 +174,7 @@ class PagedKVCache(KVCache):
 
     def copy(self, source: int, target: int, start: int, stop: int) -> None:
         """See ``KVCache.copy``. Whole blocks are shared by reference."""
-        origin, to = self._tables[source], self._tables[target]
+        origin, to = self.tables[source], self.tables[target]
         first, last = start // self.block_size, stop // self.block_size
         for i in range(first, last):
             self.pool.incref(origin.blocks[i])
@@ -205,7 +205,7 @@ class PagedKVCache(KVCache):
             layer.copy(source.index, target.index)
 
     def grow(self, owner: int, num_tokens: int) -> bool:
-        blocks = self._tables[owner].blocks
+        blocks = self.tables[owner].blocks
         missing = self.num_blocks(num_tokens) - len(blocks)
         if missing > 0:
             if not self.pool.can_allocate(missing):
@@ -214,7 +214,7 @@ class PagedKVCache(KVCache):
         return True
 
     def computed(self, owner: int, tokens: TokenIds, length: int) -> None:
-        table, size = self._tables[owner], self.block_size
+        table, size = self.tables[owner], self.block_size
         table.tokens, table.length = tokens, length
         if not self.prefix_caching:
             return
@@ -223,11 +223,11 @@ class PagedKVCache(KVCache):
             table.nodes.append(self.pool.cache_block(block, table.key, table.parent, tokens[end - size : end]).node)
 
     def release(self, owner: int, *, keep: bool) -> None:
-        self.pool.free(self._tables.pop(owner).blocks, keep=keep)
+        self.pool.free(self.tables.pop(owner).blocks, keep=keep)
 
     def wipe(self, owner: int) -> None:
         """See ``KVCache.wipe``. Shared blocks are left for their other owners to wipe; none of them stays cached."""
-        table = self._tables[owner]
+        table = self.tables[owner]
         exclusive = [block.index for block in table.blocks if block.ref_count == 1]
         for block in table.blocks:
             self.pool.uncache(block)
@@ -246,8 +246,8 @@ class PagedKVCache(KVCache):
         return list(owners)
 
     def check_integrity(self) -> None:
-        problems = self.pool.check_invariants(table.blocks for table in self._tables.values())
-        for owner, table in self._tables.items():
+        problems = self.pool.check_invariants(table.blocks for table in self.tables.values())
+        for owner, table in self.tables.items():
             if len(table.blocks) < self.num_blocks(table.length) or len(table.nodes) > len(table.blocks):
                 problems.append(f"sequence {owner} has {len(table.blocks)} blocks for {table.length} tokens")
         if problems:

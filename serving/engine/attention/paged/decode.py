@@ -45,11 +45,11 @@ def why_not(k: Any, v: Any, group: int) -> str:
         return "Triton is not installed" if k.device.type == "cuda" else "there is no CUDA device"
     if max(k.shape[-1], v.shape[-1]) > MAX_HEAD_DIM or group > MAX_GROUP_HEADS:
         return f"head size {k.shape[-1]} with {group} query heads per KV head exceeds what the kernel supports"
-    return _why_not(k.device, k.dtype, k.shape[1], group, k.shape[-1], v.shape[-1])
+    return probe(k.device, k.dtype, k.shape[1], group, k.shape[-1], v.shape[-1])
 
 
 @cache
-def _why_not(device: Any, dtype: Any, block_size: int, group: int, key_dim: int, value_dim: int) -> str:
+def probe(device: Any, dtype: Any, block_size: int, group: int, key_dim: int, value_dim: int) -> str:
     """Probe the kernels with two rows, one of them in two splits: a device's compiler may be missing, or wrong."""
     make = torch.Generator().manual_seed(0)
     k, v = (torch.randn(20, block_size, 1, dim, generator=make).to(device, dtype) for dim in (key_dim, value_dim))

@@ -29,13 +29,13 @@ class PagedPlan:
 
     def __init__(self, layers: Sequence[LayerBlocks], tables: StepTables, max_model_len: int) -> None:
         self._layers = layers
-        self._tables = tables
+        self.tables = tables
         self._split = decode.split_tokens(max_model_len)
         self._chunks = chunks.ChunkTables.of(tables) if tables.chunks else None
 
     def attend(self, layer: int, q: Any, k: Any, v: Any, args: AttentionArgs) -> Any:
         """See ``AttentionPlan.attend``."""
-        blocks, tables = self._layers[layer], self._tables
+        blocks, tables = self._layers[layer], self.tables
         blocks.write(tables.indexes, k[0], v[0])
         n, (H, T) = tables.num_decodes, q.shape[1:3]
         if not tables.chunks:
@@ -51,7 +51,7 @@ class PagedPlan:
 
     def attend_latent(self, layer: int, q: Any, kept: Any, projections: Projections, args: AttentionArgs) -> Any:
         """See ``AttentionPlan.attend_latent``."""
-        blocks, tables = self._layers[layer], self._tables
+        blocks, tables = self._layers[layer], self.tables
         blocks.write(tables.indexes, kept[0], kept[0])
         n, (H, T) = tables.num_decodes, q.shape[1:3]
         out = q.new_empty((1, T, H, projections.form.value_dim))
@@ -76,7 +76,7 @@ class PagedPlan:
 
     def _decode(self, blocks: LayerBlocks, q: Any, args: AttentionArgs) -> Any:
         """Attend single tokens q [B, H, D] → [B, H, Dv]."""
-        tables = self._tables
+        tables = self.tables
         use = decode.attend_split if decode.is_offered(blocks.k, blocks.v, q) else decode.attend
         return use(
             q, blocks.k, blocks.v, tables.block_tables, tables.lengths, args,

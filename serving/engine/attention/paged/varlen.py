@@ -31,11 +31,11 @@ def is_offered(k: Any, v: Any, head_dim: int) -> bool:
     """Return whether the operator computes correctly over blocks like ``k`` and ``v`` [blocks, block size, Hkv, D]."""
     if k.device.type != "cuda" or k.dtype not in HALVES or v.shape != k.shape:
         return False
-    return _computes_right(k.device, k.dtype, k.shape[1], k.shape[2], head_dim)
+    return computes_right(k.device, k.dtype, k.shape[1], k.shape[2], head_dim)
 
 
 @cache
-def _computes_right(device: Any, dtype: Any, block_size: int, num_kv_heads: int, head_dim: int) -> bool:
+def computes_right(device: Any, dtype: Any, block_size: int, num_kv_heads: int, head_dim: int) -> bool:
     """Probe the operator with a chunk of three rows that spans two blocks."""
     make = torch.Generator().manual_seed(0)
     shape = (4, block_size, num_kv_heads, head_dim)

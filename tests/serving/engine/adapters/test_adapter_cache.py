@@ -255,14 +255,14 @@ def test_all_of_an_adapter_goes_to_the_host(adapters: Adapters, core_of: Callabl
     with_gains = replace(
         read, factors={n: replace(f, gain=f.b[:, 0], shift=f.b[:, 1]) for n, f in read.factors.items()}
     )
-    pool._device = torch.device("meta")
+    pool.device = torch.device("meta")
     there = pool.to_device(with_gains)
     assert {t.device.type for f in there.factors.values() for t in (f.a, f.b, f.gain, f.shift)} == {"meta"}
     assert (there.rank, there.num_bytes) == (with_gains.rank, with_gains.num_bytes)
     here = pool.to_host(with_gains)
     assert all(torch.equal(f.shift, with_gains.factors[n].shift) for n, f in here.factors.items())
     assert not pool.is_on_host
-    pool._device = torch.device("cpu")
+    pool.device = torch.device("cpu")
     assert pool.is_on_host
 
 
@@ -366,7 +366,7 @@ def test_random_operations_give_each_adapter_its_own_text(
                 brings = dice.random() < 0.5
                 task = named(adapters.tasks[which], task_id) if brings else LoraTask(task_id=task_id)
                 core.add(ask(request_id, prompt, lora_task=task, tenant=owner))
-                if brings and request_id in core._inflight:  # otherwise it is refused, and the id keeps its old meaning
+                if brings and request_id in core.inflight:  # otherwise it is refused, and the id keeps its old meaning
                     tasks[owner, task_id] = which
                 meant[request_id] = tasks.get((owner, task_id)), prompt
             else:

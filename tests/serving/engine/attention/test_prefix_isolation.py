@@ -47,7 +47,7 @@ def test_a_miss_computes_every_token(core: EngineCore) -> None:
         core.add(request_of(salt, PROMPT, cache_salt=salt, max_tokens=1))
         runs = core.parts.scheduler.schedule()
         assert sum(one.num_tokens for one in runs) == len(PROMPT)
-        core._run(runs, core._forward)
+        core.run_step(runs, core.forward_step)
         take(core, {salt: Outcome()})
 
 

@@ -195,14 +195,14 @@ def expected(key: PrefixKey, tokens: Any) -> Any:
 def write(cache: SlotKVCache, owner: int, key: PrefixKey, tokens: Any, start: int) -> None:
     """Write KV as a forward of ``tokens`` from ``start`` on does: to the sequence's own slot."""
     slot = cache.slot_of(owner)
-    cache._layers[0].k[slot.index, :, start : len(tokens)] = expected(key, tokens)[start:, None]
-    cache._layers[0].v[slot.index, :, start : len(tokens)] = -expected(key, tokens)[start:, None]
+    cache.layers[0].k[slot.index, :, start : len(tokens)] = expected(key, tokens)[start:, None]
+    cache.layers[0].v[slot.index, :, start : len(tokens)] = -expected(key, tokens)[start:, None]
     cache.computed(owner, tokens, len(tokens))
 
 
 def read(cache: SlotKVCache, owner: int, length: int) -> Any:
     """Read the KV of a sequence as a native step does."""
-    k, v = cache._layers[0].k, cache._layers[0].v
+    k, v = cache.layers[0].k, cache.layers[0].v
     ranges = list(cache.slot_of(owner).ranges(0, length))
     keys, values = (torch.cat([cube[slot.index, 1, a:b, 3] for slot, a, b in ranges]) for cube in (k, v))
     assert torch.equal(keys, -values)
@@ -319,11 +319,11 @@ def test_a_wiped_slot_is_never_reused_while_it_is_read() -> None:
     cache = make_cache()
     start(cache, 0, tokens_of(*range(200)))
     start(cache, 1, tokens_of(*range(140), 5))
-    cache._layers[0].k[cache.slot_of(0).index, :, 150:200] = float("nan")
+    cache.layers[0].k[cache.slot_of(0).index, :, 150:200] = float("nan")
     cache.wipe(0)
     cache.release(0, keep=True)
     cache.check_integrity()
-    assert bool(torch.isfinite(cache._layers[0].k).all())
+    assert bool(torch.isfinite(cache.layers[0].k).all())
     assert torch.equal(read(cache, 1, 141), expected(BASE, tokens_of(*range(140), 5)))
     cache.wipe(1)
     cache.release(1, keep=True)

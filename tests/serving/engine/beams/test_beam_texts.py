@@ -221,7 +221,7 @@ def test_stop_strings_count_from_min_tokens_on(spoken: tuple[Bundle, Any, Texts]
 def test_stop_strings_need_a_readable_tokenizer(tmp_path: Path) -> None:
     """A search with stop strings is refused if the tokenizer cannot be read for grammars."""
     core = make_core(bundle_of("word_piece", tmp_path))
-    core.grammars._compiler._load_tokenizer = unreadable
+    core.grammars.compiler.load_tokenizer = unreadable
     found = run(core, request_of("a", (4, 5), stop=("x",), beams=Beams(width=2)), request_of("b", (4, 5)))
     failed = found["a"].failed
     assert failed is not None

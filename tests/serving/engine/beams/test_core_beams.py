@@ -228,7 +228,7 @@ def test_a_deadline_gives_what_is_best_by_then(tiny_bundle: Bundle) -> None:
     request = request_of("a", prompt_of(5, 1), max_tokens=200, n=2, beams=Beams(width=3))
     core.add(request)
     take(core, outcomes, max_steps=6)
-    core._inflight.get("a").request = request_of("a", prompt_of(5, 1), deadline=0.0)  # type: ignore[union-attr]
+    core.inflight.get("a").request = request_of("a", prompt_of(5, 1), deadline=0.0)  # type: ignore[union-attr]
     take(core, outcomes)
     assert {f.reason for f in outcomes["a"].finished.values()} == {"deadline"}
     assert [len(text) for text in texts(outcomes["a"])] == [6, 6]

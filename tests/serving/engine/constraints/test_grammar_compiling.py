@@ -193,9 +193,9 @@ def test_done_before_the_request_waits(
             event.wait(0.1)
         raise AssertionError("the grammar was not compiled")
 
-    begin = core._begin
+    begin = core.begin
     monkeypatch.setattr(core.grammars, "ask", ask_and_wait)
-    monkeypatch.setattr(core, "_begin", lambda inflight: (begun.append(inflight.request.request_id), begin(inflight)))
+    monkeypatch.setattr(core, "begin", lambda inflight: (begun.append(inflight.request.request_id), begin(inflight)))
     outcomes = finish(core, add(core, held("good", prompt, regex("[ab]{3}")), held("bad", prompt, regex("("))))
     assert begun == ["good"]
     assert [one.reason for one in outcomes["good"].finished.values()] == ["stop"]
@@ -244,7 +244,7 @@ def test_a_grammar_that_takes_too_long(
     refused = finish(core, add(core, held("r", prompt, regex("slow 3"))))["r"].failed
     assert refused is not None
     assert refused.kind == "overloaded"
-    left = list(core.grammars._given_up)
+    left = list(core.grammars.given_up)
     slow.release.set()
     for thread in left:
         thread.join(240)
@@ -305,7 +305,7 @@ def test_a_matcher_that_fails_ends_its_request_alone(
     outcomes = add(core, held("fails", prompt, regex(source)), held("good", prompt, regex("[cd]{30}")))
     wait_for_work(core)
     take(core, outcomes, 3)
-    failing = core._inflight.get("fails")
+    failing = core.inflight.get("fails")
     assert failing is not None
     grammar_state = failing.unfinished[0].grammar_state
     assert grammar_state is not None
@@ -330,8 +330,8 @@ def test_plain_requests_read_no_tokenizer(
 
     monkeypatch.setattr(grammar_tokenizer, "load", forbidden)
     run(core, request_of("plain", prompt))
-    assert core.grammars._compiler._thread is None
-    assert core._masks._pool is None
+    assert core.grammars.compiler.thread is None
+    assert core.masks.pool is None
 
 
 def test_a_tokenizer_that_cannot_be_used(bundle: Bundle, prompt: tuple[int, ...]) -> None:
@@ -404,7 +404,7 @@ def test_a_request_waits_before_its_grammar_is_queued(monkeypatch: pytest.Monkey
     """A grammar that the compiling thread takes at once already has its request waiting, so it is compiled."""
     asked = grammars.Grammars(lambda: pytest.fail("nothing is compiled here"), lambda: None)
     seen: list[list[str]] = []
-    monkeypatch.setattr(asked._compiler, "put", lambda compilation: seen.append(list(compilation.waiting)))
+    monkeypatch.setattr(asked.compiler, "put", lambda compilation: seen.append(list(compilation.waiting)))
     asked.ask("a", Grammar(source='start: "a"', field="f"))
     assert seen == [["a"]]
     asked.close()

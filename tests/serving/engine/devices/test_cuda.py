@@ -63,7 +63,7 @@ def test_weights_in_fp8(tiny_bundle: Bundle) -> None:
 def test_nothing_is_waited_for_between_launch_and_read(tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step launched ahead does not synchronise with the device for any kind of sampling; the texts equal those of
     steps launched one by one."""
-    follow, followed = LaunchAhead._follow, []
+    follow, followed = LaunchAhead.follow, []
 
     def watched(self: LaunchAhead, step: Any) -> Any:
         torch.cuda.set_sync_debug_mode("error")
@@ -74,7 +74,7 @@ def test_nothing_is_waited_for_between_launch_and_read(tiny_bundle: Bundle, monk
         followed.append(launched is not None)
         return launched
 
-    monkeypatch.setattr(LaunchAhead, "_follow", watched)
+    monkeypatch.setattr(LaunchAhead, "follow", watched)
     ways: list[dict[str, Any]] = [{}, {"temperature": 0.8}, {"temperature": 0.9, "top_p": 0.8, "top_k": 20}]
     ways.append({"temperature": 0.9, "typical_p": 0.8})
     requests = [request_of(str(i), prompt_of(9 + i, i), seed=i, max_tokens=40 + i, **way) for i, way in enumerate(ways)]

@@ -31,7 +31,7 @@ Then = tuple[str, int, Callable[[EngineCore], None]]  # when a request has so ma
 @pytest.fixture
 def followed(monkeypatch: pytest.MonkeyPatch) -> list[list[ScheduledChunk]]:
     """Let engines launch ahead on the CPU too; provide the runs of each step launched before the last was read."""
-    follow, steps = LaunchAhead._follow, []
+    follow, steps = LaunchAhead.follow, []
 
     def spy(self: LaunchAhead, step: Any) -> Any:
         launched = follow(self, step)
@@ -39,7 +39,7 @@ def followed(monkeypatch: pytest.MonkeyPatch) -> list[list[ScheduledChunk]]:
             steps.append(launched.chunks)
         return launched
 
-    monkeypatch.setattr(LaunchAhead, "_follow", spy)
+    monkeypatch.setattr(LaunchAhead, "follow", spy)
     monkeypatch.setattr(
         assembly, "why_not_ahead", lambda forward, settings: "none" if settings.launch_ahead == "none" else ""
     )
@@ -80,12 +80,12 @@ def play(core: EngineCore, requests: Sequence[ValidRequest], then: Sequence[Then
 
 def check_account(core: EngineCore, outcomes: dict[str, Outcome]) -> None:
     """Check that every generated token was delivered and that no memory is held."""
-    assert core._exits.generated == sum(len(t) for o in outcomes.values() for t in o.tokens.values())
+    assert core.finisher.generated == sum(len(t) for o in outcomes.values() for t in o.tokens.values())
     for outcome in outcomes.values():
         for index, finished in outcome.finished.items():
             assert finished.num_generated_tokens == len(outcome.tokens[index])
     cache = core.parts.cache
-    assert not cache._tables
+    assert not cache.tables
     assert cache.pool.num_available == cache.pool.num_blocks
 
 
@@ -136,7 +136,7 @@ def test_tokens_of_a_device_are_copied_once_it_has_them(
     """Tokens are copied into pinned memory after the step on its stream, and read when the event after the copy has
     occurred, which is waited for only after the following step was launched."""
     done: list[str] = []
-    draw, empty, follow = async_scheduling.draw_unread, torch.empty, LaunchAhead._follow
+    draw, empty, follow = async_scheduling.draw_unread, torch.empty, LaunchAhead.follow
 
     class Event:
         def record(self, stream: str) -> None:
@@ -158,7 +158,7 @@ def test_tokens_of_a_device_are_copied_once_it_has_them(
     monkeypatch.setattr(torch, "empty", pinned)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of {device}")
-    monkeypatch.setattr(LaunchAhead, "_follow", noted)
+    monkeypatch.setattr(LaunchAhead, "follow", noted)
     assert texts(play(make_core(tiny_bundle, True), mixed())) == texts(plain)
     launch = "pinned, event on the stream of cuda"
     assert f"{launch}, follow, {launch}, wait, follow, {launch}, wait" in ", ".join(done)
@@ -338,10 +338,10 @@ def test_a_sequence_within_a_grammar_is_never_launched_ahead(
     take(core, outcomes, max_steps=4)
     sequence = core.parts.scheduler.running[0]
     runs = [ScheduledChunk(sequence, sequence.num_computed, 1)]
-    assert core._ahead.takes(runs)
+    assert core.ahead.takes(runs)
     grammar = Grammar(source="", field="regex")
     sequence.sampling = msgspec.structs.replace(sequence.sampling, grammar=grammar)
-    assert not core._ahead.takes(runs)
+    assert not core.ahead.takes(runs)
     core.abort("a")
     core.close()
 

@@ -60,7 +60,7 @@ def test_padded_steps_give_the_logits_of_plain_ones(core: EngineCore) -> None:
             for layer, old in zip(cache.layers, before, strict=True):
                 changed = set((layer.k != old).flatten(1).any(1).nonzero().flatten().tolist())
                 assert changed <= {0, *(cache.blocks_of(row.owner)[row.start // 8] for row in rows)}
-            wanted = forward._plain.forward(StepInput(ids, rows, [None] * len(some), range(len(some))))
+            wanted = forward.plain.forward(StepInput(ids, rows, [None] * len(some), range(len(some))))
             torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
             assert torch.equal(found.argmax(-1), wanted.argmax(-1))
 
@@ -92,13 +92,13 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         "graph_pool_handle": lambda: "one pool",
     }.items():
         monkeypatch.setattr(torch.cuda, name, double)
-    compute = decode_graphs.RecordedStep._compute
+    compute = decode_graphs.RecordedStep.compute
 
     def noted(self: Any) -> Any:
         done.append(f"compute {self._size}")
         return compute(self)
 
-    monkeypatch.setattr(decode_graphs.RecordedStep, "_compute", noted)
+    monkeypatch.setattr(decode_graphs.RecordedStep, "compute", noted)
     return done
 
 
@@ -107,7 +107,7 @@ def test_recorded_steps_are_replayed(core: EngineCore, recorder: list[str]) -> N
     survives the next replay."""
     cache, forward = core.parts.cache, core.parts.runner.step_forward
     with torch.inference_mode():
-        forward._record()
+        forward.record()
         per_size = [
             "on a side stream",
             "compute {0}",
@@ -118,9 +118,9 @@ def test_recorded_steps_are_replayed(core: EngineCore, recorder: list[str]) -> N
             "recorded",
         ]
         assert recorder == [line.format(size) for size in (6, 4, 2, 1) for line in per_size]
-        for step in forward._steps.values():  # a graph computes the same again, into the same memory
-            compute = decode_graphs.RecordedStep._compute
-            step._graph.replay = functools.partial(lambda step, run: step._logits.copy_(run(step)), step, compute)
+        for step in forward.steps.values():  # a graph computes the same again, into the same memory
+            compute = decode_graphs.RecordedStep.compute
+            step.graph.replay = functools.partial(lambda step, run: step.logits.copy_(run(step)), step, compute)
         tokens = np.array(prompt_of(9, 0), dtype=np.int32)
         for owner in range(3):
             cache.acquire(owner, PrefixKey("", ""), tokens)
@@ -133,7 +133,7 @@ def test_recorded_steps_are_replayed(core: EngineCore, recorder: list[str]) -> N
             ids = np.arange(first, first + 3)
             found.append(forward.forward(StepInput(ids, rows, [None] * 3, range(3))))
             kept.append(found[-1].clone())
-            wanted = forward._plain.forward(StepInput(ids, rows, [None] * 3, range(3)))
+            wanted = forward.plain.forward(StepInput(ids, rows, [None] * 3, range(3)))
             torch.testing.assert_close(found[-1], wanted, atol=1e-5, rtol=1e-5)
         assert recorder == ["compute 4", "compute 4"]
         assert all(torch.equal(one, other) for one, other in zip(found, kept, strict=True))
@@ -164,7 +164,7 @@ def test_a_model_that_cannot_be_recorded_runs_all_the_same(
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     core = EngineCore(tiny_bundle, settings())
     forward = core.parts.runner.step_forward
-    forward._record()
+    forward.record()
     assert forward.sizes == []
     assert forward.reason == "its code cannot be captured: operation not permitted when stream is capturing"
     assert run(core, request_of("a", prompt_of(9, 0)))["a"].tokens[0] == greedy(tiny_llama, prompt_of(9, 0), 12)

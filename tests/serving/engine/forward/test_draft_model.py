@@ -104,8 +104,8 @@ def test_drafts_of_a_model_change_no_text(kind: str, bundle: Bundle, drafts: dic
             same(found[request.request_id], wanted[request.request_id])
     speculation = drafting.parts.scheduler.speculation
     assert speculation.num_proposed > 50
-    speculation.model._cache.check_integrity()
-    assert not speculation.model._is_broken
+    speculation.model.cache.check_integrity()
+    assert not speculation.model.is_broken
     drafting.close(), plain.close()
 
 
@@ -133,7 +133,7 @@ def test_drafts_of_a_similar_model_are_accepted(
 def test_long_prompts_are_read_in_parts(bundle: Bundle, drafts: dict[str, DraftBundle]) -> None:
     """No step of the draft model exceeds the max tokens of a step, and a prompt read before is not read again."""
     core = core_of(bundle, drafts["alike"])
-    forward, sizes = core.parts.scheduler.speculation.model._forward, []
+    forward, sizes = core.parts.scheduler.speculation.model.forward, []
     original = forward.forward
 
     def counted(step: StepInput) -> Any:
@@ -168,10 +168,10 @@ def test_a_draft_model_that_fails_is_left(bundle: Bundle, drafts: dict[str, Draf
     def fail(*_: Any) -> Any:
         raise RuntimeError("broken")
 
-    core.parts.scheduler.speculation.model._forward.forward = fail
+    core.parts.scheduler.speculation.model.forward.forward = fail
     request = request_of("a", [5, 6, 7], max_tokens=20, temperature=1.0)
     same(run(core, request)["a"], run(plain, request)["a"])
-    assert core.parts.scheduler.speculation.model._is_broken
+    assert core.parts.scheduler.speculation.model.is_broken
     core.close(), plain.close()
 
 

@@ -152,8 +152,8 @@ def test_abort_in_the_middle(core: EngineCore) -> None:
 def test_numbers_that_are_not_finite(core: EngineCore) -> None:
     """Scores that are not finite fail their request and are never sent."""
     parts = core.parts.runner.step_forward
-    native = getattr(parts, "_weights", None)
-    embedding = parts._model.get_input_embeddings().weight if native is None else native.embedding
+    native = getattr(parts, "weights", None)
+    embedding = parts.model.get_input_embeddings().weight if native is None else native.embedding
     with torch.inference_mode():
         embedding[77] = float("nan")
     outcomes = run(core, scoring("bad", (5, 77, 6)), scoring("good", (9, 8, 7)))

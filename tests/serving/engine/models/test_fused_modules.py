@@ -147,9 +147,9 @@ def test_gates_that_share_a_product_are_read_where_they_lie(monkeypatch: pytest.
     wanted = model(IDS.to(DEVICE)).logits
     fused_modules.install(model)
     linear.install(model, ContextHolder(), EngineSettings(kernels="torch"))
-    products, own = [], linear.LinearGroup._compute
-    monkeypatch.setattr(linear.LinearGroup, "_compute", lambda self, x: products.append(self.key) or own(self, x))
-    monkeypatch.setattr(fused_modules, "_rows", lambda x: x.view(-1, x.shape[-1]))  # raises where it would copy
+    products, own = [], linear.LinearGroup.compute
+    monkeypatch.setattr(linear.LinearGroup, "compute", lambda self, x: products.append(self.key) or own(self, x))
+    monkeypatch.setattr(fused_modules, "view_rows", lambda x: x.view(-1, x.shape[-1]))  # raises where it would copy
     torch.testing.assert_close(model(IDS.to(DEVICE)).logits, wanted, rtol=1e-4, atol=1e-4)
     assert sorted(map(len, products)) == [1, 1, 1, 1, 1, 2, 2, 3, 3]  # o, down and the head alone
 

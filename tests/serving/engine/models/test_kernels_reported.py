@@ -66,7 +66,7 @@ def test_an_embedder_reports_its_kernels(tmp_path: Path) -> None:
 
 def test_a_missing_library_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine whose library is not compiled, or for another CPU, runs and reports it."""
-    monkeypatch.setattr(library, "_loaded", lambda: "the CPU lacks AVX2")
+    monkeypatch.setattr(library, "loaded", lambda: "the CPU lacks AVX2")
     info = info_of(save_bundle(make_model(tf.LlamaConfig(**WIDE)), tmp_path))
     assert (info.kernels, info.kernels_reason) == ("torch", "the CPU lacks AVX2")
 
@@ -82,7 +82,7 @@ def test_an_engine_names_its_instruction_set(instructions: str, tmp_path: Path) 
 
 @pytest.fixture
 def loaded_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    caches = (library._load, library._chosen)
+    caches = (library.load, library.chosen)
     for known in caches:
         known.cache_clear()
     yield monkeypatch
@@ -111,8 +111,8 @@ def test_a_library_of_other_sources_is_not_called(loaded_anew: pytest.MonkeyPatc
     assert "python setup.py build_ext --inplace" in info.kernels_reason
     loaded_anew.setattr(library, "sources_digest", lambda: None)  # a wheel, which has no sources
     assert info_of(save_bundle(make_model(tf.LlamaConfig(**WIDE)), tmp_path / "wheel")).kernels == "torch"
-    library._load.cache_clear()
-    library._chosen.cache_clear()
+    library.load.cache_clear()
+    library.chosen.cache_clear()
     assert library.library() is not None
 
 
@@ -142,12 +142,12 @@ def test_an_invalid_instruction_set_is_refused(loaded_anew: pytest.MonkeyPatch) 
     with pytest.raises(library.NotNative, match=r"MLFLOW_LLM_INSTRUCTION_SET is 'sse2', not one of"):
         library.required()
     name = list(library.INSTRUCTION_SETS)[-1]
-    loaded_anew.setattr(library, "_load", library._lacks)
+    loaded_anew.setattr(library, "load", library.lacks)
     library.use_instruction_set(name)
     with pytest.raises(library.NotNative, match=rf"INSTRUCTION_SET is '{name}': the CPU lacks"):
         library.required()
     library.use_instruction_set("")
-    with pytest.raises(library.NotNative, match=rf"^{library._lacks(name)}$"):
+    with pytest.raises(library.NotNative, match=rf"^{library.lacks(name)}$"):
         library.required()
 
 
@@ -155,18 +155,18 @@ def test_sve_is_chosen_by_name_alone(loaded_anew: pytest.MonkeyPatch) -> None:
     """SVE runs only when asked for by name; if it cannot run, that request alone gets the reason."""
     kernels = SimpleNamespace(mlflow_llm_use_byte_products=lambda use: use, mlflow_llm_use_tiles=lambda use: use)
     loaded_anew.setattr(library, "INSTRUCTION_SETS", library.ARM)
-    loaded_anew.setattr(library, "_load", lambda name: kernels)
-    assert [library._chosen(name)[1] for name in ("", "sve", "sve-i8mm")] == ["neon-i8mm", "sve", "sve-i8mm"]
-    library._chosen.cache_clear()
-    loaded_anew.setattr(library, "_load", library._lacks)
-    assert library._chosen("") == (library._lacks("neon"), "")
-    assert library._chosen("sve") == (f"MLFLOW_LLM_INSTRUCTION_SET is 'sve': {library._lacks('sve')}", "")
+    loaded_anew.setattr(library, "load", lambda name: kernels)
+    assert [library.chosen(name)[1] for name in ("", "sve", "sve-i8mm")] == ["neon-i8mm", "sve", "sve-i8mm"]
+    library.chosen.cache_clear()
+    loaded_anew.setattr(library, "load", library.lacks)
+    assert library.chosen("") == (library.lacks("neon"), "")
+    assert library.chosen("sve") == (f"MLFLOW_LLM_INSTRUCTION_SET is 'sve': {library.lacks('sve')}", "")
 
 
 def test_an_instruction_set_the_compiler_lacks(loaded_anew: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """An instruction set that the compiler could not build is reported as missing, beside others that are there."""
     loaded_anew.setattr(library, "INSTRUCTION_SETS", library.ARM)
-    loaded_anew.setattr(library, "_path", lambda instructions: tmp_path / instructions.file)
+    loaded_anew.setattr(library, "file_of", lambda instructions: tmp_path / instructions.file)
     assert "built without a compiler, or by one that does not know these" in str(library.why_not("sve"))
 
 

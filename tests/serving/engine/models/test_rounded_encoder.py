@@ -55,7 +55,7 @@ def test_unsupported_encoders_are_computed_by_torch(tmp_path: Path) -> None:
     found = embedder.load_embedder(bundle_of(tmp_path, pooling="lasttoken"), ROUNDED)
     assert (found.info.kernels, found.info.dtype) == ("torch", "bfloat16")
     assert found.info.kernels_reason
-    assert next(found._model.parameters()).dtype == torch.bfloat16
+    assert next(found.model.parameters()).dtype == torch.bfloat16
 
 
 @native

@@ -42,7 +42,7 @@ from mlflow_llm.serving.engine.native.sampler import draw as native_draw
 from mlflow_llm.serving.engine.native.sampler import largest
 from mlflow_llm.serving.engine.native.weight import BF16, F32, INT8, ROTATED, NativeWeight, can_pack
 from mlflow_llm.serving.engine.sampling.randomness import exponentials
-from mlflow_llm.serving.engine.sampling.sampler import _draw, sample
+from mlflow_llm.serving.engine.sampling.sampler import draw_tokens, sample
 from mlflow_llm.serving.engine.weights import linear
 from mlflow_llm.serving.engine.weights.quantization import Int8Weight
 from mlflow_llm.serving.interface.bundle import Bundle
@@ -565,7 +565,7 @@ def test_native_draws_equal_torchs(parameters: dict[str, Any], spread: float, mo
     monkeypatch.setattr("mlflow_llm.serving.engine.native.sampler.can_draw", lambda logits: False)
     kind = "truncated" if {"top_k", "top_p"} & set(parameters) else "whole"
     kind = "typical" if "typical_p" in parameters else kind
-    assert drawn == _draw(kind, logits.clone(), sequences)
+    assert drawn == draw_tokens(kind, logits.clone(), sequences)
 
 
 @on_each_instruction_set

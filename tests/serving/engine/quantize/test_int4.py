@@ -239,7 +239,7 @@ def test_threads_do_not_spin_beside_others(before: bool, tmp_path: Path, monkeyp
             assert openmp.waiting.brief == (before or oversubscribed)
 
     waiting = openmp.Waiting()
-    monkeypatch.setattr(waiting, "_asked", False)
+    monkeypatch.setattr(waiting, "asked", False)
     monkeypatch.setattr(openmp, "waiting", waiting)
     monkeypatch.setattr(weight_writer, "Contention", Oversubscribed)
     waiting.set_brief(before)

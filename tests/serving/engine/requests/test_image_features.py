@@ -91,7 +91,7 @@ def core_of(served: Served) -> Any:
 def reads(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Record the sizes of the pieces that are encoded from now on."""
     assert core.image_features is not None
-    reader, sizes = core.image_features._reader, []
+    reader, sizes = core.image_features.reader, []
     real = type(reader).read
 
     def counted(piece: Any) -> Any:
@@ -149,7 +149,7 @@ def test_features_are_kept_for_the_same_salt(served: Served, core_of: Any, monke
     sizes, wanted = reads(core, monkeypatch), served.expected(images)
     first = run(core, served.request("a", images, cache_salt="one"))["a"]
     once = len(sizes)
-    assert once == sum(len(core.image_features._reader.pieces(one)) for one in served.request("x", images).images) > 2
+    assert once == sum(len(core.image_features.reader.pieces(one)) for one in served.request("x", images).images) > 2
     again = run(core, served.request("b", images, cache_salt="one"))["b"]
     assert len(sizes) == once
     assert [first.tokens[0]] == [again.tokens[0]] == wanted
@@ -198,12 +198,12 @@ def test_the_budget_keeps_the_latest(served: Served, core_of: Any, monkeypatch: 
         return len(sizes) > before
 
     assert [read_again(seed) for seed in (0, 1, 0, 2, 0, 1)] == [True, True, False, True, False, True]
-    assert core.image_features._num_bytes <= 2 * size
+    assert core.image_features.num_bytes <= 2 * size
     off = core_of(encoder_cache=0)
     sizes = reads(off, monkeypatch)
     for name in ("a", "b"):
         run(off, served.request(name, images[0], text, cache_salt="s"))
-    assert not off.image_features._kept
+    assert not off.image_features.kept
 
 
 def test_other_texts_go_on_while_images_are_read(served: Served, core_of: Any) -> None:
@@ -213,7 +213,7 @@ def test_other_texts_go_on_while_images_are_read(served: Served, core_of: Any) -
     core.add(msgspec.structs.replace(request_of("text", prompt_of(5, 1)), sampling=Sampling(max_tokens=64)))
     take(core, outcomes, max_steps=2)
     request = served.request("r", served.images())
-    pieces = sum(len(core.image_features._reader.pieces(one)) for one in request.images)
+    pieces = sum(len(core.image_features.reader.pieces(one)) for one in request.images)
     core.add(request)
     text = core.parts.scheduler.running[0]
     before = text.num_generated
@@ -252,7 +252,7 @@ def test_a_image_that_cannot_be_read_fails_its_requests_alone(
 ) -> None:
     """An image whose encoding fails fails its own requests with a generic message; others are answered."""
     core, bad, good = core_of(), served.images(1), served.images(0)
-    reader = core.image_features._reader
+    reader = core.image_features.reader
     real = type(reader).pieces
 
     def pieces(image: RequestImage) -> Any:
@@ -393,7 +393,7 @@ def test_ids_begin_again_before_they_are_too_large(
     for name, seed in (("a", 0), ("b", 1), ("c", 0), ("d", 1)):
         images = served.images(seed)
         assert [run(core, served.request(name, images, cache_salt="s"))[name].tokens[0]] == served.expected(images)
-    assert core.image_features._epoch >= 1
+    assert core.image_features.epoch >= 1
 
 
 def test_an_adapter_trained_on_the_whole_model(any_served: Served, tmp_path: Path) -> None:
@@ -421,8 +421,8 @@ def test_tenants_take_turns(served: Served, core_of: Any) -> None:
     one = served.images(9)[:1]
     core.add(served.request("one", one, "a <image>", tenant="b"))
     outcomes = {name: Outcome() for name in ("one", *(f"many{i}" for i in range(6)))}
-    pieces = [len(core.image_features._reader.pieces(p)) for p in served.request("x", one, "a <image>").images]
-    longest = max(len(core.image_features._reader.pieces(p)) for p in served.request("x", served.images()).images)
+    pieces = [len(core.image_features.reader.pieces(p)) for p in served.request("x", one, "a <image>").images]
+    longest = max(len(core.image_features.reader.pieces(p)) for p in served.request("x", served.images()).images)
     take(core, outcomes, max_steps=sum(pieces) + longest)  # its own, and the image that was begun
     assert "one" not in core.image_features
     assert sum(f"many{i}" in core.image_features for i in range(6)) >= 5
@@ -438,7 +438,7 @@ def test_provisioned_requests_come_first(served: Served, core_of: Any, monkeypat
     core, clock = core_of(), [1000.0]
     monkeypatch.setattr("mlflow_llm.serving.engine.requests.image_features.time.monotonic", lambda: clock[0])
     sizes = reads(core, monkeypatch)
-    reader = core.image_features._reader
+    reader = core.image_features.reader
     real = reader.read
 
     def slow(piece: Any) -> Any:

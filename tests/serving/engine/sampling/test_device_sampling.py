@@ -34,7 +34,7 @@ def test_bits_are_numpys() -> None:
     """Every token's 32 bits are those of numpy's Philox, for seeds and positions at their ends."""
     for seed, position in zip(SEEDS, POSITIONS, strict=True):
         found = torch.zeros(64, dtype=torch.int64, device=DEVICE)
-        store[(1,)](device_sampling._keys([seed], [position], DEVICE), found, SIZE=64)
+        store[(1,)](device_sampling.sampling_keys([seed], [position], DEVICE), found, SIZE=64)
         generator = np.random.Philox(key=np.array([seed, position], dtype=np.uint64))
         assert found.tolist() == generator.random_raw(32).view(np.uint32).tolist()
 

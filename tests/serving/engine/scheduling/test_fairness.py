@@ -236,7 +236,7 @@ def test_random_loads_end_and_are_accounted() -> None:
             runs.step()
         queue = runs.scheduler.waiting
         assert (len(queue), queue.num_tenants, list(queue)) == (0, 0, [])
-        assert all(one.num_waiting == one.num_unfinished == 0 for one in queue.tenants._by_name.values())
+        assert all(one.num_waiting == one.num_unfinished == 0 for one in queue.tenants.by_name.values())
 
 
 def test_turns_are_those_of_a_sorted_list() -> None:
@@ -259,7 +259,7 @@ def test_turns_are_those_of_a_sorted_list() -> None:
                 assert least in here
                 assert least.used == min(one.used for one in here)
         assert len(turns) == len(here)
-        assert len(turns._heap) <= 2 * len(tenants) + 17
+        assert len(turns.heap) <= 2 * len(tenants) + 17
 
 
 def test_a_server_of_many_tenants_forgets_those_that_are_gone() -> None:
@@ -269,7 +269,7 @@ def test_a_server_of_many_tenants_forgets_those_that_are_gone() -> None:
     present.used, present.num_unfinished = 5.0, 1
     for number in range(3 * MAX_TENANTS):
         tenants.of(str(number))
-        assert len(tenants._by_name) <= MAX_TENANTS + 1
+        assert len(tenants.by_name) <= MAX_TENANTS + 1
     assert tenants.of("present") is present
 
 

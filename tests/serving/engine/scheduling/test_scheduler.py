@@ -145,7 +145,7 @@ def test_moved_slots_keep_their_numbers() -> None:
     for owner in range(6):
         cache.acquire(owner, BASE, np.array([owner] * 10, dtype=np.int32), at_most=0)
         slot = cache.table.by_owner[owner]
-        cache._layers[0].k[slot.index, :, :10] = float(owner)
+        cache.layers[0].k[slot.index, :, :10] = float(owner)
         cache.computed(owner, slot.tokens, 10)
     for gone in (1, 3):
         cache.release(gone, keep=True)
@@ -155,7 +155,7 @@ def test_moved_slots_keep_their_numbers() -> None:
     assert places == list(range(places[0], places[0] + 4))
     for slot in cache.table.slots:
         if slot.length:
-            assert (cache._layers[0].k[slot.index, :, :10] == float(slot.tokens[0])).all()
+            assert (cache.layers[0].k[slot.index, :, :10] == float(slot.tokens[0])).all()
     cache.check_integrity()
 
 

@@ -145,13 +145,13 @@ def test_searches_and_many_sequences_draft_nothing(bundle: Bundle) -> None:
     rng = random.Random(2)
     run(core, repetitive(rng, 0, temperature=0.0, logprobs=None, beams=Beams(width=3)))
     assert core.parts.scheduler.speculation.num_proposed == 0
-    scheduler, speculate, counts = core.parts.scheduler, core.parts.scheduler._speculate, []
+    scheduler, speculate, counts = core.parts.scheduler, core.parts.scheduler.speculate, []
 
     def counted(*arguments: Any) -> Any:
         counts.append(len(scheduler.running) + len(scheduler.waiting))
         return speculate(*arguments)
 
-    scheduler._speculate = counted
+    scheduler.speculate = counted
     run(core, *(repetitive(rng, i, max_tokens=8 + i, min_tokens=8) for i in range(9)))
     assert counts
     assert max(counts) < 8

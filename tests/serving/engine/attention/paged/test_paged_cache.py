@@ -42,7 +42,7 @@ def write(cache: PagedKVCache, owner: int, key: PrefixKey, tokens: Any, start: i
     if start < len(tokens):
         values = expected(key, tokens)[start:, None].expand(-1, 4)
         plan = cache.plan([Row(owner, start, len(tokens) - start)])
-        cache.layers[0].write(plan._tables.indexes, values.expand(2, -1, -1), -values.expand(2, -1, -1))
+        cache.layers[0].write(plan.tables.indexes, values.expand(2, -1, -1), -values.expand(2, -1, -1))
     cache.computed(owner, tokens, len(tokens))
 
 
@@ -171,7 +171,7 @@ def test_check_integrity_reports_inconsistent_counts() -> None:
     """A block that is counted twice is reported by ``check_integrity``."""
     cache = make_cache()
     cache.acquire(0, KEYS[0], tokens_of(1, 2, 3))
-    cache._tables[0].blocks[0].ref_count += 1
+    cache.tables[0].blocks[0].ref_count += 1
     with pytest.raises(RuntimeError, match="block 1 has 1 references, not 2"):
         cache.check_integrity()
 

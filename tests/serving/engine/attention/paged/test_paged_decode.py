@@ -105,11 +105,11 @@ def test_a_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> 
     def broken(*args: Any, **more: Any) -> Any:
         raise OSError("no compiler")
 
-    decode._why_not.cache_clear()
+    decode.probe.cache_clear()
     monkeypatch.setattr(decode, "attend_split", broken)
     assert decode.why_not(k, k, 2) == "the kernel does not run: OSError: no compiler"
-    decode._why_not.cache_clear()
+    decode.probe.cache_clear()
     monkeypatch.setattr(decode, "attend_split", lambda q, *args, **more: torch.zeros_like(q))
     assert decode.why_not(k, k, 2) == "the kernel differs from the reference by 1"
-    decode._why_not.cache_clear()
+    decode.probe.cache_clear()
     assert "exceeds" in decode.why_not(torch.zeros(1, 16, 1, 512), k, 2)

@@ -44,16 +44,16 @@ def double(
 
 @pytest.fixture
 def _no_memory() -> Iterator[None]:
-    varlen._computes_right.cache_clear()
+    varlen.computes_right.cache_clear()
     yield
-    varlen._computes_right.cache_clear()
+    varlen.computes_right.cache_clear()
 
 
 def test_torchs_own_function_takes_the_arguments(caplog: pytest.LogCaptureFixture) -> None:
     """torch's own function accepts the arguments down to the operator, which has no CPU implementation; prompts then
     run without it and the reason is logged."""
     caplog.set_level("INFO")
-    assert not varlen._computes_right(torch.device("cpu"), torch.bfloat16, 16, 2, 64)
+    assert not varlen.computes_right(torch.device("cpu"), torch.bfloat16, 16, 2, 64)
     (said,) = caplog.messages
     assert said.startswith("prompt chunks do not attend by varlen_attn: Could not run 'aten::")
 
@@ -89,16 +89,16 @@ def test_it_is_used_only_if_a_trial_is_right(monkeypatch: pytest.MonkeyPatch) ->
     is found by a trial; on CPU it is not tried."""
     asked = torch.device("cpu"), torch.float32, 16, 2, 8
     monkeypatch.setattr(varlen, "varlen_attn", double)
-    assert varlen._computes_right(*asked)
-    varlen._computes_right.cache_clear()
+    assert varlen.computes_right(*asked)
+    varlen.computes_right.cache_clear()
     monkeypatch.setattr(varlen, "varlen_attn", lambda q, *args, **more: torch.zeros_like(q))
-    assert not varlen._computes_right(*asked)
-    varlen._computes_right.cache_clear()
+    assert not varlen.computes_right(*asked)
+    varlen.computes_right.cache_clear()
 
     def refuses(*args: Any, **more: Any) -> Any:
         raise RuntimeError("paged attention needs FA3")
 
     monkeypatch.setattr(varlen, "varlen_attn", refuses)
-    assert not varlen._computes_right(*asked)
+    assert not varlen.computes_right(*asked)
     blocks = torch.zeros(2, 16, 2, 8, dtype=torch.bfloat16)
     assert not varlen.is_offered(blocks, blocks, 8)

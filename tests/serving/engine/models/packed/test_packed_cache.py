@@ -105,8 +105,8 @@ def test_a_mapped_model_is_the_same_to_the_bit(
     assert torch.equal(logits_of(first), logits_of(second))
     assert (first.layers, first.vocab_size, first.dtype) == (second.layers, second.vocab_size, second.dtype)
     pools = [LoraPool(one.model, one.holder) for one in (first, second)]
-    assert pools[0]._shapes == pools[1]._shapes
-    assert pools[0]._head == pools[1]._head
+    assert pools[0].shapes == pools[1].shapes
+    assert pools[0].head == pools[1].head
     other = "int8" if quantization == "none" else "none"
     assert not load(bundle, quantization=other)[1]
     assert len(list(cache.iterdir())) == 2
