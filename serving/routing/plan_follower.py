@@ -71,7 +71,7 @@ class PlanFollower:
         self._worker_file = plan_directory.add_worker()
         self._reported = WorkerState()
         self._stamp: tuple[int, int] | None = None
-        self._complete = True
+        self.complete = True
         self._turns = 0
         self.generation = -1
         self.missing: tuple[str, ...] = ()
@@ -119,7 +119,7 @@ class PlanFollower:
 
     def _has_plan(self) -> bool:
         """Return whether there is a plan to adopt: a new one, or one with replicas that could not be reached."""
-        return self._plan_directory.stamp() != self._stamp or (not self._complete and self._turns % RETRY == 0)
+        return self._plan_directory.stamp() != self._stamp or (not self.complete and self._turns % RETRY == 0)
 
     def adopt(self) -> None:
         """Serve what the newest plan says."""
@@ -129,7 +129,7 @@ class PlanFollower:
         # reported before we attach, so that the controller process does not stop any of these engines meanwhile
         self._report(self.generation, {a for entity in planned.values() for a in entity.addresses})
         reached = [self._reach(key, entity) for key, entity in planned.items()]
-        self._complete = all(reached)
+        self.complete = all(reached)
         gevent.wait([names.answered for names in self._adapters.values()], timeout=FIRST_NAMES)
         self._endpoints.replace(tuple(self._endpoint(endpoint) for endpoint in plan.endpoints))
         for key in self._engines.keys() - planned.keys():

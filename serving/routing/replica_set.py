@@ -93,14 +93,14 @@ class ReplicaSet(Engine):
     ) -> None:
         self._info = info
         self._adapters = adapters
-        self._open, self._request_replica, self._away_timeout = open, request_replica, away_timeout
+        self._open, self._request_replica, self.away_timeout = open, request_replica, away_timeout
         self._record = record
         self._expected = False
         self._woken_at: float | None = None  # when a request first found no replica
-        self._active: dict[str, _Replica] = {}
+        self.active: dict[str, _Replica] = {}
         self._leaving: list[tuple[str, _Replica]] = []
         self._past: dict[str, Health] = {}  # the last counters of closed replicas
-        self._requested_at = 0.0
+        self.requested_at = 0.0
         self._arrived = Signal()
         self._closed = False
 
@@ -114,21 +114,21 @@ class ReplicaSet(Engine):
 
     @property
     def num_replicas(self) -> int:
-        return len(self._active)
+        return len(self.active)
 
     @property
     def addresses(self) -> set[str]:
         """The addresses of every engine on which this worker may still have requests."""
-        return {*self._active, *(address for address, _ in self._leaving)}
+        return {*self.active, *(address for address, _ in self._leaving)}
 
     def set_addresses(self, addresses: tuple[str, ...]) -> bool:
         """Send requests to these replicas from now on. Return False if one does not answer, so that it is retried."""
         opened: dict[str, _Replica] = {}
         for address in addresses:
             with contextlib.suppress(Unavailable):
-                opened[address] = self._active.get(address) or _Replica(self._open(address))
-        self._leaving += [(a, replica) for a, replica in self._active.items() if a not in addresses]
-        self._active, self._expected = opened, bool(addresses)
+                opened[address] = self.active.get(address) or _Replica(self._open(address))
+        self._leaving += [(a, replica) for a, replica in self.active.items() if a not in addresses]
+        self.active, self._expected = opened, bool(addresses)
         if opened:
             self._woken_at = None
             self._arrived.set()
@@ -139,7 +139,7 @@ class ReplicaSet(Engine):
     @property
     def is_settled(self) -> bool:
         """Whether ``rescue`` and ``release_idle`` have nothing to do."""
-        return not self._leaving and all(not one.is_used or one.is_ready for one in self._active.values())
+        return not self._leaving and all(not one.is_used or one.is_ready for one in self.active.values())
 
     def rescue(self) -> None:
         """Move requests from replicas that make no progress to one that is ready.
@@ -148,15 +148,15 @@ class ReplicaSet(Engine):
         cannot report that it has work.
         """
         for replica in (replica for replica in self._each() if replica.is_used and not replica.is_ready):
-            if others := [other for other in self._active.values() if other.is_ready]:
+            if others := [other for other in self.active.values() if other.is_ready]:
                 replica.hand_over(min(others, key=lambda other: other.load))
-            elif time.monotonic() - self._requested_at > ASK_AGAIN:
-                self._requested_at = time.monotonic()
+            elif time.monotonic() - self.requested_at > ASK_AGAIN:
+                self.requested_at = time.monotonic()
                 with contextlib.suppress(OSError):  # the server and its directory are gone; we finish running requests
                     self._request_replica()
 
     def _each(self) -> tuple[_Replica, ...]:
-        return (*self._active.values(), *(replica for _, replica in self._leaving))
+        return (*self.active.values(), *(replica for _, replica in self._leaving))
 
     def release_idle(self) -> bool:
         """Close the clients of former replicas on which no request runs any more. Return whether there were any."""
@@ -174,23 +174,23 @@ class ReplicaSet(Engine):
 
         A request with a LoRA task goes to the replica that has the task's adapter. Without replicas, it waits for one.
         """
-        replicas = self._active
+        replicas = self.active
         if not replicas:
             return _WaitingStream(self, request)
         if len(replicas) == 1:
             return next(iter(replicas.values())).submit(request)
         if request.lora_task is not None:
-            return self._of_task(request).submit(request)
+            return self.of_task(request).submit(request)
         return min(replicas.values(), key=lambda replica: replica.load).submit(request)
 
-    def _of_task(self, request: ValidRequest) -> _Replica:
+    def of_task(self, request: ValidRequest) -> _Replica:
         """Return the same replica for every request of a LoRA task, in every worker, as long as it is ready.
 
         The task's adapter was sent once, to one engine. Uses rendezvous hashing (Thaler and Ravishankar 1996).
         """
         assert request.lora_task is not None
         task = f"{request.tenant}\n{request.lora_task.task_id}"
-        ready = [one for one in self._active.items() if one[1].is_ready] or list(self._active.items())
+        ready = [one for one in self.active.items() if one[1].is_ready] or list(self.active.items())
         return max(ready, key=lambda one: hashlib.blake2b(f"{one[0]}\n{task}".encode(), digest_size=8).digest())[1]
 
     def await_replica(self, deadline: float | None) -> Failed | None:
@@ -202,10 +202,10 @@ class ReplicaSet(Engine):
         if self._woken_at is None:
             self._woken_at = since
         expected = self._record().start_seconds
-        while not self._active:
+        while not self.active:
             if self._closed:
                 return Failed(ShuttingDown.kind, "the engine was closed")
-            if self._expected and self._away_timeout is not None and time.monotonic() - since > self._away_timeout:
+            if self._expected and self.away_timeout is not None and time.monotonic() - since > self.away_timeout:
                 return Failed(Unavailable.kind, "the engine is not running", None, RETRY_AFTER)
             left = None if expected is None else max(ASK_AGAIN, self._woken_at + expected - time.monotonic())
             if deadline is not None and time.monotonic() >= deadline:
@@ -223,24 +223,24 @@ class ReplicaSet(Engine):
 
     def load_adapter(self, name: str, path: str, *, replace: bool = False, pinned: bool = False) -> AdapterInfo:
         """Load an adapter into every current replica."""
-        if not self._active:
+        if not self.active:
             raise Unavailable("no replica is running", retry_after=ASK_AGAIN)
-        engines = [replica.engine for replica in self._active.values()]
+        engines = [replica.engine for replica in self.active.values()]
         loaded = [engine.load_adapter(name, path, replace=replace, pinned=pinned) for engine in engines]
         return loaded[0]
 
     def unload_adapter(self, name: str, *, at_once: bool = False) -> None:
         """Unload an adapter from every current replica."""
-        if not self._active:
+        if not self.active:
             raise Unavailable("no replica is running", retry_after=ASK_AGAIN)
-        for replica in self._active.values():
+        for replica in self.active.values():
             replica.engine.unload_adapter(name, at_once=at_once)
 
     def adapters(self) -> tuple[AdapterInfo, ...]:
         """Return the adapters of one replica, preferably a ready one; while none is running, those of the model."""
-        if not self._active:
+        if not self.active:
             return self._adapters
-        found = min(self._active.values(), key=lambda replica: not replica.is_ready)
+        found = min(self.active.values(), key=lambda replica: not replica.is_ready)
         return found.engine.adapters()
 
     def process_health(self) -> Mapping[str, Health]:
@@ -258,7 +258,7 @@ class ReplicaSet(Engine):
         ``last_step_age`` is the greatest value of the replicas that have work or are not ready; if all are idle, the
         least value. ``processor_wait`` is the greatest value.
         """
-        each = [replica.engine.health() for replica in self._active.values()]
+        each = [replica.engine.health() for replica in self.active.values()]
         if len(each) == 1:
             return each[0]
         present = {health.status for health in each} or {"starting" if self._expected else "ready"}
@@ -278,7 +278,7 @@ class ReplicaSet(Engine):
                 replica.engine.close()
             except Exception:
                 logs.event("an engine's client did not close", level=30, exc_info=True)
-        self._active, self._leaving = {}, []
+        self.active, self._leaving = {}, []
 
 
 class _WaitingStream:

@@ -123,7 +123,7 @@ class Replica:
                     self._set("failed")
                     if self._was_healthy():
                         backoff.succeeded()
-                    self._sleep(backoff.failed())
+                    self.sleep(backoff.failed())
         finally:
             self._is_over = True
             self._ended(self)
@@ -192,7 +192,7 @@ class Replica:
             self.was_ready = self.was_ready or state == "ready"
             self._changed()
 
-    def _sleep(self, seconds: float) -> None:
+    def sleep(self, seconds: float) -> None:
         until = time.monotonic() + seconds
         while time.monotonic() < until and not self._over():
             time.sleep(TURN)

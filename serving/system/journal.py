@@ -52,7 +52,7 @@ class Journal:
         self._serial = self._position = self._size = 0
         try:
             self._ended = self._next_file()
-            self._running = ProgressFile(self.directory / "running")
+            self.running = ProgressFile(self.directory / "running")
         except OSError:  # a full disk
             shutil.rmtree(self.directory, ignore_errors=True)
             self._lock.release()
@@ -60,23 +60,23 @@ class Journal:
 
     def begin(self, request_id: str) -> JournalEntry:
         self._serial += 1
-        entry = JournalEntry(request_id, self._serial, self._running.take(request_id))
-        self._running.put(entry.slot, entry.serial, 0, 0)
+        entry = JournalEntry(request_id, self._serial, self.running.take(request_id))
+        self.running.put(entry.slot, entry.serial, 0, 0)
         return entry
 
     def count(self, entry: JournalEntry, tokens: int) -> None:
         entry.tokens += tokens
-        self._running.put(entry.slot, entry.serial, 0, entry.tokens)
+        self.running.put(entry.slot, entry.serial, 0, entry.tokens)
 
     def end(self, entries: list[JournalEntry]) -> None:
         """Write the line, then free the slot. A kill between the two leaves both, which the serial number resolves."""
         lines = [f"{e.serial} {e.tokens} {e.request_id}\n" for e in entries if e.tokens]
         if lines:
-            self._append("".join(lines).encode())
+            self.append("".join(lines).encode())
         for entry in entries:
-            self._running.give_back(entry.slot)
+            self.running.give_back(entry.slot)
 
-    def _append(self, data: bytes) -> None:
+    def append(self, data: bytes) -> None:
         if self._size >= FILE_BYTES:
             os.close(self._ended)
             self._position, self._size = self._position + self._size, 0
@@ -93,7 +93,7 @@ class Journal:
 
     def close(self) -> None:
         """Close the files. Requests that are still running stay in their slots, as after a kill."""
-        self._running.close()
+        self.running.close()
         os.close(self._ended)
         self._lock.release()
 

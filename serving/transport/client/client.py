@@ -99,17 +99,17 @@ class RemoteEngine(Engine):
         self._pid = os.getpid()
         self._closed = False
         self._lock = threading.Lock()
-        self._state = ClientState(uuid.uuid4().hex[:8], **self._identity)
-        self._io = IoLoop(
+        self.state = ClientState(uuid.uuid4().hex[:8], **self._identity)
+        self.io = IoLoop(
             self._poller(),
             self._make_finder(),
-            self._state,
+            self.state,
             stall_timeout=self._stall_timeout,
             keep=self._keep,
             rest=self._rest,
             **self._options,
         )
-        started, io = self._queue(), self._io
+        started, io = self._queue(), self.io
         self._owner = self._spawn(lambda: _main(io, started))
         error = started.get()
         if error is not None:
@@ -126,7 +126,7 @@ class RemoteEngine(Engine):
     def forked(self) -> None:
         """Forget the parent's connection, thread and locks in a forked child; the next call opens new ones."""
         self._finalizer.detach()
-        self._io.forget()
+        self.io.forget()
         self._pid = -1
         self._reopening = threading.Lock()
 
@@ -141,9 +141,9 @@ class RemoteEngine(Engine):
         """Have the loop's owner run ``command``; return False if this client is closed."""
         self._ready()
         with self._lock:
-            if self._closed or self._io.stopping:
+            if self._closed or self.io.stopping:
                 return False
-            self._io.post(command)
+            self.io.post(command)
             return True
 
     # the interface
@@ -151,19 +151,19 @@ class RemoteEngine(Engine):
     @property
     def info(self) -> EngineInfo:
         self._ready()
-        info = self._state.info
+        info = self.state.info
         assert info is not None, "open() returns after the welcome"
         return info
 
     @property
     def generation(self) -> str:
         """The generation of the engine process, different for each process; "" while there is none."""
-        return self._state.generation
+        return self.state.generation
 
     def submit(self, request: ValidRequest, into: EventQueue | None = None) -> RemoteStream:
         """Run ``request``; see ``Engine``. ``into`` replaces the queue of events, for a reader that is not a thread."""
         events = event_buffer(request, self._queue() if into is None else into)
-        handle = RequestHandle(self._io)  # commands reference it, not the stream, so that an unused stream is collected
+        handle = RequestHandle(self.io)  # commands reference it, not the stream, so that an unused stream is collected
         stream = RemoteStream(handle, events, len(request.sequences), owner=self)
 
         def start(state: ClientState) -> None:
@@ -171,7 +171,7 @@ class RemoteEngine(Engine):
 
         try:
             self._ready()
-            handle.io = self._io
+            handle.io = self.io
             if not self.post(start):
                 events.put(Failed(ShuttingDown.kind, "the engine was closed"))
         except ServingError as error:  # a forked child that finds no engine
@@ -184,7 +184,7 @@ class RemoteEngine(Engine):
         if not isinstance(stream, RemoteStream) or not isinstance(other, RemoteEngine):
             return False
         stream.owner = other
-        handle, ours, theirs = stream.handle, self._io, other._io
+        handle, ours, theirs = stream.handle, self.io, other.io
 
         def release(state: ClientState) -> None:
             running = state.release(handle.number) if handle.io is ours else None
@@ -221,16 +221,16 @@ class RemoteEngine(Engine):
 
         The status is "starting" while the client looks for an engine or starts it again.
         """
-        if self._closed or self._io.stopping:
+        if self._closed or self.io.stopping:
             return Health(status="dead")
-        health, here = self._state.health, self._state.welcome
-        status = "stalled" if self._io.stalled else health.status if here else "starting"
+        health, here = self.state.health, self.state.welcome
+        status = "stalled" if self.io.stalled else health.status if here else "starting"
         nothing = {} if here else AWAY
-        return msgspec.structs.replace(health, status=status, last_step_age=self._io.step_age, **nothing)
+        return msgspec.structs.replace(health, status=status, last_step_age=self.io.step_age, **nothing)
 
     def process_health(self) -> dict[str, Health]:
         """Return the last heartbeat of each engine process that this client was connected to, by generation."""
-        return self._state.last_health
+        return self.state.last_health
 
     def close(self) -> None:
         """Leave the engine, which ends soon after its last client. Closing twice is harmless."""
@@ -240,7 +240,7 @@ class RemoteEngine(Engine):
         with self._lock:
             self._closed = True
             self._finalizer.detach()
-            self._io.stop()
+            self.io.stop()
         self._join()
         _open_clients.discard(self)
 

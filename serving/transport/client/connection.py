@@ -26,19 +26,19 @@ class Connection:
     def __init__(self, context: Any, endpoint: str, secret: bytes | None) -> None:
         self.endpoint = endpoint
         self.connected = self._broken = False
-        self._socket = context.socket(zmq.DEALER)
+        self.socket = context.socket(zmq.DEALER)
         try:
-            self._socket.setsockopt(zmq.SNDHWM, 0)
-            self._socket.setsockopt(zmq.RCVHWM, 0)
+            self.socket.setsockopt(zmq.SNDHWM, 0)
+            self.socket.setsockopt(zmq.RCVHWM, 0)
             if secret is not None:
-                secure_client(self._socket, secret)
-            self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-            self._socket.connect(endpoint)
+                secure_client(self.socket, secret)
+            self._monitor = self.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+            self.socket.connect(endpoint)
         except BaseException:  # no descriptors are left; a socket that stays open would keep the context from ending
-            self._socket.close(0)
+            self.socket.close(0)
             raise
         self._monitor_fd: int = self._monitor.FD
-        self.fds: tuple[int, int] = (self._socket.FD, self._monitor_fd)
+        self.fds: tuple[int, int] = (self.socket.FD, self._monitor_fd)
         self.is_broken()  # ZeroMQ's descriptors are edge-triggered: read once before the first wait
 
     def send(self, frames: deque[bytes]) -> bool:
@@ -46,16 +46,16 @@ class Connection:
         sent = False
         with contextlib.suppress(zmq.Again):  # only raised if the connection has just broken
             while frames:
-                self._socket.send(frames[0], zmq.NOBLOCK)
+                self.socket.send(frames[0], zmq.NOBLOCK)
                 frames.popleft()
                 sent = True
         return sent
 
     def receive(self) -> bytes | None:
         """Return the next frame, or None if there is none."""
-        if not self._socket.getsockopt(EVENTS) & READABLE:  # cheaper than the exception of ``recv``
+        if not self.socket.getsockopt(EVENTS) & READABLE:  # cheaper than the exception of ``recv``
             return None
-        frame: bytes = self._socket.recv(NOBLOCK)
+        frame: bytes = self.socket.recv(NOBLOCK)
         return frame
 
     def is_broken(self, ready: Collection[int] = ()) -> bool:
@@ -73,6 +73,6 @@ class Connection:
 
     def close(self, linger: int = 0) -> None:
         """Close the sockets. ``linger`` is how many milliseconds the last frames have to be sent."""
-        self._socket.disable_monitor()
+        self.socket.disable_monitor()
         self._monitor.close(0)
-        self._socket.close(linger)
+        self.socket.close(linger)

@@ -33,11 +33,11 @@ class EventBuffer:
     than what the reader does with a token.
     """
 
-    __slots__ = ("_events", "_high", "_is_awaited", "_low", "_take", "get", "paused", "put")
+    __slots__ = ("_high", "_is_awaited", "_low", "_take", "events", "get", "paused", "put")
 
     def __init__(self, events: Any, num_sequences: int) -> None:
         marks = min(num_sequences, MAX_MARKS)
-        self._events, self._high, self._low = events, HIGH * marks, LOW * marks
+        self.events, self._high, self._low = events, HIGH * marks, LOW * marks
         self.paused = False
         self.put: Callable[[Event], bool | None] = events.put
         self.get: Callable[[], Event] = events.get
@@ -46,16 +46,16 @@ class EventBuffer:
 
     @property
     def is_full(self) -> bool:
-        return bool(self._events.qsize() >= self._high)
+        return bool(self.events.qsize() >= self._high)
 
     @property
     def is_drained(self) -> bool:
         """Whether the request was paused because of this buffer and there is room again."""
-        return self.paused and self._events.qsize() <= self._low
+        return self.paused and self.events.qsize() <= self._low
 
     def tap(self, take: Callable[[Event], bool]) -> bool:
         """See ``RemoteStream.tap``."""
-        if not getattr(self._events, "is_local", False):
+        if not getattr(self.events, "is_local", False):
             return False
         self._take, self.put, self.get = take, self._put_tapped, self._get_tapped
         return True
@@ -64,25 +64,25 @@ class EventBuffer:
         """Offer events to nobody any more. ``take`` usually leads back to the stream, so a buffer that kept it would be
         freed by a garbage collection only."""
         if self._take is not _take_nothing:
-            self._take, self.put, self.get = _take_nothing, self._events.put, self._events.get
+            self._take, self.put, self.get = _take_nothing, self.events.put, self.events.get
 
     def have_reader(self, run: Callable[[], object]) -> None:
         """Have the reader of a tapped buffer ``run`` something before it takes the next event."""
         self._is_awaited = False
-        self._events.put(_Errand(run))
+        self.events.put(_Errand(run))
 
     def _put_tapped(self, event: Event) -> bool:
         if self._is_awaited and self._take(event):
             return True
         self._is_awaited = False  # the next event may come before the switch to the reader
-        self._events.put(event)
+        self.events.put(event)
         return False
 
     def _get_tapped(self) -> Event:
         while True:
-            self._is_awaited = not self._events.qsize()
+            self._is_awaited = not self.events.qsize()
             try:
-                event: Event | _Errand = self._events.get()
+                event: Event | _Errand = self.events.get()
             finally:
                 self._is_awaited = False
             if not isinstance(event, _Errand):
@@ -109,10 +109,10 @@ class LogitsBuffer(EventBuffer):
 
     def _put(self, event: Event) -> None:
         self._came += _size(event)
-        self._events.put(event)
+        self.events.put(event)
 
     def _get(self) -> Event:
-        event: Event = self._events.get()
+        event: Event = self.events.get()
         self._went += _size(event)
         return event
 
@@ -182,7 +182,7 @@ class RemoteStream:
     ``owner`` is the stream's client; the reference keeps it from being collected before the stream."""
 
     def __init__(self, handle: RequestHandle, buffer: EventBuffer, num_sequences: int, owner: object = None) -> None:
-        self.handle, self._buffer, self._left, self.owner = handle, buffer, num_sequences, owner
+        self.handle, self.buffer, self._left, self.owner = handle, buffer, num_sequences, owner
         self._pid = os.getpid()
         self._closed = False
 
@@ -199,9 +199,9 @@ class RemoteStream:
         if self._pid != os.getpid():
             self._left = 0
             return Failed("aborted", "this stream belongs to the process that was forked")
-        event = self._buffer.get()
-        if self._buffer.is_drained:
-            self._buffer.paused = False
+        event = self.buffer.get()
+        if self.buffer.is_drained:
+            self.buffer.paused = False
             self.handle.post(lambda state, number: state.resume(number))
         if is_terminal(event):
             self._left = 0 if isinstance(event, Failed) else self._left - 1
@@ -215,11 +215,11 @@ class RemoteStream:
         Return False, and offer nothing, if the reader and the loop are on different threads or the request asks for
         logits.
         """
-        return self._buffer.tap(take)
+        return self.buffer.tap(take)
 
     def have_reader(self, run: Callable[[], object]) -> None:
         """Have the waiting reader of a tapped stream call ``run``, which may raise, and then continue to wait."""
-        self._buffer.have_reader(run)
+        self.buffer.have_reader(run)
 
     def finish(self, index: int) -> None:
         """End only sequence ``index``; it still gets its ``Finished``."""
@@ -230,7 +230,7 @@ class RemoteStream:
         if self._closed:
             return
         self._closed = True
-        self._buffer.untap()
+        self.buffer.untap()
         if self._left > 0 and self._pid == os.getpid():
             self._left = 0
             self.handle.abort()

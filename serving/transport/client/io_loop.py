@@ -80,7 +80,7 @@ class IoLoop:
         self._pipe = WakePipe()
         poller.watch([self._pipe.fd])
         self._context = zmq.Context()
-        self._connection: Connection | None = None  # while connecting and connected
+        self.connection: Connection | None = None  # while connecting and connected
         self._reconnect = Reconnect(options.get("on_search_failure", lambda message: None))
         self._without_progress = 0.0  # seconds, as counted by this loop's own turns
         self._turned_at = self._pinged_at = self._looked_at = 0.0
@@ -107,8 +107,8 @@ class IoLoop:
     def open(self) -> None:
         """Find an engine, connect, and wait for its welcome. Raises ``Unavailable`` and what ``Finder.find`` raises."""
         while not (self.stopping or self._cancelled()):
-            if self._connection is None:
-                self._connect()
+            if self.connection is None:
+                self.connect()
             self._turn()
             if self.phase == "connected":
                 return
@@ -123,8 +123,8 @@ class IoLoop:
         error: ServingError = ShuttingDown("the client was closed")
         try:
             while not self.stopping:
-                if self._connection is None and (self.state.busy or self.keep):
-                    self._search()
+                if self.connection is None and (self.state.busy or self.keep):
+                    self.search()
                 self._turn()
                 if self.phase != "connected":
                     self._check_absence()
@@ -140,7 +140,7 @@ class IoLoop:
     def close(self) -> None:
         """Say goodbye and free all resources. Idempotent."""
         self.stopping = True
-        if self._connection is not None:
+        if self.connection is not None:
             self.state.outbox.append(m.encode(m.Goodbye()))
             self._flush()
         self._leave("closed", linger=100)
@@ -153,9 +153,9 @@ class IoLoop:
         """Release the parent's pipe in a forked child; ZeroMQ's objects know their process and do nothing there."""
         self._pipe.close()
 
-    def _search(self) -> None:
+    def search(self) -> None:
         try:
-            self._connect()
+            self.connect()
             self._reconnect.found()
         except NOT_FOUND as error:
             if final := self._reconnect.failed(error):
@@ -166,15 +166,15 @@ class IoLoop:
         self._run_commands()
         self.state.fail_all(error)
 
-    def _connect(self) -> None:
+    def connect(self) -> None:
         self._reconnect.endpoint = self.finder.find(self.finder.generation if self.stalled else "", self._is_over)
         self.phase = after(self.phase, "found")
         try:
-            self._connection = Connection(self._context, self._reconnect.endpoint, self.finder.secret)
+            self.connection = Connection(self._context, self._reconnect.endpoint, self.finder.secret)
         except BaseException:
             self.phase = after(self.phase, "lost")
             raise
-        self.poller.watch([self._pipe.fd, *self._connection.fds])
+        self.poller.watch([self._pipe.fd, *self.connection.fds])
         self._without_progress = 0.0
         self.state.hello(self.finder.client_id)
 
@@ -188,10 +188,10 @@ class IoLoop:
 
     def _leave(self, happening: Happening, linger: int = 0) -> None:
         self.phase = after(self.phase, happening)
-        if self._connection is not None:
+        if self.connection is not None:
             self.poller.watch([self._pipe.fd])
-            self._connection.close(linger)
-            self._connection = None
+            self.connection.close(linger)
+            self.connection = None
 
     def _lost(self, happening: Happening = "lost") -> None:
         self._leave(happening)
@@ -204,9 +204,9 @@ class IoLoop:
         more = self._receive()
         if self._flush() or more or self._was_welcomed():
             self.rest()
-        elif self._wait() or self._is_dead():
+        elif self._wait() or self.is_dead():
             self._receive()  # the messages that the engine sent before it died
-            if self._connection is not None:
+            if self.connection is not None:
                 self._lost()
             return
         self._watch()
@@ -225,7 +225,7 @@ class IoLoop:
             self._reconnect.away += passed
 
     def _counts_as_away(self) -> bool:
-        if self._connection is None or not self._connection.connected:
+        if self.connection is None or not self.connection.connected:
             return True
         # an engine on this host is only found once it is ready: if it does not answer a reconnection, it hangs
         return self.finder.secret is None and self.state.info is not None
@@ -239,7 +239,7 @@ class IoLoop:
             self._fail_all(Unavailable(refusal or "the engine is not running", retry_after=RETRY_AFTER))
 
     def _refusal(self) -> str:
-        has_handshake = self._connection is not None and self._connection.connected
+        has_handshake = self.connection is not None and self.connection.connected
         return self._reconnect.refusal(self.state.refused, has_handshake=has_handshake)
 
     def _was_welcomed(self) -> bool:
@@ -249,7 +249,7 @@ class IoLoop:
         """
         return self.phase == "connecting" and self.state.welcome
 
-    def _is_dead(self) -> bool:
+    def is_dead(self) -> bool:
         """Return whether the engine no longer lives.
 
         Usually the broken connection shows this first, after the last message; this check is for a connection that does
@@ -261,7 +261,7 @@ class IoLoop:
         if self.state.progressed:  # the engine was alive since the last check
             self._dead_turns = 0
             return False
-        self._dead_turns = 0 if self._connection is None or self.finder.alive() else self._dead_turns + 1
+        self._dead_turns = 0 if self.connection is None or self.finder.alive() else self._dead_turns + 1
         return self._dead_turns > DEAD_TURNS
 
     def _run_commands(self) -> None:
@@ -270,22 +270,22 @@ class IoLoop:
 
     def _flush(self) -> bool:
         """Send the outbox; return whether anything was sent."""
-        return self._connection is not None and self._connection.send(self.state.outbox)
+        return self.connection is not None and self.connection.send(self.state.outbox)
 
     def _wait(self) -> bool:
         """Wait for something to do; return whether the connection has broken."""
-        searching = self._connection is None and (self.keep or self.state.busy)
+        searching = self.connection is None and (self.keep or self.state.busy)
         ready = self.poller.poll(self._reconnect.pause if searching else TURN, self._take)
         if self._pipe.fd in ready:
             self._pipe.drain()
-        if self._connection is None or not self._connection.is_broken(ready):
+        if self.connection is None or not self.connection.is_broken(ready):
             return False
-        self._reconnect.broken(had_begun=self._connection.connected)
+        self._reconnect.broken(had_begun=self.connection.connected)
         return True
 
     def _take(self, fd: int) -> bool:
         """Read frames as ``Poller.poll`` describes; return True if their events only had to be delivered."""
-        if self._connection is None or fd != self._connection.fds[0] or self._read():
+        if self.connection is None or fd != self.connection.fds[0] or self._read():
             return False
         state = self.state
         return self.phase == "connected" and not (state.outbox or state.closing is not None or state.lost)
@@ -297,7 +297,7 @@ class IoLoop:
     def _read(self) -> bool:
         """Read the frames that have arrived; return whether there may be more."""
         for _ in range(FRAMES_PER_TURN):
-            frame = None if self._connection is None else self._connection.receive()
+            frame = None if self.connection is None else self.connection.receive()
             if frame is None:
                 return False
             try:
@@ -311,7 +311,7 @@ class IoLoop:
 
         The engine itself has failed the requests that it had taken; the others are for the next engine.
         """
-        if self._connection is None or (self.state.closing is None and not self.state.lost):
+        if self.connection is None or (self.state.closing is None and not self.state.lost):
             return False
         self._lost()
         return True
@@ -325,7 +325,7 @@ class IoLoop:
                 self._reconnect.is_back()
         if self.state.step_age is not None:
             self.step_age, self.state.step_age = self.state.step_age, None
-        if self._connection is None or not (self.state.busy or self.keep or self.phase == "connecting"):
+        if self.connection is None or not (self.state.busy or self.keep or self.phase == "connecting"):
             return
         if self._without_progress > self.stall_timeout:
             logger.warning("the engine makes no progress")

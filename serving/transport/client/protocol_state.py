@@ -51,7 +51,7 @@ class ClientState:
         self._alone: InflightRequest | None = None  # a suspected poison request; all others wait for its first event
         self._calls: dict[int, tuple[m.LoadAdapter | m.UnloadAdapter | m.ListAdapters, Waiter]] = {}
         self._last_number = 0
-        self._resumes = False  # whether the engine can resume a sequence: only then are requests paused
+        self.resumes = False  # whether the engine can resume a sequence: only then are requests paused
 
     @property
     def busy(self) -> bool:
@@ -226,7 +226,7 @@ class ClientState:
         """Update a request's state after one of its events was delivered."""
         if running.done:
             del self._running[running.number]
-        elif self._resumes and running.should_pause:
+        elif self.resumes and running.should_pause:
             self._pause(running)
         elif running.phase == "paused":
             self._go_on(running)
@@ -249,7 +249,7 @@ class ClientState:
             self.refused = f"the engine has another model: its content hash is {there[:12]}, expected {here[:12]}"
             return
         self.generation, self.info = message.generation, message.info
-        self._resumes = message.info.capabilities.resumes
+        self.resumes = message.info.capabilities.resumes
         self._note(message.health)
         self._start_waiting()
         for call, _ in self._calls.values():
@@ -258,7 +258,7 @@ class ClientState:
     def _resubmit(self, running: InflightRequest) -> None:
         assert self.info is not None, "there was a welcome"
         request = running.continuation(self.info.max_kv_tokens)
-        if request is not None and running.was_delivered and not self._resumes:
+        if request is not None and running.was_delivered and not self.resumes:
             running.fail(died(f"the engine ended, and {self.info.backend} engines do not resume a text"))
             request = None
         if request is None:

@@ -190,7 +190,7 @@ class Launcher:
             if self.state.engine_alive and status is not None and status.state != "failed":
                 return status.generation
             self._await_end()
-            return self._start()
+            return self.start()
 
     def _await_end(self) -> None:
         """Wait until an engine that has reported its failure has ended. The caller holds the lock."""
@@ -206,7 +206,7 @@ class Launcher:
         finally:
             lock.release()
 
-    def _start(self) -> str:
+    def start(self) -> str:
         """Start an engine process that holds the engine lock from the first moment: it inherits the lock from us."""
         generation = uuid.uuid4().hex
         lock = self._engine_lock()
@@ -265,11 +265,11 @@ class Launcher:
         if status.state == "failed":
             raise PackagingError(status.reason) if status.kind == "packaging" else EngineDied(status.reason)
         if not alive and status.state == "loading":
-            raise EngineDied(self._why_killed())
+            raise EngineDied(self.why_killed())
         self._say("loading")
         return alive and status.state == "ready"
 
-    def _why_killed(self) -> str:
+    def why_killed(self) -> str:
         """Say why an engine ended without a word, as far as its directory and its log tell."""
         line = self._last_line()
         if _is_full(self.state.runtime):

@@ -100,7 +100,7 @@ def _serve(
     times: StartTimes,
 ) -> int:
     """Load the model and serve until the loop ends. ``began`` is the log's size in bytes before the load."""
-    _set_threads(spec.settings)
+    set_threads(spec.settings)
     import zmq
 
     from .server import EngineServer
@@ -116,7 +116,7 @@ def _serve(
     times.done("imports")
     downloads.hold(spec.bundle)
     if successor is None:
-        load_steps.listen(_step_writer(state))
+        load_steps.listen(step_writer(state))
     try:
         core = factory(spec.bundle, spec.settings)
     except InvalidField as error:  # another start with the same settings would fail as well
@@ -170,7 +170,7 @@ def _serve(
     return 0
 
 
-def _step_writer(state: StateDirectory) -> Callable[[load_steps.LoadStep], None]:
+def step_writer(state: StateDirectory) -> Callable[[load_steps.LoadStep], None]:
     """Return a listener that writes each step of the load to the state directory, where clients read it."""
     name, written = "", 0.0
 
@@ -243,7 +243,7 @@ def _router(context: Any) -> Any:
     return socket
 
 
-def _set_threads(settings: EngineSettings) -> None:
+def set_threads(settings: EngineSettings) -> None:
     """Set the number of OpenMP threads; variables that the caller has set take precedence over our default.
 
     OpenMP reads them once, when torch is imported. How its threads wait is changed later, while the engine runs

@@ -87,18 +87,18 @@ class EngineServer:
         in_place: Callable[[], bool] = lambda: True,
         standby: WarmStandby | None = None,
     ) -> None:
-        self._sockets: dict[bytes, Any] = {LOCAL: socket} if remote is None else {LOCAL: socket, REMOTE: remote}
-        self._poller = zmq.Poller()
-        for one in self._sockets.values():
-            self._poller.register(one, zmq.POLLIN)
+        self.sockets: dict[bytes, Any] = {LOCAL: socket} if remote is None else {LOCAL: socket, REMOTE: remote}
+        self.poller = zmq.Poller()
+        for one in self.sockets.values():
+            self.poller.register(one, zmq.POLLIN)
         self._pipe = WakePipe()
-        self._poller.register(self._pipe.fd, zmq.POLLIN)
+        self.poller.register(self._pipe.fd, zmq.POLLIN)
         core.on_work(self._pipe.wake)
         self._adapter_dirs = [os.path.realpath(path) for path in adapter_dirs]
         self.core, self.settings, self.state, self.socket = core, settings, state, socket
         self.info, self.generation = info, generation
-        self._peers: dict[bytes, _Peer] = {}
-        self._clients: dict[str, _Client] = {}  # by the ids of the requests that peers wait for
+        self.peers: dict[bytes, _Peer] = {}
+        self.clients: dict[str, _Client] = {}  # by the ids of the requests that peers wait for
         self._drain = Drain(drain_timeout)
         self._in_place, self._standby = in_place, standby
         self._last_tick = 0.0
@@ -125,25 +125,25 @@ class EngineServer:
 
         Raises what a step raises; the clients then start another engine.
         """
-        while not (self._drain.has_begun and self._drain.over(any(peer.open for peer in self._peers.values()))):
-            self._take()
+        while not (self._drain.has_begun and self._drain.over(any(peer.open for peer in self.peers.values()))):
+            self.take()
             if self.core.has_work():
                 outputs = self.core.step()
                 health = self.core.health()
                 self._counters.write(health)
-                self._send_events(outputs, health.steps)
+                self.send_events(outputs, health.steps)
             if time.monotonic() - self._last_tick >= TICK and self._tick():
                 return
         self._shut_down()
 
     # messages in
 
-    def _take(self) -> None:
+    def take(self) -> None:
         if not self.core.has_work():
-            if not self._poller.poll(int(TICK * 500)):
+            if not self.poller.poll(int(TICK * 500)):
                 return
             self._pipe.drain()
-        for side, socket in self._sockets.items():
+        for side, socket in self.sockets.items():
             if socket.getsockopt(EVENTS) & READABLE:  # costs less per step than a poll and an exception
                 self._take_from(side, socket)
 
@@ -157,16 +157,16 @@ class EngineServer:
                 continue  # a wrong number of frames: not a message of our protocol
             identity = side + name
             try:
-                self._handle(identity, m.decode_for_engine(frame))
+                self.handle(identity, m.decode_for_engine(frame))
             except msgspec.DecodeError as error:
                 logger.warning("an unreadable message: %s", error)
                 self._send(identity, m.Rejected("a message could not be read"))
 
-    def _handle(self, identity: bytes, message: m.ToEngine) -> None:
+    def handle(self, identity: bytes, message: m.ToEngine) -> None:
         if isinstance(message, m.Hello):
             self._greet(identity, message)
             return
-        peer = self._peers.get(identity)
+        peer = self.peers.get(identity)
         if peer is None:
             self._send(identity, m.Rejected("expected Hello as the first message"))
             return
@@ -194,19 +194,19 @@ class EngineServer:
             return
         is_local = identity.startswith(LOCAL)
         if hello.name:  # it may be back after its connection broke: it submits again what it still wants
-            named = ((known, peer) for known, peer in self._peers.items() if peer.name == hello.name)
+            named = ((known, peer) for known, peer in self.peers.items() if peer.name == hello.name)
             for known in [known for known, peer in named if peer.is_local == is_local]:
                 self._drop(known)
-        self._peers[identity] = _Peer(hello, is_local=is_local)
-        self._counters.keep({peer.counts for peer in self._peers.values()}, self.core.health())
+        self.peers[identity] = _Peer(hello, is_local=is_local)
+        self._counters.keep({peer.counts for peer in self.peers.values()}, self.core.health())
         self._send(identity, m.Welcome(self.generation, self.info, self._health()))
 
     def _submit(self, client: _Client, peer: _Peer, request: ValidRequest, continues: bool) -> None:
-        for earlier in (client, self._clients.get(request.request_id)):
+        for earlier in (client, self.clients.get(request.request_id)):
             if earlier is not None:
                 self._replace(earlier)
         peer.open[client[1]] = _Open(request.request_id, len(request.sequences))
-        self._clients[request.request_id] = client
+        self.clients[request.request_id] = client
         self._metered.begin(client, request, peer.journal)
         try:
             self.core.add(request, client, continues=continues)
@@ -214,7 +214,7 @@ class EngineServer:
             logger.exception("request %s", request.request_id)
             shown = error if isinstance(error, ServingError) else InternalError("the engine could not take the request")
             failed = Failed(shown.kind, shown.message, shown.param)
-            self._send_events([(client, request.request_id, failed)], self.core.health().steps)
+            self.send_events([(client, request.request_id, failed)], self.core.health().steps)
 
     def _replace(self, client: _Client) -> None:
         """End the earlier run of a request that is submitted again.
@@ -222,7 +222,7 @@ class EngineServer:
         A request runs only once; one that was handed over may arrive from its new client before the old one's abort.
         """
         identity, number = client
-        peer = self._peers.get(identity)
+        peer = self.peers.get(identity)
         if peer is not None and number in peer.open:
             self._abort(peer, number)
             aborted = Failed(Aborted.kind, "the request was submitted again")
@@ -235,7 +235,7 @@ class EngineServer:
     def _close(self, peer: _Peer, number: int) -> str:
         """Remove a request that its client no longer waits for, and return its id."""
         request_id = peer.open.pop(number).request_id
-        self._clients.pop(request_id, None)
+        self.clients.pop(request_id, None)
         return request_id
 
     def _call(self, peer: _Peer, message: m.LoadAdapter | m.UnloadAdapter | m.ListAdapters) -> m.Answer:
@@ -286,14 +286,14 @@ class EngineServer:
 
     # events out
 
-    def _send_events(self, outputs: list[EngineOutput], steps: int) -> None:
+    def send_events(self, outputs: list[EngineOutput], steps: int) -> None:
         if not outputs:
             return
         self._metered.count(outputs)
         by_peer: dict[bytes, list[tuple[int, Event]]] = {}
         for client, _, event in outputs:
             identity, number = cast(_Client, client)
-            peer = self._peers.get(identity)
+            peer = self.peers.get(identity)
             if peer is None or (request := peer.open.get(number)) is None:
                 continue  # the client is gone or has aborted the request
             if is_terminal(event):
@@ -308,7 +308,7 @@ class EngineServer:
             self._send(identity, m.Events(steps, tuple(items)))
 
     def _send(self, identity: bytes, message: m.ToClient) -> None:
-        socket = self._sockets[identity[:1]]
+        socket = self.sockets[identity[:1]]
         socket.send(identity[1:], SNDMORE)
         socket.send(m.encode(message))
 
@@ -326,15 +326,15 @@ class EngineServer:
         if self._standby is not None:
             self._standby.tick()
         alive = self.state.live_clients()
-        for identity, peer in list(self._peers.items()):
+        for identity, peer in list(self.peers.items()):
             gone = peer.client_id not in alive if peer.client_id else now - peer.seen > SILENCE
             if gone:
                 logger.info("client %s disconnected with %d requests", peer.client_id, len(peer.open))
                 self._drop(identity)
         beat = m.Heartbeat(self._health())
-        for identity in self._peers:
+        for identity in self.peers:
             self._send(identity, beat)
-        if alive or self._peers:
+        if alive or self.peers:
             self._left_at = now
         idle_timeout = 0.0 if self._is_leaving else self.settings.idle_timeout
         return now - self._left_at > idle_timeout and self._end_if_unused()
@@ -346,7 +346,7 @@ class EngineServer:
         return msgspec.structs.replace(health, status="draining") if self._drain.under_way else health
 
     def _drop(self, identity: bytes) -> None:
-        peer = self._peers.pop(identity, None)
+        peer = self.peers.pop(identity, None)
         if peer is not None:
             for number in list(peer.open):
                 self._abort(peer, number)
@@ -367,11 +367,11 @@ class EngineServer:
     def _shut_down(self) -> None:
         """Shut down while holding the lock, so that a client that is sent away does not find this engine again."""
         lock = self.state.lock(timeout=10.0)
-        self._send_events(self.core.close(), self.core.health().steps)
+        self.send_events(self.core.close(), self.core.health().steps)
         self._metered.close()
         self._send_away("the engine was asked to end")
         self.state.remove(lock)
 
     def _send_away(self, why: str) -> None:
-        for identity in self._peers:
+        for identity in self.peers:
             self._send(identity, m.Closing(why))

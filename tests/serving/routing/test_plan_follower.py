@@ -57,8 +57,8 @@ def test_the_follower_is_woken_for_a_new_plan_alone(tmp_path: Path, monkeypatch:
     until(lambda: follower.generation == 2)
     until(rests)
     adopted = follower.adopted
-    follower._complete = False  # a replica could not be reached
-    until(lambda: follower._complete)
+    follower.complete = False  # a replica could not be reached
+    until(lambda: follower.complete)
     until(rests)
     assert follower.adopted > adopted
     running.kill()

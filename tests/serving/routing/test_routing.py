@@ -158,7 +158,7 @@ def test_the_replica_with_the_least_to_do_is_taken(replicated) -> None:
     assert replicas.set_addresses(("x", "y"))
     assert replicas.num_replicas == 2
     streams = [replicas.submit(request()) for _ in range(6)]
-    assert [len(replica.streams) for replica in replicas._active.values()] == [3, 3]
+    assert [len(replica.streams) for replica in replicas.active.values()] == [3, 3]
     assert all(isinstance(list(stream)[-1], Finished) for stream in streams)
     assert replicas.health().status == "ready"
     replicas.close()
@@ -173,8 +173,8 @@ def test_the_requests_of_a_task_go_to_one_replica(replicated) -> None:
     for replicas in workers:
         for task_id in [*range(16)] * 2:
             asked = msgspec.structs.replace(request(), lora_task=LoraTask(task_id=task_id), tenant="acme")
-            found = replicas._of_task(asked)
-            chosen.setdefault(task_id, set()).update(a for a, one in replicas._active.items() if one is found)
+            found = replicas.of_task(asked)
+            chosen.setdefault(task_id, set()).update(a for a, one in replicas.active.items() if one is found)
             list(replicas.submit(asked))
     assert all(len(addresses) == 1 for addresses in chosen.values())
     assert set.union(*chosen.values()) == {"x", "y"}
@@ -257,7 +257,7 @@ def test_without_a_replica_a_request_waits_and_asks_for_one(replicated) -> None:
 def test_requests_wait_their_time_for_replicas_that_should_be_there(replicated) -> None:
     """If no expected engine can be reached the state is starting, and requests wait only for their limit."""
     replicas = replicated()
-    replicas._away_timeout = 0.05
+    replicas.away_timeout = 0.05
     assert not replicas.set_addresses(("gone",))
     assert replicas.health().status == "starting"
     (failed,) = replicas.submit(request())
@@ -289,14 +289,14 @@ def test_streams_of_a_replica_that_is_away_request_another(engine: InstantEngine
     replicas.rescue()
     replicas.rescue()
     assert len(wanted) == 1
-    replicas._requested_at -= 2.0
+    replicas.requested_at -= 2.0
     replicas.rescue()
     assert len(wanted) == 2
     states["y"] = "ready"
-    replicas._requested_at -= 2.0
+    replicas.requested_at -= 2.0
     replicas.rescue()
     assert len(wanted) == 2
-    assert replicas.is_settled == (not len(replicas._active["x"].streams))
+    assert replicas.is_settled == (not len(replicas.active["x"].streams))
     stream.close()
 
 

@@ -69,7 +69,7 @@ def test_a_client_that_ends_is_replaced(make_bundle, supervise):
     """A replica whose own connection to its engine has ended for good makes another."""
     supervisor = supervise(make_bundle())
     broken = supervisor.engine("a")
-    broken._io.stop()
+    broken.io.stop()
     assert eventually(lambda: broken.health().status == "dead")
     assert eventually(lambda: engine_of(supervisor) not in (None, broken))
 
@@ -115,7 +115,7 @@ def test_pauses_start_over_after_a_healthy_life(make_bundle, supervise, monkeypa
     """A replica that has been refused often waits no longer than at first once its engine was well for a while."""
     pauses, refusals = [], [Unavailable("not yet")] * 3
     monkeypatch.setattr(replica, "HEALTHY_LIFE", 0.0)
-    monkeypatch.setattr(replica.Replica, "_sleep", lambda self, seconds: pauses.append(seconds))
+    monkeypatch.setattr(replica.Replica, "sleep", lambda self, seconds: pauses.append(seconds))
 
     def probe(engine):
         if refusals:
@@ -123,7 +123,7 @@ def test_pauses_start_over_after_a_healthy_life(make_bundle, supervise, monkeypa
 
     supervisor = supervise(make_bundle(), probe=probe)
     assert eventually(lambda: one(supervisor).state == "ready")
-    supervisor.engine("a")._io.stop()
+    supervisor.engine("a").io.stop()
     assert eventually(lambda: len(pauses) == 4)
     assert pauses == [0.25, 0.5, 1.0, 0.25]
 

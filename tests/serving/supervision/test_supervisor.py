@@ -21,7 +21,7 @@ GREENLETS = """
 from gevent import monkey; monkey.patch_all()
 import gevent, os, sys
 from mlflow_llm.serving.transport.client.gevent_client import attach
-address = engine._io.finder.state.path
+address = engine.io.finder.state.path
 green = attach(address, timeout=240)
 def read(i):
     stream = green.submit(request(50, f"r{i}"))
@@ -147,7 +147,7 @@ def test_a_model_that_does_not_load_is_tried_again(place, make_bundle, supervise
 def test_greenlets(place, make_bundle):
     """Twenty greenlets stream over one connection through the engine's death."""
     code = GREENLETS.replace("from gevent import monkey; monkey.patch_all()\n", "")
-    code = code.replace("green = attach", "engine._io.keep = True\ngreen = attach")
+    code = code.replace("green = attach", "engine.io.keep = True\ngreen = attach")
     child = place.run(code, make_bundle(step_delay=0.01))
     out, err = child.communicate(timeout=240)
     assert out.split() == ["51"], err

@@ -73,7 +73,7 @@ def test_a_line_whose_slot_is_still_there_counts_once(store, ledger, rows, root,
     """A request is booked once if a kill left both its journal line and its slot."""
     journal = Journal(root, "engine-1")
     entry = run(journal, "r0", 3)
-    monkeypatch.setattr(journal._running, "give_back", lambda slot: None)
+    monkeypatch.setattr(journal.running, "give_back", lambda slot: None)
     journal.end([entry])
     with open(journal.directory / f"ended-{0:016d}", "ab") as torn:
         torn.write(b"7 12 r")

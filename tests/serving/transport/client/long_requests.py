@@ -24,7 +24,7 @@ def submit_paused(engine, *requests):
     streams = {request.request_id: engine.submit(request) for request in requests}
 
     def are_paused():
-        running = {one.number: one for one in engine._state.running()}
+        running = {one.number: one for one in engine.state.running()}
         for request in requests:
             stream = streams[request.request_id]
             if stream.handle.number and stream.handle.number not in running:
@@ -34,6 +34,6 @@ def submit_paused(engine, *requests):
         return all(one is not None and one.phase == "paused" for one in found)
 
     if not eventually(are_paused):
-        states = [(one.phase, one.wanted, [len(ids) for ids in one.delivered]) for one in engine._state.running()]
+        states = [(one.phase, one.wanted, [len(ids) for ids in one.delivered]) for one in engine.state.running()]
         raise AssertionError(f"not paused: {states}")
     return list(streams.values())

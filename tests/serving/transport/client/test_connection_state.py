@@ -73,7 +73,7 @@ def test_an_engine_that_replaces_a_stalled_one_is_not_replaced_for_a_failed_conn
     monkeypatch.setattr(io_loop, "Connection", refuse)
     loop.phase = "stalled"
     for _ in range(2):
-        loop._search()
+        loop.search()
     assert finder.left == ["1", ""]
     assert loop.phase == "disconnected"
     loop.close()

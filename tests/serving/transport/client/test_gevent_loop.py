@@ -134,7 +134,7 @@ def test_events_that_need_an_answer_wake_the_loop(loop: Loop, engine: OneEngine)
     message ends the connection.
     """
     reader = submit(loop, engine)
-    loop.state._resumes = True
+    loop.state.resumes = True
     reader.is_full = True
     engine.says(*events(1))
     assert engine.hears() == m.Finish(1, 0)
@@ -178,7 +178,7 @@ def test_a_welcome_between_two_turns_is_seen_in_the_next(tmp_path: Path) -> None
         if loop.phase == "connecting" and not loop.state.welcome:
             assert isinstance(engine.hears(), m.Hello)
             engine.says(m.Welcome("1", INFO, Health(status="ready")))
-            until(lambda: loop._connection is not None and loop._connection._socket.poll(0))
+            until(lambda: loop.connection is not None and loop.connection.socket.poll(0))
 
     loop = Loop(NeverPolled(), engine, ClientState("c"), stall_timeout=60.0, keep=True, rest=answer)
     try:
@@ -194,10 +194,10 @@ def test_a_responding_engine_is_not_searched_for(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(io_loop, "TURN", 0.0)
     monkeypatch.setattr(engine, "alive", lambda: False)
     loop = Loop(GeventPoller(), engine, ClientState("c"), stall_timeout=60.0, keep=True, rest=lambda: gevent.sleep(0))
-    loop._connect()
+    loop.connect()
     for _ in range(10 * io_loop.DEAD_TURNS):
         loop.state.progressed = True
-        assert not loop._is_dead()
+        assert not loop.is_dead()
     loop.state.progressed = False
-    assert [loop._is_dead() for _ in range(io_loop.DEAD_TURNS + 1)] == [False] * io_loop.DEAD_TURNS + [True]
+    assert [loop.is_dead() for _ in range(io_loop.DEAD_TURNS + 1)] == [False] * io_loop.DEAD_TURNS + [True]
     loop.close()

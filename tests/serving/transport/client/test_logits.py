@@ -120,7 +120,7 @@ def test_a_buffer_of_logits_is_full_by_bytes() -> None:
     buffer.paused = True
     while not buffer.is_drained:
         buffer.get()
-    assert buffer._events.qsize() <= LOW_BYTES * 8 // HIGH_BYTES
+    assert buffer.events.qsize() <= LOW_BYTES * 8 // HIGH_BYTES
     assert not buffer.is_full
     assert type(event_buffer(completion(), queue.SimpleQueue())) is EventBuffer
 
@@ -138,7 +138,7 @@ def test_an_unread_request_leaves_the_engine_which_is_killed(place: Any, make_bu
     expected = list(InstantEngine(bundle).submit(request))
     with place.connect(bundle) as engine:
         stream = engine.submit(request)
-        assert eventually(lambda: stream._buffer.paused and engine.health().num_running == 0)
+        assert eventually(lambda: stream.buffer.paused and engine.health().num_running == 0)
         pid = engine.info.pid
         os.kill(pid, signal.SIGKILL)
         assert eventually(lambda: gone(pid))

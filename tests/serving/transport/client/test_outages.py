@@ -65,7 +65,7 @@ def test_a_runtime_directory_that_goes_while_it_is_made(place, monkeypatch):
 
 def test_probing_a_lock_delays_a_start_but_does_not_fail_it(place, make_bundle, monkeypatch):
     """A process that probes a free lock at the moment of a start delays the start only."""
-    looking, real = [], Launcher._start
+    looking, real = [], Launcher.start
 
     def start(self):
         looking.append(os.open(self.state.engine_lock_path, os.O_RDWR | os.O_CREAT, 0o600))
@@ -77,7 +77,7 @@ def test_probing_a_lock_delays_a_start_but_does_not_fail_it(place, make_bundle, 
             os.close(looking.pop())
         time.sleep(seconds)
 
-    monkeypatch.setattr(Launcher, "_start", start)
+    monkeypatch.setattr(Launcher, "start", start)
     with place.connect(make_bundle(), sleep=sleep) as engine:
         assert engine.health().status == "ready"
     place.assert_clean()
@@ -123,7 +123,7 @@ def test_an_engine_that_only_one_client_gave_up_is_taken_again(place, make_bundl
     bundle, request = make_bundle(step_delay=0.01), completion(max_tokens=400)
     with place.connect(bundle, LASTING, keep=True) as owner:
         pid = owner.info.pid
-        with attach(owner._io.finder.state.path, timeout=240.0, stall_timeout=2.0) as worker:
+        with attach(owner.io.finder.state.path, timeout=240.0, stall_timeout=2.0) as worker:
             stream = worker.submit(request)
             first = next(stream)
             os.kill(pid, signal.SIGSTOP)
@@ -142,7 +142,7 @@ def test_a_hanging_engine_is_waited_for_like_a_dead_one(place, make_bundle):
     bundle = make_bundle(step_delay=0.004)
     with place.connect(bundle, LASTING, keep=True) as owner:
         pid = owner.info.pid
-        with attach(owner._io.finder.state.path, timeout=4.0, stall_timeout=2.0) as worker:
+        with attach(owner.io.finder.state.path, timeout=4.0, stall_timeout=2.0) as worker:
             stream = worker.submit(completion(max_tokens=10**5))
             next(stream)
             os.kill(pid, signal.SIGSTOP)
@@ -166,7 +166,7 @@ def pair(place, make_bundle):
     """Return clients of two replicas, and the bundle; the first, with pid ``pair[0].info.pid``, has no supervisor."""
     bundle = make_bundle(step_delay=0.004)
     owners = [place.connect(bundle, replica=i) for i in range(2)]
-    one, two = (attach(owner._io.finder.state.path, timeout=240.0) for owner in owners)
+    one, two = (attach(owner.io.finder.state.path, timeout=240.0) for owner in owners)
     owners[0].close()
     yield one, two, bundle
     for client in (one, two, owners[1]):
@@ -177,13 +177,13 @@ def pair(place, make_bundle):
 def test_a_stream_is_handed_over_while_its_engine_is_looked_for(pair):
     """A stream can be handed over to another replica while the search for its engine takes long."""
     one, two, bundle = pair
-    request, looking, real = completion(max_tokens=200), threading.Event(), one._io.finder.find
+    request, looking, real = completion(max_tokens=200), threading.Event(), one.io.finder.find
 
     def find(stalled, cancelled):
         looking.set()
         return real(stalled, cancelled)
 
-    one._io.finder.find = find
+    one.io.finder.find = find
     stream = one.submit(request)
     first = next(stream)
     os.kill(one.info.pid, signal.SIGKILL)
@@ -199,11 +199,11 @@ def test_a_stream_is_handed_over_as_the_search_for_its_engine_fails(pair):
     request, waiting = completion(max_tokens=200), completion("w", max_tokens=10**5)
 
     def find(stalled, cancelled):
-        one._io.finder.find = real
+        one.io.finder.find = real
         one.hand_over(stream, two)
         raise Unavailable("the engine is not running")
 
-    real, one._io.finder.find = one._io.finder.find, find
+    real, one.io.finder.find = one.io.finder.find, find
     stream, other = one.submit(request), one.submit(waiting)
     first = next(stream)
     next(other)

@@ -29,10 +29,10 @@ def test_unread_requests_leave_the_engine(place, bundle):
     local = InstantEngine(bundle)
     with place.connect(bundle) as engine:
         streams = submit_paused(engine, *requests)
-        waiting = [stream._buffer._events.qsize() for stream in streams]
+        waiting = [stream.buffer.events.qsize() for stream in streams]
         assert HIGH <= min(waiting) <= max(waiting) < LENGTH
         time.sleep(1.0)
-        assert [stream._buffer._events.qsize() for stream in streams] == waiting
+        assert [stream.buffer.events.qsize() for stream in streams] == waiting
         other = completion("other", max_tokens=200)
         assert by_sequence(engine.submit(other)) == by_sequence(local.submit(other))
         for stream in streams[2:]:
@@ -88,7 +88,7 @@ def test_leaving_a_paused_request(place, bundle):
     with place.connect(bundle) as engine:
         (stream,) = submit_paused(engine, long())
         stream.close()
-        assert eventually(lambda: not engine._state.busy)
+        assert eventually(lambda: not engine.state.busy)
         assert isinstance(list(engine.submit(completion("next")))[-1], Finished)
     place.assert_clean()
 

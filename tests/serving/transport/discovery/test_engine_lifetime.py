@@ -40,7 +40,7 @@ def test_files_are_private(place, make_bundle):
     """Runtime directory, state directory and socket are private to the user, and others' are refused."""
     bundle = make_bundle()
     with place.connect(bundle) as engine:
-        state = engine._io.finder.state
+        state = engine.io.finder.state
         for path in (place.runtime, state.path, state.clients_dir, state.socket_path):
             assert stat.S_IMODE(os.stat(path).st_mode) & 0o077 == 0
         os.chmod(place.runtime, 0o755)
@@ -156,7 +156,7 @@ def test_killed_idle_engine(place, make_bundle):
     """A client whose idle engine was killed cleans up after it."""
     with place.connect(make_bundle()) as engine:
         os.kill(engine.info.pid, signal.SIGKILL)
-        assert eventually(lambda: not engine._io.finder.alive())
+        assert eventually(lambda: not engine.io.finder.alive())
     place.assert_clean()
 
 
@@ -199,7 +199,7 @@ def test_why_an_engine_ended_while_it_loaded(tmp_path, make_bundle, monkeypatch,
     lock.release()
     Path(launcher.state.file("engine.log")).write_text(log)
     monkeypatch.setattr("shutil.disk_usage", lambda path: types.SimpleNamespace(free=free))
-    assert launcher._why_killed().startswith(said.format(runtime=launcher.state.runtime))
+    assert launcher.why_killed().startswith(said.format(runtime=launcher.state.runtime))
 
 
 def test_start_timeout(place, make_bundle):

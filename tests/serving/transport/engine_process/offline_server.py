@@ -30,7 +30,7 @@ class Server(EngineServer):
 
     def run_out(self) -> None:
         while self.core.has_work():
-            self._send_events(self.core.step(), 0)
+            self.send_events(self.core.step(), 0)
 
 
 @contextmanager
@@ -44,5 +44,5 @@ def offline_server(tmp_path: Path) -> Iterator[Server]:
         found = Server(core, settings, None, socket, core.info, "g")  # type: ignore[arg-type]
         found.sent = {}
         for identity in (ONE, TWO):
-            found._handle(identity, m.Hello("c", name=identity.decode(), journal=str(tmp_path / "journal")))
+            found.handle(identity, m.Hello("c", name=identity.decode(), journal=str(tmp_path / "journal")))
         yield found

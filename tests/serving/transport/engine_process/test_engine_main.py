@@ -8,7 +8,7 @@ import pytest
 
 from mlflow_llm.serving.interface.settings import EngineSettings
 from mlflow_llm.serving.system.cpus import available_cpus
-from mlflow_llm.serving.transport.engine_process.main import _set_threads
+from mlflow_llm.serving.transport.engine_process.main import set_threads
 
 
 def test_threads_are_known_to_openmp_before_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -16,10 +16,10 @@ def test_threads_are_known_to_openmp_before_torch(monkeypatch: pytest.MonkeyPatc
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.setenv(name, "")  # so that monkeypatch restores what the code under test sets
         monkeypatch.delenv(name)
-    _set_threads(EngineSettings())
+    set_threads(EngineSettings())
     assert os.environ["OMP_NUM_THREADS"] == str(available_cpus().threads)
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    _set_threads(EngineSettings())
+    set_threads(EngineSettings())
     assert os.environ["OMP_NUM_THREADS"] == "7"
-    _set_threads(EngineSettings(threads=3))
+    set_threads(EngineSettings(threads=3))
     assert (os.environ["OMP_NUM_THREADS"], os.environ["MKL_NUM_THREADS"]) == ("3", "3")

@@ -23,10 +23,10 @@ def test_many_logits_are_several_frames(tmp_path: Path, monkeypatch: pytest.Monk
     sampling = msgspec.structs.replace(request.sampling, context_logits=True, generation_logits=True)
     monkeypatch.setattr(module, "FRAME", 20_000)  # two contexts of three rows of 1,000 numbers
     with offline_server(tmp_path) as server:
-        server._handle(ONE, m.Submit(1, msgspec.structs.replace(request, sampling=sampling)))
-        server._handle(ONE, m.Submit(2, completion("b", max_tokens=1, n=4)))
+        server.handle(ONE, m.Submit(1, msgspec.structs.replace(request, sampling=sampling)))
+        server.handle(ONE, m.Submit(2, completion("b", max_tokens=1, n=4)))
         server.sent.clear()
-        server._send_events(server.core.step(), 1)
+        server.send_events(server.core.step(), 1)
         frames = [message.items for message in server.sent[ONE] if isinstance(message, m.Events)]
         sizes = [sum(len(e.data) for _, e in items if isinstance(e, Logits)) for items in frames]
         assert len(frames) == 3
@@ -44,12 +44,12 @@ def test_messages_are_taken_between_steps_without_a_wait(tmp_path: Path, monkeyp
         router.bind("inproc://engine")
         client.setsockopt(zmq.IDENTITY, ONE[1:])
         client.connect("inproc://engine")
-        server._sockets[LOCAL] = router
-        server._handle(ONE, m.Submit(1, completion("a", max_tokens=50)))
-        monkeypatch.setattr(server._poller, "poll", lambda wait: 1 / 0)
-        server._take()
+        server.sockets[LOCAL] = router
+        server.handle(ONE, m.Submit(1, completion("a", max_tokens=50)))
+        monkeypatch.setattr(server.poller, "poll", lambda wait: 1 / 0)
+        server.take()
         client.send(m.encode(m.Submit(2, completion("b", max_tokens=50))))
-        server._take()
+        server.take()
         assert server.core.health().num_running == 2
         router.close(0)
         client.close(0)

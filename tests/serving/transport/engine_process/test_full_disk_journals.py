@@ -60,7 +60,7 @@ def test_ends_that_could_not_be_written_are_written_later(
     run(metered, root, "before", 2)
     run(metered, root, "across", 3, ends=False)
     with monkeypatch.context() as patched, caplog.at_level(logging.WARNING):
-        patched.setattr(Journal, "_append", full)
+        patched.setattr(Journal, "append", full)
         run(metered, root, "meanwhile", 4)
         run(metered, root, "begun", 1, ends=False)
         metered.write_late()
@@ -82,7 +82,7 @@ def test_an_engine_killed_on_a_full_disk_has_its_counts_in_the_slots(
     """A request whose end could not be written is found in its slot when the engine has ended."""
     metered = MeteredRequests("generation")
     run(metered, root, "one", 2, ends=False)
-    monkeypatch.setattr(Journal, "_append", full)
+    monkeypatch.setattr(Journal, "append", full)
     metered.count([("one", "one", Tokens(0, (7,))), ("one", "one", Finished(0, "length", 0, 3))])
     run(metered, root, "two", 4)
     assert written(root) == {"one": 3, "two": 4}

@@ -19,7 +19,7 @@ def test_steps_are_written_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     state.prepare()
     now = [10.0]
     monkeypatch.setattr(main.time, "monotonic", lambda: now[0])
-    write = main._step_writer(state)
+    write = main.step_writer(state)
     assert state.read_step() is None
     write(LoadStep(name="packing", done=1, total=9))
     write(LoadStep(name="packing", done=2, total=9))  # too soon

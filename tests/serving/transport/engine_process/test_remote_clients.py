@@ -184,9 +184,9 @@ def test_a_deadline_is_counted_where_the_engine_is(place, make_bundle):
     engine = server.EngineServer(core, SETTINGS, state, _Deaf(), core.info, "generation")
     for client_id, name in (("", "far"), ("near", "near")):
         identity = server.LOCAL + name.encode()
-        engine._handle(identity, protocol.Hello(client_id, name=name))
+        engine.handle(identity, protocol.Hello(client_id, name=name))
         request = msgspec.structs.replace(completion(name, max_tokens=5), deadline=3.0)
-        engine._handle(identity, protocol.Submit(1, request, time_left=600.0))
+        engine.handle(identity, protocol.Submit(1, request, time_left=600.0))
     assert 500 < taken["far"].deadline - time.monotonic() <= 600
     assert taken["near"].deadline == 3.0
 
@@ -218,13 +218,13 @@ def test_a_silent_client_is_gone(place, make_bundle, monkeypatch):
         clients.append(client)
     loop.start()
     assert eventually(lambda: core.health().num_running == 2)
-    peers = {peer.name: peer for peer in engine._peers.values()}
+    peers = {peer.name: peer for peer in engine.peers.values()}
     for _ in range(int(server.SILENCE) + 2):
         clock.now += 1.0
         clients[1].send(protocol.encode(protocol.Ping()))
         assert eventually(lambda: peers["alive"].seen == clock.now)
     assert eventually(lambda: core.health().num_running == 1)
-    assert [peer.name for peer in engine._peers.values()] == ["alive"]
+    assert [peer.name for peer in engine.peers.values()] == ["alive"]
     engine.stop()
     loop.join(240)
     for socket_ in (*clients, router):

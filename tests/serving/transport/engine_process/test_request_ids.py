@@ -25,8 +25,8 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 def test_numbers_are_a_connections_own(server: Server) -> None:
     """Two clients may use the same request number, and each gets the events of its own request."""
-    server._handle(ONE, m.Submit(1, completion("a", max_tokens=2)))
-    server._handle(TWO, m.Submit(1, completion("b", max_tokens=3)))
+    server.handle(ONE, m.Submit(1, completion("a", max_tokens=2)))
+    server.handle(TWO, m.Submit(1, completion("b", max_tokens=3)))
     server.run_out()
     for identity, count in ((ONE, 2), (TWO, 3)):
         events = server.events(identity)
@@ -37,7 +37,7 @@ def test_numbers_are_a_connections_own(server: Server) -> None:
 def test_the_journal_has_the_id_that_the_ledger_has(server: Server, tmp_path: Path) -> None:
     """The journal has the ledger's request id unchanged, whatever it consists of."""
     for number, name in enumerate(("req@x.1", "3f", "req-9")):
-        server._handle(ONE, m.Submit(number, completion(name, max_tokens=number + 1)))
+        server.handle(ONE, m.Submit(number, completion(name, max_tokens=number + 1)))
     server.run_out()
     (journal,) = journals(tmp_path / "journal")
     found, _ = journal.ended(0, 10)
@@ -49,10 +49,10 @@ def test_a_request_runs_once(server: Server) -> None:
     attempt.
     """
     request = completion("a", max_tokens=4)
-    server._handle(ONE, m.Submit(5, request))
+    server.handle(ONE, m.Submit(5, request))
     server.core.step()
-    server._handle(TWO, m.Submit(9, request, True))
-    server._handle(ONE, m.Abort(5))
+    server.handle(TWO, m.Submit(9, request, True))
+    server.handle(ONE, m.Abort(5))
     server.run_out()
     ((number, failed),) = server.events(ONE)
     assert (number, failed.kind) == (5, "aborted")
@@ -61,7 +61,7 @@ def test_a_request_runs_once(server: Server) -> None:
     assert {number for number, _ in events} == {9}
     assert sum(len(event.token_ids) for _, event in events if isinstance(event, Tokens)) == 4
     assert isinstance(events[-1][1], Finished)
-    assert not server._clients
+    assert not server.clients
 
 
 def test_a_client_sends_the_id_as_it_is(server: Server) -> None:
