@@ -47,7 +47,7 @@ class ProgressFile:
         self._lock = threading.Lock()
         self._maps: list[mmap.mmap] = []
         self._words: list[memoryview] = []
-        self._free: list[int] = []
+        self.free: list[int] = []
 
     def take(self, request_id: str) -> int:
         """Take a slot for ``request_id``, with all counts 0, and return its number."""
@@ -58,9 +58,9 @@ class ProgressFile:
     def hold(self) -> int:
         """Reserve a slot for a request that is not known yet, so that it will have room."""
         with self._lock:
-            if not self._free:
+            if not self.free:
                 self._grow()
-            return self._free.pop()
+            return self.free.pop()
 
     def begin(self, slot: int, request_id: str) -> None:
         """Assign the reserved ``slot`` to ``request_id``, with all counts 0."""
@@ -84,7 +84,7 @@ class ProgressFile:
         segment, index = divmod(slot, _PER_SEGMENT)
         self._words[segment][index * _WORDS] = 0
         with self._lock:
-            self._free.append(slot)
+            self.free.append(slot)
 
     def _grow(self) -> None:
         number = len(self._maps)
@@ -92,13 +92,13 @@ class ProgressFile:
         self._maps.append(mmap.mmap(self._fd, _SEGMENT, offset=number * _SEGMENT))
         self._words.append(memoryview(self._maps[-1]).cast("q"))
         first = number * _PER_SEGMENT
-        self._free.extend(range(first + _PER_SEGMENT - 1, first - 1, -1))
+        self.free.extend(range(first + _PER_SEGMENT - 1, first - 1, -1))
 
     def close(self) -> None:
         for words, mapped in zip(self._words, self._maps, strict=True):
             words.release()
             mapped.close()
-        self._words, self._maps, self._free = [], [], []
+        self._words, self._maps, self.free = [], [], []
         os.close(self._fd)
 
 

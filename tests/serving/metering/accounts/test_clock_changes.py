@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from ledger_rows import rows_of
+from ledger_rows import forget, rows_of
 
 from mlflow_llm.serving.interface.errors import LimitExceeded
 from mlflow_llm.serving.metering import Bucket, Ledger, Limits, Price
@@ -66,7 +66,7 @@ def test_a_recovered_row_ends_no_earlier_than_it_started(store, clocks, ledgers,
     """A recovered row does not end before it started, even if the wall clock was set back."""
     ledger = ledgers(clocks)
     ledger.reserve(reserve_of("r1"))
-    del ledger._open["r1"]
+    forget(ledger, "r1")
     ledger.maintain()
     clocks.step(-HOURS)
     clocks.wait(31)

@@ -246,17 +246,16 @@ def test_the_bill(run, store, ledger, reserve_of, tmp_path):
 
 def test_settle(run, ledger, reserve_of, tmp_path):
     """``usage settle`` closes a killed process's requests with the tokens counted, without a server."""
-    from ledger_rows import die, rows_of
+    from ledger_rows import bury, rows_of
 
     lease = ledger.reserve(reserve_of("r1"))
     lease.count(4)
     ledger.state_dir.parent.rename(tmp_path / "ledger")
     words = ("usage", "settle", "--state", str(tmp_path))
     assert run(*words) == "settled 0 requests; 1 are open in running processes\n"
-    die(ledger)
+    bury(ledger)
     assert run(*words) == "settled 1 requests; 0 are open in running processes\n"
     assert rows_of(ledger.store)["r1"].completion_tokens == 4
-    ledger._owner = None
 
 
 def test_the_bill_by_labels(run, ledger, reserve_of):

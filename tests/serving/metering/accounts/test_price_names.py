@@ -17,21 +17,20 @@ MODEL = ModelVersion(name="assistant", version="3", content_hash="a" * 64)
 
 def test_the_closest_name_counts(store) -> None:
     """The served entity's price comes first, then the version's, the model's, the endpoint's and that of all."""
-    prices = Prices(store)
+    prices = Prices(store, clock=lambda: 1000.0)
     names = price_names(ENTITY, MODEL, ENDPOINT)
     assert names == (ENTITY, "assistant/3", "assistant", ENDPOINT)
     for amount, name in enumerate(["*", *reversed(names)], start=1):
         prices.set(name, Price(input=amount))
-        prices._cache.clear()
-        assert prices.at(names, prices._clock() + 1).input == amount
+        assert Prices(store).at(names, 1001.0).input == amount  # another process, which has cached nothing
 
 
 def test_an_unregistered_model_is_priced_by_its_endpoint(store) -> None:
     """A directory has no registered name: its endpoint's price holds, and never one of the empty name."""
-    prices = Prices(store)
+    prices = Prices(store, clock=lambda: 1000.0)
     prices.set("chat", Price(input=7))
-    assert prices.at(price_names("/some/where", UNKNOWN, "chat"), prices._clock() + 1).input == 7
-    assert prices.at(price_names("/some/where", UNKNOWN, "other"), prices._clock() + 1).input == 0
+    assert prices.at(price_names("/some/where", UNKNOWN, "chat"), 1001.0).input == 7
+    assert prices.at(price_names("/some/where", UNKNOWN, "other"), 1001.0).input == 0
 
 
 @pytest.mark.parametrize("entity", ["models:/assistant@champion", "models:/assistant/3", "assistant-1"])

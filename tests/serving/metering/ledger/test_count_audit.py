@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 
 import pytest
-from ledger_rows import die, rows_of
+from ledger_rows import die, rows_of, write_old_counts
 
 from mlflow_llm.serving.metering import Ledger, Limits, Usage, UsageFilter
 from mlflow_llm.serving.metering.accounts.limits import check_integrity
@@ -125,7 +125,7 @@ def test_smaller_counts_that_arrive_late_change_nothing(store, tmp_path, clock, 
     lease = there.reserve(reserve_of("r1"))
     lease.count(6)
     there.maintain()
-    there._owner.progress.put(lease._slot, 10, 0, 2)
+    write_old_counts(there, lease, completion=2)
     die(there)
     here.recover()
     clock.now += 61

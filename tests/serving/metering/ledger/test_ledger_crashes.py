@@ -13,7 +13,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from ledger_rows import die, rows_of
+from ledger_rows import die, forget, owner_of, rows_of, spool_settlements, undo_admission, write_old_counts
 
 from mlflow_llm.serving.interface.errors import Unavailable
 from mlflow_llm.serving.metering import Ledger, Limits, Store
@@ -83,7 +83,7 @@ def test_a_checkpoint_newer_than_the_progress_file_counts(store, tmp_path, clock
     lease = dead.reserve(reserve_of("r1"))
     lease.count(6)
     dead.maintain()
-    dead._owner.progress.put(lease._slot, 10, 0, 2)
+    write_old_counts(dead, lease, completion=2)
     die(dead)
     assert successor.recover() == 1
     assert rows_of(store)["r1"].completion_tokens == 6
@@ -111,10 +111,10 @@ def test_with_the_store_away_nothing_is_admitted_and_nothing_lost(store, ledger,
     assert refused.value.retry_after == 1
     with pytest.raises(Unavailable):
         ledger.maintain()
-    assert ledger._owner.spool.pending
+    assert owner_of(ledger).spool.pending
     locked.execute("ROLLBACK")
     ledger.maintain()
-    assert not ledger._owner.spool.pending
+    assert not owner_of(ledger).spool.pending
     rows = rows_of(store)
     assert {name: (row.completion_tokens, row.status) for name, row in rows.items()} == {
         f"r{number}": (2, "ok") for number in range(3)
@@ -151,14 +151,14 @@ def test_a_spool_outlives_its_process(store, tmp_path, clock, reserve_of, locked
     locked.execute("BEGIN EXCLUSIVE")
     lease.settle(completion=9, finish_reason="length")
     locked.execute("ROLLBACK")
-    (spool,) = spooled(dead._owner.directory)
+    (spool,) = spooled(owner_of(dead).directory)
     with spool.open("ab") as torn:
         torn.write(b'{"request_id": "r1", "prom')
     die(dead)
     assert successor.recover() == 1
     row = rows_of(store)["r1"]
     assert (row.completion_tokens, row.finish_reason, row.status) == (9, "length", "ok")
-    assert not dead._owner.directory.exists()
+    assert not owner_of(dead).directory.exists()
 
 
 @pytest.mark.parametrize("store_url", ["sqlite"], indirect=True)
@@ -173,7 +173,7 @@ def test_with_store_and_disk_full_a_settlement_waits_in_memory(
         raise OSError("no space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(ledger._owner.spool, "append", full)
+        patched.setattr(owner_of(ledger).spool, "append", full)
         lease.settle(completion=3)
     locked.execute("ROLLBACK")
     assert rows_of(store)["r1"].status == "open"
@@ -191,18 +191,18 @@ def test_with_the_disk_full_a_store_that_answers_is_asked(store, ledger, reserve
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patched:
-        patched.setattr(ledger._owner.spool, "append", full)
-        patched.setattr(ledger._owner.progress, "_free", [])
+        patched.setattr(owner_of(ledger).spool, "append", full)
+        patched.setattr(owner_of(ledger).progress, "free", [])
         patched.setattr(os, "posix_fallocate", full)
         for number in range(5):
             with pytest.raises(Unavailable, match="no room"):
                 ledger.reserve(reserve_of(f"refused-{number}"))
-        ledger._spooling_until = float("inf")
+        spool_settlements(ledger)
         lease.settle(completion=3)
-        ledger._undo(ledger._owner, "r1", "another")
+        undo_admission(ledger, "r1", "another")
         assert set(rows_of(store)) == {"r1"}
         assert ledger.status().spooled == 2
-        ledger._spooling_until = 0.0
+        spool_settlements(ledger, on=False)
         ledger.maintain()
         assert (rows_of(store)["r1"].completion_tokens, ledger.status().spooled) == (3, 0)
     assert [record.message for record in caplog.records] == [
@@ -250,7 +250,7 @@ def test_an_admission_whose_answer_was_lost_is_undone(store, ledger, reserve_of,
 def test_a_row_that_nothing_holds_is_closed(store, ledger, reserve_of, clock):
     """An admission that ended inside its transaction: its row is closed after a while, and may still become exact."""
     kept, lost = ledger.reserve(reserve_of("kept")), ledger.reserve(reserve_of("lost"))
-    del ledger._open["lost"]
+    forget(ledger, "lost")
     ledger.maintain()
     clock.now += 29
     ledger.maintain()

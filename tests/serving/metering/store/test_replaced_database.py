@@ -10,7 +10,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from ledger_rows import rows_of
+from ledger_rows import end_breaker, rows_of
 
 from mlflow_llm.serving.interface.errors import PermissionDenied, Unavailable
 from mlflow_llm.serving.metering import Ledger, Limits, Store
@@ -46,11 +46,6 @@ def replace(file: Path, by: Path) -> None:
     os.replace(by, file)
 
 
-def closed_breaker(ledger: Ledger) -> None:
-    """Close the ledger's circuit breaker, as the passing of its time would."""
-    ledger._refusing_until = ledger._spooling_until = 0.0
-
-
 def test_a_backup_that_is_put_back_is_what_counts_from_then_on(ledger, file, tmp_path, reserve_of) -> None:
     """A restored backup bills the running requests that it knows, and other processes' changes to it apply."""
     running = ledger.reserve(reserve_of("running"))
@@ -80,10 +75,10 @@ def test_nothing_is_admitted_while_the_file_is_gone(ledger, file, reserve_of, ca
     for _ in range(2):
         with pytest.raises(Unavailable):
             ledger.reserve(reserve_of("new"))
-        closed_breaker(ledger)
+        end_breaker(ledger)
     with pytest.raises(Unavailable):
         ledger.check(key_id="key_1", tenant="acme", endpoint="chat", entities=None, generates=True)
-    closed_breaker(ledger)
+    end_breaker(ledger)
     running.settle(completion=3)
     with pytest.raises(Unavailable):
         ledger.maintain()
@@ -92,7 +87,7 @@ def test_nothing_is_admitted_while_the_file_is_gone(ledger, file, reserve_of, ca
         f"the metering store does not answer (there is no file {file} any more); settlements wait in the spool"
     ]
     away.rename(file)
-    closed_breaker(ledger)
+    end_breaker(ledger)
     ledger.maintain()
     assert caplog.records[-1].message == "the metering store answers again"
     assert rows_of(ledger.store)["running"].completion_tokens == 3
@@ -110,13 +105,13 @@ def test_another_store_is_not_taken_for_this_one(ledger, file, tmp_path, reserve
     replace(file, tmp_path / "other.db")
     with pytest.raises(Unavailable):
         ledger.reserve(reserve_of("new"))
-    closed_breaker(ledger)
+    end_breaker(ledger)
     running.settle(completion=3)
     assert f"{file} is another store than the one that this process began with" in caplog.text
     with closing(sqlite3.connect(file)) as there:
         assert there.execute("SELECT count(*) FROM ledger").fetchone() == (0,)
     replace(file, original)
-    closed_breaker(ledger)
+    end_breaker(ledger)
     ledger.maintain()
     assert {name: row.completion_tokens for name, row in rows_of(ledger.store).items()} == {"running": 3}
 
@@ -133,6 +128,6 @@ def test_a_file_that_is_not_a_database_is_logged(ledger, file, reserve_of, caplo
         ledger.reserve(reserve_of("r2"))
     assert re.search(r"does not answer \(.*database.*\)", caplog.text)
     replace(file, kept)
-    closed_breaker(ledger)
+    end_breaker(ledger)
     ledger.reserve(reserve_of("r2")).settle()
     assert set(rows_of(ledger.store)) == {"r1", "r2"}

@@ -13,7 +13,7 @@ import pytest
 import sqlalchemy as sa
 from alembic import command
 from alembic.config import Config
-from ledger_rows import die, rows_of
+from ledger_rows import bury, rows_of, spool_settlements
 
 from mlflow_llm.serving import metering
 from mlflow_llm.serving.interface.errors import AlreadyExists
@@ -71,15 +71,14 @@ def half_done(ledger: Ledger, reserve_of, name: str) -> None:
     """Leave a request of a killed process, a spooled settlement and an engine's counts."""
     ledger.reserve(reserve_of(f"{name}-ran")).count(5)
     spooled = ledger.reserve(reserve_of(f"{name}-spooled"))
-    ledger._spooling_until = float("inf")
+    spool_settlements(ledger)
     spooled.settle(completion=9, finish_reason="length")
     journal = Journal(ledger.journal_dir, f"engine-{name}")
     for what, tokens in (("ran", 7), ("spooled", 9)):
         entry = journal.begin(f"{name}-{what}")
         journal.count(entry, tokens)
     journal.close()
-    die(ledger)
-    ledger._owner = None
+    bury(ledger)
 
 
 def request_of(request_id: str) -> ValidRequest:
@@ -146,8 +145,7 @@ def test_a_moved_store_takes_over_what_is_left(store_url, other_url, tmp_path, o
         settle_ended(moved.store, root, moved=True, wait=lambda seconds: None)
     assert {status for _, _, status in counts(moved.store).values()} == {"open"}
     running.settle(completion=2)
-    die(second)
-    second._owner = None
+    bury(second)
     settled = settle_ended(moved.store, root, moved=True, wait=lambda seconds: None)
     assert counts(moved.store) == exact("late") | {"running": (0, 0, "recovered")}
     assert (settled.rows, settled.living) == (3, 0)
@@ -222,9 +220,7 @@ def test_two_state_directories_of_one_store(store_url, tmp_path, opened, reserve
         engine.count([(f"client{number}", f"r{number}", Tokens(0, tuple(range(4 + number))))])
     names = {path.name for ledger in ledgers for path in ledger.journal_dir.iterdir()}
     assert len(names) == 2
-    for journal in engine._journals.values():
-        assert journal is not None
-        journal.close()
+    engine.close()
     for ledger in (*ledgers, *ledgers):
         ledger.maintain()
     assert counts(ledgers[0].store) == {"r0": (4, 4, "ok"), "r1": (5, 5, "ok")}
