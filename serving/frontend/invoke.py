@@ -232,7 +232,7 @@ class Stream:
         self.record = record
         self._held = held
         self._tokens = tokens
-        self._patience = patience
+        self.patience = patience
         self._first: bytes | None = None
         self._awaited: FirstBytes | None = None
         self._complete = False
@@ -240,8 +240,8 @@ class Stream:
 
     def prime(self) -> None:
         """Wait for the first bytes, within patience for those of the reply. Raises the same errors as ``invoke``."""
-        if self._patience is not None:
-            self._awaited = FirstBytes(self._next_bytes, self._patience)
+        if self.patience is not None:
+            self._awaited = FirstBytes(self._next_bytes, self.patience)
         self._first = self._next_or_waiting()
 
     def __iter__(self) -> Iterator[bytes]:

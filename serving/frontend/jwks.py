@@ -96,13 +96,13 @@ class KeySource:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._location = location
-        self._read = read or (download if is_url(location) else _from_file)
+        self.read = read or (download if is_url(location) else _from_file)
         self._max_age = 0.0
         self._clock = clock
         self._keys: dict[str, PublicKey] = {}
         self._renewed: float | None = None
         self._tried: float | None = None
-        self._turn = threading.Lock()  # held by the thread that renews
+        self.turn = threading.Lock()  # held by the thread that renews
 
     def find(self, kid: str | None) -> PublicKey:
         """Return the key ``kid``; None means the only key in the set.
@@ -139,23 +139,23 @@ class KeySource:
         return self._tried is None or self._clock() - self._tried >= RETRY
 
     def _renew_beside(self) -> None:
-        if self._may_try() and not self._turn.locked():
+        if self._may_try() and not self.turn.locked():
             threading.Thread(target=self._renew, name="mlflow-llm-jwks", daemon=True).start()
 
     def _renew(self, *, wait: bool = False) -> None:
         """Renew the keys, one thread at a time; a thread that waited uses what the thread before it has fetched."""
-        if not self._turn.acquire(blocking=wait):
+        if not self.turn.acquire(blocking=wait):
             return
         try:
             if not self._may_try():
                 return
             self._tried = self._clock()
-            data, max_age = self._read(self._location)
+            data, max_age = self.read(self._location)
             self._keys, self._max_age, self._renewed = parsed(data), max_age, self._clock()
         except (OSError, BadKeySet, http.client.HTTPException) as error:
             logs.event("jwks", level=30, error=f"{self._location}: {error}"[:300])
         finally:
-            self._turn.release()
+            self.turn.release()
 
 
 def is_url(location: str) -> bool:

@@ -54,7 +54,7 @@ class MemoryBudget:
     def __init__(self, *, total: int, by_caller: int, what: str = "body") -> None:
         self.total, self.by_caller, self.what = total, by_caller, what
         self.used = 0
-        self._used_by: dict[str, int] = {}
+        self.used_by: dict[str, int] = {}
         self._lock = _Lock()  # images are counted on threads too (``offload``)
 
     @contextmanager
@@ -67,7 +67,7 @@ class MemoryBudget:
             allocation.release()
 
     def check(self, caller: str, size: int) -> None:
-        own = self._used_by.get(caller, 0)
+        own = self.used_by.get(caller, 0)
         if own and own + size > self.by_caller:
             text = f"this caller has {own} bytes of requests in memory, and at most {self.by_caller} at once"
             raise LimitExceeded(f"{self.what}: {text}; try again in 1 s", limit="body_bytes", retry_after=RETRY_AFTER)
@@ -77,7 +77,7 @@ class MemoryBudget:
     def add(self, caller: str, size: int) -> None:
         with self._lock:
             self.check(caller, size)
-            self._used_by[caller] = self._used_by.get(caller, 0) + size
+            self.used_by[caller] = self.used_by.get(caller, 0) + size
             self.used += size
 
     def remove(self, caller: str, size: int) -> None:
@@ -85,6 +85,6 @@ class MemoryBudget:
             return
         with self._lock:
             self.used -= size
-            self._used_by[caller] -= size
-            if not self._used_by[caller]:
-                del self._used_by[caller]
+            self.used_by[caller] -= size
+            if not self.used_by[caller]:
+                del self.used_by[caller]

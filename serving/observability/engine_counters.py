@@ -70,7 +70,7 @@ class EngineCounters:
 
     def __init__(self, directory: Path | None = None) -> None:
         self._directory = directory
-        self._known: _Known = {}
+        self.known: _Known = {}
 
     def merge(self, seen: Iterable[tuple[Place, Mapping[str, Health]]]) -> dict[Place, dict[str, int]]:
         """Merge the counts that this process has seen, by place and engine process, into those of all workers.
@@ -82,16 +82,16 @@ class EngineCounters:
         found = [(place, health, in_files(place)) for place, health in seen]
         others = [(place, {n: h for n, h in health.items() if n not in own}) for place, health, own in found]
         if self._directory is None:
-            _merge(self._known, others)
+            _merge(self.known, others)
         else:
             with counters_locked(self._directory, exclusive=True):
-                self._known = _read(self._directory / FILE)
-                if _merge(self._known, others):
-                    replace_file(self._directory / FILE, msgspec.json.encode(self._known))
+                self.known = _read(self._directory / FILE)
+                if _merge(self.known, others):
+                    replace_file(self._directory / FILE, msgspec.json.encode(self.known))
         return {place: self._sums(place, own) for place, _, own in found}
 
     def _sums(self, place: Place, own: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-        columns = zip(*self._known[place[0]][place[1]].values(), *own.values(), strict=True)
+        columns = zip(*self.known[place[0]][place[1]].values(), *own.values(), strict=True)
         return dict(zip(COUNTERS, map(sum, columns), strict=True))
 
 

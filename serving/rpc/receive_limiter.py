@@ -83,9 +83,9 @@ class ReceiveLimiter:
     that time is cancelled while others wait."""
 
     def __init__(self, *, total: int, per_caller: int, max_wait: float) -> None:
-        self._total, self._per_caller, self._max_wait = total, per_caller, max_wait
+        self.total, self.per_caller, self.max_wait = total, per_caller, max_wait
         self._changed = threading.Condition()
-        self._permits: set[Permit] = set()
+        self.permits: set[Permit] = set()
 
     @staticmethod
     def of(settings: ServerSettings) -> ReceiveLimiter:
@@ -110,29 +110,29 @@ class ReceiveLimiter:
 
     def _begin(self, call: Call, caller: str) -> Permit:
         with self._changed:
-            until = time.monotonic() + self._max_wait
+            until = time.monotonic() + self.max_wait
             while not self._has_room(caller):
                 now = time.monotonic()
                 if call.is_over:
                     raise Aborted("the client went away")
                 if now >= until:
                     raise Overloaded("body: too many large requests are being read; try again", retry_after=RETRY_AFTER)
-                for permit in self._permits:
-                    if not permit.arrived and now - permit.since > self._max_wait:
+                for permit in self.permits:
+                    if not permit.arrived and now - permit.since > self.max_wait:
                         permit.call.context.cancel()
                 self._changed.wait(min(TICK, until - now))
             mine = Permit(call, caller, self._finish)
-            self._permits.add(mine)
+            self.permits.add(mine)
             return mine
 
     def _has_room(self, caller: str) -> bool:
-        own = sum(permit.caller == caller for permit in self._permits)
-        return len(self._permits) < self._total and own < self._per_caller
+        own = sum(permit.caller == caller for permit in self.permits)
+        return len(self.permits) < self.total and own < self.per_caller
 
     def _finish(self, permit: Permit) -> None:
         with self._changed:
-            if permit in self._permits:
-                self._permits.remove(permit)
+            if permit in self.permits:
+                self.permits.remove(permit)
                 self._changed.notify_all()
 
 

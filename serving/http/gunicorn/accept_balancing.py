@@ -53,7 +53,7 @@ class WorkerSlot:
     def __init__(self, words: memoryview[int], number: int) -> None:
         self.number = number
         self._words, self._index = words, number * _WIDTH
-        self._connections = 0
+        self.connections = 0
         self._open = False
         self._ahead: dict[int, tuple[int, int]] = {}
         self._since = 0.0
@@ -71,17 +71,17 @@ class WorkerSlot:
 
     def add(self) -> None:
         """Count a connection in."""
-        self._connections += 1
+        self.connections += 1
         self._words[self._index + 1] = (self._words[self._index + 1] + 1) & 0x7FFFFFFF
         self._publish()
 
     def remove(self) -> None:
         """Count a connection out."""
-        self._connections -= 1
+        self.connections -= 1
         self._publish()
 
     def _publish(self) -> None:
-        self._words[self._index] = self._connections if self._open else CLOSED
+        self._words[self._index] = self.connections if self._open else CLOSED
 
     def take_turn(self, now: float | None = None) -> bool:
         """Return whether this worker may accept the waiting connection.
@@ -105,7 +105,7 @@ class WorkerSlot:
         return True
 
     def _is_after(self, connections: int) -> bool:
-        return not self._open or self._connections > connections + connections // 4
+        return not self._open or self.connections > connections + connections // 4
 
     def _others(self) -> dict[int, tuple[int, int]]:
         """Return (connections, accepted) of each open slot except this one."""

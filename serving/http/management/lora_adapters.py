@@ -62,11 +62,11 @@ def load(server: WorkerState, request: Request) -> Answer:
         raise RequestError("Both 'lora_name' and 'lora_path' must be provided.", param="lora_name")
     given = LOAD(body, "")
     name, uri = given["lora_name"], given["lora_path"]
-    _check_allowed(server, uri)
+    check_allowed(server, uri)
     endpoint, follower = _endpoint(server, request, given.get("model"))
     _check_name(server, endpoint, name)
-    path = _path(server, uri, name)
-    _check_template(server, endpoint, path, uri)
+    path = source_path(server, uri, name)
+    check_template(server, endpoint, path, uri)
     adapters = server.managed_endpoints().adapters
     replace = given.get("load_inplace", False)
     pinned = given.get("pinned", False)
@@ -149,7 +149,7 @@ def _check_on(server: WorkerState) -> tuple[str, ...]:
     return places
 
 
-def _check_allowed(server: WorkerState, uri: str) -> None:
+def check_allowed(server: WorkerState, uri: str) -> None:
     """Raise ``PermissionDenied`` if ``uri`` is not below one of ``adapter_sources``, whether it exists or not.
 
     Symbolic links are resolved, also those of the files in the directory.
@@ -169,7 +169,7 @@ def _check_allowed(server: WorkerState, uri: str) -> None:
     )
 
 
-def _path(server: WorkerState, uri: str, name: str) -> str:
+def source_path(server: WorkerState, uri: str, name: str) -> str:
     """Return the adapter's directory. Raises ``NotFound`` and ``RequestError``."""
     if not uri.startswith(MODELS):
         if not os.path.isfile(os.path.join(uri, CONFIG)):
@@ -193,7 +193,7 @@ def _path(server: WorkerState, uri: str, name: str) -> str:
     return str(chosen)
 
 
-def _check_template(server: WorkerState, endpoint: PlannedEndpoint, path: str, uri: str) -> None:
+def check_template(server: WorkerState, endpoint: PlannedEndpoint, path: str, uri: str) -> None:
     """Raise ``RequestError`` if the adapter has a chat template that is not the model's: its requests would not use it.
 
     An adapter that is logged with its model, or over it, keeps its template.

@@ -194,7 +194,7 @@ def test_a_client_that_leaves_meanwhile() -> None:
 def test_a_disconnect_ends_the_wait() -> None:
     """The interruption of what makes the first bytes reaches the greenlet that waits for them."""
     slow = Slow("openai", at_first=60.0)
-    patience = slow.stream._patience
+    patience = slow.stream.patience
     assert patience is not None
     gevent.spawn(patience.interrupt, ClientGone())
     with pytest.raises(ClientGone):

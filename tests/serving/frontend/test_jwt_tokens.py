@@ -266,7 +266,7 @@ def test_an_old_set_is_renewed_beside_the_requests(keys: dict[str, Any]) -> None
     issuer = Issuer(keys["RS256"])
     issuer.source.find("RS256")
     renewed = threading.Event()
-    read = issuer.source._read
+    read = issuer.source.read
 
     def watched(place: str) -> jwks.Fetched:
         try:
@@ -274,11 +274,11 @@ def test_an_old_set_is_renewed_beside_the_requests(keys: dict[str, Any]) -> None
         finally:
             renewed.set()
 
-    issuer.source._read = watched
+    issuer.source.read = watched
     issuer.now, issuer.keys = jwks.MAX_AGE, ()
     assert issuer.source.find("RS256").kid == "RS256"
     assert renewed.wait(240)
-    with issuer.source._turn:
+    with issuer.source.turn:
         assert issuer.asked == 2
     issuer.now = jwks.STALE
     with pytest.raises(Unavailable):

@@ -115,7 +115,7 @@ def test_the_file_does_not_grow_for_ever(tmp_path: Path) -> None:
         figures = {"lasting": lasting, f"g{number}": Health(status="dead", steps=2)}
         assert counters.merge([(PLACE, figures)])[PLACE]["steps"] == 1 + 2 * (number + 1)
     assert (tmp_path / FILE).stat().st_size < 50 * MAX_ENGINES_KEPT
-    assert len(counters._known["chat"]["v1"]) == MAX_ENGINES_KEPT + 1
+    assert len(counters.known["chat"]["v1"]) == MAX_ENGINES_KEPT + 1
 
 
 def test_counter_files_of_engines_are_summed(tmp_path: Path) -> None:

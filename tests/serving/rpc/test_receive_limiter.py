@@ -33,9 +33,9 @@ def call() -> Any:
 def test_largest_messages_are_limited_by_room() -> None:
     """Messages of 16 MiB are received up to 128 MiB, 32 MiB of one caller; one that may exceed it is received alone."""
     found = ReceiveLimiter.of(ServerSettings())
-    assert (found._total, found._per_caller) == (8, 2)
+    assert (found.total, found.per_caller) == (8, 2)
     one = ReceiveLimiter.of(ServerSettings(max_body_bytes=2**30))
-    assert (one._total, one._per_caller) == (2, 1)
+    assert (one.total, one.per_caller) == (2, 1)
 
 
 def test_calls_wait_for_a_free_permit() -> None:
@@ -60,7 +60,7 @@ def test_calls_wait_for_a_free_permit() -> None:
     for thread in threads:
         thread.join(600)
     assert most <= 3
-    assert not limiter._permits
+    assert not limiter.permits
 
 
 def test_a_callers_own_turns_are_bounded() -> None:
@@ -86,7 +86,7 @@ def test_a_silent_call_is_cancelled_when_others_wait() -> None:
         gone.is_over = True
         with pytest.raises(Aborted), limiter.permit(gone, "c"):
             pass
-        limiter._max_wait = 600.0
+        limiter.max_wait = 600.0
         got = threading.Event()
 
         def come() -> None:

@@ -32,8 +32,8 @@ def test_no_worker_has_more_than_half_again_its_share(number: int, draw: st.Data
     order = draw.draw(st.permutations(range(number)))
     for _ in range(200):
         deal(given, order)
-    assert max(slot._connections for slot in given) <= 1.5 * 200 / number
-    assert sum(slot._connections for slot in given) == 200
+    assert max(slot.connections for slot in given) <= 1.5 * 200 / number
+    assert sum(slot.connections for slot in given) == 200
 
 
 def test_a_worker_whose_connections_ended_is_next() -> None:

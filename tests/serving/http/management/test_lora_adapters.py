@@ -175,7 +175,7 @@ def fake_server(found: Any = None, **settings: Any) -> Any:
 def test_loading_is_off_by_default() -> None:
     """A server without adapter_sources loads nothing from anywhere, and says which option would."""
     with pytest.raises(PermissionDenied, match="--adapter-sources"):
-        lora_adapters._check_allowed(fake_server(), "/srv/legal")
+        lora_adapters.check_allowed(fake_server(), "/srv/legal")
 
 
 @pytest.mark.parametrize("places", ["/", "relative", "models:/", "/srv, https://example.org"])
@@ -188,14 +188,14 @@ def test_sources_are_directories_or_names(places: str) -> None:
 @pytest.mark.parametrize("uri", ["models:/team-a/1", "models:/team-a@champion", "models:/legal/3"])
 def test_registered_models_are_allowed_by_name(uri: str) -> None:
     """A registered model is allowed by its full name or by a pattern, with any of its versions and aliases."""
-    lora_adapters._check_allowed(fake_server(adapter_sources="models:/team-*, models:/legal"), uri)
+    lora_adapters.check_allowed(fake_server(adapter_sources="models:/team-*, models:/legal"), uri)
     with pytest.raises(PermissionDenied):
-        lora_adapters._check_allowed(fake_server(adapter_sources="models:/other"), uri)
+        lora_adapters.check_allowed(fake_server(adapter_sources="models:/other"), uri)
 
 
 def test_the_adapter_of_a_registered_model() -> None:
     """The adapter of a registered model is its only one or the one of the given name; otherwise the error says so."""
-    path = lambda found, name="x": lora_adapters._path(fake_server(found), "models:/team/1", name)  # noqa: E731
+    path = lambda found, name="x": lora_adapters.source_path(fake_server(found), "models:/team/1", name)  # noqa: E731
     assert path({"legal": "/l"}) == "/l"
     assert path({"legal": "/l", "x": "/x"}) == "/x"
     for none in ({}, {"a": "/a", "b": "/b"}):
@@ -243,7 +243,7 @@ def test_a_chat_template_of_its_own_is_refused(tmp_path: Path) -> None:
     server = fake_server()
     view = SimpleNamespace(text=SimpleNamespace(templates={"default": "the model's"}))
     server.endpoints = SimpleNamespace(entities=lambda: iter((SimpleNamespace(endpoint="chat", view=view),)))
-    check = lambda: lora_adapters._check_template(server, SimpleNamespace(name="chat"), str(tmp_path), "/a")  # noqa: E731
+    check = lambda: lora_adapters.check_template(server, SimpleNamespace(name="chat"), str(tmp_path), "/a")  # noqa: E731
     check()
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "another"}))
     with pytest.raises(InvalidField, match="lora_path: '/a' is not allowed; expected an adapter with the model's chat"):

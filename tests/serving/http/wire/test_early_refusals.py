@@ -209,7 +209,7 @@ def test_memory_budget_of_a_caller_and_of_all() -> None:
         with budget.allocate("c") as fourth, pytest.raises(Overloaded):
             fourth.grow(2 * SMALL)
         assert budget.used == 4 * SMALL
-    assert (budget.used, budget._used_by) == (0, {})
+    assert (budget.used, budget.used_by) == (0, {})
     with budget.allocate("a") as alone:
         alone.check(50 * SMALL)
         alone.grow(50 * SMALL)
