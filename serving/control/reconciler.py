@@ -70,7 +70,7 @@ class Reconciler:
         self._plan = plan_directory.read()  # of a controller process that was killed: valid until we know better
         self._adapters = EngineAdapters(self._plan)
         self._deployed: dict[str, DeployedEndpoint] = {}
-        self._rollouts: dict[tuple[str, int], Rollout] = {}
+        self.rollouts: dict[tuple[str, int], Rollout] = {}
         self._published: dict[tuple[str, int], float] = {}
         self._unready: dict[str, float] = {}
         self._scaled_at = 0.0
@@ -130,7 +130,7 @@ class Reconciler:
     def _settled(self, declared: Iterable[str]) -> bool:
         states = self._endpoints.states()
         for state in states:
-            rollouts = [r for r in self._rollouts.values() if r.endpoint.id == state.id]
+            rollouts = [r for r in self.rollouts.values() if r.endpoint.id == state.id]
             for rollout in rollouts:
                 if rollout.stage == "failed" and state.name in declared:
                     raise PackagingError(f"{state.name}: {rollout.message}")
@@ -144,7 +144,7 @@ class Reconciler:
     @property
     def pause(self) -> float:
         """Seconds until the next tick if nothing changes before."""
-        return TICK if self._rollouts else QUIET_TICK
+        return TICK if self.rollouts else QUIET_TICK
 
     def close(self) -> None:
         """Start nothing more; work that is under way on threads ends with the process."""
@@ -156,7 +156,7 @@ class Reconciler:
         time."""
         try:
             states = {state.id: state for state in self._endpoints.states()}
-            self._begin_rollouts(states)
+            self.begin_rollouts(states)
             self._advance(states)
             self._adapters.want(self._endpoints.adapters.all(), self._deployed.values(), self._supervisor)
             self._scale()
@@ -169,7 +169,7 @@ class Reconciler:
 
     # what is wanted
 
-    def _begin_rollouts(self, states: dict[str, EndpointState]) -> None:
+    def begin_rollouts(self, states: dict[str, EndpointState]) -> None:
         wanted: set[tuple[str, int]] = set()
         for state in states.values():
             now = self._deployed.get(state.id)
@@ -179,10 +179,10 @@ class Reconciler:
             served = serving is not None and serving in (state.active_version, state.pending_version)
             if state.active_version is not None and not served:
                 wanted.add((state.id, state.active_version))
-        for gone in self._rollouts.keys() - wanted:
-            del self._rollouts[gone]
+        for gone in self.rollouts.keys() - wanted:
+            del self.rollouts[gone]
             self._published.pop(gone, None)
-        for place in wanted - self._rollouts.keys():
+        for place in wanted - self.rollouts.keys():
             self._begin(states[place[0]], place[1])
         for gone_id in self._deployed.keys() - states.keys():
             self._forget(self._deployed.pop(gone_id))
@@ -196,7 +196,7 @@ class Reconciler:
         except NotFound:
             return  # it has just been deleted
         before = next((p for p in self._plan.endpoints if (p.id, p.version) == (state.id, version)), None)
-        self._rollouts[state.id, version] = Rollout(
+        self.rollouts[state.id, version] = Rollout(
             state,
             version,
             config,
@@ -212,12 +212,12 @@ class Reconciler:
     # what is under way
 
     def _advance(self, states: dict[str, EndpointState]) -> None:
-        for rollout in list(self._rollouts.values()):
+        for rollout in list(self.rollouts.values()):
             before = rollout.stage
             if rollout.generation is not None:
                 continue
             if rollout.is_stuck:
-                del self._rollouts[rollout.endpoint.id, rollout.version]  # the next tick begins it again
+                del self.rollouts[rollout.endpoint.id, rollout.version]  # the next tick begins it again
                 continue
             stage = rollout.poll()
             state = states[rollout.endpoint.id]
@@ -240,7 +240,7 @@ class Reconciler:
 
     def _confirm(self) -> None:
         """Report to the store the updates that all workers serve."""
-        for place, rollout in list(self._rollouts.items()):
+        for place, rollout in list(self.rollouts.items()):
             if rollout.generation is None:
                 continue
             rollout.generation = max(rollout.generation, self._plan.generation if rollout.generation < 0 else -1)
@@ -248,7 +248,7 @@ class Reconciler:
             if self._plan_directory.is_adopted(rollout.generation) or time.monotonic() - since > ADOPTION_SECONDS:
                 with contextlib.suppress(NotFound):
                     self._endpoints.mark_ready(rollout.endpoint.name, rollout.version)
-                del self._rollouts[place]
+                del self.rollouts[place]
                 del self._published[place]
 
     def _scale(self) -> None:
@@ -257,7 +257,7 @@ class Reconciler:
         self._scaled_at = time.monotonic()
         wanted: dict[str, int] = {}
         entities = [entity for deployed in self._deployed.values() for entity in deployed.entities]
-        entities += [entity for rollout in self._rollouts.values() for entity in rollout.entities]
+        entities += [entity for rollout in self.rollouts.values() for entity in rollout.entities]
         self._memory.pin(entity.key for entity in entities if entity.config.min_provisioned_throughput)
         for deployed in self._deployed.values():
             for entity in deployed.entities:
@@ -266,7 +266,7 @@ class Reconciler:
                 found = self._plan_directory.replica_requested_at(entity.key)
                 number = self._autoscaler.step(entity, facts, status, found, time.monotonic())
                 wanted[entity.key] = max(number, wanted.get(entity.key, 0))
-        warming = {key for rollout in self._rollouts.values() for key in rollout.needs_now()}
+        warming = {key for rollout in self.rollouts.values() for key in rollout.needs_now()}
         if self._memory.budget is None:
             warming &= wanted.keys()  # rollouts have started the others
         wanted |= {key: max(1, wanted.get(key, 0), self._supervisor.status(key).wanted) for key in warming}
@@ -322,7 +322,7 @@ class Reconciler:
                     config=entity.config,
                     key=entity.key,
                     info=status.info,
-                    addresses=_addresses(status, elsewhere=bool(entity.config.model.addresses)),
+                    addresses=reachable_addresses(status, elsewhere=bool(entity.config.model.addresses)),
                     facts=deployed.facts.get(entity.config.name, {}),
                     adapters=adapters,
                     withdrawn=withdrawn,
@@ -368,7 +368,7 @@ class Reconciler:
     def _clean(self) -> None:
         """Drain the engines that neither the plan nor a rollout needs."""
         needed = {entity.key for endpoint in self._plan.endpoints for entity in endpoint.entities}
-        needed |= {key for rollout in self._rollouts.values() for key in rollout.needs()}
+        needed |= {key for rollout in self.rollouts.values() for key in rollout.needs()}
         needed |= {entity.key for deployed in self._deployed.values() for entity in deployed.entities}
         for key in self._supervisor.entities():
             if key not in needed:
@@ -378,7 +378,7 @@ class Reconciler:
 
     def _drop_files(self) -> None:
         """Let go of downloaded files that are not served any more; while a rollout finds its own, of none."""
-        if self._rollouts:
+        if self.rollouts:
             return
         entities = [entity.config for deployed in self._deployed.values() for entity in deployed.entities]
         entities += [entity.config for endpoint in self._plan.endpoints for entity in endpoint.entities]
@@ -386,7 +386,7 @@ class Reconciler:
         downloads.keep_only([*paths, *self._adapters.paths()])
 
 
-def _addresses(status: EngineStatus, *, elsewhere: bool) -> tuple[str, ...]:
+def reachable_addresses(status: EngineStatus, *, elsewhere: bool) -> tuple[str, ...]:
     """Return the addresses of the replicas that have been ready.
 
     A replica that is being restarted keeps its requests. While there is another, a failed replica is left out; so is

@@ -31,25 +31,25 @@ def thread_wait(fd: int, writing: bool, seconds: float) -> bool:
     return bool(poll.poll(seconds * 1000))
 
 
-_wait: Wait = thread_wait
+current_wait: Wait = thread_wait
 
 
 def use_wait(wait: Wait) -> None:
     """Set the function with which this process waits for descriptors from now on."""
-    global _wait
-    _wait = wait
+    global current_wait
+    current_wait = wait
 
 
 def wait(fd: int, writing: bool, seconds: float) -> bool:
     """Wait as this process does: return whether ``fd`` can be read (or written) within the time."""
-    return _wait(fd, writing, seconds)
+    return current_wait(fd, writing, seconds)
 
 
 class _Semaphore:
     """A counting semaphore for threads and greenlets. In a forked process, all places are free at first."""
 
     def __init__(self, places: int) -> None:
-        self._places = places
+        self.places = places
         self._pipes: dict[int, tuple[int, int]] = {}  # by process id
 
     @contextlib.contextmanager
@@ -64,7 +64,7 @@ class _Semaphore:
                 left = until - time.monotonic()
                 if left <= 0:
                     raise NoProcess("all processes are busy") from None
-                _wait(reader, False, left)
+                current_wait(reader, False, left)
         try:
             yield
         finally:
@@ -78,7 +78,7 @@ class _Semaphore:
             return found
         made = os.pipe()
         os.set_blocking(made[0], False)
-        os.write(made[1], b"." * self._places)
+        os.write(made[1], b"." * self.places)
         found = self._pipes.setdefault(mine, made)  # atomic, also between threads
         _close(made if found is not made else ())
         for other in self._pipes.keys() - {mine}:
@@ -110,7 +110,7 @@ class Turns:
     """The turns of the callers of a pool: each has one at a time, so that none takes all places. Thread-safe."""
 
     def __init__(self) -> None:
-        self._places: dict[str, tuple[_Semaphore, int]] = {}  # by caller, with how many hold it or wait for it
+        self.places: dict[str, tuple[_Semaphore, int]] = {}  # by caller, with how many hold it or wait for it
         self._guard = _Semaphore(1)  # no lock of ``threading``: gevent's, where it has patched that, hang threads
         os.register_at_fork(after_in_child=self._forget)
 
@@ -121,31 +121,31 @@ class Turns:
             yield
             return
         with self._guard.hold(until):
-            place, users = self._places.get(caller) or (_Semaphore(1), 0)
-            self._places[caller] = place, users + 1
+            place, users = self.places.get(caller) or (_Semaphore(1), 0)
+            self.places[caller] = place, users + 1
         try:
             with place.hold(until):
                 yield
         finally:
             with self._guard.hold(time.monotonic() + WAIT):
-                found, users = self._places.get(caller, (place, 0))
+                found, users = self.places.get(caller, (place, 0))
                 if found is place and users > 1:
-                    self._places[caller] = place, users - 1
+                    self.places[caller] = place, users - 1
                 elif found is place:
-                    self._places.pop(caller, None)
+                    self.places.pop(caller, None)
                     place.close()
 
     def _forget(self) -> None:
-        self._places = {}
+        self.places = {}
 
 
 class Pool:
     """A pool of confined processes. Thread-safe, and safe across a fork."""
 
     def __init__(self, places: int = PLACES) -> None:
-        self._places = _Semaphore(places)
+        self.places = _Semaphore(places)
         self._idle: deque[Process] = deque()
-        self._all: set[Process] = set()
+        self.processes: set[Process] = set()
         self._turns = Turns()
         os.register_at_fork(after_in_child=self._forget)
 
@@ -168,7 +168,7 @@ class Pool:
         ``Exceeded``, ``Refused``, ``Ended`` and ``NoProcess``.
         """
         until = time.monotonic() + WAIT
-        places = self._places if share is None else share.places
+        places = self.places if share is None else share.places
         with self._turns.hold(caller, until), places.hold(until):
             try:
                 return self._run({"work": work, **asked}, data, source, limits)
@@ -184,7 +184,7 @@ class Pool:
         process = self._take()
         whole = False
         try:
-            value = process.run(work, data, source, limits, _wait)
+            value = process.run(work, data, source, limits, current_wait)
             whole = True
             return value
         except Refused:
@@ -201,20 +201,20 @@ class Pool:
             return self._idle.pop()
         except IndexError:
             process = Process()
-            self._all.add(process)
+            self.processes.add(process)
             return process
 
     def _drop(self, process: Process) -> None:
-        self._all.discard(process)
+        self.processes.discard(process)
         process.close()
 
     def _forget(self) -> None:
         """Drop the processes in a forked child: they are the parent's, and our copies of their pipes must not keep them
         alive."""
         self._idle.clear()
-        for process in self._all:
+        for process in self.processes:
             process.close()
-        self._all.clear()
+        self.processes.clear()
 
 
 POOL = Pool()

@@ -37,7 +37,7 @@ class AvailableCpus:
 
 
 def available_cpus(proc: Path = PROC, cpus: Path = CPUS) -> AvailableCpus:
-    allowed = _affinity()
+    allowed = affinity()
     return AvailableCpus(allowed=len(allowed), cores=_cores(allowed, cpus), quota=quota(proc))
 
 
@@ -64,7 +64,7 @@ def _group_quota(group: Path) -> float | None:
         return None
 
 
-def _affinity() -> frozenset[int]:
+def affinity() -> frozenset[int]:
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))

@@ -49,13 +49,13 @@ def system_resolve(host: str, port: int, seconds: float) -> list[Any]:
     return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
 
 
-_resolve: Callable[[str, int, float], list[Any]] = system_resolve
+current_resolve: Callable[[str, int, float], list[Any]] = system_resolve
 
 
 def use_resolve(resolve: Callable[[str, int, float], list[Any]]) -> None:
     """Set the function with which this process looks up hosts from now on."""
-    global _resolve
-    _resolve = resolve
+    global current_resolve
+    current_resolve = resolve
 
 
 def fetch(url: SplitResult, most: int, until: float) -> bytes:
@@ -65,7 +65,7 @@ def fetch(url: SplitResult, most: int, until: float) -> bytes:
     """
     host, secure = str(url.hostname), url.scheme == "https"
     try:
-        connected = _connected(host, url.port or (443 if secure else 80), until)
+        connected = connect_to(host, url.port or (443 if secure else 80), until)
         with _Connection(connected, until) as connection:
             if secure:
                 connection.secure(host)
@@ -124,10 +124,10 @@ def _body(connection: _Connection, most: int) -> bytes:
     return bytes(data)
 
 
-def _connected(host: str, port: int, until: float) -> _socket.socket:
+def connect_to(host: str, port: int, until: float) -> _socket.socket:
     """Connect to one of the host's addresses; each gets its share of the remaining time."""
     try:
-        found = _resolve(host, port, _left(until))
+        found = current_resolve(host, port, _left(until))
     except TimeoutError:
         raise
     except (OSError, UnicodeError):
@@ -186,7 +186,7 @@ class _Connection(io.RawIOBase):
 
     def secure(self, host: str) -> None:
         """Begin TLS. Raises ``ssl.SSLError``, also for a certificate that is not valid for ``host``."""
-        self._tls = _context().wrap_bio(self._arrived, self._leaving, server_hostname=host)
+        self._tls = tls_context().wrap_bio(self._arrived, self._leaving, server_hostname=host)
         self._secured(self._tls.do_handshake)
 
     def expect(self, size: int) -> None:
@@ -255,6 +255,6 @@ class _Connection(io.RawIOBase):
 
 
 @functools.cache
-def _context() -> ssl.SSLContext:
+def tls_context() -> ssl.SSLContext:
     """Return the TLS context: loading the system's certificates takes tens of milliseconds."""
     return ssl.create_default_context()

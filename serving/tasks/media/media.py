@@ -33,7 +33,7 @@ def images_of(
     media = _media_of(messages)
     if not media:
         return ()
-    _check(media, settings, reads_images)
+    check_parts(media, settings, reads_images)
     _check_roles(messages)
     sources, found, left = Sources(settings, deadline), [], MAX_ALL_PIXELS
     for part in media:
@@ -56,7 +56,7 @@ def _check_roles(messages: Sequence[Message]) -> None:
                 raise InvalidField(f"{part.part}.type", part.name, allowed)
 
 
-def _check(media: Sequence[MediaPart], settings: DialectSettings, reads_images: bool) -> None:
+def check_parts(media: Sequence[MediaPart], settings: DialectSettings, reads_images: bool) -> None:
     """Raise the errors that need nothing to be read."""
     check_places(media, settings)
     if not reads_images:

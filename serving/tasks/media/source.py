@@ -27,7 +27,7 @@ class Sources:
     def __init__(self, settings: DialectSettings, deadline: float | None) -> None:
         self._settings = settings
         self._deadline = deadline
-        self._left = ALL_FETCHES
+        self.left = ALL_FETCHES
 
     def read(self, part: MediaPart) -> bytes:
         """Return the bytes of ``part``.
@@ -42,7 +42,7 @@ class Sources:
 
     def _fetched(self, part: MediaPart) -> bytes:
         began = time.monotonic()
-        until = began + min(FETCH_SECONDS, self._left)
+        until = began + min(FETCH_SECONDS, self.left)
         if self._deadline is not None:
             until = min(until, self._deadline)
         try:
@@ -52,7 +52,7 @@ class Sources:
         except NotFetched as error:
             raise InvalidField(part.field, part.place, f"a URL that can be fetched: {error}") from None
         finally:
-            self._left -= time.monotonic() - began
+            self.left -= time.monotonic() - began
 
 
 def _decoded(part: MediaPart) -> bytes:

@@ -60,27 +60,27 @@ class TextModel:
     """
 
     def __init__(self, bundle: Bundle, trust_remote_code: bool = False) -> None:
-        self._hf: Any = _load_tokenizer(bundle.tokenizer_dir, trust_remote_code)
-        self._backend = Tokenizer.from_str(self._hf.backend_tokenizer.to_str())
-        self._backend.no_padding()
-        self._backend.no_truncation()
-        self._backend.encode_special_tokens = False
-        added = self._hf.added_tokens_decoder
+        self.hf: Any = _load_tokenizer(bundle.tokenizer_dir, trust_remote_code)
+        self.backend = Tokenizer.from_str(self.hf.backend_tokenizer.to_str())
+        self.backend.no_padding()
+        self.backend.no_truncation()
+        self.backend.encode_special_tokens = False
+        added = self.hf.added_tokens_decoder
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
-        self._tables = byte_table(self._backend, self._special_ids)
-        self.templates = _templates(bundle, self._hf)
+        self._tables = byte_table(self.backend, self._special_ids)
+        self.templates = _templates(bundle, self.hf)
         self.embedding: EmbeddingSpec | None = bundle.embedding
         self.cross_encoder: CrossEncoderSpec | None = bundle.cross_encoder
-        self.eos_token_ids = eos_ids(bundle.model_dir, self._hf)
-        self.vocab_size = len(self._hf)
-        self._bos: str | None = self._hf.bos_token
+        self.eos_token_ids = eos_ids(bundle.model_dir, self.hf)
+        self.vocab_size = len(self.hf)
+        self._bos: str | None = self.hf.bos_token
         # copying a tokenizer takes a tenth of a second, which no request should wait for
         plain = self._copy()
         plain.encode_special_tokens = True
         sources = set(self.templates.values())
-        self._guards = {source: InjectionGuard(self._hf, self._backend, plain, source) for source in sources}
+        self.guards = {source: InjectionGuard(self.hf, self.backend, plain, source) for source in sources}
         self._reads = {source: read_template(name, source) for name, source in self.templates.items()}
-        ends = {*self.eos_token_ids, *self._hf.all_special_ids}
+        ends = {*self.eos_token_ids, *self.hf.all_special_ids}
         self.special_tokens = {
             token.content: token_id for token_id, token in added.items() if token.special or token_id in ends
         }
@@ -88,7 +88,7 @@ class TextModel:
         self._readings: dict[str, Reading] = {}
         self._takes_system: dict[str, bool] = {}
         self.images: ImageSpec | None = bundle.images
-        self._renderers = {parts: Renderer(self._hf, parts=parts) for parts in (False, True)}
+        self._renderers = {parts: Renderer(self.hf, parts=parts) for parts in (False, True)}
         self._needs: dict[str, Needs] = {}
         if "score" in bundle.tasks:
             self.pairs  # noqa: B018 - fails now, not at the first request
@@ -101,7 +101,7 @@ class TextModel:
         """Return the token ids of a raw text. A text that already begins with the BOS token gets no second one."""
         if add_special_tokens and self._bos and text.startswith(self._bos):
             add_special_tokens = not self._prepends_bos()
-        return tuple(_encoding(self._backend, text, add_special_tokens).ids)
+        return tuple(_encoding(self.backend, text, add_special_tokens).ids)
 
     def encode_embeddings(self, texts: Sequence[str], limit: int) -> Iterator[tuple[tuple[int, ...], bool]]:
         """Yield ``(ids, cut)`` for each text: ids with special tokens, at most ``limit``, the text's end cut off."""
@@ -113,7 +113,7 @@ class TextModel:
 
     def encode_input(self, text: str) -> tuple[int, ...]:
         """Return the token ids of a text to be embedded, with the model's special tokens and without truncation."""
-        return tuple(_encoding(self._backend, text, True).ids)
+        return tuple(_encoding(self.backend, text, True).ids)
 
     def encode_plain(self, texts: Sequence[str], limit: int) -> list[tuple[int, ...]]:
         """Return the token ids of each text without special tokens.
@@ -124,10 +124,10 @@ class TextModel:
         for start in range(0, len(texts), TEXTS_PER_BATCH):
             group = texts[start : start + TEXTS_PER_BATCH]
             beginnings = [text[: BEGINNING * limit] for text in group]
-            for text, encoding in zip(group, _encodings(self._backend, beginnings, False), strict=True):
+            for text, encoding in zip(group, _encodings(self.backend, beginnings, False), strict=True):
                 ids = tuple(encoding.ids)
                 if len(text) > BEGINNING * limit and len(ids) <= limit:
-                    ids = tuple(_encoding(self._backend, text, False).ids)
+                    ids = tuple(_encoding(self.backend, text, False).ids)
                 found.append(ids)
         return found
 
@@ -144,8 +144,8 @@ class TextModel:
     @functools.cached_property
     def _frame(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The special tokens before a text, and those after it."""
-        plain = self._backend.encode("a", add_special_tokens=False)
-        whole = self._backend.post_process(plain)
+        plain = self.backend.encode("a", add_special_tokens=False)
+        whole = self.backend.post_process(plain)
         first = whole.sequence_ids.index(0)
         return tuple(whole.ids[:first]), tuple(whole.ids[first + len(plain.ids) :])
 
@@ -173,7 +173,7 @@ class TextModel:
     @functools.cached_property
     def pairs(self) -> PairTemplate:
         """How two texts are joined into a pair. Raises ``PackagingError``."""
-        return PairTemplate(self._backend, typed="token_type_ids" in self._hf.model_input_names)
+        return PairTemplate(self.backend, typed="token_type_ids" in self.hf.model_input_names)
 
     def _embedder(self, limit: int) -> Tokenizer:
         found = self._embedders.get(limit)
@@ -184,7 +184,7 @@ class TextModel:
         return found
 
     def _copy(self) -> Tokenizer:
-        return Tokenizer.from_str(self._backend.to_str())
+        return Tokenizer.from_str(self.backend.to_str())
 
     def surely_over(self, text: str, limit: int) -> int | None:
         """Return a number above ``limit`` if ``text`` surely has more tokens than that; None if only encoding can tell.
@@ -197,7 +197,7 @@ class TextModel:
         count, margin = 0, limit // 4 + 64
         for start in range(0, len(text), CHUNK):
             stretch = text[start : start + CHUNK]
-            count += len(_encoding(self._backend, stretch, False))
+            count += len(_encoding(self.backend, stretch, False))
             if count > limit + margin:
                 return limit + 1
         return None
@@ -207,7 +207,7 @@ class TextModel:
         size = max(CHUNK, 4 * limit)
         while size < len(text):
             end = text[-size:]
-            if len(_encoding(self._backend, end, False)) > limit + 16:
+            if len(_encoding(self.backend, end, False)) > limit + 16:
                 return end
             size *= 2
         return text
@@ -235,11 +235,11 @@ class TextModel:
         given = list(messages)
         kwargs = dict(variables or {})
         self._check_needs(given, source, kwargs, end)
-        guard = self._guards[source]
+        guard = self.guards[source]
         if not guard.found_in([given, kwargs]):
             rendered = self._render(given, source, kwargs, context, end)
             over = None if limit is None else self.surely_over(rendered, limit)
-            return tuple(_encoding(self._backend, rendered, False).ids) if over is None else over
+            return tuple(_encoding(self.backend, rendered, False).ids) if over is None else over
         rendered = self._render(guard.mark(given), source, guard.mark(kwargs), context, end)
         over = None if limit is None else self.surely_over(unmarked(rendered), limit)
         return guard.encode(rendered) if over is None else over
@@ -304,7 +304,7 @@ class TextModel:
 
     def _tool_formats(self, bundle: Bundle) -> dict[str, ToolFormat]:
         """Return the format by template source: the one packaged with the model, or else the detected one."""
-        detected = formats_of(self.templates, self._hf)
+        detected = formats_of(self.templates, self.hf)
         return {source: bundle.tool_formats.get(name) or detected[name] for name, source in self.templates.items()}
 
     def _render(
@@ -373,13 +373,13 @@ class TextModel:
             raise InvalidField("messages", turns[:16], allowed)
 
     def _prepends_bos(self) -> bool:
-        ids = self._backend.encode("").ids
-        return bool(ids) and ids[0] == self._hf.bos_token_id
+        ids = self.backend.encode("").ids
+        return bool(ids) and ids[0] == self.hf.bos_token_id
 
     @property
     def leading_ids(self) -> tuple[int, ...]:
         """The token that the tokenizer puts before every raw text (BOS); often there is none."""
-        return (self._hf.bos_token_id,) if self._prepends_bos() else ()
+        return (self.hf.bos_token_id,) if self._prepends_bos() else ()
 
     # -- to text
 
@@ -394,9 +394,9 @@ class TextModel:
         if self._tables is not None:
             return ByteDetokenizer(self._tables[1 if skip_special_tokens else 0], before)
         if keeps_space:
-            return WindowDetokenizer(self._backend, skip_special_tokens, self._some_text)
+            return WindowDetokenizer(self.backend, skip_special_tokens, self._some_text)
         context = self._context(before, skip_special_tokens)
-        return WindowDetokenizer(self._backend, skip_special_tokens, context, self._incomplete(context))
+        return WindowDetokenizer(self.backend, skip_special_tokens, context, self._incomplete(context))
 
     def _context(self, before: Sequence[int], skip_special_tokens: bool) -> Sequence[int]:
         """Return the end of ``before`` after which tokens are decoded as after the whole.
@@ -425,18 +425,18 @@ class TextModel:
 
     def _fallback_byte(self, token_id: int) -> int:
         """Return the byte for which a token of byte fallback (``<0xE2>``) stands; -1 if it is another token."""
-        named = BYTE_TOKEN.fullmatch(self._backend.id_to_token(token_id) or "") if self._has_byte_tokens else None
+        named = BYTE_TOKEN.fullmatch(self.backend.id_to_token(token_id) or "") if self._has_byte_tokens else None
         return -1 if named is None else int(named[1], 16)
 
     @functools.cached_property
     def _has_byte_tokens(self) -> bool:
-        decoder = self._backend.decoder
+        decoder = self.backend.decoder
         return decoder is not None and b"ByteFallback" in decoder.__getstate__()
 
     @functools.cached_property
     def _some_text(self) -> tuple[int, ...]:
         try:
-            return (plain_token(self._backend, self._special_ids),)
+            return (plain_token(self.backend, self._special_ids),)
         except ValueError:  # engines apply no grammar with such a tokenizer
             return ()
 
@@ -444,21 +444,21 @@ class TextModel:
         """Return the text of ``token_ids``, with incomplete characters as U+FFFD."""
         ids = list(token_ids)
         if len(ids) > SHORT_TEXT_SIZE:  # the batch call releases the interpreter lock here too
-            texts: list[str] = self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)
+            texts: list[str] = self.backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)
             return texts[0]
-        text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        text: str = self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
     def token_names(self, token_ids: Sequence[int]) -> list[str]:
         """Return each token as the tokenizer's vocabulary spells it (``Ġworld``); "" for an id without a token."""
-        return [self._backend.id_to_token(token_id) or "" for token_id in token_ids]
+        return [self.backend.id_to_token(token_id) or "" for token_id in token_ids]
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of one token within a text (of a special token, its name); b"" for an id without a token."""
         if self._tables is not None:
             table = self._tables[0]
             return table[token_id] if token_id < len(table) else b""
-        token = self._backend.id_to_token(token_id)
+        token = self.backend.id_to_token(token_id)
         if token is None:
             return b""
         if token_id in self._special_ids:

@@ -56,7 +56,7 @@ class Run:
     ``_open`` has the indexes of choices whose text is not complete, ``_reported`` of those that the engine has ended.
     """
 
-    __slots__ = ("_cached", "_choices", "_drafts", "_on_tokens", "_open", "_reported", "_request", "_stream")
+    __slots__ = ("_cached", "_drafts", "_on_tokens", "_open", "_reported", "_request", "_stream", "choices")
 
     def __init__(
         self, request: ValidRequest, text: TextModel, stream: EventStream, on_tokens: OnTokens | None = None
@@ -65,14 +65,14 @@ class Run:
         self._on_tokens = on_tokens or _ignore
         self._stream = stream
         kind = ChoiceText if request.read_as is None else ParsedChoice
-        self._choices = [kind(request, index, text) for index in range(len(request.sequences))]
-        self._open = set(range(len(self._choices)))
+        self.choices = [kind(request, index, text) for index in range(len(request.sequences))]
+        self._open = set(range(len(self.choices)))
         self._reported: set[int] = set()
-        self._cached = [0] * len(self._choices)
+        self._cached = [0] * len(self.choices)
         self._drafts = DraftCounts()
 
     def begin(self) -> Iterator[Piece]:
-        for choice in self._choices:
+        for choice in self.choices:
             yield from choice.begin()
 
     def feed(self, event: Event) -> Iterable[Piece]:
@@ -90,7 +90,7 @@ class Run:
 
         Return None, and change nothing, if it has to go through ``feed``.
         """
-        text = self._choices[event.index].read(event) if event.index in self._open else None
+        text = self.choices[event.index].read(event) if event.index in self._open else None
         if text is not None:
             self._on_tokens(event.index, len(event.token_ids))
         return text
@@ -104,7 +104,7 @@ class Run:
     def _on_event(self, event: Tokens | Timed | PromptScored | Logits | Finished | Embedded) -> Iterator[Piece]:
         if isinstance(event, Embedded):
             raise InternalError("the engine answered a generating request with a vector")
-        choice = self._choices[event.index]
+        choice = self.choices[event.index]
         if isinstance(event, Finished):
             self._reported.add(event.index)
             self._cached[event.index] = event.num_cached_tokens
@@ -138,7 +138,7 @@ class Run:
     @property
     def is_complete(self) -> bool:
         """Whether every text is complete and the engine has reported the end of every sequence."""
-        return not self._open and len(self._reported) == len(self._choices)
+        return not self._open and len(self._reported) == len(self.choices)
 
     def _usage(self) -> Usage:
         """Return the usage.
@@ -150,9 +150,9 @@ class Run:
         predicts = sampling is not None and sampling.draft is not None
         return Usage(
             prompt_tokens=self._request.num_prompt_tokens,
-            completion_tokens=sum(choice.num_tokens for choice in self._choices),
+            completion_tokens=sum(choice.num_tokens for choice in self.choices),
             cached_tokens=sum(self._cached[:: self._request.n]),
-            reasoning_tokens=sum(choice.num_reasoning_tokens for choice in self._choices),
+            reasoning_tokens=sum(choice.num_reasoning_tokens for choice in self.choices),
             draft_tokens=drafts.proposed,
             accepted_draft_tokens=drafts.accepted,
             accepted_prediction_tokens=drafts.predicted_accepted if predicts else None,

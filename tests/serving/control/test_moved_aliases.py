@@ -88,6 +88,6 @@ def begin_rollouts(endpoints: EndpointStore, place: Path) -> None:
     """Do what a starting controller process does first with the endpoints of its store."""
     reconciler = Reconciler(endpoints, None, PlanDirectory(place), None, find=lambda entity: entity)  # type: ignore[arg-type]
     try:
-        reconciler._begin_rollouts({state.id: state for state in endpoints.states()})
+        reconciler.begin_rollouts({state.id: state for state in endpoints.states()})
     finally:
         reconciler.close()

@@ -18,7 +18,7 @@ from serving_process import INSTANT_CORE
 from mlflow_llm.serving.control import rollout
 from mlflow_llm.serving.control.autoscaler import Autoscaler
 from mlflow_llm.serving.control.plan import PlanDirectory
-from mlflow_llm.serving.control.reconciler import QUIET_TICK, TICK, Reconciler, _addresses
+from mlflow_llm.serving.control.reconciler import QUIET_TICK, TICK, Reconciler, reachable_addresses
 from mlflow_llm.serving.endpoints.config import EntityConfig, ModelSource
 from mlflow_llm.serving.endpoints.store import EndpointStore
 from mlflow_llm.serving.interface.bundle import Bundle
@@ -46,9 +46,8 @@ class Controller:
             ),
         )
         self.supervisor = Supervisor(state_dir=runtime)
-        self.reconciler = Reconciler(
-            self.endpoints, self.supervisor, PlanDirectory(place), Autoscaler(), find=self._find
-        )
+        self.plans = PlanDirectory(place)
+        self.reconciler = Reconciler(self.endpoints, self.supervisor, self.plans, Autoscaler(), find=self._find)
 
     def _find(self, entity: EntityConfig) -> EntityConfig:
         if self.missing:
@@ -134,7 +133,7 @@ def test_a_plan_that_cannot_be_written_is_written_later(
     monkeypatch.setattr(PlanDirectory, "publish", publish)
     controller.create("chat")
     until(lambda: controller.update("chat") == "NOT_UPDATING")
-    assert [endpoint.name for endpoint in controller.reconciler._plan_directory.read().endpoints] == ["chat"]
+    assert [endpoint.name for endpoint in controller.plans.read().endpoints] == ["chat"]
 
 
 def test_an_endpoint_whose_engine_loads_no_more_fails(controller: Controller) -> None:
@@ -160,9 +159,9 @@ def test_a_plan_names_what_another_gateway_serves_and_this_one_cannot(controller
     controller.endpoints.update_config("chat", CONFIG)
     controller.endpoints.mark_ready("chat", 2)  # by another gateway of the database
     controller.reconciler.tick()
-    plans = controller.reconciler._plan_directory
+    plans = controller.plans
     assert (plans.read().endpoints, plans.read().missing) == ((), ("chat",))
-    controller.reconciler._rollouts.clear()  # as the next attempt does
+    controller.reconciler.rollouts.clear()  # as the next attempt does
     controller.missing = ""
     until(lambda: bool(controller.update("chat")) and not plans.read().missing)
     assert [endpoint.name for endpoint in plans.read().endpoints] == ["chat"]
@@ -181,7 +180,7 @@ def test_replicas_that_cannot_be_started_are_left_out_of_the_plan(elsewhere: boo
         return EngineStatus(entity="a", wanted=len(states), replicas=replicas)
 
     def planned(*states: str) -> list[str]:
-        return [address[1:] for address in _addresses(status(*states), elsewhere=elsewhere)]
+        return [address[1:] for address in reachable_addresses(status(*states), elsewhere=elsewhere)]
 
     assert planned("ready", "failed") == ["ready"]
     assert planned("failed") == ["failed"]

@@ -13,13 +13,13 @@ from mlflow_llm.serving.sandbox import Pool
 def check_fork(pool: Pool, work: Callable[[], Any]) -> None:
     """Check that a forked process uses its own processes and leaves its parent's working."""
     wanted = work()
-    (process,) = pool._all
+    (process,) = pool.processes
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         said = b"no"
         with contextlib.suppress(BaseException):
-            said = b"ok" if not pool._all and work() == wanted else b"wrong"
+            said = b"ok" if not pool.processes and work() == wanted else b"wrong"
             pool.close()
         os.write(writer, said)
         os._exit(0)
@@ -28,4 +28,4 @@ def check_fork(pool: Pool, work: Callable[[], Any]) -> None:
     os.close(reader)
     os.waitpid(child, 0)
     assert work() == wanted
-    assert pool._all == {process}
+    assert pool.processes == {process}

@@ -81,7 +81,7 @@ def test_raw_bytes(changed):
         data = os.urandom(min(size, 1 << 20)) * (size // min(size, 1 << 20)) + bytes(size % min(size, 1 << 20))
         limits = Limits(seconds=60.0, memory=1 << 30, output=100, raw=2 * size)
         assert pool.run("echo", limits, data=data, times=2) == (len(data), data * 2)
-    assert len(pool._all) == 1
+    assert len(pool.processes) == 1
 
 
 def test_too_many_raw_bytes(changed):
@@ -89,7 +89,7 @@ def test_too_many_raw_bytes(changed):
     pool = changed()
     with pytest.raises(Exceeded):
         pool.run("echo", Limits(seconds=60.0, memory=1 << 30, output=1 << 20, raw=5), data=b"123", times=2)
-    assert not pool._all
+    assert not pool.processes
 
 
 def test_nothing_can_be_opened(changed):
@@ -114,7 +114,7 @@ def test_errors_leave_the_process(pool):
             image(pool, data)
         (size, pixels), expected = image(pool), bytes((1, 2, 3)) * 20
         assert (size, pixels) == ([5, 4], expected)
-    assert len(pool._all) == 1
+    assert len(pool.processes) == 1
 
 
 def test_too_many_pixels(pool):
@@ -128,7 +128,7 @@ def test_too_many_pixels(pool):
 def test_limits_are_lowered_to_the_image(pool):
     """A process that may take gigabytes for the largest image has a small limit while it decodes a small one."""
     image(pool, limits=decode_limits(1 << 25, 100))
-    (process,) = pool._all
+    (process,) = pool.processes
     with open(f"/proc/{process.pid}/limits") as limits:
         (line,) = (line for line in limits if line.startswith("Max address space"))
     assert int(line.split()[3]) < 512 << 20
@@ -140,8 +140,8 @@ def test_templates_and_images_do_not_meet():
     assert IMAGES is not POOL
     image(IMAGES)
     POOL.run("reads", decode_limits(1, 1), source="{{ x }}")
-    assert not IMAGES._all & POOL._all
-    for process in POOL._all:
+    assert not IMAGES.processes & POOL.processes
+    for process in POOL.processes:
         with open(f"/proc/{process.pid}/maps") as maps:
             assert "PIL" not in maps.read()
 

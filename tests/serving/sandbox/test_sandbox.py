@@ -74,7 +74,7 @@ def test_a_process_is_used_again(pool):
     for source in (PLAIN, PLAIN + "!", "{{ raise_exception('no') }}", PLAIN):
         with contextlib.suppress(Refused):
             render(pool, source)
-    assert len(pool._all) == 1
+    assert len(pool.processes) == 1
 
 
 def test_any_text_goes_through(pool):
@@ -105,11 +105,11 @@ def test_children_that_somebody_else_waits_for(pool):
 def test_a_process_that_somebody_kills(pool):
     """Work whose process is killed, during or between requests, is done by another process."""
     render(pool, PLAIN)
-    (process,) = pool._all
+    (process,) = pool.processes
     os.kill(process.pid, signal.SIGKILL)
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     assert render(pool, PLAIN) == "user: Hi\n"
-    assert process not in pool._all
+    assert process not in pool.processes
 
 
 def test_killed_again_and_again(pool, monkeypatch):
@@ -117,7 +117,7 @@ def test_killed_again_and_again(pool, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(Ended):
         render(pool, PLAIN)
-    assert not pool._all
+    assert not pool.processes
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with pytest.raises(NoProcess, match="can be started"):
         render(pool, PLAIN)
@@ -128,13 +128,13 @@ def test_threads_share_a_few_processes(pool):
     with ThreadPoolExecutor(16) as threads:
         found = list(threads.map(lambda i: render(pool, "{{ n }}" + PLAIN, n=i), range(200)))
     assert found == [f"{i}user: Hi\n" for i in range(200)]
-    assert len(pool._all) <= pools.PLACES
+    assert len(pool.processes) <= pools.PLACES
 
 
 def test_models_leave_places_for_others(pool, monkeypatch):
     """While slow templates of many models hold all their places, a further request of one waits and another model's is
     answered; few processes are kept."""
-    wait, arrived, go_on = threading.Event(), threading.Semaphore(0), pools._wait
+    wait, arrived, go_on = threading.Event(), threading.Semaphore(0), pools.current_wait
     shares = [Share() for _ in range(pools.PLACES)]
 
     def held_up(fd, writing, seconds):
@@ -143,7 +143,7 @@ def test_models_leave_places_for_others(pool, monkeypatch):
             assert wait.wait(240)
         return go_on(fd, writing, seconds)
 
-    monkeypatch.setattr(pools, "_wait", held_up)
+    monkeypatch.setattr(pools, "current_wait", held_up)
     with ThreadPoolExecutor(16) as threads:
         slow = [threads.submit(render, pool, PLAIN, share=share) for share in shares for _ in range(pools.SHARE)]
         try:
@@ -156,7 +156,7 @@ def test_models_leave_places_for_others(pool, monkeypatch):
         finally:
             wait.set()
         assert {one.result() for one in slow} == {"user: Hi\n"}
-    assert len(pool._all) <= pools.PLACES
+    assert len(pool.processes) <= pools.PLACES
 
 
 def test_a_fork_has_processes_of_its_own(pool):
@@ -170,7 +170,7 @@ def test_it_ends_with_its_parent():
     code = (
         "from mlflow_llm.serving.sandbox import POOL, render_limits; import os, signal\n"
         "POOL.run('reads', render_limits(0, None), source='x')\n"
-        "print(next(iter(POOL._all)).pid, flush=True)\n"
+        "print(next(iter(POOL.processes)).pid, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     found = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=False)
@@ -184,7 +184,7 @@ def test_it_ends_with_its_parent():
 def test_it_needs_little(pool):
     """A rendering process loads no torch, transformers, NumPy or Pillow, so that it is small and starts fast."""
     render(pool, PLAIN)
-    (process,) = pool._all
+    (process,) = pool.processes
     with open(f"/proc/{process.pid}/maps") as maps:
         loaded = maps.read()
     assert "torch" not in loaded
@@ -199,7 +199,7 @@ def test_it_has_no_secrets(pool, monkeypatch):
     """The environment of a sandboxed process has only the variables that rendering needs."""
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
     render(pool, PLAIN)
-    (process,) = pool._all
+    (process,) = pool.processes
     with open(f"/proc/{process.pid}/environ") as environ:
         assert "sk-secret" not in environ.read()
 
@@ -222,11 +222,11 @@ def test_an_interrupted_request_takes_its_process_along(pool, monkeypatch):
         raise KeyboardInterrupt
 
     render(pool, PLAIN)
-    monkeypatch.setattr(pools, "_wait", interrupted)
+    monkeypatch.setattr(pools, "current_wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
         render(pool, "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}")
     monkeypatch.undo()
-    assert not pool._all
+    assert not pool.processes
     assert render(pool, PLAIN) == "user: Hi\n"
 
 
@@ -272,4 +272,4 @@ def test_places_are_given_back(pool):
         list(threads.map(fail, range(8)))
     with contextlib.ExitStack() as held:
         for _ in range(pools.PLACES):
-            held.enter_context(pool._places.hold(0.0))
+            held.enter_context(pool.places.hold(0.0))

@@ -20,10 +20,10 @@ def test_a_caller_has_one_place_at_a_time() -> None:
         with pytest.raises(NoProcess), turns.hold("a", past):
             pass
         with turns.hold("b", past), turns.hold("", past), turns.hold("", past):
-            assert sorted(turns._places) == ["a", "b"]
+            assert sorted(turns.places) == ["a", "b"]
     with turns.hold("a", past):
         pass
-    assert turns._places == {}
+    assert turns.places == {}
 
 
 THREADS_OF_A_WORKER = """
@@ -47,7 +47,7 @@ for name in ("a", "b", "c"):
     monkey.get_original("_thread", "start_new_thread")(take, (name,))
 while len(over) < 3:
     gevent.sleep(0.01)
-print(sorted(over), turns._places)
+print(sorted(over), turns.places)
 """
 
 

@@ -14,7 +14,7 @@ import llguidance
 import numpy as np
 import pytest
 from random_schemas import random_schema
-from tokenizers import ByteLevelBPETokenizer
+from tokenizers import ByteLevelBPETokenizer, Tokenizer
 
 from mlflow_llm.serving.engine.constraints.grammar_state import GrammarState, unpacked
 from mlflow_llm.serving.engine.constraints.grammar_tokenizer import GrammarTokenizer, make
@@ -74,7 +74,7 @@ def tokenizer() -> GrammarTokenizer:
     sample = json.dumps({"name": "a", "value": [1, 2.5], "items": {"a": "b", "id": None}})
     texts = [sample, sample.replace(" ", ""), '{"a":1,"a":2}', '"a","a":"a"', "2024-02-29T10:00:00Z é"]
     trained.train_from_iterator(texts * 50, vocab_size=700, min_frequency=2, show_progress=False)
-    return make(trained._tokenizer, frozenset(), trained.get_vocab_size())
+    return make(Tokenizer.from_str(trained.to_str()), frozenset(), trained.get_vocab_size())
 
 
 def grammar_state(grammar: Grammar, tokenizer: GrammarTokenizer) -> GrammarState:

@@ -77,7 +77,7 @@ def test_siblings_of_a_core_are_one(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         topology = tmp_path / f"cpu{cpu}/topology"
         topology.mkdir(parents=True)
         (topology / "thread_siblings_list").write_text(f"{cpu % 4},{cpu % 4 + 4}\n")
-    monkeypatch.setattr(module, "_affinity", lambda: frozenset({0, 1, 4}))
+    monkeypatch.setattr(module, "affinity", lambda: frozenset({0, 1, 4}))
     found = available_cpus(tmp_path / "proc", tmp_path)
     assert (found.allowed, found.cores, found.quota) == (3, 2, None)
     assert str(found) == "3 usable on 2 cores"

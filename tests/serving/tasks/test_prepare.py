@@ -110,7 +110,7 @@ def test_five_megabytes_are_refused_without_tokenising_all(endpoint, monkeypatch
     """A 5 MB body that cannot fit is refused after about as many tokens as the context has."""
     seen = []
     text = endpoint.text
-    encode = text._backend.encode
+    encode = text.backend.encode
 
     class Counting:
         def __init__(self, backend):
@@ -123,7 +123,7 @@ def test_five_megabytes_are_refused_without_tokenising_all(endpoint, monkeypatch
             seen.append(len(written))
             return encode(written, **kwargs)
 
-    monkeypatch.setattr(text, "_backend", Counting(text._backend))
+    monkeypatch.setattr(text, "backend", Counting(text.backend))
     with pytest.raises(ContextTooLong):
         _valid(endpoint, prompt=content)
     with pytest.raises(ContextTooLong):

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from internals import unread_text
 from reading_aloud import read, split
 
 from mlflow_llm.serving.interface.request import ToolCall, ToolChoice, ToolUse
@@ -378,7 +379,7 @@ def test_state_is_bounded(name, piece):
         parser.push(begin)
         for _ in range(20):
             parser.push(piece * 1000)
-        assert len(parser._text) < 2000 + 1000 * len(piece) + len(begin)
+        assert len(unread_text(parser)) < 2000 + 1000 * len(piece) + len(begin)
 
 
 def _pieces_of(format):

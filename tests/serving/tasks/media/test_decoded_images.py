@@ -141,7 +141,7 @@ def test_many_images_of_one_process():
     for format in ("PNG", "JPEG", "WEBP", "GIF") * 3:
         data = encoded(drawn("RGB", (40, 30)), format)
         assert pixels(data) == expected(data)
-    assert len(images.IMAGES._all) == 1
+    assert len(images.IMAGES.processes) == 1
 
 
 @pytest.mark.parametrize(
@@ -215,12 +215,13 @@ def test_random_bytes(data, head):
 @given(at=st.integers(0, 10**6), value=st.integers(0, 255), way=st.sampled_from(WAYS))
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 def test_changed_bytes(at, value, way):
-    """An image with a changed byte is decoded or refused."""
+    """An image with a changed byte is decoded to as many bytes as its size says, or refused."""
     format, mode, options = way
     data = bytearray(encoded(drawn(mode, (9, 7)), format, **options))
     data[at % len(data)] = value
     with contextlib.suppress(InvalidField):
-        decoded(bytes(data), PART)
+        found = decoded(bytes(data), PART)
+        assert len(found.data) == 3 * found.width * found.height
 
 
 def png(width, height, rows):
@@ -299,7 +300,7 @@ def test_no_process(monkeypatch):
 def test_a_process_cannot_open_anything():
     """From its first image on a process has a descriptor limit of zero."""
     decoded(encoded(drawn("L", (1, 1)), "PNG"), PART)
-    for process in images.IMAGES._all:
+    for process in images.IMAGES.processes:
         with open(f"/proc/{process.pid}/limits") as limits:
             (line,) = (line for line in limits if line.startswith("Max open files"))
         assert line.split()[3:5] == ["0", "0"]

@@ -278,7 +278,7 @@ def test_the_time_of_all_urls():
     """All URLs of a request share a time; when it is over, the next is not even looked up."""
     part = MediaPart(kind="image", source="url", place="h", content="http://h/", most=9, field=FIELD, part="p")
     sources = source.Sources(DialectSettings(allowedMediaDomains=("h",)), None)
-    sources._left = 0.0
+    sources.left = 0.0
     with pytest.raises(InvalidField, match="it took too long"):
         sources.read(part)
 
@@ -292,11 +292,11 @@ def test_hosts_that_are_not_there(monkeypatch):
     def unknown(*_):
         raise socket.gaierror(-2, "Name or service not known")
 
-    monkeypatch.setattr(fetch, "_resolve", unknown)
+    monkeypatch.setattr(fetch, "current_resolve", unknown)
     assert refusal("http://localhost/a").endswith("fetched: its host is not known")
     with server(closed(whole(PNG))) as (open_port, _):
         both = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", number)) for number in (port, open_port)]
-        monkeypatch.setattr(fetch, "_resolve", lambda *_: both)
+        monkeypatch.setattr(fetch, "current_resolve", lambda *_: both)
         assert asked("http://localhost/a").width == 2
 
 
@@ -338,18 +338,18 @@ def test_tls(tmp_path, monkeypatch):
     trusting = {name: ssl.create_default_context(cafile=one.ca) for name, one in {"ca": authority, "o": other}.items()}
     address = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0))]
     with server(closed(whole(PNG)), context) as (port, requests):
-        monkeypatch.setattr(fetch, "_context", lambda: trusting["ca"])
+        monkeypatch.setattr(fetch, "tls_context", lambda: trusting["ca"])
         assert asked(f"https://localhost:{port}/a").width == 2
-        monkeypatch.setattr(fetch, "_resolve", lambda *_: [(*address[0][:4], ("127.0.0.1", port))])
+        monkeypatch.setattr(fetch, "current_resolve", lambda *_: [(*address[0][:4], ("127.0.0.1", port))])
         invalid = "the server's certificate is not valid for it"
         assert refusal(f"https://h.example:{port}/a", allowed=("h.example",)).endswith(invalid)
-        monkeypatch.setattr(fetch, "_context", lambda: trusting["o"])
+        monkeypatch.setattr(fetch, "tls_context", lambda: trusting["o"])
         assert refusal(f"https://localhost:{port}/a").endswith(invalid)
     assert len(requests) == 1
     monkeypatch.undo()
     with server(sent(b"HTTP/1.1 400 Plain\r\n\r\n"), listens=False) as (port, _):
         assert refusal(f"https://127.0.0.1:{port}/a").endswith("the TLS connection with the server failed")
-    monkeypatch.setattr(fetch, "_context", lambda: trusting["ca"])
+    monkeypatch.setattr(fetch, "tls_context", lambda: trusting["ca"])
     with server(closed(OK + b"\r\n" + PNG), context) as (port, _):  # closed without TLS's own end: perhaps cut
         assert refusal(f"https://localhost:{port}/a").endswith("the server closed the connection too early")
     with server(endless(OK + b"\r\n", bytes(1 << 14)), context) as (port, _):
@@ -360,8 +360,8 @@ def test_descriptors_are_closed(monkeypatch):
     """The connection is closed after success and after every error."""
     answers = [closed(whole(PNG)), closed(b"HTTP/1.1 404 No\r\n\r\n"), closed(b"nonsense\r\n"), closed()]
     made = []
-    real = fetch._connected
-    monkeypatch.setattr(fetch, "_connected", lambda *given: made.append(real(*given)) or made[-1])
+    real = fetch.connect_to
+    monkeypatch.setattr(fetch, "connect_to", lambda *given: made.append(real(*given)) or made[-1])
     for answer in answers:
         with server(answer) as (port, _), suppress(InvalidField):
             asked(f"http://127.0.0.1:{port}/a")

@@ -89,7 +89,7 @@ def test_images_in_their_order(inside, allowed):
 def test_text_costs_nothing(monkeypatch):
     """A request without media loads and allocates nothing for images."""
     monkeypatch.setattr(media, "Sources", None)
-    monkeypatch.setattr(media, "_check", None)
+    monkeypatch.setattr(media, "check_parts", None)
     messages = [Message(role="user", content="text"), Message(role="user", content=(TextPart("a"),))] * 50
     assert images_of(messages, NONE, reads_images=True, deadline=None) == ()
     tracemalloc.start()

@@ -27,7 +27,7 @@ TEMPLATES = [
 def test_as_transformers_renders(text):
     """A rendered text, or error, equals that of apply_chat_template."""
     rng = random.Random(5)
-    renderer = Renderer(text._hf)
+    renderer = Renderer(text.hf)
     variables = {"flag": {"deep": [1, 2.5]}, "number": 2**70, "bos_token": "<own>"}
     for _ in range(12):
         messages = [
@@ -37,7 +37,7 @@ def test_as_transformers_renders(text):
         messages[-1]["reasoning_content"] = "so"
         messages[0]["tool_calls"] = [{"function": {"name": "f", "arguments": {"x": [1, None, True, "ü"]}}}]
         for template in TEMPLATES:
-            wanted = text._hf.apply_chat_template(
+            wanted = text.hf.apply_chat_template(
                 messages, chat_template=template, add_generation_prompt=True, tokenize=False, **variables
             )
             assert renderer.text(messages, template, variables) == wanted
@@ -47,9 +47,9 @@ def test_as_transformers_renders(text):
 def test_errors_are_those_of_transformers(text, template):
     """A template's error has the same class and words as in this process."""
     with pytest.raises(Exception) as wanted:
-        text._hf.apply_chat_template([{"role": "user"}], chat_template=template, tokenize=False)
+        text.hf.apply_chat_template([{"role": "user"}], chat_template=template, tokenize=False)
     with pytest.raises(Refused) as caught:
-        Renderer(text._hf).text([{"role": "user"}], template, {})
+        Renderer(text.hf).text([{"role": "user"}], template, {})
     assert (caught.value.kind, caught.value.message) == (type(wanted.value).__name__, str(wanted.value))
 
 
@@ -69,7 +69,7 @@ def test_a_request_that_is_stopped(endpoint, monkeypatch):
 
 def test_limits_grow_with_the_request(text):
     """A caller's own long text is within limits that its model's template alone would exceed."""
-    renderer = Renderer(text._hf)
+    renderer = Renderer(text.hf)
     content = "wörd " * 600_000
     assert renderer.render([{"role": "user", "content": content}], "{{ messages[0].content * 3 }}", {}, 512)
     with pytest.raises(RequestError, match="characters of output"):
@@ -91,5 +91,5 @@ def test_a_trusted_tokenizer_class_renders_with_its_own_code(text):
         def apply_chat_template(self, conversation, **kwargs):
             return "own"
 
-    tokenizer = Own(tokenizer_object=text._backend)
+    tokenizer = Own(tokenizer_object=text.backend)
     assert Renderer(tokenizer).text([{"role": "user", "content": "a"}], "{{ 1 }}", {}) == "own"

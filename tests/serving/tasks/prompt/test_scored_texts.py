@@ -113,8 +113,8 @@ def test_a_long_query_does_not_multiply_without_end(cross):
 def test_megabytes_are_read_at_their_beginning(cross, cross_text, monkeypatch):
     """Only as much of a text of megabytes is tokenised as can fit the context."""
     seen = []
-    encode = cross_text._backend.__class__.encode_batch_fast
-    backend = cross_text._backend
+    encode = cross_text.backend.__class__.encode_batch_fast
+    backend = cross_text.backend
 
     class Counting:
         def __getattr__(self, name):
@@ -124,7 +124,7 @@ def test_megabytes_are_read_at_their_beginning(cross, cross_text, monkeypatch):
             seen.extend(map(len, texts))
             return encode(backend, texts, **options)
 
-    monkeypatch.setattr(cross_text, "_backend", Counting())
+    monkeypatch.setattr(cross_text, "backend", Counting())
     body = {"text_1": "w1 " * 10**6, "text_2": "w2 " * 10**6, "truncate_prompt_tokens": -1}
     (ids,) = _sequences(prepare(_raw(**body), cross))
     assert len(ids) == 48

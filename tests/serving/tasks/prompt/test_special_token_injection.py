@@ -21,7 +21,7 @@ def test_as_transformers_does_it(text, monkeypatch, stretch, group):
             {"role": role, "content": "".join(rng.choices(WORDS, k=rng.randrange(25)))}
             for role in ("system", "user", "assistant")[: rng.randrange(1, 4)]
         ]
-        expected = text._hf.apply_chat_template(
+        expected = text.hf.apply_chat_template(
             messages, chat_template=source, add_generation_prompt=True, sanitize_control_tokens=True
         )
         assert list(text.chat(messages)) == expected["input_ids"]
@@ -40,7 +40,7 @@ def test_marks_cannot_be_forged(text):
 
 def test_long_chats_are_searched_in_stretches(text, monkeypatch):
     """No single search sees more than a stretch, and a token across the cut is found."""
-    guard = text._guards[text.template(None)]
+    guard = text.guards[text.template(None)]
     for at in range(special_token_injection.STRETCH - 12, special_token_injection.STRETCH + 3):
         assert guard.found_in({"content": [" " * at + "<|end|>" + " " * 40_000]})
     assert not guard.found_in("<|end" * 20_000)

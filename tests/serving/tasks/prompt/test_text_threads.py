@@ -46,4 +46,4 @@ def test_long_texts_let_others_run(text):
         thread.join()
         assert turns > 20
     short = long[:20_000]
-    assert text.encode(short) == tuple(text._backend.encode(short).ids)
+    assert text.encode(short) == tuple(text.backend.encode(short).ids)

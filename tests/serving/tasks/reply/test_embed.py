@@ -78,11 +78,11 @@ def _framed(text, lead, tail):
 
     framed = copy.copy(text)
     framed.__dict__.pop("_frame", None)
-    backend = Tokenizer.from_str(text._backend.to_str())
+    backend = Tokenizer.from_str(text.backend.to_str())
     single = f"{lead} $A {tail}".split()
     ids = [(name, backend.token_to_id(name)) for name in {lead, tail} if name]
     backend.post_processor = processors.TemplateProcessing(single=" ".join(single), special_tokens=ids)
-    framed._backend = backend
+    framed.backend = backend
     return framed
 
 

@@ -177,7 +177,7 @@ def test_plain_chats_are_not_parsed(text_of, ask, hermes, endpoint_of):
     assert ask(plain).read_as == "default"
     assert ask(hermes, tools=()).read_as == "default"
     run = generate.Run(ask(plain, tools=()), plain, ScriptedEngine([]).stream)
-    assert type(run._choices[0]).__name__ == "ChoiceText"
+    assert type(run.choices[0]).__name__ == "ChoiceText"
 
 
 def test_special_tokens(text_of, ask):
