@@ -29,7 +29,6 @@ SMALL: Mapping[str, str] = {
 }
 LARGE: Mapping[str, str] = {
     "flavors/llm/save": "each file finds, checks or converts one part of a model, and save_model.py is their order",
-    "serving/frontend": "a worker's parts that all protocols share, of which each is small",
     "serving/cli": "a subcommand is a module, and the help lists them in the same order",
 }
 

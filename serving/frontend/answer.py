@@ -9,7 +9,7 @@ from typing import Any
 from ..dialects import Dialect
 from ..dialects.json_body import json_bytes
 from ..interface.errors import LimitExceeded, ServingError, Unauthenticated
-from . import rate_limit_headers
+from .limits import rate_limit_headers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

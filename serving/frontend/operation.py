@@ -17,8 +17,8 @@ from ..metering.accounts.audit import Actor
 from ..metering.accounts.authorization import ANONYMOUS, Caller
 from ..observability.access_record import AccessRecord
 from .answer import Answer
-from .in_flight import InterruptibleIterator
-from .memory_budget import Allocation
+from .limits.memory_budget import Allocation
+from .streams.in_flight import InterruptibleIterator
 from .worker_state import WorkerState
 
 Watch = Callable[[InterruptibleIterator[Any]], AbstractContextManager[None]]

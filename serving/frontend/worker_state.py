@@ -16,10 +16,10 @@ from ..routing.model_aliases import ModelAliases
 from ..routing.plan_follower import PlanFollower
 from ..routing.served_endpoints import ServedEndpoints
 from ..tasks.cache_salt import CacheSalts
-from .in_flight import InFlightRequests
-from .memory_budget import MemoryBudget
+from .limits.memory_budget import MemoryBudget
+from .limits.refusal_limit import RefusalLimit
 from .offload import Offload
-from .refusal_limit import RefusalLimit
+from .streams.in_flight import InFlightRequests
 
 if TYPE_CHECKING:
     from ..control.mlflow_resolver import ResolvedModel

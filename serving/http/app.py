@@ -18,8 +18,8 @@ from ..dialects import Dialect, dialect_of
 from ..frontend.answer import Answer, error_answer
 from ..frontend.authentication import authenticate, charge
 from ..frontend.dialect_choice import default_dialect
-from ..frontend.in_flight import ClientGone
 from ..frontend.operation import Request, ResponseDialect
+from ..frontend.streams.in_flight import ClientGone
 from ..frontend.worker_state import WorkerState
 from ..interface.errors import (
     Aborted,

@@ -11,8 +11,8 @@ import grpc
 
 from ..dialects.errors import retry_headers
 from ..dialects.kserve.dialect import message_of
-from ..frontend.in_flight import ClientGone, InterruptibleIterator
 from ..frontend.invoke import TIMEOUT_HEADER
+from ..frontend.streams.in_flight import ClientGone, InterruptibleIterator
 from ..interface.errors import ServingError
 from ..observability.access_record import REQUEST_ID
 from .loop import Loop

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from ..control.settings import ServerSettings
-from ..frontend.memory_budget import RETRY_AFTER, SMALL, Allocation
+from ..frontend.limits.memory_budget import RETRY_AFTER, SMALL, Allocation
 from ..interface.errors import Aborted, Overloaded, RequestError
 from .call import Call
 from .codec import parsed

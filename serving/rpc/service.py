@@ -20,9 +20,9 @@ from ..frontend import kserve_queries
 from ..frontend.addressing import VERSION
 from ..frontend.answer import Answer
 from ..frontend.authentication import authenticate, charge
-from ..frontend.in_flight import ClientGone
 from ..frontend.invoke import invoke
 from ..frontend.operation import Auth, Operation, Request
+from ..frontend.streams.in_flight import ClientGone
 from ..frontend.worker_state import WorkerState
 from ..interface.errors import Aborted, InternalError, NotFound, RequestError, ServingError
 from ..metering.accounts.authorization import Caller

@@ -11,7 +11,7 @@ from typing import Any
 import gevent
 from gunicorn.http.errors import ParseException
 
-from ...frontend.memory_budget import Allocation
+from ...frontend.limits.memory_budget import Allocation
 from ...interface.errors import PayloadTooLarge, RequestError, RequestTimeout
 from .request_smuggling import AmbiguousRequest
 

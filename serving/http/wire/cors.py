@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from ...frontend.answer import Answer
-from ...frontend.rate_limit_headers import NOUNS
+from ...frontend.limits.rate_limit_headers import NOUNS
 from ...interface.errors import MethodNotAllowed, PermissionDenied
 from ...observability.access_record import REQUEST_ID
 from .csrf import allows

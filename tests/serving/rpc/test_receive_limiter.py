@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mlflow_llm.serving.control.settings import ServerSettings
-from mlflow_llm.serving.frontend.memory_budget import MemoryBudget
+from mlflow_llm.serving.frontend.limits.memory_budget import MemoryBudget
 from mlflow_llm.serving.interface.errors import Aborted, LimitExceeded, Overloaded
 from mlflow_llm.serving.rpc.messages import ModelInferRequest
 from mlflow_llm.serving.rpc.receive_limiter import Message, ReceiveLimiter

@@ -13,8 +13,8 @@ import pytest
 from flask.testing import FlaskClient
 
 from mlflow_llm.serving.frontend import invoke
-from mlflow_llm.serving.frontend.memory_budget import SMALL, MemoryBudget
-from mlflow_llm.serving.frontend.refusal_limit import RefusalLimit
+from mlflow_llm.serving.frontend.limits.memory_budget import SMALL, MemoryBudget
+from mlflow_llm.serving.frontend.limits.refusal_limit import RefusalLimit
 from mlflow_llm.serving.frontend.worker_state import WorkerState
 from mlflow_llm.serving.http.app import create_app
 from mlflow_llm.serving.interface.errors import LimitExceeded, Overloaded, Unavailable

@@ -12,9 +12,9 @@ import gevent
 import pytest
 
 from mlflow_llm.serving.dialects import DIALECTS
-from mlflow_llm.serving.frontend.in_flight import ClientGone, InterruptibleIterator
-from mlflow_llm.serving.frontend.invoke import Stream
-from mlflow_llm.serving.frontend.token_writer import token_writer
+from mlflow_llm.serving.frontend.streams.in_flight import ClientGone, InterruptibleIterator
+from mlflow_llm.serving.frontend.streams.stream import Stream
+from mlflow_llm.serving.frontend.streams.token_writer import token_writer
 from mlflow_llm.serving.http.gunicorn.write_backpressure import BackpressureSocket
 from mlflow_llm.serving.interface.events import Event, Finished, Tokens
 from mlflow_llm.serving.interface.reply import Piece

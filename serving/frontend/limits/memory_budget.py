@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 from gevent.monkey import get_original
 
-from ..interface.errors import LimitExceeded, Overloaded
+from ...interface.errors import LimitExceeded, Overloaded
 
 _Lock = get_original("threading", "Lock")  # between threads; greenlets never switch while they hold it
 SMALL = 64 * 2**10  # bytes

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..interface.errors import LimitExceeded
-from ..metering.accounts.limits import LimitStatus, plain
-from ..metering.accounts.money import units
+from ...interface.errors import LimitExceeded
+from ...metering.accounts.limits import LimitStatus, plain
+from ...metering.accounts.money import units
 
 NOUNS = {
     "itpm": ("input-tokens", "tokens"),

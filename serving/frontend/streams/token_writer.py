@@ -11,11 +11,11 @@ from typing import Any, Protocol
 
 import gevent
 
-from ..dialects import StreamEncoder, TemplatedEncoder
-from ..interface.engine import TappableStream
-from ..interface.events import Event, Tokens
-from ..observability.access_record import AccessRecord
-from ..tasks.reply.generate import Pieces, Run
+from ...dialects import StreamEncoder, TemplatedEncoder
+from ...interface.engine import TappableStream
+from ...interface.events import Event, Tokens
+from ...observability.access_record import AccessRecord
+from ...tasks.reply.generate import Pieces, Run
 
 
 class WriteFailed(OSError):

@@ -19,9 +19,9 @@ from serving_process import GATED_CORE, Running, running
 
 from mlflow_llm.serving.dialects import DIALECTS, Head
 from mlflow_llm.serving.dialects.triton.requests import read_generate
-from mlflow_llm.serving.frontend.first_bytes import Patience
-from mlflow_llm.serving.frontend.in_flight import ClientGone, InterruptibleIterator
-from mlflow_llm.serving.frontend.invoke import Stream
+from mlflow_llm.serving.frontend.streams.first_bytes import Patience
+from mlflow_llm.serving.frontend.streams.in_flight import ClientGone, InterruptibleIterator
+from mlflow_llm.serving.frontend.streams.stream import Stream
 from mlflow_llm.serving.interface.errors import DeadlineExceeded, InvalidField, ServingError
 from mlflow_llm.serving.interface.reply import Delta, Done, Ended, Piece, Usage
 from mlflow_llm.serving.interface.request import Sampling, Sequence, ValidRequest

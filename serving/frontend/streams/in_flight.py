@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 import gevent
 from gevent import monkey
 
-from ..interface.errors import DeadlineExceeded
+from ...interface.errors import DeadlineExceeded
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..interface.errors import LimitExceeded
+from ...interface.errors import LimitExceeded
 
 CAPACITY = 10_000  # callers, and likewise credentials, that are remembered; the least recently seen are dropped first
 
