@@ -140,9 +140,9 @@ class Comparison:
 
     def _measure(self, name: str, workload: workloads.Workload) -> Figures:
         process = self.processes[name]
-        before = process.processor_seconds()
+        before = process.cpu_seconds()
         answer = self.run(name, workload)
-        found = figures(answer, process.processor_seconds() - before, CONTENDERS[name].streams)
+        found = figures(answer, process.cpu_seconds() - before, CONTENDERS[name].streams)
         rate = found.tokens_per_second
         self._note(name, f"{workload.name}: {tables.number(rate)} tokens/s" + f", {found.cut} cut" * bool(found.cut))
         self.found[name].setdefault(workload.name, []).append(found)

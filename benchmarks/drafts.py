@@ -164,7 +164,7 @@ def main() -> None:
             rows.append(
                 {
                     "callers": callers, "task": task, "without, tokens/s": statistics.median(took[task]),
-                    "with / without": by_clock, "by processor time": by_processor,
+                    "with / without": by_clock, "by CPU time": by_processor,
                     "drafted": counts[task][0], "taken": counts[task][1],
                 }
             )  # fmt: skip

@@ -222,7 +222,7 @@ def main() -> None:
         ours = alone("mlflow-llm", instant_server(root / "a", 0), instant_server(root / "p", PACE), args)
     added = ours["worker µs an event"] - bare["worker µs an event"]
     publish("gateway", [bare, ours], load="one worker; callers on the same cores", added_us_per_streamed_token=added)
-    print(f"added per streamed token: {added:.0f} µs of the worker's processor time")
+    print(f"added per streamed token: {added:.0f} µs of the worker's CPU time")
 
 
 if __name__ == "__main__":

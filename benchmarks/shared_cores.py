@@ -217,7 +217,7 @@ def main() -> None:
             ratios = sorted(theirs.seconds / ours.seconds for ours, theirs in pairs)
             row[f"× {other}"] = statistics.median(ratios)
             row[f"{other}: quartiles"] = f"{ratios[len(ratios) // 4]:.2f}–{ratios[-1 - len(ratios) // 4]:.2f}"
-            row[f"{other}: by processor time"] = statistics.median(b.processor / a.processor for a, b in pairs)
+            row[f"{other}: by CPU time"] = statistics.median(b.processor / a.processor for a, b in pairs)
         rows.append(row)
     times = f"{args.rounds} rounds" if args.launches == 1 else f"{args.launches} launches of {args.rounds} rounds"
     publish(args.name, rows, load=f"{args.batch} × ({args.prompt} prompt + {args.new} new tokens), {times}")

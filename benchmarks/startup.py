@@ -88,7 +88,7 @@ def phases(marks: list[Any]) -> dict[str, float]:
         "load, s": loaded[0] - imported[0],
         "prompt of 100 tokens, s": token[0] - loaded[0],
         "beyond imports, s": token[0] - imported[0],
-        "of processor time, s": token[1] - imported[1],
+        "of CPU time, s": token[1] - imported[1],
     }
 
 

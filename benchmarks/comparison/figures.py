@@ -15,7 +15,7 @@ class Figures:
     mean between tokens, gap any pause between two events of a request. None: no data."""
 
     tokens_per_second: float | None
-    tokens_per_processor_second: float | None
+    tokens_per_cpu_second: float | None
     ttft_p50: float | None
     ttft_p99: float | None
     tpot_p50: float | None
@@ -34,7 +34,7 @@ def percentile(values: Sequence[float], percent: float) -> float | None:
     return sorted(values)[max(0, min(len(values), int(rank)) - 1)]
 
 
-def figures(answer: dict[str, Any], processor_seconds: float, streams: bool = True) -> Figures:
+def figures(answer: dict[str, Any], cpu_seconds: float, streams: bool = True) -> Figures:
     """Return the figures of the answer to a "run" message. A contender that does not stream has no times of single
     tokens."""
     first, tpot, gaps = [], [], []
@@ -52,7 +52,7 @@ def figures(answer: dict[str, Any], processor_seconds: float, streams: bool = Tr
             tpot.append(1e3 * (times[-1] - times[0]) / (count - one["events"][0][1] or 1))
     return Figures(
         tokens_per_second=tokens / ended if ended else None,
-        tokens_per_processor_second=tokens / processor_seconds if processor_seconds > 0 and tokens else None,
+        tokens_per_cpu_second=tokens / cpu_seconds if cpu_seconds > 0 and tokens else None,
         ttft_p50=percentile(first, 50) if streams else None,
         ttft_p99=percentile(first, 99) if streams else None,
         tpot_p50=percentile(tpot, 50) if streams else None,

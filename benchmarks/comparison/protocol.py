@@ -74,7 +74,7 @@ class Process:
         lines = self._log.read_text(errors="replace").strip().splitlines()
         return lines[-1][:300] if lines else f"status {self._process.wait(10)}"
 
-    def processor_seconds(self) -> float:
+    def cpu_seconds(self) -> float:
         """Return the CPU time so far of the process and all its descendants; without its own if ``servers`` do the
         work."""
         import psutil

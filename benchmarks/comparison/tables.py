@@ -66,7 +66,7 @@ def markdown(result: dict[str, Any], run: str = "") -> str:
                 "": name,
                 f"tokens/s at {sizes}": several(of(loops, "tokens_per_second")),
                 "× ours int8": several(of(loops, "ratio"), times),
-                "tokens per CPU second": several(of(loops, "tokens_per_processor_second")),
+                "tokens per CPU second": several(of(loops, "tokens_per_cpu_second")),
                 f"TTFT p50 at {sizes}, ms": several(of(loops, "ttft_p50")),
                 f"prompt of {lengths}": several(of(prompts, "ttft_p50")),
                 "equal tokens; loss, reference's": texts(one.get("texts")),
@@ -90,7 +90,7 @@ def markdown(result: dict[str, Any], run: str = "") -> str:
         f"{'one round' if rounds == 1 else f'medians of {rounds} rounds'}; load average {begin} before and {end} after."
     ]
     if refused:
-        said.append("The processor has AMX, which no contender was allowed to use (`--without-amx`).")
+        said.append("The CPU has AMX, which no contender was allowed to use (`--without-amx`).")
     parts = [" ".join(said), table(rows)] if rows else said
     if others:
         parts += ["Open loop: " + " / ".join(traffic) + ".", table(others)]

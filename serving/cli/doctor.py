@@ -87,7 +87,7 @@ def versions() -> Section:
 def machine() -> Section:
     return {
         "system": platform.platform(),
-        "processor": _processor(),
+        "CPU": _cpu_model(),
         "instructions": ", ".join(_instructions()) or "unknown",
         "cores": str(available_cpus()),
         "threads": f"{num_threads()} (OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'unset')})",
@@ -193,7 +193,7 @@ def _cpuinfo() -> dict[str, str]:
     return {key.strip(): value.strip() for key, _, value in pairs}
 
 
-def _processor() -> str:
+def _cpu_model() -> str:
     return _cpuinfo().get("model name") or platform.processor() or platform.machine()
 
 

@@ -133,7 +133,7 @@ def loaded_by(takes: float, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, A
     ran = []
 
     class Idle:
-        def processor_seconds(self) -> float:
+        def cpu_seconds(self) -> float:
             return 0.0
 
     def run(name: str, workload: workloads.Workload) -> dict[str, Any]:
@@ -164,14 +164,14 @@ def test_figures_of_known_times() -> None:
     answer = {"seconds": 9.0, "cut": 0, "answers": [{"asked": 0.25, "events": events}, {"asked": 0.5, "events": []}]}
     found = figures.figures(answer, 2.0)
     assert found.tokens_per_second == pytest.approx(4 / 0.9)
-    assert found.tokens_per_processor_second == 2.0
+    assert found.tokens_per_cpu_second == 2.0
     assert found.ttft_p50 == pytest.approx(250)
     assert found.tpot_p50 == pytest.approx(400 / 3)
     assert (found.gap_p99, found.gap_max) == (pytest.approx(300), pytest.approx(300))
     whole = figures.figures(answer, 2.0, streams=False)
     assert (whole.ttft_p50, whole.tpot_p50, whole.gap_p99, whole.gap_max) == (None,) * 4
     nothing = figures.figures({"seconds": 1.0, "cut": 1, "answers": []}, 0.0)
-    assert (nothing.tokens_per_second, nothing.tokens_per_processor_second) == (None, None)
+    assert (nothing.tokens_per_second, nothing.tokens_per_cpu_second) == (None, None)
 
 
 def rated(*rates: float | None) -> list[figures.Figures]:
@@ -216,7 +216,7 @@ def test_a_contender_is_asked_by_lines(fake: Process) -> None:
     assert (told["versions"]["model"], told["servers"]) == ("m", False)
     answer = fake.ask({"do": "run", "requests": asked(3), "callers": 2, "limit": 60}, 60)
     assert [one["tokens"] for one in answer["answers"]] == [[1, 0]] * 3
-    assert fake.processor_seconds() > 0
+    assert fake.cpu_seconds() > 0
     dies = [{"id": "x", "prompt": [666], "max_tokens": 1, "at": 0}]
     with pytest.raises(Failed, match="its process ended"):
         fake.ask({"do": "run", "requests": dies, "callers": 1, "limit": 60}, 60)
@@ -242,7 +242,7 @@ def test_a_contender_that_says_nothing_is_not_waited_for(tmp_path: Path) -> None
 
 
 def result(**more: Any) -> dict[str, Any]:
-    found = {"tokens_per_second": 123.4, "ratio": 1.0, "ttft_p50": 56.7, "tokens_per_processor_second": 61.0}
+    found = {"tokens_per_second": 123.4, "ratio": 1.0, "ttft_p50": 56.7, "tokens_per_cpu_second": 61.0}
     ours = {"contender": "ours int8", "workloads": {"1 callers": found, "bursts": found}, "texts": None, "error": None}
     out = {"contender": "vLLM", "workloads": {}, "texts": None, "error": "vllm could not be made: no disk"}
     names = [{"name": "1 callers", "kind": "steady"}, {"name": "bursts", "kind": "traffic"}]
@@ -305,7 +305,7 @@ def test_a_table_without_amx_says_so() -> None:
     """A table of a run without AMX says that no contender was allowed to use it, and does not list it."""
     shown = tables.markdown({**result(), "without_amx": True})
     assert "amx_int8" not in shown
-    assert "The processor has AMX, which no contender was allowed to use" in shown
+    assert "The CPU has AMX, which no contender was allowed to use" in shown
     assert "amx_int8" in tables.markdown(result())
 
 

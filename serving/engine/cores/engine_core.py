@@ -50,8 +50,8 @@ class EngineCore:
         self._steps = 0
         self._last_step = time.monotonic()
         self._closed = False
-        self._contention = Contention(self._wait_on_processors)
-        self._wait_on_processors(False)
+        self._contention = Contention(self._wait_on_cpus)
+        self._wait_on_cpus(False)
         for name, path in bundle.adapters.items():
             self.load_adapter(name, path)
 
@@ -155,10 +155,10 @@ class EngineCore:
             processor_wait=round(self._contention.waiting, 3),
         )
 
-    def _wait_on_processors(self, oversubscribed: bool) -> None:
-        """Set how threads wait. torch's threads spin only if they have the processors to themselves: not if others run
+    def _wait_on_cpus(self, oversubscribed: bool) -> None:
+        """Set how threads wait. torch's threads spin only if they have the CPUs to themselves: not if others run
         there, and not beside our own kernels' threads, which spin between two steps if nothing else wants to run."""
-        library.share_processors(oversubscribed)
+        library.share_cpus(oversubscribed)
         openmp.waiting.set_brief(oversubscribed or self.info.kernels == "native")
 
     def check_integrity(self) -> None:

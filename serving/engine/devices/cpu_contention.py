@@ -1,8 +1,8 @@
-"""Whether the engine gets the processors that its threads need, by how long its thread waited for one.
+"""Whether the engine gets the CPUs that its threads need, by how long its thread waited for one.
 
 Three things keep a runnable thread from running. The worst of them, in a window of a second or more, counts:
 
-- others on the same processors (the run queue: /proc/thread-self/schedstat);
+- others on the same CPUs (the run queue: /proc/thread-self/schedstat);
 - the quota of a control group (its cpu.stat);
 - the host of a virtual machine ("steal" in /proc/stat).
 
@@ -28,13 +28,13 @@ logger = logging.getLogger(__name__)
 WINDOW = 1.0  # seconds between looks
 BEGINS, ENDS = 0.2, 0.05  # shares of the time that the thread wanted to run
 CALM = 10.0  # seconds below ENDS, in windows that say something, that end an episode
-MIN_WANTED_SHARE = 0.05  # of a window; a thread that wants to run for less says nothing about the processors
+MIN_WANTED_SHARE = 0.05  # of a window; a thread that wants to run for less says nothing about the CPUs
 
 
 @dataclass(frozen=True, slots=True)
 class Readings:
     """Seconds since the start: ``ran`` and ``waited`` of the calling thread, ``throttled`` of its control groups, and
-    ``stolen`` out of ``total`` on all processors. A value that the system does not report is 0."""
+    ``stolen`` out of ``total`` on all CPUs. A value that the system does not report is 0."""
 
     ran: float = 0.0
     waited: float = 0.0
@@ -80,7 +80,7 @@ def _throttled(group: Path) -> float:
 
 
 class Contention:
-    """A measure of how long the thread that made it waited for a processor. Calls from other threads do nothing.
+    """A measure of how long the thread that made it waited for a CPU. Calls from other threads do nothing.
 
     ``changed(oversubscribed)`` is called when an episode begins or ends."""
 
@@ -115,10 +115,10 @@ class Contention:
         if not self.oversubscribed and self.waiting >= BEGINS:
             self._began = now
             cause = max(shares, key=lambda name: shares[name])
-            text = "processors are oversubscribed: %.0f %% of the time was spent waiting for one (%s)"
+            text = "CPUs are oversubscribed: %.0f %% of the time was spent waiting for one (%s)"
             logger.warning(text, 100 * self.waiting, _readable(cause))
         elif self.oversubscribed and self._calm >= CALM:
-            logger.info("processors are free again after %.0f seconds", now - self._began)
+            logger.info("CPUs are free again after %.0f seconds", now - self._began)
         else:
             return
         self.oversubscribed = not self.oversubscribed
@@ -138,7 +138,7 @@ def _shares(before: Readings, after: Readings, seconds: float) -> dict[str, floa
 
 def _readable(cause: str) -> str:
     if cause == "quota":
-        return f"the control group's quota of {quota() or 0:g} processors is used up"
+        return f"the control group's quota of {quota() or 0:g} CPUs is used up"
     if cause == "host":
         return "the host gives them to other machines"
     return f"others run on the {len(os.sched_getaffinity(0))} that it may use"

@@ -1,7 +1,7 @@
 """Change at run time how long torch's OpenMP threads spin while they wait.
 
 libgomp comes with torch's wheels for Linux. By default it spins for milliseconds, which is best when torch has the
-machine to itself: its own kernels are many short parallel regions. When there are more threads than processors, libgomp
+machine to itself: its own kernels are many short parallel regions. When there are more threads than CPUs, libgomp
 spins for a thousandth of that (see GOMP_SPINCOUNT in its manual), and it counts the threads again at every wait. So one
 thread of ours that holds a sleeping team makes all other threads wait briefly for as long as it lives. libomp has a
 function for this.
@@ -52,7 +52,7 @@ class Waiting:
         started.wait()
 
     def _hold_team(self, started: threading.Event, end: threading.Event) -> None:
-        """Hold a team that has nothing to do, of as many threads as there are processors."""
+        """Hold a team that has nothing to do, of as many threads as there are CPUs."""
         idle = ctypes.cast(self._runtime.omp_get_thread_num, ctypes.c_void_p)
         self._runtime.GOMP_parallel(idle, None, ctypes.c_uint(len(os.sched_getaffinity(0))), ctypes.c_uint(0))
         started.set()

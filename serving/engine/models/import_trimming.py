@@ -1,4 +1,4 @@
-"""Imports transformers without the packages that no engine uses, which saves half of the imports' processor time.
+"""Imports transformers without the packages that no engine uses, which saves half of the imports' CPU time.
 
 Whatever the model, ``transformers.modeling_utils`` imports:
 

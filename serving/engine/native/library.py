@@ -361,7 +361,7 @@ def use_threads(threads: int) -> None:
         _use(found, threads)
 
 
-def share_processors(shared: bool) -> None:
+def share_cpus(shared: bool) -> None:
     """Set whether other processes want the CPUs too. If so, threads sleep sooner between two calls."""
     found = library()
     if found is not None:

@@ -310,7 +310,7 @@ def test_doctor() -> None:
     assert (text.exit_code, text.stdout.splitlines()[-1]) == (0, "no problems found")
     found = json.loads(CliRunner().invoke(cli, ["doctor", "--json"]).stdout)
     assert found["versions"]["mlflow"].startswith("3.")
-    assert {"processor", "cores", "threads", "memory", "accelerator"} <= set(found["machine"])
+    assert {"CPU", "cores", "threads", "memory", "accelerator"} <= set(found["machine"])
     assert found["limits"]["open files"] > 0
     assert found["problems"] == []
 

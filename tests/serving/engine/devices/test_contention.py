@@ -47,8 +47,8 @@ def test_an_episode_of_contention_logs_two_lines(machine: Machine, caplog: pytes
     machine.passes(10)
     assert machine.changes == [True, False]
     first, second = caplog.messages
-    assert first.startswith("processors are oversubscribed: 44 % of the time was spent waiting for one (others run on")
-    assert second == "processors are free again after 109 seconds"
+    assert first.startswith("CPUs are oversubscribed: 44 % of the time was spent waiting for one (others run on")
+    assert second == "CPUs are free again after 109 seconds"
 
 
 def test_a_little_waiting_starts_no_episode(machine: Machine) -> None:
@@ -61,7 +61,7 @@ def test_a_little_waiting_starts_no_episode(machine: Machine) -> None:
 @pytest.mark.parametrize(
     ("more", "text"),
     [
-        ({"throttled": 0.5}, "the control group's quota of 0.5 processors is used up"),
+        ({"throttled": 0.5}, "the control group's quota of 0.5 CPUs is used up"),
         ({"stolen": 0.8}, "the host gives them to other machines"),
     ],
 )
