@@ -20,7 +20,7 @@ API = "/api/2.0/serving-endpoints"
 ENTITY_KEYS = ("min_provisioned_throughput", "max_provisioned_throughput", "scale_to_zero_enabled")
 ENGINE_KEYS = tuple(EngineSettings.__struct_fields__)
 UPDATE_SECONDS = 1200.0
-TURN = 0.2
+CHECK_SECONDS = 0.2
 
 
 def create(server: str, name: str, model_uri: str, config: dict[str, Any]) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def await_config(server: str, name: str) -> dict[str, Any]:
             raise MlflowException(f"endpoint {name!r} did not take the model: {state.get('message', 'no message')}")
         if state["config_update"] == "NOT_UPDATING":
             return found
-        time.sleep(TURN)
+        time.sleep(CHECK_SECONDS)
     raise MlflowException(f"endpoint {name!r} was not ready within {UPDATE_SECONDS:.0f} seconds")
 
 

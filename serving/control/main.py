@@ -36,7 +36,7 @@ from .autoscaler import Autoscaler
 from .engine_memory import EngineMemory
 from .model_sources import config_of, with_files
 from .plan import PlanDirectory
-from .reconciler import TICK, Reconciler
+from .reconciler import TICK_SECONDS, Reconciler
 from .resolver_pool import ResolverPool
 from .spec import ServeSpec, store_url
 
@@ -91,7 +91,7 @@ def main(argv: list[str]) -> int:
             reconciler.tick()
             until = time.monotonic() + reconciler.pause
             while time.monotonic() < until and plan_directory.change_stamp() == stamp:
-                if changed.wait(TICK):
+                if changed.wait(TICK_SECONDS):
                     break
     except (ServingError, PackagingError) as error:
         say("failed", message=str(error))

@@ -31,8 +31,8 @@ from .rollout import Rollout
 
 logger = logging.getLogger(__name__)
 
-TICK = 0.1
-QUIET_TICK = 0.5  # seconds between checks of the store while nothing is under way and no change was signalled
+TICK_SECONDS = 0.1
+QUIET_TICK_SECONDS = 0.5  # seconds between checks of the store while nothing is under way and no change was signalled
 ADOPTION_SECONDS = 60.0  # after this time, a worker that does not adopt the plan no longer delays an update
 SCALE_SECONDS = 0.5
 UNREADY_SECONDS = 1.0  # an engine that is back sooner does not count as unready
@@ -107,7 +107,7 @@ class Reconciler:
                 seconds = round(time.monotonic() - began, 2)
                 self._say("token", endpoint=name, seconds=seconds, **self._runs_on(name))
             self._say_steps(steps)
-            time.sleep(TICK / 2)
+            time.sleep(TICK_SECONDS / 2)
 
     def _say_steps(self, said: dict[str, LoadStep]) -> None:
         """Report how far the loads of engines on this host are, where that has changed since it was ``said``."""
@@ -144,7 +144,7 @@ class Reconciler:
     @property
     def pause(self) -> float:
         """Seconds until the next tick if nothing changes before."""
-        return TICK if self.rollouts else QUIET_TICK
+        return TICK_SECONDS if self.rollouts else QUIET_TICK_SECONDS
 
     def close(self) -> None:
         """Start nothing more; work that is under way on threads ends with the process."""

@@ -21,7 +21,7 @@ from .core import EngineCore
 
 logger = logging.getLogger(__name__)
 
-WAIT = 0.25  # seconds between looks while a request waits for its grammar, since it may have a deadline
+WAIT_SECONDS = 0.25  # seconds between looks while a request waits for its grammar, since it may have a deadline
 Command = Callable[[EngineCore], None]
 Commands: TypeAlias = "queue.SimpleQueue[Command | None]"
 
@@ -168,7 +168,7 @@ def _main(bundle: Bundle, settings: EngineSettings, started: Future[EngineInfo],
 
 def _follow(core: EngineCore, commands: Commands) -> bool:
     """Run the next command; return False at the end. No reference to it stays, since it may refer to the engine."""
-    command = _next_command(commands, WAIT if core.waits else None, wait=not core.has_work())
+    command = _next_command(commands, WAIT_SECONDS if core.waits else None, wait=not core.has_work())
     if command is not None:
         command(core)
     return command is not None

@@ -29,7 +29,7 @@ OTLP_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDP
 DRAIN_SECONDS = 5.0
 RETRY_SECONDS = 10.0
 MAX_RETRY_SECONDS = 300.0
-BATCH = 32
+BATCH_RECORDS = 32
 
 
 class Sink(Protocol):
@@ -115,7 +115,7 @@ class Exporter:
 
     def _step(self) -> None:
         records: list[SpanRecord] = []
-        while len(records) < BATCH and self._socket.poll(0):
+        while len(records) < BATCH_RECORDS and self._socket.poll(0):
             records.append(self._decoder.decode(self._socket.recv()))
         for target in self._targets:
             try:

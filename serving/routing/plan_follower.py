@@ -29,7 +29,7 @@ from .replica_set import ReplicaSet
 from .served_endpoints import ServedEndpoint, ServedEndpoints, ServedEntity
 from .traffic import TrafficSplit
 
-TURN = 0.1  # seconds between checks of the plan
+CHECK_SECONDS = 0.1  # seconds between checks of the plan
 FIRST_NAMES = 1.0  # seconds to wait for engines to list their adapters before their endpoints are served
 FIRST_SECONDS = 5.0  # to attach to an engine of another host, which the controller process has just connected to
 RETRY = 10  # turns after which the worker tries again to reach a replica that did not answer
@@ -89,7 +89,7 @@ class PlanFollower:
     def run(self) -> None:
         """Adopt each new plan and release engines that are not used any more, forever."""
         due = Event()
-        timer = gevent.get_hub().loop.timer(TURN, TURN)
+        timer = gevent.get_hub().loop.timer(CHECK_SECONDS, CHECK_SECONDS)
         timer.start(self._look, due)
         try:
             while True:

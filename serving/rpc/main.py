@@ -35,7 +35,7 @@ from .service import Service
 from .tls import credentials
 
 THREADS = 256  # the most calls at once; each has a thread, which waits
-TICK = 0.05
+TICK_SECONDS = 0.05
 LAST_SECONDS = 2.0  # for responses that are already on their way
 CUT_SHORT = ShuttingDown("the server stopped before the reply was complete", retry_after=DRAIN_RETRY_AFTER)
 
@@ -129,13 +129,13 @@ def end(process: Process, service: Service, server: WorkerState, rpc: grpc.Serve
     logs.event("draining", running=service.num_active)
     until = time.monotonic() + server.settings.drain_timeout
     while service.num_active and time.monotonic() < until and not process.at_once:
-        gevent.sleep(TICK)
+        gevent.sleep(TICK_SECONDS)
     if service.num_active:
         logs.event("drain over", interrupted=server.in_flight.interrupt_all(CUT_SHORT))
     stopped = rpc.stop(LAST_SECONDS)  # refuses new calls, waits for running ones, then cuts off the others
     until = time.monotonic() + 2 * LAST_SECONDS
     while not stopped.is_set() and time.monotonic() < until:
-        gevent.sleep(TICK)
+        gevent.sleep(TICK_SECONDS)
     if server.ledger is not None:
         server.ledger.settle_open()
         server.ledger.close()

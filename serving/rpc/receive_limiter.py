@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable, Iterator
 
 from ..control.settings import ServerSettings
-from ..frontend.limits.memory_budget import RETRY_AFTER, SMALL, Allocation
+from ..frontend.limits.memory_budget import RETRY_AFTER, SMALL_BYTES, Allocation
 from ..interface.errors import Aborted, Overloaded, RequestError
 from .call import Call
 from .codec import parsed
 from .messages import ModelInferRequest
 
-TICK = 1.0  # seconds between checks for permits that last too long
+TICK_SECONDS = 1.0  # seconds between checks for permits that last too long
 
 
 class Message:
@@ -120,7 +120,7 @@ class ReceiveLimiter:
                 for permit in self.permits:
                     if not permit.arrived and now - permit.since > self.max_wait:
                         permit.call.context.cancel()
-                self._changed.wait(min(TICK, until - now))
+                self._changed.wait(min(TICK_SECONDS, until - now))
             mine = Permit(call, caller, self._finish)
             self.permits.add(mine)
             return mine
@@ -138,4 +138,4 @@ class ReceiveLimiter:
 
 def is_small(data: bytes) -> bool:
     """Return whether a message is so small that the memory budget does not count it."""
-    return len(data) <= SMALL
+    return len(data) <= SMALL_BYTES

@@ -18,9 +18,9 @@ from typing import Any
 from .limits import Ended, Limits, NoProcess, Refused
 from .process import Process, Wait
 
-PLACES = 4  # for work that belongs to no served model; also the number of idle processes that are kept
-SHARE = 2  # places of one model
-WAIT = 30.0  # seconds for a free place
+NUM_PLACES = 4  # for work that belongs to no served model; also the number of idle processes that are kept
+PLACES_PER_MODEL = 2
+WAIT_SECONDS = 30.0  # for a free place
 _poll = select.poll  # the system's; if gevent was loaded before, ``use_wait`` replaces it
 
 
@@ -99,7 +99,7 @@ class Share:
     """The places of one model."""
 
     def __init__(self) -> None:
-        self.places = _Semaphore(SHARE)
+        self.places = _Semaphore(PLACES_PER_MODEL)
 
     def __del__(self) -> None:
         with contextlib.suppress(OSError, AttributeError):
@@ -127,7 +127,7 @@ class Turns:
             with place.hold(until):
                 yield
         finally:
-            with self._guard.hold(time.monotonic() + WAIT):
+            with self._guard.hold(time.monotonic() + WAIT_SECONDS):
                 found, users = self.places.get(caller, (place, 0))
                 if found is place and users > 1:
                     self.places[caller] = place, users - 1
@@ -142,7 +142,7 @@ class Turns:
 class Pool:
     """A pool of confined processes. Thread-safe, and safe across a fork."""
 
-    def __init__(self, places: int = PLACES) -> None:
+    def __init__(self, places: int = NUM_PLACES) -> None:
         self.places = _Semaphore(places)
         self._idle: deque[Process] = deque()
         self.processes: set[Process] = set()
@@ -167,7 +167,7 @@ class Pool:
         Work whose process was killed by another program (the kernel, out of memory) is tried once more. Raises
         ``Exceeded``, ``Refused``, ``Ended`` and ``NoProcess``.
         """
-        until = time.monotonic() + WAIT
+        until = time.monotonic() + WAIT_SECONDS
         places = self.places if share is None else share.places
         with self._turns.hold(caller, until), places.hold(until):
             try:
@@ -191,7 +191,7 @@ class Pool:
             whole = True
             raise
         finally:
-            if whole and not process.is_used_up and len(self._idle) < PLACES:
+            if whole and not process.is_used_up and len(self._idle) < NUM_PLACES:
                 self._idle.append(process)
             else:
                 self._drop(process)
@@ -218,4 +218,5 @@ class Pool:
 
 
 POOL = Pool()
-IMAGES = Pool(SHARE)  # its processes render nothing: a decoder that was taken over sees no request but images
+# Its processes render nothing: a decoder that was taken over sees no request but images.
+IMAGES = Pool(PLACES_PER_MODEL)

@@ -9,7 +9,7 @@ from typing import Any
 from ..system.backoff import Backoff
 from ..transport.discovery.launcher import Launcher
 
-TURN = 0.05  # seconds between checks whether to continue waiting
+CHECK_SECONDS = 0.05  # seconds between checks whether to continue waiting
 FIRST_PAUSE, MAX_PAUSE = 0.25, 30.0  # seconds
 HEALTHY_LIFE = 2.0  # seconds; an engine that lived so long is restarted at once
 
@@ -31,7 +31,7 @@ class BackoffLauncher(Launcher):
         if self._has_looked:
             until = time.monotonic() + self._pause()
             while time.monotonic() < until and not ended():
-                time.sleep(TURN)
+                time.sleep(CHECK_SECONDS)
         self._has_looked, self._found_at = True, None
         found = super().find(stalled, ended)
         self._found_at = time.monotonic()

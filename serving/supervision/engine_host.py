@@ -16,7 +16,7 @@ from .engine_spec import EngineSpec
 from .supervisor import ReplicaStatus, Supervisor
 
 NAME = "engine"
-TURN = 0.1
+CHECK_SECONDS = 0.1
 END_SECONDS = 10.0  # that an engine may take to end after its drain
 Say = Callable[..., object]
 
@@ -70,7 +70,7 @@ class EngineHost:
                 was_ready = was_ready or status.state == "ready"
                 self._tell(status, time.monotonic() - began)
                 began = time.monotonic()
-            self._over.wait(TURN)
+            self._over.wait(CHECK_SECONDS)
 
     def _tell(self, status: ReplicaStatus, seconds: float) -> None:
         if status.state == "ready":
@@ -104,7 +104,7 @@ class EngineHost:
                 until = time.monotonic() + END_SECONDS
             if wanted not in sent and _send(state, wanted):
                 sent.append(wanted)
-            time.sleep(TURN / 2)
+            time.sleep(CHECK_SECONDS / 2)
         state.remove_if_abandoned()
         self._say("ended")
 

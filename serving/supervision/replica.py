@@ -23,7 +23,7 @@ from .engine_spec import EngineSpec
 logger = logging.getLogger(__name__)
 
 ReplicaState = Literal["starting", "ready", "failed", "draining"]
-TURN = 0.1  # seconds between checks
+CHECK_SECONDS = 0.1  # seconds between checks
 AWAY_TIMEOUT = 60.0  # seconds that a probe waits for an engine on another host
 
 
@@ -171,9 +171,9 @@ class Replica:
                         self._changed()
                     self._set("draining" if self._draining else "ready")
                     self._ready_since = self._ready_since or time.monotonic()
-                    time.sleep(TURN)
+                    time.sleep(CHECK_SECONDS)
                     continue
-                time.sleep(TURN / 10)
+                time.sleep(CHECK_SECONDS / 10)
         finally:
             self.engine = None
             engine.close()
@@ -195,7 +195,7 @@ class Replica:
     def sleep(self, seconds: float) -> None:
         until = time.monotonic() + seconds
         while time.monotonic() < until and not self._over():
-            time.sleep(TURN)
+            time.sleep(CHECK_SECONDS)
 
 
 def started_since(pid: int, began: float) -> bool:

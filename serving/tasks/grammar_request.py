@@ -17,7 +17,8 @@ from ..tool_calls.call_grammar import call_grammar
 from .prompt.endpoint import EndpointView
 from .prompt.tool_messages import shown_tools
 
-CACHED, CACHED_BYTES = 64, 2**18  # cached grammars and their maximum JSON size: clients send the same ones repeatedly
+MAX_CACHED_GRAMMARS = 64  # clients send the same ones repeatedly
+MAX_CACHED_BYTES = 2**18  # of the JSON of a grammar that is cached
 NO_GRAMMARS = "null: structured output is not supported by this endpoint's engine"
 
 
@@ -45,7 +46,7 @@ def grammar(sampling: RawSampling, endpoint: EndpointView) -> Grammar | None:
     if not endpoint.info.capabilities.structured_output:
         raise InvalidField(constraint.field, constraint.kind, NO_GRAMMARS)
     value = msgspec.json.encode(constraint.value)
-    if len(value) > CACHED_BYTES:
+    if len(value) > MAX_CACHED_BYTES:
         return grammar_of(constraint)
     return _cached(constraint.kind, value, constraint.compact, constraint.field)
 
@@ -70,7 +71,7 @@ def chat_grammar(raw: RawChat, endpoint: EndpointView, format: ToolFormat, *, in
         in_reasoning=in_reasoning,
     )
     key = msgspec.json.encode(asked)
-    found = _cached_calls(key) if len(key) <= CACHED_BYTES else _calls(asked)
+    found = _cached_calls(key) if len(key) <= MAX_CACHED_BYTES else _calls(asked)
     if found is not None and not endpoint.info.capabilities.structured_output:
         field, value = _why_held(raw)
         raise InvalidField(field, value, NO_GRAMMARS)
@@ -101,7 +102,7 @@ def _calls(asked: _Asked) -> Grammar | None:
     )
 
 
-@functools.lru_cache(CACHED)
+@functools.lru_cache(MAX_CACHED_GRAMMARS)
 def _cached_calls(asked: bytes) -> Grammar | None:
     return _calls(msgspec.json.decode(asked, type=_Asked))
 
@@ -121,6 +122,6 @@ def _why_held(raw: RawChat) -> tuple[str, Any]:
     return "tools", "a form"
 
 
-@functools.lru_cache(CACHED)
+@functools.lru_cache(MAX_CACHED_GRAMMARS)
 def _cached(kind: ConstraintKind, value: bytes, compact: bool, field: str) -> Grammar:
     return grammar_of(Constraint(kind=kind, value=msgspec.json.decode(value), compact=compact, field=field))

@@ -30,7 +30,7 @@ PREFIX = "llm."
 NOTE = "mlflow.note.content"  # the description that MLflow shows
 ADAPTERS_SHOWN = 50  # those with params of their own; the names of all are in one
 MAX_VALUE = 500  # characters of a param or tag
-BATCH = 100  # params that MLflow takes at once
+MAX_PARAMS = 100  # params that MLflow takes at once
 EXAMPLE = {"chat": '"Hello"', "completions": '"Once upon a time"', "embeddings": '["A text"]'}
 PAIR = '{"query": "What is a fox?", "documents": ["An animal.", "A colour."]}'
 
@@ -137,8 +137,8 @@ def _attempt(what: str, act: Callable[[], None]) -> None:
 def _log_params(client: MlflowClient, model_id: str, params: dict[str, str]) -> None:
     known = client.get_logged_model(model_id).params
     missing = [(key, value) for key, value in params.items() if key not in known]
-    for start in range(0, len(missing), BATCH):
-        client.log_model_params(model_id, dict(missing[start : start + BATCH]))
+    for start in range(0, len(missing), MAX_PARAMS):
+        client.log_model_params(model_id, dict(missing[start : start + MAX_PARAMS]))
 
 
 def _set_tags(client: MlflowClient, model_id: str, params: dict[str, str], note: str) -> None:

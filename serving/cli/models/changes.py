@@ -19,7 +19,7 @@ from ..model_names import located, named_version
 from .cached import Cached, cached, remove
 from .running import RunningEngine, RunningServer, engines, servers
 
-TURN = 0.1
+CHECK_SECONDS = 0.1
 
 
 @click.command()
@@ -153,4 +153,4 @@ def _end(pid: int, how: signal.Signals) -> None:
         raise click.ClickException(f"process {pid} belongs to another user") from None
     with contextlib.suppress(psutil.Error):
         while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-            time.sleep(TURN)
+            time.sleep(CHECK_SECONDS)

@@ -14,7 +14,7 @@ from ...structured.distinct_keys import KeyTokens
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
-END = b"<|end of grammar|>"
+END_TOKEN = b"<|end of grammar|>"
 MAX_GREEDY = 64  # longest token in bytes that is tried if a text has to be split by length alone
 
 
@@ -69,7 +69,7 @@ def make(backend: Any, special_ids: frozenset[int], vocab_size: int) -> GrammarT
     table = token_bytes(backend, special_ids)
     padding = (b"",) * (vocab_size - len(table))
     wrapper: Any = _Wrapped(backend, table, special_ids, vocab_size)
-    wrapper.tokens = [*table[:vocab_size], *padding, END]
+    wrapper.tokens = [*table[:vocab_size], *padding, END_TOKEN]
     matched = LLTokenizer(TokenizerWrapper(wrapper), n_vocab=vocab_size + 1, eos_token=[vocab_size])
     spaced = next(
         (i for i, data in enumerate(table) if data[:1] == b" " and data.strip() and i not in special_ids), None

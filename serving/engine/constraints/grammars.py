@@ -39,9 +39,10 @@ logger = logging.getLogger(__name__)
 TIME_LIMIT = 10.0  # seconds that a grammar may take to compile
 MAX_SOURCE = 1 << 20  # characters
 MAX_LINES = 4000  # in Lark's notation; each line may define a rule, and rules are followed recursively
-STACK = 512 << 20  # bytes of address space for that recursion; pages that are not used take no memory
-SMALL_STACK = 64 << 20  # the same if the system counts address space as memory
-CACHED, CACHED_SOURCE = 256, 32 << 20  # most grammars kept, and most characters that they have together
+STACK_BYTES = 512 << 20  # bytes of address space for that recursion; pages that are not used take no memory
+SMALL_STACK_BYTES = 64 << 20  # the same if the system counts address space as memory
+MAX_CACHED_GRAMMARS = 256
+MAX_CACHED_CHARACTERS = 32 << 20  # of all cached grammars together
 MAX_GIVEN_UP = 3  # threads that may still be at work on grammars that were given up
 TEXTS = Grammar(source="", field="stop")
 """Stands in for a grammar when a beam search needs the tokens' texts to find stop strings."""
@@ -78,7 +79,7 @@ class Compilation:
         return self.template[1]
 
     def new_state(self, sampling: Sampling) -> GrammarState:
-        """Make the grammar_state of a new sequence."""
+        """Return the grammar state of a new sequence."""
         assert self.template is not None
         assert sampling.grammar is not None
         matcher, tokenizer = self.template
@@ -140,7 +141,7 @@ class Grammars:
     def _shrink(self) -> None:
         size = sum(len(one.source or "") for one in self._cache.values())
         for digest, oldest in list(self._cache.items())[:-1]:
-            if len(self._cache) <= CACHED and size <= CACHED_SOURCE:
+            if len(self._cache) <= MAX_CACHED_GRAMMARS and size <= MAX_CACHED_CHARACTERS:
                 break
             if not oldest.waiting:
                 size -= len(oldest.source or "")
@@ -257,7 +258,7 @@ class _Compiler:
 
     def _start(self) -> None:
         before = threading.stack_size()
-        for size in (STACK, SMALL_STACK, before):
+        for size in (STACK_BYTES, SMALL_STACK_BYTES, before):
             threading.stack_size(size)
             try:
                 self.thread = threading.Thread(target=self._work, args=(self._jobs,), name="grammars", daemon=True)

@@ -25,9 +25,9 @@ from ...system.cpus import quota
 
 logger = logging.getLogger(__name__)
 
-WINDOW = 1.0  # seconds between looks
-BEGINS, ENDS = 0.2, 0.05  # shares of the time that the thread wanted to run
-CALM = 10.0  # seconds below ENDS, in windows that say something, that end an episode
+WINDOW_SECONDS = 1.0  # seconds between looks
+BEGIN_SHARE, END_SHARE = 0.2, 0.05  # shares of the time that the thread wanted to run
+CALM_SECONDS = 10.0  # seconds below END_SHARE, in windows that say something, that end an episode
 MIN_WANTED_SHARE = 0.05  # of a window; a thread that wants to run for less says nothing about the CPUs
 
 
@@ -102,22 +102,22 @@ class Contention:
         """Measure once a window has passed. Cheap; does nothing within a window."""
         now = self._clock()
         seconds = now - self._at
-        if seconds < WINDOW or threading.get_ident() != self._thread:
+        if seconds < WINDOW_SECONDS or threading.get_ident() != self._thread:
             return
         before, found = self._last, self._readings()
         shares = _shares(before, found, seconds)
         self._at, self._last = now, found
         self.waiting = max(shares.values())
-        if self.waiting >= ENDS:
+        if self.waiting >= END_SHARE:
             self._calm = 0.0
         elif found.ran - before.ran >= MIN_WANTED_SHARE * seconds:
             self._calm += seconds
-        if not self.oversubscribed and self.waiting >= BEGINS:
+        if not self.oversubscribed and self.waiting >= BEGIN_SHARE:
             self._began = now
             cause = max(shares, key=lambda name: shares[name])
             text = "CPUs are oversubscribed: %.0f %% of the time was spent waiting for one (%s)"
             logger.warning(text, 100 * self.waiting, _readable(cause))
-        elif self.oversubscribed and self._calm >= CALM:
+        elif self.oversubscribed and self._calm >= CALM_SECONDS:
             logger.info("CPUs are free again after %.0f seconds", now - self._began)
         else:
             return

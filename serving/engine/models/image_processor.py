@@ -10,7 +10,7 @@ from typing import Any
 
 from ...interface.errors import PackagingError, reason
 
-LARGEST = 8192
+MAX_SIDE = 8192
 SIZES = frozenset(
     (
         "shortest_edge",
@@ -70,8 +70,8 @@ def _check_numbers(folder: Path) -> None:
             one = todo.pop()
             todo += one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
             for key, value in one.items() if isinstance(one, dict) else ():
-                if key in SIZES and isinstance(value, int | float) and not 0 <= value <= LARGEST:
-                    raise PackagingError(f"model: {name}: {key} is {value}; expected 0 to {LARGEST}")
+                if key in SIZES and isinstance(value, int | float) and not 0 <= value <= MAX_SIDE:
+                    raise PackagingError(f"model: {name}: {key} is {value}; expected 0 to {MAX_SIDE}")
 
 
 def _without_video(folder: Path) -> Any | None:

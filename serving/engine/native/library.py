@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 VARIABLE = "MLFLOW_LLM_INSTRUCTION_SET"  # names the kernels' instruction set, one of INSTRUCTION_SETS
 INTERFACE = 8  # increased with every change of the C interface that the sizes of its structures do not show
-GROUP = 32  # inputs that share a scale of INT4; its widths must be a multiple of this
+GROUP_SIZE = 32  # inputs that share a scale of INT4; its widths must be a multiple of this
 BUILD = "python setup.py build_ext --inplace"  # the command that compiles the kernels in a checkout
 LANES = 16  # widths must be a multiple of this
 PANEL = 32  # columns of a packed weight that are stored together

@@ -97,8 +97,8 @@ class NativeWeight:
     ) -> NativeWeight:
         """Make a weight w = (values - zero) * scale * inputs, of which each row is rotated or not.
 
-        ``values`` is uint8 [N, K] of 0..15, ``scale`` float16 and ``zero`` uint8 [N, K / GROUP], ``inputs`` float32
-        [K]."""
+        ``values`` is uint8 [N, K] of 0..15, ``scale`` float16 and ``zero`` uint8 [N, K / GROUP_SIZE], ``inputs``
+        float32 [K]."""
         return cls._made(
             "mlflow_llm_linear_of_int4", ROTATED_INT4 if is_rotated else INT4, (values, scale, zero, inputs), bias
         )

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from ...interface.errors import PackagingError
-from ..native.library import GROUP
+from ..native.library import GROUP_SIZE
 from ..weights.linear import weight_of
 from ..weights.quantization import LEVELS as BYTE_LEVELS
 from ..weights.quantization import quantize_rows, rotated
@@ -38,7 +38,7 @@ CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8)
 DAMPINGS = (0.01, 0.1, 1.0)  # times the mean of H's diagonal; the first that makes H invertible is used
 SWEEPS = 3
 SMALLEST = 2.0**-14  # the smallest scale: the smallest float16 that keeps full precision
-AT_ONCE = 1 << 30  # bytes of the matrices H that are collected in one run over the tokens,
+MAX_HESSIAN_BYTES = 1 << 30  # bytes of the matrices H that are collected in one run over the tokens,
 OF_MODEL = 8  # or this part of the model's bytes: each run computes all of it
 SEQUENCES, LENGTH, SEED = 16, 128, 0
 
@@ -47,7 +47,8 @@ SEQUENCES, LENGTH, SEED = 16, 128, 0
 class GroupedWeight:
     """A weight [N, K] quantised by group: weight = (values - zero) * scale * inputs.
 
-    ``values`` uint8 [N, K] of 0..15, ``scale`` float16 and ``zero`` uint8 [N, K / GROUP], ``inputs`` float32 [K]."""
+    ``values`` uint8 [N, K] of 0..15, ``scale`` float16 and ``zero`` uint8 [N, K / GROUP_SIZE], ``inputs`` float32
+    [K]."""
 
     values: torch.Tensor
     scale: torch.Tensor
@@ -96,7 +97,7 @@ def inputs_of(
     """Yield each group of linears that share an input with its ``H`` [K, K] and ``mean |x|`` [K] over ``texts``, of
     rotated inputs."""
     waiting = list(groups)
-    most = max(AT_ONCE, sum(p.numel() * p.element_size() for p in model.parameters()) // OF_MODEL)
+    most = max(MAX_HESSIAN_BYTES, sum(p.numel() * p.element_size() for p in model.parameters()) // OF_MODEL)
     while waiting:
         taken: list[Linears] = []
         room = most
@@ -180,7 +181,7 @@ def _best_factors(weight: torch.Tensor, products: torch.Tensor, sizes: torch.Ten
         factors = factors / (factors.max() * factors.min()).sqrt()
         scaled = weight * factors
         scaled = scaled / scaled.abs().max().clamp_min(1e-30)
-        grouped = scaled.view(len(weight), -1, GROUP)
+        grouped = scaled.view(len(weight), -1, GROUP_SIZE)
         scale, zero = _range(grouped, 1.0)
         wrong = (_values(grouped, scale, zero) - zero) * scale - grouped
         wrong = wrong.view_as(weight) / factors * (weight * factors).abs().max()
@@ -191,7 +192,7 @@ def _best_factors(weight: torch.Tensor, products: torch.Tensor, sizes: torch.Ten
 
 
 def _range(x: torch.Tensor, clip: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the scale and zero point of groups [.., GROUP], rounded as they are stored."""
+    """Return the scale and zero point of groups [.., GROUP_SIZE], rounded as they are stored."""
     most, least = x.amax(-1, keepdim=True).clamp_min(0) * clip, x.amin(-1, keepdim=True).clamp_max(0) * clip
     scale = ((most - least) / LEVELS).clamp_min(SMALLEST).half().float()
     return scale, (-least / scale).round().clamp(0, LEVELS)
@@ -202,7 +203,7 @@ def _values(x: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> torch.T
 
 
 def _clipped(x: torch.Tensor, importance: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the scale and zero point [N, 1] of a group [N, GROUP] with the least error, weighted by ``importance``."""
+    """Return the scale and zero point [N, 1] of a group [N, GROUP_SIZE] with the least error by ``importance``."""
     scale, zero = _range(x, CLIPS[0])
     best = torch.full_like(scale, float("inf"))
     for clip in CLIPS:
@@ -234,15 +235,15 @@ def _rounded(
     weight = weight.clone()
     rows, columns = weight.shape
     values = torch.empty(rows, columns, dtype=torch.uint8)
-    scales, zeros = torch.empty(rows, columns // GROUP), torch.empty(rows, columns // GROUP)
+    scales, zeros = torch.empty(rows, columns // GROUP_SIZE), torch.empty(rows, columns // GROUP_SIZE)
     importance = products.diagonal()
-    for first in range(0, columns, GROUP):
-        last = first + GROUP
+    for first in range(0, columns, GROUP_SIZE):
+        last = first + GROUP_SIZE
         group = weight[:, first:last].clone()
         scale, zero = _clipped(group, importance[first:last])
-        scales[:, first // GROUP], zeros[:, first // GROUP] = scale[:, 0], zero[:, 0]
+        scales[:, first // GROUP_SIZE], zeros[:, first // GROUP_SIZE] = scale[:, 0], zero[:, 0]
         wrong = torch.empty_like(group)
-        for i in range(GROUP):
+        for i in range(GROUP_SIZE):
             k = first + i
             found = _values(group[:, i : i + 1], scale, zero)
             values[:, k] = found[:, 0]
@@ -260,11 +261,11 @@ def _swept(weight: torch.Tensor, products: torch.Tensor, made: GroupedWeight) ->
     scales, zeros = made.scale.t().float().contiguous(), made.zero.t().float().contiguous()
     mean = products.diagonal().mean().clamp_min(1e-12)
     damped = products / mean + torch.eye(len(products)) * DAMPINGS[0]
-    grouped = (values.view(len(zeros), GROUP, -1) - zeros[:, None]) * scales[:, None]
+    grouped = (values.view(len(zeros), GROUP_SIZE, -1) - zeros[:, None]) * scales[:, None]
     slope = damped @ (grouped.view_as(wanted) - wanted)  # slope of the error at each value
     for _ in range(SWEEPS):
         for group, (scale, zero) in enumerate(zip(scales, zeros, strict=True)):
-            rows = slice(group * GROUP, (group + 1) * GROUP)
+            rows = slice(group * GROUP_SIZE, (group + 1) * GROUP_SIZE)
             moved = _group_swept(values[rows], scale, zero, slope[rows].clone(), damped[rows, rows])
             slope.addmm_(damped[:, rows], moved)
     scale = scales.t().contiguous().half()
@@ -274,7 +275,7 @@ def _swept(weight: torch.Tensor, products: torch.Tensor, made: GroupedWeight) ->
 def _group_swept(
     values: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, slope: torch.Tensor, products: torch.Tensor
 ) -> torch.Tensor:
-    """Change ``values`` [GROUP, N] and ``scale`` [N] in place; return how far the weights moved [GROUP, N]."""
+    """Change ``values`` [GROUP_SIZE, N] and ``scale`` [N] in place; return their shifts [GROUP_SIZE, N]."""
     centred = values - zero
     curve = (centred * (products @ centred)).sum(0)
     step = torch.where(curve > 0, (slope * centred).sum(0) / curve, 0.0)
@@ -282,7 +283,7 @@ def _group_swept(
     moved = centred * (rescaled - scale)
     slope += products @ moved
     scale.copy_(rescaled)
-    for i in range(GROUP):
+    for i in range(GROUP_SIZE):
         found = ((centred[i] - slope[i] / (products[i, i] * scale)).round() + zero).clamp(0, LEVELS)
         change = (found - values[i]) * scale
         values[i] = found

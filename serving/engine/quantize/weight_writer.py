@@ -22,7 +22,7 @@ from ..devices import openmp
 from ..devices.cpu_contention import Contention
 from ..models.loader import POOLER, from_pretrained
 from ..models.resolved_settings import ResolvedSettings
-from ..native.library import GROUP
+from ..native.library import GROUP_SIZE
 from ..weights import experts, stored_weights
 from ..weights.linear import groups_of, weight_of
 from ..weights.quantization import can_quantize, quantize_rows, rotated
@@ -82,7 +82,9 @@ def quantize_files(
         values, scale = quantize_rows(rotated(weight.detach().flatten(0, 1)))
         tensors |= {name: values.view_as(weight), f"{name}_scale": scale.view(*weight.shape[:-1], 1)}
     if quantization == "int4":
-        grouped = [group for group in groups if all(weight_of(one).shape[1] % GROUP == 0 for one in group.values())]
+        grouped = [
+            group for group in groups if all(weight_of(one).shape[1] % GROUP_SIZE == 0 for one in group.values())
+        ]
         with _adaptive_waiting(model) as look:
             tensors |= _in_four_bits(model, grouped, texts, look)
     elif texts:

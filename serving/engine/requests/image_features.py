@@ -2,9 +2,9 @@
 
 A step reads one image at most (one tile, where an image is cut into tiles), so that other requests' tokens do not
 wait for all images of a request. Images of provisioned requests come first, and those of others take at most a
-``1 / (1 + REST)`` of the time beside provisioned requests that run; then tenants take turns (``tenants``), image by
-image. The features are kept, within a budget: a conversation sends its images with every turn. As with prefixes,
-only requests with the same ``cache_salt`` use each other's.
+``1 / (1 + BEST_EFFORT_BACKOFF)`` of the time beside provisioned requests that run; then tenants take turns
+(``tenants``), image by image. The features are kept, within a budget: a conversation sends its images with every turn.
+As with prefixes, only requests with the same ``cache_salt`` use each other's.
 
 In a request, the tokens of its images are counted from the vocabulary's size on. In the engine, each image has ids
 of its own, the same in every request with its salt. So prompts begin alike, for the prefix cache, as long as they have
@@ -30,8 +30,9 @@ from ..scheduling.tenants import Tenant, Tenants
 
 logger = logging.getLogger(__name__)
 Key = tuple[str, str]  # of whom the features are (a salt), and of what
-ALONE = "alone-"  # the salt of a request without one begins so, as no other does: those are hashes
-REST = 16  # how long no best-effort image is read beside provisioned requests, as a multiple of the last piece
+PRIVATE_SALT_PREFIX = "alone-"  # the salt of a request without one begins so, as no other does: those are hashes
+# For how long no best-effort image is read beside provisioned requests, as a multiple of the time of the last piece.
+BEST_EFFORT_BACKOFF = 16
 MAX_IDS = 2**30  # the engine's ids are int32
 MAX_IMAGES = 2**16  # whose ids are known; others get new ones, and share no prefix
 
@@ -87,7 +88,7 @@ class ImageFeatureCache:
 
         The table's vectors are there when the request is no longer in here."""
         self._asked += 1
-        salt = f"{ALONE}{self._asked}" if request.cache_salt is None else request.cache_salt
+        salt = f"{PRIVATE_SALT_PREFIX}{self._asked}" if request.cache_salt is None else request.cache_salt
         counts = [image.num_tokens for image in request.images]
         vectors = np.zeros((sum(counts), self._width), dtype=np.float32)
         if self._next_id + len(vectors) > MAX_IDS:
@@ -180,7 +181,7 @@ class ImageFeatureCache:
         charged.tenant.used += 1 / charged.weight
         if kind:
             now = time.monotonic()
-            self._rests_until = now + REST * (now - began)
+            self._rests_until = now + BEST_EFFORT_BACKOFF * (now - began)
         return done
 
     def _first(self) -> Reading:
@@ -212,7 +213,7 @@ class ImageFeatureCache:
         return done
 
     def _keep(self, key: Key, vectors: Vectors) -> None:
-        if key[0].startswith(ALONE) or vectors.nbytes > self._budget:
+        if key[0].startswith(PRIVATE_SALT_PREFIX) or vectors.nbytes > self._budget:
             return
         self.kept[key] = vectors
         self.num_bytes += vectors.nbytes

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-PIECE = 128  # tokens of a prompt in one forward
+PIECE_TOKENS = 128  # tokens of a prompt in one forward
 
 
 def piece_end(place: int, num_prompt: int) -> int:
     """Return the end of the piece that contains the token at ``place``."""
     if place >= num_prompt:
         return place + 1
-    return min((place // PIECE + 1) * PIECE, num_prompt)
+    return min((place // PIECE_TOKENS + 1) * PIECE_TOKENS, num_prompt)
 
 
 def whole_pieces(start: int, end: int, num_prompt: int) -> int:

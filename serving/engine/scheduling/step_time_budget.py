@@ -2,9 +2,9 @@
 
 A provisioned request (``ValidRequest.provisioned``) keeps its time per output token whatever else the engine has to do.
 The time of a step is therefore predicted from its load, and best-effort work may only add a small part of what the
-provisioned work takes alone: ``SHARE`` of it on average, which preserves the provisioned tokens/s, and ``STEP_SHARE``
-in any one step, which bounds the longest pauses. The budget is charged with the measured time of best-effort work,
-never with the prediction, so a wrong estimate costs a few steps, not the provisioned throughput.
+provisioned work takes alone: ``BEST_EFFORT_SHARE`` of it on average, which preserves the provisioned tokens/s, and
+``STEP_SHARE`` in any one step, which bounds the longest pauses. The budget is charged with the measured time of
+best-effort work, never with the prediction, so a wrong estimate costs a few steps, not the provisioned throughput.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-SHARE = 0.06  # of provisioned time that best-effort work may add on average: tokens/s stay at 94 %
+BEST_EFFORT_SHARE = 0.06  # of provisioned time that best-effort work may add on average: tokens/s stay at 94 %
 STEP_SHARE = 0.16  # and in any one step: pauses between tokens stay at 1.16 times what they were
 LINGER = 0.5  # seconds of steps after the last provisioned one: another is expected, so steps stay short
 LINGER_STEPS = 2.0  # how long such a step may take, in steps of one sequence
@@ -201,7 +201,7 @@ class BestEffortBudget:
 
     def _account(self, provisioned: StepLoad, total: StepLoad, seconds: float) -> None:
         alone = self.cost.predict(provisioned)
-        self.credit += SHARE * alone
+        self.credit += BEST_EFFORT_SHARE * alone
         if total != provisioned:
             foreseen = self.cost.predict(total) - alone
             taken = seconds - alone

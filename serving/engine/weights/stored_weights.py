@@ -43,7 +43,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ...interface.errors import PackagingError, reason, shown
 from ...interface.settings import EngineSettings
-from ..native.library import GROUP
+from ..native.library import GROUP_SIZE
 from .config_bounds import in_proportion
 from .quantization import hadamard_order, rotated
 
@@ -277,10 +277,10 @@ def _store(module: nn.Module, name: str, parts: tuple[torch.Tensor, ...], order:
     wanted: list[tuple[torch.dtype, tuple[int, ...]]] = [(torch.int8, shape), (torch.float32, (*shape[:-1], 1))]
     if name.endswith(PARTS[0]):
         rows, columns = shape
-        groups = (rows, columns // GROUP)
+        groups = (rows, columns // GROUP_SIZE)
         wanted = [(torch.uint8, (rows, columns // 2)), (torch.float16, groups), (torch.uint8, groups)]
         wanted.append((torch.float32, (columns,)))
-        if len(parts) != len(wanted) or columns % GROUP:
+        if len(parts) != len(wanted) or columns % GROUP_SIZE:
             raise PackagingError(f"{name}: its scales, zero points or factors are missing")
     for value, (dtype, form) in zip(parts, wanted, strict=True):
         if value.dtype != dtype or tuple(value.shape) != form:

@@ -16,7 +16,7 @@ from gevent.monkey import get_original
 from ...interface.errors import LimitExceeded, Overloaded
 
 _Lock = get_original("threading", "Lock")  # between threads; greenlets never switch while they hold it
-SMALL = 64 * 2**10  # bytes
+SMALL_BYTES = 64 * 2**10  # bytes
 RETRY_AFTER = 1.0  # seconds
 
 
@@ -33,13 +33,13 @@ class Allocation:
         Raises ``LimitExceeded`` if the caller has too much in memory, and ``Overloaded`` if all callers together have.
         """
         self._size += size
-        if self._size > SMALL:
+        if self._size > SMALL_BYTES:
             self._budget.add(self._caller, self._size - self._counted)
             self._counted = self._size
 
     def check(self, size: int) -> None:
         """Raise the errors of ``grow`` if there is no room now for ``size`` bytes that have not arrived yet."""
-        if size > SMALL:
+        if size > SMALL_BYTES:
             self._budget.check(self._caller, size)
 
     def release(self) -> None:

@@ -23,7 +23,7 @@ from ...interface.errors import DeadlineExceeded
 
 T = TypeVar("T")
 
-TURN = 32  # pulls in a row before other greenlets may run: a reply that is already complete would block them all
+MAX_PULLS_IN_A_ROW = 32  # before other greenlets may run: a reply that is already complete would block them all
 POLL = 0.1  # seconds between checks of a peer that has sent more than its request
 GRACE = 2.0  # seconds in which the engine itself may end a late request and return what was generated
 
@@ -50,7 +50,7 @@ class InterruptibleIterator(Generic[T]):
 
     def __next__(self) -> T:
         self._num_pulled += 1
-        if self._num_pulled % TURN == 0 and _on_loop():
+        if self._num_pulled % MAX_PULLS_IN_A_ROW == 0 and _on_loop():
             gevent.sleep(0)
         if self._pending is not None:
             raise self._pending

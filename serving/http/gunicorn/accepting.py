@@ -19,7 +19,7 @@ from .lingering_close import linger
 from .slowloris import TimedConnection
 from .write_backpressure import limit_unsent
 
-TURN = 0.002  # seconds until a worker checks again whether it is its turn
+CHECK_SECONDS = 0.002  # seconds until a worker checks again whether it is its turn
 FULL = 0.02  # seconds until a full worker checks again for a free place
 FAILED = 0.1  # seconds until a worker tries again to accept after an error
 REFUSING = 64  # connections over the limits that get a response at the same time; others are closed
@@ -62,7 +62,7 @@ class Acceptor(StreamServer):
         if self._limits.is_full:
             return self._later(FULL)
         if self._slot is not None and not self._slot.take_turn():
-            return self._later(TURN)
+            return self._later(CHECK_SECONDS)
         try:
             return super().do_read()
         except ConnectionError:  # the client went away while the connection waited

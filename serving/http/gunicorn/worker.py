@@ -35,8 +35,8 @@ if TYPE_CHECKING:  # the arbiter imports this module too, and must load neither 
     from ...frontend.worker_state import WorkerState
     from .accepting import Acceptor
 
-TICK = 0.1
-TURN = 1.0  # seconds between the heartbeats of ``run`` to the arbiter
+CHECK_SECONDS = 0.1
+HEARTBEAT_SECONDS = 1.0  # seconds between the heartbeats of ``run`` to the arbiter
 READ = 1  # the event loop's flag for "readable"
 FLUSH_SECONDS = 2.0
 LAST_SECONDS = 1.0
@@ -90,7 +90,7 @@ class DrainingWorker(GeventWorker):
 
     def _end_with_arbiter(self) -> None:
         while os.getppid() == self.ppid:
-            gevent.sleep(TICK)
+            gevent.sleep(CHECK_SECONDS)
         os._exit(0)
 
     def notify(self) -> None:
@@ -176,7 +176,7 @@ class DrainingWorker(GeventWorker):
                 self.notify()
                 for tls in self.tls:
                     tls.look()
-                self._called.wait(TURN)
+                self._called.wait(HEARTBEAT_SECONDS)
         self._drain()
         if self.server.ledger is not None:
             # for clients that read nothing: their requests were blocked in a write, so the interrupt did not reach them
@@ -257,7 +257,7 @@ class DrainingWorker(GeventWorker):
         until = time.monotonic() + seconds
         while self.answering and time.monotonic() < until and not over():
             self.notify()
-            gevent.sleep(TICK)
+            gevent.sleep(CHECK_SECONDS)
 
 
 class ServerArbiter(Arbiter):

@@ -42,7 +42,7 @@ from ..route import Route
 NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,126}[A-Za-z0-9_-])?")
 NAMED = "up to 128 letters, digits, '_', '-' and '.', not starting with '-' or '.' and not ending with '.'"
 WAIT_SECONDS = 60.0
-TURN = 0.05
+CHECK_SECONDS = 0.05
 LOAD = record(
     lora_name=Entry(text(NAME, NAMED), required="the name that requests call the adapter by"),
     lora_path=Entry(short_text(4096), required="a directory in peft's layout, or models:/name/version"),
@@ -84,7 +84,7 @@ def load(server: WorkerState, request: Request) -> Answer:
             return _said(f"Success: LoRA adapter '{name}' added successfully.")
         if time.monotonic() > until:
             raise Unavailable(f"adapter {name!r} is not in every engine yet; it will be when there is room for it")
-        time.sleep(TURN)
+        time.sleep(CHECK_SECONDS)
 
 
 def unload(server: WorkerState, request: Request) -> Answer:
@@ -104,7 +104,7 @@ def unload(server: WorkerState, request: Request) -> Answer:
             return _said(f"Success: LoRA adapter '{name}' removed successfully.")
         if time.monotonic() > until:
             raise Unavailable(f"adapter {name!r} is not gone from every worker yet")
-        time.sleep(TURN)
+        time.sleep(CHECK_SECONDS)
 
 
 def _said(words: str) -> Answer:

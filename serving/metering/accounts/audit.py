@@ -44,7 +44,7 @@ MIN_DAYS = 90
 """The database keeps entries for so long, whoever asks (migration 0005)."""
 MAX_DAYS = 36_500
 DAY_MS = 86_400_000
-BATCH = 2000  # entries per transaction
+BATCH_ROWS = 2000  # entries per transaction
 Via = Literal["http", "command", "python"]
 
 
@@ -148,7 +148,7 @@ def prune(store: Store, days: int, *, by: Actor | None = None) -> int:
         return count
 
     left = total = store.write(announce)
-    batch = sa.select(audit.c.id).where(old).order_by(audit.c.at_ms).limit(BATCH)
+    batch = sa.select(audit.c.id).where(old).order_by(audit.c.at_ms).limit(BATCH_ROWS)
     while left > 0:
         gone = store.write(
             lambda connection: connection.execute(sa.delete(audit).where(audit.c.id.in_(batch))).rowcount

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 AUDIT_SECONDS = 60.0
 """After this time the journals of all engines of a request have been read."""
-BATCH = 200
+BATCH_ROWS = 200
 MAX_WAITING = 1_000_000
 BILLED_BELOW_RECEIVED = "billed_below_received"
 GENERATED_BELOW_BILLED = "generated_below_billed"
@@ -93,5 +93,5 @@ class CountAudit:
     def _next(self) -> list[str]:
         """Return the next rows that are due, which stay until they were looked at."""
         now = self._monotonic()
-        first = (self._due[place] for place in range(min(BATCH, len(self._due))))
+        first = (self._due[place] for place in range(min(BATCH_ROWS, len(self._due))))
         return [request_id for at, request_id in itertools.takewhile(lambda one: one[0] <= now, first)]

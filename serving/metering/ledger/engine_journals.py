@@ -18,7 +18,7 @@ from ..store.store import Store
 from ..store.tables import journals, ledger
 from .store_directory import ENGINES
 
-BATCH = 200
+BATCH_ROWS = 200
 """Rows a transaction: a few milliseconds of the store's write lock."""
 BATCHES = 100
 """At most so many a journal and round: an engine that writes faster than the store takes must not hold up the rest."""
@@ -63,8 +63,8 @@ def _read(store: Store, journal: WrittenJournal) -> int:
     for _ in range(BATCHES):
         if position == DONE:
             break
-        found, reached = journal.ended(position, BATCH)
-        last = final and len(found) < BATCH
+        found, reached = journal.ended(position, BATCH_ROWS)
+        last = final and len(found) < BATCH_ROWS
         if not found and not last:
             break
         if last:

@@ -14,7 +14,7 @@ from ..store.tables import folded, ledger
 MIN_DAYS = 32
 """A month's budget and all shorter windows are counted by rows: they are kept for so long."""
 DAY_MS = 86_400_000
-BATCH = 2000
+BATCH_ROWS = 2000
 """Rows a transaction: some ten milliseconds of the store's write lock."""
 
 COUNTS = (
@@ -42,7 +42,7 @@ def _fold_batch(store: Store, connection: sa.Connection, before: int) -> int:
     store.lock_ledger(connection)  # since windows are rebuilt from rows and folded days together
     old = sa.and_(ledger.c.started_ms < before, ledger.c.status != "open")
     order = (ledger.c.started_ms, ledger.c.request_id)
-    batch = sa.select(*order).where(old).order_by(*order).limit(BATCH).subquery()
+    batch = sa.select(*order).where(old).order_by(*order).limit(BATCH_ROWS).subquery()
     chosen = sa.and_(old, ledger.c.request_id.in_(sa.select(batch.c.request_id)))
     day = ledger.c.started_ms // DAY_MS
     sums = [sa.func.count(), *(sa.func.sum(ledger.c[name]) for name in COUNTS[1:])]

@@ -27,7 +27,7 @@ from .reconnect import NOT_FOUND, Reconnect
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER = 5.0  # seconds, in the error of requests that found no engine
-TURN = 0.25  # seconds between checks of the engine's lock and the clock
+CHECK_SECONDS = 0.25  # seconds between checks of the engine's lock and the clock
 PING_INTERVAL = 5.0
 DEAD_TURNS = 4
 FRAMES_PER_TURN = 16  # frames read before others may run: an engine faster than its readers must not starve them
@@ -217,7 +217,7 @@ class IoLoop:
         So the engine is not blamed for the time in which this process is stopped or the machine sleeps.
         """
         now = time.monotonic()
-        passed = min(now - self._turned_at, 2 * TURN)
+        passed = min(now - self._turned_at, 2 * CHECK_SECONDS)
         self._turned_at = now
         self._without_progress += passed
         self.step_age += passed
@@ -255,7 +255,7 @@ class IoLoop:
         Usually the broken connection shows this first, after the last message; this check is for a connection that does
         not break.
         """
-        if self._turned_at - self._looked_at < TURN:
+        if self._turned_at - self._looked_at < CHECK_SECONDS:
             return False
         self._looked_at = self._turned_at
         if self.state.progressed:  # the engine was alive since the last check
@@ -275,7 +275,7 @@ class IoLoop:
     def _wait(self) -> bool:
         """Wait for something to do; return whether the connection has broken."""
         searching = self.connection is None and (self.keep or self.state.busy)
-        ready = self.poller.poll(self._reconnect.pause if searching else TURN, self._take)
+        ready = self.poller.poll(self._reconnect.pause if searching else CHECK_SECONDS, self._take)
         if self._pipe.fd in ready:
             self._pipe.drain()
         if self.connection is None or not self.connection.is_broken(ready):

@@ -31,7 +31,7 @@ from .standby import WarmStandby
 
 logger = logging.getLogger(__name__)
 
-TICK = 0.5  # seconds between heartbeats and between checks of the clients' locks
+TICK_SECONDS = 0.5  # seconds between heartbeats and between checks of the clients' locks
 SILENCE = 30.0  # seconds without a ping after which a client on another host counts as dead
 EVENTS, READABLE, SNDMORE = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.SNDMORE)  # plain ints cost less per step
 LOCAL, REMOTE = b"l", b"r"  # prefixes of a client's identity, which is only unique within its socket
@@ -132,7 +132,7 @@ class EngineServer:
                 health = self.core.health()
                 self._counters.write(health)
                 self.send_events(outputs, health.steps)
-            if time.monotonic() - self._last_tick >= TICK and self._tick():
+            if time.monotonic() - self._last_tick >= TICK_SECONDS and self._tick():
                 return
         self._shut_down()
 
@@ -140,7 +140,7 @@ class EngineServer:
 
     def take(self) -> None:
         if not self.core.has_work():
-            if not self.poller.poll(int(TICK * 500)):
+            if not self.poller.poll(int(TICK_SECONDS * 500)):
                 return
             self._pipe.drain()
         for side, socket in self.sockets.items():

@@ -18,7 +18,7 @@ from serving_process import INSTANT_CORE
 from mlflow_llm.serving.control import rollout
 from mlflow_llm.serving.control.autoscaler import Autoscaler
 from mlflow_llm.serving.control.plan import PlanDirectory
-from mlflow_llm.serving.control.reconciler import QUIET_TICK, TICK, Reconciler, reachable_addresses
+from mlflow_llm.serving.control.reconciler import QUIET_TICK_SECONDS, TICK_SECONDS, Reconciler, reachable_addresses
 from mlflow_llm.serving.endpoints.config import EntityConfig, ModelSource
 from mlflow_llm.serving.endpoints.store import EndpointStore
 from mlflow_llm.serving.interface.bundle import Bundle
@@ -190,9 +190,9 @@ def test_replicas_that_cannot_be_started_are_left_out_of_the_plan(elsewhere: boo
 
 def test_at_rest_it_looks_seldom(controller: Controller) -> None:
     """The store is polled more often only while a change is in progress."""
-    assert controller.reconciler.pause == QUIET_TICK
+    assert controller.reconciler.pause == QUIET_TICK_SECONDS
     controller.create("chat")
     controller.reconciler.tick()
-    assert controller.reconciler.pause == TICK < QUIET_TICK
+    assert controller.reconciler.pause == TICK_SECONDS < QUIET_TICK_SECONDS
     until(lambda: controller.update("chat") == "NOT_UPDATING")
-    assert controller.reconciler.pause == QUIET_TICK
+    assert controller.reconciler.pause == QUIET_TICK_SECONDS

@@ -39,7 +39,7 @@ def until(what: Callable[[], bool]) -> None:
 
 def test_the_follower_is_woken_for_a_new_plan_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The follower polls without waking its greenlet until there is a new plan or an incomplete one."""
-    monkeypatch.setattr(module, "TURN", 0.001)
+    monkeypatch.setattr(module, "CHECK_SECONDS", 0.001)
     directory, shedder = PlanDirectory(tmp_path), LoadShedder(max_queued=1, retry_after=1.0)
     directory.publish(Plan(generation=1))
     follower = Follower(directory, ServedEndpoints(), shedder, open=None, ledger=None)

@@ -128,14 +128,14 @@ def test_threads_share_a_few_processes(pool):
     with ThreadPoolExecutor(16) as threads:
         found = list(threads.map(lambda i: render(pool, "{{ n }}" + PLAIN, n=i), range(200)))
     assert found == [f"{i}user: Hi\n" for i in range(200)]
-    assert len(pool.processes) <= pools.PLACES
+    assert len(pool.processes) <= pools.NUM_PLACES
 
 
 def test_models_leave_places_for_others(pool, monkeypatch):
     """While slow templates of many models hold all their places, a further request of one waits and another model's is
     answered; few processes are kept."""
     wait, arrived, go_on = threading.Event(), threading.Semaphore(0), pools.current_wait
-    shares = [Share() for _ in range(pools.PLACES)]
+    shares = [Share() for _ in range(pools.NUM_PLACES)]
 
     def held_up(fd, writing, seconds):
         if threading.current_thread() is not threading.main_thread():
@@ -145,18 +145,20 @@ def test_models_leave_places_for_others(pool, monkeypatch):
 
     monkeypatch.setattr(pools, "current_wait", held_up)
     with ThreadPoolExecutor(16) as threads:
-        slow = [threads.submit(render, pool, PLAIN, share=share) for share in shares for _ in range(pools.SHARE)]
+        slow = [
+            threads.submit(render, pool, PLAIN, share=share) for share in shares for _ in range(pools.PLACES_PER_MODEL)
+        ]
         try:
             for _ in slow:
                 assert arrived.acquire(timeout=240)
-            monkeypatch.setattr(pools, "WAIT", 0.0)
+            monkeypatch.setattr(pools, "WAIT_SECONDS", 0.0)
             with pytest.raises(NoProcess, match="are busy"):
                 render(pool, PLAIN, share=shares[0])
             assert render(pool, PLAIN, share=Share()) == "user: Hi\n"
         finally:
             wait.set()
         assert {one.result() for one in slow} == {"user: Hi\n"}
-    assert len(pool.processes) <= pools.PLACES
+    assert len(pool.processes) <= pools.NUM_PLACES
 
 
 def test_a_fork_has_processes_of_its_own(pool):
@@ -271,5 +273,5 @@ def test_places_are_given_back(pool):
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(fail, range(8)))
     with contextlib.ExitStack() as held:
-        for _ in range(pools.PLACES):
+        for _ in range(pools.NUM_PLACES):
             held.enter_context(pool.places.hold(0.0))

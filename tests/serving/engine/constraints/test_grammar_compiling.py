@@ -143,7 +143,7 @@ def test_kept_grammars_are_bounded(
     core: EngineCore, prompt: tuple[int, ...], slow: Slow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The least recently used grammar is evicted when there are too many."""
-    monkeypatch.setattr(grammars, "CACHED", 2)
+    monkeypatch.setattr(grammars, "MAX_CACHED_GRAMMARS", 2)
     for expression in ("a", "b", "a", "c", "a", "b"):
         run(core, held("r", prompt, regex(expression)))
     assert slow.sources == [regex(expression).source for expression in ("a", "b", "c", "b")]

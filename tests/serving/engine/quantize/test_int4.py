@@ -40,7 +40,7 @@ def all_in_four() -> Iterator[None]:
 def weight_of(rows: int, columns: int) -> tuple[torch.Tensor, ...]:
     """Return random values, scales, zero points, input factors and biases."""
     torch.manual_seed(rows)
-    groups = columns // library.GROUP
+    groups = columns // library.GROUP_SIZE
     values = torch.randint(0, 16, (rows, columns), dtype=torch.uint8)
     zero = torch.randint(0, 16, (rows, groups), dtype=torch.uint8)
     return values, (torch.rand(rows, groups) * 0.1).half(), zero, torch.rand(columns) + 0.5, torch.randn(rows)
@@ -288,7 +288,7 @@ def test_inputs_are_collected_in_few_runs(
     ]
     texts = [list(range(3, 40)), [5, 6]]
     wanted = list(calibration.inputs_of(model, groups, texts))
-    monkeypatch.setattr(calibration, "AT_ONCE", at_once)
+    monkeypatch.setattr(calibration, "MAX_HESSIAN_BYTES", at_once)
     monkeypatch.setattr(calibration, "OF_MODEL", of_model)
     calls: list[Any] = []
     model.model.register_forward_pre_hook(lambda *call: calls.append(call))

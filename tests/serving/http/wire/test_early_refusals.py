@@ -13,7 +13,7 @@ import pytest
 from flask.testing import FlaskClient
 
 from mlflow_llm.serving.frontend import invoke
-from mlflow_llm.serving.frontend.limits.memory_budget import SMALL, MemoryBudget
+from mlflow_llm.serving.frontend.limits.memory_budget import SMALL_BYTES, MemoryBudget
 from mlflow_llm.serving.frontend.limits.refusal_limit import RefusalLimit
 from mlflow_llm.serving.frontend.worker_state import WorkerState
 from mlflow_llm.serving.http.app import create_app
@@ -197,22 +197,22 @@ def test_without_keys_an_address_is_limited(make: Callable[..., WorkerState]) ->
 def test_memory_budget_of_a_caller_and_of_all() -> None:
     """A caller's large bodies are refused beyond its share, all callers' beyond the whole; small ones never; what is
     given back has room again, and one body always."""
-    budget = MemoryBudget(total=5 * SMALL, by_caller=3 * SMALL)
+    budget = MemoryBudget(total=5 * SMALL_BYTES, by_caller=3 * SMALL_BYTES)
     with budget.allocate("a") as first, budget.allocate("a") as second, budget.allocate("b") as third:
-        first.grow(2 * SMALL)
+        first.grow(2 * SMALL_BYTES)
         with pytest.raises(LimitExceeded, match="body: this caller"):
-            second.check(2 * SMALL)
-        second.grow(SMALL)  # small
+            second.check(2 * SMALL_BYTES)
+        second.grow(SMALL_BYTES)  # small
         with pytest.raises(LimitExceeded):
-            second.grow(SMALL)
-        third.grow(2 * SMALL)
+            second.grow(SMALL_BYTES)
+        third.grow(2 * SMALL_BYTES)
         with budget.allocate("c") as fourth, pytest.raises(Overloaded):
-            fourth.grow(2 * SMALL)
-        assert budget.used == 4 * SMALL
+            fourth.grow(2 * SMALL_BYTES)
+        assert budget.used == 4 * SMALL_BYTES
     assert (budget.used, budget.used_by) == (0, {})
     with budget.allocate("a") as alone:
-        alone.check(50 * SMALL)
-        alone.grow(50 * SMALL)
+        alone.check(50 * SMALL_BYTES)
+        alone.grow(50 * SMALL_BYTES)
 
 
 @pytest.mark.parametrize("chunked", [False, True])

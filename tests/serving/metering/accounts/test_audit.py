@@ -103,7 +103,7 @@ def aged(store: Store, *days: float) -> None:
 
 def test_old_entries_are_pruned(store, monkeypatch):
     """Old entries are pruned by age in batches; a pruning that removed entries is itself recorded."""
-    monkeypatch.setattr(audit, "BATCH", 2)
+    monkeypatch.setattr(audit, "BATCH_ROWS", 2)
     aged(store, 500, 101, 100.1, 99.9, 1, 200, 300)
     assert prune(store, 100, by=ANN) == 5
     entry, *kept = Audit(store).page(ALL)[0]

@@ -85,7 +85,7 @@ def test_a_line_whose_slot_is_still_there_counts_once(store, ledger, rows, root,
 def test_files_are_read_in_turn_and_removed(store, ledger, rows, root, monkeypatch):
     """Many small files and batches: all counts arrive, and only the newest file is kept."""
     monkeypatch.setattr(journal_module, "FILE_BYTES", 20)
-    monkeypatch.setattr(collecting, "BATCH", 4)
+    monkeypatch.setattr(collecting, "BATCH_ROWS", 4)
     journal = Journal(root, "engine-1")
     for number in range(60):
         journal.end([run(journal, f"r{number % 6}", number)])

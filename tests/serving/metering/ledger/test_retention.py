@@ -31,7 +31,7 @@ def aged(ledger, reserve_of, clock):
 
 def test_folding_keeps_every_total(store, aged, clock, monkeypatch):
     """Folding old closed rows into daily sums keeps every total by any column and filter."""
-    monkeypatch.setattr(retention, "BATCH", 3)
+    monkeypatch.setattr(retention, "BATCH_ROWS", 3)
     usage, today = Usage(store), int(clock.now * 1000)
     questions = [
         (UsageFilter(), ("day", "tenant", "entity")),

@@ -92,7 +92,7 @@ class Loop(IoLoop):
 @pytest.fixture
 def loop(engine: OneEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Loop]:
     """Yield a connected loop with one request, which ``reader`` reads; no timer wakes it."""
-    monkeypatch.setattr(io_loop, "TURN", 3600.0)
+    monkeypatch.setattr(io_loop, "CHECK_SECONDS", 3600.0)
     state = ClientState("c")
     made = Loop(GeventPoller(), engine, state, stall_timeout=60.0, keep=True, rest=lambda: gevent.sleep(0))
     running = gevent.spawn(made.run)
@@ -191,7 +191,7 @@ def test_a_welcome_between_two_turns_is_seen_in_the_next(tmp_path: Path) -> None
 def test_a_responding_engine_is_not_searched_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine's lock is checked only while it is silent, and an engine whose lock is free is given up."""
     engine = OneEngine(tmp_path)
-    monkeypatch.setattr(io_loop, "TURN", 0.0)
+    monkeypatch.setattr(io_loop, "CHECK_SECONDS", 0.0)
     monkeypatch.setattr(engine, "alive", lambda: False)
     loop = Loop(GeventPoller(), engine, ClientState("c"), stall_timeout=60.0, keep=True, rest=lambda: gevent.sleep(0))
     loop.connect()
