@@ -49,7 +49,7 @@ def delete(server: str, name: str) -> None:
     http_calls.request("DELETE", f"{server}{API}/{quote(name, safe='')}")
 
 
-def get(server: str, name: str, *, seconds: float = http_calls.SECONDS) -> dict[str, Any]:
+def get(server: str, name: str, *, seconds: float = http_calls.TIMEOUT_SECONDS) -> dict[str, Any]:
     url = f"{server}{API}/{quote(name, safe='')}"
     return _endpoint(http_calls.request_json("GET", url, seconds=seconds), url)
 

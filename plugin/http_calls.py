@@ -17,7 +17,7 @@ from mlflow_llm.serving.cli.key_options import VARIABLE, Secret
 KEY_VARIABLE = VARIABLE
 CA_VARIABLE, CERT_VARIABLE = "MLFLOW_LLM_CA", "MLFLOW_LLM_CERT"  # PEM files: authorities; our certificate with its key
 CONNECT_SECONDS = 10
-SECONDS = 600.0
+TIMEOUT_SECONDS = 600.0
 CODES = {
     400: codes.INVALID_PARAMETER_VALUE,
     401: codes.UNAUTHENTICATED,
@@ -45,7 +45,7 @@ def auth_headers() -> dict[str, str]:
 
 
 def request(
-    method: str, url: str, body: dict[str, Any] | None = None, *, stream: bool = False, seconds: float = SECONDS
+    method: str, url: str, body: dict[str, Any] | None = None, *, stream: bool = False, seconds: float = TIMEOUT_SECONDS
 ) -> requests.Response:
     """Send an HTTP request and return the response; ``seconds`` is the timeout.
 
@@ -95,7 +95,7 @@ def _untrusted(url: str, error: Exception) -> MlflowException:
 
 
 def request_json(
-    method: str, url: str, body: dict[str, Any] | None = None, *, seconds: float = SECONDS
+    method: str, url: str, body: dict[str, Any] | None = None, *, seconds: float = TIMEOUT_SECONDS
 ) -> dict[str, Any]:
     """Send a request and return the JSON object in the answer. Raises ``MlflowException``, also for any other body."""
     try:

@@ -25,8 +25,8 @@ from ..supervision.supervisor import EngineStatus
 
 logger = logging.getLogger(__name__)
 
-GRACE = 3.0  # seconds after its last use before an engine counts as idle: another request may be on its way
-MEASURE_EVERY = 5.0  # seconds
+GRACE_SECONDS = 3.0  # seconds after its last use before an engine counts as idle: another request may be on its way
+MEASURE_SECONDS = 5.0  # seconds
 WEIGHTS = (".safetensors", ".gguf", ".bin")
 GIB = 2**30
 
@@ -53,11 +53,11 @@ class EngineUse(Struct, kw_only=True):
     complained: bool = False
 
     def is_wanted(self, now: float) -> bool:
-        """Return whether a request has asked for the engine within the last ``GRACE`` seconds."""
-        return self.requested_at is not None and now - self.requested_at < GRACE
+        """Return whether a request has asked for the engine within the last ``GRACE_SECONDS`` seconds."""
+        return self.requested_at is not None and now - self.requested_at < GRACE_SECONDS
 
     def is_idle(self, now: float) -> bool:
-        return now - self.used_at >= GRACE
+        return now - self.used_at >= GRACE_SECONDS
 
 
 class EngineMemory:
@@ -167,7 +167,7 @@ class EngineMemory:
         if requested_at is not None:
             one.used_at = max(one.used_at, requested_at)
         one.start_seconds = status.start_seconds or one.start_seconds
-        if status.ready and now - one.measured_at >= MEASURE_EVERY and status.info is not None:
+        if status.ready and now - one.measured_at >= MEASURE_SECONDS and status.info is not None:
             one.measured_at = now
             pids = [replica.pid for replica in status.ready if replica.pid]
             sizes = [size for size in map(self._measure, pids) if size]

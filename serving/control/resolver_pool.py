@@ -28,10 +28,10 @@ from ..system.file_locks import FileLock, try_acquire
 from ..system.files import replace_file
 from .mlflow_resolver import ResolvedModel, resolve
 
-POLL_INTERVAL = 0.05
+POLL_SECONDS = 0.05
 MAX_WAITING = 64  # lookups of a process, including those under way
-RETRY_AFTER = 5.0
-ANSWERS_KEPT = 60.0  # seconds; each process that waits for an answer checks every POLL_INTERVAL
+RETRY_SECONDS = 5.0
+ANSWER_SECONDS = 60.0  # seconds; each process that waits for an answer checks every POLL_SECONDS
 
 Uris = tuple[str, ...]
 SHARED = {kind.__name__: kind for kind in (NotFound, Overloaded, PackagingError)}
@@ -50,7 +50,7 @@ class _Answer(Struct, frozen=True, kw_only=True):
         if self.error is None:
             return self.found
         kind = SHARED[self.error]
-        raise kind(self.message, retry_after=RETRY_AFTER) if kind is Overloaded else kind(self.message)
+        raise kind(self.message, retry_after=RETRY_SECONDS) if kind is Overloaded else kind(self.message)
 
 
 class _Answers:
@@ -79,7 +79,7 @@ class _Answers:
     def _remove_old(self) -> None:
         for path in self._directory.glob("lookup-*.json"):
             with contextlib.suppress(FileNotFoundError):
-                if abs(time.time() - path.stat().st_mtime) > ANSWERS_KEPT:
+                if abs(time.time() - path.stat().st_mtime) > ANSWER_SECONDS:
                     path.unlink()
 
 
@@ -151,7 +151,7 @@ class ResolverPool:
                 self._lookups[key].callers += 1
                 return self._lookups[key], False
             if len(self._lookups) >= MAX_WAITING:
-                raise Overloaded(f"{MAX_WAITING} models are being looked up already", retry_after=RETRY_AFTER)
+                raise Overloaded(f"{MAX_WAITING} models are being looked up already", retry_after=RETRY_SECONDS)
             self._lookups[key] = _Lookup()
             return self._lookups[key], True
 
@@ -184,8 +184,8 @@ class ResolverPool:
                 if begun is not None:
                     begun.release(unlink=True)
             if self._clock() > deadline:
-                raise Overloaded("another process takes too long to look this model up", retry_after=RETRY_AFTER)
-            self._sleep(POLL_INTERVAL)
+                raise Overloaded("another process takes too long to look this model up", retry_after=RETRY_SECONDS)
+            self._sleep(POLL_SECONDS)
 
     def _ask(self, key: tuple[Uris, Uris], answers: _Answers) -> tuple[ResolvedModel, ...]:
         uris, texts = key
@@ -213,5 +213,5 @@ class ResolverPool:
                         return lock
                 if self._clock() > deadline:
                     text = f"max_resolvers, {self._limit}, are busy looking up other models"
-                    raise Overloaded(text, retry_after=RETRY_AFTER)
-                self._sleep(POLL_INTERVAL)
+                    raise Overloaded(text, retry_after=RETRY_SECONDS)
+                self._sleep(POLL_SECONDS)

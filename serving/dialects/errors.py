@@ -9,7 +9,7 @@ from typing import Any
 from ..interface.errors import LimitExceeded, ServingError
 
 MAX_RETRY_AFTER = 60  # seconds: clients of OpenAI and Anthropic wait no longer than this before they ask again
-SLOT = 1  # second by which a minute window is longer than a minute
+SLOT_SECONDS = 1  # second by which a minute window is longer than a minute
 
 # kind -> (type, code); clients pick their exception by status and read these for details
 OPENAI_ERRORS: dict[str, tuple[str, str | None]] = {
@@ -79,7 +79,7 @@ def retry_headers(error: ServingError) -> dict[str, str]:
 def is_exhausted(error: ServingError) -> bool:
     """Return whether ``error`` is a limit of more than a minute that stays reached for longer than clients wait."""
     after = error.retry_after
-    return isinstance(error, LimitExceeded) and after is not None and after > MAX_RETRY_AFTER + SLOT
+    return isinstance(error, LimitExceeded) and after is not None and after > MAX_RETRY_AFTER + SLOT_SECONDS
 
 
 def openai_error(error: ServingError) -> dict[str, Any]:

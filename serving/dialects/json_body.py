@@ -20,8 +20,8 @@ else:
     np = Lazy("numpy")
 
 MAX_REREAD = 1 << 20  # bytes of an invalid body that is parsed again to find the name of the field
-PATH_END = 128  # characters of a path that are shown at each end
-MANY = 16  # entries of a list; longer ones are encoded one entry at a time
+PATH_END_CHARACTERS = 128  # characters of a path that are shown at each end
+MAX_ENTRIES_AT_ONCE = 16  # entries of a list; longer ones are encoded one entry at a time
 MAX_OBJECTS = 200_000  # objects, lists and keys: a call makes or frees a million in a second, and no stream goes on
 
 T = TypeVar("T")
@@ -119,7 +119,9 @@ def _joined(path: str, name: str) -> str:
 
 def _shown(path: str) -> str:
     """Shorten a very long path to its beginning and its end."""
-    return path if len(path) <= 2 * PATH_END else f"{path[:PATH_END]}…{path[-PATH_END:]}"
+    return (
+        path if len(path) <= 2 * PATH_END_CHARACTERS else f"{path[:PATH_END_CHARACTERS]}…{path[-PATH_END_CHARACTERS:]}"
+    )
 
 
 def leniently(body: bytes) -> Any:
@@ -161,6 +163,6 @@ def json_bytes(value: Any) -> bytes:
 
 
 def _entries(value: list[Any]) -> Any:
-    if len(value) <= MANY:
+    if len(value) <= MAX_ENTRIES_AT_ONCE:
         return value
     return msgspec.Raw(b"[" + b",".join([_encoder.encode(entry) for entry in value]) + b"]")

@@ -17,7 +17,7 @@ from .worker_state import WorkerState
 SERVED_HEADER = "served-model-name"  # Databricks' header for the name of the entity that answered
 VERSION_HEADER, HASH_HEADER = "served-model-version", "served-model-hash"
 STICKY_HEADER = "X-Sticky-Key"
-STICKY_MAX = 1000  # characters
+MAX_STICKY_CHARACTERS = 1000  # characters
 VERSION = "model_version"  # the variable in paths that name a version of the endpoint's model
 
 R = TypeVar("R", bound=Raw)
@@ -79,6 +79,6 @@ def record_served(request: Request, entity: ServedEntity) -> None:
 
 
 def _sticky_key(header: str | None) -> str | None:
-    if header is not None and len(header) > STICKY_MAX:
-        raise InvalidField(STICKY_HEADER, f"{len(header)} characters", f"at most {STICKY_MAX}")
+    if header is not None and len(header) > MAX_STICKY_CHARACTERS:
+        raise InvalidField(STICKY_HEADER, f"{len(header)} characters", f"at most {MAX_STICKY_CHARACTERS}")
     return header

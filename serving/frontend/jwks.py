@@ -1,7 +1,7 @@
 """The public keys of a token issuer: a JWKS (RFC 7517) from a file or a URL, kept in memory and renewed.
 
 A token names its key (``kid``). A known key is returned from memory; when the key set is too old, it is renewed in the
-background while requests go on with the old one. An unknown key causes one fetch, then none for ``RETRY`` seconds,
+background while requests go on with the old one. An unknown key causes one fetch, then none for ``RETRY_SECONDS``,
 whatever key ids other tokens name: bad tokens cannot make this server fetch again and again.
 """
 
@@ -25,11 +25,11 @@ from joserfc.jwk import ECKey, OKPKey, RSAKey
 from ..interface.errors import Unauthenticated, Unavailable
 from ..system import logs
 
-MAX_AGE = 300.0  # seconds until a key set is renewed if its response does not say
-FILE_MAX_AGE = 5.0
+MAX_AGE_SECONDS = 300.0  # seconds until a key set is renewed if its response does not say
+FILE_MAX_AGE_SECONDS = 5.0
 FRESHNESS = (10.0, 3600.0)  # bounds of that time: they limit how long a withdrawn key is still trusted
-STALE = 86_400.0  # seconds after which keys that could not be renewed are not trusted any more
-RETRY = 10.0
+STALE_SECONDS = 86_400.0  # seconds after which keys that could not be renewed are not trusted any more
+RETRY_SECONDS = 10.0
 FETCH_SECONDS = 5.0
 MAX_BYTES = 256 * 1024
 MAX_KEYS = 100
@@ -114,13 +114,13 @@ class KeySource:
         found = self._known(kid)
         if found is not None and not self._is_older_than(self._max_age):
             return found
-        if found is not None and not self._is_older_than(STALE):
+        if found is not None and not self._is_older_than(STALE_SECONDS):
             self._renew_beside()
             return found
         if self._may_try():
             self._renew(wait=True)
-        if self._is_older_than(STALE):
-            raise Unavailable("the keys that verify tokens are not available", retry_after=RETRY)
+        if self._is_older_than(STALE_SECONDS):
+            raise Unavailable("the keys that verify tokens are not available", retry_after=RETRY_SECONDS)
         found = self._known(kid)
         if found is None:
             raise Unauthenticated("the token is not valid here")
@@ -136,7 +136,7 @@ class KeySource:
         return self._renewed is None or self._clock() - self._renewed >= seconds
 
     def _may_try(self) -> bool:
-        return self._tried is None or self._clock() - self._tried >= RETRY
+        return self._tried is None or self._clock() - self._tried >= RETRY_SECONDS
 
     def _renew_beside(self) -> None:
         if self._may_try() and not self.turn.locked():
@@ -164,7 +164,7 @@ def is_url(location: str) -> bool:
 
 def _from_file(path: str) -> Fetched:
     with Path(path).open("rb") as file:
-        return _bounded(file.read(MAX_BYTES + 1)), FILE_MAX_AGE
+        return _bounded(file.read(MAX_BYTES + 1)), FILE_MAX_AGE_SECONDS
 
 
 def _bounded(data: bytes) -> bytes:
@@ -182,7 +182,7 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 def freshness(cache_control: str, age: str = "") -> float:
     """Return the seconds until a response with these headers must be renewed (RFC 9111, 5.1 and 5.2.2), within
-    ``FRESHNESS``; without such a header, ``MAX_AGE``."""
+    ``FRESHNESS``; without such a header, ``MAX_AGE_SECONDS``."""
     parts = [directive.partition("=") for directive in cache_control.split(",")]
     directives = {name.strip().lower(): value for name, _, value in parts}
     least, most = FRESHNESS
@@ -190,7 +190,7 @@ def freshness(cache_control: str, age: str = "") -> float:
         return least
     given = directives.get("max-age", "").strip().strip('"')
     if not (given.isascii() and given.isdigit()):
-        return MAX_AGE
+        return MAX_AGE_SECONDS
     spent = int(age[:12]) if age.isascii() and age.isdigit() else 0
     return min(max(float(int(given[:12]) - spent), least), most)
 

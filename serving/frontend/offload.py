@@ -2,7 +2,7 @@
 
 Decoding and tokenising a few kilobytes takes a few milliseconds and stays on the loop; megabytes take seconds, during
 which no other stream of this worker would get a token. A thread frees the loop only while its work releases the
-interpreter lock: tokenising releases it the whole time (``tasks.text``), Python code every ``SWITCH`` seconds
+interpreter lock: tokenising releases it the whole time (``tasks.text``), Python code every ``SWITCH_SECONDS`` seconds
 (``give_way``), and a single call into C, such as decoding 4 MB of JSON, only at its end.
 """
 
@@ -19,13 +19,14 @@ from gevent.threadpool import ThreadPool
 
 T = TypeVar("T")
 
-THREADS = 4  # large bodies processed at the same time; more would take CPU time from the engine
-SWITCH = 0.0002  # seconds a thread keeps the interpreter lock while the loop waits for it, as it does at each send
+NUM_THREADS = 4  # large bodies processed at the same time; more would take CPU time from the engine
+# Seconds a thread keeps the interpreter lock while the loop waits for it, as it does at each send.
+SWITCH_SECONDS = 0.0002
 
 
 def give_way() -> None:
     """Set up a worker process for streams: its threads hold the interpreter lock and the cores only for short times."""
-    sys.setswitchinterval(SWITCH)
+    sys.setswitchinterval(SWITCH_SECONDS)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # otherwise a batch of texts would use every core
     gc.collect()
     gc.freeze()  # the current objects stay for good; a collection that visits all of them would be a pause of 0.1 s
@@ -43,7 +44,7 @@ class Offload:
         if size < self.threshold or not isinstance(gevent.getcurrent(), gevent.Greenlet):
             return function(*args)
         if self._threads is None:  # created late, because threads do not survive a fork
-            self._threads = ThreadPool(THREADS)
+            self._threads = ThreadPool(NUM_THREADS)
         result, error = self._threads.apply(_outcome, (function, args))
         if error is not None:
             raise error

@@ -29,7 +29,8 @@ if TYPE_CHECKING:  # each imports a library that a server which does not use it 
     from .jwt_tokens import Tokens
 
 
-PIXELS = 8  # bytes of decoded images for each byte of a body: a photograph in JPEG has about ten times as many
+# Bytes of decoded images for each byte of a body: a photograph in JPEG has about ten times as many.
+PIXEL_BYTES_PER_BYTE = 8
 FindModels = Callable[[tuple[str, ...]], "tuple[ResolvedModel, ...]"]
 
 
@@ -102,7 +103,9 @@ def make_server(
             by_caller=max(settings.max_caller_bytes, settings.max_body_bytes),
         ),
         pixels=MemoryBudget(
-            total=PIXELS * settings.max_held_bytes, by_caller=PIXELS * settings.max_caller_bytes, what="images"
+            total=PIXEL_BYTES_PER_BYTE * settings.max_held_bytes,
+            by_caller=PIXEL_BYTES_PER_BYTE * settings.max_caller_bytes,
+            what="images",
         ),
         refusals=RefusalLimit(settings.refusals_per_minute),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .errors import InvalidField
 from .request import ValidRequest
 
-ITEM = 4  # bytes: float32
+ITEM_BYTES = 4  # bytes: float32
 
 
 def logits_size(request: ValidRequest, vocab_size: int) -> tuple[int, int]:
@@ -20,7 +20,7 @@ def logits_size(request: ValidRequest, vocab_size: int) -> tuple[int, int]:
     if sampling.beams is not None:
         num_texts = num_texts // request.n * sampling.beams.width  # all beams are kept until the best are known
     rows = request.num_prompt_tokens * sampling.context_logits, sampling.max_tokens * num_texts
-    return ITEM * vocab_size * rows[0], ITEM * vocab_size * rows[1] * sampling.generation_logits
+    return ITEM_BYTES * vocab_size * rows[0], ITEM_BYTES * vocab_size * rows[1] * sampling.generation_logits
 
 
 def check_logits(request: ValidRequest, vocab_size: int, most: int) -> None:
@@ -33,7 +33,7 @@ def check_logits(request: ValidRequest, vocab_size: int, most: int) -> None:
     if request.stream:
         raise InvalidField(field, True, "false with stream: logits come with whole replies alone")
     if context + generation > most:
-        rows = max(context, generation) // (ITEM * vocab_size)
+        rows = max(context, generation) // (ITEM_BYTES * vocab_size)
         asked = f"{context + generation} bytes, {rows} rows of {vocab_size} numbers among them"
         allowed = f"at most {most} bytes in a request, its context and generation logits together (max_logits_bytes)"
         raise InvalidField(field, asked, allowed)

@@ -14,7 +14,7 @@ from .validated_struct import Checked
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
 NAME_ALLOWED = "1 to 63 letters, digits, dots, dashes and underscores, a letter or digit first"
-YEAR = 365 * 86400
+YEAR_SECONDS = 365 * 86400
 PrefixSharing = Literal["tenant", "endpoint", "off"]
 """Who reuses the prompt prefixes of an endpoint's requests: the keys of a tenant (a server without keys has one), all
 callers of the endpoint, or none."""
@@ -22,8 +22,8 @@ ByBackend = Annotated[dict[str, dict[str, Any]], Meta(description="an object of 
 BackendSettings = TypeVar("BackendSettings", bound=Checked)
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 CountOrZero = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-Seconds = Annotated[float, Meta(gt=0, le=YEAR)]
-SecondsOrZero = Annotated[float, Meta(ge=0, le=YEAR)]
+Seconds = Annotated[float, Meta(gt=0, le=YEAR_SECONDS)]
+SecondsOrZero = Annotated[float, Meta(ge=0, le=YEAR_SECONDS)]
 Bytes = Annotated[int, Meta(ge=1, le=2**62, description="a number of bytes, 1 or more, such as 1073741824 or 1GiB")]
 BytesOrZero = Annotated[
     int, Meta(ge=0, le=2**62, description="a number of bytes, such as 1073741824 or 1GiB; 0 for none")

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 PLACE = "downloads"  # folder in the cache directory
 LIMIT_VARIABLE = "MLFLOW_LLM_DOWNLOADS_LIMIT"
-ROOM = 64 << 20  # bytes that a download leaves free on the disk
+ROOM_BYTES = 64 << 20  # bytes that a download leaves free on the disk
 LOCK, PART = ".lock", ".part"
 POLL_INTERVAL = 0.05
 
@@ -127,7 +127,7 @@ def make_room(needed: int) -> None:
         files.update(sizes.keys())
     total = sum({inode: size for _, _, sizes in entries for inode, size in sizes.items()}.values())
     for _, path, sizes in entries:
-        if total + needed <= most and shutil.disk_usage(root).free >= needed + ROOM:
+        if total + needed <= most and shutil.disk_usage(root).free >= needed + ROOM_BYTES:
             return
         if not _remove(path):
             continue

@@ -17,7 +17,7 @@ TokenBytes: TypeAlias = tuple[bytes, ...]
 """By token id; b"" for an id that no token has."""
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
-CHUNK = 4096  # tokens decoded per call, so that other threads get the interpreter lock
+CHUNK_TOKENS = 4096  # tokens decoded per call, so that other threads get the interpreter lock
 TRIALS, TRIAL_TOKENS = 16, 48
 
 
@@ -54,8 +54,8 @@ def token_bytes(backend: Any, special_ids: frozenset[int]) -> TokenBytes:
     before = backend.decode([anchor], skip_special_tokens=False)
     by_name = "ByteFallback" in json.dumps(json.loads(backend.to_str()).get("decoder"))
     table = []
-    for start in range(0, len(names), CHUNK):
-        ids = range(start, min(start + CHUNK, len(names)))
+    for start in range(0, len(names), CHUNK_TOKENS):
+        ids = range(start, min(start + CHUNK_TOKENS, len(names)))
         texts = backend.decode_batch([[anchor, i] for i in ids], skip_special_tokens=False)
         for i, text in zip(ids, texts, strict=True):
             named = BYTE_TOKEN.fullmatch(names[i]) if by_name else None

@@ -15,8 +15,8 @@ from ..metering.store.tables import api_keys, endpoints
 
 logger = logging.getLogger(__name__)
 
-AGAIN = 5.0  # seconds before another attempt when the store did not answer
-BACKLOG = 100_000  # the most minutes that are kept until the store answers
+RETRY_SECONDS = 5.0  # seconds before another attempt when the store did not answer
+MAX_BACKLOG_MINUTES = 100_000  # the most minutes that are kept until the store answers
 
 
 class Minute(Struct, frozen=True):
@@ -52,7 +52,7 @@ class ReservedTime:
         minute = int(now) // 60
         if (last := self._recorded.get((endpoint, entity))) is None or last[0] != minute or last[1] < units:
             self._recorded[endpoint, entity] = (minute, units)
-            if len(self._owed) < BACKLOG:
+            if len(self._owed) < MAX_BACKLOG_MINUTES:
                 self._owed[Minute(endpoint, entity, minute)] = (units, now)
         self._settle()
 
@@ -71,7 +71,7 @@ class ReservedTime:
                 self._minutes.record(tenant=tenant, endpoint=minute.endpoint, entity=minute.entity, units=units)
             except Unavailable as error:
                 logger.warning("reserved time waits for the store: %s", error)
-                self._retry_at = self._now() + AGAIN
+                self._retry_at = self._now() + RETRY_SECONDS
                 return
             del self._owed[minute]
 

@@ -13,8 +13,8 @@ from ..interface.errors import from_kind
 from ..interface.events import Embedded, Failed, Finished, Tokens
 from ..interface.request import POOLED, Sampling, Sequence, ValidRequest
 
-SECONDS = 5.0  # roughly how long a calibration may take
-DEADLINE = 120.0  # the most seconds that one of its requests may take
+CALIBRATION_SECONDS = 5.0  # roughly how long a calibration may take
+DEADLINE_SECONDS = 120.0  # the most seconds that one of its requests may take
 
 
 class Capacity(Struct, frozen=True, kw_only=True):
@@ -43,7 +43,7 @@ def calibrate(
 ) -> Capacity:
     """Run ``callers`` requests at once, after two to warm up, and measure. Blocks for the time of the run.
 
-    On a machine where that would take much longer than ``SECONDS``, the requests are shorter.
+    On a machine where that would take much longer than ``CALIBRATION_SECONDS``, the requests are shorter.
 
     Raises the ``ServingError`` that the engine answers with. Requests that others run at the same time are best effort
     and disturb little; there should be no other provisioned requests.
@@ -57,7 +57,7 @@ def calibrate(
     _together(engine, 1, prompt_tokens, 1)
     began = clock()
     _together(engine, 1, prompt_tokens, min(4, new_tokens))
-    part = min(1.0, SECONDS / 8 / max(clock() - began, 1e-6))
+    part = min(1.0, CALIBRATION_SECONDS / 8 / max(clock() - began, 1e-6))
     prompt_tokens = max(min(8, prompt_tokens), int(prompt_tokens * part))
     new_tokens = max(min(8, new_tokens), int(new_tokens * part))
     began = clock()
@@ -130,6 +130,6 @@ def _request(engine: Engine, caller: int, prompt_tokens: int, new_tokens: int) -
         model="calibration",
         sequences=(Sequence(prompt_token_ids=prompt),),
         provisioned=True,
-        deadline=time.monotonic() + DEADLINE,
+        deadline=time.monotonic() + DEADLINE_SECONDS,
         sampling=Sampling(max_tokens=new_tokens, min_tokens=new_tokens, temperature=0.0) if new_tokens else None,
     )

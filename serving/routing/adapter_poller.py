@@ -15,7 +15,7 @@ from gevent.event import Event
 from ..interface.engine import Engine
 from ..interface.errors import ServingError
 
-INTERVAL = 1.0  # seconds from an answer to the next poll
+POLL_SECONDS = 1.0  # seconds from an answer to the next poll
 
 
 class AdapterPoller:
@@ -43,4 +43,4 @@ class AdapterPoller:
             with contextlib.suppress(ServingError):
                 self._names = tuple(sorted(adapter.name for adapter in self._engine.adapters()))
             self.answered.set()
-            gevent.sleep(INTERVAL)
+            gevent.sleep(POLL_SECONDS)

@@ -30,9 +30,9 @@ from .served_endpoints import ServedEndpoint, ServedEndpoints, ServedEntity
 from .traffic import TrafficSplit
 
 CHECK_SECONDS = 0.1  # seconds between checks of the plan
-FIRST_NAMES = 1.0  # seconds to wait for engines to list their adapters before their endpoints are served
+FIRST_NAMES_SECONDS = 1.0  # seconds to wait for engines to list their adapters before their endpoints are served
 FIRST_SECONDS = 5.0  # to attach to an engine of another host, which the controller process has just connected to
-RETRY = 10  # turns after which the worker tries again to reach a replica that did not answer
+RETRY_TURNS = 10  # turns after which the worker tries again to reach a replica that did not answer
 
 
 class PlanFollower:
@@ -119,7 +119,7 @@ class PlanFollower:
 
     def _has_plan(self) -> bool:
         """Return whether there is a plan to adopt: a new one, or one with replicas that could not be reached."""
-        return self._plan_directory.stamp() != self._stamp or (not self.complete and self._turns % RETRY == 0)
+        return self._plan_directory.stamp() != self._stamp or (not self.complete and self._turns % RETRY_TURNS == 0)
 
     def adopt(self) -> None:
         """Serve what the newest plan says."""
@@ -130,7 +130,7 @@ class PlanFollower:
         self._report(self.generation, {a for entity in planned.values() for a in entity.addresses})
         reached = [self._reach(key, entity) for key, entity in planned.items()]
         self.complete = all(reached)
-        gevent.wait([names.answered for names in self._adapters.values()], timeout=FIRST_NAMES)
+        gevent.wait([names.answered for names in self._adapters.values()], timeout=FIRST_NAMES_SECONDS)
         self._endpoints.replace(tuple(self._endpoint(endpoint) for endpoint in plan.endpoints))
         for key in self._engines.keys() - planned.keys():
             self._retiring[key] = self._engines.pop(key)

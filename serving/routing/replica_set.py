@@ -18,8 +18,8 @@ from ..interface.events import Event, Failed
 from ..interface.request import ValidRequest
 from ..system import logs
 
-ASK_AGAIN = 1.0  # seconds after which a waiting request asks for a replica again
-RETRY_AFTER = 5.0  # seconds, told to callers whose request fails because no engine is running
+ASK_AGAIN_SECONDS = 1.0  # seconds after which a waiting request asks for a replica again
+RETRY_SECONDS = 5.0  # seconds, told to callers whose request fails because no engine is running
 BEST_FIRST: tuple[Literal["ready", "draining", "stalled", "starting", "dead"], ...] = (
     "ready",
     "draining",
@@ -28,7 +28,7 @@ BEST_FIRST: tuple[Literal["ready", "draining", "stalled", "starting", "dead"], .
     "dead",
 )
 NOT_SUMMED = ("status", "last_step_age", "processor_wait")
-PAST = 64  # maximum number of former engine processes whose last counters are kept
+MAX_PAST_ENGINES = 64  # maximum number of former engine processes whose last counters are kept
 
 
 class _Replica:
@@ -150,7 +150,7 @@ class ReplicaSet(Engine):
         for replica in (replica for replica in self._each() if replica.is_used and not replica.is_ready):
             if others := [other for other in self.active.values() if other.is_ready]:
                 replica.hand_over(min(others, key=lambda other: other.load))
-            elif time.monotonic() - self.requested_at > ASK_AGAIN:
+            elif time.monotonic() - self.requested_at > ASK_AGAIN_SECONDS:
                 self.requested_at = time.monotonic()
                 with contextlib.suppress(OSError):  # the server and its directory are gone; we finish running requests
                     self._request_replica()
@@ -165,7 +165,7 @@ class ReplicaSet(Engine):
             self._leaving.remove((address, replica))
             self._past |= replica.engine.process_health()
             replica.engine.close()
-        while len(self._past) > PAST:
+        while len(self._past) > MAX_PAST_ENGINES:
             del self._past[next(iter(self._past))]
         return bool(over)
 
@@ -206,15 +206,19 @@ class ReplicaSet(Engine):
             if self._closed:
                 return Failed(ShuttingDown.kind, "the engine was closed")
             if self._expected and self.away_timeout is not None and time.monotonic() - since > self.away_timeout:
-                return Failed(Unavailable.kind, "the engine is not running", None, RETRY_AFTER)
-            left = None if expected is None else max(ASK_AGAIN, self._woken_at + expected - time.monotonic())
+                return Failed(Unavailable.kind, "the engine is not running", None, RETRY_SECONDS)
+            left = None if expected is None else max(ASK_AGAIN_SECONDS, self._woken_at + expected - time.monotonic())
             if deadline is not None and time.monotonic() >= deadline:
-                return Failed(DeadlineExceeded.kind, "no replica was ready in time", None, left or ASK_AGAIN)
+                return Failed(DeadlineExceeded.kind, "no replica was ready in time", None, left or ASK_AGAIN_SECONDS)
             self._request_replica()
             if left is not None and deadline is not None and not self._expected and time.monotonic() + left > deadline:
                 text = f"the model is not loaded; that takes about {left:.0f} s, longer than this request may take"
                 return Failed(Unavailable.kind, text, None, left)
-            turn = ASK_AGAIN if deadline is None else min(ASK_AGAIN, max(0.01, deadline - time.monotonic()))
+            turn = (
+                ASK_AGAIN_SECONDS
+                if deadline is None
+                else min(ASK_AGAIN_SECONDS, max(0.01, deadline - time.monotonic()))
+            )
             self._arrived.wait(turn)
         return None
 
@@ -224,7 +228,7 @@ class ReplicaSet(Engine):
     def load_adapter(self, name: str, path: str, *, replace: bool = False, pinned: bool = False) -> AdapterInfo:
         """Load an adapter into every current replica."""
         if not self.active:
-            raise Unavailable("no replica is running", retry_after=ASK_AGAIN)
+            raise Unavailable("no replica is running", retry_after=ASK_AGAIN_SECONDS)
         engines = [replica.engine for replica in self.active.values()]
         loaded = [engine.load_adapter(name, path, replace=replace, pinned=pinned) for engine in engines]
         return loaded[0]
@@ -232,7 +236,7 @@ class ReplicaSet(Engine):
     def unload_adapter(self, name: str, *, at_once: bool = False) -> None:
         """Unload an adapter from every current replica."""
         if not self.active:
-            raise Unavailable("no replica is running", retry_after=ASK_AGAIN)
+            raise Unavailable("no replica is running", retry_after=ASK_AGAIN_SECONDS)
         for replica in self.active.values():
             replica.engine.unload_adapter(name, at_once=at_once)
 

@@ -34,7 +34,7 @@ from .loop import Loop
 from .service import Service
 from .tls import credentials
 
-THREADS = 256  # the most calls at once; each has a thread, which waits
+MAX_THREADS = 256  # the most calls at once; each has a thread, which waits
 TICK_SECONDS = 0.05
 LAST_SECONDS = 2.0  # for responses that are already on their way
 CUT_SHORT = ShuttingDown("the server stopped before the reply was complete", retry_after=DRAIN_RETRY_AFTER)
@@ -96,9 +96,9 @@ def make_rpc_server(service: Service, settings: ServerSettings) -> grpc.Server:
     """Return a gRPC server whose message limit is HTTP's body limit; a peer that answers no ping is disconnected."""
     quiet = int(settings.io_timeout * 1000)
     return grpc.server(
-        ThreadPoolExecutor(THREADS, thread_name_prefix="rpc"),
+        ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="rpc"),
         handlers=(service.handler(),),
-        maximum_concurrent_rpcs=THREADS,
+        maximum_concurrent_rpcs=MAX_THREADS,
         options=(
             ("grpc.max_receive_message_length", settings.max_body_bytes),
             ("grpc.max_send_message_length", -1),

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from ..control.settings import ServerSettings
-from ..frontend.limits.memory_budget import RETRY_AFTER, SMALL_BYTES, Allocation
+from ..frontend.limits.memory_budget import RETRY_SECONDS, SMALL_BYTES, Allocation
 from ..interface.errors import Aborted, Overloaded, RequestError
 from .call import Call
 from .codec import parsed
@@ -116,7 +116,9 @@ class ReceiveLimiter:
                 if call.is_over:
                     raise Aborted("the client went away")
                 if now >= until:
-                    raise Overloaded("body: too many large requests are being read; try again", retry_after=RETRY_AFTER)
+                    raise Overloaded(
+                        "body: too many large requests are being read; try again", retry_after=RETRY_SECONDS
+                    )
                 for permit in self.permits:
                     if not permit.arrived and now - permit.since > self.max_wait:
                         permit.call.context.cancel()

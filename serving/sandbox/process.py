@@ -20,9 +20,9 @@ from .limits import MIB, Ended, Exceeded, Limits, NoProcess, Refused
 Wait = Callable[[int, bool, float], bool]
 """``wait(fd, writing, seconds)`` returns whether ``fd`` can be read (or written) within the time."""
 
-LARGE = 2 << 30
+LARGE_BYTES = 2 << 30
 MAX_SOURCES = 64  # templates that one process may know before it is replaced
-CHUNK = 1 << 18
+CHUNK_BYTES = 1 << 18
 CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGSYS)
 # variables that rendering depends on (the time zone) or that an interpreter needs to start; no keys and no tokens
 ENVIRONMENT = ("PATH", "LANG", "LANGUAGE", "TZ", "TZDIR", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT", "HOME")
@@ -68,7 +68,7 @@ class Process:
             work = {**work, "key": key} if key in self._known else {**work, "key": key, "source": source}
             self._known.add(key)
         asked = json.dumps(work, default=_placeholder, ensure_ascii=False).encode(errors="surrogatepass")
-        self._is_large = limits.memory >= LARGE
+        self._is_large = limits.memory >= LARGE_BYTES
         began = time.monotonic()
         until = began + limits.patience
         try:
@@ -113,7 +113,7 @@ class Process:
         view = memoryview(data)
         while view:
             try:
-                view = view[os.write(self._writer, view[:CHUNK]) :]
+                view = view[os.write(self._writer, view[:CHUNK_BYTES]) :]
             except BlockingIOError:
                 _await(self._writer, True, until, wait)
 
@@ -121,7 +121,7 @@ class Process:
         parts = []
         while size:
             try:
-                part = os.read(self._reader, min(size, CHUNK))
+                part = os.read(self._reader, min(size, CHUNK_BYTES))
             except BlockingIOError:
                 _await(self._reader, False, until, wait)
                 continue

@@ -11,7 +11,7 @@ from msgspec import Struct
 from ..interface.engine import Engine
 from ..interface.errors import NotFound, ServingError, Unavailable
 
-RETRY = 1.0  # seconds before another attempt at what an engine could not do for the moment
+RETRY_SECONDS = 1.0  # seconds before another attempt at what an engine could not do for the moment
 logger = logging.getLogger(__name__)
 
 
@@ -54,7 +54,7 @@ class AdapterSync:
     def sync(self, engine: Engine) -> bool:
         """Load and unload adapters as wanted; return whether anything has changed.
 
-        Temporary failures, usually a full adapter memory, are retried at a call after ``RETRY`` seconds.
+        Temporary failures, usually a full adapter memory, are retried at a call after ``RETRY_SECONDS`` seconds.
         """
         wanted = self._wanted()
         if wanted is self._done or (self._done is None and wanted == NO_ADAPTERS) or time.monotonic() < self._retry_at:
@@ -69,7 +69,7 @@ class AdapterSync:
             logger.warning("adapters are loaded later: %s", error)
             complete = False
         self._done = wanted if complete else None
-        self._retry_at = 0.0 if complete else time.monotonic() + RETRY
+        self._retry_at = 0.0 if complete else time.monotonic() + RETRY_SECONDS
         return (self.loaded, self.refused) != before
 
     def _load(self, engine: Engine, name: str, adapter: WantedAdapter) -> bool:

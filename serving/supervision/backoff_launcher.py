@@ -11,7 +11,7 @@ from ..transport.discovery.launcher import Launcher
 
 CHECK_SECONDS = 0.05  # seconds between checks whether to continue waiting
 FIRST_PAUSE, MAX_PAUSE = 0.25, 30.0  # seconds
-HEALTHY_LIFE = 2.0  # seconds; an engine that lived so long is restarted at once
+HEALTHY_SECONDS = 2.0  # seconds; an engine that lived so long is restarted at once
 
 
 class BackoffLauncher(Launcher):
@@ -39,7 +39,7 @@ class BackoffLauncher(Launcher):
 
     def _pause(self) -> float:
         """Return the seconds to wait before the next start."""
-        if self._found_at is not None and time.monotonic() - self._found_at >= HEALTHY_LIFE:
+        if self._found_at is not None and time.monotonic() - self._found_at >= HEALTHY_SECONDS:
             self._backoff.succeeded(at_once=True)
             return 0.0
         return self._backoff.failed()

@@ -17,7 +17,7 @@ from ..transport.client.client import RemoteEngine
 from ..transport.client.finder import Finder
 from ..transport.client.reconnect import NOT_FOUND
 from .adapter_sync import AdapterSync
-from .backoff_launcher import FIRST_PAUSE, HEALTHY_LIFE, MAX_PAUSE
+from .backoff_launcher import FIRST_PAUSE, HEALTHY_SECONDS, MAX_PAUSE
 from .engine_spec import EngineSpec
 
 logger = logging.getLogger(__name__)
@@ -129,7 +129,7 @@ class Replica:
             self._ended(self)
 
     def _was_healthy(self) -> bool:
-        return self._ready_since is not None and time.monotonic() - self._ready_since >= HEALTHY_LIFE
+        return self._ready_since is not None and time.monotonic() - self._ready_since >= HEALTHY_SECONDS
 
     def _keep(self) -> None:
         """Keep the engine running until the replica is over.

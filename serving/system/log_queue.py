@@ -14,7 +14,7 @@ from select import poll
 from threading import Lock
 from typing import Any, TypeAlias
 
-LIMIT = 10_000  # lines that wait; more of them than a burst has, and a few megabytes
+MAX_LINES = 10_000  # lines that wait; more of them than a burst has, and a few megabytes
 FLUSH_SECONDS = 1.0
 
 Lines: TypeAlias = "SimpleQueue[str | logging.LogRecord | Any]"
@@ -28,7 +28,7 @@ class QueuedHandler(logging.Handler):
     ``logging.shutdown`` calls, waits until all is written, but at most ``FLUSH_SECONDS``.
     """
 
-    def __init__(self, fd: int, limit: int = LIMIT) -> None:
+    def __init__(self, fd: int, limit: int = MAX_LINES) -> None:
         super().__init__()
         self._fd, self._limit = fd, limit
         self._pid = 0  # of the process that has the thread: a fork leaves it, and its lines, to the parent

@@ -14,7 +14,7 @@ from .escape import visible_line
 from .sizes import readable
 
 REDRAW_SECONDS = 0.2
-ESTIMATE_AFTER = 1.0  # seconds of a step from which the rest is estimated
+ESTIMATE_SECONDS = 1.0  # seconds of a step from which the rest is estimated
 CLEAR = "\r\x1b[K"
 
 
@@ -51,9 +51,9 @@ class StepLine:
 
     def _how_far(self, done: int, total: int, seconds: float) -> str:
         if not total:
-            return f": {seconds:.0f} s" if seconds >= ESTIMATE_AFTER else ""
+            return f": {seconds:.0f} s" if seconds >= ESTIMATE_SECONDS else ""
         text = f": {readable(done)} of {readable(total)}"
-        if seconds < ESTIMATE_AFTER or done <= self._first:
+        if seconds < ESTIMATE_SECONDS or done <= self._first:
             return text
         left = (total - done) * seconds / (done - self._first)
         return f"{text}, {duration(left)} left"

@@ -7,7 +7,7 @@ import numpy as np
 from ..interface.errors import InvalidField
 from ..interface.request import Draft, DraftTokens, RawSampling
 from .prompt.endpoint import EndpointView
-from .prompt.text import BEGINNING
+from .prompt.text import CHARACTERS_PER_TOKEN
 
 LOGITS = "draft_logits"
 
@@ -26,7 +26,7 @@ def draft_tokens(asked: RawSampling, endpoint: EndpointView) -> DraftTokens | No
     if draft.text is not None:
         if draft.logits is not None:
             raise InvalidField(LOGITS, "logits", "null unless the draft is given as token ids")
-        beginning = draft.text[: BEGINNING * endpoint.context]
+        beginning = draft.text[: CHARACTERS_PER_TOKEN * endpoint.context]
         return DraftTokens(token_ids=endpoint.text.encode_plain([beginning], endpoint.context)[0][: endpoint.context])
     vocab_size = endpoint.info.vocab_size
     if len(draft.token_ids) > endpoint.context:

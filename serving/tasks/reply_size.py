@@ -16,8 +16,8 @@ if TYPE_CHECKING:  # the server's settings import this module; commands and the 
     from .prompt.endpoint import Profile
 
 MAX_REPLY_BYTES = 32 * 2**20  # the default of a server's settings
-LOGPROB = 96  # bytes: token, number and bytes of one alternative
-SCORE = 64  # bytes of one score in its object
+LOGPROB_BYTES = 96  # bytes: token, number and bytes of one alternative
+SCORE_BYTES = 64  # bytes of one score in its object
 NUMBER = {"float": 20, "base64": 6}  # bytes of one value of a vector
 
 
@@ -54,9 +54,9 @@ def _check_logprobs(request: ValidRequest, most: int, field: str) -> None:
     tokens = sampling.max_tokens * len(request.sequences)
     if sampling.prompt_logprobs is not None:
         tokens += sum(len(sequence.prompt_token_ids) for sequence in request.sequences)
-    if tokens * (sampling.logprobs + 1) * LOGPROB > most:
+    if tokens * (sampling.logprobs + 1) * LOGPROB_BYTES > most:
         asked = f"{sampling.logprobs} with {tokens} tokens"
-        allowed = f"at most {most // LOGPROB} tokens and alternatives over max_tokens of all choices"
+        allowed = f"at most {most // LOGPROB_BYTES} tokens and alternatives over max_tokens of all choices"
         raise InvalidField(field, asked, allowed)
 
 
@@ -65,7 +65,7 @@ def fixed_size(request: ValidRequest, dimensions: int) -> int:
     if request.task == "embeddings":
         return len(request.sequences) * NUMBER[request.encoding_format] * (request.dimensions or dimensions)
     if request.scoring is not None:
-        return len(request.sequences) * SCORE + _bytes(request.scoring.documents or ())
+        return len(request.sequences) * SCORE_BYTES + _bytes(request.scoring.documents or ())
     return _repeated(request)
 
 

@@ -10,7 +10,7 @@ from ..interface.request import LoraTask, RawCompletion, RawRequest
 from .prompt.endpoint import EndpointView
 
 MAX_TASK_ID = 2**64 - 1
-FLOAT = 4  # bytes
+FLOAT_BYTES = 4  # bytes
 
 
 def adapter_of(raw: RawRequest, endpoint: EndpointView) -> str | None:
@@ -50,7 +50,7 @@ def _check_rows(task: LoraTask, weights: bytes, config: tuple[tuple[int, ...], .
     for i, row in enumerate(config):
         if len(row) not in (3, 4):
             raise InvalidField(f"lora_config[{i}]", list(row), "[module_id, layer_idx, adapter_size], or is_dora too")
-    if not weights or len(weights) % (FLOAT * len(config)):
+    if not weights or len(weights) % (FLOAT_BYTES * len(config)):
         raise InvalidField("lora_weights", f"{len(weights)} bytes", f"as many rows as lora_config has, {len(config)}")
 
 
@@ -69,6 +69,6 @@ def check_prompt_table(raw: RawRequest, endpoint: EndpointView) -> None:
     if not 1 <= table.num_tokens <= most:
         raise InvalidField("prompt_vocab_size", table.num_tokens, f"an integer in [1, {most}]")
     width = endpoint.info.hidden_size
-    if len(table.data) != table.num_tokens * width * FLOAT:
+    if len(table.data) != table.num_tokens * width * FLOAT_BYTES:
         size = f"[{table.num_tokens}, {width}] numbers, as prompt_vocab_size and the model's hidden size say"
-        raise InvalidField(field, f"{len(table.data) // FLOAT} numbers", size)
+        raise InvalidField(field, f"{len(table.data) // FLOAT_BYTES} numbers", size)

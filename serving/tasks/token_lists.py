@@ -16,7 +16,7 @@ MAX_BAD_WORDS = 1024
 MAX_BAD_CHARS = 65_536
 MAX_BAD_TOKENS = 16_384  # of all bad words together
 MAX_BIAS = 1e9  # adding a larger number in float32 would lose the logit that it is added to
-ITEM = 4  # bytes of a float32
+ITEM_BYTES = 4  # bytes of a float32
 
 
 def bad_words(asked: RawSampling, endpoint: EndpointView) -> tuple[tuple[int, ...], ...]:
@@ -100,8 +100,8 @@ def embedding_bias(given: bytes | None, vocab_size: int) -> bytes | None:
     """
     if given is None:
         return None
-    if len(given) != ITEM * vocab_size:
-        found = f"{len(given) // ITEM} numbers" if len(given) % ITEM == 0 else f"{len(given)} bytes"
+    if len(given) != ITEM_BYTES * vocab_size:
+        found = f"{len(given) // ITEM_BYTES} numbers" if len(given) % ITEM_BYTES == 0 else f"{len(given)} bytes"
         raise InvalidField("embedding_bias", found, f"a number for each of {vocab_size} tokens")
     values = np.frombuffer(given, dtype="<f4")
     wrong = np.flatnonzero(~(values <= MAX_BIAS))  # NaN compares false

@@ -17,7 +17,7 @@ from ..interface.engine import AdapterInfo, EngineInfo, Health
 from ..interface.events import Event
 from ..interface.request import ValidRequest
 
-PROTOCOL = 4
+PROTOCOL_VERSION = 4
 
 
 class Hello(Struct, frozen=True, tag="hello", array_like=True):
@@ -31,7 +31,7 @@ class Hello(Struct, frozen=True, tag="hello", array_like=True):
     """
 
     client_id: str
-    protocol: int = PROTOCOL
+    protocol: int = PROTOCOL_VERSION
     name: str = ""
     journal: str = ""
     counts: str = ""

@@ -25,7 +25,7 @@ from ..model.download import taken_over
 from ..model.fetch import is_local
 
 CALLER = "mlflow.pyfunc"
-FRAMES = 8  # between MLflow's call and this module, at most
+MAX_FRAMES = 8  # between MLflow's call and this module, at most
 
 
 def settled(root: Path) -> Path:
@@ -64,7 +64,7 @@ def _is_own_download(root: Path) -> bool:
 def _call() -> FrameType | None:
     """Return the frame of ``mlflow.pyfunc.load_model`` that this is called from."""
     frame: FrameType | None = sys._getframe()
-    for _ in range(FRAMES):
+    for _ in range(MAX_FRAMES):
         frame = frame and frame.f_back
         if frame is not None and frame.f_globals.get("__name__") == CALLER and frame.f_code.co_name == "load_model":
             return frame

@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 CONTENT = ("messages", "prompt", "input", "query", "documents", "text_1", "text_2")  # each row has its own
 OWN = (ON_ERROR, OUTPUT)  # params that are not request fields
-PROGRESS_FROM = 9  # rows
+PROGRESS_ROWS = 9  # rows
 PROGRESS = "MLFLOW_LLM_PROGRESS"
 
 
@@ -269,7 +269,7 @@ def _mlflow_errors() -> Iterator[None]:
 
 def _shows_progress(rows: int) -> bool:
     asked = os.environ.get(PROGRESS)
-    if rows < PROGRESS_FROM or asked == "0":
+    if rows < PROGRESS_ROWS or asked == "0":
         return False
     return asked == "1" or sys.stderr.isatty() or "ipykernel" in sys.modules
 

@@ -27,7 +27,7 @@ SAME_FOR_TEXT = {
 }
 OF_IMAGES = ("mrope_section", "mrope_interleaved")
 DECODERS = ("language_model", "text_model")  # what transformers' models call theirs
-TOKENS = 24
+PROBE_TOKENS = 24
 TOLERANCE = {"torch.float32": 1e-4, "torch.float16": 2e-2, "torch.bfloat16": 5e-2}  # of the largest logit
 NOT_OF_THE_CONFIG = ("model_type", "architectures", "transformers_version", "_name_or_path", "dtype", "torch_dtype")
 
@@ -204,7 +204,7 @@ def _compare(whole: Any, decoder: Any) -> None:
     """Raise ``PackagingError`` unless both have the same logits for a text."""
     import torch
 
-    first = sorted({int(i) for i in torch.linspace(3, min(int(decoder.config.vocab_size), 5000) - 1, TOKENS)})
+    first = sorted({int(i) for i in torch.linspace(3, min(int(decoder.config.vocab_size), 5000) - 1, PROBE_TOKENS)})
     special = {
         value for key, value in vars(whole.config).items() if key.endswith(("_token_id", "_token_index", "_token"))
         if isinstance(value, int)

@@ -30,14 +30,14 @@ def stop_strings(value: Any, path: str) -> tuple[str, ...]:
 
 TOKEN = integer(0, INT32_MAX)
 TOKENS = list_of(TOKEN, "at least one token id", least=1)
-_WORDS = 1024
+_MAX_WORDS = 1024
 
 
-@reader(type="array", items=any_of(_STOP, TOKENS.schema), maxItems=_WORDS)
+@reader(type="array", items=any_of(_STOP, TOKENS.schema), maxItems=_MAX_WORDS)
 def bad_words(value: Any, path: str) -> tuple[str | tuple[int, ...], ...]:
     """Read a list of texts, each of which may also be a list of its token ids."""
-    if not isinstance(value, list | tuple) or len(value) > _WORDS:
-        raise InvalidField(path, value, f"a list of at most {_WORDS} texts or lists of token ids")
+    if not isinstance(value, list | tuple) or len(value) > _MAX_WORDS:
+        raise InvalidField(path, value, f"a list of at most {_MAX_WORDS} texts or lists of token ids")
     found: list[str | tuple[int, ...]] = []
     for i, word in enumerate(value):
         where = f"{path}[{i}]"
@@ -86,17 +86,17 @@ def texts_or_tokens(value: Any, path: str) -> tuple[tuple[str | tuple[int, ...],
     return tuple(_token_ids(entry, f"{path}[{i}]") for i, entry in enumerate(value)), True
 
 
-VARIABLES_MOST = 64 * 2**10  # characters and values of chat_template_kwargs
+MAX_VARIABLE_CHARACTERS = 64 * 2**10  # characters and values of chat_template_kwargs
 
 
 @reader(**obj.schema)
 def template_variables(value: Any, path: str) -> dict[str, Any]:
-    """Read an object of at most ``VARIABLES_MOST`` characters, keys and values together.
+    """Read an object of at most ``MAX_VARIABLE_CHARACTERS`` characters, keys and values together.
 
     They are limited because a template may print each of them many times.
     """
     found = obj(value, path)
-    left = VARIABLES_MOST
+    left = MAX_VARIABLE_CHARACTERS
     inside: list[Any] = [found]
     while inside and left >= 0:
         entry = inside.pop()
@@ -106,24 +106,26 @@ def template_variables(value: Any, path: str) -> dict[str, Any]:
         elif left >= 0 and isinstance(entry, list | tuple):
             inside += entry
     if left < 0:
-        raise InvalidField(path, "an object", f"one of at most {VARIABLES_MOST} characters and values together")
+        raise InvalidField(
+            path, "an object", f"one of at most {MAX_VARIABLE_CHARACTERS} characters and values together"
+        )
     return found
 
 
 _BIAS = number(-100, 100)
-_BIASES = 1024
+_MAX_BIASES = 1024
 
 
 @reader(
     type="object",
     propertyNames={"pattern": "^[0-9]{1,9}$"},
     additionalProperties=_BIAS.schema,
-    maxProperties=_BIASES,
+    maxProperties=_MAX_BIASES,
 )
 def logit_bias(value: Any, path: str) -> dict[int, float]:
     """Read ``{"token id": bias}``."""
-    if not isinstance(value, dict) or len(value) > _BIASES:
-        raise InvalidField(path, value, f"an object of at most {_BIASES} token ids to numbers in [-100, 100]")
+    if not isinstance(value, dict) or len(value) > _MAX_BIASES:
+        raise InvalidField(path, value, f"an object of at most {_MAX_BIASES} token ids to numbers in [-100, 100]")
     found = {}
     for key, bias in value.items():
         token = str(key)

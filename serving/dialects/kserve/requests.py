@@ -25,7 +25,7 @@ from .tensor_fields import FIELDS, TensorField
 
 BINARY_OUTPUT = "binary_data_output"
 STREAMING = "Streaming"
-DAY = 86400 * 10**6  # microseconds
+DAY_US = 86400 * 10**6  # microseconds
 _NO_SEQUENCES = "0: each request stands by itself"
 _STREAMS = "POST …/generate_stream, or gRPC's ModelStreamInfer, sends tokens as they come"
 _BOTH = "lora_weights and lora_config together, or neither of an adapter that is cached"
@@ -259,7 +259,7 @@ def _sampling(found: dict[str, Any], timeout: Any) -> RawSampling:
         context_logits=found.pop("context_logits", False) or None,
         generation_logits=found.pop("generation_logits", False) or None,
         draft=_draft(found),
-        timeout=None if timeout is None else integer(1, DAY)(timeout, "parameters.timeout") / 1e6,
+        timeout=None if timeout is None else integer(1, DAY_US)(timeout, "parameters.timeout") / 1e6,
         **optional,
     )
     assert not found, f"read and not used: {', '.join(found)}"

@@ -25,7 +25,7 @@ from .lora_task import TaskReader
 from .virtual_tokens import Table, embedding_width
 
 MAX_CACHED_SETS = 8  # sets of active adapters whose concatenations are kept
-OVERHEAD = 4096  # bytes counted for an adapter, and for each of its modules, beside the tensors
+OVERHEAD_BYTES = 4096  # bytes counted for an adapter, and for each of its modules, beside the tensors
 Groups = dict[tuple[str, ...], GroupFactors]
 
 
@@ -48,7 +48,7 @@ class Adapter:
             if t is not None
         )
         tensors += 0 if self.prompt is None else self.prompt.vectors.nbytes
-        return 2 * tensors + OVERHEAD * (1 + len(self.factors))
+        return 2 * tensors + OVERHEAD_BYTES * (1 + len(self.factors))
 
 
 class LoraPool:

@@ -44,7 +44,7 @@ from .lora import Adapter, LoraPool
 from .request_adapters import not_loaded
 from .virtual_tokens import Table
 
-HOST_MEMORY = 1 << 30  # default for bytes of copies on the host if the weights are on another device
+HOST_MEMORY_BYTES = 1 << 30  # default for bytes of copies on the host if the weights are on another device
 Stamp = tuple[tuple[int, int, int], ...]
 
 
@@ -352,4 +352,4 @@ def adapter_host_memory(settings: EngineSettings, pool: LoraPool) -> int:
     for."""
     if settings.adapter_host_memory is not None:
         return settings.adapter_host_memory
-    return 0 if pool.is_on_host else HOST_MEMORY
+    return 0 if pool.is_on_host else HOST_MEMORY_BYTES

@@ -28,7 +28,7 @@ from ..weights.linear import EngineLinear, replaceable
 
 FORM = "mlflow_llm_latent"  # the module's attribute with its ``LatentForm``
 WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-PROBED = 3  # tokens that the module's own code and ours expand at load
+PROBE_TOKENS = 3  # tokens that the module's own code and ours expand at load
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}  # relative to the largest value
 EXPANDED_ELEMENTS = 1 << 24  # most elements of whole keys and values at once; heads beyond these wait their turn
 
@@ -66,7 +66,7 @@ class LatentForm:
     def check(self, module: Any) -> None:
         """Check that the module expands as we do. Raises ``NotLatentError``."""
         like, make = self.weight, torch.Generator().manual_seed(0)
-        kept = torch.randn(PROBED, self.rank + self.rope, generator=make).to(like.device, like.dtype)
+        kept = torch.randn(PROBE_TOKENS, self.rank + self.rope, generator=make).to(like.device, like.dtype)
         latent, rotated = kept.split([self.rank, self.rope], -1)
         try:
             found = module.expand_kv(latent[None, None], rotated[None, None])

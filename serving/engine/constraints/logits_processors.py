@@ -17,7 +17,7 @@ from ...interface.errors import InvalidField
 from ...interface.request import Sampling
 from ..attention.kv_cache import TokenIds
 
-NARROWED = 64  # tokens of an n-gram that are compared one after the other with the whole text
+NARROWED_TOKENS = 64  # tokens of an n-gram that are compared one after the other with the whole text
 FIELDS = ("bad_words", "no_repeat_ngram_size", "embedding_bias")
 """The fields of ``Sampling`` that may forbid a token."""
 
@@ -92,11 +92,11 @@ def _repeating(tokens: TokenIds, ngram: int) -> TokenIds:
     if size < 1:
         return tokens[:0]
     places = np.arange(ngram - 1, length)  # those with at least ngram - 1 tokens before them
-    for back in range(1, min(ngram, NARROWED)):
+    for back in range(1, min(ngram, NARROWED_TOKENS)):
         places = places[tokens[places - back] == tokens[length - back]]
         if not len(places):
             break
-    if ngram > NARROWED and len(places):
+    if ngram > NARROWED_TOKENS and len(places):
         places = places[_common(tokens)[places] >= ngram - 1]
     return tokens[places]
 

@@ -15,7 +15,7 @@ import threading
 
 import torch  # noqa: F401 - loads the OpenMP runtime
 
-DEFAULT_BLOCKTIME = 200  # milliseconds; libomp's default
+DEFAULT_BLOCKTIME_MS = 200  # milliseconds; libomp's default
 
 
 class Waiting:
@@ -38,7 +38,7 @@ class Waiting:
                 return
             self.brief = brief
             if hasattr(self._runtime, "kmp_set_blocktime"):
-                self._runtime.kmp_set_blocktime(0 if brief else DEFAULT_BLOCKTIME)
+                self._runtime.kmp_set_blocktime(0 if brief else DEFAULT_BLOCKTIME_MS)
             elif hasattr(self._runtime, "GOMP_parallel"):
                 self._crowd(brief)
 

@@ -22,7 +22,7 @@ from .runner import ModelForward, StepForward
 
 logger = logging.getLogger(__name__)
 
-MEMORY = 8  # the draft model's KV cache gets the large model's KV cache memory divided by this
+MEMORY_DIVISOR = 8  # the draft model's KV cache gets the large model's KV cache memory divided by this
 
 
 def load_draft_model(
@@ -48,7 +48,7 @@ def load_draft_model(
         sizes = f"{loaded.vocab_size} tokens, this model has {large.vocab_size}"
         raise PackagingError(f"draft_model: {draft.uri} does not have this model's vocabulary: it has {sizes}")
     num_tokens = min(
-        MAX_STEP_ROWS * loaded.max_model_len, memory // MEMORY // token_bytes(loaded.layers, **loaded.kept)
+        MAX_STEP_ROWS * loaded.max_model_len, memory // MEMORY_DIVISOR // token_bytes(loaded.layers, **loaded.kept)
     )
     longest = min(loaded.max_model_len, large.max_model_len)
     by_reference = loaded.decoder is not None

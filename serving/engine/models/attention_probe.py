@@ -14,7 +14,7 @@ from ..attention.attention import UnsupportedAttentionError, refuse_unknown
 logger = logging.getLogger(__name__)
 
 NAME = "mlflow_llm_probe"
-TOKENS = 4
+PROBE_TOKENS = 4
 
 
 def attend(
@@ -40,7 +40,7 @@ def refuse_attention(skeleton: Any) -> None:
     A model whose code cannot run without numbers is left to the engine, which tries it with them.
     """
     before = skeleton.config._attn_implementation
-    ids = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
+    ids = torch.zeros(1, PROBE_TOKENS, dtype=torch.long, device="meta")
     try:
         skeleton.set_attn_implementation(NAME)
         skeleton(input_ids=ids, position_ids=torch.zeros_like(ids), use_cache=False)

@@ -47,7 +47,7 @@ ROW_TOKENS = 1024
 NATIVE_ROW_TOKENS = 8192
 BY_LENGTH = ("MPNetModel",)
 CHECK_LENGTHS = (9, 5, 5, 2)
-BEYOND_WINDOW = 8  # tokens by which a text of the check exceeds the widest bidirectional window
+BEYOND_WINDOW_TOKENS = 8  # tokens by which a text of the check exceeds the widest bidirectional window
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}  # relative to the largest activation
 
 
@@ -377,7 +377,7 @@ def _beyond_windows(model: Any, longest: int) -> list[int]:
         for module in model.modules()
         if getattr(module, "is_causal", None) is False and getattr(module, "sliding_window", None) is not None
     ]
-    beyond = max(windows, default=longest) + BEYOND_WINDOW
+    beyond = max(windows, default=longest) + BEYOND_WINDOW_TOKENS
     return [beyond] if beyond <= longest else []
 
 

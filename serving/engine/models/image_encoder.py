@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 Vectors = npt.NDArray[np.float32]
 Piece = dict[str, Any]  # arguments of the model's get_image_features
 PROBE_SIZE = (160, 10)  # width and height: a model that cuts images into tiles cuts few from a long one
-PROBE_TEXT = 8  # tokens before and after the image
+PROBE_TOKENS = 8  # tokens before and after the image
 DECODERS = ("language_model", "text_model")  # what transformers' models call theirs
 TOLERANCE = 1e-3  # of the largest logit: both are computed by the same code from the same vectors
 
@@ -134,8 +134,8 @@ def check_decoder(model: Any, decoder: Any, reader: ImageEncoder) -> None:
     width, height = PROBE_SIZE
     draw = np.random.default_rng(0)
     spec, data = reader.spec, draw.integers(0, 256, (height, width, 3), dtype=np.uint8).tobytes()
-    text = draw.integers(0, max(min(decoder.config.vocab_size, spec.placeholder_id), 1), 2 * PROBE_TEXT).tolist()
-    ids = (*text[:PROBE_TEXT], spec.placeholder_id, *text[PROBE_TEXT:])
+    text = draw.integers(0, max(min(decoder.config.vocab_size, spec.placeholder_id), 1), 2 * PROBE_TOKENS).tolist()
+    ids = (*text[:PROBE_TOKENS], spec.placeholder_id, *text[PROBE_TOKENS:])
     try:
         whole, (count,) = expanded(ids, [(width, height)], spec, spec.image_id, numbered=False)
         image = RequestImage(width=width, height=height, data=data, num_tokens=count)

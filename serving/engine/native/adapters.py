@@ -18,7 +18,7 @@ from . import library
 from .library import LANES
 from .weight import KINDS
 
-HUGE_PAGE = 2 << 20  # bytes
+HUGE_PAGE_BYTES = 2 << 20  # bytes
 RANK_TILE = 4  # ranks of A that are stored together, as in lora.h
 RANK_BLOCK = 64  # ranks of B that are stored together
 MEMBERS = (
@@ -116,11 +116,13 @@ def _columns(rows: torch.Tensor) -> torch.Tensor:
 def huge_pages(size: int, dtype: torch.dtype) -> torch.Tensor:
     """Allocate memory in huge pages if possible, since streaming factors would otherwise miss the TLB."""
     bytes_ = size * dtype.itemsize
-    if bytes_ < HUGE_PAGE:
+    if bytes_ < HUGE_PAGE_BYTES:
         return torch.empty(size, dtype=dtype)
-    whole = -(-bytes_ // HUGE_PAGE) * HUGE_PAGE
-    memory = mmap.mmap(-1, whole + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # private: shared gets none
-    offset = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % HUGE_PAGE
+    whole = -(-bytes_ // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    memory = mmap.mmap(
+        -1, whole + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    )  # private: shared gets none
+    offset = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % HUGE_PAGE_BYTES
     with contextlib.suppress(OSError):  # kernels without huge pages refuse the advice
         memory.madvise(mmap.MADV_HUGEPAGE, offset, whole)
     return torch.frombuffer(memory, dtype=dtype, count=size, offset=offset)

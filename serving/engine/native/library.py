@@ -20,7 +20,7 @@ from ...system.cpus import available_cpus, num_threads
 logger = logging.getLogger(__name__)
 
 VARIABLE = "MLFLOW_LLM_INSTRUCTION_SET"  # names the kernels' instruction set, one of INSTRUCTION_SETS
-INTERFACE = 8  # increased with every change of the C interface that the sizes of its structures do not show
+INTERFACE_VERSION = 8  # increased with every change of the C interface that the sizes of its structures do not show
 GROUP_SIZE = 32  # inputs that share a scale of INT4; its widths must be a multiple of this
 BUILD = "python setup.py build_ext --inplace"  # the command that compiles the kernels in a checkout
 LANES = 16  # widths must be a multiple of this
@@ -325,7 +325,7 @@ def sources_digest() -> str | None:
 
 
 def _interface() -> list[int]:
-    return [INTERFACE, *map(ctypes.sizeof, STRUCTURES)]
+    return [INTERFACE_VERSION, *map(ctypes.sizeof, STRUCTURES)]
 
 
 def _interface_of(found: ctypes.CDLL) -> list[int]:

@@ -28,18 +28,18 @@ from torch import nn
 from ...interface.errors import PackagingError
 from ..native.library import GROUP_SIZE
 from ..weights.linear import weight_of
-from ..weights.quantization import LEVELS as BYTE_LEVELS
+from ..weights.quantization import MAX_LEVEL as MAX_BYTE_LEVEL
 from ..weights.quantization import quantize_rows, rotated
 
-LEVELS = 15  # values are 0..15
-COLUMNS = 64  # that are rounded before the others are told of their errors
+MAX_LEVEL = 15  # values are 0..15
+COLUMNS_AT_ONCE = 64  # rounded before the others are told of their errors
 EXPONENTS = tuple(i / 8 for i in range(8))
 CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8)
 DAMPINGS = (0.01, 0.1, 1.0)  # times the mean of H's diagonal; the first that makes H invertible is used
 SWEEPS = 3
-SMALLEST = 2.0**-14  # the smallest scale: the smallest float16 that keeps full precision
+MIN_SCALE = 2.0**-14  # the smallest scale: the smallest float16 that keeps full precision
 MAX_HESSIAN_BYTES = 1 << 30  # bytes of the matrices H that are collected in one run over the tokens,
-OF_MODEL = 8  # or this part of the model's bytes: each run computes all of it
+MODEL_DIVISOR = 8  # or this part of the model's bytes: each run computes all of it
 SEQUENCES, LENGTH, SEED = 16, 128, 0
 
 
@@ -97,7 +97,7 @@ def inputs_of(
     """Yield each group of linears that share an input with its ``H`` [K, K] and ``mean |x|`` [K] over ``texts``, of
     rotated inputs."""
     waiting = list(groups)
-    most = max(MAX_HESSIAN_BYTES, sum(p.numel() * p.element_size() for p in model.parameters()) // OF_MODEL)
+    most = max(MAX_HESSIAN_BYTES, sum(p.numel() * p.element_size() for p in model.parameters()) // MODEL_DIVISOR)
     while waiting:
         taken: list[Linears] = []
         room = most
@@ -160,13 +160,13 @@ def rounded_to_bytes(weight: torch.Tensor, products: torch.Tensor) -> tuple[torc
     _, scale = quantize_rows(weight)
     inverse, left = _inverse(products), weight.clone()
     values = torch.empty(weight.shape, dtype=torch.int8)
-    for first in range(0, weight.shape[1], COLUMNS):
-        last = min(first + COLUMNS, weight.shape[1])
+    for first in range(0, weight.shape[1], COLUMNS_AT_ONCE):
+        last = min(first + COLUMNS_AT_ONCE, weight.shape[1])
         block = left[:, first:last].clone()
         wrong = torch.empty_like(block)
         for i in range(last - first):
             k = first + i
-            found = (block[:, i] / scale[:, 0]).round().clamp(-BYTE_LEVELS, BYTE_LEVELS)
+            found = (block[:, i] / scale[:, 0]).round().clamp(-MAX_BYTE_LEVEL, MAX_BYTE_LEVEL)
             values[:, k] = found.to(torch.int8)
             wrong[:, i] = (block[:, i] - found * scale[:, 0]) / inverse[k, k]
             block[:, i:] -= wrong[:, i : i + 1] * inverse[k, k:last]
@@ -194,12 +194,12 @@ def _best_factors(weight: torch.Tensor, products: torch.Tensor, sizes: torch.Ten
 def _range(x: torch.Tensor, clip: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the scale and zero point of groups [.., GROUP_SIZE], rounded as they are stored."""
     most, least = x.amax(-1, keepdim=True).clamp_min(0) * clip, x.amin(-1, keepdim=True).clamp_max(0) * clip
-    scale = ((most - least) / LEVELS).clamp_min(SMALLEST).half().float()
-    return scale, (-least / scale).round().clamp(0, LEVELS)
+    scale = ((most - least) / MAX_LEVEL).clamp_min(MIN_SCALE).half().float()
+    return scale, (-least / scale).round().clamp(0, MAX_LEVEL)
 
 
 def _values(x: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
-    return ((x / scale).round() + zero).clamp(0, LEVELS)
+    return ((x / scale).round() + zero).clamp(0, MAX_LEVEL)
 
 
 def _clipped(x: torch.Tensor, importance: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -279,12 +279,12 @@ def _group_swept(
     centred = values - zero
     curve = (centred * (products @ centred)).sum(0)
     step = torch.where(curve > 0, (slope * centred).sum(0) / curve, 0.0)
-    rescaled = (scale - step).clamp(SMALLEST, 1.0).half().float()  # weights are at most 1
+    rescaled = (scale - step).clamp(MIN_SCALE, 1.0).half().float()  # weights are at most 1
     moved = centred * (rescaled - scale)
     slope += products @ moved
     scale.copy_(rescaled)
     for i in range(GROUP_SIZE):
-        found = ((centred[i] - slope[i] / (products[i, i] * scale)).round() + zero).clamp(0, LEVELS)
+        found = ((centred[i] - slope[i] / (products[i, i] * scale)).round() + zero).clamp(0, MAX_LEVEL)
         change = (found - values[i]) * scale
         values[i] = found
         moved[i] += change

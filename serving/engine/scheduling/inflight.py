@@ -18,7 +18,7 @@ from ...interface.request import LogitsOf, ValidRequest
 from .prerequisites import Prerequisites
 from .sequence import SequenceGroup, SequenceState
 
-LOGITS_EVENT = 2**20  # approximate size of an event in bytes
+LOGITS_EVENT_BYTES = 2**20  # approximate size of an event in bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,11 +133,11 @@ class InflightRequests:
     def emit_logits(
         self, sequence: SequenceState, of: LogitsOf, start: int, rows: Any, index: int | None = None
     ) -> None:
-        """Emit ``rows`` [n, V], of which the first is row ``start``, in events of about ``LOGITS_EVENT`` bytes.
+        """Emit ``rows`` [n, V], of which the first is row ``start``, in events of about ``LOGITS_EVENT_BYTES`` bytes.
 
         ``index`` is given if it is not the sequence's own."""
         inflight, index = self.of(sequence), sequence.index if index is None else index
-        each = max(LOGITS_EVENT // (4 * rows.shape[-1]), 1)
+        each = max(LOGITS_EVENT_BYTES // (4 * rows.shape[-1]), 1)
         for first in range(0, len(rows), each):
             part = rows[first : first + each]
             data = np.asarray(part.float().cpu(), dtype="<f4").tobytes()

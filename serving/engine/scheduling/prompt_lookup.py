@@ -9,15 +9,15 @@ import numpy.typing as npt
 
 from ..attention.kv_cache import TokenIds
 
-MATCH = 3  # tokens that an earlier place must share with the end of the text
+MATCH_TOKENS = 3  # tokens that an earlier place must share with the end of the text
 
 
 def lookup(tokens: TokenIds, most: int) -> TokenIds:
-    """Return at most ``most`` tokens that followed the last ``MATCH`` of ``tokens`` at their latest earlier
+    """Return at most ``most`` tokens that followed the last ``MATCH_TOKENS`` of ``tokens`` at their latest earlier
     occurrence."""
-    if most < 1 or len(tokens) <= MATCH:
+    if most < 1 or len(tokens) <= MATCH_TOKENS:
         return tokens[:0]
-    places = ends_of(tokens[-MATCH:], tokens[:-1])
+    places = ends_of(tokens[-MATCH_TOKENS:], tokens[:-1])
     if not len(places):
         return tokens[:0]
     start = int(places[-1])
@@ -43,7 +43,7 @@ class Prediction:
         text         the quick red   fox jumps over ...
 
     The prediction is followed token by token from its beginning. Once the text has departed from it, it is followed
-    again from a place after the text's last ``MATCH`` tokens, preferably the next such place.
+    again from a place after the text's last ``MATCH_TOKENS`` tokens, preferably the next such place.
     """
 
     __slots__ = ("_seen", "is_followed", "place", "tokens")
@@ -59,12 +59,12 @@ class Prediction:
         new = output[self._seen :]
         self._seen = len(output)
         if not self.is_followed or not np.array_equal(self.tokens[self.place : self.place + len(new)], new):
-            self._take_up(tokens[-MATCH:])
+            self._take_up(tokens[-MATCH_TOKENS:])
         else:
             self.place += len(new)
 
     def _take_up(self, words: TokenIds) -> None:
-        places = ends_of(words, self.tokens) if len(words) == MATCH else words[:0]
+        places = ends_of(words, self.tokens) if len(words) == MATCH_TOKENS else words[:0]
         self.is_followed = bool(len(places))
         if self.is_followed:
             after = places[places > self.place]

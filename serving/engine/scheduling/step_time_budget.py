@@ -18,14 +18,14 @@ import numpy.typing as npt
 
 BEST_EFFORT_SHARE = 0.06  # of provisioned time that best-effort work may add on average: tokens/s stay at 94 %
 STEP_SHARE = 0.16  # and in any one step: pauses between tokens stay at 1.16 times what they were
-LINGER = 0.5  # seconds of steps after the last provisioned one: another is expected, so steps stay short
+LINGER_SECONDS = 0.5  # seconds of steps after the last provisioned one: another is expected, so steps stay short
 LINGER_STEPS = 2.0  # how long such a step may take, in steps of one sequence
-PROBE_EVERY = 4  # one in so many provisioned steps has no best-effort work, to measure what they take alone
+PROBE_STEPS = 4  # one in so many provisioned steps has no best-effort work, to measure what they take alone
 MIN_SEEN = 8  # steps before an estimate is worth anything
 
-_WINDOW = 256  # steps that an estimate is made from
+_WINDOW_STEPS = 256  # steps that an estimate is made from
 _FADE = 0.98  # the weight of a step relative to the one after it
-_REFIT = 4  # steps from one estimate to the next
+_REFIT_STEPS = 4  # steps from one estimate to the next
 _SCALE = np.array([1.0, 8.0, 64.0, 1.0, 2048.0])  # brings all features to about one
 _RIDGE = 1e-4
 _DEBT = 10.0  # the most that best-effort work may owe, in ceilings; it pays back what it overdrew before it runs
@@ -78,14 +78,14 @@ class StepLoad:
 class StepCost:
     """A predictor of the seconds of a step, linearly from its features.
 
-    The fit is a weighted ridge regression over the last ``_WINDOW`` steps with non-negative coefficients (Lawson and
+    The fit is a weighted ridge regression over the last ``_WINDOW_STEPS`` with non-negative coefficients (Lawson and
     Hanson's active set, only ever removing features). The true cost is not linear, but it nearly is around the steps
     that run now, and old steps fade.
     """
 
     def __init__(self) -> None:
-        self._features = np.zeros((_WINDOW, len(_SCALE)))
-        self._seconds = np.zeros(_WINDOW)
+        self._features = np.zeros((_WINDOW_STEPS, len(_SCALE)))
+        self._seconds = np.zeros(_WINDOW_STEPS)
         self._count = 0
         self._weights: Vector = np.zeros(len(_SCALE))
 
@@ -99,10 +99,10 @@ class StepCost:
         features = work.features
         if self.known and (foreseen := float(self._weights @ features)) > 0:
             seconds = min(seconds, _OUTLIER * foreseen)
-        at = self._count % _WINDOW
+        at = self._count % _WINDOW_STEPS
         self._features[at], self._seconds[at] = features, seconds
         self._count += 1
-        if self._count % _REFIT == 0:
+        if self._count % _REFIT_STEPS == 0:
             self._fit()
 
     def predict(self, work: StepLoad) -> float:
@@ -119,8 +119,8 @@ class StepCost:
         return float(w[3] + w[2] * num_tokens + w[4] * (start + num_tokens))
 
     def _fit(self) -> None:
-        n = min(self._count, _WINDOW)
-        age = (self._count - 1 - np.arange(n)) % _WINDOW
+        n = min(self._count, _WINDOW_STEPS)
+        age = (self._count - 1 - np.arange(n)) % _WINDOW_STEPS
         weight = _FADE ** age.astype(np.float64)
         x, y = self._features[:n], self._seconds[:n]
         gram = (x * weight[:, None]).T @ x / weight.sum()
@@ -143,14 +143,14 @@ class BestEffortBudget:
     def __init__(self) -> None:
         self.cost = StepCost()
         self.credit = 0.0  # seconds
-        self._since_provisioned = LINGER
+        self._since_provisioned = LINGER_SECONDS
         self._steps = 0
         self._guarded_seen = 0
 
     @property
     def lingers(self) -> bool:
         """Return whether a provisioned request ended so recently that its caller's next one may come at any moment."""
-        return self._since_provisioned < LINGER
+        return self._since_provisioned < LINGER_SECONDS
 
     def allowance(self, provisioned: StepLoad) -> float:
         """Return the seconds that best-effort work may add to a step of ``provisioned``."""
@@ -158,7 +158,7 @@ class BestEffortBudget:
             return 0.0
         if not provisioned:
             return LINGER_STEPS * self.cost.predict(StepLoad(rows=1))
-        if self._steps % PROBE_EVERY == 0:
+        if self._steps % PROBE_STEPS == 0:
             return 0.0
         most = STEP_SHARE * self.cost.predict(provisioned)
         if self.credit >= self._piece:  # enough was saved for the smallest piece, even if it exceeds a step's share

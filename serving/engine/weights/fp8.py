@@ -29,9 +29,9 @@ from ..devices import triton_support
 
 logger = logging.getLogger(__name__)
 MAX_E4M3 = 448  # the largest value of e4m3fn
-TINY = 1e-12  # the scale of a row of zeros, rather than 0; it quantises to zeros
-FEW = 32  # rows that a program of the kernel has room for
-MULTIPLE = 16  # widths must be multiples of this for torch._scaled_mm on CUDA
+MIN_SCALE = 1e-12  # the scale of a row of zeros, rather than 0; it quantises to zeros
+FEW_ROWS = 32  # rows that a program of the kernel has room for
+WIDTH_MULTIPLE = 16  # widths must be multiples of this for torch._scaled_mm on CUDA
 CAPABILITY = (8, 9)  # Ada, the first with products in float8
 BLOCK_K = 256
 TOLERANCE = {torch.float32: 1e-4}  # relative to the example's largest value; 0.02 for 16-bit types
@@ -39,7 +39,7 @@ TOLERANCE = {torch.float32: 1e-4}  # relative to the example's largest value; 0.
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise ``x`` [T, K] to float8_e4m3fn [T, K] and float32 scales [T, 1], so that ``x ≈ q * scale``."""
-    scale = x.abs().amax(-1, keepdim=True).float().mul_(1 / MAX_E4M3).clamp_min_(TINY)
+    scale = x.abs().amax(-1, keepdim=True).float().mul_(1 / MAX_E4M3).clamp_min_(MIN_SCALE)
     return (x / scale).to(torch.float8_e4m3fn), scale
 
 
@@ -47,13 +47,15 @@ def can_quantize(weight: torch.Tensor) -> bool:
     """Return whether a weight can be quantised. Gates and scalar heads stay in float: they cost little and matter much.
     On CUDA the widths must suit torch._scaled_mm."""
     rows, columns = weight.shape
-    return min(rows, columns) >= 16 and (weight.device.type == "cpu" or rows % MULTIPLE == columns % MULTIPLE == 0)
+    return min(rows, columns) >= 16 and (
+        weight.device.type == "cpu" or rows % WIDTH_MULTIPLE == columns % WIDTH_MULTIPLE == 0
+    )
 
 
 class Fp8Weight:
     """A ``PackedWeight`` of float8 values [N, K] and float32 scales [N]. Up to ``few`` rows count as few."""
 
-    few: ClassVar[int] = FEW
+    few: ClassVar[int] = FEW_ROWS
     __slots__ = ("bias", "by_kernel", "by_scaled_mm", "dtype", "in_features", "out_features", "scale", "values")
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -76,11 +78,11 @@ class Fp8Weight:
 
 
 def multiply(x: torch.Tensor, values: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Multiply x [T, K], of at most ``FEW`` rows, by values [N, K] → [T, N] with the kernel."""
+    """Multiply x [T, K], of at most ``FEW_ROWS`` rows, by values [N, K] → [T, N] with the kernel."""
     from . import fp8_kernel as kernel
 
     (rows, K), N = x.shape, len(values)
-    block_m = 16 if rows <= 16 else FEW
+    block_m = 16 if rows <= 16 else FEW_ROWS
     block_n = block_m  # many programs for few rows, and fewer for more rows, since each program reads all of x
     out = torch.empty(rows, N, dtype=x.dtype, device=x.device)
     kernel.multiply[(-(-N // block_n),)](
@@ -139,7 +141,7 @@ def why_not_kernel(device: Any, dtype: torch.dtype) -> str:
     """Return why the kernel does not run; empty if it does."""
     if not triton_support.enabled(device):
         return "Triton is not installed" if device.type == "cuda" else "there is no CUDA device"
-    return _differs(multiply, device, dtype, (3, FEW))
+    return _differs(multiply, device, dtype, (3, FEW_ROWS))
 
 
 @cache
@@ -147,7 +149,7 @@ def why_not_scaled_mm(device: Any) -> str:
     """Return why torch._scaled_mm does not run; empty if it does."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < CAPABILITY:
         return "the device has no products in float8"
-    return _differs(multiply_quantized, device, torch.bfloat16, (FEW + 1,))
+    return _differs(multiply_quantized, device, torch.bfloat16, (FEW_ROWS + 1,))
 
 
 def _differs(product: Any, device: Any, dtype: torch.dtype, counts: tuple[int, ...]) -> str:

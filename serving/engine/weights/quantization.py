@@ -21,8 +21,8 @@ import math
 import torch
 import torch.nn.functional as F
 
-LEVELS = 127  # symmetric: -128 is left unused so that x and -x quantise alike
-TINY = 1e-12  # the scale of a row of zeros, rather than 0: the row quantises to zeros
+MAX_LEVEL = 127  # symmetric: -128 is left unused so that x and -x quantise alike
+MIN_SCALE = 1e-12  # the scale of a row of zeros, rather than 0: the row quantises to zeros
 CUDA_MIN_ROWS = 17  # torch._int_mm on CUDA refuses 16 rows or fewer
 CUDA_MULTIPLE = 8  # and widths that are not a multiple of this
 
@@ -51,7 +51,7 @@ def rotated(x: torch.Tensor) -> torch.Tensor:
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise ``x`` [T, K] float -> int8 [T, K] and float32 scales [T, 1] with ``x ≈ q * scale``."""
-    scale = x.abs().amax(-1, keepdim=True).float().mul_(1 / LEVELS).clamp_min_(TINY)
+    scale = x.abs().amax(-1, keepdim=True).float().mul_(1 / MAX_LEVEL).clamp_min_(MIN_SCALE)
     return (x * scale.reciprocal()).round_().to(torch.int8), scale  # bit for bit as in native/linear.h
 
 

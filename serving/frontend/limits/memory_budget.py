@@ -17,7 +17,7 @@ from ...interface.errors import LimitExceeded, Overloaded
 
 _Lock = get_original("threading", "Lock")  # between threads; greenlets never switch while they hold it
 SMALL_BYTES = 64 * 2**10  # bytes
-RETRY_AFTER = 1.0  # seconds
+RETRY_SECONDS = 1.0  # seconds
 
 
 class Allocation:
@@ -70,9 +70,11 @@ class MemoryBudget:
         own = self.used_by.get(caller, 0)
         if own and own + size > self.by_caller:
             text = f"this caller has {own} bytes of requests in memory, and at most {self.by_caller} at once"
-            raise LimitExceeded(f"{self.what}: {text}; try again in 1 s", limit="body_bytes", retry_after=RETRY_AFTER)
+            raise LimitExceeded(f"{self.what}: {text}; try again in 1 s", limit="body_bytes", retry_after=RETRY_SECONDS)
         if self.used and self.used + size > self.total:
-            raise Overloaded(f"{self.what}: too many large requests are being read; try again", retry_after=RETRY_AFTER)
+            raise Overloaded(
+                f"{self.what}: too many large requests are being read; try again", retry_after=RETRY_SECONDS
+            )
 
     def add(self, caller: str, size: int) -> None:
         with self._lock:

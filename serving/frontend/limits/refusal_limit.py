@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 from ...interface.errors import LimitExceeded
 
-CAPACITY = 10_000  # callers, and likewise credentials, that are remembered; the least recently seen are dropped first
+# Callers, and likewise credentials, that are remembered; the least recently seen are dropped first.
+MAX_CALLERS = 10_000
 
 
 @dataclass(slots=True)
@@ -54,14 +55,14 @@ class RefusalLimit:
         bucket = self._buckets.pop(caller, None)
         level = float(self.rate) if bucket is None else self._refilled(bucket)
         self._buckets[caller] = _TokenBucket(max(0.0, level - 1), self._clock())
-        if len(self._buckets) > CAPACITY:
+        if len(self._buckets) > MAX_CALLERS:
             self._buckets.popitem(last=False)
 
     def remember_good(self, credential: str) -> None:
         digest = _digest(credential)
         self._good[digest] = None
         self._good.move_to_end(digest)
-        if len(self._good) > CAPACITY:
+        if len(self._good) > MAX_CALLERS:
             self._good.popitem(last=False)
 
     def _refilled(self, bucket: _TokenBucket) -> float:

@@ -24,8 +24,8 @@ from ...interface.errors import DeadlineExceeded
 T = TypeVar("T")
 
 MAX_PULLS_IN_A_ROW = 32  # before other greenlets may run: a reply that is already complete would block them all
-POLL = 0.1  # seconds between checks of a peer that has sent more than its request
-GRACE = 2.0  # seconds in which the engine itself may end a late request and return what was generated
+POLL_SECONDS = 0.1  # seconds between checks of a peer that has sent more than its request
+GRACE_SECONDS = 2.0  # seconds in which the engine itself may end a late request and return what was generated
 
 
 class ClientGone(BrokenPipeError):
@@ -119,7 +119,7 @@ def interrupt_at_deadline(deadline: float | None, pieces: InterruptibleIterator[
     if deadline is None or not _on_loop():
         yield
         return
-    timer = gevent.get_hub().loop.timer(max(deadline - time.monotonic(), 0.0) + GRACE)
+    timer = gevent.get_hub().loop.timer(max(deadline - time.monotonic(), 0.0) + GRACE_SECONDS)
     timer.start(pieces.interrupt, DeadlineExceeded("timeout: the request's time limit passed before it was complete"))
     try:
         yield
@@ -151,7 +151,7 @@ class DisconnectWatch:
     def __init__(self, fileno: int, pieces: InterruptibleIterator[Any]) -> None:
         self._fileno, self._pieces = fileno, pieces
         loop = gevent.get_hub().loop
-        self._coming, self._timer = loop.io(fileno, 1), loop.timer(POLL, repeat=POLL)
+        self._coming, self._timer = loop.io(fileno, 1), loop.timer(POLL_SECONDS, repeat=POLL_SECONDS)
         self._coming.start(self._look)
 
     def _look(self) -> None:

@@ -15,7 +15,7 @@ import mmap
 import time
 
 CLOSED = -1  # the count of a slot that takes no connections: without a worker, or its worker is starting or draining
-HUNG_AFTER = 1.0  # seconds without an accept after which a worker whose turn it is counts as hung
+HUNG_SECONDS = 1.0  # seconds without an accept after which a worker whose turn it is counts as hung
 _WIDTH = 2  # words of a slot: current connections, and how many were accepted so far
 
 
@@ -87,7 +87,7 @@ class WorkerSlot:
         """Return whether this worker may accept the waiting connection.
 
         It may unless this worker has over a quarter more connections than another open one. A worker that has fewer
-        connections but accepts none for ``HUNG_AFTER`` seconds is skipped until its counts change.
+        connections but accepts none for ``HUNG_SECONDS`` seconds is skipped until its counts change.
         """
         others = self._others()
         self._hung = {slot: state for slot, state in self._hung.items() if others.get(slot) == state}
@@ -98,7 +98,7 @@ class WorkerSlot:
         now = time.monotonic() if now is None else now
         if ahead != self._ahead:
             self._ahead, self._since = ahead, now
-        if now - self._since < HUNG_AFTER:
+        if now - self._since < HUNG_SECONDS:
             return False
         self._hung |= ahead
         self._ahead = {}

@@ -20,9 +20,9 @@ from .slowloris import TimedConnection
 from .write_backpressure import limit_unsent
 
 CHECK_SECONDS = 0.002  # seconds until a worker checks again whether it is its turn
-FULL = 0.02  # seconds until a full worker checks again for a free place
-FAILED = 0.1  # seconds until a worker tries again to accept after an error
-REFUSING = 64  # connections over the limits that get a response at the same time; others are closed
+FULL_SECONDS = 0.02  # seconds until a full worker checks again for a free place
+FAILED_SECONDS = 0.1  # seconds until a worker tries again to accept after an error
+MAX_REFUSING = 64  # connections over the limits that get a response at the same time; others are closed
 REFUSAL = "too many connections from this address"
 REFUSED = (
     f"HTTP/1.1 {LimitExceeded.status} Too Many Requests\r\nConnection: close\r\nRetry-After: 1\r\n"
@@ -60,7 +60,7 @@ class Acceptor(StreamServer):
 
     def do_read(self) -> Any:
         if self._limits.is_full:
-            return self._later(FULL)
+            return self._later(FULL_SECONDS)
         if self._slot is not None and not self._slot.take_turn():
             return self._later(CHECK_SECONDS)
         try:
@@ -69,7 +69,7 @@ class Acceptor(StreamServer):
             return None
         except OSError as error:  # most often: no file descriptors left
             logs.event("no connection could be accepted", level=40, error=error.strerror)
-            return self._later(FAILED)
+            return self._later(FAILED_SECONDS)
 
     def _later(self, seconds: float) -> None:
         self.stop_accepting()
@@ -96,7 +96,7 @@ class Acceptor(StreamServer):
 
     def _refuse(self, client: Any, address: str) -> None:
         logs.event("refused", level=30, address=address, status=LimitExceeded.status, error=REFUSAL)
-        if self._secure or len(self._refusing) >= REFUSING:
+        if self._secure or len(self._refusing) >= MAX_REFUSING:
             client.close()
         else:
             self._refusing.spawn(_send_refusal, client)
@@ -104,7 +104,7 @@ class Acceptor(StreamServer):
 
 def _send_refusal(client: Any) -> None:
     with contextlib.closing(client), contextlib.suppress(OSError):
-        client.settimeout(FULL)
+        client.settimeout(FULL_SECONDS)
         client.send(REFUSED)
         linger(client)
 

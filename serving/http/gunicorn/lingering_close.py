@@ -10,12 +10,12 @@ import socket
 
 import gevent
 
-LINGER = 5.0  # seconds
+LINGER_SECONDS = 5.0  # seconds
 
 
 def linger(client: socket.socket) -> None:
-    """Shut down the sending side and discard what the client still sends, until it closes or for ``LINGER`` seconds."""
-    with contextlib.suppress(OSError), gevent.Timeout(LINGER, False):
+    """Shut down the sending side and discard what the client sends, until it closes, at most ``LINGER_SECONDS``."""
+    with contextlib.suppress(OSError), gevent.Timeout(LINGER_SECONDS, False):
         client.shutdown(socket.SHUT_WR)
         while client.recv(65536):
             pass

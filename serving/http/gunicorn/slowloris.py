@@ -18,10 +18,11 @@ from gunicorn.http.errors import ParseException
 
 from ..wire.bodies import TooSlow
 
-RATE = 2**10  # bytes per second: the slowest honest uploads and downloads are faster
-STALLED = 1.0  # seconds that a reader may lag behind ``RATE`` before its connection counts as waiting for the reader
+MIN_BYTES_PER_SECOND = 2**10  # bytes per second: the slowest honest uploads and downloads are faster
+# Seconds that a reader may lag behind ``MIN_BYTES_PER_SECOND`` before its connection counts as waiting for the reader.
+STALLED_SECONDS = 1.0
 HANDSHAKE = b"\x16"  # the TLS content type of a handshake, the first byte of the first record
-MOMENT = 0.001  # seconds: the shortest timeout, so that data which is already there is read, however late
+MOMENT_SECONDS = 0.001  # seconds: the shortest timeout, so that data which is already there is read, however late
 
 
 class PlainHttp(ParseException):
@@ -33,12 +34,12 @@ class TimedConnection:
 
     ``io_timeout`` (seconds) limits how long the server waits for the client. It applies to the first byte of a head
     (of the connection's first head: ``first_timeout``, if that is shorter), after which the connection ends without a
-    response (``TimeoutError``); then to the whole rest of the head; then to a body, where every ``RATE`` bytes give one
-    second back (``TooSlow``). Only waiting counts, so a busy server does not use up a client's time, and no timer has
-    to be stopped while a request is answered.
+    response (``TimeoutError``); then to the whole rest of the head; then to a body, where every
+    ``MIN_BYTES_PER_SECOND`` bytes give one second back (``TooSlow``). Only waiting counts, so a busy server does not
+    use up a client's time, and no timer has to be stopped while a request is answered.
 
-    A response goes out by ``send``, which tracks how far its reader lags behind ``RATE``: reading almost nothing of a
-    response (Slow Read) holds a connection as cheaply as sending almost nothing of a request.
+    A response goes out by ``send``, which tracks how far its reader lags behind ``MIN_BYTES_PER_SECOND``: reading
+    almost nothing of a response (Slow Read) holds a connection as cheaply as sending almost nothing of a request.
 
     ``peer`` is the socket's address; ``address`` is what the connection is counted under (``connection_limits``).
     ``probes`` says that it came to the listener for probes.
@@ -68,7 +69,9 @@ class TimedConnection:
         self._part: Literal["", "head", "body"] = ""
         self._began = monotonic()
         self._waits_for: Literal["", "request", "answer"] = ""
-        self._lag = 0.0  # seconds by which the reader of responses lagged behind ``RATE`` at ``_sent_at``
+        self._lag = (
+            0.0  # seconds by which the reader of responses lagged behind ``MIN_BYTES_PER_SECOND`` at ``_sent_at``
+        )
         self._sent_at = 0.0
 
     def expect_head(self) -> None:
@@ -94,7 +97,7 @@ class TimedConnection:
         self.plain.settimeout(self._limit)
 
     def recv(self, size: int) -> bytes:
-        self.plain.settimeout(max(self._left, MOMENT))
+        self.plain.settimeout(max(self._left, MOMENT_SECONDS))
         began = monotonic()
         try:
             with self._waiting("request"):
@@ -114,14 +117,14 @@ class TimedConnection:
         elif self._part == "head":
             self._left -= waited
         else:
-            self._left = min(self._left - waited + size / RATE, self._limit)
+            self._left = min(self._left - waited + size / MIN_BYTES_PER_SECOND, self._limit)
 
     def send(self, data: Any) -> int:
         """Send as the socket does; raises ``TimeoutError`` if the client reads nothing for the socket's timeout."""
         self._sent_at = monotonic()
         with self._waiting("answer"):
             sent: int = self.plain.send(data)
-        self._lag = max(0.0, self._lag + monotonic() - self._sent_at - sent / RATE)
+        self._lag = max(0.0, self._lag + monotonic() - self._sent_at - sent / MIN_BYTES_PER_SECOND)
         return sent
 
     def send_now(self, data: bytes) -> int:
@@ -134,7 +137,7 @@ class TimedConnection:
         except OSError:
             return 0
         if self._lag:
-            self._lag = max(0.0, self._lag - sent / RATE)
+            self._lag = max(0.0, self._lag - sent / MIN_BYTES_PER_SECOND)
         return sent
 
     @contextlib.contextmanager
@@ -147,7 +150,10 @@ class TimedConnection:
     def _too_slow(self) -> TooSlow:
         if self._part == "head":
             return TooSlow(f"the head did not arrive within {self._limit:g} seconds")
-        return TooSlow(f"the body arrives too slowly: more than {self._limit:g} seconds behind {RATE} bytes a second")
+        return TooSlow(
+            f"the body arrives too slowly: more than {self._limit:g} seconds behind"
+            f" {MIN_BYTES_PER_SECOND} bytes a second"
+        )
 
     @contextlib.contextmanager
     def _waiting(self, what: Literal["request", "answer"]) -> Iterator[None]:
@@ -163,7 +169,7 @@ class TimedConnection:
         if self._waits_for == "request":
             return int(self._part == "body"), self._began
         since = self._sent_at - self._lag
-        return (2, since) if self._waits_for == "answer" and monotonic() - since >= STALLED else None
+        return (2, since) if self._waits_for == "answer" and monotonic() - since >= STALLED_SECONDS else None
 
     def evict(self) -> None:
         """End the connection. The greenlet that waits for it sees it as closed by the client."""

@@ -42,7 +42,7 @@ FLUSH_SECONDS = 2.0
 LAST_SECONDS = 1.0
 QUIT_SECONDS = 10.0
 BOOT_PAUSES = (1.0, 30.0)  # seconds between attempts while workers cannot start: the first and the longest pause
-PROBES = 64  # maximum number of connections to the listener for probes
+MAX_PROBES = 64  # maximum number of connections to the listener for probes
 ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)
 CUT_SHORT = ShuttingDown("the server stopped before the reply was complete", retry_after=DRAIN_RETRY_AFTER)
 
@@ -218,7 +218,7 @@ class DrainingWorker(GeventWorker):
         if (tls := (probe_tls if probes else gateway_tls)(settings)) is not None:
             self.tls.append(tls)
         if probes:
-            limits = ConnectionLimits(PROBES, PROBES)
+            limits = ConnectionLimits(MAX_PROBES, MAX_PROBES)
         else:
             limits = ConnectionLimits(
                 settings.max_connections, settings.most_of_an_address, on_release=self.slot.remove

@@ -11,24 +11,24 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-UNSENT = 16 * 2**10  # the watermark: bytes in the kernel that the peer's window does not allow to be sent yet
+UNSENT_BYTES = 16 * 2**10  # the watermark: bytes in the kernel that the peer's window does not allow to be sent yet
 WRITE_CHUNK_BYTES = 64 * 2**10
 _TCP_NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", 25)  # Linux; named since Python 3.12
 _TCP_USER_TIMEOUT = getattr(socket, "TCP_USER_TIMEOUT", 18)
 
 
 def limit_unsent(plain: Any, io_timeout: float) -> None:
-    """Limit the unsent bytes in the kernel to ``UNSENT``, and let it drop a connection whose peer does not take any.
+    """Limit the unsent bytes in the kernel to ``UNSENT_BYTES``; let it drop a connection whose peer takes none.
 
     It drops the connection after ``io_timeout`` seconds, even if we have closed it. Bytes in flight are not limited,
     because that would slow down distant readers.
     """
     with contextlib.suppress(OSError):  # systems without these options
         if plain.family == socket.AF_UNIX:
-            plain.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNSENT)
+            plain.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNSENT_BYTES)
             return
         plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        plain.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, UNSENT)
+        plain.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, UNSENT_BYTES)
         plain.setsockopt(socket.IPPROTO_TCP, _TCP_USER_TIMEOUT, min(max(1, int(io_timeout * 1000)), 2**31 - 1))
 
 

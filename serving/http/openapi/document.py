@@ -13,7 +13,7 @@ from mlflow_llm import __version__
 
 from ...dialects import DIALECTS, Dialect, InferenceRoute
 from ...dialects.base import JSON, Exchange
-from ...frontend.addressing import STICKY_HEADER, STICKY_MAX
+from ...frontend.addressing import MAX_STICKY_CHARACTERS, STICKY_HEADER
 from ...frontend.answer import Answer, json_answer
 from ...frontend.authentication import KEY_HEADER
 from ...frontend.invoke import TIMEOUT_HEADER
@@ -205,7 +205,7 @@ def _operation(route: Route, path: str, components: Components) -> dict[str, Any
     }
     if route.inference is not None:
         parameters.append({"name": TIMEOUT_HEADER, "in": "header", "schema": {"type": "number", "exclusiveMinimum": 0}})
-        sticky = {"type": "string", "maxLength": STICKY_MAX}
+        sticky = {"type": "string", "maxLength": MAX_STICKY_CHARACTERS}
         parameters.append({"name": STICKY_HEADER, "in": "header", "schema": sticky})
         body = {"schema": _body(route.dialect, route.inference)} | _examples(route.dialect, route.inference)
         content = dict.fromkeys(filter(None, route.takes), body)

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from gunicorn.http.body import ChunkedReader
 
-CHEAP = 64 * 2**10  # up to this many unread bytes of an announced length are discarded to keep the connection
+CHEAP_BYTES = 64 * 2**10  # up to this many unread bytes of an announced length are discarded to keep the connection
 
 
 class Connection(Protocol):
@@ -66,7 +66,7 @@ class RequestBody:
     def _is_cheap(self) -> bool:
         # a client that waited for a 100 got one; it may now send the body or, because it got the response, omit it
         known = not (self._chunked or self._broken or self._ended or self._optional)
-        return known and self._left <= CHEAP
+        return known and self._left <= CHEAP_BYTES
 
     def settle(self) -> None:
         """Decide, before the response's head is sent, whether the connection ends: it does unless the start of the next

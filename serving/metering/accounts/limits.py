@@ -263,7 +263,7 @@ def _rows_of(table: sa.Table, subject: Subject) -> sa.ColumnElement[bool]:
 def _folded_of(connection: sa.Connection, subject: Subject) -> list[tuple[int, int]]:
     """Return the cost of folded days, which count only in budgets."""
     query = sa.select(folded.c.day, sa.func.sum(folded.c.cost)).where(_rows_of(folded, subject)).group_by(folded.c.day)
-    return [(int(day) * windows.DAY, int(spent)) for day, spent in connection.execute(query)]
+    return [(int(day) * windows.DAY_SECONDS, int(spent)) for day, spent in connection.execute(query)]
 
 
 def _minutes_of(connection: sa.Connection, subject: Subject) -> list[tuple[int, int]]:

@@ -35,7 +35,7 @@ UNITS: dict[Kind, str] = {
 }
 SLOTS_BEFORE = 60
 _SLOT_SECONDS: dict[Kind, int] = {"itpm": 1, "otpm": 1, "qpm": 1, "qph": 60}
-DAY = 86_400
+DAY_SECONDS = 86_400
 
 
 class Amounts(Struct, frozen=True, kw_only=True):
@@ -107,7 +107,7 @@ def charge(state: WindowState, at: int, amounts: Amounts) -> None:
                 del slots[at // seconds]
     state.in_flight += amounts.in_flight
     state.money += amounts.money
-    state.day = _in_period(state.day, at // DAY, amounts.money)
+    state.day = _in_period(state.day, at // DAY_SECONDS, amounts.money)
     state.month = _in_period(state.month, month_of(at), amounts.money)
 
 
@@ -124,7 +124,7 @@ def used(state: WindowState, kind: Kind, now: int) -> int:
     if kind == "budget":
         return state.money
     if kind == "budget_day":
-        return state.day[1] if state.day[0] == now // DAY else 0
+        return state.day[1] if state.day[0] == now // DAY_SECONDS else 0
     if kind == "budget_month":
         return state.month[1] if state.month[0] == month_of(now) else 0
     first = now // _SLOT_SECONDS[kind] - SLOTS_BEFORE
@@ -143,7 +143,7 @@ def free_at(state: WindowState, kind: Kind, now: int, *, allowed: int, wanted: i
     if kind == "budget":
         return None
     if kind == "budget_day":
-        return (now // DAY + 1) * DAY
+        return (now // DAY_SECONDS + 1) * DAY_SECONDS
     if kind == "budget_month":
         return month_end(now)
     seconds = _SLOT_SECONDS[kind]

@@ -20,7 +20,7 @@ from .store_directory import ENGINES
 
 BATCH_ROWS = 200
 """Rows a transaction: a few milliseconds of the store's write lock."""
-BATCHES = 100
+MAX_BATCHES = 100
 """At most so many a journal and round: an engine that writes faster than the store takes must not hold up the rest."""
 DONE = -1
 
@@ -60,7 +60,7 @@ def _collect(store: Store, journal: WrittenJournal) -> int:
 def _read(store: Store, journal: WrittenJournal) -> int:
     final = journal.is_final()  # checked first: if it is final, everything is there to be read below
     position, added = _position(store, journal.name), 0
-    for _ in range(BATCHES):
+    for _ in range(MAX_BATCHES):
         if position == DONE:
             break
         found, reached = journal.ended(position, BATCH_ROWS)

@@ -21,7 +21,7 @@ from msgspec import Struct
 from .store import Store
 from .tables import identity
 
-SECONDS = 30.0  # long, since a worker starts beside others that may hold the store
+WAIT_SECONDS = 30.0  # long, since a worker starts beside others that may hold the store
 
 
 class Identity(Struct, frozen=True, kw_only=True):
@@ -51,7 +51,7 @@ def ensure_identity(store: Store) -> Identity:
         connection.execute(sa.update(identity).values(place=place))
         return Identity(store_id=store_id, former_id=former_id)
 
-    return store.read(look, timeout=SECONDS) or store.write(settle, timeout=SECONDS)
+    return store.read(look, timeout=WAIT_SECONDS) or store.write(settle, timeout=WAIT_SECONDS)
 
 
 _find = sa.select(identity.c.store_id, identity.c.place, identity.c.former_id)

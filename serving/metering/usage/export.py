@@ -13,7 +13,7 @@ from ..accounts.money import units
 from .usage import MONEY, UsageFilter, UsageRow, UsageSource
 
 FIELDS = (*UsageRow.__struct_fields__, "currency")
-_BATCH = 2000
+_BATCH_ROWS = 2000
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
@@ -85,5 +85,5 @@ def _tags(row: UsageRow) -> str | None:
 
 def _batched(rows: Iterable[UsageRow]) -> Iterator[list[UsageRow]]:
     iterator = iter(rows)
-    while batch := list(itertools.islice(iterator, _BATCH)):
+    while batch := list(itertools.islice(iterator, _BATCH_ROWS)):
         yield batch

@@ -19,7 +19,7 @@ from ..store.store import Store
 from ..store.tables import folded, ledger, provisioned_minutes
 
 MAX_PAGE = 10_000
-READ_PAGE = 1000
+READ_PAGE_ROWS = 1000
 DAY_MS = 86_400_000
 HOUR_MS = 3_600_000
 GroupBy: TypeAlias = str  # one of GROUPS, or TAG and the name of a tag
@@ -199,7 +199,7 @@ class Usage:
         """Yield every matching row, read in pages."""
         cursor = None
         while True:
-            page = self.page(what, limit=READ_PAGE, cursor=cursor)
+            page = self.page(what, limit=READ_PAGE_ROWS, cursor=cursor)
             yield from page.rows
             cursor = page.next_cursor
             if cursor is None:

@@ -28,8 +28,8 @@ from urllib.parse import SplitResult, quote
 from ...sandbox import wait
 
 T = TypeVar("T")
-CHUNK = 1 << 16
-OVERHEAD = 1 << 19  # bytes of a response beyond its body: headers, the sizes of chunks, what is read ahead
+CHUNK_BYTES = 1 << 16
+OVERHEAD_BYTES = 1 << 19  # bytes of a response beyond its body: headers, the sizes of chunks, what is read ahead
 URL_SAFE_CHARACTERS = (
     "/:@!$&'()*+,;=~?%[]"  # as they are in a path or query; what else is not a letter or digit is percent-encoded
 )
@@ -112,11 +112,11 @@ def _body(connection: _Connection, most: int) -> bytes:
         if (response.length or 0) > most:
             raise TooLarge
         data = bytearray()
-        while chunk := response.read(CHUNK):
+        while chunk := response.read(CHUNK_BYTES):
             data += chunk
             if len(data) > most:
                 raise TooLarge
-            connection.expect(CHUNK)
+            connection.expect(CHUNK_BYTES)
         if response.length:
             raise http.client.IncompleteRead(b"")
     if not data:
@@ -173,14 +173,14 @@ def _left(until: float) -> float:
 class _Connection(io.RawIOBase):
     """A connection with a server, plain or with TLS. It is the socket and the file of ``http.client.HTTPResponse``.
 
-    More than ``OVERHEAD`` bytes beyond what is expected of the body are an ``HTTPException``: endless headers, or
+    More than ``OVERHEAD_BYTES`` bytes beyond what is expected of the body are an ``HTTPException``: endless headers, or
     millions of chunks of a byte, would keep this process busy for as long as it waits.
     """
 
     def __init__(self, connected: _socket.socket, until: float) -> None:
         self._socket = connected
         self._until = until
-        self._expected = OVERHEAD + CHUNK
+        self._expected = OVERHEAD_BYTES + CHUNK_BYTES
         self._tls: ssl.SSLObject | None = None
         self._arrived, self._leaving = ssl.MemoryBIO(), ssl.MemoryBIO()
 
@@ -200,7 +200,7 @@ class _Connection(io.RawIOBase):
             self._secured(functools.partial(self._tls.write, data))
 
     def makefile(self, mode: str) -> io.BufferedReader:
-        return io.BufferedReader(self, CHUNK)
+        return io.BufferedReader(self, CHUNK_BYTES)
 
     def readable(self) -> bool:
         return True
@@ -245,7 +245,7 @@ class _Connection(io.RawIOBase):
                 done = step()
             except ssl.SSLWantReadError:
                 self._send(self._leaving.read())
-                if data := self._receive(CHUNK):
+                if data := self._receive(CHUNK_BYTES):
                     self._arrived.write(data)
                 else:
                     self._arrived.write_eof()

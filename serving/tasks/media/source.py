@@ -17,8 +17,8 @@ from .check import check_host, check_size, locate
 from .fetch import NotFetched, TooLarge, fetch
 
 FETCH_SECONDS = 10.0  # for one URL, from the look-up of its host's name to the last byte
-ALL_FETCHES = 30.0  # seconds for all URLs of a request together
-CHUNK = 1 << 20
+ALL_FETCHES_SECONDS = 30.0  # seconds for all URLs of a request together
+CHUNK_BYTES = 1 << 20
 
 
 class Sources:
@@ -27,7 +27,7 @@ class Sources:
     def __init__(self, settings: DialectSettings, deadline: float | None) -> None:
         self._settings = settings
         self._deadline = deadline
-        self.left = ALL_FETCHES
+        self.left = ALL_FETCHES_SECONDS
 
     def read(self, part: MediaPart) -> bytes:
         """Return the bytes of ``part``.
@@ -89,7 +89,7 @@ def _read_file(part: MediaPart, allowed: str | None) -> bytes:
             raise InvalidField(part.field, part.place, "a regular file")
         check_size(part, found.st_size)
         data = bytearray()
-        while len(data) <= part.most and (chunk := file.read(min(CHUNK, part.most + 1 - len(data)))):
+        while len(data) <= part.most and (chunk := file.read(min(CHUNK_BYTES, part.most + 1 - len(data)))):
             data += chunk
     check_size(part, len(data))  # it may have become longer
     return bytes(data)

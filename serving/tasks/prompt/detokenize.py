@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 MAX_HELD = 16
 MAX_WINDOW = 64  # tokens; a longer run of spaces is decoded after the last of them alone
-CONTEXT = 8  # tokens of a prompt that are looked at first, and spaces that are kept of a long run
+CONTEXT_TOKENS = 8  # tokens of a prompt that are looked at first, and spaces that are kept of a long run
 
 
 class Detokenizer(Protocol):
@@ -58,7 +58,7 @@ class ByteDetokenizer:
         """
         self._bytes = token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        known = [token_bytes[i] for i in before[-CONTEXT:] if i < len(token_bytes)]
+        known = [token_bytes[i] for i in before[-CONTEXT_TOKENS:] if i < len(token_bytes)]
         self._decoder.decode(b"".join(known)[-3:])  # a character has four bytes at most
         self._is_within = bool(self._decoder.getstate()[0])  # whether the text so far ends within a character
 
@@ -134,7 +134,7 @@ class WindowDetokenizer:
         if new.strip():
             self._start = self._read
         elif self._read - self._start > MAX_WINDOW:
-            self._start = self._read - CONTEXT
+            self._start = self._read - CONTEXT_TOKENS
         self._read = len(self._ids)
         return new
 

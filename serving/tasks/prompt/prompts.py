@@ -25,7 +25,7 @@ from .conversation import (
     with_system,
 )
 from .endpoint import EndpointView
-from .text import BEGINNING
+from .text import CHARACTERS_PER_TOKEN
 from .tool_messages import check_tool_messages
 from .tool_prompts import template_name, with_tools
 
@@ -250,7 +250,7 @@ def embedded_texts(raw: RawEmbedding, endpoint: EndpointView) -> Iterator[tuple[
     Only the beginning of a long text is encoded, unless that has so few tokens that the whole text is needed.
     """
     limit, prefix, text = embedding_limit(endpoint), _instruction(raw, endpoint), endpoint.text
-    size = BEGINNING * limit
+    size = CHARACTERS_PER_TOKEN * limit
     beginnings = [prefix + str(entry[:size]) for entry in raw.inputs]
     for entry, (ids, cut) in zip(raw.inputs, text.encode_embeddings(beginnings, limit), strict=True):
         whole = cut or len(entry) <= size

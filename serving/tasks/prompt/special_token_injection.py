@@ -21,7 +21,7 @@ from ...tool_calls.trusted_text import ComposedText
 START_MARK, END_MARK = "\ufdd0", "\ufdd1"  # noncharacters, which Unicode reserves for internal use
 _ESCAPES = re.compile(r"\\ufdd0")
 _OWN_KEYS = frozenset({"role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id"})  # of messages
-STRETCH = 16384  # characters searched in one step
+STRETCH_CHARACTERS = 16384  # characters searched in one step
 PIECES_PER_BATCH = 256  # pieces tokenised in one step
 
 
@@ -98,11 +98,13 @@ class InjectionGuard:
         """Yield where control tokens begin and end. Searches stretch by stretch, so that other threads can run."""
         at = 0
         while at < len(text):
-            found = self._pattern.search(text, at, at + STRETCH)
-            whole_until = at + STRETCH - self._longest  # a token that begins after it may extend beyond the stretch
+            found = self._pattern.search(text, at, at + STRETCH_CHARACTERS)
+            whole_until = (
+                at + STRETCH_CHARACTERS - self._longest
+            )  # a token that begins after it may extend beyond the stretch
             if found is None:
                 at = whole_until + 1
-            elif found.start() > whole_until and at + STRETCH < len(text):
+            elif found.start() > whole_until and at + STRETCH_CHARACTERS < len(text):
                 at = found.start()
             else:
                 yield found.span()

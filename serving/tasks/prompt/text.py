@@ -23,20 +23,20 @@ from ...model_files.token_bytes import BYTE_TOKEN, byte_table, plain_token
 from ...sandbox import Refused
 from ...tool_calls.detect import formats_of
 from ...tool_calls.parser import special_stand_ins
-from .detokenize import CONTEXT, ByteDetokenizer, Detokenizer, WindowDetokenizer
+from .detokenize import CONTEXT_TOKENS, ByteDetokenizer, Detokenizer, WindowDetokenizer
 from .pair_template import PairTemplate
 from .rendering import Renderer, TemplateReads, read_template
 from .special_token_injection import InjectionGuard, unmarked
 from .template_trial import Needs, attempts, needs_of, succeeds
 from .tokenizer_check import check_fast, check_tokenizer
 
-CHUNK = 65536  # characters tokenised at a time to find out whether a text can fit
+CHUNK_CHARACTERS = 65536  # characters tokenised at a time to find out whether a text can fit
 SHORT_TEXT_SIZE = (
     2048  # characters or tokens; fewer take less time than releasing the interpreter lock and taking it again
 )
 TEXTS_PER_BATCH = 64  # texts tokenised at a time, before one of them is found too long
-BEGINNING = 16  # characters read of a text per token that it may have; no language's words need so many
-FREQUENT = 1000  # ids below are those of bytes and frequent words in many tokenizers
+CHARACTERS_PER_TOKEN = 16  # characters read of a text per token that it may have; no language's words need so many
+NUM_FREQUENT_IDS = 1000  # ids below are those of bytes and frequent words in many tokenizers
 DEFAULT_TEMPLATE = "default"
 ADAPTER_PREFIX = "adapter:"  # of the name of an adapter's own template; names of other templates have no colon
 
@@ -123,10 +123,10 @@ class TextModel:
         found: list[tuple[int, ...]] = []
         for start in range(0, len(texts), TEXTS_PER_BATCH):
             group = texts[start : start + TEXTS_PER_BATCH]
-            beginnings = [text[: BEGINNING * limit] for text in group]
+            beginnings = [text[: CHARACTERS_PER_TOKEN * limit] for text in group]
             for text, encoding in zip(group, _encodings(self.backend, beginnings, False), strict=True):
                 ids = tuple(encoding.ids)
-                if len(text) > BEGINNING * limit and len(ids) <= limit:
+                if len(text) > CHARACTERS_PER_TOKEN * limit and len(ids) <= limit:
                     ids = tuple(_encoding(self.backend, text, False).ids)
                 found.append(ids)
         return found
@@ -160,7 +160,7 @@ class TextModel:
         like those of bytes and frequent words of others. Without special tokens nothing is sure: any ids are a text.
         """
         lead, tail = self._frame
-        sure = bool(lead and tail) or any(token_id >= FREQUENT for token_id in (*lead, *tail))
+        sure = bool(lead and tail) or any(token_id >= NUM_FREQUENT_IDS for token_id in (*lead, *tail))
         framed = token_ids[: len(lead)] == lead and token_ids[len(token_ids) - len(tail) :] == tail
         return sure and framed and len(token_ids) >= len(lead) + len(tail)
 
@@ -192,11 +192,11 @@ class TextModel:
         Encodes only about ``limit`` tokens, however long the text is: it encodes one stretch after another until their
         sum is clearly above the limit. A cut between two stretches adds a few tokens at most, which the margin covers.
         """
-        if len(text) <= max(CHUNK, 4 * limit):
+        if len(text) <= max(CHUNK_CHARACTERS, 4 * limit):
             return None
         count, margin = 0, limit // 4 + 64
-        for start in range(0, len(text), CHUNK):
-            stretch = text[start : start + CHUNK]
+        for start in range(0, len(text), CHUNK_CHARACTERS):
+            stretch = text[start : start + CHUNK_CHARACTERS]
             count += len(_encoding(self.backend, stretch, False))
             if count > limit + margin:
                 return limit + 1
@@ -204,7 +204,7 @@ class TextModel:
 
     def tail(self, text: str, limit: int) -> str:
         """Return an end of ``text`` with at least ``limit`` tokens, without encoding the whole text if possible."""
-        size = max(CHUNK, 4 * limit)
+        size = max(CHUNK_CHARACTERS, 4 * limit)
         while size < len(text):
             end = text[-size:]
             if len(_encoding(self.backend, end, False)) > limit + 16:
@@ -405,7 +405,7 @@ class TextModel:
         """
         start = len(before)
         while start > 0:
-            start = max(0, 2 * start - len(before) - CONTEXT)  # twice as many
+            start = max(0, 2 * start - len(before) - CONTEXT_TOKENS)  # twice as many
             while start > 0 and 0x80 <= self._fallback_byte(before[start]) < 0xC0:
                 start -= 1
             if self.decode(before[start:], skip_special_tokens).strip():

@@ -10,8 +10,8 @@ from ...interface.events import Event, Failed, Logits, is_terminal
 from ...interface.request import ValidRequest
 from .protocol_state import ClientState
 
-HIGH = 1024  # high watermark: with this many waiting events per sequence, the request is paused
-LOW = 128  # low watermark: with this many events left per sequence, the request is resumed
+HIGH_EVENTS = 1024  # high watermark: with this many waiting events per sequence, the request is paused
+LOW_EVENTS = 128  # low watermark: with this many events left per sequence, the request is resumed
 HIGH_BYTES = 32 * 2**20  # of logits
 LOW_BYTES = 4 * 2**20
 MAX_MARKS = 8  # the watermarks of a request with n sequences are min(n, MAX_MARKS) times those of one sequence
@@ -37,7 +37,7 @@ class EventBuffer:
 
     def __init__(self, events: Any, num_sequences: int) -> None:
         marks = min(num_sequences, MAX_MARKS)
-        self.events, self._high, self._low = events, HIGH * marks, LOW * marks
+        self.events, self._high, self._low = events, HIGH_EVENTS * marks, LOW_EVENTS * marks
         self.paused = False
         self.put: Callable[[Event], bool | None] = events.put
         self.get: Callable[[], Event] = events.get

@@ -26,7 +26,7 @@ from .reconnect import NOT_FOUND, Reconnect
 
 logger = logging.getLogger(__name__)
 
-RETRY_AFTER = 5.0  # seconds, in the error of requests that found no engine
+RETRY_SECONDS = 5.0  # seconds, in the error of requests that found no engine
 CHECK_SECONDS = 0.25  # seconds between checks of the engine's lock and the clock
 PING_INTERVAL = 5.0
 DEAD_TURNS = 4
@@ -236,7 +236,7 @@ class IoLoop:
         self._reconnect.log_absence(refusal)
         if self.away_timeout is not None and self._reconnect.away > self.away_timeout:
             self._reconnect.away = 0.0
-            self._fail_all(Unavailable(refusal or "the engine is not running", retry_after=RETRY_AFTER))
+            self._fail_all(Unavailable(refusal or "the engine is not running", retry_after=RETRY_SECONDS))
 
     def _refusal(self) -> str:
         has_handshake = self.connection is not None and self.connection.connected

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 FIRST_PAUSE, MAX_PAUSE = 0.25, 5.0  # seconds
 TRANSIENT_SECONDS = 10.0  # during which a system error (a full disk, no descriptor left) may pass by itself
 NOT_FOUND = (ServingError, PackagingError, OSError, zmq.ZMQError)  # the errors of a search for an engine
-REFUSALS = 3  # after this many connections in a row that end before the handshake, the peer refuses us
+MAX_REFUSALS = 3  # after this many connections in a row that end before the handshake, the peer refuses us
 QUIET_SECONDS = 5.0  # without an engine before this is logged
 
 
@@ -67,7 +67,7 @@ class Reconnect:
 
     def refusal(self, said: str, *, has_handshake: bool) -> str:
         """Return why the peer at ``endpoint`` is not our engine, "" if unknown; ``said`` is the peer's answer."""
-        if self._refusals >= REFUSALS and not has_handshake:
+        if self._refusals >= MAX_REFUSALS and not has_handshake:
             return f"{self.endpoint} refused the connection: the engine there has another key, or it is not an engine"
         return f"{self.endpoint}: {said}" if said else ""
 

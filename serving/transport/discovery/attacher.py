@@ -14,7 +14,7 @@ from .state_directory import SOCKET, Sleep, StateDirectory, check_private
 
 POLL_INTERVAL = 0.03  # seconds
 RETRY_INTERVAL = 0.5  # seconds between connections to another host, so as not to flood one that refuses us
-GRACE = 2.0  # seconds that the supervisor of a stalled engine has to replace it
+GRACE_SECONDS = 2.0  # seconds that the supervisor of a stalled engine has to replace it
 
 
 class Attacher:
@@ -23,8 +23,8 @@ class Attacher:
     ``address`` is a state directory on this host, or ``tcp://host:port`` with ``key_file``. ``timeout`` is how many
     seconds may pass without an engine; the time in which an engine is loading does not count.
 
-    If the supervisor has not replaced a stalled engine within ``GRACE``, the client attaches to it again: it may have
-    recovered. If it has not, it stalls again. Raises ``PackagingError`` for a bad address or key file.
+    If the supervisor has not replaced a stalled engine within ``GRACE_SECONDS``, the client attaches to it again: it
+    may have recovered. If it has not, it stalls again. Raises ``PackagingError`` for a bad address or key file.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Attacher:
             self._not_before = time.monotonic() + RETRY_INTERVAL
             return self.address
         deadline = time.monotonic() + self.timeout
-        again = time.monotonic() + min(GRACE, self.timeout)
+        again = time.monotonic() + min(GRACE_SECONDS, self.timeout)
         while not cancelled():
             status = self.state.read_status()
             excluded = status is None or (status.generation == stalled and time.monotonic() < again)

@@ -44,7 +44,7 @@ from .state_directory import (
 
 Progress = Callable[[str], None]
 POLL_INTERVAL = 0.03
-ROOM = 1 << 20  # bytes; a file system with less is full
+ROOM_BYTES = 1 << 20  # bytes; a file system with less is full
 SAYS_WHY = re.compile(r"^[A-Za-z_][\w.]*(Error|Exception)\b|Thread creation failed|cannot allocate", re.I)
 KILL_TIMEOUT = 10.0
 LOCK_TIMEOUT = 1.0  # seconds to wait for a free engine lock: a process that tests the lock holds it for a moment
@@ -320,6 +320,6 @@ class Launcher:
 
 def _is_full(directory: str) -> bool:
     try:
-        return shutil.disk_usage(directory).free < ROOM
+        return shutil.disk_usage(directory).free < ROOM_BYTES
     except OSError:  # removed by the engine's last user
         return False

@@ -32,10 +32,10 @@ from .standby import WarmStandby
 logger = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.5  # seconds between heartbeats and between checks of the clients' locks
-SILENCE = 30.0  # seconds without a ping after which a client on another host counts as dead
+SILENCE_SECONDS = 30.0  # seconds without a ping after which a client on another host counts as dead
 EVENTS, READABLE, SNDMORE = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.SNDMORE)  # plain ints cost less per step
 LOCAL, REMOTE = b"l", b"r"  # prefixes of a client's identity, which is only unique within its socket
-FRAME = 8 * 2**20  # bytes of logits after which a frame is sent
+FRAME_BYTES = 8 * 2**20  # bytes of logits after which a frame is sent
 MESSAGES_PER_TURN = 256  # messages taken before the next step, so that a flood of messages cannot delay it forever
 
 
@@ -189,8 +189,8 @@ class EngineServer:
                 pass
 
     def _greet(self, identity: bytes, hello: m.Hello) -> None:
-        if hello.protocol != m.PROTOCOL:
-            self._send(identity, m.Rejected(f"this engine speaks protocol {m.PROTOCOL}, not {hello.protocol}"))
+        if hello.protocol != m.PROTOCOL_VERSION:
+            self._send(identity, m.Rejected(f"this engine speaks protocol {m.PROTOCOL_VERSION}, not {hello.protocol}"))
             return
         is_local = identity.startswith(LOCAL)
         if hello.name:  # it may be back after its connection broke: it submits again what it still wants
@@ -302,7 +302,7 @@ class EngineServer:
                     self._close(peer, number)
             items = by_peer.setdefault(identity, [])
             items.append((number, event))
-            if isinstance(event, Logits) and sum(len(e.data) for _, e in items if isinstance(e, Logits)) >= FRAME:
+            if isinstance(event, Logits) and sum(len(e.data) for _, e in items if isinstance(e, Logits)) >= FRAME_BYTES:
                 self._send(identity, m.Events(steps, tuple(by_peer.pop(identity))))
         for identity, items in by_peer.items():
             self._send(identity, m.Events(steps, tuple(items)))
@@ -327,7 +327,7 @@ class EngineServer:
             self._standby.tick()
         alive = self.state.live_clients()
         for identity, peer in list(self.peers.items()):
-            gone = peer.client_id not in alive if peer.client_id else now - peer.seen > SILENCE
+            gone = peer.client_id not in alive if peer.client_id else now - peer.seen > SILENCE_SECONDS
             if gone:
                 logger.info("client %s disconnected with %d requests", peer.client_id, len(peer.open))
                 self._drop(identity)

@@ -9,7 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from mlflow_llm.serving.control.engine_memory import GIB, GRACE, EngineMemory, estimated_size, proportional_set_size
+from mlflow_llm.serving.control.engine_memory import (
+    GIB,
+    GRACE_SECONDS,
+    EngineMemory,
+    estimated_size,
+    proportional_set_size,
+)
 from mlflow_llm.serving.endpoints.config import EntityConfig, ModelSource
 from mlflow_llm.serving.interface.bundle import Bundle
 from mlflow_llm.serving.interface.engine import EngineInfo, Health
@@ -61,7 +67,7 @@ class Machine:
             entity=key, wanted=self.running[key], replicas=(replica,) * number, info=INFO, start_seconds=7.0
         )
 
-    def tick(self, wanted: dict[str, int] | None = None, *, seconds: float = GRACE) -> set[str]:
+    def tick(self, wanted: dict[str, int] | None = None, *, seconds: float = GRACE_SECONDS) -> set[str]:
         """Advance the clock by ``seconds``, apply the budget and return the keys of the loaded engines."""
         self.now += seconds
         wanted = dict.fromkeys(self.admitted, 1) | (wanted or {})
@@ -110,7 +116,7 @@ def test_idle_engines_go_the_least_recently_used_first(tmp_path: Path, caplog: p
     assert "unloaded e/b (1.00 GiB): its 1.00 GiB were needed for e/c; a request brings it back in about 7.0 s" in str(
         caplog.messages
     )
-    machine.tick(seconds=2 * GRACE)
+    machine.tick(seconds=2 * GRACE_SECONDS)
     assert machine.request("b") == {"b", "c"}
     record = machine.memory.records()["a"]
     assert (record.unloaded, record.unloads) == ("its 1.00 GiB were needed for e/b", 1)
@@ -148,11 +154,11 @@ def test_one_that_is_asked_for_while_it_leaves_comes_back(tmp_path: Path) -> Non
         machine.tick()
     machine.held.add("b")
     assert machine.request("a") == set()  # which has no room before b has ended
-    machine.tick(seconds=GRACE)
+    machine.tick(seconds=GRACE_SECONDS)
     machine.requested["b"] = machine.now
     assert machine.tick(seconds=0.1) == {"b"}
     machine.held.clear()
-    machine.tick(seconds=GRACE)
+    machine.tick(seconds=GRACE_SECONDS)
     assert machine.request("a") == {"a"}
 
 
@@ -174,7 +180,7 @@ def test_busy_engines_and_those_just_asked_for_stay(tmp_path: Path) -> None:
     assert machine.request("a") == {"b"}
     machine.busy.clear()
     assert machine.request("a") == {"b"}  # within the grace
-    machine.tick(seconds=GRACE)
+    machine.tick(seconds=GRACE_SECONDS)
     assert machine.request("a") == {"a"}
 
 

@@ -59,7 +59,7 @@ def signed(key: Any, algorithm: str, claims: dict[str, Any] | None = None, **hea
 
 @pytest.fixture
 def tokens(keys: dict[str, Any]) -> Tokens:
-    source = KeySource("keys.json", read=lambda place: (jwks_of(*keys.values()), jwks.MAX_AGE))
+    source = KeySource("keys.json", read=lambda place: (jwks_of(*keys.values()), jwks.MAX_AGE_SECONDS))
     return Tokens(ServerSettings(**SETTINGS), source, clock=lambda: NOW)
 
 
@@ -78,7 +78,7 @@ def test_claims_have_the_names_that_the_server_gives_them(keys: dict[str, Any]) 
         "jwt_scope_claim": "realm_access.roles",
         "jwt_endpoints_claim": "models",
     }
-    source = KeySource("keys.json", read=lambda place: (jwks_of(keys["RS256"]), jwks.MAX_AGE))
+    source = KeySource("keys.json", read=lambda place: (jwks_of(keys["RS256"]), jwks.MAX_AGE_SECONDS))
     tokens = Tokens(ServerSettings(**SETTINGS, **names), source, clock=lambda: NOW)
     claims = CLAIMS | {"azp": "x" * 500, "https://acme.example/tenant": "t", "models": "chat law:legal"}
     found = tokens.verify(signed(keys["RS256"], "RS256", claims | {"realm_access": {"roles": ["manage", "root"]}}))
@@ -98,7 +98,7 @@ def test_a_claim_weighs_its_callers_turns(keys: dict[str, Any], claim: Any, weig
     """The configured claim gives a weight of 1 to 1000, 1 if absent; another value is refused, and without a configured
     claim it is ignored.
     """
-    source = KeySource("keys.json", read=lambda place: (jwks_of(keys["EdDSA"]), jwks.MAX_AGE))
+    source = KeySource("keys.json", read=lambda place: (jwks_of(keys["EdDSA"]), jwks.MAX_AGE_SECONDS))
     token = signed(keys["EdDSA"], "EdDSA", changed(plan={"weight": claim}))
     named = Tokens(ServerSettings(**SETTINGS, jwt_weight_claim="plan.weight"), source, clock=lambda: NOW)
     if weight:
@@ -231,7 +231,7 @@ class Issuer:
     """A key set that changes and counts its downloads."""
 
     def __init__(self, *keys: Any) -> None:
-        self.keys, self.asked, self.now, self.max_age = keys, 0, 0.0, jwks.MAX_AGE
+        self.keys, self.asked, self.now, self.max_age = keys, 0, 0.0, jwks.MAX_AGE_SECONDS
         self.source = KeySource("https://idp/keys", read=self.read, clock=lambda: self.now)
 
     def read(self, place: str) -> jwks.Fetched:
@@ -250,7 +250,7 @@ def test_a_new_key_is_found_and_bad_names_fetch_nothing(keys: dict[str, Any]) ->
             issuer.source.find(f"bad-{number}")
     assert issuer.asked == 1
     issuer.keys = (keys["RS256"], keys["ES256"])
-    issuer.now = jwks.RETRY
+    issuer.now = jwks.RETRY_SECONDS
     assert issuer.source.find("ES256").kid == "ES256"
     with pytest.raises(Unauthenticated):
         issuer.source.find("bad")
@@ -275,12 +275,12 @@ def test_an_old_set_is_renewed_beside_the_requests(keys: dict[str, Any]) -> None
             renewed.set()
 
     issuer.source.read = watched
-    issuer.now, issuer.keys = jwks.MAX_AGE, ()
+    issuer.now, issuer.keys = jwks.MAX_AGE_SECONDS, ()
     assert issuer.source.find("RS256").kid == "RS256"
     assert renewed.wait(240)
     with issuer.source.turn:
         assert issuer.asked == 2
-    issuer.now = jwks.STALE
+    issuer.now = jwks.STALE_SECONDS
     with pytest.raises(Unavailable):
         issuer.source.find("RS256")
 
@@ -295,15 +295,15 @@ def test_a_set_is_kept_as_long_as_its_answer_says(keys: dict[str, Any]) -> None:
     assert issuer.asked == 1
     least, most = jwks.FRESHNESS
     for headers, seconds in (
-        (("",), jwks.MAX_AGE),
-        (("public",), jwks.MAX_AGE),
+        (("",), jwks.MAX_AGE_SECONDS),
+        (("public",), jwks.MAX_AGE_SECONDS),
         (("public, Max-Age=600",), 600.0),
         (('max-age="600", must-revalidate', "200"), 400.0),
         (("max-age=600", "soon"), 600.0),
         (("max-age=0",), least),
         (("max-age=31536000",), most),
         (("max-age=" + "9" * 5000,), most),
-        (("max-age=-1",), jwks.MAX_AGE),
+        (("max-age=-1",), jwks.MAX_AGE_SECONDS),
         (("no-cache",), least),
         (("max-age=600, no-store",), least),
     ):
@@ -316,9 +316,9 @@ def test_an_issuer_that_is_away_is_a_503(keys: dict[str, Any]) -> None:
     for _ in range(5):
         with pytest.raises(Unavailable) as refused:
             issuer.source.find("RS256")
-        assert refused.value.retry_after == jwks.RETRY
+        assert refused.value.retry_after == jwks.RETRY_SECONDS
     assert issuer.asked == 1
-    issuer.keys, issuer.now = (keys["RS256"],), jwks.RETRY
+    issuer.keys, issuer.now = (keys["RS256"],), jwks.RETRY_SECONDS
     assert issuer.source.find("RS256").kid == "RS256"
 
 
@@ -346,7 +346,7 @@ def test_a_set_is_downloaded_within_bounds(monkeypatch: pytest.MonkeyPatch) -> N
         ending.callback(server.shutdown)  # also after a failure: the thread would run for ever
         url = f"http://127.0.0.1:{server.server_port}/keys"
         server.answer = (200, {}, b'{"keys": []}')
-        assert jwks.download(url) == (b'{"keys": []}', jwks.MAX_AGE)
+        assert jwks.download(url) == (b'{"keys": []}', jwks.MAX_AGE_SECONDS)
         server.answer = (200, {"Cache-Control": "public, max-age=60", "Age": "20"}, b'{"keys": []}')
         assert jwks.download(url) == (b'{"keys": []}', 40.0)
         for status, headers, body in (

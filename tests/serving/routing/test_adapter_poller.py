@@ -79,7 +79,7 @@ def test_names_are_known_while_the_engine_is_away(instant_bundle: Bundle, monkey
     """Until the engine answers its model's adapters are known, then its own, even while it fails; it is asked one
     question at a time and none after closing.
     """
-    monkeypatch.setattr(adapter_poller, "INTERVAL", 0.01)
+    monkeypatch.setattr(adapter_poller, "POLL_SECONDS", 0.01)
     engine = Absent(instant_bundle)
     engine.load_adapter("formal", instant_bundle.model_dir)
     names = AdapterPoller(engine, ("pirate",))

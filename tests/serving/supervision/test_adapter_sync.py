@@ -90,7 +90,7 @@ def test_a_full_engine_is_asked_again(engine: InstantEngine, tmp_path: Path, mon
         return real(name, path, **more)
 
     monkeypatch.setattr(engine, "load_adapter", load_adapter)
-    monkeypatch.setattr(adapter_sync, "RETRY", 0.0)
+    monkeypatch.setattr(adapter_sync, "RETRY_SECONDS", 0.0)
     wanted.want(a=(str(tmp_path), "1"))
     assert not wanted.sync.sync(engine)
     assert (wanted.sync.loaded, wanted.sync.refused) == ({}, {})

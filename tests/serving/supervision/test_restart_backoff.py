@@ -114,7 +114,7 @@ def test_a_draining_replica_stays_while_its_use_is_unknown(place, make_bundle, s
 def test_pauses_start_over_after_a_healthy_life(make_bundle, supervise, monkeypatch):
     """A replica that has been refused often waits no longer than at first once its engine was well for a while."""
     pauses, refusals = [], [Unavailable("not yet")] * 3
-    monkeypatch.setattr(replica, "HEALTHY_LIFE", 0.0)
+    monkeypatch.setattr(replica, "HEALTHY_SECONDS", 0.0)
     monkeypatch.setattr(replica.Replica, "sleep", lambda self, seconds: pauses.append(seconds))
 
     def probe(engine):

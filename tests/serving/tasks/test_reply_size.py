@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mlflow_llm.serving.dialects import DIALECTS
-from mlflow_llm.serving.dialects.fields.text_readers import VARIABLES_MOST, template_variables
+from mlflow_llm.serving.dialects.fields.text_readers import MAX_VARIABLE_CHARACTERS, template_variables
 from mlflow_llm.serving.interface.errors import InvalidField
 from mlflow_llm.serving.tasks.prepare import prepare
 from mlflow_llm.serving.tasks.reply_size import fixed_size
@@ -88,6 +88,10 @@ def test_lists_are_bounded_before_they_are_read(endpoint):
 def test_template_variables_are_bounded():
     """Characters, entries and keys of chat_template_kwargs count together, however deep they lie."""
     assert template_variables({"a": ["x" * 100]}, "v") == {"a": ["x" * 100]}
-    for value in ({"a": "x" * VARIABLES_MOST}, {"a": [0] * VARIABLES_MOST}, {"a": {"x" * VARIABLES_MOST: 1}}):
-        with pytest.raises(InvalidField, match=f"at most {VARIABLES_MOST}"):
+    for value in (
+        {"a": "x" * MAX_VARIABLE_CHARACTERS},
+        {"a": [0] * MAX_VARIABLE_CHARACTERS},
+        {"a": {"x" * MAX_VARIABLE_CHARACTERS: 1}},
+    ):
+        with pytest.raises(InvalidField, match=f"at most {MAX_VARIABLE_CHARACTERS}"):
             template_variables(value, "chat_template_kwargs")

@@ -42,7 +42,7 @@ from .source import PackedSource
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 5
+FORMAT_VERSION = 5
 KEY_LENGTH = 32
 HASH = re.compile(r"[0-9a-f]{64}")
 Kind = Literal["decoder", "encoder"]
@@ -62,7 +62,7 @@ def packed_key(kind: Kind, bundle: Bundle, resolved: ResolvedSettings) -> str | 
     if not (covered and on_cpu and bundle.model_hashes and HASH.fullmatch(bundle.content_hash)):
         return None
     code = _code(library.library_path())
-    described = (FORMAT, kind, bundle.content_hash, settings.quantization, str(dtype), library.has_bf16(), code)
+    described = (FORMAT_VERSION, kind, bundle.content_hash, settings.quantization, str(dtype), library.has_bf16(), code)
     return hashlib.sha256(msgspec.json.encode(described)).hexdigest()[:KEY_LENGTH]
 
 

@@ -36,12 +36,12 @@ from ....system.files import cache_dir, is_private
 logger = logging.getLogger(__name__)
 
 MAGIC = b"MLTPACK1"
-ALIGNMENT = 4096
+ALIGNMENT_BYTES = 4096
 MAX_HEADER = 64 << 20
-CHUNK = 16 << 20
+CHUNK_BYTES = 16 << 20
 PART = ".part-"
-ABANDONED = 3600.0  # seconds after which an unfinished file is taken to have no writer any more
-ROOM = 2  # a file is written only if the disk has this many times its size free
+ABANDONED_SECONDS = 3600.0  # seconds after which an unfinished file is taken to have no writer any more
+ROOM_FACTOR = 2  # a file is written only if the disk has this many times its size free
 PLACE = "packed"  # folder in the cache directory
 Array = np.ndarray[Any, Any]
 
@@ -116,7 +116,7 @@ def _mapped(path: Path) -> tuple[dict[str, Array], dict[str, Any]]:
 
 
 def _aligned(offset: int) -> int:
-    return -(-offset // ALIGNMENT) * ALIGNMENT
+    return -(-offset // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def write_packed(
@@ -140,7 +140,7 @@ def write_packed(
     place.mkdir(mode=0o700, parents=True, exist_ok=True)
     _check(place.lstat(), stat.S_ISDIR)
     size = _aligned(len(MAGIC) + 8 + len(header)) + offset
-    if size > limit or shutil.disk_usage(place).free < ROOM * size:
+    if size > limit or shutil.disk_usage(place).free < ROOM_FACTOR * size:
         logger.info("packed weights of %d bytes are not kept: over packed_cache, or the disk is too full", size)
         return
     _make_room(place, limit - size)
@@ -163,7 +163,7 @@ def _write(file: Any, pieces: Iterable[bytes | memoryview], digest: Any) -> Any:
     """Write each piece, followed by zeros up to the next section; return the updated digest."""
     for piece in pieces:
         padding = bytes(_aligned(len(piece)) - len(piece))
-        for chunk in (*(piece[at : at + CHUNK] for at in range(0, len(piece), CHUNK)), padding):
+        for chunk in (*(piece[at : at + CHUNK_BYTES] for at in range(0, len(piece), CHUNK_BYTES)), padding):
             digest.update(chunk)
             while chunk:  # a disk that is nearly full may take only a part
                 chunk = chunk[file.write(chunk) :]
@@ -177,7 +177,7 @@ def _make_room(place: Path, limit: int) -> None:
         with contextlib.suppress(OSError):
             known = path.lstat()
             if path.name.startswith(PART):
-                if time.time() - known.st_mtime > ABANDONED:
+                if time.time() - known.st_mtime > ABANDONED_SECONDS:
                     path.unlink()
             else:
                 found.append((known.st_mtime, known.st_size, path))

@@ -95,7 +95,7 @@ def loaded_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]
 @here
 def test_a_library_of_another_version_is_not_called(loaded_anew: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A library of another interface version is reported and not called; the engine runs on torch."""
-    loaded_anew.setattr(library, "INTERFACE", 1000)
+    loaded_anew.setattr(library, "INTERFACE_VERSION", 1000)
     info = info_of(save_bundle(make_model(tf.LlamaConfig(**WIDE)), tmp_path))
     assert info.kernels == "torch"
     assert "compiled with another version of the package" in info.kernels_reason

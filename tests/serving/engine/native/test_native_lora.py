@@ -15,7 +15,7 @@ from mlflow_llm.serving.engine.assembly import EngineParts, assemble
 from mlflow_llm.serving.engine.attention.kv_cache import Row
 from mlflow_llm.serving.engine.models.step_input import StepInput
 from mlflow_llm.serving.engine.native import library
-from mlflow_llm.serving.engine.native.adapters import HUGE_PAGE, huge_pages
+from mlflow_llm.serving.engine.native.adapters import HUGE_PAGE_BYTES, huge_pages
 from mlflow_llm.serving.interface.bundle import Bundle
 from mlflow_llm.serving.interface.settings import EngineSettings
 
@@ -104,7 +104,7 @@ def test_the_native_step_adds_what_torch_adds(saved: tuple[Bundle, Path]) -> Non
 def test_large_factors_lie_in_huge_pages() -> None:
     """Large factors begin at a huge page of private memory, because shared memory has none by default."""
     factors = huge_pages(3 << 20, torch.bfloat16)
-    assert factors.data_ptr() % HUGE_PAGE == 0
+    assert factors.data_ptr() % HUGE_PAGE_BYTES == 0
     factors.zero_()
     flags: set[str] = set()
     for line in Path("/proc/self/smaps").read_text().splitlines():

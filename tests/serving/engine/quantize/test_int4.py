@@ -289,7 +289,7 @@ def test_inputs_are_collected_in_few_runs(
     texts = [list(range(3, 40)), [5, 6]]
     wanted = list(calibration.inputs_of(model, groups, texts))
     monkeypatch.setattr(calibration, "MAX_HESSIAN_BYTES", at_once)
-    monkeypatch.setattr(calibration, "OF_MODEL", of_model)
+    monkeypatch.setattr(calibration, "MODEL_DIVISOR", of_model)
     calls: list[Any] = []
     model.model.register_forward_pre_hook(lambda *call: calls.append(call))
     found = list(calibration.inputs_of(model, groups, texts))

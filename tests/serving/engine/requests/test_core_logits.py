@@ -83,7 +83,7 @@ def test_rows_are_those_before_any_logits_processor(core: EngineCore, tiny_llama
 
 def test_rows_come_in_events_of_a_bounded_size(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many rows of one step are sent as several events."""
-    monkeypatch.setattr(inflight, "LOGITS_EVENT", 3 * 4 * VOCAB)
+    monkeypatch.setattr(inflight, "LOGITS_EVENT_BYTES", 3 * 4 * VOCAB)
     outcome = run(core, request_of("a", prompt_of(16, 1), max_tokens=1, **BOTH))["a"]
     assert [event.num_rows for event in outcome.rows["context", 0]] == [3, 3, 3, 3, 3, 1]
     assert len(outcome.logits("context")) == 16

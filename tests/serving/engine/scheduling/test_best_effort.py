@@ -15,7 +15,7 @@ from mlflow_llm.serving.engine.attention.kv_cache import LayerShape
 from mlflow_llm.serving.engine.attention.slot_cache import SlotKVCache
 from mlflow_llm.serving.engine.scheduling.scheduler import ScheduledChunk, Scheduler
 from mlflow_llm.serving.engine.scheduling.sequence import Sampled, SequenceState
-from mlflow_llm.serving.engine.scheduling.step_time_budget import LINGER, StepCost, StepLoad
+from mlflow_llm.serving.engine.scheduling.step_time_budget import LINGER_SECONDS, StepCost, StepLoad
 
 Cost = Callable[[StepLoad], float]
 
@@ -145,7 +145,7 @@ def test_best_effort_work_has_whole_steps_when_nothing_is_provisioned() -> None:
         machine.step()
     machine.keep(30, provisioned=False, prompt=5)
     lingering = 0.0
-    while lingering < LINGER:
+    while lingering < LINGER_SECONDS:
         assert machine.step()
         lingering += machine.ticks[-1][2]
     for _ in range(20):

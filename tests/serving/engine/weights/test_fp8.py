@@ -121,7 +121,7 @@ def test_many_rows_are_multiplied_in_float8(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.usefixtures("_kernels")
-@pytest.mark.parametrize("rows", [2, fp8.FEW + 2])
+@pytest.mark.parametrize("rows", [2, fp8.FEW_ROWS + 2])
 def test_transposed_weights_and_inputs(rows: int) -> None:
     """Transposed weights, as GPT-2 stores them, and transposed inputs are multiplied as any other."""
     weight = fp8.Fp8Weight(torch.randn(48, 96, device=DEVICE).t(), None)
@@ -137,7 +137,7 @@ def test_the_number_of_rows_chooses_the_product(monkeypatch: pytest.MonkeyPatch)
     weight, taken = fp8.Fp8Weight(torch.randn(48, 32, device=DEVICE), None), []
     for name in ("multiply", "multiply_quantized", "multiply_floats"):
         monkeypatch.setattr(fp8, name, lambda x, *_, name=name: taken.append((name, len(x))))
-    for rows in (1, fp8.FEW, fp8.FEW + 1):
+    for rows in (1, fp8.FEW_ROWS, fp8.FEW_ROWS + 1):
         weight.matmul(torch.zeros(rows, 32))
     with fp8.all_rows_are_many():
         weight.matmul(torch.zeros(1, 32))
@@ -160,7 +160,7 @@ def test_a_failing_or_wrong_product_is_not_used(
     monkeypatch.setattr(fp8, "multiply", broken)
     monkeypatch.setattr(fp8, "multiply_quantized", lambda *given: own(*given).flip(-1))
     weight = fp8.Fp8Weight(torch.randn(48, 32, device=DEVICE), torch.randn(48, device=DEVICE))
-    for rows in (2, fp8.FEW + 2):
+    for rows in (2, fp8.FEW_ROWS + 2):
         x = torch.randn(rows, 32, device=DEVICE)
         torch.testing.assert_close(weight.matmul(x), x @ weight.dense().t() + weight.bias, rtol=1e-4, atol=1e-4)
     why = fp8.reason(FP8, DEVICE, torch.float32)

@@ -7,7 +7,7 @@ import os
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlflow_llm.serving.http.gunicorn.accept_balancing import HUNG_AFTER, AcceptBalancer, WorkerSlot
+from mlflow_llm.serving.http.gunicorn.accept_balancing import HUNG_SECONDS, AcceptBalancer, WorkerSlot
 
 
 def workers(number: int) -> tuple[AcceptBalancer, list[WorkerSlot]]:
@@ -52,13 +52,13 @@ def test_a_hung_worker_is_passed_over() -> None:
     _, (one, hung) = workers(2)
     one.add()
     assert not one.take_turn(0.0)
-    assert not one.take_turn(HUNG_AFTER / 2)
-    assert one.take_turn(HUNG_AFTER)
+    assert not one.take_turn(HUNG_SECONDS / 2)
+    assert one.take_turn(HUNG_SECONDS)
     one.add()
-    assert one.take_turn(HUNG_AFTER)  # and not a while for each
+    assert one.take_turn(HUNG_SECONDS)  # and not a while for each
     one.add()
     hung.add()
-    assert not one.take_turn(HUNG_AFTER)
+    assert not one.take_turn(HUNG_SECONDS)
 
 
 def test_a_worker_that_accepts_is_not_hung() -> None:
@@ -67,7 +67,7 @@ def test_a_worker_that_accepts_is_not_hung() -> None:
     for _ in range(8):
         one.add()
     for turn in range(6):
-        assert not one.take_turn(turn * 0.9 * HUNG_AFTER)
+        assert not one.take_turn(turn * 0.9 * HUNG_SECONDS)
         other.add()
 
 

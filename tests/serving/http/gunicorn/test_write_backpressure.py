@@ -12,7 +12,7 @@ import gevent.socket
 import pytest
 
 from mlflow_llm.serving.http.gunicorn.slowloris import TimedConnection
-from mlflow_llm.serving.http.gunicorn.write_backpressure import UNSENT, BackpressureSocket, limit_unsent
+from mlflow_llm.serving.http.gunicorn.write_backpressure import UNSENT_BYTES, BackpressureSocket, limit_unsent
 
 SIZE = 4 * 2**20
 ROOM = 64 * 2**10
@@ -48,7 +48,7 @@ def taken(ours: socket.socket) -> int:
 def test_unsent_bytes_stay_below_the_watermark(ends: tuple[socket.socket, socket.socket]) -> None:
     """The kernel buffers only a few hundred tokens' bytes beyond the client's buffer, not megabytes by default."""
     limit_unsent(ends[0], 30.0)
-    assert 0 < taken(ends[0]) <= 2 * ROOM + 4 * UNSENT
+    assert 0 < taken(ends[0]) <= 2 * ROOM + 4 * UNSENT_BYTES
 
 
 def test_a_reader_that_takes_nothing_times_out(ends: tuple[socket.socket, socket.socket]) -> None:

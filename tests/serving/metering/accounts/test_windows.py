@@ -88,11 +88,11 @@ def test_months_are_the_calendars(when):
 def test_money_is_kept_by_period():
     """A late credit changes the period it was charged in, and only that."""
     state = WindowState()
-    monday = 20_000 * windows.DAY
+    monday = 20_000 * windows.DAY_SECONDS
     windows.charge(state, monday, Amounts(money=100))
-    windows.charge(state, monday + windows.DAY, Amounts(money=10))
+    windows.charge(state, monday + windows.DAY_SECONDS, Amounts(money=10))
     windows.charge(state, monday, Amounts(money=-40))
-    now = monday + windows.DAY
+    now = monday + windows.DAY_SECONDS
     assert windows.used(state, "budget_day", now) == 10
     assert windows.used(state, "budget", now) == 70
-    assert windows.used(state, "budget_day", now + windows.DAY) == 0
+    assert windows.used(state, "budget_day", now + windows.DAY_SECONDS) == 0

@@ -265,8 +265,8 @@ def trickle(head, piece):
 @pytest.mark.parametrize("what", ["url", "request", "all"])
 def test_too_slow(answer, what, monkeypatch):
     """A server that stalls or trickles is given up at the end of the time of the URL, the request or all URLs."""
-    name = {"url": "FETCH_SECONDS", "all": "ALL_FETCHES"}.get(what)
-    for limit in ("FETCH_SECONDS", "ALL_FETCHES"):
+    name = {"url": "FETCH_SECONDS", "all": "ALL_FETCHES_SECONDS"}.get(what)
+    for limit in ("FETCH_SECONDS", "ALL_FETCHES_SECONDS"):
         monkeypatch.setattr(source, limit, 0.1 if limit == name else FOREVER)
     deadline = time.monotonic() + 0.1 if what == "request" else None
     with server(answer) as (port, _):

@@ -13,7 +13,7 @@ WORDS = ["<|start|>", "<|end|>", "</s>", "<s>", " fox", "dog ", "\n", "<|", "|>"
 @pytest.mark.parametrize(("stretch", "group"), [(16, 1), (40, 3), (16384, 256)])
 def test_as_transformers_does_it(text, monkeypatch, stretch, group):
     """Any mixture of tokens, half tokens and text in a chat has transformers' ids."""
-    monkeypatch.setattr(special_token_injection, "STRETCH", stretch)
+    monkeypatch.setattr(special_token_injection, "STRETCH_CHARACTERS", stretch)
     monkeypatch.setattr(special_token_injection, "PIECES_PER_BATCH", group)
     source, rng = text.template(None), random.Random(stretch)
     for _ in range(150):
@@ -41,6 +41,6 @@ def test_marks_cannot_be_forged(text):
 def test_long_chats_are_searched_in_stretches(text, monkeypatch):
     """No single search sees more than a stretch, and a token across the cut is found."""
     guard = text.guards[text.template(None)]
-    for at in range(special_token_injection.STRETCH - 12, special_token_injection.STRETCH + 3):
+    for at in range(special_token_injection.STRETCH_CHARACTERS - 12, special_token_injection.STRETCH_CHARACTERS + 3):
         assert guard.found_in({"content": [" " * at + "<|end|>" + " " * 40_000]})
     assert not guard.found_in("<|end" * 20_000)

@@ -97,7 +97,7 @@ def test_ids_of_the_models_own_tokenizer_are_taken(endpoint_of, text, lead, tail
     if not (lead and tail):  # the ids of the tiny tokenizer's special tokens are as low as those of bytes elsewhere
         with pytest.raises(InvalidField, match="embeddingTokenIds"):
             _ask(endpoint_of(model=framed), input=list(framed.encode_input("the quick brown fox")))
-        monkeypatch.setattr("mlflow_llm.serving.tasks.prompt.text.FREQUENT", 2)
+        monkeypatch.setattr("mlflow_llm.serving.tasks.prompt.text.NUM_FREQUENT_IDS", 2)
     endpoint = endpoint_of(model=framed)
     own = list(framed.encode_input("the quick brown fox"))
     assert _ask(endpoint, input=[own, own]).sequences[1].prompt_token_ids == tuple(own)

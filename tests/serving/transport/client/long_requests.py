@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 from transport_place import completion, eventually
 
-from mlflow_llm.serving.transport.client.event_stream import HIGH
+from mlflow_llm.serving.transport.client.event_stream import HIGH_EVENTS
 
-LENGTH = 100 * HIGH  # an engine's progress depends on the machine: it goes on until the request to pause arrives
+LENGTH = 100 * HIGH_EVENTS  # an engine's progress depends on the machine: it goes on until the request to pause arrives
 
 
 def long(name="", length=LENGTH, **given):

@@ -14,7 +14,7 @@ from transport_place import HASTY, by_sequence, completion, eventually
 
 from mlflow_llm.serving.interface.events import Finished
 from mlflow_llm.serving.testing.instant_engine import InstantEngine
-from mlflow_llm.serving.transport.client.event_stream import HIGH, LOW
+from mlflow_llm.serving.transport.client.event_stream import HIGH_EVENTS, LOW_EVENTS
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def test_unread_requests_leave_the_engine(place, bundle):
     with place.connect(bundle) as engine:
         streams = submit_paused(engine, *requests)
         waiting = [stream.buffer.events.qsize() for stream in streams]
-        assert HIGH <= min(waiting) <= max(waiting) < LENGTH
+        assert HIGH_EVENTS <= min(waiting) <= max(waiting) < LENGTH
         time.sleep(1.0)
         assert [stream.buffer.events.qsize() for stream in streams] == waiting
         other = completion("other", max_tokens=200)
@@ -46,7 +46,7 @@ def test_unread_requests_leave_the_engine(place, bundle):
 @pytest.mark.parametrize("n", [1, 3])
 def test_an_unsteady_reader_gets_everything(place, bundle, n):
     """Reading in bursts, paused again and again, gives the same tokens, ends and counts."""
-    request = long(length=10 * HIGH, n=n)
+    request = long(length=10 * HIGH_EVENTS, n=n)
     with place.connect(bundle) as engine:
         stream, found = engine.submit(request), []
         for event in stream:
@@ -95,4 +95,4 @@ def test_leaving_a_paused_request(place, bundle):
 
 def test_marks():
     """The engine is asked to go on long before the buffer is empty, and to pause long after that."""
-    assert 0 < LOW < HIGH / 4
+    assert 0 < LOW_EVENTS < HIGH_EVENTS / 4

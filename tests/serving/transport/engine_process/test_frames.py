@@ -21,7 +21,7 @@ def test_many_logits_are_several_frames(tmp_path: Path, monkeypatch: pytest.Monk
     request = completion("a", max_tokens=1, n=4)
     assert request.sampling is not None
     sampling = msgspec.structs.replace(request.sampling, context_logits=True, generation_logits=True)
-    monkeypatch.setattr(module, "FRAME", 20_000)  # two contexts of three rows of 1,000 numbers
+    monkeypatch.setattr(module, "FRAME_BYTES", 20_000)  # two contexts of three rows of 1,000 numbers
     with offline_server(tmp_path) as server:
         server.handle(ONE, m.Submit(1, msgspec.structs.replace(request, sampling=sampling)))
         server.handle(ONE, m.Submit(2, completion("b", max_tokens=1, n=4)))

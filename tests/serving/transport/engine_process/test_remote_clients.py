@@ -219,7 +219,7 @@ def test_a_silent_client_is_gone(place, make_bundle, monkeypatch):
     loop.start()
     assert eventually(lambda: core.health().num_running == 2)
     peers = {peer.name: peer for peer in engine.peers.values()}
-    for _ in range(int(server.SILENCE) + 2):
+    for _ in range(int(server.SILENCE_SECONDS) + 2):
         clock.now += 1.0
         clients[1].send(protocol.encode(protocol.Ping()))
         assert eventually(lambda: peers["alive"].seen == clock.now)

@@ -207,7 +207,7 @@ def test_unfinished_files_are_swept(tmp_path: Path, load: Callable[..., Any], ca
     old, new = cache / ".part-a-1", cache / ".part-b-2"
     for path in (old, new):
         path.touch()
-    os.utime(old, (time.time() - 2 * cache_file.ABANDONED,) * 2)
+    os.utime(old, (time.time() - 2 * cache_file.ABANDONED_SECONDS,) * 2)
     load(bundle_of(tmp_path))
     assert (old.exists(), new.exists()) == (False, True)
 
