@@ -211,7 +211,7 @@ class Ledger:
             return
         reading = self._store_clock.read()
         self._window_clock.follow(reading.store, reading.at, self._store_clock.max_skew)
-        if self.store.is_sqlite:  # its time is that of this host's processes, which follow no wall clock once they run
+        if not self.store.has_clock:  # its time is that of this host's processes, which follow no wall clock once they run
             return
         was, self._wrong_clock = self._wrong_clock, self._store_clock.refusal(reading)
         if self._wrong_clock and not was:

@@ -51,7 +51,7 @@ class StoreClock:
 
     def read(self) -> ClockReading:
         """Return the store's time. Raises ``Unavailable``."""
-        return self._read_sqlite() if self._store.is_sqlite else self._read_postgresql()
+        return self._read_postgresql() if self._store.has_clock else self._read_sqlite()
 
     def check(self) -> ClockReading:
         """Return the store's time. Raises ``Unavailable`` if the host's clock is further from it than allowed."""
@@ -66,7 +66,7 @@ class StoreClock:
             return ""
         way = "ahead of" if reading.ahead > 0 else "behind"
         mend = "set the host's clock"
-        if self._store.is_sqlite:
+        if not self._store.has_clock:
             mend += ", or, if it is right and was wrong before, run 'mlflow-llm windows repair'"
         return (
             f"the clock of this host is {abs(reading.ahead):.0f} s {way} that of the database, and max_clock_skew is "

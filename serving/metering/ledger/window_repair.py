@@ -38,7 +38,7 @@ def repair(
     store.
     """
     clock = StoreClock(store, 0.0, wall=wall)
-    if store.is_sqlite:
+    if not store.has_clock:
         clock.set(wall())
     now = int(clock.read().store)
 

@@ -84,6 +84,8 @@ class Store:
         self.timeout = timeout
         self._run = run
         self.is_sqlite = parsed.get_backend_name() == "sqlite"
+        self.has_clock = not self.is_sqlite
+        """Whether the database has a clock, which is then that of all hosts."""
         self._synchronous = str(parsed.query.get("synchronous", "NORMAL")).upper()
         if self._synchronous not in {"NORMAL", "FULL", "EXTRA"}:
             raise NoStore(url, f"synchronous: {self._synchronous!r} is not NORMAL, FULL or EXTRA")
