@@ -80,7 +80,9 @@ class ProgressFile:
         words[at + 35] = completion
 
     def give_back(self, slot: int) -> None:
-        """Free ``slot``: its request has ended."""
+        """Free ``slot``: its request has ended. In a file that was closed it stays, as after a kill."""
+        if not self._maps:
+            return
         segment, index = divmod(slot, _PER_SEGMENT)
         self._words[segment][index * _WORDS] = 0
         with self._lock:
@@ -99,7 +101,8 @@ class ProgressFile:
             words.release()
             mapped.close()
         self._words, self._maps, self.free = [], [], []
-        os.close(self._fd)
+        fd, self._fd = self._fd, -1
+        os.close(fd)
 
 
 def read_progress(path: Path) -> list[Progress]:

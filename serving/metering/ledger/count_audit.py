@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 
 AUDIT_SECONDS = 60.0
 """After this time the journals of all engines of a request have been read."""
+LOOK_BACK_SECONDS = 3600
+"""A process looks at rows that began so long before it: who settled them may have ended before it looked again."""
 BATCH_ROWS = 200
 MAX_WAITING = 1_000_000
 BILLED_BELOW_RECEIVED = "billed_below_received"
@@ -30,6 +32,12 @@ GENERATED_BELOW_BILLED = "generated_below_billed"
 
 _short = sa.select(ledger.c.request_id, ledger.c.completion_tokens, ledger.c.generated_tokens).where(
     ledger.c.request_id.in_(sa.bindparam("ids", expanding=True)),
+    ledger.c.status != "open",
+    ledger.c.task.not_in(sorted(POOLED)),
+    ledger.c.generated_tokens < ledger.c.completion_tokens,
+)
+_earlier = sa.select(ledger.c.request_id).where(
+    ledger.c.started_ms >= sa.bindparam("since"),
     ledger.c.status != "open",
     ledger.c.task.not_in(sorted(POOLED)),
     ledger.c.generated_tokens < ledger.c.completion_tokens,
@@ -54,8 +62,9 @@ class CountAudit:
     A row without any count of its engine is no violation: engines on other hosts keep no journal here.
     """
 
-    def __init__(self, store: Store, *, monotonic: Callable[[], float]) -> None:
-        self._store, self._monotonic = store, monotonic
+    def __init__(self, store: Store, *, clock: Callable[[], float], monotonic: Callable[[], float]) -> None:
+        self._store, self._clock, self._monotonic = store, clock, monotonic
+        self._looked_back = False
         self._due: deque[tuple[float, str]] = deque()
         self.on_violation: Callable[[str], object] = lambda rule: None
 
@@ -71,6 +80,12 @@ class CountAudit:
 
     def run(self) -> int:
         """Look at the rows that are due, and return how many were corrected."""
+        if not self._looked_back:
+            since = int((self._clock() - LOOK_BACK_SECONDS) * 1000)
+            found = self._store.read(lambda connection: connection.execute(_earlier, {"since": since}).scalars().all())
+            for request_id in found:
+                self.settled(request_id)
+            self._looked_back = True
         corrected = 0
         while ids := self._next():
             corrected += self._look_at(ids)

@@ -45,7 +45,7 @@ def collect(store: Store, state_dir: Path) -> int:
 def _collect(store: Store, journal: WrittenJournal) -> int:
     try:
         reader = try_acquire(str(journal.directory / "reader"))
-    except FileNotFoundError:
+    except OSError:  # another process has just removed it, or a full disk has no room for the lock
         return 0
     if reader is None:  # another process is reading it
         return 0

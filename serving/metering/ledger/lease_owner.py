@@ -14,6 +14,7 @@ import socket
 from pathlib import Path
 
 from ...system.file_locks import LOCK, FileLock, create_locked_directory, is_held, try_acquire
+from ...system.files import sync_directory
 from ...system.progress import ProgressFile
 from ..store.staleness import StalenessDetector
 from .spool import Spool, spooled
@@ -23,7 +24,7 @@ OWNERS = "owners"  # below a store's state directory
 
 
 class LeaseOwner:
-    """This process's directory, lock, progress file and spool."""
+    """This process's directory, lock, progress file and spool. Raises ``OSError`` (a full disk)."""
 
     def __init__(self, state_dir: Path) -> None:
         self.pid = os.getpid()
@@ -31,7 +32,14 @@ class LeaseOwner:
         self.name = f"{host}.{self.pid}.{secrets.token_hex(6)}"
         self.directory = state_dir / OWNERS / self.name
         self._lock = create_locked_directory(str(self.directory))
-        self.progress = ProgressFile(self.directory / "progress")
+        try:
+            for directory in (self.directory.parent, state_dir, state_dir.parent):
+                sync_directory(directory)  # a file that is synced later is lost all the same with a directory above it
+            self.progress = ProgressFile(self.directory / "progress")
+        except OSError:  # a full disk
+            shutil.rmtree(self.directory, ignore_errors=True)
+            self._lock.release()
+            raise
         self.spool = Spool(self.directory)
 
     def close(self, *, settled: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
@@ -59,6 +60,14 @@ class LedgerStatus(Struct, frozen=True, kw_only=True):
     answers: bool
 
 
+class NoRoom(Unavailable):
+    """The disk has no room for the progress of requests; the store itself is well."""
+
+    def __init__(self, error: OSError) -> None:
+        told = f"no room to keep the progress of a request ({error.strerror or error})"
+        super().__init__(told, retry_after=BREAKER_SECONDS)
+
+
 class Ledger:
     """The ledger of a store, as one process uses it. Thread-safe.
 
@@ -89,7 +98,7 @@ class Ledger:
         )
         self._wrong_clock = ""
         self._follow_clock()
-        self.audit = CountAudit(store, monotonic=monotonic)
+        self.audit = CountAudit(store, clock=clock, monotonic=monotonic)
         settled = self.audit.settled
         self._recovery = crash_recovery.Recovery(store, self.state_dir, monotonic=monotonic, settled=settled)
         self._orphans = StalenessDetector(ORPHAN_SECONDS, monotonic=monotonic)
@@ -105,6 +114,7 @@ class Ledger:
         self._spooling_until = 0.0  # for settlements, so that a slow one stops no admissions
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
+        self._is_ending = False
 
     @property
     def journal_dir(self) -> Path:
@@ -134,8 +144,8 @@ class Ledger:
         row = _row(reservation, owner.name, began.wall_ms, price if reservation.pays_tokens else FREE)
         try:
             slot = owner.progress.hold()
-        except OSError as error:  # the disk is full: nothing has been admitted
-            raise Unavailable("no room to keep the progress of a request", retry_after=BREAKER_SECONDS) from error
+        except OSError as error:  # nothing has been admitted
+            raise NoRoom(error) from error
         try:
             admitted = self._reserve(reservation, row)
         except BaseException as error:
@@ -147,6 +157,9 @@ class Ledger:
             if isinstance(error, Unavailable):
                 self._open_breaker(error)
             raise
+        if self._is_ending:  # since the reservation began
+            self._settle_or_spool(owner, None, self._nothing_used(reservation.request_id, str(row["nonce"])))
+            raise _ending()
         lease = Lease(
             self,
             owner,
@@ -200,6 +213,8 @@ class Ledger:
 
     def _check_open(self) -> None:
         """Raise ``Unavailable`` while nothing is admitted, whoever asks."""
+        if self._is_ending:
+            raise _ending()
         if time.monotonic() < self._refusing_until:
             raise Unavailable("the metering store does not answer", retry_after=BREAKER_SECONDS)
         if self._wrong_clock:
@@ -211,7 +226,9 @@ class Ledger:
             return
         reading = self._store_clock.read()
         self._window_clock.follow(reading.store, reading.at, self._store_clock.max_skew)
-        if not self.store.has_clock:  # its time is that of this host's processes, which follow no wall clock once they run
+        if (
+            not self.store.has_clock
+        ):  # its time is that of this host's processes, which follow no wall clock once they run
             return
         was, self._wrong_clock = self._wrong_clock, self._store_clock.refusal(reading)
         if self._wrong_clock and not was:
@@ -271,7 +288,10 @@ class Ledger:
 
     def _undo(self, owner: LeaseOwner, request_id: str, nonce: str) -> None:
         """Close the row of a failed admission with nothing used, in case it was committed."""
-        settlement = Settlement(
+        self._spool(owner, None, self._nothing_used(request_id, nonce))
+
+    def _nothing_used(self, request_id: str, nonce: str) -> Settlement:
+        return Settlement(
             request_id=request_id,
             nonce=nonce,
             prompt=0,
@@ -281,7 +301,6 @@ class Ledger:
             status="error",
             ended_ms=self.now_ms(),
         )
-        self._spool(owner, None, settlement)
 
     def _committed_before(self, reservation: Reservation, nonce: str) -> Admitted:
         """Return the result of a commit whose answer was lost. Raises ``AlreadyExists`` if the nonce is not ours."""
@@ -342,14 +361,22 @@ class Ledger:
         with self._lock:
             if self._owner is None or self._owner.pid != os.getpid():
                 if self._owner is not None:  # after a fork: the parent's leases stay the parent's
-                    self._open, self._unspooled, self._thread = {}, [], None
-                self._owner = LeaseOwner(self.state_dir)
+                    self._owner, self._open, self._unspooled, self._thread = None, {}, [], None
+                try:
+                    self._owner = LeaseOwner(self.state_dir)
+                except OSError as error:
+                    raise NoRoom(error) from error
             return self._owner
 
     def maintain(self) -> None:
         """Do one round of upkeep, as ``start`` does every few seconds. Raises ``Unavailable``."""
         try:
             self._maintain()
+        except NoRoom as error:
+            if not self._spool_is_full:
+                log.error("nothing is admitted: %s", error)
+            self._spool_is_full = True
+            raise
         except Unavailable as error:
             self._note(error)
             raise
@@ -357,10 +384,7 @@ class Ledger:
 
     def _maintain(self) -> None:
         owner = self._ensure_owner()
-        with self._lock:
-            kept, self._unspooled = self._unspooled, []
-        for of_owner, slot, settlement in kept:
-            self._settle_or_spool(of_owner, slot, settlement)
+        self._settle_unspooled()
         self._follow_clock()
         crash_recovery.heartbeat(self.store, owner.name, self.now_ms(), list(self._open.values()))
         if owner.spool.pending:
@@ -370,6 +394,13 @@ class Ledger:
         engine_journals.collect(self.store, self.state_dir)
         self.audit.run()
         self._open_rows = crash_recovery.count_open(self.store)
+
+    def _settle_unspooled(self) -> None:
+        """Try again to settle or spool what is kept in memory; it is kept there until it has been."""
+        for kept in list(self._unspooled):
+            self._settle_or_spool(*kept)  # if it fails, it is appended once more
+            with self._lock:
+                self._unspooled.remove(kept)
 
     def _close_orphans(self, owner: LeaseOwner) -> None:
         """Close rows of this process that have no lease because their admission ended inside its transaction."""
@@ -383,7 +414,8 @@ class Ledger:
 
     def start(self, interval: float = 2.0) -> None:
         """Do a round of upkeep now and every ``interval`` seconds, on a daemon thread (under gevent: a greenlet)."""
-        self._ensure_owner()
+        with contextlib.suppress(Unavailable):  # a full disk: upkeep tries again
+            self._ensure_owner()
         if self._thread is None:
             self._stop = threading.Event()
             self._thread = threading.Thread(
@@ -403,12 +435,17 @@ class Ledger:
                 return
 
     def settle_open(self) -> None:
-        """Settle every open lease by its counts so far, at the end of the process."""
+        """Settle every open lease by its counts so far, at the end of the process; from now on nothing is admitted."""
+        self._is_ending = True
         for lease in list(self._open.values()):
             lease.settle(finish_reason="error", status="error")
 
     def close(self) -> None:
-        """Stop upkeep; open leases and spooled settlements are left to the next process that runs recovery."""
+        """Stop upkeep; open leases and spooled settlements are left to the next process that runs recovery.
+
+        Nothing is admitted any more.
+        """
+        self._is_ending = True
         self._stop.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=10)
@@ -417,11 +454,16 @@ class Ledger:
         if owner is None or owner.pid != os.getpid():
             return
         try:
+            self._settle_unspooled()
             owner.spool.drain(lambda settlement: settle_in(self.store, settlement, timeout=SETTLE_TIMEOUT))
             engine_journals.collect(self.store, self.state_dir)
         except Unavailable:
             log.warning("settlements stay in the spool until a process recovers them")
         owner.close(settled=not self._open and not self._unspooled)
+
+
+def _ending() -> Unavailable:
+    return Unavailable("this process is ending", retry_after=BREAKER_SECONDS)
 
 
 def _lines(path: Path) -> int:
