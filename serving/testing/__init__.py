@@ -1,1 +1,1 @@
-"""Doubles that are shipped: engines without weights, for tests and benchmarks of what lies around an engine."""
+"""Doubles that are shipped: engines without weights, and a machine with faults for the ledger to run on."""

@@ -1,0 +1,43 @@
+"""Run many schedules, each in a few milliseconds, over one database."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from .database import Database
+from .schedule import Outcome, Schedule
+
+MEMORY = Path("/dev/shm")
+"""A file system in memory, if the machine has one: nothing is meant to survive a run."""
+COLLECT_EVERY = 100  # schedules: their actors and connections are in cycles
+
+
+def outcomes(seeds: Iterable[int], trace: Callable[[str], object] | None = None) -> Iterator[Outcome]:
+    """Run the schedule of each seed and yield what came of it."""
+    with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as directory:
+        root = Path(directory)
+        database = Database(root)
+        try:
+            for number, seed in enumerate(seeds):
+                yield Schedule(seed, database, root, trace).run()
+                if number % COLLECT_EVERY == COLLECT_EVERY - 1:
+                    gc.collect()
+        finally:
+            database.close()
+
+
+def run_for(seconds: float, first: int, count: int) -> Iterator[Outcome]:
+    """Run ``count`` schedules from seed ``first`` on, or as many as ``seconds`` allow."""
+    until = time.monotonic() + seconds
+
+    def seeds() -> Iterator[int]:
+        for seed in range(first, first + count):
+            if time.monotonic() > until:
+                return
+            yield seed
+
+    return outcomes(seeds())

@@ -1,0 +1,70 @@
+"""The ledger under a simulator: schedules of faults from seeds, and defects that the simulator must find."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from mlflow_llm.serving.metering.ledger import admission, crash_recovery, settlement
+from mlflow_llm.serving.testing.simulation.run import outcomes
+
+SCHEDULES = int(os.environ.get("MLFLOW_LLM_SIMULATED_SCHEDULES", "250"))
+FOUND = ()
+"""Seeds of schedules that found a defect; ``tests/serving/metering/ledger/test_ledger_disk.py`` has each by itself."""
+
+
+def failures(seeds) -> list[str]:
+    return [f"seed {found.seed}: {found.failure}" for found in outcomes(seeds) if found.failure]
+
+
+def test_no_schedule_breaks_an_invariant():
+    """Whatever fails, windows equal rows, each request ends once, received ≤ billed ≤ generated, and no limit is
+    exceeded."""
+    found = failures(range(SCHEDULES))
+    assert not found, "\n".join(found)
+
+
+def test_no_schedule_that_found_a_defect_fails_again():
+    """The seeds that found defects find none now."""
+    found = failures(FOUND)
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "stand", "finding"),
+    [
+        (settlement, "save_windows", lambda connection, states: None, "the window says"),
+        (admission, "admit", lambda *given, **named: None, r"request-\d+: \w+ of \w+ \w+: \d+ > \d+"),
+        (crash_recovery, "read_progress", lambda path: [], r"\d+ came, and it is recovered"),
+    ],
+)
+def test_a_defect_that_is_put_in_is_found(monkeypatch, module, name, stand, finding):
+    """Settlements that credit no window, admissions without limits, and recoveries without progress files are found
+    within a hundred schedules, by the invariant that they break."""
+    monkeypatch.setattr(module, name, stand)
+    found = next((one.failure for one in outcomes(range(100)) if one.failure), "")
+    assert re.search(finding, found)
+
+
+def test_a_seed_is_one_schedule():
+    """The command shows each step of a seed's schedule: the same ones in each process, whatever its hashes are."""
+    command = [sys.executable, "-m", "mlflow_llm.serving.testing.simulation", "--seed", "7"]
+    shown = [
+        subprocess.run(
+            command, env=os.environ | {"PYTHONHASHSEED": hashes}, capture_output=True, text=True, check=True
+        ).stdout
+        for hashes in ("1", "2")
+    ]
+    assert shown[0] == shown[1]
+    assert re.search(r"\nseed 7: \d+ steps, nothing was broken\n$", shown[0])
+
+
+def test_the_command_counts_schedules():
+    """The command runs the schedules that it is asked for on several processes, and says what it ran."""
+    command = [sys.executable, "-m", "mlflow_llm.serving.testing.simulation", "--schedules", "4", "--processes", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert re.search(r"^4 schedules from seed 0 in .* 0 schedules failed$", done.stdout, flags=re.M)
