@@ -31,7 +31,7 @@ class Cut(sqlite3.OperationalError):
 
 
 class Faults:
-    """How often the way to the database fails: each is a probability per statement, ``commit`` per commit."""
+    """The probabilities with which a statement, a commit or a transaction fails on its way."""
 
     busy = 0.0
     slow = 0.0

@@ -1,4 +1,4 @@
-"""What must hold after each step of a schedule, and what must hold when all has healed.
+"""The invariants of a schedule: after each step, and when all has healed.
 
 The ledger's rows are read past the product's code, and compared with what the requests themselves know, with the
 windows, and with the limits in force.

@@ -407,7 +407,7 @@ class _EngineProgram:
 
 
 class _Errors(logging.Handler):
-    """What the product logs as an error that it did not expect."""
+    """The errors that the product logs with a traceback: it did not expect them."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)

@@ -12,6 +12,7 @@ from ledger_rows import die, reservation, rows_of
 from mlflow_llm.serving.interface.errors import Unavailable
 from mlflow_llm.serving.metering import Ledger
 from mlflow_llm.serving.metering.ledger import count_audit, engine_journals, lease_owner
+from mlflow_llm.serving.metering.ledger.spool import Spool
 from mlflow_llm.serving.system.journal import Journal
 
 
@@ -71,7 +72,7 @@ def test_what_is_kept_in_memory_is_settled_when_the_process_ends(ledger, store, 
     lease.count(5)
     with monkeypatch.context() as patched:
         patched.setattr(ledger, "_settled_in_store", lambda settlement: False)
-        with full_disk(monkeypatch, type(ledger._owner.spool), "append"):
+        with full_disk(monkeypatch, Spool, "append"):
             lease.settle(completion=9, finish_reason="stop")
     assert rows_of(store)["r1"].status == "open"
     ledger.close()
