@@ -8,9 +8,8 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from functools import partial
 
-from .run import outcomes
+from .run import all_outcomes, outcomes
 from .schedule import Outcome
 
 CHUNK = 50
@@ -63,12 +62,8 @@ def _outcomes(given: argparse.Namespace) -> Iterator[Outcome]:
         return
     chunks = [seeds[start : start + CHUNK] for start in range(0, len(seeds), CHUNK)]
     with multiprocessing.get_context("spawn").Pool(given.processes) as pool:
-        for found in pool.imap_unordered(partial(_chunk), chunks):
+        for found in pool.imap_unordered(all_outcomes, chunks):
             yield from found
-
-
-def _chunk(seeds: range) -> list[Outcome]:
-    return list(outcomes(seeds))
 
 
 if __name__ == "__main__":

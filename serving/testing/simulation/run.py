@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -30,14 +29,6 @@ def outcomes(seeds: Iterable[int], trace: Callable[[str], object] | None = None)
             database.close()
 
 
-def run_for(seconds: float, first: int, count: int) -> Iterator[Outcome]:
-    """Run ``count`` schedules from seed ``first`` on, or as many as ``seconds`` allow."""
-    until = time.monotonic() + seconds
-
-    def seeds() -> Iterator[int]:
-        for seed in range(first, first + count):
-            if time.monotonic() > until:
-                return
-            yield seed
-
-    return outcomes(seeds())
+def all_outcomes(seeds: Iterable[int]) -> list[Outcome]:
+    """Return the outcome of each seed: the work of one process of several."""
+    return list(outcomes(seeds))

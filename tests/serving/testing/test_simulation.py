@@ -12,8 +12,15 @@ import pytest
 from mlflow_llm.serving.metering.ledger import admission, crash_recovery, settlement
 from mlflow_llm.serving.testing.simulation.run import outcomes
 
-SCHEDULES = int(os.environ.get("MLFLOW_LLM_SIMULATED_SCHEDULES", "250"))
-FOUND = ()
+SCHEDULES = int(os.environ.get("MLFLOW_LLM_SIMULATED_SCHEDULES", "200"))
+FOUND = {
+    3: "a process that began on a full disk raised OSError",
+    6: "a journal whose lock had no room on the disk stopped the rest of the upkeep",
+    23: "a row settled by a process that ended soon after had fewer tokens generated than billed",
+    143: "a lease that was settled while its process ended raised IndexError",
+    157: "a settlement that was kept in memory was lost when its process ended in order",
+    226: "the same as 23, after a loss of power",
+}
 """Seeds of schedules that found a defect; ``tests/serving/metering/ledger/test_ledger_disk.py`` has each by itself."""
 
 
