@@ -71,7 +71,9 @@ class EngineAdapters:
             refusal = TAKEN if owner.path != adapter.path else _refusal(status, owner)
             if adapter.pinned and not owner.pinned:
                 refusal = refusal or UNPINNED
-            entry = PlannedAdapter(name=adapter.name, revision=adapter.revision, refusal=refusal)
+            entry = PlannedAdapter(
+                name=adapter.name, revision=adapter.revision, refusal=refusal, template=adapter.template
+            )
             if refusal or _is_there(status, owner) or (not status.ready and entry in before):
                 found.append(entry)
             elif old := next((one for one in before if one.name == adapter.name and not one.refusal), None):

@@ -37,12 +37,14 @@ from ..system.files import replace_file
 class PlannedAdapter(Struct, frozen=True, kw_only=True):
     """An adapter that was loaded while its endpoint was served.
 
-    Every replica has it, unless ``refusal`` says why one refused it.
+    Every replica has it, unless ``refusal`` says why one refused it. ``template`` is the chat template that it has of
+    its own; "" if its requests use the model's.
     """
 
     name: str
     revision: str
     refusal: str = ""
+    template: str = ""
 
 
 class PlannedEntity(Struct, frozen=True, kw_only=True):

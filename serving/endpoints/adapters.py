@@ -20,13 +20,15 @@ from .rows import find_row
 
 class DynamicAdapter(Struct, frozen=True, kw_only=True):
     """A loaded adapter. ``uri`` is what was asked for, ``path`` the directory in peft's layout. Each load has its own
-    ``revision``. Engines never evict a ``pinned`` adapter."""
+    ``revision``. Engines never evict a ``pinned`` adapter. ``template`` is the chat template that it has of its own; ""
+    if its requests use the model's."""
 
     name: str
     uri: str
     path: str
     revision: str
     pinned: bool = False
+    template: str = ""
 
 
 class EndpointAdapters:
@@ -54,13 +56,16 @@ class EndpointAdapters:
         *,
         replace: bool,
         pinned: bool = False,
+        template: str = "",
         by: Actor | None = None,
     ) -> tuple[DynamicAdapter, DynamicAdapter | None]:
         """Add an adapter; return it and the one that it replaces.
 
         Raises ``RequestError``, with vLLM's message, if there is one of this name and ``replace`` is False.
         """
-        new = DynamicAdapter(name=name, uri=uri, path=path, revision=secrets.token_hex(16), pinned=pinned)
+        new = DynamicAdapter(
+            name=name, uri=uri, path=path, revision=secrets.token_hex(16), pinned=pinned, template=template
+        )
 
         def work(connection: sa.Connection) -> DynamicAdapter | None:
             find_row(connection, endpoint)
@@ -116,6 +121,7 @@ class EndpointAdapters:
             "path": adapter.path,
             "revision": adapter.revision,
             "pinned": adapter.pinned,
+            "template": adapter.template,
         }
         now = int(self._clock() * 1000)
         row = {"name": endpoint, "adapter": adapter.name, "created_ms": now, **values}
@@ -132,7 +138,14 @@ def _find(connection: sa.Connection, endpoint: str, name: str) -> DynamicAdapter
 
 
 def _adapter(row: sa.Row) -> DynamicAdapter:
-    return DynamicAdapter(name=row.adapter, uri=row.uri, path=row.path, revision=row.revision, pinned=bool(row.pinned))
+    return DynamicAdapter(
+        name=row.adapter,
+        uri=row.uri,
+        path=row.path,
+        revision=row.revision,
+        pinned=bool(row.pinned),
+        template=row.template,
+    )
 
 
 def _audited(adapter: DynamicAdapter) -> dict[str, object]:

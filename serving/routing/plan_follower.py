@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import gevent
+import msgspec
 from gevent.event import Event
 
 from ..control.plan import Plan, PlanDirectory, PlannedEndpoint, PlannedEntity, WorkerState
 from ..dialects.fields.defaults import defaults_of
 from ..endpoints.config import ModelSource
 from ..interface.dialect_settings import DialectSettings
-from ..interface.engine import AdapterInfo, Engine, EngineRecord
+from ..interface.engine import AdapterInfo, Engine, EngineInfo, EngineRecord
 from ..model_files.model_uri import version_of
 from ..observability.engine_counters import CounterDirectory
 from ..system import logs
@@ -201,13 +202,14 @@ class PlanFollower:
 
     def _entity(self, planned: PlannedEndpoint, entity: PlannedEntity, profile: Profile) -> ServedEntity:
         source, engine = entity.config.model, self._engines[entity.key]
+        text = self._text(entity)
         if self._counter_directory is not None:
             self._counter_directory.assign((planned.name, entity.config.name), entity.key)
         mode = mode_of(entity.config, entity.facts, self._ledger, len(entity.addresses))
         view = EndpointView(
             name=planned.name,
-            info=engine.info,
-            text=self._text(entity),
+            info=with_chat(engine.info, text),
+            text=text,
             adapters=AdapterNames(self._adapters[entity.key], entity),
             default_adapter=source.bundle.default_adapter,
             defaults=defaults_of(source.defaults),
@@ -233,10 +235,19 @@ class PlanFollower:
             # on a thread, because reading a tokenizer takes long enough to hold up streams
             make = functools.partial(TextModel, source.bundle, source.engine.trust_remote_code)
             self._texts[place] = gevent.get_hub().threadpool.apply(make)
-        return self._texts[place]
+        templates = _own_templates(entity)
+        if not templates:
+            return self._texts[place]
+        with_adapters = (*place, tuple(templates.items()))
+        if with_adapters not in self._texts:
+            add = functools.partial(self._texts[place].with_adapters, templates)
+            self._texts[with_adapters] = gevent.get_hub().threadpool.apply(add)
+        return self._texts[with_adapters]
 
     def _forget(self, plan: Plan) -> None:
-        texts = {_text_place(entity) for endpoint in plan.endpoints for entity in endpoint.entities}
+        entities = [entity for endpoint in plan.endpoints for entity in endpoint.entities]
+        texts = {_text_place(entity) for entity in entities}
+        texts |= {(*_text_place(entity), tuple(_own_templates(entity).items())) for entity in entities}
         splits = {(endpoint.id, endpoint.version) for endpoint in plan.endpoints}
         self._texts = {place: text for place, text in self._texts.items() if place in texts}
         self._splits = {place: split for place, split in self._splits.items() if place in splits}
@@ -286,3 +297,15 @@ def _text_place(entity: PlannedEntity) -> tuple[Any, ...]:
     source = entity.config.model
     bundle = source.bundle
     return (bundle.content_hash, bundle.tokenizer_dir, bundle.default_adapter, source.engine.trust_remote_code)
+
+
+def _own_templates(entity: PlannedEntity) -> dict[str, str]:
+    """Return the chat templates that adapters loaded at run time have of their own, by the adapter's name."""
+    return {one.name: one.template for one in entity.adapters if one.template and not one.refusal}
+
+
+def with_chat(info: EngineInfo, text: TextModel) -> EngineInfo:
+    """Return ``info`` with chats, which a model without a template takes if one of its adapters has one."""
+    if not text.templates or "chat" in info.tasks or "completions" not in info.tasks:
+        return info
+    return msgspec.structs.replace(info, tasks=("chat", *info.tasks))

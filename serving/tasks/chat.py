@@ -14,7 +14,8 @@ from .media.images import UNBOUNDED, ImageRoom
 from .media.media import images_of
 from .prompt.endpoint import EndpointView
 from .prompt.prompts import Prompt, chat_prompt
-from .prompt.text import DEFAULT_TEMPLATE, TextModel
+from .prompt.template_trial import DEFAULT_TEMPLATE
+from .prompt.text import TextModel
 from .prompt.tool_messages import shown_tools
 from .prompt.tool_prompts import template_name
 

@@ -9,13 +9,10 @@ import logging
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ....serving.interface.errors import PackagingError, shown
 from .manifest import DEFAULT_TEMPLATE
-
-if TYPE_CHECKING:
-    from ....serving.tasks.prompt.template_trial import Needs
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +52,10 @@ def check(templates: dict[str, str], tokenizer: Any, *, parts: bool = False) -> 
     The rendered text must contain the user's message. What a template needs for that besides the messages
     (``tasks.template_trial``) is named in a warning.
     """
+    from ....serving.tasks.prompt.template_trial import check_template
+
     for name, template in templates.items():
-        if needed := str(_check_one(name, template, tokenizer, parts=parts)):
+        if needed := str(check_template(name, template, tokenizer, parts=parts)):
             logger.warning("chat_template %r: a request must give %s", name, needed)
 
 
@@ -72,33 +71,6 @@ def stored(root: Path) -> dict[str, str]:
     """Return the absolute paths of the templates under a model root, by name."""
     found = {DEFAULT: str(root / DEFAULT_TEMPLATE)} if (root / DEFAULT_TEMPLATE).is_file() else {}
     return found | {file.stem: str(file) for file in sorted((root / "chat_templates").glob("*.jinja"))}
-
-
-def _check_one(name: str, template: str, tokenizer: Any, *, parts: bool) -> Needs:
-    """Return what the template needs of a request."""
-    from ....serving.sandbox import Ended, Exceeded, NoProcess, Refused
-    from ....serving.tasks.prompt.rendering import check_length, read_template
-    from ....serving.tasks.prompt.template_trial import attempts, needs_of, render_text, succeeds
-
-    check_length(name, template)
-    text = render_text(tokenizer, template)
-    reasons = []
-    for attempt in attempts(template, read_template(name, template), parts=parts, named=name != DEFAULT):
-        try:
-            if succeeds(text, attempt):
-                return needs_of(text, attempt)
-            found = "the user's message is not in the text"
-        except (Exceeded, Ended, NoProcess) as error:
-            raise PackagingError(f"chat_template {name!r}: it was stopped: it took {error}") from None
-        except Refused as error:
-            if error.line is not None:
-                raise PackagingError(f"chat_template {name!r}: line {error.line}: {error.reason}") from None
-            found = f"{error.kind}: {error.reason[:160]}"
-        except Exception as error:  # a tokenizer's own code may raise anything
-            found = f"{type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}"
-        reasons.append(found)
-    without_system = reasons[1]
-    raise PackagingError(f"chat_template {name!r} does not render a conversation: {without_system}")
 
 
 def _entry(given: Any) -> tuple[str, Any]:

@@ -13,13 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from ....serving.interface.bundle import ADAPTER_TEMPLATE
-from ....serving.interface.errors import PackagingError, shown
+from ....serving.interface.errors import PackagingError
 from ....serving.model_files.adapter_template import own_template
+from ....serving.tasks.prompt.adapter_tokenizer import difference, has_tokenizer, other_end
 from ..model import templates as chat_templates
 from .tokenizers import load_tokenizer
-
-VOCABULARY = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
-PROBES = ("The quick brown fox\n\n jumps over 13 lazy dogs, doesn't it?", " größe 你好 😀", "\tif x:\n    return {}\n")
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +57,7 @@ def place_adapter_templates(
 def _template(name: str, directory: Path, tokenizer: Any, *, trust_remote_code: bool) -> str | None:
     """Return the template of the adapter in ``directory``, None if it has none. Check the tokenizer beside it."""
     own: Any = None
-    if any((directory / file).is_file() for file in VOCABULARY):
+    if has_tokenizer(directory):
         beside = load_tokenizer(directory, trust_remote_code=trust_remote_code)
         _check_same(name, beside, tokenizer)
         own = beside.chat_template
@@ -71,23 +69,10 @@ def _template(name: str, directory: Path, tokenizer: Any, *, trust_remote_code: 
 
 def _check_same(name: str, own: Any, tokenizer: Any) -> None:
     """Raise ``PackagingError`` if a text has other tokens for the adapter than for the model; warn of another end."""
-    wanted, known = own.get_vocab(), tokenizer.get_vocab()
-    token = min((t for t in wanted if known.get(t) != wanted[t]), key=lambda t: wanted[t], default=None)
-    if token is not None:
-        there = f"id {known[token]}" if token in known else "no token"
+    if (found := difference(own, tokenizer)) is not None:
         raise PackagingError(
-            f"adapters: {name!r}: its tokenizer differs from the model's: {shown(token)} is token {wanted[token]} there"
-            f" and {there} here; merge the adapter into its base and save that, or pass tokenizer= with the one it was"
-            " trained with"
+            f"adapters: {name!r}: its tokenizer differs from the model's: {found}; merge the adapter into its base and"
+            " save that, or pass tokenizer= with the one it was trained with"
         )
-    for probe in PROBES:
-        if own.encode(probe, add_special_tokens=False) != tokenizer.encode(probe, add_special_tokens=False):
-            raise PackagingError(
-                f"adapters: {name!r}: its tokenizer differs from the model's: it makes other tokens of {shown(probe)};"
-                " pass tokenizer= with the one it was trained with"
-            )
-    if own.eos_token != tokenizer.eos_token:
-        logger.warning(
-            "adapters: %r ends a text with %s, the model with %s: name both in generation_config= (eos_token_id)",
-            name, shown(own.eos_token), shown(tokenizer.eos_token),
-        )  # fmt: skip
+    if (end := other_end(own, tokenizer)) is not None:
+        logger.warning("adapters: %r %s: name both in generation_config= (eos_token_id)", name, end)

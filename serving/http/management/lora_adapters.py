@@ -3,7 +3,7 @@
 ``POST /v1/load_lora_adapter {lora_name, lora_path, load_inplace}``, ``POST /v1/unload_lora_adapter {lora_name}``. Two
 fields are our own: ``model`` names the endpoint if there are several, and ``pinned``. The routes respond when every
 worker and every replica has loaded or unloaded the adapter. The setting ``adapter_sources`` says where adapters may
-come from.
+come from. An adapter's requests use the chat template in its directory, if it has one.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import fnmatch
 import os
 import re
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,7 +37,6 @@ from ...interface.readers import Entry, boolean, record, short_text, text
 from ...model_files.adapter_template import default_of, own_template
 from ...model_files.model_uri import parse
 from ...routing.plan_follower import PlanFollower
-from ...tasks.prompt.text import DEFAULT_TEMPLATE
 from ..route import Route
 
 NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,126}[A-Za-z0-9_-])?")
@@ -65,12 +65,14 @@ def load(server: WorkerState, request: Request) -> Answer:
     check_allowed(server, uri)
     endpoint, follower = _endpoint(server, request, given.get("model"))
     _check_name(server, endpoint, name)
-    path = source_path(server, uri, name)
-    check_template(server, endpoint, path, uri)
+    path, tokenizer_dir = source_path(server, uri, name)
+    template, note = own_template_of(server, endpoint, name, path, tokenizer_dir)
     adapters = server.managed_endpoints().adapters
     replace = given.get("load_inplace", False)
     pinned = given.get("pinned", False)
-    new, old = adapters.put(endpoint.name, name, uri, path, replace=replace, pinned=pinned, by=request.actor)
+    new, old = adapters.put(
+        endpoint.name, name, uri, path, replace=replace, pinned=pinned, template=template, by=request.actor
+    )
     until = time.monotonic() + WAIT_SECONDS
     while True:
         planned, is_adopted = follower.planned(endpoint.name)
@@ -81,7 +83,7 @@ def load(server: WorkerState, request: Request) -> Answer:
             adapters.take_back(endpoint.name, new, old)
             raise RequestError(f"Loading lora {name} failed: {refusal}", param="lora_path")
         if is_adopted and all(one is not None for one in found):
-            return _said(f"Success: LoRA adapter '{name}' added successfully.")
+            return _said("\n".join([f"Success: LoRA adapter '{name}' added successfully.", *[note] * bool(note)]))
         if time.monotonic() > until:
             raise Unavailable(f"adapter {name!r} is not in every engine yet; it will be when there is room for it")
         time.sleep(CHECK_SECONDS)
@@ -169,12 +171,13 @@ def check_allowed(server: WorkerState, uri: str) -> None:
     )
 
 
-def source_path(server: WorkerState, uri: str, name: str) -> str:
-    """Return the adapter's directory. Raises ``NotFound`` and ``RequestError``."""
+def source_path(server: WorkerState, uri: str, name: str) -> tuple[str, str]:
+    """Return the adapter's directory, and the one of its tokenizer. Raises ``NotFound`` and ``RequestError``."""
     if not uri.startswith(MODELS):
         if not os.path.isfile(os.path.join(uri, CONFIG)):
             raise NotFound(f"Loading lora {name} failed: No adapter found for {uri}", param="lora_path")
-        return os.path.realpath(uri)
+        path = os.path.realpath(uri)
+        return path, path
     if server.find_models is None:
         raise NotFound("this server has no registry to find models in", param="lora_path")
     try:
@@ -190,27 +193,29 @@ def source_path(server: WorkerState, uri: str, name: str) -> str:
         raise InvalidField(
             "lora_path", uri, f"a model logged with one adapter, or with one called {name!r}; it has {has}"
         )
-    return str(chosen)
+    return str(chosen), found.bundle.tokenizer_dir
 
 
-def check_template(server: WorkerState, endpoint: PlannedEndpoint, path: str, uri: str) -> None:
-    """Raise ``RequestError`` if the adapter has a chat template that is not the model's: its requests would not use it.
+def own_template_of(
+    server: WorkerState, endpoint: PlannedEndpoint, name: str, path: str, tokenizer_dir: str
+) -> tuple[str, str]:
+    """Return the chat template that the adapter has of its own ("" if none), and a note for the caller ("" if none).
 
-    An adapter that is logged with its model, or over it, keeps its template.
+    Raises ``RequestError`` if the template cannot be rendered, or if the adapter's tokenizer differs from the model's.
     """
+    notes = []
     try:
         own = default_of(own_template(Path(path)))
+        for entity in server.endpoints.entities():
+            if entity.endpoint != endpoint.name:
+                continue
+            # on a thread, because reading a tokenizer takes long enough to hold up streams
+            notes.append(server.offload(sys.maxsize, entity.view.text.check_adapter, name, own, tokenizer_dir))
     except PackagingError as error:
-        raise RequestError(f"lora_path: {error}", param="lora_path") from error
-    if own is None:
-        return
-    texts = [entity.view.text for entity in server.endpoints.entities() if entity.endpoint == endpoint.name]
-    if any(text.templates.get(DEFAULT_TEMPLATE) != own for text in texts):
-        raise InvalidField(
-            "lora_path", uri,
-            "an adapter with the model's chat template: this one has another beside it, which only adapters that are"
-            " logged with their model (adapters=, base=) keep; log it, or remove that template",
-        )  # fmt: skip
+        raise RequestError(f"Loading lora {name} failed: {error}", param="lora_path") from error
+    end = next(filter(None, notes), None)
+    note = "" if end is None else f"Note: it {end}, whose generation_config has to name both (eos_token_id)."
+    return own or "", note
 
 
 ROUTES = (

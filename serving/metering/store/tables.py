@@ -262,6 +262,7 @@ endpoint_adapters = sa.Table(
     sa.Column("revision", sa.String(32), nullable=False),
     sa.Column("created_ms", sa.BigInteger, nullable=False),
     sa.Column("pinned", sa.Boolean, nullable=False, server_default=sa.false()),
+    sa.Column("template", sa.Text, nullable=False, server_default=""),
 )
 
 endpoint_tags = sa.Table(

@@ -11,8 +11,10 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from ...interface.errors import PackagingError
+from ...sandbox import Ended, Exceeded, NoProcess, Refused
 from .conversation import RESERVED
-from .rendering import Renderer, TemplateReads
+from .rendering import Renderer, TemplateReads, check_length, read_template
 
 SYSTEM = {"role": "system", "content": "Answer in one word."}
 TURNS = [
@@ -24,6 +26,7 @@ TOOL = {
     "type": "function",
     "function": {"name": "look", "description": "Look up.", "parameters": {"type": "object", "properties": {}}},
 }
+DEFAULT_TEMPLATE = "default"  # answers chats; others may be for chats with tools or documents
 MAX_VALUES = 48  # values tried for the variables of a template that needs some
 _PARTS = re.compile(r"\bfor\b[^%]*\bcontent\b|content['\"\]]*\s*\[\s*0")
 _QUOTED = re.compile(r"""'([^'\\\n]{1,64})'|"([^"\\\n]{1,64})\"""")
@@ -106,6 +109,32 @@ def needs_of(text: Text, attempt: Attempt) -> Needs:
     """Return what a template needs for which ``attempt`` has succeeded and all before it have not."""
     needed = tuple(name for name in attempt.variables if name not in RESERVED and _lacks(text, attempt, name))
     return Needs(needed, len(attempt.messages) < len(TURNS), attempt.parts)
+
+
+def check_template(name: str, template: str, tokenizer: Any, *, parts: bool) -> Needs:
+    """Return what a template needs of a request. Raises ``PackagingError`` if it renders no conversation.
+
+    With ``parts``, the content of messages is a list of parts, as for models that read images.
+    """
+    check_length(name, template)
+    text = render_text(tokenizer, template)
+    reasons = []
+    for attempt in attempts(template, read_template(name, template), parts=parts, named=name != DEFAULT_TEMPLATE):
+        try:
+            if succeeds(text, attempt):
+                return needs_of(text, attempt)
+            found = "the user's message is not in the text"
+        except (Exceeded, Ended, NoProcess) as error:
+            raise PackagingError(f"chat_template {name!r}: it was stopped: it took {error}") from None
+        except Refused as error:
+            if error.line is not None:
+                raise PackagingError(f"chat_template {name!r}: line {error.line}: {error.reason}") from None
+            found = f"{error.kind}: {error.reason[:160]}"
+        except Exception as error:  # a tokenizer's own code may raise anything
+            found = f"{type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}"
+        reasons.append(found)
+    without_system = reasons[1]
+    raise PackagingError(f"chat_template {name!r} does not render a conversation: {without_system}")
 
 
 def _lacks(text: Text, attempt: Attempt, name: str) -> bool:

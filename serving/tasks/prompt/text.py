@@ -7,6 +7,7 @@ made. Templates are rendered in separate processes (``rendering``).
 from __future__ import annotations
 
 import codecs
+import copy
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,11 +24,12 @@ from ...model_files.token_bytes import BYTE_TOKEN, byte_table, plain_token
 from ...sandbox import Refused
 from ...tool_calls.detect import formats_of
 from ...tool_calls.parser import special_stand_ins
+from .adapter_tokenizer import difference, has_tokenizer, other_end
 from .detokenize import CONTEXT_TOKENS, ByteDetokenizer, Detokenizer, WindowDetokenizer
 from .pair_template import PairTemplate
 from .rendering import Renderer, TemplateReads, read_template
 from .special_token_injection import InjectionGuard, unmarked
-from .template_trial import Needs, attempts, needs_of, succeeds
+from .template_trial import DEFAULT_TEMPLATE, Needs, attempts, check_template, needs_of, succeeds
 from .tokenizer_check import check_fast, check_tokenizer
 
 CHUNK_CHARACTERS = 65536  # characters tokenised at a time to find out whether a text can fit
@@ -37,7 +39,6 @@ SHORT_TEXT_SIZE = (
 TEXTS_PER_BATCH = 64  # texts tokenised at a time, before one of them is found too long
 CHARACTERS_PER_TOKEN = 16  # characters read of a text per token that it may have; no language's words need so many
 NUM_FREQUENT_IDS = 1000  # ids below are those of bytes and frequent words in many tokenizers
-DEFAULT_TEMPLATE = "default"
 ADAPTER_PREFIX = "adapter:"  # of the name of an adapter's own template; names of other templates have no colon
 
 
@@ -75,16 +76,16 @@ class TextModel:
         self.vocab_size = len(self.hf)
         self._bos: str | None = self.hf.bos_token
         # copying a tokenizer takes a tenth of a second, which no request should wait for
-        plain = self._copy()
-        plain.encode_special_tokens = True
-        sources = set(self.templates.values())
-        self.guards = {source: InjectionGuard(self.hf, self.backend, plain, source) for source in sources}
-        self._reads = {source: read_template(name, source) for name, source in self.templates.items()}
+        self._plain = self._copy()
+        self._plain.encode_special_tokens = True
+        self.guards: dict[str, InjectionGuard] = {}
+        self._reads: dict[str, TemplateReads] = {}
+        self._formats: dict[str, ToolFormat] = {}
+        self._read_templates(self.templates, bundle.tool_formats)
         ends = {*self.eos_token_ids, *self.hf.all_special_ids}
         self.special_tokens = {
             token.content: token_id for token_id, token in added.items() if token.special or token_id in ends
         }
-        self._formats = self._tool_formats(bundle)
         self._readings: dict[str, Reading] = {}
         self._takes_system: dict[str, bool] = {}
         self.images: ImageSpec | None = bundle.images
@@ -265,6 +266,33 @@ class TextModel:
         name = ADAPTER_PREFIX + adapter
         return name if name in self.templates else None
 
+    def with_adapters(self, templates: Mapping[str, str]) -> TextModel:
+        """Return this model with the templates of further adapters, by the adapter's name.
+
+        It shares the tokenizer, and keeps what it finds out about the templates for itself.
+        """
+        found = copy.copy(self)
+        new = {ADAPTER_PREFIX + name: source for name, source in templates.items()}
+        found.templates = self.templates | new
+        found._guards, found._reads, found._formats = dict(self.guards), dict(self._reads), dict(self._formats)
+        found._readings, found._takes_system, found._needs = {}, {}, {}
+        found._read_templates({name: source for name, source in new.items() if source not in self.guards}, {})
+        return found
+
+    def check_adapter(self, name: str, template: str | None, tokenizer_dir: str | Path) -> str | None:
+        """Check an adapter's own template, and the tokenizer that may be in ``tokenizer_dir``, for use with this model.
+
+        Return the difference if the adapter ends its texts otherwise. Raises ``PackagingError``.
+        """
+        if template is not None:
+            check_template(ADAPTER_PREFIX + name, template, self.hf, parts=self.images is not None)
+        if not has_tokenizer(Path(tokenizer_dir)):
+            return None
+        beside = _load_tokenizer(str(tokenizer_dir), trust_remote_code=False)
+        if (found := difference(beside, self.hf)) is not None:
+            raise PackagingError(f"its tokenizer differs from the model's: {found}")
+        return other_end(beside, self.hf)
+
     def reads(self, template: str | None) -> TemplateReads:
         """Return what a template reads. Raises the same errors as ``template``."""
         return self._reads[self.template(template)]
@@ -302,10 +330,13 @@ class TextModel:
             self._takes_system[source] = found
         return found
 
-    def _tool_formats(self, bundle: Bundle) -> dict[str, ToolFormat]:
-        """Return the format by template source: the one packaged with the model, or else the detected one."""
-        detected = formats_of(self.templates, self.hf)
-        return {source: bundle.tool_formats.get(name) or detected[name] for name, source in self.templates.items()}
+    def _read_templates(self, templates: Mapping[str, str], formats: Mapping[str, ToolFormat]) -> None:
+        """Read each of ``templates`` once; its format is the one packaged with the model, or else the detected one."""
+        detected = formats_of(templates, self.hf)
+        for name, source in templates.items():
+            self.guards[source] = InjectionGuard(self.hf, self.backend, self._plain, source)
+            self._reads[source] = read_template(name, source)
+            self._formats[source] = formats.get(name) or detected[name]
 
     def _render(
         self,

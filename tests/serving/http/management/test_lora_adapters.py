@@ -10,19 +10,21 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from instant_model import write_instant_model
 from processes import gone
 from server_calls import BODY, asking, engine_pid, engine_pids, until
 from server_processes import ENGINE
 from serving_process import Running, running
+from transformers import AutoTokenizer
 
 from mlflow_llm.serving.control.plan import PlannedAdapter
 from mlflow_llm.serving.control.settings import ServerSettings
 from mlflow_llm.serving.endpoints.adapters import DynamicAdapter
 from mlflow_llm.serving.http.management import lora_adapters
 from mlflow_llm.serving.interface.bundle import Bundle
-from mlflow_llm.serving.interface.engine import Capabilities
+from mlflow_llm.serving.interface.engine import Capabilities, EngineInfo
 from mlflow_llm.serving.interface.errors import (
     InvalidField,
     ModelNotFound,
@@ -31,6 +33,11 @@ from mlflow_llm.serving.interface.errors import (
     PermissionDenied,
     RequestError,
 )
+from mlflow_llm.serving.interface.request import Message, RawChat
+from mlflow_llm.serving.routing.plan_follower import with_chat
+from mlflow_llm.serving.tasks.prepare import prepare
+from mlflow_llm.serving.tasks.prompt.endpoint import EndpointView
+from mlflow_llm.serving.tasks.prompt.text import TextModel
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 FULL = (
@@ -167,7 +174,7 @@ def fake_server(found: Any = None, **settings: Any) -> Any:
     def find(uris: tuple[str, ...]) -> Any:
         if isinstance(found, Exception):
             raise found
-        return (SimpleNamespace(bundle=SimpleNamespace(adapters=found)),)
+        return (SimpleNamespace(bundle=SimpleNamespace(adapters=found, tokenizer_dir="/t")),)
 
     return SimpleNamespace(settings=ServerSettings(**settings), find_models=find)
 
@@ -196,8 +203,8 @@ def test_registered_models_are_allowed_by_name(uri: str) -> None:
 def test_the_adapter_of_a_registered_model() -> None:
     """The adapter of a registered model is its only one or the one of the given name; otherwise the error says so."""
     path = lambda found, name="x": lora_adapters.source_path(fake_server(found), "models:/team/1", name)  # noqa: E731
-    assert path({"legal": "/l"}) == "/l"
-    assert path({"legal": "/l", "x": "/x"}) == "/x"
+    assert path({"legal": "/l"}) == ("/l", "/t")
+    assert path({"legal": "/l", "x": "/x"}) == ("/x", "/t")
     for none in ({}, {"a": "/a", "b": "/b"}):
         with pytest.raises(InvalidField, match="lora_path"):
             path(none)
@@ -221,7 +228,10 @@ def test_an_adapter_that_the_engine_refuses_is_removed(tmp_path: Path) -> None:
         ),
     )
     entity = SimpleNamespace(
-        endpoint="chat", entity="e", engine=SimpleNamespace(info=SimpleNamespace(capabilities=Capabilities()))
+        endpoint="chat",
+        entity="e",
+        engine=SimpleNamespace(info=SimpleNamespace(capabilities=Capabilities())),
+        view=SimpleNamespace(text=SimpleNamespace(check_adapter=lambda *given: None)),
     )
     endpoints = SimpleNamespace(route=lambda called: (entity, None), entities=lambda: iter((entity,)))
     endpoints.seen_by = lambda caller: endpoints
@@ -229,6 +239,7 @@ def test_an_adapter_that_the_engine_refuses_is_removed(tmp_path: Path) -> None:
         put=lambda *a, **k: asked.append(k["pinned"]) or (new, None), take_back=lambda *a: taken.append(a)
     )
     server = fake_server(adapter_sources=str(tmp_path))
+    server.offload = lambda size, function, *given: function(*given)
     server.endpoints, server.follower = endpoints, SimpleNamespace(planned=lambda name: (planned, True))
     server.managed_endpoints = lambda: SimpleNamespace(adapters=store)
     body = {"lora_name": "x", "lora_path": str(adapter(tmp_path / "x")), "pinned": True}
@@ -238,18 +249,123 @@ def test_an_adapter_that_the_engine_refuses_is_removed(tmp_path: Path) -> None:
     assert (taken, asked) == ([("chat", new, None)], [True])
 
 
-def test_a_chat_template_of_its_own_is_refused(tmp_path: Path) -> None:
-    """An adapter that is loaded while its model is served uses the model's template, so another one is refused."""
+OWN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+
+
+def prompts(server: Running, model: str, number: int = 6) -> set[str]:
+    """Return the prompts made of one chat, each asked on a new connection, so that every worker is asked."""
+    found = set()
+    body = {"model": model, "messages": [{"role": "user", "content": "hi"}]}
+    for _ in range(number):
+        with asking(server, body, "/tokenize") as it:
+            reply = json.loads(it.read())
+        with asking(server, {"model": model, "tokens": reply["tokens"]}, "/detokenize") as it:
+            found.add(json.loads(it.read())["prompt"])
+    return found
+
+
+def trained(place: Path, template: str, *tokens: str, eos: str = "</s>") -> str:
+    """Write an adapter as TRL leaves it: a tokenizer with the template beside it, and further tokens; return its
+    path."""
+    adapter(place)
+    beside = AutoTokenizer.from_pretrained(write_instant_model(place.with_suffix(".model")).tokenizer_dir)
+    beside.add_tokens(list(tokens))
+    beside.chat_template, beside.eos_token = template, eos
+    beside.save_pretrained(place)
+    return str(place)
+
+
+def test_an_adapter_has_its_own_template_in_every_worker_and_start(tmp_path: Path) -> None:
+    """Its requests use the template beside it until it is replaced or unloaded: in both gateways of a database, also
+    in one that starts later, and after the engine was killed.
+    """
+    bundle, place = write_instant_model(tmp_path / "model"), tmp_path / "allowed"
+    first, other = trained(place / "first", OWN), trained(place / "other", OWN.replace("[", "("))
+    model = {"<user>hi</s><assistant>"}
+    with serving(tmp_path, bundle, adapter_sources=str(place)) as server:
+        assert prompts(server, "assistant") == model
+        assert post(server, LOAD, lora_name="legal", lora_path=first)[0] == 200
+        assert prompts(server, "legal") == prompts(server, "assistant:legal") == {"[user]hi"}
+        assert prompts(server, "assistant") == prompts(server, "assistant:pirate") == model
+        pid = engine_pid(server)
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: gone(pid) and engine_pids(server) - {pid} != set())
+        assert prompts(server, "legal") == {"[user]hi"}
+        with serving(tmp_path, bundle, adapter_sources=str(place)) as gateway:
+            assert prompts(gateway, "legal") == {"[user]hi"}
+            assert post(gateway, LOAD, lora_name="legal", lora_path=other, load_inplace=True)[0] == 200
+            assert prompts(gateway, "legal") == {"(user]hi"}
+            until(lambda: prompts(server, "legal") == {"(user]hi"})
+            plain = str(adapter(place / "plain"))
+            assert post(gateway, LOAD, lora_name="legal", lora_path=plain, load_inplace=True)[0] == 200
+            assert prompts(gateway, "legal") == model
+            assert post(gateway, UNLOAD, lora_name="legal")[0] == 200
+        assert post(server, LOAD, lora_name="poet", lora_path=first)[0] == 200
+        tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+        for body in (BODY, BODY | {"stream": True}, BODY | {"tools": [tool]}):
+            with asking(server, body | {"model": "poet"}) as answer:
+                assert answer.status == 200
+                assert answer.read()
+        _template_refusals(server, place)
+
+
+def _template_refusals(server: Running, place: Path) -> None:
+    """Check that a template that cannot be rendered, and a tokenizer with other tokens, are refused by their names."""
+    for name, template, why in (
+        ("unread", "{% for m in", "chat_template 'adapter:unread': line 1: "),
+        ("silent", "{{ 'Hello' }}", "chat_template 'adapter:silent' does not render a conversation: "),
+    ):
+        path = trained(place / name, template)
+        status, said = post(server, LOAD, lora_name=name, lora_path=path)
+        assert status == 400
+        assert said.startswith(f"Loading lora {name} failed: {why}")
+    path = trained(place / "more", OWN, "<|more|>")
+    differs = "Loading lora more failed: its tokenizer differs from the model's: '<|more|>' is token 257 there and no"
+    status, said = post(server, LOAD, lora_name="more", lora_path=path)
+    assert (status, said[: len(differs)]) == (400, differs)
+    path = trained(place / "ends", OWN, eos="a")
+    status, said = post(server, LOAD, lora_name="ends", lora_path=path)
+    assert status == 200
+    assert said.startswith("Success: LoRA adapter 'ends' added successfully.\nNote: it ends a text with 'a', the model")
+    (place / "bytes").mkdir()
+    (place / "bytes" / "adapter_config.json").write_text("{}")
+    (place / "bytes" / "chat_template.jinja").write_bytes(b"\xff")
+    status, said = post(server, LOAD, lora_name="bytes", lora_path=str(place / "bytes"))
+    assert (status, said) == (400, "Loading lora bytes failed: adapters: chat_template.jinja in bytes cannot be read")
+
+
+def test_the_tokenizer_of_a_registered_adapter_is_compared(tmp_path: Path) -> None:
+    """An adapter that was logged over a model with other tokens is refused, as if its tokenizer were beside it."""
+    text = TextModel(write_instant_model(tmp_path / "model"))
     server = fake_server()
-    view = SimpleNamespace(text=SimpleNamespace(templates={"default": "the model's"}))
-    server.endpoints = SimpleNamespace(entities=lambda: iter((SimpleNamespace(endpoint="chat", view=view),)))
-    check = lambda: lora_adapters.check_template(server, SimpleNamespace(name="chat"), str(tmp_path), "/a")  # noqa: E731
-    check()
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "another"}))
-    with pytest.raises(InvalidField, match="lora_path: '/a' is not allowed; expected an adapter with the model's chat"):
-        check()
-    (tmp_path / "chat_template.jinja").write_text("the model's")
-    check()
-    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
-    with pytest.raises(RequestError, match=r"lora_path: adapters: chat_template.jinja in .* cannot be read"):
-        check()
+    server.offload = lambda size, function, *given: function(*given)
+    entity = SimpleNamespace(endpoint="chat", view=SimpleNamespace(text=text))
+    server.endpoints = SimpleNamespace(entities=lambda: iter((entity,)))
+    own = lambda there: lora_adapters.own_template_of(  # noqa: E731
+        server, SimpleNamespace(name="chat"), "x", str(adapter(tmp_path / "a" / there)), str(tmp_path / there)
+    )
+    trained(tmp_path / "same", OWN)
+    trained(tmp_path / "more", OWN, "<|more|>")
+    assert own("same") == ("", "")
+    with pytest.raises(RequestError, match=r"'<\|more\|>' is token 257 there and no token here"):
+        own("more")
+
+
+def test_an_adapter_with_a_template_chats_over_a_model_without(tmp_path: Path) -> None:
+    """The adapter's chats are served, and the model's own still refused by name."""
+    bundle = write_instant_model(tmp_path / "model")
+    Path(bundle.tokenizer_dir, "chat_template.jinja").unlink()
+    plain = TextModel(bundle)
+    info = EngineInfo(
+        content_hash="0" * 64, tasks=("completions",), vocab_size=259, max_model_len=512, max_num_seqs=1,
+        max_kv_tokens=512, capabilities=Capabilities(),
+    )  # fmt: skip
+    assert with_chat(info, plain) == info
+    text = plain.with_adapters({"legal": OWN})
+    view = EndpointView(name="m", info=with_chat(info, text), text=text, adapters=("legal",))
+    chat = RawChat(messages=(Message(role="user", content="hi"),))
+    tokens = prepare(msgspec.structs.replace(chat, adapter="legal"), view).sequences[0].prompt_token_ids
+    assert text.decode(tokens, skip_special_tokens=False) == "[user]hi"
+    with pytest.raises(InvalidField, match="this model has no chat template"):
+        prepare(chat, view)
+    assert plain.templates == {}
