@@ -102,6 +102,47 @@ def byte_level(writer: Any, pre: str = "gpt-2") -> None:
     writer.add_eos_token_id(EOS)
 
 
+# tokens of a SentencePiece vocabulary: merges, the first ones before the others, and the letters that are not bytes
+PIECES = [
+    "▁▁", "he", "in", "▁t", "▁a", "lo", "▁▁▁▁", "▁the", "hel", "hello", "▁hello", "wor", "ld", "▁wor", "▁world", "re",
+    "▁▁▁a", "\n▁▁", "ing", "de", "▁de", "世界", "ge", "gr", "▁b", "us", "er", "user", "▁user", *"▁abcdefghilnorstuwxy",
+    *".,(){}:1你世界ößé\n",
+]  # fmt: skip
+# each style's special tokens and the kinds of these (2 unknown, 3 control), and the tokens that its users defined
+SENTENCEPIECE: dict[str, tuple[list[str], list[int], list[str]]] = {
+    "llama": (["<unk>", "<s>", "</s>"], [2, 3, 3], []),
+    "mistral": (["<unk>", "<s>", "</s>", "[INST]", "[/INST]"], [2, 3, 3, 3, 3], ["<|extra|>"]),
+    "gemma": (
+        ["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"], [3, 3, 3, 2, 3, 3],
+        ["\n", "\n\n", "  ", "   ", "<h1>"],
+    ),
+}  # fmt: skip
+
+
+def sentencepiece_tokens(style: str) -> list[str]:
+    """Return the tokens of a SentencePiece vocabulary in the ``style`` of a family, by id."""
+    special, _, defined = SENTENCEPIECE[style]
+    pieces = [piece for piece in PIECES if piece not in defined]
+    return [*special, *defined, *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
+
+
+def sentencepiece(writer: Any, style: str) -> None:
+    """Add the keys of a SentencePiece tokenizer."""
+    special, kinds, defined = SENTENCEPIECE[style]
+    tokens = sentencepiece_tokens(style)
+    pieces = len(tokens) - len(special) - len(defined) - 256
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([0.0] * (len(tokens) - pieces) + [-float(i) for i in range(pieces)])
+    writer.add_token_types([*kinds, *[4] * len(defined), *[6] * 256, *[1] * pieces])
+    writer.add_bos_token_id(2 if style == "gemma" else 1)
+    writer.add_eos_token_id(1 if style == "gemma" else 2)
+    writer.add_unk_token_id(special.index("<unk>"))
+    if style == "gemma":
+        writer.add_add_space_prefix(False)
+
+
 def _renamed(name: str, architecture: str) -> str:
     norms = {"post_attention_layernorm": "ffn_norm"}
     if architecture in ("gemma2", "gemma3"):
@@ -123,9 +164,12 @@ def _renamed(name: str, architecture: str) -> str:
     return name
 
 
-def llama_cpp(file: Path, prompts: Sequence[Sequence[int]] = (), texts: Sequence[str] = ()) -> tuple[Any, Any]:
-    """Return what llama.cpp makes of ``file``: the log probabilities of the token after each prompt, by id, and the
-    token ids of each text. It runs in a process of its own, as its server has threads that outlive it."""
+def llama_cpp(file: Path, prompts: Sequence[Sequence[int]] = (), texts: Sequence[str] = ()) -> tuple[Any, Any, Any]:
+    """Return what llama.cpp makes of ``file``: the log probabilities of the token after each prompt, by id, the token
+    ids of each text, and the text of these ids without those that begin every text.
+
+    It runs in a process of its own, as its server has threads that outlive it.
+    """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_answer, args=(theirs, str(file), list(map(list, prompts)), list(texts)))
@@ -160,10 +204,11 @@ def _answer(pipe: Any, file: str, prompts: list[list[int]], texts: list[str]) ->
         reply = json.loads(reply) if isinstance(reply, str) else reply
         entries = reply["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
         logprobs.append({entry["id"]: entry["logprob"] for entry in entries})
-    tokens = [
-        requests.post(f"{server.listening_address}/tokenize", json={"content": text, "add_special": True}).json()[
-            "tokens"
-        ]
-        for text in texts
-    ]
-    pipe.send((logprobs, tokens))
+
+    def ask(path: str, **body: Any) -> Any:
+        return requests.post(f"{server.listening_address}/{path}", json=body).json()
+
+    tokens = [ask("tokenize", content=text, add_special=True)["tokens"] for text in texts]
+    first = ask("tokenize", content="", add_special=True)["tokens"]
+    decoded = [ask("detokenize", tokens=ids[len(first) :])["content"] for ids in tokens]
+    pipe.send((logprobs, tokens, decoded))

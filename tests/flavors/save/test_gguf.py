@@ -11,11 +11,26 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
-from gguf_files import BOS, END, EOS, SIZES, VOCAB, byte_level, llama_cpp, random_model, write
+from gguf_files import (
+    BOS,
+    END,
+    EOS,
+    SENTENCEPIECE,
+    SIZES,
+    VOCAB,
+    byte_level,
+    llama_cpp,
+    random_model,
+    sentencepiece,
+    sentencepiece_tokens,
+    write,
+)
 from mlflow.exceptions import MlflowException
 
 from mlflow_llm.flavors import llm
+from mlflow_llm.flavors.llm.model.bundle_reader import read_bundle
 from mlflow_llm.flavors.llm.save.gguf import tokenizer as gguf_tokenizer
+from mlflow_llm.serving.tasks.prompt.text import TextModel
 
 gguf = pytest.importorskip("gguf")
 PROMPTS = [[1, 40, 7, 99, 12], [(i * 37 + 11) % 256 for i in range(60)], [(i * 91 + 5) % 256 for i in range(200)]]
@@ -37,7 +52,7 @@ def placed(source: Path, target: Path) -> Any:
 def assert_as_llama_cpp(model: Any, file: Path, tolerance: float = 1e-3) -> None:
     """Assert that the log probabilities of ``model`` are llama.cpp's for ``file``."""
     pytest.importorskip("xllamacpp", reason="llama.cpp's own logits need the package xllamacpp")
-    expected, _ = llama_cpp(file, PROMPTS)
+    expected, _, _ = llama_cpp(file, PROMPTS)
     for prompt, entries in zip(PROMPTS, expected, strict=True):
         with torch.no_grad():
             found = torch.log_softmax(model(torch.tensor([prompt])).logits[0, -1].float(), -1)
@@ -291,8 +306,42 @@ def test_texts_are_split_as_by_llama_cpp(tmp_path, pre):
     )
     llm.save_model(tmp_path / "m", file)
     tokenizer = tf.AutoTokenizer.from_pretrained(tmp_path / "m/tokenizer")
-    _, expected = llama_cpp(file, texts=TEXTS)
+    _, expected, _ = llama_cpp(file, texts=TEXTS)
     assert [tokenizer(text)["input_ids"] for text in TEXTS] == expected
+
+
+AWKWARD = [
+    "", " ", "  ", "   ", "a", " a", "  a", "   a", "a ", "a  ", "a   b", "hello world", " hello  world ", "\n", "\n\n",
+    "a\n\nb", " \n ", "\t", "a\tb", "\r\n", "😀", "a😀b", "😀😀 😀", "你好世界", "你 好", "こんにちは世界、", "größe",
+    "é", "e\u0301", "ﬁ", "Ａ", "\u00a0", "a\u00a0b", "\u200b", "\u2028", "\u3000a", "\ufeffa", "▁", "▁a", "a▁b", "<s>",
+    "</s>", "<s>a", "a<s>b", "a </s> b", "<s> a", "<s>  a", "a</s>", "<unk>", "a<unk>b", "<0x41>", "a<0x41>", "<pad>",
+    "<bos>a", "<start_of_turn>user\nhi<end_of_turn>\n", "<start_of_turn> user", "<h1> a", "a <h1>", "[INST] hello [/INST]",
+    "[INST]hello[/INST] a", "<|extra|>", "<|extra|> a", "a <|extra|> b", "a<|extra|>b", "the hello world",
+    "The Hello!? 'Twas 1234567", "    def f(x):\n        return {x: 1}", "x" * 50, "ab " * 20, "\x00", "\x01\x7f",
+    "العربية", "हिन्दी", "ไทย", "🏳️‍🌈👨‍👩‍👧", "\U0010ffff", "½ ² ™", "a\u0301\u0302", "  leading", "trailing  ",
+    "\n  indented\n\n\n", "\t\t",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("style", SENTENCEPIECE)
+def test_sentencepiece_texts_are_those_of_llama_cpp(tmp_path, style):
+    """Its tokens of a text, and its text of tokens, are llama.cpp's, whose server leaves the space before a text."""
+    pytest.importorskip("xllamacpp", reason="llama.cpp's own token ids need the package xllamacpp")
+    file = write(
+        tmp_path / "x.gguf",
+        random_model(tf.LlamaConfig(**SIZES | {"vocab_size": len(sentencepiece_tokens(style))})),
+        tokenizer=lambda writer: sentencepiece(writer, style),
+    )
+    llm.save_model(tmp_path / "m", file)
+    tokenizer = tf.AutoTokenizer.from_pretrained(tmp_path / "m/tokenizer")
+    _, expected, decoded = llama_cpp(file, texts=AWKWARD)
+    named = lambda ids: tokenizer.convert_ids_to_tokens(ids)  # noqa: E731
+    assert [named(tokenizer(text)["input_ids"]) for text in AWKWARD] == [named(ids) for ids in expected]
+    served = TextModel(read_bundle(tmp_path / "m"))
+    for ids, text in zip(expected, decoded, strict=True):
+        assert served.decode(ids[1:], skip_special_tokens=False) == text[style != "gemma" and text[:1] == " " :]
+        pieces = served.detokenizer(skip_special_tokens=False, before=ids[:1])
+        assert "".join([*(pieces.push(token) for token in ids[1:]), pieces.flush()]) == text
 
 
 def test_unknown_split_is_refused(tmp_path):

@@ -1,8 +1,8 @@
 """The tokenizer of a GGUF file, with what transformers' reader leaves out of it.
 
 That reader knows few of the ways to split a text before merges (``tokenizer.ggml.pre``) and takes GPT-2's for the
-others; it adds no token at the beginning where llama.cpp adds one by default, and always puts a space before a
-SentencePiece text.
+others; it adds no token at the beginning where llama.cpp adds one by default, and always puts a space before the first
+SentencePiece text alone, unless it begins with one.
 """
 
 from __future__ import annotations
@@ -142,8 +142,8 @@ def read_tokenizer(header: Header, file: Path) -> Any:
         raise PackagingError(f"model: {header.file}: its tokenizer cannot be read: {reason(error)}") from None
     if header.values["tokenizer.ggml.model"] == "gpt2":
         _split_texts(core, header.values["tokenizer.ggml.pre"])
-    elif header.values.get("tokenizer.ggml.add_space_prefix") is False:
-        _without_prefix(core)
+    else:
+        _join_spaces(core, prefix=_flag(header, "add_space_prefix", True))
     begins = header.values["tokenizer.ggml.model"] == "llama" or header.values.get("tokenizer.ggml.pre") in BEGINS
     return PreTrainedTokenizerFast(
         tokenizer_object=core,
@@ -212,12 +212,13 @@ def _split_texts(core: Any, kind: str) -> None:
     core.model.ignore_merges = kind in WHOLE_WORDS
 
 
-def _without_prefix(core: Any) -> None:
-    """Put no space before a SentencePiece text, and cut none off a decoded one."""
-    from tokenizers import decoders, normalizers, pre_tokenizers
+def _join_spaces(core: Any, *, prefix: bool) -> None:
+    """Write spaces as SentencePiece does. With ``prefix``, a space precedes each text between special tokens, also one
+    that begins with a space, and none is left of it in a decoded text."""
+    from tokenizers import decoders, normalizers
 
-    if core.pre_tokenizer is not None:
-        core.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="never", split=False)
-    if core.normalizer is not None:
-        core.normalizer = normalizers.Replace(" ", "▁")
-    core.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    spaces = normalizers.Replace(" ", "▁")
+    core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if prefix else spaces
+    core.pre_tokenizer = None
+    strip = [decoders.Strip(content=" ", left=1, right=0)] if prefix else []
+    core.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
