@@ -4,7 +4,9 @@ when the model is logged."""
 from __future__ import annotations
 
 import logging
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,32 +14,62 @@ import msgspec
 from ....serving.interface.bundle import Bundle
 from ....serving.interface.errors import PackagingError, reason
 from ....serving.interface.settings import EngineSettings
+from .first_layers import write_first_layers
 
 logger = logging.getLogger(__name__)
 
 # In float32 this fits the memory of a machine on which models are logged; XLM-R large has 560 million.
 MAX_TRIAL_PARAMETERS = 700_000_000
+LEFT = "the model is large: only the engine compares it with its own code"
 
 
 def try_encoder(skeleton: Any, bundle: Bundle, settings: EngineSettings) -> None:
     """Compare the engine's results for a few tokens with those of the model's own code, as it does at each start.
 
-    The comparison runs in float32 on the CPU with torch, which every machine has. A model with more than
-    ``MAX_TRIAL_PARAMETERS`` is left to the engine. Raises ``PackagingError``, also if the model's code or ours fails
-    with any other error, since it would fail in the engine too. Only a lack of memory, of a package or of a file is
-    not taken for one: the engine's machine may have it.
+    The comparison runs in float32 on the CPU with torch, which every machine has. Of a model with more than
+    ``MAX_TRIAL_PARAMETERS`` the first layers are compared, if they have fewer; the whole is left to the engine.
+
+    Raises ``PackagingError``, also if the model's code or ours fails with any other error, since it would fail in the
+    engine too. Only a lack of memory, of a package or of a file is not taken for one: the engine's machine may have it.
     """
+    from transformers import AutoModel, AutoModelForSequenceClassification
+
     from ....serving.engine.models.cross_encoder import load_cross_encoder
     from ....serving.engine.models.embedder import load_embedder
 
-    _try(load_cross_encoder if "score" in bundle.tasks else load_embedder, skeleton, bundle, settings)
+    scores = "score" in bundle.tasks
+    load: Any = load_cross_encoder if scores else load_embedder
+    if not _is_large(skeleton):
+        _try(load, skeleton, bundle, settings)
+        return
+    kind = AutoModelForSequenceClassification if scores else AutoModel
+    with tempfile.TemporaryDirectory(dir=Path(bundle.model_dir).parent) as folder:
+        place = Path(folder, "model")
+        options = {"trust_remote_code": settings.trust_remote_code}
+        try:
+            layers = write_first_layers(kind, Path(bundle.model_dir), place, MAX_TRIAL_PARAMETERS, **options)
+        except Exception as error:  # from transformers, or from the model's own code: the whole may well load
+            logger.warning("only the engine tries the model: its first layers cannot be loaded: %s", reason(error))
+            return
+        if layers is None:
+            logger.info(LEFT)
+            return
+        logger.info("the model is large: its first %d layers are tried, the whole by the engine", layers)
+        _try(load, skeleton, msgspec.structs.replace(bundle, model_dir=str(place)), settings)
 
 
 def try_images(skeleton: Any, bundle: Bundle, settings: EngineSettings) -> None:
     """Compare the logits of a prompt with an image with those of the whole model, as ``try_encoder`` does."""
     from ....serving.engine.models.loader import load_model
 
-    _try(load_model, skeleton, bundle, settings)
+    if _is_large(skeleton):
+        logger.info(LEFT)
+    else:
+        _try(load_model, skeleton, bundle, settings)
+
+
+def _is_large(skeleton: Any) -> bool:
+    return sum(parameter.numel() for parameter in skeleton.parameters()) > MAX_TRIAL_PARAMETERS
 
 
 def _try(
@@ -45,9 +77,6 @@ def _try(
 ) -> None:
     import torch
 
-    if sum(parameter.numel() for parameter in skeleton.parameters()) > MAX_TRIAL_PARAMETERS:
-        logger.info("the model is large: only the engine compares it with its own code")
-        return
     plain = msgspec.structs.replace(
         settings, device="cpu", dtype="float32", kernels="torch", quantization="none", packed_cache=0
     )

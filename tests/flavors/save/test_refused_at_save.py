@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from mlflow.models import Model
 from mlflow_llm.flavors import llm
 from mlflow_llm.flavors.llm.model.bundle_reader import configured, read_bundle
 from mlflow_llm.flavors.llm.save import encoder_trial
+from mlflow_llm.flavors.llm.save.first_layers import write_first_layers
 from mlflow_llm.serving.engine.assembly import assemble
 from mlflow_llm.serving.interface.errors import PackagingError
 
@@ -185,9 +187,51 @@ def test_adapters_over_a_base(tmp_path, store, llama_dir, adapter_dir, given, wo
     assert refused(tmp_path / "m", **options, **given).startswith(words)
 
 
-def mpnet(pad_token_id: int) -> Any:
+def mpnet(pad_token_id: int, layers: int = SIZES["num_hidden_layers"]) -> Any:
     torch.manual_seed(0)
-    return tf.MPNetModel(tf.MPNetConfig(**SIZES, pad_token_id=pad_token_id))
+    sizes = SIZES | {"num_hidden_layers": layers}
+    return tf.MPNetModel(tf.MPNetConfig(**sizes, pad_token_id=pad_token_id))
+
+
+def test_a_large_encoder_is_tried_by_its_first_layers(tmp_path, monkeypatch, caplog):
+    """Of one that is too large to be tried as a whole, its first layers are; the whole is stored as it was."""
+    few = sum(parameter.numel() for parameter in mpnet(1, layers=2).parameters())
+    monkeypatch.setattr(encoder_trial, "MAX_TRIAL_PARAMETERS", few)
+    said = refused(tmp_path / "m", save_encoder(tmp_path / "wrong", mpnet(0, layers=6)))
+    assert said.startswith("model: this model is not supported for embeddings: packed result differs by")
+    source = save_encoder(tmp_path / "right", mpnet(1, layers=6))
+    (source / "modules.json").write_text(
+        json.dumps(
+            [
+                {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
+                {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
+            ]
+        )
+    )
+    (source / "1_Pooling").mkdir()
+    pooling = {"word_embedding_dimension": SIZES["hidden_size"], "pooling_mode_cls_token": True}
+    (source / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    with caplog.at_level(logging.INFO):
+        llm.save_model(tmp_path / "m", source)
+    assert "its first 2 layers are tried, the whole by the engine" in caplog.text
+    assert "UNEXPECTED" not in caplog.text
+    stored = tmp_path / "m"
+    assert (stored / "model/config.json").read_bytes() == (source / "config.json").read_bytes()
+    assert sorted(file.name for file in stored.glob("tmp*")) == []
+    assert tf.AutoModel.from_pretrained(stored / "model").config.num_hidden_layers == 6
+
+
+def test_the_first_layers_have_each_kind_of_attention(tmp_path):
+    """A list with an entry for every layer is cut too."""
+    kinds = ["sliding_attention"] * 3 + ["full_attention"] + ["sliding_attention"] * 3
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = tf.Gemma3TextConfig(**sizes, head_dim=16, num_hidden_layers=7, vocab_size=300, layer_types=kinds)
+    save_encoder(tmp_path / "gemma", tf.Gemma3TextModel(config))
+    assert write_first_layers(tf.AutoModel, tmp_path / "gemma", tmp_path / "cut", 10**9) == 4
+    cut = tf.AutoModel.from_pretrained(tmp_path / "cut")
+    assert cut.config.layer_types == kinds[:4]
+    assert len(cut.layers) == 4
+    assert write_first_layers(tf.AutoModel, tmp_path / "gemma", tmp_path / "none", 10) is None
 
 
 def test_encoders_that_run_wrong(tmp_path, monkeypatch):
