@@ -194,7 +194,7 @@ def mpnet(pad_token_id: int, layers: int = SIZES["num_hidden_layers"]) -> Any:
 
 
 def test_a_large_encoder_is_tried_by_its_first_layers(tmp_path, monkeypatch, caplog):
-    """Of one that is too large to be tried as a whole, its first layers are; the whole is stored as it was."""
+    """An encoder that is too large to be tried as a whole is tried by its first layers, and stored as it was."""
     few = sum(parameter.numel() for parameter in mpnet(1, layers=2).parameters())
     monkeypatch.setattr(encoder_trial, "MAX_TRIAL_PARAMETERS", few)
     said = refused(tmp_path / "m", save_encoder(tmp_path / "wrong", mpnet(0, layers=6)))
