@@ -13,7 +13,7 @@ import sqlalchemy as sa
 
 from ...metering.accounts import windows
 from ...metering.accounts.limits import Limit, Subject, rebuilt, subjects_of
-from ...metering.accounts.windows import BUDGETS, DAY, KINDS, SLOTS_BEFORE, month_of
+from ...metering.accounts.windows import BUDGETS, DAY_SECONDS, KINDS, SLOTS_BEFORE, month_of
 from ...metering.store.tables import limits as limits_table
 from ...metering.store.tables import windows as windows_table
 from .database import Database
@@ -160,7 +160,7 @@ def _amount(row: sqlite3.Row, limit: Limit, now: int) -> int:
     if kind == "in_flight":
         return int(is_open)
     if kind in BUDGETS:
-        same = {"budget": True, "budget_day": at // DAY == now // DAY, "budget_month": month_of(at) == month_of(now)}
+        same = {"budget": True, "budget_day": at // DAY_SECONDS == now // DAY_SECONDS, "budget_month": month_of(at) == month_of(now)}
         return (row["reserved_cost"] if is_open else row["cost"]) if same[kind] else 0
     slot = 60 if kind == "qph" else 1
     if at // slot < now // slot - SLOTS_BEFORE:
