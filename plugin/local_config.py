@@ -15,7 +15,7 @@ from mlflow_llm.serving.control.spec import ProfileName
 from mlflow_llm.serving.http.gunicorn.listen_addresses import bind
 from mlflow_llm.serving.interface.dialect_settings import DialectSettings
 from mlflow_llm.serving.interface.errors import InvalidField
-from mlflow_llm.serving.interface.settings import EngineSettings, check_server_engine
+from mlflow_llm.serving.interface.settings import GRANTED, EngineSettings, check_server_engine
 from mlflow_llm.serving.system.child import environment as child_environment
 from mlflow_llm.serving.system.child import python_command
 
@@ -78,7 +78,6 @@ ELSEWHERE = "endpoints with engines on other hosts are for `mlflow-llm serve`"
 REFUSED_KEYS = {  # options of `mlflow-llm serve` that are not for deployments, and what to do
     "socket": "a deployment is found by its port; `mlflow-llm serve --socket` listens on a Unix socket",
     "socket_mode": "a deployment is found by its port; `mlflow-llm serve --socket` listens on a Unix socket",
-    "engine": ELSEWHERE,
     "engine_key_file": ELSEWHERE,
     "engine_timeout": ELSEWHERE,
     "spec": "its settings are given one by one",
@@ -88,7 +87,7 @@ REFUSED_KEYS = {  # options of `mlflow-llm serve` that are not for deployments, 
     "name": "it is the option --name",
     **dict.fromkeys(DialectSettings.__struct_fields__, OF_DIALECTS),
 }
-FIXED_KEYS = (*SERVER_KEYS, "trust_remote_code")  # on the command line, so they cannot change while the server runs
+FIXED_KEYS = (*SERVER_KEYS, *GRANTED)  # on the command line, so they cannot change while the server runs
 HOST = "127.0.0.1"
 
 

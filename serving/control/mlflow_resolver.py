@@ -24,7 +24,7 @@ from ..dialects.fields.defaults import request_defaults
 from ..interface.bundle import Bundle, draft_of
 from ..interface.errors import InvalidField, ModelNotFound, NotFound, PackagingError
 from ..interface.request import POOLED
-from ..interface.settings import EngineSettings
+from ..interface.settings import GRANTED, EngineSettings
 from ..system import child
 
 # engine settings that encoders refuse, with their defaults
@@ -59,7 +59,7 @@ class ResolvedModel(Struct, frozen=True, kw_only=True):
         """Return the engine settings for this model. Raises ``PackagingError``.
 
         ``overrides``, the server-wide settings that the model has a use for, override the saved settings; ``own``, the
-        served entity's settings, override both. A model cannot grant itself ``trust_remote_code``: the people who write
+        served entity's settings, override both. A model cannot grant itself what is ``GRANTED``: the people who write
         to a registry are not those who run the servers.
         """
         unused = self.unused(overrides)
@@ -71,6 +71,12 @@ class ResolvedModel(Struct, frozen=True, kw_only=True):
                 "the model was logged with trust_remote_code: it brings code of its own, which runs only where the "
                 "server is started with -C trust_remote_code=true"
             )
+        for name in GRANTED:
+            if saved.get(name) and name not in given:
+                raise PackagingError(
+                    f"the model was logged with {name}, which decides about code that runs here; it holds only where "
+                    f"the server is started with -C {name}=…"
+                )
         try:
             return EngineSettings.read(saved | given)
         except InvalidField as error:

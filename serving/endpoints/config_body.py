@@ -15,7 +15,7 @@ from ..interface.dialect_settings import NAMES as DIALECT_SETTINGS
 from ..interface.dialect_settings import DialectSettings, batched
 from ..interface.errors import InvalidField
 from ..interface.readers import Entry, any_of, boolean, integer, list_of, obj, one_of, reader, record, string, text
-from ..interface.settings import NAME, NAME_ALLOWED, EngineSettings, PrefixSharing, check_server_engine
+from ..interface.settings import GRANTED, NAME, NAME_ALLOWED, EngineSettings, PrefixSharing, check_server_engine
 from ..modes.provisioned import check_throughput
 from .config import EndpointConfig, EntityConfig, Route
 
@@ -51,7 +51,12 @@ def _nothing(value: Any, path: str) -> None:
 
 def _engine_schema() -> dict[str, Any]:
     schema = msgspec.json.schema(EngineSettings)["$defs"][EngineSettings.__name__]
-    ours = {"trust_remote_code": {"const": False}, "in_process": {"const": False}}
+    ours: dict[str, Any] = {
+        "trust_remote_code": {"const": False},
+        "in_process": {"const": False},
+        "engine_python": {"const": None},
+        "engine_args": {"const": {}},
+    }
     return {"type": "object", "additionalProperties": False, "properties": schema["properties"] | ours}
 
 
@@ -60,8 +65,11 @@ def _engine_settings(value: Any, path: str) -> dict[str, Any]:
     """Read the engine settings that replace those saved with the model."""
     if not isinstance(value, dict):
         raise InvalidField(path, value, "an object")
-    if value.get("trust_remote_code"):
-        raise InvalidField(f"{path}.trust_remote_code", True, "false: it is granted on the server's command line only")
+    for name in GRANTED:
+        if value.get(name):
+            allowed = "false" if name == "trust_remote_code" else "none"
+            allowed += ": it is granted on the server's command line only"
+            raise InvalidField(f"{path}.{name}", value[name], allowed)
     check_server_engine(value, path)
     return value
 

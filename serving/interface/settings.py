@@ -33,6 +33,10 @@ Names = Annotated[
     Meta(max_length=1024, description="a list of names of the model's adapters"),
 ]
 BlockSize = Literal[8, 16, 32, 64, 128, 256]
+Interpreter = Annotated[
+    str, Meta(pattern=r"^/.*[^/]$", max_length=4096, description="the absolute path of a Python interpreter")
+]
+EngineArgs = Annotated[dict[str, Any], Meta(description="an object of the engine's own arguments")]
 Device = Annotated[str, Meta(pattern=r"^(auto|cpu|cuda(:\d{1,2})?)$", description="'auto', 'cpu', 'cuda' or 'cuda:N'")]
 
 
@@ -92,6 +96,11 @@ class EngineSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=T
             the cache off.
         standby: 1 keeps a second process loaded, which takes over when the engine dies.
         in_process: run the engine on a thread of this process, for debugging and small tests; about half the speed.
+        engine: "native" is this package's own engine; "vllm" runs the model in vLLM, which is installed separately.
+        engine_python: the Python interpreter of engines that are not native, where their package is installed. None is
+            the interpreter that runs the server. A model cannot choose it, and neither can a caller of the API.
+        engine_args: arguments of engines that are not native, by their own names; those of vLLM are the fields of its
+            ``EngineArgs``, such as {"tensor_parallel_size": 2}. A model or a caller of the API cannot choose them.
         backend: settings of other engine backends, by their names. This engine has none besides those above.
     """
 
@@ -129,6 +138,9 @@ class EngineSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=T
     packed_cache: BytesOrZero = 32 << 30
     standby: Annotated[int, Meta(ge=0, le=1)] = 0
     in_process: bool = False
+    engine: Literal["native", "vllm"] = "native"
+    engine_python: Interpreter | None = None
+    engine_args: EngineArgs = msgspec.field(default_factory=dict)
     backend: ByBackend = msgspec.field(default_factory=dict)
 
     def of_backend(self, name: str, kind: type[BackendSettings]) -> BackendSettings:
@@ -147,6 +159,12 @@ class EngineSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise InvalidField("draft_model", self.draft_model, "null with speculation none")
         if self.standby and self.in_process:
             raise InvalidField("standby", self.standby, "0 with in_process: the engine dies with its process")
+        if self.engine != "native" and self.in_process:
+            raise InvalidField("in_process", True, f"false with engine {self.engine}, which has its own interpreter")
+
+
+GRANTED = ("trust_remote_code", "engine_python", "engine_args")
+"""The settings that run code which is not this package's: a server's own command line grants them, nobody else."""
 
 
 def check_server_engine(values: Mapping[str, Any], parent: str = "") -> None:

@@ -23,12 +23,15 @@ logger = logging.getLogger(__name__)
 PACKAGE = __name__.partition(".")[0]
 KERNELS = Path("serving", "engine", "native", "_native.so")
 FAREWELL = b"farewell\n"  # to a child that would otherwise take the end of its standard input for its parent's death
+LINKS = "package"  # a folder with nothing but a link to this package
+OF_THIS_INTERPRETER = ("PYTHONPATH", "PYTHONHOME", "PYTHONEXECUTABLE", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
 FIND = f"import importlib.util; found = importlib.util.find_spec({PACKAGE!r}); print(found.origin if found else '')"
 
 
-def python_command(module: str, *words: str, flags: tuple[str, ...] = ()) -> list[str]:
-    """Return the command ``python -P -m PACKAGE.module words``, to be run with ``environment()``."""
-    return [sys.executable, "-P", *flags, "-m", f"{PACKAGE}.{module}", *words]
+def python_command(module: str, *words: str, flags: tuple[str, ...] = (), python: str | None = None) -> list[str]:
+    """Return the command ``python -P -m PACKAGE.module words``, to be run with ``environment()``, or, by another
+    interpreter, with ``lean_environment()``."""
+    return [python or sys.executable, "-P", *flags, "-m", f"{PACKAGE}.{module}", *words]
 
 
 def environment() -> dict[str, str]:
@@ -45,6 +48,25 @@ def environment() -> dict[str, str]:
         paths = [place, *paths]
     if paths:
         found["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
+    return found
+
+
+def lean_environment(folder: str) -> dict[str, str]:
+    """Return this process's environment for a child that is run by another interpreter.
+
+    The child finds this package through a link in ``folder``, and nothing else that is installed here: the interpreter
+    has packages of its own, of other versions. Raises ``OSError`` if the link cannot be made.
+    """
+    found = {name: value for name, value in os.environ.items() if name not in OF_THIS_INTERPRETER}
+    found |= {name: os.path.abspath(found[name]) for name in PLACE_VARIABLES if found.get(name)}
+    path = os.path.join(folder, LINKS)
+    os.makedirs(path, mode=0o700, exist_ok=True)
+    link, place = os.path.join(path, PACKAGE), os.path.join(package_place(), PACKAGE)
+    if os.path.realpath(link) != os.path.realpath(place):
+        draft = f"{link}.{os.getpid()}.new"
+        os.symlink(place, draft)
+        os.replace(draft, link)
+    found["PYTHONPATH"] = path
     return found
 
 

@@ -9,6 +9,13 @@ from ..interface.settings import EngineSettings
 
 MODULE = "serving.transport.engine_process.main"
 ENGINE_CORE = "mlflow_llm.serving.engine.core:EngineCore"
+CORES = {"native": ENGINE_CORE, "vllm": "mlflow_llm.serving.engine.vllm.core:VllmCore"}
+"""The core of each ``EngineSettings.engine``."""
+
+
+def core_of(settings: EngineSettings, core: str = ENGINE_CORE) -> str:
+    """Return the name of the core that runs a model: ``core``, unless the settings name another engine."""
+    return CORES[settings.engine] if core == ENGINE_CORE else core
 
 
 class ProcessSpec(Struct, frozen=True, kw_only=True):

@@ -18,14 +18,14 @@ from msgspec import Struct
 from ....serving.dialects.fields.defaults import NO_DEFAULT, check_defaults, request_defaults
 from ....serving.dialects.fields.fields import nearest
 from ....serving.interface.errors import InvalidField, PackagingError, shown
-from ....serving.interface.settings import EngineSettings
+from ....serving.interface.settings import GRANTED, EngineSettings
 from .generation_config import of_caller
 from .request_fields import request_fields
 
 REPLY = "reply"
 OUTPUTS = (REPLY, "text", "embedding")  # what ``predict`` returns of a reply
 Layer = dict[str, Any] | str | Path | None
-NOT_INHERITED = ("trust_remote_code",)  # whoever names a base must ask for its code to run; naming it is not enough
+NOT_INHERITED = GRANTED  # whoever names a base must ask for its code to run; naming it is not enough
 
 
 class ModelConfig(Struct, frozen=True, kw_only=True):

@@ -40,6 +40,9 @@ class EngineOptions(TypedDict, total=False):
     encoder_cache: int
     packed_cache: int
     standby: int
+    engine: Literal["native", "vllm"]
+    engine_python: str | None
+    engine_args: dict[str, Any]
     backend: dict[str, dict[str, Any]]
     in_process: bool
 

@@ -27,7 +27,7 @@ from ...interface.settings import EngineSettings
 from ...system import child
 from ...system.file_locks import FileLock, acquire
 from ..auth import check_address, read_key
-from ..process_spec import ENGINE_CORE, MODULE, ProcessSpec
+from ..process_spec import ENGINE_CORE, MODULE, ProcessSpec, core_of
 from .membership import Membership
 from .state_directory import (
     KEY_LENGTH,
@@ -118,7 +118,7 @@ class Launcher:
         if listen is not None:
             check_address(listen)
             read_key(key_file)
-        self.bundle, self.settings, self.core = bundle, settings, core
+        self.bundle, self.settings, self.core = bundle, settings, core_of(settings, core)
         self.listen, self.drain_timeout = listen, drain_timeout
         self.key_file = os.path.abspath(key_file) if key_file else None  # the engine has another working directory
         self.adapter_dirs = tuple(map(os.path.abspath, adapter_dirs))
@@ -232,16 +232,19 @@ class Launcher:
                 # runpy warns that the package has already imported the module; without this flag, that warning would
                 # be the log's last line when an engine is killed while it loads
                 quiet = ("-W", "ignore::RuntimeWarning:runpy")
+                python = None if self.settings.engine == "native" else self.settings.engine_python
                 subprocess.run(
-                    child.python_command(MODULE, self.state.file("spec.json"), flags=quiet),
+                    child.python_command(MODULE, self.state.file("spec.json"), flags=quiet, python=python),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
                     cwd="/",
-                    env=child.environment(),
+                    env=child.environment() if python is None else child.lean_environment(self.state.path),
                     pass_fds=[fd],
                     check=True,
                 )
+        except (FileNotFoundError, PermissionError, NotADirectoryError) as error:
+            raise PackagingError(f"engine_python: {self.settings.engine_python}: {error.strerror}") from None
         except subprocess.CalledProcessError:
             raise EngineDied(f"the engine cannot be started: {self._last_line()}") from None
         finally:
