@@ -166,6 +166,8 @@ quantises them itself (`quantization: int8`): log the checkpoint that they were 
 transformers' `dequantize()`. A GGUF file runs: its weights are made floats when it is logged, and are not kept
 quantised.
 
+[vLLM](vllm.md) runs them: a model that is logged with `engine="vllm"` is stored as it is.
+
 ## GGUF files
 
 The architectures `gemma2`, `gemma3`, `gpt2`, `llama`, `nemotron`, `phi3`, `qwen2`, `qwen2moe`, `qwen3`, `qwen3moe`,

@@ -44,16 +44,22 @@ Section = dict[str, Any]
 
 @click.command()
 @click.option("-m", "--model-uri", help="Also load this model and generate a token.")
+@click.option("--engine-python", help="Also check that this interpreter can run engines in vLLM.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def doctor(model_uri: str | None, as_json: bool) -> None:
+def doctor(model_uri: str | None, engine_python: str | None, as_json: bool) -> None:
     """Check whether this machine can run a server.
 
     Shows versions, threads, memory and limits. With -m, also loads the model and generates a token. The exit status is
-    1 if something is missing or the model generates no token.
+    1 if something is missing or the model generates no token. With --engine-python, also starts that interpreter as an
+    engine in vLLM would be started.
     """
     found: dict[str, Section] = {"versions": versions(), "machine": machine(), "limits": limits(), "engine": engine()}
     problems = _problems(found)
     notes = _notes(found["engine"])
+    if engine_python is not None:
+        found["vllm"] = vllm(engine_python)
+        if "reason" in found["vllm"]:
+            problems.append(f"{engine_python} cannot run engines in vLLM: {found['vllm']['reason']}")
     if model_uri is not None:
         try:
             found["model"] = try_model(model_uri)
@@ -121,6 +127,25 @@ def engine() -> Section:
     except ValueError:
         lines = done.stderr.strip().splitlines()
         return {"kernels": None, "reason": lines[-1][:300] if lines else f"exit status {done.returncode}"}
+    return found
+
+
+def vllm(python: str) -> Section:
+    """Return what a process that is started like an engine in vLLM finds in the interpreter ``python``."""
+    with tempfile.TemporaryDirectory(prefix="mlflow-llm-") as folder:
+        command = child.python_command("serving.engine.vllm.survey", python=python)
+        try:
+            done = subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, cwd="/",
+                env=child.lean_environment(folder), check=False,
+            )  # fmt: skip
+        except OSError as error:
+            return {"reason": error.strerror or str(error)}
+    try:
+        found: Section = json.loads(done.stdout.strip().splitlines()[-1])
+    except (ValueError, IndexError):
+        lines = done.stderr.strip().splitlines()
+        return {"reason": lines[-1][:300] if lines else f"exit status {done.returncode}"}
     return found
 
 

@@ -71,6 +71,11 @@ class Parts(Struct, frozen=True, kw_only=True):
         return self.settings.trust_remote_code
 
     @property
+    def is_ours(self) -> bool:
+        """Whether this package's own engine runs the model, with its own weights and architectures."""
+        return self.settings.engine == "native"
+
+    @property
     def quantization(self) -> str | None:
         """How the linears are stored, or will be; None: as floats."""
         found: str | None = self.quantize if self.over is None else read_manifest(self.over.root).quantization
@@ -124,11 +129,13 @@ def _write_whole(root: Path, parts: Parts) -> Written:
     config = read_config(model_dir)
     with _hint(model_dir, config):
         whole = build(model_dir, trust_remote_code=parts.trust_remote_code)
-        check_weights(whole, read_shapes(model_dir))
+        if parts.is_ours:
+            check_weights(whole, read_shapes(model_dir))
         if reads_images(config):
             check_images(whole)
         skeleton = decoder_of(whole, model_dir)
-        check_supported(skeleton, causal=is_causal(config))
+        if parts.is_ours:
+            check_supported(skeleton, causal=is_causal(config))
     place_tokenizer(source, root / "tokenizer", link=parts.link)
     tokenizer = load_tokenizer(root / "tokenizer", trust_remote_code=parts.trust_remote_code)
     check_vocabulary(tokenizer, model_dir)
@@ -168,7 +175,7 @@ def _write_whole(root: Path, parts: Parts) -> Written:
 
 
 def _place_whole(model_dir: Path, parts: Parts) -> Placed:
-    return place_model(parts.model, model_dir, link=parts.link, revision=parts.revision)
+    return place_model(parts.model, model_dir, link=parts.link, revision=parts.revision, any_weights=not parts.is_ours)
 
 
 def _place_text(root: Path, parts: Parts) -> Placed:

@@ -1,7 +1,8 @@
 """Refuse checkpoints whose weights are already quantised, naming their format.
 
 Each format needs kernels of its own (and mostly a GPU), which this engine does not have: it quantises floats itself
-(``quantization: int8``). A GGUF file is the exception: it is dequantised to floats when it is logged.
+(``quantization: int8``). A model that is logged for vLLM may have any of them. A GGUF file is the exception: it is
+dequantised to floats when it is logged.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def refuse_quantised(config: Any, what: str) -> None:
         name = NAMES.get(str(method).lower(), shown(method)) if method is not None else "a form that is not named"
         raise PackagingError(
             f"model: the weights of {what} are quantised already: {name} ({path}); the engine runs floats and quantises"
-            f" them itself (quantization='int8'): {UNQUANTISED}"
+            f" them itself (quantization='int8'): {UNQUANTISED}; or log it with engine='vllm', which runs such weights"
         )
 
 

@@ -35,17 +35,19 @@ class Placed(Struct, frozen=True, kw_only=True):
     peft_model: Any = None
 
 
-def place_model(model: Any, target: Path, *, link: bool = False, revision: str | None = None) -> Placed:
+def place_model(
+    model: Any, target: Path, *, link: bool = False, revision: str | None = None, any_weights: bool = False
+) -> Placed:
     """Write ``model`` to the directory ``target``.
 
-    ``link`` hard-links local files; ``revision`` is that of a hub repository. Raises ``PackagingError`` for an unknown
-    form, or files that cannot be read.
+    ``link`` hard-links local files; ``revision`` is that of a hub repository. With ``any_weights`` those of a directory
+    may be quantised already. Raises ``PackagingError`` for an unknown form, or files that cannot be read.
     """
     target.mkdir(parents=True, exist_ok=True)
     if revision is not None and not _is_hub_id(model):
         raise PackagingError(f"revision: {shown(revision)} is not allowed; expected None: the model is not a hub id")
     if isinstance(model, str | os.PathLike):
-        return _place_path(model, target, link=link, revision=revision)
+        return _place_path(model, target, link=link, revision=revision, any_weights=any_weights)
     from transformers import PreTrainedModel
 
     if has_adapters(model):
@@ -60,16 +62,19 @@ def place_model(model: Any, target: Path, *, link: bool = False, revision: str |
     )
 
 
-def _place_path(model: str | os.PathLike[str], target: Path, *, link: bool, revision: str | None) -> Placed:
+def _place_path(
+    model: str | os.PathLike[str], target: Path, *, link: bool, revision: str | None, any_weights: bool
+) -> Placed:
     path = Path(model).expanduser()
     if path.is_dir():
-        return _place_directory(path, target, link=link)
+        return _place_directory(path, target, link=link, any_weights=any_weights)
     if path.is_file():
         if path.suffix.lower() != ".gguf":
             raise PackagingError(f"model: {path.name} is not allowed; a single file must be a GGUF file")
         return Placed(tokenizer=place_gguf(path, target))
     if _is_hub_id(model):
-        return _place_directory(fetch_snapshot(str(model), revision), target, link=link)
+        found = fetch_snapshot(str(model), revision)
+        return _place_directory(found, target, link=link, any_weights=any_weights)
     raise PackagingError(f"model: {shown(str(model))} is neither a directory, nor a file, nor a hub id")
 
 
@@ -78,7 +83,7 @@ def _is_hub_id(model: Any) -> bool:
     return isinstance(model, str) and HUB_ID.fullmatch(model) is not None and not Path(model).exists()
 
 
-def _place_directory(source: Path, target: Path, *, link: bool) -> Placed:
+def _place_directory(source: Path, target: Path, *, link: bool, any_weights: bool) -> Placed:
     if not (source / "config.json").is_file() and not (source / "modules.json").is_file():
         if (source / "adapter_config.json").is_file():
             raise PackagingError(
@@ -88,7 +93,8 @@ def _place_directory(source: Path, target: Path, *, link: bool) -> Placed:
         raise PackagingError(f"model: {source.name} holds no config.json")
     _check_modules(source)
     transformer = _transformer_folder(source)
-    check_directory(transformer)
+    if not any_weights:
+        check_directory(transformer)
     for relative in _plain_files(source, transformer):
         place_file(source / relative, target, link=link, name=relative, within=source)
     place_weights(transformer, target / transformer.relative_to(source), link=link)

@@ -142,7 +142,7 @@ def quantization_of(folder: str | Path) -> Quantization | None:
 def _unsupported_format(name: str, said: Any) -> PackagingError:
     return PackagingError(
         f"config.json: {name}: {shown(said)} is not allowed; expected weights in floats, or as"
-        " log_model(quantize=…) stores them"
+        " log_model(quantize=…) stores them; engine vllm runs others"
     )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mlflow.exceptions import MlflowException
 
 from mlflow_llm.flavors import llm
 from mlflow_llm.serving.interface.errors import PackagingError
@@ -69,3 +70,19 @@ def test_a_null_quantization_config_is_ignored(tmp_path: Path, llama_dir: Path) 
     """A quantization_config of null is ignored and the model is saved."""
     llm.save_model(tmp_path / "m", saved(tmp_path, llama_dir, quantization_config=None))
     assert (tmp_path / "m" / "MLmodel").is_file()
+
+
+@pytest.mark.parametrize("name", ["GPTQ", "AWQ", "FP8"])
+def test_a_model_for_vllm_may_be_quantised(name: str, tmp_path: Path, llama_dir: Path) -> None:
+    """The refusal says that vLLM runs such weights; a model logged for it is stored with its files as they are, and our
+    own engine refuses to load it."""
+    source = saved(tmp_path, llama_dir, quantization_config=FORMS[name])
+    assert "log it with engine='vllm'" in refused(tmp_path, source)
+    llm.save_model(tmp_path / "kept", source, engine="vllm")
+    weights = [path.name for path in source.glob("*.safetensors")]
+    assert weights
+    root = next((tmp_path / "kept").rglob("model/config.json")).parent
+    assert [(root / name).read_bytes() for name in weights] == [(source / name).read_bytes() for name in weights]
+    refuses = pytest.raises(MlflowException, match="engine vllm runs others")
+    with llm.load_model(str(tmp_path / "kept"), engine="native", in_process=True) as model, refuses:
+        model.complete("x", max_tokens=1)
