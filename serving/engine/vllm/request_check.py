@@ -22,7 +22,7 @@ def check(request: ValidRequest, info: EngineInfo, own: VllmSettings) -> None:
     if sampling.beams is not None:
         raise InvalidField(sampling.beams.field, sampling.beams.width, f"null {ENGINE}, which has no beam search")
     if sampling.draft is not None:
-        raise InvalidField("prediction", "a predicted text", f"null {ENGINE}, which takes no drafts with requests")
+        raise InvalidField("draft_input_ids", "a predicted text", f"null {ENGINE}, which takes no drafts with requests")
     if own.sampling == "vllm":
         _check_vllm(sampling)
     longest = max(len(one.prompt_token_ids) + len(one.resumed_token_ids) for one in request.sequences)

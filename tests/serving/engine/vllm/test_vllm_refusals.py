@@ -108,7 +108,7 @@ def test_vectors_that_vllm_cannot_make_are_refused(bundle: Bundle) -> None:
     ("sampling", "own", "param"),
     [
         ({"beams": Beams(width=2)}, {}, "beam_width"),
-        ({"draft": DraftTokens(token_ids=(1,))}, {}, "prediction"),
+        ({"draft": DraftTokens(token_ids=(1,))}, {}, "draft_input_ids"),
         ({"grammar": Grammar(source="start: /a/", field="response_format")}, {}, "response_format"),
         ({"generation_logits": True}, {}, "generation_logits"),
         ({"typical_p": 0.5}, {"sampling": "vllm"}, "typical_p"),
