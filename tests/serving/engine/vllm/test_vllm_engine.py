@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,17 +14,18 @@ import peft
 import pytest
 import torch
 import transformers as tf
-from engine_backends import VLLM_PYTHON, WITHOUT_VLLM, vllm_settings
+from engine_backends import VLLM_PYTHON, WIDE, WITHOUT_VLLM, vllm_settings
 from grammar_runs import Texts, bundle_of, lark, regex, schema
-from tiny_models import greedy, request_of
+from safetensors.torch import save_file
+from tiny_models import greedy, make_model, prompt_of, request_of
 from transformers import AutoModelForCausalLM
 from transport_place import Place, by_sequence, eventually
 
 from mlflow_llm.serving.engine.core import EngineCore
 from mlflow_llm.serving.interface.bundle import Bundle, EmbeddingSpec
 from mlflow_llm.serving.interface.constraint import Grammar
-from mlflow_llm.serving.interface.errors import Conflict, InvalidField, NotFound
-from mlflow_llm.serving.interface.events import Embedded, Failed, Tokens
+from mlflow_llm.serving.interface.errors import Conflict, InvalidField, NotFound, PackagingError
+from mlflow_llm.serving.interface.events import Embedded, Failed, PromptScored, Tokens
 from mlflow_llm.serving.interface.request import Sequence, ValidRequest
 from mlflow_llm.serving.interface.settings import EngineSettings
 from mlflow_llm.serving.transport import connect
@@ -258,3 +260,54 @@ def test_vectors_are_those_of_our_engine(tmp_path: Path) -> None:
     assert theirs.keys() == ours.keys()
     for index, vector in ours.items():
         np.testing.assert_allclose(np.frombuffer(theirs[index], "<f4"), np.frombuffer(vector, "<f4"), atol=1e-4)
+
+
+def gptq(model: Any, folder: Path, group: int = 32) -> Any:
+    """Save the linears of a Llama in GPTQ's form of 4 bits, and return the model with the weights that they mean."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name, parameter in model.state_dict().items():
+        if not name.endswith("_proj.weight"):
+            tensors[name] = parameter.to(torch.bfloat16).contiguous()
+            continue
+        columns = parameter.T.contiguous()  # [in, out]
+        size, width = columns.shape
+        grouped = columns.view(size // group, group, width)
+        scales = (grouped.abs().amax(1) / 7).to(torch.bfloat16)
+        whole = (grouped / scales.float()[:, None]).round().clamp(-8, 7).to(torch.int64).view(size, width)
+        packed = torch.zeros(size // 8, width, dtype=torch.int64)
+        for place in range(8):
+            packed |= (whole[place::8] + 8) << 4 * place
+        stem = name.removesuffix("weight")
+        tensors[f"{stem}qweight"] = packed.to(torch.uint32).view(torch.int32)
+        tensors[f"{stem}qzeros"] = torch.full((size // group, width // 8), 0x77777777, dtype=torch.int32)
+        tensors[f"{stem}scales"] = scales
+        tensors[f"{stem}g_idx"] = (torch.arange(size) // group).to(torch.int32)
+        parameter.copy_((whole.view(-1, group, width) * scales.float()[:, None]).view(size, width).T)
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    form = {"quant_method": "gptq", "bits": 4, "group_size": group, "desc_act": False, "sym": True}
+    (folder / "config.json").write_text(json.dumps(model.config.to_dict() | {"quantization_config": form}))
+    return model
+
+
+def test_a_gptq_checkpoint_runs(tmp_path: Path) -> None:
+    """A checkpoint of 4 bits in GPTQ's form, which our own engine refuses, has the scores of the weights it means."""
+    model = gptq(make_model(tf.LlamaConfig(**WIDE | {"intermediate_size": 64})), tmp_path / "gptq")
+    bundle = Bundle(content_hash="gptq", tasks=("completions",), model_dir=str(tmp_path / "gptq"), tokenizer_dir="")
+    with pytest.raises(PackagingError, match="engine vllm runs others"):
+        EngineCore(bundle, EngineSettings(kv_cache_memory=1 << 24))
+    prompt = prompt_of(24, 3)
+    request = request_of("q", prompt, max_tokens=0, prompt_logprobs=0)
+    place = Place()
+    try:
+        with connect(bundle, vllm_settings(dtype="bfloat16"), state_dir=place.runtime) as engine:
+            assert engine.info.quantization.endswith("gptq")
+            (scored,) = [event for event in engine.submit(request) if isinstance(event, PromptScored)]
+        place.assert_clean()
+    finally:
+        place.close()
+    with torch.inference_mode():
+        wanted = torch.log_softmax(model(torch.tensor([prompt])).logits[0], -1)
+    expected = [float(wanted[i, token_id]) for i, token_id in enumerate(prompt[1:])]
+    found = [score.logprob for score in scored.logprobs]
+    assert np.corrcoef(found, expected)[0, 1] > 0.99  # vLLM computes in bfloat16, the other in float32
