@@ -113,7 +113,13 @@ def main() -> None:
         rows = measure(args, Path(folder))
     load = f"100 prompt + {args.new} new tokens, greedy, float32, {args.rounds} rounds"
     publish(
-        "vllm", rows, load=load, vllm=said[-2], torch_of_vllm=said[-1], eager=args.eager, load_average=os.getloadavg()
+        "vllm_gateway",
+        rows,
+        load=load,
+        vllm=said[-2],
+        torch_of_vllm=said[-1],
+        eager=args.eager,
+        load_average=os.getloadavg(),
     )
 
 
