@@ -1,4 +1,4 @@
-"""Resolve model URIs to bundles with MLflow. The only module of the server that imports MLflow.
+"""Resolve model URIs to bundles with MLflow. Like ``prompt_process``, it imports MLflow in a process of its own.
 
 ``python -m mlflow_llm.serving.control.mlflow_resolver URI… [--texts URI…]`` runs in a separate process and prints one
 JSON object, so that the server's own processes do not import MLflow, which would cost each of them seconds and a few
@@ -124,7 +124,14 @@ def with_drafts(
 
 
 def run_lookup(command: list[str], timeout: float | None) -> tuple[bytes, int]:
-    """Run ``command`` and return its output and exit status.
+    try:
+        return run_child(command, timeout)
+    except subprocess.TimeoutExpired:
+        raise PackagingError(f"reading the model took longer than resolve_timeout, {timeout:g} seconds") from None
+
+
+def run_child(command: list[str], timeout: float | None, *, pass_fds: tuple[int, ...] = ()) -> tuple[bytes, int]:
+    """Run ``command`` and return its output and exit status. Raises ``subprocess.TimeoutExpired``.
 
     The process ends with this one, however this one ends: its standard input is a pipe that only this process holds
     open. It has its own session, so that Ctrl-C only reaches this process, which then kills it and what it started.
@@ -132,7 +139,12 @@ def run_lookup(command: list[str], timeout: float | None) -> tuple[bytes, int]:
     lifeline, held = os.pipe()
     try:
         process = subprocess.Popen(
-            command, stdin=lifeline, stdout=subprocess.PIPE, start_new_session=True, env=child.environment()
+            command,
+            stdin=lifeline,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            env=child.environment(),
+            pass_fds=pass_fds,
         )
     except BaseException:
         os.close(held)
@@ -142,8 +154,6 @@ def run_lookup(command: list[str], timeout: float | None) -> tuple[bytes, int]:
     with process:
         try:
             output, _ = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            raise PackagingError(f"reading the model took longer than resolve_timeout, {timeout:g} seconds") from None
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)

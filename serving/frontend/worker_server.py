@@ -13,6 +13,7 @@ import gevent
 
 from ..control.model_sources import locate
 from ..control.plan import PlanDirectory
+from ..control.prompt_registry import PromptRegistry, is_configured
 from ..control.resolver_pool import ResolverPool
 from ..control.settings import ServerSettings, ledger_dir
 from ..control.spec import ServeSpec, store_url
@@ -77,6 +78,7 @@ def worker_server(spec: ServeSpec, directory: Path, cache_secret: bytes | None =
         follower=follower,
         runtime_dir=spec.runtime_dir,
         find_models=find,
+        prompts=PromptRegistry() if is_configured() else None,
     )
     gevent.spawn(follower.run)
     return server

@@ -23,6 +23,7 @@ from .streams.in_flight import InFlightRequests
 
 if TYPE_CHECKING:
     from ..control.mlflow_resolver import ResolvedModel
+    from ..control.prompt_registry import PromptRegistry
 if TYPE_CHECKING:  # each imports a library that a server which does not use it must not load
     from ..metering.accounts.keys import Keys
     from ..metering.ledger.ledger import Ledger
@@ -41,6 +42,7 @@ class WorkerState:
     If ``keys`` and ``tokens`` are both None, no key or token is required. Without a ``ledger`` nothing is metered.
     Without ``endpoint_store`` and ``follower`` (of the plan) the endpoints are not managed. ``runtime_dir`` has the
     engines' state directories; None means the user's own. ``find_models`` resolves URIs (``ResolverPool``).
+    ``prompts`` is MLflow's prompt registry, if the server has one.
     """
 
     settings: ServerSettings
@@ -60,6 +62,7 @@ class WorkerState:
     follower: PlanFollower | None = None
     runtime_dir: str | None = None
     find_models: FindModels | None = None
+    prompts: PromptRegistry | None = None
 
     @property
     def requires_key(self) -> bool:

@@ -8,7 +8,16 @@ from ..dialects import DIALECTS, Dialect
 from ..frontend.invoke import invoke
 from ..frontend.operation import Auth
 from .inference import info_routes, kserve, openvino, token_counts
-from .management import accounts, caller_account, endpoints, engine_logs, lora_adapters, recent_requests, usage
+from .management import (
+    accounts,
+    caller_account,
+    endpoints,
+    engine_logs,
+    lora_adapters,
+    prompts,
+    recent_requests,
+    usage,
+)
 from .openapi.document import documented
 from .page import bundle_routes
 from .route import Route
@@ -44,6 +53,7 @@ ROUTES = documented(
         *usage.ROUTES,
         *recent_requests.ROUTES,
         *caller_account.ROUTES,
+        *prompts.ROUTES,
         *bundle_routes.ROUTES,
     )
 )

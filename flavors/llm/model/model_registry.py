@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 MAX_NAMES_COMPARED = 1000  # registered models compared with a misspelt name
 MAX_SHOWN = 5
 CONNECT_SECONDS = 5.0
+PORTS = {"http": 80, "https": 443, "postgresql": 5432, "mysql": 3306}
 
 
 def pinned(uri: str) -> str:
@@ -75,29 +76,33 @@ def check_store_exists(uri: str) -> None:
     """
     import mlflow
 
-    if not model_uri.in_store(uri):
-        return
-    store = mlflow.get_registry_uri() if uri.startswith("models:") else mlflow.get_tracking_uri()
+    if model_uri.in_store(uri):
+        check_store(uri, mlflow.get_registry_uri() if uri.startswith("models:") else mlflow.get_tracking_uri())
+
+
+def check_store(what: str, store: str) -> None:
+    """Raise what ``check_store_exists`` raises about ``store``; ``what`` is to be looked up in it."""
     path = _local_path(store)
     if path is not None and not os.path.exists(path):
         raise ModelNotFound(
-            f"{uri}: there is no MLflow store at {without_password(store)}; name yours with MLFLOW_TRACKING_URI"
+            f"{what}: there is no MLflow store at {without_password(store)}; name yours with MLFLOW_TRACKING_URI"
         )
     if (why := why_unreachable(store)) is not None:
         raise PackagingError(
-            f"{uri}: no MLflow server answers at {without_password(store)} ({why}); is MLFLOW_TRACKING_URI right?"
+            f"{what}: no MLflow server answers at {without_password(store)} ({why}); is MLFLOW_TRACKING_URI right?"
         )
 
 
 def why_unreachable(store: str) -> str | None:
-    """Return why no connection can be made to an http(s) ``store``; None if one can, or if it is reached otherwise."""
+    """Return why no connection can be made to the host of ``store``; None if one can, or if it is reached otherwise."""
     parts = urlsplit(store)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    kind = parts.scheme.partition("+")[0]  # postgresql+psycopg
+    if kind not in PORTS or not parts.hostname:
         return None
     if parts.scheme in getproxies() and not proxy_bypass(parts.hostname):
         return None
     try:
-        port = parts.port or (443 if parts.scheme == "https" else 80)
+        port = parts.port or PORTS[kind]
         socket.create_connection((parts.hostname, port), timeout=CONNECT_SECONDS).close()
     except ValueError:
         return "its port is not a number"
