@@ -3,74 +3,35 @@
 import { signal } from "@preact/signals";
 
 import { getJson } from "./api";
+import type { AccountInfo, PriceNow } from "./api_types";
 
-export interface LimitLeft {
-  scope: string;
-  endpoint: string | null;
-  kind: string;
-  unit: string;
-  allowed: number | string;
-  remaining: number | string;
-  reset_seconds: number | null;
-}
-
-export interface ApiKey {
-  key_id: string;
-  prefix: string;
-  tenant: string;
-  name: string;
-  scopes: string[];
-  endpoints: string[] | null;
-  expires_ms: number | null;
-  state: string;
-}
-
-export interface Price {
-  endpoint: string;
-  served_model: string;
-  input: string;
-  cached: string;
-  output: string;
-}
-
-export interface Account {
-  key_id: string;
-  tenant: string;
-  scopes: string[];
-  endpoints: string[] | null;
-  keys: ApiKey[];
-  currency: string;
-  limits: LimitLeft[];
-  prices: Price[];
-}
-
-export const account = signal<Account | null>(null);
+export const account = signal<AccountInfo | null>(null);
 
 export async function loadAccount(): Promise<void> {
   try {
-    account.value = await getJson<Account>("api/2.0/account");
+    account.value = await getJson<AccountInfo>("api/2.0/account");
   } catch {
     account.value = null; // no database, or no key yet: the views that need it say so
   }
 }
 
 /** Return the price of an endpoint's served model; without the latter, if all its models cost the same. */
-export function priceOf(endpoint: string, servedModel: string): Price | null {
+export function priceOf(endpoint: string, servedModel: string): PriceNow | null {
   const prices = account.value?.prices.filter((one) => one.endpoint === endpoint) ?? [];
   const named = prices.find((one) => one.served_model === servedModel);
   if (named !== undefined) return named;
   const [first] = prices;
-  const alike = (one: Price) => one.input === first?.input && one.cached === first.cached && one.output === first.output;
+  const alike = (one: PriceNow) => one.input === first?.input && one.cached === first.cached && one.output === first.output;
   return first !== undefined && prices.every(alike) ? first : null;
 }
 
 /** Return the cost of a request in the currency; prices are for a million tokens. */
-export function costOf(price: Price, prompt: number, cached: number, completion: number): number {
+export function costOf(price: PriceNow, prompt: number, cached: number, completion: number): number {
   const input = (prompt - cached) * Number(price.input) + cached * Number(price.cached);
   return Math.round(input + completion * Number(price.output)) / 1e6; // micro-units, rounded as the ledger does
 }
 
-export function isFree(price: Price): boolean {
+export function isFree(price: PriceNow): boolean {
   return [price.input, price.cached, price.output].every((one) => Number(one) === 0);
 }
 

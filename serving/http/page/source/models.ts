@@ -3,8 +3,11 @@
 import { signal } from "@preact/signals";
 
 import { getJson, messageOf } from "./api";
+import type { DeploymentEndpoints, ModelList } from "./api_types";
 
 export type Task = "chat" | "completions" | "embeddings";
+
+type Sampling = Record<string, unknown>;
 
 export interface ModelGroup {
   endpoint: string;
@@ -13,25 +16,15 @@ export interface ModelGroup {
 }
 
 export const modelGroups = signal<ModelGroup[]>([]);
+const samplings = signal<Record<string, Sampling>>({});
 export const modelsError = signal("");
 export const modelsLoaded = signal(false);
-
-interface Card {
-  id: string;
-  parent?: string;
-  served_models?: { name: string }[];
-}
-
-interface EndpointEntry {
-  name: string;
-  endpoint_type: string;
-}
 
 export async function loadModels(): Promise<void> {
   try {
     const [cards, entries] = await Promise.all([
-      getJson<{ data: Card[] }>("v1/models"),
-      getJson<{ endpoints: EndpointEntry[] }>("api/2.0/endpoints/"),
+      getJson<ModelList>("v1/models"),
+      getJson<DeploymentEndpoints>("api/2.0/endpoints/"),
     ]);
     const types = new Map(entries.endpoints.map((one) => [one.name, one.endpoint_type]));
     const groups = new Map<string, ModelGroup>();
@@ -46,6 +39,7 @@ export async function loadModels(): Promise<void> {
       groups.set(endpoint, group);
     }
     modelGroups.value = [...groups.values()];
+    samplings.value = Object.fromEntries(cards.data.map((one) => [one.id, one.sampling_defaults ?? {}]));
     modelsError.value = groups.size ? "" : "This server has no model that the key may use.";
   } catch (error) {
     modelGroups.value = [];
@@ -76,6 +70,21 @@ export function namesOf(task: Task): string[] {
 /** Return the endpoint that a name of a model belongs to. */
 export function endpointOf(model: string): string {
   return modelGroups.value.find((group) => group.names.includes(model))?.endpoint ?? model;
+}
+
+// a model with one of these has been tuned to it
+const TRUNCATING = ["temperature", "top_p", "top_k", "min_p", "typical_p"];
+const TEMPERATURE = 0.7; // as mlflow-llm chat has it
+
+/** Return the sampling values that a model has of its own. */
+export function ownSampling(model: string): Sampling {
+  return samplings.value[model] ?? samplings.value[endpointOf(model)] ?? {};
+}
+
+/** Return the temperature of requests that name none; null if the model has sampling values of its own. */
+export function fittingTemperature(model: string): number | null {
+  const own = ownSampling(model);
+  return TRUNCATING.some((name) => name in own) ? null : TEMPERATURE;
 }
 
 /** Return whether an endpoint has this served model beside others, so that its name says which one answered. */

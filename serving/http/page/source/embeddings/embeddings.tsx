@@ -3,6 +3,7 @@
 import { useState } from "preact/hooks";
 
 import { call, messageOf } from "../api";
+import type { EmbeddingList } from "../api_types";
 import { namesOf } from "../models";
 import { say } from "../status";
 
@@ -37,9 +38,9 @@ export function Embeddings() {
       if (texts.length < 2) throw new Error("Write two texts or more, one a line.");
       if (texts.length > MAX_TEXTS) throw new Error(`The map has at most ${MAX_TEXTS} texts; these are ${texts.length}.`);
       const response = await call("v1/embeddings", { method: "POST", body: { model, input: texts } });
-      const found = (await response.json()) as { data: { embedding: number[] }[]; usage?: { prompt_tokens?: number } };
-      const vectors = found.data.map((one) => one.embedding);
-      const tokens = found.usage?.prompt_tokens ?? 0;
+      const found = (await response.json()) as EmbeddingList;
+      const vectors = found.data.map((one) => one.embedding as number[]) // floats unless base64 is asked for;
+      const tokens = found.usage.prompt_tokens;
       setResult({ texts, similar: cosines(vectors), tokens, dimensions: vectors[0]?.length ?? 0 });
       setProblem("");
       say(`The similarity of ${texts.length} texts is shown.`);

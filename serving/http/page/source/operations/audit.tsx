@@ -3,32 +3,17 @@
 import { useState } from "preact/hooks";
 
 import { call, messageOf } from "../api";
+import type { AuditPage } from "../api_types";
 import { Shown, Table, useLoaded } from "../loading";
 
-interface Entry {
-  id: number;
-  at_ms: number;
-  actor: string;
-  via: string;
-  action: string;
-  target: string;
-  before: unknown;
-  after: unknown;
-}
-
-interface Page {
-  audit: Entry[];
-  next_cursor: string | null;
-}
-
 export function AuditLog() {
-  const first = useLoaded<Page>("api/2.0/audit?limit=50");
-  const [more, setMore] = useState<Page[]>([]);
+  const first = useLoaded<AuditPage>("api/2.0/audit?limit=50");
+  const [more, setMore] = useState<AuditPage[]>([]);
   const [problem, setProblem] = useState("");
   const next = async (cursor: string) => {
     try {
       const response = await call(`api/2.0/audit?limit=50&cursor=${encodeURIComponent(cursor)}`);
-      const page = (await response.json()) as Page;
+      const page = (await response.json()) as AuditPage;
       setMore((known) => [...known, page]);
       setProblem("");
     } catch (error) {

@@ -3,35 +3,16 @@
 import { useState } from "preact/hooks";
 
 import { call, messageOf } from "../api";
+import type { ConfigInfo, EndpointInfo, EngineLogs } from "../api_types";
 import { Dialog } from "../dialog";
 import { Table } from "../loading";
 import { TrafficEditor } from "./traffic";
 
-export interface Entity {
-  name: string;
-  entity_name: string;
-  entity_version?: string;
-}
-
-export interface Config {
-  config_version: number;
-  start_time?: number;
-  served_entities: Entity[];
-  traffic_config: { routes: { served_entity_name: string; traffic_percentage: number }[]; sticky?: boolean };
-}
-
-export interface Endpoint {
-  name: string;
-  state: { ready: string; config_update: string; message?: string };
-  config?: Config;
-  pending_config?: Config;
-}
-
-export function shareOf(config: Config, entity: string): number {
+export function shareOf(config: ConfigInfo, entity: string): number {
   return config.traffic_config.routes.find((one) => one.served_entity_name === entity)?.traffic_percentage ?? 0;
 }
 
-export function Endpoints({ found, changed }: { found: Endpoint[]; changed: () => void }) {
+export function Endpoints({ found, changed }: { found: EndpointInfo[]; changed: () => void }) {
   if (!found.length) return <p class="note">There are no endpoints.</p>;
   return (
     <>
@@ -73,7 +54,7 @@ export function Endpoints({ found, changed }: { found: Endpoint[]; changed: () =
   );
 }
 
-function Traffic({ config }: { config: Config }) {
+function Traffic({ config }: { config: ConfigInfo }) {
   return (
     <ul class="plain">
       {config.served_entities.map((entity) => (
@@ -88,9 +69,9 @@ function Traffic({ config }: { config: Config }) {
 
 interface RolloutProps {
   endpoint: string;
-  state: Endpoint["state"];
-  config: Config | undefined;
-  pending: Config | undefined;
+  state: EndpointInfo["state"];
+  config: ConfigInfo | undefined;
+  pending: ConfigInfo | undefined;
 }
 
 function Rollout({ endpoint, state, config, pending }: RolloutProps) {
@@ -99,8 +80,8 @@ function Rollout({ endpoint, state, config, pending }: RolloutProps) {
   const read = async (entity: string) => {
     const place = `api/2.0/serving-endpoints/${encodeURIComponent(endpoint)}/served-models/${encodeURIComponent(entity)}`;
     try {
-      const found = (await (await call(`${place}/build-logs`)).json()) as { logs?: string };
-      show({ entity, text: found.logs?.trim() || "The log is empty." });
+      const found = (await (await call(`${place}/build-logs`)).json()) as EngineLogs;
+      show({ entity, text: found.logs.trim() || "The log is empty." });
     } catch (error) {
       show({ entity, text: messageOf(error) });
     }

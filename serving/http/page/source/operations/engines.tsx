@@ -3,19 +3,9 @@
 import { useEffect, useRef, useState } from "preact/hooks";
 
 import { messageOf } from "../api";
+import type { EndpointHealth } from "../api_types";
 import { Table } from "../loading";
 import { type EntityMetrics, type Sample, sampleMetrics } from "./metrics";
-
-export interface EngineState {
-  status: string;
-  running?: number;
-  waiting?: number;
-  kernels?: string;
-  quantization?: string;
-  unloaded?: string;
-  standbys?: number;
-  entities?: Record<string, EngineState>;
-}
 
 const HEAD = [
   "Endpoint",
@@ -57,7 +47,7 @@ function useSamples(endpoints: string[], time: number): { samples: Samples; erro
   return { samples, error };
 }
 
-export function Engines({ found, time }: { found: Record<string, EngineState>; time: number }) {
+export function Engines({ found, time }: { found: Record<string, EndpointHealth>; time: number }) {
   const rows = Object.entries(found).flatMap(([endpoint, state]) =>
     state.entities === undefined
       ? [{ endpoint, entity: "", state }]
@@ -84,7 +74,7 @@ export function Engines({ found, time }: { found: Record<string, EngineState>; t
 interface RowProps {
   endpoint: string;
   entity: string;
-  state: EngineState;
+  state: EndpointHealth;
   samples: Samples;
 }
 

@@ -2,21 +2,16 @@
 
 import { useRef, useState } from "preact/hooks";
 
-import type { ApiKey as Key } from "../account";
 import { call, messageOf } from "../api";
+import type { KeyInfo, KeyList, NewKey } from "../api_types";
 import { Shown, Table, useLoaded } from "../loading";
 import { say } from "../status";
-
-interface Created {
-  secret: string;
-  notes: string[];
-}
 
 const SCOPES = ["invoke", "usage", "manage"];
 const HEAD = ["Key", "Tenant", "Name", "Scopes", "May use", "Until", "State", "Action"];
 
 export function Keys() {
-  const keys = useLoaded<{ keys: Key[] }>("api/2.0/keys");
+  const keys = useLoaded<KeyList>("api/2.0/keys");
   return (
     <Shown loaded={keys}>
       {({ keys: found }) => (
@@ -30,14 +25,14 @@ export function Keys() {
           ) : (
             <p class="note">There are no keys yet.</p>
           )}
-          <NewKey created={keys.reload} />
+          <CreateKey created={keys.reload} />
         </>
       )}
     </Shown>
   );
 }
 
-function KeyRow({ one, changed }: { one: Key; changed: () => void }) {
+function KeyRow({ one, changed }: { one: KeyInfo; changed: () => void }) {
   const [asked, ask] = useState(false);
   const [error, setError] = useState("");
   const revoke = async () => {
@@ -89,9 +84,9 @@ function KeyRow({ one, changed }: { one: Key; changed: () => void }) {
   );
 }
 
-function NewKey({ created }: { created: () => void }) {
+function CreateKey({ created }: { created: () => void }) {
   const form = useRef<HTMLFormElement>(null);
-  const [made, setMade] = useState<Created | null>(null);
+  const [made, setMade] = useState<NewKey | null>(null);
   const [error, setError] = useState("");
   const create = async () => {
     if (form.current === null) return;
@@ -107,7 +102,7 @@ function NewKey({ created }: { created: () => void }) {
     };
     try {
       const response = await call("api/2.0/keys", { method: "POST", body });
-      setMade((await response.json()) as Created);
+      setMade((await response.json()) as NewKey);
       setError("");
       form.current.reset();
       say("The key is created. Its secret is shown once.");

@@ -3,25 +3,18 @@
 import { useState } from "preact/hooks";
 
 import { call, messageOf } from "../api";
+import type { ChangedLimits, LimitInfo, LimitList } from "../api_types";
 import { Shown, Table, useLoaded } from "../loading";
 import { say } from "../status";
 import { EntryForm, type Given } from "./entry_form";
-
-interface Limit {
-  scope: string;
-  subject: string;
-  kind: string;
-  value: number | string;
-  unit: string;
-}
 
 const SCOPES = ["key", "tenant", "endpoint", "user"];
 const KINDS = ["itpm", "otpm", "qpm", "qph", "in_flight", "budget", "budget_day", "budget_month"];
 
 export function Limits() {
-  const loaded = useLoaded<{ currency: string; limits: Limit[] }>("api/2.0/limits");
+  const loaded = useLoaded<LimitList>("api/2.0/limits");
   const [problem, setProblem] = useState("");
-  const remove = async ({ scope, subject, kind }: Limit) => {
+  const remove = async ({ scope, subject, kind }: LimitInfo) => {
     try {
       await call(`api/2.0/limits?${new URLSearchParams({ scope, subject, kind }).toString()}`, { method: "DELETE" });
       say("The limit is removed.");
@@ -37,7 +30,7 @@ export function Limits() {
     const response = await call("api/2.0/limits", { method: "PUT", body });
     say("The limit is set.");
     loaded.reload();
-    return ((await response.json()) as { notes?: string[] }).notes ?? [];
+    return ((await response.json()) as ChangedLimits).notes;
   };
   return (
     <Shown loaded={loaded}>

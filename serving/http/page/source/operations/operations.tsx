@@ -3,11 +3,12 @@
 import type { ComponentChildren } from "preact";
 import { useEffect, useState } from "preact/hooks";
 
+import type { EndpointInfos, ServerHealth } from "../api_types";
 import { Shown, useLoaded } from "../loading";
 import { UsageReport } from "../usage/report";
 import { AuditLog } from "./audit";
-import { type Endpoint, Endpoints } from "./endpoints";
-import { type EngineState, Engines } from "./engines";
+import { Endpoints } from "./endpoints";
+import { Engines } from "./engines";
 import { Keys } from "./keys";
 import { Limits } from "./limits";
 import { Prices } from "./prices";
@@ -17,8 +18,8 @@ const SECONDS = 5;
 
 export function Operations() {
   const [time, setTime] = useState(0);
-  const endpoints = useLoaded<{ endpoints: Endpoint[] }>("api/2.0/serving-endpoints", time);
-  const health = useLoaded<{ endpoints?: Record<string, EngineState> }>("health", time);
+  const endpoints = useLoaded<EndpointInfos>("api/2.0/serving-endpoints", time);
+  const health = useLoaded<ServerHealth>("health", time);
   const [watches, watch] = useState(false);
   const refresh = () => setTime((n) => n + 1);
   useEffect(() => {

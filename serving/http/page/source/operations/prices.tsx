@@ -1,31 +1,23 @@
 /** Prices of served models, and the times from which they are in force. */
 
 import { call } from "../api";
+import type { ChangedPrice, PriceList } from "../api_types";
 import { Shown, Table, useLoaded } from "../loading";
 import { say } from "../status";
 import { loadAccount } from "../account";
 import { EntryForm, type Given } from "./entry_form";
 
-interface PriceRow {
-  entity: string;
-  effective_ms: number;
-  input: string;
-  cached: string;
-  output: string;
-  unit_minute: string;
-}
-
 const HEAD = ["Served model", "Since (UTC)", "Prompt tokens", "of them cached", "Answer tokens", "Reserved token/s a minute"];
 
 export function Prices() {
-  const loaded = useLoaded<{ currency: string; prices: PriceRow[] }>("api/2.0/prices");
+  const loaded = useLoaded<PriceList>("api/2.0/prices");
   const save = async (given: Given) => {
     const body = Object.fromEntries(Object.entries(given).filter(([, value]) => value !== ""));
     const response = await call("api/2.0/prices", { method: "PUT", body });
     say("The price is set.");
     loaded.reload();
     void loadAccount();
-    return ((await response.json()) as { notes?: string[] }).notes ?? [];
+    return ((await response.json()) as ChangedPrice).notes;
   };
   return (
     <Shown loaded={loaded}>

@@ -1,33 +1,13 @@
 /** The newest requests, as the ledger has them: status, times and tokens, no texts. */
 
+import type { RecentRequests } from "../api_types";
 import { Shown, Table, useLoaded } from "../loading";
-
-interface RequestRow {
-  request_id: string;
-  key_id: string;
-  tenant: string;
-  endpoint: string;
-  entity: string;
-  adapter: string | null;
-  task: string;
-  status: string;
-  finish_reason: string | null;
-  prompt_tokens: number;
-  completion_tokens: number;
-  started_ms: number;
-  ended_ms: number | null;
-}
-
-interface Found {
-  now_ms: number;
-  requests: RequestRow[];
-}
 
 const HEAD = ["Started (UTC)", "Status", "Took", "Model", "Tenant", "Key", "Prompt", "Answer", "Request"];
 const ROWS = 30;
 
 export function Recent({ time }: { time: number }) {
-  const loaded = useLoaded<Found>(`api/2.0/requests?limit=${ROWS}`, time);
+  const loaded = useLoaded<RecentRequests>(`api/2.0/requests?limit=${ROWS}`, time);
   return (
     <Shown loaded={loaded}>
       {({ now_ms: now, requests }) =>

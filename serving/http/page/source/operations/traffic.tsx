@@ -3,13 +3,14 @@
 import { useState } from "preact/hooks";
 
 import { call, messageOf } from "../api";
+import type { ConfigInfo, ServedEntityInfo } from "../api_types";
 import { Dialog } from "../dialog";
 import { say } from "../status";
-import { type Config, type Entity, shareOf } from "./endpoints";
+import { shareOf } from "./endpoints";
 
 interface Props {
   endpoint: string;
-  config: Config;
+  config: ConfigInfo;
   busy: boolean;
   changed: () => void;
 }
@@ -122,10 +123,10 @@ export function TrafficEditor({ endpoint, config, busy, changed }: Props) {
 const SHOWN_ONLY = new Set(["state", "resolved_name", "resolved_version", "content_hash", "request_defaults"]);
 
 /** Return the body of an update that changes the shares and nothing else. */
-function configWith(config: Config, shares: number[]): object {
+function configWith(config: ConfigInfo, shares: number[]): object {
   const { config_version: _, start_time: __, ...rest } = config;
-  const { served_models: ___, ...kept } = rest as typeof rest & { served_models?: unknown };
-  const entity = (one: Entity) => Object.fromEntries(Object.entries(one).filter(([name]) => !SHOWN_ONLY.has(name)));
+  const { served_models: ___, ...kept } = rest;
+  const entity = (one: ServedEntityInfo) => Object.fromEntries(Object.entries(one).filter(([name]) => !SHOWN_ONLY.has(name)));
   const routes = config.served_entities.map((one, place) => ({
     served_model_name: one.name,
     traffic_percentage: shares[place],

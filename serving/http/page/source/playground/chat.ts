@@ -4,6 +4,7 @@ import { type Signal, signal } from "@preact/signals";
 
 import { apiKey, call, messageOf, serverSentEvents } from "../api";
 import { loadAccount } from "../account";
+import type { ChatChunk, ChatDelta, ChatLogprobs, TextChunk, TextLogprobs } from "../api_types";
 import { say } from "../status";
 import {
   type Answer,
@@ -17,44 +18,9 @@ import {
 } from "./conversation";
 import { ROUTES, type TaskRequest, requestFor } from "./request";
 
-interface LogprobEntry {
-  token: string;
-  logprob: number;
-  top_logprobs: { token: string; logprob: number }[];
-}
-
-interface Logprobs {
-  content?: LogprobEntry[] | null; // of chats
-  tokens?: string[]; // of completions
-  token_logprobs?: (number | null)[];
-  top_logprobs?: (Record<string, number> | null)[] | null;
-}
-
-interface CallDelta {
-  index: number;
-  id?: string;
-  function?: { name?: string; arguments?: string };
-}
-
-interface StreamChoice {
-  index?: number;
-  text?: string;
-  delta?: { content?: string | null; reasoning_content?: string | null; tool_calls?: CallDelta[] | null };
-  logprobs?: Logprobs | null;
-  finish_reason?: string | null;
-}
-
-interface Usage {
-  prompt_tokens: number;
-  completion_tokens?: number;
-  prompt_tokens_details?: { cached_tokens?: number } | null;
-}
-
-interface Chunk {
-  choices?: StreamChoice[];
-  usage?: Usage | null;
-  error?: { message?: string };
-}
+type Chunk = Partial<ChatChunk | TextChunk> & { error?: { message?: string } };
+type StreamChoice = (ChatChunk | TextChunk)["choices"][number];
+type CallDelta = NonNullable<ChatDelta["tool_calls"]>[number];
 
 const aborts = new Map<Signal<Answer>, AbortController>();
 export const numRunning = signal(0);
@@ -163,19 +129,19 @@ function take(answer: Answer, chunk: Chunk, sinceBegin: number): void {
 
 /** Add a piece to a choice; return whether it had something to show. */
 function takeChoice(choice: Choice, piece: StreamChoice): boolean {
-  const content = piece.text ?? piece.delta?.content ?? "";
-  const reasoning = piece.delta?.reasoning_content ?? "";
-  const calls = piece.delta?.tool_calls ?? [];
+  const delta: ChatDelta = "delta" in piece ? piece.delta : { content: piece.text };
+  const { content = "", reasoning_content: reasoning = "", tool_calls: calls = [] } = delta;
   choice.text += content;
   choice.reasoning += reasoning;
-  for (const delta of calls) {
-    while (choice.calls.length <= delta.index) choice.calls.push({ id: "", name: "", arguments: "", result: "" });
-    const known = choice.calls[delta.index] as Choice["calls"][number];
-    choice.calls[delta.index] = {
+  for (const call of calls) {
+    while (choice.calls.length <= call.index) choice.calls.push({ id: "", name: "", arguments: "", result: "" });
+    const known = choice.calls[call.index] as Choice["calls"][number];
+    const [name, input] = calledBy(call);
+    choice.calls[call.index] = {
       ...known,
-      id: delta.id ?? known.id,
-      name: known.name + (delta.function?.name ?? ""),
-      arguments: known.arguments + (delta.function?.arguments ?? ""),
+      id: call.id ?? known.id,
+      name: known.name + name,
+      arguments: known.arguments + input,
     };
   }
   choice.tokens.push(...tokenViews(piece.logprobs));
@@ -183,19 +149,24 @@ function takeChoice(choice: Choice, piece: StreamChoice): boolean {
   return Boolean(content || reasoning || calls.length);
 }
 
-function tokenViews(logprobs: Logprobs | null | undefined): TokenView[] {
+/** Return the pieces of a call's name and of its arguments; a custom tool's are its input. */
+function calledBy(call: CallDelta): [string, string] {
+  return "function" in call ? [call.function.name ?? "", call.function.arguments ?? ""] : [call.custom.name ?? "", call.custom.input];
+}
+
+function tokenViews(logprobs: ChatLogprobs | TextLogprobs | null | undefined): TokenView[] {
   if (!logprobs) return [];
-  if (logprobs.tokens !== undefined) {
+  if ("tokens" in logprobs) {
     return logprobs.tokens.map((text, place) => ({
       text,
-      logprob: logprobs.token_logprobs?.[place] ?? 0,
-      top: Object.entries(logprobs.top_logprobs?.[place] ?? {}).map(([one, logprob]) => ({ text: one, logprob })),
+      logprob: logprobs.token_logprobs[place] ?? 0,
+      top: Object.entries(logprobs.top_logprobs[place] ?? {}).map(([one, logprob]) => ({ text: one, logprob: logprob ?? 0 })),
     }));
   }
-  return (logprobs.content ?? []).map(({ token, logprob, top_logprobs: top }) => ({
+  return logprobs.content.map(({ token, logprob, top_logprobs: top }) => ({
     text: token,
-    logprob,
-    top: top.map((one) => ({ text: one.token, logprob: one.logprob })),
+    logprob: logprob ?? 0,
+    top: top.map((one) => ({ text: one.token, logprob: one.logprob ?? 0 })),
   }));
 }
 

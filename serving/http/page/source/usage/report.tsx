@@ -3,6 +3,7 @@
 import { useState } from "preact/hooks";
 
 import { call, messageOf } from "../api";
+import type { Bill, UsageSumInfo } from "../api_types";
 import { download } from "../download";
 import { Shown, Table, useLoaded } from "../loading";
 import { say } from "../status";
@@ -21,16 +22,6 @@ const FILTERS = ["endpoint", "adapter", "tenant", "key_id"] as const;
 const RANGES = { "7": "7 days", "30": "30 days", "90": "90 days", "": "All time" } as const;
 type Range = keyof typeof RANGES;
 
-type Row = { day: string; requests: number; prompt_tokens: number; cached_tokens: number } & {
-  completion_tokens: number;
-  cost: string;
-} & Partial<Record<Group, string>>;
-
-interface Sums {
-  currency: string;
-  usage: Row[];
-}
-
 /** Return the first day of a range; "" for all time. */
 function firstDay(range: Range): string {
   return range && new Date(Date.now() - (Number(range) - 1) * DAY_MS).toISOString().slice(0, 10);
@@ -45,7 +36,7 @@ export function UsageReport({ groups, filters = false }: { groups: Group[]; filt
   const selected = new URLSearchParams(Object.entries(only).filter(([, value]) => value));
   if (start) selected.set("start", start);
   const query = selected.size ? `&${selected.toString()}` : "";
-  const loaded = useLoaded<Sums>(`api/2.0/usage?by=day,${group}${query}`);
+  const loaded = useLoaded<Bill>(`api/2.0/usage?by=day,${group}${query}`);
   const asCsv = async () => {
     try {
       const response = await call(`api/2.0/usage?format=csv${query}`);
@@ -104,11 +95,11 @@ export function UsageReport({ groups, filters = false }: { groups: Group[]; filt
   );
 }
 
-function Found({ sums, group, start }: { sums: Sums; group: Group; start: string }) {
+function Found({ sums, group, start }: { sums: Bill; group: Group; start: string }) {
   const rows = sums.usage.filter((row) => row[group] !== undefined); // not those of the grouping before
   if (!rows.length) return <p class="note">Nothing was used in this time.</p>;
   const days = rows.map(({ day, prompt_tokens, completion_tokens }) => ({
-    day,
+    day: day ?? "", // never absent: the sums are by day
     prompt: prompt_tokens,
     completion: completion_tokens,
   }));
@@ -147,7 +138,7 @@ function Found({ sums, group, start }: { sums: Sums; group: Group; start: string
 }
 
 /** Return the exact sum of decimal strings. */
-function totalCost(rows: Row[]): string {
+function totalCost(rows: UsageSumInfo[]): string {
   const micro = rows.reduce((sum, { cost }) => {
     const [whole = "0", decimals = ""] = cost.split(".");
     return sum + BigInt(whole + decimals.padEnd(6, "0"));

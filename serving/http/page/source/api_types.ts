@@ -1,0 +1,738 @@
+/** Made of /openapi.json by tests/serving/http/page/write_api_types.py; do not edit. */
+
+export interface Replies {
+  "GET /api/2.0/account": AccountInfo;
+  "GET /api/2.0/audit": AuditPage;
+  "GET /api/2.0/endpoints/": DeploymentEndpoints;
+  "GET /api/2.0/keys": KeyList;
+  "POST /api/2.0/keys": NewKey;
+  "GET /api/2.0/limits": LimitList;
+  "PUT /api/2.0/limits": ChangedLimits;
+  "GET /api/2.0/prices": PriceList;
+  "PUT /api/2.0/prices": ChangedPrice;
+  "GET /api/2.0/prompts": PromptList;
+  "GET /api/2.0/prompts/{name}": PromptDetails;
+  "GET /api/2.0/requests": RecentRequests;
+  "GET /api/2.0/serving-endpoints": EndpointInfos;
+  "GET /api/2.0/serving-endpoints/{name}/served-models/{served}/build-logs": EngineLogs;
+  "GET /api/2.0/usage": UsagePageInfo | Bill;
+  "GET /health": ServerHealth;
+  "GET /v1/models": ModelList | ModelPage;
+  "POST /v1/chat/completions": ChatCompletion | ChatChunk;
+  "POST /v1/completions": TextCompletion | TextChunk;
+  "POST /v1/embeddings": EmbeddingList;
+}
+
+/** A key, what is left of its limits, and its prices; `endpoints` of null are all. */
+export interface AccountInfo {
+  key_id: string | null;
+  tenant: string;
+  scopes: string[];
+  endpoints: string[] | null;
+  keys: KeyInfo[];
+  currency: string;
+  limits: LimitLeftInfo[];
+  prices: PriceNow[];
+}
+
+/** A token, its log probability and its bytes. */
+export interface AlternativeToken {
+  token: string;
+  logprob: number | null;
+  bytes: number[];
+}
+
+/** One change. `before` and `after` are the state of its object, None if it did not or does not exist. */
+export interface AuditEntry {
+  id: number;
+  at_ms: number;
+  actor: string;
+  tenant: string | null;
+  via: string;
+  request_id: string | null;
+  action: string;
+  target: string;
+  before: unknown;
+  after: unknown;
+}
+
+/** A page of the audit log. A `next_cursor` of null means that this is the last page so far. */
+export interface AuditPage {
+  audit: AuditEntry[];
+  next_cursor: string | null;
+}
+
+/** Sums by the columns of `by`, and reserved throughput. */
+export interface Bill {
+  currency: string;
+  usage: UsageSumInfo[];
+  provisioned: ReservedInfo[];
+}
+
+/** A custom tool and its input. */
+export interface CalledCustomTool {
+  name: string;
+  input: string;
+}
+
+export interface CalledCustomToolDelta {
+  name?: string;
+  input: string;
+}
+
+/** A function and its arguments, as JSON in a string. */
+export interface CalledFunction {
+  name: string;
+  arguments: string;
+}
+
+export interface CalledFunctionDelta {
+  name?: string;
+  arguments: string;
+}
+
+export interface ChangedLimits {
+  currency: string;
+  limits: LimitInfo[];
+  /** likely mistakes */
+  notes: string[];
+}
+
+export interface ChangedPrice {
+  currency: string;
+  price: PriceInfo;
+  /** likely mistakes */
+  notes: string[];
+}
+
+export interface ChatChoice {
+  index: number;
+  message: ChatMessage;
+  logprobs: ChatLogprobs | null;
+  finish_reason: "stop" | "length" | "tool_calls";
+}
+
+/** The data of an event of a streamed chat. `usage` is there if the request or the route asks for it. */
+export interface ChatChunk {
+  id: string;
+  object: "chat.completion.chunk";
+  created: number;
+  model: string;
+  choices: ChatChunkChoice[];
+  usage?: CompletionUsage | null;
+}
+
+export interface ChatChunkChoice {
+  index: number;
+  delta: ChatDelta;
+  logprobs: ChatLogprobs | null;
+  finish_reason: "stop" | "length" | "tool_calls" | null;
+}
+
+/** The reply to a chat. */
+export interface ChatCompletion {
+  id: string;
+  object: "chat.completion";
+  created: number;
+  model: string;
+  choices: ChatChoice[];
+  usage: CompletionUsage;
+}
+
+export interface ChatDelta {
+  role?: "assistant";
+  content?: string;
+  reasoning_content?: string;
+  tool_calls?: (FunctionCallDelta | CustomCallDelta)[];
+}
+
+export interface ChatLogprobs {
+  content: ScoredToken[];
+  refusal: null;
+}
+
+/** A message of the assistant, which a client may send back. `content` is null beside calls without a text. */
+export interface ChatMessage {
+  role: "assistant";
+  content: string | null;
+  reasoning_content?: string;
+  tool_calls?: (FunctionCall | CustomCall)[];
+}
+
+/** The parts of the completion tokens that apply. The tokens of drafts are not billed. */
+export interface CompletionTokensDetails {
+  reasoning_tokens?: number;
+  accepted_prediction_tokens?: number;
+  rejected_prediction_tokens?: number;
+  draft_tokens?: number;
+  accepted_draft_tokens?: number;
+}
+
+/** The counted tokens of a request. */
+export interface CompletionUsage {
+  prompt_tokens: number;
+  completion_tokens: number;
+  total_tokens: number;
+  prompt_tokens_details?: PromptTokensDetails;
+  completion_tokens_details?: CompletionTokensDetails;
+}
+
+/** A configuration: entities, their shares of the traffic, and the endpoint's own settings. */
+export interface ConfigInfo {
+  served_entities: ServedEntityInfo[];
+  served_models: ServedModelInfo[];
+  traffic_config: TrafficInfo;
+  prefix_sharing?: "tenant" | "endpoint" | "off";
+  openAiSupport?: string | null;
+  fullTextEnabled?: boolean | null;
+  maxIterTimes?: number | null;
+  maxSeqLen?: number | null;
+  maxInputTokenLen?: number | null;
+  maxPrefillTokens?: number | null;
+  generateProfile?: "seed" | "current" | null;
+  generateEndText?: boolean | null;
+  allowedLocalMediaPath?: string | null;
+  allowedMediaDomains?: string[] | null;
+  embeddingTokenIds?: boolean | null;
+  config_version: number;
+  start_time?: number;
+}
+
+export interface CustomCall {
+  id: string;
+  type: "custom";
+  custom: CalledCustomTool;
+}
+
+/** A piece of a call of a custom tool. */
+export interface CustomCallDelta {
+  index: number;
+  id?: string;
+  type?: "custom";
+  custom: CalledCustomToolDelta;
+}
+
+/** An endpoint in the form of MLflow's deployments server. */
+export interface DeploymentEndpoint {
+  name: string;
+  endpoint_type: "llm/v1/chat" | "llm/v1/completions" | "llm/v1/embeddings" | "llm/v1/score";
+  model: ServedModelName;
+  endpoint_url: string;
+  limit: null;
+}
+
+export interface DeploymentEndpoints {
+  endpoints: DeploymentEndpoint[];
+  next_page_token: null;
+}
+
+export interface DeploymentState {
+  deployment: "DEPLOYMENT_READY" | "DEPLOYMENT_CREATING";
+  deployment_state_message: string;
+}
+
+/** A vector: a list of numbers or, with `encoding_format` `base64`, little-endian float32 in base64. */
+export interface Embedding {
+  object: "embedding";
+  index: number;
+  embedding: number[] | string;
+}
+
+/** The vectors of the inputs, in their order. Databricks' and MLflow's routes give them an id. */
+export interface EmbeddingList {
+  id?: string;
+  object: "list";
+  data: Embedding[];
+  model: string;
+  usage: PromptUsage;
+}
+
+/** The state of an endpoint: its worst entity's, with the work of all; several entities are listed too. */
+export interface EndpointHealth {
+  status: "starting" | "ready" | "draining" | "stalled" | "dead";
+  steps?: number;
+  last_step_age?: number;
+  running?: number;
+  waiting?: number;
+  processor_wait?: number;
+  kernels?: string;
+  kernels_reason?: string;
+  instruction_set?: string;
+  quantization?: string;
+  quantization_reason?: string;
+  kv_cache_dtype?: string;
+  kv_cache_reason?: string;
+  max_num_batched_tokens?: number;
+  paged?: PagedInfo;
+  standbys?: number;
+  memory?: number;
+  unloaded?: string;
+  start_seconds?: number | null;
+  entities?: Record<string, EntityHealth>;
+}
+
+/** An endpoint. Callers who do not manage see no configuration, tags, limits, messages or creator. */
+export interface EndpointInfo {
+  name: string;
+  id: string;
+  creator?: string;
+  creation_timestamp: number;
+  last_updated_timestamp: number;
+  description?: string;
+  state: EndpointStateInfo;
+  tags?: TagInfo[];
+  task: "llm/v1/chat" | "llm/v1/completions" | "llm/v1/embeddings" | "llm/v1/score";
+  permission_level: "CAN_MANAGE" | "CAN_QUERY" | "CAN_VIEW";
+  config?: ConfigInfo;
+  pending_config?: ConfigInfo;
+  config_origin?: "api" | "command_line";
+  pending_config_origin?: "api" | "command_line";
+  rate_limits?: RateLimitInfo[];
+}
+
+export interface EndpointInfos {
+  endpoints: EndpointInfo[];
+}
+
+/** `message` says why an update failed. */
+export interface EndpointStateInfo {
+  ready: "READY" | "NOT_READY";
+  config_update: "NOT_UPDATING" | "IN_PROGRESS" | "UPDATE_FAILED";
+  message?: string;
+}
+
+/** The last lines of each replica's log. */
+export interface EngineLogs {
+  logs: string;
+}
+
+/** The progress of a served entity's engines. Callers who do not manage see its status and kernels alone. */
+export interface EntityHealth {
+  status: "starting" | "ready" | "draining" | "stalled" | "dead";
+  steps?: number;
+  last_step_age?: number;
+  running?: number;
+  waiting?: number;
+  processor_wait?: number;
+  kernels?: string;
+  kernels_reason?: string;
+  instruction_set?: string;
+  quantization?: string;
+  quantization_reason?: string;
+  kv_cache_dtype?: string;
+  kv_cache_reason?: string;
+  max_num_batched_tokens?: number;
+  paged?: PagedInfo;
+  standbys?: number;
+  memory?: number;
+  unloaded?: string;
+  start_seconds?: number | null;
+}
+
+export interface FunctionCall {
+  id: string;
+  type: "function";
+  function: CalledFunction;
+}
+
+/** A piece of a call: the first one of a call has its id and name, and clients join the arguments of one index. */
+export interface FunctionCallDelta {
+  index: number;
+  id?: string;
+  type?: "function";
+  function: CalledFunctionDelta;
+}
+
+/** A key without its secret. */
+export interface KeyInfo {
+  key_id: string;
+  prefix: string;
+  tenant: string;
+  name: string;
+  scopes: string[];
+  created_ms: number;
+  revoked_ms: number | null;
+  expires_ms: number | null;
+  endpoints: string[] | null;
+  overlap_ms: number | null;
+  weight: number;
+  state: "active" | "expired" | "revoked";
+}
+
+export interface KeyList {
+  keys: KeyInfo[];
+}
+
+/** A limit; money is a decimal string. */
+export interface LimitInfo {
+  scope: "key" | "tenant" | "endpoint" | "user";
+  subject: string;
+  kind: "itpm" | "otpm" | "qpm" | "qph" | "in_flight" | "budget" | "budget_day" | "budget_month";
+  value: number | string;
+  unit: string;
+}
+
+/** The rest of a limit; `reset_seconds` is the time until all of it is free again, null if it never is. */
+export interface LimitLeftInfo {
+  scope: string;
+  endpoint: string | null;
+  kind: string;
+  unit: string;
+  allowed: number | string;
+  remaining: number | string;
+  reset_seconds: number | null;
+}
+
+export interface LimitList {
+  currency: string;
+  limits: LimitInfo[];
+}
+
+/** An endpoint, or one of its adapters, which has its endpoint as `parent`. */
+export interface ModelCard {
+  id: string;
+  object: "model";
+  created: number;
+  owned_by: string;
+  parent?: string;
+  root: string;
+  max_model_len: number;
+  served_models: ModelVersionServed[];
+  sampling_defaults?: Record<string, unknown>;
+}
+
+/** An endpoint or adapter, as Anthropic's API lists models. */
+export interface ModelInfo {
+  type: "model";
+  id: string;
+  display_name: string;
+  created_at: string;
+  lifecycle: "active";
+  max_input_tokens: number;
+  max_tokens: number;
+}
+
+export interface ModelList {
+  object: "list";
+  data: ModelCard[];
+}
+
+export interface ModelPage {
+  data: ModelInfo[];
+  has_more: boolean;
+  first_id: string | null;
+  last_id: string | null;
+}
+
+/** A version of a model that answers for an endpoint. Its name in the registry is shown to those who manage. */
+export interface ModelVersionServed {
+  name: string;
+  model_version?: string;
+  content_hash?: string;
+  model_name?: string;
+}
+
+/** A new key, and its secret, which is shown this once. */
+export interface NewKey {
+  secret: string;
+  key: KeyInfo;
+  /** likely mistakes */
+  notes: string[];
+}
+
+/** The way in which a paged KV cache runs. A block has `kv_block_size` tokens. Decodes attend by "triton" or "torch" (`attention_reason`: why not by Triton). `cuda_graphs` are the sizes of decode steps that are recorded (`cuda_graphs_reason`: why none are). `launch_ahead`: whether a step is launched before the tokens of the previous one are read (`launch_ahead_reason`: why not). */
+export interface PagedInfo {
+  kv_block_size: number;
+  attention: "triton" | "torch";
+  attention_reason: string;
+  cuda_graphs: number[];
+  cuda_graphs_reason: string;
+  launch_ahead: boolean;
+  launch_ahead_reason: string;
+}
+
+/** Prices per million tokens, and per provisioned token/s for a minute, from a time on. */
+export interface PriceInfo {
+  entity: string;
+  effective_ms: number;
+  /** a decimal number, in currency units */
+  input: string;
+  /** a decimal number, in currency units */
+  cached: string;
+  /** a decimal number, in currency units */
+  output: string;
+  /** a decimal number, in currency units */
+  unit_minute: string;
+}
+
+export interface PriceList {
+  currency: string;
+  prices: PriceInfo[];
+}
+
+/** The prices of a served model, in currency units. */
+export interface PriceNow {
+  endpoint: string;
+  served_model: string;
+  /** a decimal number, in currency units */
+  input: string;
+  /** a decimal number, in currency units */
+  cached: string;
+  /** a decimal number, in currency units */
+  output: string;
+  /** a decimal number, in currency units */
+  unit_minute: string;
+}
+
+/** A version of a prompt. `template` is a text or the messages of a chat; `versions` are the newest ones. */
+export interface PromptDetails {
+  name: string;
+  version: number;
+  template: string | PromptMessage[];
+  variables: string[];
+  commit_message: string;
+  response_format: Record<string, unknown> | null;
+  model_config: Record<string, unknown> | null;
+  versions: PromptVersionInfo[];
+}
+
+/** A prompt of the registry. */
+export interface PromptInfo {
+  name: string;
+  description: string;
+}
+
+/** Prompts by name; `more` says that there are others. */
+export interface PromptList {
+  prompts: PromptInfo[];
+  more: boolean;
+}
+
+/** A message of a chat prompt, with variables such as `{{name}}`. */
+export interface PromptMessage {
+  role: string;
+  content: string;
+}
+
+export interface PromptTokensDetails {
+  cached_tokens: number;
+}
+
+/** The counted tokens of a request that generates none. */
+export interface PromptUsage {
+  prompt_tokens: number;
+  total_tokens: number;
+}
+
+export interface PromptVersionInfo {
+  version: number;
+  commit_message: string;
+  created_ms: number | null;
+}
+
+export interface RateLimitInfo {
+  calls: number;
+  key: "endpoint" | "user";
+  renewal_period: "minute";
+}
+
+/** A request without its texts; a running one has the counts of its last checkpoint. */
+export interface RecentRequest {
+  request_id: string;
+  key_id: string;
+  tenant: string;
+  endpoint: string;
+  entity: string;
+  adapter: string | null;
+  task: string;
+  prompt_tokens: number;
+  cached_tokens: number;
+  completion_tokens: number;
+  started_ms: number;
+  ended_ms: number | null;
+  finish_reason: string | null;
+  status: string;
+}
+
+/** The newest requests, and the ledger's time. */
+export interface RecentRequests {
+  now_ms: number;
+  requests: RecentRequest[];
+}
+
+/** Provisioned throughput, in tokens/s times minutes. */
+export interface ReservedInfo {
+  tenant: string;
+  endpoint: string;
+  entity: string;
+  unit_minutes: number;
+  /** a decimal number, in currency units */
+  cost: string;
+}
+
+export interface RouteInfo {
+  served_model_name: string;
+  served_entity_name: string;
+  traffic_percentage: number;
+}
+
+/** A token of the text, with the likeliest tokens at its place. */
+export interface ScoredToken {
+  token: string;
+  logprob: number | null;
+  bytes: number[];
+  top_logprobs: AlternativeToken[];
+}
+
+/** A served entity as it was asked for, and the model that was found for it. */
+export interface ServedEntityInfo {
+  name: string;
+  entity_name: string;
+  entity_version: string;
+  min_provisioned_throughput?: number;
+  max_provisioned_throughput?: number;
+  scale_to_zero_enabled: boolean;
+  engine_settings?: Record<string, unknown>;
+  defaults?: Record<string, unknown>;
+  resolved_name?: string;
+  resolved_version?: string;
+  content_hash?: string;
+  request_defaults?: Record<string, unknown>;
+  state: DeploymentState;
+}
+
+/** The same under Databricks' older names. */
+export interface ServedModelInfo {
+  name: string;
+  model_name: string;
+  model_version: string;
+  state: DeploymentState;
+}
+
+export interface ServedModelName {
+  name: string;
+  provider: "mlflow-llm";
+}
+
+/** Without a key, on a server that requires one, only `status` is shown. */
+export interface ServerHealth {
+  status: "OK" | "UNHEALTHY";
+  endpoints?: Record<string, EndpointHealth>;
+}
+
+export interface TagInfo {
+  key: string;
+  value: string;
+}
+
+export interface TextChoice {
+  index: number;
+  text: string;
+  logprobs: TextLogprobs | null;
+  finish_reason: "stop" | "length" | "tool_calls";
+}
+
+/** The data of an event of streamed completions. */
+export interface TextChunk {
+  id: string;
+  object: "text_completion";
+  created: number;
+  model: string;
+  choices: TextChunkChoice[];
+  usage?: CompletionUsage | null;
+}
+
+export interface TextChunkChoice {
+  index: number;
+  text: string;
+  logprobs: TextLogprobs | null;
+  finish_reason: "stop" | "length" | "tool_calls" | null;
+}
+
+/** The reply to one or more prompts. */
+export interface TextCompletion {
+  id: string;
+  object: "text_completion";
+  created: number;
+  model: string;
+  choices: TextChoice[];
+  usage: CompletionUsage;
+}
+
+/** Parallel lists with an entry for each token. */
+export interface TextLogprobs {
+  tokens: string[];
+  token_logprobs: (number | null)[];
+  top_logprobs: (Record<string, number | null> | null)[];
+  text_offset: number[];
+}
+
+export interface TrafficInfo {
+  routes: RouteInfo[];
+  sticky?: boolean;
+}
+
+/** A page of rows, oldest first. A `next_cursor` of null means that this is the last page so far. */
+export interface UsagePageInfo {
+  currency: string;
+  usage: UsageRowInfo[];
+  next_cursor: string | null;
+}
+
+/** A request. Its money is in decimal strings; an open row has the counts of its last checkpoint. */
+export interface UsageRowInfo {
+  request_id: string;
+  key_id: string;
+  tenant: string;
+  endpoint: string;
+  entity: string;
+  adapter: string | null;
+  mode: string;
+  task: string;
+  prompt_tokens: number;
+  cached_tokens: number;
+  completion_tokens: number;
+  generated_tokens: number;
+  draft_tokens: number;
+  accepted_draft_tokens: number;
+  /** a decimal number, in currency units */
+  price_input: string;
+  /** a decimal number, in currency units */
+  price_cached: string;
+  /** a decimal number, in currency units */
+  price_output: string;
+  /** a decimal number, in currency units */
+  cost: string;
+  started_ms: number;
+  ended_ms: number | null;
+  finish_reason: string | null;
+  status: string;
+  model_version: string | null;
+  content_hash: string | null;
+  end_user: string | null;
+  client_request_id: string | null;
+  tags: Record<string, string> | null;
+}
+
+/** The sum of a group of requests; columns that were not grouped by are left out. */
+export interface UsageSumInfo {
+  day?: string | null;
+  hour?: string | null;
+  tenant?: string | null;
+  endpoint?: string | null;
+  entity?: string | null;
+  adapter?: string | null;
+  key_id?: string | null;
+  model_version?: string | null;
+  content_hash?: string | null;
+  end_user?: string | null;
+  requests: number;
+  prompt_tokens: number;
+  cached_tokens: number;
+  completion_tokens: number;
+  generated_tokens: number;
+  draft_tokens: number;
+  accepted_draft_tokens: number;
+  /** a decimal number, in currency units */
+  cost: string;
+}
