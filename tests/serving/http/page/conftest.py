@@ -10,11 +10,20 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from instant_model import write_instant_model
 from serving_process import GATED_CORE, Running, running
+from stores import empty_store
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, BrowserContext, Page
 
 PATIENCE_MS = 60_000
+# MLflow's registry is asked in the worker, since a process for each question takes seconds to import MLflow
+PROMPTS = """
+import os
+from mlflow_llm.serving.control import prompt_process, prompt_registry
+os.environ["MLFLOW_TRACKING_URI"] = {store!r}
+os.environ.pop("MLFLOW_REGISTRY_URI", None)
+prompt_registry._ask = lambda question, timeout: prompt_process.answer(question)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -31,11 +40,12 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """Return a server with a database whose replies are printable ASCII that never end early, and whose steps can be
-    held."""
+    """Return a server with a database and a prompt registry, whose replies are printable ASCII that never end early,
+    and whose steps can be held."""
     root: Path = tmp_path_factory.mktemp("page")
     bundle = write_instant_model(root / "model", vocab_size=94)
-    with running(bundle, core=GATED_CORE, database=f"sqlite:///{root}/page.db") as server:
+    prompts = PROMPTS.format(store=empty_store(root))
+    with running(bundle, core=GATED_CORE, database=f"sqlite:///{root}/page.db", in_worker=prompts) as server:
         yield server
 
 

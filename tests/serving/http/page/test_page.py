@@ -92,7 +92,7 @@ def test_columns_answer_one_prompt(new_page: NewPage) -> None:
     expect(answers(page).nth(3).locator(".numbers")).to_contain_text("7 tokens")
     sent = {body["model"]: body for body in bodies[2:]}
     assert sent["assistant:pirate"].items() >= {"max_tokens": 7, "temperature": 0, "stream": True}.items()
-    assert "temperature" not in sent["assistant"]
+    assert sent["assistant"]["temperature"] == 0.7  # as mlflow-llm chat asks a model without sampling values
     for model, place in (("assistant", 0), ("assistant:pirate", 1)):
         said = answers(page).nth(place).locator(".text").text_content()
         first, reply, last = sent[model]["messages"]
@@ -349,6 +349,10 @@ def test_axe_finds_nothing(new_page: NewPage, scheme: str, width: int) -> None:
     page.get_by_text("System prompt and token view").click()
     page.get_by_text("Tools and JSON schema").click()
     page.get_by_label("Show the probabilities").check()
+    page.get_by_text("Prompts of MLflow").click()
+    page.get_by_label("Chat prompt").check()
+    page.get_by_label("Text of message 1 of the prompt").fill("Greet {{name}}.")
+    expect(page.get_by_label("name", exact=True)).to_be_visible()
     ask(page, "What does each of you say?")
     settled(page, 2)
     violations(page, script)
@@ -455,7 +459,8 @@ def test_a_server_with_keys_asks_for_one(new_page: NewPage, tmp_path: Path) -> N
     store = Store(url, make=True)
     secret, _ = Keys(store).create("research", scopes=("invoke",))
     store.close()
-    with running(bundle, database=url, require_keys=True) as server:
+    nowhere = "import os; [os.environ.pop(f'MLFLOW_{kind}_URI', None) for kind in ('TRACKING', 'REGISTRY')]"
+    with running(bundle, database=url, require_keys=True, in_worker=nowhere) as server:
         page = new_page(at=server.url)
         expect(page.get_by_text("This server asks for a key.")).to_be_visible()
         page.get_by_label("API key").fill("sk-wrong")
@@ -465,6 +470,8 @@ def test_a_server_with_keys_asks_for_one(new_page: NewPage, tmp_path: Path) -> N
         page.get_by_role("button", name="Use key").click()
         ask(page, "Hello")
         settled(page, 1)
+        page.get_by_text("Prompts of MLflow").click()
+        expect(page.locator(".prompts .error")).to_contain_text("no prompt registry")
         page.get_by_role("link", name="My usage").click()
         expect(page.get_by_role("heading", name="My usage")).to_be_visible()
         expect(page.locator(".error")).to_have_count(0)

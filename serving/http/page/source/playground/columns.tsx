@@ -1,6 +1,6 @@
 /** The settings of each column: model or adapter, sampling, stops. */
 
-import { groupsOf, namesOf } from "../models";
+import { fittingTemperature, groupsOf, namesOf, ownSampling } from "../models";
 import { type Column, MAX_COLUMNS, current, newColumn, update } from "./conversation";
 
 type Field = Exclude<keyof Column, "model" | "stop">;
@@ -12,6 +12,20 @@ const FIELDS: { name: Field; label: string; min: number; max?: number; step: str
   { name: "seed", label: "Seed", min: 0, step: "1" },
   { name: "n", label: "Answers (n)", min: 1, step: "1" },
 ];
+
+function temperatureShown(model: string): string {
+  return String(fittingTemperature(model) ?? ownSampling(model)["temperature"] ?? "default");
+}
+
+/** Return what an empty temperature means for a model, and why. */
+function temperatureReason(model: string): string {
+  const fitting = fittingTemperature(model);
+  if (fitting !== null) {
+    return `An empty temperature is ${fitting}: the model brings none of its own, and at the API's 1 small models ramble.`;
+  }
+  const own = Object.entries(ownSampling(model)).map(([name, value]) => `${name} ${JSON.stringify(value)}`);
+  return `An empty field is the model's own value: ${own.join(", ")}.`;
+}
 
 function change(index: number, changed: Partial<Column>): void {
   update({ columns: current.value.columns.map((one, place) => (place === index ? { ...one, ...changed } : one)) });
@@ -57,7 +71,8 @@ export function Columns() {
                     <input
                       id={`${name}-${index}`}
                       type="number"
-                      placeholder="default"
+                      placeholder={name === "temperature" ? temperatureShown(column.model) : "default"}
+                      aria-describedby={name === "temperature" ? `temperature-why-${index}` : undefined}
                       value={column[name]}
                       {...bounds}
                       onInput={(e) => change(index, { [name]: e.currentTarget.value })}
@@ -65,6 +80,9 @@ export function Columns() {
                   </div>
                 ))}
               </div>
+              <p id={`temperature-why-${index}`} class="note">
+                {temperatureReason(column.model)}
+              </p>
               <label for={`stop-${index}`}>Stop sequences, one a line</label>
               <textarea
                 id={`stop-${index}`}

@@ -6,11 +6,11 @@ import { messageOf } from "../api";
 import { namesOf } from "../models";
 import { say } from "../status";
 import { ask, numRunning, stop } from "./chat";
-import { current } from "./conversation";
+import { composed, current } from "./conversation";
 import { Thumbnail, readImages } from "./images";
 
 export function Composer() {
-  const [text, setText] = useState("");
+  const text = composed.value;
   const [images, setImages] = useState<string[]>([]);
   const [problem, setProblem] = useState("");
   const [over, setOver] = useState(false);
@@ -21,7 +21,7 @@ export function Composer() {
   const send = () => {
     if (!ready || !(text.trim() || images.length)) return;
     ask(text, takesImages ? images : []);
-    setText("");
+    composed.value = "";
     setImages([]);
   };
   const add = async (files: Iterable<File>) => {
@@ -62,7 +62,7 @@ export function Composer() {
         dir="auto"
         value={text}
         aria-describedby="message-hint"
-        onInput={(event) => setText(event.currentTarget.value)}
+        onInput={(event) => (composed.value = event.currentTarget.value)}
         onPaste={(event) => {
           const files = event.clipboardData?.files;
           if (!takesImages || !files?.length) return;

@@ -241,6 +241,7 @@ function load(): Conversation[] {
 /** The kept conversations, the newest first. */
 export const kept = signal<Conversation[]>(load());
 export const current = signal<Conversation>(newConversation());
+export const composed = signal(""); // what is written in the box for the next message
 export const storageProblem = signal("");
 
 effect(() => {

@@ -7,6 +7,7 @@ import { messageOf } from "../api";
 import { modelsError, modelsLoaded, namesOf } from "../models";
 import { say } from "../status";
 import { Windowed } from "../windowed";
+import { Prompts } from "../prompts/prompts";
 import { TotalCost } from "./answer";
 import { CodeDialog } from "./code_dialog";
 import { Columns } from "./columns";
@@ -46,6 +47,7 @@ export function Playground() {
         <TaskChoice />
         <Columns />
         <SharedSettings />
+        <Prompts />
         <ol class="turns" aria-label="Conversation">
           {turns.map((turn, index) => (
             <li class="turn" key={`${conversation.id} ${index}`}>

@@ -1,5 +1,6 @@
 /** The request that answers a turn: its route and its fields, as they are sent and shown as code. */
 
+import { fittingTemperature } from "../models";
 import type { Answer, Choice, Column, Conversation } from "./conversation";
 
 export type Part = { type: "text"; text: string } | { type: "image_url"; image_url: { url: string } };
@@ -72,6 +73,8 @@ function fieldsOf(settings: Column): Fields {
   for (const [name, text] of Object.entries({ ...numbers, seed: settings.seed, n: settings.n })) {
     if (text.trim()) Object.assign(fields, { [name]: Number(text) });
   }
+  const fitting = fittingTemperature(settings.model);
+  if (fields.temperature === undefined && fitting !== null) fields.temperature = fitting;
   const stops = settings.stop.split("\n").filter(Boolean);
   if (stops.length) fields.stop = stops;
   return fields;
