@@ -6,7 +6,7 @@ type Block = Record<string, unknown>;
 
 const DEFAULT_MAX_TOKENS = 256; // the API has no default of its own
 const KEPT = ["model", "temperature", "top_p"] as const;
-const READ = new Set<string>([...KEPT, "messages", "max_tokens", "stop", "tools"]);
+const READ = new Set<string>([...KEPT, "messages", "max_tokens", "stop", "tools", "tool_choice"]);
 
 /** Return the fields, and the names of those that the API does not have. */
 export function anthropicRequest(body: ChatBody): { fields: Record<string, unknown>; lost: string[] } {
@@ -16,6 +16,7 @@ export function anthropicRequest(body: ChatBody): { fields: Record<string, unkno
   const system = body.messages.find((one) => one.role === "system");
   if (system !== undefined) fields["system"] = system.content;
   if (body.tools !== undefined) fields["tools"] = body.tools.map(tool);
+  if (body.tool_choice !== undefined) fields["tool_choice"] = { type: body.tool_choice === "none" ? "none" : "any" };
   fields["messages"] = messages(body.messages.filter((one) => one !== system));
   return { fields, lost: Object.keys(body).filter((name) => !READ.has(name)) };
 }

@@ -59,11 +59,14 @@ export interface Turn {
   answers: Signal<Answer>[][]; // a signal each, so that a token renders one answer only
 }
 
+export type ToolChoice = "auto" | "required" | "none";
+
 export interface Conversation {
   id: string;
   task: "chat" | "completions";
   system: string;
   tools: string; // JSON
+  toolChoice: ToolChoice;
   schema: string; // JSON
   logprobs: boolean;
   columns: Column[];
@@ -88,6 +91,7 @@ export function newConversation(like: Partial<Conversation> = {}): Conversation 
     task: "chat",
     system: "",
     tools: "",
+    toolChoice: "auto",
     schema: "",
     logprobs: false,
     columns: [newColumn()],
@@ -169,6 +173,7 @@ function checked(given: unknown): StoredConversation {
     task: from["task"] === "completions" ? "completions" : "chat",
     system: text(from["system"]),
     tools: text(from["tools"]),
+    toolChoice: from["toolChoice"] === "required" || from["toolChoice"] === "none" ? from["toolChoice"] : "auto",
     schema: text(from["schema"]),
     logprobs: from["logprobs"] === true,
     columns: columns.length ? columns : [newColumn()],

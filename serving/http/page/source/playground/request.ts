@@ -32,6 +32,7 @@ export interface Fields {
 export interface ChatBody extends Fields {
   messages: Message[];
   tools?: unknown[];
+  tool_choice?: "required" | "none";
   response_format?: unknown;
   logprobs?: true;
   top_logprobs?: number;
@@ -59,6 +60,9 @@ export function requestFor(conversation: Conversation, column: number, index: nu
   const body: ChatBody = { ...fields, messages: messagesFor(conversation, column, index, step) };
   const tools = parsed("Tools", conversation.tools);
   if (tools !== undefined) body.tools = (Array.isArray(tools) ? tools : [tools]).map(asTool);
+  const { toolChoice } = conversation;
+  // after a call's result the model may answer
+  if (tools !== undefined && toolChoice !== "auto" && step === 0) body.tool_choice = toolChoice;
   const schema = parsed("JSON schema", conversation.schema);
   if (schema !== undefined) {
     body.response_format = { type: "json_schema", json_schema: { name: "answer", strict: true, schema } };

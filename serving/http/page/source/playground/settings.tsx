@@ -3,9 +3,14 @@
 import { useMemo, useState } from "preact/hooks";
 
 import { messageOf } from "../api";
-import { type Conversation, current, newConversation, update } from "./conversation";
+import { type Conversation, type ToolChoice, current, newConversation, update } from "./conversation";
 import { parsed } from "./request";
 
+const CHOICES: Record<ToolChoice, string> = {
+  auto: "decides whether it calls one",
+  required: "has to call one",
+  none: "calls none",
+};
 const TASKS = { chat: "Chat", completions: "Text completion" } as const;
 
 export function TaskChoice() {
@@ -33,7 +38,7 @@ export function TaskChoice() {
 }
 
 export function SharedSettings() {
-  const { id, task, system, tools, schema, logprobs } = current.value;
+  const { id, task, system, tools, toolChoice, schema, logprobs } = current.value;
   const chats = task === "chat";
   // what a conversation brings is shown when it is opened; later only the user opens and closes
   const [showsSystem, showsTools] = useMemo(() => [system !== "" || logprobs, tools !== "" || schema !== ""], [id]);
@@ -72,6 +77,22 @@ export function SharedSettings() {
             example={EXAMPLE_TOOLS}
             changed={(value) => update({ tools: value })}
           />
+          {tools !== "" && (
+            <div>
+              <label for="tool-choice">Of these tools, the model</label>
+              <select
+                id="tool-choice"
+                value={toolChoice}
+                onChange={(event) => update({ toolChoice: event.currentTarget.value as ToolChoice })}
+              >
+                {Object.entries(CHOICES).map(([name, label]) => (
+                  <option key={name} value={name}>
+                    {label}
+                  </option>
+                ))}
+              </select>
+            </div>
+          )}
           <JsonBox
             id="schema"
             label="JSON schema of the answer"
