@@ -13,6 +13,7 @@ import { Keys } from "./keys";
 import { Limits } from "./limits";
 import { Prices } from "./prices";
 import { Recent } from "./recent";
+import { Tenants } from "./tenants";
 
 const SECONDS = 5;
 
@@ -20,7 +21,7 @@ export function Operations() {
   const [time, setTime] = useState(0);
   const endpoints = useLoaded<EndpointInfos>("api/2.0/serving-endpoints", time);
   const health = useLoaded<ServerHealth>("health", time);
-  const [watches, watch] = useState(false);
+  const [watches, watch] = useState(true);
   const refresh = () => setTime((n) => n + 1);
   useEffect(() => {
     if (!watches) return;
@@ -46,6 +47,10 @@ export function Operations() {
       <section>
         <h2>Engines</h2>
         <Shown loaded={health}>{(found) => <Engines found={found.endpoints ?? {}} time={time} />}</Shown>
+      </section>
+      <section>
+        <h2>Queue by tenant</h2>
+        <Tenants time={time} />
       </section>
       <section>
         <h2>Recent requests</h2>
