@@ -40,6 +40,10 @@ export function HeatMap({ tokens, label }: { tokens: TokenView[]; label: string 
         aria-label={label}
         aria-orientation="horizontal"
         aria-activedescendant={token && `${id}-${chosen}`}
+        onClick={(event) => {
+          const place = /-(\d+)$/.exec((event.target as Element).id)?.[1];
+          if (place !== undefined) choose(Number(place));
+        }}
         onKeyDown={(event) => {
           const target = moves[event.key];
           if (target === undefined) return;
@@ -56,9 +60,9 @@ export function HeatMap({ tokens, label }: { tokens: TokenView[]; label: string 
                 id={`${id}-${first + place}`}
                 role="option"
                 aria-selected={first + place === chosen}
-                aria-label={`${JSON.stringify(one.text)}, ${percent(one.logprob)}`}
+                // only the chosen one is read aloud: a name for each of thousands is what scrolling would wait for
+                aria-label={first + place === chosen ? `${JSON.stringify(one.text)}, ${percent(one.logprob)}` : undefined}
                 class={`token heat-${level(one.logprob)}`}
-                onClick={() => choose(first + place)}
               >
                 {one.text}
               </span>
