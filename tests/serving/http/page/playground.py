@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+import urllib.request
+from typing import TYPE_CHECKING, Any
 
 from playwright.sync_api import expect
 
 if TYPE_CHECKING:
     from playwright.sync_api import Locator, Page
+    from serving_process import Running
 
 PATIENCE_MS = 60_000
 expect.set_options(timeout=PATIENCE_MS)
@@ -29,3 +32,9 @@ def settled(page: Page, count: int) -> None:
     """Wait until the playground shows ``count`` answers and all are over."""
     expect(answers(page)).to_have_count(count)
     expect(page.locator("[aria-busy=true]")).to_have_count(0)
+
+
+def read(served: Running, path: str) -> Any:
+    """Return what the server answers to a GET."""
+    with urllib.request.urlopen(f"{served.url}{path}") as answer:
+        return json.load(answer)

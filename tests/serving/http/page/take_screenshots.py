@@ -1,12 +1,16 @@
 """Take the screenshots of docs/page.md, in Chromium, from a server whose model has the adapter ``pirate``.
 
-mlflow-llm serve -m MODEL=assistant --database sqlite:///page.db
+Prices and a prompt of MLflow's registry are shown if the server has them. With a third argument, ``all``, each view is
+also taken in light and dark at 320, 768 and 1440 pixels.
+
+MLFLOW_TRACKING_URI=sqlite:///mlflow.db mlflow-llm serve -m MODEL=assistant --database sqlite:///page.db
 python tests/serving/http/page/take_screenshots.py http://127.0.0.1:8000 docs/page
 """
 
 from __future__ import annotations
 
 import io
+import itertools
 import shutil
 import sys
 from pathlib import Path
@@ -15,8 +19,9 @@ from PIL import Image
 from playground import settled
 from playwright.sync_api import Page, expect, sync_playwright
 
-SIZE = {"width": 1200, "height": 820}
+SIZE = {"width": 1200, "height": 900}
 COLOURS = 128
+WIDTHS = (320, 768, 1440)
 
 
 def take(page: Page, path: Path) -> None:
@@ -31,9 +36,11 @@ def playground(page: Page, out: Path) -> None:
     page.get_by_role("button", name="Add a column").click()
     page.get_by_label("Model", exact=True).nth(1).select_option("assistant:pirate")
     for column in range(2):
-        page.get_by_text("Sampling").nth(column).click()
+        sampling = page.get_by_role("group", name=f"Column {column + 1}").get_by_text("Sampling")
+        sampling.click()
         page.get_by_label("Temperature").nth(column).fill("0")
-        page.get_by_text("Sampling").nth(column).click()
+        page.get_by_label("Max tokens").nth(column).fill("60")
+        sampling.click()
     box = page.get_by_label("Message", exact=True)
     box.fill("What is the capital of France?")
     box.press("Enter")
@@ -44,9 +51,6 @@ def playground(page: Page, out: Path) -> None:
     page.get_by_text("System prompt and token view").click()
     page.get_by_label("Show the probabilities").check()
     page.get_by_text("System prompt and token view").click()
-    page.get_by_text("Sampling").first.click()
-    page.get_by_label("Max tokens").first.fill("60")
-    page.get_by_text("Sampling").first.click()
     box.fill("Name a good book.")
     box.press("Enter")
     settled(page, 2)
@@ -54,6 +58,52 @@ def playground(page: Page, out: Path) -> None:
     page.get_by_role("listitem").filter(has_text="Name a good book.").last.scroll_into_view_if_needed()
     take(page, out / "tokens.png")
     page.emulate_media(color_scheme="light")
+
+
+def prompts(page: Page, out: Path) -> None:
+    """Take a prompt with two variables, before it is saved."""
+    page.get_by_role("button", name="New conversation").click()
+    page.get_by_role("button", name="Remove column 2").click()
+    page.get_by_text("Prompts of MLflow").click()
+    expect(page.get_by_role("form", name="Load a prompt")).to_be_visible()
+    page.get_by_label("Template, with").fill("Explain {{topic}} to {{listener}} in one sentence.")
+    page.get_by_label("topic", exact=True).fill("photosynthesis")
+    page.get_by_label("listener", exact=True).fill("a child")
+    page.get_by_label("Save as").fill("explain")
+    page.get_by_text("Prompts of MLflow").scroll_into_view_if_needed()
+    page.evaluate("scrollBy(0, 200)")
+    take(page, out / "prompts.png")
+
+
+def embeddings(page: Page, out: Path) -> None:
+    page.get_by_role("link", name="Embeddings").click()
+    texts = ("The cat sleeps on the sofa.", "A kitten naps on the couch.", "Interest rates rose.", "Banks lend money.")
+    page.get_by_label("Texts, one a line").fill("\n".join(texts))
+    page.get_by_role("button", name="Compare").click()
+    expect(page.get_by_role("table", name="Similarity")).to_be_visible()
+    take(page, out / "embeddings.png")
+
+
+def table(page: Page, out: Path) -> None:
+    page.get_by_role("link", name="Table").click()
+    rows = b"country\nFrance\nNorway\nJapan\nPeru"
+    page.get_by_label("Choose or drop a CSV file").set_input_files(
+        [{"name": "countries.csv", "mimeType": "text/csv", "buffer": rows}]
+    )
+    page.get_by_label("Max tokens").fill("12")
+    page.get_by_label("Prompt of a row").fill("What is the capital of {country}?")
+    page.get_by_role("button", name="Run", exact=True).click()
+    expect(page.get_by_text("4 of 4 rows answered")).to_be_visible()
+    take(page, out / "table.png")
+
+
+def reference(page: Page, out: Path) -> None:
+    page.get_by_role("link", name="API reference").click()
+    page.get_by_label("Find a route").fill("get /v1/models openai")
+    page.locator(".route summary").first.click()
+    page.get_by_role("button", name="Send").first.click()
+    expect(page.get_by_role("region", name="Answer", exact=True)).to_be_visible()
+    take(page, out / "reference.png")
 
 
 def usage(page: Page, out: Path) -> None:
@@ -74,18 +124,25 @@ def operations(page: Page, out: Path) -> None:
     take(page, out / "operations.png")
 
 
-def main(url: str, out: Path) -> None:
-    expect.set_options(timeout=120_000)
+def main(url: str, out: Path, *, every: bool) -> None:
+    expect.set_options(timeout=600_000)
     out.mkdir(exist_ok=True)
     with sync_playwright() as started:
         browser = started.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         page = browser.new_page(viewport=SIZE, color_scheme="light", reduced_motion="reduce")
+        page.set_default_timeout(600_000)
         page.goto(url)
         expect(page.get_by_label("Model", exact=True)).to_have_value("assistant")
-        for view in (playground, usage, operations):
+        for view in (playground, prompts, embeddings, table, usage, operations, reference):
             view(page, out)
+            for scheme, width in itertools.product(("light", "dark"), WIDTHS if every else ()):
+                page.emulate_media(color_scheme=scheme)
+                page.set_viewport_size({"width": width, "height": SIZE["height"]})
+                page.screenshot(path=out / f"{view.__name__}-{scheme}-{width}.png", full_page=True)
+            page.emulate_media(color_scheme="light")
+            page.set_viewport_size(SIZE)
         browser.close()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1].rstrip("/") + "/", Path(sys.argv[2]))
+    main(sys.argv[1].rstrip("/") + "/", Path(sys.argv[2]), every="all" in sys.argv[3:])

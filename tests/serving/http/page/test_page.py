@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import time
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,7 @@ from mlflow_llm.serving.metering.accounts.keys import Keys
 from mlflow_llm.serving.metering.store.store import Store
 
 pytest.importorskip("playwright.sync_api", reason="Playwright is not installed (pip)")
-from playground import answers, ask, settled
+from playground import answers, ask, read, settled
 from playwright.sync_api import expect
 
 if TYPE_CHECKING:
@@ -47,11 +46,6 @@ HOSTILE = [
     "[x](javascript:window.pwned=1) ![x](https://example.com/x.png)",
     "\u202eevil \u0000<b>bold</b>",
 ]
-
-
-def read(served: Running, path: str) -> Any:
-    with urllib.request.urlopen(f"{served.url}{path}") as answer:
-        return json.load(answer)
 
 
 def test_a_chat_streams(new_page: NewPage, served: Running, complaints: list[str]) -> None:
@@ -297,6 +291,7 @@ def test_hostile_texts_are_inert_in_every_view(new_page: NewPage, complaints: li
     answers_of = {
         "serving-endpoints": {"endpoints": [shown]},
         "requests?limit=30": {"now_ms": 3, "requests": [row]},
+        "requests?status=open&limit=200": {"now_ms": 3, "requests": [row]},
         "audit?limit=50": {"audit": [change], "next_cursor": None},
         "openapi.json": {"paths": {HOSTILE[1]: {"get": operation}}, "components": {"schemas": {}}},
     }
@@ -309,7 +304,8 @@ def test_hostile_texts_are_inert_in_every_view(new_page: NewPage, complaints: li
 
     page = new_page("operations", prepare=prepare)
     expect(page.get_by_role("table", name="Endpoints")).to_contain_text(HOSTILE[0])
-    expect(page.get_by_role("table", name="Recent requests")).to_contain_text(HOSTILE[0])
+    for name in ("Recent requests", "Queue by tenant"):
+        expect(page.get_by_role("table", name=name)).to_contain_text(HOSTILE[0])
     page.get_by_role("heading", name="Audit log").click()
     expect(page.get_by_role("table", name="Audit log")).to_contain_text(HOSTILE[0])
     page.get_by_role("slider").first.press("ArrowRight")

@@ -22,6 +22,7 @@ from shown_endpoint import two_models
 from mlflow_llm.serving.endpoints.config_body import config_body
 
 pytest.importorskip("playwright.sync_api", reason="Playwright is not installed (pip)")
+from gated_core import steps_more
 from playground import answers, ask, settled
 from playwright.sync_api import expect
 
@@ -499,3 +500,54 @@ def test_a_route_of_the_reference_is_tried(new_page: NewPage) -> None:
     form.get_by_role("button", name="Send").click()
     form.get_by_role("button", name="Send and change the server").click()
     expect(form).to_contain_text("404")
+
+
+def test_three_clicks_answer_what_an_adapter_does(new_page: NewPage, served: Running) -> None:
+    """From ``/``, three clicks show what an adapter says differently, how fast, and what it cost."""
+    call(served, "PUT", "/api/2.0/prices", {"entity": "*", "input": "2", "output": "300"})
+    try:
+        while call(served, "GET", "/api/2.0/account")["prices"][0]["output"] != "300.00":
+            time.sleep(0.05)  # the worker remembers prices for a moment
+        page = new_page("")
+        page.evaluate("window.clicks = 0; addEventListener('click', () => window.clicks++, true)")
+        page.get_by_role("button", name="Add a column").click()
+        page.get_by_label("Message", exact=True).click()
+        page.keyboard.type("Who are you?")
+        page.get_by_role("button", name="Send", exact=True).click()
+        settled(page, 2)
+        assert page.evaluate("window.clicks") == 3
+        assert answers(page).get_by_role("heading").all_text_contents() == ["assistant", "assistant:pirate"]
+        base, adapter = answers(page).locator(".text").all_text_contents()
+        assert base != adapter
+        for number in range(2):
+            numbers = answers(page).nth(number).locator(".numbers")
+            for name in ("First token", "Speed", "Cost"):
+                expect(numbers.locator("div").filter(has_text=name)).to_be_visible()
+    finally:
+        call(served, "DELETE", "/api/2.0/prices?entity=*")
+
+
+def test_who_waits_is_shown_by_tenant(new_page: NewPage, served: Running) -> None:
+    """While the engine is held, a request without a token stands in its tenant's row; afterwards the queue is empty."""
+    page = new_page()
+    expect(page.get_by_label("Model", exact=True)).to_have_value("assistant")
+    with steps_more(served.model_dir, 0):
+        ask(page, "Wait")
+        page.get_by_role("link", name="Operations").click()
+        row = page.get_by_role("table", name="Queue by tenant").get_by_role("row").nth(1).get_by_role("cell")
+        expect(row.nth(0)).to_have_text("1")
+        expect(row.nth(1)).to_have_text("1")
+    expect(page.get_by_text("No request is under way.")).to_be_visible()
+
+
+def test_reduced_motion_is_honoured(new_page: NewPage, served: Running) -> None:
+    """The cursor of an answer under way blinks, except where the user asks for less motion."""
+    page = new_page()
+    expect(page.get_by_label("Model", exact=True)).to_have_value("assistant")
+    with steps_more(served.model_dir, 0):
+        ask(page, "Wait")
+        cursor = page.locator(".cursor")
+        expect(cursor).to_have_css("animation-name", "blink")
+        page.emulate_media(reduced_motion="reduce")
+        expect(cursor).to_have_css("animation-name", "none")
+    settled(page, 1)
