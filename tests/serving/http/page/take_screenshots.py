@@ -63,7 +63,8 @@ def playground(page: Page, out: Path) -> None:
 def prompts(page: Page, out: Path) -> None:
     """Take a prompt with two variables, before it is saved."""
     page.get_by_role("button", name="New conversation").click()
-    page.get_by_role("button", name="Remove column 2").click()
+    if page.get_by_role("button", name="Remove column 2").count():
+        page.get_by_role("button", name="Remove column 2").click()
     page.get_by_text("Prompts of MLflow").click()
     expect(page.get_by_role("form", name="Load a prompt")).to_be_visible()
     page.get_by_label("Template, with").fill("Explain {{topic}} to {{listener}} in one sentence.")
