@@ -1,9 +1,10 @@
-"""Take the screenshots of docs/page.md, in Chromium, from a server whose model has the adapter ``pirate``.
+"""Take the screenshots of docs/page.md, in Chromium, from a server whose model has the adapter ``pirate``, beside a
+model of embeddings.
 
 Prices and a prompt of MLflow's registry are shown if the server has them. With a third argument, ``all``, each view is
 also taken in light and dark at 320, 768 and 1440 pixels.
 
-MLFLOW_TRACKING_URI=sqlite:///mlflow.db mlflow-llm serve -m MODEL=assistant --database sqlite:///page.db
+MLFLOW_TRACKING_URI=sqlite:///mlflow.db mlflow-llm serve -m MODEL=assistant -m EMBEDDER=embedder --database sqlite:///page.db
 python tests/serving/http/page/take_screenshots.py http://127.0.0.1:8000 docs/page
 """
 
@@ -62,6 +63,7 @@ def playground(page: Page, out: Path) -> None:
 
 def prompts(page: Page, out: Path) -> None:
     """Take a prompt with two variables, before it is saved."""
+    page.get_by_role("link", name="Playground").click()
     page.get_by_role("button", name="New conversation").click()
     if page.get_by_role("button", name="Remove column 2").count():
         page.get_by_role("button", name="Remove column 2").click()
