@@ -12,7 +12,7 @@ scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 cp -a mlflow_llm plugin flavors serving setup.cfg setup.py pyproject.toml README.md LICENSE "$scratch"
 echo "torch==2.13.0" > "$scratch/torch.txt"
-echo "setuptools>=77" > "$scratch/build.txt"  # builds the project itself
+printf 'setuptools>=77\npip>=26\n' > "$scratch/build.txt"  # what builds the project itself, and installs it
 
 lock() {
     local target=$1

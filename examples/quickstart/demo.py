@@ -131,7 +131,6 @@ def main() -> None:
     print("\n== serving models:/embedder/1", flush=True)
     with served("models:/embedder/1", store / "embedder.log") as url:
         compare_sentences(url)
-    print("\nDone. Everything is stopped. The store is in", store.name)
 
 
 if __name__ == "__main__":

@@ -26,26 +26,17 @@ export TQDM_DISABLE=1 PYTHONWARNINGS=ignore
 venv=.venv-demo
 stamp="$venv/installed"
 if [ ! -f "$stamp" ] || [ -n "$(find setup.cfg plugin flavors serving -newer "$stamp" \( -name '*.py' -o -name '*.cpp' -o -name '*.h' -o -name setup.cfg \) -print -quit)" ]; then
-    say "installing into $venv (a few minutes the first time)"
+    say "installing into $venv"
     [ -x "$venv/bin/python" ] || "$(find_python)" -m venv "$venv"
-    # Every file except torch's is checked against its hash (tests/lock.sh). The project does not prescribe a build of
-    # torch, so an installed CPU or CUDA build is kept. If pip is offered a CPU build of this version (2.13.0+cpu), it
-    # takes that one, because it sorts above the plain version.
-    say "libraries: $(grep -c '==' examples/quickstart/requirements.lock) packages"
-    "$venv/bin/pip" install --quiet --require-hashes --no-deps -r examples/quickstart/requirements.lock
-    say "torch, the largest one"
-    "$venv/bin/pip" install --quiet "torch==2.13.0"
-    say "mlflow-llm, with its kernels compiled"
-    rm -rf build  # otherwise setuptools would include modules that no longer exist
-    "$venv/bin/pip" install --quiet --force-reinstall --no-deps --no-build-isolation .
-    rm -rf build
+    "$venv/bin/python" examples/quickstart/install.py
     touch "$stamp"
 fi
 export PATH="$PWD/$venv/bin:$PATH"
 
 say "weights"
 python examples/quickstart/fetch_weights.py
-say "adapters (about two minutes the first time)"
+say "adapters"
 python examples/quickstart/train_adapters.py
+say "log, serve and ask"
 python examples/quickstart/demo.py
-say "done; everything is stopped"
+say "done: everything is stopped, and the store is in .demo"

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -54,15 +55,17 @@ def write_minilm(target: Path, scratch: Path) -> None:
 def fetch(target: Path, write: Callable[[Path, Path], None]) -> Path:
     """Write ``target`` completely or not at all: an interrupted run leaves nothing that looks finished."""
     if target.is_dir():
-        print(f"{target.name}: already there")
+        print(f"{target.name}: already there", flush=True)
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     print(f"{target.name}: fetching …", flush=True)
+    began = time.monotonic()
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as scratch:
         unfinished = Path(scratch) / "model"
         unfinished.mkdir()
         write(unfinished, Path(scratch))
         unfinished.rename(target)
+    print(f"{target.name}: written to {target} ({time.monotonic() - began:.0f} s)", flush=True)
     return target
 
 
@@ -78,8 +81,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", type=Path, default=ROOT / ".cache" / "models", help="where to write")
     models = parser.parse_args().models
-    print(fetch_smollm2(models))
-    print(fetch_minilm(models))
+    fetch_smollm2(models)
+    fetch_minilm(models)
 
 
 if __name__ == "__main__":
