@@ -34,6 +34,7 @@ OPTION_KEYS = (
     "max_queued",
     "prefix_sharing",
     "log_level",
+    "log_file",
     "probe_host",
     "probe_port",
     "tls_cert",

@@ -13,6 +13,7 @@ A deployment's status::
 from __future__ import annotations
 
 import contextlib
+import json
 import subprocess
 import time
 from collections.abc import Callable
@@ -208,7 +209,17 @@ def _reason(log: Path, before: int) -> str:
     with open(log, "rb") as stream:
         stream.seek(before)
         lines = [line for line in stream.read().decode(errors="replace").splitlines() if line.strip()]
-    return next((line for line in reversed(lines) if "rror" in line), lines[-1] if lines else "no message")[:300]
+    said = [_sentence(line) for line in lines]
+    return next((line for line in reversed(said) if "rror" in line), said[-1] if said else "no message")[:300]
+
+
+def _sentence(line: str) -> str:
+    """Return what a line of the server's log says to people, or the line itself."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return line
+    return str(found.get("message") or found.get("event")) if isinstance(found, dict) else line
 
 
 def update(name: str, model_uri: str | None, config: Any) -> None:

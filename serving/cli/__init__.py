@@ -13,7 +13,7 @@ import click
 from mlflow_llm import __version__
 
 from ..interface.errors import PackagingError, ServingError
-from ..system.escape import visible
+from . import start_log
 from .advice import AdvisingGroup
 
 COMPLETE = "_MLFLOW_LLM_COMPLETE"
@@ -46,6 +46,7 @@ COMMANDS = {  # the module of each, and its name in there where that is another
     "doctor": "doctor",
     "spec": "spec_schema:spec",
     "completion": "completion",
+    "help": "help:show",
 }
 
 
@@ -75,5 +76,5 @@ def main() -> None:
     try:
         cli(complete_var=COMPLETE)
     except (ServingError, PackagingError) as error:
-        click.echo(f"Error: {visible(str(error))}", err=True)
+        start_log.fail(error)
         sys.exit(1)

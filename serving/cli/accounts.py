@@ -19,6 +19,7 @@ from ..metering.store.store import Store
 from .http import URL_VARIABLE, Client
 from .http_connection import tls_options
 from .key_options import key_options
+from .shared_options import SharedOption
 from .store import DATABASE, opened
 
 Answer = dict[str, Any]
@@ -99,9 +100,12 @@ def store_options(command: Any) -> Any:
 
     It gets the arguments ``database``, ``url`` and ``key``.
     """
-    stored = click.option("--database", envvar=DATABASE_VARIABLE, help=f"{DATABASE} Or give --url.")
+    stored = click.option("--database", cls=SharedOption, envvar=DATABASE_VARIABLE, help=f"{DATABASE} Or give --url.")
     served = click.option(
-        "--url", envvar=URL_VARIABLE, help=f"URL of a server, instead of its database ({URL_VARIABLE})."
+        "--url",
+        cls=SharedOption,
+        envvar=URL_VARIABLE,
+        help=f"URL of a server, instead of its database ({URL_VARIABLE}).",
     )
     return stored(served(key_options(tls_options(command))))
 

@@ -40,7 +40,13 @@ class Stopped(click.ClickException):
     help="Output file, one line per row.",
 )
 @click.option("-m", "--model-uri", help="Load this model here instead of using the server at --url.")
-@click.option("-C", "--config", multiple=True, metavar="KEY=VALUE", help="With -m: engine setting; repeatable.")
+@click.option(
+    "-C",
+    "--config",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="With -m: engine setting (mlflow-llm help settings); repeatable.",
+)
 @url_options
 @click.option("--model", help="Endpoint or endpoint:adapter for rows without a model (default: the server's first).")
 @click.option(

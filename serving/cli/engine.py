@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import signal
-import time
 from typing import Any
 
 import click
@@ -12,20 +11,27 @@ import msgspec
 
 from ..supervision.engine_host import NAME, EngineHost
 from ..supervision.engine_spec import EngineSpec
-from ..system.escape import configure, visible
 from ..transport.auth import check_address, read_key, write_key
+from . import start_log
 from .model_options import endpoint_specs, engine_overrides
-from .serve_help import settings_help
 from .spec_files import read_engine_spec
 
 LISTEN = "tcp://127.0.0.1:5601"
+LEVELS = {"restarting": logging.WARNING, "failed": logging.ERROR}
 
 
-@click.command(epilog=settings_help())
+@click.command(epilog="Engine settings: mlflow-llm help settings")
 @click.option("-m", "--model-uri", "model_uri", help="URI of the model, e.g. models:/assistant@champion.")
 @click.option("--listen", default=LISTEN, show_default=True, help="Address for servers, tcp://host:port.")
 @click.option("--key-file", required=True, help="File with the key that servers share, made by mlflow-llm engine-key.")
-@click.option("-C", "--config", "config", multiple=True, metavar="KEY=VALUE", help="Engine setting; repeatable.")
+@click.option(
+    "-C",
+    "--config",
+    "config",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Engine setting (mlflow-llm help settings); repeatable.",
+)
 @click.option(
     "--adapter-dir",
     "adapter_dirs",
@@ -43,6 +49,7 @@ LISTEN = "tcp://127.0.0.1:5601"
 @click.option(
     "--spec", "spec_file", type=click.Path(exists=True, dir_okay=False), help="Model and settings in a JSON file."
 )
+@click.option("--log-file", metavar="FILE", help="File to which the log is appended as JSON, besides standard error.")
 @click.option("--runtime-dir", hidden=True)
 def engine(
     model_uri: str | None,
@@ -52,6 +59,7 @@ def engine(
     adapter_dirs: tuple[str, ...],
     drain_timeout: float,
     spec_file: str | None,
+    log_file: str | None,
     runtime_dir: str | None,
 ) -> None:
     """Run an engine on this host for servers on other hosts.
@@ -60,7 +68,7 @@ def engine(
     """
     from ..supervision.warm_up import generate_one
 
-    configure(logging.WARNING, "%(levelname)s %(name)s: %(message)s")
+    start_log.begin("info", log_file)
     check_address(listen)
     read_key(key_file)
     model = msgspec.structs.replace(
@@ -93,13 +101,13 @@ def _model(model_uri: str | None, spec_file: str | None, config: tuple[str, ...]
     if model_uri is None:
         return read_engine_spec(str(spec_file))
     overrides = engine_overrides(config)
-    click.echo("reading the model", err=True)
+    start_log.say("reading the model", "reading")
     (spec,) = endpoint_specs({NAME: model_uri}, overrides)
     return EngineSpec(bundle=spec.bundle, settings=spec.engine)
 
 
 def say(stage: str, **facts: Any) -> None:
-    """Report an event of the engine to people, on standard error."""
+    """Log an event of the engine."""
     text = {
         "loading": "loading",
         "ready": (
@@ -109,6 +117,7 @@ def say(stage: str, **facts: Any) -> None:
         "restarting": "the engine has ended or hangs; restarting it",
         "failed": f"the engine does not start: {facts.get('message')}; trying again",
         "draining": f"shutting down; running requests have {facts.get('seconds')} s",
-        "ended": "ended",
+        "stopped": "stopped",
     }[stage]
-    click.echo(f"{time.strftime('%H:%M:%S')} {visible(text)}", err=True)
+    fields = {name: facts[name] for name in ("seconds", "address", "kernels", "message") if name in facts}
+    start_log.say(text, stage, level=LEVELS.get(stage, logging.INFO), **fields)

@@ -15,6 +15,7 @@ import click
 from ..system.escape import visible, visible_line
 from .http_connection import connector, tls_options
 from .key_options import VARIABLE, key_options
+from .shared_options import SharedOption
 
 URL_VARIABLE = "MLFLOW_LLM_URL"
 NO_KEY = f" (give a key with --key-file or {VARIABLE})"
@@ -208,6 +209,7 @@ def url_options(command: Any) -> Any:
     command = tls_options(command)
     return click.option(
         "--url",
+        cls=SharedOption,
         envvar=URL_VARIABLE,
         default="http://127.0.0.1:8000",
         show_default=True,

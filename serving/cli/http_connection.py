@@ -13,6 +13,8 @@ from urllib.parse import unquote, urlsplit
 
 import click
 
+from .shared_options import SharedOption
+
 CA, CERT = f"{__name__}.ca", f"{__name__}.cert"  # in click's context
 
 Connect = Callable[[float], http.client.HTTPConnection]
@@ -99,6 +101,7 @@ def tls_options(command: Any) -> Any:
     ):
         command = click.option(
             option,
+            cls=SharedOption,
             envvar=variable,
             type=click.Path(dir_okay=False),
             help=f"{text} ({variable})",

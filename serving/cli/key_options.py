@@ -11,6 +11,8 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from .shared_options import SharedOption
+
 VARIABLE = "MLFLOW_LLM_KEY"
 KEY = (
     f"API key ({VARIABLE}): @FILE, or - for a line of standard input. Every user of this machine sees a key "
@@ -74,6 +76,6 @@ def key_options(command: Callable[..., Any]) -> Callable[..., Any]:
             key = key_file
         return command(*arguments, key=key, **options)
 
-    file = click.option("--key-file", type=SecretFile(), help="File that contains the API key.")
-    literal = click.option("--key", envvar=VARIABLE, type=Secret(), help=KEY)
+    file = click.option("--key-file", cls=SharedOption, type=SecretFile(), help="File that contains the API key.")
+    literal = click.option("--key", cls=SharedOption, envvar=VARIABLE, type=Secret(), help=KEY)
     return literal(file(with_key))

@@ -15,10 +15,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import click
-
 from ..model_files.model_uri import LATEST, RegisteredModel, is_path, parse
 from ..system.escape import visible_line
+from . import start_log
 
 REGISTERED = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*)(?:/(?P<version>[0-9]+)|@(?P<alias>[\w.-]+))?")
 MODEL_FILES = ("MLmodel", "manifest.json", "config.json", "modules.json", "adapter_config.json")
@@ -35,15 +34,14 @@ def located(given: str) -> str:
     is_here = path.is_file() or any((path / name).is_file() for name in MODEL_FILES)
     if found is None or is_here or given.lower().endswith(".gguf"):
         if found is not None and is_here:
-            click.echo(
+            start_log.say(
                 f"{visible_line(given)} is a model here, in {visible_line(str(path.absolute()))}; "
-                f"a registered model of that name is models:/{given}",
-                err=True,
+                f"a registered model of that name is models:/{given}"
             )
         return given
     named = RegisteredModel(name=found["name"], version=found["version"], alias=found["alias"])
     uri = named.uri if found["version"] or found["alias"] else f"{named.uri}/{LATEST}"
-    click.echo(f"{visible_line(given)}: no model's directory or file here; looking for {uri}", err=True)
+    start_log.say(f"{visible_line(given)}: no model's directory or file here; looking for {uri}")
     return uri
 
 

@@ -17,6 +17,7 @@ from ..dialects.fields.defaults import check_defaults, request_defaults
 from ..interface.settings import EngineSettings, check_name, check_server_engine
 from ..model_files.model_uri import parse
 from ..transport.auth import check_address, read_key
+from . import start_log
 from .advice import for_setting
 from .model_names import located, named_version
 
@@ -152,7 +153,7 @@ def endpoint_specs(
     if any(resolved[name].generates for name in models):
         for name in models:
             if unused := resolved[name].unused(overrides):
-                click.echo(not_applied(name, unused), err=True)
+                start_log.say(not_applied(name, unused))
     elif unused := next(iter(resolved.values())).unused(overrides):
         given = ", ".join(f"{key}={value}" for key, value in unused.items())
         raise click.UsageError(f"-C {given}: none of the models generates text, and other models do not use it")
@@ -164,7 +165,7 @@ def endpoint_specs(
     for name, uri in models.items():
         found, settings = resolved[name], engines[name]
         if version := named_version(uri, found.uri):
-            click.echo(version, err=True)
+            start_log.say(version)
         specs.append(
             EndpointSpec(
                 name=name,

@@ -11,7 +11,10 @@ from .chat.command import chat
 from .http import URL_VARIABLE
 
 OF_A_SERVER = ("url", "key", "key_file", "model_uri")
-HELP = {"config": "Engine setting; repeatable.", "model": "The base or one of its adapters, as NAME:ADAPTER."}
+HELP = {
+    "config": "Engine setting (mlflow-llm help settings); repeatable.",
+    "model": "The base or one of its adapters, as NAME:ADAPTER.",
+}
 
 
 def _parameters() -> list[click.Parameter]:

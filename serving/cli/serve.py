@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import os
 from typing import Any
 
@@ -13,8 +14,9 @@ from click.core import ParameterSource
 
 from ..control.settings import ServerSettings
 from ..control.spec import ProfileName, ServeSpec
-from ..system.logs import human_line, is_terminal
+from ..system import logs
 from ..system.step_line import StepLine
+from . import start_log
 from .dialect_options import dialect_options, dialects_of
 from .model_options import (
     check_settings,
@@ -28,6 +30,14 @@ from .serve_checks import check_place
 from .serve_help import GroupedCommand, serve_epilog
 from .serve_options import serve_options
 from .spec_files import read_serve_spec
+
+EVENTS = {
+    "token": "first token",
+    "ready": "engines ready",
+    "probes": "listening for probes",
+    "grpc": "listening for gRPC",
+}
+"""The events of steps whose stage alone does not say what they are."""
 
 
 @click.command(cls=GroupedCommand, epilog=serve_epilog())
@@ -55,11 +65,12 @@ def serve(
     The server speaks the APIs of OpenAI, Anthropic, Databricks, MLflow and others. It runs in the foreground until a
     signal ends it: SIGTERM lets running requests finish, SIGINT (Ctrl-C) does not.
     """
-    from ..http.gunicorn.server import serve as run
-
+    if spec_file is None:
+        start_log.begin(server["log_level"], server["log_file"])
     if spec_file is not None:
         _check_alone(click.get_current_context())
         spec = read_serve_spec(spec_file)
+        start_log.begin(spec.settings.log_level, spec.settings.log_file)
         check_place(spec.settings)
     else:
         dialects = dialects_of(server)
@@ -87,12 +98,16 @@ def serve(
         )
     spec = spec.resolved()
     if spec.settings.is_open_to_others:
-        click.echo(
+        start_log.say(
             f"warning: other machines can reach {spec.settings.host}, and no API keys are required: anyone who reaches "
             "the server can use and change its endpoints (--require-keys)",
-            err=True,
+            level=logging.WARNING,
         )
+    from ..http.gunicorn.server import serve as run
+
     run(spec, say)
+    if logs.is_configured():
+        logs.event("stopped")
 
 
 def _check_alone(context: click.Context) -> None:
@@ -112,7 +127,7 @@ def _line() -> StepLine:
 
 
 def say(step: dict[str, Any]) -> None:
-    """Print a step of the server's start on standard error."""
+    """Say a step of the server's start."""
     if step["stage"] == "step":
         _line().show(step["step"], step["done"], step["total"])
         return
@@ -132,4 +147,6 @@ def say(step: dict[str, Any]) -> None:
         "grpc": f"KServe's inference service on {url}",
         "listening": f"listening on {url} (docs at /docs)",
     }.get(step["stage"], json.dumps(step))
-    click.echo(human_line(text) if is_terminal() else text, err=True)
+    fields = {name: value for name, value in step.items() if name not in ("stage", "scheme", "host", "port", "socket")}
+    listens = {"url": url} if step["stage"] in ("probes", "grpc", "listening") else {}
+    start_log.say(text, EVENTS.get(step["stage"], step["stage"]), **fields, **listens)

@@ -259,7 +259,12 @@ _OPTIONS = (
     _setting(
         "--log-level",
         type=click.Choice(["debug", "info", "warning", "error"]),
-        help="Level of the log on standard error.",
+        help="Least severe level that is logged.",
+    ),
+    option(
+        "--log-file",
+        metavar="FILE",
+        help="File to which the log is appended as JSON, besides standard error. It may be rotated by renaming.",
     ),
 )
 

@@ -12,6 +12,7 @@ from ..control.settings import DATABASE_VARIABLE
 from ..metering.store.checks import NoStore
 from ..metering.store.store import Store
 from ..system.escape import visible_line
+from .shared_options import SharedOption
 
 DATABASE = "URL of the database, e.g. sqlite:///serving.db (MLFLOW_LLM_DATABASE)."
 
@@ -27,7 +28,9 @@ def _nearest(context: click.Context, parameter: click.Parameter, value: str) -> 
     return str(outer.params[name])
 
 
-database = click.option("--database", envvar=DATABASE_VARIABLE, required=True, help=DATABASE, callback=_nearest)
+database = click.option(
+    "--database", cls=SharedOption, envvar=DATABASE_VARIABLE, required=True, help=DATABASE, callback=_nearest
+)
 
 
 @contextlib.contextmanager

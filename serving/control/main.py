@@ -56,9 +56,9 @@ def main(argv: list[str]) -> int:
     """Run until standard input closes, and return the exit status, 1 if the start failed."""
     for ignored in (signal.SIGINT, signal.SIGTERM):  # they may go to all processes, but the server decides when we end
         signal.signal(ignored, signal.SIG_IGN)
-    logs.configure("warning")
     directory = Path(argv[0])
     spec = msgspec.json.decode((directory / SPEC).read_bytes(), type=ServeSpec)
+    logs.take_over("warning", spec.settings.log_file)
     over, orphaned, changed = threading.Event(), threading.Event(), threading.Event()
     threading.Thread(target=_watch_stdin, args=(over, orphaned, changed), daemon=True).start()
     try:

@@ -72,6 +72,7 @@ class ServerSettings(ListenSettings, frozen=True, kw_only=True, forbid_unknown_f
         state_dir: directory for what the ledger has not written to the database yet. None is the user's own.
         page: serve the page under ``/``.
         log_level: the least severe level that is logged.
+        log_file: file to which the log is appended as JSON, besides standard error.
         prefix_sharing: who shares cached prompt prefixes: the keys of a tenant, all callers of an endpoint, or nobody.
             An endpoint may have its own setting.
         trace_sample: share of requests that are traced, from 0 (none) to 1.
@@ -118,6 +119,7 @@ class ServerSettings(ListenSettings, frozen=True, kw_only=True, forbid_unknown_f
     state_dir: str | None = None
     page: bool = True
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_file: str | None = None
     prefix_sharing: PrefixSharing = "tenant"
     trace_sample: Annotated[float, Meta(ge=0, le=1)] = 0.0
     trace_content: bool = False

@@ -44,7 +44,7 @@ def worker_server(spec: ServeSpec, directory: Path, cache_secret: bytes | None =
     otherwise a worker that replaces a killed one could not answer anybody, not even ``/health``, while an engine is
     stalled or full.
     """
-    logs.configure(spec.settings.log_level)
+    logs.configure(spec.settings.log_level, spec.settings.log_file)
     gevent_wait.install()
     settings = spec.settings
     store = _store(store_url(spec, directory))

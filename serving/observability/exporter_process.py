@@ -13,7 +13,7 @@ END_SECONDS = 10.0
 
 
 @contextlib.contextmanager
-def exporting(directory: Path, *, sample: float, experiment: str) -> Iterator[None]:
+def exporting(directory: Path, *, sample: float, experiment: str, log_file: str | None = None) -> Iterator[None]:
     """Run the exporter for the duration of the ``with`` block; do nothing if ``sample`` is 0.
 
     The exporter finds its stores in this process's environment. Its standard input closes when the block or this
@@ -22,7 +22,8 @@ def exporting(directory: Path, *, sample: float, experiment: str) -> Iterator[No
     if sample == 0:
         yield
         return
-    command = child.python_command("serving.observability.trace_exporter", str(directory), experiment)
+    arguments = (str(directory), experiment, *([log_file] if log_file else []))
+    command = child.python_command("serving.observability.trace_exporter", *arguments)
     # MLflow imports LiteLLM if it is installed, which would fetch a price list from the network
     env = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", **child.environment()}
     process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, env=env)

@@ -148,7 +148,7 @@ def main(argv: list[str]) -> int:
     """Export until standard input closes, and return the exit status."""
     for ignored in (signal.SIGINT, signal.SIGTERM):  # they may go to all processes, but the server decides when we end
         signal.signal(ignored, signal.SIG_IGN)
-    logs.configure()
+    logs.take_over(file=argv[2] if len(argv) > 2 else None)
     targets = _await_sinks(argv[1])
     if targets is None:
         return 1

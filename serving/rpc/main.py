@@ -69,7 +69,7 @@ def main(argv: list[str]) -> int:
     directory = Path(argv[0])
     spec = msgspec.json.decode((directory / SPEC).read_bytes(), type=ServeSpec)
     secret = bytes.fromhex(sys.stdin.readline())
-    logs.configure(spec.settings.log_level)
+    logs.take_over(spec.settings.log_level, spec.settings.log_file)
     process = Process()
     gevent.signal_handler(signal.SIGTERM, process.drain)
     gevent.signal_handler(signal.SIGINT, process.cut)

@@ -106,7 +106,7 @@ class EngineHost:
                 sent.append(wanted)
             time.sleep(CHECK_SECONDS / 2)
         state.remove_if_abandoned()
-        self._say("ended")
+        self._say("stopped")
 
 
 def _send(state: StateDirectory, wanted: signal.Signals) -> bool:

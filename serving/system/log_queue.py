@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import select
@@ -66,11 +67,15 @@ class QueuedHandler(logging.Handler):
         while True:
             item = lines.get()
             if isinstance(item, str):
-                _write_line(self._fd, item)
+                _write_line(self._place(), item)
             elif isinstance(item, logging.LogRecord):
-                _write_line(self._fd, self.format(item))
+                _write_line(self._place(), self.format(item))
             else:
                 item.release()
+
+    def _place(self) -> int:
+        """Return the descriptor that the next line goes to."""
+        return self._fd
 
     def flush(self) -> None:
         if self._pid == os.getpid():
@@ -78,6 +83,34 @@ class QueuedHandler(logging.Handler):
             written.acquire()
             self._lines.put(written)
             written.acquire(timeout=FLUSH_SECONDS)
+
+
+class QueuedFile(QueuedHandler):
+    """A ``QueuedHandler`` that appends to a file, and opens it again once it has been renamed or removed (logrotate).
+
+    Several processes may append to it: each line is one write. Raises ``OSError`` if it cannot be opened.
+    """
+
+    def __init__(self, path: str, limit: int = LIMIT) -> None:
+        self._path = os.path.abspath(path)
+        super().__init__(self._open(), limit)
+
+    def _open(self) -> int:
+        return os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
+
+    def _place(self) -> int:
+        try:
+            is_there = os.path.samestat(os.stat(self._path), os.fstat(self._fd))
+        except FileNotFoundError:
+            is_there = False
+        except OSError:  # who can no longer look goes on where it is
+            is_there = True
+        if not is_there:
+            with contextlib.suppress(OSError):
+                opened = self._open()
+                os.close(self._fd)
+                self._fd = opened
+        return self._fd
 
 
 def _write_line(fd: int, line: str) -> None:

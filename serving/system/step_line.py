@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
+from . import logs
 from .escape import visible_line
 from .sizes import readable
 
@@ -37,11 +38,18 @@ class StepLine:
             self._name, self._began, self._first = name, now, done
         if not self._updates:
             if is_new:
-                self._write(f"{visible_line(name)}{f': {readable(total)}' if total else ''}\n")
+                self._tell(f"{visible_line(name)}{f': {readable(total)}' if total else ''}", name, total)
             return
         if is_new or now - self._drawn >= REDRAW_SECONDS:
             self._drawn, self._is_shown = now, True
             self._write(f"{CLEAR}{visible_line(name)}{self._how_far(done, total, now - self._began)}")
+
+    def _tell(self, line: str, name: str, total: int) -> None:
+        """Tell what is no terminal of a step: where standard error is this process's log, as an event of it."""
+        if self._stream is sys.stderr and logs.is_configured():
+            logs.event("step", sentence=line, step=name, bytes=total or None)
+        else:
+            self._write(f"{line}\n")
 
     def clear(self) -> None:
         """Take the updated line away, so that other lines can be written. The next ``show`` begins a new step."""

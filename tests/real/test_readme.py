@@ -138,8 +138,8 @@ def test_models_serve(transcript: tuple[dict[str, str], str, Path]) -> None:
 
 
 def test_the_server(transcript: tuple[dict[str, str], str, Path]) -> None:
-    """The server answers on the terminal, and streams the pirate to curl."""
-    sections, err, _ = transcript
+    """The server answers on the terminal, and streams the pirate to curl; its log is elsewhere."""
+    sections, err, folder = transcript
     said, _, stream = sections["The server"].partition("data: ")
     assert "Paris" in said, err[-3000:]
     events = re.findall(r"^data: (.+)$", f"data: {stream}", re.MULTILINE)
@@ -147,7 +147,10 @@ def test_the_server(transcript: tuple[dict[str, str], str, Path]) -> None:
     chunks = [json.loads(event) for event in events[:-1]]
     text = "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
     assert text.startswith("Arrr")
-    assert err.count("listening on http://127.0.0.1:8000") == 2
+    log = [json.loads(line) for line in (folder / "server.log").read_text().splitlines()]
+    assert [one["url"] for one in log if one["event"] == "listening"] == 2 * ["http://127.0.0.1:8000"]
+    assert log[-1]["event"] == "stopped"
+    assert "listening" not in err
 
 
 def test_keys_limits_and_the_bill(transcript: tuple[dict[str, str], str, Path]) -> None:

@@ -32,7 +32,12 @@ INTERRUPTED = 130  # as shells say it of what SIGINT ended
     "-m", "--model-uri", help="Run this logged model, Hugging Face directory or hub id here, without a server."
 )
 @click.option(
-    "-C", "--config", "config", multiple=True, metavar="KEY=VALUE", help="With -m: engine setting; repeatable."
+    "-C",
+    "--config",
+    "config",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="With -m: engine setting (mlflow-llm help settings); repeatable.",
 )
 @click.option("--model", help="Endpoint or endpoint:adapter (default: the server's first).")
 @click.option("--system", help="System message.")

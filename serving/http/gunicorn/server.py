@@ -44,7 +44,12 @@ def serve(spec: ServeSpec, progress: Progress | None = None) -> None:
         (directory / METRICS).mkdir()
         os.environ[PROMETHEUS_DIRECTORY] = str(directory / METRICS)
         settings = spec.settings
-        tracing = exporting(directory, sample=settings.trace_sample, experiment=settings.trace_experiment)
+        tracing = exporting(
+            directory,
+            sample=settings.trace_sample,
+            experiment=settings.trace_experiment,
+            log_file=settings.log_file,
+        )
         try:
             with tracing, _controller(directory) as controller:
                 controller.await_ready(progress or (lambda _: None))
@@ -141,7 +146,7 @@ class Application(BaseApplication):
     def run(self) -> None:
         from .worker import ServerArbiter
 
-        logs.configure(self.spec.settings.log_level)
+        logs.configure(self.spec.settings.log_level, self.spec.settings.log_file)
         arbiter = os.getpid()
         try:
             ServerArbiter(self).run()

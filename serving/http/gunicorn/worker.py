@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -338,7 +339,7 @@ class JsonLogger(Logger):
 
     def setup(self, cfg: Any) -> None:
         super().setup(cfg)
-        self.error_log.handlers[:] = [logs.handler()]
+        self.error_log.handlers[:] = logging.getLogger(logs.PACKAGE).handlers
 
     def exception(self, msg: str, *args: Any, **kwargs: Any) -> None:
         if isinstance(sys.exc_info()[1], TimeoutError):

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from click.testing import CliRunner
 
 from mlflow_llm.serving.cli import COMPLETE, cli
 from mlflow_llm.serving.cli.serve_help import GROUPS, OTHERS, first_sentence
+from mlflow_llm.serving.cli.shared_options import SUMMARY, SharedOption
 from mlflow_llm.serving.cli.spec_files import read_serve_spec
 from mlflow_llm.serving.cli.spec_schema import KINDS, schema
 from mlflow_llm.serving.control.settings import ServerSettings
@@ -49,6 +51,52 @@ def test_engine_settings_have_their_meaning() -> None:
         if name != "in_process":
             assert first_sentence(meaning).split()[0] in text.partition(f"  {name} = ")[2].split("\n")[1]
     assert text.index("Engine settings (-C KEY=VALUE)") < text.index("Examples:")
+
+
+def commands(command: click.Command, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    if isinstance(command, click.Group):
+        for name in command.list_commands(click.Context(command)):
+            inner = command.get_command(click.Context(command), name)
+            assert inner is not None
+            yield from commands(inner, (*words, name))
+    else:
+        yield words, command
+
+
+def test_shared_options_are_explained_once() -> None:
+    """Options for a server have one line together in each command's help, and their meanings in ``help server``."""
+    once = CliRunner().invoke(cli, ["help", "server"]).stdout
+    count = 0
+    for words, command in commands(cli):
+        found = [one for one in command.params if isinstance(one, SharedOption)]
+        if not found:
+            continue
+        count += 1
+        text = " ".join(shown(*words).split())
+        assert f"{', '.join(one.opts[0] for one in found)} {SUMMARY['server']}" in text, words
+        assert all(str(one.help)[:30] not in text for one in found), words
+        assert all(re.search(rf"^  {one.opts[0]} ", once, re.MULTILINE) for one in found), words
+    assert count > 20
+
+
+@pytest.mark.parametrize("flag", ["--url", "--key", "--key-file", "--ca", "--cert", "--database"])
+def test_no_command_repeats_a_shared_option(flag: str) -> None:
+    """An option of that name in any command but those that start something is the shared one."""
+    own = {"serve": {"--database"}, "engine": {"--key-file"}}
+    for words, command in commands(cli):
+        for one in command.params:
+            if flag in one.opts and flag not in own.get(words[0], ()):
+                assert isinstance(one, SharedOption), words
+
+
+def test_help_of_commands_and_settings() -> None:
+    """``help COMMAND`` is its ``--help``, ``help settings`` the list of ``serve --help``; others are refused."""
+    asked = CliRunner().invoke(cli, ["help", "keys", "create"], terminal_width=100).stdout
+    assert "--tenant" in asked
+    settings = CliRunner().invoke(cli, ["help", "settings"]).stdout
+    assert settings.strip() in "\n".join(line.removeprefix("  ") for line in shown("serve").splitlines())
+    refused = CliRunner().invoke(cli, ["help", "keys", "nothing"])
+    assert (refused.exit_code, "keys nothing: no such command" in refused.stderr) == (2, True)
 
 
 def test_examples_are_commands_that_parse() -> None:

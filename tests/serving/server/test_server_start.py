@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import time
 import urllib.error
@@ -45,6 +46,22 @@ def test_the_start_is_reported(started: Running) -> None:
     assert [said.count(step) for step in steps] == [1, 1, 1], said
     places = [said.index(step) for step in steps]
     assert places == sorted(places)
+
+
+def test_the_log_has_one_form(tmp_path: Path) -> None:
+    """From the first line to "stopped", all that a server says is JSON, on standard error as in ``log_file``."""
+    bundle, file = write_instant_model(tmp_path), tmp_path / "log.json"
+    with running(bundle, log_file=str(file), host="0.0.0.0") as server:
+        server.terminate()
+        assert server.process.wait(240) == 0
+        said = [json.loads(line) for line in server.log().splitlines()]
+    assert [line["event"] for line in said][-1] == "stopped"
+    events = {line["event"] for line in said}
+    assert events >= {"loading", "first token", "engines ready", "listening", "serving", "draining"}
+    assert [line["url"] for line in said if line["event"] == "listening"] == [f"http://0.0.0.0:{server.port}"]
+    assert [line["level"] for line in said if "other machines" in line["event"]] == ["warning"]
+    kept = [json.loads(line) for line in file.read_text().splitlines()]
+    assert sorted(map(str, kept)) == sorted(map(str, said))
 
 
 def test_an_engine_without_a_token_is_never_ready(tmp_path: Path) -> None:

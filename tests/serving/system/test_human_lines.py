@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Iterator
@@ -31,6 +32,15 @@ def test_a_line_for_people(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     line = logs.HumanLines().format(record("request", status=200, path="/v1/models", error="no such model"))
     assert re.fullmatch(r'\d\d:\d\d:\d\d info request  status=200 path=/v1/models error="no such model"', line)
+
+
+def test_a_sentence_stands_in_place_of_event_and_fields() -> None:
+    """An event that has a sentence is that sentence to people, and both to programs."""
+    said = record("listening", url="http://127.0.0.1:80")
+    said.sentence = "listening on http://127.0.0.1:80"
+    assert logs.HumanLines().format(said).endswith(f" {said.sentence}")
+    line = json.loads(logs.JsonLines().format(said))
+    assert (line["event"], line["url"], line["message"]) == ("listening", "http://127.0.0.1:80", said.sentence)
 
 
 def test_levels_have_colours() -> None:

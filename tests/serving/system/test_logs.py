@@ -13,7 +13,7 @@ import textwrap
 
 import pytest
 
-from mlflow_llm.serving.system.log_queue import QueuedHandler
+from mlflow_llm.serving.system.log_queue import QueuedFile, QueuedHandler
 from mlflow_llm.serving.system.logs import JsonLines
 
 PAGE = 4096  # the smallest pipe
@@ -123,3 +123,40 @@ def test_a_worker_ends_with_an_unread_pipe():
         """
     )
     assert (done.returncode, done.stdout) == (0, "alive\n")
+
+
+def test_a_renamed_file_is_left(tmp_path):
+    """A log file that is renamed keeps what it has; later lines go into a new file of the old name."""
+    handler = QueuedFile(str(tmp_path / "log"))
+    handler.setFormatter(JsonLines())
+    for event in ("before", "after"):
+        handler.handle(logging.makeLogRecord({"msg": event, "levelname": "INFO"}))
+        handler.flush()
+        if event == "before":
+            (tmp_path / "log").rename(tmp_path / "log.1")
+    found = [json.loads((tmp_path / name).read_text())["event"] for name in ("log.1", "log")]
+    os.close(handler._fd)
+    assert found == ["before", "after"]
+
+
+def test_one_form_for_all_that_is_said(tmp_path):
+    """Events, what libraries log, warnings and steps are lines of JSON, on standard error and in the log file."""
+    done = run(
+        f"""
+        import warnings
+        from mlflow_llm.serving.system.step_line import StepLine
+
+        logs.take_over(file={str(tmp_path / "log")!r})
+        logs.event("listening", sentence="listening on :80", url=":80")
+        logging.getLogger("another").warning("from a library")
+        warnings.warn("old")
+        StepLine().show("packing", 0, 2000)
+        """
+    )
+    assert (done.returncode, done.stderr) == (0, (tmp_path / "log").read_text())
+    lines = [json.loads(line) for line in done.stderr.splitlines()]
+    assert [line["level"] for line in lines] == ["info", "warning", "warning", "info"]
+    assert lines[0]["message"] == "listening on :80"
+    assert lines[1]["event"] == "from a library"
+    assert "UserWarning: old" in lines[2]["event"]
+    assert (lines[3]["event"], lines[3]["step"], lines[3]["bytes"]) == ("step", "packing", 2000)
