@@ -101,7 +101,7 @@ class IncompleteDetails(TypedDict):
     reason: Literal["max_output_tokens"] | None
 
 
-class Response(TypedDict):
+class ResponseObject(TypedDict):
     """The reply, with the fields of the request as they were used. Nothing of it is stored."""
 
     id: str
@@ -144,7 +144,7 @@ class ResponseEvent(TypedDict):
         "response.created", "response.in_progress", "response.completed", "response.incomplete", "response.failed"
     ]
     sequence_number: int
-    response: Response
+    response: ResponseObject
 
 
 class OutputItemEvent(TypedDict):
@@ -247,7 +247,7 @@ EXAMPLE: dict[str, Any] = {"model": "assistant", "input": "Say hello.", "max_out
 COUNT_EXAMPLE = {name: value for name, value in EXAMPLE.items() if name != "max_output_tokens"}
 RESPONSE = Exchange(
     example=EXAMPLE,
-    whole=Response,
+    whole=ResponseObject,
     event=ResponseEvent
     | OutputItemEvent
     | ContentPartEvent

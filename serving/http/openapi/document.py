@@ -170,11 +170,10 @@ def document(routes: Iterable[Route]) -> dict[str, Any]:
         paths.setdefault(path, {})[route.method.lower()] = _operation(route, path, components)
         for dialect in (route.dialect, *route.by_header.values()):
             dialects[dialect.name] = dialect
-    schemas: dict[str, Any] = {
-        _schema_name(name, task): schema
-        for name, dialect in dialects.items()
-        for task, schema in dialect.request_schemas.items()
-    }
+    schemas: dict[str, Any] = {}
+    for name, dialect in dialects.items():
+        for task, schema in dialect.request_schemas.items():
+            schemas |= _with_named_forms(_schema_name(name, task), schema)
     schemas.update({f"{name}_error": dialect.error_schema for name, dialect in dialects.items()})
     made: dict[str, Any] = {
         "openapi": "3.1.0",
@@ -184,6 +183,20 @@ def document(routes: Iterable[Route]) -> dict[str, Any]:
         "security": [{}, *({name: []} for name in SECURITY)],
     }
     return made | {part: plain_enums(made[part]) for part in ("paths", "components")}
+
+
+def _with_named_forms(name: str, schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema by its name, and each of its forms, if it has several, by a name of its own.
+
+    Generators make a class of each form; without names they lose the classes of what is in them.
+    """
+    forms = schema.get("anyOf", [])
+    if not forms or any(form.get("type") != "object" for form in forms):
+        return {name: schema}
+    if len(forms) == 1:
+        return {name: {key: value for key, value in schema.items() if key != "anyOf"} | forms[0]}
+    named = {f"{name}_{number}": form for number, form in enumerate(forms, 1)}
+    return {**named, name: schema | {"anyOf": [{"$ref": f"{PLACE}{one}"} for one in named]}}
 
 
 def _schema_name(dialect: str, task: Task) -> str:

@@ -13,7 +13,19 @@ from mlflow_llm.serving.http.routes import ROUTES
 
 
 @pytest.mark.parametrize(
-    "values", [[None, []], [False, True, "never"], [None, False], ["a", None], [1, 2, None], [{}, None], [1, True]]
+    "values",
+    [
+        [None, []],
+        [False, True, "never"],
+        [None, False],
+        ["a", None],
+        [1, 2, None],
+        [{}, None],
+        [1, True],
+        [["a"], None],
+        [{"a": 1}, False],
+        [{"a": "b"}],
+    ],
 )
 def test_a_mixed_enumeration_accepts_the_same(values: list[Any]) -> None:
     """The choice accepts each value of the enumeration, and no others."""
@@ -21,7 +33,8 @@ def test_a_mixed_enumeration_accepts_the_same(values: list[Any]) -> None:
     assert made["description"] == "words"
     assert "enum" not in made
     check = jsonschema.Draft202012Validator(made)
-    for value in (None, [], {}, False, True, "never", "a", "b", 1, 2, 3, [1], {"a": 1}):
+    others = ([1], ["a"], ["a", "a"], ["b"], {"a": 1}, {"a": "b"}, {"a": 1, "b": 1})
+    for value in (None, [], {}, False, True, "never", "a", "b", 1, 2, 3, *others):
         assert check.is_valid(value) == any(type(value) is type(one) and value == one for one in values), value
 
 
@@ -30,15 +43,33 @@ def test_names_and_texts_stay() -> None:
     shape = {"properties": {"default": {"enum": [None, False]}, "enum": {"enum": ["a", "b"]}}, "example": {"enum": [1]}}
     made = plain_enums(shape)
     assert "anyOf" in made["properties"]["default"]
-    assert made["properties"]["enum"] == {"enum": ["a", "b"]}
+    assert made["properties"]["enum"] == {"type": "string", "enum": ["a", "b"]}
     assert made["example"] == {"enum": [1]}
 
 
+@pytest.mark.parametrize("value", [False, True])
+def test_a_constant_truth_value_is_no_const(value: bool) -> None:
+    """A truth value is written without ``const``, of which generators make code that does not compile."""
+    made = plain_enums({"const": value, "description": "words"})
+    assert made == {"type": "boolean", "not": {"const": not value}, "description": "words"}
+    assert [jsonschema.Draft202012Validator(made).is_valid(one) for one in (value, not value, None)] == [
+        True,
+        False,
+        False,
+    ]
+
+
+def test_arrays_say_what_is_in_them() -> None:
+    """An array without ``items`` gets some that allow everything, and others keep theirs."""
+    assert plain_enums({"type": "array"}) == {"type": "array", "items": {}}
+    assert plain_enums({"type": "array", "prefixItems": []}) == {"type": "array", "prefixItems": []}
+
+
 def test_the_document_has_no_mixed_enumeration() -> None:
-    """No enumeration of the document has values of several types, but those with whole objects."""
+    """No enumeration of the document has values of several types, or whole lists and objects."""
     for values in enumerations(document(ROUTES)):
-        whole = any(isinstance(value, dict) and value for value in values)
-        assert whole or len(set(map(type, values))) == 1, values
+        assert len(set(map(type, values))) == 1, values
+        assert not isinstance(values[0], list | dict), values
 
 
 def enumerations(node: Any) -> Any:
