@@ -1,17 +1,17 @@
 """A check before MLflow writes a Dockerfile: a version that holds only an adapter has no base in an image.
 
 MLflow runs no code of a flavor when it makes an image, but it imports the entry points of its artifact repositories
-together with itself. This module is one of them, imports nothing then, and puts the check around the class that writes
-Dockerfiles when MLflow imports that (docs/decisions/0019).
+together with itself. This module is one of them, imports nothing of MLflow then, and puts the check around the class
+that writes Dockerfiles when MLflow imports that (docs/decisions/0019). It does the same for ``registrations``.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.util
-import sys
 from types import ModuleType
 from typing import Any
+
+from . import late_import, registrations
 
 BACKEND = "mlflow.pyfunc.backend"
 FLAVOR = "llm"
@@ -22,26 +22,6 @@ def repository(uri: str, *_: Any, **__: Any) -> Any:
     from mlflow.exceptions import MlflowException
 
     raise MlflowException.invalid_parameter_value(f"{uri}: no artifacts have URIs of this scheme")
-
-
-class Finder:
-    """A finder of ``BACKEND`` alone, by the finders after it, that puts the check into the module when it has run."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != BACKEND:
-            return None
-        sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not self]
-        spec = importlib.util.find_spec(name)
-        run = getattr(spec and spec.loader, "exec_module", None)
-        if spec is None or spec.loader is None or run is None:
-            return spec
-
-        def exec_module(module: ModuleType) -> None:
-            run(module)
-            add_check(module)
-
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
 
 
 def add_check(module: ModuleType) -> None:
@@ -79,10 +59,8 @@ def check(model_uri: str) -> None:
 
 def install() -> None:
     """Add the check, now or when MLflow imports the class."""
-    if (loaded := sys.modules.get(BACKEND)) is not None:
-        add_check(loaded)
-    elif not any(isinstance(finder, Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, Finder())
+    late_import.when_imported(BACKEND, add_check)
 
 
 install()
+registrations.install()

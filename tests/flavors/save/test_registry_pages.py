@@ -12,6 +12,7 @@ import pytest
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 from mlflow.models import Model
+from mlflow.tracking._model_registry.client import ModelRegistryClient
 
 from mlflow_llm.flavors import llm
 from mlflow_llm.flavors.llm.save import registry_pages
@@ -207,3 +208,46 @@ def test_replies_name_the_version(store, llama_dir, adapter_dir):
     model = mlflow.pyfunc.load_model(other.model_uri, model_config={"in_process": True})
     assert model.predict(asked)["model"] == other.model_id != info.model_id
     llm.close(model)
+
+
+@pytest.mark.parametrize("form", ["models:/{model}", "runs:/{run}/assistant"])
+def test_a_version_registered_later_is_described(store, llama_dir, form):
+    """``mlflow.register_model`` copies tags and description; the lines that serve the model name the version."""
+    with mlflow.start_run() as run:
+        info = llm.log_model(llama_dir, name="assistant", tags={"team": "a"})
+    uri = form.format(model=info.model_id, run=run.info.run_id)
+    made = mlflow.register_model(uri, "late", tags={"llm.dtype": "mine"})
+    version = MlflowClient().get_model_version("late", made.version)
+    logged = MlflowClient().get_logged_model(info.model_id)
+    assert version.tags == {k: v for k, v in logged.tags.items() if k.startswith("llm.")} | {"llm.dtype": "mine"}
+    assert version.tags["llm.content_hash"] == info.flavors["llm"]["content_hash"]
+    assert f"mlflow-llm serve -m models:/late/{made.version}\n" in version.description
+    assert info.model_id not in version.description
+
+
+def test_versions_of_others_and_descriptions_of_users_stay(store, llama_dir, monkeypatch, caplog):
+    """A description that was given stays, other flavors' versions get nothing, and a refusal loses no version."""
+    client = MlflowClient()
+    with mlflow.start_run():
+        info = llm.log_model(llama_dir, name="assistant")
+        other = mlflow.pyfunc.log_model(name="other", python_model=Shout(), signature=False)
+    client.create_registered_model("late")
+    given = client.create_model_version("late", f"models:/{info.model_id}", description="mine", model_id=info.model_id)
+    assert client.get_model_version("late", given.version).description == "mine"
+    plain = mlflow.register_model(f"models:/{other.model_id}", "others")
+    assert (plain.tags, plain.description) == ({}, None)
+
+    def refuse(*_, **__):
+        raise MlflowException("read-only")
+
+    monkeypatch.setattr(ModelRegistryClient, "set_model_version_tag", refuse)
+    made = mlflow.register_model(f"models:/{info.model_id}", "late")
+    assert client.get_model_version("late", made.version).tags == {}
+    assert f"late/{made.version} is registered, but not described: read-only" in caplog.text
+
+
+class Shout(mlflow.pyfunc.PythonModel):
+    """A model of another flavor."""
+
+    def predict(self, context, model_input):
+        return model_input
