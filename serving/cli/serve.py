@@ -148,5 +148,6 @@ def say(step: dict[str, Any]) -> None:
         "listening": f"listening on {url} (docs at /docs)",
     }.get(step["stage"], json.dumps(step))
     fields = {name: value for name, value in step.items() if name not in ("stage", "scheme", "host", "port", "socket")}
-    listens = {"url": url} if step["stage"] in ("probes", "grpc", "listening") else {}
-    start_log.say(text, EVENTS.get(step["stage"], step["stage"]), **fields, **listens)
+    if step["stage"] in ("probes", "grpc", "listening"):
+        fields["url"] = url
+    start_log.say(text, EVENTS.get(step["stage"], step["stage"]), **fields)

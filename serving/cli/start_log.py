@@ -1,4 +1,4 @@
-"""What a command that runs a server says: lines of the server's log, from the first one on."""
+"""The lines of a command that runs a server, which belong to the log of that server from the first one on."""
 
 from __future__ import annotations
 
