@@ -108,6 +108,17 @@ def test_files_that_compose_mounts_are_there() -> None:
     assert all((DEPLOY / name).is_file() for name in files)
 
 
+def test_prometheus_accepts_its_file() -> None:
+    """The configuration of Prometheus is valid to its own checker (where Prometheus is installed)."""
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is not installed")
+    done = subprocess.run(
+        [promtool, "check", "config", str(DEPLOY / "prometheus.yaml")], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_the_rendered_chart_is_the_charts() -> None:
     """kubernetes.yaml is what Helm makes of the chart, and the chart passes its linter (where Helm is installed)."""
     helm = shutil.which("helm")
