@@ -108,6 +108,23 @@ def test_files_that_compose_mounts_are_there() -> None:
     assert all((DEPLOY / name).is_file() for name in files)
 
 
+def test_compose_accepts_its_file() -> None:
+    """The compose file is valid to the program itself (where it is installed), and names what must be given."""
+    program = shutil.which("docker-compose")
+    if program is None:
+        pytest.skip("docker-compose is not installed")
+    command = [program, "-f", str(DEPLOY / "compose.yaml"), "config"]
+    given = {"PATH": "/usr/bin:/bin", "MODEL": "/models/a", "DATABASE_PASSWORD": "x"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=given)
+    assert done.returncode == 0, done.stderr
+    assert set(yaml.safe_load(done.stdout)["services"]) == {"server", "database", "prometheus", "grafana"}
+    refused = subprocess.run(
+        command, capture_output=True, text=True, check=False, env={**given, "DATABASE_PASSWORD": ""}
+    )
+    assert refused.returncode != 0
+    assert "DATABASE_PASSWORD" in refused.stderr
+
+
 def test_prometheus_accepts_its_file() -> None:
     """The configuration of Prometheus is valid to its own checker (where Prometheus is installed)."""
     promtool = shutil.which("promtool")

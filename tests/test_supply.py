@@ -5,6 +5,7 @@ import importlib.metadata
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -100,3 +101,17 @@ def test_a_build_leaves_nothing_in_the_checkout(tmp_path):
     subprocess.run(command, cwd=checkout, check=True, capture_output=True, env={**os.environ, "TMPDIR": str(outside)})
     assert not (checkout / "build").exists()
     assert list(outside.iterdir()) == []
+
+
+def test_the_quickstart_installs_its_whole_lock() -> None:
+    """The quickstart's pips get every requirement of the lock once, each with its hashes, and count what they fetch."""
+    quickstart = runpy.run_path(str(ROOT / "examples/quickstart/install.py"))
+    text = (ROOT / "examples/quickstart/requirements.lock").read_text()
+    found = quickstart["requirements"](text)
+    names = [quickstart["name_of"](one) for one in found]
+    assert names == re.findall(r"^([a-z0-9][a-z0-9-]*)", text, re.MULTILINE)
+    assert set(quickstart["FIRST"]) <= set(names)
+    assert sum(one.count("--hash=sha256:") for one in found) == text.count("--hash=sha256:")
+    output = "Ignoring a: markers do not match\nCollecting b==1\n  Downloading b-1.whl (190.2 MB)\nCollecting c\n"
+    assert (quickstart["fetched"](output), quickstart["left_out"](output)) == (2, 1)
+    assert quickstart["sizes"](output) == "190.2 MB"
