@@ -21,7 +21,7 @@ TOPICS = {SERVER: "options for the server or database, the key and certificates"
 @click.argument("words", nargs=-1, metavar="[TOPIC | COMMAND...]")
 @click.pass_context
 def show(context: click.Context, words: tuple[str, ...]) -> None:
-    """Show the help of a topic that several commands share, or of a command."""
+    """Explain shared options, or a command."""
     root = context.find_root()
     if words == (SERVER,):
         click.echo(_server(root))
