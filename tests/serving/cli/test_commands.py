@@ -543,9 +543,9 @@ def test_a_pasted_text_is_one_turn(observed: Running, tmp_path: Path) -> None:
     assert history.stat().st_mode & 0o777 == 0o600
 
 
-@pytest.mark.parametrize("name", ["serve", "engine"])
-def test_help_lists_the_engine_settings(name: str) -> None:
-    """Every setting that -C takes is in --help, with its default and what it may be."""
-    shown = CliRunner().invoke(cli, [name, "--help"]).stdout
+@pytest.mark.parametrize("words", [["serve", "--help"], ["help", "settings"]])
+def test_help_lists_the_engine_settings(words: list[str]) -> None:
+    """Every setting that -C takes is listed, with its default and what it may be."""
+    shown = CliRunner().invoke(cli, words).stdout
     for setting, default, allowed in EngineSettings.described():
         assert (f"{setting} = {json.dumps(default)}: {allowed}" in shown) == (setting != "in_process")
