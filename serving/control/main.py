@@ -13,6 +13,7 @@ import functools
 import json
 import logging
 import os
+import secrets
 import shutil
 import signal
 import sys
@@ -32,12 +33,15 @@ from ..metering.store.store import Store
 from ..supervision.supervisor import Supervisor
 from ..supervision.warm_up import generate_one
 from ..system import child, logs
+from ..system.files import replace_file
 from .autoscaler import Autoscaler
 from .engine_memory import EngineMemory
+from .fleet import Fleet
 from .model_sources import config_of, with_files
 from .plan import PlanDirectory
 from .reconciler import TICK_SECONDS, Reconciler
 from .resolver_pool import ResolverPool
+from .settings import gateway_name, ledger_dir
 from .spec import ServeSpec, store_url
 
 logger = logging.getLogger(__name__)
@@ -79,8 +83,11 @@ def main(argv: list[str]) -> int:
     found = functools.partial(with_files, find=resolver_pool)
     autoscaler = Autoscaler.of(spec.settings, store)
     memory = EngineMemory(spec.settings.engine_memory_budget, known=plan_directory.engines().engines)
+    fleet = Fleet(
+        endpoints, name=gateway_name(spec.settings), gateway=_gateway_id(directory), place=_gateway_place(spec)
+    )
     reconciler = Reconciler(
-        endpoints, supervisor, plan_directory, autoscaler, find=found, memory=memory, say=say, over=over
+        endpoints, supervisor, plan_directory, autoscaler, find=found, memory=memory, fleet=fleet, say=say, over=over
     )
     try:
         reconciler.start({endpoint.name: config_of(endpoint) for endpoint in spec.endpoints})
@@ -98,10 +105,25 @@ def main(argv: list[str]) -> int:
         return 1
     finally:
         reconciler.close()
+        fleet.leave()
         supervisor.close()
         if orphaned.is_set():
             _remove_after_workers(plan_directory, directory)
     return 0
+
+
+def _gateway_id(directory: Path) -> str:
+    """Return the id of this server among the gateways; a controller process that was killed has left it."""
+    path = directory / "gateway"
+    with contextlib.suppress(FileNotFoundError):
+        return path.read_text(encoding="ascii")
+    replace_file(path, (new := secrets.token_hex(8)).encode())
+    return new
+
+
+def _gateway_place(spec: ServeSpec) -> Path | None:
+    """Return the directory of the locks of this host's gateways; None for a server that has its endpoints to itself."""
+    return None if spec.settings.database is None else ledger_dir(spec.settings).parent / "gateways"
 
 
 def _warn_of_keys(keys: Keys) -> None:

@@ -2,8 +2,9 @@
 the outcomes.
 
 One thread calls ``tick``. The steps of an update are: its engines warm up (``rollout``); the plan with it is published;
-every worker adopts the plan; the store marks the endpoint ready; the engines that are no longer needed drain. A config
-that fails leaves the plan and the engines as they were.
+every worker adopts the plan; this server reports it, and the leader of all gateways marks the endpoint ready
+(``fleet``); the engines that are no longer needed drain. A config that fails leaves the plan and the engines as they
+were.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 from ..endpoints.config import EndpointConfig, EntityConfig, changes
+from ..endpoints.gateways import EndpointReport
+from ..endpoints.rows import content_hash
 from ..endpoints.store import EndpointState, EndpointStore
 from ..interface.errors import NotFound, PackagingError, ServingError
 from ..metering.accounts.audit import Actor
@@ -26,6 +29,7 @@ from .adapters import EngineAdapters
 from .autoscaler import Autoscaler
 from .deployed import DeployedEndpoint
 from .engine_memory import EngineMemory
+from .fleet import Fleet
 from .plan import EngineRecords, Plan, PlanDirectory, PlannedEndpoint, PlannedEntity
 from .rollout import Rollout
 
@@ -54,6 +58,7 @@ class Reconciler:
         *,
         find: Callable[[EntityConfig], EntityConfig],
         memory: EngineMemory | None = None,
+        fleet: Fleet | None = None,
         say: Say = lambda stage, **fields: None,
         over: threading.Event | None = None,
     ) -> None:
@@ -65,6 +70,7 @@ class Reconciler:
         )
         self._find, self._say = find, say
         self._memory = memory or EngineMemory()
+        self._fleet = fleet or Fleet(endpoints, name="this server")
         self._engines = EngineRecords()
         self._over = over or threading.Event()
         self._plan = plan_directory.read()  # of a controller process that was killed: valid until we know better
@@ -72,6 +78,12 @@ class Reconciler:
         self._deployed: dict[str, DeployedEndpoint] = {}
         self.rollouts: dict[tuple[str, int], Rollout] = {}
         self._published: dict[tuple[str, int], float] = {}
+        is_adopted = plan_directory.is_adopted(self._plan.generation)
+        self._adopted = {one.id: one.version for one in self._plan.endpoints if is_adopted}  # by all workers
+        self._contents: dict[tuple[str, int], str] = {}
+        self._declared: dict[str, int] = {}
+        self._serving = bool(self._plan.generation)
+        self._updating = False
         self._unready: dict[str, float] = {}
         self._scaled_at = 0.0
         # one measurement at a time, so that they do not disturb each other
@@ -82,13 +94,9 @@ class Reconciler:
 
         Raises ``PackagingError`` if one of ``declared`` cannot be served; other endpoints that fail are retried later.
         """
-        for state in self._endpoints.states():
-            if state.ready and not any(known.id == state.id for known in self._plan.endpoints):
-                with contextlib.suppress(NotFound):
-                    self._endpoints.set_ready(state.name, False)
         if not self._plan.generation:  # otherwise they were declared before, and may have been changed since
             for name, config in declared.items():
-                version = self._endpoints.declare(name, config, by=COMMAND_LINE)
+                version = self._declared[name] = self._endpoints.declare(name, config, by=COMMAND_LINE)
                 if self._endpoints.keeps_operators(name, config):
                     logger.warning(
                         "endpoint %s keeps its config %d, which was set over the API and differs from the command "
@@ -108,6 +116,7 @@ class Reconciler:
                 self._say("token", endpoint=name, seconds=seconds, **self._runs_on(name))
             self._say_steps(steps)
             time.sleep(TICK_SECONDS / 2)
+        self._serving = True
 
     def _say_steps(self, said: dict[str, LoadStep]) -> None:
         """Report how far the loads of engines on this host are, where that has changed since it was ``said``."""
@@ -136,6 +145,8 @@ class Reconciler:
                     raise PackagingError(f"{state.name}: {rollout.message}")
             if state.pending_version is not None:
                 return False
+            if state.config_update == "UPDATE_FAILED" and self._declared.get(state.name) == state.last_version:
+                raise PackagingError(f"{state.name}: {state.message}")  # on another gateway
             failed = any(rollout.stage == "failed" for rollout in rollouts)
             if state.active_version is not None and state.id not in self._deployed and not failed:
                 return False
@@ -144,7 +155,7 @@ class Reconciler:
     @property
     def pause(self) -> float:
         """Seconds until the next tick if nothing changes before."""
-        return TICK_SECONDS if self.rollouts else QUIET_TICK_SECONDS
+        return TICK_SECONDS if self.rollouts or self._updating else QUIET_TICK_SECONDS
 
     def close(self) -> None:
         """Start nothing more; work that is under way on threads ends with the process."""
@@ -156,13 +167,14 @@ class Reconciler:
         time."""
         try:
             states = {state.id: state for state in self._endpoints.states()}
+            self._updating = any(state.pending_version is not None for state in states.values())
             self.begin_rollouts(states)
             self._advance(states)
             self._adapters.want(self._endpoints.adapters.all(), self._deployed.values(), self._supervisor)
             self._scale()
             self._publish(states)
             self._confirm()
-            self._report_readiness(states)
+            self._fleet.tick(states.values(), self._reports(states), serving=self._serving)
         except (ServingError, OSError) as error:
             logger.warning("the endpoints: %s", error)
         self._clean()
@@ -174,7 +186,8 @@ class Reconciler:
         for state in states.values():
             now = self._deployed.get(state.id)
             serving = now.version if now is not None else None
-            if state.pending_version is not None:
+            under_way = (state.id, state.pending_version) in self.rollouts
+            if state.pending_version is not None and (serving != state.pending_version or under_way):
                 wanted.add((state.id, state.pending_version))
             served = serving is not None and serving in (state.active_version, state.pending_version)
             if state.active_version is not None and not served:
@@ -184,7 +197,7 @@ class Reconciler:
             self._published.pop(gone, None)
         for place in wanted - self.rollouts.keys():
             self._begin(states[place[0]], place[1])
-        for gone_id in self._deployed.keys() - states.keys():
+        for gone_id in self._deployed.keys() - {state.id for state in states.values() if _is_wanted(state)}:
             self._forget(self._deployed.pop(gone_id))
 
     def _begin(self, state: EndpointState, version: int) -> None:
@@ -229,25 +242,20 @@ class Reconciler:
                 rollout.generation = -1  # until it is published with the next plan
                 if old is not None:
                     self._forget(old)
-            elif stage == "failed":
-                if before != "failed":
-                    logger.warning("endpoint %s, config %d: %s", state.name, rollout.version, rollout.message)
-                    for name, text in rollout.failed_logs.items():
-                        self._plan_directory.save_failed_log(state.id, name, text or rollout.message)
-                if state.pending_version == rollout.version:  # repeated until the store has recorded it
-                    with contextlib.suppress(NotFound):
-                        self._endpoints.mark_failed(state.name, rollout.version, rollout.message)
+            elif stage == "failed" and before != "failed":
+                logger.warning("endpoint %s, config %d: %s", state.name, rollout.version, rollout.message)
+                for name, text in rollout.failed_logs.items():
+                    self._plan_directory.save_failed_log(state.id, name, text or rollout.message)
 
     def _confirm(self) -> None:
-        """Report to the store the updates that all workers serve."""
+        """Note the updates that all workers serve."""
         for place, rollout in list(self.rollouts.items()):
             if rollout.generation is None:
                 continue
             rollout.generation = max(rollout.generation, self._plan.generation if rollout.generation < 0 else -1)
             since = self._published.setdefault(place, time.monotonic())
             if self._plan_directory.is_adopted(rollout.generation) or time.monotonic() - since > ADOPTION_SECONDS:
-                with contextlib.suppress(NotFound):
-                    self._endpoints.mark_ready(rollout.endpoint.name, rollout.version)
+                self._adopted[rollout.endpoint.id] = rollout.version
                 del self.rollouts[place]
                 del self._published[place]
 
@@ -294,7 +302,7 @@ class Reconciler:
         for state in states.values():
             if (deployed := self._deployed.get(state.id)) is not None:
                 planned.append(self._planned(deployed))
-            elif before := next((p for p in self._plan.endpoints if p.id == state.id), None):
+            elif _is_wanted(state) and (before := next((p for p in self._plan.endpoints if p.id == state.id), None)):
                 planned.append(before)
             elif state.active_version is not None:
                 missing.append(state.name)
@@ -342,18 +350,37 @@ class Reconciler:
             dialects=config.dialects,
         )
 
-    def _report_readiness(self, states: dict[str, EndpointState]) -> None:
+    def _reports(self, states: dict[str, EndpointState]) -> dict[str, EndpointReport]:
+        """Return what this server serves of each endpoint, by its id, for the leader of all gateways."""
+        planned = {one.id: one.version for one in self._plan.endpoints}
+        self._adopted = {one: version for one, version in self._adopted.items() if one in planned}
+        reports = {}
         for state in states.values():
-            deployed = self._deployed.get(state.id)
-            if deployed is None or state.active_version != deployed.version:
-                continue
-            ready = all(self._answers(entity.key) for entity in deployed.entities)
-            if ready:
-                self._unready.pop(state.id, None)
-            since = self._unready.setdefault(state.id, time.monotonic()) if not ready else 0.0
-            if ready != state.ready and (ready or time.monotonic() - since > UNREADY_SECONDS):
-                with contextlib.suppress(NotFound):
-                    self._endpoints.set_ready(state.name, ready)
+            version = self._adopted.get(state.id)
+            failed = [r for r in self.rollouts.values() if r.endpoint.id == state.id and r.stage == "failed"]
+            reports[state.id] = EndpointReport(
+                version=version,
+                content="" if version is None else self._content(state, version),
+                ready=version is not None and self._is_ready(state),
+                failed_version=failed[0].version if failed else None,
+                message=failed[0].message if failed else "",
+            )
+        return reports
+
+    def _content(self, state: EndpointState, version: int) -> str:
+        place = (state.id, version)
+        if place not in self._contents:
+            with contextlib.suppress(NotFound):  # it has just been deleted
+                self._contents[place] = content_hash(self._endpoints.config(state.name, version))
+        return self._contents.get(place, "")
+
+    def _is_ready(self, state: EndpointState) -> bool:
+        """Return whether the engines of an endpoint answer; a short silence is not counted."""
+        deployed = self._deployed.get(state.id)
+        if deployed is None or all(self._answers(entity.key) for entity in deployed.entities):
+            self._unready.pop(state.id, None)
+            return True  # without a deployment, a plan of an earlier controller process is served
+        return time.monotonic() - self._unready.setdefault(state.id, time.monotonic()) <= UNREADY_SECONDS
 
     def _answers(self, key: str) -> bool:
         status = self._supervisor.status(key)
@@ -386,7 +413,12 @@ class Reconciler:
         downloads.keep_only([*paths, *self._adapters.paths()])
 
 
-def reachable_addresses(status: EngineStatus, *, elsewhere: bool) -> tuple[str, ...]:
+def _is_wanted(state: EndpointState) -> bool:
+    """Return whether an endpoint has a config to serve: none if its first one has failed on some gateway."""
+    return state.active_version is not None or state.pending_version is not None
+
+
+def _addresses(status: EngineStatus, *, elsewhere: bool) -> tuple[str, ...]:
     """Return the addresses of the replicas that have been ready.
 
     A replica that is being restarted keeps its requests. While there is another, a failed replica is left out; so is

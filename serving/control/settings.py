@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import tempfile
 from pathlib import Path
 from typing import Annotated, Literal
@@ -192,6 +193,11 @@ def default_state_dir() -> Path:
         return (xdg_dir("XDG_STATE_HOME") or Path("~/.local/state").expanduser()) / "mlflow-llm"
     except RuntimeError:
         raise OSError(f"this user has no home directory; {STATE_VARIABLE} names a state directory") from None
+
+
+def gateway_name(settings: ServerSettings) -> str:
+    """Return what operators call this server among the gateways of its database."""
+    return f"{socket.gethostname()}:{settings.socket or settings.port}"[:256]
 
 
 def ledger_dir(settings: ServerSettings) -> Path:

@@ -91,6 +91,19 @@ class RateLimitInfo(TypedDict):
     renewal_period: Literal["minute"]
 
 
+class GatewayState(TypedDict):
+    """An endpoint as one gateway of the database serves it, by its last report.
+
+    ``config_version`` is what all of its workers serve, ``content_hash`` that config's hash; ``message`` says why the
+    gateway cannot serve the newest one."""
+
+    gateway: str
+    state: Literal["READY", "NOT_READY", "LOADING", "STARTING", "FAILED"]
+    config_version: NotRequired[int]
+    content_hash: NotRequired[str]
+    message: NotRequired[str]
+
+
 class EndpointInfo(TypedDict):
     """An endpoint. Callers who do not manage see no configuration, tags, limits, messages or creator."""
 
@@ -109,6 +122,7 @@ class EndpointInfo(TypedDict):
     config_origin: NotRequired[Origin]
     pending_config_origin: NotRequired[Origin]
     rate_limits: NotRequired[list[RateLimitInfo]]
+    gateways: NotRequired[list[GatewayState]]
 
 
 class ConfigVersionInfo(TypedDict):

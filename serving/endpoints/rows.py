@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from collections.abc import Sequence
 from typing import Any
@@ -130,6 +131,11 @@ def set_operators(connection: sa.Connection, name: str, version: int, by_operato
 
 def encode_config(config: EndpointConfig) -> str:
     return msgspec.json.encode(config).decode()
+
+
+def content_hash(config: EndpointConfig) -> str:
+    """Return the hash by which gateways are seen to serve the same config."""
+    return hashlib.sha256(encode_config(config).encode()).hexdigest()[:16]
 
 
 def decode_config(text: str) -> EndpointConfig:

@@ -7,9 +7,10 @@
                          │                      └─ mark_failed ─► UPDATE_FAILED             the old one stays active
                          └──── mark_ready ◄── IN_PROGRESS ◄── update ──┘
 
-``ready`` is READY while an active config is being served. The reconciler watches ``states``, warms up the pending
-entities and then calls ``mark_ready`` or ``mark_failed`` with the config's version. A report about a version that is
-not the pending one is stale and changes nothing.
+``ready`` is READY while an active config is being served by every gateway. The reconciler of each gateway watches
+``states``, warms up the pending entities and reports that (``gateways``); the leader among them then calls
+``mark_ready`` or ``mark_failed`` with the config's version. A report about a version that is not the pending one is
+stale and changes nothing.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from ..metering.store.tables import endpoints
 from .adapters import EndpointAdapters
 from .config import EndpointConfig, EntityConfig, ModelSource, config_to_wire, is_same
 from .config_body import as_written, config_body
+from .gateways import Fence, Gateway, Gateways, check_fence, gateways_in
 from .history import config_version, version_to_restore
 from .management_body import NEW_ENDPOINT, NEW_RATE_LIMITS, ROLLBACK, TAG_CHANGES
 from .rows import (
@@ -50,12 +52,12 @@ from .rows import (
     stored_config,
     tasks_of,
 )
-from .views import endpoint_in_brief, endpoint_to_wire, rate_limits_to_wire, tags_to_wire
+from .views import by_gateway, endpoint_in_brief, endpoint_to_wire, rate_limits_to_wire, tags_to_wire
 
 
 class EndpointState(Struct, frozen=True, kw_only=True):
     """The state of an endpoint, without its configs. ``id`` differs from that of an earlier endpoint with the same
-    name."""
+    name; ``message`` says why its last update failed."""
 
     name: str
     id: str
@@ -63,6 +65,9 @@ class EndpointState(Struct, frozen=True, kw_only=True):
     ready: bool
     active_version: int | None
     pending_version: int | None
+    last_version: int = 0
+    config_update: str = "NOT_UPDATING"
+    message: str = ""
 
 
 class EndpointStore:
@@ -86,6 +91,7 @@ class EndpointStore:
         self._clock = clock
         self._changed = changed
         self.adapters = EndpointAdapters(store, clock, changed)
+        self.gateways = Gateways(store)
 
     def create(self, body: dict[str, Any], *, by: Actor | None = None) -> dict[str, Any]:
         """Create an endpoint (``POST /api/2.0/serving-endpoints``). Raises ``AlreadyExists``, ``InvalidField``."""
@@ -110,14 +116,21 @@ class EndpointStore:
         """Return an endpoint as ``caller`` may see it. Raises ``NotFound``, also if the caller may not see it."""
         if not caller.may_see(name):
             raise NotFound(f"there is no endpoint {name!r}")
-        return self._store.read(lambda connection: self._view(connection, find_row(connection, name), caller))
+
+        def work(connection: sa.Connection) -> dict[str, Any]:
+            there = gateways_in(connection) if caller.manages else ()
+            return self._view(connection, find_row(connection, name), caller, there)
+
+        return self._store.read(work)
 
     def list(self, caller: Caller = ANONYMOUS) -> dict[str, Any]:
         """Return ``{"endpoints": […]}``, sorted by name, with those that ``caller`` may see."""
 
         def work(connection: sa.Connection) -> dict[str, Any]:
             rows = connection.execute(sa.select(endpoints).order_by(endpoints.c.name)).all()
-            return {"endpoints": [self._view(connection, row, caller) for row in rows if caller.may_see(row.name)]}
+            there = gateways_in(connection) if caller.manages else ()
+            seen = [row for row in rows if caller.may_see(row.name)]
+            return {"endpoints": [self._view(connection, row, caller, there) for row in seen]}
 
         return self._store.read(work)
 
@@ -304,10 +317,14 @@ class EndpointStore:
 
         return self._store.read(work)
 
-    def mark_ready(self, name: str, version: int) -> bool:
-        """Record that ``version`` is served now. Return False, and change nothing, if it is not the pending one."""
+    def mark_ready(self, name: str, version: int, *, fence: Fence | None = None) -> bool:
+        """Record that ``version`` is served now. Return False, and change nothing, if it is not the pending one.
+
+        Raises ``NotLeader`` if ``fence`` is not that of the leader any more, as do ``mark_failed`` and ``set_ready``.
+        """
 
         def work(connection: sa.Connection) -> bool:
+            check_fence(connection, fence)
             row = find_row(connection, name)
             if row.config_update != "IN_PROGRESS" or row.pending_version != version:
                 return False
@@ -319,13 +336,14 @@ class EndpointStore:
 
         return self._store.write(work)
 
-    def mark_failed(self, name: str, version: int, message: str) -> bool:
+    def mark_failed(self, name: str, version: int, message: str, *, fence: Fence | None = None) -> bool:
         """Record that ``version`` cannot be served; the endpoint stays on its active config.
 
         Return False, and change nothing, if it is not the pending version.
         """
 
         def work(connection: sa.Connection) -> bool:
+            check_fence(connection, fence)
             row = find_row(connection, name)
             if row.config_update != "IN_PROGRESS" or row.pending_version != version:
                 return False
@@ -336,10 +354,11 @@ class EndpointStore:
 
         return self._store.write(work)
 
-    def set_ready(self, name: str, ready: bool) -> None:
+    def set_ready(self, name: str, ready: bool, *, fence: Fence | None = None) -> None:
         """Record whether the active config is being served at the moment (an engine may die and come back)."""
 
         def work(connection: sa.Connection) -> None:
+            check_fence(connection, fence)
             row = find_row(connection, name)
             if ready and row.active_version is None:
                 raise Conflict(f"endpoint {name!r} has no active config to be ready with")
@@ -362,10 +381,13 @@ class EndpointStore:
             _same_tasks(found)
         return msgspec.structs.replace(config, served_entities=found)
 
-    def _view(self, connection: sa.Connection, row: sa.Row, caller: Caller = ANONYMOUS) -> dict[str, Any]:
+    def _view(
+        self, connection: sa.Connection, row: sa.Row, caller: Caller, there: tuple[Gateway, ...]
+    ) -> dict[str, Any]:
         if not caller.manages:
             return endpoint_in_brief(row, caller)
-        return endpoint_to_wire(connection, row, lambda version: stored_config(connection, row.name, version)[0])
+        shown = endpoint_to_wire(connection, row, lambda version: stored_config(connection, row.name, version)[0])
+        return shown | by_gateway(row, there, shown["state"])
 
     def _audited(self, connection: sa.Connection, row: sa.Row) -> dict[str, Any]:
         """Return what the audit log keeps of an endpoint: what was asked for, without progress; ``config`` is the

@@ -11,6 +11,7 @@ from ..interface.request import Task
 from ..metering.accounts.authorization import Caller
 from ..metering.store.tables import endpoint_tags, limits
 from .config import EndpointConfig, config_to_wire
+from .gateways import EndpointReport, Gateway
 from .rows import is_operators
 
 _TASK_NAMES = {task: f"llm/v1/{task}" for task in get_args(Task)}
@@ -44,6 +45,32 @@ def endpoint_to_wire(connection: sa.Connection, row: sa.Row, config: Callable[[i
     if rates := rate_limits_to_wire(connection, row.name):
         body["rate_limits"] = rates
     return body
+
+
+def by_gateway(row: sa.Row, there: tuple[Gateway, ...], state: dict[str, str]) -> dict[str, Any]:
+    """Return what each gateway serves of the endpoint ``row``, and its state with what a gateway that lacks it says."""
+    shown = [_of_gateway(row, one.name, one.reports.get(row.id, EndpointReport()), one.serving) for one in there]
+    lacking = [one for one in shown if one["state"] not in ("READY", "STARTING")]
+    if row.active_version is not None and row.ready != "READY" and "message" not in state and lacking:
+        reasons = (f"gateway {one['gateway']}: {one.get('message', _LACKS[one['state']])}" for one in lacking)
+        state = state | {"message": "; ".join(reasons)}
+    return {"state": state, "gateways": shown}
+
+
+_LACKS = {"LOADING": "loads the config", "NOT_READY": "an engine does not answer", "FAILED": "cannot serve the config"}
+
+
+def _of_gateway(row: sa.Row, name: str, report: EndpointReport, serving: bool) -> dict[str, Any]:
+    wanted = row.active_version if row.pending_version is None else row.pending_version
+    state = "READY" if report.ready else "NOT_READY"
+    if report.failed_version is not None and report.failed_version == wanted:
+        state = "FAILED"
+    elif report.version != wanted:
+        state = "LOADING" if serving else "STARTING"
+    shown: dict[str, Any] = {"gateway": name, "state": state}
+    if report.version is not None:
+        shown |= {"config_version": report.version, "content_hash": report.content}
+    return shown | ({"message": report.message} if report.message else {})
 
 
 def endpoint_in_brief(row: sa.Row, caller: Caller) -> dict[str, Any]:

@@ -272,3 +272,23 @@ endpoint_tags = sa.Table(
     sa.Column("key", sa.String(256), primary_key=True),
     sa.Column("value", sa.Text, nullable=False),
 )
+
+gateways = sa.Table(  # the servers of this database that live; the leader removes those that are silent
+    "gateways",
+    metadata,
+    sa.Column("gateway", sa.String(64), primary_key=True),
+    sa.Column("name", sa.String(256), nullable=False),
+    sa.Column("started_ms", sa.BigInteger, nullable=False),
+    sa.Column("serving", sa.Boolean, nullable=False),
+    sa.Column("beat", sa.BigInteger, nullable=False),
+    sa.Column("report", sa.Text, nullable=False),
+)
+
+leadership = sa.Table(  # one row for each role
+    "leadership",
+    metadata,
+    sa.Column("role", sa.String(32), primary_key=True),
+    sa.Column("holder", sa.String(64), nullable=False),
+    sa.Column("fence", sa.BigInteger, nullable=False),
+    sa.Column("beat", sa.BigInteger, nullable=False),
+)

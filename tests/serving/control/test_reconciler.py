@@ -107,10 +107,10 @@ def test_a_failure_is_reported_once_the_store_answers(controller: Controller, mo
     """A rollout failure that the store could not record is recorded once the store is available."""
     real, refusals = controller.endpoints.mark_failed, [Unavailable("the store is away"), ServingError("what is that")]
 
-    def mark_failed(name: str, version: int, message: str) -> bool:
+    def mark_failed(name: str, version: int, message: str, *, fence: object) -> bool:
         if refusals:
             raise refusals.pop()
-        return real(name, version, message)
+        return real(name, version, message, fence=fence)  # type: ignore[arg-type]
 
     monkeypatch.setattr(controller.endpoints, "mark_failed", mark_failed)
     controller.missing = "files are gone"
@@ -195,4 +195,5 @@ def test_at_rest_it_looks_seldom(controller: Controller) -> None:
     controller.reconciler.tick()
     assert controller.reconciler.pause == TICK_SECONDS < QUIET_TICK_SECONDS
     until(lambda: controller.update("chat") == "NOT_UPDATING")
+    controller.reconciler.tick()
     assert controller.reconciler.pause == QUIET_TICK_SECONDS
