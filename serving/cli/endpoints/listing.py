@@ -76,6 +76,8 @@ def _of_config(endpoint: dict[str, Any] | None) -> dict[str, Any]:
     if endpoint is None:
         return {}
     shown: dict[str, Any] = {"state": endpoint["state"]}
+    if len(endpoint.get("gateways", ())) > 1:  # older servers do not show them
+        shown["gateways"] = endpoint["gateways"]
     if "config" in endpoint:
         routes = endpoint["config"]["traffic_config"]["routes"]
         shown["split"] = {route["served_model_name"]: route["traffic_percentage"] for route in routes}
@@ -112,7 +114,7 @@ def _state(endpoint: dict[str, Any]) -> str:
 
 
 def _updates(configs: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
-    """Return (endpoint, what became of its last update) for those that fail or go on."""
+    """Return (endpoint, what became of its last update, or which gateways lack it) for those that are not well."""
     found = []
     for name, endpoint in configs.items():
         update, message = endpoint["state"]["config_update"], endpoint["state"].get("message", "")
@@ -121,7 +123,21 @@ def _updates(configs: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
         elif update == "IN_PROGRESS":
             version = endpoint.get("pending_config", {}).get("config_version")
             found.append((name, f"an update{f' to version {version}' if version else ''} is in progress"))
+        elif endpoint["state"]["ready"] != "READY" and message:
+            found.append((name, message))
+        gateways = endpoint.get("gateways", ())
+        if len(gateways) > 1 and any(one["state"] != "READY" for one in gateways):
+            found += [(name, f"gateway {one['gateway']}: {_of_gateway(one)}") for one in gateways]
     return found
+
+
+def _of_gateway(one: dict[str, Any]) -> str:
+    """Describe what a gateway serves: ``"serves version 3"``, ``"failed, serves version 2: no memory"``."""
+    version = one.get("config_version")
+    words = {"READY": "", "NOT_READY": "not ready", "LOADING": "loading", "STARTING": "starting", "FAILED": "failed"}
+    serves = "serves nothing of it" if version is None else f"serves version {version}"
+    said = ", ".join(filter(None, (words.get(one["state"], one["state"]), serves)))
+    return ": ".join(filter(None, (said, one.get("message", ""))))
 
 
 def _reasons(states: dict[str, Any]) -> list[tuple[str, str]]:
@@ -165,6 +181,8 @@ def _row(model: dict[str, Any]) -> tuple[str, ...]:
     besides += ", unloaded" if "unloaded" in model else ""
     kernels = " ".join(filter(None, (model["kernels"] or "?", model["quantization"])))
     state = model.get("state", {}).get("config_update", "")
+    if gateways := model.get("gateways"):
+        besides += f", {sum(one['state'] == 'READY' for one in gateways)} of {len(gateways)} gateways"
     besides += {"UPDATE_FAILED": ", update failed", "IN_PROGRESS": ", updating"}.get(state, "")
     status = f"{model['status']}{besides}"
     return (*named, kernels, model["kv_cache_dtype"] or "-", status, *counts, *_shares(model))

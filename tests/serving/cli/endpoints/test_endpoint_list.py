@@ -99,3 +99,38 @@ def test_what_engines_run_on_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [one["kv_cache_dtype"] for one in listed] == ["", "int8", "int8, float32", "", ""]
     assert [one.get("entities") for one in listed] == [None, None, ["v1", "v2"], None, ["first"]]
     assert [one["kv_cache_reason"] for one in listed[:-1]] == ["no\x1b form", "", "whole ones", ""]
+
+
+def test_gateways_that_lack_an_endpoint_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table says how many gateways serve an endpoint, and below it what each of them says if one does not."""
+    module = importlib.import_module("mlflow_llm.serving.cli.endpoints.command")
+    routes = [{"served_model_name": "v1", "traffic_percentage": 100}]
+    gateways = [
+        {"gateway": "a:8000", "state": "READY", "config_version": 2},
+        {"gateway": "b:8000", "state": "FAILED", "config_version": 1, "message": "no directory /m\x1b"},
+        {"gateway": "c:8000", "state": "LOADING"},
+    ]
+    endpoint = {
+        "name": "whole",
+        "state": {"ready": "NOT_READY", "config_update": "NOT_UPDATING", "message": "gateway b:8000: no directory"},
+        "config": {"config_version": 2, "traffic_config": {"routes": routes}},
+        "gateways": gateways,
+    }
+
+    class Several(Answers):
+        def get(self, path: str) -> Any:
+            return {"endpoints": [endpoint]} if path == "/api/2.0/serving-endpoints" else super().get(path)
+
+    monkeypatch.setattr(module, "Client", Several)
+    done = CliRunner().invoke(cli, ["endpoints", "--url", "http://127.0.0.1:1"])
+    assert done.exit_code == 0, done.output
+    assert "ready, 1 of 3 gateways" in done.stdout
+    for line in (
+        "whole: gateway b:8000: no directory",
+        "whole: gateway a:8000: serves version 2",
+        "whole: gateway b:8000: failed, serves version 1: no directory /m\\u001b",
+        "whole: gateway c:8000: loading, serves nothing of it",
+    ):
+        assert line in done.stderr
+    done = CliRunner().invoke(cli, ["endpoints", "--json", "--url", "http://127.0.0.1:1"])
+    assert next(one for one in json.loads(done.stdout) if one["id"] == "whole")["gateways"] == gateways
