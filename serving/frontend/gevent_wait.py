@@ -1,5 +1,5 @@
-"""Wait for a confined process, a connection or a look-up of a host in a process with gevent: a greenlet lets other
-greenlets run; a thread just blocks."""
+"""Wait for a confined process, a connection, a look-up of a host or another request's transaction in a process with
+gevent: a greenlet lets other greenlets run; a thread just blocks."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Any
 
 import gevent
 import gevent.monkey
+from gevent.event import Event
 from gevent.hub import Waiter
 
+from ..metering.store.group_commit import use_signal
 from ..sandbox import use_wait
 from ..tasks.media.fetch import use_resolve
 
@@ -22,6 +24,7 @@ _getaddrinfo: Any = gevent.monkey.get_original("socket", "getaddrinfo")
 def install() -> None:
     use_wait(wait)
     use_resolve(resolve)
+    use_signal(Event)
 
 
 def resolve(host: str, port: int, seconds: float) -> list[Any]:

@@ -162,7 +162,8 @@ def admit(
             worst = (wait, limit, max(0, limit.value - have), at)
     if worst is not None:
         wait, limit, left, at = worst
-        _refuse(limit, wanted.of(limit.kind), None if is_shared and _is_of_all(limit) else left, at, now, currency())
+        shown = None if is_shared and _is_of_all(limit) else left
+        _refuse(limit, wanted.of(limit.kind), shown, at, now, currency() if limit.kind in BUDGETS else "")
 
 
 def _is_of_all(limit: Limit) -> bool:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 
 import sqlalchemy as sa
 
 from ...interface.errors import InvalidField
 from ...model_files.model_version import ModelVersion
+from ..store.group_commit import GroupCommit
 from ..store.store import Store
 from ..store.tables import prices
 from .audit import Actor, record
@@ -36,7 +36,7 @@ class Prices:
     def __init__(self, store: Store, *, clock: Callable[[], float] = time.time) -> None:
         self._store = store
         self._clock = clock
-        self._lock = threading.Lock()
+        self._readers: GroupCommit[tuple[str, ...], None] = GroupCommit(self._refresh)
         self._cache: dict[str, tuple[float, tuple[tuple[int, Price], ...]]] = {}
 
     def set(self, entity: str, price: Price, *, effective: float | None = None, by: Actor | None = None) -> int:
@@ -105,24 +105,34 @@ class Prices:
 
     def at(self, names: str | Iterable[str], when: float) -> Price:
         """Return the price at ``when`` of the first of ``names`` that has one; else the price of ``"*"``, else zero."""
-        for name in (*((names,) if isinstance(names, str) else filter(None, names)), ANY):
-            for effective_ms, price in self._of(name):
+        asked = (*((names,) if isinstance(names, str) else filter(None, names)), ANY)
+        for found in self._of(asked):
+            for effective_ms, price in found:
                 if effective_ms <= when * 1000:
                     return price
         return FREE
 
-    def _of(self, entity: str) -> tuple[tuple[int, Price], ...]:
-        """Return the prices of ``entity``, newest first."""
-        with self._lock:  # one thread reads the store while the others wait for it
-            known = self._cache.get(entity)
-            if known is None or time.monotonic() - known[0] >= CACHE_SECONDS:
-                known = self._cache[entity] = (time.monotonic(), self._read(entity))
-            return known[1]
+    def _of(self, entities: tuple[str, ...]) -> list[tuple[tuple[int, Price], ...]]:
+        """Return the prices of each entity, newest first."""
+        if self._old(entities):
+            self._readers("", entities)
+        cache = self._cache
+        return [cache[one][1] if one in cache else () for one in entities]
 
-    def _read(self, entity: str) -> tuple[tuple[int, Price], ...]:
-        query = sa.select(prices).where(prices.c.entity == entity).order_by(prices.c.effective_ms.desc())
-        rows = self._store.read(lambda connection: connection.execute(query).all(), timeout=2.0)
-        return tuple((int(row.effective_ms), _price(row)) for row in rows)
+    def _old(self, entities: Iterable[str]) -> list[str]:
+        now, cache = time.monotonic(), self._cache
+        return [one for one in dict.fromkeys(entities) if one not in cache or now - cache[one][0] >= CACHE_SECONDS]
+
+    def _refresh(self, asked: Sequence[tuple[str, ...]]) -> list[None]:
+        """Read the prices of all that is asked and not known, in one query; the callers wait for one of them."""
+        old = self._old(entity for entities in asked for entity in entities)
+        if old:
+            query = sa.select(prices).where(prices.c.entity.in_(old)).order_by(prices.c.effective_ms.desc())
+            found: dict[str, list[tuple[int, Price]]] = {one: [] for one in old}
+            for row in self._store.read(lambda connection: connection.execute(query).all(), timeout=2.0):
+                found[row.entity].append((int(row.effective_ms), _price(row)))
+            self._cache |= {one: (time.monotonic(), tuple(each)) for one, each in found.items()}
+        return [None] * len(asked)
 
 
 def plain(price: Price) -> dict[str, str]:

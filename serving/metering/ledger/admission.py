@@ -1,27 +1,31 @@
 """Admission: the check of limits before a request is read, and the transaction that admits it.
 
-The transaction checks limits, charges the windows and the bucket, and opens the ledger row.
+The transaction checks limits, charges the windows and the buckets, and opens ledger rows, for all reservations that
+arrive while the one before it runs (``store.group_commit``).
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from typing import TypeAlias
 
 import sqlalchemy as sa
 from msgspec import Struct
 
-from ...interface.errors import Unavailable
+from ...interface.errors import RequestError, Unavailable
 from ..accounts import windows
 from ..accounts.authorization import ANONYMOUS
 from ..accounts.limits import Limit, LimitStatus, Subject, admit, rebuilt, standing, subjects_of, user_subject
 from ..accounts.money import currency_of
 from ..accounts.monotonic_clock import MonotonicClock
 from ..accounts.windows import Amounts, WindowState
+from ..store.statements import FOR_UPDATE, PAIRS, fetch, insert_rows, parameter, pipelined
 from ..store.store import Store
 from ..store.tables import buckets, ledger, limits
 from ..store.tables import windows as window_table
 from .lease import Bucket, Reservation
-from .settlement import load_windows, save_windows
+from .settlement import LEDGER_FIRST, save_windows
 
 RETRY_SECONDS = 30.0
 """The ``Retry-After`` of what an operator has to put right."""
@@ -44,53 +48,142 @@ class Admitted(Struct, frozen=True, kw_only=True):
     within_reserve: bool
 
 
-_insert = sa.insert(ledger)
-_find_limits = sa.select(limits).where(
-    sa.or_(
-        *(
-            sa.and_(limits.c.scope == scope, limits.c.subject == sa.bindparam(scope))
-            for scope in ("endpoint", "key", "tenant", "user")
-        )
-    )
-)
+_LIMITS = {
+    name: f"SELECT scope, subject, kind, value FROM limits WHERE (scope, subject) IN {PAIRS[name]}" for name in PAIRS
+}
+_WINDOWS = {
+    name: f"SELECT scope, subject, state FROM windows WHERE (scope, subject) IN {PAIRS[name]} "
+    f"ORDER BY scope, subject {FOR_UPDATE[name]}"
+    for name in PAIRS
+}
+
+
+class Asked(Struct, kw_only=True):
+    """A reservation that asks to be admitted, and its row of the ledger; ``is_sent`` once the store may have it."""
+
+    reservation: Reservation
+    row: dict[str, object]
+    is_sent: bool = False
+
+
+Reply: TypeAlias = Admitted | Exception
 
 
 def reserve(
     connection: sa.Connection, reservation: Reservation, store: Store, *, row: dict[str, object], clock: MonotonicClock
 ) -> Admitted:
-    """Write the open row and charge the windows. Raises ``LimitExceeded``, ``WindowMissing``, ``IntegrityError``.
+    """Write the open row and charge the windows. Raises ``LimitExceeded``, ``WindowMissing``, ``IntegrityError``."""
+    (reply,) = reserve_all(connection, [Asked(reservation=reservation, row=row)], store, clock=clock, commit=False)
+    if isinstance(reply, Exception):
+        raise reply
+    return reply
 
-    The row is inserted first: on PostgreSQL this takes the ledger's row lock, so a window that is being built is either
-    seen whole below or waits for this transaction. If another process is ahead, ``clock`` moves up to the windows'
-    latest second, so that windows only ever move forward.
+
+def reserve_all(
+    connection: sa.Connection, asked: Sequence[Asked], store: Store, *, clock: MonotonicClock, commit: bool = True
+) -> list[Reply]:
+    """Admit reservations one after the other, in one transaction, and return for each what became of it.
+
+    Only those that are admitted have rows and are charged. On PostgreSQL this takes two round trips, the second of
+    which commits (``commit``). The ledger's lock comes first, so a window that is being built is either seen whole, or
+    its builder waits for this transaction. If another process is ahead, ``clock`` moves up to the windows' latest
+    second, so that windows only ever move forward. Raises ``IntegrityError`` if one of the request ids is in use.
     """
-    connection.execute(_insert, row | {"charged_at": (charged := int(clock.now()))})
-    found = connection.execute(
-        _find_limits,
-        {
-            "endpoint": reservation.endpoint,
-            "key": reservation.key_id,
-            "tenant": reservation.tenant,
-            "user": reservation.endpoint,
-        },
+    set_limits, states = _read(connection, asked)
+    ahead = _move_up_all(clock, states)
+    now = int(clock.now())
+    replies: list[Reply] = []
+    admitted: list[Asked] = []
+    checked: list[list[tuple[Limit, WindowState]]] = []
+    charged: set[Subject] = set()
+    currency = functools.cache(functools.partial(currency_of, connection))
+    for one in asked:
+        subjects = subjects_of(one.row)  # type: ignore[arg-type]
+        own = {subject: states[subject] for subject in subjects if subject in states}
+        try:
+            for subject in own:
+                if subject in ahead:
+                    raise ahead[subject]
+            found = _pair(_limits_of(set_limits, one.reservation), own, one.row)
+            wanted = _wanted(one.reservation, one.row)
+            shared = is_shared(one.reservation.key_id)
+            admit(found, now, wanted, currency, is_shared=shared)
+        except (RequestError, WindowsAhead, WindowMissing) as error:
+            replies.append(error)
+            continue
+        for state in own.values():
+            windows.charge(state, now, wanted)
+        charged |= own.keys()
+        replies.append(Admitted(limits=standing(found, now, is_shared=shared), within_reserve=True))
+        admitted.append(one)
+        checked.append(found)
+    taken = _take_all(connection, store, admitted, clock)
+    rows = [one.row | {"charged_at": now, "bucket_milli": milli} for one, milli in zip(admitted, taken, strict=True)]
+    with pipelined(connection, commit=commit):
+        if rows:
+            insert_rows(connection, ledger, rows)
+        save_windows(connection, {subject: states[subject] for subject in sorted(charged)})
+    within = iter(one.reservation.bucket is None or milli > 0 for one, milli in zip(admitted, taken, strict=True))
+    return [
+        Admitted(limits=reply.limits, within_reserve=next(within)) if isinstance(reply, Admitted) else reply
+        for reply in replies
+    ]
+
+
+def _read(
+    connection: sa.Connection, asked: Sequence[Asked]
+) -> tuple[dict[Subject, list[Limit]], dict[Subject, WindowState]]:
+    """Lock the ledger against builders of windows, and return the limits and windows of all that is asked.
+
+    Limits are by (scope, subject) as they were set, windows as they are counted; these are locked.
+    """
+    named = {pair for one in asked for pair in _limited(one.reservation).items()}
+    subjects = {subject for one in asked for subject in subjects_of(one.row)}  # type: ignore[arg-type]
+    dialect = connection.dialect.name
+    limit_rows, window_rows = fetch(
+        connection,
+        *LEDGER_FIRST[dialect],
+        (_LIMITS[dialect], (parameter(sorted(named)),)),
+        (_WINDOWS[dialect], (parameter(sorted(subjects)),)),
+    )[-2:]
+    set_limits: dict[Subject, list[Limit]] = {}
+    for scope, subject, kind, value in limit_rows:
+        set_limits.setdefault((scope, subject), []).append(Limit(scope=scope, subject=subject, kind=kind, value=value))
+    return set_limits, {(scope, subject): windows.decode(state) for scope, subject, state in window_rows}
+
+
+def _limited(reservation: Reservation) -> dict[str, str]:
+    """Return the subjects of the limits that apply, by their scopes; a user's limit is set on the endpoint."""
+    named = {"endpoint": reservation.endpoint, "key": reservation.key_id}
+    return named | {"tenant": reservation.tenant, "user": reservation.endpoint}
+
+
+def _limits_of(set_limits: dict[Subject, list[Limit]], reservation: Reservation) -> list[Limit]:
+    return [limit for pair in _limited(reservation).items() for limit in set_limits.get(pair, ())]
+
+
+def _move_up_all(clock: MonotonicClock, states: dict[Subject, WindowState]) -> dict[Subject, WindowsAhead]:
+    """Move ``clock`` up to the latest second of the windows; return those that are too far ahead, with the error."""
+    ahead = {}
+    for subject, state in states.items():
+        try:
+            _move_up(clock, {subject: state})
+        except WindowsAhead as error:
+            ahead[subject] = error
+    return ahead
+
+
+def _take_all(connection: sa.Connection, store: Store, admitted: Sequence[Asked], clock: MonotonicClock) -> list[int]:
+    """Take every reservation from its bucket, if it has one; buckets are locked in the order of their subjects."""
+    taken = [0] * len(admitted)
+    order = sorted(
+        range(len(admitted)), key=lambda i: (admitted[i].reservation.endpoint, admitted[i].reservation.entity)
     )
-    set_limits = [Limit(scope=scope, subject=subject, kind=kind, value=value) for scope, subject, kind, value in found]
-    states = load_windows(connection, row)
-    checked = _pair(set_limits, states, row)
-    _move_up(clock, states)
-    now, taken = int(clock.now()), 0
-    if states:
-        wanted = _wanted(reservation, row)
-        currency = functools.partial(currency_of, connection)
-        admit(checked, now, wanted, currency, is_shared=is_shared(reservation.key_id))
-        _charge(connection, states, wanted, now)
-    if reservation.bucket is not None:
-        taken = _take(connection, store, reservation, reservation.bucket, clock)
-    if now != charged or taken:
-        own = ledger.c.request_id == reservation.request_id
-        connection.execute(sa.update(ledger).where(own).values(charged_at=now, bucket_milli=taken))
-    limits_told = standing(checked, now, is_shared=is_shared(reservation.key_id))
-    return Admitted(limits=limits_told, within_reserve=reservation.bucket is None or taken > 0)
+    for i in order:
+        reservation = admitted[i].reservation
+        if reservation.bucket is not None:
+            taken[i] = _take(connection, store, reservation, reservation.bucket, clock)
+    return taken
 
 
 def _move_up(clock: MonotonicClock, states: dict[Subject, WindowState]) -> None:
@@ -119,12 +212,6 @@ def _wanted(reservation: Reservation, row: dict[str, object]) -> Amounts:
         in_flight=1,
         money=int(str(row["reserved_cost"])),
     )
-
-
-def _charge(connection: sa.Connection, states: dict[Subject, WindowState], wanted: Amounts, now: int) -> None:
-    for state in states.values():
-        windows.charge(state, now, wanted)
-    save_windows(connection, states)
 
 
 def _pair(

@@ -8,7 +8,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -24,16 +24,17 @@ from ..accounts.monotonic_clock import MonotonicClock, since_boot
 from ..accounts.prices import Prices, price_names
 from ..accounts.windows import Amounts
 from ..store.checks import reason
+from ..store.group_commit import GroupCommit
 from ..store.staleness import StalenessDetector
 from ..store.store import Store
 from ..store.tables import ledger
 from . import admission, crash_recovery, engine_journals
-from .admission import Admitted, WindowMissing, WindowsAhead
+from .admission import Admitted, Asked, Reply, WindowMissing, WindowsAhead
 from .count_audit import CountAudit
 from .lease import Began, Lease, Reservation
 from .lease_owner import LeaseOwner
 from .limits_left import LimitLeft, limits_left
-from .settlement import Settlement, settle_in
+from .settlement import Settlement, settle_all, settle_in
 from .store_clock import StoreClock
 from .store_directory import ENGINES, open_directory
 
@@ -102,6 +103,8 @@ class Ledger:
         settled = self.audit.settled
         self._recovery = crash_recovery.Recovery(store, self.state_dir, monotonic=monotonic, settled=settled)
         self._orphans = StalenessDetector(ORPHAN_SECONDS, monotonic=monotonic)
+        self._admissions: GroupCommit[Asked, Admitted] = GroupCommit(self._reserve_all)
+        self._settlements: GroupCommit[Settlement, bool] = GroupCommit(self._settle_all)
         self._lock = threading.Lock()
         self._owner: LeaseOwner | None = None
         self._open: dict[str, Lease] = {}
@@ -146,11 +149,12 @@ class Ledger:
             slot = owner.progress.hold()
         except OSError as error:  # nothing has been admitted
             raise NoRoom(error) from error
+        asked = Asked(reservation=reservation, row=row)
         try:
-            admitted = self._reserve(reservation, row)
+            admitted = self._reserve(asked)
         except BaseException as error:
             owner.progress.give_back(slot)
-            if isinstance(error, RequestError | WindowsAhead):
+            if isinstance(error, RequestError | WindowsAhead) or not asked.is_sent:
                 raise
             # the answer to the commit was lost, or a greenlet was killed: the row may exist
             self._undo(owner, reservation.request_id, str(row["nonce"]))
@@ -273,18 +277,53 @@ class Ledger:
         answers = self._away_since is None
         return LedgerStatus(open_rows=self._open_rows, spooled=waiting + len(self._unspooled), answers=answers)
 
-    def _reserve(self, reservation: Reservation, row: dict[str, object]) -> Admitted:
-        def work(connection: sa.Connection) -> Admitted:
-            return admission.reserve(connection, reservation, self.store, row=row, clock=self._window_clock)
+    def _reserve(self, asked: Asked) -> Admitted:
+        return self._admissions(self._lane(asked.reservation.tenant), asked)
 
-        while True:
-            try:
-                return self.store.write(work, timeout=ADMISSION_TIMEOUT)
-            except WindowMissing as missing:
-                build = partial(admission.open_windows, store=self.store, subjects=missing.subjects)
-                self.store.write(build, timeout=ADMISSION_TIMEOUT)
-            except IntegrityError:
-                return self._committed_before(reservation, str(row["nonce"]))
+    @property
+    def waiting(self) -> int:
+        """The number of requests that wait for others of their tenant to be admitted."""
+        return self._admissions.waiting
+
+    def _lane(self, tenant: str) -> str:
+        """Return whose requests share transactions: a tenant's, which a slow one of another tenant does not hold up.
+
+        SQLite runs one transaction at a time, so that all of them do.
+        """
+        return "" if self.store.is_sqlite else tenant
+
+    def _reserve_all(self, asked: Sequence[Asked]) -> list[Reply]:
+        """Admit a group of reservations, and return for each what became of it. Raises ``Unavailable``."""
+        self._check_open()  # it may have waited for a group that failed
+        for one in asked:
+            one.is_sent = True
+        work = partial(admission.reserve_all, asked=asked, store=self.store, clock=self._window_clock)
+        try:
+            replies = self.store.write(work, timeout=ADMISSION_TIMEOUT)
+        except Unavailable:
+            raise
+        except Exception as error:  # of one of them: its id is in use, or the answer to a commit was lost, or a defect
+            if len(asked) > 1:
+                return [self._reserve_one(one) for one in asked]
+            if not isinstance(error, IntegrityError):
+                raise
+            return [self._committed_before(asked[0].reservation, str(asked[0].row["nonce"]))]
+        missing = [i for i, reply in enumerate(replies) if isinstance(reply, WindowMissing)]
+        if missing:
+            subjects = sorted({one for i in missing for one in replies[i].subjects})  # type: ignore[union-attr]
+            build = partial(admission.open_windows, store=self.store, subjects=tuple(subjects))
+            self.store.write(build, timeout=ADMISSION_TIMEOUT)
+            for i, reply in zip(missing, self._reserve_all([asked[i] for i in missing]), strict=True):
+                replies[i] = reply
+        return replies
+
+    def _reserve_one(self, asked: Asked) -> Reply:
+        try:
+            return self._reserve_all([asked])[0]
+        except Unavailable:
+            raise
+        except Exception as error:
+            return error
 
     def _undo(self, owner: LeaseOwner, request_id: str, nonce: str) -> None:
         """Close the row of a failed admission with nothing used, in case it was committed."""
@@ -313,23 +352,34 @@ class Ledger:
     def close_lease(self, lease: Lease, owner: LeaseOwner, slot: int, settlement: Settlement) -> None:
         """Settle in the store, else in the spool, else (if the disk is full) keep it in memory for ``maintain``."""
         self._open.pop(lease.request_id, None)
-        self._settle_or_spool(owner, slot, settlement)
+        self._settle_or_spool(owner, slot, settlement, lease.reservation.tenant)
 
-    def _settle_or_spool(self, owner: LeaseOwner, slot: int | None, settlement: Settlement) -> None:
+    def _settle_or_spool(self, owner: LeaseOwner, slot: int | None, settlement: Settlement, tenant: str = "") -> None:
         stored = False
         try:
-            stored = self._settled_in_store(settlement)
+            stored = self._settled_in_store(settlement, tenant)
         finally:  # even if a greenlet is killed inside the transaction
             if not stored:
                 self._spool(owner, slot, settlement)
         if stored and slot is not None:
             owner.progress.give_back(slot)
 
-    def _settled_in_store(self, settlement: Settlement) -> bool:
+    def _settle_kept(self, owner: LeaseOwner, slot: int | None, settlement: Settlement) -> None:
+        """Settle what could not be spooled, alone: upkeep may have a thread of its own, and groups are for requests."""
+        try:
+            self._settle(settlement, timeout=SETTLE_TIMEOUT)
+        except Exception:
+            self._spool(owner, slot, settlement)
+            return
+        if slot is not None:
+            owner.progress.give_back(slot)
+
+    def _settled_in_store(self, settlement: Settlement, tenant: str) -> bool:
         if time.monotonic() < self._spooling_until:
             return False
         try:
-            self._settle(settlement, timeout=SETTLE_TIMEOUT)
+            if self._settlements(self._lane(tenant), settlement):
+                self.audit.settled(settlement.request_id)
         except Unavailable as error:
             self._spooling_until = time.monotonic() + BREAKER_SECONDS
             self._note(error)
@@ -338,6 +388,18 @@ class Ledger:
             log.exception("settlement of %s failed; it is spooled", settlement.request_id)
             return False
         return True
+
+    def _settle_all(self, settlements: Sequence[Settlement]) -> list[bool | Exception]:
+        if time.monotonic() < self._spooling_until:  # they have waited for a group that failed
+            raise Unavailable("the metering store does not answer", retry_after=BREAKER_SECONDS)
+        try:
+            return list(self.store.write(partial(settle_all, settlements=settlements), timeout=SETTLE_TIMEOUT))
+        except Unavailable:
+            raise
+        except Exception as error:  # of one of them
+            if len(settlements) == 1:
+                return [error]
+            return [self._settle_all([one])[0] for one in settlements]
 
     def _settle(self, settlement: Settlement, *, timeout: float | None = None) -> None:
         if settle_in(self.store, settlement, timeout=timeout):
@@ -398,7 +460,7 @@ class Ledger:
     def _settle_unspooled(self) -> None:
         """Try again to settle or spool what is kept in memory; it is kept there until it has been."""
         for kept in list(self._unspooled):
-            self._settle_or_spool(*kept)  # if it fails, it is appended once more
+            self._settle_kept(*kept)  # if it fails, it is appended once more
             with self._lock:
                 self._unspooled.remove(kept)
 

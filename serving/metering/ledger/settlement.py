@@ -1,4 +1,4 @@
-"""Settlement: the transaction that closes a ledger row and corrects the windows and the bucket, exactly once.
+"""Settlement: the transaction that closes ledger rows and corrects the windows and the buckets, exactly once.
 
 ::
 
@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
 import msgspec
@@ -17,9 +18,10 @@ import sqlalchemy as sa
 from msgspec import Struct
 
 from ..accounts import windows
-from ..accounts.limits import subjects_of
+from ..accounts.limits import Subject, subjects_of
 from ..accounts.money import Price, cost
 from ..accounts.windows import Amounts, WindowState
+from ..store.statements import FOR_UPDATE, TEXTS, Query, fetch, parameter, pipelined, update_rows
 from ..store.store import Store
 from ..store.tables import buckets, ledger
 from ..store.tables import windows as window_table
@@ -46,57 +48,106 @@ class Settlement(Struct, frozen=True, kw_only=True):
     accepted_drafts: int = 0
 
 
-_SETTLED_BY = [column for column in ledger.c if column.name != "tags"]  # which may be ten kilobytes
-_find = sa.select(*_SETTLED_BY).where(ledger.c.request_id == sa.bindparam("id")).with_for_update()
-_close = sa.update(ledger).where(ledger.c.request_id == sa.bindparam("id"))
-_scoped = [
-    sa.and_(window_table.c.scope == scope, window_table.c.subject == sa.bindparam(scope))
-    for scope in ("endpoint", "key", "tenant", "user")
-]
-_find_windows = (
-    sa.select(window_table)
-    .where(sa.or_(*_scoped))
-    .order_by(window_table.c.scope, window_table.c.subject)
-    .with_for_update()
+_SETTLED_BY = tuple(column.name for column in ledger.c if column.name != "tags")  # which may be ten kilobytes
+LEDGER_FIRST: dict[str, tuple[Query, ...]] = {
+    "sqlite": (),  # where one transaction writes at a time
+    # the planner knows nothing of a young ledger, and would read all of it to find a few rows
+    "postgresql": (("LOCK TABLE ledger IN ROW EXCLUSIVE MODE", ()), ("SET LOCAL enable_seqscan = off", ())),
+}
+_FIND = {
+    name: f"SELECT {', '.join(_SETTLED_BY)} FROM ledger WHERE request_id IN {TEXTS[name]} "
+    f"ORDER BY request_id {FOR_UPDATE[name]}"
+    for name in TEXTS
+}
+_SUBJECTS = (
+    ("'endpoint'", "endpoint"),
+    ("'key'", "key_id"),
+    ("'tenant'", "tenant"),
+    ("'user'", "endpoint || '\n' || key_id"),
 )
-_save_window = (
-    sa.update(window_table)
-    .where(window_table.c.scope == sa.bindparam("in_scope"), window_table.c.subject == sa.bindparam("of_subject"))
-    .values(state=sa.bindparam("new_state"))
-)
+_FIND_WINDOWS = {
+    name: "SELECT scope, subject, state FROM windows WHERE (scope, subject) IN ("
+    + " UNION ".join(f"SELECT {scope}, {of} FROM ledger WHERE request_id IN {TEXTS[name]}" for scope, of in _SUBJECTS)
+    + f") ORDER BY scope, subject {FOR_UPDATE[name]}"
+    for name in TEXTS
+}
 
 
-def load_windows(connection: sa.Connection, row: Any) -> dict[tuple[str, str], WindowState]:
-    """Lock and return the windows in which a request counts, by (scope, subject).
-
-    ``row`` has the request's key_id, tenant and endpoint.
-    """
-    found = connection.execute(_find_windows, dict(subjects_of(row)))
-    return {(scope, subject): windows.decode(state) for scope, subject, state in found}
-
-
-def save_windows(connection: sa.Connection, states: dict[tuple[str, str], WindowState]) -> None:
+def save_windows(connection: sa.Connection, states: dict[Subject, WindowState]) -> None:
+    """Replace the states of windows that the transaction has locked."""
     if states:
         rows = [
-            {"in_scope": scope, "of_subject": subject, "new_state": windows.encode(state)}
+            {"scope": scope, "subject": subject, "state": windows.encode(state)}
             for (scope, subject), state in states.items()
         ]
-        connection.execute(_save_window, rows)
+        update_rows(connection, window_table, ("scope", "subject"), rows)
 
 
 def settle(connection: sa.Connection, settlement: Settlement) -> bool:
     """Apply ``settlement``; return False if the row is already closed (or unknown), so that nothing changed."""
-    found = connection.execute(_find, {"id": settlement.request_id}).mappings().one_or_none()
-    if found is None or found["status"] not in ("open", "recovered"):
-        return False
-    if settlement.nonce not in (None, found["nonce"]):
-        return False
+    return settle_all(connection, [settlement], commit=False)[0]
+
+
+def settle_all(connection: sa.Connection, settlements: Sequence[Settlement], *, commit: bool = True) -> list[bool]:
+    """Apply settlements one after the other, in one transaction, and return for each what ``settle`` does.
+
+    On PostgreSQL this takes two round trips, the second of which commits (``commit``).
+    """
+    rows, states = _read(connection, settlements)
+    closed: dict[str, dict[str, Any]] = {}
+    charged: set[Subject] = set()
+    credits: dict[str, int] = {}
+    applied = []
+    for settlement in settlements:
+        row = rows.get(settlement.request_id)
+        closing = None if row is None else _closing(settlement, row)
+        applied.append(closing is not None)
+        if row is None or closing is None:
+            continue
+        values, change = closing
+        for subject in subjects_of(row):
+            if subject in states:
+                windows.charge(states[subject], row["charged_at"], change)
+                charged.add(subject)
+        if row["bucket_milli"]:
+            bucket = f"{row['endpoint']}\n{row['entity']}"
+            credits[bucket] = credits.get(bucket, 0) + row["bucket_milli"] - values["bucket_milli"]
+        closed[settlement.request_id] = {"request_id": settlement.request_id, **values}
+        row |= values
+    with pipelined(connection, commit=commit):
+        if closed:
+            update_rows(connection, ledger, ("request_id",), [closed[request_id] for request_id in sorted(closed)])
+        save_windows(connection, {subject: states[subject] for subject in sorted(charged)})
+        for bucket, milli in sorted(credits.items()):
+            _credit_bucket(connection, bucket, milli)
+    return applied
+
+
+def _read(
+    connection: sa.Connection, settlements: Sequence[Settlement]
+) -> tuple[dict[str, dict[str, Any]], dict[Subject, WindowState]]:
+    """Lock and return the rows of ``settlements``, by request id, and the windows in which they count.
+
+    The ledger's lock comes first: a window that is being built is then read whole, or built when all of this is done.
+    """
+    name, ids = connection.dialect.name, parameter(sorted({settlement.request_id for settlement in settlements}))
+    rows, found = fetch(
+        connection, *LEDGER_FIRST[name], (_FIND[name], (ids,)), (_FIND_WINDOWS[name], (ids,) * len(_SUBJECTS))
+    )[-2:]
+    states = {(scope, subject): windows.decode(state) for scope, subject, state in found}
+    return {row[0]: dict(zip(_SETTLED_BY, row, strict=True)) for row in rows}, states
+
+
+def _closing(settlement: Settlement, found: dict[str, Any]) -> tuple[dict[str, Any], Amounts] | None:
+    """Return the values that ``settlement`` gives to its row, and the change of its windows; None if it has none."""
+    if found["status"] not in ("open", "recovered") or settlement.nonce not in (None, found["nonce"]):
+        return None
     was_open = found["status"] == "open"
     if settlement.status == "recovered":
         settlement = _at_least(settlement, found)
         if not was_open:
             if all(getattr(settlement, name) == found[f"{name}_tokens"] for name in ("prompt", "cached", "completion")):
-                return False
+                return None
             settlement = msgspec.structs.replace(settlement, ended_ms=found["ended_ms"])
     price = Price(input=found["price_input"], cached=found["price_cached"], output=found["price_output"])
     money = cost(price, prompt=settlement.prompt, cached=settlement.cached, completion=settlement.completion)
@@ -118,20 +169,13 @@ def settle(connection: sa.Connection, settlement: Settlement) -> bool:
         "status": settlement.status,
         "bucket_milli": used_milli if found["bucket_milli"] else 0,
     }
-    connection.execute(_close, {"id": settlement.request_id, **values})
     change = Amounts(
         input=settlement.prompt - before[0],
         output=settlement.completion - before[1],
         in_flight=-1 if was_open else 0,
         money=money - before[2],
     )
-    states = load_windows(connection, found)
-    for state in states.values():
-        windows.charge(state, found["charged_at"], change)
-    save_windows(connection, states)
-    if found["bucket_milli"]:
-        _credit_bucket(connection, f"{found['endpoint']}\n{found['entity']}", found["bucket_milli"] - used_milli)
-    return True
+    return values, change
 
 
 def _at_least(settlement: Settlement, row: Any) -> Settlement:

@@ -25,6 +25,7 @@ from . import checks
 from .checks import NoStore
 from .connection_pool import ConnectionPool
 from .sqlite_file import SqliteFile
+from .statements import begin
 
 T = TypeVar("T")
 
@@ -107,15 +108,17 @@ class Store:
     def _open(self, url: sa.URL) -> sa.Engine:
         if not self.is_sqlite:
             # few connections: transactions take milliseconds and wait for each other at the windows' row locks anyway
-            return sa.create_engine(
+            engine = sa.create_engine(
                 url,
                 poolclass=ConnectionPool,
                 pool_size=12,
                 kept=12,
                 pool_timeout=2.0,
-                pool_pre_ping=True,
-                connect_args=_PATIENCE,
+                # not asked before each use whether they live: ``_retry`` takes another one
+                connect_args=_PATIENCE | {"autocommit": True},  # transactions begin in ``statements``
             )
+            sa.event.listen(engine, "before_cursor_execute", begin)
+            return engine
         engine = sa.create_engine(
             url,
             poolclass=ConnectionPool,

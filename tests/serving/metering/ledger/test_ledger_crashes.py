@@ -219,7 +219,7 @@ def test_a_kill_in_the_middle_of_settling_is_spooled(store, ledger, reserve_of, 
         raise SystemExit
 
     with monkeypatch.context() as patched:
-        patched.setattr("mlflow_llm.serving.metering.ledger.ledger.settle_in", killed)
+        patched.setattr("mlflow_llm.serving.metering.ledger.ledger.settle_all", killed)
         with pytest.raises(SystemExit):
             lease.settle(completion=3)
     ledger.maintain()

@@ -100,3 +100,35 @@ def test_greenlets_meter_and_are_killed(store_url, tmp_path, where):
     assert done.stdout == "fine\n", done.stderr
     said = re.compile(r"the metering store (does not answer \(.*\); settlements wait in the spool|answers again)")
     assert [line for line in done.stderr.splitlines() if not said.fullmatch(line)] == []
+
+
+UNPATCHED = """
+import sys
+import gevent
+from mlflow_llm.serving.frontend import gevent_wait
+from mlflow_llm.serving.frontend.store_threads import StoreThreads
+from mlflow_llm.serving.metering import Ledger, Limits, Reservation, Store
+
+gevent_wait.install()
+url, state_dir = sys.argv[1:]
+ledger = Ledger(Store(url, run=StoreThreads.for_url(url)), state_dir=state_dir)
+Limits(ledger.store).set("tenant", "t", "in_flight", 100)
+
+def one(number):
+    reservation = Reservation(request_id=str(number), key_id="k", tenant="t", endpoint="e", entity="m", mode="p",
+                              task="chat", input_tokens=1, max_output_tokens=1)
+    with ledger.reserve(reservation) as lease:
+        lease.count(1)
+
+gevent.joinall([gevent.spawn(one, number) for number in range(50)], raise_error=True)
+ledger.close()
+print("done")
+"""
+
+
+def test_greenlets_of_a_process_that_is_not_patched(store_url, tmp_path):
+    """Greenlets of one thread wait for each other's reads and transactions without stopping their loop, as in the
+    process that serves gRPC."""
+    command = [sys.executable, "-c", UNPATCHED, store_url, str(tmp_path / "state")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert (done.stdout, done.returncode) == ("done\n", 0), done.stderr
