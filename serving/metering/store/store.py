@@ -12,6 +12,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any, Protocol, TypeVar
 
 import sqlalchemy as sa
@@ -160,6 +161,7 @@ class Store:
         self.engine.dispose()  # the next connections are prepared as ours
         # the first connection is also made here, while there is no other: SQLAlchemy takes a lock (``ConnectionPool``)
         if self._retry(current, patience, read=True, hopeful=hopeful) != head:
+            import_module("alembic.command")  # it takes long, and PostgreSQL ends transactions that are idle
             self._retry(upgrade, patience, read=False, hopeful=hopeful)
 
     def write(self, work: Callable[[sa.Connection], T], *, timeout: float | None = None) -> T:
