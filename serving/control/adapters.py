@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from ..endpoints.adapters import DynamicAdapter
+from ..endpoints.gateways import AdapterProgress, AdapterReport
 from ..interface.errors import NotFound
 from ..supervision.adapter_sync import WantedAdapter, WantedAdapters
 from ..supervision.supervisor import EngineStatus, Supervisor
@@ -95,3 +96,22 @@ def _is_there(status: EngineStatus, adapter: DynamicAdapter) -> bool:
         return True
     have = [replica.adapters.get(adapter.name) == adapter.revision for replica in status.ready]
     return bool(have) and all(have)
+
+
+def adapter_reports(
+    plan: Plan, endpoint_id: str, loaded: Iterable[DynamicAdapter], *, is_adopted: bool
+) -> dict[str, AdapterReport]:
+    """Return for each of an endpoint's ``loaded`` adapters whether this server has it, by its name.
+
+    ``is_adopted`` says whether all workers serve ``plan``.
+    """
+    entities = [entity for one in plan.endpoints if one.id == endpoint_id for entity in one.entities]
+    reports = {}
+    for adapter in loaded:
+        key = (adapter.name, adapter.revision)
+        there = [one for entity in entities for one in entity.adapters if (one.name, one.revision) == key]
+        refusal = next((one.refusal for one in there if one.refusal), "")
+        has = is_adopted and bool(entities) and len(there) == len(entities)
+        state: AdapterProgress = "REFUSED" if refusal else "LOADED" if has else "LOADING"
+        reports[adapter.name] = AdapterReport(revision=adapter.revision, state=state, message=refusal)
+    return reports

@@ -13,7 +13,6 @@ import functools
 import json
 import logging
 import os
-import secrets
 import shutil
 import signal
 import sys
@@ -33,7 +32,6 @@ from ..metering.store.store import Store
 from ..supervision.supervisor import Supervisor
 from ..supervision.warm_up import generate_one
 from ..system import child, logs
-from ..system.files import replace_file
 from .autoscaler import Autoscaler
 from .engine_memory import EngineMemory
 from .fleet import Fleet
@@ -84,7 +82,7 @@ def main(argv: list[str]) -> int:
     autoscaler = Autoscaler.of(spec.settings, store)
     memory = EngineMemory(spec.settings.engine_memory_budget, known=plan_directory.engines().engines)
     fleet = Fleet(
-        endpoints, name=gateway_name(spec.settings), gateway=_gateway_id(directory), place=_gateway_place(spec)
+        endpoints, name=gateway_name(spec.settings), gateway=plan_directory.gateway(), place=_gateway_place(spec)
     )
     reconciler = Reconciler(
         endpoints, supervisor, plan_directory, autoscaler, find=found, memory=memory, fleet=fleet, say=say, over=over
@@ -110,15 +108,6 @@ def main(argv: list[str]) -> int:
         if orphaned.is_set():
             _remove_after_workers(plan_directory, directory)
     return 0
-
-
-def _gateway_id(directory: Path) -> str:
-    """Return the id of this server among the gateways; a controller process that was killed has left it."""
-    path = directory / "gateway"
-    with contextlib.suppress(FileNotFoundError):
-        return path.read_text(encoding="ascii")
-    replace_file(path, (new := secrets.token_hex(8)).encode())
-    return new
 
 
 def _gateway_place(spec: ServeSpec) -> Path | None:

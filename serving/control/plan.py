@@ -8,6 +8,7 @@
     logs/<hash>          the log of an engine whose load failed, by endpoint and served entity
     engines.json         what the controller process has recorded of each engine (``EngineRecord``)
     wanted/<key>         touched by a worker that has a request and no replica to run it
+    gateway              the id of this server among the gateways of its database
     changed              touched by a worker after that, or after it has changed the endpoints' store
 
 The endpoints' store is authoritative; the plan is what the controller process has realised of it on this machine.
@@ -18,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import secrets
 import time
 import uuid
 from pathlib import Path
@@ -112,6 +114,14 @@ class PlanDirectory:
         self._logs = Path(directory, "logs")
         self._engines = Path(directory, "engines.json")
         self._changed = Path(directory, "changed")
+        self._gateway = Path(directory, "gateway")
+
+    def gateway(self) -> str:
+        """Return the id of this server among the gateways of its database; a new one at the first call."""
+        with contextlib.suppress(FileNotFoundError):
+            return self._gateway.read_text(encoding="ascii")
+        replace_file(self._gateway, (new := secrets.token_hex(8)).encode())
+        return new
 
     def publish(self, plan: Plan) -> None:
         """Replace the plan as a whole. Raises ``OSError``."""

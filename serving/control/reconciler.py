@@ -25,7 +25,7 @@ from ..metering.accounts.audit import Actor
 from ..model_files import downloads
 from ..supervision.supervisor import EngineStatus, Supervisor
 from ..system.load_steps import LoadStep
-from .adapters import EngineAdapters
+from .adapters import EngineAdapters, Loaded, adapter_reports
 from .autoscaler import Autoscaler
 from .deployed import DeployedEndpoint
 from .engine_memory import EngineMemory
@@ -170,11 +170,12 @@ class Reconciler:
             self._updating = any(state.pending_version is not None for state in states.values())
             self.begin_rollouts(states)
             self._advance(states)
-            self._adapters.want(self._endpoints.adapters.all(), self._deployed.values(), self._supervisor)
+            loaded = self._endpoints.adapters.all()
+            self._adapters.want(loaded, self._deployed.values(), self._supervisor)
             self._scale()
             self._publish(states)
             self._confirm()
-            self._fleet.tick(states.values(), self._reports(states), serving=self._serving)
+            self._fleet.tick(states.values(), self._reports(states, loaded), serving=self._serving)
         except (ServingError, OSError) as error:
             logger.warning("the endpoints: %s", error)
         self._clean()
@@ -350,8 +351,9 @@ class Reconciler:
             dialects=config.dialects,
         )
 
-    def _reports(self, states: dict[str, EndpointState]) -> dict[str, EndpointReport]:
+    def _reports(self, states: dict[str, EndpointState], loaded: Loaded) -> dict[str, EndpointReport]:
         """Return what this server serves of each endpoint, by its id, for the leader of all gateways."""
+        is_adopted = bool(loaded) and self._plan_directory.is_adopted(self._plan.generation)
         planned = {one.id: one.version for one in self._plan.endpoints}
         self._adopted = {one: version for one, version in self._adopted.items() if one in planned}
         reports = {}
@@ -364,6 +366,7 @@ class Reconciler:
                 ready=version is not None and self._is_ready(state),
                 failed_version=failed[0].version if failed else None,
                 message=failed[0].message if failed else "",
+                adapters=adapter_reports(self._plan, state.id, loaded.get(state.name, ()), is_adopted=is_adopted),
             )
         return reports
 

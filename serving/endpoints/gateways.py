@@ -12,6 +12,7 @@ monotonic clock.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal, TypeAlias
 
 import msgspec
 import sqlalchemy as sa
@@ -24,11 +25,24 @@ from ..metering.store.tables import gateways, leadership
 ROLE = "endpoints"
 
 
+AdapterProgress: TypeAlias = Literal["LOADED", "LOADING", "REFUSED"]
+
+
+class AdapterReport(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A gateway's report of an adapter that was loaded at run time: whether all of its workers and engines have this
+    ``revision``, or why an engine refused it."""
+
+    revision: str
+    state: AdapterProgress
+    message: str = ""
+
+
 class EndpointReport(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A gateway's report of one endpoint.
 
     All of its workers serve config ``version`` (None: none of its configs), whose content has the hash ``content``.
     ``ready`` says whether the engines answer. Config ``failed_version`` cannot be served here, because of ``message``.
+    ``adapters`` has those that were loaded at run time, by their names.
     """
 
     version: int | None = None
@@ -36,6 +50,7 @@ class EndpointReport(Struct, frozen=True, kw_only=True, omit_defaults=True):
     ready: bool = False
     failed_version: int | None = None
     message: str = ""
+    adapters: dict[str, AdapterReport] = {}
 
 
 Reports = Mapping[str, EndpointReport]

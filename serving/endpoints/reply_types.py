@@ -8,6 +8,7 @@ from ..interface.dialect_settings import DialectSettings
 from ..interface.settings import PrefixSharing
 from ..interface.type_schema import fields, form
 from ..metering.accounts.authorization import PermissionLevel
+from .gateways import AdapterProgress
 
 Ready = Literal["READY", "NOT_READY"]
 Origin = Literal["api", "command_line"]
@@ -91,6 +92,14 @@ class RateLimitInfo(TypedDict):
     renewal_period: Literal["minute"]
 
 
+class AdapterState(TypedDict):
+    """An adapter that was loaded at run time, as one gateway has it; ``message`` says why an engine refused it."""
+
+    name: str
+    state: AdapterProgress
+    message: NotRequired[str]
+
+
 class GatewayState(TypedDict):
     """An endpoint as one gateway of the database serves it, by its last report.
 
@@ -102,6 +111,7 @@ class GatewayState(TypedDict):
     config_version: NotRequired[int]
     content_hash: NotRequired[str]
     message: NotRequired[str]
+    adapters: NotRequired[list[AdapterState]]
 
 
 class EndpointInfo(TypedDict):

@@ -70,6 +70,11 @@ def _of_gateway(row: sa.Row, name: str, report: EndpointReport, serving: bool) -
     shown: dict[str, Any] = {"gateway": name, "state": state}
     if report.version is not None:
         shown |= {"config_version": report.version, "content_hash": report.content}
+    if report.adapters:
+        each = sorted(report.adapters.items())
+        shown["adapters"] = [
+            {"name": name, "state": one.state} | ({"message": one.message} if one.message else {}) for name, one in each
+        ]
     return shown | ({"message": report.message} if report.message else {})
 
 

@@ -83,6 +83,11 @@ class PlanFollower:
         found = next((one for one in plan.endpoints if one.name == endpoint), None)
         return found, self._plan_directory.is_adopted(plan.generation)
 
+    @property
+    def gateway(self) -> str:
+        """The id of this server among the gateways of its database."""
+        return self._plan_directory.gateway()
+
     def failed_log(self, endpoint_id: str, entity: str) -> str:
         """Return the log of an engine of ``entity`` that failed to load, or "" if none did."""
         return self._plan_directory.failed_log(endpoint_id, entity)

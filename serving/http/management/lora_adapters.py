@@ -1,9 +1,10 @@
 """Load and unload LoRA adapters while their model is served, with vLLM's request fields and messages.
 
 ``POST /v1/load_lora_adapter {lora_name, lora_path, load_inplace}``, ``POST /v1/unload_lora_adapter {lora_name}``. Two
-fields are our own: ``model`` names the endpoint if there are several, and ``pinned``. The routes respond when every
-worker and every replica has loaded or unloaded the adapter. The setting ``adapter_sources`` says where adapters may
-come from. An adapter's requests use the chat template in its directory, if it has one.
+fields are our own: ``model`` names the endpoint if there are several, and ``pinned``. The first route responds when
+every worker and every replica has loaded the adapter, on all gateways of the database; the second when those of this
+server have unloaded it. The setting ``adapter_sources`` says where adapters may come from. An adapter's requests use
+the chat template in its directory, if it has one.
 """
 
 from __future__ import annotations
@@ -83,10 +84,34 @@ def load(server: WorkerState, request: Request) -> Answer:
             adapters.take_back(endpoint.name, new, old)
             raise RequestError(f"Loading lora {name} failed: {refusal}", param="lora_path")
         if is_adopted and all(one is not None for one in found):
-            return _said("\n".join([f"Success: LoRA adapter '{name}' added successfully.", *[note] * bool(note)]))
+            try:
+                everywhere = _is_elsewhere(server, follower, endpoint.id, name, new.revision)
+            except RequestError:
+                adapters.take_back(endpoint.name, new, old)
+                raise
+            if everywhere:
+                done = f"Success: LoRA adapter '{name}' added successfully."
+                return _said("\n".join([done, *[note] * bool(note)]))
         if time.monotonic() > until:
             raise Unavailable(f"adapter {name!r} is not in every engine yet; it will be when there is room for it")
         time.sleep(CHECK_SECONDS)
+
+
+def _is_elsewhere(server: WorkerState, follower: PlanFollower, endpoint_id: str, name: str, revision: str) -> bool:
+    """Return whether all other gateways that serve have the adapter. Raises ``RequestError`` if one refuses it."""
+    everywhere = True
+    for gateway in server.managed_endpoints().gateways.all():
+        if gateway.gateway == follower.gateway or not gateway.serving:
+            continue
+        report = gateway.reports.get(endpoint_id)
+        found = None if report is None else report.adapters.get(name)
+        if found is None or found.revision != revision or found.state == "LOADING":
+            everywhere = False
+        elif found.state == "REFUSED":
+            raise RequestError(
+                f"Loading lora {name} failed: gateway {gateway.name}: {found.message}", param="lora_path"
+            )
+    return everywhere
 
 
 def unload(server: WorkerState, request: Request) -> Answer:

@@ -44,6 +44,7 @@ def start(tmp_path: Path, database: str) -> Iterator[Callable[[str], Running]]:
             # a short path: Unix sockets' names are limited
             runtime = servers.enter_context(tempfile.TemporaryDirectory(prefix="mll-"))
             options: dict[str, Any] = {"state_dir": str(tmp_path / host), "runtime_dir": runtime}
+            options["adapter_sources"] = str(tmp_path / "adapters")
             return servers.enter_context(running(bundle, engine=ENGINE, database=database, **options))
 
         yield call
@@ -64,6 +65,16 @@ def kill(server: Running) -> None:
     server.process.wait(240)
 
 
+def load_adapter(server: Running, place: Path) -> None:
+    """Load the adapter ``legal``, and expect to be told that it is everywhere."""
+    place.mkdir(parents=True)
+    (place / "adapter_config.json").write_text("{}")
+    (place / "adapter_model.safetensors").write_bytes(b"")
+    with asking(server, {"lora_name": "legal", "lora_path": str(place)}, "/v1/load_lora_adapter") as answer:
+        assert answer.status == 200, answer.read()
+        answer.read()
+
+
 def test_the_other_gateway_takes_over(start: Callable[[str], Running], database: str, tmp_path: Path) -> None:
     """When the leader is killed, the other gateway leads and finishes updates; the old leader's writes are refused."""
     servers = [start("first"), start("second")]
@@ -71,6 +82,11 @@ def test_the_other_gateway_takes_over(start: Callable[[str], Running], database:
     assert shown(servers[1])["state"] == {"ready": "READY", "config_update": "NOT_UPDATING"}
     hashes = {one["content_hash"] for one in shown(servers[1])["gateways"]}
     assert len(hashes) == 1
+    load_adapter(servers[0], tmp_path / "adapters" / "legal")
+    assert [one["adapters"] for one in shown(servers[1])["gateways"]] == [[{"name": "legal", "state": "LOADED"}]] * 2
+    with asking(servers[1], BODY | {"model": "assistant:legal", "max_tokens": 3}) as answer:
+        assert answer.status == 200, answer.read()
+        answer.read()
     store = Store(database)
     source = ModelSource(uri="instant", bundle=write_instant_model(tmp_path / "2"), engine=ENGINE, core=INSTANT_CORE)
     endpoints = EndpointStore(store, locate=lambda found: (source,) * len(found))

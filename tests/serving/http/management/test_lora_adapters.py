@@ -22,6 +22,7 @@ from transformers import AutoTokenizer
 from mlflow_llm.serving.control.plan import PlannedAdapter
 from mlflow_llm.serving.control.settings import ServerSettings
 from mlflow_llm.serving.endpoints.adapters import DynamicAdapter
+from mlflow_llm.serving.endpoints.gateways import AdapterReport, EndpointReport, Gateway
 from mlflow_llm.serving.http.management import lora_adapters
 from mlflow_llm.serving.interface.bundle import Bundle
 from mlflow_llm.serving.interface.engine import Capabilities, EngineInfo
@@ -32,6 +33,7 @@ from mlflow_llm.serving.interface.errors import (
     PackagingError,
     PermissionDenied,
     RequestError,
+    ServingError,
 )
 from mlflow_llm.serving.interface.request import Message, RawChat
 from mlflow_llm.serving.routing.plan_follower import with_chat
@@ -214,15 +216,39 @@ def test_the_adapter_of_a_registered_model() -> None:
         path(PackagingError("it is broken"))
 
 
-def test_an_adapter_that_the_engine_refuses_is_removed(tmp_path: Path) -> None:
-    """The caller gets the engine's reason as a 400, and nothing of it stays in the store."""
+def gateway(name: str, state: str, *, revision: str = "1", serving: bool = True, message: str = "") -> Gateway:
+    report = AdapterReport(revision=revision, state=state, message=message)  # type: ignore[arg-type]
+    reports = {"id": EndpointReport(version=1, ready=True, adapters={"x": report})}
+    return Gateway(gateway=name, name=f"{name}:8000", started_ms=0, serving=serving, beat=0, reports=reports)
+
+
+@pytest.mark.parametrize(
+    ("refusal", "others", "expected"),
+    [
+        ("it does not fit", (), "Loading lora x failed: it does not fit"),
+        (
+            "",
+            (gateway("b", "REFUSED", message="no such directory"),),
+            "Loading lora x failed: gateway b:8000: no such dir",
+        ),
+        ("", (gateway("own", "REFUSED"), gateway("b", "LOADED"), gateway("c", "LOADING", serving=False)), ""),
+        ("", (gateway("b", "LOADING"),), "not in every engine yet"),
+        ("", (gateway("b", "LOADED", revision="0"),), "not in every engine yet"),
+    ],
+)
+def test_an_adapter_is_added_when_every_gateway_has_it(
+    tmp_path: Path, refusal: str, others: tuple[Gateway, ...], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The caller waits for all gateways that serve, gets the reason of one that refuses, and nothing of that stays."""
+    monkeypatch.setattr(lora_adapters, "WAIT_SECONDS", 0.0)
     taken, asked = [], []
     new = DynamicAdapter(name="x", uri="/a", path="/a", revision="1")
     planned = SimpleNamespace(
         name="chat",
+        id="id",
         entities=(
             SimpleNamespace(
-                adapters=(PlannedAdapter(name="x", revision="1", refusal="it does not fit"),),
+                adapters=(PlannedAdapter(name="x", revision="1", refusal=refusal),),
                 config=SimpleNamespace(model=SimpleNamespace(bundle=SimpleNamespace(adapters={}))),
             ),
         ),
@@ -240,13 +266,18 @@ def test_an_adapter_that_the_engine_refuses_is_removed(tmp_path: Path) -> None:
     )
     server = fake_server(adapter_sources=str(tmp_path))
     server.offload = lambda size, function, *given: function(*given)
-    server.endpoints, server.follower = endpoints, SimpleNamespace(planned=lambda name: (planned, True))
-    server.managed_endpoints = lambda: SimpleNamespace(adapters=store)
+    server.endpoints = endpoints
+    server.follower = SimpleNamespace(planned=lambda name: (planned, True), gateway="own")
+    gateways = SimpleNamespace(all=lambda: others)
+    server.managed_endpoints = lambda: SimpleNamespace(adapters=store, gateways=gateways)
     body = {"lora_name": "x", "lora_path": str(adapter(tmp_path / "x")), "pinned": True}
     request = SimpleNamespace(json=lambda: body, caller=None, actor=None)
-    with pytest.raises(RequestError, match="Loading lora x failed: it does not fit"):
-        lora_adapters.load(server, request)
-    assert (taken, asked) == ([("chat", new, None)], [True])
+    if expected:
+        with pytest.raises(ServingError, match=expected):
+            lora_adapters.load(server, request)
+    else:
+        assert b"Success" in lora_adapters.load(server, request).body
+    assert (taken, asked) == ([("chat", new, None)] if "failed" in expected else [], [True])
 
 
 OWN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
