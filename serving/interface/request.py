@@ -460,12 +460,17 @@ class Scoring(Struct, frozen=True, kw_only=True):
     documents: tuple[str, ...] | None = None
 
 
+PROVISIONED, STANDARD, BACKGROUND = 0, 1, 2
+"""The classes of requests: within a provisioned reserve, all others, and those of batches."""
+
+
 class ValidRequest(Struct, frozen=True, kw_only=True):
     """The one request type below the dialects. Sequence ``i`` is choice ``i`` (prompts outer, n inner).
 
     Scheduling: ``deadline`` is in seconds of ``time.monotonic()``, which all processes of a host share; None is no
     deadline. A lower ``priority`` runs first. A ``provisioned`` request is within a provisioned reserve: it runs before
-    all others, and its pace is kept whatever else runs. ``tenant`` is whose turn and whose place in the queue the
+    all others, and its pace is kept whatever else runs. A ``background`` request (of a batch) gives way to all others.
+    ``tenant`` is whose turn and whose place in the queue the
     request takes (a hash, never the name; "" without tenants). ``weight`` divides its key's tokens when turns are
     assigned (``engine.tenants``). Only requests with the same ``cache_salt`` reuse each other's prefixes
     (``tasks.cache_salt``); None shares with no other request.
@@ -520,6 +525,7 @@ class ValidRequest(Struct, frozen=True, kw_only=True):
     deadline: float | None = None
     priority: int = 0
     provisioned: bool = False
+    background: bool = False
     cache_salt: str | None = None
     model_version: str = ""
     tenant: str = ""
@@ -527,6 +533,13 @@ class ValidRequest(Struct, frozen=True, kw_only=True):
     lora_task: LoraTask | None = None
     prompt_table: PromptTable | None = None
     images: tuple[RequestImage, ...] = ()
+
+    @property
+    def service_class(self) -> int:
+        """The class in which the engine runs it; a lower one has precedence."""
+        if self.provisioned:
+            return PROVISIONED
+        return BACKGROUND if self.background else STANDARD
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -254,9 +254,7 @@ class GenerationCore(EngineCore, pooled=False):
         if runs:
             self.run_step(runs, self._forward_ahead if launched or self.ahead.takes(runs) else self.forward_step)
             self._scheduler.record_step_time(runs, time.monotonic() - began)
-        reads = bool(self.image_features) and self.image_features.may_read(
-            beside_provisioned=self._scheduler.has_provisioned
-        )
+        reads = bool(self.image_features) and self.image_features.may_read(beside=self._scheduler.highest_class)
         if reads:
             self._read_images()
         if runs or reads:

@@ -2,7 +2,8 @@
 
 The tenant that has been served least is next (``tenants``). A tenant's requests take turns, one input each, so a short
 request does not wait behind a large one. A request's own inputs are sorted by length, so that a batch of a large
-request has inputs of equal length, which share a call of the attention.
+request has inputs of equal length, which share a call of the attention. Background requests (of batches) run while no
+others wait, in smaller batches.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from typing import Any
 import numpy as np
 
 from ...interface.events import Embedded
-from ...interface.request import ValidRequest
+from ...interface.request import BACKGROUND, STANDARD, ValidRequest
 from ..models.pooling import InputEmbedder
 from ..scheduling.tenants import LeastServed, Tenant, Tenants
 
 Outcome = Embedded | Exception
+BACKGROUND_BATCH_SHARE = 1 / 4  # part of a batch's tokens in batches of background requests: others wait less for one
 
 
 class EmbeddingQueue:
@@ -32,7 +34,7 @@ class EmbeddingQueue:
         self._requests: dict[str, ValidRequest] = {}
         self._left: dict[str, int] = {}
         self._tenants = Tenants()
-        self._turns = LeastServed()
+        self._turns = {STANDARD: LeastServed(), BACKGROUND: LeastServed()}
         self._num_inputs = 0
 
     def __len__(self) -> int:
@@ -45,14 +47,15 @@ class EmbeddingQueue:
         return len(self._lines)
 
     def add(self, request: ValidRequest) -> None:
-        tenant = self._tenants.of(request.tenant)
+        kind = _class_of(request)
+        tenant = self._tenants.of(request.tenant, kind)
         if tenant not in self._lines:
-            self._tenants.lift(tenant, self._turns.least)
+            self._tenants.lift(tenant, self._turns[kind].least)
             self._lines[tenant] = {}
         tenant.num_unfinished += 1
         sizes = [len(sequence.prompt_token_ids) for sequence in request.sequences]
         self._lines[tenant][request.request_id] = deque(sorted(range(len(sizes)), key=sizes.__getitem__))
-        self._turns.push(tenant)
+        self._turns[kind].push(tenant)
         self._requests[request.request_id] = request
         self._left[request.request_id] = len(sizes)
         self._num_inputs += len(sizes)
@@ -63,7 +66,7 @@ class EmbeddingQueue:
         self._left.pop(request_id, None)
         if request is None:
             return
-        tenant = self._tenants.of(request.tenant)
+        tenant = self._tenants.of(request.tenant, _class_of(request))
         tenant.num_unfinished -= 1
         line = self._lines.get(tenant, {})
         self._num_inputs -= len(line.pop(request_id, ()))
@@ -73,7 +76,8 @@ class EmbeddingQueue:
     def _leave(self, tenant: Tenant) -> None:
         """Note that nothing of ``tenant`` waits any more."""
         if self._lines.pop(tenant, None) is not None:
-            self._turns.discard(tenant)
+            for turns in self._turns.values():
+                turns.discard(tenant)
             self._tenants.left(tenant)
 
     def is_done(self, request_id: str) -> bool:
@@ -108,8 +112,9 @@ class EmbeddingQueue:
     def _take(self) -> list[tuple[ValidRequest, int]]:
         """Take inputs in their turns while they fit. An input larger than a batch is a batch of its own."""
         batch: list[tuple[ValidRequest, int]] = []
-        budget = self._max_tokens
-        while (tenant := self._turns.least) is not None:
+        kind = BACKGROUND if self._turns[STANDARD].least is None else STANDARD
+        budget = self._max_tokens if kind == STANDARD else int(self._max_tokens * BACKGROUND_BATCH_SHARE)
+        while (tenant := self._turns[kind].least) is not None:
             line = self._lines[tenant]
             request_id, inputs = next(iter(line.items()))
             request = self._requests[request_id]
@@ -134,6 +139,10 @@ class EmbeddingQueue:
         ends = [len(one) for one in ids]
         seconds = [r.second_from[i] if r.second_from else end for (r, i), end in zip(batch, ends, strict=True)]
         return self._embedder.embed(ids, seconds)
+
+
+def _class_of(request: ValidRequest) -> int:
+    return BACKGROUND if request.background else STANDARD
 
 
 def _embedded(index: int, vector: Any) -> Embedded:

@@ -42,7 +42,7 @@ class Reading:
     """A request whose images are not all read. ``missing`` are those, with their rows in ``table``. ``rank`` is its
     class and priority. ``tenant`` is charged a piece over ``weight``."""
 
-    rank: tuple[bool, int]
+    rank: tuple[int, int]
     number: int
     tenant: Tenant
     weight: int
@@ -69,7 +69,7 @@ class ImageFeatureCache:
         self.kept: OrderedDict[Key, Vectors] = OrderedDict()
         self.num_bytes = 0
         self._readings: dict[str, Reading] = {}
-        self._parts: dict[bool, _Part] = {}  # of provisioned requests and of others
+        self._parts: dict[int, _Part] = {}  # by class of requests
         self._tenants = Tenants()
         self._rests_until = 0.0
         self._asked = 0
@@ -112,7 +112,7 @@ class ImageFeatureCache:
         order = np.array(sorted(firsts.items()), dtype=np.int64)
         table = Table(vectors, self._first_id, digest, order[:, 0], order[:, 1])
         if missing:
-            rank = (not request.provisioned, request.priority)
+            rank = (request.service_class, request.priority)
             tenant = self._enter(request)
             self._readings[request.request_id] = Reading(rank, self._asked, tenant, request.weight, table, missing)
         return _with_ids(request, ids, self._first_id), table
@@ -127,9 +127,9 @@ class ImageFeatureCache:
         return found
 
     def _enter(self, request: ValidRequest) -> Tenant:
-        tenant = self._tenants.of(request.tenant, request.provisioned)
+        tenant = self._tenants.of(request.tenant, request.service_class)
         if not tenant.num_waiting:
-            waiting = [one.tenant for one in self._readings.values() if one.rank[0] != request.provisioned]
+            waiting = [one.tenant for one in self._readings.values() if one.rank[0] == request.service_class]
             self._tenants.lift(tenant, min(waiting, key=lambda one: one.used, default=None))
         tenant.num_waiting += 1
         tenant.num_unfinished += 1
@@ -148,11 +148,10 @@ class ImageFeatureCache:
             self._leave(request_id)
             self._parts = {kind: part for kind, part in self._parts.items() if self._is_wanted(part.key)}
 
-    def may_read(self, *, beside_provisioned: bool) -> bool:
-        """Return whether the next piece may be read in this step, ``beside_provisioned`` sequences that run or wait
-        to."""
-        is_best_effort, _ = self._first().rank
-        return not (beside_provisioned and is_best_effort) or time.monotonic() >= self._rests_until
+    def may_read(self, *, beside: int) -> bool:
+        """Return whether the next piece may be read in this step, ``beside`` sequences of that class or lower ones that
+        run or wait to."""
+        return self._first().rank[0] <= beside or time.monotonic() >= self._rests_until
 
     def read(self) -> list[tuple[str, Exception | None]]:
         """Read one piece of an image. Return the requests that have all of theirs now, or cannot have them."""

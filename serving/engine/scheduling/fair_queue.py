@@ -1,7 +1,7 @@
 """The queue of waiting sequences: by rank, then fairly between tenants, then by arrival.
 
-A rank is a class of sequences: provisioned or not, then the priority. Within a rank the tenant that has been served
-least is next (``tenants``), and within a tenant the sequence that came first.
+A rank is a class of sequences (``ValidRequest.service_class``), then the priority. Within a rank the tenant that has
+been served least is next (``tenants``), and within a tenant the sequence that came first.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from itertools import chain, islice
 from typing import TypeAlias
 
+from ...interface.request import PROVISIONED
 from .sequence import SequenceState
 from .tenants import Entry, LeastServed, Tenant, Tenants
 
-Rank: TypeAlias = tuple[bool, int]  # (not provisioned, priority); lower ranks run first
+Rank: TypeAlias = tuple[int, int]  # (service class, priority); lower ranks run first
 
 
 class _Class:
@@ -44,7 +45,12 @@ class FairQueue:
 
     @property
     def has_provisioned(self) -> bool:
-        return any(not rank[0] for rank in self._classes)
+        return PROVISIONED in self.classes
+
+    @property
+    def classes(self) -> set[int]:
+        """Return the service classes of waiting sequences."""
+        return {rank[0] for rank in self._classes}
 
     @property
     def num_tenants(self) -> int:
@@ -56,7 +62,7 @@ class FairQueue:
     def admit(self, sequence: SequenceState) -> None:
         """Register a new sequence of the engine before it waits; ``forget`` it when it ends."""
         request = sequence.request
-        sequence.tenant = self.tenants.of(request.tenant, request.provisioned)
+        sequence.tenant = self.tenants.of(request.tenant, request.service_class)
         sequence.tenant.num_unfinished += 1
 
     def forget(self, sequence: SequenceState) -> None:
@@ -90,10 +96,10 @@ class FairQueue:
             if not place.lines:
                 del self._classes[rank]
 
-    def front(self, provisioned: bool, most: int) -> list[SequenceState]:
-        """Return up to ``most`` sequences in the order of their turns, as if each were going to start."""
+    def front(self, classes: range, most: int) -> list[SequenceState]:
+        """Return up to ``most`` sequences of ``classes`` in the order of their turns, as if each were to start."""
         found: list[SequenceState] = []
-        for rank in sorted(rank for rank in self._classes if rank[0] != provisioned):
+        for rank in sorted(rank for rank in self._classes if rank[0] in classes):
             place = self._classes[rank]
             if len(place.lines) == 1:
                 found += islice(next(iter(place.lines.values())), most - len(found))
@@ -103,8 +109,8 @@ class FairQueue:
                 break
         return found
 
-    def _least(self, best_effort: bool) -> Tenant | None:
-        least = [one.tenants.least for rank, one in self._classes.items() if rank[0] == best_effort]
+    def _least(self, service_class: int) -> Tenant | None:
+        least = [one.tenants.least for rank, one in self._classes.items() if rank[0] == service_class]
         return min((one for one in least if one is not None), key=lambda one: one.used, default=None)
 
 
@@ -133,5 +139,5 @@ def _turns(place: _Class, most: int) -> list[SequenceState]:
     return found
 
 
-def _arrival(sequence: SequenceState) -> tuple[bool, int, int, int]:
+def _arrival(sequence: SequenceState) -> tuple[int, int, int, int]:
     return sequence.arrival

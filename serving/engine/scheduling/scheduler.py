@@ -7,9 +7,10 @@ fewest remaining tokens goes first, so that they complete one after the other in
 started first is guaranteed a share of the step. When memory runs out, the sequences that started last are preempted and
 start again later (their tokens are kept, only KV is recomputed).
 
-While there are provisioned sequences, a step is made of them alone in just that way. The others are best effort: they
-get the time that ``best_effort.BestEffortBudget`` allows beside them, in order of arrival, and give up slots and
-memory."""
+Sequences are of three classes: provisioned, standard, and background ones of batches. While there are provisioned
+sequences, a step is made of them alone in just that way. The others are best effort: they get the time that
+``step_time_budget.BestEffortBudget`` allows beside them, in order of class and arrival, and give up slots and memory.
+Without provisioned sequences, background ones are best effort beside standard ones in the same way."""
 
 from __future__ import annotations
 
@@ -20,15 +21,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
+from ...interface.request import BACKGROUND, PROVISIONED, STANDARD
 from ..attention.kv_cache import KVCache
 from .batch_invariance import whole_pieces
 from .fair_queue import FairQueue
 from .sequence import BLOCKS_LATER, SamplePosition, SequenceGroup, SequenceState, WaitReason
 from .speculation import MAX_STEP_ROWS, DraftedPosition, Speculation
-from .step_time_budget import BestEffortBudget, StepLoad
+from .step_time_budget import BACKGROUND_SHARE, SHARE, BestEffortBudget, StepLoad
 
 MAX_FORCED_TOKENS_PER_STEP = 32  # tokens forced by a grammar that a sequence computes beside its next one
 OLDEST_PREFILL_SHARE = 1 / 4  # part of a step's prefill tokens that is guaranteed to the prompt that started first
+BACKGROUND_PREFILL_SHARE = 1 / 4  # part of a step's tokens in steps of background work: a request that comes waits less
+ALL, NONE = range(BACKGROUND + 1), range(0)  # classes of sequences
 MAX_MATCHES_PER_STEP = 16  # prompts looked up in the prefix cache in one step: bounds the cost of a queue
 
 
@@ -77,12 +81,12 @@ class ScheduledChunk:
         return self.num_tokens if self.sequence.reads_prompt else self.num_drafted + self.samples
 
 
-def _shortest_first(sequence: SequenceState) -> tuple[bool, int, int]:
+def _shortest_first(sequence: SequenceState) -> tuple[int, int, int]:
     """Return the sort key of prompts: class, priority, remaining tokens."""
     return (*sequence.arrival[:2], sequence.num_remaining)
 
 
-def _precedence(sequence: SequenceState) -> tuple[bool, int, int, int]:
+def _precedence(sequence: SequenceState) -> tuple[int, int, int, int]:
     """Return the order in which sequences keep their memory."""
     return sequence.precedence
 
@@ -109,6 +113,8 @@ class Scheduler:
         self.running: list[SequenceState] = []
         self.blocked: dict[int, SequenceState] = {}  # until their grammar is compiled and their images are encoded
         self.budget = BestEffortBudget()
+        self._guarded = NONE  # the classes beside which others are best effort, in the last step planned
+        self._lingering = PROVISIONED  # the lowest class that ran in the last step with guarded sequences
         self._batch_invariant = batch_invariant  # chunks end at the fixed boundaries of ``batch_invariance``
         self.speculation = speculation
         self._searches: list[SequenceGroup] = []  # whose beams have started
@@ -142,6 +148,12 @@ class Scheduler:
         return bool(self.running and self.running[0].provisioned) or self.waiting.has_provisioned
 
     @property
+    def highest_class(self) -> int:
+        """Return the class of the sequences that run first, ``BACKGROUND`` if there are none."""
+        running = (self.running[0].service_class,) if self.running else ()
+        return min((*running, *self.waiting.classes), default=BACKGROUND)
+
+    @property
     def num_provisioned(self) -> int:
         """Return the number of provisioned sequences, running and waiting."""
         return sum(s.provisioned for s in self.running) + sum(s.provisioned for s in self.waiting)
@@ -165,13 +177,31 @@ class Scheduler:
         ]
 
     def _plan(self) -> list[ScheduledChunk]:
-        if not self.has_provisioned and not self.budget.lingers:
-            chunks = self._step(False)
-            if self.speculation is None or len(self.running) + len(self.waiting) >= MAX_STEP_ROWS:
-                return chunks
-            return self.speculate(chunks, self.speculation)
-        chunks = self._step(True)
+        self._guarded = self._classes_to_guard()
+        if not self._guarded:
+            return self._with_drafts(self._step(ALL), len(self.running) + len(self.waiting))
+        chunks = self._step(self._guarded)
+        if STANDARD in self._guarded:
+            drafted = self._with_drafts(chunks, len(chunks))
+            if drafted is not chunks:  # not measured, so nothing beside them could be paid for
+                return drafted
         return sorted(chunks + self._best_effort(chunks), key=lambda chunk: chunk.num_tokens > 1)
+
+    def _classes_to_guard(self) -> range:
+        """Return the classes whose pace is kept in the next step beside those of all others; none if one class has the
+        engine to itself."""
+        lingers = self.budget.lingers
+        if self.has_provisioned or (lingers and self._lingering == PROVISIONED):
+            return range(STANDARD)
+        has_background = bool(self.running) and self.running[-1].service_class == BACKGROUND
+        if not has_background and BACKGROUND not in self.waiting.classes:
+            return NONE
+        return range(BACKGROUND) if lingers or self.highest_class == STANDARD else NONE
+
+    def _with_drafts(self, chunks: list[ScheduledChunk], num_sequences: int) -> list[ScheduledChunk]:
+        if self.speculation is None or num_sequences >= MAX_STEP_ROWS:
+            return chunks
+        return self.speculate(chunks, self.speculation)
 
     def following(self, chunks: Sequence[ScheduledChunk]) -> list[ScheduledChunk]:
         """Plan the step after ``chunks``, single tokens that are still being computed: what ``schedule`` would return
@@ -179,12 +209,14 @@ class Scheduler:
         if not chunks or len(chunks) < len(self.running):
             return []
         last = self.running[-1]
-        if self.running[0].provisioned != last.provisioned or (self.budget.lingers and not last.provisioned):
+        if self.running[0].service_class != last.service_class:
+            return []
+        if self.budget.lingers and last.service_class > self._lingering:
             return []
         going = [
             chunk.sequence for chunk in chunks if chunk.sequence.num_generated + 1 < chunk.sequence.stop_rule.max_tokens
         ]
-        if self.waiting and (len(going) < self.max_num_seqs or (self.waiting.has_provisioned and not last.provisioned)):
+        if self.waiting and (len(going) < self.max_num_seqs or min(self.waiting.classes) < last.service_class):
             return []
         if not all(self.cache.grow(sequence.id, sequence.num_tokens + 1) for sequence in going):
             return []
@@ -193,26 +225,31 @@ class Scheduler:
     def record_step_time(self, chunks: Sequence[ScheduledChunk], seconds: float) -> None:
         """Record that ``chunks`` took ``seconds``, to plan the next steps by."""
         if chunks and not any(chunk.num_drafted for chunk in chunks):
-            provisioned = StepLoad.of(chunk for chunk in chunks if chunk.sequence.provisioned)
-            self.budget.record_step_time(provisioned, StepLoad.of(chunks), seconds)
+            guarded = [chunk for chunk in chunks if chunk.sequence.service_class in self._guarded]
+            if guarded:
+                self._lingering = min(chunk.sequence.service_class for chunk in guarded)
+            share = SHARE if self._lingering == PROVISIONED else BACKGROUND_SHARE
+            self.budget.record_step_time(StepLoad.of(guarded), StepLoad.of(chunks), seconds, share=share)
 
-    def _step(self, provisioned: bool) -> list[ScheduledChunk]:
-        """Plan a whole step of one class of sequences."""
+    def _step(self, classes: range) -> list[ScheduledChunk]:
+        """Plan a whole step of some classes of sequences."""
         before = self.num_preemptions
-        chunks = self._decodes(provisioned)
+        chunks = self._decodes(classes)
         budget = self.max_num_batched_tokens - sum(chunk.num_tokens for chunk in chunks)
-        prefills = self._prefills(budget, provisioned)
+        if self.highest_class == BACKGROUND:
+            budget = min(budget, max(int(self.max_num_batched_tokens * BACKGROUND_PREFILL_SHARE), 1))
+        prefills = self._prefills(budget, classes)
         if self.num_preemptions > before:  # a beam that started may have taken the memory of others
             chunks, prefills = [
                 [chunk for chunk in some if chunk.sequence.status == "running"] for some in (chunks, prefills)
             ]
         return chunks + prefills
 
-    def _decodes(self, provisioned: bool) -> list[ScheduledChunk]:
+    def _decodes(self, classes: range) -> list[ScheduledChunk]:
         chunks, before = [], self.num_preemptions
         spare = self.max_num_batched_tokens - len(self.running)
         for sequence in list(self.running):
-            if sequence.provisioned != provisioned or sequence.status != "running" or not sequence.decodes:
+            if sequence.service_class not in classes or sequence.status != "running" or not sequence.decodes:
                 continue
             if self._allocate_next(sequence):
                 num_tokens = 1
@@ -292,12 +329,12 @@ class Scheduler:
     def _leave(self, sequence: SequenceState) -> None:
         self.running.remove(sequence)
 
-    def _prefills(self, budget: int, provisioned: bool) -> list[ScheduledChunk]:
+    def _prefills(self, budget: int, classes: range) -> list[ScheduledChunk]:
         """Plan parts of prompts, at most ``budget`` tokens in all. Those that start now get at most half of it while
         others need the rest."""
-        resumed = [s for s in self.running if s.provisioned == provisioned and s.num_remaining and not s.decodes]
+        resumed = [s for s in self.running if s.service_class in classes and s.num_remaining and not s.decodes]
         half, share = budget // 2 if resumed else budget, max(int(budget * OLDEST_PREFILL_SHARE), 1)
-        started = self._admit(half, share, provisioned)
+        started = self._admit(half, share, classes)
         resumed = [s for s in resumed if s.status == "running"]  # some may have been preempted for one that started
         parts = dict.fromkeys([*resumed, *started], 0)
         left = budget
@@ -320,10 +357,10 @@ class Scheduler:
             give(sequence, budget)
         return [ScheduledChunk(sequence, sequence.num_computed, part) for sequence, part in parts.items() if part]
 
-    def _admit(self, budget: int, share: int, provisioned: bool) -> list[SequenceState]:
+    def _admit(self, budget: int, share: int, classes: range) -> list[SequenceState]:
         """Admit waiting sequences while the token budget lasts, counting each at most ``share``."""
         started: list[SequenceState] = []
-        for sequence in self._candidates(provisioned):
+        for sequence in self._candidates(classes):
             if budget <= 0:
                 break
             if not self._start(sequence):
@@ -332,12 +369,12 @@ class Scheduler:
             started.append(sequence)
         return started
 
-    def _candidates(self, provisioned: bool) -> Iterator[SequenceState]:
+    def _candidates(self, classes: range) -> Iterator[SequenceState]:
         """Yield waiting sequences that may start now, looking at no more than ``MAX_MATCHES_PER_STEP``. Beams of
         started searches come first, since the sequences before them may be waiting for the very slots and memory that
         these will free."""
-        waiting = self.waiting.front(provisioned, MAX_MATCHES_PER_STEP)
-        if self._searches and (begun := self._begun_beams(provisioned)):
+        waiting = self.waiting.front(classes, MAX_MATCHES_PER_STEP)
+        if self._searches and (begun := self._begun_beams(classes)):
             waiting = [*begun, *(sequence for sequence in waiting if sequence not in begun)]
         for sequence in waiting:
             sequence.waits_for = self._wait_reason(sequence)
@@ -349,9 +386,9 @@ class Scheduler:
                 self._displace()
             yield sequence
 
-    def _begun_beams(self, provisioned: bool) -> list[SequenceState]:
+    def _begun_beams(self, classes: range) -> list[SequenceState]:
         beams = (beam for group in self._searches for beam in group.members)
-        return [beam for beam in beams if beam.status == "waiting" and beam.provisioned == provisioned]
+        return [beam for beam in beams if beam.status == "waiting" and beam.service_class in classes]
 
     def _wait_reason(self, sequence: SequenceState) -> WaitReason:
         """Return what keeps a sequence from starting in this step, "turn" if nothing does. ``_start`` finds out whether
@@ -378,30 +415,30 @@ class Scheduler:
         return 0 if sequence.group in self._searches else beams.width
 
     def _could_place(self, sequence: SequenceState) -> bool:
-        """Return whether preempting best-effort sequences would free enough slots for a provisioned one."""
-        if not sequence.provisioned:
+        """Return whether preempting sequences of lower classes would free enough slots for this one."""
+        if not self._can_displace(sequence):
             return False
-        kept = [s for s in self.running if s.provisioned]
+        kept = [s for s in self.running if s.service_class <= sequence.service_class]
         return self._taken(kept) + self._places(sequence) <= self.max_num_seqs
 
     def _can_displace(self, sequence: SequenceState) -> bool:
-        return sequence.provisioned and bool(self.running) and not self.running[-1].provisioned
+        return bool(self.running) and self.running[-1].service_class > sequence.service_class
 
     def _displace(self) -> None:
-        """Preempt the best-effort sequence that started last, in favour of a provisioned one."""
+        """Preempt the sequence that started last, in favour of one of a higher class."""
         self.preempt(self.running[-1], keep=True)
 
     def _awaits_prefix(self, sequence: SequenceState) -> bool:
         """Return whether a running sequence is computing a prefix that this one could copy (as for the choices of n >
         1).
 
-        A provisioned sequence does not wait for best-effort work, which may take long."""
+        A sequence does not wait for the work of a lower class, which may take long."""
         if sequence.max_reuse is not None:
             return False
         owner = self.cache.match(sequence.key, sequence.tokens)[1]
-        if owner is None or not sequence.provisioned:
+        if owner is None or sequence.service_class == BACKGROUND:
             return owner is not None
-        return any(s.id == owner and s.provisioned for s in self.running)
+        return any(s.id == owner and s.service_class <= sequence.service_class for s in self.running)
 
     def _start(self, sequence: SequenceState) -> bool:
         cached = self._acquire(sequence)
@@ -482,11 +519,12 @@ class Scheduler:
         return extra
 
     def _best_effort_sequences(self) -> Iterator[SequenceState]:
-        for sequence in [s for s in self.running if not s.provisioned]:
+        others = range(self._guarded.stop, len(ALL))
+        for sequence in [s for s in self.running if s.service_class in others]:
             if sequence.status == "running" and sequence.num_remaining:  # it may have been preempted for an earlier one
                 yield sequence
-        if not self.waiting.has_provisioned:
-            yield from self._candidates(False)
+        if not self.waiting.classes.intersection(self._guarded):
+            yield from self._candidates(others)
 
     def _affordable(self, sequence: SequenceState, provisioned: StepLoad, seconds: float, budget: int) -> int:
         """Return how many tokens of ``sequence`` fit into ``seconds``; a waiting one is priced as if nothing were

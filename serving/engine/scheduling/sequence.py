@@ -119,7 +119,7 @@ class SequenceState:
 
     ``waits_for`` is meaningful while the status is "waiting". ``unsent`` are sampled tokens that no event contains yet,
     ``timings`` the steps that gave them, None unless requested; ``ready_at`` is then when the last tokens came.
-    ``arrival`` sorts by provisioned, then priority, then order of arrival. ``tenant`` is charged ``token_cost`` for
+    ``arrival`` sorts by service class, then priority, then order of arrival. ``tenant`` is charged ``token_cost`` for
     each computed token of the prompt, ``GENERATED_TOKEN_WEIGHT`` times that for a generated one (``tenants``).
     ``grammar_state`` is its position in its grammar, None until that is compiled and without one. A beam whose
     ``num_remaining`` is 0 waits for the others of its search; ``forked_from`` is the beam that a new one copies.
@@ -154,6 +154,7 @@ class SequenceState:
         "request",
         "sampling",
         "seed",
+        "service_class",
         "status",
         "stop_rule",
         "tenant",
@@ -171,8 +172,9 @@ class SequenceState:
         self.processors = group.processors
         self.adapter = group.key.adapter or None
         self.provisioned = request.provisioned
+        self.service_class = request.service_class
         # beams come right after the first of their search, before later arrivals
-        self.arrival = (not request.provisioned, request.priority, group.members[0].id if group.beams else id, id)
+        self.arrival = (self.service_class, request.priority, group.members[0].id if group.beams else id, id)
         self.tenant = UNKNOWN  # set by the scheduler's queue
         self.token_cost = 1.0 / request.weight
         self.forked_from: SequenceState | None = None
@@ -208,8 +210,8 @@ class SequenceState:
         self.waits_for = "turn"
 
     @property
-    def precedence(self) -> tuple[bool, int, int, int]:
-        """Return the sort key of started sequences: provisioned and priority, then order of starts. The last one is
+    def precedence(self) -> tuple[int, int, int, int]:
+        """Return the sort key of started sequences: class and priority, then order of starts. The last one is
         preempted first. It never changes, so that the first sequence always completes."""
         return (*self.arrival[:2], self.group.started, self.id)
 

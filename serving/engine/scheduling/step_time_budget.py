@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 BEST_EFFORT_SHARE = 0.06  # of provisioned time that best-effort work may add on average: tokens/s stay at 94 %
+BACKGROUND_SHARE = 0.03  # the same of standard time that background work may add
 STEP_SHARE = 0.16  # and in any one step: pauses between tokens stay at 1.16 times what they were
 LINGER_SECONDS = 0.5  # seconds of steps after the last provisioned one: another is expected, so steps stay short
 LINGER_STEPS = 2.0  # how long such a step may take, in steps of one sequence
@@ -185,23 +186,24 @@ class BestEffortBudget:
         # prefill of n tokens of one sequence never costs more than one token of n sequences
         return max(int((seconds - fixed) / max(token, 1e-9)), int(seconds / max(self.row(provisioned, start), 1e-9)))
 
-    def record_step_time(self, provisioned: StepLoad, total: StepLoad, seconds: float) -> None:
-        """Book a step that took ``seconds``, with the load ``total``, of which ``provisioned`` was provisioned."""
+    def record_step_time(self, provisioned: StepLoad, total: StepLoad, seconds: float, *, share: float = BEST_EFFORT_SHARE) -> None:
+        """Book a step that took ``seconds``, with the load ``total``, of which ``provisioned`` was provisioned (or
+        guarded in the same way). The rest earns ``share`` of its time."""
         if provisioned:
             self._since_provisioned = 0.0
             self._steps += 1
             self._guarded_seen += 1
             if self.cost.known:
-                self._account(provisioned, total, seconds)
+                self._account(provisioned, total, seconds, share)
         else:
             self._since_provisioned += seconds
         # Steps far larger than provisioned ones would distort the fit; they count only until there are enough others.
         if provisioned or self.lingers or self._guarded_seen < MIN_SEEN:
             self.cost.observe(total, seconds)
 
-    def _account(self, provisioned: StepLoad, total: StepLoad, seconds: float) -> None:
+    def _account(self, provisioned: StepLoad, total: StepLoad, seconds: float, share: float) -> None:
         alone = self.cost.predict(provisioned)
-        self.credit += BEST_EFFORT_SHARE * alone
+        self.credit += share * alone
         if total != provisioned:
             foreseen = self.cost.predict(total) - alone
             taken = seconds - alone

@@ -5,7 +5,7 @@ with the prompt tokens computed for it and the tokens it generates, each divided
 tenant with the smallest counter is next. A tenant that had nothing waiting is lifted to the smallest counter among
 those that wait, so that idling earns no credit; what it has used beyond that remains its debt.
 
-Counters of provisioned requests, a class above all others, are kept separately."""
+Each class of requests (``ValidRequest.service_class``) has counters of its own."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import heapq
 from dataclasses import dataclass
 from itertools import count
 from typing import TypeAlias
+
+from ...interface.request import STANDARD
 
 GENERATED_TOKEN_WEIGHT = 2.0  # in prompt tokens: the paper's weight, and the usual ratio of prices
 MAX_TENANTS = 4096  # counters kept for tenants without requests
@@ -92,17 +94,17 @@ class Tenants:
     """The counters of one engine, by tenant and class."""
 
     def __init__(self) -> None:
-        self.by_name: dict[tuple[str, bool], Tenant] = {}
+        self.by_name: dict[tuple[str, int], Tenant] = {}
         self._last: Tenant | None = None  # the last one that stopped waiting
 
-    def of(self, name: str, provisioned: bool = False) -> Tenant:
-        """Return the tenant with that name. With too many of them, the debts of those without requests are
-        forgotten."""
-        found = self.by_name.get((name, provisioned))
+    def of(self, name: str, service_class: int = STANDARD) -> Tenant:
+        """Return the tenant with that name, in a class of requests. With too many of them, the debts of those without
+        requests are forgotten."""
+        found = self.by_name.get((name, service_class))
         if found is None:
             if len(self.by_name) >= MAX_TENANTS:
                 self.by_name = {key: one for key, one in self.by_name.items() if one.num_unfinished}
-            found = self.by_name[name, provisioned] = Tenant()
+            found = self.by_name[name, service_class] = Tenant()
         return found
 
     def lift(self, tenant: Tenant, least: Tenant | None) -> None:

@@ -262,6 +262,71 @@ def test_random_arrivals_and_ends_of_both_kinds() -> None:
     assert machine.scheduler.num_preemptions > 0
 
 
+def test_background_work_leaves_standard_requests_their_pace() -> None:
+    """Beside standard sequences, background ones add at most 5 % to the time of steps, and advance."""
+    machine = Machine(cpu)
+    standard: list[SequenceState] = []
+    for _ in range(600):
+        standard = [s for s in standard if s.status != "finished"]
+        standard += [machine.add(40, 60, provisioned=False) for _ in range(8 - len(standard))]
+        if len(machine.scheduler.waiting) < 20:
+            machine.add(40, 60, provisioned=False, background=True)
+        runs = machine.step()
+        alone = StepLoad.of(run for run in runs if not run.sequence.request.background)
+        machine.ticks[-1] = (alone, machine.cost(alone) if alone else 0.0, machine.ticks[-1][2])
+    ticks = [tick for tick in machine.ticks[100:] if tick[0]]
+    assert sum(tick[2] for tick in ticks) <= 1.05 * sum(tick[1] for tick in ticks)
+    assert sum(s.num_generated for s in machine.sequences if s.request.background) > 20
+
+
+def test_a_standard_request_takes_the_slot_of_a_background_one() -> None:
+    """When background work has all slots, a standard sequence starts in the next step, and a background one waits."""
+    machine = Machine(cpu, max_num_seqs=4, num_slots=8)
+    background = [machine.add(20, 100, provisioned=False, background=True) for _ in range(4)]
+    while {s.status for s in background} != {"running"}:
+        machine.step()
+    standard = machine.add(20, 5, provisioned=False)
+    machine.step()
+    assert standard.num_generated == 1
+    assert [s.status for s in background].count("waiting") == 1
+    while machine.scheduler.has_work():
+        assert machine.step()
+
+
+def test_background_work_alone_has_whole_steps() -> None:
+    """Without others, every decoding background sequence is in every step."""
+    machine = Machine(cpu)
+    for _ in range(12):
+        machine.add(5, 40, provisioned=False, background=True)
+    for _ in range(5):
+        machine.step()
+    assert len(machine.step()) == 12
+
+
+def test_random_arrivals_of_three_classes() -> None:
+    """With sequences of all classes, random ends and scarce memory, no step is empty and all end."""
+    draw = random.Random(7)
+    machine = Machine(native, num_tokens=400, max_num_seqs=5, num_slots=10)
+    for _ in range(300):
+        kind = draw.choice(["provisioned", "background", "standard"])
+        sequence = machine.add(
+            draw.randint(1, 90),
+            draw.randint(1, 40),
+            provisioned=kind == "provisioned",
+            background=kind == "background",
+        )
+        for _ in range(draw.randint(0, 8)):
+            machine.step()
+        if draw.random() < 0.3 and sequence.status != "finished":
+            machine.scheduler.finish(sequence, keep=draw.random() < 0.5)
+    steps = 0
+    while machine.scheduler.has_work():
+        assert machine.step()
+        steps += 1
+        assert steps < 20_000
+    assert {s.status for s in machine.sequences} == {"finished"}
+
+
 def test_the_cost_model_finds_a_known_cost() -> None:
     """The cost model recovers the known costs of a sequence, of prompt tokens and of a whole step."""
     draw, cost = random.Random(2), StepCost()

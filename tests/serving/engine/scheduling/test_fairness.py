@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -296,6 +297,17 @@ def test_embeddings_of_a_tenant_do_not_wait_for_anothers_bulks() -> None:
     assert "single" in [request_id for request_id, _ in queue.run()]
     for number in range(200):
         queue.drop(f"bulk-{number}")
+    assert (len(queue), queue.num_tenants) == (0, 0)
+
+
+def test_background_embeddings_wait_for_all_others() -> None:
+    """A request comes before a background one of the same tenant, and background batches have a quarter of the size."""
+    queue = EmbeddingQueue(Embedder(), max_tokens=64)
+    queue.add(msgspec.structs.replace(embedding("batch", "one", 6), background=True))
+    assert len(queue.run()) == 2
+    queue.add(embedding("single", "one", 1))
+    assert [request_id for request_id, _ in queue.run()] == ["single"]
+    assert [len(queue.run()) for _ in range(2)] == [2, 2]
     assert (len(queue), queue.num_tenants) == (0, 0)
 
 
