@@ -16,6 +16,9 @@ from ..metering.accounts.keys import Caller
 from ..metering.ledger.lease import Bucket, Lease, Reservation
 from ..model_files.model_version import UNKNOWN, ModelVersion
 
+BATCH = "batch"
+"""The mode of requests of batches in the ledger, whatever the mode of their endpoint is."""
+
 
 class ModeProfile(Struct, frozen=True, kw_only=True):
     """The request fields a mode accepts, as in the Databricks API (``tasks.prepare`` refuses the others), and whether
@@ -72,7 +75,8 @@ def reservation_of(
 ) -> Reservation:
     """Return a reservation of the most that ``valid`` may use: each prompt once, and ``max_tokens`` per sequence.
 
-    With a ``bucket`` (reserved throughput), the tokens are not paid for, since the reserve is paid by time.
+    With a ``bucket`` (reserved throughput), the tokens are not paid for, since the reserve is paid by time. A request
+    of a batch takes nothing from the reserve, and is paid for only where all others are.
     """
     return Reservation(
         request_id=valid.request_id,
@@ -81,11 +85,12 @@ def reservation_of(
         endpoint=target.endpoint,
         entity=target.entity,
         adapter=valid.adapter,
-        mode=mode,
+        mode=BATCH if valid.background else mode,
         task=valid.task,
         input_tokens=valid.num_prompt_tokens,
         max_output_tokens=valid.sampling.max_tokens * len(valid.sequences) if valid.sampling else 0,
-        bucket=bucket,
+        bucket=None if valid.background else bucket,
+        background=valid.background,
         model=target.model,
         labels=labels,
         pays_tokens=bucket is None,

@@ -47,7 +47,7 @@ class Provisioned:
 
     def admit(self, valid: ValidRequest, caller: Caller, target: Target, labels: Labels = NONE) -> Admission:
         lease = self._ledger.reserve(reservation_of(valid, caller, target, PROFILE.name, labels, self._bucket))
-        if lease.within_reserve:
+        if lease.within_reserve and not valid.background:
             valid = msgspec.structs.replace(valid, provisioned=True)
         return Admission(lease, valid)
 

@@ -59,7 +59,7 @@ class Limits(Struct, frozen=True, kw_only=True):
 
     ``timeout`` is the number of seconds that the server and the caller's headers allow, None for no limit.
     ``cache_salt`` makes ``ValidRequest.cache_salt`` from the request's own salt (``tasks.cache_salt``); by default,
-    prefixes are shared with no other request. ``tenant`` and ``weight`` are the caller's, as in ``ValidRequest``.
+    prefixes are shared with no other request. ``tenant``, ``weight`` and ``background`` are as in ``ValidRequest``.
     ``keep_pixels`` makes room for so many bytes of decoded images before they are decoded, or raises the refusal.
     """
 
@@ -67,6 +67,7 @@ class Limits(Struct, frozen=True, kw_only=True):
     cache_salt: Callable[[str | None], str | None] = _shares_nothing
     tenant: str = ""
     weight: int = 1
+    background: bool = False
     keep_pixels: Callable[[int], None] = keep_any
 
 
@@ -110,6 +111,7 @@ def prepare(
         deadline=_deadline(now, timeout, limits.timeout, endpoint.profile.timeout),
         tenant=limits.tenant,
         weight=limits.weight,
+        background=limits.background,
         return_trace=raw.return_trace,
     )
     if isinstance(raw, RawEmbedding):

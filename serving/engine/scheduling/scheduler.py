@@ -27,7 +27,7 @@ from .batch_invariance import whole_pieces
 from .fair_queue import FairQueue
 from .sequence import BLOCKS_LATER, SamplePosition, SequenceGroup, SequenceState, WaitReason
 from .speculation import MAX_STEP_ROWS, DraftedPosition, Speculation
-from .step_time_budget import BACKGROUND_SHARE, SHARE, BestEffortBudget, StepLoad
+from .step_time_budget import BACKGROUND_SHARE, BEST_EFFORT_SHARE, BestEffortBudget, StepLoad
 
 MAX_FORCED_TOKENS_PER_STEP = 32  # tokens forced by a grammar that a sequence computes beside its next one
 OLDEST_PREFILL_SHARE = 1 / 4  # part of a step's prefill tokens that is guaranteed to the prompt that started first
@@ -228,7 +228,7 @@ class Scheduler:
             guarded = [chunk for chunk in chunks if chunk.sequence.service_class in self._guarded]
             if guarded:
                 self._lingering = min(chunk.sequence.service_class for chunk in guarded)
-            share = SHARE if self._lingering == PROVISIONED else BACKGROUND_SHARE
+            share = BEST_EFFORT_SHARE if self._lingering == PROVISIONED else BACKGROUND_SHARE
             self.budget.record_step_time(StepLoad.of(guarded), StepLoad.of(chunks), seconds, share=share)
 
     def _step(self, classes: range) -> list[ScheduledChunk]:

@@ -17,17 +17,23 @@ from .audit import Actor, record
 from .money import FREE, Price, units
 
 CACHE_SECONDS = 2.0
+BATCH = "batch:"
+"""It stands before the name by which the price of batches is set."""
 ANY = "*"
 """The entity whose price holds for every entity without one of its own."""
 
 
-def price_names(entity: str, model: ModelVersion, endpoint: str) -> tuple[str, ...]:
+def price_names(entity: str, model: ModelVersion, endpoint: str, *, background: bool = False) -> tuple[str, ...]:
     """Return the names that the price of a request may be set by, the closest first.
 
     They are the served entity, the registered version (``assistant/3``), the registered model (``assistant``), and the
-    endpoint: a model has a name whichever way it was served.
+    endpoint: a model has a name whichever way it was served. For a request of a batch, each of them with ``BATCH``
+    before it, and that of all models, come first (``batch:assistant``, ``batch:*``).
     """
-    return (entity, model.label, model.name, endpoint)
+    names = (entity, model.label, model.name, endpoint)
+    if not background:
+        return names
+    return (*(f"{BATCH}{name}" for name in (*filter(None, names), ANY)), *names)
 
 
 class Prices:

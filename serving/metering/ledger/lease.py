@@ -33,7 +33,8 @@ class Reservation(Struct, frozen=True, kw_only=True):
     """The most that a request may use. ``max_output_tokens`` is the sum over its sequences.
 
     ``pays_tokens`` is False if provisioned time is billed instead, so that tokens cost nothing extra. ``request_id`` is
-    the server's own, unique for ever (1 to 256 bytes), and not an id chosen by callers. ``model`` is the one that
+    the server's own, unique for ever (1 to 256 bytes), and not an id chosen by callers. ``background`` requests have
+    the prices of batches. ``model`` is the one that
     answers, ``labels`` is what the caller says about the request.
     """
 
@@ -49,6 +50,7 @@ class Reservation(Struct, frozen=True, kw_only=True):
     adapter: str | None = None
     bucket: Bucket | None = None
     pays_tokens: bool = True
+    background: bool = False
     model: ModelVersion = UNKNOWN
     labels: Labels = NONE
 
@@ -68,6 +70,7 @@ class LeaseCloser(Protocol):
     @property
     def audit(self) -> CountAudit: ...
     def close_lease(self, lease: Lease, owner: LeaseOwner, slot: int, settlement: Settlement) -> None: ...
+    def drop_lease(self, lease: Lease, owner: LeaseOwner, slot: int) -> None: ...
 
 
 class Lease:
@@ -102,6 +105,8 @@ class Lease:
         owner.progress.begin(slot, reservation.request_id)
         self._lock = threading.Lock()
         self._settled = False
+        self._held = False
+        self.settlement: Settlement | None = None  # of a lease that is held
 
     @property
     def request_id(self) -> str:
@@ -110,6 +115,17 @@ class Lease:
     @property
     def settled(self) -> bool:
         return self._settled
+
+    def hold(self) -> None:
+        """Leave the settlement to the caller: it is kept in ``settlement``, for the transaction that stores the reply.
+
+        Nothing is counted before: if this process ends first, nothing is billed. ``drop`` must be called in the end.
+        """
+        self._held = True
+
+    def drop(self) -> None:
+        """Forget a lease that was held. If its row is still open, upkeep closes it with nothing billed."""
+        self._ledger.drop_lease(self, self._owner, self._slot)
 
     def count(self, completion_tokens: int = 0, *, prompt: int | None = None, cached: int | None = None) -> None:
         """Add generated tokens; call this before sending them on. ``prompt`` and ``cached`` replace earlier counts.
@@ -121,7 +137,7 @@ class Lease:
         if completion_tokens < 0 or (prompt or 0) < 0 or (cached or 0) < 0:
             raise ValueError("token counts are never negative")
         with self._lock:
-            if self._settled:
+            if self._settled or self._held:
                 return
             if prompt is not None:
                 self.prompt_tokens = prompt
@@ -153,6 +169,9 @@ class Lease:
                 return
             settlement = self._settlement(prompt, cached, completion, finish_reason, status, drafts)
             self._settled = True
+            if self._held:
+                self.settlement = settlement
+                return
         self._ledger.close_lease(self, self._owner, self._slot, settlement)
 
     def _settlement(

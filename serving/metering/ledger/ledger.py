@@ -139,7 +139,9 @@ class Ledger:
         started = self._clock()
         began = Began(wall_ms=int(started * 1000), monotonic=self.monotonic())
         try:
-            names = price_names(reservation.entity, reservation.model, reservation.endpoint)
+            names = price_names(
+                reservation.entity, reservation.model, reservation.endpoint, background=reservation.background
+            )
             price = self.prices.at(names, self._time_of_prices())
         except Unavailable as error:
             self._open_breaker(error)
@@ -353,6 +355,17 @@ class Ledger:
         """Settle in the store, else in the spool, else (if the disk is full) keep it in memory for ``maintain``."""
         self._open.pop(lease.request_id, None)
         self._settle_or_spool(owner, slot, settlement, lease.reservation.tenant)
+
+    def drop_lease(self, lease: Lease, owner: LeaseOwner, slot: int) -> None:
+        """Forget a lease whose settlement was not left to the ledger (``Lease.hold``)."""
+        self._open.pop(lease.request_id, None)
+        self.audit.settled(lease.request_id)
+        owner.progress.give_back(slot)
+
+    @property
+    def owner(self) -> str:
+        """The name of this process among the owners of leases (``tables.owners``)."""
+        return self._ensure_owner().name
 
     def _settle_or_spool(self, owner: LeaseOwner, slot: int | None, settlement: Settlement, tenant: str = "") -> None:
         stored = False

@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import threading
 
+import msgspec
 import pytest
 
 from mlflow_llm.serving.interface.engine import EngineInfo
 from mlflow_llm.serving.interface.errors import InvalidField, LimitExceeded, Overloaded
 from mlflow_llm.serving.interface.events import Failed, Finished, Tokens
 from mlflow_llm.serving.interface.request import Sampling, Sequence, ValidRequest
-from mlflow_llm.serving.metering import Caller, Ledger, Limits, Store, Usage, UsageFilter
+from mlflow_llm.serving.metering import Caller, Ledger, Limits, Price, Store, Usage, UsageFilter
 from mlflow_llm.serving.modes import PayPerToken, Provisioned, Target
 from mlflow_llm.serving.modes.calibration import Capacity, calibrate
 from mlflow_llm.serving.modes.provisioned import check_throughput
@@ -148,3 +149,17 @@ def test_calibration_passes_the_engines_error_on():
     """An engine that refuses is not measured as slow."""
     with pytest.raises(Overloaded, match="full"):
         calibrate(TimedEngine(Failed("overloaded", "the queue is full")))
+
+
+@pytest.mark.parametrize(("mode", "cost"), [("paid", 105), ("reserved", 0)])
+def test_a_request_of_a_batch_has_its_own_mode_and_price(store, ledger, mode, cost):
+    """It is billed at the price of batches where tokens are billed at all, and takes nothing from a reserve."""
+    ledger.prices.set("*", Price(input=9_000_000, output=9_000_000), effective=1_800_000_000)
+    ledger.prices.set("batch:*", Price(input=1_000_000, output=10_000_000), effective=1_800_000_000)
+    chosen = PayPerToken(ledger) if mode == "paid" else Provisioned(ledger, throughput=1000)
+    asked = msgspec.structs.replace(valid("one"), background=True)
+    with chosen.admit(asked, CALLER, TARGET) as admission:
+        assert not admission.request.provisioned
+        admission.lease.settle(prompt=5, completion=10, finish_reason="stop")
+    (row,) = Usage(store).rows(UsageFilter())
+    assert (row.mode, row.cost) == ("batch", cost)
