@@ -70,6 +70,10 @@ class ServerSettings(ListenSettings, frozen=True, kw_only=True, forbid_unknown_f
         max_clock_skew: seconds that the clock of this host may differ from the database's; by more, the server does not
             start, and admits nothing.
         require_keys: refuse requests without an API key; needs a database.
+        batch_concurrency: requests of batches that a worker runs at once. 0 runs none here.
+        max_batch_rows: the most requests of one batch.
+        max_open_batch_rows: requests of batches that have not ended, of one tenant; more batches get a 429.
+        max_file_storage: bytes of files that one tenant may have; more get a 429.
         state_dir: directory for what the ledger has not written to the database yet. None is the user's own.
         page: serve the page under ``/``.
         log_level: the least severe level that is logged.
@@ -117,6 +121,10 @@ class ServerSettings(ListenSettings, frozen=True, kw_only=True, forbid_unknown_f
     database: str | None = None
     max_clock_skew: Seconds = 60.0
     require_keys: bool = False
+    batch_concurrency: CountOrZero = 8
+    max_batch_rows: Count = 50_000
+    max_open_batch_rows: Count = 200_000
+    max_file_storage: Bytes = 2**30
     state_dir: str | None = None
     page: bool = True
     log_level: Literal["debug", "info", "warning", "error"] = "info"

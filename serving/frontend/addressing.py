@@ -36,11 +36,14 @@ def check_limits(server: WorkerState, request: Request, candidates: list[ServedE
     names = {one.endpoint for one in candidates}
     paid = all(one.mode is not None and not one.mode.profile.reserves for one in candidates)
     embeds = task in POOLED or any(not POOLED.isdisjoint(one.tasks) for one in candidates)
+    background = request.background is not None
     server.ledger.check(
         key_id=request.caller.key_id,
         tenant=request.caller.tenant,
         endpoint=names.pop() if len(names) == 1 else None,
-        entities=[price_names(one.entity, one.identity, one.endpoint) for one in candidates] if paid else None,
+        entities=[price_names(one.entity, one.identity, one.endpoint, background=background) for one in candidates]
+        if paid
+        else None,
         generates=task in ("chat", "completions") or not embeds,
     )
 

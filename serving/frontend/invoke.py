@@ -91,6 +91,8 @@ def _accept(
         server.endpoints.check_use(request.caller, entity, adapter)
         record_served(request, entity)
         record.labels = entity.view.labels(raw)
+        if request.background is not None:
+            record.labels = request.background.labels.over(record.labels)
         pixels = held.enter_context(server.pixels.allocate(request.payer(server)))
         limits = _limits(server, entity, request, pixels.grow)
         if not is_known:
@@ -110,12 +112,15 @@ def _limits(server: WorkerState, entity: ServedEntity, request: Request, keep_pi
     """Return the request's limits: the shorter of the server's and the header's timeout, the cache salt for shared
     prefixes, the tenant and weight by which the engine shares its time, and the room for its images."""
     header, timeout = request.headers.get(TIMEOUT_HEADER), server.settings.timeout
+    if request.background is not None:
+        timeout = request.background.seconds
     sharing = entity.prefix_sharing or server.settings.prefix_sharing
     return Limits(
         timeout=timeout if header is None else min(timeout, _seconds(header)),
         cache_salt=server.salts.of(sharing, tenant=request.caller.tenant, endpoint=entity.endpoint),
         tenant=server.salts.tenant(request.caller.tenant),
         weight=request.caller.weight,
+        background=request.background is not None,
         keep_pixels=keep_pixels,
     )
 
@@ -154,6 +159,9 @@ def _start(
         target = Target(endpoint=entity.endpoint, entity=entity.entity, model=entity.identity)
         admission = held.enter_context(entity.mode.admit(valid, request.caller, target, request.record.labels))
         valid = admission.request
+        if request.background is not None:
+            admission.lease.hold()
+            request.background.admitted(admission.lease)
         request.record.headers |= rate_limit_headers.headers(admission.lease.limits)
     source = _run(entity, valid, admission)
     pull: InterruptibleIterator[Piece] = InterruptibleIterator(source)

@@ -13,8 +13,10 @@ from ..dialects import DIALECTS, Dialect, InferenceRoute
 from ..dialects.base import Headers
 from ..dialects.json_body import read_object
 from ..interface.errors import InvalidField
+from ..interface.labels import Labels
 from ..metering.accounts.audit import Actor
 from ..metering.accounts.authorization import ANONYMOUS, Caller
+from ..metering.ledger.lease import Lease
 from ..observability.access_record import AccessRecord
 from .answer import Answer
 from .limits.memory_budget import Allocation
@@ -34,13 +36,23 @@ class ResponseDialect:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Background:
+    """The circumstances of a request of a batch. ``seconds`` is its time limit in place of the server's; ``labels`` are
+    added to its own; ``admitted`` gets its lease, which the caller settles together with the reply (``Lease.hold``)."""
+
+    seconds: float
+    labels: Labels
+    admitted: Callable[[Lease], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """A request whose caller is known and whose body has not been received yet.
 
     ``path`` has the values of the variables in the operation's path; ``parameters()`` returns each parameter's values.
     ``receive`` reads the body; ``is_large`` says whether the body may be large, judging by the head. ``address`` is
     what the request counts under if no keys are required. ``watch`` makes a context manager that interrupts its
-    argument on a disconnect; without ``watch``, ``sock`` is watched.
+    argument on a disconnect; without ``watch``, ``sock`` is watched. ``background`` is that of a request of a batch.
     """
 
     operation: Operation
@@ -54,6 +66,7 @@ class Request:
     address: str = ""
     sock: Any = None
     watch: Watch | None = None
+    background: Background | None = None
     body: bytes = b""  # set for handlers made by ``with_body``
     spoken: ResponseDialect = field(default_factory=ResponseDialect)
 

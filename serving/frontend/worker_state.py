@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from gevent.event import Event
 
 from ..control.settings import ServerSettings
 from ..endpoints.store import EndpointStore
@@ -43,6 +45,7 @@ class WorkerState:
     Without ``endpoint_store`` and ``follower`` (of the plan) the endpoints are not managed. ``runtime_dir`` has the
     engines' state directories; None means the user's own. ``find_models`` resolves URIs (``ResolverPool``).
     ``prompts`` is MLflow's prompt registry, if the server has one.
+    ``batches_changed`` wakes the runner of batches.
     """
 
     settings: ServerSettings
@@ -63,6 +66,7 @@ class WorkerState:
     runtime_dir: str | None = None
     find_models: FindModels | None = None
     prompts: PromptRegistry | None = None
+    batches_changed: Event = field(default_factory=Event)
 
     @property
     def requires_key(self) -> bool:

@@ -7,6 +7,7 @@ import re
 from ..dialects import DIALECTS, Dialect
 from ..frontend.invoke import invoke
 from ..frontend.operation import Auth
+from .batches import batches, files
 from .inference import info_routes, kserve, openvino, token_counts
 from .management import (
     accounts,
@@ -46,6 +47,8 @@ ROUTES = documented(
         *info_routes.ROUTES,
         *openvino.ROUTES,
         *kserve.ROUTES,
+        *files.ROUTES,
+        *batches.ROUTES,
         *endpoints.ROUTES,
         *lora_adapters.ROUTES,
         *engine_logs.ROUTES,

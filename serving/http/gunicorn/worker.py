@@ -33,6 +33,7 @@ from .tls import Tls, gateway_tls, probe_tls
 from .write_backpressure import BackpressureSocket
 
 if TYPE_CHECKING:  # the arbiter imports this module too, and must load neither tokenizers nor torch
+    from ...batches.runner import BatchRunner
     from ...frontend.worker_state import WorkerState
     from .accepting import Acceptor
 
@@ -169,6 +170,7 @@ class DrainingWorker(GeventWorker):
         self.tls = []
         acceptors = [self._listen(sock, probes=number > 0) for number, sock in enumerate(self.sockets)]
         self.slot.open()
+        runner = self._run_batches()
         with self._arbiters_end():
             while self.alive:
                 if os.getppid() != self.ppid:
@@ -178,7 +180,11 @@ class DrainingWorker(GeventWorker):
                 for tls in self.tls:
                     tls.look()
                 self._called.wait(HEARTBEAT_SECONDS)
+        if runner is not None:
+            runner.stop()
         self._drain()
+        if runner is not None:
+            runner.join(LAST_SECONDS)
         if self.server.ledger is not None:
             # for clients that read nothing: their requests were blocked in a write, so the interrupt did not reach them
             self.server.ledger.settle_open()
@@ -191,6 +197,16 @@ class DrainingWorker(GeventWorker):
             self.server.ledger.close()
         if self.server.follower is not None:
             self.server.follower.close()
+
+    def _run_batches(self) -> BatchRunner | None:
+        """Start to run batches, if there is a database for them and this server is to run any."""
+        if self.server.ledger is None or self.server.settings.batch_concurrency == 0:
+            return None
+        from ...batches.runner import BatchRunner
+
+        runner = BatchRunner(self.server, self.server.ledger)
+        runner.start()
+        return runner
 
     @contextlib.contextmanager
     def _arbiters_end(self) -> Iterator[None]:

@@ -78,9 +78,9 @@ def check_content_type(environ: Mapping[str, Any], taken: tuple[str, ...] = (JSO
     """Raise ``UnsupportedMediaType`` unless the body's ``Content-Type`` is in ``taken``; JSON must be UTF-8.
 
     This guards against CSRF: a browser posts these types to another site only after a preflight request (CORS). The
-    types that it posts without one, text/plain and those of forms, must never be in ``taken``. A "" in ``taken``
-    accepts a body without a ``Content-Type``, which Triton's clients send. A page can post that too; then only the
-    check of ``Origin`` protects.
+    types that it posts without one, text/plain and those of forms, must not be in ``taken``, with two exceptions, for
+    which only the check of ``Origin`` protects: "" accepts a body without a ``Content-Type``, which Triton's clients
+    send, and uploads are multipart/form-data by OpenAI's protocol.
     """
     if environ["REQUEST_METHOD"] not in WITH_BODY:
         return
