@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from tqdm import tqdm
 from ..interface.errors import PackagingError, ServingError
 from ..system.backoff import Backoff
 from .batch_backends import Backend, ModelBackend, Retry, RowAnswer, ServerBackend, line_of
+from .batch_job import JobBackend
 from .batch_journal import Journal
 from .batch_rows import Row, Rows
 from .http import url_options
@@ -67,6 +68,10 @@ class Stopped(click.ClickException):
     type=click.Choice(["input", "completion"]),
     help="Order of the lines once all are written.",
 )
+@click.option("--job", is_flag=True, help="Run it as a batch of the server, in the time that other requests leave.")
+@click.option(
+    "--window", metavar="HOURS", help="With --job: when what is not answered expires, from 1h (default: 24h)."
+)
 @click.pass_context
 def batch(
     context: click.Context,
@@ -81,6 +86,8 @@ def batch(
     retries: int,
     retry_failed: bool,
     order: str,
+    job: bool,
+    window: str | None,
 ) -> None:
     """Answer a file of requests.
 
@@ -90,12 +97,18 @@ def batch(
     An answer counts once its line is on the disk. If the batch is interrupted, run the same command again: it answers
     the rows that have no line yet.
 
+    With --job, the rows become one of the server's batches (/v1/batches), which goes on without this command.
+
     Exit status: 0 if all rows were answered, 1 if some failed, 2 if the batch stopped before the end.
     """
     if model_uri is not None and model is not None:
         raise click.UsageError("--model goes with a server; with -m, rows can name an adapter")
     if config and model_uri is None:
         raise click.UsageError("-C goes with -m; a running server has its own settings")
+    if job and (model_uri is not None or concurrency is not None):
+        raise click.UsageError("--job goes with a server, which decides how many rows run at once")
+    if window is not None and not job:
+        raise click.UsageError("--window goes with --job")
     if output.exists() and output.samefile(source):
         raise click.UsageError("-o: this is the input file")
     started = time.monotonic()
@@ -106,8 +119,11 @@ def batch(
         journal = Journal(output, rows.keys)
     try:
         kept = {key for key, entry in journal.done.items() if not (retry_failed and entry.failed)}
-        run = _Run(rows, journal, kept, retries)
-        if len(kept) < len(rows):
+        if len(kept) < len(rows) and job:
+            with _stopping(url), contextlib.closing(JobBackend(url, key, model, output)) as server:
+                server.run(rows, journal, kept, window or "24h")
+        elif len(kept) < len(rows):
+            run = _Run(rows, journal, kept, retries)
             with _stopping(url if model_uri is None else model_uri):
                 backend: Backend = (
                     ServerBackend(url, key, model) if model_uri is None else ModelBackend(model_uri, settings, run.stop)
@@ -123,7 +139,7 @@ def batch(
     context.exit(1 if journal.failed else 0)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _stopping(what: Path | str) -> Iterator[None]:
     """Turn errors inside into ``Stopped``; ``what`` names their cause."""
     try:

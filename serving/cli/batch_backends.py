@@ -17,10 +17,12 @@ KEY_REFUSED = (401, 403)
 
 
 class RowAnswer(NamedTuple):
-    """The answer to a row: HTTP status and body, as its line in the output has them."""
+    """The answer to a row: HTTP status and body, as its line in the output has them. ``request_id`` is the server's id
+    of the request, by which its log has a refused one."""
 
     status: int
     body: dict[str, Any]
+    request_id: str = ""
 
 
 class Retry(Exception):
@@ -58,14 +60,15 @@ class ServerBackend:
         except InvalidField as error:
             return refused(error)
         try:
-            status, found, after = self._client.ask(path, {"model": self._model, **body})
+            status, found, headers = self._client.ask(path, {"model": self._model, **body})
         except click.ClickException as error:
             raise Retry(error.message) from None
         if status in BUSY and not _is_spent(found):
-            raise Retry(f"{status}: {_message(found)}", after)
+            after = headers.get("Retry-After", "")
+            raise Retry(f"{status}: {_message(found)}", float(after) if after.isdecimal() else None)
         if status in (*BUSY, *KEY_REFUSED):
             raise click.ClickException(f"{status}: {_message(found)}")
-        return RowAnswer(status, found)
+        return RowAnswer(status, found, headers.get("X-Request-Id", ""))
 
     def close(self) -> None:
         """Do nothing: connections are closed with their threads."""
@@ -116,7 +119,8 @@ def line_of(row: Row, answered: RowAnswer) -> dict[str, Any]:
         error = answered.body.get("error")
         code = error.get("code") if isinstance(error, dict) else None
         summary = {"code": code or OPENAI_ERRORS["internal"][0], "message": _message(answered.body)}
-    response = {"status_code": answered.status, "request_id": answered.body.get("id", ""), "body": answered.body}
+    request_id = answered.body.get("id") or answered.request_id or row.key
+    response = {"status_code": answered.status, "request_id": request_id, "body": answered.body}
     return {"id": row.key, "custom_id": row.custom_id, "response": response, "error": summary}
 
 

@@ -66,6 +66,10 @@ class Client:
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
         return self._json("POST", path, body)
 
+    def post_bytes(self, path: str, body: bytes, content_type: str) -> Any:
+        """Post a body that is not JSON, and return the JSON answer."""
+        return self._json("POST", path, body, content_type)
+
     def put(self, path: str, body: Mapping[str, Any]) -> Any:
         return self._json("PUT", path, body)
 
@@ -75,10 +79,10 @@ class Client:
     def delete(self, path: str) -> Any:
         return self._json("DELETE", path, None)
 
-    def ask(self, path: str, body: Mapping[str, Any]) -> tuple[int, dict[str, Any], float | None]:
-        """Return status, JSON object and ``Retry-After`` of the answer to a POST, whatever its status."""
+    def ask(self, path: str, body: Mapping[str, Any]) -> tuple[int, dict[str, Any], http.client.HTTPMessage]:
+        """Return status, JSON object and headers of the answer to a POST, whatever its status."""
         with self._open("POST", path, body) as answer:
-            text, after = answer.read(), answer.headers.get("Retry-After", "")
+            text = answer.read()
         try:
             found = json.loads(text)
         except ValueError:
@@ -87,7 +91,7 @@ class Client:
             raise click.ClickException(
                 f"{self._place}{path} does not answer with a JSON object: not an mlflow-llm server?"
             )
-        return answer.status, found, float(after) if after.isdecimal() else None
+        return answer.status, found, answer.headers
 
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield the JSON chunks of a streamed reply, up to ``[DONE]``; an error among them is raised."""
@@ -119,8 +123,8 @@ class Client:
         if connection is not None:
             connection.close()
 
-    def _json(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
-        with self._answer(method, path, body) as answer:
+    def _json(self, method: str, path: str, body: Mapping[str, Any] | bytes | None, content_type: str = "") -> Any:
+        with self._answer(method, path, body, content_type) as answer:
             text = answer.read()
         try:
             return json.loads(text)
@@ -130,20 +134,24 @@ class Client:
             ) from None
 
     @contextlib.contextmanager
-    def _answer(self, method: str, path: str, body: Mapping[str, Any] | None) -> Iterator[http.client.HTTPResponse]:
+    def _answer(
+        self, method: str, path: str, body: Mapping[str, Any] | bytes | None, content_type: str = ""
+    ) -> Iterator[http.client.HTTPResponse]:
         """Yield the open response, its status checked. Raises ``ClickException``."""
-        with self._open(method, path, body) as answer:
+        with self._open(method, path, body, content_type) as answer:
             if answer.status >= 400:
                 hint = NO_KEY if answer.status == 401 and "Authorization" not in self._headers else ""
                 raise click.ClickException(f"{answer.status}: {_refusal(answer.read())}{hint}")
             yield answer
 
     @contextlib.contextmanager
-    def _open(self, method: str, path: str, body: Mapping[str, Any] | None) -> Iterator[http.client.HTTPResponse]:
+    def _open(
+        self, method: str, path: str, body: Mapping[str, Any] | bytes | None, content_type: str = ""
+    ) -> Iterator[http.client.HTTPResponse]:
         """Yield the open response. The connection persists only where the response is read to its end."""
         done = False
         try:
-            answer = self._ask(method, self._prefix + path, body)
+            answer = self._ask(method, self._prefix + path, body, content_type)
             yield answer
             done = answer.isclosed() and not answer.will_close
         except (OSError, http.client.HTTPException) as error:
@@ -152,16 +160,20 @@ class Client:
             if not done:
                 self.close()
 
-    def _ask(self, method: str, path: str, body: Mapping[str, Any] | None) -> http.client.HTTPResponse:
-        data = None if body is None else json.dumps(body).encode()
+    def _ask(
+        self, method: str, path: str, body: Mapping[str, Any] | bytes | None, content_type: str
+    ) -> http.client.HTTPResponse:
+        """Send a body, as JSON if it is not bytes of ``content_type``."""
+        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        headers = self._headers | ({"Content-Type": content_type} if content_type else {})
         kept = self._kept.slot.connection
         if kept is not None:
             with contextlib.suppress(*STALE):  # closed by the server meanwhile: nothing of ours has been taken
-                kept.request(method, path, data, self._headers)
+                kept.request(method, path, data, headers)
                 return kept.getresponse()
             self.close()
         connection = self._kept.slot.connection = self._connect(self._timeout)
-        connection.request(method, path, data, self._headers)
+        connection.request(method, path, data, headers)
         return connection.getresponse()
 
 

@@ -58,12 +58,13 @@ class FakeServer:
                     fake.reached.set()
                     fake.release.wait(240)
                 status = (fake.statuses.get(prompt) or [200]).pop(0)
-                self.tell(status, answer(prompt) if status == 200 else refusal(status))
+                self.tell(status, answer(prompt) if status == 200 else refusal(status), f"req-{prompt}")
 
-            def tell(self, status: int, body: dict[str, Any]) -> None:
+            def tell(self, status: int, body: dict[str, Any], request_id: str = "req-get") -> None:
                 data = json.dumps(body).encode()
                 self.send_response(abs(status))
                 self.send_header("Content-Length", str(len(data)))
+                self.send_header("X-Request-Id", request_id)
                 self.end_headers()
                 self.wfile.write(data)
 
@@ -146,6 +147,8 @@ def test_rows_that_fail(server: FakeServer, files: tuple[Path, Path]) -> None:
     assert done.exit_code == 1
     reported = [(line["response"]["status_code"], (line["error"] or {}).get("code")) for line in lines(files[1])]
     assert reported == [(200, None), (400, "code_400"), (400, "invalid_value"), (400, "invalid_value")]
+    assert [line["response"]["request_id"] for line in lines(files[1])[:2]] == ["cmpl-a", "req-bad"]
+    assert all(line["response"]["request_id"] == line["id"] for line in lines(files[1])[2:])  # asked of no server
     assert "1 of 4 rows answered, 3 failed" in done.stderr
     assert run(server, files).exit_code == 1
     assert server.asked == {"a": 1, "bad": 1}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -12,11 +14,13 @@ import openai
 import psutil
 import pytest
 import sqlalchemy as sa
+from click.testing import CliRunner
 from gated_core import steps_up_to
 from instant_model import write_instant_model
 from server_calls import until
 from serving_process import GATED_CORE, Running, running
 
+from mlflow_llm.serving.cli import cli
 from mlflow_llm.serving.frontend.worker_state import make_server
 from mlflow_llm.serving.http.app import create_app
 from mlflow_llm.serving.metering import Keys, Limits, Price, Store, Usage, UsageFilter
@@ -342,3 +346,47 @@ def test_a_server_without_a_database_says_so(tmp_path: Path) -> None:
     for path in ("/v1/files", "/v1/batches", "/v1/files/x", "/v1/batches/x"):
         answer = client.get(path)
         assert (answer.status_code, "--database" in answer.json["error"]["message"]) == (404, True)
+
+
+def test_the_command_runs_a_file_as_a_job(server: Running, secrets: dict[str, str], tmp_path: Path) -> None:
+    """``batch --job`` writes the same lines as ``batch`` does for the same rows, and leaves no note."""
+    rows: list[dict[str, Any]] = [{"messages": CHAT["messages"], "max_tokens": 3, "temperature": 0} for _ in range(5)]
+    source = tmp_path / "in.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {**rows[0], "temperature": 9}]))
+    found = []
+    for name, more in (("direct", []), ("job", ["--job", "--window", "2h"])):
+        output = tmp_path / name
+        asked = ["batch", str(source), "-o", str(output), "--url", server.url, "--key", secrets["acme"], *more]
+        result = CliRunner().invoke(cli, asked)
+        assert result.exit_code == 1, result.output  # a row failed
+        found.append([json.loads(one) for one in output.read_text().splitlines()])
+    for lines in found:
+        for one in lines:
+            for volatile in ("id", "created"):
+                one["response"]["body"].pop(volatile, None)
+            one["response"].pop("request_id")
+    assert found[0] == found[1]
+    assert len(found[0]) == 6
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["direct", "in.jsonl", "job"]
+
+
+def test_the_command_finds_its_job_again(gated: Gated, tmp_path: Path) -> None:
+    """A command that is started again after it was killed waits for the batch that the first one created."""
+    server, client, _ = gated
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(json.dumps({"prompt": "x", "max_tokens": 3}) + "\n")
+    asked = ["batch", str(source), "-o", str(output), "--url", server.url, "--job"]
+    with steps_up_to(server.model_dir, 0):
+        first = subprocess.Popen([sys.executable, "-m", "mlflow_llm.serving.cli", *asked], stderr=subprocess.DEVNULL)
+        until(lambda: output.with_name("out.jsonl.job").exists())
+        first.kill()
+        first.wait()
+    before = [one.id for one in client.batches.list()]
+    other = tmp_path / "other.jsonl"
+    other.write_text(json.dumps({"prompt": "y", "max_tokens": 3}) + "\n")
+    refused = CliRunner().invoke(cli, ["batch", str(other), *asked[2:]])
+    assert (refused.exit_code, before[0] in refused.output) == (2, True)
+    result = CliRunner().invoke(cli, asked)
+    assert result.exit_code == 0, result.output
+    assert [one.id for one in client.batches.list()] == before
+    assert len(output.read_text().splitlines()) == 1
