@@ -15,12 +15,14 @@ def requests_of(inputs: Any) -> tuple[list[dict[str, Any]], bool]:
     """Return ``(bodies, single)`` for a dict, a list of dicts or a DataFrame (one request per row).
 
     ``single`` means that the input is one request, so that one reply is returned. ``mlflow deployments predict -I``
-    turns one JSON object into a DataFrame with its lists spread over the rows; they are joined again. Raises
-    ``MlflowException`` for input without requests, or for values that JSON cannot represent.
+    turns one JSON object into a DataFrame with its lists spread over the rows; they are joined again, also those of a
+    frame that was written with ``orient="split"`` or as a body of MLflow's scoring server. Raises ``MlflowException``
+    for input without requests, or for values that JSON cannot represent.
     """
     if isinstance(inputs, dict):
         return [_body(inputs)], True
     if isinstance(inputs, pd.DataFrame):
+        inputs = _unfolded(inputs)
         rows = [_without_nulls(row) for row in inputs.to_dict(orient="records")]
         if rows and all(isinstance(row.get("messages"), dict) for row in rows):
             return [_joined(rows)], True
@@ -30,6 +32,29 @@ def requests_of(inputs: Any) -> tuple[list[dict[str, Any]], bool]:
     raise MlflowException.invalid_parameter_value(
         f"inputs: expected a dict, a list of dicts or a DataFrame, not {type(inputs).__name__}"
     )
+
+
+def _unfolded(frame: pd.DataFrame) -> pd.DataFrame:
+    """Return the table that ``frame`` holds in one of the forms ``split``, ``dataframe_split`` and
+    ``dataframe_records``; else ``frame``."""
+    columns = set(frame.columns)
+    if columns == {"dataframe_records"}:
+        return pd.DataFrame(frame["dataframe_records"].tolist(), dtype=object)
+    if columns == {"dataframe_split"}:
+        parts = frame["dataframe_split"].to_dict()
+    elif {"columns", "data"} <= columns <= {"columns", "data", "index"}:
+        parts = {name: frame[name].tolist() for name in ("columns", "data")}
+    else:
+        return frame
+    names, rows = parts.get("columns"), parts.get("data")
+    if not isinstance(names, list) or not isinstance(rows, list):
+        raise MlflowException.invalid_parameter_value("inputs: a split frame has the lists columns and data")
+    for place, row in enumerate(rows):
+        if not isinstance(row, list) or len(row) != len(names):
+            raise MlflowException.invalid_parameter_value(
+                f"inputs: data[{place}] is not allowed; expected a list of {len(names)} values, one for each column"
+            )
+    return pd.DataFrame(rows, columns=[str(name) for name in names], dtype=object)
 
 
 def plain(value: Any, where: str) -> Any:

@@ -107,3 +107,24 @@ def test_one_name() -> None:
             call()
     with pytest.raises(MlflowException, match=r"no server answers at .*/endpoints/a/"):
         client.predict("a", {"prompt": "x"}, endpoint="a")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"dataframe_split": {"columns": ["prompt", "max_tokens"], "data": [["a", 1], ["b", null], ["c", 3]]}}',
+        '{"dataframe_records": [{"prompt": "a", "max_tokens": 1}, {"prompt": "b"}, {"prompt": "c", "max_tokens": 3}]}',
+        '{"columns": ["prompt", "max_tokens", "x"], "data": [["a", 1, null], ["b", null, null], ["c", 3, null]]}',
+    ],
+)
+def test_tables_in_the_forms_of_the_scoring_server(text: str) -> None:
+    """Read the table in a split frame or in records, as ``mlflow deployments predict -I`` hands it over."""
+    rows = [{"prompt": "a", "max_tokens": 1}, {"prompt": "b"}, {"prompt": "c", "max_tokens": 3}]
+    assert requests_of(pd.read_json(io.StringIO(text))) == (rows, False)
+
+
+def test_a_split_frame_with_a_short_row_is_refused() -> None:
+    """A row with more or fewer values than columns is named."""
+    text = '{"dataframe_split": {"columns": ["prompt", "max_tokens"], "data": [["a", 1], ["b"]]}}'
+    with pytest.raises(MlflowException, match=r"data\[1\] is not allowed; expected a list of 2 values"):
+        requests_of(pd.read_json(io.StringIO(text)))
