@@ -139,8 +139,13 @@ def _facts(record: SpanRecord) -> dict[str, Any]:
         "mlflow_llm.client_request_id": record.labels.client_request_id or None,
         "mlflow_llm.stream": record.stream,
         "mlflow_llm.finish_reason": record.finish_reason,
+        "mlflow_llm.time_to_first_token_ms": _ttft_ms(record),
         "http.response.status_code": record.status,
     }
+
+
+def _ttft_ms(record: SpanRecord) -> float | None:
+    return None if record.first_ns is None else round((record.first_ns - record.start_ns) / 1e6, 3)
 
 
 def _answered_by(record: SpanRecord) -> dict[str, str]:

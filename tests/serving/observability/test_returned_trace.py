@@ -39,6 +39,8 @@ def test_a_returned_trace_is_mlflows_own(first_ns: int | None) -> None:
         trace_info(record, "0"), TraceData([Span(readable_span(record, mlflow_attributes(record)))])
     ).to_dict()
     found = returned_trace(record)
+    attributes = found["data"]["spans"][0]["attributes"]
+    assert attributes.get("mlflow_llm.time_to_first_token_ms") == (None if first_ns is None else "100.0")
     expected["info"].pop("trace_location")
     assert found["info"].pop("trace_location") == {"type": "TRACE_LOCATION_TYPE_UNSPECIFIED"}
     assert found == expected
