@@ -45,6 +45,7 @@ from .upkeep import ActiveBatch, Upkeep
 POLL_SECONDS = 1.0
 CLEAN_SECONDS = 60.0
 MAX_RETRY_SECONDS = 60.0
+COMING_SECONDS = 5.0  # before another attempt at an endpoint that is not served yet
 MAX_CRASHES = 5  # processes that may end while they run a row
 MAX_FAULTS = 3  # attempts of a row that may end by a fault of the server
 OPERATIONS = {
@@ -240,6 +241,9 @@ class BatchRunner:
             record.finish(error.status, error.logged)
             return PENDING, None, min(error.retry_after or 1.0, MAX_RETRY_SECONDS)
         except ServingError as error:
+            if isinstance(error, NotFound) and self._is_coming(row):
+                record.finish(error.status, error.logged)
+                return PENDING, None, COMING_SECONDS
             answer = error_answer(operation.dialect if request is None else request.dialect, error)
             record.finish(error.status, error.logged)
         except Exception:
@@ -273,6 +277,14 @@ class BatchRunner:
                 admitted=running.admitted,
             ),
         )
+
+    def _is_coming(self, row: ClaimedRow) -> bool:
+        """Return whether the row's model is an endpoint that exists, but is not served at the moment."""
+        follower = self._server.follower
+        if follower is None or not follower.missing:
+            return False
+        model = msgspec.json.decode(msgspec.json.decode(row.line, type=_Line).body).get("model")
+        return isinstance(model, str) and model.partition(":")[0] in follower.missing
 
     def _caller(self, batch: ActiveBatch) -> Caller:
         """Return the batch's caller with its permissions of now. Raises ``Unauthenticated`` if its key is no longer
