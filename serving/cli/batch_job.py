@@ -10,6 +10,7 @@ import json
 import secrets
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +124,7 @@ class JobBackend:
         for file_id in (batch["output_file_id"], batch["error_file_id"]):
             if file_id is None:
                 continue
-            text = _patiently(lambda file_id=file_id: self._client.get_text(f"/v1/files/{file_id}/content"))
+            text = _patiently(partial(self._client.get_text, f"/v1/files/{file_id}/content"))
             for one in text.splitlines():
                 found = json.loads(one)
                 row, response = left.get(found["custom_id"]), found["response"]
