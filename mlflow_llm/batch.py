@@ -16,8 +16,8 @@ import pandas as pd
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE
 
-from .serving.cli.batch_backends import Backend, ModelBackend, Retry, RowAnswer, ServerBackend
-from .serving.cli.batch_rows import Row
+from .serving.cli.batch.backends import Backend, ModelBackend, Retry, RowAnswer, ServerBackend
+from .serving.cli.batch.rows import Row
 from .serving.cli.http import URL_VARIABLE
 from .serving.cli.key_options import VARIABLE as KEY_VARIABLE
 from .serving.interface.errors import PackagingError, ServingError, shown

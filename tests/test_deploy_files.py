@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from mlflow_llm.serving.cli.serve import serve
+from mlflow_llm.serving.cli.serve.command import serve
 from mlflow_llm.serving.http.route import Listener
 from mlflow_llm.serving.http.routes import ROUTES
 

@@ -29,7 +29,6 @@ SMALL: Mapping[str, str] = {
 }
 LARGE: Mapping[str, str] = {
     "flavors/llm/save": "each file finds, checks or converts one part of a model, and save_model.py is their order",
-    "serving/cli": "a subcommand is a module, and the help lists them in the same order",
 }
 
 # Helpers that read private names, whose docstrings say why.

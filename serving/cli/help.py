@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from .serve_help import settings_help
+from .serve.help_text import settings_help
 from .shared_options import SERVER, SharedOption, shared
 
 SERVER_COMMANDS = (("chat",), ("keys", "create"))  # that have all options of the topic between them

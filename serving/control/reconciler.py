@@ -421,7 +421,7 @@ def _is_wanted(state: EndpointState) -> bool:
     return state.active_version is not None or state.pending_version is not None
 
 
-def _addresses(status: EngineStatus, *, elsewhere: bool) -> tuple[str, ...]:
+def reachable_addresses(status: EngineStatus, *, elsewhere: bool) -> tuple[str, ...]:
     """Return the addresses of the replicas that have been ready.
 
     A replica that is being restarted keeps its requests. While there is another, a failed replica is left out; so is

@@ -91,7 +91,7 @@ class QueuedFile(QueuedHandler):
     Several processes may append to it: each line is one write. Raises ``OSError`` if it cannot be opened.
     """
 
-    def __init__(self, path: str, limit: int = LIMIT) -> None:
+    def __init__(self, path: str, limit: int = MAX_LINES) -> None:
         self._path = os.path.abspath(path)
         super().__init__(self._open(), limit)
 

@@ -8,7 +8,7 @@ from mlflow.deployments.base import BaseDeploymentClient
 from mlflow.exceptions import MlflowException
 
 from mlflow_llm.plugin import deployments, endpoint_calls, http_calls, local_config
-from mlflow_llm.serving.cli.serve import serve
+from mlflow_llm.serving.cli.serve.command import serve
 from mlflow_llm.serving.system.files import STATE_VARIABLE
 
 

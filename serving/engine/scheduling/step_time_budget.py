@@ -186,7 +186,9 @@ class BestEffortBudget:
         # prefill of n tokens of one sequence never costs more than one token of n sequences
         return max(int((seconds - fixed) / max(token, 1e-9)), int(seconds / max(self.row(provisioned, start), 1e-9)))
 
-    def record_step_time(self, provisioned: StepLoad, total: StepLoad, seconds: float, *, share: float = BEST_EFFORT_SHARE) -> None:
+    def record_step_time(
+        self, provisioned: StepLoad, total: StepLoad, seconds: float, *, share: float = BEST_EFFORT_SHARE
+    ) -> None:
         """Book a step that took ``seconds``, with the load ``total``, of which ``provisioned`` was provisioned (or
         guarded in the same way). The rest earns ``share`` of its time."""
         if provisioned:

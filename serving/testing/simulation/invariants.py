@@ -160,7 +160,11 @@ def _amount(row: sqlite3.Row, limit: Limit, now: int) -> int:
     if kind == "in_flight":
         return int(is_open)
     if kind in BUDGETS:
-        same = {"budget": True, "budget_day": at // DAY_SECONDS == now // DAY_SECONDS, "budget_month": month_of(at) == month_of(now)}
+        same = {
+            "budget": True,
+            "budget_day": at // DAY_SECONDS == now // DAY_SECONDS,
+            "budget_month": month_of(at) == month_of(now),
+        }
         return (row["reserved_cost"] if is_open else row["cost"]) if same[kind] else 0
     slot = 60 if kind == "qph" else 1
     if at // slot < now // slot - SLOTS_BEFORE:

@@ -123,7 +123,7 @@ def test_sizes_of_settings(size: str | int, number: int) -> None:
 
 def test_sizes_in_a_spec(tmp_path: Path) -> None:
     """A spec file takes sizes with units, too."""
-    from mlflow_llm.serving.cli.spec_files import read_serve_spec
+    from mlflow_llm.serving.cli.serve.spec_files import read_serve_spec
 
     file = tmp_path / "spec.json"
     file.write_text('{"settings": {"engine_memory_budget": "12GiB"}, "engine": {"kv_cache_memory": "1GiB"}}')

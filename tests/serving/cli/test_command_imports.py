@@ -14,7 +14,7 @@ HEAVY = ("torch", "transformers", "tokenizers", "mlflow", "numpy", "pandas")
 SQL = ("sqlalchemy", "alembic")
 CODE = f"""
 import sys
-import mlflow_llm.serving.cli.serve, mlflow_llm.serving.http.gunicorn.server
+import mlflow_llm.serving.cli.serve.command, mlflow_llm.serving.http.gunicorn.server
 print(*(name for name in {HEAVY + SQL!r} if name in sys.modules))
 import mlflow_llm.serving.http.gunicorn.worker, mlflow_llm.serving.control.main
 print(*(name for name in {HEAVY + SQL!r} if name in sys.modules))

@@ -28,7 +28,7 @@ from mlflow_llm.serving.cli import cli
 from mlflow_llm.serving.cli.http import Client, first_model
 from mlflow_llm.serving.cli.http_connection import connector
 from mlflow_llm.serving.cli.load_generator import Sample, closed_loop, percentile, prompt
-from mlflow_llm.serving.cli.serve import say
+from mlflow_llm.serving.cli.serve.command import say
 from mlflow_llm.serving.interface.settings import EngineSettings
 from mlflow_llm.serving.metering import Store
 

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from mlflow_llm.serving.cli.dialect_options import dialect_options, dialects_of
-from mlflow_llm.serving.cli.spec_files import read_serve_spec
+from mlflow_llm.serving.cli.serve.dialect_options import dialect_options, dialects_of
+from mlflow_llm.serving.cli.serve.spec_files import read_serve_spec
 from mlflow_llm.serving.control.model_sources import config_of
 from mlflow_llm.serving.control.spec import EndpointSpec, ServeSpec
 from mlflow_llm.serving.endpoints.config import config_to_wire

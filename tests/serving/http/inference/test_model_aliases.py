@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 from flask.testing import FlaskClient
 
-from mlflow_llm.serving.cli.serve import serve
+from mlflow_llm.serving.cli.serve.command import serve
 from mlflow_llm.serving.control.settings import ServerSettings
 from mlflow_llm.serving.frontend.worker_state import WorkerState
 from mlflow_llm.serving.http.app import create_app

@@ -20,8 +20,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..interface.errors import RequestError
-from ..system.files import replacing, sync_directory
+from ...interface.errors import RequestError
+from ...system.files import replacing, sync_directory
 
 
 class Written(NamedTuple):

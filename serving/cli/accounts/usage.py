@@ -6,18 +6,18 @@ import json
 
 import click
 
-from ..control.settings import ServerSettings, ledger_dir
-from ..metering.accounts.money import money, units
-from ..metering.ledger.offline_settlement import WATCH_SECONDS, settle_ended
-from ..metering.ledger.retention import fold
-from ..metering.store.store import Store
-from ..metering.usage.export import csv_lines, write_parquet
-from ..metering.usage.filter import filter_of, groups_of
-from ..metering.usage.usage import ALLOWED_GROUPS, Usage, UsageFilter, UsageSource, UsageSum
-from ..metering.usage.usage import bill as wire_bill
+from ...control.settings import ServerSettings, ledger_dir
+from ...metering.accounts.money import money, units
+from ...metering.ledger.offline_settlement import WATCH_SECONDS, settle_ended
+from ...metering.ledger.retention import fold
+from ...metering.store.store import Store
+from ...metering.usage.export import csv_lines, write_parquet
+from ...metering.usage.filter import filter_of, groups_of
+from ...metering.usage.usage import ALLOWED_GROUPS, Usage, UsageFilter, UsageSource, UsageSum
+from ...metering.usage.usage import bill as wire_bill
+from ..store import database, opened, table
 from .accounts import open_store_or_server, store_options
 from .remote_usage import RemoteUsage
-from .store import database, opened, table
 
 COUNTS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
 TITLES = ("requests", "prompt", "cached", "completion", "cost")
@@ -110,7 +110,7 @@ def _write_files(source: UsageSource, what: UsageFilter, groups: tuple[str, ...]
         if parquet is not None:
             write_parquet(source, what, parquet)
         if plot is not None:
-            from ..metering.usage.plot import plot_usage
+            from ...metering.usage.plot import plot_usage
 
             plot_usage(source, what, plot, groups)
     except (OSError, ModuleNotFoundError, ValueError) as error:  # matplotlib's word for an ending it does not know

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import click
 
-from ..interface.dialect_settings import NAMES, DialectSettings
+from ...interface.dialect_settings import NAMES, DialectSettings
 
 F = TypeVar("F", bound=Callable[..., Any])
 _COUNT = click.IntRange(1, 2**31 - 1)

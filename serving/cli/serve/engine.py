@@ -9,11 +9,11 @@ from typing import Any
 import click
 import msgspec
 
-from ..supervision.engine_host import NAME, EngineHost
-from ..supervision.engine_spec import EngineSpec
-from ..transport.auth import check_address, read_key, write_key
-from . import start_log
-from .model_options import endpoint_specs, engine_overrides
+from ...supervision.engine_host import NAME, EngineHost
+from ...supervision.engine_spec import EngineSpec
+from ...transport.auth import check_address, read_key, write_key
+from .. import start_log
+from ..model_options import endpoint_specs, engine_overrides
 from .spec_files import read_engine_spec
 
 LISTEN = "tcp://127.0.0.1:5601"
@@ -66,7 +66,7 @@ def engine(
 
     The servers are started with `mlflow-llm serve --engine tcp://HOST:PORT`. The engine runs until a signal ends it.
     """
-    from ..supervision.warm_up import generate_one
+    from ...supervision.warm_up import generate_one
 
     start_log.begin("info", log_file)
     check_address(listen)

@@ -8,10 +8,10 @@ from urllib.parse import urlencode
 
 import msgspec
 
-from ..http.management.paths import USAGE
-from ..metering.accounts.money import micro_units_of
-from ..metering.usage.usage import MAX_PAGE, MONEY, GroupBy, UsageFilter, UsageRow, UsageSum
-from .http import Client
+from ...http.management.paths import USAGE
+from ...metering.accounts.money import micro_units_of
+from ...metering.usage.usage import MAX_PAGE, MONEY, GroupBy, UsageFilter, UsageRow, UsageSum
+from ..http import Client
 
 T = TypeVar("T")
 

@@ -8,9 +8,9 @@ from typing import Any, TypeVar, get_args
 import click
 from click import option
 
-from ..control.settings import DATABASE_VARIABLE, ServerSettings
-from ..control.spec import ProfileName
-from ..interface.settings import PrefixSharing
+from ...control.settings import DATABASE_VARIABLE, ServerSettings
+from ...control.spec import ProfileName
+from ...interface.settings import PrefixSharing
 from .sizes import Size
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -6,11 +6,11 @@ from typing import Any
 
 import click
 
-from ..interface.errors import InvalidField
-from ..metering.accounts.money import micro_units
-from ..metering.store.time_formats import format_utc
+from ...interface.errors import InvalidField
+from ...metering.accounts.money import micro_units
+from ...metering.store.time_formats import format_utc
+from ..store import table
 from .accounts import AccountsApi, print_notes, with_accounts
-from .store import table
 
 
 @click.group()

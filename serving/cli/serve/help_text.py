@@ -8,8 +8,8 @@ import textwrap
 
 import click
 
-from ..interface.dialect_settings import NAMES
-from ..interface.settings import EngineSettings
+from ...interface.dialect_settings import NAMES
+from ...interface.settings import EngineSettings
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "Model": ("models", "name", "spec_file", "profile", "config", "defaults", "engines", "engine_key_file"),

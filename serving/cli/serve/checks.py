@@ -7,9 +7,9 @@ import importlib.util
 
 import click
 
-from ..control.settings import ServerSettings, ledger_dir
-from ..http.gunicorn.listen_addresses import addresses, bind, try_address
-from ..http.gunicorn.tls import gateway_tls, probe_tls
+from ...control.settings import ServerSettings, ledger_dir
+from ...http.gunicorn.listen_addresses import addresses, bind, try_address
+from ...http.gunicorn.tls import gateway_tls, probe_tls
 
 
 def check_place(settings: ServerSettings) -> None:
@@ -20,7 +20,7 @@ def check_place(settings: ServerSettings) -> None:
     _check_tokens(settings)
     _check_grpc(settings)
     if settings.database is not None:
-        from .store import opened  # and SQLAlchemy
+        from ..store import opened  # and SQLAlchemy
 
         ledger_dir(settings)
         with opened(settings.database, make=True):
@@ -55,7 +55,7 @@ def _check_tokens(settings: ServerSettings) -> None:
     if settings.jwt_jwks is None:
         return
     try:
-        from ..frontend import jwks
+        from ...frontend import jwks
     except ModuleNotFoundError:
         raise click.ClickException("--jwt-jwks needs joserfc: pip install 'mlflow-llm[jwt]'") from None
     if jwks.is_url(settings.jwt_jwks):

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple, Protocol
 
 import click
 
-from ..dialects.errors import OPENAI_ERRORS, openai_error
-from ..interface.errors import InvalidField, ServingError, Unavailable
-from .batch_rows import Row
-from .http import Client, first_model
+from ...dialects.errors import OPENAI_ERRORS, openai_error
+from ...interface.errors import InvalidField, ServingError, Unavailable
+from ..http import Client, first_model
+from .rows import Row
 
 BUSY = (429, 502, 503)  # statuses that say nothing of the row: it is asked again
 KEY_REFUSED = (401, 403)

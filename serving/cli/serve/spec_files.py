@@ -9,13 +9,13 @@ from typing import Any, TypeVar
 import click
 import msgspec
 
-from ..control.settings import ServerSettings
-from ..control.spec import ServeSpec
-from ..interface.dialect_settings import DialectSettings
-from ..interface.errors import InvalidField
-from ..interface.settings import EngineSettings, check_server_engine
-from ..interface.validated_struct import Checked
-from ..supervision.engine_spec import EngineSpec
+from ...control.settings import ServerSettings
+from ...control.spec import ServeSpec
+from ...interface.dialect_settings import DialectSettings
+from ...interface.errors import InvalidField
+from ...interface.settings import EngineSettings, check_server_engine
+from ...interface.validated_struct import Checked
+from ...supervision.engine_spec import EngineSpec
 
 T = TypeVar("T")
 

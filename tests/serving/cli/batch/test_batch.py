@@ -20,8 +20,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from mlflow_llm.serving.cli import cli
-from mlflow_llm.serving.cli.batch_journal import Journal
-from mlflow_llm.serving.cli.batch_rows import Rows
+from mlflow_llm.serving.cli.batch.journal import Journal
+from mlflow_llm.serving.cli.batch.rows import Rows
 from mlflow_llm.serving.interface.errors import InvalidField, RequestError
 
 SPENT = -429  # a 429 because of a budget
@@ -89,7 +89,7 @@ def refusal(status: int) -> dict[str, Any]:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServer]:
-    monkeypatch.setattr(importlib.import_module("mlflow_llm.serving.cli.batch"), "FIRST_WAIT", 0.001)
+    monkeypatch.setattr(importlib.import_module("mlflow_llm.serving.cli.batch.command"), "FIRST_WAIT", 0.001)
     fake = FakeServer()
     yield fake
     fake.release.set()

@@ -12,13 +12,12 @@ import click
 import msgspec
 from click.core import ParameterSource
 
-from ..control.settings import ServerSettings
-from ..control.spec import ProfileName, ServeSpec
-from ..system import logs
-from ..system.step_line import StepLine
-from . import start_log
-from .dialect_options import dialect_options, dialects_of
-from .model_options import (
+from ...control.settings import ServerSettings
+from ...control.spec import ProfileName, ServeSpec
+from ...system import logs
+from ...system.step_line import StepLine
+from .. import start_log
+from ..model_options import (
     check_settings,
     endpoint_specs,
     engine_addresses,
@@ -26,9 +25,10 @@ from .model_options import (
     named_models,
     request_fields,
 )
-from .serve_checks import check_place
-from .serve_help import GroupedCommand, serve_epilog
-from .serve_options import serve_options
+from .checks import check_place
+from .dialect_options import dialect_options, dialects_of
+from .help_text import GroupedCommand, serve_epilog
+from .options import serve_options
 from .spec_files import read_serve_spec
 
 EVENTS = {
@@ -103,7 +103,7 @@ def serve(
             "the server can use and change its endpoints (--require-keys)",
             level=logging.WARNING,
         )
-    from ..http.gunicorn.server import serve as run
+    from ...http.gunicorn.server import serve as run
 
     run(spec, say)
     if logs.is_configured():

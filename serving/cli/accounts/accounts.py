@@ -11,16 +11,16 @@ from urllib.parse import quote, urlencode
 import click
 from click.core import ParameterSource
 
-from ..control.settings import DATABASE_VARIABLE
-from ..http.management.paths import AUDIT, CURRENCY, KEYS, LIMITS, PRICES
-from ..metering.accounts.accounts import Accounts
-from ..metering.accounts.audit import here
-from ..metering.store.store import Store
-from .http import URL_VARIABLE, Client
-from .http_connection import tls_options
-from .key_options import key_options
-from .shared_options import SharedOption
-from .store import DATABASE, opened
+from ...control.settings import DATABASE_VARIABLE
+from ...http.management.paths import AUDIT, CURRENCY, KEYS, LIMITS, PRICES
+from ...metering.accounts.accounts import Accounts
+from ...metering.accounts.audit import here
+from ...metering.store.store import Store
+from ..http import URL_VARIABLE, Client
+from ..http_connection import tls_options
+from ..key_options import key_options
+from ..shared_options import SharedOption
+from ..store import DATABASE, opened
 
 Answer = dict[str, Any]
 Body = Mapping[str, Any]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 import pytest
 
-from mlflow_llm.serving.cli.sizes import Size
+from mlflow_llm.serving.cli.serve.sizes import Size
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,14 @@ from typing import Any
 import click
 from tqdm import tqdm
 
-from ..interface.errors import PackagingError, ServingError
-from ..system.backoff import Backoff
-from .batch_backends import Backend, ModelBackend, Retry, RowAnswer, ServerBackend, line_of
-from .batch_job import JobBackend
-from .batch_journal import Journal
-from .batch_rows import Row, Rows
-from .http import url_options
-from .model_options import engine_overrides
+from ...interface.errors import PackagingError, ServingError
+from ...system.backoff import Backoff
+from ..http import url_options
+from ..model_options import engine_overrides
+from .backends import Backend, ModelBackend, Retry, RowAnswer, ServerBackend, line_of
+from .job import JobBackend
+from .journal import Journal
+from .rows import Row, Rows
 
 FIRST_WAIT, MAX_WAIT = 0.5, 60.0  # seconds before a row is asked again
 INTERRUPTED = 130

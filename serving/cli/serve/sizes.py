@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from ..system.sizes import EXAMPLES, bytes_of
+from ...system.sizes import EXAMPLES, bytes_of
 
 
 class Size(click.ParamType):

@@ -6,13 +6,13 @@ from typing import Any
 
 import click
 
-from ..interface.errors import InvalidField
-from ..metering.accounts.limits import MAX_VALUE, SCOPES
-from ..metering.accounts.money import micro_units
-from ..metering.accounts.windows import BUDGETS, KINDS
+from ...interface.errors import InvalidField
+from ...metering.accounts.limits import MAX_VALUE, SCOPES
+from ...metering.accounts.money import micro_units
+from ...metering.accounts.windows import BUDGETS, KINDS
+from ..advice import for_limit
+from ..store import table
 from .accounts import AccountsApi, print_notes, with_accounts
-from .advice import for_limit
-from .store import table
 
 LIMIT = f"KIND=VALUE, with KIND one of {', '.join(KINDS)}"
 

@@ -18,14 +18,14 @@ import pytest
 from click.testing import CliRunner
 
 from mlflow_llm.serving.cli import COMPLETE, cli
-from mlflow_llm.serving.cli.serve_help import GROUPS, OTHERS, first_sentence
+from mlflow_llm.serving.cli.serve.help_text import GROUPS, OTHERS, first_sentence
+from mlflow_llm.serving.cli.serve.spec_files import read_serve_spec
+from mlflow_llm.serving.cli.serve.spec_schema import KINDS, schema
 from mlflow_llm.serving.cli.shared_options import SUMMARY, SharedOption
-from mlflow_llm.serving.cli.spec_files import read_serve_spec
-from mlflow_llm.serving.cli.spec_schema import KINDS, schema
 from mlflow_llm.serving.control.settings import ServerSettings
 from mlflow_llm.serving.interface.settings import EngineSettings
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 
 def shown(*words: str) -> str:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ..dialects.fields.fields import task_of, unknown_field
-from ..interface.errors import InvalidField, RequestError, shown
-from ..interface.request import Task
+from ...dialects.fields.fields import task_of, unknown_field
+from ...interface.errors import InvalidField, RequestError, shown
+from ...interface.request import Task
 
 PATHS: dict[str, Task] = {
     "/v1/chat/completions": "chat",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import click
 
-from ..metering.accounts.audit import here
-from .store import database, opened
+from ...metering.accounts.audit import here
+from ..store import database, opened
 
 
 @click.group()
@@ -25,7 +25,7 @@ def repair(database: str, shift: int | None) -> None:
 
     Set the clock of that server first. Other servers may go on.
     """
-    from ..metering.ledger.window_repair import repair as repaired
+    from ...metering.ledger.window_repair import repair as repaired
 
     with opened(database) as store:
         done = repaired(store, shift=shift, by=here())

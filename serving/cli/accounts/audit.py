@@ -7,10 +7,10 @@ from typing import Any
 
 import click
 
-from ..metering.accounts.audit import ACTIONS, here, prune
-from ..metering.store.time_formats import format_utc
+from ...metering.accounts.audit import ACTIONS, here, prune
+from ...metering.store.time_formats import format_utc
+from ..store import database, opened, table
 from .accounts import open_accounts, store_options
-from .store import database, opened, table
 
 HEADS = ("time", "by", "via", "request", "action", "target", "before", "after")
 MAX_COLUMN_WIDTH = 60

@@ -7,11 +7,11 @@ from typing import Any
 
 import click
 
-from ..metering.accounts.keys import MAX_WEIGHT, OVERLAP, SCOPES
-from ..metering.store.time_formats import format_utc
+from ...metering.accounts.keys import MAX_WEIGHT, OVERLAP, SCOPES
+from ...metering.store.time_formats import format_utc
+from ..store import table
 from .accounts import AccountsApi, print_notes, with_accounts
 from .limits import LIMIT, limits_of
-from .store import table
 
 EXPIRES = "When the key expires: 90d, 12h, a date, an ISO 8601 time, or never."
 ENDPOINT = "Allowed endpoint: NAME, or NAME:ADAPTER for that adapter only; repeatable (default: all)."

@@ -17,13 +17,13 @@ from typing import Any
 import click
 from tqdm import tqdm
 
-from ..interface.errors import InvalidField
-from ..system.backoff import Backoff
-from ..system.files import replacing
-from .batch_backends import RowAnswer, line_of
-from .batch_journal import Journal
-from .batch_rows import Row, Rows
-from .http import Client, first_model
+from ...interface.errors import InvalidField
+from ...system.backoff import Backoff
+from ...system.files import replacing
+from ..http import Client, first_model
+from .backends import RowAnswer, line_of
+from .journal import Journal
+from .rows import Row, Rows
 
 ENDED = ("completed", "failed", "expired", "cancelled")
 FIRST_WAIT, MAX_WAIT = 0.2, 10.0  # seconds between looks at a batch

@@ -8,11 +8,11 @@ from typing import Any
 import click
 import msgspec
 
-from ..control.spec import ServeSpec
-from ..interface.dialect_settings import DialectSettings
-from ..interface.settings import EngineSettings
-from ..interface.validated_struct import OF_BYTES, Checked
-from ..supervision.engine_spec import EngineSpec
+from ...control.spec import ServeSpec
+from ...interface.dialect_settings import DialectSettings
+from ...interface.settings import EngineSettings
+from ...interface.validated_struct import OF_BYTES, Checked
+from ...supervision.engine_spec import EngineSpec
 
 KINDS: dict[str, type[Any]] = {"serve": ServeSpec, "engine": EngineSpec}
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -39,7 +39,7 @@ def schema(kind: str) -> dict[str, Any]:
 
 
 def _settings_of(kind: type[Any]) -> tuple[type[Checked], ...]:
-    from ..control.settings import ServerSettings
+    from ...control.settings import ServerSettings
 
     return (ServerSettings, EngineSettings, DialectSettings) if kind is ServeSpec else (EngineSettings,)
 
