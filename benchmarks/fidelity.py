@@ -104,11 +104,13 @@ class Model:
         return self._forward.forward(step)[0].float().log_softmax(-1)
 
 
+@torch.inference_mode()
 def answers(model: Model, prompts: Sequence[Sequence[int]], eos: set[int]) -> list[tuple[list[int], list[Any]]]:
     """Return the greedy answer to each prompt, and the log probabilities at each of its places."""
     found = []
     for prompt in prompts:
-        tokens, rows = [], [model.begin(prompt)]
+        tokens: list[int] = []
+        rows = [model.begin(prompt)]
         while len(tokens) < MAX_TOKENS:
             tokens.append(int(rows[-1].argmax()))
             if tokens[-1] in eos or len(tokens) == MAX_TOKENS:
@@ -119,6 +121,7 @@ def answers(model: Model, prompts: Sequence[Sequence[int]], eos: set[int]) -> li
     return found
 
 
+@torch.inference_mode()
 def compared(
     model: Model, prompts: Sequence[Sequence[int]], wanted: Sequence[tuple[list[int], list[Any]]]
 ) -> dict[str, Any]:
@@ -142,7 +145,6 @@ def compared(
     }
 
 
-@torch.inference_mode()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=".cache/models/smollm2", help="a directory with a chat model in floats")
@@ -170,7 +172,7 @@ def main() -> None:
                 continue
             folder = Path(root, quantize)
             shutil.copytree(args.model, folder)
-            quantize_files(folder, ("chat",), quantize, tokenised(default_texts(), tokenizer))  # type: ignore[arg-type]
+            quantize_files(folder, ("chat",), quantize, tokenised(default_texts(), tokenizer))
             for form, more in forms.items():
                 model = Model(str(folder), quantization=quantize, **more)
                 found.append({"form": form, **compared(model, prompts, wanted)})

@@ -36,7 +36,7 @@ echo; echo "## Tests"
 timeout "$(left 240)" "$python" -m pytest -q -p no:cacheprovider -p no:randomly --timeout 120 \
   tests/serving/engine/devices/test_cuda.py tests/serving/engine/attention/paged/test_paged_decode.py tests/serving/engine/sampling/test_device_sampling.py \
   tests/serving/engine/attention/paged/test_paged_cache.py tests/serving/engine/forward/test_decode_graphs.py tests/serving/engine/attention/paged/test_paged_varlen.py \
-  tests/serving/engine/models/test_fused_modules.py tests/serving/engine/weights/test_fp8.py
+  tests/serving/engine/models/fused tests/serving/engine/weights/test_fp8.py
 tests=$?
 
 echo; echo "## Decoding"

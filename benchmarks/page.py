@@ -24,12 +24,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from load import free_port
 from measured import say_kernels
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, FilePayload, Page, expect, sync_playwright
 from report import publish
-from startup import free_port
 
-SIZE = {"width": 1440, "height": 900}
+SIZE: Any = {"width": 1440, "height": 900}
 PATIENCE_MS = 600_000
 FRAME_MS = 50
 WORDS = "Measure what you claim, and say on which processor it was measured. "
@@ -70,7 +70,7 @@ def scrolled(page: Page, turns: list[tuple[str, dict[str, Any]]]) -> tuple[list[
     answer = {"model": "assistant", "state": "done"}
     shown = [{"user": user, "answers": [[answer | {"choices": [choice]}]]} for user, choice in turns]
     file = json.dumps({"columns": [{"model": "assistant"}], "turns": shown}).encode()
-    page.get_by_label("Import JSON").set_input_files([{"name": "c.json", "mimeType": "", "buffer": file}])
+    page.get_by_label("Import JSON").set_input_files([FilePayload(name="c.json", mimeType="", buffer=file)])
     expect(page.locator(".turn")).to_have_count(len(turns), timeout=PATIENCE_MS)
     page.wait_for_timeout(2000)
     browser = page.context.browser
@@ -143,7 +143,7 @@ def main() -> None:
         page, cold = opened(browser, url)
         _, warm = opened(browser, url)
         rows = [row(name, *scrolled(page, turns)) for name, turns in conversations(args.tokens).items()]
-        paints = {"browser": browser.version, "first_paint_cold_ms": cold, "first_paint_warm_ms": warm}
+        paints: dict[str, Any] = {"browser": browser.version, "first_paint_cold_ms": cold, "first_paint_warm_ms": warm}
         browser.close()
     print(json.dumps(paints))
     publish("page", rows, **paints)

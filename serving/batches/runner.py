@@ -17,9 +17,9 @@ import msgspec
 
 from ..dialects import DIALECTS
 from ..frontend.answer import Answer, error_answer
-from ..frontend.in_flight import ClientGone, InterruptibleIterator
 from ..frontend.invoke import invoke
 from ..frontend.operation import Auth, Background, Operation, Request
+from ..frontend.streams.in_flight import ClientGone, InterruptibleIterator
 from ..frontend.worker_state import WorkerState
 from ..interface.errors import (
     Aborted,

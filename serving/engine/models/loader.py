@@ -26,7 +26,8 @@ from ..native.library import NotNative
 from ..weights import fp8, linear, stored_weights
 from ..weights.config_bounds import in_proportion, refuse_unscaled
 from ..weights.forward_context import ContextHolder
-from . import fused_modules, fused_rotary
+from .fused import modules as fused_modules
+from .fused import rotary as fused_rotary
 from .image_encoder import ImageEncoder, check_decoder, decoder_of
 from .native_decoder import DecoderWeights, NativeDecoder, decoder_weights, may_run_in_bf16
 from .packed.cache import MappedDecoder, keep_decoder, packed_key

@@ -143,7 +143,8 @@ def _in_eight_bits(
 ) -> dict[str, torch.Tensor]:
     """Return the tensors of linears in 8 bits, by groups that share an input."""
     names = {module: name for group in groups for name, module in group.items()}
-    texts, tensors = [*texts, *calibration.own_text(model)], {}
+    texts = [*texts, *calibration.own_text(model)]
+    tensors: dict[str, torch.Tensor] = {}
     for group, products, _ in calibration.inputs_of(model, [list(one.values()) for one in groups], texts):
         look()
         for module in group:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -185,7 +185,7 @@ def document(routes: Iterable[Route]) -> dict[str, Any]:
     return made | {part: plain_enums(made[part]) for part in ("paths", "components")}
 
 
-def _with_named_forms(name: str, schema: dict[str, Any]) -> dict[str, Any]:
+def _with_named_forms(name: str, schema: Mapping[str, Any]) -> dict[str, Any]:
     """Return a schema by its name, and each of its forms, if it has several, by a name of its own.
 
     Generators make a class of each form; without names they lose the classes of what is in them.
@@ -196,7 +196,7 @@ def _with_named_forms(name: str, schema: dict[str, Any]) -> dict[str, Any]:
     if len(forms) == 1:
         return {name: {key: value for key, value in schema.items() if key != "anyOf"} | forms[0]}
     named = {f"{name}_{number}": form for number, form in enumerate(forms, 1)}
-    return {**named, name: schema | {"anyOf": [{"$ref": f"{PLACE}{one}"} for one in named]}}
+    return {**named, name: {**schema, "anyOf": [{"$ref": f"{PLACE}{one}"} for one in named]}}
 
 
 def _schema_name(dialect: str, task: Task) -> str:

@@ -103,12 +103,6 @@ class Prices:
         self._cache.pop(entity, None)
         return removed
 
-    def list(self) -> tuple[tuple[str, int, Price], ...]:
-        """Return (entity, effective_ms, price) tuples, sorted by entity and time."""
-        query = sa.select(prices).order_by(prices.c.entity, prices.c.effective_ms)
-        rows = self._store.read(lambda connection: connection.execute(query).all())
-        return tuple((row.entity, int(row.effective_ms), _price(row)) for row in rows)
-
     def at(self, names: str | Iterable[str], when: float) -> Price:
         """Return the price at ``when`` of the first of ``names`` that has one; else the price of ``"*"``, else zero."""
         asked = (*((names,) if isinstance(names, str) else filter(None, names)), ANY)
@@ -139,6 +133,12 @@ class Prices:
                 found[row.entity].append((int(row.effective_ms), _price(row)))
             self._cache |= {one: (time.monotonic(), tuple(each)) for one, each in found.items()}
         return [None] * len(asked)
+
+    def list(self) -> tuple[tuple[str, int, Price], ...]:
+        """Return (entity, effective_ms, price) tuples, sorted by entity and time."""
+        query = sa.select(prices).order_by(prices.c.entity, prices.c.effective_ms)
+        rows = self._store.read(lambda connection: connection.execute(query).all())
+        return tuple((row.entity, int(row.effective_ms), _price(row)) for row in rows)
 
 
 def plain(price: Price) -> dict[str, str]:

@@ -274,7 +274,7 @@ class TextModel:
         found = copy.copy(self)
         new = {ADAPTER_PREFIX + name: source for name, source in templates.items()}
         found.templates = self.templates | new
-        found._guards, found._reads, found._formats = dict(self.guards), dict(self._reads), dict(self._formats)
+        found.guards, found._reads, found._formats = dict(self.guards), dict(self._reads), dict(self._formats)
         found._readings, found._takes_system, found._needs = {}, {}, {}
         found._read_templates({name: source for name, source in new.items() if source not in self.guards}, {})
         return found

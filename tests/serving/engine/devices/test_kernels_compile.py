@@ -19,7 +19,7 @@ def test_every_kernel_compiles(tmp_path: Path) -> None:
     from triton.runtime.jit import JITFunction
 
     from mlflow_llm.serving.engine.attention.paged import decode_kernel, prefill_kernel, write_kernel
-    from mlflow_llm.serving.engine.models import fused_kernels
+    from mlflow_llm.serving.engine.models.fused import kernels as fused_kernels
     from mlflow_llm.serving.engine.sampling import device_sampling_kernel
     from mlflow_llm.serving.engine.weights import fp8_kernel
 

@@ -12,7 +12,7 @@ from triton.compiler import ASTSource
 from mlflow_llm.serving.engine.attention.paged import decode_kernel as decode
 from mlflow_llm.serving.engine.attention.paged import prefill_kernel as prefill
 from mlflow_llm.serving.engine.attention.paged import write_kernel as write
-from mlflow_llm.serving.engine.models import fused_kernels as fused
+from mlflow_llm.serving.engine.models.fused import kernels as fused
 from mlflow_llm.serving.engine.sampling import device_sampling_kernel as race
 from mlflow_llm.serving.engine.weights import fp8_kernel
 

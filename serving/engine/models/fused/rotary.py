@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..devices import triton_support
+from ...devices import triton_support
 
 logger = logging.getLogger(__name__)
 NAME = "apply_rotary_pos_emb"
@@ -92,7 +92,7 @@ def _fits(q: Any, k: Any, cos: Any, sin: Any) -> bool:
 
 def rotated(own: Callable[..., Any], q: Any, k: Any, cos: Any, sin: Any, *args: Any, **options: Any) -> Any:
     """Return queries and keys [1, heads, T, D] rotated by ``cos`` and ``sin`` [1, T, D]; others as ``own`` does."""
-    from . import fused_kernels as kernels
+    from . import kernels
 
     if args or options or not _fits(q, k, cos, sin):
         return own(q, k, cos, sin, *args, **options)

@@ -12,14 +12,15 @@ from tiny_models import FAMILIES, MORE_FAMILIES, greedy, make_model, prompt_of, 
 
 from mlflow_llm.serving.engine.core import EngineCore
 from mlflow_llm.serving.engine.devices import triton_support
-from mlflow_llm.serving.engine.models import fused_modules, fused_residuals
+from mlflow_llm.serving.engine.models.fused import modules as fused_modules
+from mlflow_llm.serving.engine.models.fused import residuals as fused_residuals
 from mlflow_llm.serving.engine.weights import linear
 from mlflow_llm.serving.engine.weights.forward_context import ContextHolder
 from mlflow_llm.serving.interface.bundle import Bundle
 from mlflow_llm.serving.interface.settings import EngineSettings
 
 pytest.importorskip("triton")
-fused_kernels = importlib.import_module("mlflow_llm.serving.engine.models.fused_kernels")  # which needs triton
+fused_kernels = importlib.import_module("mlflow_llm.serving.engine.models.fused.kernels")  # which needs triton
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 IDS = torch.arange(3, 20)[None]
 

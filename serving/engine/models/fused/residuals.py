@@ -51,7 +51,7 @@ def normed(norm: Any, x: Any) -> Any:
 
 def add(x: torch.Tensor, more: torch.Tensor, norm: Any) -> torch.Tensor:
     """Add x + more [..., N]. If there is a ``norm``, its result is left with it."""
-    from . import fused_kernels as kernels
+    from . import kernels
 
     if norm is None or x.shape != more.shape or x.dtype != more.dtype:
         return x + more
@@ -82,7 +82,7 @@ def _layers(model: nn.Module) -> Iterator[tuple[Any, Any]]:
 
 
 def _by_kernel(norm: Any) -> bool:
-    """Return whether ``fused_modules`` has replaced the norm's code."""
+    """Return whether ``modules`` has replaced the norm's code."""
     return isinstance(norm, nn.Module) and "forward" in norm.__dict__ and hasattr(norm, "variance_epsilon")
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..devices import triton_support
-from . import fused_residuals
+from ...devices import triton_support
+from . import residuals
 
 logger = logging.getLogger(__name__)
 MAX_NORM_WIDTH = 1 << 14  # a row stays in registers
@@ -40,7 +40,7 @@ def install(model: nn.Module) -> int:
             refused.add(type(module))
     if refused:
         logger.info("torch, not our kernels, computes %s", ", ".join(sorted(kind.__name__ for kind in refused)))
-    return count + fused_residuals.install(model)
+    return count + residuals.install(model)
 
 
 def _forward_for(module: nn.Module) -> Callable[[Any, Any], Any] | None:
@@ -70,9 +70,9 @@ def _agrees(module: nn.Module, forward: Callable[[Any, Any], Any]) -> bool:
 
 def norm_forward(self: Any, hidden_states: Any) -> Any:
     """Compute a norm [..., N] → [..., N], in the type that the module's own code gives."""
-    from . import fused_kernels as kernels
+    from . import kernels
 
-    if (normed := fused_residuals.normed(self, hidden_states)) is not None:
+    if (normed := residuals.normed(self, hidden_states)) is not None:
         return normed
     size = hidden_states.shape[-1]
     x = hidden_states.contiguous()
@@ -85,7 +85,7 @@ def norm_forward(self: Any, hidden_states: Any) -> Any:
 
 def gated_forward(self: Any, x: Any) -> Any:
     """Compute a gated MLP [..., N] → [..., N]."""
-    from . import fused_kernels as kernels
+    from . import kernels
 
     gate, up = view_rows(self.gate_proj(x)), view_rows(self.up_proj(x))
     rows, size = gate.shape

@@ -13,7 +13,7 @@ from transformers.models.llama import modeling_llama
 from mlflow_llm.serving.engine.attention.paged.layer_blocks import LayerBlocks
 from mlflow_llm.serving.engine.core import EngineCore
 from mlflow_llm.serving.engine.devices import triton_support
-from mlflow_llm.serving.engine.models import fused_rotary
+from mlflow_llm.serving.engine.models.fused import rotary as fused_rotary
 from mlflow_llm.serving.interface.bundle import Bundle
 from mlflow_llm.serving.interface.settings import EngineSettings
 
