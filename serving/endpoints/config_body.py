@@ -61,7 +61,7 @@ def _engine_schema() -> dict[str, Any]:
 
 
 @reader(**_engine_schema())
-def _engine_settings(value: Any, path: str) -> dict[str, Any]:
+def engine_settings_of(value: Any, path: str) -> dict[str, Any]:
     """Read the engine settings that replace those saved with the model."""
     if not isinstance(value, dict):
         raise InvalidField(path, value, "an object")
@@ -88,7 +88,7 @@ _ENTITY = {
     "workload_size": Entry(one_of("Small", "Medium", "Large"), "Ignored: the provisioned throughput decides"),
     "workload_type": Entry(one_of("CPU")),
     "environment_vars": Entry(_nothing),
-    "engine_settings": Entry(_engine_settings, "Settings that replace those saved with the model"),
+    "engine_settings": Entry(engine_settings_of, "Settings that replace those saved with the model"),
     "defaults": Entry(obj, "Request fields for requests that lack them, over the model's own; null takes one away"),
 }
 # the older names of fields, which older clients use

@@ -31,7 +31,7 @@ class QueuedHandler(logging.Handler):
 
     def __init__(self, fd: int, limit: int = MAX_LINES) -> None:
         super().__init__()
-        self._fd, self._limit = fd, limit
+        self.fd, self._limit = fd, limit
         self._pid = 0  # of the process that has the thread: a fork leaves it, and its lines, to the parent
         self._lines: Lines = SimpleQueue()
         self._lost: dict[str, int] | None = None  # the fields of the line about those that are being lost
@@ -75,7 +75,7 @@ class QueuedHandler(logging.Handler):
 
     def _place(self) -> int:
         """Return the descriptor that the next line goes to."""
-        return self._fd
+        return self.fd
 
     def flush(self) -> None:
         if self._pid == os.getpid():
@@ -100,7 +100,7 @@ class QueuedFile(QueuedHandler):
 
     def _place(self) -> int:
         try:
-            is_there = os.path.samestat(os.stat(self._path), os.fstat(self._fd))
+            is_there = os.path.samestat(os.stat(self._path), os.fstat(self.fd))
         except FileNotFoundError:
             is_there = False
         except OSError:  # who can no longer look goes on where it is
@@ -108,9 +108,9 @@ class QueuedFile(QueuedHandler):
         if not is_there:
             with contextlib.suppress(OSError):
                 opened = self._open()
-                os.close(self._fd)
-                self._fd = opened
-        return self._fd
+                os.close(self.fd)
+                self.fd = opened
+        return self.fd
 
 
 def _write_line(fd: int, line: str) -> None:

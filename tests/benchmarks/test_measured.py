@@ -19,6 +19,7 @@ EXEMPT = {
     "big_body.py": "an engine without weights",
     "gpu.py": "the kernels of a GPU, and on a CPU torch's, which it names",
     "load.py": "has the servers that others start",
+    "vllm_gateway.py": "the kernels of vLLM on both sides",
 }
 
 

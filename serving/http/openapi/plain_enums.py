@@ -29,6 +29,8 @@ def plain_enums(schema: Any) -> Any:
         found["items"] = {}  # which generators require
     if isinstance(found.get("const"), bool):
         return _rest(found) | _boolean(found["const"])
+    if isinstance(found.get("const"), list | dict):
+        return _rest(found) | plain_enums({"enum": [found["const"]]})
     values = found.get("enum")
     if not isinstance(values, list):
         return found

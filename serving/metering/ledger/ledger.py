@@ -370,7 +370,7 @@ class Ledger:
     def _settle_or_spool(self, owner: LeaseOwner, slot: int | None, settlement: Settlement, tenant: str = "") -> None:
         stored = False
         try:
-            stored = self._settled_in_store(settlement, tenant)
+            stored = self.settled_in_store(settlement, tenant)
         finally:  # even if a greenlet is killed inside the transaction
             if not stored:
                 self._spool(owner, slot, settlement)
@@ -387,7 +387,8 @@ class Ledger:
         if slot is not None:
             owner.progress.give_back(slot)
 
-    def _settled_in_store(self, settlement: Settlement, tenant: str) -> bool:
+    def settled_in_store(self, settlement: Settlement, tenant: str) -> bool:
+        """Settle in the store, together with what else waits there; return whether it took the settlement."""
         if time.monotonic() < self._spooling_until:
             return False
         try:

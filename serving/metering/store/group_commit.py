@@ -25,14 +25,14 @@ class Signal(Protocol):
     def wait(self) -> object: ...
 
 
-_make_signal: Callable[[], Signal] = threading.Event
+make_signal: Callable[[], Signal] = threading.Event
 
 
 def use_signal(make: Callable[[], Signal]) -> None:
     """Have callers wait for each other by what ``make`` returns: greenlets must not block their thread, as
     ``threading.Event`` does in a process that is not monkey-patched."""
-    global _make_signal
-    _make_signal = make
+    global make_signal
+    make_signal = make
 
 
 class _Entry(Generic[T, R]):
@@ -41,7 +41,7 @@ class _Entry(Generic[T, R]):
     __slots__ = ("error", "event", "is_done", "item", "leads", "result")
 
     def __init__(self, item: T) -> None:
-        self.item, self.event = item, _make_signal()
+        self.item, self.event = item, make_signal()
         self.leads, self.is_done = False, False
         self.result: R | None = None
         self.error: BaseException | None = None

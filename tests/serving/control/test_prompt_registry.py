@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,9 @@ CHAT = [{"role": "system", "content": "Be {{ mood }}."}, {"role": "user", "conte
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[str]:
-    uri = empty_store(tmp_path)
+    place = tmp_path / uuid.uuid4().hex  # never that of an earlier test, whose connections MLflow keeps by path
+    place.mkdir()
+    uri = empty_store(place)
     with own_stores(uri):
         yield uri
         for thread in threading.enumerate():  # MLflow links a saved prompt to its experiment beside the call

@@ -28,8 +28,8 @@ FOR_EVER = 3600.0
 HELD = (psutil.CONN_ESTABLISHED, psutil.CONN_CLOSE_WAIT)
 SLOW_TURNS = """
 from mlflow_llm.serving.http.gunicorn import accept_balancing
-accept_balancing.HUNG_AFTER  # the name that is read
-accept_balancing.HUNG_AFTER = 240.0  # on a busy machine a slow worker is not taken for hung
+accept_balancing.HUNG_SECONDS  # the name that is read
+accept_balancing.HUNG_SECONDS = 240.0  # on a busy machine a slow worker is not taken for hung
 """
 
 

@@ -135,7 +135,7 @@ def test_a_renamed_file_is_left(tmp_path):
         if event == "before":
             (tmp_path / "log").rename(tmp_path / "log.1")
     found = [json.loads((tmp_path / name).read_text())["event"] for name in ("log.1", "log")]
-    os.close(handler._fd)
+    os.close(handler.fd)
     assert found == ["before", "after"]
 
 

@@ -35,6 +35,13 @@ export interface AccountInfo {
   prices: PriceNow[];
 }
 
+/** An adapter that was loaded at run time, as one gateway has it; `message` says why an engine refused it. */
+export interface AdapterState {
+  name: string;
+  state: "LOADED" | "LOADING" | "REFUSED";
+  message?: string;
+}
+
 /** A token, its log probability and its bytes. */
 export interface AlternativeToken {
   token: string;
@@ -288,6 +295,7 @@ export interface EndpointInfo {
   config_origin?: "api" | "command_line";
   pending_config_origin?: "api" | "command_line";
   rate_limits?: RateLimitInfo[];
+  gateways?: GatewayState[];
 }
 
 export interface EndpointInfos {
@@ -341,6 +349,16 @@ export interface FunctionCallDelta {
   id?: string;
   type?: "function";
   function: CalledFunctionDelta;
+}
+
+/** An endpoint as one gateway of the database serves it, by its last report. `config_version` is what all of its workers serve, `content_hash` that config's hash; `message` says why the gateway cannot serve the newest one. */
+export interface GatewayState {
+  gateway: string;
+  state: "READY" | "NOT_READY" | "LOADING" | "STARTING" | "FAILED";
+  config_version?: number;
+  content_hash?: string;
+  message?: string;
+  adapters?: AdapterState[];
 }
 
 /** A key without its secret. */
@@ -440,11 +458,13 @@ export interface NewKey {
   notes: string[];
 }
 
-/** The way in which a paged KV cache runs. A block has `kv_block_size` tokens. Decodes attend by "triton" or "torch" (`attention_reason`: why not by Triton). `cuda_graphs` are the sizes of decode steps that are recorded (`cuda_graphs_reason`: why none are). `launch_ahead`: whether a step is launched before the tokens of the previous one are read (`launch_ahead_reason`: why not). */
+/** The way in which a paged KV cache runs. - A block has `kv_block_size` tokens. - `attention`: decodes attend by "triton" or "torch" (`attention_reason`: why not by Triton). - `prefill`: chunks of prompts attend in one launch by torch's "varlen" operator or by "triton", or one after the other by "torch" (`prefill_reason`: why not by a kernel). - `cuda_graphs`: the sizes of decode steps that are recorded (`cuda_graphs_reason`: why none are). - `launch_ahead`: whether a step is launched before the tokens of the previous one are read (`launch_ahead_reason`: why not). */
 export interface PagedInfo {
   kv_block_size: number;
   attention: "triton" | "torch";
   attention_reason: string;
+  prefill: "varlen" | "triton" | "torch";
+  prefill_reason: string;
   cuda_graphs: number[];
   cuda_graphs_reason: string;
   launch_ahead: boolean;

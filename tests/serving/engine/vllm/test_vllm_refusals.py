@@ -15,7 +15,7 @@ from tiny_models import request_of
 from transport_place import Place
 
 from mlflow_llm.serving.control.mlflow_resolver import ResolvedModel
-from mlflow_llm.serving.endpoints.config_body import _engine_settings
+from mlflow_llm.serving.endpoints.config_body import engine_settings_of
 from mlflow_llm.serving.engine.vllm.options import arguments, own_settings, set_environment
 from mlflow_llm.serving.engine.vllm.request_check import check
 from mlflow_llm.serving.interface.bundle import Bundle, EmbeddingSpec, HeadModule
@@ -135,13 +135,13 @@ def test_nobody_else_grants_an_interpreter() -> None:
     """A model and a caller of the API cannot choose what runs: the server's command line does."""
     for name, value in (("engine_python", "/opt/x/bin/python"), ("engine_args", {"enforce_eager": True})):
         with pytest.raises(InvalidField, match=f"engine_settings.{name}.* granted on the server's command line only"):
-            _engine_settings({"engine": "vllm", name: value}, "engine_settings")
+            engine_settings_of({"engine": "vllm", name: value}, "engine_settings")
         bundle = Bundle(content_hash="", tasks=("completions",), model_dir="", tokenizer_dir="")
         model = ResolvedModel(bundle=bundle, config={"engine": "vllm", name: value})
         with pytest.raises(PackagingError, match=f"-C {name}="):
             model.settings({})
         assert getattr(model.settings({name: value}), name) == value
-    assert _engine_settings({"engine": "vllm"}, "engine_settings") == {"engine": "vllm"}
+    assert engine_settings_of({"engine": "vllm"}, "engine_settings") == {"engine": "vllm"}
 
 
 def test_the_engine_decides_the_core() -> None:

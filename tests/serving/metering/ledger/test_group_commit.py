@@ -116,7 +116,7 @@ def test_a_caller_that_is_killed_while_it_waits_passes_its_turn_on(
                 raise SystemExit
 
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr("mlflow_llm.serving.metering.store.group_commit._make_signal", Killed)
+            patched.setattr("mlflow_llm.serving.metering.store.group_commit.make_signal", Killed)
             with pytest.raises(SystemExit):
                 group("a", 1)
         assert group.waiting == 0

@@ -71,7 +71,7 @@ def test_what_is_kept_in_memory_is_settled_when_the_process_ends(ledger, store, 
     lease = ledger.reserve(reservation("r1"))
     lease.count(5)
     with monkeypatch.context() as patched:
-        patched.setattr(ledger, "_settled_in_store", lambda settlement: False)
+        patched.setattr(ledger, "settled_in_store", lambda settlement, tenant: False)
         with full_disk(monkeypatch, Spool, "append"):
             lease.settle(completion=9, finish_reason="stop")
     assert rows_of(store)["r1"].status == "open"

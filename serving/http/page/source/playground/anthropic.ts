@@ -5,19 +5,20 @@ import type { ChatBody, Message, Part } from "./request";
 type Block = Record<string, unknown>;
 
 const DEFAULT_MAX_TOKENS = 256; // the API has no default of its own
-const KEPT = ["model", "temperature", "top_p"] as const;
-const READ = new Set<string>([...KEPT, "messages", "max_tokens", "stop", "tools", "tool_choice"]);
+const SAMPLING = ["temperature", "top_p"] as const; // that the client has no arguments for since its version 2
+const READ = new Set<string>([...SAMPLING, "model", "messages", "max_tokens", "stop", "tools", "tool_choice"]);
 
-/** Return the fields, and the names of those that the API does not have. */
+/** Return the client's arguments, and the names of the fields that the API does not have. */
 export function anthropicRequest(body: ChatBody): { fields: Record<string, unknown>; lost: string[] } {
   const fields: Record<string, unknown> = { model: body.model, max_tokens: body.max_tokens ?? DEFAULT_MAX_TOKENS };
-  for (const name of KEPT) if (body[name] !== undefined) fields[name] = body[name];
   if (body.stop !== undefined) fields["stop_sequences"] = body.stop;
   const system = body.messages.find((one) => one.role === "system");
   if (system !== undefined) fields["system"] = system.content;
   if (body.tools !== undefined) fields["tools"] = body.tools.map(tool);
   if (body.tool_choice !== undefined) fields["tool_choice"] = { type: body.tool_choice === "none" ? "none" : "any" };
   fields["messages"] = messages(body.messages.filter((one) => one !== system));
+  const sampling = SAMPLING.filter((name) => body[name] !== undefined).map((name) => [name, body[name]]);
+  if (sampling.length) fields["extra_body"] = Object.fromEntries(sampling);
   return { fields, lost: Object.keys(body).filter((name) => !READ.has(name)) };
 }
 
