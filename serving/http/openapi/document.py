@@ -227,7 +227,8 @@ def _operation(route: Route, path: str, components: Components) -> dict[str, Any
         operation["requestBody"] = {"required": True, "content": content}
     elif route.body is not None:
         shown = {"example": dict(route.example)} if route.example else {}
-        content = {kind: {"schema": route.body.schema, **shown} for kind in route.takes}
+        takes = (JSON,) if JSON in route.takes else filter(None, route.takes)  # the same body under other names
+        content = {kind: {"schema": route.body.schema, **shown} for kind in takes}
         operation["requestBody"] = {"required": True, "content": content}
     return operation
 
