@@ -139,9 +139,7 @@ def reason(settings: EngineSettings, device: Any, dtype: torch.dtype) -> str:
 @cache
 def why_not_kernel(device: Any, dtype: torch.dtype) -> str:
     """Return why the kernel does not run; empty if it does."""
-    if not triton_support.enabled(device):
-        return "Triton is not installed" if device.type == "cuda" else "there is no CUDA device"
-    return _differs(multiply, device, dtype, (3, FEW_ROWS))
+    return triton_support.why_disabled(device) or _differs(multiply, device, dtype, (3, FEW_ROWS))
 
 
 @cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -10,15 +9,10 @@ from typing import Any
 
 import torch
 
-from ...devices import triton_support
 from ..kv_cache import AttentionArgs
 from ..slot_attention import causal_mask, prefill
+from . import kernel_trial
 from .step_tables import StepTables
-
-logger = logging.getLogger(__name__)
-MAX_HEAD_DIM = 256  # supported by the kernel
-MAX_GROUP_HEADS = 64  # query heads per KV head
-TOLERANCE = {torch.float32: 1e-3}  # relative to the largest value; 0.02 for half precision
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,35 +62,21 @@ class ChunkTables:
 def why_not(k: Any, v: Any, group: int) -> str:
     """Return why the kernel does not run over blocks like ``k`` and ``v`` with ``group`` query heads per KV head; "" if
     it does."""
-    if not triton_support.enabled(k.device):
-        return "Triton is not installed" if k.device.type == "cuda" else "there is no CUDA device"
-    if max(k.shape[-1], v.shape[-1]) > MAX_HEAD_DIM or group > MAX_GROUP_HEADS:
-        return f"head size {k.shape[-1]} with {group} query heads per KV head exceeds what the kernel supports"
-    return probed(k.device, k.dtype, k.shape[1], group, k.shape[-1], v.shape[-1])
+    return kernel_trial.why_not(k, v, group, probe)
 
 
 @cache
-def probed(device: Any, dtype: Any, block_size: int, group: int, key_dim: int, value_dim: int) -> str:
+def probe(device: Any, dtype: Any, block_size: int, group: int, key_dim: int, value_dim: int) -> str:
     """Probe the kernel with two chunks, one of them after a prefix that it reads from other blocks."""
     make = torch.Generator().manual_seed(0)
     k, v = (torch.randn(12, block_size, 1, dim, generator=make).to(device, dtype) for dim in (key_dim, value_dim))
     sizes, stops = [3, 5], [3, block_size * 9 + 2]
     q = torch.randn(sum(sizes), group, key_dim, generator=make).to(device, dtype)
     table = torch.arange(11, 1, -1, dtype=torch.int32, device=device).repeat(2, 1)
-    tables = ChunkTables.make(sizes, stops, table)
-    args = AttentionArgs(key_dim**-0.5)
-    try:
-        found = attend_by_kernel(q, k, v, tables, args).float()
-    except Exception as error:  # from Triton's compiler, the C compiler that it needs, or the driver
-        reason = f"the kernel does not run: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
-    else:
-        wanted = attend(q, k, v, tables, args).float()
-        distance = float((found - wanted).abs().max() / wanted.abs().max())
-        if distance <= TOLERANCE.get(dtype, 0.02):
-            return ""
-        reason = f"the kernel differs from the reference by {distance:.2g}"
-    logger.warning("prompt chunks attend by torch: %s", reason)
-    return reason
+    example = (q, k, v, ChunkTables.make(sizes, stops, table), AttentionArgs(key_dim**-0.5))
+    return kernel_trial.why_wrong(
+        lambda: attend_by_kernel(*example), lambda: attend(*example), dtype, "prompt chunks attend by torch"
+    )
 
 
 def attend(q: Any, k: Any, v: Any, tables: ChunkTables, args: AttentionArgs) -> Any:

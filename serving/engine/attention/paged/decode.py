@@ -5,23 +5,18 @@ and in any batch."""
 
 from __future__ import annotations
 
-import logging
 from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from ...devices import triton_support
 from ..kv_cache import AttentionArgs
 from ..slot_attention import attend_unfused
+from . import kernel_trial
 
-logger = logging.getLogger(__name__)
 MAX_SPLITS = 64  # for the longest sequence
 MIN_SPLIT_TOKENS = 256  # tokens
-MAX_HEAD_DIM = 256  # supported by the kernel
-MAX_GROUP_HEADS = 64  # query heads per KV head
-TOLERANCE = {torch.float32: 1e-3}  # relative to the largest value; 0.02 for half precision
 TARGET_PROGRAMS = 1024  # fills a device; a row's splits get programs of their own only while the grid is smaller
 
 
@@ -41,34 +36,24 @@ def is_offered(k: Any, v: Any, q: Any) -> bool:
 def why_not(k: Any, v: Any, group: int) -> str:
     """Return why the kernels do not run over blocks like ``k`` and ``v`` with ``group`` query heads per KV head; "" if
     they do."""
-    if not triton_support.enabled(k.device):
-        return "Triton is not installed" if k.device.type == "cuda" else "there is no CUDA device"
-    if max(k.shape[-1], v.shape[-1]) > MAX_HEAD_DIM or group > MAX_GROUP_HEADS:
-        return f"head size {k.shape[-1]} with {group} query heads per KV head exceeds what the kernel supports"
-    return probe(k.device, k.dtype, k.shape[1], group, k.shape[-1], v.shape[-1])
+    return kernel_trial.why_not(k, v, group, probe)
 
 
 @cache
 def probe(device: Any, dtype: Any, block_size: int, group: int, key_dim: int, value_dim: int) -> str:
-    """Probe the kernels with two rows, one of them in two splits: a device's compiler may be missing, or wrong."""
+    """Probe the kernels with two rows, one of them in two splits."""
     make = torch.Generator().manual_seed(0)
     k, v = (torch.randn(20, block_size, 1, dim, generator=make).to(device, dtype) for dim in (key_dim, value_dim))
     q = torch.randn(2, group, key_dim, generator=make).to(device, dtype)
     tables = torch.arange(19, -1, -1, dtype=torch.int32, device=device).repeat(2, 1)
     lengths = torch.tensor([1, block_size * 19 + 3], dtype=torch.int32, device=device)
-    more = {"longest": block_size * 20, "split": block_size * 16}
-    try:
-        found = attend_split(q, k, v, tables, lengths, AttentionArgs(key_dim**-0.5), **more).float()
-    except Exception as error:  # from Triton's compiler, the C compiler that it needs, or the driver
-        reason = f"the kernel does not run: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
-    else:
-        wanted = attend(q, k, v, tables, lengths, AttentionArgs(key_dim**-0.5)).float()
-        distance = float((found - wanted).abs().max() / wanted.abs().max())
-        if distance <= TOLERANCE.get(dtype, 0.02):
-            return ""
-        reason = f"the kernel differs from the reference by {distance:.2g}"
-    logger.warning("paged attention falls back to torch, one row at a time: %s", reason)
-    return reason
+    example = (q, k, v, tables, lengths, AttentionArgs(key_dim**-0.5))
+    return kernel_trial.why_wrong(
+        lambda: attend_split(*example, longest=block_size * 20, split=block_size * 16),
+        lambda: attend(*example),
+        dtype,
+        "paged attention falls back to torch, one row at a time",
+    )
 
 
 def attend(

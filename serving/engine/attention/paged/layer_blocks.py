@@ -47,6 +47,7 @@ class LayerBlocks:
             blocks.flatten(0, 1).index_copy_(0, indexes, new.transpose(0, 1))
 
     def write_by_kernel(self, indexes: Any, k: Any, v: Any) -> None:
+        """Store k, v [Hkv, T, D] at ``indexes`` [T] by our kernel."""
         from . import write_kernel
 
         Hkv, (D, Dv) = len(k), (k.shape[-1], v.shape[-1])
@@ -76,18 +77,25 @@ class LayerBlocks:
         return [(self.k, k)] if self.shape.shared else [(self.k, k), (self.v, v)]
 
 
-@cache
 def write_is_offered(device: Any, dtype: Any) -> bool:
-    """Return whether our kernel writes keys and values on this device, after a trial of a few."""
-    if not triton_support.enabled(device):
-        return False
+    """Return whether our kernel writes keys and values on this device."""
+    return triton_support.enabled(device) and writes_right(device, dtype)
+
+
+@cache
+def writes_right(device: Any, dtype: Any) -> bool:
+    """Probe the kernel with three tokens."""
     k = torch.randn(3, 2, 24, generator=torch.Generator().manual_seed(0)).to(device, dtype)  # [T, Hkv, D]
-    blocks = [torch.zeros(2, 4, 2, dim, dtype=dtype, device=device) for dim in (24, 16)]
-    layer = LayerBlocks(LayerShape(2, 24, 16), *blocks)
-    places = torch.tensor([6, 1, 3], device=device)
-    try:
-        layer.write_by_kernel(places, k.transpose(0, 1), k[..., :16].transpose(0, 1))
-    except Exception as error:  # from Triton's compiler, the C compiler that it needs, or the driver
-        logger.warning("torch writes keys and values: %s", " ".join(str(error).split())[:300])
-        return False
-    return all(torch.equal(cube.flatten(0, 1)[places], k[..., : cube.shape[-1]]) for cube in blocks)
+    layer = LayerBlocks(
+        LayerShape(2, 24, 16), *(torch.zeros(2, 4, 2, dim, dtype=dtype, device=device) for dim in (24, 16))
+    )
+    v, places = k[..., :16], torch.tensor([6, 1, 3], device=device)
+
+    def written() -> Any:
+        layer.write_by_kernel(places, k.transpose(0, 1), v.transpose(0, 1))
+        return torch.cat([cube.flatten(0, 1)[places] for cube in (layer.k, layer.v)], -1)
+
+    reason = triton_support.why_wrong(written, lambda: torch.cat([k, v], -1), 0.0, "the kernel")
+    if reason:
+        logger.warning("torch writes keys and values: %s", reason)
+    return not reason

@@ -67,13 +67,21 @@ def _agrees(own: Callable[..., Any], width: int, like: torch.Tensor) -> bool:
 
     q, k = random(1, 3, 5, width).transpose(1, 2), random(1, 3, 2, width).transpose(1, 2)
     cos, sin = random(1, 3, width), random(1, 3, width)
-    try:
-        pairs = zip(own(q, k, cos, sin), rotated(own, q, k, cos, sin), strict=True)
-        limit = TOLERANCE.get(like.dtype, 0.0)
-        return all((a - b).abs().max() <= limit * a.abs().max() for a, b in pairs) and _fits(q, k, cos, sin)
-    except Exception as error:  # from Triton's compiler or the driver, or of a function that takes something else
-        logger.info("%s: the kernel does not run: %s", own.__module__, " ".join(str(error).split())[:300])
+    if not _fits(q, k, cos, sin):
         return False
+
+    def flat(both: Any) -> torch.Tensor:
+        return torch.cat([one.flatten() for one in both])
+
+    reason = triton_support.why_wrong(
+        lambda: flat(rotated(own, q, k, cos, sin)),
+        lambda: flat(own(q, k, cos, sin)),  # which may take something else
+        TOLERANCE.get(like.dtype, 0.0),
+        "the kernel",
+    )
+    if reason:
+        logger.info("%s: %s", own.__module__, reason)
+    return not reason
 
 
 def _fits(q: Any, k: Any, cos: Any, sin: Any) -> bool:

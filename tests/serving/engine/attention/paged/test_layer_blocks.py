@@ -33,7 +33,6 @@ def test_the_kernel_writes_what_torch_writes(num_kv_heads: int, key_dim: int, va
 def test_a_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trial finds a kernel that fails or writes something else; without a device it is not tried."""
     asked = torch.device("cpu"), torch.float32
-    layer_blocks.write_is_offered.cache_clear()
     assert not layer_blocks.write_is_offered(*asked)
     monkeypatch.setattr(triton_support, "enabled", lambda device: True)
 
@@ -41,7 +40,7 @@ def test_a_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> 
         raise OSError("no compiler")
 
     for wrong in (broken, lambda *args: None):
-        layer_blocks.write_is_offered.cache_clear()
+        layer_blocks.writes_right.cache_clear()
         monkeypatch.setattr(LayerBlocks, "write_by_kernel", wrong)
         assert not layer_blocks.write_is_offered(*asked)
-    layer_blocks.write_is_offered.cache_clear()
+    layer_blocks.writes_right.cache_clear()

@@ -7,11 +7,12 @@ Where there is no GPU, Triton's interpreter runs the kernel line by line; it kno
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from engine_runs import run
+from paged_heads import DEVICE, Heads, example
 from tiny_models import FAMILIES, greedy, make_model, prompt_of, request_of, save_bundle
 
 from mlflow_llm.serving.engine.attention.kv_cache import AttentionArgs
@@ -22,20 +23,7 @@ from mlflow_llm.serving.engine.devices import triton_support
 from mlflow_llm.serving.interface.settings import EngineSettings
 
 pytest.importorskip("triton")
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SIZES, STOPS = (70, 1, 9), (70, 33, 150)  # a whole prompt, one token after a prefix, some after a long one
-
-
-class Heads(NamedTuple):
-    num: int
-    num_kv: int
-    key_dim: int
-    value_dim: int
-    block_size: int
-    window: int | None = None
-    softcap: float | None = None
-    sinks: bool = False
-    dtype: Any = torch.float32
 
 
 CASES = {
@@ -47,36 +35,11 @@ CASES = {
 }
 
 
-class Example(NamedTuple):
-    q: Any
-    k: Any
-    v: Any
-    block_tables: Any
-    args: AttentionArgs
-
-
-def example(heads: Heads) -> Example:
-    """Return random queries of all chunks, blocks and tables."""
-    make = torch.Generator().manual_seed(0)
-    num_blocks = 40
-
-    def random(*size: int) -> Any:
-        return torch.randn(size, generator=make).to(DEVICE, heads.dtype)
-
-    k = random(num_blocks, heads.block_size, heads.num_kv, heads.key_dim)
-    v = random(num_blocks, heads.block_size, heads.num_kv, heads.value_dim)
-    q = random(heads.num, sum(SIZES), heads.key_dim).transpose(0, 1)  # laid out as a model's queries are
-    sinks = random(heads.num) if heads.sinks else None
-    tables = torch.randint(0, num_blocks, (len(SIZES), max(STOPS) // heads.block_size + 1), generator=make)
-    args = AttentionArgs(heads.key_dim**-0.5, heads.window, heads.softcap, sinks)
-    return Example(q, k, v, tables.to(DEVICE, torch.int32), args)
-
-
 @pytest.mark.parametrize("heads", CASES.values(), ids=CASES)
 def test_kernel_equals_reference(heads: Heads) -> None:
     """One launch for several chunks equals the reference for groups, odd widths, windows, caps and sinks, with and
     without a prefix before the chunk."""
-    q, k, v, block_tables, args = example(heads)
+    q, k, v, block_tables, args = example(heads, sum(SIZES), len(SIZES), max(STOPS))
     tables = ChunkTables.make(SIZES, STOPS, block_tables)
     found, wanted = chunks.attend_by_kernel(q, k, v, tables, args), chunks.attend(q, k, v, tables, args)
     assert found.dtype == heads.dtype
@@ -87,7 +50,7 @@ def test_kernel_equals_reference(heads: Heads) -> None:
 def test_the_cut_of_a_prompt_changes_no_bit(window: int | None) -> None:
     """Each row is the same alone, among others, and in chunks that begin elsewhere: to the bit on a device. The
     interpreter multiplies by a BLAS, which may sum a row elsewhere in a tile in another order."""
-    q, k, v, block_tables, args = example(CASES["grouped"]._replace(window=window))
+    q, k, v, block_tables, args = example(CASES["grouped"]._replace(window=window), sum(SIZES), len(SIZES), max(STOPS))
     whole = chunks.attend_by_kernel(q, k, v, ChunkTables.make(SIZES, STOPS, block_tables), args)
     for first, last in ((0, 70), (0, 31), (31, 70), (69, 70)):
         cut = ChunkTables.make([last - first], [last], block_tables[:1])
@@ -132,11 +95,11 @@ def test_a_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> 
     def broken(*args: Any, **more: Any) -> Any:
         raise OSError("no compiler")
 
-    chunks.probed.cache_clear()
+    chunks.probe.cache_clear()
     monkeypatch.setattr(chunks, "attend_by_kernel", broken)
     assert chunks.why_not(k, k, 2) == "the kernel does not run: OSError: no compiler"
-    chunks.probed.cache_clear()
+    chunks.probe.cache_clear()
     monkeypatch.setattr(chunks, "attend_by_kernel", lambda q, *args: torch.zeros_like(q))
     assert chunks.why_not(k, k, 2) == "the kernel differs from the reference by 1"
-    chunks.probed.cache_clear()
+    chunks.probe.cache_clear()
     assert "exceeds" in chunks.why_not(torch.zeros(1, 16, 1, 512), k, 2)

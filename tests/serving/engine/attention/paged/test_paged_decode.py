@@ -6,35 +6,22 @@ Where there is no GPU, Triton's interpreter runs the kernels line by line; it kn
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from engine_runs import run
+from paged_heads import DEVICE, Heads, example
 from tiny_models import FAMILIES, greedy, make_model, prompt_of, request_of, save_bundle
 
-from mlflow_llm.serving.engine.attention.kv_cache import AttentionArgs
 from mlflow_llm.serving.engine.attention.paged import decode
 from mlflow_llm.serving.engine.core import EngineCore
 from mlflow_llm.serving.engine.devices import triton_support
 from mlflow_llm.serving.interface.settings import EngineSettings
 
 pytest.importorskip("triton")
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LENGTHS = (1, 150, 5)
 SPLIT = 64
-
-
-class Heads(NamedTuple):
-    num: int
-    num_kv: int
-    key_dim: int
-    value_dim: int
-    block_size: int
-    window: int | None = None
-    softcap: float | None = None
-    sinks: bool = False
-    dtype: Any = torch.float32
 
 
 CASES = {
@@ -54,20 +41,8 @@ def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_kernel_equals_reference(heads: Heads) -> None:
     """The kernel equals the reference for groups, odd widths, windows, caps and sinks over lengths of one token to
     three parts; each row has the same bits alone as among others, however many parts the longest of them has."""
-    make = torch.Generator().manual_seed(0)
-    num_blocks = 40
-
-    def random(*size: int) -> Any:
-        return torch.randn(size, generator=make).to(DEVICE, heads.dtype)
-
-    k = random(num_blocks, heads.block_size, heads.num_kv, heads.key_dim)
-    v = random(num_blocks, heads.block_size, heads.num_kv, heads.value_dim)
-    q = random(len(LENGTHS), heads.num, heads.key_dim)
-    sinks = random(heads.num) if heads.sinks else None
-    tables = torch.randint(0, num_blocks, (len(LENGTHS), max(LENGTHS) // heads.block_size + 1), generator=make)
-    tables = tables.to(DEVICE, torch.int32)
+    q, k, v, tables, args = example(heads, len(LENGTHS), len(LENGTHS), max(LENGTHS))
     lengths = torch.tensor(LENGTHS, dtype=torch.int32, device=DEVICE)
-    args = AttentionArgs(heads.key_dim**-0.5, heads.window, heads.softcap, sinks)
     found = decode.attend_split(q, k, v, tables, lengths, args, longest=max(LENGTHS), split=SPLIT)
     wanted = decode.attend(q, k, v, tables, lengths, args)
     assert found.dtype == heads.dtype

@@ -10,7 +10,6 @@ from engine_runs import run
 from tiny_models import FAMILIES, MORE_FAMILIES, greedy, make_model, prompt_of, request_of
 from transformers.models.llama import modeling_llama
 
-from mlflow_llm.serving.engine.attention.paged import layer_blocks
 from mlflow_llm.serving.engine.attention.paged.layer_blocks import LayerBlocks
 from mlflow_llm.serving.engine.core import EngineCore
 from mlflow_llm.serving.engine.devices import triton_support
@@ -90,7 +89,6 @@ def test_engine_with_the_kernels_equals_generate(
     tiny_bundle: Bundle, tiny_llama: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts and decodes over blocks, with keys and values written by a kernel too, give generate()'s tokens."""
-    layer_blocks.write_is_offered.cache_clear()  # of tests without the kernels
     written = []
     by_kernel = LayerBlocks.write_by_kernel
 
@@ -110,4 +108,3 @@ def test_engine_with_the_kernels_equals_generate(
         assert outcomes[str(i)].tokens[0] == greedy(tiny_llama, prompt, 4)
     assert {1, 2, 16} <= set(written)  # decodes, alone and together, and a step full of prompts
     core.close()
-    layer_blocks.write_is_offered.cache_clear()
