@@ -18,7 +18,7 @@ Weights of eight bits have one scale per output and take only the second step.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -158,20 +158,42 @@ def rounded_to_bytes(weight: torch.Tensor, products: torch.Tensor) -> tuple[torc
 
     Columns compensate for the errors of those before them (GPTQ)."""
     _, scale = quantize_rows(weight)
-    inverse, left = _inverse(products), weight.clone()
-    values = torch.empty(weight.shape, dtype=torch.int8)
-    for first in range(0, weight.shape[1], COLUMNS_AT_ONCE):
-        last = min(first + COLUMNS_AT_ONCE, weight.shape[1])
+
+    def rounded(column: torch.Tensor) -> Rounding:
+        found = (column / scale[:, 0]).round().clamp(-MAX_BYTE_LEVEL, MAX_BYTE_LEVEL)
+        return found, found * scale[:, 0]
+
+    values = _compensated(weight, _inverse(products), COLUMNS_AT_ONCE, lambda first, block: rounded)
+    return values.to(torch.int8), scale
+
+
+Rounding = tuple[torch.Tensor, torch.Tensor]
+"""A column's values [N], and the weights [N] that they stand for."""
+
+
+def _compensated(
+    weight: torch.Tensor,
+    inverse: torch.Tensor,
+    columns_at_once: int,
+    rounded_by: Callable[[int, torch.Tensor], Callable[[torch.Tensor], Rounding]],
+) -> torch.Tensor:
+    """Round a weight [N, K] column by column, the later ones compensating for the errors of the earlier; return the
+    values as floats.
+
+    ``rounded_by(first, block)`` gives what rounds the columns of ``block`` [N, columns_at_once], which begins at
+    ``first`` and has taken up all errors before it."""
+    left, values = weight.clone(), torch.empty_like(weight)
+    for first in range(0, weight.shape[1], columns_at_once):
+        last = min(first + columns_at_once, weight.shape[1])
         block = left[:, first:last].clone()
-        wrong = torch.empty_like(block)
+        wrong, rounded = torch.empty_like(block), rounded_by(first, block)
         for i in range(last - first):
             k = first + i
-            found = (block[:, i] / scale[:, 0]).round().clamp(-MAX_BYTE_LEVEL, MAX_BYTE_LEVEL)
-            values[:, k] = found.to(torch.int8)
-            wrong[:, i] = (block[:, i] - found * scale[:, 0]) / inverse[k, k]
+            values[:, k], stands_for = rounded(block[:, i])
+            wrong[:, i] = (block[:, i] - stands_for) / inverse[k, k]
             block[:, i:] -= wrong[:, i : i + 1] * inverse[k, k:last]
         left[:, last:] -= wrong @ inverse[first:last, last:]
-    return values, scale
+    return values
 
 
 def _best_factors(weight: torch.Tensor, products: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
@@ -232,24 +254,21 @@ def _inverse(products: torch.Tensor) -> torch.Tensor:
 def _rounded(
     weight: torch.Tensor, products: torch.Tensor, inverse: torch.Tensor, inputs: torch.Tensor
 ) -> GroupedWeight:
-    weight = weight.clone()
     rows, columns = weight.shape
-    values = torch.empty(rows, columns, dtype=torch.uint8)
     scales, zeros = torch.empty(rows, columns // GROUP_SIZE), torch.empty(rows, columns // GROUP_SIZE)
     importance = products.diagonal()
-    for first in range(0, columns, GROUP_SIZE):
-        last = first + GROUP_SIZE
-        group = weight[:, first:last].clone()
-        scale, zero = _clipped(group, importance[first:last])
-        scales[:, first // GROUP_SIZE], zeros[:, first // GROUP_SIZE] = scale[:, 0], zero[:, 0]
-        wrong = torch.empty_like(group)
-        for i in range(GROUP_SIZE):
-            k = first + i
-            found = _values(group[:, i : i + 1], scale, zero)
-            values[:, k] = found[:, 0]
-            wrong[:, i] = (group[:, i] - ((found - zero) * scale)[:, 0]) / inverse[k, k]
-            group[:, i:] -= wrong[:, i : i + 1] * inverse[k, k:last]
-        weight[:, last:] -= wrong @ inverse[first:last, last:]
+
+    def rounded_by(first: int, group: torch.Tensor) -> Callable[[torch.Tensor], Rounding]:
+        scale, zero = (one[:, 0] for one in _clipped(group, importance[first : first + GROUP_SIZE]))
+        scales[:, first // GROUP_SIZE], zeros[:, first // GROUP_SIZE] = scale, zero
+
+        def rounded(column: torch.Tensor) -> Rounding:
+            found = _values(column, scale, zero)
+            return found, (found - zero) * scale
+
+        return rounded
+
+    values = _compensated(weight, inverse, GROUP_SIZE, rounded_by).to(torch.uint8)
     return GroupedWeight(values, scales.half(), zeros.to(torch.uint8), inputs.float())
 
 
