@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -173,15 +174,15 @@ def step_forward(loaded: LoadedModel, cache: KVCache, lora: LoraPool, settings: 
         return NativeDecoder(loaded.decoder, cache, lora)
     plain = ModelForward(loaded.model, loaded.holder, cache, lora, loaded.device)
     if isinstance(cache, PagedKVCache) and settings.cuda_graphs == "auto":
-        why_not = _why_no_kernel(loaded, cache)
+        why_not = _why_no_kernel(loaded, cache, decode.why_not)
         return GraphedForward(plain, loaded.model, loaded.holder, cache, settings.max_num_seqs, why_not=why_not)
     return plain
 
 
-def _why_no_kernel(loaded: LoadedModel, cache: PagedKVCache) -> str:
-    """Return why single tokens attend by torch; empty if they attend by our kernels in all layers."""
+def _why_no_kernel(loaded: LoadedModel, cache: PagedKVCache, why_not: Callable[[Any, Any, int], str]) -> str:
+    """Return why a kernel of ours does not attend in all layers; empty if it does."""
     heads = int(getattr(loaded.config, "num_attention_heads", None) or 1)
-    reasons = (decode.why_not(one.k, one.v, max(heads // one.shape.num_kv_heads, 1)) for one in cache.layers)
+    reasons = (why_not(one.k, one.v, max(heads // one.shape.num_kv_heads, 1)) for one in cache.layers)
     return next(filter(None, reasons), "")
 
 
@@ -195,11 +196,11 @@ def _step_size(forward: StepForward, cache: KVCache, loaded: LoadedModel, settin
 
 def _prefill_by(loaded: LoadedModel, cache: PagedKVCache) -> tuple[Literal["varlen", "triton", "torch"], str]:
     """Return what prompts attend by in all layers, and why not by a kernel."""
-    heads = int(getattr(loaded.config, "num_attention_heads", None) or 1)
+    if any(one.shape.shared for one in cache.layers):
+        return "torch", "latent attention is computed by torch"
     if all(varlen.is_offered(one.k, one.v, one.shape.key_dim) for one in cache.layers):
         return "varlen", ""
-    reasons = (chunks.why_not(one.k, one.v, max(heads // one.shape.num_kv_heads, 1)) for one in cache.layers)
-    reason = next(filter(None, reasons), "")
+    reason = _why_no_kernel(loaded, cache, chunks.why_not)
     return ("torch" if reason else "triton"), reason
 
 
@@ -217,7 +218,7 @@ def why_not_ahead(forward: StepForward, settings: EngineSettings) -> str:
 def _paged_info(loaded: LoadedModel, cache: KVCache, forward: StepForward, not_ahead: str) -> PagedInfo | None:
     if not isinstance(cache, PagedKVCache):
         return None
-    reason = _why_no_kernel(loaded, cache)
+    reason = _why_no_kernel(loaded, cache, decode.why_not)
     prefill, prefill_reason = _prefill_by(loaded, cache)
     graphs = forward if isinstance(forward, GraphedForward) else None
     return PagedInfo(

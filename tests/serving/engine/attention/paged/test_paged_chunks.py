@@ -86,6 +86,17 @@ def test_engine_with_the_kernel_equals_generate(family: str, tmp_path: Path, mon
     core.close()
 
 
+def test_latent_attention_is_said_to_run_by_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the cache keeps latents, prompts attend by torch whatever the kernel could do with such heads."""
+    monkeypatch.setattr(triton_support, "enabled", lambda device: True)
+    settings = EngineSettings(kv_cache_memory=1 << 20, kv_block_size=8, kernels="torch", dtype="float32")
+    core = EngineCore(save_bundle(make_model(FAMILIES["deepseek_v3"]()), tmp_path), settings)
+    assert core.info.paged is not None
+    assert core.info.paged.prefill == "torch"
+    assert core.info.paged.prefill_reason == "latent attention is computed by torch"
+    core.close()
+
+
 def test_a_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trial at load finds a kernel that fails or differs and gives the reason; wide heads are refused before."""
     k = torch.zeros(1, 16, 1, 8)
