@@ -54,7 +54,7 @@ class AdapterSync:
     def sync(self, engine: Engine) -> bool:
         """Load and unload adapters as wanted; return whether anything has changed.
 
-        Temporary failures, usually a full adapter memory, are retried at a call after ``RETRY_SECONDS`` seconds.
+        Temporary failures, usually a full adapter memory, are retried at a call after ``RETRY_SECONDS``.
         """
         wanted = self._wanted()
         if wanted is self._done or (self._done is None and wanted == NO_ADAPTERS) or time.monotonic() < self._retry_at:

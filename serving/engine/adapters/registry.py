@@ -25,7 +25,6 @@ from typing import Protocol
 from ...interface.bundle import Bundle
 from ...interface.engine import AdapterInfo
 from ...interface.errors import (
-    AlreadyExists,
     Conflict,
     InternalError,
     InvalidField,
@@ -41,7 +40,7 @@ from .eviction import choose, held_by
 from .files import CONFIG, WEIGHTS
 from .host_cache import HostCopies
 from .lora import Adapter, LoraPool
-from .request_adapters import not_loaded
+from .request_adapters import check_new, not_loaded
 from .virtual_tokens import Table
 
 HOST_MEMORY_BYTES = 1 << 30  # default for bytes of copies on the host if the weights are on another device
@@ -210,15 +209,8 @@ class AdapterRegistry:
         A name that is already loaded is refused, or replaced with ``replace``: running requests end on the old
         weights. Raises ``AlreadyExists``, ``LimitExceeded``, ``Overloaded``, or ``InvalidField`` if it does not fit."""
         known = self._current.get(name)
-        if known is not None and not replace:
-            raise AlreadyExists(f"adapter {name!r} is already loaded", param="adapter")
-        if known is None and sum(one.info is not None for one in self._current.values()) >= self._max_adapters:
-            raise LimitExceeded(
-                f"{self._max_adapters} adapters are loaded, as many as max_adapters allows",
-                limit="max_adapters",
-                allowed=self._max_adapters,
-                remaining=0,
-            )
+        num_named = sum(one.info is not None for one in self._current.values())
+        check_new(name, num_named, self._max_adapters, is_known=known is not None, replace=replace)
         stamp = _stamp(path)
         read = self._pool.read(name, path)
         info = AdapterInfo(name=name, rank=read.rank, path=path)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from ...interface.engine import AdapterInfo
-from ...interface.errors import InvalidField, NotFound
+from ...interface.errors import AlreadyExists, InvalidField, LimitExceeded, NotFound
 from ...interface.request import ValidRequest
 
 
@@ -61,6 +61,20 @@ class NoAdapters:
     def check_integrity(self, claims: Iterable[str]) -> None:
         if any(claims):
             raise RuntimeError("a request claims an adapter, and there are none")
+
+
+def check_new(name: str, num_loaded: int, most: int, *, is_known: bool, replace: bool) -> None:
+    """Check whether an adapter may be loaded beside ``num_loaded`` others. Raises ``AlreadyExists`` and
+    ``LimitExceeded``."""
+    if is_known and not replace:
+        raise AlreadyExists(f"adapter {name!r} is already loaded", param="adapter")
+    if not is_known and num_loaded >= most:
+        raise LimitExceeded(
+            f"{most} adapters are loaded, as many as max_adapters allows",
+            limit="max_adapters",
+            allowed=most,
+            remaining=0,
+        )
 
 
 def not_loaded(name: str) -> NotFound:

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from itertools import chain, islice
 from typing import TypeAlias
 
-from ...interface.request import PROVISIONED
 from .sequence import SequenceState
 from .tenants import Entry, LeastServed, Tenant, Tenants
 
@@ -42,10 +41,6 @@ class FairQueue:
         """Iterate over all waiting sequences by rank."""
         for rank in sorted(self._classes):
             yield from chain.from_iterable(self._classes[rank].lines.values())
-
-    @property
-    def has_provisioned(self) -> bool:
-        return PROVISIONED in self.classes
 
     @property
     def classes(self) -> set[int]:

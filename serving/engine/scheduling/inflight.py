@@ -91,10 +91,7 @@ class InflightRequests:
         ahead = len(self._by_id)
         if request.provisioned:
             ahead = sum(one.request.provisioned for one in self._by_id.values())
-        if ahead < most:
-            return
-        if ahead >= 2 * most or self._of_tenant[request.tenant] >= most // QUEUE_FLOOR:
-            raise Overloaded(f"{ahead} requests are queued already", retry_after=1.0)
+        check_queue(ahead, self._of_tenant[request.tenant], most)
 
     def of(self, sequence: SequenceState) -> InflightRequest:
         """Return the request that ``sequence`` belongs to. Raises ``KeyError`` if it has ended."""
@@ -109,7 +106,7 @@ class InflightRequests:
 
     def refuse(self, request: ValidRequest, client: Client, error: ServingError) -> None:
         """Emit ``Failed`` for a request that was not accepted."""
-        self._outputs.append((client, request.request_id, _failed(error)))
+        self._outputs.append((client, request.request_id, failed(error)))
 
     def emit(self, inflight: InflightRequest, event: Event) -> None:
         """Add ``event``, for the request's client, to what the next ``drain`` returns."""
@@ -191,7 +188,7 @@ class InflightRequests:
         """End a whole request that cannot go on."""
         inflight.groups.clear()
         self.remove(inflight)
-        self.emit(inflight, _failed(error))
+        self.emit(inflight, failed(error))
 
     def remove(self, inflight: InflightRequest) -> None:
         """Forget a request that has ended."""
@@ -208,5 +205,12 @@ class InflightRequests:
         return outputs
 
 
-def _failed(error: ServingError) -> Failed:
+def check_queue(ahead: int, of_tenant: int, most: int) -> None:
+    """Raise ``Overloaded`` if there is no room behind ``ahead`` requests, ``of_tenant`` of them of its own tenant."""
+    if ahead >= most and (ahead >= 2 * most or of_tenant >= most // QUEUE_FLOOR):
+        raise Overloaded(f"{ahead} requests are queued already", retry_after=1.0)
+
+
+def failed(error: ServingError) -> Failed:
+    """Return the event that ends a request with an error."""
     return Failed(error.kind, error.message, error.param, error.retry_after)

@@ -114,7 +114,7 @@ class Scheduler:
         self.blocked: dict[int, SequenceState] = {}  # until their grammar is compiled and their images are encoded
         self.budget = BestEffortBudget()
         self._guarded = NONE  # the classes beside which others are best effort, in the last step planned
-        self._lingering = PROVISIONED  # the lowest class that ran in the last step with guarded sequences
+        self._lingering = PROVISIONED  # the highest class that ran in the last step with guarded sequences
         self._batch_invariant = batch_invariant  # chunks end at the fixed boundaries of ``batch_invariance``
         self.speculation = speculation
         self._searches: list[SequenceGroup] = []  # whose beams have started
@@ -145,7 +145,7 @@ class Scheduler:
     @property
     def has_provisioned(self) -> bool:
         """Return whether there are provisioned sequences, which come first in ``running``."""
-        return bool(self.running and self.running[0].provisioned) or self.waiting.has_provisioned
+        return self.highest_class == PROVISIONED
 
     @property
     def highest_class(self) -> int:

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from ...interface.engine import AdapterInfo
-from ...interface.errors import AlreadyExists, Conflict, InvalidField, LimitExceeded, reason
+from ...interface.errors import Conflict, InvalidField, reason
 from ...interface.request import ValidRequest
 from ..adapters.files import CONFIG
-from ..adapters.request_adapters import not_loaded
+from ..adapters.request_adapters import check_new, not_loaded
 
 logger = logging.getLogger(__name__)
 
@@ -64,15 +64,7 @@ class VllmAdapters:
         from vllm.lora.request import LoRARequest
 
         known = self._current.get(name)
-        if known is not None and not replace:
-            raise AlreadyExists(f"adapter {name!r} is already loaded", param="adapter")
-        if known is None and len(self._current) >= self._max_adapters:
-            raise LimitExceeded(
-                f"{self._max_adapters} adapters are loaded, as many as max_adapters allows",
-                limit="max_adapters",
-                allowed=self._max_adapters,
-                remaining=0,
-            )
+        check_new(name, len(self._current), self._max_adapters, is_known=known is not None, replace=replace)
         rank = _rank(name, path)
         if rank > self._max_rank:
             allowed = f'a rank up to {self._max_rank}, which engine_args {{"max_lora_rank": …}} sets'
@@ -126,6 +118,6 @@ def _rank(name: str, path: str) -> int:
         config = json.loads(Path(path, CONFIG).read_bytes())
         if config["peft_type"] == "LORA" and isinstance(config["r"], int):
             return int(max([config["r"], *(config.get("rank_pattern") or {}).values()]))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
         pass
     raise InvalidField("adapter", name, f"a directory with a LoRA adapter of peft ({CONFIG})")

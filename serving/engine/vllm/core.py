@@ -22,19 +22,18 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ...interface.bundle import Bundle
-from ...interface.engine import QUEUE_FLOOR, AdapterInfo, Capabilities, Client, EngineInfo, EngineOutput, Health
+from ...interface.engine import AdapterInfo, Capabilities, Client, EngineInfo, EngineOutput, Health
 from ...interface.errors import (
     Aborted,
     AlreadyExists,
     DeadlineExceeded,
     InternalError,
-    Overloaded,
     PackagingError,
     ServingError,
     ShuttingDown,
     reason,
 )
-from ...interface.events import Embedded, Event, Failed, FinishReason, PromptScored, TokenLogprob
+from ...interface.events import Embedded, Event, FinishReason, PromptScored, TokenLogprob
 from ...interface.request import POOLED, ValidRequest
 from ...interface.settings import EngineSettings
 from ..adapters.registry import pinned_adapters
@@ -43,6 +42,7 @@ from ..constraints import grammar_tokenizer
 from ..constraints.bitmasks import BitmaskWorker
 from ..constraints.grammars import Grammars
 from ..constraints.logits_processors import nothing_left
+from ..scheduling.inflight import check_queue, failed
 from ..scheduling.sequence import NO_ALLOWED_TOKEN
 from . import options, shared
 from .adapters import VllmAdapters
@@ -93,17 +93,15 @@ class VllmCore:
             self._check(request, continues)
             self._accept(request, client)
         except ServingError as error:
-            self._outbox.append((client, request.request_id, _failed(error)))
+            self._outbox.append((client, request.request_id, failed(error)))
 
     def _check(self, request: ValidRequest, continues: bool) -> None:
         if request.request_id in self._requests:
             raise AlreadyExists(f"request {request.request_id} is already running")
         if self._is_closed:
             raise ShuttingDown("the engine is shutting down")
-        ahead, most = len(self._requests), self.settings.max_queued_requests
-        is_full = ahead >= 2 * most or self._of_tenant[request.tenant] >= most // QUEUE_FLOOR
-        if not continues and ahead >= most and is_full:
-            raise Overloaded(f"{ahead} requests are queued already", retry_after=1.0)
+        if not continues:
+            check_queue(len(self._requests), self._of_tenant[request.tenant], self.settings.max_queued_requests)
         check(request, self.info, self._own)
 
     def _accept(self, request: ValidRequest, client: Client) -> None:
@@ -167,7 +165,8 @@ class VllmCore:
         wanted = parameters(sequence, self._own) if sequence.sampling is not None else self._pooling()
         if sequence.grammar_state is not None:
             shared.grammar_states[sequence.key] = sequence.grammar_state
-        self._llm.add_request(sequence.key, prompt, wanted, lora_request=lora, priority=request.priority)
+        priority = (request.service_class << 32) + request.priority  # vLLM runs lower numbers first
+        self._llm.add_request(sequence.key, prompt, wanted, lora_request=lora, priority=priority)
         self._sequences[sequence.key] = sequence
         sequence.is_running = True
 
@@ -359,14 +358,14 @@ class VllmCore:
         self._remove(owner.sequences)
         owner.sequences = []
         self._forget(owner)
-        self._emit_all(owner, [_failed(error)])
+        self._emit_all(owner, [failed(error)])
 
     def _remove(self, sequences: list[VllmSequence]) -> None:
         running = [one.key for one in sequences if self._sequences.pop(one.key, None) is not None]
         if running:
             self._llm.abort_request(running)
-        for key in running:
-            shared.grammar_states.pop(key, None)
+        for one in sequences:  # those that vLLM refused have one too
+            shared.grammar_states.pop(one.key, None)
 
     def _forget(self, owner: VllmRequest) -> None:
         request = owner.request
@@ -512,10 +511,6 @@ def _normalized(vector: Any) -> Any:
 def _is_late(owner: VllmRequest) -> bool:
     deadline = owner.request.deadline
     return deadline is not None and time.monotonic() >= deadline
-
-
-def _failed(error: ServingError) -> Failed:
-    return Failed(error.kind, error.message, error.param, error.retry_after)
 
 
 def _ignore() -> None:

@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,7 +50,7 @@ DECIDED = {
     "max_num_batched_tokens": "the setting of that name", "block_size": "the setting kv_block_size",
     "enable_prefix_caching": "the setting prefix_caching", "kv_cache_memory_bytes": "the setting kv_cache_memory",
     "trust_remote_code": "the setting of that name", "max_cpu_loras": "the setting max_adapters",
-    "scheduling_policy": "the priorities of requests", "logits_processors": "backend.vllm.sampling",
+    "scheduling_policy": "the classes of requests", "logits_processors": "backend.vllm.sampling",
     "disable_log_stats": "this engine", "max_logprobs": "this engine", "stream_interval": "this engine",
     "data_parallel_size": "the number of replicas",
 }  # fmt: skip
@@ -93,7 +93,7 @@ def set_environment(settings: EngineSettings) -> None:
         os.environ.setdefault(name, value)
 
 
-def arguments(bundle: Bundle, settings: EngineSettings, platform: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+def arguments(bundle: Bundle, settings: EngineSettings, platform: str, fields: Collection[str]) -> dict[str, Any]:
     """Return the arguments of ``EngineArgs``, whose fields are ``fields``. ``platform``: "cpu", "cuda" or another.
 
     Raises ``InvalidField`` and ``PackagingError``."""
@@ -137,7 +137,7 @@ def arguments(bundle: Bundle, settings: EngineSettings, platform: str, fields: M
     return found | given
 
 
-def _check_given(given: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
+def _check_given(given: Mapping[str, Any], fields: Collection[str]) -> None:
     for name, value in given.items():
         if name in DECIDED:
             raise InvalidField(f"engine_args.{name}", value, f"none: {DECIDED[name]} decides it")
@@ -158,7 +158,7 @@ def _dtype(bundle: Bundle, dtype: str, platform: str) -> str:
         return dtype
     try:
         config = json.loads(Path(bundle.model_dir, "config.json").read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return dtype  # vLLM reports it
     return "auto" if isinstance(config, dict) and config.get("quantization_config") else "float32"
 
@@ -178,6 +178,6 @@ def _pooler(bundle: Bundle) -> dict[str, Any]:
     return {"pooling_type": POOLING[spec.pooling], "use_activation": False}
 
 
-def field_names(engine_args: Any) -> dict[str, Any]:
-    """Return the fields of vLLM's ``EngineArgs``, a dataclass, by name."""
-    return {field.name: field for field in dataclasses.fields(engine_args)}
+def field_names(engine_args: Any) -> list[str]:
+    """Return the names of the fields of vLLM's ``EngineArgs``, a dataclass."""
+    return [field.name for field in dataclasses.fields(engine_args)]

@@ -1,7 +1,7 @@
 """A sequence's sampling as vLLM's ``SamplingParams``.
 
-vLLM gets no stop tokens: the engine itself ends a sequence by its ``StopRule``, which counts resumed tokens and knows
-stop sequences. By the race, vLLM only takes the largest logit.
+The engine itself ends a sequence by its ``StopRule``, which counts resumed tokens and knows stop sequences. By the
+race, vLLM gets no stop tokens and only takes the largest logit; sampling by itself, it needs them for ``min_tokens``.
 """
 
 from __future__ import annotations

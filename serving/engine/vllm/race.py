@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import torch
 from msgspec import Struct
 from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
@@ -97,14 +98,18 @@ class RaceProcessor(LogitsProcessor):
         rows = sorted(self._positions)
         positions = [self._positions[row] for row in rows]
         tokens = choose(logits if len(rows) == len(logits) else logits[rows], positions)
+        drawn: list[tuple[int, int]] = []
         for row, position, token in zip(rows, positions, tokens, strict=True):
-            if token < 0:  # not finite, or all are forbidden
-                if not shared.is_engine:  # a worker has no way to tell
-                    raise FloatingPointError(f"no token can be drawn for sequence {position.key}")
-                shared.failures[position.key] = token
+            if token >= 0:
+                drawn.append((row, token))
                 continue
-            logits[row] = float("-inf")
-            logits[row, token] = 0.0
+            if not shared.is_engine:  # not finite, or all are forbidden, which a worker has no way to tell
+                raise FloatingPointError(f"no token can be drawn for sequence {position.key}")
+            shared.failures[position.key] = token
+        if drawn:  # all rows at once: on a device each write is a launch
+            places, chosen = torch.tensor(drawn).to(logits.device).unbind(1)
+            logits[places] = float("-inf")
+            logits[places, chosen] = 0.0
         return logits
 
 

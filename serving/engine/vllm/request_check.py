@@ -36,12 +36,11 @@ def _check_vllm(sampling: Sampling) -> None:
     unused = {
         "typical_p": 1.0,
         "bad_words": (),
-        "stop_sequences": (),
         "no_repeat_ngram_size": 0,
         "embedding_bias": None,
         "penalize_prompt": False,
     }
     for name, value in unused.items():
         given = getattr(sampling, name)
-        if name != "stop_sequences" and given != value:
+        if given != value:
             raise InvalidField(name, given if name != "embedding_bias" else "a bias", f"{value!r} {RACE_ONLY}")

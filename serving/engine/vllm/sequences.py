@@ -11,8 +11,7 @@ from ...interface.request import ValidRequest
 from ...interface.stop_rule import StopReason, StopRule
 from ..constraints.grammar_state import GrammarState
 from ..constraints.grammars import Compilation
-
-MAX_UNSENT = 8  # tokens held back unless streamed: each message costs CPU time of the reader
+from ..scheduling.sequence import MAX_UNSENT
 
 
 @dataclass(slots=True, eq=False)

@@ -39,7 +39,7 @@ class Faults:
     answer_lost = 0.0
     commit_lost = 0.0
     stuck = 0.0
-    """Of a transaction: its caller gives up before it has run."""
+    """The caller of a transaction gives up before it has run."""
 
     def stop(self) -> None:
         for name in ("busy", "slow", "cut", "answer_lost", "commit_lost", "stuck"):
