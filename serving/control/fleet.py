@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from ..endpoints.gateways import EndpointReport, Fence, Gateway, Lease, NotLeader, Reports
 from ..endpoints.store import EndpointState, EndpointStore
@@ -54,8 +54,7 @@ def verdict(state: EndpointState, gateways: Iterable[Gateway]) -> Verdict | None
         if failed:
             named = (f"gateway {one.name}: {report.message}" for one, report in failed)
             return Verdict(failed=(pending, failed[0][1].message if len(found) == 1 else "; ".join(named)))
-        has = [report.version == pending for _, report in reports]
-        if any(has) and all(report.version == pending for _, report in counted):
+        if counted and all(report.version == pending for _, report in counted):
             return Verdict(served=pending)
     if state.active_version is None or pending is not None:
         return None
@@ -106,14 +105,10 @@ class Fleet:
             self._lead(found)
 
     def _beat(self, reports: dict[str, EndpointReport], serving: bool) -> None:
-        own = Gateway(
-            gateway=self.gateway,
-            name=self._own.name,
-            started_ms=self._own.started_ms,
-            serving=serving,
-            beat=self._own.beat + 1,
-            reports=reports,
-        )
+        own = structs.replace(self._own, serving=serving, beat=self._own.beat + 1, reports=reports)
+        if self._monotonic() - self._beaten_at > SILENT_SECONDS:  # this gateway could not look: that is no silence
+            self._leases.observe({})
+            self._beats.observe({})
         held, self.fence = self.fence, None  # until the store has confirmed it
         take = self._vacant() if held is None else None
         self.fence = self._gateways.write(own, fence=held, take=take)

@@ -359,13 +359,14 @@ class Reconciler:
         reports = {}
         for state in states.values():
             version = self._adopted.get(state.id)
-            failed = [r for r in self.rollouts.values() if r.endpoint.id == state.id and r.stage == "failed"]
+            own = (r for r in self.rollouts.values() if r.endpoint.id == state.id and r.stage == "failed")
+            failed = max(own, key=lambda rollout: rollout.version, default=None)  # the pending one, if it failed
             reports[state.id] = EndpointReport(
                 version=version,
                 content="" if version is None else self._content(state, version),
                 ready=version is not None and self._is_ready(state),
-                failed_version=failed[0].version if failed else None,
-                message=failed[0].message if failed else "",
+                failed_version=None if failed is None else failed.version,
+                message="" if failed is None else failed.message,
                 adapters=adapter_reports(self._plan, state.id, loaded.get(state.name, ()), is_adopted=is_adopted),
             )
         return reports

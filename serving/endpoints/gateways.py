@@ -160,19 +160,22 @@ class Gateways:
     def _hold(self, connection: sa.Connection, gateway: str, fence: Fence | None, take: Lease | None) -> Fence | None:
         if fence is None and take is None:
             return None
+        this = leadership.c.role == ROLE
+        if fence is not None:
+            held = sa.and_(this, leadership.c.holder == fence.holder, leadership.c.fence == fence.number)
+            renewed = connection.execute(sa.update(leadership).where(held).values(beat=leadership.c.beat + 1))
+            if renewed.rowcount:
+                return fence
+        if take is None:
+            return None
         new = self._store.insert(leadership).values(role=ROLE, holder="", fence=0, beat=0)
         connection.execute(new.on_conflict_do_nothing())
-        this = leadership.c.role == ROLE
-        query = sa.select(leadership.c.holder, leadership.c.fence, leadership.c.beat).where(this).with_for_update()
-        found = Lease(**connection.execute(query).mappings().one())
-        if fence is not None and (found.holder, found.fence) == (fence.holder, fence.number):
-            connection.execute(sa.update(leadership).where(this).values(beat=found.beat + 1))
-            return fence
-        if take is None or found != take:
+        columns = leadership.c
+        read = sa.and_(this, columns.holder == take.holder, columns.fence == take.fence, columns.beat == take.beat)
+        values = {"holder": gateway, "fence": take.fence + 1, "beat": take.beat + 1}
+        if not connection.execute(sa.update(leadership).where(read).values(**values)).rowcount:
             return None
-        values = {"holder": gateway, "fence": found.fence + 1, "beat": found.beat + 1}
-        connection.execute(sa.update(leadership).where(this).values(**values))
-        return Fence(holder=gateway, number=found.fence + 1)
+        return Fence(holder=gateway, number=take.fence + 1)
 
     def remove(self, silent: list[Gateway], fence: Fence | None) -> None:
         """Remove gateways that have gone, unless they have written their rows again. Raises ``NotLeader``."""

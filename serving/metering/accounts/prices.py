@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
@@ -76,7 +77,7 @@ class Prices:
             record(connection, by, "price.set", entity, before=was, after=after)
 
         self._store.write(work)
-        self._cache.pop(entity, None)
+        self._forget(entity)
         return int(at * 1000)
 
     def remove(
@@ -100,7 +101,7 @@ class Prices:
             return found
 
         removed = self._store.write(work)
-        self._cache.pop(entity, None)
+        self._forget(entity)
         return removed
 
     def at(self, names: str | Iterable[str], when: float) -> Price:
@@ -116,8 +117,12 @@ class Prices:
         """Return the prices of each entity, newest first."""
         if self._old(entities):
             self._readers("", entities)
-        cache = self._cache
-        return [cache[one][1] if one in cache else () for one in entities]
+        return [self._cache[one][1] for one in entities]
+
+    def _forget(self, entity: str) -> None:
+        """Have the prices of ``entity`` read again; who is about to use the known ones still does."""
+        if (known := self._cache.get(entity)) is not None:
+            self._cache[entity] = (-math.inf, known[1])
 
     def _old(self, entities: Iterable[str]) -> list[str]:
         now, cache = time.monotonic(), self._cache

@@ -94,7 +94,6 @@ def reserve_all(
     now = int(clock.now())
     replies: list[Reply] = []
     admitted: list[Asked] = []
-    checked: list[list[tuple[Limit, WindowState]]] = []
     charged: set[Subject] = set()
     currency = functools.cache(functools.partial(currency_of, connection))
     for one in asked:
@@ -116,7 +115,6 @@ def reserve_all(
         charged |= own.keys()
         replies.append(Admitted(limits=standing(found, now, is_shared=shared), within_reserve=True))
         admitted.append(one)
-        checked.append(found)
     taken = _take_all(connection, store, admitted, clock)
     rows = [one.row | {"charged_at": now, "bucket_milli": milli} for one, milli in zip(admitted, taken, strict=True)]
     with pipelined(connection, commit=commit):

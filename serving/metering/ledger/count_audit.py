@@ -57,7 +57,9 @@ _assume = (
 
 
 class CountAudit:
-    """The audit of the rows that one process settles. ``on_violation`` is called with the name of each broken rule.
+    """The audit of the rows that one process settles, and once, when it begins, of those that others settled before.
+
+    ``on_violation`` is called with the name of each broken rule.
 
     A row without any count of its engine is no violation: engines on other hosts keep no journal here.
     """

@@ -377,15 +377,24 @@ class Ledger:
         if stored and slot is not None:
             owner.progress.give_back(slot)
 
-    def _settle_kept(self, owner: LeaseOwner, slot: int | None, settlement: Settlement) -> None:
-        """Settle what could not be spooled, alone: upkeep may have a thread of its own, and groups are for requests."""
-        try:
-            self._settle(settlement, timeout=SETTLE_TIMEOUT)
-        except Exception:
+    def _settle_kept(self, owner: LeaseOwner, slot: int | None, settlement: Settlement, *, ask: bool) -> bool:
+        """Settle what could not be spooled, alone: upkeep may have a thread of its own, and groups are for requests.
+
+        Return whether the store answers; without ``ask`` only the spool is tried.
+        """
+        stored = False
+        if ask:
+            try:
+                self._settle(settlement, timeout=SETTLE_TIMEOUT)
+            except Exception as error:
+                ask = not isinstance(error, Unavailable)
+            else:
+                stored = True
+        if not stored:
             self._spool(owner, slot, settlement)
-            return
-        if slot is not None:
+        elif slot is not None:
             owner.progress.give_back(slot)
+        return ask
 
     def settled_in_store(self, settlement: Settlement, tenant: str) -> bool:
         """Settle in the store, together with what else waits there; return whether it took the settlement."""
@@ -473,8 +482,9 @@ class Ledger:
 
     def _settle_unspooled(self) -> None:
         """Try again to settle or spool what is kept in memory; it is kept there until it has been."""
+        answers = True
         for kept in list(self._unspooled):
-            self._settle_kept(*kept)  # if it fails, it is appended once more
+            answers = self._settle_kept(*kept, ask=answers)  # if it fails, it is appended once more
             with self._lock:
                 self._unspooled.remove(kept)
 

@@ -72,10 +72,8 @@ def update_rows(
 ) -> None:
     """Update the rows with these ``keys`` by one statement; all have the same columns."""
     if connection.dialect.name == "sqlite":
-        this = sa.and_(*(table.c[key] == sa.bindparam(f"of_{key}") for key in keys))
-        values: dict[str, Any] = {name: sa.bindparam(f"to_{name}") for name in rows[0] if name not in keys}
         given = [{f"{'of' if name in keys else 'to'}_{name}": row[name] for name in row} for row in rows]
-        connection.execute(sa.update(table).where(this).values(values), given)
+        connection.execute(_update_each(table, keys, tuple(rows[0])), given)
     else:
         _send(connection, _update(table, keys, tuple(rows[0])), rows)
 
@@ -84,6 +82,13 @@ def _send(connection: sa.Connection, text: str, rows: Sequence[Mapping[str, obje
     # not ``executemany``, which waits for its answers even in a pipeline
     driver: Any = connection.connection.driver_connection
     driver.cursor().execute(text, (msgspec.json.encode(rows).decode(),))  # bytes as base64
+
+
+@functools.cache
+def _update_each(table: sa.Table, keys: tuple[str, ...], names: tuple[str, ...]) -> sa.Update:
+    this = sa.and_(*(table.c[key] == sa.bindparam(f"of_{key}") for key in keys))
+    values: dict[str, Any] = {name: sa.bindparam(f"to_{name}") for name in names if name not in keys}
+    return sa.update(table).where(this).values(values)
 
 
 @functools.cache
