@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from flask.testing import FlaskClient
 from instant_model import write_instant_model
+from postgres_databases import new_database
 from serving_process import GATED_CORE, Running, running
 from shared_servers import SharedServers
 
@@ -86,13 +87,7 @@ def store_url(request: pytest.FixtureRequest) -> str:
     """Return a new store's URL, once for each of the two databases."""
     if request.param == "sqlite":
         return request.getfixturevalue("sqlite_url")
-    import psycopg
-
-    server = request.getfixturevalue("postgres_server")
-    name = "t" + os.urandom(6).hex()
-    with psycopg.connect(server.replace("+psycopg", "") + "/postgres", autocommit=True) as connection:
-        connection.execute(f"CREATE DATABASE {name}")
-    return f"{server}/{name}"
+    return new_database(request.getfixturevalue("postgres_server"))
 
 
 @pytest.fixture(scope="session")

@@ -30,7 +30,8 @@ def store(tmp_path: Path) -> Iterator[str]:
         yield uri
         for thread in threading.enumerate():  # MLflow links a saved prompt to its experiment beside the call
             if thread.name.startswith("link_prompt"):
-                thread.join()
+                thread.join(PATIENCE)
+                assert not thread.is_alive()
 
 
 def ask(call: str, **arguments: Any) -> dict[str, Any]:
@@ -131,7 +132,8 @@ def test_questions_wait_for_each_other_up_to_a_bound(monkeypatch: pytest.MonkeyP
     with pytest.raises(Overloaded):
         registry.search("", 1)
     go.set()
-    first.join()
+    first.join(PATIENCE)
+    assert not first.is_alive()
     assert registry.search("", 1) == {"prompts": [], "more": False}
 
 

@@ -6,13 +6,13 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from processes import gone
+from server_calls import until
 
 from mlflow_llm.serving.control import mlflow_resolver as entry
 from mlflow_llm.serving.control import resolver_pool as resolvers
@@ -82,12 +82,6 @@ def join(threads: list[threading.Thread]) -> None:
     for thread in threads:
         thread.join(240)
         assert not thread.is_alive()
-
-
-def until(condition: Callable[[], bool]) -> None:
-    ticks = threading.Event()
-    while not condition():
-        ticks.wait(0.01)
 
 
 def test_lookups_beyond_the_limit_wait(tmp_path: Path) -> None:

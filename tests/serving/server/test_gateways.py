@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import psycopg
 import pytest
 from instant_model import write_instant_model
+from postgres_databases import new_database
 from server_calls import BODY, asking, until
 from serving_process import INSTANT_CORE, Running, running
 
@@ -29,9 +29,7 @@ CONFIG = {"served_entities": [{"name": "model-1", "entity_name": "instant", "ent
 
 @pytest.fixture
 def database(postgres_server: str) -> str:
-    with psycopg.connect(postgres_server.replace("+psycopg", "") + "/postgres", autocommit=True) as connection:
-        connection.execute("CREATE DATABASE two_gateways")
-    return f"{postgres_server}/two_gateways"
+    return new_database(postgres_server)
 
 
 @pytest.fixture

@@ -62,7 +62,12 @@ def test_a_seed_is_one_schedule():
     command = [sys.executable, "-m", "mlflow_llm.serving.testing.simulation", "--seed", "7"]
     shown = [
         subprocess.run(
-            command, env=os.environ | {"PYTHONHASHSEED": hashes}, capture_output=True, text=True, check=True
+            command,
+            env=os.environ | {"PYTHONHASHSEED": hashes},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=240,
         ).stdout
         for hashes in ("1", "2")
     ]
@@ -73,5 +78,5 @@ def test_a_seed_is_one_schedule():
 def test_the_command_counts_schedules():
     """The command runs the schedules that it is asked for on several processes, and says what it ran."""
     command = [sys.executable, "-m", "mlflow_llm.serving.testing.simulation", "--schedules", "4", "--processes", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240)
     assert re.search(r"^4 schedules from seed 0 in .* 0 schedules failed$", done.stdout, flags=re.M)

@@ -216,11 +216,12 @@ def test_a_killed_engine_loses_nothing(engines: Engines, turn: int) -> None:
     def read(i: int) -> None:
         found[i] = by_sequence([*begun[i], *streams[i]])
 
-    readers = [threading.Thread(target=read, args=(i,)) for i in range(len(streams))]
+    readers = [threading.Thread(target=read, args=(i,), daemon=True) for i in range(len(streams))]
     for reader in readers:
         reader.start()
     for reader in readers:
-        reader.join()
+        reader.join(240)
+        assert not reader.is_alive()
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
     for (_, ends), (_, wanted) in zip(found, expected, strict=True):
         assert {i: (e.reason, e.num_generated_tokens) for i, e in ends.items()} == {

@@ -36,5 +36,5 @@ def settled(page: Page, count: int) -> None:
 
 def read(served: Running, path: str) -> Any:
     """Return what the server answers to a GET."""
-    with urllib.request.urlopen(f"{served.url}{path}") as answer:
+    with urllib.request.urlopen(f"{served.url}{path}", timeout=240) as answer:
         return json.load(answer)

@@ -8,7 +8,6 @@ import json
 import re
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from PIL import Image
+from server_calls import until
 from serving_process import Running
 from shown_endpoint import two_models
 
@@ -52,7 +52,7 @@ def call(served: Running, method: str, path: str, body: Any = None) -> Any:
     request = urllib.request.Request(f"{served.url}{path}", method=method)
     request.data = None if body is None else json.dumps(body).encode()
     request.add_header("Content-Type", "application/json")
-    with urllib.request.urlopen(request) as answer:
+    with urllib.request.urlopen(request, timeout=240) as answer:
         return json.load(answer)
 
 
@@ -214,8 +214,8 @@ def test_the_cost_is_the_ledgers(new_page: NewPage, served: Running) -> None:
     """The cost beside an answer is what the ledger books, and the conversation shows the sum."""
     call(served, "PUT", "/api/2.0/prices", {"entity": "*", "input": "2", "output": "300"})
     try:
-        while call(served, "GET", "/api/2.0/account")["prices"][0]["output"] != "300.00":
-            time.sleep(0.05)  # the worker remembers prices for a moment
+        # the worker remembers prices for a moment
+        until(lambda: call(served, "GET", "/api/2.0/account")["prices"][0]["output"] == "300.00")
         page = new_page()
         sampling(page, Max_tokens="50")
         for count, text in enumerate(("Dear", "Dearer"), 1):
@@ -506,8 +506,8 @@ def test_three_clicks_answer_what_an_adapter_does(new_page: NewPage, served: Run
     """From ``/``, three clicks show what an adapter says differently, how fast, and what it cost."""
     call(served, "PUT", "/api/2.0/prices", {"entity": "*", "input": "2", "output": "300"})
     try:
-        while call(served, "GET", "/api/2.0/account")["prices"][0]["output"] != "300.00":
-            time.sleep(0.05)  # the worker remembers prices for a moment
+        # the worker remembers prices for a moment
+        until(lambda: call(served, "GET", "/api/2.0/account")["prices"][0]["output"] == "300.00")
         page = new_page("")
         page.evaluate("window.clicks = 0; addEventListener('click', () => window.clicks++, true)")
         page.get_by_role("button", name="Add a column").click()

@@ -35,7 +35,7 @@ class Held:
 
     def __call__(self, items: Sequence[Any]) -> list[Any]:
         self.groups.append(list(items))
-        self.turns.acquire()
+        assert self.turns.acquire(timeout=240)
         if self.raises is not None:
             raised, self.raises = self.raises, None
             raise raised
@@ -143,9 +143,11 @@ def held_back(ledger: Ledger, reserve_of: Callable[..., Any], waiters: int) -> I
         def reserve(request_id: str, **changes: object) -> Future[Any]:
             return threads.submit(ledger.reserve, reserve_of(request_id, **changes))
 
-        yield reserve
-        until(lambda: ledger.waiting == waiters)
-        gate.set()
+        try:
+            yield reserve
+            until(lambda: ledger.waiting == waiters)
+        finally:
+            gate.set()
         first.result(240)
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from ledger_rows import die, forget, owner_of, rows_of, spool_settlements, undo_admission, write_old_counts
+from postgres_databases import new_database
 
 from mlflow_llm.serving.interface.errors import Unavailable
 from mlflow_llm.serving.metering import Ledger, Limits, Store
@@ -364,11 +365,10 @@ def test_cut_connections_bill_nothing_twice(postgres_server, tmp_path, reserve_o
     """PostgreSQL ends every connection again and again under load: each request is there once and exact."""
     import psycopg
 
-    name = "cut" + os.urandom(4).hex()
-    plain = postgres_server.replace("+psycopg", "")
-    admin = psycopg.connect(f"{plain}/postgres", autocommit=True)
-    admin.execute(f"CREATE DATABASE {name}")
-    store = Store(f"{postgres_server}/{name}")
+    url = new_database(postgres_server)
+    name = url.rpartition("/")[2]
+    admin = psycopg.connect(postgres_server.replace("+psycopg", "") + "/postgres", autocommit=True)
+    store = Store(url)
     ledger = Ledger(store, state_dir=tmp_path / "state")
     Limits(store).set("tenant", "acme", "otpm", 10**9)
     admitted: dict[str, int] = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import sqlite3
 import subprocess
@@ -14,6 +13,7 @@ import sqlalchemy as sa
 from alembic import command
 from alembic.config import Config
 from ledger_rows import bury, rows_of, spool_settlements
+from postgres_databases import new_database
 
 from mlflow_llm.serving import metering
 from mlflow_llm.serving.interface.errors import AlreadyExists
@@ -31,13 +31,7 @@ def other_url(store_url, tmp_path, request):
     """Return the URL of a second database of the same kind."""
     if store_url.startswith("sqlite"):
         return f"sqlite:///{tmp_path}/other.db"
-    import psycopg
-
-    server = request.getfixturevalue("postgres_server")
-    name = "t" + os.urandom(6).hex()
-    with psycopg.connect(server.replace("+psycopg", "") + "/postgres", autocommit=True) as connection:
-        connection.execute(f"CREATE DATABASE {name}")
-    return f"{server}/{name}"
+    return new_database(request.getfixturevalue("postgres_server"))
 
 
 @pytest.fixture

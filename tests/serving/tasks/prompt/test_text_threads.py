@@ -41,9 +41,12 @@ def test_long_texts_let_others_run(text):
 
         thread = threading.Thread(target=ticker)
         thread.start()
-        work()
-        over.set()
-        thread.join()
+        try:
+            work()
+        finally:
+            over.set()
+            thread.join(240)
+        assert not thread.is_alive()
         assert turns > 20
     short = long[:20_000]
     assert text.encode(short) == tuple(text.backend.encode(short).ids)

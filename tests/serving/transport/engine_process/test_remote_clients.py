@@ -88,6 +88,8 @@ class Wire:
             end.close()
 
     def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # closing alone wakes no thread that accepts
         self._listener.close()
         self.cut()
 
@@ -158,19 +160,18 @@ def test_a_broken_connection(place, make_bundle, key):
     """After a connection breaks twice each stream continues, and no sequence is left in the engine."""
     address, bundle = free_address(), make_bundle(step_delay=0.01)
     requests = [completion(f"r{i}", max_tokens=150, prompt=(i, 1)) for i in range(3)]
-    wire = Wire(address)
-    with place.connect(bundle, listen=address, key_file=key) as local, attach(wire.address, key_file=key) as remote:
-        streams = [remote.submit(request) for request in requests]
-        found = [[next(stream)] for stream in streams]
-        for _ in range(2):
-            wire.cut()
-            for events, stream in zip(found, streams, strict=True):
-                events += [next(stream) for _ in range(20)]
-        for request, events, stream in zip(requests, found, streams, strict=True):
-            assert timeless([*events, *stream]) == undisturbed(bundle, request)
-        assert eventually(lambda: local.health().num_running == 0)
-    place.assert_clean()  # before the wire is closed: the goodbye is on its way
-    wire.close()
+    with contextlib.closing(Wire(address)) as wire:
+        with place.connect(bundle, listen=address, key_file=key) as local, attach(wire.address, key_file=key) as remote:
+            streams = [remote.submit(request) for request in requests]
+            found = [[next(stream)] for stream in streams]
+            for _ in range(2):
+                wire.cut()
+                for events, stream in zip(found, streams, strict=True):
+                    events += [next(stream) for _ in range(20)]
+            for request, events, stream in zip(requests, found, streams, strict=True):
+                assert timeless([*events, *stream]) == undisturbed(bundle, request)
+            assert eventually(lambda: local.health().num_running == 0)
+        place.assert_clean()  # before the wire is closed: the goodbye is on its way
 
 
 def test_a_deadline_is_counted_where_the_engine_is(place, make_bundle):

@@ -39,7 +39,7 @@ export function Embeddings() {
       if (texts.length > MAX_TEXTS) throw new Error(`The map has at most ${MAX_TEXTS} texts; these are ${texts.length}.`);
       const response = await call("v1/embeddings", { method: "POST", body: { model, input: texts } });
       const found = (await response.json()) as EmbeddingList;
-      const vectors = found.data.map((one) => one.embedding as number[]) // floats unless base64 is asked for;
+      const vectors = found.data.map((one) => one.embedding as number[]); // floats unless base64 is asked for
       const tokens = found.usage.prompt_tokens;
       setResult({ texts, similar: cosines(vectors), tokens, dimensions: vectors[0]?.length ?? 0 });
       setProblem("");

@@ -1,4 +1,4 @@
-/** Who waits: the requests under way by tenant, as the ledger has them. */
+/** The queue by tenant: the requests under way, as the ledger has them. */
 
 import type { RecentRequests } from "../api_types";
 import { Shown, Table, useLoaded } from "../loading";
