@@ -62,6 +62,7 @@ LONG = {  # files of minutes, which begin before all others: none of them is the
 }
 
 CACHE = pytest.StashKey["tempfile.TemporaryDirectory[str]"]()
+DIED = pytest.StashKey[bool]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -82,6 +83,19 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_unconfigure(config: pytest.Config) -> None:
     if CACHE in config.stash:
         config.stash[CACHE].cleanup()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: Any) -> None:
+    """Remember that a process of tests died, which pytest reports as the failure of one test."""
+    if error:
+        node.config.stash[DIED] = True
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Exit with another status than failed tests do if a process died: not all tests were run."""
+    if session.config.stash.get(DIED, False):
+        session.exitstatus = pytest.ExitCode.INTERNAL_ERROR
 
 
 @pytest.hookimpl(optionalhook=True)
