@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import threading
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
@@ -20,6 +20,7 @@ from .serving.cli.batch.backends import Backend, ModelBackend, Retry, RowAnswer,
 from .serving.cli.batch.rows import Row
 from .serving.cli.http import URL_VARIABLE
 from .serving.cli.key_options import VARIABLE as KEY_VARIABLE
+from .serving.cli.key_options import Secret
 from .serving.interface.errors import PackagingError, ServingError, shown
 from .serving.system.backoff import Backoff
 
@@ -83,7 +84,7 @@ def ai_query(
         return_type=return_type,
         fail_on_error=fail_on_error,
         url=url or os.environ.get(URL_VARIABLE) or "http://127.0.0.1:8000",
-        key=key or os.environ.get(KEY_VARIABLE),
+        key=key,
         concurrency=concurrency,
     )
     return df.assign(**{output: pd.Series(ask(df[request].tolist()), index=df.index, dtype=object)})
@@ -123,11 +124,14 @@ def _ask_all(
 def _backend(endpoint: str, url: str, key: str | None, stop: threading.Event) -> Backend:
     if ":/" in endpoint or os.path.isdir(endpoint):
         return ModelBackend(endpoint, {}, stop)
+    said = os.environ.get(KEY_VARIABLE)
+    if not key and said:
+        key = Secret().convert(said, None, None)  # the key, or @FILE
     return ServerBackend(url, key, endpoint)
 
 
 def _is_null(value: Any) -> bool:
-    return value is None or (isinstance(value, float) and math.isnan(value))
+    return bool(pd.api.types.is_scalar(value) and pd.isna(value))
 
 
 def _row(number: int, value: Any, fields: dict[str, Any], return_type: str) -> Row:
@@ -138,7 +142,7 @@ def _row(number: int, value: Any, fields: dict[str, Any], return_type: str) -> R
         body = {**fields, "input": value}
     elif isinstance(value, str):
         body = {**fields, "messages": [{"role": "user", "content": value}]}
-    elif hasattr(value, "__iter__"):
+    elif hasattr(value, "__iter__") and all(isinstance(message, Mapping) for message in value):
         body = {**fields, "messages": [dict(message) for message in value]}
     else:
         raise _refused(f"request, row {number}", value, "a text, a list of messages or a request body")
@@ -161,12 +165,12 @@ def _answer(backend: Backend, return_type: str, fail_on_error: bool, stop: threa
 def _patiently(backend: Backend, stop: threading.Event, row: Row) -> RowAnswer:
     """Return the row's answer, asked again while the server is busy. Raises ``ClickException``."""
     backoff = Backoff(FIRST_WAIT, MAX_WAIT, jitter=(0.5, 1.0))
-    for _ in range(RETRIES):
+    for attempt in range(RETRIES):
         try:
             return backend.ask(row)
         except Retry as again:
             why, wait = str(again), again.after or backoff.failed()
-        if stop.wait(wait):
+        if attempt == RETRIES - 1 or stop.wait(wait):
             break
     raise click.ClickException(f"row {row.line} was not answered: {why}")
 

@@ -13,7 +13,7 @@ from ..metering.accounts.authorization import Caller
 from ..metering.store.store import Store
 from ..metering.store.tables import batch_rows, batches
 from .files import beyond, found_file
-from .objects import DONE, ENDED, EXPIRED, FAILED, BatchObject, BatchUsage, RequestCounts, batch_object
+from .objects import DONE, ENDED, EXPIRED, FAILED, OPEN, BatchObject, BatchUsage, RequestCounts, batch_object
 
 MAX_WINDOW_HOURS = 336
 
@@ -63,7 +63,7 @@ class Batches:
             if file.batch_id is not None:
                 raise InvalidField("input_file_id", input_file_id, 'a file whose purpose is "batch"')
             opened = sa.select(sa.func.coalesce(sa.func.sum(batches.c.num_rows), 0))
-            opened = opened.where(batches.c.tenant == caller.tenant, batches.c.status.not_in(ENDED))
+            opened = opened.where(batches.c.tenant == caller.tenant, batches.c.status.in_(OPEN))
             if (count := int(connection.execute(opened).scalar_one())) >= most_open:
                 raise LimitExceeded(
                     f"tenant {caller.tenant} has {count} requests in batches that have not ended; {most_open} are "
@@ -99,7 +99,7 @@ class Batches:
 
         def work(connection: sa.Connection) -> BatchObject:
             row = _found(connection, batch_id, tenant, lock=True)
-            if row.status in (*ENDED, "finalizing"):
+            if row.status in ENDED:
                 raise Conflict(f"batch {batch_id} is {row.status}; it cannot be cancelled any more")
             if row.status != "cancelling":
                 own = sa.update(batches).where(batches.c.id == batch_id)

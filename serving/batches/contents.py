@@ -16,7 +16,7 @@ import sqlalchemy as sa
 from ..metering.store.store import Store
 from ..metering.store.tables import batch_rows, batches
 from .files import Files, found_file
-from .objects import DONE, EXPIRED, FAILED
+from .objects import DONE, EXPIRED, FAILED, request_id_of
 
 ROWS_AT_ONCE = 100
 EXPIRED_ERROR = {
@@ -60,6 +60,5 @@ def _line(batch_id: str, row: sa.Row[Any]) -> bytes:
 
 def expired_line(batch_id: str, number: int, custom_id: str) -> bytes:
     """Return the line of a request that the batch had no time for."""
-    request_id = f"{batch_id.replace('batch_', 'batch_req_')}_{number}"
-    line = {"id": request_id, "custom_id": custom_id, "response": None, "error": EXPIRED_ERROR}
+    line = {"id": request_id_of(batch_id, number), "custom_id": custom_id, "response": None, "error": EXPIRED_ERROR}
     return msgspec.json.encode(line) + b"\n"

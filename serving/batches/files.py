@@ -18,7 +18,7 @@ from ..interface.errors import Conflict, InvalidField, LimitExceeded, NotFound
 from ..metering.store.store import Store
 from ..metering.store.tables import batch_rows, batches, file_chunks, files
 from .lines import chunks_of
-from .objects import DONE, ENDED, FileObject, file_object
+from .objects import DONE, OPEN, FileObject, file_object
 
 ABANDONED_MS = 3_600_000  # after so long, an upload that is not complete is removed
 MAX_TRANSACTION_BYTES = 2**20
@@ -90,7 +90,7 @@ class Files:
             found = found_file(connection, file_id, tenant)
             if found.batch_id is None:
                 using = sa.select(batches.c.id).where(batches.c.input_file_id == file_id)
-                batch = connection.execute(using.where(batches.c.status.not_in(ENDED)).limit(1)).scalar_one_or_none()
+                batch = connection.execute(using.where(batches.c.status.in_(OPEN)).limit(1)).scalar_one_or_none()
                 if batch is not None:
                     raise Conflict(f"file {file_id} is the input of {batch}, which has not ended")
             _remove(found, connection)
@@ -115,7 +115,7 @@ class Files:
     def remove_old(self, now_ms: int) -> int:
         """Remove files whose time is over, unless a batch still reads them, and uploads that were given up. Return how
         many."""
-        read = sa.select(batches.c.input_file_id).where(batches.c.status.not_in(ENDED))
+        read = sa.select(batches.c.input_file_id).where(batches.c.status.in_(OPEN))
         over = sa.and_(files.c.expires_ms <= now_ms, files.c.id.not_in(read))
         left = sa.and_(files.c.status == "uploading", files.c.created_ms <= now_ms - ABANDONED_MS)
         query = sa.select(files).where(sa.or_(over, left)).limit(100)

@@ -12,8 +12,9 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from ..dialects.fields.label_fields import label
 from ..interface.errors import InvalidField
-from ..interface.readers import Entry, obj, one_of, record, short_text
+from ..interface.readers import Entry, obj, one_of, record
 from .objects import LineError
 
 CHUNK_BYTES = 256 * 2**10
@@ -21,7 +22,7 @@ MAX_ERRORS = 100
 MAX_CUSTOM_ID = 512
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 _LINE = record(
-    custom_id=Entry(short_text(MAX_CUSTOM_ID), "Your own id of the request", required="an id of your own"),
+    custom_id=Entry(label(1, MAX_CUSTOM_ID), "Your own id of the request", required="an id of your own"),
     method=Entry(one_of("POST"), required='"POST"'),
     url=Entry(one_of(*ENDPOINTS), required="the endpoint of the batch"),
     body=Entry(obj, "The request", required="a request"),
@@ -71,15 +72,17 @@ def lines_of(chunks: Iterable[bytes], endpoint: str, most: int) -> list[Line]:
         for text in chunk.splitlines(keepends=True):
             number += 1
             if text.strip():
+                code = "invalid_request"
                 try:
                     custom_id = _custom_id(text, endpoint)
                     if custom_id in found:
+                        code = "duplicate_custom_id"
                         raise InvalidField("custom_id", custom_id, f"another id than line {found[custom_id].number}'s")
                     found[custom_id] = Line(
                         number=number, custom_id=custom_id, chunk=place, start=start, size=len(text)
                     )
                 except InvalidField as error:
-                    errors.append(_error("invalid_request", number, error))
+                    errors.append(_error(code, number, error))
                 if len(errors) >= MAX_ERRORS:
                     raise Refused(errors)
             start += len(text)
@@ -111,8 +114,6 @@ def _custom_id(text: bytes, endpoint: str) -> str:
 
 def _error(code: str, number: int, error: InvalidField) -> LineError:
     code = {"line": "invalid_json_line", "url": "mismatched_endpoint"}.get(error.param or "", code)
-    if error.param == "custom_id" and "another id" in error.message:
-        code = "duplicate_custom_id"
     return _problem(code, number, error.message, error.param)
 
 

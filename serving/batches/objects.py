@@ -13,9 +13,15 @@ import sqlalchemy as sa
 PENDING, RUNNING, DONE, FAILED, EXPIRED = "pending", "running", "completed", "failed", "expired"
 """The statuses of rows, which only the database shows."""
 ENDED = ("completed", "failed", "expired", "cancelled")
+OPEN = ("validating", "in_progress", "cancelling")  # all others that are stored
 BatchStatus: TypeAlias = Literal[
     "validating", "in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled"
 ]
+
+
+def request_id_of(batch_id: str, number: int) -> str:
+    """Return the id of the request of a row, the same in each attempt."""
+    return f"{batch_id.replace('batch_', 'batch_req_')}_{number}"
 
 
 class FileObject(TypedDict):

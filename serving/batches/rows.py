@@ -25,7 +25,7 @@ from ..metering.ledger.settlement import Settlement, settle
 from ..metering.store.store import Store
 from ..metering.store.tables import batch_rows, batches, file_chunks, owners
 from .lines import Line
-from .objects import DONE, PENDING, RUNNING
+from .objects import DONE, PENDING, RUNNING, request_id_of
 
 INSERTED_AT_ONCE = 1000  # rows per transaction
 
@@ -43,7 +43,7 @@ class ClaimedRow(Struct, frozen=True, kw_only=True):
     @property
     def request_id(self) -> str:
         """The id of the row's request, the same in each attempt."""
-        return f"{self.batch_id.replace('batch_', 'batch_req_')}_{self.number}"
+        return request_id_of(self.batch_id, self.number)
 
 
 class Rows:
@@ -138,8 +138,13 @@ class Rows:
 
     def has(self, batch_id: str, *statuses: str) -> bool:
         """Return whether a batch has a row of one of ``statuses``."""
-        found = sa.exists().where(batch_rows.c.batch_id == batch_id, batch_rows.c.status.in_(statuses))
-        return bool(self._store.read(lambda connection: connection.execute(sa.select(found)).scalar_one()))
+        return self._store.read(lambda connection: has_rows(connection, batch_id, *statuses))
+
+
+def has_rows(connection: sa.Connection, batch_id: str, *statuses: str) -> bool:
+    """Return whether a batch has a row of one of ``statuses``."""
+    found = sa.exists().where(batch_rows.c.batch_id == batch_id, batch_rows.c.status.in_(statuses))
+    return bool(connection.execute(sa.select(found)).scalar_one())
 
 
 def _insert(insert: Any, values: list[dict[str, Any]], connection: sa.Connection) -> None:

@@ -165,14 +165,14 @@ class BatchRunner:
 
     def _validate(self, batch: ActiveBatch) -> None:
         try:
-            self._upkeep.validate(batch, self._ledger.owner, self._ledger.now_ms())
+            if self._upkeep.validate(batch, self._ledger.owner, self._ledger.now_ms()):
+                self._wake.set()
         except Unavailable:
             pass  # it is tried again
         except Exception:
             logs.event("fault", level=logging.ERROR, exc_info=True, batch=batch.id)
         finally:
             self._validating.discard(batch.id)
-            self._wake.set()
 
     def _claim(self, ready: list[ActiveBatch], now_ms: int) -> None:
         """Claim rows for the free places: those of batches that have the fewest running here come first."""

@@ -15,8 +15,8 @@ from ..metering.store.tables import batch_rows, batches, files, owners
 from .contents import expired_line
 from .files import Files
 from .lines import Refused, lines_of
-from .objects import DONE, ENDED, EXPIRED, FAILED, PENDING, RUNNING
-from .rows import Rows
+from .objects import DONE, EXPIRED, FAILED, OPEN, PENDING, RUNNING
+from .rows import Rows, has_rows
 
 
 class ActiveBatch(Struct, frozen=True, kw_only=True):
@@ -29,7 +29,6 @@ class ActiveBatch(Struct, frozen=True, kw_only=True):
     input_file_id: str
     status: str
     expires_ms: int
-    claimed_by: str | None
 
 
 class Upkeep:
@@ -41,21 +40,22 @@ class Upkeep:
 
     def active(self) -> list[ActiveBatch]:
         """Return the batches that have not ended, the oldest first."""
-        query = sa.select(batches).where(batches.c.status.not_in(ENDED)).order_by(batches.c.created_ms, batches.c.id)
+        query = sa.select(batches).where(batches.c.status.in_(OPEN)).order_by(batches.c.created_ms, batches.c.id)
         return [_active(row) for row in self._store.read(lambda connection: connection.execute(query).all())]
 
-    def validate(self, batch: ActiveBatch, owner: str, now_ms: int) -> None:
-        """Check the input of a batch and write its rows, if no other process does."""
+    def validate(self, batch: ActiveBatch, owner: str, now_ms: int) -> bool:
+        """Check the input of a batch and write its rows. Return False if another process does."""
         if not self._claim(batch.id, owner):
-            return
+            return False
         try:
             lines = lines_of(Files(self._store).chunks(batch.input_file_id), batch.endpoint, self._most)
         except Refused as refused:
             errors = msgspec.json.encode(refused.errors).decode()
             self._set(batch.id, "validating", status="failed", errors=errors, failed_ms=now_ms)
-            return
+            return True
         self._rows.insert(batch.id, lines)
         self._set(batch.id, "validating", status="in_progress", num_rows=len(lines), in_progress_ms=now_ms)
+        return True
 
     def end(self, batch: ActiveBatch, status: str, now_ms: int) -> bool:
         """End a batch of which no row runs: make its files, and give it its last status.
@@ -66,9 +66,9 @@ class Upkeep:
         def work(connection: sa.Connection) -> bool:
             query = sa.select(batches).where(batches.c.id == batch.id).with_for_update()
             row = connection.execute(query).one_or_none()
-            if row is None or row.status != batch.status or _has(connection, batch.id, RUNNING):
+            if row is None or row.status != batch.status or has_rows(connection, batch.id, RUNNING):
                 return False
-            if status == "completed" and _has(connection, batch.id, PENDING):
+            if status == "completed" and has_rows(connection, batch.id, PENDING):
                 return False
             if status == "expired":
                 pending = sa.update(batch_rows).where(batch_rows.c.batch_id == batch.id, batch_rows.c.status == PENDING)
@@ -126,11 +126,6 @@ def _make_file(
     return file_id
 
 
-def _has(connection: sa.Connection, batch_id: str, status: str) -> bool:
-    found = sa.exists().where(batch_rows.c.batch_id == batch_id, batch_rows.c.status == status)
-    return bool(connection.execute(sa.select(found)).scalar_one())
-
-
 def _active(row: sa.Row[Any]) -> ActiveBatch:
     return ActiveBatch(
         id=row.id,
@@ -140,5 +135,4 @@ def _active(row: sa.Row[Any]) -> ActiveBatch:
         input_file_id=row.input_file_id,
         status=row.status,
         expires_ms=row.expires_ms,
-        claimed_by=row.claimed_by,
     )

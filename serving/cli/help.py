@@ -13,7 +13,7 @@ SERVER_COMMANDS = (("chat",), ("keys", "create"))  # that have all options of th
 WHERE = """\
 Commands that ask a server find it by --url. Those for keys, limits, prices, usage and the audit log can also open the
 database itself, with --database, on a machine that reaches it; --url then asks a server instead. An
-option that names an environment variable may be set by that."""
+option whose help names an environment variable can also be set by that variable."""
 TOPICS = {SERVER: "options for the server or database, the key and certificates", "settings": "engine settings (-C)"}
 
 
@@ -48,7 +48,7 @@ def _server(root: click.Context) -> str:
     found: dict[str, tuple[click.Context, SharedOption]] = {}
     for words in SERVER_COMMANDS:
         command, context = _found(root, words)
-        for option in shared(command, SERVER):
+        for option in shared(command):
             found.setdefault(str(option.name), (context, option))
     formatter = root.make_formatter()
     formatter.write_paragraph()

@@ -36,7 +36,4 @@ def say(sentence: str, event: str | None = None, *, level: int = logging.INFO, *
 
 def fail(error: Exception) -> None:
     """Say why the command ends."""
-    if logs.is_configured():
-        say(f"Error: {error}", "failed", level=logging.ERROR, error=str(error))
-    else:
-        click.echo(f"Error: {visible(str(error))}", err=True)
+    say(f"Error: {error}", "failed", level=logging.ERROR, error=str(error))

@@ -44,33 +44,31 @@ class JobBackend:
         Raises ``ClickException`` if the batch cannot be created, or ends without having answered all of them.
         """
         left = {row.key: row for row in rows.without(kept)}
-        batch = self._noted(left) or self._create(left, window)
-        batch = self._ended(batch["id"], len(left))
-        self._write(batch, left, journal)
+        batch = self._ended(self._noted(left) or self._create(left, window), len(left))
+        missing = len(left) - self._write(batch, left, journal)
         self._note.unlink(missing_ok=True)
-        missing = sum(key not in journal.done for key in left)
         if batch["status"] == "failed":
             reasons = "; ".join(f"line {one['line']}: {one['message']}" for one in batch["errors"]["data"][:3])
             raise click.ClickException(f"batch {batch['id']} failed: {reasons}")
         if missing:
             raise click.ClickException(f"batch {batch['id']} is {batch['status']}; {missing} rows have no answer")
 
-    def _noted(self, left: dict[str, Row]) -> Any:
-        """Return the batch that an earlier run of the command created for the same rows, if there is one."""
+    def _noted(self, left: dict[str, Row]) -> str | None:
+        """Return the id of the batch that an earlier run of the command created for these rows, if there is one."""
         try:
             noted = json.loads(self._note.read_text())
         except FileNotFoundError:
             return None
         except ValueError:
             raise click.ClickException(f"{self._note} is not the note of a batch; remove it") from None
-        if noted.get("url") != self._url or noted.get("rows") != sorted(left):
+        if noted.get("url") != self._url or not left.keys() <= set(noted.get("rows", ())):
             raise click.ClickException(
                 f"{self._note} is of another batch, {noted.get('id')} at {noted.get('url')}; finish that with its own "
                 "input, or remove the file"
             )
-        return self._client.get(f"/v1/batches/{noted['id']}")
+        return str(noted["id"])
 
-    def _create(self, left: dict[str, Row], window: str) -> Any:
+    def _create(self, left: dict[str, Row], window: str) -> str:
         lines, paths = [], set()
         model = self._model
         for row in left.values():
@@ -91,7 +89,7 @@ class JobBackend:
         with replacing(self._note) as note:
             note.write(json.dumps({"url": self._url, "id": batch["id"], "rows": sorted(left)}).encode())
         click.echo(f"batch {batch['id']} at {self._url}", err=True)
-        return batch
+        return str(batch["id"])
 
     def _upload(self, content: bytes) -> Any:
         boundary = secrets.token_hex(16)
@@ -120,18 +118,19 @@ class JobBackend:
         finally:
             bar.close()
 
-    def _write(self, batch: Any, left: dict[str, Row], journal: Journal) -> None:
-        for file_id in (batch["output_file_id"], batch["error_file_id"]):
-            if file_id is None:
-                continue
+    def _write(self, batch: Any, left: dict[str, Row], journal: Journal) -> int:
+        """Write the answers of a batch, and return how many there are."""
+        written = 0
+        for file_id in filter(None, (batch["output_file_id"], batch["error_file_id"])):
             text = _patiently(partial(self._client.get_text, f"/v1/files/{file_id}/content"))
-            for one in text.splitlines():
+            for one in filter(None, text.split("\n")):  # not splitlines: a JSON text may have U+2028
                 found = json.loads(one)
                 row, response = left.get(found["custom_id"]), found["response"]
-                if row is not None and response is not None and row.key not in journal.done:
-                    journal.write(
-                        line_of(row, RowAnswer(response["status_code"], response["body"], response["request_id"]))
-                    )
+                if row is not None and response is not None:
+                    answered = RowAnswer(response["status_code"], response["body"], response["request_id"])
+                    journal.write(line_of(row, answered))
+                    written += 1
+        return written
 
     def close(self) -> None:
         self._client.close()

@@ -8,31 +8,18 @@ from ...batches.batches import MAX_WINDOW_HOURS, Batches, window_seconds
 from ...batches.files import DEFAULT_SECONDS
 from ...batches.lines import ENDPOINTS
 from ...batches.objects import BatchList, BatchObject, page_of
+from ...dialects.fields.label_fields import label, tags
 from ...frontend.answer import Answer, json_answer
-from ...frontend.operation import Auth, Request, with_body
+from ...frontend.operation import Request
 from ...frontend.worker_state import WorkerState
 from ...interface.errors import InvalidField
-from ...interface.labels import MAX_TAG_NAME, MAX_TAG_VALUE, MAX_TAGS
-from ...interface.readers import Entry, one_of, reader, record, short_text, string
-from ..route import Route
+from ...interface.readers import Entry, one_of, reader, record
+from ..query_parameters import limit_of, parameters
 from .files import EXPIRES_AFTER
-from .queries import DIALECT, PAGE, ledger_of, limit_of, parameters
+from .queries import DEFAULT_LIMIT, MAX_LIMIT, PAGE, ledger_of, route
 
 BATCHES = "/v1/batches"
 ONE = f"{BATCHES}/<name>"
-_METADATA = f"at most {MAX_TAGS} pairs of texts, names of at most {MAX_TAG_NAME} characters, values of {MAX_TAG_VALUE}"
-
-
-@reader(type="object", maxProperties=MAX_TAGS, additionalProperties={"type": "string", "maxLength": MAX_TAG_VALUE})
-def _metadata(value: Any, path: str) -> dict[str, str]:
-    if not isinstance(value, dict) or len(value) > MAX_TAGS:
-        raise InvalidField(path, value, _METADATA)
-    for name, entry in value.items():
-        if not isinstance(entry, str) or len(name) > MAX_TAG_NAME or len(entry) > MAX_TAG_VALUE:
-            raise InvalidField(f"{path}.{name[:MAX_TAG_NAME]}", entry, _METADATA)
-        string(name, path)
-        string(entry, f"{path}.{name}")
-    return value
 
 
 @reader(type="string", pattern="^[0-9]{1,3}h$")
@@ -44,10 +31,10 @@ def _window(value: Any, path: str) -> str:
 
 
 NEW_BATCH = record(
-    input_file_id=Entry(short_text(64), "A file with the purpose batch", required="the id of a file"),
+    input_file_id=Entry(label(1, 64), "A file with the purpose batch", required="the id of a file"),
     endpoint=Entry(one_of(*ENDPOINTS), "The route of all its requests", required="one of " + ", ".join(ENDPOINTS)),
     completion_window=Entry(_window, "After so many hours, what is not answered expires", required="hours such as 24h"),
-    metadata=Entry(_metadata, "Your own labels"),
+    metadata=Entry(tags, "Your own labels"),
     output_expires_after=Entry(EXPIRES_AFTER, "How long its output and error files are kept (30 days)"),
 )
 
@@ -74,7 +61,7 @@ def create(server: WorkerState, request: Request) -> Answer:
 def list_batches(server: WorkerState, request: Request) -> Answer:
     """Respond with a page of the caller's batches."""
     given = parameters(request, PAGE)
-    limit = limit_of(given)
+    limit = limit_of(given, MAX_LIMIT, DEFAULT_LIMIT)
     found = Batches(ledger_of(server).store).list(request.caller.tenant, after=given.get("after"), limit=limit)
     return json_answer(page_of(found, limit))
 
@@ -92,21 +79,8 @@ def cancel(server: WorkerState, request: Request) -> Answer:
     return json_answer(found)
 
 
-def _route(method: str, path: str, handler: Any, summary: str, reply: Any, **more: Any) -> Route:
-    return Route(
-        method=method,
-        path=path,
-        handler=with_body(handler),
-        summary=summary,
-        reply=reply,
-        dialect=DIALECT,
-        auth=Auth.INVOKE,
-        **more,
-    )
-
-
 ROUTES = (
-    _route(
+    route(
         "POST",
         BATCHES,
         create,
@@ -115,7 +89,7 @@ ROUTES = (
         body=NEW_BATCH,
         example={"input_file_id": "file-abc123", "endpoint": ENDPOINTS[0], "completion_window": "24h"},
     ),
-    _route("GET", BATCHES, list_batches, "List batches", BatchList, query=PAGE),
-    _route("GET", ONE, show, "Show a batch", BatchObject),
-    _route("POST", f"{ONE}/cancel", cancel, "Cancel a batch", BatchObject),
+    route("GET", BATCHES, list_batches, "List batches", BatchList, query=PAGE),
+    route("GET", ONE, show, "Show a batch", BatchObject),
+    route("POST", f"{ONE}/cancel", cancel, "Cancel a batch", BatchObject),
 )

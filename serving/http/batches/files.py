@@ -11,13 +11,13 @@ from ...batches.contents import content_of
 from ...batches.files import DEFAULT_SECONDS, Files, check_seconds
 from ...batches.objects import DeletedFile, FileList, FileObject, page_of
 from ...frontend.answer import Answer, json_answer
-from ...frontend.operation import Auth, Request, with_body
+from ...frontend.operation import Request
 from ...frontend.worker_state import WorkerState
 from ...interface.errors import InvalidField
 from ...interface.readers import Entry, Reader, integer, one_of, reader, record
-from ..route import Route
+from ..query_parameters import limit_of, parameters
 from .multipart import read_upload
-from .queries import DIALECT, PAGE, ledger_of, limit_of, parameters
+from .queries import PAGE, ledger_of, route
 
 FILES = "/v1/files"
 ONE = f"{FILES}/<name>"
@@ -55,7 +55,8 @@ LIST: dict[str, dict[str, Any]] = {
 def upload(server: WorkerState, request: Request) -> Answer:
     """Store a file. Raises ``InvalidField`` for a purpose other than batch, and ``LimitExceeded``."""
     ledger = ledger_of(server)
-    given = read_upload(request.body, request.headers.get("Content-Type") or "", "file")
+    kind = request.headers.get("Content-Type") or ""
+    given = server.offload(len(request.body), read_upload, request.body, kind, "file")
     for name, value in given.fields.items():
         if name not in UPLOAD.schema["properties"]:
             known = ", ".join(UPLOAD.schema["properties"])
@@ -129,23 +130,10 @@ def _sent(pieces: Iterator[bytes], request: Request) -> Iterator[bytes]:
         gevent.sleep(0)
 
 
-def _route(method: str, path: str, handler: Any, summary: str, reply: Any, **more: Any) -> Route:
-    return Route(
-        method=method,
-        path=path,
-        handler=with_body(handler),
-        summary=summary,
-        reply=reply,
-        dialect=DIALECT,
-        auth=Auth.INVOKE,
-        **more,
-    )
-
-
 ROUTES = (
-    _route("POST", FILES, upload, "Upload a file of requests", FileObject, body=UPLOAD, content_types=(MULTIPART,)),
-    _route("GET", FILES, list_files, "List files", FileList, query=LIST),
-    _route("GET", ONE, show, "Show a file", FileObject),
-    _route("DELETE", ONE, delete, "Delete a file", DeletedFile),
-    _route("GET", f"{ONE}/content", content, "Download a file", None, produces=("application/octet-stream",)),
+    route("POST", FILES, upload, "Upload a file of requests", FileObject, body=UPLOAD, content_types=(MULTIPART,)),
+    route("GET", FILES, list_files, "List files", FileList, query=LIST),
+    route("GET", ONE, show, "Show a file", FileObject),
+    route("DELETE", ONE, delete, "Delete a file", DeletedFile),
+    route("GET", f"{ONE}/content", content, "Download a file", None, produces=("application/octet-stream",)),
 )

@@ -1,14 +1,15 @@
-"""Shared parts of the routes of files and batches: their store, and the parameters of their lists."""
+"""Shared parts of the routes of files and batches: their form, their store, and the pages of their lists."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from ...dialects import DIALECTS
-from ...frontend.operation import Request
+from ...frontend.operation import Auth, with_body
 from ...frontend.worker_state import WorkerState
-from ...interface.errors import InvalidField, NotFound
+from ...interface.errors import NotFound
 from ...metering.ledger.ledger import Ledger
+from ..route import Route
 
 DIALECT = DIALECTS["openai"]
 MAX_LIMIT = 100
@@ -27,23 +28,15 @@ def ledger_of(server: WorkerState) -> Ledger:
     return server.ledger
 
 
-def parameters(request: Request, known: dict[str, dict[str, Any]]) -> dict[str, str]:
-    """Return the query parameters. Raises ``InvalidField`` for one that is not ``known``, or not of its enumeration."""
-    given = request.single_parameters()
-    for name, value in given.items():
-        if name not in known:
-            raise InvalidField(name[:80], value, "no such parameter; expected one of " + ", ".join(known))
-        options = known[name].get("enum")
-        if options is not None and value not in options:
-            raise InvalidField(name, value, "one of " + ", ".join(options))
-    return given
-
-
-def limit_of(given: dict[str, str], most: int = MAX_LIMIT, default: int = DEFAULT_LIMIT) -> int:
-    """Return the number of entries of a page. Raises ``InvalidField``."""
-    value = given.get("limit")
-    if value is None:
-        return default
-    if not (value.isascii() and value.isdigit()) or len(value) > 9 or not 1 <= int(value) <= most:
-        raise InvalidField("limit", value, f"an integer from 1 to {most}")
-    return int(value)
+def route(method: str, path: str, handler: Any, summary: str, reply: Any, **more: Any) -> Route:
+    """Return a route in OpenAI's form for callers who invoke."""
+    return Route(
+        method=method,
+        path=path,
+        handler=with_body(handler),
+        summary=summary,
+        reply=reply,
+        dialect=DIALECT,
+        auth=Auth.INVOKE,
+        **more,
+    )

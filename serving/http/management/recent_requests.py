@@ -14,6 +14,7 @@ from ...interface.errors import InvalidField, NotFound
 from ...metering.usage.filter import STATUSES, filter_of
 from ...metering.usage.reply_types import RECENT_FIELDS, RecentRequests
 from ...metering.usage.usage import Usage, UsageRow
+from ..query_parameters import limit_of
 from ..route import Route
 from .paths import REQUESTS
 
@@ -39,17 +40,10 @@ def recent_requests(server: WorkerState, request: Request) -> Answer:
     for name, value in asked.items():
         if name not in QUERY:
             raise InvalidField(name[:80], value, "no such parameter; expected one of " + ", ".join(QUERY))
-    limit = _limit(asked.pop("limit", None))
+    limit = limit_of(asked, MAX_ROWS, DEFAULT_ROWS)
+    asked.pop("limit", None)
     rows = Usage(server.ledger.store).newest(filter_of(asked), limit)
     return json_answer({"now_ms": server.ledger.now_ms(), "requests": [_shown(row) for row in rows]})
-
-
-def _limit(value: str | None) -> int:
-    if value is None:
-        return DEFAULT_ROWS
-    if not (value.isascii() and value.isdigit()) or len(value) > 9 or not 1 <= int(value) <= MAX_ROWS:
-        raise InvalidField("limit", value, f"an integer from 1 to {MAX_ROWS}")
-    return int(value)
 
 
 def _shown(row: UsageRow) -> dict[str, Any]:

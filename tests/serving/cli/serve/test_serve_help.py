@@ -73,7 +73,7 @@ def test_shared_options_are_explained_once() -> None:
             continue
         count += 1
         text = " ".join(shown(*words).split())
-        assert f"{', '.join(one.opts[0] for one in found)} {SUMMARY['server']}" in text, words
+        assert f"{', '.join(one.opts[0] for one in found)} {SUMMARY}" in text, words
         assert all(str(one.help)[:30] not in text for one in found), words
         assert all(re.search(rf"^  {one.opts[0]} ", once, re.MULTILINE) for one in found), words
     assert count > 20

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from instant_model import write_instant_model
 from serving_process import running
+from stores import empty_store
 
 from mlflow_llm.serving.frontend.invoke import TIMEOUT_HEADER
 
@@ -50,7 +51,7 @@ def send(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     root = tmp_path_factory.mktemp("described")
     bundle = write_instant_model(root / "model", max_model_len=64)
     with pytest.MonkeyPatch.context() as patch, requests.Session() as session:
-        patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{root / 'mlflow.db'}")
+        patch.setenv("MLFLOW_TRACKING_URI", empty_store(root))  # made already: no question of prompts waits for that
         with running(bundle, database=f"sqlite:///{root / 'store.db'}") as server:
             yield lambda case: reachable(case).call(base_url=server.url, session=session, timeout=240)
             assert session.get(f"{server.url}/health").status_code == 200
