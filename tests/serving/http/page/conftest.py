@@ -15,7 +15,7 @@ from stores import empty_store
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, BrowserContext, Page
 
-PATIENCE_MS = 60_000
+PATIENCE_MS = 240_000
 # MLflow's registry is asked in the worker, since a process for each question takes seconds to import MLflow
 PROMPTS = """
 import os

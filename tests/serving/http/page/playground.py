@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Locator, Page
     from serving_process import Running
 
-PATIENCE_MS = 60_000
+PATIENCE_MS = 240_000
 expect.set_options(timeout=PATIENCE_MS)
 
 
