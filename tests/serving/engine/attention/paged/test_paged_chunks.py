@@ -87,7 +87,7 @@ def test_engine_with_the_kernel_equals_generate(family: str, tmp_path: Path, mon
 
 
 def test_latent_attention_is_said_to_run_by_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the cache keeps latents, prompts attend by torch whatever the kernel could do with such heads."""
+    """Prompts attend by torch where the cache keeps latents, whatever the kernel could do with such heads."""
     monkeypatch.setattr(triton_support, "enabled", lambda device: True)
     settings = EngineSettings(kv_cache_memory=1 << 20, kv_block_size=8, kernels="torch", dtype="float32")
     core = EngineCore(save_bundle(make_model(FAMILIES["deepseek_v3"]()), tmp_path), settings)
