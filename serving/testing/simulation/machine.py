@@ -27,8 +27,9 @@ from typing import Any
 
 from ...metering import ledger, store
 from ...metering.ledger import store_clock
+from ...metering.store import group_commit
 from .hosts import Process
-from .scheduler import Lock, Scheduler
+from .scheduler import Event, Lock, Scheduler
 
 _PACKAGE = __name__.partition(".testing")[0]
 _METERING = f"{_PACKAGE}.metering"
@@ -146,10 +147,13 @@ class SimulatedTime(_Module):
 
 
 class SimulatedThreading(_Module):
-    """``threading`` with locks that hand over to other actors."""
+    """``threading`` with locks and events that hand over to other actors."""
 
     def Lock(self) -> Lock:  # noqa: N802  # its name there
         return Lock(self._machine.scheduler)
+
+    def Event(self) -> Event:  # noqa: N802  # its name there
+        return Event(self._machine.scheduler)
 
 
 class SimulatedSecrets(_Module):
@@ -199,10 +203,11 @@ def _modules() -> list[ModuleType]:
 @contextlib.contextmanager
 def simulated(machine: Machine) -> Iterator[None]:
     """Put the simulated modules in place for the block."""
+    threads = SimulatedThreading(machine, threading)
     stands: dict[str, Any] = {
         "os": SimulatedOs(machine, os),
         "time": SimulatedTime(machine, time),
-        "threading": SimulatedThreading(machine, threading),
+        "threading": threads,
         "secrets": SimulatedSecrets(machine, secrets),
         "random": SimulatedRandom(machine, random),
         "socket": SimulatedSocket(machine, socket),
@@ -224,6 +229,7 @@ def simulated(machine: Machine) -> Iterator[None]:
                 if isinstance(getattr(module, name, None), ModuleType):
                     replace(module, name, stand)
         replace(store_clock, "boot_id", boot_id)
+        replace(group_commit, "make_signal", threads.Event)
         yield
     finally:
         for module, name, value in reversed(replaced):

@@ -209,3 +209,26 @@ class Lock:
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+
+class Event:
+    """An event for actors. Waited for outside of them, it must be set."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._is_set = False
+
+    def set(self) -> None:
+        self._is_set = True
+
+    def clear(self) -> None:
+        self._is_set = False
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until the event is set, or for ``timeout`` seconds; return whether it is set."""
+        if self._is_set:
+            return True
+        return self._scheduler.wait(self.is_set, timeout)

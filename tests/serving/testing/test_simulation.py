@@ -6,11 +6,16 @@ import os
 import re
 import subprocess
 import sys
+from random import Random
 
 import pytest
 
 from mlflow_llm.serving.metering.ledger import admission, crash_recovery, settlement
+from mlflow_llm.serving.metering.store.group_commit import GroupCommit
+from mlflow_llm.serving.testing.simulation.hosts import Host, Process
+from mlflow_llm.serving.testing.simulation.machine import Machine, simulated
 from mlflow_llm.serving.testing.simulation.run import outcomes
+from mlflow_llm.serving.testing.simulation.scheduler import Scheduler
 
 SCHEDULES = int(os.environ.get("MLFLOW_LLM_SIMULATED_SCHEDULES", "200"))
 FOUND = {
@@ -55,6 +60,30 @@ def test_a_defect_that_is_put_in_is_found(monkeypatch, module, name, stand, find
     monkeypatch.setattr(module, name, stand)
     found = next((one.failure for one in outcomes(range(100)) if one.failure), "")
     assert re.search(finding, found)
+
+
+def test_an_actor_waits_for_the_group_before_its_own(tmp_path):
+    """An actor whose item goes into the next group waits at a seam, instead of stopping the thread of all actors."""
+    scheduler = Scheduler(Random(0), 0.0)
+    host = Host("host", tmp_path, scheduler)
+    done: list[tuple[int, ...]] = []
+
+    def run(items):
+        scheduler.sleep(1.0)
+        done.append(tuple(items))
+        return items
+
+    with simulated(Machine(scheduler)):
+        group = GroupCommit(run)
+        actors = [
+            scheduler.spawn(f"actor {item}", Process(f"gateway{item}", host, item), lambda item=item: group("", item))
+            for item in range(3)
+        ]
+        while scheduler.step():
+            pass
+    assert [actor.result for actor in actors] == [0, 1, 2]
+    assert sorted(sum(done, ())) == [0, 1, 2]
+    assert len(done) == 2
 
 
 def test_a_seed_is_one_schedule():
