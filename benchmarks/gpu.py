@@ -1,287 +1,219 @@
-"""Tokens per second of decoding on a GPU, in bfloat16 and with weights in fp8, beside its memory bound, and beside vLLM
-(in bfloat16) if that is installed.
+"""Everything that is measured on a GPU: texts, prompts, decoding, features, HTTP, kernels and peers, in one table.
 
-A Llama of random weights is made (what a token costs does not depend on what the weights are); prompts of random tokens
-are computed, then every sequence generates, greedy and without an end. The floor is the time in which the device reads
-all weights once a step and each sequence's keys and values, at the speed at which it copies a large tensor. Each
-contender runs in a process of its own; ours twice, with each step launched before the last one's tokens are read and
-without.
+    bash benchmarks/gpu.sh                                       # all parts but the profile, with what is installed
+    bash benchmarks/gpu.sh --wheels DIR --weights DIR prefill decode features --profile --size 8b
 
-    python benchmarks/gpu.py --size 1b --sequences 1 8 32 128
+A Llama of random weights is made, or found in ``--weights``. Prompts of random tokens are computed, then every sequence
+generates, greedy and without an end. The floor is the time in which the device reads all weights once a step and each
+sequence's keys and values, at the speed at which it copies a large tensor. Each contender runs in a process of its own;
+ours also with no step launched before the last one's tokens are read, and with weights in fp8. What time cuts is named.
+Results are a table, and JSON beside it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import subprocess
+import os
+import shlex
 import sys
 import tempfile
 import time
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-SIZES: dict[str, dict[str, int]] = {  # Llama 3.2 1B and 3B, Llama 3.1 8B, and one for trying this out
-    "tiny": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128,
-             "vocab_size": 500},
-    "1b": {"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "intermediate_size": 8192},
-    "3b": {"hidden_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 24, "intermediate_size": 8192},
-    "8b": {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 14336},
-}  # fmt: skip
+import msgspec
+from gpu_parts import families, inputs, ours, peers, served, suite, table
+from gpu_parts.plan import FOLDERS, PARTS, Contender, Plan, Record
+from gpu_parts.processes import Beside, Runner, in_a_process, serve_records
+
+CONTENDERS: dict[str, Contender] = {
+    "inputs": inputs.make,
+    "tests": suite.run,
+    "families": families.run,
+    "ours": ours.run,
+    "not ahead": ours.run,
+    "fp8": ours.run,
+    "http": served.run,
+    "static": peers.static,
+    "generate_batch": peers.batched,
+    "vllm": peers.vllm,
+    "compiled": peers.compiled,
+}
+SIDE_BY_SIDE = 3  # processes of the families
+CHECKS = 160.0  # seconds of the tests and the families, which run side by side
+TINY: dict[str, Any] = {"sequences": (1, 3), "prefills": ((1, 24), (2, 60)), "batch": 8, "prompt": 16, "new": 12,
+                        "rounds": 1}  # fmt: skip
 
 
-def config_of(size: str) -> Any:
-    from transformers import LlamaConfig
+class Run:
+    """A run within its time: each part gets what is left, up to its own limit."""
 
-    common = {"vocab_size": 128256, "num_key_value_heads": 2 if size == "tiny" else 8, "max_position_embeddings": 4096}
-    return LlamaConfig(**{**common, **SIZES[size]}, tie_word_embeddings=size != "8b", eos_token_id=None)
+    def __init__(self, plan: Plan, run: Runner, seconds: float) -> None:
+        self._plan, self._run, self._ends = plan, run, time.monotonic() + seconds
+        self.records: list[Record] = []
+
+    @property
+    def _left(self) -> float:
+        return self._ends - time.monotonic()
+
+    def take(self, name: str, plan: Plan | None = None, seconds: float = 600.0) -> list[Record]:
+        if self._left < 1:
+            found: list[Record] = [{"part": name, "cut": "no time was left"}]
+        else:
+            found = self._run(name, plan or self._plan, min(seconds, self._left))
+        self.records += found
+        return found
+
+    def checks(self) -> None:
+        """Run the tests and the families side by side, and make the weights meanwhile."""
+        plan, beside = self._plan, Beside(self._run)
+        seconds = min(CHECKS, self._left)
+        if "tests" in plan.parts:
+            beside.start("tests", plan.but(limit=max(seconds - 15, 1)), seconds + 15)
+        if "families" in plan.parts:
+            for share in range(SIDE_BY_SIDE):
+                beside.start("families", plan.but(share=(share, SIDE_BY_SIDE)), seconds)
+        if {*plan.parts} - {"tests", "families"}:
+            self.take("inputs")
+        self.records += beside.records()
+
+    def measure(self) -> None:
+        """Run each contender alone."""
+        plan, parts = self._plan, {*self._plan.parts}
+        if parts & {"prefill", "decode", "features", "profile"}:
+            found = self.take("ours", seconds=150)
+            if "decode" in parts and any(record.get("ahead") for record in found):
+                self.take("not ahead", plan.but(launch_ahead="none", parts=("decode",)), 60)
+        if parts & {"prefill", "decode"}:
+            self.take("fp8", plan.but(quantization="fp8", parts=("prefill", "decode")), 90)
+        if "http" in parts:
+            self.take("http", seconds=100)
+        if "peers" in parts:
+            self.take("static", seconds=60)
+            self.take("generate_batch", seconds=60)
+            if installed("vllm") and not plan.on_cpu:
+                self.take("vllm", seconds=150)
+            if not plan.on_cpu:
+                self.take("compiled", seconds=150)
 
 
-def make_weights(size: str, device: str, folder: Path) -> None:
-    """Save random weights in bfloat16 (float32 on CPU) as a checkpoint."""
+def installed(name: str) -> bool:
+    from importlib.util import find_spec
+
+    return find_spec(name) is not None
+
+
+def machine(device: str) -> dict[str, Any]:
+    """Return the device and the versions of what runs on it."""
+    from importlib.metadata import PackageNotFoundError, version
+
     import torch
-    from transformers import AutoModelForCausalLM
 
-    torch.manual_seed(0)
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config_of(size), dtype=dtype)
-    model.generation_config.eos_token_id = None
-    model.save_pretrained(folder)
-
-
-def prompts(vocab: int, count: int, length: int) -> list[tuple[int, ...]]:
-    """Return prompts of different tokens, so that none has another's prefix."""
-    return [tuple((i * 7919 + j * 104729 + 3) % (vocab - 3) + 3 for j in range(length)) for i in range(count)]
-
-
-def copy_speed(device: str) -> float:
-    """Return the bytes per second that the device reads and writes: the best of several copies of a large tensor."""
-    import torch
-
-    size = 1 << (24 if device == "cpu" else 30)
-    source = torch.zeros(size, dtype=torch.uint8, device=device)
-    target, best = torch.empty_like(source), float("inf")
-    for _ in range(8):
-        synchronize(device)
-        began = time.perf_counter()
-        target.copy_(source)
-        synchronize(device)
-        best = min(best, time.perf_counter() - began)
-    return 2 * size / best
-
-
-def synchronize(device: str) -> None:
-    import torch
-
-    if device != "cpu":
-        torch.cuda.synchronize()
-
-
-def floor_seconds(
-    config: Any, itemsize: int, count: int, length: float, speed: float, linear_itemsize: int | None = None
-) -> float:
-    """Return the min time of a step: reading all weights of linears and the head, and ``length`` tokens' keys and
-    values of each sequence. ``linear_itemsize``: bytes of a linear's number, if different."""
-    hidden, heads = config.hidden_size, config.num_attention_heads
-    width = hidden // heads * config.num_key_value_heads
-    layer = 2 * hidden * hidden + 2 * hidden * width + 3 * hidden * config.intermediate_size
-    kv = count * length * 2 * width * config.num_hidden_layers
-    linears = config.num_hidden_layers * layer * (linear_itemsize or itemsize)
-    return (linears + (hidden * config.vocab_size + kv) * itemsize) / speed
-
-
-def run_ours(args: argparse.Namespace, quantization: Literal["none", "fp8"] = "none") -> dict[str, Any]:
-    """Return seconds a step of pure decoding, by number of sequences."""
-    from mlflow_llm.serving.engine.cores.generation_core import GenerationCore
-    from mlflow_llm.serving.interface.bundle import Bundle
-    from mlflow_llm.serving.interface.request import Sampling, Sequence, ValidRequest
-    from mlflow_llm.serving.interface.settings import EngineSettings
-
-    on_cpu: dict[str, Any] = {"kv_block_size": 16, "kernels": "torch"} if args.device == "cpu" else {}
-    most = max(args.sequences)
-    settings = EngineSettings(
-        device=args.device,
-        max_num_seqs=most,
-        max_num_batched_tokens=max(512, most),
-        cuda_graphs=args.cuda_graphs,
-        quantization=quantization,
-        launch_ahead=args.launch_ahead,
-        **on_cpu,
-    )
-    bundle = Bundle(content_hash="gpu", tasks=("completions",), model_dir=str(args.model), tokenizer_dir="")
-    began = time.perf_counter()
-    core = GenerationCore(bundle, settings)
-    found: dict[str, Any] = {"start_seconds": time.perf_counter() - began, "steps": {}, "prefill": {}}
-    assert core.info.paged is not None
-    found["attention"] = core.info.paged.attention
-    paged = core.info.paged
-    found["graphs"] = [] if paged.cuda_graphs_reason else list(paged.cuda_graphs)
-    found["ahead"] = paged.launch_ahead
-    reasons = (
-        paged.attention_reason,
-        paged.cuda_graphs_reason,
-        paged.launch_ahead_reason,
-        core.info.quantization_reason,
-    )
-    found["reasons"] = [reason for reason in reasons if reason]
-    for round_number, count in enumerate(args.sequences):
-        for number, prompt in enumerate(prompts(core.info.vocab_size, count, args.prompt)):
-            sampling = Sampling(temperature=0.0, max_tokens=args.new)
-            request = ValidRequest(
-                request_id=f"{round_number}-{number}", task="completions", model="m",
-                sequences=(Sequence(prompt_token_ids=prompt),), sampling=sampling,
-            )  # fmt: skip
-            core.add(request)
-        began = time.perf_counter()
-        while any(not sequence.decodes for sequence in core.parts.scheduler.running) or core.parts.scheduler.waiting:
-            core.step()
-        synchronize(args.device)
-        found["prefill"][count] = time.perf_counter() - began
-        times = []
-        while core.has_work():
-            before, began = len(core.parts.scheduler.running), time.perf_counter()
-            core.step()
-            if before == count:
-                times.append(time.perf_counter() - began)
-        found["steps"][count] = sorted(times)[len(times) // 2] if times else float("nan")
-    core.close()
+    found: dict[str, Any] = {"device": "CPU" if device == "cpu" else torch.cuda.get_device_name(device)}
+    found["processors"] = os.cpu_count()
+    for name in ("torch", "triton", "transformers", "huggingface_hub", "peft", "llguidance", "vllm"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
     return found
 
 
-def run_vllm(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the same of vLLM: the difference of two runs, of which one has half as many tokens, is pure decoding."""
-    from vllm import LLM, SamplingParams, TokensPrompt
-
-    llm = LLM(model=str(args.model), skip_tokenizer_init=True, max_num_seqs=max(args.sequences), max_model_len=4096,
-              enable_prefix_caching=False, gpu_memory_utilization=0.6)  # fmt: skip
-    found: dict[str, Any] = {"steps": {}}
-    for count in args.sequences:
-        asked = [
-            TokensPrompt(prompt_token_ids=list(p)) for p in prompts(config_of(args.size).vocab_size, count, args.prompt)
-        ]
-        seconds = {}
-        for new in (args.new, args.new // 2, args.new):  # the first warms up
-            began = time.perf_counter()
-            llm.generate(
-                asked, SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False), use_tqdm=False
-            )
-            seconds[new] = time.perf_counter() - began
-        found["steps"][count] = (seconds[args.new] - seconds[args.new // 2]) / (args.new - args.new // 2)
-    return found
-
-
-def in_a_process(args: argparse.Namespace, contender: str, seconds: float) -> dict[str, Any]:
-    """Run a contender in a process of its own and return its measurements, or ``error``."""
-    command = [sys.executable, __file__, "--run", contender, "--model", str(args.model), "--size", args.size]
-    command += ["--device", args.device, "--prompt", str(args.prompt), "--new", str(args.new)]
-    command += ["--cuda-graphs", args.cuda_graphs, "--launch-ahead", args.launch_ahead]
-    command += ["--sequences", *map(str, args.sequences)]
-    seconds = min(seconds, max(args.ends - time.monotonic(), 1))
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
-    except subprocess.TimeoutExpired:
-        return {"error": f"not done in {seconds:.0f} s"}
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    if done.returncode or not lines:
-        return {"error": (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1][:300]}
-    return json.loads(lines[-1].removeprefix("RESULT "))
-
-
-HEADS = (
-    *("sequences", "ours", "not ahead", "fp8", "of bfloat16", "vLLM", "of vLLM"),
-    *("floor", "times it", "fp8's floor", "times it"),
-)
-
-
-def table(
-    args: argparse.Namespace,
-    ours: dict[str, Any],
-    plain: dict[str, Any],
-    fp8: dict[str, Any],
-    theirs: dict[str, Any],
-    speed: float,
-) -> str:
-    """Return a line per number of sequences: tokens per second, and the step time relative to the floor. ``plain`` is
-    ours with no step launched ahead."""
-    config, itemsize = config_of(args.size), 4 if args.device == "cpu" else 2
-    lines = [f"| {' | '.join(HEADS)} |", "|---" * len(HEADS) + "|"]
-    for count in args.sequences:
-        step, one, narrow, other = (found.get("steps", {}).get(str(count)) for found in (ours, plain, fp8, theirs))
-        length = args.prompt + args.new / 2
-        least, least_narrow = (floor_seconds(config, itemsize, count, length, speed, size) for size in (None, 1))
-        rates = [f"{count / seconds:,.0f}" if seconds else "–" for seconds in (step, one, narrow, other)]
-        cells = [str(count), *rates[:3], _ratio(step, narrow), rates[3], _ratio(other, step)]
-        cells += [f"{count / least:,.0f}", _ratio(step, least), f"{count / least_narrow:,.0f}"]
-        lines.append(f"| {' | '.join((*cells, _ratio(narrow, least_narrow)))} |")
-    return "\n".join(lines)
-
-
-def _ratio(one: float | None, other: float | None) -> str:
-    return f"{one / other:.2f}" if one and other else "–"
-
-
-def prompts_line(name: str, found: dict[str, Any]) -> str:
-    """Return the seconds in which the prompts of each number of sequences were computed."""
-    return f"{name}: prompts in " + ", ".join(f"{n}: {seconds:.2f} s" for n, seconds in found["prefill"].items())
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--size", choices=SIZES, default="1b")
+def read(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all but profile if none")
+    parser.add_argument("--size", choices=inputs.SIZES, default="1b")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8, 32, 128])
-    parser.add_argument("--prompt", type=int, default=128)
-    parser.add_argument("--new", type=int, default=128)
+    parser.add_argument("--profile", action="store_true", help="tables of the time of each kernel: the part profile")
+    parser.add_argument("--weights", type=Path, help="a folder in which weights are found, or made and kept")
+    parser.add_argument("--model", type=Path, help="a checkpoint, instead of random weights")
+    parser.add_argument("--sequences", type=int, nargs="+")
+    parser.add_argument("--prompt", type=int, help="tokens of the prompts of decoding")
+    parser.add_argument("--new", type=int, help="tokens of each text")
     parser.add_argument("--cuda-graphs", choices=("auto", "none"), default="auto")
     parser.add_argument("--launch-ahead", choices=("auto", "none"), default="auto")
-    parser.add_argument("--seconds", type=float, default=200, help="for each contender")
-    parser.add_argument("--model", type=Path, help="a checkpoint, instead of random weights")
-    parser.add_argument("--total", type=float, default=3600, help="seconds, for all of them")
-    parser.add_argument("--run", choices=("ours", "fp8", "vllm", "weights"), help=argparse.SUPPRESS)
+    parser.add_argument("--families", nargs="+", default=(), help="some of them, by name")
+    parser.add_argument("--tests", nargs="+", default=FOLDERS, help="files or folders of tests")
+    parser.add_argument("--seconds", type=float, default=345, help="for all parts")
+    parser.add_argument("--json", type=Path, help="default: gpu-SIZE.json in $OUT, or in benchmarks/results")
+    parser.add_argument("--run", choices=("weights", *CONTENDERS), help=argparse.SUPPRESS)
+    parser.add_argument("--plan", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
-    args.ends = time.monotonic() + args.total
+    if unknown := {*args.parts} - {*PARTS}:
+        parser.error(f"part {', '.join(sorted(unknown))}; expected some of {', '.join(PARTS)}")
+    args.parts = tuple(args.parts) or tuple(part for part in PARTS if part != "profile")
+    if args.profile:
+        args.parts = tuple(part for part in PARTS if part in {*args.parts, "profile"})
+    out = Path(os.environ.get("OUT") or Path(__file__).parent / "results")
+    args.json = args.json or out / f"gpu-{args.size}.json"
+    return args
+
+
+def plan_of(args: argparse.Namespace, folder: str) -> Plan:
+    given = {"sequences": args.sequences and tuple(args.sequences), "prompt": args.prompt, "new": args.new}
+    sized = (TINY if args.size == "tiny" else {}) | {name: value for name, value in given.items() if value}
+    return Plan(
+        size=args.size, device=args.device, folder=folder, model=str(args.model or ""), parts=args.parts,
+        cuda_graphs=args.cuda_graphs, launch_ahead=args.launch_ahead, families=tuple(args.families),
+        tests=tuple(args.tests), **sized,
+    )  # fmt: skip
+
+
+def main(arguments: list[str] | None = None, run: Runner = in_a_process) -> int:
+    args = read(arguments)
     if args.run == "weights":
-        make_weights(args.size, args.device, args.model)
-        print("RESULT " + json.dumps({"speed": copy_speed(args.device)}))
+        inputs.make_weights(args.size, args.device, args.model)
         return 0
     if args.run:
-        runs = {"ours": run_ours, "fp8": lambda args: run_ours(args, "fp8"), "vllm": run_vllm}
-        print("RESULT " + json.dumps(runs[args.run](args)))
+        serve_records(CONTENDERS[args.run], msgspec.json.decode(args.plan, type=Plan))
         return 0
-    with tempfile.TemporaryDirectory(prefix="mlflow-llm-gpu-") as folder:
-        args.model = args.model or Path(folder)
-        made = in_a_process(args, "weights", args.seconds)
-        if "error" in made:
-            print(f"no weights were made: {made['error']}")
-            return 1
-        ours = in_a_process(args, "ours", args.seconds)
-        plain: dict[str, Any] = {}
-        if ours.get("ahead"):
-            without = argparse.Namespace(**{**vars(args), "launch_ahead": "none"})
-            plain = in_a_process(without, "ours", args.seconds)
-        fp8 = in_a_process(args, "fp8", args.seconds)
-        theirs = {"error": "vLLM is not installed"}
-        if find_spec("vllm") is not None and args.device != "cpu":
-            theirs = in_a_process(args, "vllm", args.seconds)
-    print(
-        f"Llama {args.size}, prompts of {args.prompt} tokens, {args.new} new, copies at {made['speed'] / 1e9:,.0f} GB/s"
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="mlflow-llm-gpu-") as own:
+        plan = plan_of(args, str(args.weights.absolute() if args.weights else own))
+        done = Run(plan, run, args.seconds)
+        done.checks()
+        done.measure()
+        config = inputs.config_in(plan)
+    records = done.records
+    seconds = time.monotonic() - began
+    logs = [record.pop("log") for record in records if "log" in record]
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    for log in logs:
+        args.json.with_suffix(".tests.txt").write_text(log)
+    command = "bash benchmarks/gpu.sh " + shlex.join(shown(arguments if arguments is not None else sys.argv[1:]))
+    found = {"command": command.strip(), "machine": machine(args.device), "seconds": round(seconds), "records": records}
+    args.json.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    print(heading(plan, records))
+    print(table.Table(plan, config, records).text())
+    print("\n".join(table.notes(records)))
+    print(table.kernels(records))
+    print(f"{seconds:.0f} s; {args.json.name}")
+    return int(any(failed(record) for record in records))
+
+
+def shown(arguments: list[str]) -> list[str]:
+    """Return arguments without the machine's folders, which are private."""
+    return [Path(one).name if os.path.isabs(one) else one for one in arguments]
+
+
+def heading(plan: Plan, records: list[Record]) -> str:
+    device: Record = next((record for record in records if record["part"] == "device"), {})
+    speeds = ""
+    if device:
+        speeds = f", copies at {device['copies'] / 1e9:,.0f} GB/s, products at {device['matrix'] / 1e12:,.1f} TFLOP/s"
+    return f"Llama {plan.size}, prompts of {plan.prompt} tokens, {plan.new} new{speeds}"
+
+
+def failed(record: Record) -> bool:
+    """Return whether something went wrong, other than that time was short."""
+    wrong = record["part"] == "families" and record.get("equal") is False
+    return (
+        "error" in record
+        or wrong
+        or bool(record.get("failed"))
+        or (record["part"] == "tests" and "cut" not in record and record.get("status", 0) != 0)
     )
-    print(table(args, ours, plain, fp8, theirs, made["speed"]))
-    for name, found in (("bfloat16", ours), ("fp8", fp8)):
-        if "error" not in found:
-            graphs, ahead = found["graphs"] or "none", "yes" if found["ahead"] else "no"
-            start = f"{found['start_seconds']:.1f} s"
-            print(f"{name}: attention: {found['attention']}; graphs: {graphs}; launched ahead: {ahead}; start: {start}")
-            print(prompts_line(name, found))
-        for line in (*found.get("reasons", ()), found.get("error")):
-            if line:
-                print(f"- {name}: {line}")
-    for found in (plain, theirs):
-        if "error" in found:
-            print(f"- {found['error']}")
-    return int("error" in ours or "error" in fp8)
 
 
 if __name__ == "__main__":

@@ -1,58 +1,268 @@
-"""``benchmarks/gpu.py`` on a tiny model without a GPU, and the messages of its script."""
+"""``benchmarks/gpu.py`` with a tiny model on a CPU, part by part, and its script."""
 
 from __future__ import annotations
 
-import argparse
 import json
+import math
+import os
 import subprocess
+import sys
+import zipfile
+from importlib.metadata import version
 from pathlib import Path
 
 import gpu
 import pytest
 import torch
+from gpu_parts import families, floor, here, inputs, ours, peers, served, suite, table, wheels
+from gpu_parts.plan import Contender, Plan, Record
+from gpu_parts.processes import in_a_process
+
+from mlflow_llm.serving.interface.constraint import Grammar
 
 SCRIPT = Path(gpu.__file__).with_suffix(".sh")
+NO_DEVICE = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device, and the script would use it")
 
 
-def test_a_table_of_a_tiny_model(tmp_path: Path) -> None:
-    """Weights are made, the engine decodes over blocks in floats and in fp8, and each line has rates, floors and their
-    ratios."""
-    gpu.make_weights("tiny", "cpu", tmp_path)
-    args = argparse.Namespace(
-        size="tiny", device="cpu", sequences=[1, 3], prompt=20, new=6, cuda_graphs="auto", launch_ahead="auto",
-        model=tmp_path,
-    )  # fmt: skip
-    ours = json.loads(json.dumps(gpu.run_ours(args)))
-    assert set(ours["steps"]) == {"1", "3"}
-    assert all(seconds > 0 for seconds in ours["steps"].values())
-    assert ours["attention"] == "torch"
-    assert (len(ours["reasons"]), ours["ahead"]) == (3, False)
-    fp8 = json.loads(json.dumps(gpu.run_ours(args, "fp8")))
-    assert "few rows are multiplied as floats" in fp8["reasons"][3]
-    slower = {"steps": {"1": ours["steps"]["1"] * 2}}
-    lines = gpu.table(args, ours, slower, fp8, slower, 1e9).splitlines()
-    cells = [[cell.strip() for cell in line.split("|")] for line in lines[2:]]
-    assert [row[7] for row in cells] == ["2.00", "–"]
-    assert [row[3] for row in cells] == [row[6] for row in cells]
-    assert len({line.count("|") for line in lines}) == 1
-    assert "nan" not in "".join(lines)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with weights, a tokenizer and adapters."""
+    made = tmp_path_factory.mktemp("weights")
+    (record,) = inputs.make(plan(made))
+    assert record == {"part": "inputs", "model": "tiny"}
+    return made
+
+
+def plan(folder: Path, *parts: str) -> Plan:
+    args = gpu.read([*parts, "--profile", "--size", "tiny", "--device", "cpu"])
+    return gpu.plan_of(args, str(folder))
+
+
+def finite(records: list[Record], what: str = "seconds") -> bool:
+    return all(math.isfinite(record[what]) and record[what] > 0 for record in records)
+
+
+def test_prompts_decoding_features_and_kernels(folder: Path) -> None:
+    """One engine gives the figures of four parts: every burst and feature has a time, every profile its kernels."""
+    chosen = plan(folder, "prefill", "decode", "features")
+    assert "profile" in chosen.parts
+    found = json.loads(json.dumps(list(ours.run(chosen))))
+    of = {part: [record for record in found if record["part"] == part] for part in gpu.PARTS}
+    assert [(r["count"], r["length"]) for r in of["prefill"]] == [(1, 24), (2, 60)]
+    assert [r["count"] for r in of["decode"]] == [1, 3]
+    assert [r["feature"] for r in of["features"]] == [*ours.FEATURES, ours.GRAMMAR, ours.MIXED]
+    assert finite([*of["prefill"], *of["decode"], *of["features"]]), found
+    assert [r["what"] for r in of["profile"]] == ["a prompt of 60", "a step of 1", "a step of 8"]
+    for record in of["profile"]:
+        sums = sum(kernel["ms"] for kernel in record["kernels"])
+        assert record["device_ms"] == pytest.approx(sums)
+        assert record["kernels"][0]["ms"] == max(kernel["ms"] for kernel in record["kernels"]) > 0
+    text = table.Table(chosen, inputs.config_in(chosen), found).text()
+    assert len({line.count("|") for line in text.splitlines()}) == 1
+    assert text.count("× the floor") == 2
+    assert text.count("× plain") == len(of["features"]) - 1
+    assert "attention: torch; prefill: torch; graphs: none" in "\n".join(table.notes(found))
+    assert "| kernel |" in table.kernels(found)
+
+
+def test_weights_in_fp8(folder: Path) -> None:
+    """The contender with weights in fp8 says by which products it ran."""
+    chosen = plan(folder).but(quantization="fp8", parts=("decode",), sequences=(1,))
+    engine, step = ours.run(chosen)
+    assert (step["by"], step["count"]) == ("fp8", 1)
+    assert "few rows are multiplied as floats" in engine["reasons"][-1]
+
+
+def test_a_feature_that_fails_is_said_and_left(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A feature that the engine refuses is a record with the reason, and the next is measured."""
+    wrong = {"grammar": Grammar(source="no grammar", field="response_format")}
+    monkeypatch.setattr(ours, "FEATURES", {"plain": {}, "wrong": wrong, "min_p": {"min_p": 0.1}})
+    found = list(ours.run(plan(folder).but(parts=("features",))))
+    of = {record["feature"]: record for record in found if record["part"] == "features"}
+    assert "response_format" in of["wrong"]["error"]
+    assert finite([of["plain"], of["min_p"], of[ours.GRAMMAR]])
+
+
+def test_http_beside_the_same_in_process(folder: Path) -> None:
+    """A server streams to all callers, and each number of them stands beside the engine in this process."""
+    chosen = plan(folder)
+    found = list(served.run(chosen))
+    rates = {(r["by"], r["count"]): r["rate"] for r in found if "rate" in r}
+    assert set(rates) == {(by, count) for by in (served.INSIDE, served.SERVER) for count in (1, 3)}
+    assert all(rate > 0 for rate in rates.values())
+    assert table.Table(chosen, inputs.config_in(chosen), found).text().count("of in process") == 2
+
+
+@pytest.mark.parametrize(
+    ("peer", "name"), [(peers.static, peers.STATIC), (peers.compiled, peers.COMPILED), (peers.batched, peers.BATCHED)]
+)
+def test_transformers_decodes_beside_ours(folder: Path, peer: Contender, name: str) -> None:
+    """A peer's steps are measured for each number of sequences, and the table says how ours compares."""
+    chosen = plan(folder)
+    found = list(peer(chosen))
+    assert [(record["by"], record["count"]) for record in found] == [(name, 1), (name, 3)]
+    seconds = {record["count"]: abs(record["seconds"]) for record in found}
+    own: list[Record] = [{"part": "decode", "by": "ours", "count": n, "seconds": seconds[n] / 2} for n in seconds]
+    sure: list[Record] = [{**record, "seconds": seconds[record["count"]]} for record in found]
+    assert table.Table(chosen, inputs.config_in(chosen), own + sure).text().count("ours is 2.00 × as fast") == 2
+
+
+def test_the_pace_of_texts_that_grow_together() -> None:
+    """Only gaps in which every text grows count."""
+    assert peers.pace([[0.0, 9.0, 10.0, 12.0, 20.0], [9.0, 10.0, 12.0]]) == 1.5
+    with pytest.raises(RuntimeError, match="no step in which all"):
+        peers.pace([[0.0, 1.0], [2.0, 3.0]])
+
+
+def test_architectures_equal_generate(tmp_path: Path) -> None:
+    """Each process takes its share of the families; one that fails is named with its error."""
+    chosen = plan(tmp_path).but(families=("llama", "gpt2", "wide llama", "no such"))
+    first, third = families.run(chosen.but(share=(0, 2)))
+    assert (first["family"], first["equal"], third["family"], third["equal"]) == ("llama", True, "wide llama", True)
+    second, fourth = families.run(chosen.but(share=(1, 2)))
+    assert (second["equal"], fourth["equal"], fourth["error"]) == (True, False, "KeyError: 'no such'")
+    rows = table.Table(chosen, inputs.config_of("tiny"), [first, second, third, fourth]).rows()
+    assert rows == [("families", "3 of 4 equal generate()", "", "", "not: no such")]
+    assert gpu.failed(fourth)
+    assert not gpu.failed(first)
+
+
+def test_pytest_is_run_and_counted(tmp_path: Path) -> None:
+    """Tests run in a process of their own, and those that fail are named."""
+    (tmp_path / "test_some.py").write_text("def test_right(): pass\ndef test_wrong(): assert 0\n")
+    (record,) = suite.run(plan(tmp_path).but(tests=(str(tmp_path),)))
+    assert (record["counts"], record["status"]) == ({"failed": 1, "passed": 1}, 1)
+    assert [name.rpartition("::")[2] for name in record["failed"]] == ["test_wrong"]
+    assert gpu.failed(record)
+
+
+def test_tests_that_take_too_long_are_interrupted(tmp_path: Path) -> None:
+    """At its limit pytest says what it found so far, and that is no failure."""
+    ready = tmp_path / "ready"
+    lines = ("import pathlib, threading", "def test_right(): pass", "def test_endless():")
+    waits = (f"    pathlib.Path({str(ready)!r}).touch()", "    threading.Event().wait()")
+    (tmp_path / "test_some.py").write_text("\n".join((*lines, *waits)))
+    limit = 6.0
+    while not ready.exists():  # a busy machine needs longer to come to the second test
+        (record,) = suite.run(plan(tmp_path).but(tests=(str(tmp_path),), limit=limit))
+        limit *= 2
+    assert record["counts"] == {"passed": 1}
+    assert "not done in" in record["cut"]
+    assert not gpu.failed(record)
+
+
+def test_the_folders_of_tests_exist() -> None:
+    """Every folder of tests that the script runs has tests."""
+    assert all(list((suite.ROOT / folder).glob("test_*.py")) for folder in gpu.FOLDERS)
 
 
 def test_the_floor() -> None:
     """The floor of a one-sequence step is the time to read every multiplied weight of Llama 3.2 1B and its keys and
-    values."""
-    config = gpu.config_of("1b")
-    assert gpu.floor_seconds(config, 2, 1, 0, 1.0) == pytest.approx(2 * 1.2358e9, rel=0.01)
-    more = gpu.floor_seconds(config, 2, 8, 100, 1.0) - gpu.floor_seconds(config, 2, 8, 0, 1.0)
-    saved = gpu.floor_seconds(config, 2, 1, 0, 1.0) - gpu.floor_seconds(config, 2, 1, 0, 1.0, 1)
+    values; a prompt has two operations a weight and token."""
+    config = inputs.config_of("1b")
+    seconds = floor.floor_seconds
+    assert seconds(config, 2, 1, 0, 1.0) == pytest.approx(2 * 1.2358e9, rel=0.01)
+    more = seconds(config, 2, 8, 100, 1.0) - seconds(config, 2, 8, 0, 1.0)
+    saved = seconds(config, 2, 1, 0, 1.0) - seconds(config, 2, 1, 0, 1.0, 1)
     assert saved == pytest.approx(1.2358e9 - config.hidden_size * config.vocab_size, rel=0.01)
     assert more == 8 * 100 * 2 * 512 * 16 * 2
+    assert floor.prefill_operations(config, 2, 1024) == pytest.approx(2 * 1024 * 2 * 0.973e9, rel=0.1)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device, and the script would use it")
+def test_a_run_cut_by_time(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A contender that is ended keeps its records, the parts after it have no time, and the table says so."""
+
+    def run(name: str, plan: Plan, seconds: float) -> list[Record]:
+        return [{"part": "decode", "by": "ours", "count": 1, "seconds": 0.5}, {"part": name, "cut": "not done in 0 s"}]
+
+    file = tmp_path / "found.json"
+    asked = ["decode", "http", "--size", "tiny", "--device", "cpu", "--weights", str(folder), "--json", str(file)]
+    assert gpu.main(asked, run) == 0
+    told = capsys.readouterr().out
+    assert "| decode | 1 | 2 | 500.0 |" in told
+    assert "- ours: cut: not done in 0 s" in told
+    assert gpu.main([*asked, "--seconds", "0"], run) == 0
+    assert [record["cut"] for record in json.loads(file.read_text())["records"]] == ["no time was left"] * 4
+
+
+def test_records_of_a_process_that_fails(tmp_path: Path) -> None:
+    """A contender's error is its last line."""
+    (record,) = in_a_process("http", plan(tmp_path / "nothing"), 300)
+    assert record["part"] == "http"
+    assert "error" in record
+    assert gpu.failed(record)
+
+
+def test_unknown_parts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """A part that does not exist is named, with those that do."""
+    with pytest.raises(SystemExit):
+        gpu.read(["decode", "prefil"])
+    assert "part prefil; expected some of tests, families, prefill" in capsys.readouterr().err
+
+
+@NO_DEVICE
 def test_the_script_says_what_is_missing() -> None:
     """Without a device the script lists the machine's parts and ends with status 2."""
     done = subprocess.run(["bash", str(SCRIPT)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 2, done.stderr
     assert "torch finds no CUDA device" in done.stdout
-    assert "vllm: missing" in done.stdout
+    assert f"torch {version('torch')}" in done.stdout
+
+
+def wheel(folder: Path, name: str, release: str) -> None:
+    """Write a wheel of one module."""
+    with zipfile.ZipFile(folder / f"{name}-{release}-py3-none-any.whl", "w") as packed:
+        packed.writestr(f"{name}.py", f"RELEASE = {release!r}\n")
+        info = f"{name}-{release}.dist-info"
+        packed.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {release}\n")
+        packed.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        packed.writestr(f"{info}/RECORD", "")
+
+
+def test_the_script_with_wheels(folder: Path, tmp_path: Path) -> None:
+    """What a folder of wheels has and this Python lacks is installed for one run, which measures the parts it is asked
+    for and writes JSON without the machine's folders."""
+    own = tmp_path / "wheels"
+    own.mkdir()
+    for release in ("1.0", "2.0"):
+        wheel(own, "not_installed_anywhere", release)
+    wheel(own, "msgspec", version("msgspec"))
+    command = ["bash", str(SCRIPT), "decode", "--wheels", str(own), "--size", "tiny", "--device", "cpu"]
+    command += ["--sequences", "1", "--weights", str(folder)]
+    environment = {**os.environ, "OUT": str(tmp_path), "PYTHON": sys.executable}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert f"of {own}: not-installed-anywhere\n" in done.stdout
+    assert "| decode | 1 |" in done.stdout
+    assert "| decode | 1, fp8 |" in done.stdout
+    found = json.loads((tmp_path / "gpu-tiny.json").read_text())
+    assert str(tmp_path) not in json.dumps(found)
+    assert found["command"].startswith("bash benchmarks/gpu.sh")
+    assert {record["by"] for record in found["records"] if record["part"] == "decode"} == {"ours", "fp8"}
+
+
+def test_wheels_that_are_lacking(tmp_path: Path) -> None:
+    """A wheel is lacking unless one of its versions in the folder is installed."""
+    for name, release in (("msgspec", version("msgspec")), ("torch", "0.1"), ("absent", "1"), ("absent", "2")):
+        wheel(tmp_path, name, release)
+    assert wheels.lacking(tmp_path) == ["absent", "torch"]
+
+
+@NO_DEVICE
+def test_a_library_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A transformers that refuses the version of another library ends the run with its words."""
+
+    def refuse(name: str) -> None:
+        if name == "transformers":
+            raise ImportError("huggingface-hub>=9 is required")
+
+    monkeypatch.setattr(here, "import_module", refuse)
+    assert here.main("cpu") == 2
+    assert "transformers cannot be imported, so nothing can be run: huggingface-hub>=9 is required" in (
+        capsys.readouterr().out
+    )
+
+
+def test_words_differ() -> None:
+    """No two tokens of the tokenizer have the same text."""
+    assert len({inputs.word(number) for number in range(5000)}) == 5000

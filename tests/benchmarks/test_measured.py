@@ -17,7 +17,6 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 STARTS = {"EngineCore", "assemble", "load_model", "LlmServe", "ModelsServe", "real_bundle"}
 EXEMPT = {
     "big_body.py": "an engine without weights",
-    "gpu.py": "the kernels of a GPU, and on a CPU torch's, which it names",
     "load.py": "has the servers that others start",
     "vllm_gateway.py": "the kernels of vLLM on both sides",
 }
