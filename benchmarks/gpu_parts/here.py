@@ -1,4 +1,4 @@
-"""What is installed here of what a run on a GPU uses, and whether it can begin.
+"""A list of what is installed here of what a run on a GPU uses, and whether it can begin.
 
     python benchmarks/gpu_parts/here.py DEVICE
 

@@ -1,4 +1,4 @@
-"""What a folder of wheels has and this Python lacks, installed beside it without an index.
+"""Installation of what a folder of wheels has and this Python lacks, beside it and without an index.
 
     python benchmarks/gpu_parts/wheels.py DIR TARGET
 

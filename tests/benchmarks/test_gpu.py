@@ -220,8 +220,8 @@ def wheel(folder: Path, name: str, release: str) -> None:
 
 
 def test_the_script_with_wheels(folder: Path, tmp_path: Path) -> None:
-    """What a folder of wheels has and this Python lacks is installed for one run, which measures the parts it is asked
-    for and writes JSON without the machine's folders."""
+    """The script installs what only the folder of wheels has for one run, measures the parts it is asked for, and
+    writes JSON without the machine's folders."""
     own = tmp_path / "wheels"
     own.mkdir()
     for release in ("1.0", "2.0"):
