@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 START = 1200.0  # seconds that a server may take to come up
@@ -31,13 +32,13 @@ class Server:
         self._command, self._probe, self._log = command, probe, log
 
     def __enter__(self) -> Server:
-        out = self._log.open("wb") if self._log else subprocess.DEVNULL
         # mlflow looks for uvicorn on the PATH; this interpreter's environment may not be activated.
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         start = time.perf_counter()
-        self._process = subprocess.Popen(
-            self._command, stdout=out, stderr=out, start_new_session=True, env={**os.environ, "PATH": path}
-        )
+        with self._log.open("wb") if self._log else nullcontext(subprocess.DEVNULL) as out:
+            self._process = subprocess.Popen(
+                self._command, stdout=out, stderr=out, start_new_session=True, env={**os.environ, "PATH": path}
+            )
         while not self._answers():
             if self._process.poll() is not None or time.perf_counter() - start > START:
                 self.__exit__()

@@ -15,7 +15,7 @@ import gpu
 import pytest
 import torch
 from gpu_parts import families, floor, here, inputs, ours, peers, served, suite, table, wheels
-from gpu_parts.plan import Contender, Plan, Record
+from gpu_parts.plan import FOLDERS, PARTS, Contender, Plan, Record
 from gpu_parts.processes import in_a_process
 
 from mlflow_llm.serving.interface.constraint import Grammar
@@ -47,7 +47,7 @@ def test_prompts_decoding_features_and_kernels(folder: Path) -> None:
     chosen = plan(folder, "prefill", "decode", "features")
     assert "profile" in chosen.parts
     found = json.loads(json.dumps(list(ours.run(chosen))))
-    of = {part: [record for record in found if record["part"] == part] for part in gpu.PARTS}
+    of = {part: [record for record in found if record["part"] == part] for part in PARTS}
     assert [(r["count"], r["length"]) for r in of["prefill"]] == [(1, 24), (2, 60)]
     assert [r["count"] for r in of["decode"]] == [1, 3]
     assert [r["feature"] for r in of["features"]] == [*ours.FEATURES, ours.GRAMMAR, ours.MIXED]
@@ -153,7 +153,7 @@ def test_tests_that_take_too_long_are_interrupted(tmp_path: Path) -> None:
 
 def test_the_folders_of_tests_exist() -> None:
     """Every folder of tests that the script runs has tests."""
-    assert all(list((suite.ROOT / folder).glob("test_*.py")) for folder in gpu.FOLDERS)
+    assert all(list((suite.ROOT / folder).glob("test_*.py")) for folder in FOLDERS)
 
 
 def test_the_floor() -> None:
