@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from itertools import count
@@ -11,7 +12,7 @@ from mlflow_llm.serving.engine.cores.generation_core import GenerationCore
 from mlflow_llm.serving.interface.events import Failed, Tokens
 from mlflow_llm.serving.interface.request import Sampling, Sequence, ValidRequest
 
-from .floor import synchronize
+from .floor import free, synchronize
 from .inputs import prompts
 from .plan import Plan, Record
 
@@ -30,7 +31,11 @@ class Engine:
         self._first = 0
 
     def close(self) -> None:
+        """End the engine and give back the device's memory, which another may need."""
         self.core.close()
+        del self.core
+        gc.collect()
+        free(self.device)
 
     def described(self, by: str) -> Record:
         """Return what the engine runs, and the reasons for what it does not."""

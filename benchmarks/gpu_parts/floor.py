@@ -15,6 +15,14 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
+def free(device: str) -> None:
+    """Give cached memory back to the device."""
+    import torch
+
+    if device != "cpu":
+        torch.cuda.empty_cache()
+
+
 def best_seconds(device: str, run: Callable[[], Any], repeats: int = 8) -> float:
     best = float("inf")
     for _ in range(repeats):
