@@ -10,7 +10,7 @@ from typing import Any
 from mlflow_llm.serving.interface.constraint import Grammar
 
 from .bursts import Engine
-from .floor import copy_speed, matrix_rate
+from .floor import copy_speed, free, matrix_rate
 from .inputs import ADAPTERS
 from .kernels import profiles
 from .plan import Plan, Record
@@ -38,6 +38,7 @@ def run(plan: Plan) -> Iterator[Record]:
     by = name_of(plan)
     if by == "ours":
         yield {"part": "device", "copies": copy_speed(plan.device), "matrix": matrix_rate(plan.device)}
+        free(plan.device)
     with closing(Engine(plan)) as engine:
         yield engine.described(by)
         if "prefill" in plan.parts:

@@ -5,25 +5,24 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing
-from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 
 import msgspec
 from load import LlmServe, free_port
-from streams import closed_loop, encode
+from streams import encode
 
 from mlflow_llm.serving.control.settings import ServerSettings
 from mlflow_llm.serving.control.spec import EndpointSpec, ServeSpec
 
 from .bursts import Engine
+from .callers import MANY, Callers
 from .inputs import prompts, vocab_of
 from .plan import Plan, Record
 
 INSIDE, SERVER = "in process", "server"
-MANY = 16  # callers from which on several processes send
+ROOMY = 12  # CPUs from which on callers have processes of their own
 
 
 def run(plan: Plan) -> Iterator[Record]:
@@ -35,7 +34,8 @@ def run(plan: Plan) -> Iterator[Record]:
             yield {"part": "http", "by": INSIDE, "count": count, "rate": median(rates)}
     with tempfile.TemporaryDirectory(prefix="mlg-") as folder, serve(plan, Path(folder)) as server:
         yield {"part": "http", "by": SERVER, "ready_seconds": server.ready_after}
-        with Callers(server.port) as callers:
+        processes = 4 if (os.cpu_count() or 1) >= ROOMY else 0
+        with Callers(server.port, processes) as callers:
             callers.rate(bodies(plan, 0, 2 * MANY, 4), 4)
             first = 2 * MANY
             for count in plan.sequences:
@@ -61,34 +61,3 @@ def bodies(plan: Plan, first: int, count: int, new: int) -> list[bytes]:
     common = {"model": "gpu", "max_tokens": new, "temperature": 0, "ignore_eos": True, "stream": True}
     asked = prompts(vocab_of(plan), count, plan.prompt, first)
     return [encode("/v1/completions", common | {"prompt": list(prompt)}) for prompt in asked]
-
-
-class Callers:
-    """Callers of a server: on a machine with room for them, those of many streams are in four processes."""
-
-    def __init__(self, port: int) -> None:
-        self._port = port
-        spare = (os.cpu_count() or 1) >= 12
-        self._pool = ProcessPoolExecutor(4, mp_context=get_context("spawn")) if spare else None
-
-    def __enter__(self) -> Callers:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._pool is not None:
-            self._pool.shutdown()
-
-    def rate(self, requests: list[bytes], new: int) -> float:
-        """Send all requests at once; return tokens per second from the first's beginning to the last's end."""
-        if self._pool is None or len(requests) < MANY:
-            spans = [ask(self._port, requests)]
-        else:
-            shares = [(self._port, requests[i::4]) for i in range(4)]
-            spans = list(self._pool.map(ask, *zip(*shares, strict=True)))
-        return len(requests) * new / (max(end for _, end in spans) - min(began for began, _ in spans))
-
-
-def ask(port: int, requests: list[bytes]) -> tuple[float, float]:
-    """Send ``requests``, each on a connection of its own; return when the first began and the last ended."""
-    calls, _ = closed_loop(port, requests, len(requests), streamed=True)
-    return min(call.started for call in calls), max(call.ended for call in calls)

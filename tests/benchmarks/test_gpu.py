@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import math
 import os
 import subprocess
 import sys
+import threading
 import zipfile
 from importlib.metadata import version
 from pathlib import Path
+from typing import ClassVar
 
 import gpu
 import pytest
 import torch
 from gpu_parts import families, floor, here, inputs, ours, peers, served, suite, table, wheels
+from gpu_parts.callers import MANY, Callers
 from gpu_parts.plan import FOLDERS, PARTS, Contender, Plan, Record
 from gpu_parts.processes import in_a_process
+from streams import encode
 
 from mlflow_llm.serving.interface.constraint import Grammar
 
@@ -91,6 +96,39 @@ def test_http_beside_the_same_in_process(folder: Path) -> None:
     assert set(rates) == {(by, count) for by in (served.INSIDE, served.SERVER) for count in (1, 3)}
     assert all(rate > 0 for rate in rates.values())
     assert table.Table(chosen, inputs.config_in(chosen), found).text().count("of in process") == 2
+
+
+class Streamed(http.server.BaseHTTPRequestHandler):
+    """A stream of one event for each request, whose connections are counted."""
+
+    protocol_version = "HTTP/1.1"
+    peers: ClassVar[set[tuple[str, int]]] = set()
+
+    def do_POST(self) -> None:
+        self.peers.add(self.client_address)
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        self.wfile.write(b"8\r\ndata: x\n\r\n0\r\n\r\n")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_many_callers_in_several_processes() -> None:
+    """Each request has a connection of its own, whichever process sends it."""
+    requests = [encode("/", {"number": number}) for number in range(MANY)]
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Streamed) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            with Callers(server.server_port, processes=2) as callers:
+                assert callers.rate(requests, 1) > 0
+            assert len(Streamed.peers) == MANY
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 @pytest.mark.parametrize(
