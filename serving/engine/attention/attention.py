@@ -61,6 +61,11 @@ def attend(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     plan = context.attention
     args = AttentionArgs(scale, sliding_window, softcap, s_aux)
+    rotation, context.rotation = context.rotation, None
+    if rotation is not None:
+        if rotation.q is not query or rotation.k is not key:
+            raise UnsupportedAttentionError(f"{type(module).__name__} changes queries or keys after their rotation")
+        return plan.attend_rotated(module.layer_idx, rotation, value, args), None
     if getattr(module, latent_attention.FORM, None) is not None:
         if not args.is_plain:
             raise UnsupportedAttentionError(f"{type(module).__name__} caps its scores or has sinks")

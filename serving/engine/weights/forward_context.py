@@ -13,11 +13,13 @@ from typing import Any
 @dataclass(slots=True)
 class ForwardContext:
     """The context of a forward over a flat row of ``num_tokens``. ``attention`` is the KV cache's plan, ``lora`` the
-    adapter pool's (None if no adapter is active)."""
+    adapter pool's (None if no adapter is active). ``rotation``: queries and keys between a layer's rotary embeddings,
+    which a plan with ``attend_rotated`` computes, and its attention."""
 
     num_tokens: int
     attention: Any = None
     lora: Any = None
+    rotation: Any = None
 
 
 class ContextHolder:

@@ -13,6 +13,7 @@ import torch
 
 from ...devices import triton_support
 from ..kv_cache import LayerShape
+from ..rotation import UNFUSED, Rotation
 from ..slab import Slab
 
 logger = logging.getLogger(__name__)
@@ -57,6 +58,28 @@ class LayerBlocks:
             **{name: 1 << (width - 1).bit_length() for name, width in padded.items()},
         )  # fmt: skip
 
+    def write_rotated(self, indexes: Any, rotation: Rotation, v: Any) -> Any:
+        """Store the rotated keys and v [Hkv, T, D] at ``indexes`` [T] and return the rotated queries [1, H, T, D]; all
+        in one launch where our kernel runs."""
+        if not self.shape.shared and self._fits(rotation.k[0], v) and rotated_write_is_offered(self.k, rotation.q):
+            return self.write_rotated_by_kernel(indexes, rotation, v)
+        q, k = rotation.apply()
+        self.write(indexes, k[0], v)
+        return q
+
+    def write_rotated_by_kernel(self, indexes: Any, rotation: Rotation, v: Any) -> Any:
+        """Do the same by our kernel."""
+        from . import write_kernel
+
+        q = torch.empty_like(rotation.q.transpose(1, 2), memory_format=torch.contiguous_format)
+        Dv = v.shape[-1]
+        write_kernel.rotate_and_write[rotation.grid](
+            rotation.q, rotation.k, v, rotation.cos.contiguous(), rotation.sin.contiguous(), q, self.k, self.v,
+            indexes, *rotation.strides, v.stride(0), v.stride(1), DV=Dv, DV_PADDED=1 << (Dv - 1).bit_length(),
+            **rotation.sizes, **UNFUSED,
+        )  # fmt: skip
+        return q.transpose(1, 2)
+
     def _fits(self, k: Any, v: Any) -> bool:
         return k.dtype == v.dtype == self.k.dtype and k.stride(-1) == v.stride(-1) == 1
 
@@ -98,4 +121,36 @@ def writes_right(device: Any, dtype: Any) -> bool:
     reason = triton_support.why_wrong(written, lambda: torch.cat([k, v], -1), 0.0, "the kernel")
     if reason:
         logger.warning("torch writes keys and values: %s", reason)
+    return not reason
+
+
+def rotated_write_is_offered(k: Any, q: Any) -> bool:
+    """Return whether our kernel rotates and writes on this device, for blocks like ``k`` and queries like ``q``."""
+    return triton_support.enabled(k.device) and q.dtype == k.dtype and rotates_and_writes_right(k.device, k.dtype)
+
+
+@cache
+def rotates_and_writes_right(device: Any, dtype: Any) -> bool:
+    """Probe the kernel with three tokens, beside one kernel that rotates and torch that writes."""
+    make = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 3, heads, 16, generator=make).to(device, dtype).transpose(1, 2) for heads in (3, 2, 2))
+    cos, sin = (torch.randn(1, 3, 16, generator=make).to(device, dtype) for _ in range(2))
+    rotation, places = Rotation(q, k, cos, sin), torch.tensor([6, 1, 3], device=device)
+    blocks = (torch.zeros(2, 4, 2, 16, dtype=dtype, device=device) for _ in range(2))
+    layer = LayerBlocks(LayerShape(2, 16, 16), *blocks)
+
+    def flat(rotated: Any, keys: Any, values: Any) -> Any:
+        return torch.cat([rotated.flatten(), keys.flatten(), values.flatten()])
+
+    def written() -> Any:
+        rotated = layer.write_rotated_by_kernel(places, rotation, v[0])
+        return flat(rotated, *(cube.flatten(0, 1)[places] for cube in (layer.k, layer.v)))
+
+    def reference() -> Any:
+        rotated, keys = rotation.apply()
+        return flat(rotated, keys[0].transpose(0, 1), v[0].transpose(0, 1))
+
+    reason = triton_support.why_wrong(written, reference, 0.0, "the kernel")
+    if reason:
+        logger.warning("keys are rotated before they are written, by two kernels: %s", reason)
     return not reason

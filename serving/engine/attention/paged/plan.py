@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..kv_cache import AttentionArgs
+from ..rotation import Rotation
 from ..slot_attention import attend_latent_prefill
 from . import chunks, decode, varlen
 from .layer_blocks import LayerBlocks
@@ -35,8 +36,17 @@ class PagedPlan:
 
     def attend(self, layer: int, q: Any, k: Any, v: Any, args: AttentionArgs) -> Any:
         """See ``AttentionPlan.attend``."""
-        blocks, tables = self._layers[layer], self.tables
-        blocks.write(tables.indexes, k[0], v[0])
+        blocks = self._layers[layer]
+        blocks.write(self.tables.indexes, k[0], v[0])
+        return self._attend(blocks, q, args)
+
+    def attend_rotated(self, layer: int, rotation: Rotation, v: Any, args: AttentionArgs) -> Any:
+        """Do the same with queries and keys that are still to be rotated."""
+        blocks = self._layers[layer]
+        return self._attend(blocks, blocks.write_rotated(self.tables.indexes, rotation, v[0]), args)
+
+    def _attend(self, blocks: LayerBlocks, q: Any, args: AttentionArgs) -> Any:
+        tables = self.tables
         n, (H, T) = tables.num_decodes, q.shape[1:3]
         if not tables.chunks:
             return self._decode(blocks, q[0].transpose(0, 1), args)[None]

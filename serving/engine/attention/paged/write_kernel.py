@@ -1,9 +1,12 @@
-"""The write of a step's keys and values into their blocks, in Triton: one launch a layer."""
+"""The write of a step's keys and values into their blocks, in Triton: one launch a layer, rotary embeddings included
+where the layer has them."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from ..rotation_kernel import turn
 
 
 @triton.jit
@@ -36,3 +39,57 @@ def write_kv(
     mask = (head < HKV) & (d < DV)
     values = tl.load(v + token * v_token_stride + head * v_head_stride + d, mask=mask)
     tl.store(v_blocks + (place * HKV + head) * DV + d, values, mask=mask)
+
+
+@triton.jit
+def rotate_and_write(
+    q: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    q_out: tl.tensor,
+    k_blocks: tl.tensor,
+    v_blocks: tl.tensor,
+    indexes: tl.tensor,
+    q_head_stride: tl.tensor,
+    q_token_stride: tl.tensor,
+    k_head_stride: tl.tensor,
+    k_token_stride: tl.tensor,
+    v_head_stride: tl.tensor,
+    v_token_stride: tl.tensor,
+    H: tl.constexpr,
+    HKV: tl.constexpr,
+    HALF: tl.constexpr,
+    DV: tl.constexpr,
+    HALF_PADDED: tl.constexpr,
+    DV_PADDED: tl.constexpr,
+    HEADS: tl.constexpr,
+) -> None:
+    """Do what ``rotate`` does, with keys written to place ``indexes[token]`` of blocks [places, Hkv, 2 * HALF], and
+    values beside them. A program takes HEADS heads of a token; those of queries come first."""
+    token = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    q_parts: tl.constexpr = (H + HEADS - 1) // HEADS
+    d = tl.arange(0, HALF_PADDED)
+    inside = d < HALF
+    at = token * (2 * HALF) + d
+    cos_left, cos_right = tl.load(cos + at, mask=inside), tl.load(cos + at + HALF, mask=inside)
+    sin_left, sin_right = tl.load(sin + at, mask=inside), tl.load(sin + at + HALF, mask=inside)
+    if part < q_parts:
+        head = part * HEADS + tl.arange(0, HEADS)
+        mask = (head < H)[:, None] & inside[None, :]
+        source = q + token * q_token_stride + head[:, None] * q_head_stride + d[None, :]
+        target = q_out + (token * H + head[:, None]) * (2 * HALF) + d[None, :]
+        turn(source, target, cos_left, cos_right, sin_left, sin_right, mask, HALF)
+    else:
+        place = tl.load(indexes + token)
+        head = (part - q_parts) * HEADS + tl.arange(0, HEADS)
+        mask = (head < HKV)[:, None] & inside[None, :]
+        source = k + token * k_token_stride + head[:, None] * k_head_stride + d[None, :]
+        target = k_blocks + (place * HKV + head[:, None]) * (2 * HALF) + d[None, :]
+        turn(source, target, cos_left, cos_right, sin_left, sin_right, mask, HALF)
+        dv = tl.arange(0, DV_PADDED)
+        wanted = (head < HKV)[:, None] & (dv < DV)[None, :]
+        values = tl.load(v + token * v_token_stride + head[:, None] * v_head_stride + dv[None, :], mask=wanted)
+        tl.store(v_blocks + (place * HKV + head[:, None]) * DV + dv[None, :], values, mask=wanted)

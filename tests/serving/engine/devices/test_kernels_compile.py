@@ -14,10 +14,11 @@ SCRIPT = Path(__file__).parents[1] / "native" / "compile_kernels.py"
 
 
 def test_every_kernel_compiles(tmp_path: Path) -> None:
-    """Every kernel compiles for Hopper and bfloat16."""
+    """Every kernel compiles for Hopper and bfloat16; that of rotary embeddings has no fused multiply-add."""
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 
+    from mlflow_llm.serving.engine.attention import rotation_kernel
     from mlflow_llm.serving.engine.attention.paged import decode_kernel, prefill_kernel, write_kernel
     from mlflow_llm.serving.engine.models.fused import kernels as fused_kernels
     from mlflow_llm.serving.engine.sampling import device_sampling_kernel
@@ -27,7 +28,8 @@ def test_every_kernel_compiles(tmp_path: Path) -> None:
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_DEFAULT_FP_FUSION": "1"}
     done = subprocess.run([sys.executable, SCRIPT], env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
-    modules = (decode_kernel, prefill_kernel, write_kernel, device_sampling_kernel, fp8_kernel, fused_kernels)
+    attention = (decode_kernel, prefill_kernel, write_kernel, rotation_kernel)
+    modules = (*attention, device_sampling_kernel, fp8_kernel, fused_kernels)
     kinds = (InterpretedFunction, JITFunction)
     functions = {name for one in modules for name, value in vars(one).items() if isinstance(value, kinds)}
     assert set(done.stdout.split()) == functions - {"bits", "time_of", "turn"}  # which others call

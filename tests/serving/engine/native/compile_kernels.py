@@ -9,9 +9,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from mlflow_llm.serving.engine.attention import rotation_kernel as rotation
 from mlflow_llm.serving.engine.attention.paged import decode_kernel as decode
 from mlflow_llm.serving.engine.attention.paged import prefill_kernel as prefill
 from mlflow_llm.serving.engine.attention.paged import write_kernel as write
+from mlflow_llm.serving.engine.attention.rotation import UNFUSED
 from mlflow_llm.serving.engine.models.fused import kernels as fused
 from mlflow_llm.serving.engine.sampling import device_sampling_kernel as race
 from mlflow_llm.serving.engine.weights import fp8_kernel
@@ -19,14 +21,15 @@ from mlflow_llm.serving.engine.weights import fp8_kernel
 HALF, FLOAT, INT, LONG = "*bf16", "*fp32", "*i32", "*i64"
 
 
-def build(kernel: Any, types: list[str], **constants: Any) -> None:
+def build(kernel: Any, types: list[str], options: dict[str, Any] | None = None, **constants: Any) -> Any:
     names = kernel.arg_names
     others = [name for name in names if name not in constants]
     signature = dict.fromkeys(names, "constexpr") | dict(zip(others, types, strict=True))
     source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()})
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32))
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     assert compiled.asm["cubin"]
     print(kernel.__name__)
+    return compiled
 
 
 heads = {"HKV": 8, "GROUP": 4, "D": 128, "DV": 128, "GROUP_PADDED": 16, "D_PADDED": 128, "DV_PADDED": 128}
@@ -43,7 +46,14 @@ build(race.exponentials, [LONG, FLOAT, "i32"], BLOCK=1024)
 build(race.race, [FLOAT, LONG, FLOAT, FLOAT, FLOAT, LONG, "i32"], BLOCK=1024)
 build(fused.rms_norm, [HALF, HALF, HALF, "fp32"], N=3072, PADDED=4096)
 build(fused.add_rms_norm, [HALF, HALF, HALF, HALF, HALF, "fp32"], N=3072, PADDED=4096)
-build(fused.rotate, [HALF] * 6 + ["i32"] * 4, H=32, HKV=8, HALF=64, HALF_PADDED=64, HEADS=8)
+turned = {"H": 32, "HKV": 8, "HALF": 64, "HALF_PADDED": 64, "HEADS": 8}
+rotations = [
+    build(rotation.rotate, [HALF] * 6 + ["i32"] * 4, UNFUSED, **turned),
+    build(write.rotate_and_write, [HALF] * 8 + [LONG] + ["i32"] * 6, UNFUSED, DV=128, DV_PADDED=128, **turned),
+]
+for compiled in rotations:  # a fused product and sum round once less than torch
+    assert "mul.rn.bf16" in compiled.asm["ptx"]
+    assert "fma" not in compiled.asm["ptx"]
 each = {"HKV": 8, "D": 128, "DV": 128, "HKV_PADDED": 8, "D_PADDED": 128, "DV_PADDED": 128}
 build(write.write_kv, [HALF] * 4 + [LONG] + ["i32"] * 4, **each)
 build(fused.silu_gate, [HALF, HALF, HALF, "i32", "i32", "i32"], BLOCK=1024)

@@ -9,11 +9,16 @@ import torch
 from engine_runs import run
 from tiny_models import FAMILIES, MORE_FAMILIES, greedy, make_model, prompt_of, request_of
 from transformers.models.llama import modeling_llama
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from mlflow_llm.serving.engine.attention import attention
+from mlflow_llm.serving.engine.attention.kv_cache import LayerShape
 from mlflow_llm.serving.engine.attention.paged.layer_blocks import LayerBlocks
+from mlflow_llm.serving.engine.attention.rotation import Rotation
 from mlflow_llm.serving.engine.core import EngineCore
 from mlflow_llm.serving.engine.devices import triton_support
 from mlflow_llm.serving.engine.models.fused import rotary as fused_rotary
+from mlflow_llm.serving.engine.weights.forward_context import ContextHolder
 from mlflow_llm.serving.interface.bundle import Bundle
 from mlflow_llm.serving.interface.settings import EngineSettings
 
@@ -70,33 +75,40 @@ def test_models_give_the_same(family: str, count: int) -> None:
 
 
 @torch.inference_mode()
-def test_a_kernel_that_does_not_run_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On CPU nothing is replaced, and a kernel that raises or is wrong leaves the model's own code."""
+def test_a_kernel_that_does_not_run_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On CPU nothing is replaced; a kernel that raises or is wrong leaves the model's own code, with a warning."""
     model = make_model(FAMILIES["llama"]())
     assert fused_rotary.install(model) == 0
+    assert not caplog.messages
     monkeypatch.setattr(triton_support, "enabled", lambda device: True)
 
     def broken(*args: Any) -> Any:
         raise RuntimeError("no compiler")
 
-    for wrong in (broken, lambda own, q, k, cos, sin: (q, k)):
+    for wrong, reason in ((broken, "no compiler"), (lambda own, q, k, cos, sin: (q, k), "differs from the reference")):
+        caplog.clear()
         monkeypatch.setattr(fused_rotary, "rotated", wrong)
         assert fused_rotary.install(model) == 0
+        (said,) = caplog.messages
+        assert said.startswith("torch, not our kernel, computes the rotary embeddings of LlamaAttention: the kernel ")
+        assert reason in said
 
 
 @pytest.mark.usefixtures("_kernels")
 def test_engine_with_the_kernels_equals_generate(
     tiny_bundle: Bundle, tiny_llama: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts and decodes over blocks, with keys and values written by a kernel too, give generate()'s tokens."""
+    """Prompts and decodes over blocks, with keys rotated and written by one kernel, give generate()'s tokens."""
     written = []
-    by_kernel = LayerBlocks.write_by_kernel
+    by_kernel = LayerBlocks.write_rotated_by_kernel
 
-    def counted(self: LayerBlocks, indexes: Any, k: Any, v: Any) -> None:
+    def counted(self: LayerBlocks, indexes: Any, rotation: Any, v: Any) -> Any:
         written.append(len(indexes))
-        by_kernel(self, indexes, k, v)
+        return by_kernel(self, indexes, rotation, v)
 
-    monkeypatch.setattr(LayerBlocks, "write_by_kernel", counted)
+    monkeypatch.setattr(LayerBlocks, "write_rotated_by_kernel", counted)
     settings = EngineSettings(
         max_num_seqs=3, max_num_batched_tokens=16, kv_cache_memory=1 << 20, kv_block_size=8, kernels="torch",
         dtype="float32",
@@ -108,3 +120,52 @@ def test_engine_with_the_kernels_equals_generate(
         assert outcomes[str(i)].tokens[0] == greedy(tiny_llama, prompt, 4)
     assert {1, 2, 16} <= set(written)  # decodes, alone and together, and a step full of prompts
     core.close()
+
+
+class Scaled(modeling_llama.LlamaAttention):  # type: ignore[misc]
+    """Attention whose queries are scaled after their rotation."""
+
+    def forward(self, hidden_states: Any, position_embeddings: Any, attention_mask: Any = None, **more: Any) -> Any:
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        q, k, v = (one(hidden_states).view(shape).transpose(1, 2) for one in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
+        out, _ = attention.attend(self, 2 * q, k, v, attention_mask, self.scaling)
+        return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), None
+
+
+@pytest.mark.usefixtures("_kernels")
+@torch.inference_mode()
+def test_queries_changed_after_their_rotation_are_rotated_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    """A layer that does something between rotation and attention keeps the kernel that only rotates, and one that does
+    not leaves the rotation to its attention."""
+    caplog.set_level("INFO")
+    holder = ContextHolder()
+    model = make_model(FAMILIES["llama"]()).to(DEVICE)
+    model.set_attn_implementation(attention.NAME)
+    model.model.layers[1].self_attn.__class__ = Scaled
+    attention.install(model, holder)
+    assert fused_rotary.install(model) == 2
+    names = [layer.self_attn.forward.__globals__[fused_rotary.NAME].func for layer in model.model.layers]
+    assert [getattr(one, "func", one) for one in names] == [fused_rotary.rotated_later, fused_rotary.rotated]
+    assert "Scaled rotates before its attention: UnsupportedAttentionError" in caplog.text
+
+
+@pytest.mark.usefixtures("_kernels")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "width"), [(4, 2, 16), (19, 9, 24), (1, 1, 2)])
+def test_one_kernel_rotates_and_writes(num_heads: int, num_kv_heads: int, width: int, dtype: torch.dtype) -> None:
+    """Queries, keys and values are those of a rotation and a write one after the other, and nothing else is written."""
+    q, k, v = (
+        torch.randn(1, 5, n, width, device=DEVICE).to(dtype).transpose(1, 2)
+        for n in (num_heads, num_kv_heads, num_kv_heads)
+    )
+    rotation = Rotation(q, k, *(torch.randn(1, 5, width, device=DEVICE).to(dtype) for _ in range(2)))
+    layers = [LayerBlocks.of(LayerShape(num_kv_heads, width, width), 3, 4, dtype, DEVICE) for _ in range(2)]
+    places = torch.tensor([6, 1, 11, 3, 8], device=DEVICE)
+    found = layers[0].write_rotated_by_kernel(places, rotation, v[0])
+    wanted, keys = rotation.apply()
+    layers[1].write_by_kernel(places, keys[0], v[0])
+    assert torch.equal(found, wanted)
+    assert torch.equal(layers[0].k, layers[1].k)
+    assert torch.equal(layers[0].v, layers[1].v)
+    assert int((layers[0].k != 0).flatten(2).any(2).sum()) == len(places)
