@@ -24,3 +24,9 @@ def to_device(host: Any, device: Any) -> Any:
     if torch.device(device).type != "cuda":
         return host.to(device)
     return host.pin_memory().to(device, non_blocking=True)
+
+
+def staging(size: int, dtype: Any, device: Any) -> Any:
+    """Return a CPU tensor [size] to be filled and copied to ``device`` without waiting: pinned, for CUDA. torch reuses
+    its memory once the copy is done."""
+    return torch.empty(size, dtype=dtype, pin_memory=torch.device(device).type == "cuda")

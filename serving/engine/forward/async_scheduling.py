@@ -108,7 +108,7 @@ class LaunchAhead:
         chunks = self._scheduler.following(step.wanted)
         if not chunks:
             return None
-        ids = step.tokens.clamp_min(0)  # a negative number is no token: its sequence ends, or its row is unfounded
+        ids = step.tokens  # a negative number is no token: its sequence ends, or its row is unfounded
         if len(chunks) < len(step.chunks):
             row_of = step.rows
             rows = [row_of[chunk.sequence.id] for chunk in chunks]
@@ -117,8 +117,11 @@ class LaunchAhead:
 
     def _launch(self, chunks: Sequence[ScheduledChunk], ids: Any) -> LaunchedStep:
         assert self._graphs is not None
-        logits = self._graphs.decode(ids, [Row(chunk.sequence.id, chunk.start, 1) for chunk in chunks])
-        tokens = draw_unread(logits, [chunk.sequence for chunk in chunks], [chunk.start + 1 for chunk in chunks])
+        found = self._graphs.decode(ids, [Row(chunk.sequence.id, chunk.start, 1) for chunk in chunks])
+        sequences, positions = [chunk.sequence for chunk in chunks], [chunk.start + 1 for chunk in chunks]
+        tokens = draw_unread(found.logits, sequences, positions, found.largest)
+        # ``_read`` may look at the logits of rows that were drawn, after the next step has overwritten them
+        logits = found.logits if tokens is found.largest else found.logits.clone()
         if tokens.device.type != "cuda":
             return LaunchedStep(chunks, logits, tokens, tokens, None)
         copy = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)

@@ -13,19 +13,20 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from ..attention.kv_cache import Row
 from ..attention.paged.cache import PagedKVCache
 from ..attention.paged.plan import PagedPlan
-from ..attention.paged.step_tables import StepTables, row_indexes, table_array
 from ..devices.transfers import upload
 from ..models.step_input import StepInput
+from ..sampling.largest import largest
 from ..weights.forward_context import ContextHolder, ForwardContext
 from .runner import ModelForward
+from .step_buffers import StepBuffers
 
 logger = logging.getLogger(__name__)
 WARM_UPS = 2  # runs before capture, in which libraries select algorithms and allocate
@@ -36,26 +37,28 @@ def sizes_up_to(max_size: int) -> list[int]:
     return sorted({1 << i for i in range(max_size.bit_length()) if 1 << i <= max_size} | {max_size})
 
 
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """The result of a step of single tokens on the device, until the next step: ``logits`` [B, V], and the token with
+    each row's largest logit, int64 [B], -1 where that is not finite."""
+
+    logits: Any
+    largest: Any
+
+
 class RecordedStep:
     """A step of ``size`` single tokens over buffers at fixed addresses."""
 
     def __init__(self, model: Any, holder: ContextHolder, cache: PagedKVCache, size: int) -> None:
-        device = cache.device
         self._model = model
         self._holder = holder
         self._cache = cache
         self._size = size
-        self._ids = torch.zeros(1, size, dtype=torch.int64, device=device)
-        self._positions = torch.zeros(1, size, dtype=torch.int64, device=device)
-        self._tables = StepTables(
-            indexes=torch.zeros(size, dtype=torch.int64, device=device),
-            block_tables=torch.zeros(size, cache.blocks_per_sequence, dtype=torch.int32, device=device),
-            lengths=torch.ones(size, dtype=torch.int32, device=device),
-            longest=cache.max_model_len,
-        )
-        self._plan = PagedPlan(cache.layers, self._tables, cache.max_model_len)
+        self._buffers = StepBuffers(cache, size)
+        self._plan = PagedPlan(cache.layers, self._buffers.tables, cache.max_model_len)
         self.graph: Any = None
         self.logits: Any = None
+        self.largest: Any = None
 
     def record(self, memory: Any) -> None:
         """Capture the step into a CUDA graph whose temporary tensors use memory pool ``memory``, shared by all
@@ -64,44 +67,32 @@ class RecordedStep:
         stream.wait_stream(torch.cuda.current_stream(self._cache.device))
         with torch.cuda.stream(stream):
             for _ in range(WARM_UPS):
-                self.compute()
+                largest(self.compute())
         torch.cuda.current_stream(self._cache.device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=memory):
             self.logits = self.compute()
+            self.largest = largest(self.logits)
         self.graph = graph
 
-    def run(self, ids: Any, rows: Sequence[Row]) -> Any:
-        """Return logits [len(rows), V] of the tokens ``ids``, one for each of ``rows``, without waiting for the
-        device."""
-        self._fill(ids, rows)
+    def run(self, ids: Any, rows: Sequence[Row]) -> Decoded:
+        """Compute the tokens ``ids``, one for each of ``rows``, without waiting for the device. A negative number is no
+        token: its row is computed for token 0."""
+        self._buffers.fill(ids, rows)
         if self.graph is None:
-            return self.compute()[: len(rows)]
+            logits = self.compute()[: len(rows)]
+            return Decoded(logits, largest(logits))
         self.graph.replay()
-        return self.logits[: len(rows)].clone()  # the next step overwrites it
-
-    def _fill(self, ids: Any, rows: Sequence[Row]) -> None:
-        tables = [self._cache.blocks_of(row.owner) for row in rows]
-        starts = np.array([row.start for row in rows], dtype=np.int64)
-        blocks = table_array(tables)
-        to = self._tables
-        self._ids[0, : len(rows)].copy_(ids)
-        self._put(self._positions[0], starts, 0)
-        self._put(to.indexes, row_indexes(rows, tables, self._cache.block_size), 0)
-        self._put(to.lengths, (starts + 1).astype(np.int32), 1)
-        to.block_tables[: len(rows), : blocks.shape[1]].copy_(upload(blocks, self._cache.device))
-        to.block_tables[len(rows) :, :1] = 0
-
-    def _put(self, buffer: Any, values: Any, padding: int) -> None:
-        padded = np.full(self._size, padding, dtype=values.dtype)
-        padded[: len(values)] = values
-        buffer.copy_(upload(padded, self._cache.device))
+        return Decoded(self.logits[: len(rows)], self.largest[: len(rows)])
 
     def compute(self) -> Any:
         self._holder.context = ForwardContext(num_tokens=self._size, attention=self._plan)
         try:
             return self._model(
-                input_ids=self._ids, position_ids=self._positions, use_cache=False, logits_to_keep=0
+                input_ids=self._buffers.ids.clamp_min(0),
+                position_ids=self._buffers.positions,
+                use_cache=False,
+                logits_to_keep=0,
             ).logits[0]
         finally:
             self._holder.context = None
@@ -155,13 +146,13 @@ class GraphedForward:
         is_single = len(step.kept) == len(step.ids) == num_rows and step.virtual is None and not any(step.adapters)
         if not is_single or not self.takes(num_rows):
             return self.plain.forward(step)
-        return self.decode(upload(step.ids, self.device), step.rows)
+        return self.decode(upload(step.ids, self.device), step.rows).logits.clone()  # the next step overwrites it
 
     def takes(self, num_rows: int) -> bool:
         """Return whether a step of so many single tokens has been captured."""
         return bool(self.sizes) and num_rows <= self.sizes[-1]
 
-    def decode(self, ids: Any, rows: Sequence[Row]) -> Any:
-        """Return logits [len(rows), V] of single tokens of the base model; ``ids`` int64 [len(rows)] are on the
-        device."""
+    def decode(self, ids: Any, rows: Sequence[Row]) -> Decoded:
+        """Compute single tokens of the base model; ``ids`` int64 [len(rows)] are on the device, negative where there is
+        no token."""
         return self.steps[self.sizes[bisect_left(self.sizes, len(rows))]].run(ids, rows)

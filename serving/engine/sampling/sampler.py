@@ -25,6 +25,7 @@ from ..devices.transfers import to_device, upload_values
 from ..native import sampler as native
 from ..scheduling.sequence import NO_ALLOWED_TOKEN, Sampled, SamplePosition
 from . import device_sampling
+from .largest import largest
 from .randomness import exponentials
 from .rejection_sampling import draft_of, is_drafted
 from .rejection_sampling import draw as draw_drafted
@@ -69,8 +70,7 @@ def _largest(logits: Any) -> list[int]:
     """Return the token with each row's largest logit, -1 if that is not finite."""
     if native.can_draw(logits):
         return native.largest(logits)
-    best, token_ids = logits.max(-1)
-    tokens: list[int] = torch.where(torch.isfinite(best), token_ids, -1).tolist()
+    tokens: list[int] = largest(logits).tolist()
     return tokens
 
 
@@ -205,10 +205,11 @@ def is_drawn_unread(sequence: SamplePosition) -> bool:
     return not is_adjusted(sequence)
 
 
-def draw_unread(logits: Any, sequences: Sequence[SamplePosition], positions: Sequence[int]) -> Any:
+def draw_unread(logits: Any, sequences: Sequence[SamplePosition], positions: Sequence[int], largest_tokens: Any) -> Any:
     """Return what ``choose`` returns, int64 [B] on the device of ``logits`` [B, V], without waiting for it;
-    ``NEEDS_FULL_SORT`` where only ``choose`` can tell. ``positions`` are those of the tokens."""
-    best, tokens = logits.max(-1)
+    ``NEEDS_FULL_SORT`` where only ``choose`` can tell. ``positions`` are those of the tokens; ``largest_tokens`` are
+    ``largest(logits)``, and the result itself if all sequences are greedy."""
+    tokens = largest_tokens
     kinds: dict[str, list[int]] = {}
     for i, sequence in enumerate(sequences):
         kinds.setdefault(_kind(sequence), []).append(i)
@@ -223,7 +224,7 @@ def draw_unread(logits: Any, sequences: Sequence[SamplePosition], positions: Seq
             at = upload_values(rows, torch.int64, logits.device)
             drawn = _race_rows(kind, logits.index_select(0, at).float(), *own)
             tokens = tokens.index_copy(0, at, drawn)
-    return torch.where(torch.isfinite(best), tokens, -1)
+    return tokens if tokens is largest_tokens else torch.where(largest_tokens < 0, -1, tokens)
 
 
 def _race_rows(
