@@ -60,14 +60,15 @@ def test_weights_in_fp8(tiny_bundle: Bundle) -> None:
     core.close()
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
 def test_nothing_is_waited_for_between_launch_and_read(tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step launched ahead does not synchronise with the device for any kind of sampling; the texts equal those of
-    steps launched one by one."""
+    """A step launched ahead does not synchronise with the device for any kind of sampling; in float32, the texts equal
+    those of steps launched one by one."""
     follow, followed = LaunchAhead.follow, []
 
     def watched(self: LaunchAhead, step: Any) -> Any:
-        torch.cuda.set_sync_debug_mode("error")
         try:
+            torch.cuda.set_sync_debug_mode("error")
             launched = follow(self, step)
         finally:
             torch.cuda.set_sync_debug_mode("default")
@@ -80,7 +81,7 @@ def test_nothing_is_waited_for_between_launch_and_read(tiny_bundle: Bundle, monk
     requests = [request_of(str(i), prompt_of(9 + i, i), seed=i, max_tokens=40 + i, **way) for i, way in enumerate(ways)]
     texts = []
     for setting in ("auto", "none"):
-        settings = EngineSettings(max_num_seqs=6, launch_ahead=setting, device="cuda", kv_cache_memory=1 << 26)
+        settings = EngineSettings(max_num_seqs=6, launch_ahead=setting, **ON_CUDA)
         core = EngineCore(tiny_bundle, settings)
         assert core.info.paged is not None
         assert core.info.paged.launch_ahead == (setting == "auto"), core.info.paged.launch_ahead_reason

@@ -24,9 +24,9 @@ from mlflow_llm.serving.interface.settings import EngineSettings
 
 
 def settings(**more: Any) -> EngineSettings:
-    return EngineSettings(
-        **{"max_num_seqs": 6, "kv_cache_memory": 1 << 22, "kv_block_size": 8, "kernels": "torch", **more}
-    )
+    """Return settings for small models in float32, in which tokens equal generate()'s on every device."""
+    small = {"max_num_seqs": 6, "kv_cache_memory": 1 << 22, "kv_block_size": 8, "kernels": "torch", "dtype": "float32"}
+    return EngineSettings(**{**small, **more})
 
 
 @pytest.fixture
@@ -66,6 +66,13 @@ def test_padded_steps_give_the_logits_of_plain_ones(core: EngineCore) -> None:
 
 
 @pytest.fixture
+def on_cpu(tiny_bundle: Bundle) -> Iterator[EngineCore]:
+    core = EngineCore(tiny_bundle, settings(device="cpu"))
+    yield core
+    core.close()
+
+
+@pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Replace the graph functions of ``torch.cuda`` by doubles, and provide their calls in order."""
     done: list[str] = []
@@ -102,9 +109,10 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return done
 
 
-def test_recorded_steps_are_replayed(core: EngineCore, recorder: list[str]) -> None:
+def test_recorded_steps_are_replayed(on_cpu: EngineCore, recorder: list[str]) -> None:
     """Each size is run twice and recorded, the largest first, in one pool; then a step is one replay, and its output
     survives the next replay."""
+    core = on_cpu
     cache, forward = core.parts.cache, core.parts.runner.step_forward
     with torch.inference_mode():
         forward.record()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -23,7 +21,7 @@ SIZE = 1500  # two programs, the second not full
 
 
 @triton.jit
-def store(keys: Any, out: Any, SIZE: tl.constexpr) -> None:
+def store(keys: tl.tensor, out: tl.tensor, SIZE: tl.constexpr) -> None:
     token = tl.arange(0, SIZE)
     seed = tl.load(keys).to(tl.uint64, bitcast=True)
     position = tl.load(keys + 1).to(tl.uint64, bitcast=True)

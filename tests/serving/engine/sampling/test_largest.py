@@ -46,7 +46,7 @@ def test_a_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch, cap
         used.append(len(logits))
         return by_torch(logits) + 1
 
-    logits = torch.tensor([[1.0, 3.0, 2.0]])
+    logits = torch.tensor([[1.0, 3.0, 2.0]], device=DEVICE)
     monkeypatch.setattr(triton_support, "enabled", lambda device: True)
     module.computes_right.cache_clear()
     with monkeypatch.context() as patched:

@@ -20,8 +20,9 @@ from mlflow_llm.serving.interface.settings import EngineSettings
 
 
 def settings(**more: Any) -> EngineSettings:
+    """Return settings for small models in float32, in which tokens equal generate()'s on every device."""
     small = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "kv_cache_memory": 1 << 24}
-    return EngineSettings(**{**small, "kv_block_size": 8, "kernels": "torch", **more})
+    return EngineSettings(**{**small, "kv_block_size": 8, "kernels": "torch", "dtype": "float32", **more})
 
 
 @pytest.fixture
@@ -104,9 +105,12 @@ def test_searches_are_bounded_in_whole_blocks(tiny_bundle: Bundle) -> None:
     core.close()
 
 
-def test_info_says_how_blocks_run(core: EngineCore) -> None:
-    """The engine's information names block size, attention and recorded steps, with the reasons."""
+def test_info_says_how_blocks_run(tiny_bundle: Bundle) -> None:
+    """The engine's information names block size, attention and recorded steps, with the reasons; on CPU, since
+    ``test_cuda`` looks at a device's."""
+    core = EngineCore(tiny_bundle, settings(device="cpu"))
     paged = core.info.paged
+    core.close()
     assert paged is not None
     assert (paged.kv_block_size, paged.attention, paged.attention_reason) == (8, "torch", "there is no CUDA device")
     assert paged.cuda_graphs == (1, 2, 4)
@@ -116,7 +120,10 @@ def test_info_says_how_blocks_run(core: EngineCore) -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"kernels": "auto"}, "kv_block_size: 8 is not allowed; expected null on CPU with kernels auto"),
+        (
+            {"kernels": "auto", "device": "cpu"},
+            "kv_block_size: 8 is not allowed; expected null on CPU with kernels auto",
+        ),
         ({"kv_cache_memory": 15 * TOKEN_BYTES}, f"bytes is not enough; expected at least {16 * TOKEN_BYTES}"),
     ],
 )
