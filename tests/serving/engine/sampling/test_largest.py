@@ -24,7 +24,7 @@ def test_the_kernels_equal_torch(size: int, dtype: torch.dtype) -> None:
 
 
 def test_the_first_of_equals_wins() -> None:
-    """Of equal logits, within a part of the row and in several, the first is taken."""
+    """The first of equal logits is taken, within a part of the row and in several."""
     logits = torch.zeros(2, 3 * BLOCK, device=DEVICE)
     logits[1, [BLOCK + 5, BLOCK + 9, 2 * BLOCK]] = 1.0
     assert by_kernel(logits).tolist() == [0, BLOCK + 5]
