@@ -62,12 +62,14 @@ def test_other_forms_are_left_to_the_model() -> None:
 
 @pytest.mark.usefixtures("_kernels")
 @pytest.mark.parametrize(
-    ("family", "count"), [("llama", 2), ("qwen3", 2), ("gemma2", 2), ("glm4", 0)], ids=lambda value: str(value)
+    ("family", "count"),
+    [("llama", 2), ("qwen3", 2), ("gemma2", 2), ("glm4", 0), ("gpt_oss", 0)],
+    ids=lambda value: str(value),
 )
 @torch.inference_mode()
 def test_models_give_the_same(family: str, count: int) -> None:
-    """The layers that rotate halves use the kernel, others (GLM turns neighbours) do not, and the logits are the
-    model's."""
+    """The layers that rotate halves use the kernel, others (GLM turns neighbours, GPT-OSS has half as many angles) do
+    not, and the logits are the model's."""
     model = make_model((FAMILIES | MORE_FAMILIES)[family]()).to(DEVICE)
     wanted = model(IDS.to(DEVICE)).logits
     assert fused_rotary.install(model) == count
