@@ -14,6 +14,7 @@ from transformers import BertConfig, BertModel
 from mlflow_llm.serving.engine.core import EngineCore
 from mlflow_llm.serving.engine.forward.async_scheduling import LaunchAhead
 from mlflow_llm.serving.engine.models.embedder import load_embedder
+from mlflow_llm.serving.engine.models.fused import rotary as fused_rotary
 from mlflow_llm.serving.engine.weights import fp8
 from mlflow_llm.serving.interface.bundle import Bundle, EmbeddingSpec
 from mlflow_llm.serving.interface.settings import EngineSettings
@@ -33,15 +34,20 @@ def test_tokens_are_those_of_generate(tiny_bundle: Bundle, tiny_llama: Any) -> N
     core.close()
 
 
-def test_kernels_and_graphs_are_used(tiny_bundle: Bundle, tiny_llama: Any) -> None:
-    """In bfloat16, where heads are of a width that kernels take, decodes go by Triton and by recorded steps."""
+def test_kernels_and_graphs_are_used(tiny_bundle: Bundle, caplog: pytest.LogCaptureFixture) -> None:
+    """In bfloat16, where heads are of a width that kernels take, decodes go by Triton and by recorded steps, and every
+    layer leaves its rotary embeddings to the kernel that writes keys; no kernel's trial refuses it."""
     core = EngineCore(tiny_bundle, EngineSettings(max_num_seqs=6, device="cuda", kv_cache_memory=1 << 26))
     assert core.info.paged is not None
     assert (core.info.paged.attention, core.info.paged.attention_reason) == ("triton", "")
     assert core.info.paged.prefill in ("varlen", "triton"), core.info.paged.prefill_reason
     assert (core.info.paged.cuda_graphs, core.info.paged.cuda_graphs_reason) == ((1, 2, 4, 6), "")
+    layers = core.parts.runner.step_forward.plain.model.model.layers
+    bound = [layer.self_attn.forward.__globals__[fused_rotary.NAME].func for layer in layers]
+    assert [one.func for one in bound] == [fused_rotary.rotated_later] * len(layers)
     outcomes = run(core, *(request_of(str(i), prompt_of(9 + i, i)) for i in range(5)))
     assert all(len(outcome.tokens[0]) == 12 for outcome in outcomes.values())
+    assert not [text for text in caplog.messages if "kernel" in text]
     core.close()
 
 
