@@ -30,10 +30,12 @@ from ..devices import triton_support
 logger = logging.getLogger(__name__)
 MAX_E4M3 = 448  # the largest value of e4m3fn
 MIN_SCALE = 1e-12  # the scale of a row of zeros, rather than 0; it quantises to zeros
-FEW_ROWS = 32  # rows that a program of the kernel has room for
+FEW_ROWS = 64  # rows that a program of the kernel has room for
 WIDTH_MULTIPLE = 16  # widths must be multiples of this for torch._scaled_mm on CUDA
 CAPABILITY = (8, 9)  # Ada, the first with products in float8
-BLOCK_K = 256
+BLOCK_N, BLOCK_K, NUM_WARPS, NUM_STAGES = 64, 128, 4, 4  # of the kernel
+MIN_STEPS = 4  # of a program, of BLOCK_K each: fewer would not hide the first loads
+PROGRAMS = 3 * 132  # the kernel's at least, if K is long enough: three for each multiprocessor of an H100
 TOLERANCE = {torch.float32: 1e-4}  # relative to the example's largest value; 0.02 for 16-bit types
 
 
@@ -56,19 +58,30 @@ class Fp8Weight:
     """A ``PackedWeight`` of float8 values [N, K] and float32 scales [N]. Up to ``few`` rows count as few."""
 
     few: ClassVar[int] = FEW_ROWS
-    __slots__ = ("bias", "by_kernel", "by_scaled_mm", "dtype", "in_features", "out_features", "scale", "values")
+    __slots__ = (
+        "bias",
+        "by_kernel",
+        "by_scaled_mm",
+        "dtype",
+        "finished",
+        "in_features",
+        "out_features",
+        "scale",
+        "values",
+    )
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.out_features, self.in_features = weight.shape
         self.values, scale = quantize_rows(weight.detach().float().contiguous())  # a Conv1D's weight is transposed
         self.scale, self.dtype = scale.flatten(), weight.dtype
         self.bias = None if bias is None else bias.float()
+        self.finished = torch.zeros(num_blocks(self.out_features), dtype=torch.int32, device=weight.device)
         self.by_kernel = not why_not_kernel(weight.device, weight.dtype)
         self.by_scaled_mm = not why_not_scaled_mm(weight.device)
 
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
         if len(x) <= self.few and self.by_kernel:
-            return multiply(x, self.values, self.scale, self.bias)
+            return multiply(x, self.values, self.scale, self.bias, self.finished)
         if len(x) > self.few and self.by_scaled_mm:
             return multiply_quantized(x, self.values, self.scale, self.bias)
         return multiply_floats(x, self.values, self.scale, self.bias)
@@ -77,19 +90,56 @@ class Fp8Weight:
         return (self.values.float() * self.scale[:, None]).to(self.dtype)
 
 
-def multiply(x: torch.Tensor, values: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Multiply x [T, K], of at most ``FEW_ROWS`` rows, by values [N, K] → [T, N] with the kernel."""
+def multiply(
+    x: torch.Tensor,
+    values: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    finished: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Multiply x [T, K], of at most ``FEW_ROWS`` rows, by values [N, K] → [T, N] with the kernel.
+
+    ``finished`` are counters of the kernel, at least as many as ``num_blocks`` and zeros, as it also leaves them; None
+    makes some. Products that may run at the same time must not share them."""
     from . import fp8_kernel as kernel
 
     (rows, K), N = x.shape, len(values)
-    block_m = 16 if rows <= 16 else FEW_ROWS
-    block_n = block_m  # many programs for few rows, and fewer for more rows, since each program reads all of x
+    block_m = max(16, 1 << (rows - 1).bit_length())
+    blocks, split = num_blocks(N), split_of(N, K)
     out = torch.empty(rows, N, dtype=x.dtype, device=x.device)
-    kernel.multiply[(-(-N // block_n),)](
-        x.contiguous(), values.view(torch.uint8), scale, scale if bias is None else bias, out, rows, N, K,
-        HAS_BIAS=bias is not None, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=BLOCK_K, num_warps=4, num_stages=4,
+    partial = torch.empty(split, rows, N, device=x.device) if split > 1 else scale
+    if finished is None:
+        finished = torch.zeros(blocks, dtype=torch.int32, device=x.device)
+    kernel.multiply[(blocks, split)](
+        x.contiguous(), values.view(torch.uint8), scale, scale if bias is None else bias, out, partial, finished,
+        rows, N, K, HAS_BIAS=bias is not None, SPLIT=split, BLOCK_M=block_m, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
+        WHOLE_K=K % BLOCK_K == 0, DECODE=_decode(x.device, x.dtype), num_warps=NUM_WARPS, num_stages=NUM_STAGES,
     )  # fmt: skip
     return out
+
+
+def num_blocks(N: int) -> int:
+    """Return how many blocks of rows the kernel takes weights [N, K] in."""
+    return -(-N // BLOCK_N)
+
+
+def split_of(N: int, K: int) -> int:
+    """Return into how many parts the kernel splits K, so that its programs occupy a device. It does not depend on the
+    number of rows, so that a row's sums do not either."""
+    split = 1
+    while num_blocks(N) * split < PROGRAMS and 2 * split * MIN_STEPS * BLOCK_K <= K:
+        split *= 2
+    return split
+
+
+def _decode(device: Any, dtype: torch.dtype) -> str:
+    """Return how the kernel converts bytes to ``dtype`` on ``device`` (``fp8_kernel.py``)."""
+    if device.type != "cuda":
+        return "shift"
+    capability = torch.cuda.get_device_capability(device)
+    if dtype == torch.bfloat16 and capability >= (8, 0):
+        return "packed"
+    return "native" if capability >= CAPABILITY else "shift"
 
 
 def multiply_quantized(

@@ -60,6 +60,7 @@ for compiled in rotations:  # a fused product and sum round once less than torch
 each = {"HKV": 8, "D": 128, "DV": 128, "HKV_PADDED": 8, "D_PADDED": 128, "DV_PADDED": 128}
 build(write.write_kv, [HALF] * 4 + [LONG] + ["i32"] * 4, **each)
 build(fused.silu_gate, [HALF, HALF, HALF, "i32", "i32", "i32"], BLOCK=1024)
-for rows in (16, 32):
-    arrays, more = [HALF, "*u8", FLOAT, FLOAT, HALF], {"BLOCK_M": rows, "BLOCK_N": rows, "BLOCK_K": 256}
-    build(fp8_kernel.multiply, [*arrays, "i32", "i32", "i32"], HAS_BIAS=True, **more)
+for rows, split, way, floats in ((16, 1, "packed", HALF), (64, 4, "native", HALF), (32, 2, "shift", "*fp16")):
+    several = {"SPLIT": split, "BLOCK_M": rows, "BLOCK_N": 64, "BLOCK_K": 128, "WHOLE_K": True, "DECODE": way}
+    arrays = [floats, "*u8", FLOAT, FLOAT, floats, FLOAT, INT]
+    build(fp8_kernel.multiply, [*arrays, "i32", "i32", "i32"], HAS_BIAS=True, **several)
