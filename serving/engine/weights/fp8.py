@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from ...interface.errors import PackagingError
 from ...interface.settings import EngineSettings
 from ..devices import triton_support
+from . import fp8_inputs
 
 logger = logging.getLogger(__name__)
 MAX_E4M3 = 448  # the largest value of e4m3fn
@@ -35,6 +36,7 @@ WIDTH_MULTIPLE = 16  # widths must be multiples of this for torch._scaled_mm on 
 CAPABILITY = (8, 9)  # Ada, the first with products in float8
 BLOCK_N, BLOCK_K, NUM_WARPS, NUM_STAGES = 64, 128, 4, 4  # of the kernel
 MIN_STEPS = 4  # of a program, of BLOCK_K each: fewer would not hide the first loads
+ROW_BLOCK = 4096  # values of a row that are read at once when it is quantised
 PROGRAMS = 3 * 132  # the kernel's at least, if K is long enough: three for each multiprocessor of an H100
 TOLERANCE = {torch.float32: 1e-4}  # relative to the example's largest value; 0.02 for 16-bit types
 
@@ -142,11 +144,30 @@ def _decode(device: Any, dtype: torch.dtype) -> str:
     return "native" if capability >= CAPABILITY else "shift"
 
 
+def quantized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``quantize_rows(x)`` as the kernel that computed x left it, or else by one kernel, or else by torch."""
+    if (made := fp8_inputs.take(x)) is not None:
+        return made
+    return quantize_rows(x.contiguous()) if why_not_one_kernel(x.device, x.dtype) else quantize_by_kernel(x)
+
+
+def quantize_by_kernel(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute ``quantize_rows(x)``, to the bit, by one kernel."""
+    from . import fp8_rows_kernel as kernel
+
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    (rows, size), scale = x.shape, torch.empty(len(x), 1, device=x.device)
+    q = torch.empty(rows, size, dtype=torch.float8_e4m3fn, device=x.device)
+    block = min(1 << (size - 1).bit_length(), ROW_BLOCK)
+    kernel.quantize[(rows,)](x, q.view(torch.uint8), scale, size, x.stride(0), BLOCK=block)
+    return q, scale
+
+
 def multiply_quantized(
     x: torch.Tensor, values: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """Multiply any number of rows, rounded to float8, by the device's float8 products."""
-    q, row_scale = quantize_rows(x.contiguous())
+    q, row_scale = quantized(x)
     # bfloat16 is the only result type that CUDA offers with one scale per row
     y = torch._scaled_mm(q, values.t(), scale_a=row_scale, scale_b=scale[None], out_dtype=torch.bfloat16)
     return (y if bias is None else y + bias).to(x.dtype)
@@ -190,6 +211,18 @@ def reason(settings: EngineSettings, device: Any, dtype: torch.dtype) -> str:
 def why_not_kernel(device: Any, dtype: torch.dtype) -> str:
     """Return why the kernel does not run; empty if it does."""
     return triton_support.why_disabled(device) or _differs(multiply, device, dtype, (3, FEW_ROWS))
+
+
+@cache
+def why_not_one_kernel(device: Any, dtype: torch.dtype) -> str:
+    """Return why torch quantises rows; empty if one kernel does."""
+    x = torch.randn(3, 528, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    return triton_support.why_disabled(device) or triton_support.why_wrong(
+        lambda: torch.cat([one.float() for one in quantize_by_kernel(x)], 1),
+        lambda: torch.cat([one.float() for one in quantize_rows(x)], 1),
+        0.0,
+        "the quantisation of rows",
+    )
 
 
 @cache

@@ -23,7 +23,7 @@ from ...interface.settings import EngineSettings
 from ...system import load_steps
 from ..native.library import LANES
 from ..native.weight import BF16, F32, ROTATED, NativeWeight, can_pack
-from . import experts
+from . import experts, fp8_inputs
 from .experts import EngineExperts
 from .forward_context import ContextHolder
 from .fp8 import Fp8Weight
@@ -76,7 +76,7 @@ class LinearGroup:
         return y
 
     def compute(self, x: torch.Tensor) -> torch.Tensor:
-        flat = x.reshape(-1, self.packed.in_features)
+        flat = fp8_inputs.passed_on(x, x.reshape(-1, self.packed.in_features))
         y = self.packed.matmul(flat)
         context = self.holder.context
         if context is not None and context.lora is not None:

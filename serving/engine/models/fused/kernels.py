@@ -5,20 +5,44 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ...weights.fp8_rows_kernel import codes, scale_of
+
+
+@triton.jit
+def quantize_row(
+    y: tl.tensor, q: tl.tensor, q_scale: tl.tensor, row: tl.tensor, at: tl.tensor, size: tl.tensor
+) -> None:
+    """Write a row of ``size`` values y in float8 and its scale (``fp8_rows_kernel.py``). Beyond the row y is 0."""
+    values = y.to(tl.float32)
+    own = scale_of(tl.max(tl.abs(values), 0))
+    tl.store(q_scale + row, own)
+    tl.store(q + row * size + at, codes(values, own), mask=at < size)
+
 
 @triton.jit
 def rms_norm(
-    x: tl.tensor, weight: tl.tensor, out: tl.tensor, eps: tl.tensor, N: tl.constexpr, PADDED: tl.constexpr
+    x: tl.tensor,
+    weight: tl.tensor,
+    out: tl.tensor,
+    q: tl.tensor,
+    q_scale: tl.tensor,
+    eps: tl.tensor,
+    N: tl.constexpr,
+    PADDED: tl.constexpr,
+    QUANTIZE: tl.constexpr,
 ) -> None:
     """Divide a row by the root of its mean square, round it to x's type and multiply it by ``weight``; one program per
-    row."""
+    row. With QUANTIZE the result is also written in float8."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, PADDED)
     inside = at < N
     values = tl.load(x + row * N + at, mask=inside, other=0.0).to(tl.float32)
     root = tl.rsqrt(tl.sum(values * values, 0) / N + eps)
     normed = (values * root).to(x.dtype.element_ty)
-    tl.store(out + row * N + at, normed * tl.load(weight + at, mask=inside, other=0.0), mask=inside)
+    y = (normed * tl.load(weight + at, mask=inside, other=0.0)).to(out.dtype.element_ty)
+    tl.store(out + row * N + at, y, mask=inside)
+    if QUANTIZE:
+        quantize_row(y, q, q_scale, row, at, N)
 
 
 @triton.jit
@@ -28,9 +52,12 @@ def add_rms_norm(
     weight: tl.tensor,
     total: tl.tensor,
     out: tl.tensor,
+    q: tl.tensor,
+    q_scale: tl.tensor,
     eps: tl.tensor,
     N: tl.constexpr,
     PADDED: tl.constexpr,
+    QUANTIZE: tl.constexpr,
 ) -> None:
     """Apply ``rms_norm`` to the rounded sum total = x + more."""
     row = tl.program_id(0).to(tl.int64)
@@ -43,7 +70,10 @@ def add_rms_norm(
     values = rounded.to(tl.float32)
     root = tl.rsqrt(tl.sum(values * values, 0) / N + eps)
     normed = (values * root).to(x.dtype.element_ty)
-    tl.store(out + place, normed * tl.load(weight + at, mask=inside, other=0.0), mask=inside)
+    y = (normed * tl.load(weight + at, mask=inside, other=0.0)).to(out.dtype.element_ty)
+    tl.store(out + place, y, mask=inside)
+    if QUANTIZE:
+        quantize_row(y, q, q_scale, row, at, N)
 
 
 @triton.jit
@@ -51,18 +81,24 @@ def silu_gate(
     gate: tl.tensor,
     up: tl.tensor,
     out: tl.tensor,
+    q: tl.tensor,
+    q_scale: tl.tensor,
     size: tl.tensor,
     gate_stride: tl.tensor,
     up_stride: tl.tensor,
     BLOCK: tl.constexpr,
+    QUANTIZE: tl.constexpr,
 ) -> None:
     """Compute silu(gate) * up by rows of ``size``, with silu(gate) rounded before the product, as torch does.
 
-    Rows need not be contiguous: one matrix product leaves the rows of ``gate`` and ``up`` side by side."""
+    Rows need not be contiguous: one matrix product leaves the rows of ``gate`` and ``up`` side by side. With QUANTIZE a
+    block is a whole row, and the result is also written in float8."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     value = tl.load(gate + row * gate_stride + at, mask=inside, other=0.0).to(tl.float32)
     activated = (value * tl.sigmoid(value)).to(gate.dtype.element_ty)
-    y = activated * tl.load(up + row * up_stride + at, mask=inside, other=0.0)
+    y = (activated * tl.load(up + row * up_stride + at, mask=inside, other=0.0)).to(out.dtype.element_ty)
     tl.store(out + row * size + at, y, mask=inside)
+    if QUANTIZE:
+        quantize_row(y, q, q_scale, row, at, size)

@@ -15,10 +15,13 @@ import torch
 from torch import nn
 
 from ...devices import triton_support
+from ...weights import fp8_inputs
+from ...weights.fp8 import Fp8Weight
 from . import residuals
 
 logger = logging.getLogger(__name__)
 MAX_NORM_WIDTH = 1 << 14  # a row stays in registers
+MAX_GATE_WIDTH = 1 << 15  # the same, where the row is quantised too
 BLOCK = 1024
 TOLERANCE = {torch.float32: 1e-5}  # relative to the example's largest value; 0.02 for 16-bit types
 
@@ -79,8 +82,11 @@ def norm_forward(self: Any, hidden_states: Any) -> Any:
     out = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, self.weight.dtype), device=x.device)
     rows = x.numel() // size
     padded = 1 << (size - 1).bit_length()
-    kernels.rms_norm[(rows,)](x, self.weight, out, self.variance_epsilon, N=size, PADDED=padded)
-    return out
+    made = fp8_inputs.buffers(self, out, Fp8Weight.few)
+    kernels.rms_norm[(rows,)](
+        x, self.weight, out, made.q, made.scale, self.variance_epsilon, N=size, PADDED=padded, QUANTIZE=made.are_written
+    )
+    return fp8_inputs.offer(self, out, made)
 
 
 def gated_forward(self: Any, x: Any) -> Any:
@@ -90,8 +96,13 @@ def gated_forward(self: Any, x: Any) -> Any:
     gate, up = view_rows(self.gate_proj(x)), view_rows(self.up_proj(x))
     rows, size = gate.shape
     out = torch.empty(rows, size, dtype=gate.dtype, device=gate.device)
-    kernels.silu_gate[(rows, -(-size // BLOCK))](gate, up, out, size, gate.stride(0), up.stride(0), BLOCK=BLOCK)
-    return self.down_proj(out.view(*x.shape[:-1], size))
+    made = fp8_inputs.buffers(self, out, Fp8Weight.few if size <= MAX_GATE_WIDTH else rows)
+    block = 1 << (size - 1).bit_length() if made.are_written else BLOCK
+    kernels.silu_gate[(rows, -(-size // block))](
+        gate, up, out, made.q, made.scale, size, gate.stride(0), up.stride(0),
+        BLOCK=block, QUANTIZE=made.are_written, num_warps=8 if made.are_written else 4,
+    )  # fmt: skip
+    return self.down_proj(fp8_inputs.offer(self, out.view(*x.shape[:-1], size), made))
 
 
 def view_rows(x: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...weights import fp8_inputs
+from ...weights.fp8 import Fp8Weight
+
 logger = logging.getLogger(__name__)
 PARTS = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
 FINAL = ("norm", "final_layernorm")  # as models name the norm after their last layer
@@ -60,10 +63,12 @@ def add(x: torch.Tensor, more: torch.Tensor, norm: Any) -> torch.Tensor:
     total = torch.empty_like(x)
     out = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype), device=x.device)
     padded = 1 << (size - 1).bit_length()
+    made = fp8_inputs.buffers(norm, out, Fp8Weight.few)
     kernels.add_rms_norm[(x.numel() // size,)](
-        x, more, weight, total, out, norm.variance_epsilon, N=size, PADDED=padded
-    )
-    norm.__dict__[NORMED] = (total, out)
+        x, more, weight, total, out, made.q, made.scale, norm.variance_epsilon,
+        N=size, PADDED=padded, QUANTIZE=made.are_written,
+    )  # fmt: skip
+    norm.__dict__[NORMED] = (total, fp8_inputs.offer(norm, out, made))
     return total
 
 

@@ -17,9 +17,9 @@ from mlflow_llm.serving.engine.attention.rotation import UNFUSED
 from mlflow_llm.serving.engine.models.fused import kernels as fused
 from mlflow_llm.serving.engine.sampling import device_sampling_kernel as race
 from mlflow_llm.serving.engine.sampling import largest_kernel as largest
-from mlflow_llm.serving.engine.weights import fp8_kernel
+from mlflow_llm.serving.engine.weights import fp8_kernel, fp8_rows_kernel
 
-HALF, FLOAT, INT, LONG = "*bf16", "*fp32", "*i32", "*i64"
+HALF, FLOAT, BYTE, INT, LONG = "*bf16", "*fp32", "*u8", "*i32", "*i64"
 
 
 def build(kernel: Any, types: list[str], options: dict[str, Any] | None = None, **constants: Any) -> Any:
@@ -47,8 +47,6 @@ build(race.exponentials, [LONG, FLOAT, "i32"], BLOCK=1024)
 build(race.race, [FLOAT, LONG, FLOAT, FLOAT, FLOAT, LONG, "i32"], BLOCK=1024)
 build(largest.largest_of_chunk, [HALF, FLOAT, INT, "i32", "i32"], BLOCK=4096)
 build(largest.largest_of_row, [FLOAT, INT, LONG, "i32"], PADDED=32)
-build(fused.rms_norm, [HALF, HALF, HALF, "fp32"], N=3072, PADDED=4096)
-build(fused.add_rms_norm, [HALF, HALF, HALF, HALF, HALF, "fp32"], N=3072, PADDED=4096)
 turned = {"H": 32, "HKV": 8, "HALF": 64, "HALF_PADDED": 64, "HEADS": 8}
 rotations = [
     build(rotation.rotate, [HALF] * 6 + ["i32"] * 4, UNFUSED, **turned),
@@ -57,10 +55,16 @@ rotations = [
 for compiled in rotations:  # a fused product and sum round once less than torch
     assert "mul.rn.bf16" in compiled.asm["ptx"]
     assert "fma" not in compiled.asm["ptx"]
+for quantize in (False, True):
+    rows = {"N": 3072, "PADDED": 4096, "QUANTIZE": quantize}
+    build(fused.rms_norm, [HALF, HALF, HALF, BYTE, FLOAT, "fp32"], **rows)
+    build(fused.add_rms_norm, [HALF, HALF, HALF, HALF, HALF, BYTE, FLOAT, "fp32"], **rows)
+    rows = {"BLOCK": 1 << 14 if quantize else 1024, "QUANTIZE": quantize}
+    build(fused.silu_gate, [HALF, HALF, HALF, BYTE, FLOAT, "i32", "i32", "i32"], **rows)
+build(fp8_rows_kernel.quantize, [HALF, BYTE, FLOAT, "i32", "i32"], BLOCK=4096)
 each = {"HKV": 8, "D": 128, "DV": 128, "HKV_PADDED": 8, "D_PADDED": 128, "DV_PADDED": 128}
 build(write.write_kv, [HALF] * 4 + [LONG] + ["i32"] * 4, **each)
-build(fused.silu_gate, [HALF, HALF, HALF, "i32", "i32", "i32"], BLOCK=1024)
 for rows, split, way, floats in ((16, 1, "packed", HALF), (64, 4, "native", HALF), (32, 2, "shift", "*fp16")):
     several = {"SPLIT": split, "BLOCK_M": rows, "BLOCK_N": 64, "BLOCK_K": 128, "WHOLE_K": True, "DECODE": way}
-    arrays = [floats, "*u8", FLOAT, FLOAT, floats, FLOAT, INT]
+    arrays = [floats, BYTE, FLOAT, FLOAT, floats, FLOAT, INT]
     build(fp8_kernel.multiply, [*arrays, "i32", "i32", "i32"], HAS_BIAS=True, **several)
