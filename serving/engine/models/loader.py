@@ -26,6 +26,7 @@ from ..native.library import NotNative
 from ..weights import fp8, linear, stored_weights
 from ..weights.config_bounds import in_proportion, refuse_unscaled
 from ..weights.forward_context import ContextHolder
+from .fused import experts as fused_experts
 from .fused import modules as fused_modules
 from .fused import rotary as fused_rotary
 from .image_encoder import ImageEncoder, check_decoder, decoder_of
@@ -157,6 +158,7 @@ def _load(model: Any, resolved: ResolvedSettings, keep_as: tuple[str, PackedSour
     layers = [use.shape for use in uses]
     like = next(model.parameters())
     fused_modules.install(model)
+    fused_experts.install(model)
     fused_rotary.install(model)
     linears = linear.install(model, holder, settings, plain=latent)
     load_steps.report("testing")

@@ -14,6 +14,7 @@ from mlflow_llm.serving.engine.attention.paged import decode_kernel as decode
 from mlflow_llm.serving.engine.attention.paged import prefill_kernel as prefill
 from mlflow_llm.serving.engine.attention.paged import write_kernel as write
 from mlflow_llm.serving.engine.attention.rotation import UNFUSED
+from mlflow_llm.serving.engine.models.fused import experts_kernel as experts
 from mlflow_llm.serving.engine.models.fused import kernels as fused
 from mlflow_llm.serving.engine.sampling import device_sampling_kernel as race
 from mlflow_llm.serving.engine.sampling import largest_kernel as largest
@@ -68,3 +69,14 @@ for rows, split, way, floats in ((16, 1, "packed", HALF), (64, 4, "native", HALF
     several = {"SPLIT": split, "BLOCK_M": rows, "BLOCK_N": 64, "BLOCK_K": 128, "WHOLE_K": True, "DECODE": way}
     arrays = [floats, BYTE, FLOAT, FLOAT, floats, FLOAT, INT]
     build(fp8_kernel.multiply, [*arrays, "i32", "i32", "i32"], HAS_BIAS=True, **several)
+more = {"HAS_BIAS": True, "GATE": 2, "TOP": 8}
+for step in (experts.few_up, experts.grouped_up):
+    sizes = {"BLOCK_N": 8, "BLOCK_K": 512} if step is experts.few_up else {"BLOCK_N": 32, "BLOCK_K": 128}
+    sizes |= {} if step is experts.few_up else {"BLOCK_M": 16, "CHUNK": 128}
+    numbers = ["i32"] * 9 + ["fp32", "fp32"] + ([] if step is experts.few_up else ["i32"])
+    build(step, [HALF, LONG, HALF, HALF, HALF, *numbers], **more, **sizes)
+known = {"HAS_BIAS": True, "TOP": 8, "IDENTITY": True}
+build(experts.few_down, [HALF, HALF, LONG, HALF, HALF, HALF, HALF, *["i32"] * 6], **known, BLOCK_N=8, BLOCK_K=512)
+sizes = {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 128, "CHUNK": 128}
+build(experts.grouped_down, [HALF, LONG, HALF, HALF, HALF, *["i32"] * 7], HAS_BIAS=True, **sizes)
+build(experts.combine, [HALF, HALF, LONG, HALF, HALF, "i32", "i32"], TOP=8, IDENTITY=True, BLOCK=512)

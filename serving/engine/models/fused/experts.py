@@ -1,0 +1,219 @@
+"""Runs the experts of a mixture by kernels of ours in steps of few tokens, so that decode steps can be recorded.
+
+transformers multiplies the experts of a step in groups, whose sizes its code for other types than bfloat16 reads on the
+host. Ours reads nothing there. A module is recognised by its parts, and kept as it is if the kernels give something
+else than its own code on an example. Steps of more tokens run by its own code.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...devices import triton_support
+
+logger = logging.getLogger(__name__)
+MAX_TOKENS = 512  # of a step; more are prompts, whose products are larger than what a program has room for
+FEW_TOKENS = 4  # hardly ever two tokens of one expert
+BLOCK_M = 16
+CHUNK = 128  # pairs that are looked through at a time
+COMBINED = 512  # columns of a program that sums
+TOLERANCE = {torch.float32: 1e-4}  # relative to the example's largest value; 0.02 for 16-bit types
+GATES = {"SiLU": "SILU", "SiLUActivation": "SILU", "GELUTanh": "GELU", "PytorchGELUTanh": "GELU"}
+EXAMPLES = (3, 20)  # tokens: by themselves, and in groups of more than BLOCK_M
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """The sizes of the kernels' programs."""
+
+    n: int
+    k: int
+    warps: int = 4
+    stages: int = 3
+
+
+FEW_UP, FEW_DOWN = Blocks(8, 512), Blocks(8, 512)
+GROUPED_UP, GROUPED_DOWN = Blocks(32, 128), Blocks(32, 128)
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The weights of a mixture: ``up`` has each expert's gate and up, ``down`` its other weight.
+
+    ``steps``: elements of ``up`` from an expert to the next, from a column to the next, along K, and from a gate to its
+    up; ``down_steps`` the same without the last. ``bias_steps``: of a bias, from a column to the next, and from gate to
+    up. ``has_identity``: experts beyond ``count`` return their token."""
+
+    up: torch.Tensor
+    down: torch.Tensor
+    up_bias: torch.Tensor | None
+    down_bias: torch.Tensor | None
+    count: int
+    width: int
+    steps: tuple[int, int, int, int]
+    down_steps: tuple[int, int, int]
+    bias_steps: tuple[int, int]
+    gate: str
+    alpha: float = 0.0
+    limit: float = 0.0
+    has_identity: bool = False
+
+    @classmethod
+    def of(cls, module: Any) -> Experts | None:
+        """Return the experts of ``module``; None if it has other parts."""
+        up, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
+        if not all(isinstance(one, nn.Parameter) and one.dim() == 3 and one.is_floating_point() for one in (up, down)):
+            return None
+        assert isinstance(up, torch.Tensor)
+        assert isinstance(down, torch.Tensor)
+        biases = getattr(module, "gate_up_proj_bias", None), getattr(module, "down_proj_bias", None)
+        alpha, limit = getattr(module, "alpha", None), getattr(module, "limit", None)
+        if alpha is not None and limit is not None:  # gpt-oss: [experts, in, out], gates and ups in turn
+            count, width, hidden = down.shape
+            if up.shape != (count, hidden, 2 * width) or any(one is None for one in biases):
+                return None
+            steps, down_steps = (up.stride(0), 2, up.stride(1), 1), (down.stride(0), 1, down.stride(1))
+            if not (up.is_contiguous() and down.is_contiguous()):
+                return None
+            return cls(
+                up, down, biases[0], biases[1], count, width, steps, down_steps, (2, 1), "CLAMPED",
+                float(alpha), float(limit),
+            )  # fmt: skip
+        gate = GATES.get(type(getattr(module, "act_fn", None)).__name__)
+        count, hidden, width = down.shape
+        if gate is None or any(one is not None for one in biases) or up.shape[1:] != (2 * width, hidden):
+            return None
+        if up.stride(2) != 1 or down.stride(2) != 1 or len(up) < count:
+            return None
+        steps = (up.stride(0), up.stride(1), 1, width * up.stride(1))
+        down_steps = (down.stride(0), down.stride(1), 1)
+        identity = bool(getattr(module, "zero_expert_num", 0))
+        return cls(up, down, None, None, count, width, steps, down_steps, (1, width), gate, has_identity=identity)
+
+    def takes(self, x: Any, ids: Any, scores: Any) -> bool:
+        """Return whether the kernels compute this step: tokens [T, hidden], and for each its experts and scores."""
+        return (
+            x.dim() == ids.dim() == scores.dim() == 2
+            and len(x) == len(ids) == len(scores)
+            and 0 < len(x) <= MAX_TOKENS
+            and ids.shape == scores.shape
+            and x.dtype == self.up.dtype
+        )
+
+    def compute(self, x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Run x [T, hidden] through the experts ``ids`` [T, k], and return their sum weighted by ``scores`` [T, k]."""
+        x, ids, scores = x.contiguous(), ids.contiguous(), scores.contiguous()
+        return self.few(x, ids, scores) if len(x) <= FEW_TOKENS else self.grouped(x, ids, scores)
+
+    def few(
+        self, x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor, ups: Blocks = FEW_UP, downs: Blocks = FEW_DOWN
+    ) -> torch.Tensor:
+        """Compute tokens by themselves."""
+        from . import experts_kernel as kernel
+
+        (tokens, hidden), top = x.shape, ids.shape[1]
+        made = torch.empty(tokens * top, self.width, dtype=x.dtype, device=x.device)
+        out = torch.empty_like(x)
+        kernel.few_up[(tokens * top, -(-self.width // ups.n))](
+            x, ids, self.up, x if self.up_bias is None else self.up_bias, made, hidden, self.width, self.count,
+            *self.steps, *self.bias_steps, self.alpha, self.limit, TOP=top, GATE=getattr(kernel, self.gate),
+            HAS_BIAS=self.up_bias is not None, BLOCK_N=ups.n, BLOCK_K=ups.k, num_warps=ups.warps,
+            num_stages=ups.stages,
+        )  # fmt: skip
+        kernel.few_down[(tokens, -(-hidden // downs.n))](
+            x, made, ids, scores, self.down, x if self.down_bias is None else self.down_bias, out, self.width, hidden,
+            self.count, *self.down_steps, TOP=top, IDENTITY=self.has_identity, HAS_BIAS=self.down_bias is not None,
+            BLOCK_N=downs.n, BLOCK_K=downs.k, num_warps=downs.warps, num_stages=downs.stages,
+        )  # fmt: skip
+        return out
+
+    def grouped(
+        self,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        scores: torch.Tensor,
+        ups: Blocks = GROUPED_UP,
+        downs: Blocks = GROUPED_DOWN,
+    ) -> torch.Tensor:
+        """Compute tokens by their experts."""
+        from . import experts_kernel as kernel
+
+        (tokens, hidden), top = x.shape, ids.shape[1]
+        pairs = tokens * top
+        made = torch.empty(pairs, self.width, dtype=x.dtype, device=x.device)
+        each = torch.empty(pairs, hidden, dtype=x.dtype, device=x.device)
+        out = torch.empty_like(x)
+        kernel.grouped_up[(pairs, -(-self.width // ups.n))](
+            x, ids, self.up, x if self.up_bias is None else self.up_bias, made, hidden, self.width, self.count,
+            *self.steps, *self.bias_steps, self.alpha, self.limit, pairs, TOP=top, GATE=getattr(kernel, self.gate),
+            HAS_BIAS=self.up_bias is not None, BLOCK_M=BLOCK_M, BLOCK_N=ups.n, BLOCK_K=ups.k, CHUNK=CHUNK,
+            num_warps=ups.warps, num_stages=ups.stages,
+        )  # fmt: skip
+        kernel.grouped_down[(pairs, -(-hidden // downs.n))](
+            made, ids, self.down, x if self.down_bias is None else self.down_bias, each, self.width, hidden,
+            self.count, *self.down_steps, pairs, HAS_BIAS=self.down_bias is not None, BLOCK_M=BLOCK_M,
+            BLOCK_N=downs.n, BLOCK_K=downs.k, CHUNK=CHUNK, num_warps=downs.warps, num_stages=downs.stages,
+        )  # fmt: skip
+        kernel.combine[(tokens, -(-hidden // COMBINED))](
+            x, each, ids, scores, out, hidden, self.count, TOP=top, IDENTITY=self.has_identity, BLOCK=COMBINED,
+        )  # fmt: skip
+        return out
+
+
+def install(model: nn.Module) -> int:
+    """Bind the kernels in the experts for which they are right; return how many (0 if the device runs none)."""
+    if not triton_support.enabled(next(model.parameters()).device):
+        return 0
+    reasons: dict[tuple[Any, ...], str] = {}
+    count = 0
+    for module in model.modules():
+        if not hasattr(module, "gate_up_proj") or not isinstance(getattr(module, "down_proj", None), nn.Parameter):
+            continue
+        experts = Experts.of(module)
+        key = type(module), *(() if experts is None else (experts.up.shape, experts.up.dtype))
+        if key not in reasons:
+            reasons[key] = "its experts have another form" if experts is None else _why_not(module.forward, experts)
+        if experts is not None and not reasons[key]:
+            object.__setattr__(module, "forward", partial(forward, experts, module.forward))
+            count += 1
+    for (kind, *_), reason in reasons.items():
+        if reason:
+            logger.warning("torch, not our kernels, computes %s: %s", kind.__name__, reason)
+    return count
+
+
+def forward(experts: Experts, own: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    """Compute a step by the kernels if they take it, else by the module's ``own`` code."""
+    if len(given) == 3 and not named and experts.takes(*given):
+        return experts.compute(*given)
+    return own(*given, **named)
+
+
+@torch.inference_mode()
+def _why_not(own: Callable[..., Any], experts: Experts) -> str:
+    """Return why the kernels are not used, by examples beside the module's own code; empty if they agree."""
+    like, make = experts.up, torch.Generator().manual_seed(0)
+    hidden, top = experts.down.numel() // (experts.count * experts.width), min(experts.count, 2)
+    for tokens in EXAMPLES:
+        x = torch.randn(tokens, hidden, generator=make).to(like.device, like.dtype)
+        ids = torch.rand(tokens, experts.count + experts.has_identity, generator=make).topk(top).indices
+        if tokens > BLOCK_M:
+            ids[:, 0] = 0  # more than a program takes
+            ids[:, 1:] = ids[:, 1:].clamp_min(1)
+        ids, scores = ids.to(like.device), torch.rand(tokens, top, generator=make).to(like.device, like.dtype)
+        reason = triton_support.why_wrong(
+            partial(experts.compute, x, ids, scores),
+            partial(own, x, ids, scores),
+            TOLERANCE.get(like.dtype, 0.02),
+            "the kernel",
+        )
+        if reason:
+            return reason
+    return ""
