@@ -36,7 +36,7 @@ class PrefixKey(NamedTuple):
 class LayerShape:
     """The heads and widths of one layer's keys and values; K is [num_kv_heads, tokens, key_dim].
 
-    ``shared``: the values are the keys themselves, stored once (``latent_attention``)."""
+    ``shared``: the values are the keys' first numbers, stored once (``latent_attention``)."""
 
     num_kv_heads: int
     key_dim: int

@@ -64,7 +64,7 @@ class ProbePlan:
         return q.new_zeros((1, q.shape[2], q.shape[1], v.shape[3]))
 
     def attend_latent(self, layer: int, q: Any, kept: Any, projections: Projections, args: AttentionArgs) -> Any:
-        shape = LayerShape(1, kept.shape[3], kept.shape[3], shared=True)
+        shape = LayerShape(1, kept.shape[3], projections.form.rank, shared=True)
         self.uses[layer] = LayerUse(shape, args.scaling, args.window, args.softcap)
         return q.new_zeros((1, q.shape[2], q.shape[1], projections.form.value_dim))
 

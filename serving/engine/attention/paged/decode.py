@@ -11,12 +11,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ...devices import triton_support
 from ..kv_cache import AttentionArgs
 from ..slot_attention import attend_unfused
 from . import kernel_trial
 
 MAX_SPLITS = 64  # for the longest sequence
 MIN_SPLIT_TOKENS = 256  # tokens
+MAX_WIDE_HEAD_DIM = 576  # of DeepSeek's latent keys; a program's sums are in registers
 TARGET_PROGRAMS = 1024  # fills a device; a row's splits get programs of their own only while the grid is smaller
 
 
@@ -36,14 +38,34 @@ def is_offered(k: Any, v: Any, q: Any) -> bool:
 def why_not(k: Any, v: Any, group: int) -> str:
     """Return why the kernels do not run over blocks like ``k`` and ``v`` with ``group`` query heads per KV head; "" if
     they do."""
-    return kernel_trial.why_not(k, v, group, probe)
+    if not is_wide(k, v, group):
+        return kernel_trial.why_not(k, v, group, probe)
+    if reason := triton_support.why_disabled(k.device):
+        return reason
+    if max(k.shape[-1], v.shape[-1]) > MAX_WIDE_HEAD_DIM:
+        return f"head size {k.shape[-1]} exceeds what the kernel supports"
+    return probe(k.device, k.dtype, k.shape[1], group, k.shape[-1], v.shape[-1], is_shared(k, v))
+
+
+def is_wide(k: Any, v: Any, group: int) -> bool:
+    """Return whether it is the kernel for wide heads, large groups or latent keys that attends."""
+    wide = max(k.shape[-1], v.shape[-1]) > kernel_trial.MAX_HEAD_DIM or group > kernel_trial.MAX_GROUP_HEADS
+    return wide or is_shared(k, v)
+
+
+def is_shared(k: Any, v: Any) -> bool:
+    """Return whether the values are the keys' first numbers, in the same memory."""
+    return v.shape[-1] < k.shape[-1] and bool(v.data_ptr() == k.data_ptr())
 
 
 @cache
-def probe(device: Any, dtype: Any, block_size: int, group: int, key_dim: int, value_dim: int) -> str:
+def probe(
+    device: Any, dtype: Any, block_size: int, group: int, key_dim: int, value_dim: int, shared: bool = False
+) -> str:
     """Probe the kernels with two rows, one of them in two splits."""
     make = torch.Generator().manual_seed(0)
     k, v = (torch.randn(20, block_size, 1, dim, generator=make).to(device, dtype) for dim in (key_dim, value_dim))
+    v = k[..., :value_dim] if shared else v
     q = torch.randn(2, group, key_dim, generator=make).to(device, dtype)
     tables = torch.arange(19, -1, -1, dtype=torch.int32, device=device).repeat(2, 1)
     lengths = torch.tensor([1, block_size * 19 + 3], dtype=torch.int32, device=device)
@@ -103,6 +125,7 @@ def attend_split(
 ) -> Any:
     """Compute the same by the kernels, for sequences of at most ``longest`` tokens in splits of ``split``."""
     from . import decode_kernel as kernel
+    from . import wide_kernel
 
     scaling, window, softcap, sinks = args
     B, H, D = q.shape
@@ -113,15 +136,39 @@ def attend_split(
     largest, total = torch.empty(2, B, H, splits, dtype=torch.float32, device=q.device)
     out = torch.empty(B, H, Dv, dtype=q.dtype, device=q.device)
     widths = {"D_PADDED": kernel.padded(D), "DV_PADDED": kernel.padded(Dv)}
-    programs = min(splits, max(TARGET_PROGRAMS // (B * Hkv), 1))
-    kernel.decode_split[(B, Hkv, programs)](
-        q, k, v, block_tables, lengths, sums, largest, total,
-        scaling, softcap or 0.0, window or 0, block_tables.stride(0), programs, splits,
-        HKV=Hkv, GROUP=H // Hkv, D=D, DV=Dv, BLOCK_SIZE=size, SPLIT=split, TILE=kernel.TILE,
-        GROUP_PADDED=kernel.padded(H // Hkv), HAS_SOFTCAP=softcap is not None, **widths,
-    )  # fmt: skip
+    wide = _wide_options(k, v) if is_wide(k, v, H // Hkv) else None
+    heads = Hkv if wide is None else Hkv * -(-(H // Hkv) // wide["HEADS"])
+    programs = min(splits, max(TARGET_PROGRAMS // (B * heads), 1))
+    arrays = (q, k, v, block_tables, lengths, sums, largest, total)
+    numbers = (scaling, softcap or 0.0, window or 0, block_tables.stride(0), programs, splits)
+    same = {"HKV": Hkv, "GROUP": H // Hkv, "D": D, "DV": Dv, "BLOCK_SIZE": size, "SPLIT": split}
+    same["HAS_SOFTCAP"] = softcap is not None
+    if wide is not None:
+        wide_kernel.decode_wide[(B, heads, programs)](*arrays, *numbers, **same, **wide)
+    else:
+        kernel.decode_split[(B, heads, programs)](
+            *arrays, *numbers, **same, TILE=kernel.TILE, GROUP_PADDED=kernel.padded(H // Hkv), **widths
+        )
     kernel.merge_splits[(B, H)](
         sums, largest, total, out if sinks is None else sinks.float().contiguous(), lengths, out, window or 0, splits,
         H=H, DV=Dv, SPLIT=split, HAS_SINKS=sinks is not None, DV_PADDED=widths["DV_PADDED"],
     )  # fmt: skip
     return out
+
+
+def _wide_options(k: Any, v: Any) -> dict[str, Any]:
+    from . import wide_kernel
+    from .decode_kernel import padded
+
+    D, Dv, shared = k.shape[-1], v.shape[-1], is_shared(k, v)
+    main = Dv if shared else 1 << (D.bit_length() - 1)  # the largest power of two in D
+    return {
+        "TILE": wide_kernel.TILE,
+        "HEADS": wide_kernel.HEADS,
+        "MAIN_DIM": main,
+        "MAIN_PADDED": padded(main),
+        "REST_DIM": D - main,
+        "REST_PADDED": padded(max(D - main, 1)),
+        "DV_PADDED": padded(Dv),
+        "SHARED": shared,
+    }

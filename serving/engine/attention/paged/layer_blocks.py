@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LayerBlocks:
-    """The blocks of one layer: ``k``, ``v`` [blocks, block size, Hkv, D]; the same memory if values are the keys
-    themselves."""
+    """The blocks of one layer: ``k``, ``v`` [blocks, block size, Hkv, D]; the same memory if values are the keys'
+    first numbers."""
 
     shape: LayerShape
     k: Any
@@ -37,7 +37,7 @@ class LayerBlocks:
             return Slab(math.prod(size), dtype, device).tensor.view(size)
 
         k = make(shape.key_dim)
-        return cls(shape, k, k if shape.shared else make(shape.value_dim))
+        return cls(shape, k, k[..., : shape.value_dim] if shape.shared else make(shape.value_dim))
 
     def write(self, indexes: Any, k: Any, v: Any) -> None:
         """Store k, v [Hkv, T, D] at ``indexes`` [T], in one launch where our kernel runs."""

@@ -196,7 +196,6 @@ def forward(experts: Experts, own: Callable[..., Any], *given: Any, **named: Any
     return own(*given, **named)
 
 
-@torch.inference_mode()
 def _why_not(own: Callable[..., Any], experts: Experts) -> str:
     """Return why the kernels are not used, by examples beside the module's own code; empty if they agree."""
     like, make = experts.up, torch.Generator().manual_seed(0)

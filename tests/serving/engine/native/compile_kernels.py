@@ -12,6 +12,7 @@ from triton.compiler import ASTSource
 from mlflow_llm.serving.engine.attention import rotation_kernel as rotation
 from mlflow_llm.serving.engine.attention.paged import decode_kernel as decode
 from mlflow_llm.serving.engine.attention.paged import prefill_kernel as prefill
+from mlflow_llm.serving.engine.attention.paged import wide_kernel as wide_heads
 from mlflow_llm.serving.engine.attention.paged import write_kernel as write
 from mlflow_llm.serving.engine.attention.rotation import UNFUSED
 from mlflow_llm.serving.engine.models.fused import experts_kernel as experts
@@ -80,3 +81,10 @@ build(experts.few_down, [HALF, HALF, LONG, HALF, HALF, HALF, HALF, *["i32"] * 6]
 sizes = {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 128, "CHUNK": 128}
 build(experts.grouped_down, [HALF, LONG, HALF, HALF, HALF, *["i32"] * 7], HAS_BIAS=True, **sizes)
 build(experts.combine, [HALF, HALF, LONG, HALF, HALF, "i32", "i32"], TOP=8, IDENTITY=True, BLOCK=512)
+arrays = [HALF, HALF, HALF, INT, INT, FLOAT, FLOAT, FLOAT, "fp32", "fp32", *["i32"] * 4]
+split = {"BLOCK_SIZE": 16, "SPLIT": 256, "TILE": wide_heads.TILE, "HEADS": wide_heads.HEADS, "HAS_SOFTCAP": True}
+latent = {"HKV": 1, "GROUP": 128, "D": 576, "DV": 512, "REST_DIM": 64, "REST_PADDED": 64, "SHARED": True}
+main = {"MAIN_DIM": 512, "MAIN_PADDED": 512, "DV_PADDED": 512}
+build(wide_heads.decode_wide, arrays, **split, **latent, **main)
+plain = {"HKV": 2, "GROUP": 4, "D": 512, "DV": 512, "REST_DIM": 0, "REST_PADDED": 16, "SHARED": False}
+build(wide_heads.decode_wide, arrays, **split, **plain, **main)

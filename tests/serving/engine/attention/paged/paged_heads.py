@@ -22,6 +22,7 @@ class Heads(NamedTuple):
     softcap: float | None = None
     sinks: bool = False
     dtype: Any = torch.float32
+    shared: bool = False
 
 
 class Example(NamedTuple):
@@ -40,7 +41,9 @@ def example(heads: Heads, num_queries: int, num_sequences: int, longest: int) ->
         return torch.randn(size, generator=make).to(DEVICE, heads.dtype)
 
     k = random(NUM_BLOCKS, heads.block_size, heads.num_kv, heads.key_dim)
-    v = random(NUM_BLOCKS, heads.block_size, heads.num_kv, heads.value_dim)
+    v = k[..., : heads.value_dim]
+    if not heads.shared:
+        v = random(NUM_BLOCKS, heads.block_size, heads.num_kv, heads.value_dim)
     q = random(heads.num, num_queries, heads.key_dim).transpose(0, 1)
     sinks = random(heads.num) if heads.sinks else None
     tables = torch.randint(0, NUM_BLOCKS, (num_sequences, longest // heads.block_size + 1), generator=make)

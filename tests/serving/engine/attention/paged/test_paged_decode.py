@@ -28,6 +28,10 @@ CASES = {
     "grouped": Heads(4, 2, 16, 16, 8),
     "odd widths, window": Heads(6, 2, 24, 40, 16, window=7),
     "cap and sinks": Heads(2, 2, 16, 16, 32, softcap=5.0, sinks=True),
+    "wide, window, cap": Heads(4, 2, 512, 512, 16, window=40, softcap=5.0),
+    "wider than a power of two": Heads(2, 2, 320, 272, 16, sinks=True),
+    "latent, more heads than a program's": Heads(20, 1, 72, 48, 16, shared=True, dtype=torch.float16),
+    "a large group": Heads(80, 1, 24, 16, 16),
     "one key head, window over parts, half": Heads(8, 1, 64, 64, 16, window=100, sinks=True, dtype=torch.float16),
 }
 
@@ -87,4 +91,4 @@ def test_a_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(decode, "attend_split", lambda q, *args, **more: torch.zeros_like(q))
     assert decode.why_not(k, k, 2) == "the kernel differs from the reference by 1"
     decode.probe.cache_clear()
-    assert "exceeds" in decode.why_not(torch.zeros(1, 16, 1, 512), k, 2)
+    assert "exceeds" in decode.why_not(torch.zeros(1, 16, 1, 640), k, 2)
