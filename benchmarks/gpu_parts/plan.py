@@ -14,6 +14,7 @@ from mlflow_llm.serving.interface.settings import EngineSettings
 
 Record: TypeAlias = dict[str, Any]
 PARTS = ("tests", "families", "prefill", "decode", "features", "http", "profile", "peers")
+INSIDE, SERVER = "in process", "server"  # whose rates the part http has
 FOLDERS = (  # of tests that run on a device; ``engine`` has more, which are of the CPU alone
     "tests/serving/engine/devices",
     "tests/serving/engine/attention/paged",

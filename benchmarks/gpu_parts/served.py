@@ -19,9 +19,8 @@ from mlflow_llm.serving.control.spec import EndpointSpec, ServeSpec
 from .bursts import Engine
 from .callers import MANY, Callers
 from .inputs import prompts, vocab_of
-from .plan import Plan, Record
+from .plan import INSIDE, SERVER, Plan, Record
 
-INSIDE, SERVER = "in process", "server"
 ROOMY = 12  # CPUs from which on callers have processes of their own
 
 

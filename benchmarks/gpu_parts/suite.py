@@ -36,14 +36,11 @@ def run(plan: Plan) -> Iterator[Record]:
     """Yield what pytest counted. Tests that take longer than the plan's limit are interrupted, and counted so far."""
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(command(plan), cwd=ROOT, stdout=log, stderr=log)
-        late = False
         try:
-            process.wait(plan.limit)
-        except subprocess.TimeoutExpired:
-            late = True
-            process.send_signal(signal.SIGINT)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(SUMMARY)
+            late = not ended(process, plan.limit)
+            if late:
+                process.send_signal(signal.SIGINT)
+                ended(process, SUMMARY)
         finally:
             if process.poll() is None:
                 process.kill()
@@ -52,6 +49,13 @@ def run(plan: Plan) -> Iterator[Record]:
         said = log.read()
     cut = {"cut": f"not done in {plan.limit:.0f} s"} if late else {}
     yield {"part": "tests", "status": process.returncode, **read(said), **cut, "log": said[-200_000:]}
+
+
+def ended(process: subprocess.Popen[bytes], seconds: float) -> bool:
+    """Wait for the end of ``process``, at most ``seconds``; return whether it came."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(seconds)
+    return process.poll() is not None
 
 
 def last_line(said: str) -> str:

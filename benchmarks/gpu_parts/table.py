@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import served
 from .floor import floor_seconds, prefill_operations
-from .plan import Plan, Record
+from .plan import INSIDE, SERVER, Plan, Record
 
 HEADS = ("part", "what", "tokens/s", "ms", "beside")
 Row = tuple[str, str, str, str, str]
@@ -81,11 +80,11 @@ class Table:
 
     def _http(self) -> list[Row]:
         found = [record for record in self._of("http") if "rate" in record]
-        inside = {r["count"]: r["rate"] for r in found if r["by"] == served.INSIDE}
+        inside = {r["count"]: r["rate"] for r in found if r["by"] == INSIDE}
         rows: list[Row] = []
         for r in found:
             beside = ""
-            if r["by"] == served.SERVER and r["count"] in inside:
+            if r["by"] == SERVER and r["count"] in inside:
                 beside = f"{r['rate'] / inside[r['count']]:.2f} of in process"
             rows.append(("http", f"{r['count']}, {r['by']}", f"{r['rate']:,.0f}", "", beside))
         return rows

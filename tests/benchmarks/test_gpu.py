@@ -12,14 +12,14 @@ import threading
 import zipfile
 from importlib.metadata import version
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import gpu
 import pytest
 import torch
 from gpu_parts import families, floor, here, inputs, ours, peers, served, suite, table, wheels
 from gpu_parts.callers import MANY, Callers
-from gpu_parts.plan import FOLDERS, PARTS, Contender, Plan, Record
+from gpu_parts.plan import FOLDERS, INSIDE, PARTS, SERVER, Contender, Plan, Record
 from gpu_parts.processes import in_a_process
 from streams import encode
 
@@ -93,7 +93,7 @@ def test_http_beside_the_same_in_process(folder: Path) -> None:
     chosen = plan(folder)
     found = list(served.run(chosen))
     rates = {(r["by"], r["count"]): r["rate"] for r in found if "rate" in r}
-    assert set(rates) == {(by, count) for by in (served.INSIDE, served.SERVER) for count in (1, 3)}
+    assert set(rates) == {(by, count) for by in (INSIDE, SERVER) for count in (1, 3)}
     assert all(rate > 0 for rate in rates.values())
     assert table.Table(chosen, inputs.config_in(chosen), found).text().count("of in process") == 2
 
@@ -174,16 +174,22 @@ def test_pytest_is_run_and_counted(tmp_path: Path) -> None:
     assert gpu.failed(record)
 
 
-def test_tests_that_take_too_long_are_interrupted(tmp_path: Path) -> None:
+def test_tests_that_take_too_long_are_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At its limit pytest says what it found so far, and that is no failure."""
-    ready = tmp_path / "ready"
+    ready, ended = tmp_path / "ready", suite.ended
     lines = ("import pathlib, threading", "def test_right(): pass", "def test_endless():")
     waits = (f"    pathlib.Path({str(ready)!r}).touch()", "    threading.Event().wait()")
     (tmp_path / "test_some.py").write_text("\n".join((*lines, *waits)))
-    limit = 6.0
-    while not ready.exists():  # a busy machine needs longer to come to the second test
-        (record,) = suite.run(plan(tmp_path).but(tests=(str(tmp_path),), limit=limit))
-        limit *= 2
+
+    def until_ready(process: Any, seconds: float) -> bool:
+        while not ready.exists():
+            assert not ended(process, 0.05)
+        monkeypatch.setattr(suite, "ended", ended)
+        return False
+
+    monkeypatch.setattr(suite, "ended", until_ready)
+    monkeypatch.setattr(suite, "SUMMARY", 600.0)
+    (record,) = suite.run(plan(tmp_path).but(tests=(str(tmp_path),)))
     assert record["counts"] == {"passed": 1}
     assert "not done in" in record["cut"]
     assert not gpu.failed(record)
@@ -223,6 +229,22 @@ def test_a_run_cut_by_time(folder: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert [record["cut"] for record in json.loads(file.read_text())["records"]] == ["no time was left"] * 4
 
 
+def test_a_run_of_named_parts(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each part that is named is in the table, with weights in fp8 beside those of the model."""
+
+    def run(name: str, plan: Plan, seconds: float) -> list[Record]:
+        return list(gpu.contender(name)(plan))
+
+    file = tmp_path / "found.json"
+    asked = ["prefill", "decode", "--size", "tiny", "--device", "cpu", "--weights", str(folder), "--json", str(file)]
+    assert gpu.main([*asked, "--sequences", "1"], run) == 0
+    told = capsys.readouterr().out
+    assert [f"| {what} |" in told for what in ("prefill | 2 × 60", "decode | 1", "decode | 1, fp8")] == [True] * 3
+    found = json.loads(file.read_text())
+    assert str(folder) not in json.dumps(found)
+    assert {record["by"] for record in found["records"] if record["part"] == "decode"} == {"ours", "fp8"}
+
+
 def test_records_of_a_process_that_fails(tmp_path: Path) -> None:
     """A contender's error is its last line."""
     (record,) = in_a_process("http", plan(tmp_path / "nothing"), 300)
@@ -257,26 +279,27 @@ def wheel(folder: Path, name: str, release: str) -> None:
         packed.writestr(f"{info}/RECORD", "")
 
 
-def test_the_script_with_wheels(folder: Path, tmp_path: Path) -> None:
-    """The script installs what only the folder of wheels has for one run, measures the parts it is asked for, and
-    writes JSON without the machine's folders."""
+def test_the_script_with_wheels(tmp_path: Path) -> None:
+    """The script installs what only the folder of wheels has for one run, runs the parts it is asked for, and writes
+    JSON without the machine's folders."""
     own = tmp_path / "wheels"
     own.mkdir()
     for release in ("1.0", "2.0"):
         wheel(own, "not_installed_anywhere", release)
     wheel(own, "msgspec", version("msgspec"))
-    command = ["bash", str(SCRIPT), "decode", "--wheels", str(own), "--size", "tiny", "--device", "cpu"]
-    command += ["--sequences", "1", "--weights", str(folder)]
+    lines = ("import not_installed_anywhere as found", "def test_newest(): assert found.RELEASE == '2.0'")
+    (tmp_path / "test_some.py").write_text("\n".join(lines))
+    command = ["bash", str(SCRIPT), "tests", "--wheels", str(own), "--size", "tiny", "--device", "cpu"]
     environment = {**os.environ, "OUT": str(tmp_path), "PYTHON": sys.executable}
+    command += ["--tests", str(tmp_path / "test_some.py")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment)
     assert done.returncode == 0, done.stderr
     assert f"of {own}: not-installed-anywhere\n" in done.stdout
-    assert "| decode | 1 |" in done.stdout
-    assert "| decode | 1, fp8 |" in done.stdout
+    assert "| tests | 1 passed |" in done.stdout
     found = json.loads((tmp_path / "gpu-tiny.json").read_text())
     assert str(tmp_path) not in json.dumps(found)
     assert found["command"].startswith("bash benchmarks/gpu.sh")
-    assert {record["by"] for record in found["records"] if record["part"] == "decode"} == {"ours", "fp8"}
+    assert (tmp_path / "gpu-tiny.tests.txt").read_text()
 
 
 def test_wheels_that_are_lacking(tmp_path: Path) -> None:
