@@ -6,6 +6,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,16 @@ LENGTHS = (1, 3, 40, 9, 23, 17)
 
 def cases() -> dict[str, Callable[[], Any]]:
     """Return the configurations by name: the tests' families, and those with heads that kernels take."""
+    wide: dict[str, Callable[[], Any]] = of_tests("architectures").NATIVE
+    return of_tests("tiny_models").FAMILIES | {f"wide {name}": make for name, make in wide.items()}
+
+
+def of_tests(name: str) -> Any:
+    """Return a module of the tests, which are no package."""
     for folder in (TESTS, TESTS / "serving", TESTS / "serving" / "engine"):
         if str(folder) not in sys.path:
             sys.path.append(str(folder))
-    from architectures import NATIVE
-    from tiny_models import FAMILIES
-
-    return FAMILIES | {f"wide {name}": make for name, make in NATIVE.items()}
+    return import_module(name)
 
 
 def run(plan: Plan) -> Iterator[Record]:
@@ -41,25 +45,23 @@ def run(plan: Plan) -> Iterator[Record]:
 
 def compare(config: Any, device: str) -> Record:
     """Return whether an engine's texts equal those of ``generate()`` on the CPU, and what runs by torch."""
-    from engine_runs import run as run_requests
-    from tiny_models import greedy, make_model, prompt_of, request_of, save_bundle
-
     from mlflow_llm.serving.engine.core import EngineCore
     from mlflow_llm.serving.interface.settings import EngineSettings
 
-    model = make_model(config)
-    asked = [prompt_of(length, seed) for seed, length in enumerate(LENGTHS)]
+    tiny, runs = of_tests("tiny_models"), of_tests("engine_runs")
+    model = tiny.make_model(config)
+    asked = [tiny.prompt_of(length, seed) for seed, length in enumerate(LENGTHS)]
     more: dict[str, Any] = {"kv_block_size": 16, "kernels": "torch"} if device == "cpu" else {}
     settings = EngineSettings(
         max_num_seqs=4, max_num_batched_tokens=16, kv_cache_memory=1 << 24, device=device, dtype="float32", **more
     )
     with tempfile.TemporaryDirectory() as folder:
-        bundle = save_bundle(model, Path(folder))
+        bundle = tiny.save_bundle(model, Path(folder))
         with closing(EngineCore(bundle, settings)) as core:
-            done = run_requests(core, *(request_of(str(number), prompt) for number, prompt in enumerate(asked)))
+            done = runs.run(core, *(tiny.request_of(str(number), prompt) for number, prompt in enumerate(asked)))
             paged = core.info.paged
     texts = [done[str(number)].tokens[0] for number in range(len(asked))]
-    differs = [number for number, prompt in enumerate(asked) if texts[number] != greedy(model, prompt, 12)]
+    differs = [number for number, prompt in enumerate(asked) if texts[number] != tiny.greedy(model, prompt, 12)]
     reasons: tuple[str, ...] = ()
     if paged is not None:
         reasons = (paged.attention_reason, paged.prefill_reason, paged.cuda_graphs_reason)
