@@ -49,7 +49,7 @@ class Engine:
         return {
             "part": "engine", "by": by, "start_seconds": self.start_seconds, "attention": paged.attention,
             "prefill": paged.prefill, "graphs": [] if paged.cuda_graphs_reason else list(paged.cuda_graphs),
-            "ahead": paged.launch_ahead, "reasons": [reason for reason in reasons if reason],
+            "ahead": paged.launch_ahead, "reasons": [reason for reason in dict.fromkeys(reasons) if reason],
         }  # fmt: skip
 
     def add(self, size: int, length: int, new: int, adapters: tuple[str, ...] = (), **fields: Any) -> None:

@@ -65,4 +65,8 @@ def compare(config: Any, device: str) -> Record:
     reasons: tuple[str, ...] = ()
     if paged is not None:
         reasons = (paged.attention_reason, paged.prefill_reason, paged.cuda_graphs_reason)
-    return {"equal": not differs, "differs": differs, "reasons": [reason[:200] for reason in reasons if reason]}
+    return {
+        "equal": not differs,
+        "differs": differs,
+        "reasons": [reason[:200] for reason in dict.fromkeys(reasons) if reason],
+    }

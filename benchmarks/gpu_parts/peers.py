@@ -25,18 +25,23 @@ def model_of(plan: Plan) -> Any:
 
 
 def record(by: str, count: int, seconds: float) -> Record:
+    """Return a step's record. Runs that other work delayed may differ by less than nothing."""
+    if seconds <= 0:
+        return {"part": "peers", "by": by, "count": count, "error": f"{by}, {count}: runs differ by chance alone"}
     return {"part": "peers", "by": by, "count": count, "seconds": seconds}
 
 
 def difference(run: Callable[[int], Any], new: int) -> float:
-    """Return seconds a token: the difference of two runs, of which one has half as many tokens. A run before warms
-    up."""
-    seconds = {}
-    for tokens in (new, new // 2, new):
+    """Return seconds a token: the difference of two runs, of which one has half as many tokens, as the median of three.
+    A run before warms up."""
+
+    def timed(tokens: int) -> float:
         began = time.perf_counter()
         run(tokens)
-        seconds[tokens] = time.perf_counter() - began
-    return (seconds[new] - seconds[new // 2]) / (new - new // 2)
+        return time.perf_counter() - began
+
+    timed(new)
+    return median(timed(new) - timed(new // 2) for _ in range(3)) / (new - new // 2)
 
 
 def static(plan: Plan) -> Iterator[Record]:

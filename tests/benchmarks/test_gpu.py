@@ -139,10 +139,22 @@ def test_transformers_decodes_beside_ours(folder: Path, peer: Contender, name: s
     chosen = plan(folder)
     found = list(peer(chosen))
     assert [(record["by"], record["count"]) for record in found] == [(name, 1), (name, 3)]
-    seconds = {record["count"]: abs(record["seconds"]) for record in found}
-    own: list[Record] = [{"part": "decode", "by": "ours", "count": n, "seconds": seconds[n] / 2} for n in seconds]
-    sure: list[Record] = [{**record, "seconds": seconds[record["count"]]} for record in found]
-    assert table.Table(chosen, inputs.config_in(chosen), own + sure).text().count("ours is 2.00 × as fast") == 2
+    assert all(("seconds" in record) != ("error" in record) for record in found)
+    own: list[Record] = [{"part": "decode", "by": "ours", "count": n, "seconds": 0.5} for n in (1, 3)]
+    theirs = [peers.record(record["by"], record["count"], 1.0) for record in found]
+    assert table.Table(chosen, inputs.config_in(chosen), own + theirs).text().count("ours is 2.00 × as fast") == 2
+
+
+def test_a_step_as_the_difference_of_two_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a run costs beside its tokens does not count, nor does one run that took longer by chance."""
+    clock, chance = [0.0], iter([50.0, 0.0, 0.0, 9.0, 0.0, 0.0, 0.0])
+
+    def run(tokens: int) -> None:
+        clock[0] += 3 + 0.25 * tokens + next(chance)
+
+    monkeypatch.setattr(peers.time, "perf_counter", lambda: clock[0])
+    assert peers.difference(run, 8) == 0.25
+    assert "chance" in peers.record(peers.STATIC, 1, -0.1)["error"]
 
 
 def test_the_pace_of_texts_that_grow_together() -> None:
