@@ -71,7 +71,7 @@ class Run:
         plan, beside = self._plan, Beside(self._run)
         seconds = min(CHECKS, self._left)
         if "tests" in plan.parts:
-            beside.start("tests", plan.but(limit=max(seconds - 15, 1)), seconds + 15)
+            beside.start("tests", plan.but(limit=max(seconds - 20, 1)), seconds)
         if "families" in plan.parts:
             for share in range(SIDE_BY_SIDE):
                 beside.start("families", plan.but(share=(share, SIDE_BY_SIDE)), seconds)

@@ -241,6 +241,12 @@ def test_a_run_cut_by_time(folder: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert [record["cut"] for record in json.loads(file.read_text())["records"]] == ["no time was left"] * 4
 
 
+def test_weights_alone(tmp_path: Path) -> None:
+    """A checkpoint is made without a run."""
+    assert gpu.main(["--run", "weights", "--size", "tiny", "--device", "cpu", "--model", str(tmp_path)]) == 0
+    assert (tmp_path / "model.safetensors").is_file()
+
+
 def test_a_run_of_named_parts(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each part that is named is in the table, with weights in fp8 beside those of the model."""
 
