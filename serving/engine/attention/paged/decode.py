@@ -20,12 +20,15 @@ MAX_SPLITS = 64  # for the longest sequence
 MIN_SPLIT_TOKENS = 256  # tokens
 MAX_WIDE_HEAD_DIM = 576  # of DeepSeek's latent keys; a program's sums are in registers
 TARGET_PROGRAMS = 1024  # fills a device; a row's splits get programs of their own only while the grid is smaller
+MAX_ROW_BYTES = 4 << 20  # of the sums of a row's splits; there are more than MAX_SPLITS where these are smaller
 
 
-def split_tokens(max_model_len: int) -> int:
-    """Return the number of tokens in a split: a power of two, the same for every sequence of a model."""
+def split_tokens(max_model_len: int, sums: int) -> int:
+    """Return the number of tokens in a split, with ``sums`` numbers in all heads: a power of two, the same for every
+    sequence of a layer. One sequence alone fills a device by its splits."""
+    most = max(MAX_SPLITS, MAX_ROW_BYTES // (4 * sums))
     split = MIN_SPLIT_TOKENS
-    while split * MAX_SPLITS < max_model_len:
+    while split * most < max_model_len:
         split *= 2
     return split
 

@@ -4,7 +4,7 @@
 
     decode_split    one program per (row, KV head, split): running softmax over the split's tokens, TILE at a time; all
                     heads of a group share what is read. Writes sums [Dv], the maximum score and the exponentials' sum
-    merge_splits    one program per (row, head): the splits in order, and the sink
+    merge_splits    one program per (row, head): the splits, PARTS at a time, and the sink
 
 Splits begin at multiples of SPLIT whatever else is computed, so a row's bits depend on its own sequence alone."""
 
@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 TILE = 64  # tokens
+PARTS: tl.constexpr = tl.constexpr(8)  # splits that are read together
 
 
 def padded(width: int) -> int:
@@ -108,26 +109,31 @@ def merge_splits(
     HAS_SINKS: tl.constexpr,
     DV_PADDED: tl.constexpr,
 ) -> None:
-    """Merge the partial softmaxes of a row's splits, in order, and divide by their sum."""
+    """Merge the partial softmaxes of a row's splits, PARTS at a time and these in order, and divide by their sum."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     length = tl.load(lengths + row)
     first = tl.where(window > 0, tl.maximum(length - window, 0), 0)
     dv = tl.arange(0, DV_PADDED)
-    begin = first // SPLIT
     at = (row * H + head) * num_splits
-    running_max = tl.load(largest + at + begin)
-    exponentials = running_max - running_max
+    begin, end = first // SPLIT, (length + SPLIT - 1) // SPLIT
+    place = tl.arange(0, PARTS)
+    running_max = tl.full([PARTS], float("-inf"), tl.float32)
+    for part in range(begin, end, PARTS):
+        inside = part + place < end
+        running_max = tl.maximum(running_max, tl.load(largest + at + part + place, mask=inside, other=float("-inf")))
+    overall = tl.max(running_max, 0)
+    exponentials = overall - overall  # also NaN if that is what a split has
     if HAS_SINKS:  # a score that takes its share of the softmax but has no value
         sink = tl.load(sinks + head)
-        running_max = tl.maximum(running_max, sink)
-        exponentials = tl.exp(sink - running_max)
+        overall = tl.maximum(overall, sink)
+        exponentials = tl.exp(sink - overall)
     summed = tl.zeros([DV_PADDED], tl.float32)
-    for part in range(begin, (length + SPLIT - 1) // SPLIT):
-        own = tl.load(largest + at + part)
-        new_max = tl.maximum(running_max, own)
-        rescale, factor = tl.exp(running_max - new_max), tl.exp(own - new_max)
-        exponentials = exponentials * rescale + tl.load(total + at + part) * factor
-        summed = summed * rescale + tl.load(sums + (at + part) * DV + dv, mask=dv < DV, other=0.0) * factor
-        running_max = new_max
+    for part in range(begin, end, PARTS):
+        inside = part + place < end
+        factor = tl.exp(tl.load(largest + at + part + place, mask=inside, other=float("-inf")) - overall)
+        exponentials += tl.sum(tl.load(total + at + part + place, mask=inside, other=0.0) * factor, 0)
+        numbers = sums + (at + part + place)[:, None] * DV + dv[None, :]
+        values = tl.load(numbers, mask=inside[:, None] & (dv < DV)[None, :], other=0.0)
+        summed += tl.sum(values * factor[:, None], 0)
     tl.store(out + (row * H + head) * DV + dv, (summed / exponentials).to(out.dtype.element_ty), mask=dv < DV)

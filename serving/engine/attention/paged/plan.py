@@ -31,7 +31,7 @@ class PagedPlan:
     def __init__(self, layers: Sequence[LayerBlocks], tables: StepTables, max_model_len: int) -> None:
         self._layers = layers
         self.tables = tables
-        self._split = decode.split_tokens(max_model_len)
+        self._max_model_len = max_model_len
         self._chunks = chunks.ChunkTables.of(tables) if tables.chunks else None
 
     def attend(self, layer: int, q: Any, k: Any, v: Any, args: AttentionArgs) -> Any:
@@ -88,7 +88,8 @@ class PagedPlan:
         """Attend single tokens q [B, H, D] → [B, H, Dv]."""
         tables = self.tables
         use = decode.attend_split if decode.is_offered(blocks.k, blocks.v, q) else decode.attend
+        split = decode.split_tokens(self._max_model_len, q.shape[1] * blocks.shape.value_dim)
         return use(
             q, blocks.k, blocks.v, tables.block_tables, tables.lengths, args,
-            longest=tables.longest, split=self._split,
+            longest=tables.longest, split=split,
         )  # fmt: skip

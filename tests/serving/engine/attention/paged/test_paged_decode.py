@@ -92,3 +92,11 @@ def test_a_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> 
     assert decode.why_not(k, k, 2) == "the kernel differs from the reference by 1"
     decode.probe.cache_clear()
     assert "exceeds" in decode.why_not(torch.zeros(1, 16, 1, 640), k, 2)
+
+
+def test_splits_are_as_small_as_their_sums_allow() -> None:
+    """A split has 256 tokens where a row's sums take at most 4 MiB, else more, but at most a 64th of the context."""
+    assert decode.split_tokens(4096, 32 * 128) == decode.split_tokens(131_072, 32 * 64) == 256
+    assert decode.split_tokens(131_072, 32 * 128) == 512
+    assert decode.split_tokens(131_072, 64 * 128) == 1024
+    assert decode.split_tokens(131_072, 128 * 512) == decode.split_tokens(131_072 - 5, 128 * 512) == 2048
