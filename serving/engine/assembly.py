@@ -175,7 +175,8 @@ def step_forward(loaded: LoadedModel, cache: KVCache, lora: LoraPool, settings: 
     plain = ModelForward(loaded.model, loaded.holder, cache, lora, loaded.device)
     if isinstance(cache, PagedKVCache) and settings.cuda_graphs == "auto":
         why_not = _why_no_kernel(loaded, cache, decode.why_not)
-        return GraphedForward(plain, loaded.model, loaded.holder, cache, settings.max_num_seqs, why_not=why_not)
+        most = settings.max_num_seqs
+        return GraphedForward(plain, loaded.model, loaded.holder, cache, most, why_not=why_not, lora=lora)
     return plain
 
 

@@ -19,8 +19,10 @@ from ...interface.errors import InvalidField, NotFound, PackagingError, reason
 from ...interface.request import LoraTask
 from ..weights.forward_context import ContextHolder
 from ..weights.linear import EngineLinear, LinearGroup
+from . import lora_slots
 from .files import PROMPT, AdapterFiles, AdapterModule, check_fits, of_decoder, read_adapter
 from .lora_plan import Factors, GroupFactors, LoraPlan, MaskedPlan, SegmentPlan, prefer_segments, segments_of
+from .lora_slots import AdapterSlots
 from .lora_task import TaskReader
 from .virtual_tokens import Table, embedding_width
 
@@ -70,6 +72,7 @@ class LoraPool:
         self._adapters: dict[str, Adapter] = {}
         self._sets: OrderedDict[tuple[str, ...], Groups] = OrderedDict()
         self._alone: dict[str, Groups] = {}  # of each adapter that has run in segments
+        self._slots: AdapterSlots | None = None  # if steps with adapters are recorded
 
     def read(self, name: str, path: str) -> Adapter:
         """Read an adapter from a peft directory onto the device. Raises ``InvalidField`` if it does not fit."""
@@ -112,9 +115,30 @@ class LoraPool:
         """Remove an adapter and return it. The caller makes sure that no sequence uses it."""
         removed = self._adapters.pop(key)
         self._alone.pop(key, None)
+        if self._slots is not None:
+            self._slots.remove(key)
         for keys in [keys for keys in self._sets if key in keys]:
             del self._sets[keys]
         return removed
+
+    def slots(self) -> AdapterSlots:
+        """Return the slots of adapters in recorded steps, made when they are first asked for."""
+        if self._slots is None:
+            groups = [(group.key, group.bounds) for group in self._groups]
+            self._slots = AdapterSlots(groups, self.device, self._dtype)
+        return self._slots
+
+    def fit_slots(self, names: Sequence[str | None]) -> bool:
+        """Return whether one recorded step has room for the adapters ``names``: for so many, and for their ranks."""
+        active = {name for name in names if name is not None}
+        return len(active) < lora_slots.NUM_SLOTS and all(
+            name in self._adapters and self._adapters[name].rank <= lora_slots.MAX_RANK for name in active
+        )
+
+    def slots_of(self, names: Sequence[str | None]) -> list[int]:
+        """Return the slots of rows with the adapters ``names``, which ``fit_slots``."""
+        factors = {name: self._adapters[name].factors for name in names if name is not None}
+        return self.slots().slots_of(names, factors)
 
     @property
     def is_on_host(self) -> bool:

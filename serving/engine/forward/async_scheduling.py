@@ -81,7 +81,7 @@ class LaunchAhead:
     def takes(self, chunks: Sequence[ScheduledChunk]) -> bool:
         """Return whether a scheduled step can be run this way: each chunk is one generated token, and the next one can
         be sampled on the device."""
-        if self._graphs is None or not self._graphs.takes(len(chunks)):
+        if self._graphs is None or not self._graphs.takes(len(chunks), adapters_of(chunks)):
             return False
         return all(
             chunk.num_tokens == 1 and chunk.start >= chunk.sequence.num_prompt and _is_plain(chunk) for chunk in chunks
@@ -117,7 +117,8 @@ class LaunchAhead:
 
     def _launch(self, chunks: Sequence[ScheduledChunk], ids: Any) -> LaunchedStep:
         assert self._graphs is not None
-        found = self._graphs.decode(ids, [Row(chunk.sequence.id, chunk.start, 1) for chunk in chunks])
+        rows = [Row(chunk.sequence.id, chunk.start, 1) for chunk in chunks]
+        found = self._graphs.decode(ids, rows, adapters_of(chunks))
         sequences, positions = [chunk.sequence for chunk in chunks], [chunk.start + 1 for chunk in chunks]
         tokens = draw_unread(found.logits, sequences, positions, found.largest)
         # ``_read`` may look at the logits of rows that were drawn, after the next step has overwritten them
@@ -157,6 +158,11 @@ class LaunchAhead:
                 raise RuntimeError(f"sequence {chunk.sequence.id} was launched at {chunk.start}, which is not its end")
 
 
+def adapters_of(chunks: Sequence[ScheduledChunk]) -> list[str | None]:
+    """Return the adapter of each of ``chunks``."""
+    return [chunk.sequence.adapter for chunk in chunks]
+
+
 def _is_plain(chunk: ScheduledChunk) -> bool:
     sequence = chunk.sequence
-    return chunk.samples and sequence.adapter is None and sequence.group.beams is None and is_drawn_unread(sequence)
+    return chunk.samples and sequence.group.beams is None and is_drawn_unread(sequence)

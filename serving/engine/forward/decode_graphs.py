@@ -5,8 +5,9 @@
     sizes      1  2  4  8  16 …  max_num_seqs
     5 rows  →  [ r0 r1 r2 r3 r4 | -- -- -- ]   captured for 8; the padding reads and writes block 0
 
-Steps with prompts, adapters or input embeddings run by the model's code as usual. On CPU nothing is captured and the
-same buffers are computed anew each time."""
+Steps with adapters are captured apart, when the first of them comes; their rows have slots of adapters
+(``lora_slots``). Steps with prompts or input embeddings run by the model's code as usual. On CPU nothing is captured
+and the same buffers are computed anew each time."""
 
 from __future__ import annotations
 
@@ -14,14 +15,18 @@ import logging
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
+from ..adapters import lora_slots
+from ..adapters.lora import LoraPool
+from ..adapters.lora_slots import SlotPlan
 from ..attention.kv_cache import Row
 from ..attention.paged.cache import PagedKVCache
 from ..attention.paged.plan import PagedPlan
-from ..devices.transfers import upload
+from ..devices.transfers import upload, upload_values
 from ..models.step_input import StepInput
 from ..sampling.largest import largest
 from ..weights.forward_context import ContextHolder, ForwardContext
@@ -49,11 +54,14 @@ class Decoded:
 class RecordedStep:
     """A step of ``size`` single tokens over buffers at fixed addresses."""
 
-    def __init__(self, model: Any, holder: ContextHolder, cache: PagedKVCache, size: int) -> None:
+    def __init__(
+        self, model: Any, holder: ContextHolder, cache: PagedKVCache, size: int, adapters: SlotPlan | None = None
+    ) -> None:
         self._model = model
         self._holder = holder
         self._cache = cache
         self._size = size
+        self._adapters = adapters
         self._buffers = StepBuffers(cache, size)
         self._plan = PagedPlan(cache.layers, self._buffers.tables, cache.max_model_len)
         self.graph: Any = None
@@ -85,8 +93,14 @@ class RecordedStep:
         self.graph.replay()
         return Decoded(self.logits[: len(rows)], self.largest[: len(rows)])
 
+    def put_slots(self, slots: Sequence[int]) -> None:
+        """Set the slots of the rows' adapters; the padding has none."""
+        if self._adapters is not None:
+            padded = [*slots, *[0] * (self._size - len(slots))]
+            self._adapters.rows.copy_(upload_values(padded, torch.int32, self._cache.device))
+
     def compute(self) -> Any:
-        self._holder.context = ForwardContext(num_tokens=self._size, attention=self._plan)
+        self._holder.context = ForwardContext(num_tokens=self._size, attention=self._plan, lora=self._adapters)
         try:
             return self._model(
                 input_ids=self._buffers.ids.clamp_min(0),
@@ -113,11 +127,16 @@ class GraphedForward:
         max_num_seqs: int,
         *,
         why_not: str = "",
+        lora: LoraPool | None = None,
     ) -> None:
         self.plain = plain
         self.device = cache.device
         self.sizes = sizes_up_to(max_num_seqs)
         self.steps = {size: RecordedStep(model, holder, cache, size) for size in self.sizes}
+        self.adapted: dict[int, RecordedStep] | None = None  # None until there has been a step with adapters
+        latent = any(layer.shape.shared for layer in cache.layers)  # its adapters are applied in another order
+        self._lora = None if latent else lora
+        self._make = partial(RecordedStep, model, holder, cache)
         self.reason = ""
         if cache.device.type != "cuda":
             self.reason = "there is no CUDA device; steps are computed without capture"
@@ -127,12 +146,29 @@ class GraphedForward:
             self.record()
 
     def record(self) -> None:
-        memory = torch.cuda.graph_pool_handle()
+        self._memory = torch.cuda.graph_pool_handle()
         try:
             for size in reversed(self.sizes):  # largest first, since smaller ones fit into its memory
-                self.steps[size].record(memory)
+                self.steps[size].record(self._memory)
         except (RuntimeError, NotImplementedError) as error:  # code that reads computed values cannot be captured
             self._give_up(f"its code cannot be captured: {' '.join(str(error).split())[:300]}")
+
+    def record_adapted(self) -> None:
+        """Capture the steps with adapters, if the kernels run; otherwise ``adapted`` stays empty."""
+        self.adapted = {}
+        lora = self._lora
+        if lora is None or lora_slots.why_not(lora.device, lora.slots().dtype):
+            return
+        try:
+            with torch.inference_mode():
+                made = {size: self._make(size, SlotPlan(lora.slots(), size)) for size in self.sizes}
+                for size in reversed(self.sizes if self.device.type == "cuda" else []):
+                    made[size].record(self._memory)
+        except (RuntimeError, NotImplementedError) as error:
+            reason = " ".join(str(error).split())[:300]
+            logger.warning("decode steps with adapters are not captured as CUDA graphs: %s", reason)
+            return
+        self.adapted = made
 
     def _give_up(self, reason: str) -> None:
         logger.warning("decode steps are not captured as CUDA graphs: %s", reason)
@@ -143,16 +179,32 @@ class GraphedForward:
     def forward(self, step: StepInput) -> Any:
         """See ``StepForward.forward``."""
         num_rows = len(step.rows)
-        is_single = len(step.kept) == len(step.ids) == num_rows and step.virtual is None and not any(step.adapters)
-        if not is_single or not self.takes(num_rows):
+        is_single = len(step.kept) == len(step.ids) == num_rows and step.virtual is None
+        if not is_single or not self.takes(num_rows, step.adapters):
             return self.plain.forward(step)
-        return self.decode(upload(step.ids, self.device), step.rows).logits.clone()  # the next step overwrites it
+        decoded = self.decode(upload(step.ids, self.device), step.rows, step.adapters)
+        return decoded.logits.clone()  # the next step overwrites it
 
-    def takes(self, num_rows: int) -> bool:
-        """Return whether a step of so many single tokens has been captured."""
-        return bool(self.sizes) and num_rows <= self.sizes[-1]
+    def takes(self, num_rows: int, adapters: Sequence[str | None] = ()) -> bool:
+        """Return whether a step of so many single tokens, with these adapters, has been captured."""
+        if not self.sizes or num_rows > self.sizes[-1]:
+            return False
+        if not any(adapters):
+            return True
+        if self._lora is None or not self._lora.fit_slots(adapters):
+            return False
+        if self.adapted is None:
+            self.record_adapted()
+        return bool(self.adapted)
 
-    def decode(self, ids: Any, rows: Sequence[Row]) -> Decoded:
-        """Compute single tokens of the base model; ``ids`` int64 [len(rows)] are on the device, negative where there is
-        no token."""
-        return self.steps[self.sizes[bisect_left(self.sizes, len(rows))]].run(ids, rows)
+    def decode(self, ids: Any, rows: Sequence[Row], adapters: Sequence[str | None] = ()) -> Decoded:
+        """Compute single tokens of the base model or of ``adapters``, one a row; ``ids`` int64 [len(rows)] are on the
+        device, negative where there is no token."""
+        size = self.sizes[bisect_left(self.sizes, len(rows))]
+        if not any(adapters):
+            return self.steps[size].run(ids, rows)
+        assert self.adapted is not None
+        assert self._lora is not None
+        step = self.adapted[size]
+        step.put_slots(self._lora.slots_of(adapters))
+        return step.run(ids, rows)

@@ -18,6 +18,7 @@ def test_every_kernel_compiles(tmp_path: Path) -> None:
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 
+    from mlflow_llm.serving.engine.adapters import slots_kernel
     from mlflow_llm.serving.engine.attention import rotation_kernel
     from mlflow_llm.serving.engine.attention.paged import decode_kernel, prefill_kernel, wide_kernel, write_kernel
     from mlflow_llm.serving.engine.models.fused import experts_kernel
@@ -31,7 +32,7 @@ def test_every_kernel_compiles(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     attention = (decode_kernel, prefill_kernel, write_kernel, rotation_kernel)
     modules = (*attention, device_sampling_kernel, largest_kernel, fp8_kernel, fp8_rows_kernel, fused_kernels)
-    modules += (experts_kernel, wide_kernel)
+    modules += (experts_kernel, wide_kernel, slots_kernel)
     kinds = (InterpretedFunction, JITFunction)
     functions = {name for one in modules for name, value in vars(one).items() if isinstance(value, kinds)}
     called = {

@@ -9,6 +9,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from mlflow_llm.serving.engine.adapters import slots_kernel as adapters
 from mlflow_llm.serving.engine.attention import rotation_kernel as rotation
 from mlflow_llm.serving.engine.attention.paged import decode_kernel as decode
 from mlflow_llm.serving.engine.attention.paged import prefill_kernel as prefill
@@ -88,3 +89,8 @@ main = {"MAIN_DIM": 512, "MAIN_PADDED": 512, "DV_PADDED": 512}
 build(wide_heads.decode_wide, arrays, **split, **latent, **main)
 plain = {"HKV": 2, "GROUP": 4, "D": 512, "DV": 512, "REST_DIM": 0, "REST_PADDED": 16, "SHARED": False}
 build(wide_heads.decode_wide, arrays, **split, **plain, **main)
+sizes = {"MEMBERS": 3, "SPLITS": 2, "MAX_RANK": 64, "RANK_BLOCK": 16}
+arrays = [HALF, INT, LONG, INT, FLOAT]
+build(adapters.shrink, [*arrays, "i32", "i32", "i32"], SPLIT_K=1024, BLOCK_K=256, **sizes)
+arrays = [FLOAT, INT, LONG, INT, FLOAT, INT, HALF]
+build(adapters.expand, [*arrays, "i32", "i32", "i32", "i32"], BLOCK_N=256, **sizes)
