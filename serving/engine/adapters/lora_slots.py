@@ -95,7 +95,7 @@ class AdapterSlots:
                 return 0
             whole = tensor.contiguous()
             kept.append(whole if whole.data_ptr() % ALIGNED == 0 else whole.clone())
-            return kept[-1].data_ptr()
+            return int(kept[-1].data_ptr())
 
         rows, ranks, scales = [], [], []
         for module in self._names:
