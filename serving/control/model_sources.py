@@ -125,6 +125,7 @@ def config_of(spec: EndpointSpec) -> EndpointConfig:
         routes=(route,),
         profile=spec.profile,
         prefix_sharing=spec.prefix_sharing,
+        payload_log=spec.payload_log,
         dialects=spec.dialects,
     )
 

@@ -348,6 +348,7 @@ class Reconciler:
             sticky=config.sticky,
             profile=config.profile,
             prefix_sharing=config.prefix_sharing,
+            payload_log=config.payload_log,
             dialects=config.dialects,
         )
 

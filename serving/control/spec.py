@@ -11,6 +11,7 @@ from msgspec import Struct
 from ..interface.bundle import Bundle
 from ..interface.dialect_settings import BATCH, DialectSettings, batched
 from ..interface.errors import InvalidField
+from ..interface.payload_log import PayloadLog
 from ..interface.settings import EngineSettings, PrefixSharing, check_name
 from .settings import ServerSettings
 
@@ -32,6 +33,7 @@ class EndpointSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     engine: EngineSettings = EngineSettings()
     profile: ProfileName = "open"
     prefix_sharing: PrefixSharing | None = None
+    payload_log: PayloadLog | None = None
     dialects: DialectSettings = DialectSettings()
     created: int = 0
     defaults: dict[str, Any] = {}
@@ -65,6 +67,10 @@ class ServeSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
         Raises ``InvalidField``.
         """
+        for place, one in enumerate(self.endpoints):
+            if one.payload_log is not None and self.settings.database is None:
+                allowed = "none without a database (--database), in which the log is kept"
+                raise InvalidField(f"endpoints[{place}].payload_log", msgspec.to_builtins(one.payload_log), allowed)
         own = [one.dialects.over(self.dialects) for one in self.endpoints]
         for dialects in (self.dialects, *own):
             dialects.check()

@@ -10,6 +10,7 @@ from msgspec import Struct
 
 from ..interface.bundle import Bundle
 from ..interface.dialect_settings import DialectSettings
+from ..interface.payload_log import PayloadLog
 from ..interface.settings import EngineSettings, PrefixSharing
 from ..model_files.model_uri import by_version
 from ..model_files.model_version import ModelVersion
@@ -95,7 +96,7 @@ class EndpointConfig(Struct, frozen=True, kw_only=True):
 
     With ``sticky``, all requests of an API key go to the served entity that the key is assigned to. ``profile`` names
     the defaults and limits of requests; ``prefix_sharing`` says who reuses whose prompt prefixes. For both, and for the
-    settings of ``dialects``, None means the server's value.
+    settings of ``dialects``, None means the server's value. Without ``payload_log``, no text is logged.
     """
 
     served_entities: tuple[EntityConfig, ...]
@@ -103,6 +104,7 @@ class EndpointConfig(Struct, frozen=True, kw_only=True):
     sticky: bool = False
     profile: str | None = None
     prefix_sharing: PrefixSharing | None = None
+    payload_log: PayloadLog | None = None
     dialects: DialectSettings = DialectSettings()
 
 
@@ -171,9 +173,11 @@ def config_to_wire(config: EndpointConfig) -> dict[str, Any]:
     ]
     traffic: dict[str, Any] = {"routes": routes} | ({"sticky": True} if config.sticky else {})
     sharing = {} if config.prefix_sharing is None else {"prefix_sharing": config.prefix_sharing}
+    log = {} if config.payload_log is None else {"payload_log": msgspec.to_builtins(config.payload_log)}
     return (
         {"served_entities": entities, "served_models": models, "traffic_config": traffic}
         | sharing
+        | log
         | config.dialects.given()
     )
 

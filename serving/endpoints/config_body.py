@@ -14,6 +14,7 @@ import msgspec
 from ..interface.dialect_settings import NAMES as DIALECT_SETTINGS
 from ..interface.dialect_settings import DialectSettings, batched
 from ..interface.errors import InvalidField
+from ..interface.payload_log import PayloadLog
 from ..interface.readers import Entry, any_of, boolean, integer, list_of, obj, one_of, reader, record, string, text
 from ..interface.settings import GRANTED, NAME, NAME_ALLOWED, EngineSettings, PrefixSharing, check_server_engine
 from ..modes.provisioned import check_throughput
@@ -125,6 +126,18 @@ def _setting(name: str) -> Entry:
     return Entry(read, "See docs/mindie.md")
 
 
+def _payload_log_schema() -> dict[str, Any]:
+    schema = msgspec.json.schema(PayloadLog)["$defs"][PayloadLog.__name__]
+    return {"type": "object", "additionalProperties": False, "properties": schema["properties"]}
+
+
+@reader(**_payload_log_schema())
+def _payload_log(value: Any, path: str) -> PayloadLog:
+    values = obj(value, path)
+    with as_written(None, path):
+        return PayloadLog.read(values)
+
+
 _COMMON = {
     **{name: _setting(name) for name in DIALECT_SETTINGS},
     "traffic_config": Entry(_TRAFFIC),
@@ -132,6 +145,7 @@ _COMMON = {
         one_of(*get_args(PrefixSharing)),
         "Whose requests reuse each other's prompt prefixes; the server's own without it",
     ),
+    "payload_log": Entry(_payload_log, "Keep the texts of requests, as these settings say; null keeps none"),
     "name": Entry(string, "In an update: the endpoint's own"),
 }
 NEW_SHAPE = record(served_entities=_entities({}), **_COMMON)
@@ -186,6 +200,7 @@ def _config(listed: list[dict[str, Any]], found: dict[str, Any]) -> EndpointConf
         routes=routes,
         sticky=traffic.get("sticky", False),
         prefix_sharing=found.get("prefix_sharing"),
+        payload_log=found.get("payload_log"),
         dialects=dialects,
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal, NotRequired, TypedDict
 
 from ..interface.dialect_settings import DialectSettings
+from ..interface.payload_log import PayloadLog
 from ..interface.settings import PrefixSharing
 from ..interface.type_schema import fields, form
 from ..metering.accounts.authorization import PermissionLevel
@@ -74,6 +75,7 @@ ConfigInfo = form(
         "served_models": list[ServedModelInfo],
         "traffic_config": TrafficInfo,
         "prefix_sharing": NotRequired[PrefixSharing],
+        "payload_log": NotRequired[PayloadLog],
         **{name: NotRequired[hint] for name, hint in fields(DialectSettings).items()},
         "config_version": int,
         "start_time": NotRequired[int],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -103,9 +104,22 @@ def _accept(
         held.callback(server.load_shedder.leave, entity.engine, reserves=reserves, caller=sharer)
         valid = server.offload(len(body), prepare, raw, entity.view, limits)
         record.accept(valid, body)
+        _capture(server, entity, request, body, held)
     if raw.echoed:
         held.enter_context(server.memory.allocate(request.payer(server))).grow(len(raw.echoed))
     return entity, valid, raw.echoed
+
+
+def _capture(server: WorkerState, entity: ServedEntity, request: Request, body: bytes, held: ExitStack) -> None:
+    """Have the record keep the texts of the request, if its endpoint logs them and the request is in the sample."""
+    settings = entity.payload_log
+    if settings is None or server.payloads is None or random.random() >= settings.sample:
+        return
+    caller = request.caller
+    capture = server.payloads.capture(settings, tenant=caller.tenant, key_id=caller.key_id, body=body)
+    if capture.body is not None:
+        held.enter_context(server.memory.allocate(request.payer(server))).grow(len(capture.body))
+    request.record.keep_texts(capture)
 
 
 def _limits(server: WorkerState, entity: ServedEntity, request: Request, keep_pixels: Callable[[int], None]) -> Limits:
@@ -163,6 +177,8 @@ def _start(
             admission.lease.hold()
             request.background.admitted(admission.lease)
         request.record.headers |= rate_limit_headers.headers(admission.lease.limits)
+    if request.record.capture is not None:
+        request.record.capture.admitted = True
     source = _run(entity, valid, admission)
     pull: InterruptibleIterator[Piece] = InterruptibleIterator(source)
     held.callback(pull.close)

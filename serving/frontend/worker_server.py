@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # each imports a library that a server which does not use it 
     from ..metering.ledger.ledger import Ledger
     from ..metering.store.store import Store
     from .jwt_tokens import Tokens
+    from .payload_queue import PayloadQueue
 
 
 def worker_server(spec: ServeSpec, directory: Path, cache_secret: bytes | None = None) -> WorkerState:
@@ -79,6 +80,7 @@ def worker_server(spec: ServeSpec, directory: Path, cache_secret: bytes | None =
         runtime_dir=spec.runtime_dir,
         find_models=find,
         prompts=PromptRegistry() if is_configured() else None,
+        payloads=None if ledger is None else _payloads(ledger),
     )
     gevent.spawn(follower.run)
     return server
@@ -98,6 +100,15 @@ def _tokens(settings: ServerSettings) -> Tokens | None:
     from .jwt_tokens import Tokens
 
     return Tokens(settings, KeySource(settings.jwt_jwks))
+
+
+def _payloads(ledger: Ledger) -> PayloadQueue:
+    from ..metering.usage.payloads import Payloads
+    from .payload_queue import PayloadQueue
+
+    queue = PayloadQueue(Payloads(ledger.store), ledger.now_ms)
+    queue.start()
+    return queue
 
 
 def _tracer(settings: ServerSettings, directory: Path) -> Tracer:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # each imports a library that a server which does not use it 
     from ..metering.accounts.keys import Keys
     from ..metering.ledger.ledger import Ledger
     from .jwt_tokens import Tokens
+    from .payload_queue import PayloadQueue
 
 
 # Bytes of decoded images for each byte of a body: a photograph in JPEG has about ten times as many.
@@ -45,6 +46,7 @@ class WorkerState:
     Without ``endpoint_store`` and ``follower`` (of the plan) the endpoints are not managed. ``runtime_dir`` has the
     engines' state directories; None means the user's own. ``find_models`` resolves URIs (``ResolverPool``).
     ``prompts`` is MLflow's prompt registry, if the server has one.
+    ``payloads`` takes the texts of requests to endpoints with a payload log.
     ``batches_changed`` wakes the runner of batches.
     """
 
@@ -66,6 +68,7 @@ class WorkerState:
     runtime_dir: str | None = None
     find_models: FindModels | None = None
     prompts: PromptRegistry | None = None
+    payloads: PayloadQueue | None = None
     batches_changed: Event = field(default_factory=Event)
 
     @property

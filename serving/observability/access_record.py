@@ -15,10 +15,12 @@ from ..interface.errors import Aborted
 from ..interface.labels import NONE, Labels
 from ..interface.reply import Choice, Delta, Done, Ended, Piece, Score, Usage, Vector
 from ..interface.request import ValidRequest
+from ..metering.usage.payloads import Payload
 from ..model_files.model_version import UNKNOWN, ModelVersion
 from ..system import logs
 from ..tasks.reply.pieces import Gathered
 from . import metrics, tracing
+from .payload_capture import Capture, Captured
 from .returned_trace import returned_trace
 from .tracing import MAX_CONTENT, SpanRecord, TraceContext, Tracer
 
@@ -38,7 +40,8 @@ class AccessRecord:
 
     ``finish`` logs and counts the request; a second call does nothing. ``headers`` are added to those of the response,
     also to an error's. ``reply_id`` is the reply's ``id``, also in the ledger. ``body`` and ``replies`` (by choice)
-    are only kept if content is traced, or if the reply has the trace.
+    are only kept if content is traced, or if the reply has the trace; ``replies`` also for the payload log, for which
+    ``capture`` has the rest.
     """
 
     request_id: str
@@ -55,6 +58,7 @@ class AccessRecord:
     reply_id: str = ""
     body: bytes | None = None
     replies: dict[int, Gathered] | None = None
+    capture: Capture | None = None
     reasons: dict[int, str] = field(default_factory=dict)
     prompt_tokens: int = 0
     key: str | None = None
@@ -81,6 +85,11 @@ class AccessRecord:
             self.trace = tracing.begin(sampled=False)
         if request.return_trace or (self.tracer.content and self.trace is not None and self.trace.sampled):
             self.body, self.replies = body[:MAX_CONTENT], {}
+
+    def keep_texts(self, capture: Capture) -> None:
+        """Keep the texts of the request for the payload log."""
+        self.capture = capture
+        self.replies = {} if self.replies is None else self.replies
 
     def see(self, piece: Piece) -> None:
         """Record a piece on its way to the caller."""
@@ -133,6 +142,8 @@ class AccessRecord:
             if self.trace is not None and self.trace.sampled:
                 span = self._span(status, error, seconds)
                 self.tracer.export(span if self.tracer.content else replace(span, body=None, replies=None))
+        if self.capture is not None and self.capture.admitted:
+            self.capture.send(self._captured(self.capture, status, seconds))
         logs.event(
             "request",
             level=self._level(status),
@@ -161,6 +172,31 @@ class AccessRecord:
             ttft_ms=None if self.ttft is None else round(self.ttft * 1e3, 3),
             duration_ms=round(seconds * 1e3, 3),
             error=error,
+        )
+
+    def _captured(self, capture: Capture, status: int, seconds: float) -> Captured:
+        replies = self.replies or {}
+        row = Payload(
+            request_id=self.reply_id,
+            endpoint=self.endpoint,
+            entity=self.entity,
+            adapter=self.adapter or None,
+            tenant=capture.tenant,
+            key_id=capture.key_id,
+            client_request_id=self.labels.client_request_id or None,
+            status_code=status,
+            started_ms=int((time.time() - seconds) * 1000),
+            duration_ms=round(seconds * 1000),
+            sample=capture.settings.sample,
+            request=None,
+            response=None,
+        )
+        return Captured(
+            settings=capture.settings,
+            row=row,
+            task=self.task,
+            body=capture.body,
+            replies=[(replies[i].choice(i), self.reasons.get(i)) for i in sorted(replies)],
         )
 
     def _level(self, status: int) -> int:

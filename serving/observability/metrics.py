@@ -45,6 +45,12 @@ DISCONNECTS = Counter("mlflow_llm_disconnects", "Requests whose client disconnec
 TRACES_DROPPED = Counter(
     "mlflow_llm_traces_dropped", "Traces dropped because the exporter was too far behind", registry=OWN
 )
+PAYLOADS_DROPPED = Counter(
+    "mlflow_llm_payloads_dropped",
+    "Requests missing in the payload log, because the store was too far behind or refused them",
+    ("endpoint",),
+    registry=OWN,
+)
 STORE_OUTAGES = Counter("mlflow_llm_store_outages", "Times that the store stopped answering, per worker", registry=OWN)
 COUNT_VIOLATIONS = Counter(
     "mlflow_llm_ledger_violations",

@@ -230,6 +230,7 @@ class PlanFollower:
             mode=mode,
             created=planned.created,
             prefix_sharing=planned.prefix_sharing,
+            payload_log=planned.payload_log,
             identity=source.identity,
         )
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from ..interface.engine import Engine
 from ..interface.errors import InvalidField, NotFound
+from ..interface.payload_log import PayloadLog
 from ..interface.request import Task
 from ..interface.settings import NAME, PrefixSharing
 from ..metering.accounts.authorization import ANONYMOUS, Caller
@@ -24,7 +25,7 @@ class ServedEntity:
     ``view`` has what validation needs to know, including the tokenizer. ``mode`` admits requests; None admits all and
     keeps no ledger. ``created`` is in Unix seconds. ``entity`` is the served model's name in responses and metrics,
     ``identity`` says which model that is, in which version.
-    A ``prefix_sharing`` of None means the server's setting.
+    A ``prefix_sharing`` of None means the server's setting; without ``payload_log`` no text is kept.
     """
 
     endpoint: str
@@ -34,6 +35,7 @@ class ServedEntity:
     mode: Mode | None = None
     created: int = 0
     prefix_sharing: PrefixSharing | None = None
+    payload_log: PayloadLog | None = None
     identity: ModelVersion = UNKNOWN
 
     @property

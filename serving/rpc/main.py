@@ -136,6 +136,8 @@ def end(process: Process, service: Service, server: WorkerState, rpc: grpc.Serve
     until = time.monotonic() + 2 * LAST_SECONDS
     while not stopped.is_set() and time.monotonic() < until:
         gevent.sleep(TICK_SECONDS)
+    if server.payloads is not None:
+        server.payloads.close(LAST_SECONDS)
     if server.ledger is not None:
         server.ledger.settle_open()
         server.ledger.close()

@@ -13,6 +13,7 @@ from ...control.settings import ServerSettings
 from ...control.spec import ServeSpec
 from ...interface.dialect_settings import DialectSettings
 from ...interface.errors import InvalidField
+from ...interface.payload_log import PayloadLog
 from ...interface.settings import EngineSettings, check_server_engine
 from ...interface.validated_struct import Checked
 from ...supervision.engine_spec import EngineSpec
@@ -55,6 +56,7 @@ def _settings_in(raw: Any, settings: type[Checked]) -> Iterator[tuple[str, type[
     for place, one in enumerate(listed if isinstance(listed, list) else ()):
         found.append((f"endpoints[{place}].engine", EngineSettings, one))
         found.append((f"endpoints[{place}].dialects", DialectSettings, one))
+        found.append((f"endpoints[{place}].payload_log", PayloadLog, one))
     for parent, checked, holder in found:
         values = holder.get(parent.rpartition(".")[2]) if isinstance(holder, dict) else None
         if isinstance(values, dict):

@@ -10,6 +10,7 @@ import msgspec
 
 from ...control.spec import ServeSpec
 from ...interface.dialect_settings import DialectSettings
+from ...interface.payload_log import PayloadLog
 from ...interface.settings import EngineSettings
 from ...interface.validated_struct import OF_BYTES, Checked
 from ...supervision.engine_spec import EngineSpec
@@ -41,7 +42,7 @@ def schema(kind: str) -> dict[str, Any]:
 def _settings_of(kind: type[Any]) -> tuple[type[Checked], ...]:
     from ...control.settings import ServerSettings
 
-    return (ServerSettings, EngineSettings, DialectSettings) if kind is ServeSpec else (EngineSettings,)
+    return (ServerSettings, EngineSettings, DialectSettings, PayloadLog) if kind is ServeSpec else (EngineSettings,)
 
 
 def _or_size(field: dict[str, Any]) -> dict[str, Any]:

@@ -193,6 +193,8 @@ class DrainingWorker(GeventWorker):
         for acceptor in acceptors:
             acceptor.greenlets.join(timeout=LAST_SECONDS)
             acceptor.greenlets.kill(timeout=LAST_SECONDS)
+        if self.server.payloads is not None:
+            self.server.payloads.close(FLUSH_SECONDS)
         if self.server.ledger is not None:
             self.server.ledger.close()
         if self.server.follower is not None:

@@ -23,6 +23,7 @@ def create(server: WorkerState, request: Request) -> Answer:
     endpoints, body = server.managed_endpoints(), request.json()
     if body.get("rate_limits"):
         _check_ledger(server, "rate_limits")
+    _check_log(server, body.get("config"), "config.payload_log")
     return json_answer(endpoints.create(body, by=request.actor))
 
 
@@ -44,7 +45,9 @@ def delete(server: WorkerState, request: Request) -> Answer:
 
 
 def update_config(server: WorkerState, request: Request) -> Answer:
-    return json_answer(server.managed_endpoints().update_config(request.name, request.json(), by=request.actor))
+    endpoints, body = server.managed_endpoints(), request.json()
+    _check_log(server, body, "payload_log")
+    return json_answer(endpoints.update_config(request.name, body, by=request.actor))
 
 
 def give_back_config(server: WorkerState, request: Request) -> Answer:
@@ -86,6 +89,11 @@ def get_metrics(server: WorkerState, request: Request) -> Answer:
 def _check_ledger(server: WorkerState, field: str) -> None:
     if server.ledger is None:
         raise Conflict(f"{field}: this server keeps no ledger to limit by; start it with --database")
+
+
+def _check_log(server: WorkerState, config: object, field: str) -> None:
+    if server.ledger is None and isinstance(config, dict) and config.get("payload_log") is not None:
+        raise Conflict(f"{field}: this server has no database to keep texts in; start it with --database")
 
 
 ONE = f"{SERVING_ENDPOINTS}/<name>"

@@ -1,6 +1,7 @@
 """``GET /api/2.0/requests``: the newest requests of the ledger, running ones included, for callers who manage.
 
-It has status, times and tokens, never a text: the ledger keeps none.
+It has status, times and tokens, never a text: the ledger keeps none. ``has_payload`` says whether the payload log of
+the endpoint does (``payloads``).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from ...frontend.operation import Auth, Request, with_body
 from ...frontend.worker_state import WorkerState
 from ...interface.errors import InvalidField, NotFound
 from ...metering.usage.filter import STATUSES, filter_of
+from ...metering.usage.payloads import Payloads
 from ...metering.usage.reply_types import RECENT_FIELDS, RecentRequests
 from ...metering.usage.usage import Usage, UsageRow
 from ..query_parameters import limit_of
@@ -42,12 +44,13 @@ def recent_requests(server: WorkerState, request: Request) -> Answer:
             raise InvalidField(name[:80], value, "no such parameter; expected one of " + ", ".join(QUERY))
     limit = limit_of(asked, MAX_ROWS, DEFAULT_ROWS)
     asked.pop("limit", None)
-    rows = Usage(server.ledger.store).newest(filter_of(asked), limit)
-    return json_answer({"now_ms": server.ledger.now_ms(), "requests": [_shown(row) for row in rows]})
+    rows, now_ms = Usage(server.ledger.store).newest(filter_of(asked), limit), server.ledger.now_ms()
+    logged = Payloads(server.ledger.store).logged([row.request_id for row in rows], now_ms)
+    return json_answer({"now_ms": now_ms, "requests": [_shown(row, row.request_id in logged) for row in rows]})
 
 
-def _shown(row: UsageRow) -> dict[str, Any]:
-    return {name: getattr(row, name) for name in RECENT_FIELDS}
+def _shown(row: UsageRow, has_payload: bool) -> dict[str, Any]:
+    return {name: getattr(row, name) for name in RECENT_FIELDS} | {"has_payload": has_payload}
 
 
 ROUTES = (

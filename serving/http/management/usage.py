@@ -6,9 +6,8 @@ A key sees its own usage; with the scope "usage", its tenant's; with "manage", a
 from __future__ import annotations
 
 import itertools
-import tempfile
 from collections.abc import Iterator, Mapping
-from typing import IO, Any
+from typing import Any
 
 import msgspec
 
@@ -23,6 +22,7 @@ from ...metering.usage.filter import MAX_VERSION, filter_of, groups_of
 from ...metering.usage.reply_types import Bill, UsagePageInfo
 from ...metering.usage.usage import ALLOWED_GROUPS, MAX_PAGE, Usage, UsageFilter, bill
 from ..route import Route
+from .attachments import PARQUET, attached, attachment
 from .paths import USAGE
 
 _NAME = {"type": "string", "minLength": 1, "maxLength": 256}
@@ -48,7 +48,6 @@ USAGE_QUERY: dict[str, dict[str, Any]] = {
 }
 FORMATS = tuple(USAGE_QUERY["format"]["enum"])
 CSV_LINES = 200
-CHUNK_BYTES = 1 << 16
 
 
 def get_usage(server: WorkerState, request: Request) -> Answer:
@@ -124,29 +123,11 @@ def _csv(source: Usage, what: UsageFilter) -> Answer:
         while batch := "".join(itertools.islice(lines, CSV_LINES)):
             yield batch.encode()
 
-    return Answer(body=chunks(), content_type="text/csv; charset=utf-8", headers=_attachment("usage.csv"))
+    return Answer(body=chunks(), content_type="text/csv; charset=utf-8", headers=attachment("usage.csv"))
 
 
 def _parquet(source: Usage, what: UsageFilter) -> Answer:
-    file = tempfile.TemporaryFile()  # noqa: SIM115 - open until it is sent
-    try:
-        write_parquet(source, what, file)
-    except BaseException:
-        file.close()
-        raise
-    file.seek(0)
-    headers = _attachment("usage.parquet")
-    return Answer(body=_read(file), content_type="application/vnd.apache.parquet", headers=headers)
-
-
-def _read(file: IO[bytes]) -> Iterator[bytes]:
-    with file:
-        while chunk := file.read(CHUNK_BYTES):
-            yield chunk
-
-
-def _attachment(name: str) -> dict[str, str]:
-    return {"Content-Disposition": f'attachment; filename="{name}"'}
+    return attached("usage.parquet", PARQUET, lambda file: write_parquet(source, what, file))
 
 
 ROUTES = (
@@ -157,6 +138,6 @@ ROUTES = (
         reply=UsagePageInfo | Bill,
         summary="Usage and its cost: rows, sums, CSV or Parquet",
         query=USAGE_QUERY,
-        produces=(JSON, "text/csv", "application/vnd.apache.parquet"),
+        produces=(JSON, "text/csv", PARQUET),
     ),
 )

@@ -28,6 +28,7 @@ ACTIONS = (
     "endpoint.load_adapter",
     "endpoint.unload_adapter",
     "endpoint.delete",
+    "endpoint.delete_payloads",
     "key.create",
     "key.update",
     "key.rotate",

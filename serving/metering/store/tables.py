@@ -341,6 +341,32 @@ batch_rows = sa.Table(
     sa.Index("batch_rows_by_status", "batch_id", "status", "number"),
 )
 
+payloads = sa.Table(  # texts of requests, of endpoints that log them
+    "payloads",
+    metadata,
+    sa.Column("number", sa.BigInteger().with_variant(sa.Integer, "sqlite"), primary_key=True),
+    sa.Column("request_id", sa.String(256), nullable=False),
+    sa.Column("endpoint", sa.String(256), nullable=False),
+    sa.Column("entity", sa.String(256), nullable=False),
+    sa.Column("adapter", sa.String(256)),
+    sa.Column("tenant", sa.String(128), nullable=False),
+    sa.Column("key_id", sa.String(128), nullable=False),
+    sa.Column("client_request_id", sa.String(256)),
+    sa.Column("status_code", sa.Integer, nullable=False),
+    sa.Column("started_ms", sa.BigInteger, nullable=False),
+    sa.Column("duration_ms", sa.BigInteger, nullable=False),
+    sa.Column("sample", sa.Float, nullable=False),
+    sa.Column("request", sa.Text),
+    sa.Column("response", sa.Text),
+    sa.Column("codes", sa.String(256), nullable=False),  # why a text is missing, separated by spaces
+    sa.Column("size", sa.BigInteger, nullable=False),
+    sa.Column("expires_ms", sa.BigInteger, nullable=False),
+    sa.Index("payloads_by_endpoint", "endpoint", "number", "size"),
+    sa.Index("payloads_by_request", "request_id"),
+    sa.Index("payloads_by_end", "expires_ms"),
+    sqlite_autoincrement=True,
+)
+
 endpoint_tags = sa.Table(
     "endpoint_tags",
     metadata,

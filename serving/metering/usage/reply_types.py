@@ -6,7 +6,9 @@ from typing import Annotated, NotRequired, TypedDict
 
 from msgspec import Meta
 
+from ...interface.payload_log import PayloadCode
 from ...interface.type_schema import fields, form, sent_form
+from .payloads import Payload
 from .usage import GROUPS, MONEY, UsageRow, UsageSum
 
 Money = Annotated[str, Meta(description="a decimal number, in currency units")]
@@ -33,8 +35,9 @@ RECENT_FIELDS = (
 )  # fmt: skip
 RecentRequest = form(
     "RecentRequest",
-    "A request without its texts; a running one has the counts of its last checkpoint.",
-    {name: kind for name, kind in fields(UsageRow).items() if name in RECENT_FIELDS},
+    "A request without its texts; a running one has the counts of its last checkpoint. `has_payload` says whether the "
+    "payload log has its texts.",
+    {name: kind for name, kind in fields(UsageRow).items() if name in RECENT_FIELDS} | {"has_payload": bool},
 )
 
 
@@ -43,6 +46,27 @@ class RecentRequests(TypedDict):
 
     now_ms: int
     requests: list[RecentRequest]  # type: ignore[valid-type]
+
+
+PayloadInfo = sent_form(
+    "PayloadInfo",
+    "A request with its texts, as JSON. `codes` says why a text was left out; `sample` is the share that was logged.",
+    Payload,
+    codes=list[PayloadCode],
+)
+
+
+class PayloadPage(TypedDict):
+    """A page of requests, the newest first. A ``next_cursor`` of null means that this is the last page."""
+
+    payloads: list[PayloadInfo]  # type: ignore[valid-type]
+    next_cursor: str | None
+
+
+class DeletedPayloads(TypedDict):
+    """The number of requests whose texts were deleted."""
+
+    deleted: int
 
 
 class ReservedInfo(TypedDict):

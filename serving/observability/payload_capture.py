@@ -1,0 +1,94 @@
+"""The texts of one request on their way to the payload log: what the record of a request keeps of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from ..dialects.openai.replies import message
+from ..interface.payload_log import MAX_TEXT, PayloadLog, redacted_json
+from ..interface.reply import Choice
+from ..metering.usage.payloads import Payload
+
+Reply = tuple[Choice, str | None]
+"""A choice, and why it ended; None if it was cut off."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Capture:
+    """The request whose texts are to be logged. ``body`` is None if it is too long for the log.
+
+    ``send`` takes what was captured when the request has ended. ``admitted`` is set when the request runs: those that
+    are refused before are not logged.
+    """
+
+    settings: PayloadLog
+    tenant: str
+    key_id: str
+    body: bytes | None
+    send: Callable[[Captured], None]
+    admitted: bool = False
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Captured:
+    """A finished request with its texts as they were received and sent; ``payload`` makes its row."""
+
+    settings: PayloadLog
+    row: Payload  # without its texts
+    task: str
+    body: bytes | None
+    replies: Sequence[Reply]
+
+    @property
+    def size(self) -> int:
+        """The memory that the texts take, roughly."""
+        said = sum(len(choice.text) + len(choice.reasoning) for choice, _ in self.replies)
+        return len(self.body or b"") + said
+
+    def payload(self) -> Payload:
+        """Return the row for the log: its texts as JSON, redacted, and codes for those that are left out."""
+        codes: list[str] = []
+        request = self._request(codes)
+        response = self._response(codes)
+        return msgspec.structs.replace(self.row, request=request, response=response, codes=tuple(codes))
+
+    def _request(self, codes: list[str]) -> str | None:
+        if self.body is None:
+            codes.append("MAX_REQUEST_SIZE_EXCEEDED")
+            return None
+        try:
+            text = self.body.decode()
+            value = msgspec.json.decode(text)
+        except (UnicodeDecodeError, msgspec.DecodeError, RecursionError):
+            codes.append("REQUEST_NOT_JSON")
+            return None
+        return self._written(value, codes) if self.settings.redact else text
+
+    def _response(self, codes: list[str]) -> str | None:
+        if not self.replies:
+            return None
+        chat = self.task == "chat"
+        choices = [
+            {"index": place, **({"message": message(choice)} if chat else {"text": choice.text}), "finish_reason": why}
+            for place, (choice, why) in enumerate(self.replies)
+        ]
+        text = self._written({"choices": choices}, codes)
+        if text is not None and len(text.encode()) > MAX_TEXT:
+            codes.append("MAX_RESPONSE_SIZE_EXCEEDED")
+            return None
+        return text
+
+    def _written(self, value: Any, codes: list[str]) -> str | None:
+        """Return ``value`` as JSON, redacted; None if that fails, since what cannot be redacted is not kept."""
+        try:
+            if self.settings.redact:
+                value = redacted_json(msgspec.to_builtins(value), self.settings.redact)
+            return msgspec.json.encode(value).decode()
+        except (ValueError, RecursionError):
+            if "REDACTION_FAILED" not in codes:
+                codes.append("REDACTION_FAILED")
+            return None
