@@ -63,6 +63,11 @@ class Client:
         with self._answer("GET", path, None) as answer:
             return answer.read().decode(errors="replace")
 
+    def get_bytes(self, path: str) -> bytes:
+        """Return an answer that is a file."""
+        with self._answer("GET", path, None) as answer:
+            return answer.read()
+
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
         return self._json("POST", path, body)
 

@@ -17,6 +17,7 @@ from ...system.escape import visible_line
 from ..http import Client, url_options
 from . import listing
 from .config_options import changed, config_options, new_config, shares
+from .payloads import payloads
 
 POLL_SECONDS = 0.2
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -199,6 +200,9 @@ def delete(name: str, yes: bool, url: str, key: str | None, as_json: bool) -> No
         click.echo(json.dumps({"deleted": name}))
     else:
         click.echo(f"deleted {visible_line(name)}", err=True)
+
+
+endpoints.add_command(payloads)
 
 
 def _path(name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import re
 from collections.abc import Callable
@@ -32,12 +33,15 @@ def config_options(command: Callable[..., Any]) -> Callable[..., Any]:
         split: tuple[str, ...],
         config: tuple[str, ...],
         defaults: tuple[str, ...],
+        payload_log: str | None,
         **options: Any,
     ) -> Any:
         names = (*THROUGHPUT, "scale_to_zero_enabled", "sticky")
         changes = {name: value for name in names if (value := options.pop(name)) is not None}
         changes["models"] = [entity_of(given) for given in models]
         changes["split"] = shares(split)
+        if payload_log is not None:
+            changes["payload_log"] = log_settings(payload_log)
         changes["engine_settings"], changes["defaults"] = engine_overrides(config), request_fields(defaults)
         return command(*arguments, changes=changes, **options)
 
@@ -64,6 +68,11 @@ def config_options(command: Callable[..., Any]) -> Callable[..., Any]:
             ),
             click.option(
                 "--scale-to-zero/--no-scale-to-zero", "scale_to_zero_enabled", default=None, help="Unload when idle."
+            ),
+            click.option(
+                "--payload-log",
+                metavar="on|off|JSON",
+                help='Keep the texts of requests, as settings say: \'{"sample": 0.1, "max_age": 86400}\'.',
             ),
         )
     ):
@@ -107,6 +116,19 @@ def shares(given: tuple[str, ...]) -> dict[str, int]:
     return found
 
 
+def log_settings(given: str) -> dict[str, Any] | None:
+    """Return the settings of a payload log; None for "off". Raises ``UsageError``."""
+    if given in ("on", "off"):
+        return {} if given == "on" else None
+    try:
+        found = json.loads(given)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise click.UsageError(f"--payload-log {given}: expected on, off, or a JSON object of its settings")
+    return found
+
+
 def new_config(changes: dict[str, Any]) -> dict[str, Any]:
     """Return the config of a new endpoint. Raises ``UsageError``."""
     if not changes["models"]:
@@ -127,7 +149,7 @@ def changed(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     entities = [_changed_entity(entity, changes) for entity in entities]
     names = [entity.get("name") for entity in entities]
     kept = {} if changes["models"] and names != [one["name"] for one in present] else _traffic(config)
-    more = {name: config[name] for name in config if name not in SHOWN_ONLY}
+    more = {name: config[name] for name in config if name not in SHOWN_ONLY and name not in changes}
     return more | _config(entities, kept, changes, sticky=config["traffic_config"].get("sticky", False))
 
 
@@ -165,4 +187,5 @@ def _config(
         traffic["routes"] = routes
     if changes.get("sticky", sticky):
         traffic["sticky"] = True
-    return {"served_entities": entities} | ({"traffic_config": traffic} if traffic else {})
+    log = {} if changes.get("payload_log") is None else {"payload_log": changes["payload_log"]}
+    return {"served_entities": entities} | ({"traffic_config": traffic} if traffic else {}) | log

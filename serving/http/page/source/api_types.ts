@@ -14,6 +14,7 @@ export interface Replies {
   "GET /api/2.0/prompts/{name}": PromptDetails;
   "GET /api/2.0/requests": RecentRequests;
   "GET /api/2.0/serving-endpoints": EndpointInfos;
+  "GET /api/2.0/serving-endpoints/{name}/payloads": PayloadPage;
   "GET /api/2.0/serving-endpoints/{name}/served-models/{served}/build-logs": EngineLogs;
   "GET /api/2.0/usage": UsagePageInfo | Bill;
   "GET /health": ServerHealth;
@@ -190,6 +191,7 @@ export interface ConfigInfo {
   served_models: ServedModelInfo[];
   traffic_config: TrafficInfo;
   prefix_sharing?: "tenant" | "endpoint" | "off";
+  payload_log?: PayloadLog;
   openAiSupport?: string | null;
   fullTextEnabled?: boolean | null;
   maxIterTimes?: number | null;
@@ -471,6 +473,40 @@ export interface PagedInfo {
   launch_ahead_reason: string;
 }
 
+/** A request with its texts, as JSON. `codes` says why a text was left out; `sample` is the share that was logged. */
+export interface PayloadInfo {
+  request_id: string;
+  endpoint: string;
+  entity: string;
+  adapter: string | null;
+  tenant: string;
+  key_id: string;
+  client_request_id: string | null;
+  status_code: number;
+  started_ms: number;
+  duration_ms: number;
+  sample: number;
+  request: string | null;
+  response: string | null;
+  codes: ("MAX_REQUEST_SIZE_EXCEEDED" | "MAX_RESPONSE_SIZE_EXCEEDED" | "REQUEST_NOT_JSON" | "REDACTION_FAILED")[];
+}
+
+/** The settings of an endpoint's payload log. An endpoint without them logs no text. Attributes: sample: share of the requests that are logged, above 0 and up to 1. max_rows: the most requests that are kept; the oldest ones go first. max_bytes: the most bytes of texts that are kept. max_age: seconds after which a request is deleted. redact: regular expressions (RE2). What they match in a text is replaced before anything is stored. */
+export interface PayloadLog {
+  sample: number;
+  max_rows: number;
+  max_bytes: number;
+  max_age: number;
+  /** a list of at most 20 regular expressions in RE2's syntax */
+  redact: string[];
+}
+
+/** A page of requests, the newest first. A `next_cursor` of null means that this is the last page. */
+export interface PayloadPage {
+  payloads: PayloadInfo[];
+  next_cursor: string | null;
+}
+
 /** Prices per million tokens, and per provisioned token/s for a minute, from a time on. */
 export interface PriceInfo {
   entity: string;
@@ -556,7 +592,7 @@ export interface RateLimitInfo {
   renewal_period: "minute";
 }
 
-/** A request without its texts; a running one has the counts of its last checkpoint. */
+/** A request without its texts; a running one has the counts of its last checkpoint. `has_payload` says whether the payload log has its texts. */
 export interface RecentRequest {
   request_id: string;
   key_id: string;
@@ -572,6 +608,7 @@ export interface RecentRequest {
   ended_ms: number | null;
   finish_reason: string | null;
   status: string;
+  has_payload: boolean;
 }
 
 /** The newest requests, and the ledger's time. */

@@ -32,6 +32,7 @@ USED = (  # the routes whose replies the page reads
     "GET /api/2.0/prompts/{name}",
     "GET /api/2.0/requests",
     "GET /api/2.0/serving-endpoints",
+    "GET /api/2.0/serving-endpoints/{name}/payloads",
     "GET /api/2.0/serving-endpoints/{name}/served-models/{served}/build-logs",
     "GET /api/2.0/usage",
     "GET /health",

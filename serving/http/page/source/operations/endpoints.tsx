@@ -6,6 +6,7 @@ import { call, messageOf } from "../api";
 import type { ConfigInfo, EndpointInfo, EngineLogs } from "../api_types";
 import { Dialog } from "../dialog";
 import { Table } from "../loading";
+import { PayloadLogSwitch } from "./payload_log";
 import { TrafficEditor } from "./traffic";
 
 export function shareOf(config: ConfigInfo, entity: string): number {
@@ -16,7 +17,7 @@ export function Endpoints({ found, changed }: { found: EndpointInfo[]; changed: 
   if (!found.length) return <p class="note">There are no endpoints.</p>;
   return (
     <>
-      <Table caption="Endpoints" head={["Endpoint", "State", "Version", "Served models and their traffic", "Rollout"]}>
+      <Table caption="Endpoints" head={["Endpoint", "State", "Version", "Served models and their traffic", "Rollout", "Payload log"]}>
         {found.map(({ name, state, config, pending_config: pending }) => (
           <tr key={name}>
             <th scope="row" dir="auto">
@@ -33,6 +34,16 @@ export function Endpoints({ found, changed }: { found: EndpointInfo[]; changed: 
             <td>{config === undefined ? "–" : <Traffic config={config} />}</td>
             <td>
               <Rollout endpoint={name} state={state} config={config} pending={pending} />
+            </td>
+            <td>
+              {config !== undefined && (
+                <PayloadLogSwitch
+                  endpoint={name}
+                  config={config}
+                  busy={state.config_update === "IN_PROGRESS"}
+                  changed={changed}
+                />
+              )}
             </td>
           </tr>
         ))}

@@ -1,15 +1,21 @@
-/** The newest requests, as the ledger has them: status, times and tokens, no texts. */
+/** The newest requests, as the ledger has them: status, times and tokens; texts where the endpoint logs them. */
+
+import { useState } from "preact/hooks";
 
 import type { RecentRequests } from "../api_types";
 import { Shown, Table, useLoaded } from "../loading";
+import { PayloadDialog } from "./payload_log";
 
-const HEAD = ["Started (UTC)", "Status", "Took", "Model", "Tenant", "Key", "Prompt", "Answer", "Request"];
+const HEAD = ["Started (UTC)", "Status", "Took", "Model", "Tenant", "Key", "Prompt", "Answer", "Request", "Text"];
 const ROWS = 30;
 
 export function Recent({ time }: { time: number }) {
   const loaded = useLoaded<RecentRequests>(`api/2.0/requests?limit=${ROWS}`, time);
+  const [opened, open] = useState<{ endpoint: string; request: string } | null>(null);
   return (
-    <Shown loaded={loaded}>
+    <>
+      {opened && <PayloadDialog {...opened} close={() => open(null)} />}
+      <Shown loaded={loaded}>
       {({ now_ms: now, requests }) =>
         requests.length ? (
           <Table caption="Recent requests" head={HEAD}>
@@ -27,6 +33,19 @@ export function Recent({ time }: { time: number }) {
                 <td>{one.prompt_tokens.toLocaleString()}</td>
                 <td>{one.completion_tokens.toLocaleString()}</td>
                 <td class="id">{one.request_id}</td>
+                <td>
+                  {one.has_payload ? (
+                    <button
+                      type="button"
+                      aria-label={`Text of request ${one.request_id}`}
+                      onClick={() => open({ endpoint: one.endpoint, request: one.request_id })}
+                    >
+                      Text
+                    </button>
+                  ) : (
+                    "–"
+                  )}
+                </td>
               </tr>
             ))}
           </Table>
@@ -34,6 +53,7 @@ export function Recent({ time }: { time: number }) {
           <p class="note">There was no request yet.</p>
         )
       }
-    </Shown>
+      </Shown>
+    </>
   );
 }

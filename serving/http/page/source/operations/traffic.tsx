@@ -124,16 +124,17 @@ const SHOWN_ONLY = new Set(["state", "resolved_name", "resolved_version", "conte
 
 /** Return the body of an update that changes the shares and nothing else. */
 function configWith(config: ConfigInfo, shares: number[]): object {
-  const { config_version: _, start_time: __, ...rest } = config;
-  const { served_models: ___, ...kept } = rest;
-  const entity = (one: ServedEntityInfo) => Object.fromEntries(Object.entries(one).filter(([name]) => !SHOWN_ONLY.has(name)));
   const routes = config.served_entities.map((one, place) => ({
     served_model_name: one.name,
     traffic_percentage: shares[place],
   }));
-  return {
-    ...kept,
-    served_entities: config.served_entities.map(entity),
-    traffic_config: { ...config.traffic_config, routes },
-  };
+  return { ...updateOf(config), traffic_config: { ...config.traffic_config, routes } };
+}
+
+/** Return the body of an update that changes nothing. */
+export function updateOf(config: ConfigInfo): object {
+  const { config_version: _, start_time: __, ...rest } = config;
+  const { served_models: ___, ...kept } = rest;
+  const entity = (one: ServedEntityInfo) => Object.fromEntries(Object.entries(one).filter(([name]) => !SHOWN_ONLY.has(name)));
+  return { ...kept, served_entities: config.served_entities.map(entity) };
 }

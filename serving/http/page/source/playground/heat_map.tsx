@@ -5,8 +5,8 @@ import { useId, useState } from "preact/hooks";
 import { Windowed } from "../windowed";
 import type { TokenView } from "./conversation";
 
-const BLOCK = 250; // tokens
-const BLOCK_HEIGHT = 300; // pixels, until it was seen
+const BLOCK = 100; // tokens
+const BLOCK_HEIGHT = 120; // pixels, until it was seen
 const BOUNDS = [0.9, 0.6, 0.3, 0.1]; // lower bounds of the levels 0 to 3; 4 is below
 
 function level(logprob: number): number {
@@ -70,7 +70,7 @@ export function HeatMap({ tokens, label }: { tokens: TokenView[]; label: string 
           if (blocks.length === 1) return tokensOf();
           const hasChosen = chosen >= first && chosen < first + BLOCK; // aria-activedescendant names an element
           return (
-            <Windowed key={number} class="token-block" estimate={BLOCK_HEIGHT} always={hasChosen}>
+            <Windowed key={number} class="token-block" estimate={BLOCK_HEIGHT} cost={BLOCK} always={hasChosen}>
               {tokensOf}
             </Windowed>
           );

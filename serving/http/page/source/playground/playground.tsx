@@ -20,6 +20,7 @@ import { TurnView } from "./turn";
 
 const ALWAYS_SHOWN = 10; // of the last turns; earlier ones only near the window
 const TURN_HEIGHT = 260; // pixels, until it was seen
+const TURN_ELEMENTS = 60;
 
 export function Playground() {
   const [shown, show] = useState<TaskRequest | null>(null);
@@ -51,7 +52,7 @@ export function Playground() {
         <ol class="turns" aria-label="Conversation">
           {turns.map((turn, index) => (
             <li class="turn" key={`${conversation.id} ${index}`}>
-              <Windowed estimate={TURN_HEIGHT} always={index >= turns.length - ALWAYS_SHOWN}>
+              <Windowed estimate={TURN_HEIGHT} cost={TURN_ELEMENTS} always={index >= turns.length - ALWAYS_SHOWN}>
                 {() => (
                   <TurnView
                     turn={turn}
