@@ -74,9 +74,13 @@ class PayloadQueue:
             self._arrived.clear()
             if not self._closing:
                 gevent.sleep(GATHER_SECONDS)
-            self._write_all()
-            self._say()
+            self.flush()
             self._prune()
+
+    def flush(self) -> None:
+        """Write all that is queued, waiting for the store if it is away, and log how many requests were dropped."""
+        self._write_all()
+        self._say()
 
     def _write_all(self) -> None:
         while self._queued:

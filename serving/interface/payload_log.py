@@ -69,30 +69,30 @@ def redacted(texts: Sequence[str], patterns: Sequence[str]) -> list[str]:
     return replaced
 
 
-def redacted_json(value: Any, patterns: Sequence[str]) -> Any:
-    """Return a JSON value in which every text, keys included, is redacted."""
+def redacted_json(value: Any, patterns: Sequence[str], *, names: bool = True) -> Any:
+    """Return a JSON value in which every text is redacted, names of fields too unless ``names`` is False."""
     texts: dict[str, None] = {}
-    _collect(value, texts)
+    _collect(value, texts, names)
     replaced = dict(zip(texts, redacted(list(texts), patterns), strict=True))
-    return _replaced(value, replaced)
+    return _replaced(value, replaced, names)
 
 
-def _collect(value: Any, texts: dict[str, None]) -> None:
+def _collect(value: Any, texts: dict[str, None], names: bool) -> None:
     if isinstance(value, str):
         texts[value] = None
     elif isinstance(value, dict):
-        texts.update(dict.fromkeys(value))
+        texts.update(dict.fromkeys(value if names else ()))
         for one in value.values():
-            _collect(one, texts)
+            _collect(one, texts, names)
     elif isinstance(value, list):
         for one in value:
-            _collect(one, texts)
+            _collect(one, texts, names)
 
 
-def _replaced(value: Any, replaced: dict[str, str]) -> Any:
-    again = functools.partial(_replaced, replaced=replaced)
+def _replaced(value: Any, replaced: dict[str, str], names: bool) -> Any:
+    again = functools.partial(_replaced, replaced=replaced, names=names)
     if isinstance(value, str):
         return replaced[value]
     if isinstance(value, dict):
-        return {replaced[name]: again(one) for name, one in value.items()}
+        return {replaced[name] if names else name: again(one) for name, one in value.items()}
     return [again(one) for one in value] if isinstance(value, list) else value

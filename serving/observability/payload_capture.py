@@ -66,7 +66,7 @@ class Captured:
         except (UnicodeDecodeError, msgspec.DecodeError, RecursionError):
             codes.append("REQUEST_NOT_JSON")
             return None
-        return self._written(value, codes) if self.settings.redact else text
+        return self._written(value, codes, names=True) if self.settings.redact else text
 
     def _response(self, codes: list[str]) -> str | None:
         if not self.replies:
@@ -76,17 +76,17 @@ class Captured:
             {"index": place, **({"message": message(choice)} if chat else {"text": choice.text}), "finish_reason": why}
             for place, (choice, why) in enumerate(self.replies)
         ]
-        text = self._written({"choices": choices}, codes)
+        text = self._written({"choices": choices}, codes, names=False)
         if text is not None and len(text.encode()) > MAX_TEXT:
             codes.append("MAX_RESPONSE_SIZE_EXCEEDED")
             return None
         return text
 
-    def _written(self, value: Any, codes: list[str]) -> str | None:
+    def _written(self, value: Any, codes: list[str], *, names: bool) -> str | None:
         """Return ``value`` as JSON, redacted; None if that fails, since what cannot be redacted is not kept."""
         try:
             if self.settings.redact:
-                value = redacted_json(msgspec.to_builtins(value), self.settings.redact)
+                value = redacted_json(msgspec.to_builtins(value), self.settings.redact, names=names)
             return msgspec.json.encode(value).decode()
         except (ValueError, RecursionError):
             if "REDACTION_FAILED" not in codes:

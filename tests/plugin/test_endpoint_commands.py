@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 from click.testing import CliRunner, Result
 from command_processes import await_line, llm_command
@@ -53,7 +55,19 @@ def test_an_endpoint_is_managed_from_the_terminal(command: Commands, saved_model
     (endpoint,) = json.loads(command("endpoints", "--json").stdout)
     assert (endpoint["replicas"], endpoint["tokens_per_second"], endpoint["config_version"]) == (1, 0.0, 1)
 
+    logged = command("endpoints", "update", "talk", "--payload-log", '{"max_rows": 5}', "--json")
+    assert json.loads(logged.stdout)["config"]["payload_log"]["max_rows"] == 5
     assert command("chat", "--no-log", "--model", "talk", "--max-tokens", "3", "Hi").exit_code == 0
+    while not json.loads(command("endpoints", "payloads", "talk", "--json").stdout):
+        time.sleep(0.1)  # the log is written behind the request's back
+    assert re.search(r"^20\S+ \S+ +200 .*Hi.*choices", command("endpoints", "payloads", "talk").stdout, re.M)
+    file = tmp_path / "payloads.parquet"
+    assert command("endpoints", "payloads", "talk", "--parquet", str(file)).exit_code == 0
+    assert pd.read_parquet(file)["status_code"].tolist() == [200]
+    assert command("endpoints", "payloads", "talk", "--delete", input="n\n").exit_code == 1
+    assert "deleted the texts of 1 requests" in command("endpoints", "payloads", "talk", "--delete", "-y").stderr
+    off = command("endpoints", "update", "talk", "--payload-log", "off", "--json")
+    assert "payload_log" not in json.loads(off.stdout)["config"]
     found = json.loads(command("top", "--json").stdout)
     (engine,) = found["engines"]
     assert (engine["endpoint"], engine["entity"], engine["state"]) == ("talk", "first", "ready")
@@ -80,6 +94,8 @@ def test_an_endpoint_is_managed_from_the_terminal(command: Commands, saved_model
         (("--url", "http://127.0.0.1:8", "delete", "a"), "--url goes behind the command: mlflow-llm endpoints delete"),
         (("--json", "history", "a"), "--json goes behind the command"),
         (("rollback", "a", "0"), "0 is not in the range"),
+        (("update", "a", "--payload-log", "yes"), "expected on, off, or a JSON object of its settings"),
+        (("payloads", "a", "--delete", "--parquet", "x"), "--delete or --parquet, not both"),
     ],
 )
 def test_mistakes_are_told_before_a_server_is_asked(words: tuple[str, ...], told: str) -> None:

@@ -30,7 +30,7 @@ from mlflow_llm.serving.tasks.prompt.endpoint import EndpointView, Profile
 from mlflow_llm.serving.tasks.prompt.text import TextModel
 from mlflow_llm.serving.testing.instant_engine import InstantEngine
 
-PARTS = ("keys", "tokens", "ledger", "tracer", "endpoint_store", "prompts", "payloads")  # of a server, beside its settings
+PARTS = ("keys", "tokens", "ledger", "tracer", "endpoint_store", "prompts", "payloads")  # of a server
 
 
 def _binaries() -> Path | None:

@@ -20,6 +20,7 @@ import msgspec
 from mlflow_llm.serving.control.settings import ServerSettings
 from mlflow_llm.serving.control.spec import EndpointSpec, ServeSpec
 from mlflow_llm.serving.interface.bundle import Bundle
+from mlflow_llm.serving.interface.payload_log import PayloadLog
 from mlflow_llm.serving.interface.settings import EngineSettings
 
 INSTANT_CORE = "mlflow_llm.serving.testing.instant_core:InstantCore"
@@ -94,6 +95,7 @@ def running(
     addresses: tuple[str, ...] = (),
     key_file: str | None = None,
     more: tuple[EndpointSpec, ...] = (),
+    payload_log: PayloadLog | None = None,
     runtime_dir: str | None = None,
     in_worker: str = "",
     **settings: object,
@@ -115,6 +117,7 @@ def running(
                     engine=engine or EngineSettings(idle_timeout=0.3),
                     addresses=addresses,
                     key_file=key_file,
+                    payload_log=payload_log,
                 ),
                 *more,
             ),

@@ -21,6 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from mlflow_llm.serving.frontend.worker_state import WorkerState
 from mlflow_llm.serving.http.app import create_app
 from mlflow_llm.serving.metering import Keys, Ledger, Store
+from mlflow_llm.serving.observability.metrics import PAYLOADS_DROPPED
 
 DASHBOARD = json.loads((Path(__file__).parents[3] / "docs" / "grafana.json").read_text())
 PANELS = DASHBOARD["panels"]
@@ -42,6 +43,7 @@ def shown(make: Callable[..., WorkerState], tmp_path_factory: pytest.TempPathFac
     answer = client.post("/v1/chat/completions", json=body | {"max_tokens": 4000, "model": "assistant"}, buffered=False)
     next(answer.iter_encoded())
     answer.close()  # a disconnect
+    PAYLOADS_DROPPED.labels("assistant").inc(0)  # a counter is exposed from its first request on
     found: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(client.get("/metrics").text):
         for sample in family.samples:

@@ -12,6 +12,8 @@ from instant_model import write_instant_model
 from serving_process import GATED_CORE, Running, running
 from stores import empty_store
 
+from mlflow_llm.serving.interface.payload_log import PayloadLog
+
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, BrowserContext, Page
 
@@ -40,12 +42,13 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """Return a server with a database and a prompt registry, whose replies are printable ASCII that never end early,
-    and whose steps can be held."""
+    """Return a server with a database, a payload log and a prompt registry, whose replies are printable ASCII that
+    never end early, and whose steps can be held."""
     root: Path = tmp_path_factory.mktemp("page")
     bundle = write_instant_model(root / "model", vocab_size=94)
     prompts = PROMPTS.format(store=empty_store(root))
-    with running(bundle, core=GATED_CORE, database=f"sqlite:///{root}/page.db", in_worker=prompts) as server:
+    place, log = f"sqlite:///{root}/page.db", PayloadLog()
+    with running(bundle, core=GATED_CORE, database=place, in_worker=prompts, payload_log=log) as server:
         yield server
 
 

@@ -20,6 +20,7 @@ from serving_process import Running
 from shown_endpoint import two_models
 
 from mlflow_llm.serving.endpoints.config_body import config_body
+from mlflow_llm.serving.interface.payload_log import PayloadLog
 
 pytest.importorskip("playwright.sync_api", reason="Playwright is not installed (pip)")
 from gated_core import steps_more
@@ -551,3 +552,52 @@ def test_reduced_motion_is_honoured(new_page: NewPage, served: Running) -> None:
         page.emulate_media(reduced_motion="reduce")
         expect(cursor).to_have_css("animation-name", "none")
     settled(page, 1)
+
+
+def test_recent_requests_show_logged_texts(new_page: NewPage, served: Running) -> None:
+    """Where the payload log is on, a request's button shows what was asked and answered, as text; the texts of one that
+    was deleted have no button any more."""
+    body = {"model": "assistant", "messages": [{"role": "user", "content": "Kept <b>with</b> care"}], "max_tokens": 5}
+    call(served, "POST", "/v1/chat/completions", body)
+    page = new_page("operations")
+    newest = page.get_by_role("region", name="Recent requests").get_by_role("row").nth(1)
+    button = newest.get_by_role("button", name=re.compile("^Text of request"))
+    refresh = page.get_by_role("button", name="Refresh")
+    until(lambda: refresh.click() or button.count() == 1)
+    button.click()
+    dialog = page.get_by_role("dialog")
+    expect(dialog.get_by_role("region", name="Request")).to_contain_text("Kept <b>with</b> care")
+    expect(dialog.get_by_role("region", name="Answer")).to_contain_text('"finish_reason": "length"')
+    dialog.get_by_role("button", name="Close").click()
+    assert call(served, "DELETE", "/api/2.0/serving-endpoints/assistant/payloads")["deleted"] >= 1
+    until(lambda: refresh.click() or button.count() == 0)
+
+
+def test_the_payload_log_is_switched_with_a_confirmation(new_page: NewPage) -> None:
+    """The button sends the config with the log's settings, or without them, and nothing before the confirmation."""
+    sent: list[dict[str, Any]] = []
+    shown = two_models()
+
+    def answer(route: Route, request: Request) -> None:
+        if request.method == "PUT":
+            sent.append(request.post_data_json)
+        route.fulfill(json=shown if request.method == "PUT" else {"endpoints": [shown]})
+
+    page = new_page("operations", prepare=lambda page: page.route("**/serving-endpoints*", answer))
+    page.route("**/serving-endpoints/*/config", answer)
+    row = page.get_by_role("region", name="Endpoints").get_by_role("row").nth(1)
+    page.get_by_role("button", name="Turn the payload log of assistant on").press("Enter")
+    expect(page.get_by_role("dialog")).to_contain_text("of every tenant")
+    page.keyboard.press("Escape")
+    assert sent == []
+    page.get_by_role("button", name="Turn the payload log of assistant on").click()
+    page.get_by_role("button", name="Turn it on").click()
+    expect(page.get_by_role("dialog")).to_have_count(0)
+    assert config_body(sent[0], "").payload_log == PayloadLog()
+    shown["config"]["payload_log"] = {"sample": 0.25, "max_rows": 5, "max_bytes": 2**20, "max_age": 60, "redact": []}
+    page.get_by_role("button", name="Refresh").click()
+    expect(row).to_contain_text("on, 25 % of the requests")
+    page.get_by_role("button", name="Turn the payload log of assistant off").click()
+    page.get_by_role("button", name="Turn it off").click()
+    expect(page.get_by_role("dialog")).to_have_count(0)
+    assert config_body(sent[1], "").payload_log is None

@@ -98,7 +98,7 @@ def test_deletion_is_audited(store: Store, payloads: Payloads) -> None:
 
 
 def test_rows_of_a_deleted_endpoint_are_left_out(payloads: Payloads) -> None:
-    """What is still queued when an endpoint is deleted is not stored."""
+    """A request that is still queued when its endpoint is deleted is not stored."""
     add(payloads, [payload(1, "gone"), payload(2)])
     assert (ids(payloads, "gone"), ids(payloads)) == ([], ["r2"])
 
