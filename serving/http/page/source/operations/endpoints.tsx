@@ -71,7 +71,7 @@ function Traffic({ config }: { config: ConfigInfo }) {
       {config.served_entities.map((entity) => (
         <li key={entity.name} dir="auto">
           {entity.name}: {shareOf(config, entity.name)} %
-          {entity.entity_name !== entity.name && ` (${entity.entity_name} ${entity.entity_version ?? ""})`}
+          {entity.entity_name !== entity.name && ` (${[entity.entity_name, entity.entity_version].filter(Boolean).join(" ")})`}
         </li>
       ))}
     </ul>

@@ -102,7 +102,7 @@ function EngineRow({ endpoint, entity, state, samples }: RowProps) {
       <td>{ratio(metrics["kv_tokens_used"], metrics["kv_tokens_total"])}</td>
       <td>{ratio(metrics["prefix_hit_tokens_total"], metrics["prefix_query_tokens_total"])}</td>
       <td>{speed(name, now, before)}</td>
-      <td>{metrics["engine_memory_bytes"] ? `${(metrics["engine_memory_bytes"] / 2 ** 20).toFixed(0)} MiB` : "–"}</td>
+      <td class="short">{metrics["engine_memory_bytes"] ? `${(metrics["engine_memory_bytes"] / 2 ** 20).toFixed(0)} MiB` : "–"}</td>
       <td>{metrics["engine_start_seconds"] ? `${metrics["engine_start_seconds"].toFixed(1)} s` : "not known yet"}</td>
       <td>
         {state.kernels ?? "–"}

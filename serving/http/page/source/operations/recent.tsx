@@ -26,7 +26,7 @@ export function Recent({ time }: { time: number }) {
                   {one.status === "open" ? "running" : one.status}
                   {one.finish_reason && ` (${one.finish_reason})`}
                 </td>
-                <td>{(one.ended_ms ?? now) - one.started_ms} ms</td>
+                <td class="short">{(one.ended_ms ?? now) - one.started_ms} ms</td>
                 <td dir="auto">{one.adapter ? `${one.endpoint}:${one.adapter}` : one.endpoint}</td>
                 <td dir="auto">{one.tenant}</td>
                 <td>{one.key_id}</td>

@@ -110,7 +110,7 @@ export function TrafficEditor({ endpoint, config, busy, changed }: Props) {
           </ul>
           {aliases.length > 0 && (
             <p class="note">
-              Aliases are read again: {aliases.map((one) => `${one.entity_name} ${one.entity_version ?? ""}`).join(", ")}.
+              Aliases are read again: {aliases.map((one) => `${one.entity_name} ${one.entity_version}`).join(", ")}.
             </p>
           )}
         </Dialog>

@@ -114,7 +114,9 @@ function Found({ sums, group, start }: { sums: Bill; group: Group; start: string
       >
         {rows.toReversed().map((row) => (
           <tr key={`${row.day} ${row[group]}`}>
-            <th scope="row">{row.day}</th>
+            <th scope="row" class="short">
+              {row.day}
+            </th>
             <td dir="auto">{row[group] || "–"}</td>
             <td>{row.requests.toLocaleString()}</td>
             <td>{row.prompt_tokens.toLocaleString()}</td>
