@@ -108,7 +108,7 @@ function Text({ title, text }: { title: string; text: string | null }) {
       {text === null ? (
         <p class="note">None.</p>
       ) : (
-        <pre tabIndex={0} role="region" aria-label={title} dir="auto">
+        <pre class="texts" tabIndex={0} role="region" aria-label={title} dir="auto">
           {pretty(text)}
         </pre>
       )}
