@@ -68,8 +68,32 @@ def payloads(
 
 def _row(one: dict[str, Any]) -> tuple[str, ...]:
     started = datetime.datetime.fromtimestamp(one["started_ms"] / 1000, datetime.UTC)
-    texts = [_short(one[name]) for name in ("request", "response")]
+    texts = [_short(_asked(one["request"])), _short(_said(one["response"]))]
     return (f"{started:%Y-%m-%d %H:%M:%S}", str(one["status_code"]), one["tenant"], one["request_id"], *texts)
+
+
+def _asked(request: str | None) -> str | None:
+    """Return the last message or the prompt of a request, or all of it if it has neither."""
+    body = _object(request)
+    messages = body.get("messages")
+    found = messages[-1] if isinstance(messages, list) and messages else body
+    asked = found.get("content", found.get("prompt", found.get("input"))) if isinstance(found, dict) else None
+    return asked if isinstance(asked, str) else request
+
+
+def _said(response: str | None) -> str | None:
+    """Return the text of the first choice of a reply, or all of it if there is none."""
+    choices = _object(response).get("choices") or [{}]
+    said = choices[0].get("text") or choices[0].get("message", {}).get("content")
+    return said if isinstance(said, str) else response
+
+
+def _object(text: str | None) -> dict[str, Any]:
+    try:
+        found = json.loads(text or "")
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _short(text: str | None) -> str:

@@ -555,7 +555,7 @@ def test_reduced_motion_is_honoured(new_page: NewPage, served: Running) -> None:
 
 
 def test_recent_requests_show_logged_texts(new_page: NewPage, served: Running) -> None:
-    """Where the payload log is on, a request's button shows what was asked and answered, as text; the texts of one that
+    """With the payload log on, a request's button shows what was asked and answered, as text; the texts of one that
     was deleted have no button any more."""
     body = {"model": "assistant", "messages": [{"role": "user", "content": "Kept <b>with</b> care"}], "max_tokens": 5}
     call(served, "POST", "/v1/chat/completions", body)
