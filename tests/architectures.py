@@ -108,7 +108,7 @@ with every change, and compare the list with the cases that there are.
 Others are tried when an engine loads them: the logits of the model's own attention are compared with ours
 (`engine/models/verification.py`), and what differs, or cannot be replaced, is refused by its name. What their class
 shows is refused when they are logged, and so are encoders and cross-encoders that differ; of those with more than 700
-million parameters, the first layers are tried, if they have fewer.
+million parameters, the first layers are tried, with a part of the vocabulary if need be.
 
 "native": a whole step runs in our kernels, where the processor has what they need ([performance](performance.md));
 elsewhere, and for the others, the model's own code runs in torch. `/health` says which.

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from ....serving.interface.bundle import Bundle
+from ....serving.interface.bundle import Bundle, EmbeddingSpec
 from ....serving.interface.errors import PackagingError, reason
 from ....serving.interface.settings import EngineSettings
 from .first_layers import write_first_layers
@@ -27,7 +27,8 @@ def try_encoder(skeleton: Any, bundle: Bundle, settings: EngineSettings) -> None
     """Compare the engine's results for a few tokens with those of the model's own code, as it does at each start.
 
     The comparison runs in float32 on the CPU with torch, which every machine has. Of a model with more than
-    ``MAX_TRIAL_PARAMETERS`` the first layers are compared, if they have fewer; the whole is left to the engine.
+    ``MAX_TRIAL_PARAMETERS`` the first layers are compared, with a part of the vocabulary if need be. If one layer alone
+    has more, the modules after pooling are read; the whole is left to the engine.
 
     Raises ``PackagingError``, also if the model's code or ours fails with any other error, since it would fail in the
     engine too. Only a lack of memory, of a package or of a file is not taken for one: the engine's machine may have it.
@@ -47,14 +48,17 @@ def try_encoder(skeleton: Any, bundle: Bundle, settings: EngineSettings) -> None
         place = Path(folder, "model")
         options = {"trust_remote_code": settings.trust_remote_code}
         try:
-            layers = write_first_layers(kind, Path(bundle.model_dir), place, MAX_TRIAL_PARAMETERS, **options)
+            part = write_first_layers(kind, Path(bundle.model_dir), place, MAX_TRIAL_PARAMETERS, **options)
         except Exception as error:  # from transformers, or from the model's own code: the whole may well load
             logger.warning("only the engine tries the model: its first layers cannot be loaded: %s", reason(error))
             return
-        if layers is None:
+        if part is None:
             logger.info(LEFT)
+            if not scores:
+                _read_head(skeleton, bundle)
             return
-        logger.info("the model is large: its first %d layers are tried, the whole by the engine", layers)
+        words = "the model is large: its first %d layers%s are tried, the whole by the engine"
+        logger.info(words, part.layers, f" with {part.tokens} tokens" if part.tokens else "")
         _try(load, skeleton, msgspec.structs.replace(bundle, model_dir=str(place)), settings)
 
 
@@ -66,6 +70,17 @@ def try_images(skeleton: Any, bundle: Bundle, settings: EngineSettings) -> None:
         logger.info(LEFT)
     else:
         _try(load_model, skeleton, bundle, settings)
+
+
+def _read_head(skeleton: Any, bundle: Bundle) -> None:
+    """Read the modules after pooling for vectors of the model's size. Raises ``PackagingError`` if they do not fit."""
+    from ....serving.engine.models.pooling import EmbeddingHead
+
+    width = skeleton.config.get_text_config().hidden_size
+    try:
+        EmbeddingHead(bundle.embedding or EmbeddingSpec(), bundle.model_dir, width, "cpu")
+    except PackagingError as error:
+        raise PackagingError(f"model: {error}") from None
 
 
 def _is_large(skeleton: Any) -> bool:

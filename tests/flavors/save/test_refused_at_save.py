@@ -14,11 +14,12 @@ import torch
 import transformers as tf
 from flavor_models import byte_tokenizer
 from mlflow.models import Model
+from safetensors.torch import save_file
 
 from mlflow_llm.flavors import llm
 from mlflow_llm.flavors.llm.model.bundle_reader import configured, read_bundle
 from mlflow_llm.flavors.llm.save import encoder_trial
-from mlflow_llm.flavors.llm.save.first_layers import write_first_layers
+from mlflow_llm.flavors.llm.save.first_layers import FirstLayers, write_first_layers
 from mlflow_llm.serving.engine.assembly import assemble
 from mlflow_llm.serving.interface.errors import PackagingError
 
@@ -227,11 +228,66 @@ def test_the_first_layers_have_each_kind_of_attention(tmp_path):
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1}
     config = tf.Gemma3TextConfig(**sizes, head_dim=16, num_hidden_layers=7, vocab_size=300, layer_types=kinds)
     save_encoder(tmp_path / "gemma", tf.Gemma3TextModel(config))
-    assert write_first_layers(tf.AutoModel, tmp_path / "gemma", tmp_path / "cut", 10**9) == 4
+    written = write_first_layers(tf.AutoModel, tmp_path / "gemma", tmp_path / "cut", 10**9)
+    assert written == FirstLayers(layers=4, tokens=None)
     cut = tf.AutoModel.from_pretrained(tmp_path / "cut")
     assert cut.config.layer_types == kinds[:4]
     assert len(cut.layers) == 4
     assert write_first_layers(tf.AutoModel, tmp_path / "gemma", tmp_path / "none", 10) is None
+
+
+def wide_mpnet(pad_token_id: int, words: int = 3000) -> Any:
+    torch.manual_seed(0)
+    return tf.MPNetModel(tf.MPNetConfig(**SIZES | {"vocab_size": words}, pad_token_id=pad_token_id))
+
+
+@pytest.mark.parametrize("layers", [2, 1])
+def test_a_large_table_of_tokens_is_cut(tmp_path, monkeypatch, caplog, layers):
+    """An encoder whose first layers are too large is tried with a part of its tokens, and stored whole."""
+    size = sum(parameter.numel() for parameter in wide_mpnet(1, 1024).parameters())
+    one = sum(parameter.numel() for parameter in wide_mpnet(1).encoder.layer[0].parameters())
+    monkeypatch.setattr(encoder_trial, "MAX_TRIAL_PARAMETERS", size - (2 - layers) * one)
+    wrong = save_encoder(tmp_path / "wrong", wide_mpnet(0))
+    assert "packed result differs by" in refused(tmp_path / "m", wrong)
+    right = save_encoder(tmp_path / "right", wide_mpnet(1))
+    with caplog.at_level(logging.INFO):
+        llm.save_model(tmp_path / "m", right)
+    assert f"its first {layers} layers with 1024 tokens are tried" in caplog.text
+    assert tf.AutoModel.from_pretrained(tmp_path / "m/model").get_input_embeddings().weight.shape[0] == 3000
+
+
+def test_padding_beyond_the_tokens_that_are_tried(tmp_path):
+    """A table that is cut has its padding at its end when the model's own is beyond it."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = tf.Qwen3Config(**sizes, head_dim=16, num_hidden_layers=3, vocab_size=5000, pad_token_id=4999)
+    model = tf.Qwen3Model(config)
+    save_encoder(tmp_path / "qwen", model)
+    limit = sum(parameter.numel() for parameter in model.layers[:2].parameters()) + 1100 * 32
+    written = write_first_layers(tf.AutoModel, tmp_path / "qwen", tmp_path / "cut", limit)
+    assert written == FirstLayers(layers=2, tokens=1024)
+    cut = tf.AutoModel.from_pretrained(tmp_path / "cut")
+    assert (cut.config.pad_token_id, *cut.get_input_embeddings().weight.shape) == (1023, 1024, 32)
+    assert torch.equal(cut.embed_tokens.weight[:1000], model.embed_tokens.weight[:1000].to(cut.dtype))
+
+
+def test_modules_that_do_not_fit_a_model_too_large_to_be_tried(tmp_path, monkeypatch):
+    """A module after pooling for vectors of another size is refused, also if not even one layer can be tried."""
+    monkeypatch.setattr(encoder_trial, "MAX_TRIAL_PARAMETERS", 1)
+    source = save_encoder(tmp_path / "source", mpnet(1))
+    kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Dense": "Dense"}
+    entries = [
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for i, (path, kind) in enumerate(kinds.items())
+    ]
+    (source / "modules.json").write_text(json.dumps(entries))
+    for folder, config in (
+        ("1_Pooling", {"word_embedding_dimension": SIZES["hidden_size"], "pooling_mode_mean_tokens": True}),
+        ("2_Dense", {"in_features": 99, "out_features": 5, "bias": False, "activation_function": "torch.nn.Tanh"}),
+    ):
+        (source / folder).mkdir()
+        (source / folder / "config.json").write_text(json.dumps(config))
+    save_file({"linear.weight": torch.zeros(5, 99)}, source / "2_Dense" / "model.safetensors")
+    assert "2_Dense" in refused(tmp_path / "m", source)
 
 
 def test_encoders_that_run_wrong(tmp_path, monkeypatch):
