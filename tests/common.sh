@@ -19,7 +19,7 @@ find_python() {
 # before installed packages.
 copy_tests() {
     mkdir "$2"
-    (cd "$1" && cp -a tests examples notebooks benchmarks docs pyproject.toml setup.cfg LICENSE ./*.md "$2")
+    (cd "$1" && cp -a .ci tests examples notebooks benchmarks docs pyproject.toml setup.cfg LICENSE ./*.md "$2")
     mkdir -p "$2/serving/engine"  # its kernels are compiled for another CPU by a test
     cp -a "$1/serving/engine/native" "$2/serving/engine"
     rm -f "$2"/serving/engine/native/*.so
