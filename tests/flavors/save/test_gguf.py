@@ -214,6 +214,26 @@ REFUSED: dict[str, tuple[Any, str]] = {
         lambda w: w.add_array("tokenizer.ggml.suppress_tokens", [1]),
         r"tokenizer\.ggml\.suppress_tokens = \[1\]",
     ),
+    "a size of another kind": (
+        lambda w: w.add_string("llama.vocab_size", "many"),
+        r"vocab_size = 'many' .* whole number",
+    ),
+    "no heads for keys": (
+        lambda w: w.add_head_count_kv(0),
+        r"head_count_kv = 0 .* expected a whole number of at least 1",
+    ),
+    "a base that is none": (lambda w: w.add_rope_freq_base(math.nan), r"rope\.freq_base = nan .* a number above 0"),
+    "an endless factor": (scaling(KINDS.LINEAR, math.inf), r"rope\.scaling\.factor = inf .* a number of at least 0"),
+    "no norm": (lambda w: w.add_layer_norm_rms_eps(-1.0), r"layer_norm_rms_epsilon = -1\.0 .* at least 0"),
+    "heads that do not divide": (lambda w: w.add_head_count(5), r"x\.gguf: its keys make no llama: "),
+    "scores of some tokens": (
+        lambda w: w.add_array("tokenizer.ggml.scores", [1.0, 3.0]),
+        rf"tokenizer\.ggml\.scores = \[1\.0, 3\.0\] .* expected {VOCAB} values",
+    ),
+    "a token that is no number": (
+        lambda w: w.add_string("tokenizer.ggml.eot_token_id", "2"),
+        r"tokenizer\.ggml\.eot_token_id = '2' .* expected the id of a token",
+    ),
     "a sampler": (lambda w: w.add_uint32("general.sampling.mirostat", 2), r"general\.sampling\.mirostat = 2"),
 }
 

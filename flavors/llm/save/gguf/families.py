@@ -12,9 +12,11 @@ from typing import Any
 from msgspec import Struct
 
 from .....serving.interface.errors import PackagingError, shown
+from .....serving.interface.errors import reason as message
 from .header import Header
 from .rope import ROPE_KEYS, rope_parameters
 from .unread import reason
+from .values import check_model_values
 
 PATTERN = "attention.sliding_window_pattern"
 # the keys of every decoder, and the config's name for each
@@ -268,13 +270,14 @@ def model_config(header: Header) -> Any:
             f" file: {reason(header.architecture, sorted(FAMILIES))}"
         )
     _check_keys(header, family)
+    check_model_values(header)
     fields = {name: _one(header, key) for key, name in family.fields.items() if key in header.own()}
     for key in ("context_length", "embedding_length", "block_count", "attention.head_count", family.epsilon[0]):
         header.required(key)
     heads = _one(header, "attention.head_count")
     if "attention.head_count_kv" in family.fields:
         fields.setdefault("num_key_value_heads", heads)
-    fields[family.epsilon[1]] = header.required(family.epsilon[0])
+    fields[family.epsilon[1]] = float(header.required(family.epsilon[0]))
     head_dim = _head_dim(header, family, heads)
     if family.head_dim:
         fields["head_dim"] = head_dim
@@ -291,7 +294,10 @@ def model_config(header: Header) -> Any:
         fields[f"{'pad' if name == 'padding' else name}_token_id"] = header.values.get(
             f"tokenizer.ggml.{name}_token_id"
         )
-    return AutoConfig.for_model(family.model_type, **fields)
+    try:
+        return AutoConfig.for_model(family.model_type, **fields)
+    except Exception as error:  # a config's class checks its fields, such as a size that the heads do not divide
+        raise PackagingError(f"model: {header.file}: its keys make no {family.model_type}: {message(error)}") from None
 
 
 def _check_keys(header: Header, family: Family) -> None:

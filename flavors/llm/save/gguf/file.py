@@ -59,7 +59,7 @@ def _check_general(header: Header) -> None:
         group, _, name = key.partition(".")
         if group in ("adapter", "clip", "xielu"):
             header.refuse_key(key, "the file of a language model")
-        if key == "split.count" and value > 1:
+        if key == "split.count" and value not in (0, 1):
             header.refuse_key(key, "one file: join its parts with llama.cpp's llama-gguf-split --merge")
         if key == "general.type" and value != "model":
             header.refuse_key(key, "'model'")

@@ -13,6 +13,7 @@ from typing import Any
 
 from .....serving.interface.errors import PackagingError, reason, shown
 from .header import Header
+from .values import check_tokenizer_values
 
 _ENDINGS = "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -94,6 +95,7 @@ OFF: dict[str, Any] = {
 
 def check_tokenizer(header: Header) -> None:
     """Refuse the first key of the tokenizer that is not honoured. Raises ``PackagingError``."""
+    check_tokenizer_values(header)
     for key, value in header.values.items():
         group, _, name = key.partition(".")
         if group != "tokenizer" or name in ("chat_template", "chat_templates", "huggingface.json"):
