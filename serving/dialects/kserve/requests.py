@@ -74,16 +74,14 @@ def echo_of(echoed: bytes) -> Echo:
 def raw_request(call: InferCall, *, streams: bool = False, empty_final: bool = False) -> RawCompletion:
     """Convert a call. For ``streams`` and ``empty_final`` see ``Echo``. Raises ``InvalidField``."""
     found, names = _values(call)
-    stream = found.pop("streaming", False)
+    stream, streaming = found.pop("streaming", False), names.get("streaming", "streaming")
     if _read(call.parameters, STREAMING, boolean) not in (None, stream):
-        raise InvalidField(f"parameters.{STREAMING}", call.parameters[STREAMING], f"{stream}, as streaming has it")
+        raise InvalidField(f"parameters.{STREAMING}", call.parameters[STREAMING], f"{stream}, as {streaming} has it")
     if stream and not streams:
-        raise InvalidField("streaming", True, f"false: infer answers once; {_STREAMS}")
+        raise InvalidField(streaming, True, f"false: infer answers once; {_STREAMS}")
     parameters = {name: value for name, value in call.parameters.items() if name not in FIELDS}
     if stream and found.get("beam_width", 1) > 1:
-        raise InvalidField(
-            "streaming", True, "false with a beam_width above 1: which texts are best is known at the end"
-        )
+        raise InvalidField(streaming, True, "false with a beam_width above 1: which texts are best is known at the end")
     with_prompt = not found.pop("exclude_prompt", True)
     echo = msgspec.structs.replace(
         _echo(call, parameters, found), with_prompt=with_prompt, streams=streams, empty_final=empty_final
@@ -100,7 +98,7 @@ def raw_request(call: InferCall, *, streams: bool = False, empty_final: bool = F
         cache_salt=_read(parameters, "cache_salt", short_text(MAX_CACHE_SALT)),
         lora_task=_lora_task(found),
         prompt_table=_prompt_table(found),
-        sampling=_sampling(found, timeout),
+        sampling=_sampling(found, names, timeout),
         echoed=_encoder.encode(echo),
         sent_as={"prompt" if target == "text" else target: name for target, name in names.items()},
     )
@@ -232,8 +230,8 @@ def _prompt_table(found: dict[str, Any]) -> PromptTable | None:
     return PromptTable(data=data, num_tokens=size)
 
 
-def _sampling(found: dict[str, Any], timeout: Any) -> RawSampling:
-    beams = _beams(found)
+def _sampling(found: dict[str, Any], names: Mapping[str, str], timeout: Any) -> RawSampling:
+    beams = _beams(found, names)
     presence, frequency = found.pop("presence_penalty", 0.0), found.pop("frequency_penalty", 0.0)
     bad_words = (*found.pop("bad_words", ()), *found.pop("bad_word_ids", ()))
     end_id = found.pop("end_id", -1)
@@ -274,14 +272,17 @@ def _drawn(found: dict[str, Any]) -> dict[str, Any]:
     return {"temperature": temperature, "top_k": top_k, "top_p": top_p or 1.0}
 
 
-def _beams(found: dict[str, Any]) -> RawBeams | None:
-    """Read the beam search. For a single beam its fields are ignored, because clients send them with each request."""
+def _beams(found: dict[str, Any], names: Mapping[str, str]) -> RawBeams | None:
+    """Read the beam search. For a single beam its fields are ignored, because clients send them with each request.
+
+    ``names`` are those by which fields were sent.
+    """
     width, penalty, early = found.pop("beam_width", 1), found.pop("len_penalty", 0.0), found.pop("early_stopping", 0)
     if width == 1:
         return None
     for name, nothing in (("temperature", (0, 1)), ("top_k", (0, 1)), ("top_p", (0, 1))):
         if (value := found.pop(name, 0)) not in nothing:
-            raise InvalidField(_NAMES[name], value, f"0 or 1 with a beam_width of {width}: nothing is sampled")
+            raise InvalidField(names[name], value, f"0 or 1 with a beam_width of {width}: nothing is sampled")
     stopping: EarlyStopping = "heuristic" if early == 0 else "first" if early == 1 else "never"
     return RawBeams(width=width, length_penalty=penalty, early_stopping=stopping, field="beam_width")
 

@@ -120,13 +120,14 @@ def _read(body: dict[str, Any], *, streams: bool) -> RawRequest:
             raise InvalidField(name, value, f"only one of {name} and parameters.{name}")
     values = {name: value for name, value in body.items() if name not in ("id", "parameters")} | given
     values = {name: value for name, value in values.items() if value is not None}
-    asked = [boolean(values.pop(name), name) for name in STREAM if name in values]
-    if any(asked) and not streams:
-        raise InvalidField(STREAM[0], True, "false: generate answers once; POST …/generate_stream sends tokens")
+    asked = {name: boolean(values.pop(name), name) for name in STREAM if name in values}
+    if any(asked.values()) and not streams:
+        name = next(name for name, value in asked.items() if value)
+        raise InvalidField(name, True, "false: generate answers once; POST …/generate_stream sends tokens")
     inputs = {name: _tensor(name, values.pop(name)) for name in list(values) if name in FIELDS}
     id = "" if body.get("id") is None else short_text(MAX_ID)(body["id"], "id")
     raw = raw_request(InferCall(id=id, parameters=values, inputs=inputs))
-    echo = _Echo(call=raw.echoed, once=streams and asked == [False])
+    echo = _Echo(call=raw.echoed, once=streams and list(asked.values()) == [False])
     if streams:
         for attribute, name in _MADE.items():
             if getattr(raw.sampling, attribute):

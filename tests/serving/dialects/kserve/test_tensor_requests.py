@@ -159,12 +159,15 @@ def test_the_prompt_in_the_output() -> None:
         ([TEXT, MAX_TOKENS, ("input_lengths", "INT32", [1, 1], [1])], {}, "input_lengths"),
         ([("num_return_sequences", "INT32", [1, 1], [2])], {}, "num_return_sequences"),
         ([("return_perf_metrics", "BOOL", [1, 1], [True])], {}, "return_perf_metrics"),
+        ([("stream", "BOOL", [1, 1], [True])], {}, "stream"),
+        ([("streaming", "BOOL", [1, 1], [True])], {}, "streaming"),
         ([], {"parameters": {"Streaming": True}}, "parameters.Streaming"),
         ([], {"parameters": {"Streaming": "no"}}, "parameters.Streaming"),
     ],
 )
 def test_what_clients_of_the_backend_may_not_send(tensors: list[Any], more: dict[str, Any], named: str) -> None:
-    """A length that is not the prompt's, several texts, metrics, and a flag that contradicts its tensor."""
+    """A length that is not the prompt's, several texts, metrics, a stream and a flag that contradicts its tensor are
+    refused by the name that was sent."""
     with pytest.raises(InvalidField) as found:
         decoded(*tensors, **more)
     assert found.value.param == named
@@ -180,8 +183,8 @@ def test_a_search() -> None:
     for value, meant in early.items():
         raw = decoded(width, ("early_stopping", "INT32", [1], [value]), ("length_penalty", "FP32", [1], [2]))
         assert raw.sampling.beams == RawBeams(width=3, length_penalty=2.0, early_stopping=meant)
-    for name, datatype, value in (("temperature", "FP32", 0.5), ("runtime_top_k", "INT32", 5)):
-        with pytest.raises(InvalidField, match=f"{name}: {value} .* nothing is sampled"):
+    for name, datatype, value in (("temperature", "FP32", 0.5), ("runtime_top_k", "INT32", 5), ("top_k", "INT32", 5)):
+        with pytest.raises(InvalidField, match=f"^{name}: {value} .* nothing is sampled"):
             decoded(width, (name, datatype, [1], [value]))
 
 

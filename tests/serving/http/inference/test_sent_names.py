@@ -113,6 +113,19 @@ def test_tensors(client: FlaskClient, tensors: tuple[tuple[str, Any, str], ...],
         assert not [name for name in {one, other} - sent if name in refused.json["error"]]
 
 
+@pytest.mark.parametrize("name", ["stream", "streaming"])
+def test_a_stream_where_one_reply_is_made(client: FlaskClient, name: str) -> None:
+    """Both routes of a single reply refuse a stream by the name that was sent."""
+    body = {"text_input": "Hi", "max_tokens": 2, name: True}
+    for path, sent in (
+        ("infer", infer(TEXT, ("max_tokens", 2, "INT32"), (name, True, "BOOL"))),
+        ("generate", body),
+        ("generate", {"text_input": "Hi", "max_tokens": 2, "parameters": {name: True}}),
+    ):
+        refused = client.post(f"/v2/models/assistant/{path}", json=sent)
+        assert (refused.status_code, refused.json["error"].split(":")[0]) == (400, name)
+
+
 @pytest.mark.parametrize("name", FIELDS)
 def test_a_tensor_of_another_type(client: FlaskClient, name: str) -> None:
     """Each tensor is refused by its own name."""
