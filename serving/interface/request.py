@@ -22,6 +22,7 @@ Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
 ErrorBehavior: TypeAlias = Literal["error", "truncate"]
 LogitsOf: TypeAlias = Literal["context", "generation"]  # of the prompt's tokens, or of generated ones
 UsageChunks: TypeAlias = Literal["none", "last", "all"]  # the chunks of a stream that have usage
+Thinking: TypeAlias = Literal["enabled", "adaptive", "disabled"]  # the first two switch it on
 ChatEnd: TypeAlias = Literal["generation_prompt", "open", "closed"]
 MAX_CHOICES = 128  # per prompt
 MAX_PROMPTS = 2048  # prompts or inputs per request
@@ -251,7 +252,7 @@ class RawChat(Raw, frozen=True, kw_only=True):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     end: ChatEnd = "generation_prompt"
-    thinking: bool | None = None
+    thinking: Thinking | None = None
     reasoning_effort: str | None = None
     sampling: RawSampling = RawSampling()
 

@@ -61,8 +61,8 @@ def prepare_chat(
     reasoning = _ends_in_reasoning(prompt.token_ids, raw, endpoint.text, format)
     always = format.layout == "channels"  # such a model reasons even though the prompt does not open reasoning
     if raw.end != "open" and (reasoning or always):
-        if raw.thinking is False:
-            raise InvalidField("thinking", "disabled", "enabled: this model always reasons before it answers")
+        if raw.thinking == "disabled":
+            raise InvalidField("thinking.type", raw.thinking, "enabled: this model always reasons before it answers")
         if raw.reasoning_effort == "none":
             raise InvalidField("reasoning_effort", "none", "another: this model always reasons before it answers")
     held_to = chat_grammar(raw, endpoint, format, in_reasoning=reasoning)

@@ -241,7 +241,7 @@ def _chat(found: dict[str, Any], sampling: RawSampling, **more: Any) -> RawChat:
         tools=tools or None,
         tool_choice=choice,
         parallel_tool_calls=parallel,
-        thinking=None if "thinking" not in found else found["thinking"]["type"] != "disabled",
+        thinking=found.get("thinking", {}).get("type"),
         sampling=sampling,
         **more,
     )

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...interface.errors import InvalidField
-from ...interface.request import ChatEnd, MediaPart, Message, RawChat, TextPart, ToolCall
+from ...interface.request import ChatEnd, MediaPart, Message, RawChat, TextPart, Thinking, ToolCall
 from .rendering import TemplateReads
 
 
@@ -133,7 +133,7 @@ def effort_variables(raw: RawChat, reads: TemplateReads, *, reasons: bool) -> di
         return {}
     if given.get(EFFORT, asked) != asked:
         raise InvalidField(EFFORT, asked, f"{given[EFFORT]!r}, which chat_template_kwargs.reasoning_effort is, or null")
-    if asked == "none" and (switched := thinking_variables(False, reads, reasons=reasons)):
+    if asked == "none" and (switched := thinking_variables("disabled", reads, reasons=reasons)):
         return switched
     if reads.variables is None or EFFORT in reads.variables:
         return {EFFORT: asked}
@@ -145,7 +145,7 @@ def effort_variables(raw: RawChat, reads: TemplateReads, *, reasons: bool) -> di
 THINKING = ("enable_thinking", "thinking")  # Qwen3, GLM-4.5 and most; DeepSeek V3.1, Granite 3
 
 
-def thinking_variables(asked: bool | None, reads: TemplateReads, *, reasons: bool) -> dict[str, Any]:
+def thinking_variables(asked: Thinking | None, reads: TemplateReads, *, reasons: bool) -> dict[str, Any]:
     """Return the template's variable that switches reasoning on or off; {} if there is none.
 
     ``reasons`` says whether the model may reason even without such a variable. Raises ``InvalidField`` if reasoning is
@@ -155,7 +155,7 @@ def thinking_variables(asked: bool | None, reads: TemplateReads, *, reasons: boo
         return {}
     for name in THINKING:
         if name in (reads.variables or ()):
-            return {name: asked}
-    if asked and not reasons:
-        raise InvalidField("thinking", "enabled", "disabled: this model's chat template does not support reasoning")
+            return {name: asked != "disabled"}
+    if asked != "disabled" and not reasons:
+        raise InvalidField("thinking.type", asked, "disabled: this model's chat template does not support reasoning")
     return {}

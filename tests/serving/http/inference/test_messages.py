@@ -137,7 +137,7 @@ def test_stop_sequences(claude: anthropic.Anthropic) -> None:
             {"thinking": {"type": "adaptive"}},
             anthropic.BadRequestError,
             "invalid_request_error",
-            "thinking: 'enabled' is not allowed",
+            "thinking.type: 'adaptive' is not allowed",
         ),
     ],
 )

@@ -25,10 +25,10 @@ NEVER = TURNS
 def ends(endpoint_of: Any, text_of: Any) -> Any:
     """Return ``ends(template)(thinking)``, which gives what a prompt has after its turns."""
 
-    def of(template: str) -> Callable[[bool | None], str]:
+    def of(template: str) -> Callable[[str | None], str]:
         endpoint = endpoint_of(model=text_of(template))
 
-        def end(thinking: bool | None) -> str:
+        def end(thinking: Any) -> str:
             chat = prepare_chat(RawChat(messages=(Message(role="user", content="hello"),), thinking=thinking), endpoint)
             text = endpoint.text.decode(chat.prompt.token_ids, skip_special_tokens=False)
             return str(text).rpartition("assistant\n")[2]
@@ -50,24 +50,25 @@ def ends(endpoint_of: Any, text_of: Any) -> Any:
 def test_switches(ends: Any, template: str, on: str, off: str, unsaid: str) -> None:
     """The template's variable switches reasoning on or off, and without a choice the template decides."""
     end = ends(template)
-    assert (end(True), end(False), end(None)) == (on, off, unsaid)
+    assert (end("enabled"), end("adaptive"), end("disabled"), end(None)) == (on, on, off, unsaid)
 
 
 @pytest.mark.parametrize("template", [ALWAYS, HARMONY], ids=["opened by the prompt", "harmony"])
 def test_a_model_that_always_reasons(ends: Any, template: str) -> None:
     """Thinking cannot be switched off for a model that always reasons."""
     end = ends(template)
-    assert end(True) == end(None)
-    with pytest.raises(InvalidField, match="thinking: 'disabled' is not allowed; expected enabled"):
-        end(False)
+    assert end("enabled") == end(None)
+    with pytest.raises(InvalidField, match=r"thinking\.type: 'disabled' is not allowed; expected enabled"):
+        end("disabled")
 
 
-def test_a_model_that_never_reasons(ends: Any) -> None:
-    """Thinking cannot be switched on for a model that never reasons."""
+@pytest.mark.parametrize("asked", ["enabled", "adaptive"])
+def test_a_model_that_never_reasons(ends: Any, asked: str) -> None:
+    """Thinking cannot be switched on for a model that never reasons, and the error has the word that was sent."""
     end = ends(NEVER)
-    assert end(False) == end(None)
-    with pytest.raises(InvalidField, match="thinking: 'enabled' is not allowed; expected disabled"):
-        end(True)
+    assert end("disabled") == end(None)
+    with pytest.raises(InvalidField, match=rf"thinking\.type: '{asked}' is not allowed; expected disabled"):
+        end(asked)
 
 
 EFFORT = TURNS + "{{ reasoning_effort }}"
