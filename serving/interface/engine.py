@@ -164,7 +164,7 @@ class Health(Struct, frozen=True, kw_only=True):
     - ``num_tenants_waiting``: how many tenants share the queue.
     - ``num_provisioned``: how many of the running and waiting sequences are provisioned. ``provisioned_tokens`` and
       ``provisioned_prompt_tokens`` are their parts of the tokens generated and prefilled.
-    - ``processor_wait``: share of the time the engine's thread wanted to run in which it waited for a CPU
+    - ``cpu_wait``: share of the time the engine's thread wanted to run in which it waited for a CPU
       (``contention.py``).
     """
 
@@ -183,7 +183,7 @@ class Health(Struct, frozen=True, kw_only=True):
     num_provisioned: int = 0
     provisioned_tokens: int = 0
     provisioned_prompt_tokens: int = 0
-    processor_wait: float = 0.0
+    cpu_wait: float = 0.0
     num_standbys: int = 0
     num_tenants_waiting: int = 0
 

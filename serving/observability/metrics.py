@@ -117,7 +117,8 @@ class EngineCollector(Collector):
         ("kv_tokens_used", "KV cache in use, tokens", "kv_tokens_used"),
         ("kv_tokens_total", "KV cache size, tokens", "kv_tokens_total"),
         ("last_step_age_seconds", "Seconds since the engine's last step", "last_step_age"),
-        ("processor_wait_ratio", "Share of its time that the engine waited for a CPU", "processor_wait"),
+        ("cpu_wait_ratio", "Share of its time that the engine waited for a CPU", "cpu_wait"),
+        ("processor_wait_ratio", "The old name of cpu_wait_ratio, until the next release", "cpu_wait"),
         ("standbys", "Loaded engine processes that would take over", "num_standbys"),
     )
     COUNTERS = (

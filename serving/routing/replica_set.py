@@ -27,7 +27,7 @@ BEST_FIRST: tuple[Literal["ready", "draining", "stalled", "starting", "dead"], .
     "starting",
     "dead",
 )
-NOT_SUMMED = ("status", "last_step_age", "processor_wait")
+NOT_SUMMED = ("status", "last_step_age", "cpu_wait")
 MAX_PAST_ENGINES = 64  # maximum number of former engine processes whose last counters are kept
 
 
@@ -260,7 +260,7 @@ class ReplicaSet(Engine):
         Counters are summed. ``status`` is the best status of all replicas, because requests move to the best one.
         Without replicas it is "starting" if some are expected but not reached yet, and "ready" if none is expected.
         ``last_step_age`` is the greatest value of the replicas that have work or are not ready; if all are idle, the
-        least value. ``processor_wait`` is the greatest value.
+        least value. ``cpu_wait`` is the greatest value.
         """
         each = [replica.engine.health() for replica in self.active.values()]
         if len(each) == 1:
@@ -271,8 +271,8 @@ class ReplicaSet(Engine):
         sums: dict[str, Any] = {name: sum(getattr(health, name) for health in each) for name in summed}
         busy = [h.last_step_age for h in each if h.num_running or h.num_waiting or h.status != "ready"]
         age = max(busy) if busy else min((h.last_step_age for h in each), default=0.0)
-        wait = max((h.processor_wait for h in each), default=0.0)
-        return Health(status=status, last_step_age=age, processor_wait=wait, **sums)
+        wait = max((h.cpu_wait for h in each), default=0.0)
+        return Health(status=status, last_step_age=age, cpu_wait=wait, **sums)
 
     def close(self) -> None:
         self._closed = True

@@ -152,7 +152,7 @@ class EngineCore:
             status="dead" if self._closed else "ready",
             steps=self._steps,
             last_step_age=time.monotonic() - self._last_step,
-            processor_wait=round(self._contention.waiting, 3),
+            cpu_wait=round(self._contention.waiting, 3),
         )
 
     def _wait_on_cpus(self, oversubscribed: bool) -> None:

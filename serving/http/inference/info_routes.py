@@ -197,7 +197,8 @@ def _progress(health: Health) -> dict[str, Any]:
         "last_step_age": round(health.last_step_age, 3),
         "running": health.num_running,
         "waiting": health.num_waiting,
-        "processor_wait": health.processor_wait,
+        "cpu_wait": health.cpu_wait,
+        "processor_wait": health.cpu_wait,  # its old name, until the next release
     }
 
 

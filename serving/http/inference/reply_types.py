@@ -40,7 +40,8 @@ class EntityHealth(TypedDict):
     last_step_age: NotRequired[float]
     running: NotRequired[int]
     waiting: NotRequired[int]
-    processor_wait: NotRequired[float]
+    cpu_wait: NotRequired[float]
+    processor_wait: NotRequired[float]  # the old name of cpu_wait, until the next release
     kernels: NotRequired[str]
     kernels_reason: NotRequired[str]
     instruction_set: NotRequired[str]

@@ -119,7 +119,7 @@ def test_every_field_of_a_heartbeat_is_exposed() -> None:
     from mlflow_llm.serving.observability.metrics import EngineCollector
 
     fields = ("steps", "last_step_age", "num_running", "num_waiting", "kv_tokens_used", "kv_tokens_total")
-    fields += ("num_standbys", "prefix_hit_tokens", "prefix_query_tokens", "generated_tokens", "processor_wait")
+    fields += ("num_standbys", "prefix_hit_tokens", "prefix_query_tokens", "generated_tokens", "cpu_wait")
     fields += ("draft_tokens", "accepted_tokens", "num_tenants_waiting")
     heartbeat = Health(status="stalled", **{name: number for number, name in enumerate(fields, 1)})
     runs_on = {"kernels": "torch", "kernels_reason": "r", "instruction_set": "", "dtype": "float32"}
@@ -140,12 +140,14 @@ def test_every_field_of_a_heartbeat_is_exposed() -> None:
         "prefix_hit_tokens_total",
         "prefix_query_tokens_total",
         "generated_tokens_total",
-        "processor_wait_ratio",
+        "cpu_wait_ratio",
         "draft_tokens_total",
         "accepted_draft_tokens_total",
     )
     found = [registry.get_sample_value(f"mlflow_llm_{name}", {"endpoint": "a", "entity": "model"}) for name in names]
     assert found == list(range(1, 14))
+    old = registry.get_sample_value("mlflow_llm_processor_wait_ratio", {"endpoint": "a", "entity": "model"})
+    assert old == heartbeat.cpu_wait
     assert registry.get_sample_value("mlflow_llm_engine_ready", {"endpoint": "a", "entity": "model"}) == 0
     model = {"endpoint": "a", "entity": "model", "name": "m", "version": "7", "content_hash": "c" * 64}
     assert registry.get_sample_value("mlflow_llm_model_info", model) == 1

@@ -63,8 +63,8 @@ def test_every_served_entity_counts(status: str) -> None:
         "v1": ("ready", 1),
         "v2": (status, 2),
     }
-    idle = {"status": "ready", "steps": 0, "last_step_age": 0.0, "running": 0, "waiting": 0, "processor_wait": 0.0}
-    assert found["other"] == {**idle, "kernels": "native"}
+    idle = {"status": "ready", "steps": 0, "last_step_age": 0.0, "running": 0, "waiting": 0, "cpu_wait": 0.0}
+    assert found["other"] == {**idle, "processor_wait": 0.0, "kernels": "native"}
     assert health_of(chat={"v1": engine("ready"), "v2": engine("ready")}, other=well)[0] == 200
 
 
@@ -77,8 +77,8 @@ def test_one_replica_that_makes_progress_is_enough() -> None:
     assert health_of(chat={"v1": replicas()})[0] == 200
     idle = [engine("ready", last_step_age=age) for age in (50.0, 2.0)]
     assert replicas(*idle).health().last_step_age == 2.0
-    waiting = [engine("ready", processor_wait=share) for share in (0.1, 0.4, 0.2)]
-    assert replicas(*waiting).health().processor_wait == 0.4
+    waiting = [engine("ready", cpu_wait=share) for share in (0.1, 0.4, 0.2)]
+    assert replicas(*waiting).health().cpu_wait == 0.4
 
 
 def test_health_names_the_engines_kernels() -> None:

@@ -263,6 +263,7 @@ export interface EndpointHealth {
   last_step_age?: number;
   running?: number;
   waiting?: number;
+  cpu_wait?: number;
   processor_wait?: number;
   kernels?: string;
   kernels_reason?: string;
@@ -323,6 +324,7 @@ export interface EntityHealth {
   last_step_age?: number;
   running?: number;
   waiting?: number;
+  cpu_wait?: number;
   processor_wait?: number;
   kernels?: string;
   kernels_reason?: string;
