@@ -21,8 +21,8 @@ from packaging.requirements import Requirement
 
 PACKAGE = "mlflow-llm"
 BESIDE = ("huggingface_hub", "tokenizers", "sentence-transformers", "gguf", "openai", "anthropic")
-# No modules to import: programs, ctypes' libraries, and what Alembic runs.
-NOT_IMPORTED = re.compile(r"\.__main__$|\.native\._native|\.migrations\.")
+# No modules to import: programs, ctypes' libraries, what Alembic runs, and what vLLM loads in its own environment.
+NOT_IMPORTED = re.compile(r"\.__main__$|\.native\._native|\.migrations\.|\.vllm\.race$")
 BEGIN, END = "<!-- newest.sh writes from here -->", "<!-- to here -->"
 
 

@@ -45,3 +45,10 @@ def test_the_page_has_a_place_for_the_outcome() -> None:
     text = (ROOT / "docs/compatibility.md").read_text()
     assert newest.replace_outcome(text, "new").count("new\n\n" + newest.END) == 1
     assert "| transformers |" in text
+
+
+def test_modules_of_environments_of_their_own_are_not_imported() -> None:
+    """Modules that only Alembic or vLLM can load are left out; their neighbours are not."""
+    left_out = ("x.migrations.env", "mlflow_llm.serving.engine.vllm.race", "mlflow_llm.__main__")
+    assert all(newest.NOT_IMPORTED.search(name) for name in left_out)
+    assert not newest.NOT_IMPORTED.search("mlflow_llm.serving.engine.vllm.sequences")
