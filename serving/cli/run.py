@@ -9,6 +9,7 @@ import click
 
 from .chat.command import chat
 from .http import URL_VARIABLE
+from .shared_options import conversation_options
 
 OF_A_SERVER = ("url", "key", "key_file", "model_uri")
 HELP = {
@@ -32,10 +33,12 @@ def _run(**given: Any) -> None:
     chat.callback(url="", key=None, key_file=None, **given)
 
 
+PARAMETERS = _parameters()
 run = click.Command(
     "run",
     callback=_run,
-    params=_parameters(),
+    params=PARAMETERS,
+    epilog=conversation_options(PARAMETERS),
     help=f"""Load a model on this machine and chat with it.
 
     MODEL is a directory, a GGUF file, a registered model (NAME, NAME/VERSION, NAME@ALIAS or models:/…), or a hub id.

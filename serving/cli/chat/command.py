@@ -13,6 +13,7 @@ from ...interface.errors import without_password
 from ...system.escape import visible_line
 from ..http import Client, first_model, url_options
 from ..local_model import LocalModel
+from ..shared_options import ConversationOption
 from ..terminal import turns
 from . import slash_commands
 from .asking import STOPPED, ask
@@ -24,6 +25,7 @@ from .set_field import NAMES
 from .tab_completion import candidates
 
 INTERRUPTED = 130  # as shells say it of what SIGINT ended
+conversation_option = functools.partial(click.option, cls=ConversationOption)
 
 
 @click.command()
@@ -40,22 +42,26 @@ INTERRUPTED = 130  # as shells say it of what SIGINT ended
     help="With -m: engine setting (mlflow-llm help settings); repeatable.",
 )
 @click.option("--model", help="Endpoint or endpoint:adapter (default: the server's first).")
-@click.option("--system", help="System message.")
-@click.option("--max-tokens", type=click.IntRange(1), help="Maximum number of tokens of a reply (default: 1024).")
-@click.option(
+@conversation_option("--system", help="System message.")
+@conversation_option(
+    "--max-tokens", type=click.IntRange(1), help="Maximum number of tokens of a reply (default: 1024)."
+)
+@conversation_option(
     "--temperature",
     type=click.FloatRange(0, 2),
     help="Sampling temperature (default: the model's own sampling values, or 0.7 for one that has none).",
 )
-@click.option("--seed", type=int, help="The same seed gives the same answer.")
-@click.option("--schema", help="Hold the replies to a JSON schema: FILE, JSON, or fields such as 'name, age int'.")
-@click.option(
+@conversation_option("--seed", type=int, help="The same seed gives the same answer.")
+@conversation_option(
+    "--schema", help="Hold the replies to a JSON schema: FILE, JSON, or fields such as 'name, age int'."
+)
+@conversation_option(
     "-a", "--attach", "attached", multiple=True, metavar="FILE", help="Send an image with the message; repeatable."
 )
-@click.option("-c", "--continue", "again", is_flag=True, help="Go on with the last conversation.")
-@click.option("--conversation", metavar="ID", help="Go on with this one of mlflow-llm logs.")
-@click.option("--no-log", is_flag=True, help="Do not record the conversation (mlflow-llm logs).")
-@click.option("--stats", is_flag=True, help="Print tokens and times of each answer on standard error.")
+@conversation_option("-c", "--continue", "again", is_flag=True, help="Go on with the last conversation.")
+@conversation_option("--conversation", metavar="ID", help="Go on with this one of mlflow-llm logs.")
+@conversation_option("--no-log", is_flag=True, help="Do not record the conversation (mlflow-llm logs).")
+@conversation_option("--stats", is_flag=True, help="Print tokens and times of each answer on standard error.")
 @click.argument("message", required=False)
 def chat(
     url: str,

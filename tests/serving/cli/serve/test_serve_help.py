@@ -21,7 +21,7 @@ from mlflow_llm.serving.cli import COMPLETE, cli
 from mlflow_llm.serving.cli.serve.help_text import GROUPS, OTHERS, first_sentence
 from mlflow_llm.serving.cli.serve.spec_files import read_serve_spec
 from mlflow_llm.serving.cli.serve.spec_schema import KINDS, schema
-from mlflow_llm.serving.cli.shared_options import SUMMARY, SharedOption
+from mlflow_llm.serving.cli.shared_options import SUMMARY, ConversationOption, SharedOption
 from mlflow_llm.serving.control.settings import ServerSettings
 from mlflow_llm.serving.interface.settings import EngineSettings
 
@@ -77,6 +77,21 @@ def test_shared_options_are_explained_once() -> None:
         assert all(str(one.help)[:30] not in text for one in found), words
         assert all(re.search(rf"^  {one.opts[0]} ", once, re.MULTILINE) for one in found), words
     assert count > 20
+
+
+def test_options_of_a_conversation_are_explained_once() -> None:
+    """``chat --help`` explains them, ``run --help`` names each and says where, and repeats none of the texts."""
+    explained, named = (" ".join(shown(word).split()) for word in ("chat", "run"))
+    found = [one for one in cli.commands["run"].params if isinstance(one, ConversationOption)]
+    assert len(found) == 10
+    for one in found:
+        text = " ".join(str(one.help).split())
+        assert text in explained
+        assert text not in named
+        assert f"{one.opts[-1]}, " in named or f"{one.opts[-1]}. " in named
+    assert "mlflow-llm help chat" in named
+    others = {one.opts[0] for one in cli.commands["run"].params if isinstance(one, click.Option)}
+    assert others - {one.opts[0] for one in found} == {"-C", "--model"}
 
 
 @pytest.mark.parametrize("flag", ["--url", "--key", "--key-file", "--ca", "--cert", "--database"])
