@@ -121,7 +121,8 @@ pip install --quiet --force-reinstall --no-deps "$wheel"
 check_beside lint-imports
 # What four processes of tests import at once is compiled by one before.
 check_beside python -W ignore -c "import anthropic, databricks.sdk, mlflow.pyfunc, openai, sentence_transformers"
-check_beside mkdocs build --strict --quiet --site-dir "$scratch/site"
+export MLFLOW_LLM_SITE="$scratch/site"  # looked at in a browser by tests/test_site.py
+check_beside mkdocs build --strict --quiet --site-dir "$MLFLOW_LLM_SITE"
 check pip check
 check ruff check .
 check ruff format --check .
