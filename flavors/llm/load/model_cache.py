@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import re
 import tempfile
 from pathlib import Path
@@ -63,7 +64,10 @@ def _save(source: Path, target: Path, uri: str) -> None:
         if not target.is_dir():
             raise PackagingError(f"{target} was not written")
     except OSError as error:
-        raise PackagingError(f"{uri} cannot be logged into {target.parent}: {error.strerror or error}") from None
+        reason = error.strerror or error
+        if error.filename is not None and not Path(os.fsdecode(error.filename)).is_relative_to(target.parent):
+            raise PackagingError(f"{uri} cannot be read: {os.fsdecode(error.filename)}: {reason}") from None
+        raise PackagingError(f"{uri} cannot be logged into {target.parent}: {reason}") from None
 
 
 def _readable(uri: str) -> str:

@@ -131,6 +131,19 @@ def test_a_cache_that_cannot_be_written_is_reported(
         model_cache.logged(str(llama_dir))
 
 
+def test_a_model_that_cannot_be_read_is_reported(llama_dir: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of the model that this user may not read is named; the cache is not blamed."""
+    weights = str(llama_dir.resolve() / "model.safetensors")
+
+    def refused(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied", weights)
+
+    monkeypatch.setattr("mlflow_llm.flavors.llm.save.save_model.save_model", refused)
+    with pytest.raises(PackagingError) as caught:
+        model_cache.logged(str(llama_dir))
+    assert str(caught.value) == f"{llama_dir} cannot be read: {weights}: Permission denied"
+
+
 @pytest.mark.parametrize("below", [False, True])
 def test_a_cache_writable_by_others_is_refused(llama_dir: Path, cache: Path, below: bool) -> None:
     """A cached copy is used only if no other user can write to its directories."""
