@@ -76,11 +76,16 @@ CHAT = {"--format": "--schema", "--verbose": "--stats", "--api-key": "--key", "-
 COMMANDS = {
     "complete": "mlflow-llm chat MESSAGE",
     "create": "llm.log_model(model=…) in Python, or mlflow-llm serve MODEL, which logs it into the cache",
+    "delete": "mlflow-llm rm NAME, or mlflow-llm endpoints delete NAME",
+    "kill": "mlflow-llm stop NAME",
     "list": "mlflow-llm models",
     "ls": "mlflow-llm models",
+    "prune": "mlflow-llm models prune",
+    "remove": "mlflow-llm rm NAME",
     "run-batch": "mlflow-llm batch",
     "show": "mlflow-llm doctor -m MODEL",
     "start": "mlflow-llm serve MODEL",
+    "status": "mlflow-llm ps",
 }
 LIMITS = {
     "concurrency": "in_flight",

@@ -78,6 +78,10 @@ MISTAKES = [  # a command, and what its error must contain
     ("show m", "write mlflow-llm doctor -m MODEL"),
     ("create m", "write llm.log_model(model=…)"),
     ("run-batch", "write mlflow-llm batch"),
+    ("prune", "write mlflow-llm models prune"),
+    ("delete m", "write mlflow-llm rm NAME"),
+    ("kill m", "write mlflow-llm stop NAME"),
+    ("status", "write mlflow-llm ps"),
 ]
 NO_ADVICE = ("serve m --tensor-parallel-size 2", "serve m --nothing-like-this", "keys list --max-model-len 5")
 
