@@ -22,7 +22,7 @@ def plain_enums(schema: Any) -> Any:
     found: dict[str, Any] = {}
     for key, value in schema.items():
         if key in _NAMED and isinstance(value, dict):
-            found[key] = {name: plain_enums(entry) for name, entry in value.items()}
+            found[key] = {name: _member(plain_enums(entry)) for name, entry in value.items()}
         else:
             found[key] = value if key in _LITERAL else plain_enums(value)
     if found.get("type") == "array" and not {"items", "prefixItems"} & found.keys():
@@ -42,6 +42,14 @@ def plain_enums(schema: Any) -> Any:
     return _rest(found) | (options[0] if len(options) == 1 else {"anyOf": options})
 
 
+def _member(schema: Any) -> Any:
+    """Return the schema of a named member. openapi-generator makes no Python of one that is of type ``null`` alone; it
+    understands an enumeration."""
+    if isinstance(schema, dict) and schema.get("type") == "null":
+        return _rest(schema) | {"enum": [None]}
+    return schema
+
+
 def _rest(schema: dict[str, Any]) -> dict[str, Any]:
     """Return what a schema says besides its values."""
     return {key: value for key, value in schema.items() if key not in ("enum", "const", "type")}
@@ -53,7 +61,7 @@ def _filled(value: Any) -> dict[str, Any]:
         return {
             "type": "object",
             "required": list(value),
-            "properties": {name: plain_enums({"enum": [one]}) for name, one in value.items()},
+            "properties": {name: _member(plain_enums({"enum": [one]})) for name, one in value.items()},
             "additionalProperties": False,
         }
     if isinstance(value, list) and value and all(one == value[0] for one in value):
