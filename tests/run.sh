@@ -117,6 +117,7 @@ rm -rf "$scratch/source/serving/http/page/node_modules"
 mkdir "$scratch/wheels"
 pip wheel --quiet --no-deps --no-build-isolation --wheel-dir "$scratch/wheels" "$scratch/source"
 wheel=$(echo "$scratch"/wheels/*.whl)
+export MLFLOW_LLM_WHEEL="$wheel"  # installed into an environment of its own by tests/real/test_run.py
 pip install --quiet --force-reinstall --no-deps "$wheel"
 check_beside lint-imports
 # What four processes of tests import at once is compiled by one before.
