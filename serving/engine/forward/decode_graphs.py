@@ -28,7 +28,7 @@ from ..attention.paged.cache import PagedKVCache
 from ..attention.paged.plan import PagedPlan
 from ..devices.transfers import upload, upload_values
 from ..models.step_input import StepInput
-from ..sampling.largest import largest
+from ..sampling.greedy import greedy_tokens
 from ..weights.forward_context import ContextHolder, ForwardContext
 from .runner import ModelForward
 from .step_buffers import StepBuffers
@@ -75,12 +75,12 @@ class RecordedStep:
         stream.wait_stream(torch.cuda.current_stream(self._cache.device))
         with torch.cuda.stream(stream):
             for _ in range(WARM_UPS):
-                largest(self.compute())
+                greedy_tokens(self.compute())
         torch.cuda.current_stream(self._cache.device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=memory):
             self.logits = self.compute()
-            self.largest = largest(self.logits)
+            self.largest = greedy_tokens(self.logits)
         self.graph = graph
 
     def run(self, ids: Any, rows: Sequence[Row]) -> Decoded:
@@ -89,7 +89,7 @@ class RecordedStep:
         self._buffers.fill(ids, rows)
         if self.graph is None:
             logits = self.compute()[: len(rows)]
-            return Decoded(logits, largest(logits))
+            return Decoded(logits, greedy_tokens(logits))
         self.graph.replay()
         return Decoded(self.logits[: len(rows)], self.largest[: len(rows)])
 

@@ -25,7 +25,7 @@ from ..devices.transfers import to_device, upload_values
 from ..native import sampler as native
 from ..scheduling.sequence import NO_ALLOWED_TOKEN, Sampled, SamplePosition
 from . import device_sampling
-from .largest import largest
+from .greedy import greedy_tokens
 from .randomness import exponentials
 from .rejection_sampling import draft_of, is_drafted
 from .rejection_sampling import draw as draw_drafted
@@ -70,7 +70,7 @@ def _largest(logits: Any) -> list[int]:
     """Return the token with each row's largest logit, -1 if that is not finite."""
     if native.can_draw(logits):
         return native.largest(logits)
-    tokens: list[int] = largest(logits).tolist()
+    tokens: list[int] = greedy_tokens(logits).tolist()
     return tokens
 
 
@@ -208,7 +208,7 @@ def is_drawn_unread(sequence: SamplePosition) -> bool:
 def draw_unread(logits: Any, sequences: Sequence[SamplePosition], positions: Sequence[int], largest_tokens: Any) -> Any:
     """Return what ``choose`` returns, int64 [B] on the device of ``logits`` [B, V], without waiting for it;
     ``NEEDS_FULL_SORT`` where only ``choose`` can tell. ``positions`` are those of the tokens; ``largest_tokens`` are
-    ``largest(logits)``, and the result itself if all sequences are greedy."""
+    ``greedy_tokens(logits)``, and the result itself if all sequences are greedy."""
     tokens = largest_tokens
     kinds: dict[str, list[int]] = {}
     for i, sequence in enumerate(sequences):

@@ -23,7 +23,7 @@ def test_every_kernel_compiles(tmp_path: Path) -> None:
     from mlflow_llm.serving.engine.attention.paged import decode_kernel, prefill_kernel, wide_kernel, write_kernel
     from mlflow_llm.serving.engine.models.fused import experts_kernel
     from mlflow_llm.serving.engine.models.fused import kernels as fused_kernels
-    from mlflow_llm.serving.engine.sampling import device_sampling_kernel, largest_kernel
+    from mlflow_llm.serving.engine.sampling import device_sampling_kernel, greedy_kernel
     from mlflow_llm.serving.engine.weights import fp8_kernel, fp8_rows_kernel
 
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -31,7 +31,7 @@ def test_every_kernel_compiles(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, SCRIPT], env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     attention = (decode_kernel, prefill_kernel, write_kernel, rotation_kernel)
-    modules = (*attention, device_sampling_kernel, largest_kernel, fp8_kernel, fp8_rows_kernel, fused_kernels)
+    modules = (*attention, device_sampling_kernel, greedy_kernel, fp8_kernel, fp8_rows_kernel, fused_kernels)
     modules += (experts_kernel, wide_kernel, slots_kernel)
     kinds = (InterpretedFunction, JITFunction)
     functions = {name for one in modules for name, value in vars(one).items() if isinstance(value, kinds)}

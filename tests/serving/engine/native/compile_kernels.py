@@ -19,7 +19,7 @@ from mlflow_llm.serving.engine.attention.rotation import UNFUSED
 from mlflow_llm.serving.engine.models.fused import experts_kernel as experts
 from mlflow_llm.serving.engine.models.fused import kernels as fused
 from mlflow_llm.serving.engine.sampling import device_sampling_kernel as race
-from mlflow_llm.serving.engine.sampling import largest_kernel as largest
+from mlflow_llm.serving.engine.sampling import greedy_kernel as greedy
 from mlflow_llm.serving.engine.weights import fp8_kernel, fp8_rows_kernel
 
 HALF, FLOAT, BYTE, INT, LONG = "*bf16", "*fp32", "*u8", "*i32", "*i64"
@@ -48,8 +48,8 @@ arrays = [HALF, HALF, HALF, INT, INT, INT, FLOAT, HALF]
 build(prefill.attend_chunks, [*arrays, "fp32", "fp32", *["i32"] * 4], **wide, **several)
 build(race.exponentials, [LONG, FLOAT, "i32"], BLOCK=1024)
 build(race.race, [FLOAT, LONG, FLOAT, FLOAT, FLOAT, LONG, "i32"], BLOCK=1024)
-build(largest.largest_of_chunk, [HALF, FLOAT, INT, "i32", "i32"], BLOCK=4096)
-build(largest.largest_of_row, [FLOAT, INT, LONG, "i32"], PADDED=32)
+build(greedy.largest_of_chunk, [HALF, FLOAT, INT, "i32", "i32"], BLOCK=4096)
+build(greedy.largest_of_row, [FLOAT, INT, LONG, "i32"], PADDED=32)
 turned = {"H": 32, "HKV": 8, "HALF": 64, "HALF_PADDED": 64, "HEADS": 8}
 rotations = [
     build(rotation.rotate, [HALF] * 6 + ["i32"] * 4, UNFUSED, **turned),

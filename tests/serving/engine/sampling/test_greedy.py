@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from mlflow_llm.serving.engine.devices import triton_support
-from mlflow_llm.serving.engine.sampling import largest as module
-from mlflow_llm.serving.engine.sampling.largest import BLOCK, by_kernel, by_torch, largest
+from mlflow_llm.serving.engine.sampling import greedy as module
+from mlflow_llm.serving.engine.sampling.greedy import BLOCK, by_kernel, by_torch, greedy_tokens
 
 pytest.importorskip("triton")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -51,7 +51,7 @@ def test_a_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch, cap
     module.computes_right.cache_clear()
     with monkeypatch.context() as patched:
         patched.setattr(module, "by_kernel", wrong)
-        assert largest(logits).tolist() == [1]
+        assert greedy_tokens(logits).tolist() == [1]
     assert used == [6]  # the trial's example alone
     (said,) = caplog.messages
     assert said.startswith("torch finds the largest logits: the kernel differs from the reference")

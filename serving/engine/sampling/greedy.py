@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 BLOCK = 4096  # tokens that one program compares
 
 
-def largest(logits: Any) -> Any:
+def greedy_tokens(logits: Any) -> Any:
     """Return the token with the largest of each row of ``logits`` [B, V], int64 [B] on their device: the first of
     equals, -1 if it is not finite. Nothing is waited for."""
     if logits.stride(-1) == 1 and is_offered(logits.device, logits.dtype):
@@ -30,7 +30,7 @@ def by_torch(logits: Any) -> Any:
 
 def by_kernel(logits: Any) -> Any:
     """Do the same by our kernels: the largest of ``BLOCK`` tokens, then the largest of these."""
-    from . import largest_kernel as kernel
+    from . import greedy_kernel as kernel
 
     rows, size = logits.shape
     chunks = -(-size // BLOCK)
