@@ -73,13 +73,23 @@ class Fp8Weight:
     )
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self.out_features, self.in_features = weight.shape
-        self.values, scale = quantize_rows(weight.detach().float().contiguous())  # a Conv1D's weight is transposed
-        self.scale, self.dtype = scale.flatten(), weight.dtype
+        values, scale = quantize_rows(weight.detach().float().contiguous())  # a Conv1D's weight is transposed
+        self._hold(values, scale, bias, weight.dtype)
+
+    @classmethod
+    def of(cls, values: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> Fp8Weight:
+        """Build it from float8 values and scales [N, 1] that were stored, for a model in ``dtype``."""
+        weight = cls.__new__(cls)
+        weight._hold(values, scale, bias, dtype)
+        return weight
+
+    def _hold(self, values: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
+        self.out_features, self.in_features = values.shape
+        self.values, self.scale, self.dtype = values, scale.flatten(), dtype
         self.bias = None if bias is None else bias.float()
-        self.finished = torch.zeros(num_blocks(self.out_features), dtype=torch.int32, device=weight.device)
-        self.by_kernel = not why_not_kernel(weight.device, weight.dtype)
-        self.by_scaled_mm = not why_not_scaled_mm(weight.device)
+        self.finished = torch.zeros(num_blocks(self.out_features), dtype=torch.int32, device=values.device)
+        self.by_kernel = not why_not_kernel(values.device, dtype)
+        self.by_scaled_mm = not why_not_scaled_mm(values.device)
 
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
         if len(x) <= self.few and self.by_kernel:

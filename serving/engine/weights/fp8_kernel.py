@@ -54,6 +54,32 @@ def decoded(bits: tl.tensor, dtype: tl.constexpr, DECODE: tl.constexpr) -> tl.te
     return (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True).to(dtype)
 
 
+@triton.jit
+def joined(
+    sums: tl.tensor,
+    partial: tl.tensor,
+    finished: tl.tensor,
+    place: tl.tensor,
+    inside: tl.tensor,
+    size: tl.tensor,
+    SPLIT: tl.constexpr,
+) -> tl.tensor:
+    """Return the ``sums`` of all programs that share program 0's axis, in the one that finishes last; and whether this
+    is it. ``partial`` has room for SPLIT times ``size``, and each program's sums go to ``place`` in its part."""
+    block, part = tl.program_id(0), tl.program_id(1)
+    tl.store(partial + part.to(tl.int64) * size + place, sums, mask=inside)
+    tl.debug_barrier()  # every thread's sums are written before one thread counts
+    is_last = tl.atomic_add(finished + block, 1, sem="acq_rel", scope="gpu") == SPLIT - 1
+    if is_last:
+        sums = tl.zeros_like(sums)
+        from_partial = partial + place
+        for _ in range(SPLIT):
+            sums += tl.load(from_partial, mask=inside, other=0.0, cache_modifier=".cg")
+            from_partial += size
+        tl.store(finished + block, 0)
+    return sums, is_last
+
+
 @triton.jit(do_not_specialize=["M"])
 def multiply(
     x: tl.tensor,
@@ -99,17 +125,8 @@ def multiply(
     place = row[None, :].to(tl.int64) * N + column[:, None]
     is_last = True
     if SPLIT > 1:
-        tl.store(partial + part.to(tl.int64) * M * N + place, sums, mask=is_column & is_row)
-        tl.debug_barrier()  # every thread's sums are written before one thread counts
-        is_last = tl.atomic_add(finished + block, 1, sem="acq_rel", scope="gpu") == SPLIT - 1
+        sums, is_last = joined(sums, partial, finished, place, is_column & is_row, M * N, SPLIT)
     if is_last:
-        if SPLIT > 1:
-            sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-            from_partial = partial + place
-            for _ in range(SPLIT):
-                sums += tl.load(from_partial, mask=is_column & is_row, other=0.0, cache_modifier=".cg")
-                from_partial += M * N
-            tl.store(finished + block, 0)
         factor = tl.load(scale + column, mask=column < N, other=0.0)
         if DECODE == "shift":
             factor *= 256.0

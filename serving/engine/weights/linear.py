@@ -15,19 +15,21 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from ...interface.settings import EngineSettings
 from ...system import load_steps
-from ..native.library import LANES
+from ..native.library import GROUP_SIZE, LANES
 from ..native.weight import BF16, F32, ROTATED, NativeWeight, can_pack
-from . import experts, fp8_inputs
+from . import experts, fp8_inputs, int4
 from .experts import EngineExperts
 from .forward_context import ContextHolder
 from .fp8 import Fp8Weight
 from .fp8 import can_quantize as fits_fp8
+from .int4 import Int4Weight
 from .quantization import Int8Weight, can_quantize
 from .stored_weights import StoredLinear, concatenate, stored_of
 from .weight_layouts import PackedWeight, PlainWeight, pack_float
@@ -200,6 +202,8 @@ def _pack_stored(stored: StoredLinear, bias: torch.Tensor | None, settings: Engi
     int8 weights equal, to the bit, what ``_pack`` makes from the original weights. Our own kernels multiply four-bit
     weights as they are; elsewhere they are converted to floats."""
     native = settings.kernels == "auto" and can_pack(like) and stored.shape[1] % LANES == 0
+    if stored.is_published:
+        return _pack_published(stored, bias, settings, like, native=native)
     if stored.zero is not None and stored.inputs is not None:
         if native:
             return NativeWeight.of_int4(
@@ -212,6 +216,27 @@ def _pack_stored(stored: StoredLinear, bias: torch.Tensor | None, settings: Engi
         values, scale = stored.values.to(like.device), stored.scale.to(like.device)
         return Int8Weight.of(values, scale, bias, like.dtype, is_rotated=stored.is_rotated)
     return pack_float(stored.dense(like.dtype, like.device), bias)
+
+
+def _pack_published(
+    stored: StoredLinear, bias: torch.Tensor | None, settings: EngineSettings, like: Any, *, native: bool
+) -> PackedWeight:
+    """Pack weights that others quantised: as they are where kernels take them, else as floats."""
+    columns = stored.shape[1]
+    if stored.zero is None:
+        values = stored.values.to(like.device)
+        if fits_fp8(values):
+            return Fp8Weight.of(values, stored.scale.to(like.device), bias, like.dtype)
+    elif not int4.why_not(like.device, like.dtype, columns // stored.zero.shape[1]):
+        return Int4Weight(stored.unpacked(), stored.scale, stored.zero, bias, like.dtype, like.device)
+    elif native and columns // stored.zero.shape[1] % GROUP_SIZE == 0:
+        scale = stored.scale.half()
+        if torch.equal(scale.float(), stored.scale.float()):
+            repeats = columns // GROUP_SIZE // stored.zero.shape[1]
+            scale, zero = (one.repeat_interleave(repeats, 1) for one in (scale, stored.zero))
+            return NativeWeight.of_int4(stored.unpacked(), scale, zero, torch.ones(columns), bias)
+    floats = msgspec.structs.replace(settings, quantization="none")
+    return _pack(stored.dense(like.dtype, like.device), bias, floats, False)
 
 
 OF_TORCH = EngineSettings(kernels="torch")
@@ -235,6 +260,8 @@ def install(
     head_name: str | None = None
     like = next(model.parameters(), None)
     total, done = sum(_num_bytes(module) for module in model.modules() if replaceable(module)), 0
+    published = any((stored := stored_of(module)) is not None and stored.is_published for module in model.modules())
+    others = msgspec.structs.replace(settings, quantization="none") if published else settings
     step = "packing" if settings.quantization == "none" else "quantising"
     for parent, paths, modules, is_head in groups_of(model):
         if pack is None:
@@ -255,14 +282,14 @@ def install(
         elif kept:
             packed = _pack_stored(concatenate(kept), bias, settings, like)
         else:
-            packed = _pack(weight, bias, settings, is_head)
+            packed = _pack(weight, bias, others, is_head)
         group = LinearGroup(paths, packed, sizes, holder)
         if is_head:
             head_name = paths[0]
         for member, path in enumerate(paths):
             found[path] = EngineLinear(path, group, member)
             setattr(parent, path.rpartition(".")[2], found[path])
-    return LinearSet(linears=found, head=head_name, experts=_install_experts(model, settings, pack, like))
+    return LinearSet(linears=found, head=head_name, experts=_install_experts(model, others, pack, like))
 
 
 def _num_bytes(module: nn.Module) -> int:

@@ -16,6 +16,9 @@ int8 is the format "int-quantized" of compressed-tensors (used by llm-compressor
 github.com/neuralmagic/compressed-tensors. int4 is this package's own; linears whose K is not a multiple of 32 are in
 int8. ``weight_writer.py`` writes both.
 
+Published checkpoints in other formats (published.py) are read into the same form: four bits in groups of any size and
+without factors, or float8 with a scale a row.
+
 Linears that quantization_config names in ``transform_config``, also of compressed-tensors, are stored multiplied by a
 Hadamard matrix (quantization.py). Models of earlier versions have none.
 
@@ -44,12 +47,13 @@ from transformers.pytorch_utils import Conv1D
 from ...interface.errors import PackagingError, reason, shown
 from ...interface.settings import EngineSettings
 from ..native.library import GROUP_SIZE
+from . import published
 from .config_bounds import in_proportion
 from .quantization import hadamard_order, rotated
 
 logger = logging.getLogger(__name__)
 
-Quantization = Literal["int8", "int4"]
+Quantization = Literal["int8", "int4", "fp8"]
 # quant_method and format of quantization_config
 FORMATS: dict[Quantization, tuple[str, str]] = {
     "int8": ("compressed-tensors", "int-quantized"),
@@ -65,7 +69,8 @@ MAX_CACHED_BYTES = (
 
 @dataclass(frozen=True, slots=True)
 class StoredLinear:
-    """Weights [N, K] as they are in the file. int8: ``values`` [N, K], ``scale`` [N, 1], the others None."""
+    """Weights [N, K] as they are in the file. int8 and float8: ``values`` [N, K], ``scale`` [N, 1], the others None.
+    Without ``inputs`` these factors are 1."""
 
     values: torch.Tensor
     scale: torch.Tensor
@@ -77,6 +82,11 @@ class StoredLinear:
     def shape(self) -> tuple[int, int]:
         return (self.values.shape[0], self.values.shape[1] * (1 if self.zero is None else 2))
 
+    @property
+    def is_published(self) -> bool:
+        """Whether others quantised the weights, so that linears beside them stay as they are."""
+        return self.values.dtype == torch.float8_e4m3fn or (self.zero is not None and self.inputs is None)
+
     def unpacked(self) -> torch.Tensor:
         """Return the values [N, K]: int8, or for 4 bits uint8 in 0..15."""
         if self.zero is None:
@@ -86,12 +96,12 @@ class StoredLinear:
     def dense(self, dtype: torch.dtype = torch.float32, device: Any = "cpu") -> torch.Tensor:
         """Dequantise to [N, K] of ``dtype``."""
         values, scale = self.unpacked().to(device).float(), self.scale.to(device).float()
-        if self.zero is None or self.inputs is None:
+        if self.zero is None:
             weight = values * scale
         else:
             grouped = values.view(len(values), scale.shape[1], -1)
-            weight = (grouped - self.zero.to(device).float()[..., None]) * scale[..., None]
-            weight = weight.flatten(1) * self.inputs.to(device)
+            weight = ((grouped - self.zero.to(device).float()[..., None]) * scale[..., None]).flatten(1)
+            weight = weight if self.inputs is None else weight * self.inputs.to(device)
         return (rotated(weight) if self.is_rotated else weight).to(dtype)
 
 
@@ -105,7 +115,8 @@ def concatenate(parts: list[StoredLinear]) -> StoredLinear:
     ):
         raise PackagingError("linears that share an input are stored in different ways")
     zeros = [one.zero for one in parts if one.zero is not None]
-    values, scale = torch.cat([one.values for one in parts]), torch.cat([one.scale for one in parts])
+    values = torch.cat([one.values.view(torch.uint8) for one in parts]).view(parts[0].values.dtype)
+    scale = torch.cat([one.scale for one in parts])
     return StoredLinear(values, scale, torch.cat(zeros) if zeros else None, inputs, is_rotated)
 
 
@@ -124,25 +135,31 @@ def stored_experts_of(module: nn.Module) -> dict[str, StoredLinear]:
 
 def quantization_of(folder: str | Path) -> Quantization | None:
     """Return how the linears of the model in ``folder`` are stored; None for floats. Raises ``PackagingError`` for a
-    format that this package did not write."""
-    try:
-        config = json.loads((Path(folder) / "config.json").read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return None  # building the model reports it
-    said = config.get("quantization_config") if isinstance(config, dict) else None
+    format that is not known."""
+    said = _said_in(folder)
     if not said:
         return None
-    form = (said.get("quant_method"), said.get("format")) if isinstance(said, dict) else None
+    if (form := published.published_of(said)) is not None:
+        return form.quantization
+    own = (said.get("quant_method"), said.get("format")) if isinstance(said, dict) else None
     for quantization, expected in FORMATS.items():
-        if form == expected:
+        if own == expected:
             return quantization
     raise _unsupported_format("quantization_config", said)
 
 
+def _said_in(folder: str | Path) -> Any:
+    try:
+        config = json.loads((Path(folder) / "config.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None  # building the model reports it
+    return config.get("quantization_config") if isinstance(config, dict) else None
+
+
 def _unsupported_format(name: str, said: Any) -> PackagingError:
     return PackagingError(
-        f"config.json: {name}: {shown(said)} is not allowed; expected weights in floats, or as"
-        " log_model(quantize=…) stores them; engine vllm runs others"
+        f"config.json: {name}: {shown(said)} is not allowed; expected weights in floats, as log_model(quantize=…)"
+        " stores them, or in a published format (docs/quantize.md); engine vllm runs others"
     )
 
 
@@ -186,8 +203,8 @@ def refuse_other_weights(settings: EngineSettings, stored: str | None) -> None:
         )
     if stored not in (None, settings.quantization):
         raise PackagingError(
-            f"quantization: {settings.quantization!r} is not allowed; expected {stored!r}: the model was logged with"
-            f" quantize={stored!r}, which replaced its original weights"
+            f"quantization: {settings.quantization!r} is not allowed; expected {stored!r}: so the model's weights"
+            " are stored, in place of the original ones"
         )
 
 
@@ -206,7 +223,11 @@ def load(auto: Any, folder: str, dtype: torch.dtype, device: Any) -> Any:
         with in_proportion(folder), _without_weights():
             model = auto.from_config(config, dtype=dtype, attn_implementation="eager", trust_remote_code=False)
         model.eval().requires_grad_(False)
-        _fill(model, Path(folder), dtype)
+        form = published.published_of(_said_in(folder))
+        if form is None:
+            _fill(model, Path(folder), dtype)
+        else:
+            _fill_published(model, Path(folder), dtype, form)
         model.tie_weights()
     except (PackagingError, MemoryError, torch.OutOfMemoryError):
         raise
@@ -261,6 +282,34 @@ def _fill(model: nn.Module, folder: Path, dtype: torch.dtype) -> None:
                 parts = (value, *(places[one].get_tensor(one) for one in more if one in places))
                 _store(module, name, parts, orders.get(name.removesuffix(".weight").removesuffix(f".{PARTS[0]}")))
             else:
+                _set(module, name, value.to(dtype) if value.is_floating_point() else value)
+
+
+def _fill_published(model: nn.Module, folder: Path, dtype: torch.dtype, form: published.Published) -> None:
+    """Set the model's tensors from files in a published format. Raises ``PackagingError``."""
+    modules = dict(model.named_modules())
+    with contextlib.ExitStack() as stack:
+        files = [
+            stack.enter_context(safe_open(str(file), framework="pt")) for file in sorted(folder.glob("*.safetensors"))
+        ]
+        places = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+
+        def get(name: str) -> torch.Tensor | None:
+            return places[name].get_tensor(name) if name in places else None
+
+        read = set()
+        for path in published.linears_in(set(places), form):
+            module = modules.get(path)
+            if not isinstance(module, nn.Linear) or module._parameters.get("weight") is None:
+                raise PackagingError(f"{path} is quantised in the weights; expected only linears of the model to be")
+            rows, columns = module.weight.shape
+            module.__dict__[STORED] = StoredLinear(*published.read(form, path, (rows, columns), get))
+            del module._parameters["weight"]
+            read |= {f"{path}.{part}" for part in published.PARTS | {"weight"}}
+        for name in sorted(places.keys() - read):
+            module = modules.get(name.rpartition(".")[0])
+            if module is not None:
+                value = places[name].get_tensor(name)
                 _set(module, name, value.to(dtype) if value.is_floating_point() else value)
 
 

@@ -28,7 +28,8 @@ TOLERANCE = {torch.float32: 1e-5}  # relative to the example's largest value; 0.
 
 def install(model: nn.Module) -> int:
     """Replace the modules' code; return how many modules and layers use kernels now (0 if the device runs none)."""
-    if not triton_support.enabled(next(model.parameters()).device):
+    like = next(model.parameters())
+    if not triton_support.enabled(like.device):
         return 0
     refused: set[type] = set()
     count = 0
@@ -36,7 +37,7 @@ def install(model: nn.Module) -> int:
         forward = _forward_for(module)
         if forward is None or type(module) in refused:
             continue
-        if _agrees(module, forward):
+        if _agrees(module, forward, like):
             object.__setattr__(module, "forward", MethodType(forward, module))
             count += 1
         else:
@@ -57,12 +58,13 @@ def _forward_for(module: nn.Module) -> Callable[[Any, Any], Any] | None:
     return None
 
 
-def _agrees(module: nn.Module, forward: Callable[[Any, Any], Any]) -> bool:
-    weight: Any = next(module.parameters())
-    make = torch.Generator().manual_seed(0)
-    x = torch.randn(3, weight.shape[-1], generator=make).to(weight.device, weight.dtype)
-    if isinstance(getattr(module, "gate_proj", None), nn.Linear):
-        x = x[:, : module.gate_proj.in_features]
+def _agrees(module: Any, forward: Callable[[Any, Any], Any], like: torch.Tensor) -> bool:
+    """Return whether ``forward`` computes what the module does, on an example. Linears may have stored weights instead
+    of parameters (``stored_weights.py``)."""
+    gate = getattr(module, "gate_proj", None)
+    weight = like if isinstance(gate, nn.Linear) else module.weight
+    size = gate.in_features if isinstance(gate, nn.Linear) else len(weight)
+    x = torch.randn(3, size, generator=torch.Generator().manual_seed(0)).to(weight.device, weight.dtype)
     try:
         wanted, found = module(x).float(), forward(module, x).float()
     except Exception as error:  # from Triton's compiler or the driver

@@ -24,7 +24,7 @@ def test_every_kernel_compiles(tmp_path: Path) -> None:
     from mlflow_llm.serving.engine.models.fused import experts_kernel
     from mlflow_llm.serving.engine.models.fused import kernels as fused_kernels
     from mlflow_llm.serving.engine.sampling import device_sampling_kernel, greedy_kernel
-    from mlflow_llm.serving.engine.weights import fp8_kernel, fp8_rows_kernel
+    from mlflow_llm.serving.engine.weights import fp8_kernel, fp8_rows_kernel, int4_kernel
 
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_DEFAULT_FP_FUSION": "1"}
@@ -32,7 +32,7 @@ def test_every_kernel_compiles(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     attention = (decode_kernel, prefill_kernel, write_kernel, rotation_kernel)
     modules = (*attention, device_sampling_kernel, greedy_kernel, fp8_kernel, fp8_rows_kernel, fused_kernels)
-    modules += (experts_kernel, wide_kernel, slots_kernel)
+    modules += (experts_kernel, wide_kernel, slots_kernel, int4_kernel)
     kinds = (InterpretedFunction, JITFunction)
     functions = {name for one in modules for name, value in vars(one).items() if isinstance(value, kinds)}
     called = {
@@ -42,6 +42,8 @@ def test_every_kernel_compiles(tmp_path: Path) -> None:
         "gated",
         "members_of",
         "rank_of",
+        "halves",
+        "joined",
         "quantize_row",
         "scale_of",
         "time_of",

@@ -20,7 +20,7 @@ from mlflow_llm.serving.engine.models.fused import experts_kernel as experts
 from mlflow_llm.serving.engine.models.fused import kernels as fused
 from mlflow_llm.serving.engine.sampling import device_sampling_kernel as race
 from mlflow_llm.serving.engine.sampling import greedy_kernel as greedy
-from mlflow_llm.serving.engine.weights import fp8_kernel, fp8_rows_kernel
+from mlflow_llm.serving.engine.weights import fp8_kernel, fp8_rows_kernel, int4_kernel
 
 HALF, FLOAT, BYTE, INT, LONG = "*bf16", "*fp32", "*u8", "*i32", "*i64"
 
@@ -94,3 +94,9 @@ arrays = [HALF, INT, LONG, INT, FLOAT]
 build(adapters.shrink, [*arrays, "i32", "i32", "i32"], SPLIT_K=1024, BLOCK_K=256, **sizes)
 arrays = [FLOAT, INT, LONG, INT, FLOAT, INT, HALF]
 build(adapters.expand, [*arrays, "i32", "i32", "i32", "i32"], BLOCK_N=256, **sizes)
+for rows, split, way in ((16, 4, True), (64, 1, False)):
+    several = {"SPLIT": split, "BLOCK_M": rows, "BLOCK_N": 64, "CHUNK": 128, "GROUP": 128, "PACKED": way}
+    arrays = [HALF, BYTE, "*fp16", BYTE, FLOAT, HALF, FLOAT, INT]
+    build(int4_kernel.multiply, [*arrays, "i32", "i32", "i32"], HAS_BIAS=True, **several)
+several = {"BLOCK_N": 64, "CHUNK": 128, "GROUP": 128}
+build(int4_kernel.dequantize, [BYTE, "*fp16", BYTE, HALF, "i32", "i32"], **several)
