@@ -160,13 +160,15 @@ name, unless `task="embeddings"` says that its encoder is wanted without the hea
 
 ## Checkpoints that are quantised already
 
-Refused by the name of their form when they are logged (`quantization_config` in `config.json`): GPTQ, AWQ,
-compressed-tensors, bitsandbytes, FP8, MXFP4 and every other that transformers knows. The engine runs floats and
-quantises them itself (`quantization: int8`): log the checkpoint that they were made of, or a model object after
-transformers' `dequantize()`. A GGUF file runs: its weights are made floats when it is logged, and are not kept
-quantised.
+Four bits in AWQ (version `gemm`), GPTQ and compressed-tensors (`pack-quantized`), and float8 in compressed-tensors
+(`float-quantized`), of models that generate, are logged as they are and [computed with as they
+are](gpu.md#weights-that-others-quantised). Other variants of these are refused by the entry of `quantization_config`
+that says so, and bitsandbytes, FP8, MXFP4 and every other form that transformers knows by its name: log the checkpoint
+that they were made of, or a model object after transformers' `dequantize()`; the engine quantises floats itself
+(`quantization: int8`, or once with [`quantize="int8"`](quantize.md)). A GGUF file runs: its weights are made floats
+when it is logged, and are not kept quantised.
 
-[vLLM](vllm.md) runs them: a model that is logged with `engine="vllm"` is stored as it is.
+[vLLM](vllm.md) runs the others: a model that is logged with `engine="vllm"` is stored as it is.
 
 ## GGUF files
 

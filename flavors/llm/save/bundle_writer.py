@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from msgspec import Struct
 
 from ....serving.interface.bundle import Bundle, CrossEncoderSpec, EmbeddingSpec, ImageSpec
@@ -22,6 +23,7 @@ from ..model.bundle_reader import read_bundle
 from ..model.manifest import BaseReference, Manifest, describe, write
 from ..model.manifest import read as read_manifest
 from ..model.tasks import (
+    config_file,
     cross_encoder_spec,
     embedding_spec,
     is_causal,
@@ -37,6 +39,7 @@ from .draft_check import check_draft
 from .encoder_trial import try_encoder, try_images
 from .images import check_templates, image_spec
 from .meta_model import build, check_complete, check_settings, check_supported, check_weights, count, decoder_of
+from .quantised import check_directory, quantization_in
 from .quantize import check_quantize, quantize_weights
 from .sources import Placed, place_model
 from .text_alone import check_images, hint, place_text
@@ -145,8 +148,14 @@ def _write_whole(root: Path, parts: Parts) -> Written:
     own = _place_adapter_templates(root, parts, tokenizer, found, parts=reads_images(config))
     tasks = resolve_tasks(parts.task, model_dir, found, of_adapters=own)
     images = None
+    quantization = parts.quantization
+    if parts.is_ours:
+        folder = config_file(model_dir).parent
+        quantization = quantization_in(folder, tasks, parts.quantize, own_code=parts.trust_remote_code)
     if reads_images(config):
         _check_beside_images(parts, tasks)
+        if parts.is_ours:
+            check_directory(model_dir, even_known=True)
         with _hint(model_dir, config):
             images = image_spec(model_dir, root / "tokenizer", whole.config)
     check_complete(model_dir, tasks, trust_remote_code=parts.trust_remote_code)
@@ -157,8 +166,11 @@ def _write_whole(root: Path, parts: Parts) -> Written:
     crosses = cross_encoder_spec(tasks, model_dir, root / "tokenizer", tokenizer)
     formats = formats_of(found, tokenizer, parts.tool_format)
     longest = EmbeddingSpec(max_length=crosses.max_length) if crosses is not None else spec or EmbeddingSpec()
-    context = check_settings(skeleton, parts.settings, tasks, longest, parts.quantization)
-    check_draft(parts.settings)
+    settings = parts.settings
+    if quantization is not None and settings.quantization == "none":
+        settings = msgspec.structs.replace(settings, quantization=quantization)
+    context = check_settings(skeleton, settings, tasks, longest, quantization)
+    check_draft(settings)
     if images is not None:
         with _hint(model_dir, config):
             try_images(whole, _as_engine_sees(root, tasks, spec, crosses, images), parts.settings)
@@ -168,8 +180,7 @@ def _write_whole(root: Path, parts: Parts) -> Written:
         quantize_weights(model_dir, tasks, parts.quantize, parts.calibration, tokenizer)
     manifest = _finish(
         root, parts, tasks, names,
-        embedding=spec, cross_encoder=crosses, tool_formats=formats, quantization=parts.quantization,
-        images=images,
+        embedding=spec, cross_encoder=crosses, tool_formats=formats, quantization=quantization, images=images,
     )  # fmt: skip
     return Written(manifest=manifest, model_dir=model_dir, parameters=count(whole), context_length=context)
 

@@ -15,7 +15,7 @@ def save_pretrained(model: Any, target: Path) -> None:
     Raises ``PackagingError`` if its weights are quantised or partly offloaded, or if transformers cannot save it.
     """
     if getattr(model, "hf_quantizer", None) is not None:
-        refuse_quantised(model.config.to_dict(), type(model).__name__)
+        refuse_quantised(model.config.to_dict(), type(model).__name__, even_known=True)
         raise PackagingError(
             "model: its weights are quantised; load it without quantization_config, and set quantization='int8' to"
             " serve it in int8"

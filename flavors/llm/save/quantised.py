@@ -1,13 +1,13 @@
-"""Refuse checkpoints whose weights are already quantised, naming their format.
+"""Checkpoints whose weights are already quantised: those that the engine reads, and a refusal of others by name.
 
-Each format needs kernels of its own (and mostly a GPU), which this engine does not have: it quantises floats itself
-(``quantization: int8``). A model that is logged for vLLM may have any of them. A GGUF file is the exception: it is
-dequantised to floats when it is logged.
+Each format needs kernels of its own; the engine has them for four bits and float8 of ``weights/published.py``. A model
+that is logged for vLLM may have any other. A GGUF file is dequantised to floats when it is logged.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -41,21 +41,61 @@ NAMES = {
 UNQUANTISED = "log the checkpoint that it was made of, or the model object after transformers' dequantize()"
 
 
-def refuse_quantised(config: Any, what: str) -> None:
+def refuse_quantised(config: Any, what: str, *, even_known: bool = False) -> None:
     """Raise ``PackagingError`` if ``config`` (parsed from a ``config.json``), or a config inside it, is of quantised
-    weights. ``what`` names the model in the message."""
+    weights that the engine does not read, or, ``even_known``, of any. ``what`` names the model in the message."""
     for path, found in _said(config, ""):
+        if path == "quantization_config" and not even_known and _is_read(found, what):
+            continue
         method = found.get("quant_method") if isinstance(found, dict) else None
         if method is None and isinstance(found, dict):
             method = "bitsandbytes" if any(name.startswith(("load_in_", "bnb_")) for name in found) else None
         name = NAMES.get(str(method).lower(), shown(method)) if method is not None else "a form that is not named"
         raise PackagingError(
             f"model: the weights of {what} are quantised already: {name} ({path}); the engine runs floats and quantises"
-            f" them itself (quantization='int8'): {UNQUANTISED}; or log it with engine='vllm', which runs such weights"
+            f" them itself (quantization='int8'), and AWQ, GPTQ and compressed-tensors of models that generate:"
+            f" {UNQUANTISED}; or log it with engine='vllm', which runs such weights"
         )
 
 
-def check_directory(folder: Path) -> None:
+def _is_read(said: Any, what: str) -> bool:
+    from ....serving.engine.weights.published import published_of
+
+    try:
+        return published_of(said) is not None
+    except PackagingError as error:
+        raise PackagingError(f"model: the weights of {what} are quantised already: {error}") from None
+
+
+def quantization_in(folder: Path, tasks: Collection[str], quantize: Any, *, own_code: bool) -> str | None:
+    """Return the quantization of the checkpoint in ``folder`` if others quantised it, else ``quantize``.
+
+    Raises ``PackagingError`` for a model that does not generate or runs code of its own, and if it is to be quantised
+    again."""
+    from ....serving.engine.weights.stored_weights import quantization_of
+
+    found = quantization_of(folder)
+    if found is None:
+        own: str | None = quantize
+        return own
+    if quantize is not None:
+        raise PackagingError(
+            f"quantize: {quantize!r} is not allowed; expected None: the weights are quantised already ({found})"
+        )
+    if not {"chat", "completions"}.intersection(tasks):
+        raise PackagingError(
+            f"model: weights that are quantised already ({found}) are not allowed for {', '.join(tasks)}; expected a"
+            f" model that generates: {UNQUANTISED}"
+        )
+    if own_code:
+        raise PackagingError(
+            f"trust_remote_code: True is not allowed; expected False: the weights are quantised already ({found}), and"
+            " code of the model's own may do with them what it likes"
+        )
+    return found
+
+
+def check_directory(folder: Path, *, even_known: bool = False) -> None:
     """Apply ``refuse_quantised`` to the ``config.json`` in ``folder`` and to ModelOpt's own file."""
     for name in ("config.json", "hf_quant_config.json"):
         try:
@@ -64,7 +104,7 @@ def check_directory(folder: Path) -> None:
             continue  # code that needs the file reports what is wrong with it
         if name == "hf_quant_config.json":
             config = {"quantization_config": {"quant_method": "modelopt"}}
-        refuse_quantised(config, folder.name)
+        refuse_quantised(config, folder.name, even_known=even_known)
 
 
 def _said(config: Any, path: str) -> list[tuple[str, Any]]:

@@ -177,6 +177,7 @@ def save_model(
             sources = fetch_adapters(adapters, adapter_runs, Path(scratch))
             written = write_bundle(root, msgspec.structs.replace(parts, adapters=sources.given))
         manifest, model_dir = written.manifest, written.model_dir
+        config = _as_stored(config, manifest.quantization, asked=given.get("quantization"))
         check_runs(adapter_runs, manifest.adapters)
         facts = facts_of(
             root,

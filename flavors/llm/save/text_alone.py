@@ -97,7 +97,7 @@ def place_text(whole_dir: Path, target: Path) -> None:
     config = read_config(whole_dir)
     if not is_composite(config):
         raise PackagingError("images: False is not allowed; expected None: the model is not one of several modalities")
-    check_directory(whole_dir)
+    check_directory(whole_dir, even_known=True)
     whole = _load(whole_dir, config)
     decoder = _decoder(whole)
     with torch.inference_mode():

@@ -31,7 +31,7 @@ class Offered:
 
 @dataclass(slots=True)
 class Buffers:
-    """Where a kernel writes rows in float8: ``q`` and ``scale``, or anything at all if it is not asked to."""
+    """Tensors that a kernel writes rows in float8 to, ``q`` and ``scale``; any if it is not asked to."""
 
     q: torch.Tensor
     scale: torch.Tensor

@@ -159,7 +159,7 @@ def _said_in(folder: str | Path) -> Any:
 def _unsupported_format(name: str, said: Any) -> PackagingError:
     return PackagingError(
         f"config.json: {name}: {shown(said)} is not allowed; expected weights in floats, as log_model(quantize=…)"
-        " stores them, or in a published format (docs/quantize.md); engine vllm runs others"
+        " stores them, or in a published format (docs/gpu.md); engine vllm runs others"
     )
 
 

@@ -102,7 +102,7 @@ def gated_forward(self: Any, x: Any) -> Any:
     block = 1 << (size - 1).bit_length() if made.are_written else BLOCK
     kernels.silu_gate[(rows, -(-size // block))](
         gate, up, out, made.q, made.scale, size, gate.stride(0), up.stride(0),
-        BLOCK=block, QUANTIZE=made.are_written, num_warps=8 if made.are_written else 4,
+        BLOCK=block, QUANTIZE=made.are_written, num_warps=min(max(block // 1024, 4), 16),
     )  # fmt: skip
     return self.down_proj(fp8_inputs.offer(self, out.view(*x.shape[:-1], size), made))
 

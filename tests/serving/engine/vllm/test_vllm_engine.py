@@ -24,7 +24,7 @@ from transport_place import Place, by_sequence, eventually
 from mlflow_llm.serving.engine.core import EngineCore
 from mlflow_llm.serving.interface.bundle import Bundle, EmbeddingSpec
 from mlflow_llm.serving.interface.constraint import Grammar
-from mlflow_llm.serving.interface.errors import Conflict, InvalidField, NotFound, PackagingError
+from mlflow_llm.serving.interface.errors import Conflict, InvalidField, NotFound
 from mlflow_llm.serving.interface.events import Embedded, Failed, PromptScored, Tokens
 from mlflow_llm.serving.interface.request import Sequence, ValidRequest
 from mlflow_llm.serving.interface.settings import EngineSettings
@@ -291,11 +291,9 @@ def gptq(model: Any, folder: Path, group: int = 32) -> Any:
 
 
 def test_a_gptq_checkpoint_runs(tmp_path: Path) -> None:
-    """A checkpoint of 4 bits in GPTQ's form, which our own engine refuses, has the scores of the weights it means."""
+    """A checkpoint of 4 bits in GPTQ's form has the scores of the weights it means."""
     model = gptq(make_model(tf.LlamaConfig(**WIDE | {"intermediate_size": 64})), tmp_path / "gptq")
     bundle = Bundle(content_hash="gptq", tasks=("completions",), model_dir=str(tmp_path / "gptq"), tokenizer_dir="")
-    with pytest.raises(PackagingError, match="engine vllm runs others"):
-        EngineCore(bundle, EngineSettings(kv_cache_memory=1 << 24))
     prompt = prompt_of(24, 3)
     request = request_of("q", prompt, max_tokens=0, prompt_logprobs=0)
     place = Place()

@@ -278,8 +278,8 @@ def test_foreign_quantisation_is_refused(tmp_path: Path) -> None:
     """A quantization_config that differs from the written one is refused by that value."""
     bundle = save_bundle(make_model(MODELS["tied head"]()), tmp_path / "whole")
     file = tmp_path / "whole/config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": "awq"}}))
-    with pytest.raises(PackagingError, match=r"quantization_config: .*awq.* is not allowed"):
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": "hqq"}}))
+    with pytest.raises(PackagingError, match=r"quantization_config: .*hqq.* is not allowed"):
         EngineCore(bundle, EngineSettings())
 
 
