@@ -120,6 +120,15 @@ def attend_by_kernel(q: Any, k: Any, v: Any, tables: ChunkTables, args: Attentio
         scaling, softcap or 0.0, window or 0, q.stride(0), q.stride(1), tables.block_tables.stride(0),
         HKV=Hkv, GROUP=group, D=D, DV=Dv, BLOCK_SIZE=k.shape[1], ROWS=rows, TILE=tile,
         HAS_SOFTCAP=softcap is not None, HAS_SINKS=sinks is not None, **widths,
-        num_warps=8 if rows == 128 else 4,
+        **_options(rows, q.dtype),
     )  # fmt: skip
     return out
+
+
+def _options(rows: int, dtype: Any) -> dict[str, int]:
+    """Return how the kernel is compiled: in 16 bits so that two programs fit the registers of a multiprocessor, one of
+    which multiplies while the other computes exponentials."""
+    if rows != 128:
+        return {"num_warps": 4}
+    narrow = {"num_stages": 2, "maxnreg": 128} if dtype.itemsize == 2 else {}
+    return {"num_warps": 8, **narrow}

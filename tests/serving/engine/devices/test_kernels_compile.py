@@ -39,6 +39,7 @@ def test_every_kernel_compiles(tmp_path: Path) -> None:
         "bits",
         "codes",
         "decoded",
+        "fold",
         "gated",
         "members_of",
         "rank_of",

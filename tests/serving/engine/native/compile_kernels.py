@@ -45,7 +45,8 @@ build(decode.merge_splits, [*arrays, "i32", "i32"], H=32, DV=128, SPLIT=256, HAS
 several = {"BLOCK_SIZE": 16, "ROWS": 128, "TILE": 64, "HAS_SOFTCAP": True, "HAS_SINKS": True}
 wide = {name: value for name, value in heads.items() if name != "GROUP_PADDED"}
 arrays = [HALF, HALF, HALF, INT, INT, INT, FLOAT, HALF]
-build(prefill.attend_chunks, [*arrays, "fp32", "fp32", *["i32"] * 4], **wide, **several)
+options = {"num_warps": 8, "num_stages": 2, "maxnreg": 128}  # as ``chunks`` has them for 16 bits
+build(prefill.attend_chunks, [*arrays, "fp32", "fp32", *["i32"] * 4], options, **wide, **several)
 build(race.exponentials, [LONG, FLOAT, "i32"], BLOCK=1024)
 build(race.race, [FLOAT, LONG, FLOAT, FLOAT, FLOAT, LONG, "i32"], BLOCK=1024)
 build(greedy.largest_of_chunk, [HALF, FLOAT, INT, "i32", "i32"], BLOCK=4096)

@@ -33,6 +33,7 @@ CASES = {
     "one key head, window over tiles, half": Heads(8, 1, 64, 64, 16, window=100, sinks=True, dtype=torch.float16),
     "wide heads": Heads(2, 1, 256, 256, 16),
 }
+CUT = {"grouped": CASES["grouped"], "four of 128, half": Heads(4, 1, 128, 128, 16, dtype=torch.float16)}
 
 
 @pytest.mark.parametrize("heads", CASES.values(), ids=CASES)
@@ -47,15 +48,18 @@ def test_kernel_equals_reference(heads: Heads) -> None:
 
 
 @pytest.mark.parametrize("window", [None, 20])
-def test_the_cut_of_a_prompt_changes_no_bit(window: int | None) -> None:
+@pytest.mark.parametrize("name", ["grouped", "four of 128, half"])
+def test_the_cut_of_a_prompt_changes_no_bit(name: str, window: int | None) -> None:
     """Each row is the same alone, among others, and in chunks that begin elsewhere: to the bit on a device. The
     interpreter multiplies by a BLAS, which may sum a row elsewhere in a tile in another order."""
-    q, k, v, block_tables, args = example(CASES["grouped"]._replace(window=window), sum(SIZES), len(SIZES), max(STOPS))
+    heads = CUT[name]._replace(window=window)
+    q, k, v, block_tables, args = example(heads, sum(SIZES), len(SIZES), max(STOPS))
     whole = chunks.attend_by_kernel(q, k, v, ChunkTables.make(SIZES, STOPS, block_tables), args)
     for first, last in ((0, 70), (0, 31), (31, 70), (69, 70)):
         cut = ChunkTables.make([last - first], [last], block_tables[:1])
         found = chunks.attend_by_kernel(q[first:last], k, v, cut, args)
-        torch.testing.assert_close(found, whole[first:last], rtol=0, atol=0 if DEVICE.type == "cuda" else 1e-6)
+        near = 1e-6 if heads.dtype == torch.float32 else 1e-3
+        torch.testing.assert_close(found, whole[first:last], rtol=0, atol=0 if DEVICE.type == "cuda" else near)
 
 
 @pytest.mark.parametrize("family", ["mistral", "gpt_oss"])
