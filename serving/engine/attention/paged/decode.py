@@ -1,7 +1,7 @@
 """Attention of single tokens over block tables, by the Triton kernels if they run, else by torch.
 
-The split depends only on the model's context length, and splits are merged in order, so a row has the same bits alone
-and in any batch."""
+The split depends only on the model's context length and heads, and splits are merged in order, so a row has the same
+bits alone and in any batch."""
 
 from __future__ import annotations
 
