@@ -205,7 +205,7 @@ def refuse(settings: EngineSettings, device: Any) -> None:
     if settings.quantization == "fp8" and device.type == "cpu" and settings.kernels == "auto":
         raise PackagingError(
             "quantization: 'fp8' is not allowed; expected 'none' or 'int8' on CPU with kernels auto: our own kernels"
-            " do not support fp8 (kernels: torch does, slowly)"
+            " do not support fp8 (kernels: torch does, slowly, and a checkpoint that is stored in fp8 needs it there)"
         )
 
 

@@ -5,6 +5,7 @@ floats, by another kernel, for the time of a product. Both kernels prove themsel
 
 from __future__ import annotations
 
+import logging
 from functools import cache
 from typing import Any, ClassVar
 
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 
 from ..devices import triton_support
 
+logger = logging.getLogger(__name__)
 FEW_ROWS = 64  # rows that a program of the kernel has room for
 MAX_CHUNK, MIN_CHUNK = 128, 32  # inputs that are read at once; a group is a multiple of them
 BLOCK_N, NUM_WARPS, NUM_STAGES = 64, 4, 4
@@ -104,6 +106,12 @@ def why_not(device: Any, dtype: torch.dtype, group: int) -> str:
     if not chunk_of(group):
         return f"groups of {group} inputs are not multiples of {MIN_CHUNK}"
     return _wrong(device, dtype)
+
+
+@cache
+def report(why: str) -> None:
+    """Log, once, why weights are made floats at load on a device that could multiply four bits."""
+    logger.warning("int4: weights of four bits are made floats: %s", why)
 
 
 @cache

@@ -227,7 +227,7 @@ def _pack_published(
         values = stored.values.to(like.device)
         if fits_fp8(values):
             return Fp8Weight.of(values, stored.scale.to(like.device), bias, like.dtype)
-    elif not int4.why_not(like.device, like.dtype, columns // stored.zero.shape[1]):
+    elif not (why := int4.why_not(like.device, like.dtype, columns // stored.zero.shape[1])):
         return Int4Weight(stored.unpacked(), stored.scale, stored.zero, bias, like.dtype, like.device)
     elif native and columns // stored.zero.shape[1] % GROUP_SIZE == 0:
         scale = stored.scale.half()
@@ -235,6 +235,8 @@ def _pack_published(
             repeats = columns // GROUP_SIZE // stored.zero.shape[1]
             scale, zero = (one.repeat_interleave(repeats, 1) for one in (scale, stored.zero))
             return NativeWeight.of_int4(stored.unpacked(), scale, zero, torch.ones(columns), bias)
+    elif like.device.type == "cuda":
+        int4.report(why)
     floats = msgspec.structs.replace(settings, quantization="none")
     return _pack(stored.dense(like.dtype, like.device), bias, floats, False)
 

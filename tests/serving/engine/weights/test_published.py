@@ -219,11 +219,15 @@ def test_products_of_four_bits(group: int, rows: int) -> None:
         assert not weight.finished.any()
 
 
-def test_groups_that_no_kernel_takes_are_said() -> None:
-    """Groups of 24 inputs are no multiple of what the kernel reads at once, and stay floats."""
+def test_groups_that_no_kernel_takes_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    """Groups of 24 inputs are no multiple of what the kernel reads at once; that they become floats is logged once."""
     assert int4.chunk_of(24) == 0
     assert int4.chunk_of(128) == int4.chunk_of(4096) == 128
     assert int4.why_not(torch.device("cpu"), torch.float32, 128) == "there is no CUDA device"
+    int4.report.cache_clear()
+    int4.report("groups of 24")
+    int4.report("groups of 24")
+    assert [one.message for one in caplog.records] == ["int4: weights of four bits are made floats: groups of 24"]
 
 
 @pytest.mark.parametrize(
