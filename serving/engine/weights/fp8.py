@@ -125,7 +125,7 @@ def multiply(
     kernel.multiply[(blocks, split)](
         x.contiguous(), values.view(torch.uint8), scale, scale if bias is None else bias, out, partial, finished,
         rows, N, K, HAS_BIAS=bias is not None, SPLIT=split, BLOCK_M=block_m, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
-        WHOLE_K=K % BLOCK_K == 0, DECODE=_decode(x.device, x.dtype), num_warps=NUM_WARPS, num_stages=NUM_STAGES,
+        WHOLE_K=K % BLOCK_K == 0, DECODE=decoding(x.device, x.dtype), num_warps=NUM_WARPS, num_stages=NUM_STAGES,
     )  # fmt: skip
     return out
 
@@ -144,7 +144,7 @@ def split_of(N: int, K: int) -> int:
     return split
 
 
-def _decode(device: Any, dtype: torch.dtype) -> str:
+def decoding(device: Any, dtype: torch.dtype) -> str:
     """Return how the kernel converts bytes to ``dtype`` on ``device`` (``fp8_kernel.py``)."""
     if device.type != "cuda":
         return "shift"

@@ -105,7 +105,7 @@ def why_not(device: Any, dtype: torch.dtype, group: int) -> str:
         return why
     if not chunk_of(group):
         return f"groups of {group} inputs are not multiples of {MIN_CHUNK}"
-    return _wrong(device, dtype)
+    return why_wrong(device, dtype)
 
 
 @cache
@@ -115,7 +115,7 @@ def report(why: str) -> None:
 
 
 @cache
-def _wrong(device: Any, dtype: torch.dtype) -> str:
+def why_wrong(device: Any, dtype: torch.dtype) -> str:
     make = torch.Generator().manual_seed(0)
     values = torch.randint(0, 16, (72, 1024), dtype=torch.uint8, generator=make)
     zero = torch.randint(0, 16, (72, 8), dtype=torch.uint8, generator=make)

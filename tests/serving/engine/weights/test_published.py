@@ -153,7 +153,7 @@ def _kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Run Triton's kernels, in its interpreter if there is no device."""
     pytest.importorskip("triton")
     monkeypatch.setattr(triton_support, "enabled", lambda device: True)
-    trials: tuple[Any, ...] = (int4._wrong, why_not_kernel, why_not_one_kernel, why_not_scaled_mm)
+    trials: tuple[Any, ...] = (int4.why_wrong, why_not_kernel, why_not_one_kernel, why_not_scaled_mm)
     for known in trials:
         known.cache_clear()
     yield
