@@ -164,10 +164,11 @@ def _wide_options(k: Any, v: Any) -> dict[str, Any]:
     from .decode_kernel import padded
 
     D, Dv, shared = k.shape[-1], v.shape[-1], is_shared(k, v)
+    tile, heads = wide_kernel.sizes(shared=shared, half=k.element_size() == 2)
     main = Dv if shared else 1 << (D.bit_length() - 1)  # the largest power of two in D
     return {
-        "TILE": wide_kernel.TILE,
-        "HEADS": wide_kernel.HEADS,
+        "TILE": tile,
+        "HEADS": heads,
         "MAIN_DIM": main,
         "MAIN_PADDED": padded(main),
         "REST_DIM": D - main,

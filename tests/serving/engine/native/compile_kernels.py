@@ -74,22 +74,22 @@ for rows, split, way, floats in ((16, 1, "packed", HALF), (64, 4, "native", HALF
     build(fp8_kernel.multiply, [*arrays, "i32", "i32", "i32"], HAS_BIAS=True, **several)
 more = {"HAS_BIAS": True, "GATE": 2, "TOP": 8}
 for step in (experts.few_up, experts.grouped_up):
-    sizes = {"BLOCK_N": 8, "BLOCK_K": 512} if step is experts.few_up else {"BLOCK_N": 32, "BLOCK_K": 128}
+    sizes = {"BLOCK_N": 4, "BLOCK_K": 1024} if step is experts.few_up else {"BLOCK_N": 32, "BLOCK_K": 128}
     sizes |= {} if step is experts.few_up else {"BLOCK_M": 16, "CHUNK": 128}
     numbers = ["i32"] * 9 + ["fp32", "fp32"] + ([] if step is experts.few_up else ["i32"])
     build(step, [HALF, LONG, HALF, HALF, HALF, *numbers], **more, **sizes)
 known = {"HAS_BIAS": True, "TOP": 8, "IDENTITY": True}
-build(experts.few_down, [HALF, HALF, LONG, HALF, HALF, HALF, HALF, *["i32"] * 6], **known, BLOCK_N=8, BLOCK_K=512)
+build(experts.few_down, [HALF, HALF, LONG, HALF, HALF, HALF, HALF, *["i32"] * 6], **known, BLOCK_N=2, BLOCK_K=1024)
 sizes = {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 128, "CHUNK": 128}
 build(experts.grouped_down, [HALF, LONG, HALF, HALF, HALF, *["i32"] * 7], HAS_BIAS=True, **sizes)
 build(experts.combine, [HALF, HALF, LONG, HALF, HALF, "i32", "i32"], TOP=8, IDENTITY=True, BLOCK=512)
 arrays = [HALF, HALF, HALF, INT, INT, FLOAT, FLOAT, FLOAT, "fp32", "fp32", *["i32"] * 4]
-split = {"BLOCK_SIZE": 16, "SPLIT": 256, "TILE": wide_heads.TILE, "HEADS": wide_heads.HEADS, "HAS_SOFTCAP": True}
+split = {"BLOCK_SIZE": 16, "SPLIT": 256, "TILE": 32, "HAS_SOFTCAP": True}
 latent = {"HKV": 1, "GROUP": 128, "D": 576, "DV": 512, "REST_DIM": 64, "REST_PADDED": 64, "SHARED": True}
 main = {"MAIN_DIM": 512, "MAIN_PADDED": 512, "DV_PADDED": 512}
-build(wide_heads.decode_wide, arrays, **split, **latent, **main)
+build(wide_heads.decode_wide, arrays, **split, **latent, **main, HEADS=32)
 plain = {"HKV": 2, "GROUP": 4, "D": 512, "DV": 512, "REST_DIM": 0, "REST_PADDED": 16, "SHARED": False}
-build(wide_heads.decode_wide, arrays, **split, **plain, **main)
+build(wide_heads.decode_wide, arrays, **split, **plain, **main, HEADS=16)
 sizes = {"MEMBERS": 3, "SPLITS": 2, "MAX_RANK": 64, "RANK_BLOCK": 16}
 arrays = [HALF, INT, LONG, INT, FLOAT]
 build(adapters.shrink, [*arrays, "i32", "i32", "i32"], SPLIT_K=1024, BLOCK_K=256, **sizes)
