@@ -82,8 +82,8 @@ def decode_wide(
             keys = tl.load(from_k + d[None, :], mask=inside[:, None] & (d < MAIN_DIM)[None, :], other=0.0)
             scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
             if REST_DIM > 0:
-                is_rest = inside[:, None] & (rest < REST_DIM)[None, :]
-                keys_rest = tl.load(from_k + MAIN_DIM + rest[None, :], mask=is_rest, other=0.0)
+                of_rest = inside[:, None] & (rest < REST_DIM)[None, :]
+                keys_rest = tl.load(from_k + MAIN_DIM + rest[None, :], mask=of_rest, other=0.0)
                 scores = tl.dot(query_rest, tl.trans(keys_rest), scores, input_precision="ieee")
             scores = scores * scaling
             if HAS_SOFTCAP:

@@ -115,7 +115,7 @@ def test_an_engine_launches_steps_with_adapters_ahead(tmp_path: Path, monkeypatc
     small = {"max_num_seqs": 3, "max_num_batched_tokens": 16, "kv_cache_memory": 1 << 22, "kv_block_size": 8}
     texts = []
     for graphs in ("none", "auto"):
-        core = EngineCore(bundle, EngineSettings(kernels="torch", cuda_graphs=graphs, **small))
+        core = EngineCore(bundle, EngineSettings(kernels="torch", cuda_graphs=graphs, dtype="float32", **small))
         found = []
         for order in (paths, paths[::-1]):
             for name, path in zip("ab", order, strict=True):

@@ -136,4 +136,4 @@ def test_long_steps_run_by_the_modules_code(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_nothing_is_replaced_without_a_device() -> None:
     """On CPU the model's own code runs."""
-    assert fused_experts.install(make_model(FAMILIES["mixtral"]())) == (DEVICE.type == "cuda")
+    assert fused_experts.install(make_model(FAMILIES["mixtral"]())) == 0
